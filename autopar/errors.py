@@ -1,0 +1,35 @@
+"""Errors that a user can cause, all under one base class.
+
+Every message says what, where, the numbers on both sides and what to do. The command line prints them without a
+traceback; everything that is not an :class:`AutoparError` is a defect of autopar itself.
+"""
+
+from __future__ import annotations
+
+
+class AutoparError(ValueError):
+    """Base of every error that bad input can cause."""
+
+
+class CaptureError(AutoparError):
+    """The model cannot be captured as one static graph."""
+
+
+class RuleError(AutoparError):
+    """An operator cannot be cut the way that was asked for, or has no usable rule."""
+
+
+class MeshError(AutoparError):
+    """A mesh does not fit the cluster, the process group or the plan."""
+
+
+class PlanError(AutoparError):
+    """A plan file is malformed or belongs to another model, mesh or version."""
+
+
+class InfeasibleError(AutoparError):
+    """No plan satisfies the pins and the memory limit."""
+
+
+class RunError(AutoparError):
+    """A program was called with inputs or state that it was not built for."""

@@ -1,0 +1,194 @@
+"""The graph of a model: what it computes, with nothing about devices.
+
+A :class:`Graph` is a list of nodes in execution order. Parameters, buffers and inputs come first. Arguments of an
+operator are plain Python values in which a :class:`Ref` stands for a tensor. Multi-output operators have several
+``outs``; a ``Ref`` names the output by number, so there are no tuple-unpacking nodes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Any
+
+ITEM_BYTES = {
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
+    "uint8": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "complex64": 8, "complex128": 16,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """Global shape and dtype (``"float32"``) of one tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def n_elements(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def n_bytes(self) -> int:
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    @property
+    def is_float(self) -> bool:
+        return self.dtype.startswith(("float", "bfloat", "complex"))
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{' '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Ref:
+    """Output ``out`` of node number ``node``."""
+
+    node: int
+    out: int = 0
+
+
+def refs_in(value: Any) -> Iterator[Ref]:
+    """Every :class:`Ref` in nested tuples, lists and dicts, in order."""
+    if isinstance(value, Ref):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from refs_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from refs_in(item)
+
+
+def map_refs(value: Any, fn: Callable[[Ref], Any]) -> Any:
+    """``value`` with every :class:`Ref` replaced by ``fn(ref)``; tuples, lists and dicts keep their type."""
+    if isinstance(value, Ref):
+        return fn(value)
+    if isinstance(value, tuple):
+        return tuple(map_refs(item, fn) for item in value)
+    if isinstance(value, list):
+        return [map_refs(item, fn) for item in value]
+    if isinstance(value, dict):
+        return {key: map_refs(item, fn) for key, item in value.items()}
+    return value
+
+
+@dataclass(frozen=True)
+class Node:
+    """One parameter, buffer, input or operator.
+
+    Attributes:
+        kind: ``param``, ``buffer``, ``input`` or ``op``.
+        target: operator name such as ``aten.linear.default``; for other kinds the qualified name in the model.
+        outs: one :class:`Spec` per output tensor (None for an output that is no tensor).
+        module: path of the module whose code made this node, such as ``layers.0.mlp.up``.
+        source: the user's source line, ``file.py:12``, where known.
+        needs_grad: gradients flow through this node's outputs.
+        hot: the value depends on a parameter. Only hot nodes are planned by the ILP; the others follow demand.
+    """
+
+    name: str
+    kind: str
+    target: str
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    outs: tuple[Spec | None, ...] = ()
+    module: str = ""
+    source: str = ""
+    needs_grad: bool = False
+    hot: bool = False
+
+    @cached_property
+    def refs(self) -> tuple[Ref, ...]:
+        """Tensor inputs in argument order; a tensor used twice stands twice."""
+        return (*refs_in(self.args), *refs_in(self.kwargs))
+
+    @property
+    def out(self) -> Spec:
+        """The first output."""
+        spec = self.outs[0]
+        assert spec is not None
+        return spec
+
+    @property
+    def where(self) -> str:
+        """For messages: name, module and source line."""
+        return f"{self.name} ({self.target}) in '{self.module or '<model>'}'" + (f" at {self.source}" if self.source else "")
+
+
+@dataclass(frozen=True)
+class Graph:
+    """What a model computes.
+
+    Attributes:
+        nodes: parameters, buffers and inputs first, then operators in execution order.
+        outputs: flat outputs of the model; a :class:`Ref`, or a plain value for an output that is no tensor.
+        loss: position in ``outputs`` of the scalar loss, or None.
+        tied: other qualified names of a parameter, ``{alias: name in the graph}``.
+        updates: buffers that the forward changes, ``{buffer name: new value}``.
+    """
+
+    nodes: tuple[Node, ...]
+    outputs: tuple[Any, ...]
+    loss: int | None = None
+    tied: dict[str, str] = field(default_factory=dict)
+    updates: dict[str, Ref] = field(default_factory=dict)
+
+    def spec(self, ref: Ref) -> Spec:
+        """Spec of the tensor that ``ref`` names."""
+        spec = self.nodes[ref.node].outs[ref.out]
+        assert spec is not None, f"{self.nodes[ref.node].where}: output {ref.out} is no tensor"
+        return spec
+
+    def of_kind(self, kind: str) -> list[tuple[int, Node]]:
+        """``(number, node)`` of every node of a kind."""
+        return [(i, node) for i, node in enumerate(self.nodes) if node.kind == kind]
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """Node number by name."""
+        return {node.name: i for i, node in enumerate(self.nodes)}
+
+    @cached_property
+    def consumers(self) -> dict[Ref, list[tuple[int, int]]]:
+        """``{tensor: [(node, position in node.refs), ...]}`` in execution order; outputs are not listed."""
+        found: dict[Ref, list[tuple[int, int]]] = {}
+        for i, node in enumerate(self.nodes):
+            for position, ref in enumerate(node.refs):
+                found.setdefault(ref, []).append((i, position))
+        return found
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of everything that decides whether a plan fits: operators, arguments, shapes, names."""
+        digest = hashlib.sha256()
+        for node in self.nodes:
+            digest.update(f"{node.name}|{node.kind}|{node.target}|{node.args}|{node.kwargs}|{node.outs}\n".encode())
+        digest.update(f"{self.outputs}|{sorted(self.tied.items())}|{sorted(self.updates.items())}".encode())
+        return digest.hexdigest()[:16]
+
+    def __str__(self) -> str:
+        def show(value: Any) -> str:
+            if isinstance(value, Ref):
+                return f"%{self.nodes[value.node].name}" + (f".{value.out}" if value.out else "")
+            if isinstance(value, (tuple, list)):
+                return "[" + ", ".join(map(show, value)) + "]"
+            return repr(value)
+
+        lines = []
+        for node in self.nodes:
+            outs = ", ".join(str(o) for o in node.outs)
+            if node.kind == "op":
+                args = ", ".join([*map(show, node.args), *(f"{k}={show(v)}" for k, v in node.kwargs.items())])
+                lines.append(f"%{node.name}: {outs} = {node.target}({args})  # {node.module} {node.source}")
+            else:
+                lines.append(f"%{node.name}: {outs} = {node.kind} {node.target}")
+        lines.append("return " + ", ".join(map(show, self.outputs)))
+        return "\n".join(lines)

@@ -1,0 +1,132 @@
+"""Placements: where the values of one tensor live on each mesh axis.
+
+A *state* is a tuple with one placement per mesh axis, in mesh order:
+
+==========  =======================================  ==============================
+placement   value on the ranks of the axis           gradient on the same ranks
+==========  =======================================  ==============================
+``"S<d>"``  an equal slice of dim ``d``              the same slice of the gradient
+``"I"``     the whole value, the same everywhere     whole and the same everywhere
+``"R"``     the whole value, the same everywhere     pending: the ranks' gradients sum to it
+``"P"``     pending: the ranks' values sum to it     whole and the same everywhere
+==========  =======================================  ==============================
+
+These are the per-axis types of the ``spmd_types`` package (its ``V`` is our ``S``), so that every program can be
+checked by it. For a tensor without gradient ``I`` and ``R`` mean the same, and ``"R"`` is used.
+
+If several axes shard one dim, the earlier axis is the major one, as in DTensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from autopar.errors import MeshError
+
+Placement = str
+State = tuple[Placement, ...]
+Mesh = tuple[tuple[str, int], ...]
+"""Ordered ``(axis name, size)`` pairs."""
+
+_STEPS: dict[tuple[str, str], tuple[str | None, str | None]] = {
+    # (from, to): (collective of the forward, collective of the backward); None costs no communication
+    ("S", "S"): ("all_to_all", "all_to_all"),
+    ("S", "I"): ("all_gather", None),
+    ("S", "R"): ("all_gather", "reduce_scatter"),
+    ("S", "P"): (None, None),
+    ("I", "S"): (None, "all_gather"),
+    ("I", "R"): (None, "all_reduce"),
+    ("I", "P"): (None, None),
+    ("R", "S"): (None, None),
+    ("R", "I"): (None, None),
+    ("R", "P"): (None, None),
+    ("P", "S"): ("reduce_scatter", "all_gather"),
+    ("P", "I"): ("all_reduce", None),
+    ("P", "R"): ("all_reduce", "all_reduce"),
+}
+
+
+def shard_dim(placement: Placement) -> int | None:
+    """The dim that ``placement`` shards, or None."""
+    return int(placement[1:]) if placement[0] == "S" else None
+
+
+def kind(placement: Placement) -> str:
+    """One of ``S I R P``."""
+    return placement[0]
+
+
+def step_collectives(src: Placement, dst: Placement) -> tuple[str | None, str | None]:
+    """Collectives (forward, backward) of changing one axis from ``src`` to ``dst``; None is free of communication."""
+    return _STEPS[src[0], dst[0]]
+
+
+def step_is_legal(state: State, axis: int, dst: Placement) -> bool:
+    """Whether ``axis`` may change to ``dst`` in one step: nested shards of one dim are changed innermost first."""
+    src = state[axis]
+    if src == dst or (src[0], dst[0]) not in _STEPS:
+        return False
+    moved = {p for p in (src, dst) if p[0] == "S"}
+    return not any(later in moved for later in state[axis + 1 :])
+
+
+def local_shape(shape: Sequence[int], state: State, mesh: Mesh) -> tuple[int, ...]:
+    """Shape on one rank of a tensor of global ``shape`` in ``state``.
+
+    Raises:
+        MeshError: a dim does not divide by the axes that shard it.
+    """
+    local = list(shape)
+    for placement, (axis, size) in zip(state, mesh, strict=True):
+        d = shard_dim(placement)
+        if d is None:
+            continue
+        if d >= len(local):
+            raise MeshError(f"placement {placement} on axis '{axis}' names dim {d} of a tensor with {len(local)} dims")
+        if local[d] % size:
+            raise MeshError(
+                f"dim {d} of a tensor of shape {tuple(shape)} does not divide over axis '{axis}': "
+                f"{local[d]} over {size} ranks; choose an axis size that divides it, or another dim"
+            )
+        local[d] //= size
+    return tuple(local)
+
+
+def fits(shape: Sequence[int], state: State, mesh: Mesh) -> bool:
+    """Whether every dim divides by the axes that shard it."""
+    local = list(shape)
+    for placement, (_, size) in zip(state, mesh, strict=True):
+        if placement[0] == "S":
+            d = int(placement[1:])
+            if d >= len(local) or local[d] % size:
+                return False
+            local[d] //= size
+    return True
+
+
+def steps_from(state: State, choices: Sequence[Sequence[Placement]]) -> Iterator[tuple[int, State]]:
+    """All ``(axis, new state)`` that one legal step reaches, with the placements of each axis limited to ``choices``."""
+    for axis, options in enumerate(choices):
+        for dst in options:
+            if step_is_legal(state, axis, dst):
+                yield axis, (*state[:axis], dst, *state[axis + 1 :])
+
+
+def format_state(state: State) -> str:
+    """``S0,R`` form, as written in plan files."""
+    return ",".join(state)
+
+
+def parse_state(text: str, mesh: Mesh, where: str) -> State:
+    """Inverse of :func:`format_state`.
+
+    Raises:
+        MeshError: the text does not name one valid placement per mesh axis; ``where`` says whose it is.
+    """
+    state = tuple(part.strip() for part in text.split(","))
+    if len(state) != len(mesh):
+        raise MeshError(f"{where}: '{text}' has {len(state)} placements, the mesh has {len(mesh)} axes")
+    for part in state:
+        if part not in ("I", "R", "P") and not (part[:1] == "S" and part[1:].isdigit()):
+            raise MeshError(f"{where}: '{part}' is no placement; use S0, S1, ... or R, I, P")
+    return state

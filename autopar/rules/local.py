@@ -1,0 +1,78 @@
+"""From a rule and one option per axis to the call that one rank makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+
+from autopar.placements import Mesh, local_shape
+from autopar.rules.notation import Call, Option, Rule
+
+
+@dataclass(frozen=True, slots=True)
+class Seed:
+    """Stands for the program's seed tensor in the arguments of a :class:`LocalCall`."""
+
+
+def resolve(target: str) -> Callable[..., Any]:
+    """The torch operator of a name such as ``aten.linear.default``."""
+    return reduce(getattr, target.split("."), torch.ops)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class LocalCall:
+    """What one rank calls: ``fn(*args, **kwargs)`` with tensors at the :class:`In` positions.
+
+    ``distributed`` says that ``fn`` is a distributed lowering, with collectives inside.
+    """
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    distributed: bool
+
+
+def cuts_of(rule: Rule, options: Sequence[Option], mesh: Mesh) -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
+    """``({factor: pieces}, {factor: axes that cut it})``; axes of size 1 cut nothing."""
+    pieces: dict[str, int] = {}
+    axes: dict[str, tuple[str, ...]] = {}
+    for option, (axis, size) in zip(options, mesh, strict=True):
+        if option.name in rule.sizes and size > 1:
+            pieces[option.name] = pieces.get(option.name, 1) * size
+            axes[option.name] = (*axes.get(option.name, ()), axis)
+    return pieces, axes
+
+
+def local_call(call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh, site: int = 0) -> LocalCall:
+    """The call on one rank: same arguments, with output shapes and other sizes made local.
+
+    ``site`` numbers the call for random operators.
+    """
+    pieces, axes = cuts_of(rule, options, mesh)
+    args, kwargs = call.args, dict(call.kwargs)
+    if rule.localize is not None and pieces:
+        args, kwargs = rule.localize(call, pieces)
+    if rule.shape_arg is not None and pieces:
+        state = tuple(option.outs[0] for option in options)
+        shape = list(local_shape(call.out.shape, state, mesh))
+        position, name = rule.shape_arg
+        args, kwargs = Call(call.target, args, kwargs, call.ins, call.outs).replaced(position, name, shape)
+    distributed: Mapping[str, tuple[str, ...]] = {f: a for f, a in axes.items() if f in rule.distributed_factors}
+    if rule.random:
+        assert rule.distributed is not None
+        shape = call.out.shape
+        state = [option.outs[0] for option in options]
+        shards = tuple(
+            tuple(axis for (axis, size), p in zip(mesh, state, strict=True) if p == f"S{d}" and size > 1)
+            for d in range(len(shape))
+        )
+        draw = {"seed": Seed(), "site": site, "shape": shape, "shards": shards}
+        return LocalCall(rule.distributed, args, {**kwargs, "cut": dict(axes), **draw}, True)
+    if distributed:
+        assert rule.distributed is not None
+        return LocalCall(rule.distributed, args, {**kwargs, "cut": dict(axes)}, True)
+    return LocalCall(resolve(call.target), args, kwargs, False)

@@ -1,0 +1,327 @@
+"""The notation of sharding rules, and the strategies that follow from one rule.
+
+A rule is an einops-like line over *factors*, index letters with a size::
+
+    linear        "... k, n k -> ... n"
+    split heads   "b s (h d) -> b s h d"
+
+Commas separate the tensor inputs (in the order of ``Node.refs``) and the outputs. A dim is one factor, ``(h d)`` for a
+composite (major first), or ``1``. ``...`` stands for the leading dims that are left over, right-aligned, as one factor
+each; a dim of size 1 there is a broadcast.
+
+From a rule follows, for one mesh axis, a list of :class:`Option`:
+
+* for every factor that may be cut, one option: a tensor that has the factor is ``S``; an input that lacks it is ``R``
+  (its gradient is pending), an *additive* input (a bias) is ``P`` instead when the factor is summed; an output that
+  lacks it is ``P``;
+* ``I``: everything whole, gradients whole; ``R``: everything whole, gradients pending;
+* one option for every *linear* group of inputs: those are ``P``, the other inputs ``R``, the outputs ``P``.
+
+A factor may be cut if in every dim in which it stands it is the major one, and it is not marked *whole*. Factors in
+``distributed`` need communication inside the op: the rule then names a function that replaces the op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from autopar.errors import RuleError
+from autopar.graph import Node, Ref, Spec, map_refs
+from autopar.placements import Placement
+
+Dim = tuple[str, ...]
+Term = tuple[Dim, ...]
+
+_BATCH_NAMES = ("b", "s", "t", "u", "w", "x", "y", "z")
+
+
+@dataclass(frozen=True, slots=True)
+class In:
+    """Stands for tensor input number ``position`` in the arguments of a :class:`Call`."""
+
+    position: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """One use of an operator, free of its place in a graph: literals, shapes and dtypes.
+
+    ``args`` and ``kwargs`` hold :class:`In` where the node has a tensor.
+    """
+
+    target: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    ins: tuple[Spec, ...]
+    outs: tuple[Spec | None, ...]
+
+    def arg(self, position: int, name: str, default: Any = None) -> Any:
+        """The argument at ``position``, or by ``name``, or the default."""
+        if position < len(self.args):
+            return self.args[position]
+        return self.kwargs.get(name, default)
+
+    def replaced(self, position: int, name: str, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """``(args, kwargs)`` with one argument changed."""
+        kwargs = dict(self.kwargs)
+        if position < len(self.args):
+            return (*self.args[:position], value, *self.args[position + 1 :]), kwargs
+        kwargs[name] = value
+        return self.args, kwargs
+
+    @property
+    def out(self) -> Spec:
+        spec = self.outs[0]
+        assert spec is not None
+        return spec
+
+
+def call_of(node: Node, specs: Callable[[Ref], Spec]) -> Call:
+    """The :class:`Call` of a node."""
+    counter = iter(range(len(node.refs)))
+    args = map_refs(node.args, lambda _: In(next(counter)))
+    kwargs = map_refs(node.kwargs, lambda _: In(next(counter)))
+    return Call(node.target, args, kwargs, tuple(specs(ref) for ref in node.refs), node.outs)
+
+
+@dataclass(frozen=True)
+class Comm:
+    """A collective inside a distributed lowering, made when ``factor`` is cut.
+
+    The buffer has ``prod(sizes of over)`` elements (local sizes) of ``item_bytes`` each.
+    """
+
+    factor: str
+    kind: str
+    over: tuple[str, ...]
+    item_bytes: int
+    backward: bool = False
+
+
+Localize = Callable[[Call, Mapping[str, int]], tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one call can be cut.
+
+    Attributes:
+        sizes: global size of every factor.
+        inputs, outputs: one term per tensor input and output.
+        kind: for the cost model: ``matmul conv attention pointwise reduce copy none``.
+        whole: factors never cut.
+        linear: groups of inputs in which the op is jointly linear.
+        additive: inputs that are added to the result, such as a bias.
+        flops: forward floating-point operations per element of the product of all factors.
+        shape_arg: ``(position, name)`` of the argument that holds the output shape.
+        localize: ``(call, cuts) -> (args, kwargs)`` for other arguments that change on local sizes, where
+            ``cuts`` gives the number of pieces of each cut factor.
+        distributed: replaces the operator when a factor in ``distributed_factors`` is cut; it gets the operator's
+            arguments and ``cut={factor: (axis names)}``.
+        comm: the collectives that ``distributed`` makes.
+        out_as, in_as: placements for one factor's option that differ from the derived ones.
+        saves: inputs that autograd keeps for the backward; ``saves_out``: outputs that it keeps.
+        random: draws random numbers: ``distributed`` replaces the operator always, on every mesh, and also gets
+            ``seed`` (int64 tensor without dims), ``site`` (int), ``shape`` (the global output shape) and ``shards``
+            (per output dim, the axis names that cut it), so that the draw does not depend on the mesh.
+    """
+
+    sizes: Mapping[str, int]
+    inputs: tuple[Term, ...]
+    outputs: tuple[Term, ...]
+    kind: str = "pointwise"
+    whole: frozenset[str] = frozenset()
+    linear: tuple[frozenset[int], ...] = ()
+    additive: frozenset[int] = frozenset()
+    flops: float = 0.0
+    shape_arg: tuple[int, str] | None = None
+    localize: Localize | None = None
+    distributed: Callable[..., Any] | None = None
+    distributed_factors: frozenset[str] = frozenset()
+    comm: tuple[Comm, ...] = ()
+    out_as: Mapping[str, tuple[Placement, ...]] = field(default_factory=dict)
+    in_as: Mapping[str, tuple[Placement, ...]] = field(default_factory=dict)
+    saves: tuple[int, ...] = ()
+    saves_out: bool = False
+    random: bool = False
+
+    @cached_property
+    def cuttable(self) -> tuple[str, ...]:
+        """Factors that an axis may cut, in order of first appearance."""
+        blocked = set(self.whole)
+        seen: dict[str, None] = {}
+        for term in (*self.outputs, *self.inputs):
+            for dim in term:
+                big = [f for f in dim if self.sizes[f] > 1]
+                blocked.update(big[1:])
+                for f in big:
+                    seen.setdefault(f)
+        return tuple(f for f in seen if f not in blocked)
+
+    def flops_at(self, cuts: Mapping[str, int]) -> float:
+        """Forward floating-point operations on one rank."""
+        return self.flops * prod(self.sizes.values()) / prod(cuts.values()) if self.flops else 0.0
+
+    def __str__(self) -> str:
+        def show(term: Term) -> str:
+            return " ".join(d[0] if len(d) == 1 else f"({' '.join(d)})" if d else "1" for d in term)
+
+        text = ", ".join(map(show, self.inputs)) + " -> " + ", ".join(map(show, self.outputs))
+        whole = sorted(self.whole)
+        return text + (f"   whole: {' '.join(whole)}" if whole else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What one op does on one mesh axis: the factor cut (or ``I``, ``R``, ``P<group>``) and the placements."""
+
+    name: str
+    ins: tuple[Placement, ...]
+    outs: tuple[Placement, ...]
+
+
+def parse_terms(text: str) -> tuple[list[list[Dim]], list[list[Dim]]]:
+    """Parse ``"a b, (c d) -> a c"`` into dims of inputs and outputs; ``...`` is the dim ``("...",)``."""
+
+    def term(part: str) -> list[Dim]:
+        dims: list[Dim] = []
+        group: list[str] | None = None
+        for token in part.replace("(", " ( ").replace(")", " ) ").split():
+            if token == "(":
+                group = []
+            elif token == ")":
+                assert group is not None, text
+                dims.append(tuple(group))
+                group = None
+            elif group is not None:
+                group.append(token)
+            else:
+                dims.append(() if token == "1" else (token,))
+        return dims
+
+    left, right = text.split("->")
+    return [term(p) for p in left.split(",")] if left.strip() else [], [term(p) for p in right.split(",")]
+
+
+def bind(
+    text: str,
+    ins: Sequence[Sequence[int]],
+    outs: Sequence[Sequence[int]],
+    sizes: Mapping[str, int] | None = None,
+) -> tuple[dict[str, int], tuple[Term, ...], tuple[Term, ...]]:
+    """Match a line of notation with shapes.
+
+    ``sizes`` gives the factors that shapes alone do not determine (inside composites).
+
+    Raises:
+        RuleError: the shapes contradict the line.
+    """
+    left, right = parse_terms(text)
+    used = {f for t in (*left, *right) for d in t for f in d}
+    names = [n for n in _BATCH_NAMES if n not in used]
+    known: dict[str, int] = dict(sizes or {})
+    shapes = [tuple(s) for s in (*ins, *outs)]
+    terms = [*left, *right]
+    if len(terms) != len(shapes):
+        raise RuleError(f"rule '{text}' describes {len(terms)} tensors, the call has {len(shapes)}")
+    extra = max((len(s) - len(t) + 1 for t, s in zip(terms, shapes, strict=True) if ("...",) in t), default=0)
+    full: list[list[Dim]] = []
+    for t, shape in zip(terms, shapes, strict=True):
+        dims: list[Dim] = []
+        for d in t:
+            if d == ("...",):
+                n = len(shape) - len(t) + 1
+                at = len(dims)
+                dims.extend(() if shape[at + i] == 1 else (names[extra - n + i],) for i in range(n))
+            else:
+                dims.append(d)
+        if len(dims) != len(shape):
+            raise RuleError(f"rule '{text}': a term with {len(dims)} dims meets a tensor of shape {shape}")
+        full.append(dims)
+    pending = [(d, n) for dims, shape in zip(full, shapes, strict=True) for d, n in zip(dims, shape, strict=True)]
+    progress = True
+    while progress:
+        progress = False
+        for d, n in pending:
+            unknown = [f for f in d if f not in known]
+            if len(unknown) == 1:
+                rest = prod(known[f] for f in d if f in known)
+                if rest == 0 or n % rest:
+                    raise RuleError(f"rule '{text}': dim of size {n} is no multiple of {rest}")
+                known[unknown[0]] = n // rest
+                progress = True
+    for d, n in pending:
+        if any(f not in known for f in d):
+            raise RuleError(f"rule '{text}': sizes of {d} do not follow from the shapes")
+        if prod(known[f] for f in d) != n:
+            raise RuleError(f"rule '{text}': {d} has sizes {[known[f] for f in d]}, the tensor has {n}")
+    result = tuple(tuple(d) for d in full)
+    return known, result[: len(ins)], result[len(ins) :]
+
+
+def line(
+    text: str,
+    call: Call,
+    *,
+    sizes: Mapping[str, int] | None = None,
+    whole: str = "",
+    linear: Sequence[Sequence[int]] = (),
+    additive: Sequence[int] = (),
+    distributed_factors: str = "",
+    **rest: Any,
+) -> Rule:
+    """A :class:`Rule` from one line of notation and a call; ``whole`` and ``distributed_factors`` are space-separated."""
+    known, inputs, outputs = bind(
+        text, [s.shape for s in call.ins], [o.shape for o in call.outs if o is not None], sizes
+    )
+    return Rule(
+        sizes=known,
+        inputs=inputs,
+        outputs=outputs,
+        whole=frozenset(whole.split()),
+        linear=tuple(frozenset(g) for g in linear),
+        additive=frozenset(additive),
+        distributed_factors=frozenset(distributed_factors.split()),
+        **rest,
+    )
+
+
+def _place(term: Term, factor: str, otherwise: Placement) -> Placement:
+    for d, dim in enumerate(term):
+        if factor in dim:
+            return f"S{d}"
+    return otherwise
+
+
+def axis_options(rule: Rule, in_grads: Sequence[bool], out_grads: Sequence[bool]) -> list[Option]:
+    """Every option on one axis, ``I`` first. A tensor without gradient is ``R`` where it would be ``I``.
+
+    Args:
+        in_grads, out_grads: whether gradients flow through each input and output.
+    """
+
+    def option(name: str, ins: Sequence[Placement], outs: Sequence[Placement]) -> Option:
+        return Option(
+            name,
+            tuple("R" if p == "I" and not g else p for p, g in zip(ins, in_grads, strict=True)),
+            tuple("R" if p == "I" and not g else p for p, g in zip(outs, out_grads, strict=True)),
+        )
+
+    n_in, n_out = len(rule.inputs), len(rule.outputs)
+    options = [option("I", ["I"] * n_in, ["I"] * n_out)]
+    for factor in rule.cuttable:
+        outs = [_place(t, factor, "P") for t in rule.outputs]
+        summed = "P" in outs
+        ins = [
+            _place(t, factor, "P" if summed and i in rule.additive else "R") for i, t in enumerate(rule.inputs)
+        ]
+        options.append(option(factor, rule.in_as.get(factor, ins), rule.out_as.get(factor, outs)))
+    if any(out_grads):
+        options.append(option("R", ["R"] * n_in, ["R"] * n_out))
+    for number, group in enumerate(rule.linear):
+        options.append(option(f"P{number}", ["P" if i in group else "R" for i in range(n_in)], ["P"] * n_out))
+    return options

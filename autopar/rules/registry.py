@@ -1,0 +1,116 @@
+"""The registry of rules: operator name -> function that makes the :class:`Rule` of one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.errors import RuleError
+from autopar.graph import Graph
+from autopar.rules.notation import Call, Rule, Term, call_of
+
+RuleFn = Callable[[Call], Rule]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Inputs with which a rule is proved: ``args`` are shapes ``(4, 8)`` wrapped in :class:`T`, or literals."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class T:
+    """A random tensor of a sample: ``dtype`` float64 by default; integers are drawn below ``high``."""
+
+    shape: tuple[int, ...]
+    dtype: str = "float64"
+    high: int = 0
+    grad: bool = True
+
+
+RULES: dict[str, RuleFn] = {}
+SAMPLES: dict[str, list[Sample]] = {}
+
+
+def sample(*args: Any, **kwargs: Any) -> Sample:
+    """A :class:`Sample`."""
+    return Sample(args, kwargs)
+
+
+def rule(*targets: str, samples: list[Sample] | None = None) -> Callable[[RuleFn], RuleFn]:
+    """Register a rule for operators such as ``"aten.linear.default"``; ``samples`` prove the first of them (and may
+    be registered for the others with :func:`prove_with`)."""
+
+    def register(fn: RuleFn) -> RuleFn:
+        for target in targets:
+            assert target not in RULES, f"two rules for {target}"
+            RULES[target] = fn
+        if samples:
+            prove_with(targets[0], *samples)
+        return fn
+
+    return register
+
+
+def prove_with(target: str, *samples: Sample) -> None:
+    """Add samples that the proof of ``target``'s rule runs."""
+    SAMPLES.setdefault(target, []).extend(samples)
+
+
+def replicated(call: Call) -> Rule:
+    """The rule of an operator without a rule: nothing may be cut."""
+    sizes: dict[str, int] = {}
+
+    def term(shape: tuple[int, ...]) -> Term:
+        dims = []
+        for n in shape:
+            name = f"f{len(sizes)}"
+            sizes[name] = n
+            dims.append((name,))
+        return tuple(dims)
+
+    inputs = tuple(term(s.shape) for s in call.ins)
+    outputs = tuple(term(o.shape) for o in call.outs if o is not None)
+    return Rule(sizes, inputs, outputs, whole=frozenset(sizes), saves=tuple(range(len(inputs))), saves_out=True)
+
+
+def rule_for(call: Call) -> Rule:
+    """The rule of one call; operators without one are kept whole (see :func:`replicated`).
+
+    Raises:
+        RuleError: the operator's rule does not understand this call; the message names the operator.
+    """
+    fn = RULES.get(call.target)
+    if fn is None:
+        return replicated(call)
+    try:
+        return fn(call)
+    except RuleError as error:
+        raise RuleError(f"{call.target}: {error}") from error
+
+
+def rules_of(graph: Graph) -> list[Rule | None]:
+    """The rule of every node (None for parameters, buffers and inputs); equal calls share one object."""
+    cache: dict[Any, Rule] = {}
+    result: list[Rule | None] = []
+    for node in graph.nodes:
+        if node.kind != "op":
+            result.append(None)
+            continue
+        call = call_of(node, graph.spec)
+        key = (call.target, repr(call.args), repr(sorted(call.kwargs.items())), call.ins, call.outs)
+        if key not in cache:
+            try:
+                cache[key] = rule_for(call)
+            except RuleError as error:
+                raise RuleError(f"{node.where}: {error}") from error
+        result.append(cache[key])
+    return result
+
+
+def ops_without_rule(graph: Graph) -> list[str]:
+    """Names of the operators in the graph that have no rule."""
+    return sorted({n.target for n in graph.nodes if n.kind == "op" and n.target not in RULES})
