@@ -1,0 +1,223 @@
+"""A mesh laid over a cluster: for each axis, which links its collectives cross and how they share them.
+
+Traffic of one group of n ranks, of which m sit in a node, per byte that a rank sends in a ring (v = (n-1)/n B for
+all_gather and reduce_scatter, twice that for all_reduce, B for broadcast):
+
+    inside a node    every member sends v to the next member there, or spreads it over its direct links by bandwidth
+    between nodes    the node sends v to the next node of the ring, v/m through each member (m rings, one per rail)
+
+all_to_all, local buffer b: a member sends (m-1)/n b inside, (n-m)/n b outside. send_recv: member i to member i+1.
+All groups of the axis run at once, so their loads add on every link they share, and
+
+    seconds per byte = max over links of load / (bandwidth * fraction * (1 - ramp / ranks in that ring))
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from hardware_profiles import Cluster
+
+from .collectives import KINDS, AxisCost, abstract_terms
+from .routes import Edge, route
+
+MAX_HOPS = 4096  # above this many hops only the traffic of some nodes is followed
+SAMPLED_NODES = 6
+
+Loads = dict[str, dict[Edge, list[float]]]  # pattern -> edge -> [load per byte, ranks in the widest ring across it]
+
+
+def mesh_axes(
+    cluster: Cluster, shape: Mapping[str, int], devices: Sequence[int] | None = None
+) -> dict[str, AxisCost]:
+    """The cost of collectives on every axis of a mesh.
+
+    `shape` maps axis names to sizes, row-major: the last axis joins neighbouring ranks. `devices` lists the ranks of a
+    submesh in order; by default the first ones of the cluster. Raises ValueError when they do not fit.
+    """
+    for name, size in shape.items():
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"mesh axis '{name}' has size {size!r}, expected a whole number >= 1")
+    wanted = math.prod(shape.values())
+    ranks = range(cluster.n_devices) if devices is None else devices
+    dims = " x ".join(f"{name}={size}" for name, size in shape.items())
+    if wanted > len(ranks):
+        raise ValueError(
+            f"mesh {dims} needs {wanted} devices, {'cluster ' + cluster.name if devices is None else 'the list'} has "
+            f"{len(ranks)}: make an axis smaller or take a larger cluster"
+        )
+    if devices is not None and len(ranks) != wanted:
+        raise ValueError(f"mesh {dims} needs {wanted} devices, the list has {len(ranks)}: pass exactly {wanted}")
+    if bad := [r for r in ranks if not 0 <= r < cluster.n_devices] if devices is not None else []:
+        raise ValueError(f"cluster {cluster.name} has ranks 0 to {cluster.n_devices - 1}, got {bad}")
+    if cluster.abstract:
+        return _abstract_axes(cluster, shape)
+    grid = np.asarray(list(ranks)[:wanted], dtype=np.int64).reshape(tuple(shape.values()) or (1,))
+    axes = {}
+    routes: dict[tuple[int, int], list[Edge]] = {}
+    for position, (name, size) in enumerate(shape.items()):
+        groups = np.moveaxis(grid, position, -1).reshape(-1, size)
+        axes[name] = _axis(cluster, name, groups, routes)
+    return axes
+
+
+def _abstract_axes(cluster: Cluster, shape: Mapping[str, int]) -> dict[str, AxisCost]:
+    """Axes of an abstract mesh by name, or by position when all sizes agree in order."""
+    known = {axis.name: axis for axis in cluster.abstract}
+    if [axis.size for axis in cluster.abstract] == list(shape.values()):
+        pairs = dict(zip(shape, cluster.abstract, strict=True))
+        pairs.update({name: known[name] for name in shape if name in known and set(shape) == set(known)})
+    else:
+        pairs = {name: known[name] for name in shape if name in known and known[name].size == shape[name]}
+    if missing := [name for name in shape if name not in pairs and shape[name] > 1]:
+        has = ", ".join(f"{axis.name}={axis.size}" for axis in cluster.abstract)
+        asked = ", ".join(f"{name}={shape[name]}" for name in missing)
+        raise ValueError(f"abstract cluster {cluster.name} states axes {has}, got {asked}: use its axes and sizes")
+    axes = {}
+    for name, size in shape.items():
+        axis = pairs.get(name)
+        terms = dict.fromkeys(KINDS, (0.0, 0.0, 1.0))
+        if axis is not None:
+            terms = abstract_terms(size, axis.alpha, axis.beta, axis.constants)
+        axes[name] = AxisCost(name, size, terms, "abstract")
+    return axes
+
+
+def _axis(cluster: Cluster, name: str, groups: np.ndarray, routes: dict) -> AxisCost:
+    """groups [group, member] of ranks -> the cost of the axis."""
+    size = groups.shape[1]
+    if size == 1:
+        return AxisCost(name, 1, dict.fromkeys(KINDS, (0.0, 0.0, 1.0)), "")
+    loads, members, nodes = _loads(cluster, groups, routes)
+    terms, bottleneck = {}, ""
+    volume = {
+        "all_reduce": 2 * (size - 1) / size, "all_gather": (size - 1) / size, "reduce_scatter": (size - 1) / size,
+        "all_to_all": 1.0, "broadcast": 1.0, "send_recv": 1.0,
+    }  # fmt: skip
+    for kind in KINDS:
+        pattern = kind if kind in ("all_to_all", "send_recv") else "ring"
+        per_byte, sharpness, latency = 0.0, 1.0, 0.0
+        bases, steps_inside, steps_between = [0.0], [0.0], [0.0]
+        for edge, (load, ring) in loads[pattern].items():
+            link = cluster.graph.edges[edge]["link"]
+            curve = cluster.curves[link.curve][kind]
+            rate = link.bandwidth_bytes_per_second * curve.fraction * (1.0 - curve.ramp / max(ring, 2.0))
+            if load / rate > per_byte:
+                per_byte, sharpness = load / rate, curve.sharpness
+                if kind == "all_reduce":
+                    bottleneck = f"{link.name} {link.bandwidth_bytes_per_second / 1e9:.4g} GB/s"
+            latency = max(latency, link.latency_seconds)
+            bases.append(curve.base_seconds)
+            # A link that only rings between nodes cross counts its step per node, the others per member of a node.
+            (steps_between if edge in loads["between"] and edge not in loads["inside"] else steps_inside).append(
+                curve.step_seconds
+            )
+        inside, between = _steps(kind, members, nodes)
+        total = max(bases) + inside * max(steps_inside) + between * max(steps_between)
+        terms[kind] = (total, per_byte * volume[kind], sharpness)
+    return AxisCost(name, size, terms, bottleneck)
+
+
+def _steps(kind: str, members: int, nodes: int) -> tuple[int, int]:
+    """Dependent steps inside a node (ring) and between nodes (trees where the library has them)."""
+    depth = math.ceil(math.log2(nodes)) if nodes > 1 else 0
+    if kind == "all_reduce":
+        return 2 * (members - 1), 2 * depth
+    if kind == "broadcast":
+        return members - 1, depth
+    if kind == "send_recv":
+        return 1, 1 if nodes > 1 else 0
+    return members - 1, nodes - 1
+
+
+def _loads(cluster: Cluster, groups: np.ndarray, routes: dict) -> tuple[Loads, int, int]:
+    """Loads of every pattern, the most members of a group in one node, the most nodes of a group."""
+    loads: Loads = {key: {} for key in ("ring", "all_to_all", "send_recv", "inside", "between")}
+    followed = _followed_nodes(cluster, groups)
+    most_members = most_nodes = 1
+    size = groups.shape[1]
+    for group in groups.tolist():
+        by_node: dict[int, list[int]] = defaultdict(list)
+        for rank in group:
+            by_node[cluster.node_of[rank]].append(rank)
+        nodes = list(by_node)
+        most_nodes = max(most_nodes, len(nodes))
+        most_members = max(most_members, *(len(local) for local in by_node.values()))
+        if followed is not None and not followed & by_node.keys():
+            continue
+        for position, node in enumerate(nodes):
+            local, following = by_node[node], by_node[nodes[(position + 1) % len(nodes)]]
+            m = len(local)
+            skip = followed is not None and node not in followed
+            if m > 1 and not skip:
+                for a, b, part in _inside_hops(cluster, local):
+                    path = _path(cluster, routes, a, b)
+                    _add(loads, ("ring", "inside"), path, part, m)
+                    _add(loads, ("all_to_all",), path, part * (m - 1) / size, m)
+            if len(nodes) > 1 and (not skip or cluster.node_of[following[0]] in followed):
+                rails = max(m, len(following))
+                for i in range(rails):
+                    path = _path(cluster, routes, local[i % m], following[i % len(following)])
+                    _add(loads, ("ring", "between"), path, 1 / rails, len(nodes))
+                    _add(loads, ("all_to_all",), path, m / rails * (size - m) / size, len(nodes))
+        for a, b in zip(group[:-1], group[1:], strict=True):
+            if followed is None or cluster.node_of[a] in followed or cluster.node_of[b] in followed:
+                _add(loads, ("send_recv",), _path(cluster, routes, a, b), 1.0, 2)
+    return loads, most_members, most_nodes
+
+
+def _followed_nodes(cluster: Cluster, groups: np.ndarray) -> set[int] | None:
+    """All nodes (None), or for a large mesh some of every make: nodes of one make carry the same loads.
+
+    The make is the devices of a node. Links that many nodes share beyond their own uplinks (an oversubscribed tree) are
+    then only loaded by the followed nodes: an underestimate that small meshes do not have.
+    """
+    if groups.size <= MAX_HOPS:
+        return None
+    makes: dict[tuple, list[int]] = defaultdict(list)
+    devices_of: dict[int, list[int]] = defaultdict(list)
+    for rank in sorted(groups.ravel().tolist()):
+        devices_of[cluster.node_of[rank]].append(id(cluster.devices[rank]))
+    for node, devices in devices_of.items():
+        makes[tuple(devices)].append(node)
+    followed: set[int] = set()
+    for nodes in makes.values():
+        followed.update(nodes[:SAMPLED_NODES], nodes[-2:])
+    return followed
+
+
+def _inside_hops(cluster: Cluster, local: list[int]) -> list[tuple[int, int, float]]:
+    """(from, to, part of v) for the ring inside a node. Direct links, where a member has some, share its traffic."""
+    hops = []
+    for i, rank in enumerate(local):
+        edges = cluster.graph.succ[rank]
+        direct = [(peer, edges[peer]["link"].bandwidth_bytes_per_second) for peer in local if peer in edges]
+        if direct:
+            total = sum(bandwidth for _, bandwidth in direct)
+            hops += [(rank, peer, bandwidth / total) for peer, bandwidth in direct]
+        else:
+            hops.append((rank, local[(i + 1) % len(local)], 1.0))
+    return hops
+
+
+def _path(cluster: Cluster, routes: dict, a: int, b: int) -> list[Edge]:
+    path = routes.get((a, b))
+    if path is None:
+        path = routes[a, b] = route(cluster.graph, a, b)
+    return path
+
+
+def _add(loads: Loads, patterns: tuple[str, ...], path: list[Edge], load: float, ring: int) -> None:
+    for pattern in patterns:
+        table = loads[pattern]
+        for edge in path:
+            entry = table.get(edge)
+            if entry is None:
+                table[edge] = [load, ring]
+            else:
+                entry[0] += load
+                entry[1] = max(entry[1], ring)

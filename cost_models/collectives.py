@@ -1,0 +1,76 @@
+"""The price of a collective on one mesh axis: numbers in, seconds out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
+
+
+@dataclass(frozen=True, eq=False)
+class AxisCost:
+    """What collectives cost on one axis. Look the axis up once, then call `seconds` as often as needed.
+
+    `terms[kind]` is (latency_seconds, seconds_per_byte, sharpness), bytes in the nccl-tests convention:
+
+        all_reduce      the buffer of a rank            reduce_scatter  the full input of a rank
+        all_gather      the gathered output of a rank   all_to_all      the local buffer of a rank
+        broadcast       the buffer                      send_recv       the message, to the next rank on the axis
+
+    seconds = (latency^p + (bytes * seconds_per_byte)^p)^(1/p) with p = sharpness (1: plain alpha + beta B).
+    `bottleneck` names the link that limits large all-reduces, for people.
+    """
+
+    name: str
+    size: int
+    terms: Mapping[str, tuple[float, float, float]]
+    bottleneck: str = ""
+
+    @property
+    def latency_seconds(self) -> float:
+        """The time of an all-reduce of nothing."""
+        return self.terms["all_reduce"][0] if self.size > 1 else 0.0
+
+    def seconds(self, kind: str, n_bytes: float) -> float:
+        """The time of one collective; 0 on an axis of size 1. Raises ValueError for an unknown kind."""
+        try:
+            latency, per_byte, sharpness = self.terms[kind]
+        except KeyError:
+            raise ValueError(f"unknown collective '{kind}', known: {', '.join(KINDS)}") from None
+        if self.size == 1:
+            return 0.0
+        if sharpness == 1.0:
+            return latency + per_byte * n_bytes
+        return (latency**sharpness + (per_byte * n_bytes) ** sharpness) ** (1.0 / sharpness)
+
+    def seconds_array(self, kind: str, n_bytes: np.ndarray) -> np.ndarray:
+        """`seconds` for an array of sizes, any shape."""
+        sizes = np.asarray(n_bytes, dtype=np.float64)
+        if kind not in self.terms:
+            raise ValueError(f"unknown collective '{kind}', known: {', '.join(KINDS)}")
+        if self.size == 1:
+            return np.zeros_like(sizes)
+        latency, per_byte, sharpness = self.terms[kind]
+        return (latency**sharpness + (per_byte * sizes) ** sharpness) ** (1.0 / sharpness)
+
+
+def abstract_terms(size: int, alpha: float, beta: float, constants: Mapping[str, float]) -> dict:
+    """Alpa's formulas (alpa/shard_parallel LogicalDeviceMesh) as terms, n = size:
+
+        all_reduce      alpha + beta 2(n-1)/n B + c           reduce_scatter  alpha + beta (n-1)/n B + c
+        all_gather      alpha + beta (n-1)/n B + c            all_to_all      alpha + beta (n-1)/n^2 (n b) (n/2) + c
+
+    with b the local buffer of the all-to-all. Not in Alpa: broadcast and send_recv, alpha + beta B.
+    """
+    n = size
+    return {
+        "all_reduce": (alpha + constants["all_reduce"], beta * 2 * (n - 1) / n, 1.0),
+        "all_gather": (alpha + constants["all_gather"], beta * (n - 1) / n, 1.0),
+        "reduce_scatter": (alpha + constants["reduce_scatter"], beta * (n - 1) / n, 1.0),
+        "all_to_all": (alpha + constants["all_to_all"], beta * (n - 1) / 2, 1.0),
+        "broadcast": (alpha, beta, 1.0),
+        "send_recv": (alpha, beta, 1.0),
+    }

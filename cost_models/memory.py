@@ -1,0 +1,41 @@
+"""Bytes that a parameter costs besides itself: gradient and optimizer state."""
+
+from __future__ import annotations
+
+# State tensors of the parameter's shape and dtype that torch.optim keeps per parameter, and whether it keeps a scalar
+# `step` (float32) for each parameter tensor. Source: torch/optim/adamw.py, adam.py and sgd.py (2.13), `_init_group`.
+OPTIMIZERS = {
+    "adamw": (2, True),
+    "adam": (2, True),
+    "sgd_momentum": (1, False),
+    "sgd": (0, False),
+}
+STEP_BYTES = 4
+
+
+def optimizer_state_bytes(optimizer: str, n_elements: int, element_bytes: int, n_tensors: int = 1) -> int:
+    """Optimizer state in bytes of `n_tensors` parameters with `n_elements` elements in all.
+
+    torch.optim keeps its state in the dtype of the parameter (`element_bytes` each). Raises ValueError for an unknown
+    optimizer.
+    """
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"unknown optimizer '{optimizer}', known: {', '.join(OPTIMIZERS)}")
+    copies, has_step = OPTIMIZERS[optimizer]
+    return copies * n_elements * element_bytes + has_step * STEP_BYTES * n_tensors
+
+
+def adam_state_bytes(n_elements: int, element_bytes: int, n_tensors: int = 1) -> int:
+    """exp_avg and exp_avg_sq in the parameter's dtype, plus one float32 `step` per tensor."""
+    return optimizer_state_bytes("adamw", n_elements, element_bytes, n_tensors)
+
+
+def gradient_bytes(n_elements: int, element_bytes: int) -> int:
+    """The gradient has the parameter's shape and dtype."""
+    return n_elements * element_bytes
+
+
+def training_state_bytes(optimizer: str, n_elements: int, element_bytes: int, n_tensors: int = 1) -> int:
+    """Parameter + gradient + optimizer state, in bytes."""
+    own = n_elements * element_bytes + gradient_bytes(n_elements, element_bytes)
+    return own + optimizer_state_bytes(optimizer, n_elements, element_bytes, n_tensors)

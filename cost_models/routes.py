@@ -1,0 +1,54 @@
+"""Routes on the link graph: the edges that a transfer from one rank to another crosses."""
+
+from __future__ import annotations
+
+import heapq
+
+import networkx as nx
+
+HOP_SECONDS = 1e-9  # added per hop, so that of two routes with equal latency the one with fewer hops is taken
+
+Edge = tuple[int | str, int | str]
+
+
+def route(graph: nx.DiGraph, source: int, target: int) -> list[Edge]:
+    """The edges of the route of least latency. Switches forward traffic, devices do not.
+
+    Dijkstra from both ends; a hub with thousands of ports (the fabric) is met from both sides and never expanded.
+    Raises ValueError when there is no route.
+    """
+    if graph.has_edge(source, target):
+        direct = graph[source][target]["link"].latency_seconds
+        if direct <= 2 * HOP_SECONDS:
+            return [(source, target)]
+    best, meeting = float("inf"), None
+    neighbours = (graph.succ, graph.pred)
+    ends = (source, target)
+    distance: tuple[dict, dict] = ({source: 0.0}, {target: 0.0})
+    parent: tuple[dict, dict] = ({}, {})
+    order = 0
+    heaps: tuple[list, list] = ([(0.0, 0, source)], [(0.0, 0, target)])
+    while heaps[0] and heaps[1] and heaps[0][0][0] + heaps[1][0][0] < best:
+        side = 0 if heaps[0][0][0] <= heaps[1][0][0] else 1
+        so_far, _, node = heapq.heappop(heaps[side])
+        if so_far > distance[side][node] or (isinstance(node, int) and node != ends[side]):
+            continue
+        for other, edge in neighbours[side][node].items():
+            if isinstance(other, int) and other != ends[1 - side]:
+                continue
+            total = so_far + edge["link"].latency_seconds + HOP_SECONDS
+            if total < distance[side].get(other, float("inf")):
+                distance[side][other], parent[side][other] = total, node
+                order += 1
+                heapq.heappush(heaps[side], (total, order, other))
+                if other in distance[1 - side] and total + distance[1 - side][other] < best:
+                    best, meeting = total + distance[1 - side][other], other
+    if meeting is None:
+        raise ValueError(f"no route from rank {source} to rank {target}: add the missing links to the cluster file")
+    path = [meeting]
+    while path[-1] != source:
+        path.append(parent[0][path[-1]])
+    path.reverse()
+    while path[-1] != target:
+        path.append(parent[1][path[-1]])
+    return list(zip(path[:-1], path[1:], strict=True))

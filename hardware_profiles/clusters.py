@@ -1,0 +1,211 @@
+"""Cluster files and names -> Cluster. The file format is described in README.md."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import networkx as nx
+
+from .abstract import read_abstract
+from .errors import ProfileError
+from .load import DATA, builtin_curves, builtin_devices, builtin_links, read_curves, read_device, read_link
+from .model import Cluster, Device, Link
+from .reader import Failures, Table, closest, read_document
+
+CLUSTERS = DATA / "clusters"
+
+
+def list_clusters() -> list[str]:
+    """The names of the built-in clusters; most of them also take a suffix `-xN` (N nodes, or N local processes)."""
+    return sorted(path.stem for path in CLUSTERS.glob("*.toml"))
+
+
+def load_cluster(name_or_path: str | Path) -> Cluster:
+    """A cluster by built-in name (`dgx-h100`, `dgx-h100-x8`, `local-x4`) or from a .toml or .json file.
+
+    The same name gives the same object. Raises ProfileError with every failure found.
+    """
+    text = str(name_or_path)
+    if text.endswith((".toml", ".json")):
+        path = Path(text)
+        return build_cluster(read_document(path), str(path), default_name=path.stem)
+    return _builtin_cluster(text)
+
+
+@functools.lru_cache(maxsize=64)
+def _builtin_cluster(name: str) -> Cluster:
+    stem, copies = name, None
+    if not (CLUSTERS / f"{stem}.toml").exists() and (match := re.fullmatch(r"(.+)-x([1-9]\d*)", name)):
+        stem, copies = match[1], int(match[2])
+    if stem not in list_clusters():
+        advice = f"{closest(stem, list_clusters())} A file of your own must end in .toml or .json"
+        raise ProfileError("clusters", [f"unknown cluster '{name}': {advice}"])
+    document = read_document(CLUSTERS / f"{stem}.toml")
+    if copies is not None:
+        scale = document.get("suffix")
+        if scale not in ("nodes", "devices"):
+            raise ProfileError("clusters", [f"cluster '{stem}' has no suffix -xN, got '{name}': use '{stem}'"])
+        document["node"][0]["count" if scale == "nodes" else "n_devices"] = copies
+    return build_cluster(document, f"{stem}.toml", default_name=name)
+
+
+class _Builder:
+    """Collects devices and edges while a cluster document is read."""
+
+    def __init__(self, failures: Failures, devices: Mapping[str, Device], links: Mapping[str, Link], curves: Mapping):
+        self.failures, self.known_devices, self.known_links, self.curves = failures, devices, links, curves
+        self.graph = nx.DiGraph()
+        self.devices: list[Device] = []
+        self.node_of: list[int] = []
+        self.n_nodes = 0
+
+    def link(self, table: Table, key: str, default: Link | None = None) -> Link | None:
+        """A link by name or as an inline table; `default` when the key is absent (None makes it required)."""
+        if default is not None and not table.has(key):
+            table.asked.add(key)
+            return default
+        value = table.take(key, expected="the name of a link, or a table with its numbers")
+        if isinstance(value, dict):
+            inner = table.table(key)
+            return read_link(inner.text("name", "link"), inner, self.curves)
+        if value is not None and value not in self.known_links:
+            self.failures.add(f"{table.path}.{key}", f"got unknown link {value!r}: {closest(str(value), self.known_links)}")
+        return self.known_links.get(value) if isinstance(value, str) else None
+
+    def join(self, a: int | str, b: int | str, up: Link | None, down: Link | None) -> None:
+        if up is not None:
+            self.graph.add_edge(a, b, link=up)
+        if down is not None:
+            self.graph.add_edge(b, a, link=down)
+
+
+def _read_node(table: Table, builder: _Builder, fabric_needed: bool) -> None:
+    """One [[node]] table: `count` machines of the same make."""
+    failures, path = builder.failures, table.path
+    name, count = table.text("name", "node"), table.integer("count", 1)
+    if table.has("devices"):
+        names = table.take("devices")
+        if not isinstance(names, list) or not names:
+            failures.add(f"{path}.devices", f"got {names!r}, expected a list of device names, one per device")
+            names = []
+    else:
+        names = [table.take("device", expected="the name of a device")] * table.integer("n_devices", 1)
+    for unknown in sorted({str(n) for n in names if n not in builder.known_devices and n is not None}):
+        failures.add(f"{path}.device", f"got unknown device '{unknown}': {closest(unknown, builder.known_devices)}")
+    devices = [builder.known_devices[n] for n in names if n in builder.known_devices]
+    processors = table.integer("processors", 0, low=0)
+    if processors and len(devices) > processors:  # processes that share cores each get their part
+        devices = [_share(device, processors / len(devices)) for device in devices]
+
+    levels, below = [], 1
+    for level in table.tables("level", []):
+        size = level.integer("devices", max(len(devices), 1))
+        if size % below:
+            failures.add(f"{level.path}.devices", f"got {size}, expected a multiple of {below} (the level below it)")
+        up = builder.link(level, "link")
+        levels.append((size, up, builder.link(level, "down", up) if up else None))
+        level.close()
+        below = size
+    inner_links = []
+    for item in table.tables("link", []):
+        ends = item.integer("from", low=0), item.integer("to", low=0)
+        if max(ends) >= max(len(devices), 1):
+            failures.add(item.path, f"joins devices {ends[0]} and {ends[1]}, the node has {len(devices)}")
+        up = builder.link(item, "link")
+        inner_links.append((*ends, up, builder.link(item, "down", up) if up else None))
+        item.close()
+    uplink = None
+    if table.has("uplink"):
+        inner = table.table("uplink")
+        up = builder.link(inner, "link")
+        down = builder.link(inner, "down", up) if up else None
+        uplink = (up, down, inner.integer("devices", 1), inner.text("fabric", "fabric"))
+        inner.close()
+    elif fabric_needed:
+        failures.add(f"{path}.uplink", "is missing, the cluster has several nodes: add [node.uplink] with a link")
+    table.close()
+
+    for copy in range(count):
+        node, first = f"{name}{copy}", len(builder.devices)
+        ranks = list(range(first, first + len(devices)))
+        builder.graph.add_nodes_from(ranks)
+        builder.devices += devices
+        builder.node_of += [builder.n_nodes] * len(devices)
+        builder.n_nodes += 1
+        children: list[tuple[int, int | str]] = list(enumerate(ranks))  # (local rank of its first device, graph node)
+        for number, (size, up, down) in enumerate(levels):
+            parents: dict[int, str] = {}
+            for local, child in children:
+                parent = parents.setdefault(local // size, f"{node}/level{number}.{local // size}")
+                builder.join(child, parent, up, down)
+            children = [(index * size, parent) for index, parent in parents.items()]
+        for a, b, up, down in inner_links:
+            builder.join(first + a, first + b, up, down)
+        if uplink is not None and fabric_needed:
+            up, down, sharing, fabric = uplink
+            for local, rank in enumerate(ranks):
+                nic = f"{node}/nic{local // sharing}"
+                builder.join(rank, nic, up, down)
+                builder.join(nic, fabric, up, down)
+
+
+def _share(device: Device, part: float) -> Device:
+    """The device when it gets only `part` of a core's time."""
+    return dataclasses.replace(
+        device,
+        memory_bytes_per_second=device.memory_bytes_per_second * part,
+        peak_flops={dtype: rate * part for dtype, rate in device.peak_flops.items()},
+        launch_seconds=device.launch_seconds / part,
+    )
+
+
+def build_cluster(document: Mapping[str, Any], where: str, default_name: str = "cluster") -> Cluster:
+    """A cluster from a document already read. `where` stands in errors. Raises ProfileError."""
+    failures = Failures(where)
+    root = Table(dict(document), "", failures)
+    root.text("suffix", "")
+    name, description = root.text("name", default_name), root.text("description", "")
+    overlap = root.flag("overlap", True)
+    if root.has("abstract"):
+        cluster = read_abstract(root.table("abstract"), name, description)
+        root.close()
+        failures.raise_if_any()
+        return cluster
+    own_curves, own_links, own_devices = root.table("curves", {}), root.table("links", {}), root.table("devices", {})
+    curves = builtin_curves() | {key: read_curves(own_curves.table(key)) for key in own_curves.data}
+    links = builtin_links() | {key: read_link(key, own_links.table(key), curves) for key in own_links.data}
+    devices = builtin_devices() | {key: read_device(key, own_devices.table(key)) for key in own_devices.data}
+    builder = _Builder(failures, devices, links, curves)
+
+    nodes = root.tables("node")
+    extra = root.tables("link", [])
+    total = sum(n.data["count"] if isinstance(n.data.get("count"), int) else 1 for n in nodes)
+    for node in nodes:
+        _read_node(node, builder, fabric_needed=total > 1 and not extra)
+    for item in extra:
+        ends = [item.take("from", expected="a rank or a switch"), item.take("to", expected="a rank or a switch")]
+        for key, end in zip(("from", "to"), ends, strict=True):
+            if isinstance(end, int) and not 0 <= end < len(builder.devices):
+                failures.add(f"{item.path}.{key}", f"got rank {end}, the cluster has ranks 0 to {len(builder.devices) - 1}")
+        up = builder.link(item, "link")
+        one_way = item.flag("one_way", False)
+        down = builder.link(item, "down", up) if up else None
+        if None not in ends:
+            builder.join(*ends, up, None if one_way else down)
+        item.close()
+    root.close()
+    failures.raise_if_any()
+    if extra and not _joined(builder):
+        raise ProfileError(where, ["link: not every device can reach every other one, add the missing links"])
+    return Cluster(
+        name, tuple(builder.devices), builder.graph, tuple(builder.node_of), curves, overlap, (), description
+    )
+
+
+def _joined(builder: _Builder) -> bool:
+    return len(builder.devices) < 2 or nx.is_strongly_connected(builder.graph)

@@ -1,0 +1,152 @@
+"""The nouns of a hardware profile: devices, links, collective curves, clusters. Plain numbers in SI units.
+
+Nothing here computes a price: `cost_models` does. Everything is frozen. Objects compare by identity, so that
+they can key caches in constant time; load a profile once and pass it around.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import networkx as nx
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
+OP_KINDS = ("matmul", "conv", "attention", "pointwise")
+
+
+@dataclass(frozen=True)
+class EfficiencyCurve:
+    """The fraction of a data-sheet rate that an op reaches, growing with its size.
+
+    With a gemm shape (m, n, k):  fraction * m/(m+half_m) * n/(n+half_n) * k/(k+half_k)
+    without one:                  fraction * w/(w+half_work), w in flops (bytes for `pointwise`)
+
+    A size equal to `half_*` reaches half of the rate. Time then is proportional to (m+half_m)(n+half_n)(k+half_k):
+    smooth, growing in every size, so that a part of an op is never slower than the whole.
+    """
+
+    fraction: float
+    half_m: float = 0.0
+    half_n: float = 0.0
+    half_k: float = 0.0
+    half_work: float = 0.0
+    source: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Device:
+    """One accelerator, or one process on a CPU.
+
+    `peak_flops` maps a dtype name to dense flop/s; for GPUs `float32` is the rate *without* tensor cores and `tf32`
+    the one with them. `launch_seconds` is paid once per op. `efficiency` maps an op kind of OP_KINDS to its curve;
+    for `pointwise` the rate is `memory_bytes_per_second`, for the others `peak_flops`.
+    """
+
+    name: str
+    memory_bytes: float
+    memory_bytes_per_second: float
+    peak_flops: Mapping[str, float]
+    launch_seconds: float
+    efficiency: Mapping[str, EfficiencyCurve]
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction of a wire: data-sheet bandwidth, latency, and the name of the collective curve it follows."""
+
+    name: str
+    bandwidth_bytes_per_second: float
+    latency_seconds: float
+    curve: str
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class CollectiveCurve:
+    """How one collective behaves over one kind of link, for n ranks (or nodes) in a ring.
+
+    latency(n) = base_seconds + steps(n) * step_seconds
+    rate(n)    = link bandwidth * fraction * (1 - ramp / n)
+    seconds    = (latency^sharpness + (wire bytes / rate)^sharpness)^(1/sharpness)
+
+    sharpness 1 is the plain alpha-beta model; below 1 the middle sizes are slower than alpha-beta, as measured.
+    """
+
+    base_seconds: float
+    step_seconds: float
+    fraction: float
+    ramp: float = 0.0
+    sharpness: float = 1.0
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class AbstractAxis:
+    """One axis of an abstract mesh. Units are those of the paper it came from; `constants` by collective."""
+
+    name: str
+    size: int
+    alpha: float
+    beta: float
+    constants: Mapping[str, float]
+
+
+@dataclass(frozen=True, eq=False)
+class Cluster:
+    """Devices by rank and the directed graph that joins them.
+
+    Graph nodes: the ranks 0..n-1 (int) and switches (str). Every edge carries a `link` (Link) for its direction.
+    `node_of[rank]` says which machine a rank sits in; collectives go around inside a machine before they leave it.
+    `curves[link.curve][collective]` prices traffic. `overlap` is False where collectives use the computing cores.
+    `abstract` lists the axes of an abstract mesh; the graph then has no edges and compute is free.
+    """
+
+    name: str
+    devices: tuple[Device, ...]
+    graph: nx.DiGraph
+    node_of: tuple[int, ...]
+    curves: Mapping[str, Mapping[str, CollectiveCurve]]
+    overlap: bool = True
+    abstract: tuple[AbstractAxis, ...] = ()
+    description: str = ""
+
+    @property
+    def n_devices(self) -> int:
+        return len(self.devices)
+
+    @property
+    def n_nodes(self) -> int:
+        return len(set(self.node_of))
+
+    def device(self, rank: int) -> Device:
+        """The device of a global rank. Raises ValueError for a rank that the cluster does not have."""
+        if not 0 <= rank < len(self.devices):
+            raise ValueError(f"cluster {self.name}: no rank {rank}, it has ranks 0 to {len(self.devices) - 1}")
+        return self.devices[rank]
+
+    def describe(self) -> str:
+        """A few lines for people: devices, machines, links."""
+        kinds: dict[str, int] = {}
+        for device in self.devices:
+            kinds[device.name] = kinds.get(device.name, 0) + 1
+        lines = [f"{self.name}: {self.n_devices} devices in {self.n_nodes} node{'s' * (self.n_nodes > 1)}"]
+        if self.description:
+            lines.append(f"  {self.description}")
+        for axis in self.abstract:
+            lines.append(f"  abstract axis {axis.name}: {axis.size} devices, alpha {axis.alpha:g}, beta {axis.beta:g}")
+        for name, count in kinds.items():
+            device = next(d for d in self.devices if d.name == name)
+            rate = max(device.peak_flops.items(), key=lambda item: (item[0] == "bfloat16", item[1]))
+            lines.append(
+                f"  {count} x {name}: {device.memory_bytes / 1e9:.4g} GB at "
+                f"{device.memory_bytes_per_second / 1e9:.4g} GB/s, {rate[1] / 1e12:.4g} TFLOP/s {rate[0]}"
+            )
+        links: dict[tuple[str, float, float], int] = {}
+        for _, _, link in self.graph.edges(data="link"):
+            key = (link.name, link.bandwidth_bytes_per_second, link.latency_seconds)
+            links[key] = links.get(key, 0) + 1
+        for (name, bandwidth, latency), count in links.items():
+            lines.append(f"  {count} x {name}: {bandwidth / 1e9:.4g} GB/s per direction, {latency * 1e6:.3g} us")
+        return "\n".join(lines)

@@ -1,0 +1,161 @@
+"""Strict reading of TOML and JSON tables: every failure is collected, then raised together."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from .errors import ProfileError
+
+REQUIRED = object()
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """The table in a `.toml` or `.json` file. Raises ProfileError when it cannot be read or parsed."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProfileError(str(path), [f"cannot be read ({error}): give an existing text file"]) from error
+    try:
+        document = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except ValueError as error:
+        kind = "JSON" if path.suffix == ".json" else "TOML"
+        raise ProfileError(str(path), [f"is not valid {kind} ({error}): correct the syntax there"]) from error
+    if not isinstance(document, dict):
+        raise ProfileError(str(path), [f"holds a {type(document).__name__}: the top level must be a table"])
+    return document
+
+
+def closest(word: str, known: Iterable[str]) -> str:
+    """A hint for a mistyped word: the nearest known one, else all of them."""
+    known = sorted(known)
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f"did you mean '{near[0]}'?" if near else f"known: {', '.join(known) or 'none'}"
+
+
+class Failures:
+    """The list of failures of one file, shared by all of its tables."""
+
+    def __init__(self, where: str):
+        self.where = where
+        self.lines: list[str] = []
+
+    def add(self, path: str, problem: str) -> None:
+        self.lines.append(f"{path}: {problem}")
+
+    def raise_if_any(self) -> None:
+        if self.lines:
+            raise ProfileError(self.where, self.lines)
+
+
+class Table:
+    """One table being read. Asking for a key marks it as known; `close` reports keys nobody asked for.
+
+    A wrong value adds a failure and returns a harmless stand-in, so that reading goes on to the next key.
+    """
+
+    def __init__(self, value: Any, path: str, failures: Failures):
+        self.path = path
+        self.failures = failures
+        self.asked: set[str] = set()
+        self.data: Mapping[str, Any] = value if isinstance(value, dict) else {}
+        if not isinstance(value, dict):
+            failures.add(path, f"got {_show(value)}, expected a table")
+
+    def _at(self, key: str) -> str:
+        return f"{self.path}.{key}" if self.path else key
+
+    def has(self, key: str) -> bool:
+        return key in self.data
+
+    def take(self, key: str, default: Any = REQUIRED, expected: str = "a value") -> Any:
+        """The raw value of `key`; a missing one without default is a failure and gives None."""
+        self.asked.add(key)
+        if key in self.data:
+            return self.data[key]
+        if default is REQUIRED:
+            self.failures.add(self._at(key), f"is missing, add {expected}")
+            return None
+        return default
+
+    def number(self, key: str, default: Any = REQUIRED, *, positive: bool = False) -> float:
+        """A finite or infinite number >= 0 (> 0 when `positive`), as a float."""
+        value = self.take(key, default, "a number")
+        if value is None:
+            return 1.0
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            self.failures.add(self._at(key), f"got {_show(value)}, expected a number in SI units without quotes")
+            return 1.0
+        if value != value or value < 0 or (positive and value == 0):
+            bound = "> 0" if positive else ">= 0"
+            self.failures.add(self._at(key), f"got {value}, expected a number {bound}")
+            return 1.0
+        return float(value)
+
+    def integer(self, key: str, default: Any = REQUIRED, *, low: int = 1) -> int:
+        """A whole number >= `low`."""
+        value = self.take(key, default, "a whole number")
+        if value is None:
+            return low
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            self.failures.add(self._at(key), f"got {_show(value)}, expected a whole number >= {low}")
+            return low
+        return value
+
+    def text(self, key: str, default: Any = REQUIRED) -> str:
+        """A string that is not empty unless the default is."""
+        value = self.take(key, default, "a string")
+        if value is None:
+            return ""
+        if not isinstance(value, str):
+            self.failures.add(self._at(key), f"got {_show(value)}, expected a string")
+            return ""
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.take(key, default)
+        if not isinstance(value, bool):
+            self.failures.add(self._at(key), f"got {_show(value)}, expected true or false")
+            return default
+        return value
+
+    def table(self, key: str, default: Any = REQUIRED) -> Table:
+        """A sub-table."""
+        value = self.take(key, default, "a table")
+        return Table({} if value is None else value, self._at(key), self.failures)
+
+    def tables(self, key: str, default: Any = REQUIRED) -> list[Table]:
+        """A list of tables (`[[key]]` in TOML)."""
+        value = self.take(key, default, f"at least one [[{key}]] table")
+        if value is None:
+            return []
+        if not isinstance(value, list):
+            self.failures.add(self._at(key), f"got {_show(value)}, expected a list of tables")
+            return []
+        return [Table(item, f"{self._at(key)}[{i}]", self.failures) for i, item in enumerate(value)]
+
+    def numbers(self, key: str, default: Any = REQUIRED, *, positive: bool = False) -> dict[str, float]:
+        """A table whose values are all numbers."""
+        inner = self.table(key, default)
+        return {name: inner.number(name, positive=positive) for name in inner.data}
+
+    def texts(self, key: str, default: Any = REQUIRED) -> dict[str, str]:
+        """A table whose values are all strings."""
+        inner = self.table(key, default)
+        return {name: inner.text(name) for name in inner.data}
+
+    def close(self) -> None:
+        """Report the keys that were never asked for."""
+        for key in self.data:
+            if key not in self.asked:
+                hint = closest(key, self.asked)
+                self.failures.add(self._at(key), f"is an unknown key: {hint} Remove or rename it")
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
