@@ -1,0 +1,34 @@
+# make test | test-all | lint | demo | clean    Each sets up .venv first, when it is missing or out of date.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.stamp
+
+# One thread each: worker processes share few cores, and sums come out in the same order every time.
+export OMP_NUM_THREADS := 1
+
+.PHONY: setup test test-all lint demo clean
+
+setup: $(STAMP)
+
+# Always with the constraints: an open torch range would fetch a newer build of several gigabytes.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,dev]'
+	touch $@
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -q
+
+test-all: $(STAMP)
+	$(BIN)/python -m pytest -q -m ""
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+demo: $(STAMP)
+	$(BIN)/python examples/demo.py
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
