@@ -29,9 +29,14 @@ FILLED = {  # TFLOP/s that the csv leaves empty
 }  # fmt: skip
 # Which measured family a device's efficiency curves come from; "inherits" in the source where it was not measured.
 FAMILY = {
-    "V100": "a100", "T4": "l40s", "L4": "l40s", "L40S": "l40s", "RTX-4090": "l40s", "RTX-PRO-6000": "rtx-pro-6000",
-    "A30": "a100", "A100": "a100", "A800": "a100", "H100": "h100", "H200": "h200", "GH200": "h200", "H800": "h100",
-    "B200": "b200", "B300": "b300", "GB200": "gb200", "GB300": "gb300",
+    "V100": "ampere", "T4": "ada", "L4": "ada", "L40S": "ada", "RTX-4090": "blackwell-pcie",
+    "RTX-PRO-6000": "blackwell-pcie", "A30": "ampere", "A100": "ampere", "A800": "ampere", "H100": "hopper",
+    "H200": "hopper", "GH200": "hopper", "H800": "hopper", "B200": "blackwell", "B300": "blackwell-ultra",
+    "GB200": "blackwell", "GB300": "blackwell-ultra",
+}  # fmt: skip
+MEASURED = {
+    "A100-SXM-80GB", "H100-SXM-80GB", "H200-SXM-141GB", "B200", "B300", "GB200", "GB300", "L40S",
+    "RTX-PRO-6000-Blackwell-Server",
 }  # fmt: skip
 
 
@@ -54,8 +59,17 @@ def main(path: str) -> None:
         lines += [f"memory_bytes_per_second = {float(row['hbm_gbs']) * 1e9:.6g}", "launch_seconds = 4e-6"]
         flops = ", ".join(f"{dtype} = {rate * 1e12:.6g}" for dtype, (rate, _) in rates.items())
         lines += [f"peak_flops = {{ {flops} }}", f'efficiency = "{best_prefix(FAMILY, name)}"']
-        lines += [f'["{name}".sources]', f'memory_bytes = "{source}"', f'memory_bytes_per_second = "{source}"']
-        lines += ['launch_seconds = "typical gap between eager CUDA kernels, 3 to 10 us: an estimate, not a measurement"']
+        lines += [
+            f'["{name}".sources]',
+            f'memory_bytes = "{source}"',
+            f'memory_bytes_per_second = "{source}"',
+        ]
+        lines += [
+            'launch_seconds = "typical gap between eager CUDA kernels, 3 to 10 us: an estimate, not a measurement"'
+        ]
+        family = best_prefix(FAMILY, name)
+        if name not in MEASURED:
+            lines += [f'efficiency = "not measured on this device: inherits from {family}"']
         for dtype, (_, origin) in rates.items():
             lines += [f'"peak_flops.{dtype}" = "{source if origin == "csv" else origin}"']
         lines += [""]

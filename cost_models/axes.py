@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -28,7 +29,9 @@ from .routes import Edge, route
 MAX_HOPS = 4096  # above this many hops only the traffic of some nodes is followed
 SAMPLED_NODES = 6
 
-Loads = dict[str, dict[Edge, list[float]]]  # pattern -> edge -> [load per byte, ranks in the widest ring across it]
+Loads = dict[
+    str, dict[Edge, list[float]]
+]  # pattern -> edge -> [load per byte, ranks in the widest ring across it]
 
 
 def mesh_axes(
@@ -51,7 +54,9 @@ def mesh_axes(
             f"{len(ranks)}: make an axis smaller or take a larger cluster"
         )
     if devices is not None and len(ranks) != wanted:
-        raise ValueError(f"mesh {dims} needs {wanted} devices, the list has {len(ranks)}: pass exactly {wanted}")
+        raise ValueError(
+            f"mesh {dims} needs {wanted} devices, the list has {len(ranks)}: pass exactly {wanted}"
+        )
     if bad := [r for r in ranks if not 0 <= r < cluster.n_devices] if devices is not None else []:
         raise ValueError(f"cluster {cluster.name} has ranks 0 to {cluster.n_devices - 1}, got {bad}")
     if cluster.abstract:
@@ -76,7 +81,9 @@ def _abstract_axes(cluster: Cluster, shape: Mapping[str, int]) -> dict[str, Axis
     if missing := [name for name in shape if name not in pairs and shape[name] > 1]:
         has = ", ".join(f"{axis.name}={axis.size}" for axis in cluster.abstract)
         asked = ", ".join(f"{name}={shape[name]}" for name in missing)
-        raise ValueError(f"abstract cluster {cluster.name} states axes {has}, got {asked}: use its axes and sizes")
+        raise ValueError(
+            f"abstract cluster {cluster.name} states axes {has}, got {asked}: use its axes and sizes"
+        )
     axes = {}
     for name, size in shape.items():
         axis = pairs.get(name)
@@ -100,7 +107,7 @@ def _axis(cluster: Cluster, name: str, groups: np.ndarray, routes: dict) -> Axis
     }  # fmt: skip
     for kind in KINDS:
         pattern = kind if kind in ("all_to_all", "send_recv") else "ring"
-        per_byte, sharpness, latency = 0.0, 1.0, 0.0
+        per_byte, sharpness = 0.0, 1.0
         bases, steps_inside, steps_between = [0.0], [0.0], [0.0]
         for edge, (load, ring) in loads[pattern].items():
             link = cluster.graph.edges[edge]["link"]
@@ -110,19 +117,18 @@ def _axis(cluster: Cluster, name: str, groups: np.ndarray, routes: dict) -> Axis
                 per_byte, sharpness = load / rate, curve.sharpness
                 if kind == "all_reduce":
                     bottleneck = f"{link.name} {link.bandwidth_bytes_per_second / 1e9:.4g} GB/s"
-            latency = max(latency, link.latency_seconds)
             bases.append(curve.base_seconds)
             # A link that only rings between nodes cross counts its step per node, the others per member of a node.
-            (steps_between if edge in loads["between"] and edge not in loads["inside"] else steps_inside).append(
-                curve.step_seconds
-            )
-        inside, between = _steps(kind, members, nodes)
-        total = max(bases) + inside * max(steps_inside) + between * max(steps_between)
-        terms[kind] = (total, per_byte * volume[kind], sharpness)
+            (
+                steps_between if edge in loads["between"] and edge not in loads["inside"] else steps_inside
+            ).append(curve.step_seconds)
+        inside, between = steps_of(kind, members, nodes)
+        latency = max(bases) + inside * max(steps_inside) + between * max(steps_between)
+        terms[kind] = (latency, per_byte * volume[kind], sharpness)
     return AxisCost(name, size, terms, bottleneck)
 
 
-def _steps(kind: str, members: int, nodes: int) -> tuple[int, int]:
+def steps_of(kind: str, members: int, nodes: int) -> tuple[int, int]:
     """Dependent steps inside a node (ring) and between nodes (trees where the library has them)."""
     depth = math.ceil(math.log2(nodes)) if nodes > 1 else 0
     if kind == "all_reduce":
@@ -152,19 +158,19 @@ def _loads(cluster: Cluster, groups: np.ndarray, routes: dict) -> tuple[Loads, i
         for position, node in enumerate(nodes):
             local, following = by_node[node], by_node[nodes[(position + 1) % len(nodes)]]
             m = len(local)
-            skip = followed is not None and node not in followed
-            if m > 1 and not skip:
+            here = followed is None or node in followed
+            if m > 1 and here:
                 for a, b, part in _inside_hops(cluster, local):
                     path = _path(cluster, routes, a, b)
                     _add(loads, ("ring", "inside"), path, part, m)
                     _add(loads, ("all_to_all",), path, part * (m - 1) / size, m)
-            if len(nodes) > 1 and (not skip or cluster.node_of[following[0]] in followed):
+            if len(nodes) > 1 and (here or (followed and cluster.node_of[following[0]] in followed)):
                 rails = max(m, len(following))
                 for i in range(rails):
                     path = _path(cluster, routes, local[i % m], following[i % len(following)])
                     _add(loads, ("ring", "between"), path, 1 / rails, len(nodes))
                     _add(loads, ("all_to_all",), path, m / rails * (size - m) / size, len(nodes))
-        for a, b in zip(group[:-1], group[1:], strict=True):
+        for a, b in pairwise(group):
             if followed is None or cluster.node_of[a] in followed or cluster.node_of[b] in followed:
                 _add(loads, ("send_recv",), _path(cluster, routes, a, b), 1.0, 2)
     return loads, most_members, most_nodes

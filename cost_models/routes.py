@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from itertools import pairwise
 
 import networkx as nx
 
@@ -44,11 +45,13 @@ def route(graph: nx.DiGraph, source: int, target: int) -> list[Edge]:
                 if other in distance[1 - side] and total + distance[1 - side][other] < best:
                     best, meeting = total + distance[1 - side][other], other
     if meeting is None:
-        raise ValueError(f"no route from rank {source} to rank {target}: add the missing links to the cluster file")
+        raise ValueError(
+            f"no route from rank {source} to rank {target}: add the missing links to the cluster file"
+        )
     path = [meeting]
     while path[-1] != source:
         path.append(parent[0][path[-1]])
     path.reverse()
     while path[-1] != target:
         path.append(parent[1][path[-1]])
-    return list(zip(path[:-1], path[1:], strict=True))
+    return list(pairwise(path))

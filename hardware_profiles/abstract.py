@@ -27,6 +27,7 @@ def abstract_cluster(
     `shape` maps axis names to sizes; `alpha` and `beta` (per byte) hold one number per axis, or one for all.
     `constants` replaces Alpa's constant of the collectives that it names. Raises ProfileError.
     """
+
     def listed(value: Sequence[float] | float) -> list[float]:
         return [value] * len(shape) if isinstance(value, (int, float)) else list(value)
 
@@ -49,7 +50,9 @@ def read_abstract(table: Table, name: str, description: str) -> Cluster:
     for key in ("alpha", "beta"):
         values = table.take(key, expected="a list with one number per axis")
         if not isinstance(values, list) or len(values) != len(shape):
-            table.failures.add(f"{table.path}.{key}", f"got {values!r}, expected one number per axis ({len(shape)})")
+            table.failures.add(
+                f"{table.path}.{key}", f"got {values!r}, expected one number per axis ({len(shape)})"
+            )
             values = [0.0] * len(shape)
         inner = Table({str(i): v for i, v in enumerate(values)}, f"{table.path}.{key}", table.failures)
         columns[key] = [inner.number(str(i)) for i in range(len(shape))]

@@ -49,7 +49,9 @@ def _builtin_cluster(name: str) -> Cluster:
     if copies is not None:
         scale = document.get("suffix")
         if scale not in ("nodes", "devices"):
-            raise ProfileError("clusters", [f"cluster '{stem}' has no suffix -xN, got '{name}': use '{stem}'"])
+            raise ProfileError(
+                "clusters", [f"cluster '{stem}' has no suffix -xN, got '{name}': use '{stem}'"]
+            )
         document["node"][0]["count" if scale == "nodes" else "n_devices"] = copies
     return build_cluster(document, f"{stem}.toml", default_name=name)
 
@@ -57,7 +59,9 @@ def _builtin_cluster(name: str) -> Cluster:
 class _Builder:
     """Collects devices and edges while a cluster document is read."""
 
-    def __init__(self, failures: Failures, devices: Mapping[str, Device], links: Mapping[str, Link], curves: Mapping):
+    def __init__(
+        self, failures: Failures, devices: Mapping[str, Device], links: Mapping[str, Link], curves: Mapping
+    ):
         self.failures, self.known_devices, self.known_links, self.curves = failures, devices, links, curves
         self.graph = nx.DiGraph()
         self.devices: list[Device] = []
@@ -74,7 +78,8 @@ class _Builder:
             inner = table.table(key)
             return read_link(inner.text("name", "link"), inner, self.curves)
         if value is not None and value not in self.known_links:
-            self.failures.add(f"{table.path}.{key}", f"got unknown link {value!r}: {closest(str(value), self.known_links)}")
+            hint = closest(str(value), self.known_links)
+            self.failures.add(f"{table.path}.{key}", f"got unknown link {value!r}: {hint}")
         return self.known_links.get(value) if isinstance(value, str) else None
 
     def join(self, a: int | str, b: int | str, up: Link | None, down: Link | None) -> None:
@@ -84,8 +89,8 @@ class _Builder:
             self.graph.add_edge(b, a, link=down)
 
 
-def _read_node(table: Table, builder: _Builder, fabric_needed: bool) -> None:
-    """One [[node]] table: `count` machines of the same make."""
+def _read_node(table: Table, builder: _Builder, alone: bool, uplink_needed: bool) -> None:
+    """One [[node]] table: `count` machines of the same make. A machine that stands `alone` needs no uplink."""
     failures, path = builder.failures, table.path
     name, count = table.text("name", "node"), table.integer("count", 1)
     if table.has("devices"):
@@ -96,19 +101,31 @@ def _read_node(table: Table, builder: _Builder, fabric_needed: bool) -> None:
     else:
         names = [table.take("device", expected="the name of a device")] * table.integer("n_devices", 1)
     for unknown in sorted({str(n) for n in names if n not in builder.known_devices and n is not None}):
-        failures.add(f"{path}.device", f"got unknown device '{unknown}': {closest(unknown, builder.known_devices)}")
+        failures.add(
+            f"{path}.device", f"got unknown device '{unknown}': {closest(unknown, builder.known_devices)}"
+        )
     devices = [builder.known_devices[n] for n in names if n in builder.known_devices]
     processors = table.integer("processors", 0, low=0)
-    if processors and len(devices) > processors:  # processes that share cores each get their part
-        devices = [_share(device, processors / len(devices)) for device in devices]
+    part = min(1.0, processors / len(devices)) if processors and devices else 1.0
+    if part < 1.0:  # processes that share cores each get their part
+        devices = [_share(device, part) for device in devices]
 
     levels, below = [], 1
     for level in table.tables("level", []):
         size = level.integer("devices", max(len(devices), 1))
         if size % below:
-            failures.add(f"{level.path}.devices", f"got {size}, expected a multiple of {below} (the level below it)")
+            failures.add(
+                f"{level.path}.devices", f"got {size}, expected a multiple of {below} (the level below it)"
+            )
         up = builder.link(level, "link")
-        levels.append((size, up, builder.link(level, "down", up) if up else None))
+        down = builder.link(level, "down", up) if up else None
+        crowded = level.text("crowded_curve", "")
+        if crowded and crowded not in builder.curves:
+            hint = closest(crowded, builder.curves)
+            failures.add(f"{level.path}.crowded_curve", f"got unknown curve '{crowded}': {hint}")
+        if part < 1.0 and up and down:
+            up, down = (_share_link(link, part, crowded) for link in (up, down))
+        levels.append((size, up, down))
         level.close()
         below = size
     inner_links = []
@@ -126,18 +143,22 @@ def _read_node(table: Table, builder: _Builder, fabric_needed: bool) -> None:
         down = builder.link(inner, "down", up) if up else None
         uplink = (up, down, inner.integer("devices", 1), inner.text("fabric", "fabric"))
         inner.close()
-    elif fabric_needed:
-        failures.add(f"{path}.uplink", "is missing, the cluster has several nodes: add [node.uplink] with a link")
+    elif uplink_needed:
+        failures.add(
+            f"{path}.uplink", "is missing, the cluster has several nodes: add [node.uplink] with a link"
+        )
     table.close()
 
-    for copy in range(count):
-        node, first = f"{name}{copy}", len(builder.devices)
+    for _ in range(count):
+        node, first = f"{name}{builder.n_nodes}", len(builder.devices)
         ranks = list(range(first, first + len(devices)))
         builder.graph.add_nodes_from(ranks)
         builder.devices += devices
         builder.node_of += [builder.n_nodes] * len(devices)
         builder.n_nodes += 1
-        children: list[tuple[int, int | str]] = list(enumerate(ranks))  # (local rank of its first device, graph node)
+        children: list[tuple[int, int | str]] = list(
+            enumerate(ranks)
+        )  # (local rank of its first device, graph node)
         for number, (size, up, down) in enumerate(levels):
             parents: dict[int, str] = {}
             for local, child in children:
@@ -146,7 +167,7 @@ def _read_node(table: Table, builder: _Builder, fabric_needed: bool) -> None:
             children = [(index * size, parent) for index, parent in parents.items()]
         for a, b, up, down in inner_links:
             builder.join(first + a, first + b, up, down)
-        if uplink is not None and fabric_needed:
+        if uplink is not None and not alone:
             up, down, sharing, fabric = uplink
             for local, rank in enumerate(ranks):
                 nic = f"{node}/nic{local // sharing}"
@@ -164,6 +185,12 @@ def _share(device: Device, part: float) -> Device:
     )
 
 
+def _share_link(link: Link, part: float, crowded_curve: str) -> Link:
+    """A link that is worked by cores, when each process gets only `part` of a core's time."""
+    bandwidth = link.bandwidth_bytes_per_second * part
+    return dataclasses.replace(link, bandwidth_bytes_per_second=bandwidth, curve=crowded_curve or link.curve)
+
+
 def build_cluster(document: Mapping[str, Any], where: str, default_name: str = "cluster") -> Cluster:
     """A cluster from a document already read. `where` stands in errors. Raises ProfileError."""
     failures = Failures(where)
@@ -176,7 +203,11 @@ def build_cluster(document: Mapping[str, Any], where: str, default_name: str = "
         root.close()
         failures.raise_if_any()
         return cluster
-    own_curves, own_links, own_devices = root.table("curves", {}), root.table("links", {}), root.table("devices", {})
+    own_curves, own_links, own_devices = (
+        root.table("curves", {}),
+        root.table("links", {}),
+        root.table("devices", {}),
+    )
     curves = builtin_curves() | {key: read_curves(own_curves.table(key)) for key in own_curves.data}
     links = builtin_links() | {key: read_link(key, own_links.table(key), curves) for key in own_links.data}
     devices = builtin_devices() | {key: read_device(key, own_devices.table(key)) for key in own_devices.data}
@@ -186,26 +217,28 @@ def build_cluster(document: Mapping[str, Any], where: str, default_name: str = "
     extra = root.tables("link", [])
     total = sum(n.data["count"] if isinstance(n.data.get("count"), int) else 1 for n in nodes)
     for node in nodes:
-        _read_node(node, builder, fabric_needed=total > 1 and not extra)
+        _read_node(node, builder, alone=total == 1, uplink_needed=total > 1 and not extra)
     for item in extra:
-        ends = [item.take("from", expected="a rank or a switch"), item.take("to", expected="a rank or a switch")]
+        ends = [
+            item.take("from", expected="a rank or a switch"),
+            item.take("to", expected="a rank or a switch"),
+        ]
         for key, end in zip(("from", "to"), ends, strict=True):
             if isinstance(end, int) and not 0 <= end < len(builder.devices):
-                failures.add(f"{item.path}.{key}", f"got rank {end}, the cluster has ranks 0 to {len(builder.devices) - 1}")
+                last = len(builder.devices) - 1
+                failures.add(f"{item.path}.{key}", f"got rank {end}, the cluster has ranks 0 to {last}")
         up = builder.link(item, "link")
         one_way = item.flag("one_way", False)
         down = builder.link(item, "down", up) if up else None
         if None not in ends:
-            builder.join(*ends, up, None if one_way else down)
+            builder.join(ends[0], ends[1], up, None if one_way else down)
         item.close()
     root.close()
     failures.raise_if_any()
-    if extra and not _joined(builder):
-        raise ProfileError(where, ["link: not every device can reach every other one, add the missing links"])
+    if len(builder.devices) > 1 and not nx.is_strongly_connected(builder.graph):
+        raise ProfileError(
+            where, ["node: not every device reaches every other one: add a level, link or uplink"]
+        )
     return Cluster(
         name, tuple(builder.devices), builder.graph, tuple(builder.node_of), curves, overlap, (), description
     )
-
-
-def _joined(builder: _Builder) -> bool:
-    return len(builder.devices) < 2 or nx.is_strongly_connected(builder.graph)

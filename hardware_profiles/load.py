@@ -24,14 +24,18 @@ def efficiency_families() -> dict[str, dict[str, EfficiencyCurve]]:
 
 
 def read_efficiency(table: Table) -> dict[str, EfficiencyCurve]:
-    """One table of curves by op kind; all four kinds are required."""
+    """One table of curves by op kind; all four kinds are required, `matmul_float8` is optional."""
     curves = {}
-    for kind in OP_KINDS:
+    for kind in (*OP_KINDS, *(["matmul_float8"] if table.has("matmul_float8") else [])):
         inner = table.table(kind)
         curves[kind] = EfficiencyCurve(
             inner.number("fraction", positive=True),
-            *(inner.number(key, 0.0) for key in ("half_m", "half_n", "half_k", "half_work")),
-            source=inner.text("source", ""),
+            inner.number("half_m", 0.0),
+            inner.number("half_n", 0.0),
+            inner.number("half_k", 0.0),
+            inner.number("half_mn", 0.0),
+            inner.number("half_work", 0.0),
+            inner.text("source", ""),
         )
         inner.close()
     table.close()
@@ -41,7 +45,9 @@ def read_efficiency(table: Table) -> dict[str, EfficiencyCurve]:
 def read_device(name: str, table: Table) -> Device:
     """One device table. `efficiency` is the name of a family or a table of curves."""
     failures = table.failures
-    family = table.take("efficiency", expected="the name of a family of data/efficiency.toml, or a table of curves")
+    family = table.take(
+        "efficiency", expected="the name of a family of data/efficiency.toml, or a table of curves"
+    )
     if isinstance(family, str):
         if family not in efficiency_families():
             hint = closest(family, efficiency_families())
@@ -76,7 +82,8 @@ def read_link(name: str, table: Table, known_curves: Mapping[str, object]) -> Li
         "; ".join(f"{key}: {text}" for key, text in sources.items()),
     )
     if link.curve and link.curve not in known_curves:
-        table.failures.add(f"{table.path}.curve", f"got unknown curve '{link.curve}': {closest(link.curve, known_curves)}")
+        hint = closest(link.curve, known_curves)
+        table.failures.add(f"{table.path}.curve", f"got unknown curve '{link.curve}': {hint}")
     table.close()
     return link
 

@@ -19,10 +19,10 @@ OP_KINDS = ("matmul", "conv", "attention", "pointwise")
 class EfficiencyCurve:
     """The fraction of a data-sheet rate that an op reaches, growing with its size.
 
-    With a gemm shape (m, n, k):  fraction * m/(m+half_m) * n/(n+half_n) * k/(k+half_k)
+    With a gemm shape (m, n, k):  fraction * m n k / (((m+half_m)(n+half_n) + half_mn)(k+half_k))
     without one:                  fraction * w/(w+half_work), w in flops (bytes for `pointwise`)
 
-    A size equal to `half_*` reaches half of the rate. Time then is proportional to (m+half_m)(n+half_n)(k+half_k):
+    `half_mn` is the output below which the device has idle cores. Time is proportional to the denominator:
     smooth, growing in every size, so that a part of an op is never slower than the whole.
     """
 
@@ -30,6 +30,7 @@ class EfficiencyCurve:
     half_m: float = 0.0
     half_n: float = 0.0
     half_k: float = 0.0
+    half_mn: float = 0.0
     half_work: float = 0.0
     source: str = ""
 
@@ -40,7 +41,7 @@ class Device:
 
     `peak_flops` maps a dtype name to dense flop/s; for GPUs `float32` is the rate *without* tensor cores and `tf32`
     the one with them. `launch_seconds` is paid once per op. `efficiency` maps an op kind of OP_KINDS to its curve;
-    for `pointwise` the rate is `memory_bytes_per_second`, for the others `peak_flops`.
+    for `pointwise` the rate is `memory_bytes_per_second`, for the others `peak_flops`. The optional `matmul_float8` stands in for `matmul` where 8-bit types are multiplied.
     """
 
     name: str
@@ -123,7 +124,9 @@ class Cluster:
     def device(self, rank: int) -> Device:
         """The device of a global rank. Raises ValueError for a rank that the cluster does not have."""
         if not 0 <= rank < len(self.devices):
-            raise ValueError(f"cluster {self.name}: no rank {rank}, it has ranks 0 to {len(self.devices) - 1}")
+            raise ValueError(
+                f"cluster {self.name}: no rank {rank}, it has ranks 0 to {len(self.devices) - 1}"
+            )
         return self.devices[rank]
 
     def describe(self) -> str:
@@ -135,7 +138,9 @@ class Cluster:
         if self.description:
             lines.append(f"  {self.description}")
         for axis in self.abstract:
-            lines.append(f"  abstract axis {axis.name}: {axis.size} devices, alpha {axis.alpha:g}, beta {axis.beta:g}")
+            lines.append(
+                f"  abstract axis {axis.name}: {axis.size} devices, alpha {axis.alpha:g}, beta {axis.beta:g}"
+            )
         for name, count in kinds.items():
             device = next(d for d in self.devices if d.name == name)
             rate = max(device.peak_flops.items(), key=lambda item: (item[0] == "bfloat16", item[1]))
@@ -148,5 +153,7 @@ class Cluster:
             key = (link.name, link.bandwidth_bytes_per_second, link.latency_seconds)
             links[key] = links.get(key, 0) + 1
         for (name, bandwidth, latency), count in links.items():
-            lines.append(f"  {count} x {name}: {bandwidth / 1e9:.4g} GB/s per direction, {latency * 1e6:.3g} us")
+            lines.append(
+                f"  {count} x {name}: {bandwidth / 1e9:.4g} GB/s per direction, {latency * 1e6:.3g} us"
+            )
         return "\n".join(lines)

@@ -88,7 +88,9 @@ class Table:
         if value is None:
             return 1.0
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            self.failures.add(self._at(key), f"got {_show(value)}, expected a number in SI units without quotes")
+            self.failures.add(
+                self._at(key), f"got {_show(value)}, expected a number in SI units without quotes"
+            )
             return 1.0
         if value != value or value < 0 or (positive and value == 0):
             bound = "> 0" if positive else ">= 0"

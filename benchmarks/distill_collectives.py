@@ -1,0 +1,197 @@
+"""Fit the curves of hardware_profiles/data/collectives.toml to measured collectives.
+
+    python benchmarks/distill_collectives.py collectives_measured.csv
+
+Columns: source, gpu, n_gpus, nodes, link, collective, size_bytes, time_us, busbw_gbs, library, notes; sizes by the
+nccl-tests convention. Prints the table of errors that stands in hardware_profiles/data/README.md.
+
+What the fit does: the wire time at data-sheet bandwidth comes from laying the ranks on the link graph of a built-in
+cluster (so PCIe trees and the V100 cube count as what they are); base, step, fraction, ramp and sharpness come from the
+measurements of *all* boards with that link; every source weighs the same. Curves without measurements are stated in
+GIVEN with their reason.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import numpy as np
+
+from cost_models import mesh_axes
+from cost_models.axes import steps_of
+from cost_models.fitting import fit_collective
+from hardware_profiles import Cluster, CollectiveCurve, load_cluster
+
+OUT = Path(__file__).parent.parent / "hardware_profiles" / "data" / "collectives.toml"
+FITTED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+KIND_OF = {"alltoall": "all_to_all"} | {kind: kind for kind in FITTED}
+# link column (its beginning) -> (curve, cluster whose graph carries the ranks, sizes n or None for all)
+BOXES = [
+    ("NVLink3", "nvlink3", "dgx-a100", None),
+    ("NVLink4", "nvlink4", "dgx-h100", None),
+    ("NVLink5", "nvlink5", "dgx-b200", None),
+    ("NVLink2", "nvlink2", "dgx-v100", None),
+    ("PCIe5", "pcie", "pcie-rtx-pro-6000", (2,)),
+    ("PCIe5", "pcie-socket", "pcie-rtx-pro-6000", (4,)),
+    ("PCIe5", "pcie-host", "pcie-rtx-pro-6000", (8,)),
+    ("PCIe4", "pcie-slow", "pcie-l40s", (2,)),
+    ("PCIe4", "pcie-slow-socket", "pcie-l40s", (4,)),
+    ("PCIe4", "pcie-slow-host", "pcie-l40s", (8,)),
+]
+SKIPPED_NOTES = ("ring", "Ring", "NVLS off")  # switched off by hand, not what a user gets
+
+
+def unit(cluster: Cluster) -> Cluster:
+    """The cluster with links that reach their data-sheet bandwidth at once."""
+    plain = CollectiveCurve(0.0, 0.0, 1.0)
+    return dataclasses.replace(cluster, curves={c: defaultdict(lambda: plain) for c in cluster.curves})
+
+
+def measured_rows(path: str) -> list[dict]:
+    """Rows with a size and a time; the time comes from the bus bandwidth where it is not given."""
+    rows = []
+    with open(path, newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            kind = KIND_OF.get(row["collective"])
+            if kind is None or not row["size_bytes"] or row["notes"] in SKIPPED_NOTES:
+                continue
+            n, size = int(row["n_gpus"]), float(row["size_bytes"])
+            if "floor ~92 us" in row["notes"] and size <= 2**22:
+                continue  # that source says itself that its small sizes measure the profiler
+            if row["time_us"]:
+                seconds = float(row["time_us"]) * 1e-6
+            elif float(row["busbw_gbs"]) >= 0.5:  # below, the printed digits say nothing
+                factor = (2 if kind == "all_reduce" else 1) * (n - 1) / n
+                seconds = size * factor / (float(row["busbw_gbs"]) * 1e9)
+            else:
+                continue
+            rows.append({"kind": kind, "n": n, "nodes": int(row["nodes"]), "size": size, "seconds": seconds,
+                         "link": row["link"], "source": row["source"], "gpu": row["gpu"]})  # fmt: skip
+    return rows
+
+
+def fit(rows: list[dict], cluster: Cluster, kind: str, **options) -> tuple[CollectiveCurve, float]:
+    """One collective on one kind of link inside a machine."""
+    bare = unit(cluster)
+    per_byte = {n: mesh_axes(bare, {"x": n})["x"].terms[kind][1] for n in {row["n"] for row in rows}}
+    counts = Counter(row["source"] for row in rows)
+    column = lambda f: np.array([f(row) for row in rows], dtype=float)  # noqa: E731
+    return fit_collective(
+        column(lambda r: r["n"]),
+        column(lambda r: steps_of(kind, r["n"], 1)[0]),
+        column(lambda r: r["size"] * per_byte[r["n"]]),
+        column(lambda r: r["seconds"]),
+        column(lambda r: counts[r["source"]] ** -0.5),
+        source=", ".join(sorted({f"{r['source']} {r['gpu']}" for r in rows})) + f" ({len(rows)} rows)",
+        **options,
+    )
+
+
+def fit_between(rows: list[dict], inside: dict, kind: str) -> tuple[CollectiveCurve, float]:
+    """One collective between machines; what happens inside them is known by now."""
+    counts = Counter(row["source"] for row in rows)
+    column = lambda f: np.array([f(row) for row in rows], dtype=float)  # noqa: E731
+
+    def wire(row: dict) -> float:
+        load = load_cluster(f"dgx-h100-x{row['nodes']}")  # 8 rails of 50 GB/s
+        return row["size"] * mesh_axes(unit(load), {"x": row["n"]})["x"].terms[kind][1]
+
+    per_node = [row["n"] // row["nodes"] for row in rows]
+    return fit_collective(
+        column(lambda r: r["nodes"]),
+        column(lambda r: steps_of(kind, 8, r["nodes"])[1]),
+        column(wire),
+        column(lambda r: r["seconds"]),
+        column(lambda r: counts[r["source"]] ** -0.5),
+        outside=np.array([steps_of(kind, m, 1)[0] * inside[kind].step_seconds for m in per_node]),
+        with_ramp=False,
+        source=", ".join(sorted({f"{r['source']} {r['gpu']}" for r in rows})) + f" ({len(rows)} rows)",
+    )
+
+
+ESTIMATE = "estimate: "
+IB = (
+    ESTIMATE
+    + "fraction from 96 of 100 GB/s peak on 3 x DGX A100 with 4 HDR adapters (GitHub issue); latencies typical"
+)
+TCP = ESTIMATE + "kernel TCP, typical"
+GIVEN = {
+    "infiniband": {
+        "all_reduce": CollectiveCurve(15e-6, 6e-6, 0.92, 0.0, 0.7, IB),
+        "all_gather": CollectiveCurve(12e-6, 12e-6, 0.92, 0.0, 0.7, IB),
+        "reduce_scatter": CollectiveCurve(12e-6, 12e-6, 0.92, 0.0, 0.7, IB),
+        "all_to_all": CollectiveCurve(15e-6, 3e-6, 0.85, 0.0, 0.7, IB),
+        "send_recv": CollectiveCurve(8e-6, 2e-6, 0.92, 0.0, 0.8, IB),
+    },
+    "ethernet": {
+        kind: CollectiveCurve(60e-6, 40e-6, 0.8, 0.0, 0.7, TCP) for kind in (*FITTED, "send_recv")
+    },
+}  # fmt: skip
+
+
+def send_recv(gather: CollectiveCurve) -> CollectiveCurve:
+    """Not measured by nccl-tests runs at hand: the all_gather of two ranks is a send and a receive at once."""
+    fraction = float(f"{gather.fraction * (1 - gather.ramp / 2):.3g}")
+    return dataclasses.replace(gather, fraction=fraction, ramp=0.0, source="as all_gather of 2 ranks")
+
+
+def main(path: str) -> None:
+    rows = measured_rows(path)
+    curves: dict[str, dict[str, CollectiveCurve]] = {}
+    print("| curve | collective | rows | median error |\n|---|---|---|---|")
+    for prefix, name, cluster, sizes in BOXES:
+        box = [
+            r
+            for r in rows
+            if r["link"].startswith(prefix) and r["nodes"] == 1 and (not sizes or r["n"] in sizes)
+        ]
+        curves[name] = {}
+        for kind in FITTED:
+            own = [row for row in box if row["kind"] == kind]
+            if own:
+                curves[name][kind], error = fit(own, load_cluster(cluster), kind, with_ramp=len({r["n"] for r in own}) > 2
+                                                and name != "nvlink2")  # fmt: skip
+                print(f"| {name} | {kind} | {len(own)} | {error:.1%} |")
+            else:  # V100: all_reduce only
+                like = curves["nvlink3"][kind]
+                curves[name][kind] = dataclasses.replace(
+                    like, fraction=curves[name]["all_reduce"].fraction, ramp=0.0,
+                    source="not measured: latency of nvlink3, fraction of all_reduce",
+                )  # fmt: skip
+        curves[name]["send_recv"] = send_recv(curves[name]["all_gather"])
+    curves["efa"] = {}
+    for kind in FITTED:
+        own = [row for row in rows if row["nodes"] > 1 and "EFA" in row["link"] and row["kind"] == kind]
+        if own:
+            curves["efa"][kind], error = fit_between(own, curves["nvlink4"], kind)
+            print(f"| efa | {kind} | {len(own)} | {error:.1%} |")
+    curves["efa"]["all_to_all"] = dataclasses.replace(
+        curves["efa"]["all_gather"], source="as all_gather, not measured"
+    )
+    curves["efa"]["send_recv"] = CollectiveCurve(
+        25e-6, 10e-6, 0.85, 0.0, 0.8, ESTIMATE + "typical EFA latency"
+    )
+    curves |= GIVEN
+
+    lines = [
+        "# Collectives by kind of link; written by benchmarks/distill_collectives.py. Units: seconds, ranks, 1.",
+        "",
+    ]
+    for name, by_kind in curves.items():
+        for kind, curve in by_kind.items():
+            lines.append(f"[{name}.{kind}]")
+            for field in dataclasses.fields(curve):
+                value = getattr(curve, field.name)
+                lines.append(
+                    f'{field.name} = "{value}"' if field.name == "source" else f"{field.name} = {value:.3g}"
+                )
+            lines.append("")
+    OUT.write_text("\n".join(lines), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

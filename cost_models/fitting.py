@@ -1,0 +1,130 @@
+"""Measurements -> the few numbers of a curve.
+
+Least weighted absolute logarithmic error: small and large sizes count alike, and a bad row does little harm.
+Used by the scripts that distil the built-in profiles; the same functions serve anyone who measures a cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from hardware_profiles import CollectiveCurve, EfficiencyCurve
+
+
+def search(loss: Callable[[np.ndarray], float], start: Sequence[float], rounds: int = 400) -> np.ndarray:
+    """A local minimum of `loss` near `start`, by trying steps along random orthogonal directions.
+
+    The step grows after a round that helped and shrinks after one that did not. Deterministic: the seed is fixed.
+    """
+    best, step = np.asarray(start, dtype=float), 0.5
+    value, random = loss(best), np.random.default_rng(0)
+    for _ in range(rounds):
+        directions, _ = np.linalg.qr(random.normal(size=(len(best), len(best))))
+        improved = False
+        for direction in (*directions, *-directions):
+            trial = best + step * direction
+            if (trial_value := loss(trial)) < value:
+                best, value, improved = trial, trial_value, True
+        step = min(step * 1.5, 1.0) if improved else step * 0.6
+        if step < 1e-5:
+            break
+    return best
+
+
+def fit_collective(
+    n: np.ndarray,
+    steps: np.ndarray,
+    wire_seconds: np.ndarray,
+    seconds: np.ndarray,
+    weights: np.ndarray,
+    *,
+    outside: np.ndarray | None = None,
+    with_ramp: bool = True,
+    with_base: bool = True,
+    source: str = "",
+) -> tuple[CollectiveCurve, float]:
+    """The curve of one collective on one kind of link, and its median absolute log error.
+
+    All arrays have one entry per measurement: `n` ranks in the ring, dependent `steps`, `wire_seconds` the time of the
+    wire bytes at the data-sheet bandwidth, measured `seconds`, `weights`, and latency spent `outside` this link.
+
+        latency = outside + base + steps * step,   rate = fraction * (1 - ramp / n)
+        seconds = (latency^p + (wire_seconds / rate)^p)^(1/p)
+    """
+    outside = np.zeros_like(seconds) if outside is None else outside
+    weights = weights / weights.sum()
+    log_seconds = np.log(seconds)
+
+    def unpack(x: np.ndarray) -> tuple[float, float, float, float, float]:
+        fraction = 0.99 / (1 + np.exp(-x[2]))
+        ramp = 1.5 / (1 + np.exp(-x[4])) if with_ramp else 0.0
+        return (
+            np.exp(x[0]) if with_base else 0.0,
+            np.exp(x[1]),
+            fraction,
+            ramp,
+            0.3 + 0.7 / (1 + np.exp(-x[3])),
+        )
+
+    def log_model(x: np.ndarray) -> np.ndarray:
+        base, step, fraction, ramp, p = unpack(x)
+        latency = outside + base + steps * step
+        return np.log(latency**p + (wire_seconds / (fraction * (1 - ramp / n))) ** p) / p
+
+    floor = float(seconds.min())
+    start = [np.log(floor / 2), np.log(floor / 10), 1.0, 1.0, -1.0][: 5 if with_ramp else 4]
+    best = search(lambda x: float(weights @ np.abs(log_model(x) - log_seconds)), start)
+    error = float(np.median(np.abs(log_model(best) - log_seconds)))
+    base, step, fraction, ramp, p = (float(f"{value:.3g}") for value in unpack(best))
+    return CollectiveCurve(base, step, fraction, ramp, p, source), error
+
+
+def gemm_seconds(
+    curve: EfficiencyCurve,
+    shapes: np.ndarray,
+    peak_flops: float | np.ndarray,
+    element_bytes: float,
+    memory_bytes_per_second: float | np.ndarray,
+    launch_seconds: float,
+) -> np.ndarray:
+    """`op_seconds` of matrix products for shapes [row, (m, n, k)] at once -> seconds [row]."""
+    m, n, k = shapes.T.astype(float)
+    tiles = (m + curve.half_m) * (n + curve.half_n) + curve.half_mn
+    compute = 2 * tiles * (k + curve.half_k) / (peak_flops * curve.fraction)
+    memory = element_bytes * (m * k + k * n + m * n) / memory_bytes_per_second
+    return launch_seconds + np.maximum(compute, memory)
+
+
+def fit_gemm(
+    shapes: np.ndarray,
+    seconds: np.ndarray,
+    peak_flops: float | np.ndarray,
+    element_bytes: float,
+    memory_bytes_per_second: float | np.ndarray,
+    launch_seconds: float,
+    source: str = "",
+) -> tuple[EfficiencyCurve, float]:
+    """The efficiency curve of matrix products, and its median absolute log error.
+
+    shapes [row, (m, n, k)], seconds [row]; rates are numbers, or one per row where several devices share a curve;
+    `memory_bytes_per_second` is what memory really gives. The model is `gemm_seconds`; the launch time is given, not fitted, because op_seconds adds that of the device.
+    """
+    log_seconds = np.log(seconds)
+
+    def unpack(x: np.ndarray) -> EfficiencyCurve:
+        half_m, half_n, half_k, half_mn = (float(f"{value:.3g}") for value in np.exp(x[1:]))
+        return EfficiencyCurve(
+            float(0.99 / (1 + np.exp(-x[0]))), half_m, half_n, half_k, half_mn, source=source
+        )
+
+    def errors(curve: EfficiencyCurve) -> np.ndarray:
+        model = gemm_seconds(
+            curve, shapes, peak_flops, element_bytes, memory_bytes_per_second, launch_seconds
+        )
+        return np.abs(np.log(model) - log_seconds)
+
+    start = [1.0, *np.log([30.0, 30.0, 30.0, 3e4])]
+    best = unpack(search(lambda x: float(errors(unpack(x)).mean()), start))
+    return best, float(np.median(errors(best)))
