@@ -120,7 +120,9 @@ class Node:
     @property
     def where(self) -> str:
         """For messages: name, module and source line."""
-        return f"{self.name} ({self.target}) in '{self.module or '<model>'}'" + (f" at {self.source}" if self.source else "")
+        return f"{self.name} ({self.target}) in '{self.module or '<model>'}'" + (
+            f" at {self.source}" if self.source else ""
+        )
 
 
 @dataclass(frozen=True)

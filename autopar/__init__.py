@@ -1,0 +1,1 @@
+"""autopar: an automatic parallelization planner and compiler for PyTorch."""

@@ -1,0 +1,59 @@
+"""The collectives that programs call: ``spmd_types`` functions with plain arguments, so that programs print as Python.
+
+``axis`` is the name of a mesh axis, looked up in the ambient ``spmd_types.set_current_mesh``. Each function changes the
+placement of ``x`` on that axis in one step; its backward is the adjoint step (see :mod:`autopar.placements`).
+"""
+
+from __future__ import annotations
+
+import spmd_types as spmd
+import torch
+
+_TYPE = {"R": spmd.R, "I": spmd.I, "P": spmd.P}
+
+
+def all_gather(x: torch.Tensor, axis: str, dim: int, to: str) -> torch.Tensor:
+    """``S<dim>`` -> ``to`` (``R`` or ``I``)."""
+    return spmd.all_gather(x, axis, src=spmd.S(dim), dst=_TYPE[to])
+
+
+def all_reduce(x: torch.Tensor, axis: str, to: str) -> torch.Tensor:
+    """``P`` -> ``to`` (``R`` or ``I``)."""
+    return spmd.all_reduce(x.contiguous(), axis, src=spmd.P, dst=_TYPE[to])
+
+
+def reduce_scatter(x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
+    """``P`` -> ``S<dim>``."""
+    return spmd.reduce_scatter(x, axis, src=spmd.P, dst=spmd.S(dim))
+
+
+def all_to_all(x: torch.Tensor, axis: str, src: int, dst: int) -> torch.Tensor:
+    """``S<src>`` -> ``S<dst>``."""
+    return spmd.all_to_all(x, axis, src=spmd.S(src), dst=spmd.S(dst))
+
+
+def shard(x: torch.Tensor, axis: str, dim: int, of: str) -> torch.Tensor:
+    """``of`` (``R`` or ``I``) -> ``S<dim>``: each rank keeps its slice."""
+    return spmd.convert(x, axis, src=_TYPE[of], dst=spmd.S(dim))
+
+
+def convert(x: torch.Tensor, axis: str, src: str, dst: str) -> torch.Tensor:
+    """The steps without communication in the forward that keep the local shape, and ``S`` -> ``P``."""
+    source = spmd.S(int(src[1:])) if src[0] == "S" else _TYPE[src]
+    return spmd.convert(x, axis, src=source, dst=_TYPE[dst], expert_mode=(src, dst) == ("R", "I"))
+
+
+def step(src: str, dst: str) -> tuple[object, tuple[object, ...]]:
+    """``(function, arguments after the axis)`` for one step from ``src`` to ``dst``."""
+    pair = src[0] + dst[0]
+    if pair in ("SR", "SI"):
+        return all_gather, (int(src[1:]), dst)
+    if pair in ("PR", "PI"):
+        return all_reduce, (dst,)
+    if pair == "PS":
+        return reduce_scatter, (int(dst[1:]),)
+    if pair == "SS":
+        return all_to_all, (int(src[1:]), int(dst[1:]))
+    if pair in ("RS", "IS"):
+        return shard, (int(dst[1:]), src)
+    return convert, (src, dst)

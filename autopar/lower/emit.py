@@ -1,0 +1,227 @@
+"""Lowering: a graph and a plan become one SPMD program, an FX graph of local ops and explicit collectives.
+
+Every rank runs the same code; what differs is its data and, inside collectives, its coordinate. The passes are:
+
+1. placeholders: parameters in their used placement, buffers, the batch, the seed of random ops;
+2. every op in order, on local shapes, or its distributed lowering;
+3. before each op, the steps of the plan's routes that bring its inputs to the states it wants, each made once;
+4. outputs in the plan's placements, new values of updated buffers after them.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx
+
+from autopar.errors import PlanError
+from autopar.graph import Graph, Node, Ref
+from autopar.lower.collectives import step
+from autopar.placements import Mesh, State, format_state, local_shape
+from autopar.plan import Plan, route_key
+from autopar.planner.space import Strategy, combine, node_options
+from autopar.rules.local import Seed, local_call
+from autopar.rules.notation import In, Rule, call_of
+from autopar.rules.registry import rules_of
+
+FACTORIES = frozenset({"aten.full.default", "aten.arange.start_step", "aten.scalar_tensor.default"})
+"""Operators that make a tensor from nothing: lowering gives them the device."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One input of a program: ``kind`` is ``param``, ``buffer``, ``input`` or ``seed``; ``state`` is its placement."""
+
+    kind: str
+    name: str
+    state: State
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Program:
+    """The rewritten model.
+
+    Attributes:
+        module: ``module(*values)`` with one value per slot, tensors local; returns a flat tuple: the model's outputs,
+            then the new values of the buffers in ``updates``.
+        slots: what the positional inputs are.
+        outputs: placement of each output (None for an output that is no tensor).
+        updates: buffers whose new values follow the outputs.
+        mesh: axis names and sizes.
+    """
+
+    module: torch.fx.GraphModule
+    slots: tuple[Slot, ...]
+    outputs: tuple[State | None, ...]
+    updates: tuple[str, ...]
+    mesh: Mesh
+
+    @property
+    def code(self) -> str:
+        """The program as readable Python."""
+        text = self.module.code
+        for old, new in ((r"autopar_lower_collectives_", ""), (r"torch\.ops\.", "")):
+            text = re.sub(old, new, text)
+        return text
+
+
+def strategy_of(graph: Graph, node: Node, rule: Rule, names: tuple[str, ...], mesh: Mesh) -> Strategy:
+    """The strategy that a plan names for one op.
+
+    Raises:
+        PlanError: the op has no such option; the message lists those it has.
+    """
+    options = {o.name: o for o in node_options(graph, node, rule)}
+    if len(names) != len(mesh):
+        raise PlanError(f"{node.where}: the plan has {len(names)} choices {names}, the mesh has {len(mesh)} axes")
+    for name, (axis, _) in zip(names, mesh, strict=True):
+        if name not in options:
+            raise PlanError(
+                f"{node.where}: no option '{name}' (axis '{axis}'); it offers {', '.join(options)}\n  rule: {rule}"
+            )
+    return combine([options[name] for name in names])
+
+
+def lower(graph: Graph, plan: Plan, device: str | torch.device = "cpu") -> Program:
+    """Make the program of ``plan``.
+
+    Raises:
+        PlanError: the plan is for another graph, or leaves out an op or a route.
+    """
+    if plan.fingerprint != graph.fingerprint:
+        raise PlanError(
+            f"the plan was made for a model with fingerprint {plan.fingerprint}, this one has {graph.fingerprint}: "
+            "shapes, operators or names differ; plan this model again"
+        )
+    return _Emitter(graph, plan, torch.device(device)).emit()
+
+
+class _Emitter:
+    def __init__(self, graph: Graph, plan: Plan, device: torch.device) -> None:
+        self.graph, self.plan, self.device = graph, plan, device
+        self.mesh = plan.mesh
+        self.fx = torch.fx.Graph()
+        self.slots: list[Slot] = []
+        self.value: dict[tuple[Ref, State], torch.fx.Node] = {}
+        self.made: dict[Ref, State] = {}
+        self.before: dict[Ref, dict[State, State]] = {}
+        self.seed: torch.fx.Node | None = None
+
+    def emit(self) -> Program:
+        graph = self.graph
+        rules = rules_of(graph)
+        for i, node in enumerate(graph.nodes):
+            if node.kind != "op":
+                self._placeholder(i, node)
+        if any(rule is not None and rule.random for rule in rules):
+            self.seed = self.fx.placeholder("seed")
+            whole = ("R",) * len(self.mesh)
+            self.seed.meta["autopar"] = {"outs": [whole]}
+            self.slots.append(Slot("seed", "seed", whole, (), "int64"))
+        for i, (node, rule) in enumerate(zip(graph.nodes, rules, strict=True)):
+            if node.kind == "op":
+                assert rule is not None
+                self._op(i, node, rule)
+        outputs: list[Any] = []
+        for out, state in zip(graph.outputs, self.plan.outputs, strict=True):
+            outputs.append(self._get(out, state) if isinstance(out, Ref) and state is not None else out)
+        for name, ref in graph.updates.items():
+            outputs.append(self._get(ref, self.plan.buffers[name]))
+        self.fx.output(tuple(outputs))
+        module = torch.fx.GraphModule(torch.nn.Module(), self.fx, class_name="Program")
+        return Program(module, tuple(self.slots), self.plan.outputs, tuple(graph.updates), self.mesh)
+
+    def _placeholder(self, i: int, node: Node) -> None:
+        if node.kind == "param":
+            choice = self.plan.params.get(node.target)
+            if choice is None:
+                raise PlanError(f"the plan does not say how parameter '{node.target}' is stored")
+            state = choice.used
+        elif node.kind == "buffer":
+            state = self.plan.buffers.get(node.target, ("R",) * len(self.mesh))
+        else:
+            state = self.plan.inputs.get(node.target, ("R",) * len(self.mesh))
+        fx = self.fx.placeholder(re.sub(r"\W", "_", node.name))
+        fx.meta["autopar"] = {"outs": [state], "node": node.name}
+        self.slots.append(Slot(node.kind, node.target, state, node.out.shape, node.out.dtype))
+        self._made(Ref(i), state, fx)
+
+    def _made(self, ref: Ref, state: State, fx: torch.fx.Node) -> None:
+        self.value[ref, state] = fx
+        self.made[ref] = state
+        steps = self.plan.routes.get(route_key(self.graph, ref), ())
+        self.before[ref] = {dst: src for src, dst in steps}
+
+    def _get(self, ref: Ref, state: State) -> torch.fx.Node:
+        """The value of ``ref`` in ``state``, with the steps on the way emitted where first needed."""
+        known = self.value.get((ref, state))
+        if known is not None:
+            return known
+        src = self.before[ref].get(state)
+        if src is None:
+            raise PlanError(
+                f"tensor {route_key(self.graph, ref)} is made as {format_state(self.made[ref])} and wanted as "
+                f"{format_state(state)}, and the plan has no route; plan the model again, or remove 'routes' to have "
+                "them found anew"
+            )
+        x = self._get(ref, src)
+        axis = next(a for a in range(len(self.mesh)) if src[a] != state[a])
+        name, size = self.mesh[axis]
+        if size == 1:
+            fx = x
+        else:
+            fn, args = step(src[axis], state[axis])
+            fx = self.fx.call_function(fn, (x, name, *args))  # type: ignore[arg-type]
+            fx.meta["autopar"] = {"step": (src, state), "outs": [state], "ins": [src], "ref": ref}
+        self.value[ref, state] = fx
+        return fx
+
+    def _op(self, i: int, node: Node, rule: Rule) -> None:
+        names = self.plan.ops.get(node.name)
+        if names is None:
+            raise PlanError(f"the plan does not say how {node.where} is cut")
+        strategy = strategy_of(self.graph, node, rule, names, self.mesh)
+        inputs = [self._get(ref, state) for ref, state in zip(node.refs, strategy.ins, strict=True)]
+        call = local_call(call_of(node, self.graph.spec), rule, strategy.options, self.mesh, site=i)
+
+        def fill(value: Any) -> Any:
+            if isinstance(value, In):
+                return inputs[value.position]
+            if isinstance(value, Seed):
+                return self.seed
+            if isinstance(value, (tuple, list)):
+                return type(value)(fill(v) for v in value)
+            if isinstance(value, dict):
+                return {k: fill(v) for k, v in value.items()}
+            return value
+
+        kwargs = {k: fill(v) for k, v in call.kwargs.items()}
+        if node.target in FACTORIES:
+            kwargs["device"] = self.device
+        name = node.name
+        fx = self.fx.create_node("call_function", call.fn, tuple(fill(a) for a in call.args), kwargs, name=name)
+        fx.meta["autopar"] = {"node": node.name, "ins": list(strategy.ins), "outs": list(strategy.outs)}
+        if len(node.outs) == 1:
+            self._made(Ref(i), strategy.outs[0], fx)
+            return
+        states = iter(strategy.outs)
+        for number, out in enumerate(node.outs):
+            if out is not None:
+                item = self.fx.call_function(operator.getitem, (fx, number))
+                state = next(states)
+                item.meta["autopar"] = {"outs": [state], "item": number}
+                self._made(Ref(i, number), state, item)
+
+
+def used_shape(slot: Slot, mesh: Mesh) -> tuple[int, ...]:
+    """Local shape of a program input."""
+    return local_shape(slot.shape, slot.state, mesh)
+
+
+__all__ = ["Program", "Slot", "lower", "strategy_of", "used_shape"]

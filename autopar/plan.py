@@ -1,0 +1,127 @@
+"""The plan: every decision, as a value.
+
+A plan says for every op which factor each mesh axis cuts, for every parameter how it is stored and used, for every
+tensor the steps that bring it from the placement its producer gives to those its consumers want, and what all that is
+predicted to cost. It holds no tensors and no code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from autopar.graph import Graph, Ref
+from autopar.placements import Mesh, State
+
+VERSION = 1
+LIFETIMES = ("step", "use")
+
+
+@dataclass(frozen=True)
+class ParamChoice:
+    """How one parameter lives.
+
+    Attributes:
+        stored: placement in which the optimizer sees it; made of ``S`` and ``I`` only (``R`` without gradient).
+        used: placement in which the program takes it.
+        lifetime: how long a gathered copy lives: ``step`` (gathered once; ZeRO-1/2) or ``use`` (gathered again for
+            the backward; ZeRO-3).
+    """
+
+    stored: State
+    used: State
+    lifetime: str = "step"
+
+
+@dataclass(frozen=True)
+class Price:
+    """Predicted cost of one training step on one rank.
+
+    Attributes:
+        compute_seconds: forward and backward of the ops.
+        activation_seconds: collectives on activations, forward and backward, those inside distributed ops included.
+        parameter_seconds: gradient reductions and parameter gathers.
+        parameter_bytes, gradient_bytes, optimizer_bytes: stored state of one rank; exact.
+        gathered_bytes: copies of parameters (and their gradients) in the used placement, alive at once.
+        activation_bytes: what autograd keeps for the backward.
+    """
+
+    compute_seconds: float = 0.0
+    activation_seconds: float = 0.0
+    parameter_seconds: float = 0.0
+    parameter_bytes: int = 0
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
+    gathered_bytes: int = 0
+    activation_bytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """The whole step."""
+        return self.compute_seconds + self.activation_seconds + self.parameter_seconds
+
+    @property
+    def memory_bytes(self) -> int:
+        """The peak on one rank."""
+        return (
+            self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.gathered_bytes
+            + self.activation_bytes
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What the solver said: ``status`` is ``optimal`` or ``time limit``; ``gap`` is relative to the bound."""
+
+    solver: str
+    status: str
+    objective_seconds: float
+    gap: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Decisions for one model on one mesh.
+
+    Attributes:
+        fingerprint: of the graph that this plan is for.
+        cluster: name or path of the hardware profile.
+        mesh: axis names and sizes.
+        ops: node name -> option name per axis (a factor, ``I``, ``R`` or ``P<group>``).
+        params: qualified name -> how it is stored and used.
+        buffers: qualified name -> placement; ``R`` unless every reader wants the same shard.
+        inputs: placement in which a rank receives an input; inputs not named here arrive whole (``R``).
+        outputs: placement of each output tensor (None for an output that is no tensor).
+        routes: ``"<node>.<output>"`` -> reshard steps ``(from, to)`` that form a tree rooted at the producer's state.
+        stages: pipeline stages; 1 until a plan is pipelined.
+        microbatches: how many pieces ``train_step`` cuts the batch into.
+    """
+
+    fingerprint: str
+    cluster: str
+    mesh: Mesh
+    ops: Mapping[str, tuple[str, ...]]
+    params: Mapping[str, ParamChoice]
+    buffers: Mapping[str, State]
+    outputs: tuple[State | None, ...]
+    routes: Mapping[str, tuple[tuple[State, State], ...]]
+    inputs: Mapping[str, State] = field(default_factory=dict)
+    optimizer: str = "adamw"
+    stages: int = 1
+    microbatches: int = 1
+    price: Price = field(default_factory=Price)
+    solution: Solution | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def n_devices(self) -> int:
+        n = 1
+        for _, size in self.mesh:
+            n *= size
+        return n
+
+
+def route_key(graph: Graph, ref: Ref) -> str:
+    """How a plan names a tensor: ``node`` or ``node.<output>``."""
+    name = graph.nodes[ref.node].name
+    return f"{name}#{ref.out}" if ref.out else name

@@ -1,0 +1,345 @@
+"""From a graph to a :class:`~autopar.planner.problem.Problem`, and from a choice back to strategies.
+
+Only hot nodes (those that depend on a parameter) are decided here; masks, positions and the like follow demand
+afterwards. A chain of operators is one item where nothing is lost by it: an operator that moves or maps its one input
+follows its producer if it can follow every strategy of the producer, since a reshard before the pair costs what it
+costs after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autopar.graph import Graph, Node, Ref
+from autopar.placements import Placement, State
+from autopar.plan import ParamChoice
+from autopar.planner import params as P
+from autopar.planner.fold import Fold
+from autopar.planner.price import Pricer
+from autopar.planner.problem import Item, Problem, Tensor
+from autopar.planner.reshard import axis_sets, state_graph
+from autopar.planner.space import Strategy, strategies
+from autopar.rules.notation import Rule
+
+FOLLOWERS = frozenset({"none", "pointwise", "copy", "reduce"})
+Allowed = Callable[[Node, Strategy], bool]
+
+
+@dataclass
+class _Chain:
+    """Nodes decided as one item; ``rows[s]`` has the strategy of every node."""
+
+    nodes: list[int]
+    rows: list[tuple[Strategy, ...]]
+    seconds: list[float]
+    n_bytes: list[float]
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Reads a choice back."""
+
+    chains: tuple[tuple[int, tuple[int, ...], tuple[tuple[Strategy, ...], ...]], ...]
+    parameters: tuple[tuple[int, int, tuple[ParamChoice, ...]], ...]
+    outputs: tuple[tuple[int, int, tuple[State, ...]], ...]
+
+    def decode(
+        self, picked: Sequence[int], fold: Fold
+    ) -> tuple[dict[int, Strategy], dict[int, ParamChoice], dict[int, State]]:
+        """``(strategy by node, choice by parameter node, state by output position)``, for every node of every class."""
+        ops: dict[int, Strategy] = {}
+        for item, nodes, rows in self.chains:
+            for node, strategy in zip(nodes, rows[picked[item]], strict=True):
+                ops[node] = strategy
+        owned = {node: options[picked[item]] for item, node, options in self.parameters}
+        every_op = {i: ops[r] for i, r in enumerate(fold.representative) if r in ops}
+        every_param = {i: owned[r] for i, r in enumerate(fold.representative) if r in owned}
+        return every_op, every_param, {n: states[picked[item]] for item, n, states in self.outputs}
+
+
+@dataclass
+class _Group:
+    """Tensors of one class with the same readers."""
+
+    ref: Ref
+    count: int = 0
+    readers: tuple[tuple[int, int], ...] = ()
+    outputs: tuple[int, ...] = ()
+    updates: tuple[str, ...] = ()
+
+
+@dataclass
+class Builder:
+    """Builds the problem of one graph on one mesh.
+
+    Attributes:
+        allowed: what pins leave of an op's strategies; None allows all.
+        allowed_params: the same for parameters, given the node and the choice.
+        output_states: pinned placements by output position.
+        keep_memory: keep strategies that are slower and smaller; needed when a memory limit binds.
+    """
+
+    graph: Graph
+    rules: Sequence[Rule | None]
+    fold: Fold
+    pricer: Pricer
+    optimizer: str = "adamw"
+    microbatches: int = 1
+    allowed: Allowed | None = None
+    allowed_params: Callable[[Node, ParamChoice], bool] | None = None
+    output_states: Mapping[int, State] = field(default_factory=dict)
+    keep_memory: bool = False
+
+    def build(self) -> tuple[Problem, Decoder]:
+        """The problem, and what reads its solution."""
+        graph, rep = self.graph, self.fold.representative
+        counts = self.fold.counts
+        groups = self._groups()
+        chains, chain_of = self._chains(groups, counts)
+        items: list[Item] = []
+        item_of: dict[int, int] = {}
+        decoded_chains = []
+        for chain in chains:
+            for node in chain.nodes:
+                item_of[node] = len(items)
+            decoded_chains.append((len(items), tuple(chain.nodes), tuple(chain.rows)))
+            items.append(Item(graph.nodes[chain.nodes[-1]].name, tuple(chain.seconds), tuple(chain.n_bytes)))
+        row_of = {node: (chain.rows, k) for chain in chains for k, node in enumerate(chain.nodes)}
+
+        def wanted(node: int, position: int) -> list[State]:
+            rows, k = row_of[node]
+            return [row[k].ins[position] for row in rows]
+
+        parameters = []
+        made_by_param: dict[int, list[State]] = {}
+        for i, node in enumerate(graph.nodes):
+            if node.kind != "param" or rep[i] != i:
+                continue
+            uses = {
+                _used(s, node.needs_grad)
+                for g in groups.get(i, ()) for reader, position in g.readers for s in wanted(reader, position)
+            }  # fmt: skip
+            options = self._param_options(node, uses, counts[i])
+            parameters.append((len(items), i, tuple(o[0] for o in options)))
+            made_by_param[i] = [o[0].used for o in options]
+            item_of[i] = len(items)
+            items.append(Item(node.name, tuple(o[1] for o in options), tuple(o[2] for o in options)))
+        tensors: list[Tensor] = []
+        outputs = []
+        for i, own in sorted(groups.items()):
+            for group in own:
+                made = (
+                    made_by_param[i]
+                    if i in made_by_param
+                    else [row[row_of[i][1]].outs[_position(graph.nodes[i], group.ref.out)] for row in row_of[i][0]]
+                )
+                readers: list[tuple[int, list[State]]] = []
+                for reader, position in group.readers:
+                    if chain_of.get(reader) is not None and chain_of.get(reader) == chain_of.get(i):
+                        continue
+                    entry = (item_of[reader], wanted(reader, position))
+                    if entry not in readers:
+                        readers.append(entry)
+                for number in group.outputs:
+                    states = self._output_states(number, group.ref, made)
+                    outputs.append((len(items), number, tuple(states)))
+                    readers.append((len(items), states))
+                    items.append(Item(f"output{number}", (0.0,) * len(states), (0.0,) * len(states)))
+                for name in group.updates:
+                    states = [("R",) * len(self.pricer.mesh)]
+                    readers.append((len(items), states))
+                    items.append(Item(f"update {name}", (0.0,), (0.0,)))
+                if readers:
+                    tensors.append(self._tensor(group, item_of[i], made, readers))
+        problem = Problem(tuple(items), tuple(tensors))
+        return problem, Decoder(tuple(decoded_chains), tuple(parameters), tuple(outputs))
+
+    # -- tensors
+
+    def _groups(self) -> dict[int, list[_Group]]:
+        """Hot tensors by representative of their producer, those with the same readers together."""
+        graph, rep = self.graph, self.fold.representative
+        found: dict[int, dict[object, _Group]] = {}
+        out_of: dict[Ref, list[int]] = {}
+        for number, out in enumerate(graph.outputs):
+            if isinstance(out, Ref):
+                out_of.setdefault(out, []).append(number)
+        update_of: dict[Ref, list[str]] = {}
+        for name, ref in graph.updates.items():
+            update_of.setdefault(ref, []).append(name)
+        for i, node in enumerate(graph.nodes):
+            if not node.hot:
+                continue
+            for k, spec in enumerate(node.outs):
+                if spec is None:
+                    continue
+                ref = Ref(i, k)
+                readers = tuple(sorted({(rep[c], p) for c, p in graph.consumers.get(ref, ())}))
+                outs, updates = tuple(out_of.get(ref, ())), tuple(update_of.get(ref, ()))
+                own = found.setdefault(rep[i], {})
+                key = (k, readers, outs, updates)
+                group = own.setdefault(key, _Group(Ref(rep[i], k), 0, readers, outs, updates))
+                group.count += 1
+        return {i: list(g.values()) for i, g in found.items()}
+
+    def _tensor(
+        self, group: _Group, producer: int, made: Sequence[State], readers: Sequence[tuple[int, Sequence[State]]]
+    ) -> Tensor:
+        spec = self.graph.spec(group.ref)
+        grad = self.graph.nodes[group.ref.node].needs_grad and spec.is_float
+        mesh = self.pricer.mesh
+        n = len(mesh)
+        whole = ("I", "R") if grad else ("R",)
+        goals = axis_sets([s for _, states in readers for s in states], n)
+        sources = axis_sets(list(made), n)
+        goals = tuple(
+            tuple(dict.fromkeys((*g, *(p for p in s if p in whole)))) for g, s in zip(goals, sources, strict=True)
+        )
+        states, edges = state_graph(spec.shape, mesh, sources, goals)
+        number = {s: k for k, s in enumerate(states)}
+        for s in (*made, *(s for _, all_ in readers for s in all_)):
+            if s not in number:
+                raise AssertionError(f"{self.graph.nodes[group.ref.node].where}: state {s} of {spec} is not legal")
+        price = self.pricer.step
+        steps = tuple((number[a], number[b], group.count * price(spec, grad, a, b)) for a, b in edges)
+        return Tensor(
+            self.graph.nodes[group.ref.node].name, producer, tuple(number[s] for s in made),
+            tuple((item, tuple(number[s] for s in states)) for item, states in readers), len(states), steps,
+        )  # fmt: skip
+
+    def _output_states(self, number: int, ref: Ref, made: Sequence[State]) -> list[State]:
+        graph, mesh = self.graph, self.pricer.mesh
+        if number in self.output_states:
+            return [self.output_states[number]]
+        grad = graph.nodes[ref.node].needs_grad and graph.spec(ref).is_float
+        whole = ("I" if grad else "R",) * len(mesh)
+        if graph.loss is None or graph.loss == number or not graph.spec(ref).shape:
+            return [whole]
+        fixed = {tuple("I" if p in ("P", "R") and grad else "R" if p == "P" else p for p in s) for s in made}
+        return sorted({whole, *fixed})
+
+    # -- parameters
+
+    def _param_options(self, node: Node, uses: set[State], count: int) -> list[tuple[ParamChoice, float, float]]:
+        mesh = self.pricer.mesh
+        whole: State = ("I" if node.needs_grad else "R",) * len(mesh)
+        spec = node.out
+        options: list[tuple[ParamChoice, float, float]] = []
+        by_use: dict[State, list[tuple[ParamChoice, float, float]]] = {}
+        for choice in P.choices(spec, node.needs_grad, uses or {whole}, mesh):
+            if self.allowed_params is not None and not self.allowed_params(node, choice):
+                continue
+            cost = P.cost(spec, node.needs_grad, choice, self.pricer, self.optimizer, self.microbatches)
+            by_use.setdefault(choice.used, []).append((choice, cost.seconds * count, cost.n_bytes * count))
+        for own in by_use.values():
+            options.extend(own[k] for k in P.cheapest([(o[1], o[2]) for o in own], self.keep_memory))
+        return options
+
+    # -- chains
+
+    def _chains(
+        self, groups: dict[int, list[_Group]], counts: Mapping[int, int]
+    ) -> tuple[list[_Chain], dict[int, int]]:
+        graph, rep = self.graph, self.fold.representative
+        chains: list[_Chain] = []
+        chain_of: dict[int, int] = {}
+        cache: dict[tuple[int, bool, tuple[bool, ...]], list[Strategy]] = {}
+        for i, node in enumerate(graph.nodes):
+            if node.kind != "op" or not node.hot or rep[i] != i:
+                continue
+            rule = self.rules[i]
+            assert rule is not None
+            key = (id(rule), node.needs_grad, tuple(graph.nodes[r.node].needs_grad for r in node.refs))
+            if key not in cache:
+                cache[key] = strategies(graph, node, rule, self.pricer.mesh)
+            own = cache[key]
+            if self.allowed is not None:
+                own = [s for s in own if self.allowed(node, s)]
+            seconds = [counts[i] * sum(self.pricer.op(graph, node, rule, s)) for s in own]
+            n_bytes = [counts[i] * self._saved(node, rule, s) for s in own]
+            leader = self._leader(i, node, rule, groups, counts, chain_of)
+            if leader is not None:
+                chain = chains[chain_of[leader[0]]]
+                if chain.nodes[-1] == leader[0] and self._follow(chain, i, leader[1], own, seconds, n_bytes):
+                    chain_of[i] = chain_of[leader[0]]
+                    continue
+            chain_of[i] = len(chains)
+            chains.append(_Chain([i], [(s,) for s in own], seconds, n_bytes))
+        return chains, chain_of
+
+    def _leader(
+        self, i: int, node: Node, rule: Rule, groups: dict[int, list[_Group]], counts: Mapping[int, int],
+        chain_of: Mapping[int, int],
+    ) -> tuple[int, int] | None:  # fmt: skip
+        """``(producer, position)`` of the one tensor that node ``i`` alone reads and may follow."""
+        if rule.kind not in FOLLOWERS:
+            return None
+        for position, ref in enumerate(node.refs):
+            u = ref.node
+            own = groups.get(u, ())
+            if (
+                u in chain_of and len(own) == 1 and own[0].readers == ((i, position),) and not own[0].outputs
+                and not own[0].updates and own[0].count == counts[i] and len(self.graph.nodes[u].outs) == 1
+            ):  # fmt: skip
+                return u, position
+        return None
+
+    @staticmethod
+    def _follow(
+        chain: _Chain,
+        i: int,
+        position: int,
+        own: Sequence[Strategy],
+        seconds: Sequence[float],
+        n_bytes: Sequence[float],
+    ) -> bool:
+        """Append node ``i`` to the chain if it can follow every strategy; returns whether it did."""
+        by_in: dict[State, list[int]] = {}
+        for k, s in enumerate(own):
+            by_in.setdefault(s.ins[position], []).append(k)
+        if any(row[-1].outs[0] not in by_in for row in chain.rows):
+            return False
+        pairs = [(r, k) for r, row in enumerate(chain.rows) for k in by_in[row[-1].outs[0]]]
+        if len(pairs) > max(48, 3 * len(chain.rows) // 2):
+            return False
+        chain.rows, chain.seconds, chain.n_bytes = (
+            [(*chain.rows[r], own[k]) for r, k in pairs],
+            [chain.seconds[r] + seconds[k] for r, k in pairs],
+            [chain.n_bytes[r] + n_bytes[k] for r, k in pairs],
+        )
+        chain.nodes.append(i)
+        return True
+
+    def _saved(self, node: Node, rule: Rule, strategy: Strategy) -> float:
+        """Bytes that autograd keeps for the backward of one op; a tensor kept by several readers is shared among them."""
+        if not node.needs_grad:
+            return 0.0
+        total = 0.0
+        for position in rule.saves:
+            ref = node.refs[position]
+            if self.graph.nodes[ref.node].hot and self.graph.nodes[ref.node].kind == "op":
+                total += self.pricer.local_bytes(self.graph.spec(ref), strategy.ins[position]) / self._savers(ref)
+        if rule.saves_out and not any(
+            self._keeps(c, p) for c, p in self.graph.consumers.get(Ref(self.graph.index[node.name]), ())
+        ):
+            total += self.pricer.local_bytes(node.out, strategy.outs[0])
+        return total
+
+    def _keeps(self, consumer: int, position: int) -> bool:
+        rule = self.rules[consumer]
+        return rule is not None and position in rule.saves and self.graph.nodes[consumer].needs_grad
+
+    def _savers(self, ref: Ref) -> int:
+        return max(1, sum(self._keeps(c, p) for c, p in self.graph.consumers.get(ref, ())))
+
+
+def _position(node: Node, out: int) -> int:
+    """Position of output ``out`` among the outputs that are tensors."""
+    return sum(o is not None for o in node.outs[:out])
+
+
+def _used(state: State, grad: bool) -> State:
+    """The placement in which a parameter is taken for a reader that wants ``state``: pending sums start whole."""
+    whole: Placement = "I" if grad else "R"
+    return tuple(whole if p == "P" else p for p in state)

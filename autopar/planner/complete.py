@@ -1,0 +1,194 @@
+"""From the decided strategies to a whole plan: cold nodes follow demand, routes are found, everything is priced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from autopar.errors import PlanError
+from autopar.graph import Graph, Ref
+from autopar.placements import State, format_state
+from autopar.plan import ParamChoice, Plan, Price, route_key
+from autopar.planner import params as P
+from autopar.planner.price import Pricer
+from autopar.planner.reshard import Edge, route
+from autopar.planner.space import Strategy, strategies
+from autopar.rules.notation import Rule
+
+
+def demand(
+    graph: Graph, rules: Sequence[Rule | None], mesh: tuple[tuple[str, int], ...], decided: Mapping[int, Strategy]
+) -> tuple[dict[int, Strategy], dict[str, State]]:
+    """Strategies of the undecided ops, and placements of buffers.
+
+    Backwards through the graph: if all readers of a tensor want the same shard, and its op can make just that, it
+    does (positions and masks are made sharded); else it is computed whole and sliced, which costs nothing.
+    """
+    whole = ("R",) * len(mesh)
+    chosen = dict(decided)
+    wanted: dict[Ref, set[State]] = {}
+    for ref in graph.updates.values():
+        wanted.setdefault(ref, set()).add(whole)
+    for out in graph.outputs:
+        if isinstance(out, Ref):
+            wanted.setdefault(out, set()).add(whole)
+    cache: dict[int, list[Strategy]] = {}
+    buffers: dict[str, State] = {}
+    for i in range(len(graph.nodes) - 1, -1, -1):
+        node = graph.nodes[i]
+        if node.kind == "buffer":
+            states = wanted.get(Ref(i), set())
+            only = next(iter(states)) if len(states) == 1 else whole
+            updated = node.target in graph.updates
+            buffers[node.target] = whole if updated or "P" in only else only
+        if node.kind != "op":
+            continue
+        if i not in chosen:
+            rule = rules[i]
+            assert rule is not None
+            if id(rule) not in cache:
+                cache[id(rule)] = strategies(graph, node, rule, mesh)
+            options = cache[id(rule)]
+            pick = options[0]
+            states = wanted.get(Ref(i), set())
+            if len(node.outs) == 1 and len(states) == 1:
+                goal = next(iter(states))
+                pick = next((s for s in options if s.outs[0] == goal and _plain(s)), pick)
+            chosen[i] = pick
+        for ref, state in zip(node.refs, chosen[i].ins, strict=True):
+            wanted.setdefault(ref, set()).add(state)
+    return chosen, buffers
+
+
+def _plain(strategy: Strategy) -> bool:
+    """No pending sums: only those need communication."""
+    return not any("P" in state for state in (*strategy.ins, *strategy.outs))
+
+
+def complete(
+    graph: Graph,
+    rules: Sequence[Rule | None],
+    pricer: Pricer,
+    decided: Mapping[int, Strategy],
+    params: Mapping[int, ParamChoice],
+    outputs: Mapping[int, State],
+    *,
+    inputs: Mapping[str, State] | None = None,
+    cluster: str = "",
+    optimizer: str = "adamw",
+    microbatches: int = 1,
+) -> Plan:
+    """The plan of the given decisions, with routes and price.
+
+    Args:
+        decided: strategies by node; ops left out follow demand.
+        params: by parameter node; parameters left out (nobody reads them) are replicated.
+        outputs: placements by output position; the others come out whole.
+
+    Raises:
+        PlanError: a tensor cannot be brought to where it is wanted.
+    """
+    mesh = pricer.mesh
+    chosen, buffers = demand(graph, rules, mesh, decided)
+    whole_grad, whole = ("I",) * len(mesh), ("R",) * len(mesh)
+    made: dict[Ref, State] = {}
+    owned: dict[int, ParamChoice] = {}
+    for i, node in enumerate(graph.nodes):
+        if node.kind == "op":
+            states = iter(chosen[i].outs)
+            made.update({Ref(i, k): next(states) for k, spec in enumerate(node.outs) if spec is not None})
+        elif node.kind == "param":
+            state = whole_grad if node.needs_grad else whole
+            owned[i] = params.get(i, ParamChoice(state, state))
+            made[Ref(i)] = owned[i].used
+        else:
+            made[Ref(i)] = (buffers if node.kind == "buffer" else inputs or {}).get(node.target, whole)
+    wanted: dict[Ref, dict[State, None]] = {}
+    for i, node in enumerate(graph.nodes):
+        if node.kind == "op":
+            for ref, state in zip(node.refs, chosen[i].ins, strict=True):
+                wanted.setdefault(ref, {})[state] = None
+    out_states: list[State | None] = []
+    for number, out in enumerate(graph.outputs):
+        if not isinstance(out, Ref):
+            out_states.append(None)
+            continue
+        grad = graph.nodes[out.node].needs_grad and graph.spec(out).is_float
+        state = outputs.get(number, whole_grad if grad else whole)
+        out_states.append(state)
+        wanted.setdefault(out, {})[state] = None
+    for name, ref in graph.updates.items():
+        wanted.setdefault(ref, {})[buffers.get(name, whole)] = None
+    routes: dict[str, tuple[Edge, ...]] = {}
+    seconds = 0.0
+    cache: dict[object, tuple[float, tuple[Edge, ...]] | None] = {}
+    for ref, goals in wanted.items():
+        node, spec = graph.nodes[ref.node], graph.spec(ref)
+        grad = node.needs_grad and spec.is_float
+        key = (spec, grad, made[ref], tuple(sorted(goals)))
+        if key not in cache:
+            cache[key] = route(
+                spec.shape, mesh, grad, made[ref], list(goals),
+                lambda a, b, spec=spec, grad=grad: pricer.step(spec, grad, a, b),
+            )  # fmt: skip
+        found = cache[key]
+        if found is None:
+            raise PlanError(
+                f"{node.where}: a tensor of shape {spec.shape} made as {format_state(made[ref])} cannot be brought to "
+                f"{' and '.join(format_state(g) for g in goals)}; choose another cut for it or for its readers"
+            )
+        if found[1]:
+            routes[route_key(graph, ref)] = found[1]
+            seconds += found[0]
+    price = _price(graph, rules, pricer, chosen, owned, seconds, optimizer, microbatches)
+    return Plan(
+        graph.fingerprint, cluster, mesh,
+        {node.name: chosen[i].names for i, node in enumerate(graph.nodes) if node.kind == "op"},
+        {graph.nodes[i].target: choice for i, choice in owned.items()},
+        buffers, tuple(out_states), routes, dict(inputs or {}), optimizer, 1, microbatches, price,
+    )  # fmt: skip
+
+
+def _price(
+    graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, chosen: Mapping[int, Strategy],
+    owned: Mapping[int, ParamChoice], reshard_seconds: float, optimizer: str, microbatches: int,
+) -> Price:  # fmt: skip
+    compute = inside = 0.0
+    kept: dict[tuple[Ref, int], int] = {}
+    memo: dict[object, tuple[float, float]] = {}
+    root: dict[Ref, Ref] = {}
+    for i, node in enumerate(graph.nodes):
+        if node.kind != "op":
+            continue
+        rule, strategy = rules[i], chosen[i]
+        assert rule is not None
+        key = (id(rule), strategy.names, node.needs_grad, tuple(graph.nodes[r.node].needs_grad for r in node.refs))
+        if key not in memo:
+            memo[key] = pricer.op(graph, node, rule, strategy)
+        compute += memo[key][0]
+        inside += memo[key][1]
+        if rule.kind == "none" and len(node.outs) == 1 and node.refs:
+            root[Ref(i)] = root.get(node.refs[0], node.refs[0])
+        if not node.needs_grad:
+            continue
+        saved = [(node.refs[p], strategy.ins[p]) for p in rule.saves]
+        if rule.saves_out:
+            saved.append((Ref(i), strategy.outs[0]))
+        for ref, state in saved:
+            if graph.nodes[ref.node].kind == "op" and graph.nodes[ref.node].hot:
+                n = pricer.local_bytes(graph.spec(ref), state)
+                kept[root.get(ref, ref), n] = n
+    totals = [0] * 4
+    parameter_seconds = 0.0
+    transient = 0
+    for i, choice in owned.items():
+        node = graph.nodes[i]
+        cost = P.cost(node.out, node.needs_grad, choice, pricer, optimizer, microbatches)
+        parameter_seconds += cost.seconds
+        for k, n in enumerate((cost.parameter_bytes, cost.gradient_bytes, cost.optimizer_bytes, cost.gathered_bytes)):
+            totals[k] += n
+        if choice.lifetime == "use" and choice.stored != choice.used:
+            transient = max(transient, pricer.local_bytes(node.out, choice.used))
+    return Price(
+        compute, reshard_seconds + inside, parameter_seconds, totals[0], totals[1], totals[2],
+        totals[3] + 2 * transient, sum(kept.values()),
+    )  # fmt: skip

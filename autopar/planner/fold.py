@@ -1,0 +1,145 @@
+"""Folding: identical blocks are found in the graph and decided once, so that planning does not grow with depth.
+
+Two stretches of operators are the same block if operator, literals, shapes and dtypes agree one by one, and every
+input is either shared by both (a mask, say), or the corresponding tensor of its own block, or comes from the block
+before. Where blocks are, and how long, follows from the graph alone, not from module names.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from autopar.graph import Graph, Node, Ref, map_refs
+
+MIN_CONTRACTIONS = 4
+"""A block has at least this many operators with a parameter of two or more dims: neighbouring layers of a plain MLP
+must stay free to differ (one is cut by columns, the next by rows)."""
+MIN_REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Which nodes are decided together.
+
+    Attributes:
+        representative: for every node, the number of the node that is decided in its place.
+        blocks: ``(first operator, length, repeats)`` of every repeated stretch, in operator positions.
+    """
+
+    representative: tuple[int, ...]
+    blocks: tuple[tuple[int, int, int], ...]
+
+    @property
+    def counts(self) -> Counter[int]:
+        """How many nodes each representative stands for."""
+        return Counter(self.representative)
+
+
+def unfolded(graph: Graph) -> Fold:
+    """Every node for itself."""
+    return Fold(tuple(range(len(graph.nodes))), ())
+
+
+def fold(graph: Graph) -> Fold:
+    """Find the repeated blocks of a graph."""
+    ops = [i for i, n in enumerate(graph.nodes) if n.kind == "op"]
+    position = {i: p for p, i in enumerate(ops)}
+    signature: dict[object, int] = {}
+    signs = [signature.setdefault(_signature(graph, graph.nodes[i]), len(signature)) for i in ops]
+    representative = list(range(len(graph.nodes)))
+    taken = [False] * len(ops)
+    blocks = []
+    for period in _periods(signs):
+        start = 0
+        while start + period < len(ops):
+            run = _run(graph, ops, position, signs, taken, start, period)
+            if run is None:
+                start += 1
+                continue
+            first, repeats = run
+            step = period
+            while _contractions(graph, ops[first : first + step]) < MIN_CONTRACTIONS and repeats >= 2 * MIN_REPEATS:
+                step, repeats = step * 2, repeats // 2
+            if repeats >= MIN_REPEATS and _contractions(graph, ops[first : first + step]) >= MIN_CONTRACTIONS:
+                _merge(graph, ops, representative, first, step, repeats)
+                taken[first : first + step * repeats] = [True] * (step * repeats)
+                blocks.append((first, step, repeats))
+                start = first + step * repeats
+            else:
+                start = first + 1
+    return Fold(tuple(representative), tuple(sorted(blocks)))
+
+
+def _signature(graph: Graph, node: Node) -> object:
+    args = map_refs((node.args, node.kwargs), lambda r: graph.spec(r))
+    return node.target, repr(args), node.outs, node.hot, node.needs_grad
+
+
+def _periods(signs: list[int], gram: int = 4) -> list[int]:
+    """Distances at which the sequence of signatures repeats, most frequent first."""
+    last: dict[tuple[int, ...], int] = {}
+    found: Counter[int] = Counter()
+    for p in range(len(signs) - gram + 1):
+        key = tuple(signs[p : p + gram])
+        if key in last:
+            found[p - last[key]] += 1
+        last[key] = p
+    return [p for p, n in sorted(found.items(), key=lambda e: (-e[1], e[0])) if n >= 2][:12]
+
+
+def _run(
+    graph: Graph, ops: list[int], position: dict[int, int], signs: list[int], taken: list[bool], start: int, period: int
+) -> tuple[int, int] | None:
+    """``(first operator, repeats)`` of the repeated stretch that begins at ``start``, if there is one."""
+    end = start
+    while (
+        end + period < len(ops)
+        and not taken[end]
+        and not taken[end + period]
+        and signs[end] == signs[end + period]
+        and _same_inputs(graph, ops, position, start, end, period)
+    ):
+        end += 1
+    repeats = (end - start) // period + 1
+    return (start, repeats) if repeats >= MIN_REPEATS else None
+
+
+def _same_inputs(graph: Graph, ops: list[int], position: dict[int, int], start: int, at: int, period: int) -> bool:
+    first = at - start < period
+    for mine, other in zip(graph.nodes[ops[at]].refs, graph.nodes[ops[at + period]].refs, strict=True):
+        if mine == other:
+            continue
+        a, b = position.get(mine.node), position.get(other.node)
+        if a is None and b is None:
+            if graph.nodes[mine.node].kind != graph.nodes[other.node].kind or graph.nodes[mine.node].kind == "input":
+                return False
+        elif b is not None and a is not None and b - a == period and mine.out == other.out:
+            continue
+        elif first and b is not None and start <= b < start + period and (a is None or a < start):
+            continue  # the first block is fed from before the blocks, the others from the block before
+        else:
+            return False
+    return True
+
+
+def _contractions(graph: Graph, ops: list[int]) -> int:
+    return sum(
+        any(graph.nodes[r.node].kind == "param" and len(graph.spec(r).shape) >= 2 for r in graph.nodes[i].refs)
+        for i in ops
+    )
+
+
+def _merge(graph: Graph, ops: list[int], representative: list[int], first: int, length: int, repeats: int) -> None:
+    for block in range(1, repeats):
+        for offset in range(length):
+            base, other = ops[first + offset], ops[first + block * length + offset]
+            representative[other] = base
+            for a, b in zip(graph.nodes[base].refs, graph.nodes[other].refs, strict=True):
+                if a != b and graph.nodes[b.node].kind in ("param", "buffer") and representative[b.node] == b.node:
+                    representative[b.node] = representative[a.node]
+
+
+def ref_in(fold_: Fold, ref: Ref) -> Ref:
+    """The tensor of the representative."""
+    return Ref(fold_.representative[ref.node], ref.out)

@@ -1,0 +1,151 @@
+"""Prices of one op and of one reshard step, in seconds, from local shapes and the hardware's numbers.
+
+Backward of an op: every differentiable input of a contraction costs one more contraction of the same size; attention
+costs 2.5 forwards (recomputed scores, four products); everything else moves its bytes once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from autopar.graph import Graph, Node, Spec
+from autopar.placements import Mesh, State, local_shape, step_collectives
+from autopar.planner.space import Strategy, grads_of
+from autopar.rules.local import cuts_of
+from autopar.rules.notation import Rule
+from cost_models import AxisCost, op_seconds
+from hardware_profiles import Cluster, Device
+
+
+@dataclass
+class Pricer:
+    """Numbers of one mesh on one cluster; remembers what it has priced.
+
+    Attributes:
+        mesh: axis names and sizes.
+        axes: collective costs by axis name.
+        device: the slowest device of the mesh stands for all.
+        bucket_bytes: parameter collectives share buckets of about this size; 0 prices each on its own.
+    """
+
+    mesh: Mesh
+    axes: Mapping[str, AxisCost]
+    device: Device
+    bucket_bytes: float = 25 * 2**20
+    _steps: dict[tuple[Spec, bool, State, State], float] = field(default_factory=dict)
+
+    # -- reshards
+
+    def step(self, spec: Spec, grad: bool, src: State, dst: State) -> float:
+        """Seconds, forward and backward, of changing one axis of a tensor from ``src`` to ``dst``."""
+        key = (spec, grad, src, dst)
+        known = self._steps.get(key)
+        if known is None:
+            known = self._steps[key] = sum(self.step_parts(spec, grad, src, dst))
+        return known
+
+    def step_parts(self, spec: Spec, grad: bool, src: State, dst: State) -> tuple[float, float]:
+        """Seconds of the forward and of the backward of one step."""
+        axis = next(a for a in range(len(src)) if src[a] != dst[a])
+        name, size = self.mesh[axis]
+        if size == 1:
+            return 0.0, 0.0
+        cost = self.axes[name]
+        src_bytes = prod(local_shape(spec.shape, src, self.mesh)) * spec.item_bytes
+        dst_bytes = prod(local_shape(spec.shape, dst, self.mesh)) * spec.item_bytes
+        forward, backward = step_collectives(src[axis], dst[axis])
+        whole = max(src_bytes, dst_bytes)
+        seconds = []
+        for kind in (forward, backward if grad else None):
+            if kind is None:
+                seconds.append(0.0)
+            elif kind in ("all_gather", "reduce_scatter"):
+                seconds.append(cost.seconds(kind, whole))
+            else:
+                seconds.append(cost.seconds(kind, src_bytes))
+        if forward is None and (src[axis][0], dst[axis][0]) not in (("I", "R"), ("R", "I")):
+            copy = op_seconds(self.device, "copy", 0.0, src_bytes + dst_bytes, spec.dtype)
+            seconds[0] += copy
+            if grad and backward is None:
+                seconds[1] += copy
+        return seconds[0], seconds[1]
+
+    # -- ops
+
+    def op(self, graph: Graph, node: Node, rule: Rule, strategy: Strategy) -> tuple[float, float]:
+        """``(compute seconds, seconds of collectives inside)`` of one op, forward and backward."""
+        pieces, axes = cuts_of(rule, strategy.options, self.mesh)
+        in_grads, out_grads = grads_of(graph, node)
+        differentiable = any(out_grads)
+        return (
+            self._compute(graph, node, rule, strategy, pieces, in_grads, differentiable),
+            self._inside(rule, pieces, axes, differentiable),
+        )
+
+    def _compute(
+        self, graph: Graph, node: Node, rule: Rule, strategy: Strategy, pieces: Mapping[str, int],
+        in_grads: Sequence[bool], differentiable: bool,
+    ) -> float:  # fmt: skip
+        if rule.kind == "none":
+            return 0.0
+        n_bytes = 0
+        for ref, state in zip(node.refs, strategy.ins, strict=True):
+            n_bytes += self.local_bytes(graph.spec(ref), state)
+        outs = [o for o in node.outs if o is not None]
+        for spec, state in zip(outs, strategy.outs, strict=True):
+            n_bytes += self.local_bytes(spec, state)
+        dtype = outs[0].dtype if outs else "float32"
+        flops = rule.flops_at(pieces)
+        gemm = _gemm(rule, pieces) if rule.kind in ("matmul", "conv") else None
+        forward = op_seconds(self.device, rule.kind, flops, n_bytes, dtype, gemm)
+        if not differentiable:
+            return forward
+        if rule.kind in ("matmul", "conv"):
+            times = sum(1 for i, g in enumerate(in_grads) if g and i not in rule.additive)
+            return forward * (1 + times)
+        if rule.kind == "attention":
+            return forward * 3.5
+        return forward * 2
+
+    def _inside(
+        self, rule: Rule, pieces: Mapping[str, int], axes: Mapping[str, tuple[str, ...]], differentiable: bool
+    ) -> float:
+        seconds = 0.0
+        for comm in rule.comm:
+            if comm.factor not in axes or (comm.backward and not differentiable):
+                continue
+            elements = prod(rule.sizes[f] // pieces.get(f, 1) for f in comm.over)
+            for axis in axes[comm.factor]:
+                seconds += self.axes[axis].seconds(comm.kind, elements * comm.item_bytes)
+        return seconds
+
+    def local_bytes(self, spec: Spec, state: State) -> int:
+        """Bytes of a tensor on one rank."""
+        return prod(local_shape(spec.shape, state, self.mesh)) * spec.item_bytes
+
+
+def _gemm(rule: Rule, pieces: Mapping[str, int]) -> tuple[int, int, int] | None:
+    """``(m, n, k)`` of a contraction on one rank: k is summed, n comes from the second input alone, m is the rest."""
+    if len(rule.inputs) < 2:
+        return None
+    first = {f for d in rule.inputs[0] for f in d}
+    second = {f for d in rule.inputs[1] for f in d}
+    out = {f for d in rule.outputs[0] for f in d}
+
+    def size(factors: set[str]) -> int:
+        return prod(rule.sizes[f] // pieces.get(f, 1) for f in factors)
+
+    return size(out - (second - first)), size((second & out) - first), size((first | second) - out)
+
+
+def pricer(cluster: Cluster, mesh: Mesh) -> Pricer:
+    """The :class:`Pricer` of a mesh on a cluster."""
+    from cost_models import mesh_axes
+
+    axes = mesh_axes(cluster, dict(mesh))
+    n = prod(size for _, size in mesh)
+    devices = [cluster.device(i) for i in range(n)]
+    slowest = min(devices, key=lambda d: (max(d.peak_flops.values()), d.memory_bytes_per_second))
+    return Pricer(mesh, axes, slowest, 0.0 if cluster.abstract else 25 * 2**20)

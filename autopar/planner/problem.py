@@ -1,0 +1,76 @@
+r"""The problem: strategies, costs and reshard prices as numbers, without graph or torch.
+
+For items ``i`` (operators and parameters, one per fold class), strategies ``s`` and tensors ``t``:
+
+    minimise    sum_i sum_s  x[i,s] * seconds[i,s]  +  sum_t sum_a  y[t,a] * seconds[t,a]
+    such that   sum_s x[i,s] = 1                                            one strategy            (x binary)
+                in(v) - out(v) + made(v) - wanted(v) = 0                    a flow per consumer of t
+                y[t,a] >= flow[t,c,a]                                       a step is paid once     (y >= 0)
+                sum_i sum_s x[i,s] * bytes[i,s] <= limit                    memory
+
+where ``a`` are the single-axis steps between states ``v`` of a tensor, ``made(v)`` is the sum of the producer's x over
+strategies that make ``v``, ``wanted(v)`` the sum of consumer c's x over strategies that want ``v``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Item:
+    """One decision: an operator (or a chain of operators decided as one) or a parameter.
+
+    ``seconds`` and ``n_bytes`` have one number per strategy and are totals over all nodes of the fold class.
+    """
+
+    name: str
+    seconds: tuple[float, ...]
+    n_bytes: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor (of a fold class) between its producer and its consumers.
+
+    Attributes:
+        producer: item number; ``made[s]`` is the state number that its strategy ``s`` makes.
+        consumers: ``(item number, wanted)`` with ``wanted[s]`` the state number that strategy ``s`` wants.
+        n_states: number of states.
+        steps: ``(from, to, seconds)``; seconds are totals over ``count`` tensors.
+    """
+
+    name: str
+    producer: int
+    made: tuple[int, ...]
+    consumers: tuple[tuple[int, tuple[int, ...]], ...]
+    n_states: int
+    steps: tuple[tuple[int, int, float], ...]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Numbers for the solver. ``limit_bytes`` None means that memory does not bind."""
+
+    items: tuple[Item, ...]
+    tensors: tuple[Tensor, ...]
+    limit_bytes: float | None = None
+    fixed_seconds: float = 0.0
+    fixed_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One strategy number per item, with what the solver said of it."""
+
+    picked: tuple[int, ...]
+    objective: float
+    bound: float
+    status: str
+    solver: str
+    stats: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def gap(self) -> float:
+        """Relative distance of the objective to the proven bound."""
+        return max(0.0, self.objective - self.bound) / max(abs(self.objective), 1e-30)

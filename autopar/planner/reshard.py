@@ -1,0 +1,178 @@
+"""Routes: the cheapest tree of single-axis steps from the state a tensor is made in to all states it is wanted in.
+
+Each step changes one axis and is one collective or none. Consumers that want the same state share its copy, and routes
+share their common beginnings, so the whole tree is a directed Steiner tree in the small graph of states. With few
+wanted states (nearly always one or two) it is found exactly by the dynamic program over subsets of wanted states of
+Dreyfus and Wagner (Networks 1, 1971), in its directed form.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import product
+
+from autopar.placements import Mesh, Placement, State, fits, steps_from
+
+Edge = tuple[State, State]
+
+
+@lru_cache(maxsize=200_000)
+def state_graph(
+    shape: tuple[int, ...],
+    mesh: Mesh,
+    sources: tuple[tuple[Placement, ...], ...],
+    targets: tuple[tuple[Placement, ...], ...],
+) -> tuple[tuple[State, ...], tuple[Edge, ...]]:
+    """``(states, steps)`` between the placements that producers give and consumers want on each axis.
+
+    A step never makes a placement that no consumer wants, but for the whole value that two steps may pass through.
+    """
+    passing = [
+        tuple(dict.fromkeys((*t, *(p for p in s if p in ("I", "R"))))) for s, t in zip(sources, targets, strict=True)
+    ]
+    every = [tuple(dict.fromkeys((*s, *p))) for s, p in zip(sources, passing, strict=True)]
+    states = tuple(s for s in product(*every) if fits(shape, s, mesh))
+    known = set(states)
+    edges = tuple((s, d) for s in states for _, d in steps_from(s, passing) if d in known)
+    return states, edges
+
+
+def axis_sets(states: Sequence[State], n_axes: int) -> tuple[tuple[Placement, ...], ...]:
+    """The placements that occur on each axis, sorted."""
+    return tuple(tuple(sorted({s[a] for s in states})) for a in range(n_axes))
+
+
+def route(
+    shape: tuple[int, ...], mesh: Mesh, grad: bool, source: State, targets: Sequence[State],
+    price: Callable[[State, State], float],
+) -> tuple[float, tuple[Edge, ...]] | None:  # fmt: skip
+    """``(price, steps)`` of the cheapest tree from ``source`` to every target; None if some target is out of reach.
+
+    Args:
+        grad: whether gradients flow; without, ``R`` is the only spelling of a whole value.
+        price: seconds of one step.
+    """
+    wanted = sorted(set(targets) - {source})
+    if not wanted:
+        return 0.0, ()
+    n = len(mesh)
+    sources = axis_sets([source], n)
+    whole = ("I", "R") if grad else ("R",)
+    goals = tuple(tuple(dict.fromkeys((*axis, *whole))) for axis in axis_sets(wanted, n))
+    states, edges = state_graph(shape, mesh, sources, goals)
+    number = {s: i for i, s in enumerate(states)}
+    if source not in number or any(t not in number for t in wanted):
+        return None
+    into: list[list[tuple[int, float]]] = [[] for _ in states]
+    for s, d in edges:
+        into[number[d]].append((number[s], price(s, d) + 1e-15))
+    inf = float("inf")
+    if len(wanted) > 6:  # too many to be exact: one after the other, each from the nearest state that exists
+        return _greedy(states, number, into, source, wanted)
+    full = (1 << len(wanted)) - 1
+    best = [[inf] * len(states) for _ in range(full + 1)]
+    how: list[list[object]] = [[None] * len(states) for _ in range(full + 1)]
+    for mask in range(1, full + 1):
+        row, steps = best[mask], how[mask]
+        if mask & (mask - 1) == 0:
+            row[number[wanted[mask.bit_length() - 1]]] = 0.0
+        sub = (mask - 1) & mask
+        while sub:
+            other = mask ^ sub
+            if sub < other:
+                a, b = best[sub], best[other]
+                for v in range(len(states)):
+                    cost = a[v] + b[v]
+                    if cost < row[v]:
+                        row[v], steps[v] = cost, (sub, other)
+            sub = (sub - 1) & mask
+        heap = [(c, v) for v, c in enumerate(row) if c < inf]
+        heapq.heapify(heap)
+        while heap:
+            c, v = heapq.heappop(heap)
+            if c > row[v]:
+                continue
+            for u, w in into[v]:
+                if c + w < row[u]:
+                    row[u], steps[u] = c + w, v
+                    heapq.heappush(heap, (c + w, u))
+    if best[full][number[source]] == inf:
+        return None
+    tree: dict[Edge, None] = {}
+    stack = [(full, number[source])]
+    while stack:
+        mask, v = stack.pop()
+        step = how[mask][v]
+        if step is None:
+            continue
+        if isinstance(step, tuple):
+            stack.extend([(step[0], v), (step[1], v)])
+        else:
+            assert isinstance(step, int)
+            tree[states[v], states[step]] = None
+            stack.append((mask, step))
+    return _as_tree(source, wanted, tree, price)
+
+
+def _as_tree(
+    source: State, wanted: Sequence[State], edges: dict[Edge, None], price: Callable[[State, State], float]
+) -> tuple[float, tuple[Edge, ...]]:
+    """Keep one way into each state, ordered from the root, and only what leads to a wanted state."""
+    parent: dict[State, State] = {}
+    reached = [source]
+    for state in reached:
+        for s, d in edges:
+            if s == state and d not in parent and d != source:
+                parent[d] = s
+                reached.append(d)
+    needed: set[State] = set()
+    for t in wanted:
+        while t != source:
+            needed.add(t)
+            t = parent[t]
+    steps = tuple((parent[d], d) for d in reached if d in needed)
+    return sum(price(s, d) for s, d in steps), steps
+
+
+def _greedy(
+    states: Sequence[State], number: dict[State, int], into: list[list[tuple[int, float]]], source: State,
+    wanted: Sequence[State],
+) -> tuple[float, tuple[Edge, ...]] | None:  # fmt: skip
+    out: list[list[tuple[int, float]]] = [[] for _ in states]
+    for d, sources in enumerate(into):
+        for s, w in sources:
+            out[s].append((d, w))
+    have = {number[source]}
+    steps: list[Edge] = []
+    total = 0.0
+    missing = {number[t] for t in wanted}
+    while missing - have:
+        dist = {v: 0.0 for v in have}
+        parent: dict[int, int] = {}
+        heap = [(0.0, v) for v in sorted(have)]
+        found = None
+        while heap:
+            c, v = heapq.heappop(heap)
+            if c > dist[v]:
+                continue
+            if v in missing and v not in have:
+                found = v
+                break
+            for u, w in out[v]:
+                if c + w < dist.get(u, float("inf")):
+                    dist[u], parent[u] = c + w, v
+                    heapq.heappush(heap, (c + w, u))
+        if found is None:
+            return None
+        total += dist[found]
+        path = []
+        v = found
+        while v not in have:
+            path.append(v)
+            v = parent[v]
+        for u in reversed(path):
+            steps.append((states[parent[u]], states[u]))
+            have.add(u)
+    return total, tuple(steps)

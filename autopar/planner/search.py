@@ -1,0 +1,294 @@
+"""Planning: fold, build the problem, solve it, complete the plan; more memory-careful only when the limit binds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from math import prod
+
+from autopar.errors import InfeasibleError, MeshError, PlanError
+from autopar.graph import Graph, Node
+from autopar.placements import Mesh, State, fits, format_state
+from autopar.plan import ParamChoice, Plan, Solution
+from autopar.planner import ilp
+from autopar.planner.build import Builder, Decoder
+from autopar.planner.complete import complete
+from autopar.planner.fold import fold, unfolded
+from autopar.planner.price import pricer
+from autopar.planner.problem import Item, Problem
+from autopar.planner.space import Strategy, node_options
+from autopar.rules.notation import Rule
+from autopar.rules.registry import ops_without_rule, rules_of
+from hardware_profiles import Cluster
+
+MEMORY_FRACTION = 0.9
+"""Share of a device's memory that a plan may fill; the rest is for the allocator, kernels and the framework."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user may ask of the planner.
+
+    Attributes:
+        constraints: ``{pattern: {axis: factor}}``; the pattern (``*`` matches anything) names a module path, or one op
+            as ``module:op``; the factor is one of the op's rule, or ``replicate``.
+        params: ``{pattern: "replicate"}`` keeps parameters whole on every rank; or a stored placement ``"S0,I"``.
+        inputs, outputs: pinned placements by input name and output position.
+        memory_limit_bytes: per device; None for nine tenths of the device's memory.
+        optimizer: ``adamw``, ``sgd`` or ``sgd_momentum``: decides the bytes of optimizer state.
+        microbatches: pieces that ``train_step`` cuts the batch into.
+        time_limit_seconds: for one run of the solver.
+        fold: decide identical blocks once.
+    """
+
+    constraints: Mapping[str, Mapping[str, str]] | None = None
+    params: Mapping[str, str] | None = None
+    inputs: Mapping[str, State] | None = None
+    outputs: Mapping[int, State] | None = None
+    memory_limit_bytes: float | None = None
+    optimizer: str = "adamw"
+    microbatches: int = 1
+    time_limit_seconds: float = 120.0
+    solver: str = "auto"
+    fold: bool = True
+
+
+def op_labels(graph: Graph) -> dict[str, str]:
+    """``{node name: label}`` of every op; a label is ``module:op``, with a number where a module has several."""
+    seen: dict[str, int] = {}
+    labels: dict[str, str] = {}
+    for node in graph.nodes:
+        if node.kind == "op":
+            base = f"{node.module}:{node.target.split('.')[1]}"
+            count = seen.get(base, 0)
+            seen[base] = count + 1
+            labels[node.name] = base if count == 0 else f"{base}.{count}"
+    return labels
+
+
+def matches(pattern: str, node: Node, label: str) -> bool:
+    """Whether a pattern names an op: by label, by the path of its module, or by node name."""
+    return fnmatchcase(label, pattern) or fnmatchcase(node.module, pattern) or node.name == pattern
+
+
+def plan_graph(
+    graph: Graph, cluster: Cluster, mesh: Mesh, options: Options | None = None, *, cluster_name: str = ""
+) -> Plan:
+    """The cheapest plan of a graph on a mesh.
+
+    Raises:
+        MeshError: the mesh does not fit the cluster.
+        InfeasibleError: the pins or the memory limit leave no plan; the message names the culprits.
+    """
+    options = options or Options()
+    check_mesh(mesh, cluster)
+    priced = pricer(cluster, mesh)
+    rules = rules_of(graph)
+    folding = fold(graph) if options.fold else unfolded(graph)
+    pins = _Pins(graph, rules, mesh, options)
+    n = prod(size for _, size in mesh)
+    limit = options.memory_limit_bytes
+    if limit is None:
+        limit = MEMORY_FRACTION * min(cluster.device(i).memory_bytes for i in range(n))
+
+    def builder(keep_memory: bool) -> Builder:
+        return Builder(
+            graph, rules, folding, priced, options.optimizer, options.microbatches, pins.op if pins.ops else None,
+            pins.param if pins.params else None, dict(options.outputs or {}), keep_memory,
+        )  # fmt: skip
+
+    def finish(problem: Problem, decoder: Decoder) -> Plan:
+        choice = ilp.solve(problem, time_limit_seconds=options.time_limit_seconds, solver=options.solver)
+        decided, params, outputs = decoder.decode(choice.picked, folding)
+        plan = complete(
+            graph, rules, priced, decided, params, outputs, inputs=options.inputs, cluster=cluster_name or cluster.name,
+            optimizer=options.optimizer, microbatches=options.microbatches,
+        )  # fmt: skip
+        solution = Solution(choice.solver, choice.status, choice.objective, choice.gap)
+        return replace(plan, solution=solution)
+
+    problem, decoder = builder(False).build()
+    pins.require(problem)
+    plan = finish(problem, decoder)
+    if plan.price.memory_bytes > limit:
+        plan = _within_memory(builder(True), finish, plan, limit)
+    missing = ops_without_rule(graph)
+    notes = tuple(f"no rule for {name}: kept whole on every rank" for name in missing)
+    return replace(plan, notes=notes)
+
+
+def _within_memory(builder: Builder, finish: object, fastest: Plan, limit: float) -> Plan:
+    problem, decoder = builder.build()
+    target = limit
+    for _ in range(6):
+        try:
+            plan = finish(replace(problem, limit_bytes=target), decoder)  # type: ignore[operator]
+        except InfeasibleError:
+            break
+        over = plan.price.memory_bytes - limit
+        if over <= 0:
+            return plan
+        target -= 1.02 * over
+    smallest = replace(problem, items=tuple(_by_bytes(item) for item in problem.items))
+    tight = finish(
+        replace(
+            smallest,
+            tensors=tuple(replace(t, steps=tuple((a, b, 0.0) for a, b, _ in t.steps)) for t in smallest.tensors),
+        ),
+        decoder,
+    )  # type: ignore[operator]
+    raise InfeasibleError(_too_big(builder.graph, fastest, tight, limit))
+
+
+def _by_bytes(item: Item) -> Item:
+    return Item(item.name, item.n_bytes, item.n_bytes)
+
+
+def _too_big(graph: Graph, fastest: Plan, tight: Plan, limit: float) -> str:
+    p = tight.price
+    parts = sorted(
+        [("parameters", p.parameter_bytes), ("gradients", p.gradient_bytes), ("optimizer state", p.optimizer_bytes),
+         ("gathered parameters", p.gathered_bytes), ("activations", p.activation_bytes)], key=lambda e: -e[1],
+    )  # fmt: skip
+    biggest = sorted(graph.of_kind("param"), key=lambda e: -e[1].out.n_bytes)[:3]
+    gib = 2.0**30
+    return (
+        f"no plan fits {limit / gib:.2f} GiB per device: the smallest needs {p.memory_bytes / gib:.2f} GiB, the fastest "
+        f"{fastest.price.memory_bytes / gib:.2f} GiB\n  of the smallest: "
+        + ", ".join(f"{name} {n / gib:.2f} GiB" for name, n in parts)
+        + "\n  largest parameters: "
+        + ", ".join(f"{node.target} {node.out.n_bytes / gib:.2f} GiB" for _, node in biggest)
+        + f"\n  it would fit with {(p.memory_bytes - limit) / gib:.2f} GiB more per device, more devices, or a smaller batch"
+    )
+
+
+def check_mesh(mesh: Mesh, cluster: Cluster) -> None:
+    """Refuse a mesh that the cluster cannot hold.
+
+    Raises:
+        MeshError: no axes, a size below one, a repeated name, or more devices than the cluster has.
+    """
+    if not mesh:
+        raise MeshError("the mesh has no axes; give at least one, such as data=2")
+    names = [name for name, _ in mesh]
+    if len(set(names)) != len(names):
+        raise MeshError(f"the mesh names an axis twice: {', '.join(names)}")
+    for name, size in mesh:
+        if size < 1:
+            raise MeshError(f"axis '{name}' has size {size}; sizes are 1 or more")
+    n = prod(size for _, size in mesh)
+    if n > cluster.n_devices:
+        raise MeshError(
+            f"the mesh {' x '.join(f'{a}={s}' for a, s in mesh)} needs {n} devices, cluster '{cluster.name}' has "
+            f"{cluster.n_devices}; use smaller axes or a larger cluster"
+        )
+
+
+class _Pins:
+    """The user's constraints as predicates over strategies and parameter choices."""
+
+    def __init__(self, graph: Graph, rules: Sequence[Rule | None], mesh: Mesh, options: Options) -> None:
+        self.graph, self.mesh, self.options = graph, mesh, options
+        self.ops: dict[str, dict[int, str]] = {}
+        self.params: dict[str, str] = {}
+        self._ops(rules)
+        self._params()
+        self._places()
+
+    def _ops(self, rules: Sequence[Rule | None]) -> None:
+        axes = {name: a for a, (name, _) in enumerate(self.mesh)}
+        labels = op_labels(self.graph)
+        for pattern, wanted in (self.options.constraints or {}).items():
+            hit: set[str] = set()
+            offered: dict[str, None] = {}
+            seen = False
+            for axis, factor in wanted.items():
+                if axis not in axes:
+                    raise PlanError(f"constraint '{pattern}' names axis '{axis}'; the mesh has {', '.join(axes)}")
+                name = "I" if factor == "replicate" else factor
+                for node, rule in zip(self.graph.nodes, rules, strict=True):
+                    if node.kind != "op" or rule is None or not matches(pattern, node, labels[node.name]):
+                        continue
+                    seen = True
+                    names = [o.name for o in node_options(self.graph, node, rule)]
+                    offered.update(dict.fromkeys(f"{labels[node.name]}: {' '.join(names)}" for _ in (0,)))
+                    if name in names:
+                        size = dict(self.mesh)[axis]
+                        if name in rule.sizes and rule.sizes[name] % size:
+                            raise InfeasibleError(
+                                f"constraint '{pattern}': factor '{name}' of {node.where} has size {rule.sizes[name]}, "
+                                f"which does not divide over axis '{axis}' of {size} ranks; use an axis size that "
+                                f"divides {rule.sizes[name]}"
+                            )
+                        self.ops.setdefault(node.name, {})[axes[axis]] = name
+                        hit.add(axis)
+            if not seen:
+                near = sorted({n.module for n in self.graph.nodes if n.kind == "op"})[:8]
+                raise PlanError(f"constraint '{pattern}' matches no op; modules are {', '.join(near)}, ...")
+            for axis in wanted:
+                if axis not in hit:
+                    lines = "\n  ".join(list(offered)[:6])
+                    raise PlanError(
+                        f"constraint '{pattern}': no op there has factor '{wanted[axis]}'; they offer\n  {lines}"
+                    )
+
+    def _params(self) -> None:
+        for pattern, how in (self.options.params or {}).items():
+            found = [n.target for _, n in self.graph.of_kind("param") if fnmatchcase(n.target, pattern)]
+            if not found:
+                near = ", ".join(n.target for _, n in self.graph.of_kind("param")[:6])
+                raise PlanError(f"'{pattern}' matches no parameter; parameters are {near}, ...")
+            if how != "replicate" and len(how.split(",")) != len(self.mesh):
+                raise PlanError(
+                    f"'{pattern}': '{how}' is neither 'replicate' nor a placement with {len(self.mesh)} parts such as "
+                    + ",".join(["S0", *["I"] * (len(self.mesh) - 1)])
+                )
+            self.params.update(dict.fromkeys(found, how))
+
+    def _places(self) -> None:
+        for name, state in (self.options.inputs or {}).items():
+            node = next((n for _, n in self.graph.of_kind("input") if n.target == name), None)
+            if node is None:
+                raise PlanError(
+                    f"no input '{name}'; inputs are {', '.join(n.target for _, n in self.graph.of_kind('input'))}"
+                )
+            if "P" in state or "I" in state or not fits(node.out.shape, state, self.mesh):
+                raise PlanError(
+                    f"input '{name}' of shape {node.out.shape} cannot arrive as {format_state(state)}; use S<dim> and R"
+                )
+
+    def op(self, node: Node, strategy: Strategy) -> bool:
+        """Whether the pins allow a strategy."""
+        wanted = self.ops.get(node.name)
+        return wanted is None or all(
+            strategy.options[a].name == name or self.mesh[a][1] == 1 for a, name in wanted.items()
+        )
+
+    def param(self, node: Node, choice: ParamChoice) -> bool:
+        """Whether the pins allow a way to keep a parameter."""
+        how = self.params.get(node.target)
+        if how is None:
+            return True
+        if how == "replicate":
+            return all(p[0] != "S" for p in choice.stored)
+        return format_state(choice.stored) == how.replace(" ", "")
+
+    def require(self, problem: Problem) -> None:
+        """Name the items that the pins leave without a strategy."""
+        empty = [item.name for item in problem.items if not item.seconds]
+        if not empty:
+            return
+        lines = []
+        for name in empty:
+            node = self.graph.nodes[self.graph.index[name]] if name in self.graph.index else None
+            pinned = {self.mesh[a][0]: f for a, f in self.ops.get(name, {}).items()}
+            pinned_param = self.params.get(node.target) if node else None
+            where = node.where if node else name
+            lines.append(f"{where}: pinned to {pinned or pinned_param or 'what its neighbours were pinned to'}")
+        raise InfeasibleError(
+            "the pins leave no strategy for\n  " + "\n  ".join(lines) + "\n  remove or change one of them"
+        )
+
+
+__all__ = ["Options", "check_mesh", "matches", "op_labels", "plan_graph"]
