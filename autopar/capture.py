@@ -20,7 +20,7 @@ import operator
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -43,7 +43,7 @@ class Captured:
         literals: leaves that are no tensors, by position; they are part of what was captured.
         inputs: for every leaf, the graph node that holds it (None for a literal or an unused input).
         out_spec: pytree of the model's output, whose leaves are ``graph.outputs``.
-        arg_names: parameter names of the model's forward in the order of ``in_spec``'s args, where known.
+        constants: tensors that the model's code makes and that are no registered buffers, by buffer name.
     """
 
     graph: Graph
@@ -51,6 +51,7 @@ class Captured:
     literals: Mapping[int, Any]
     inputs: tuple[int | None, ...]
     out_spec: pytree.TreeSpec
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 class WithLoss(torch.nn.Module):
@@ -101,7 +102,7 @@ def capture(
     if len(user_inputs) != len(leaves):
         raise CaptureError(f"the model takes {len(leaves)} input leaves, the captured graph {len(user_inputs)}")
     inputs = tuple(None if i in literals else user_inputs[i] for i in range(len(leaves)))
-    return Captured(graph, in_spec, literals, inputs, exported.call_spec.out_spec)
+    return Captured(graph, in_spec, literals, inputs, exported.call_spec.out_spec, builder.constants)
 
 
 def _without_aliases(inputs: Any) -> Any:

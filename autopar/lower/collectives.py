@@ -40,7 +40,7 @@ def shard(x: torch.Tensor, axis: str, dim: int, of: str) -> torch.Tensor:
 def convert(x: torch.Tensor, axis: str, src: str, dst: str) -> torch.Tensor:
     """The steps without communication in the forward that keep the local shape, and ``S`` -> ``P``."""
     source = spmd.S(int(src[1:])) if src[0] == "S" else _TYPE[src]
-    return spmd.convert(x, axis, src=source, dst=_TYPE[dst], expert_mode=(src, dst) == ("R", "I"))
+    return spmd.convert(x, axis, src=source, dst=_TYPE[dst], expert_mode=True)
 
 
 def step(src: str, dst: str) -> tuple[object, tuple[object, ...]]:

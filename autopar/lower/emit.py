@@ -206,7 +206,9 @@ class _Emitter:
             kwargs["device"] = self.device
         name = node.name
         fx = self.fx.create_node("call_function", call.fn, tuple(fill(a) for a in call.args), kwargs, name=name)
-        fx.meta["autopar"] = {"node": node.name, "ins": list(strategy.ins), "outs": list(strategy.outs)}
+        fx.meta["autopar"] = {
+            "node": node.name, "ins": list(strategy.ins), "outs": list(strategy.outs), "options": strategy.names,
+        }  # fmt: skip
         if len(node.outs) == 1:
             self._made(Ref(i), strategy.outs[0], fx)
             return

@@ -1,0 +1,178 @@
+"""The same numbers as one device: loss, every gradient, and the weights after two optimizer steps.
+
+Programs run with many ranks in this process (:mod:`autopar.runtime.world`). Programs are compared with the captured
+graph on one device, and that with the model itself in eager mode, so a difference names the stage that made it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from autopar.capture import Captured
+from autopar.graph import Graph, Node, Ref, Spec
+from autopar.lower.emit import lower
+from autopar.lower.typecheck import typecheck
+from autopar.placements import Mesh
+from autopar.plan import ParamChoice, Plan
+from autopar.runtime.world import fake_world, run_step
+
+ADAMW = {"lr": 1e-2, "weight_decay": 0.01}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Worst relative differences of one plan, with the name of the parameter in which each was found.
+
+    A difference is ``max|a - b| / max(1, max|b|)`` for the loss and ``max|a - b| / (max|b| + 1e-3 * largest)`` for
+    gradients and weights, where ``largest`` is the largest value among all tensors of the kind.
+    """
+
+    name: str
+    loss: float
+    gradient: float
+    gradient_of: str
+    weight: float
+    weight_of: str
+
+    @property
+    def worst(self) -> float:
+        return max(self.loss, self.gradient, self.weight)
+
+
+@dataclass
+class Trained:
+    """Two steps of AdamW on one device: ``losses``, the first step's ``gradients``, the last ``weights``, ``buffers``."""
+
+    losses: list[torch.Tensor]
+    gradients: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+
+
+def state_of(captured: Captured, model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Copies of the parameters and buffers that a graph names."""
+    params = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    weights = {
+        node.target: params[node.target].detach().clone().requires_grad_(node.needs_grad)
+        for _, node in captured.graph.of_kind("param")
+    }
+    held = {
+        node.target: captured.constants.get(node.target, buffers.get(node.target)).detach().clone()  # type: ignore[union-attr]
+        for _, node in captured.graph.of_kind("buffer")
+    }
+    return weights, held
+
+
+def inputs_of(captured: Captured, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The graph's inputs in a batch."""
+    leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
+    return {
+        captured.graph.nodes[node].target: leaf
+        for node, leaf in zip(captured.inputs, leaves, strict=True)
+        if node is not None
+    }
+
+
+def one_device(graph: Graph) -> Plan:
+    """The plan for a mesh of one device."""
+    mesh: Mesh = (("one", 1),)
+    return Plan(
+        graph.fingerprint, "", mesh,
+        {n.name: ("I",) for n in graph.nodes if n.kind == "op"},
+        {n.target: ParamChoice(*(("I" if n.needs_grad else "R",),) * 2) for _, n in graph.of_kind("param")},
+        {n.target: ("R",) for _, n in graph.of_kind("buffer")},
+        tuple(_whole(graph, o) if isinstance(o, Ref) else None for o in graph.outputs), {},
+    )  # fmt: skip
+
+
+def _whole(graph: Graph, ref: Ref) -> tuple[str, ...]:
+    return ("I",) if graph.nodes[ref.node].needs_grad and graph.spec(ref).is_float else ("R",)
+
+
+def promoted(captured: Captured) -> Captured:
+    """The same computation in float64 throughout, casts to float32 included, so that rounding does not blur a check."""
+
+    def value(x: Any) -> Any:
+        if isinstance(x, (tuple, list)):
+            return type(x)(value(v) for v in x)
+        return torch.float64 if x is torch.float32 else x
+
+    def spec(s: Spec | None) -> Spec | None:
+        return replace(s, dtype="float64") if s is not None and s.dtype == "float32" else s
+
+    def node(n: Node) -> Node:
+        return replace(
+            n, args=value(n.args), kwargs={k: value(v) for k, v in n.kwargs.items()}, outs=tuple(map(spec, n.outs))
+        )
+
+    graph = replace(captured.graph, nodes=tuple(map(node, captured.graph.nodes)))
+    return replace(captured, graph=graph)
+
+
+def doubled(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies in float64 of what was float32."""
+    return {
+        k: v.detach().to(torch.float64 if v.dtype == torch.float32 else v.dtype).clone().requires_grad_(v.requires_grad)
+        for k, v in tensors.items()
+    }
+
+
+def train(
+    captured: Captured, plan: Plan, weights: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
+    inputs: Mapping[str, torch.Tensor], steps: int = 2, seed: int = 0,
+) -> Trained:  # fmt: skip
+    """Two steps of AdamW under a plan; the program also passes the type checker."""
+    graph = captured.graph
+    program = lower(graph, plan)
+    if plan.n_devices > 1:
+        with fake_world(plan.mesh):
+            typecheck(program)
+    now = {k: v.detach().clone().requires_grad_(v.requires_grad) for k, v in weights.items()}
+    held = dict(buffers)
+    optimizer = torch.optim.AdamW([v for v in now.values() if v.requires_grad], **ADAMW)
+    losses, first = [], {}
+    for step in range(steps):
+        done = run_step(graph, plan, program, now, held, inputs, seed=seed + step)
+        assert graph.loss is not None, "the model has no scalar loss output; give loss_fn"
+        losses.append(done.outputs[graph.loss])
+        held.update(done.buffers)
+        for name, leaf in now.items():
+            leaf.grad = done.gradients.get(name)
+        if step == 0:
+            first = done.gradients
+        optimizer.step()
+    return Trained(losses, first, {k: v.detach() for k, v in now.items()}, held)
+
+
+def compare(name: str, mine: Trained, reference: Trained) -> Difference:
+    """Worst differences of two trainings."""
+    loss = max(
+        ((a - b).abs() / b.abs().clamp(min=1)).max().item() for a, b in zip(mine.losses, reference.losses, strict=True)
+    )
+    missing = set(reference.gradients) ^ set(mine.gradients)
+    if missing:
+        return Difference(name, loss, float("inf"), f"only one has {sorted(missing)[0]}", float("inf"), "")
+    gradient, gradient_of = _worst(mine.gradients, reference.gradients)
+    weight, weight_of = _worst({**mine.weights, **mine.buffers}, {**reference.weights, **reference.buffers})
+    return Difference(name, loss, gradient, gradient_of, weight, weight_of)
+
+
+def _worst(mine: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]) -> tuple[float, str]:
+    largest = max(
+        (v.abs().max().item() for v in reference.values() if v.is_floating_point() and v.numel()), default=1.0
+    )
+    worst, of = 0.0, ""
+    for name, b in reference.items():
+        if not b.numel():
+            continue
+        a = mine[name]
+        error = (a.double() - b.double()).abs().max().item() / (b.double().abs().max().item() + 1e-3 * largest + 1e-30)
+        if not error <= worst:  # also true for NaN
+            worst, of = error, name
+    return worst, of
