@@ -2,13 +2,13 @@
 
     python benchmarks/distill_collectives.py collectives_measured.csv
 
-Columns: source, gpu, n_gpus, nodes, link, collective, size_bytes, time_us, busbw_gbs, library, notes; sizes by the
-nccl-tests convention. Prints the table of errors that stands in hardware_profiles/data/README.md.
+Columns: source, gpu, n_gpus, nodes, link, collective, size_bytes, time_us, busbw_gbs, library, notes; sizes
+by the nccl-tests convention. Prints the table of errors that stands in hardware_profiles/data/README.md.
 
-What the fit does: the wire time at data-sheet bandwidth comes from laying the ranks on the link graph of a built-in
-cluster (so PCIe trees and the V100 cube count as what they are); base, step, fraction, ramp and sharpness come from the
-measurements of *all* boards with that link; every source weighs the same. Curves without measurements are stated in
-GIVEN with their reason.
+What the fit does: the wire time at data-sheet bandwidth comes from laying the ranks on the link graph of a
+built-in cluster (so PCIe trees and the V100 cube count as what they are); base, step, fraction, ramp and
+sharpness come from the measurements of *all* boards with that link; a source with N rows weighs sqrt(N).
+Curves without measurements are stated in GIVEN with their reason.
 """
 
 from __future__ import annotations
@@ -114,10 +114,7 @@ def fit_between(rows: list[dict], inside: dict, kind: str) -> tuple[CollectiveCu
 
 
 ESTIMATE = "estimate: "
-IB = (
-    ESTIMATE
-    + "fraction from 96 of 100 GB/s peak on 3 x DGX A100 with 4 HDR adapters (GitHub issue); latencies typical"
-)
+IB = ESTIMATE + "fraction: at best 96 of 100 GB/s, 3 DGX A100 with 4 HDR (GitHub issue); latency typical"
 TCP = ESTIMATE + "kernel TCP, typical"
 GIVEN = {
     "infiniband": {
@@ -134,7 +131,7 @@ GIVEN = {
 
 
 def send_recv(gather: CollectiveCurve) -> CollectiveCurve:
-    """Not measured by nccl-tests runs at hand: the all_gather of two ranks is a send and a receive at once."""
+    """No measurements at hand: an all_gather of two ranks is a send and a receive at once."""
     fraction = float(f"{gather.fraction * (1 - gather.ramp / 2):.3g}")
     return dataclasses.replace(gather, fraction=fraction, ramp=0.0, source="as all_gather of 2 ranks")
 
@@ -153,8 +150,10 @@ def main(path: str) -> None:
         for kind in FITTED:
             own = [row for row in box if row["kind"] == kind]
             if own:
-                curves[name][kind], error = fit(own, load_cluster(cluster), kind, with_ramp=len({r["n"] for r in own}) > 2
-                                                and name != "nvlink2")  # fmt: skip
+                ramp = (
+                    len({r["n"] for r in own}) > 2 and name != "nvlink2"
+                )  # the cube's links are in its graph
+                curves[name][kind], error = fit(own, load_cluster(cluster), kind, with_ramp=ramp)
                 print(f"| {name} | {kind} | {len(own)} | {error:.1%} |")
             else:  # V100: all_reduce only
                 like = curves["nvlink3"][kind]
@@ -177,10 +176,7 @@ def main(path: str) -> None:
     )
     curves |= GIVEN
 
-    lines = [
-        "# Collectives by kind of link; written by benchmarks/distill_collectives.py. Units: seconds, ranks, 1.",
-        "",
-    ]
+    lines = ["# Collectives by kind of link; written by benchmarks/distill_collectives.py.", ""]
     for name, by_kind in curves.items():
         for kind, curve in by_kind.items():
             lines.append(f"[{name}.{kind}]")

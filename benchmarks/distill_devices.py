@@ -2,9 +2,9 @@
 
     python benchmarks/distill_devices.py gpus.csv
 
-Columns: gpu, mem_gb, hbm_gbs, <dtype>_tflops, source, notes. Data-sheet gigabytes are taken as 1e9 bytes: a little
-less than the board has, which leaves room for the driver's context. Rates that the table lacks (float64, tf32 of
-PCIe boards) are filled from FILLED, which names its own source.
+Columns: gpu, mem_gb, hbm_gbs, <dtype>_tflops, source, notes. Data-sheet gigabytes are taken as 1e9 bytes: a
+little less than the board has, which leaves room for the driver's context. Rates that the table lacks
+(float64, tf32 of PCIe boards) are filled from FILLED, which names its own source.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ SHEET = "vendor data sheet, from memory"
 FILLED = {  # TFLOP/s that the csv leaves empty
     "V100": {"float64": 7.8}, "T4": {"float64": 0.25}, "L4": {"float64": 0.47}, "L40S": {"float64": 1.43},
     "RTX-4090": {"float64": 1.29}, "RTX-PRO-6000": {"float32": 117.0, "tf32": 234.0, "float64": 1.9},
-    "A30": {"tf32": 82.0, "float32": 10.3, "float64": 5.2}, "A100": {"float64": 9.7}, "A800": {
-        "float64": 9.7, "tf32": 156.0, "float32": 19.5}, "H100-PCIe": {"float64": 26.0}, "H100": {"float64": 34.0},
-    "H800": {"float64": 1.0}, "H200": {"float64": 34.0}, "GH200": {"float64": 34.0}, "B200": {"float64": 40.0},
+    "A30": {"tf32": 82.0, "float32": 10.3, "float64": 5.2}, "A100": {"float64": 9.7},
+    "A800": {"float64": 9.7, "tf32": 156.0, "float32": 19.5},
+    "H100-PCIe": {"float64": 26.0}, "H100": {"float64": 34.0},
+    "H800": {"float64": 1.0}, "H200": {"float64": 34.0},
+    "GH200": {"float64": 34.0}, "B200": {"float64": 40.0},
     "B300": {"float64": 1.25}, "GB200": {"float64": 45.0}, "GB300": {"float64": 1.4},
 }  # fmt: skip
-# Which measured family a device's efficiency curves come from; "inherits" in the source where it was not measured.
+# Which measured family a device's efficiency curves come from; "inherits" in the source where it was not
+# measured.
 FAMILY = {
     "V100": "ampere", "T4": "ada", "L4": "ada", "L40S": "ada", "RTX-4090": "blackwell-pcie",
     "RTX-PRO-6000": "blackwell-pcie", "A30": "ampere", "A100": "ampere", "A800": "ampere", "H100": "hopper",
@@ -64,9 +67,7 @@ def main(path: str) -> None:
             f'memory_bytes = "{source}"',
             f'memory_bytes_per_second = "{source}"',
         ]
-        lines += [
-            'launch_seconds = "typical gap between eager CUDA kernels, 3 to 10 us: an estimate, not a measurement"'
-        ]
+        lines += ['launch_seconds = "estimate: eager CUDA kernels leave gaps of 3 to 10 us, not measured"']
         family = best_prefix(FAMILY, name)
         if name not in MEASURED:
             lines += [f'efficiency = "not measured on this device: inherits from {family}"']

@@ -45,7 +45,8 @@ def device_lines(numbers: dict, source: str) -> list[str]:
         if row["what"] == "matmul":
             best[row["dtype"]] = max(best.get(row["dtype"], 0.0), row["flops"] / row["seconds"])
     streams = [r for r in rows if r["what"] == "pointwise" and r["bytes"] >= 1e6]
-    # From cache (many small tensors) to fresh pages (large ones): the geometric mean, within 5x of either end.
+    # From cache (many small tensors) to fresh pages (large ones): the geometric mean, within 5x of either
+    # end.
     bandwidth = float(np.exp(np.mean([np.log(r["bytes"] / r["seconds"]) for r in streams])))
     eager = next(r["seconds"] for r in rows if r["what"] == "eager_step_of_42_ops") / 42
 

@@ -3,8 +3,9 @@
     OMP_NUM_THREADS=1 python benchmarks/measure_local.py [--out hardware_profiles/measured]
 
 Writes `numbers_local.json`: every measured time with the date and the software that it was taken with. Then
-`benchmarks/distill_local.py` turns it into the device `cpu-core` and the curve `gloo`. Takes about two minutes. Each
-number is the lower quartile of several repeats: other programs on the machine only ever add time.
+`benchmarks/distill_local.py` turns it into the device `cpu-core` and the curve `gloo`. Takes about two
+minutes. Each number is the lower quartile of several repeats: other programs on the machine only ever add
+time.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """A mesh laid over a cluster: for each axis, which links its collectives cross and how they share them.
 
-Traffic of one group of n ranks, of which m sit in a node, per byte that a rank sends in a ring (v = (n-1)/n B for
-all_gather and reduce_scatter, twice that for all_reduce, B for broadcast):
+Traffic of one group of n ranks, of which m sit in a node, per byte that a rank sends in a ring (v = (n-1)/n B
+for all_gather and reduce_scatter, twice that for all_reduce, B for broadcast):
 
-    inside a node    every member sends v to the next member there, or spreads it over its direct links by bandwidth
-    between nodes    the node sends v to the next node of the ring, v/m through each member (m rings, one per rail)
+    inside a node    every member sends v to the next one, or spreads it over its direct links by bandwidth
+    between nodes    the node sends v to the next node, v/m through each member (m rings, one per rail)
 
-all_to_all, local buffer b: a member sends (m-1)/n b inside, (n-m)/n b outside. send_recv: member i to member i+1.
-All groups of the axis run at once, so their loads add on every link they share, and
+all_to_all, local buffer b: a member sends (m-1)/n b inside, (n-m)/n b outside. send_recv: member i to member
+i+1. All groups of the axis run at once, so their loads add on every link they share, and
 
     seconds per byte = max over links of load / (bandwidth * fraction * (1 - ramp / ranks in that ring))
 """
@@ -39,8 +39,9 @@ def mesh_axes(
 ) -> dict[str, AxisCost]:
     """The cost of collectives on every axis of a mesh.
 
-    `shape` maps axis names to sizes, row-major: the last axis joins neighbouring ranks. `devices` lists the ranks of a
-    submesh in order; by default the first ones of the cluster. Raises ValueError when they do not fit.
+    `shape` maps axis names to sizes, row-major: the last axis joins neighbouring ranks. `devices` lists the
+    ranks of a submesh in order; by default the first ones of the cluster. Raises ValueError when they do not
+    fit.
     """
     for name, size in shape.items():
         if not isinstance(size, int) or size < 1:
@@ -49,9 +50,10 @@ def mesh_axes(
     ranks = range(cluster.n_devices) if devices is None else devices
     dims = " x ".join(f"{name}={size}" for name, size in shape.items())
     if wanted > len(ranks):
+        owner = f"cluster {cluster.name}" if devices is None else "the list"
         raise ValueError(
-            f"mesh {dims} needs {wanted} devices, {'cluster ' + cluster.name if devices is None else 'the list'} has "
-            f"{len(ranks)}: make an axis smaller or take a larger cluster"
+            f"mesh {dims} needs {wanted} devices, {owner} has {len(ranks)}: "
+            "make an axis smaller or take a larger cluster"
         )
     if devices is not None and len(ranks) != wanted:
         raise ValueError(
@@ -102,9 +104,10 @@ def _axis(cluster: Cluster, name: str, groups: np.ndarray, routes: dict) -> Axis
     loads, members, nodes = _loads(cluster, groups, routes)
     terms, bottleneck = {}, ""
     volume = {
-        "all_reduce": 2 * (size - 1) / size, "all_gather": (size - 1) / size, "reduce_scatter": (size - 1) / size,
-        "all_to_all": 1.0, "broadcast": 1.0, "send_recv": 1.0,
-    }  # fmt: skip
+        "all_reduce": 2 * (size - 1) / size,
+        "all_gather": (size - 1) / size,
+        "reduce_scatter": (size - 1) / size,
+    }  # of a ring per byte of the size; the loads of the other patterns are per byte already
     for kind in KINDS:
         pattern = kind if kind in ("all_to_all", "send_recv") else "ring"
         per_byte, sharpness = 0.0, 1.0
@@ -118,23 +121,28 @@ def _axis(cluster: Cluster, name: str, groups: np.ndarray, routes: dict) -> Axis
                 if kind == "all_reduce":
                     bottleneck = f"{link.name} {link.bandwidth_bytes_per_second / 1e9:.4g} GB/s"
             bases.append(curve.base_seconds)
-            # A link that only rings between nodes cross counts its step per node, the others per member of a node.
+            # The step of a link that only rings between nodes cross counts per node, others per member.
             (
                 steps_between if edge in loads["between"] and edge not in loads["inside"] else steps_inside
             ).append(curve.step_seconds)
         inside, between = steps_of(kind, members, nodes)
         latency = max(bases) + inside * max(steps_inside) + between * max(steps_between)
-        terms[kind] = (latency, per_byte * volume[kind], sharpness)
+        terms[kind] = (latency, per_byte * volume.get(kind, 1.0), sharpness)
     return AxisCost(name, size, terms, bottleneck)
 
 
 def steps_of(kind: str, members: int, nodes: int) -> tuple[int, int]:
-    """Dependent steps inside a node (ring) and between nodes (trees where the library has them)."""
+    """Dependent steps inside a node and between nodes.
+
+    Rings inside, but all_reduce and broadcast of more than 8 members add a tree's depth only, as between
+    nodes: the library then takes trees for small messages.
+    """
     depth = math.ceil(math.log2(nodes)) if nodes > 1 else 0
+    tree_members = members if members <= 8 else 8 + 2 * math.ceil(math.log2(members / 8))
     if kind == "all_reduce":
-        return 2 * (members - 1), 2 * depth
+        return 2 * (tree_members - 1), 2 * depth
     if kind == "broadcast":
-        return members - 1, depth
+        return tree_members - 1, depth
     if kind == "send_recv":
         return 1, 1 if nodes > 1 else 0
     return members - 1, nodes - 1
@@ -179,8 +187,8 @@ def _loads(cluster: Cluster, groups: np.ndarray, routes: dict) -> tuple[Loads, i
 def _followed_nodes(cluster: Cluster, groups: np.ndarray) -> set[int] | None:
     """All nodes (None), or for a large mesh some of every make: nodes of one make carry the same loads.
 
-    The make is the devices of a node. Links that many nodes share beyond their own uplinks (an oversubscribed tree) are
-    then only loaded by the followed nodes: an underestimate that small meshes do not have.
+    The make is the devices of a node. Links that many nodes share beyond their own uplinks (an oversubscribed
+    tree) are then only loaded by the followed nodes: an underestimate that small meshes do not have.
     """
     if groups.size <= MAX_HOPS:
         return None
@@ -197,7 +205,7 @@ def _followed_nodes(cluster: Cluster, groups: np.ndarray) -> set[int] | None:
 
 
 def _inside_hops(cluster: Cluster, local: list[int]) -> list[tuple[int, int, float]]:
-    """(from, to, part of v) for the ring inside a node. Direct links, where a member has some, share its traffic."""
+    """(from, to, part of v) for the ring inside a node. A member with direct links spreads v over them."""
     hops = []
     for i, rank in enumerate(local):
         edges = cluster.graph.succ[rank]

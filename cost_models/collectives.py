@@ -18,7 +18,7 @@ class AxisCost:
 
         all_reduce      the buffer of a rank            reduce_scatter  the full input of a rank
         all_gather      the gathered output of a rank   all_to_all      the local buffer of a rank
-        broadcast       the buffer                      send_recv       the message, to the next rank on the axis
+        broadcast       the buffer                      send_recv       the message, to the next rank
 
     seconds = (latency^p + (bytes * seconds_per_byte)^p)^(1/p) with p = sharpness (1: plain alpha + beta B).
     `bottleneck` names the link that limits large all-reduces, for people.
@@ -60,8 +60,8 @@ class AxisCost:
 def abstract_terms(size: int, alpha: float, beta: float, constants: Mapping[str, float]) -> dict:
     """Alpa's formulas (alpa/shard_parallel LogicalDeviceMesh) as terms, n = size:
 
-        all_reduce      alpha + beta 2(n-1)/n B + c           reduce_scatter  alpha + beta (n-1)/n B + c
-        all_gather      alpha + beta (n-1)/n B + c            all_to_all      alpha + beta (n-1)/n^2 (n b) (n/2) + c
+        all_reduce   alpha + beta 2(n-1)/n B + c    reduce_scatter  alpha + beta (n-1)/n B + c
+        all_gather   alpha + beta (n-1)/n B + c     all_to_all      alpha + beta (n-1)/n^2 (n b) (n/2) + c
 
     with b the local buffer of the all-to-all. Not in Alpa: broadcast and send_recv, alpha + beta B.
     """

@@ -2,8 +2,8 @@
 
     seconds = launch + max(flops / (peak * efficiency(size)), bytes / (memory bandwidth * fraction))
 
-Efficiencies have the form size/(size+half), so the compute term is (size+half)/(peak * fraction): it grows with
-every size, and a cut op is never slower than the whole one.
+Efficiencies have the form size/(size+half), so the compute term is (size+half)/(peak * fraction): it grows
+with every size, and a cut op is never slower than the whole one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ COMPUTE_KINDS = ("matmul", "conv", "attention")
 MEMORY_KINDS = ("pointwise", "reduce", "copy")
 KINDS = (*COMPUTE_KINDS, *MEMORY_KINDS, "none")
 
-# The rate that stands in for one that a data sheet lacks: hardware without bfloat16 computes it in float32, and so on.
+# The rate that stands in for one that a data sheet lacks: hardware without bfloat16 computes it in float32,
+# and so on.
 STAND_INS = {
     "bfloat16": ("float32",), "float16": ("float32",), "tf32": ("float32",), "float64": ("float32",),
     "float8": ("float16", "bfloat16", "float32"), "float4": ("float8", "float16", "bfloat16", "float32"),
@@ -63,9 +64,10 @@ def op_seconds(
 ) -> float:
     """The time of one op in seconds.
 
-    `kind` is one of KINDS ('none' is free: views, scalars); `flops` counts a multiply-add as two; `n_bytes` is all that
-    is read and written; `dtype` is the type multiplied ('bfloat16', ...); `gemm` is (m, n, k) where the op is a matrix
-    product of that shape (`flops` may be a multiple of 2 m n k: batches). Raises ValueError for an unknown kind.
+    `kind` is one of KINDS ('none' is free: views, scalars); `flops` counts a multiply-add as two; `n_bytes`
+    is all that is read and written; `dtype` is the type multiplied ('bfloat16', ...); `gemm` is (m, n, k)
+    where the op is a matrix product of that shape (`flops` may be a multiple of 2 m n k: batches). Raises
+    ValueError for an unknown kind.
     """
     launch, per_flop, per_byte, half_m, half_n, half_k, half_mn, half_work = _rates(device, kind, dtype)
     if kind == "none":

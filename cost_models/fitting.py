@@ -16,7 +16,8 @@ from hardware_profiles import CollectiveCurve, EfficiencyCurve
 def search(loss: Callable[[np.ndarray], float], start: Sequence[float], rounds: int = 400) -> np.ndarray:
     """A local minimum of `loss` near `start`, by trying steps along random orthogonal directions.
 
-    The step grows after a round that helped and shrinks after one that did not. Deterministic: the seed is fixed.
+    The step grows after a round that helped and shrinks after one that did not. Deterministic: the seed is
+    fixed.
     """
     best, step = np.asarray(start, dtype=float), 0.5
     value, random = loss(best), np.random.default_rng(0)
@@ -47,8 +48,9 @@ def fit_collective(
 ) -> tuple[CollectiveCurve, float]:
     """The curve of one collective on one kind of link, and its median absolute log error.
 
-    All arrays have one entry per measurement: `n` ranks in the ring, dependent `steps`, `wire_seconds` the time of the
-    wire bytes at the data-sheet bandwidth, measured `seconds`, `weights`, and latency spent `outside` this link.
+    All arrays have one entry per measurement: `n` ranks in the ring, dependent `steps`, `wire_seconds` the
+    time of the wire bytes at the data-sheet bandwidth, measured `seconds`, `weights`, and latency spent
+    `outside` this link.
 
         latency = outside + base + steps * step,   rate = fraction * (1 - ramp / n)
         seconds = (latency^p + (wire_seconds / rate)^p)^(1/p)
@@ -58,7 +60,7 @@ def fit_collective(
     log_seconds = np.log(seconds)
 
     def unpack(x: np.ndarray) -> tuple[float, float, float, float, float]:
-        fraction = 0.99 / (1 + np.exp(-x[2]))
+        fraction = 1.2 / (1 + np.exp(-x[2]))  # above 1: switches that add up save wire bytes
         ramp = 1.5 / (1 + np.exp(-x[4])) if with_ramp else 0.0
         return (
             np.exp(x[0]) if with_base else 0.0,
@@ -108,8 +110,9 @@ def fit_gemm(
 ) -> tuple[EfficiencyCurve, float]:
     """The efficiency curve of matrix products, and its median absolute log error.
 
-    shapes [row, (m, n, k)], seconds [row]; rates are numbers, or one per row where several devices share a curve;
-    `memory_bytes_per_second` is what memory really gives. The model is `gemm_seconds`; the launch time is given, not fitted, because op_seconds adds that of the device.
+    shapes [row, (m, n, k)], seconds [row]; rates are numbers, or one per row where several devices share a
+    curve; `memory_bytes_per_second` is what memory really gives. The model is `gemm_seconds`; the launch time
+    is given, not fitted, because op_seconds adds that of the device.
     """
     log_seconds = np.log(seconds)
 

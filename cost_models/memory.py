@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-# State tensors of the parameter's shape and dtype that torch.optim keeps per parameter, and whether it keeps a scalar
-# `step` (float32) for each parameter tensor. Source: torch/optim/adamw.py, adam.py and sgd.py (2.13), `_init_group`.
+# State tensors of the parameter's shape and dtype that torch.optim keeps per parameter, and whether it keeps
+# a scalar `step` (float32) for each parameter tensor. Source: torch/optim/adamw.py, adam.py and sgd.py
+# (2.13), `_init_group`.
 OPTIMIZERS = {
     "adamw": (2, True),
     "adam": (2, True),
@@ -16,8 +17,8 @@ STEP_BYTES = 4
 def optimizer_state_bytes(optimizer: str, n_elements: int, element_bytes: int, n_tensors: int = 1) -> int:
     """Optimizer state in bytes of `n_tensors` parameters with `n_elements` elements in all.
 
-    torch.optim keeps its state in the dtype of the parameter (`element_bytes` each). Raises ValueError for an unknown
-    optimizer.
+    torch.optim keeps its state in the dtype of the parameter (`element_bytes` each). Raises ValueError for an
+    unknown optimizer.
     """
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"unknown optimizer '{optimizer}', known: {', '.join(OPTIMIZERS)}")

@@ -15,8 +15,8 @@ Edge = tuple[int | str, int | str]
 def route(graph: nx.DiGraph, source: int, target: int) -> list[Edge]:
     """The edges of the route of least latency. Switches forward traffic, devices do not.
 
-    Dijkstra from both ends; a hub with thousands of ports (the fabric) is met from both sides and never expanded.
-    Raises ValueError when there is no route.
+    Dijkstra from both ends; a hub with thousands of ports (the fabric) is met from both sides and never
+    expanded. Raises ValueError when there is no route.
     """
     if graph.has_edge(source, target):
         direct = graph[source][target]["link"].latency_seconds

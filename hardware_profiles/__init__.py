@@ -1,4 +1,4 @@
-"""What a cluster can do, as data: devices, links, collective curves. Floor 0: imports nothing of the project."""
+"""What a cluster can do, as data: devices, links, curves. Floor 0: imports nothing of the project."""
 
 from .abstract import abstract_cluster
 from .clusters import build_cluster, list_clusters, load_cluster
@@ -16,6 +16,7 @@ from .model import (
 )
 
 __all__ = [
-    "COLLECTIVES", "OP_KINDS", "AbstractAxis", "Cluster", "CollectiveCurve", "Device", "EfficiencyCurve", "Link",
-    "ProfileError", "abstract_cluster", "build_cluster", "list_clusters", "list_devices", "load_cluster", "load_device",
+    "COLLECTIVES", "OP_KINDS", "AbstractAxis", "Cluster", "CollectiveCurve", "Device", "EfficiencyCurve",
+    "Link", "ProfileError", "abstract_cluster", "build_cluster", "list_clusters", "list_devices",
+    "load_cluster", "load_device",
 ]  # fmt: skip

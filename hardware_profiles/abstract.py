@@ -33,8 +33,8 @@ def abstract_cluster(
 
     failures = Failures("abstract_cluster")
     table = Table(
-        {"shape": dict(shape), "alpha": listed(alpha), "beta": listed(beta), "constants": dict(constants or {}),
-         "memory_bytes": memory_bytes},
+        {"shape": dict(shape), "alpha": listed(alpha), "beta": listed(beta),
+         "constants": dict(constants or {}), "memory_bytes": memory_bytes},
         "", failures,
     )  # fmt: skip
     cluster = read_abstract(table, "abstract-" + "x".join(str(size) for size in shape.values()), "")

@@ -21,7 +21,7 @@ CLUSTERS = DATA / "clusters"
 
 
 def list_clusters() -> list[str]:
-    """The names of the built-in clusters; most of them also take a suffix `-xN` (N nodes, or N local processes)."""
+    """The built-in clusters. Most also take a suffix `-xN`: N nodes, or N local processes."""
     return sorted(path.stem for path in CLUSTERS.glob("*.toml"))
 
 
@@ -90,7 +90,7 @@ class _Builder:
 
 
 def _read_node(table: Table, builder: _Builder, alone: bool, uplink_needed: bool) -> None:
-    """One [[node]] table: `count` machines of the same make. A machine that stands `alone` needs no uplink."""
+    """One [[node]] table: `count` machines of one make. A machine that stands `alone` needs no uplink."""
     failures, path = builder.failures, table.path
     name, count = table.text("name", "node"), table.integer("count", 1)
     if table.has("devices"):

@@ -89,7 +89,7 @@ def read_link(name: str, table: Table, known_curves: Mapping[str, object]) -> Li
 
 
 def read_curves(table: Table) -> dict[str, CollectiveCurve]:
-    """The curves of one kind of link by collective. `broadcast` and `send_recv` default to the all_gather curve."""
+    """The curves of a kind of link. `broadcast` and `send_recv` default to that of all_gather."""
     curves = {}
     for kind in COLLECTIVES:
         if kind in ("broadcast", "send_recv") and not table.has(kind):

@@ -39,9 +39,10 @@ class EfficiencyCurve:
 class Device:
     """One accelerator, or one process on a CPU.
 
-    `peak_flops` maps a dtype name to dense flop/s; for GPUs `float32` is the rate *without* tensor cores and `tf32`
-    the one with them. `launch_seconds` is paid once per op. `efficiency` maps an op kind of OP_KINDS to its curve;
-    for `pointwise` the rate is `memory_bytes_per_second`, for the others `peak_flops`. The optional `matmul_float8` stands in for `matmul` where 8-bit types are multiplied.
+    `peak_flops` maps a dtype name to dense flop/s; for GPUs `float32` is the rate *without* tensor cores and
+    `tf32` the one with them. `launch_seconds` is paid once per op. `efficiency` maps an op kind of OP_KINDS
+    to its curve; for `pointwise` the rate is `memory_bytes_per_second`, for the others `peak_flops`. The
+    optional `matmul_float8` stands in for `matmul` where 8-bit types are multiplied.
     """
 
     name: str
@@ -55,7 +56,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """One direction of a wire: data-sheet bandwidth, latency, and the name of the collective curve it follows."""
+    """One direction of a wire: data-sheet bandwidth, latency, and the name of the curve it follows."""
 
     name: str
     bandwidth_bytes_per_second: float
@@ -72,7 +73,8 @@ class CollectiveCurve:
     rate(n)    = link bandwidth * fraction * (1 - ramp / n)
     seconds    = (latency^sharpness + (wire bytes / rate)^sharpness)^(1/sharpness)
 
-    sharpness 1 is the plain alpha-beta model; below 1 the middle sizes are slower than alpha-beta, as measured.
+    sharpness 1 is the plain alpha-beta model; below 1 the middle sizes are slower than alpha-beta, as
+    measured.
     """
 
     base_seconds: float
@@ -98,10 +100,11 @@ class AbstractAxis:
 class Cluster:
     """Devices by rank and the directed graph that joins them.
 
-    Graph nodes: the ranks 0..n-1 (int) and switches (str). Every edge carries a `link` (Link) for its direction.
-    `node_of[rank]` says which machine a rank sits in; collectives go around inside a machine before they leave it.
-    `curves[link.curve][collective]` prices traffic. `overlap` is False where collectives use the computing cores.
-    `abstract` lists the axes of an abstract mesh; the graph then has no edges and compute is free.
+    Graph nodes: the ranks 0..n-1 (int) and switches (str). Every edge carries a `link` (Link) for its
+    direction. `node_of[rank]` says which machine a rank sits in; collectives go around inside a machine
+    before they leave it. `curves[link.curve][collective]` prices traffic. `overlap` is False where
+    collectives use the computing cores. `abstract` lists the axes of an abstract mesh; the graph then has no
+    edges and compute is free.
     """
 
     name: str

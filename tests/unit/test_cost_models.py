@@ -1,0 +1,388 @@
+"""Prices: exact where a formula is given, monotone everywhere, close to what was measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+
+import numpy as np
+import pytest
+
+from cost_models import (
+    COLLECTIVE_KINDS,
+    AxisCost,
+    adam_state_bytes,
+    gradient_bytes,
+    mesh_axes,
+    op_seconds,
+    optimizer_state_bytes,
+    training_state_bytes,
+)
+from hardware_profiles import Cluster, Device, abstract_cluster, build_cluster, load_cluster, load_device
+
+MB = 1_000_000
+
+
+def scaled(cluster: Cluster, factor: float) -> Cluster:
+    """The cluster with every link `factor` times as fast."""
+    graph = cluster.graph.copy()
+    for _, _, data in graph.edges(data=True):
+        link = data["link"]
+        rate = link.bandwidth_bytes_per_second * factor
+        data["link"] = dataclasses.replace(link, bandwidth_bytes_per_second=rate)
+    return dataclasses.replace(cluster, graph=graph)
+
+
+# Alpa's prices
+
+
+def test_abstract_prices_are_alpas_formulas():
+    axis = mesh_axes(abstract_cluster({"x": 4}, alpha=2.0, beta=3.0), {"x": 4})["x"]
+    n, size = 4, 1000.0
+    assert axis.seconds("all_reduce", size) == 2.0 + 3.0 * 2 * (n - 1) / n * size + 0.01
+    assert axis.seconds("all_gather", size) == 2.0 + 3.0 * (n - 1) / n * size + 0.1
+    assert axis.seconds("reduce_scatter", size) == 2.0 + 3.0 * (n - 1) / n * size + 0.001
+    whole = n * size  # Alpa counts n local buffers
+    expected = 2.0 + 3.0 * (n - 1) / n**2 * whole * (n / 2) + 0.001
+    assert axis.seconds("all_to_all", size) == pytest.approx(expected, rel=1e-12)
+
+
+def test_abstract_axes_by_name_or_by_position():
+    cluster = abstract_cluster({"x": 2, "y": 2}, beta=[1.0, 0.1], constants={"all_reduce": 0.0})
+    for names in (("x", "y"), ("data", "tensor")):
+        axes = mesh_axes(cluster, dict.fromkeys(names, 2))
+        assert [axes[name].seconds("all_reduce", 10.0) for name in names] == pytest.approx([10.0, 1.0])
+    swapped = mesh_axes(cluster, {"y": 2, "x": 2})
+    assert swapped["y"].seconds("all_reduce", 10.0) == pytest.approx(1.0)
+    ones = mesh_axes(abstract_cluster({"x": 4, "y": 1}), {"x": 4, "y": 1})
+    assert ones["y"].seconds("all_reduce", 10.0) == 0.0
+    with pytest.raises(ValueError, match="states axes x=2, y=2, got z=4"):
+        mesh_axes(cluster, {"z": 4})
+
+
+def test_abstract_compute_is_free():
+    device = abstract_cluster({"x": 4}).device(0)
+    assert op_seconds(device, "matmul", 1e15, 1e12, "float32", (8, 8, 8)) == 0.0
+    assert op_seconds(device, "pointwise", 1e15, 1e12, "bfloat16") == 0.0
+
+
+# Axes on link graphs
+
+
+def test_axis_inside_a_node_is_faster_than_across():
+    for name in ("dgx-a100", "dgx-h100", "dgx-b200"):
+        axes = mesh_axes(load_cluster(f"{name}-x8"), {"data": 8, "tensor": 8})
+        for kind in COLLECTIVE_KINDS:
+            for size in (1e3, 1e6, 1e9):
+                assert axes["tensor"].seconds(kind, size) < axes["data"].seconds(kind, size), (
+                    name,
+                    kind,
+                    size,
+                )
+        assert axes["data"].latency_seconds > axes["tensor"].latency_seconds > 0
+
+
+def test_groups_that_run_at_once_share_the_way_out():
+    """Eight rings of one member per node have one adapter each; one ring of all members has eight."""
+    cluster = load_cluster("dgx-h100-x8")
+    thin = mesh_axes(cluster, {"data": 8, "tensor": 8})["data"]
+    wide = mesh_axes(cluster, {"data": 64})["data"]
+    assert thin.seconds("all_reduce", 1e9) > 5 * wide.seconds("all_reduce", 1e9)
+    # Devices that share one adapter: the same groups get an eighth of the bandwidth.
+    shared = mesh_axes(load_cluster("pcie-l4-x8"), {"data": 8, "tensor": 8})["data"]
+    alone = mesh_axes(load_cluster("pcie-l4-x8"), {"data": 8}, devices=range(0, 64, 8))["data"]
+    assert shared.terms["all_reduce"][1] == pytest.approx(8 * alone.terms["all_reduce"][1])
+
+
+def test_pcie_tree_slows_down_level_by_level():
+    cluster = load_cluster("pcie-l40s")
+    rates = [1e9 / mesh_axes(cluster, {"x": n})["x"].seconds("all_gather", 1e9) for n in (2, 4, 8)]
+    assert rates[0] > rates[1] > rates[2]
+
+
+def test_cube_mesh_uses_the_links_there_are():
+    """DGX-1: two GPUs share one NVLink, eight have six each."""
+    cluster = load_cluster("dgx-v100")
+    two, eight = (mesh_axes(cluster, {"x": n})["x"] for n in (2, 8))
+    assert eight.seconds("all_reduce", 1e9) < two.seconds("all_reduce", 1e9)
+    assert eight.terms["all_reduce"][1] * 6 == pytest.approx(two.terms["all_reduce"][1] * 2 * 7 / 8)
+
+
+def test_last_axis_is_the_local_one():
+    cluster = load_cluster("dgx-h100-x2")
+    axes = mesh_axes(cluster, {"a": 2, "b": 4, "c": 2})
+    assert axes["a"].bottleneck.startswith("ib-ndr")
+    assert axes["b"].bottleneck.startswith("nvlink4") and axes["c"].bottleneck.startswith("nvlink4")
+    assert (axes["b"].name, axes["b"].size) == ("b", 4)
+
+
+def test_submesh_of_listed_devices():
+    cluster = load_cluster("dgx-h100-x2")
+    inside = mesh_axes(cluster, {"x": 2}, devices=[3, 4])["x"]
+    across = mesh_axes(cluster, {"x": 2}, devices=[7, 8])["x"]
+    assert across.seconds("send_recv", 1e8) > 3 * inside.seconds("send_recv", 1e8)
+
+
+def test_asymmetric_link_bounds_the_ring():
+    def box(**uplink: str) -> Cluster:
+        node = {"device": "L4", "n_devices": 1, "count": 2, "uplink": {"link": "roce-400", **uplink}}
+        return build_cluster({"node": [node]}, "box.toml")
+
+    both, slow_down = (mesh_axes(c, {"x": 2})["x"] for c in (box(), box(down="ethernet-10")))
+    assert slow_down.seconds("all_reduce", 1e9) > 10 * both.seconds("all_reduce", 1e9)
+
+    wires = [{"from": 0, "to": 1, "link": "ib-ndr", "down": "ethernet-10"}]
+    pair = build_cluster({"node": [{"device": "L4", "count": 2}], "link": wires}, "pair.toml")
+    there = mesh_axes(pair, {"x": 2}, devices=[0, 1])["x"].seconds("send_recv", 1e9)
+    back = mesh_axes(pair, {"x": 2}, devices=[1, 0])["x"].seconds("send_recv", 1e9)
+    assert back > 10 * there
+
+
+def test_unequal_nodes_and_devices():
+    nodes = [
+        {
+            "device": "H100-SXM-80GB",
+            "n_devices": 8,
+            "level": [{"link": "nvlink4"}],
+            "uplink": {"link": "ib-ndr"},
+        },
+        {"device": "T4", "n_devices": 4, "level": [{"link": "pcie3"}], "uplink": {"link": "ethernet-10"}},
+    ]
+    cluster = build_cluster({"node": nodes}, "mixed.toml")
+    whole = mesh_axes(cluster, {"x": 12})["x"]
+    fast = mesh_axes(cluster, {"x": 8})["x"]
+    assert whole.seconds("all_reduce", 1e8) > 10 * fast.seconds("all_reduce", 1e8)
+    work = ("matmul", 2.0 * 1024**3, 6.0 * 1024**2, "float16", (1024, 1024, 1024))
+    assert op_seconds(cluster.device(11), *work) > op_seconds(cluster.device(0), *work)
+
+
+def test_errors_name_both_numbers():
+    cluster = load_cluster("dgx-h100")
+    with pytest.raises(ValueError, match=r"mesh data=4 x tensor=4 needs 16 devices.*has 8"):
+        mesh_axes(cluster, {"data": 4, "tensor": 4})
+    with pytest.raises(ValueError, match="needs 2 devices, the list has 3"):
+        mesh_axes(cluster, {"x": 2}, devices=[0, 1, 2])
+    with pytest.raises(ValueError, match=r"ranks 0 to 7, got \[9\]"):
+        mesh_axes(cluster, {"x": 2}, devices=[0, 9])
+    with pytest.raises(ValueError, match="size 0"):
+        mesh_axes(cluster, {"x": 0})
+    axis = mesh_axes(cluster, {"x": 8})["x"]
+    with pytest.raises(ValueError, match="unknown collective 'allreduce'"):
+        axis.seconds("allreduce", 1.0)
+    with pytest.raises(ValueError, match="unknown op kind 'gemm'"):
+        op_seconds(cluster.device(0), "gemm", 1.0, 1.0, "float32")
+
+
+def every_axis() -> list[AxisCost]:
+    axes = []
+    for name in ("dgx-v100", "dgx-h100-x2", "dgx-b200-x4", "pcie-l40s", "local", "local-x4", "aws-p5-x2"):
+        cluster = load_cluster(name)
+        n = cluster.n_devices
+        axes += [*mesh_axes(cluster, {"a": n // 2, "b": 2}).values(), mesh_axes(cluster, {"x": n})["x"]]
+    return axes
+
+
+def test_seconds_grow_with_bytes_and_arrays_agree():
+    sizes = np.concatenate([[0.0], np.logspace(0, 11, 60)])
+    for axis in every_axis():
+        for kind in COLLECTIVE_KINDS:
+            array = axis.seconds_array(kind, sizes)
+            assert array.tolist() == pytest.approx([axis.seconds(kind, float(size)) for size in sizes])
+            if axis.size == 1:
+                assert not array.any()
+            else:
+                assert (np.diff(array) >= 0).all() and array[0] > 0
+                assert math.isfinite(array[-1])
+
+
+def test_axis_of_size_one_is_free():
+    axis = mesh_axes(load_cluster("dgx-h100"), {"data": 1, "tensor": 8})["data"]
+    assert axis.seconds("all_reduce", 1e9) == 0.0 == axis.latency_seconds
+
+
+@pytest.mark.parametrize("name", ["dgx-v100", "dgx-h100-x4", "pcie-l40s", "local"])
+def test_faster_links_are_never_slower(name):
+    cluster = load_cluster(name)
+    shape = {"a": cluster.n_devices // 2, "b": 2}
+    slow, fast = mesh_axes(cluster, shape), mesh_axes(scaled(cluster, 1.5), shape)
+    for axis in shape:
+        for kind in COLLECTIVE_KINDS:
+            for size in (1.0, 1e5, 1e9):
+                assert fast[axis].seconds(kind, size) <= slow[axis].seconds(kind, size)
+
+
+def test_planning_is_fast_enough():
+    cluster, large = load_cluster("dgx-h100-x8"), load_cluster("dgx-h100-x2048")
+    start = time.perf_counter()
+    mesh_axes(cluster, {"data": 8, "tensor": 8})
+    assert time.perf_counter() - start < 0.1
+    start = time.perf_counter()
+    axes = mesh_axes(large, {"pipeline": 16, "data": 128, "tensor": 8})
+    assert time.perf_counter() - start < 3
+    assert axes["data"].seconds("all_reduce", 1e9) > axes["tensor"].seconds("all_reduce", 1e9)
+    device = cluster.device(0)
+    start = time.perf_counter()
+    for _ in range(20_000):
+        op_seconds(device, "matmul", 2e12, 4e6, "bfloat16", (8192, 128, 256))
+    assert (time.perf_counter() - start) / 20_000 < 10e-6  # 0.5 us alone, and machines are shared
+
+
+def test_a_sample_of_nodes_prices_a_large_mesh_like_all_of_them(monkeypatch):
+    cluster = load_cluster("dgx-h100-x16")
+    for shape in ({"data": 16, "tensor": 8}, {"data": 128}, {"a": 8, "b": 16}):
+        full = mesh_axes(cluster, shape)
+        monkeypatch.setattr("cost_models.axes.MAX_HOPS", 16)
+        sampled = mesh_axes(cluster, shape)
+        monkeypatch.undo()
+        for axis in shape:
+            assert sampled[axis].terms == full[axis].terms
+
+
+# Measured by others: nccl-tests on 8 GPUs of one node (NVIDIA aiconfigurator), seconds by bytes
+
+
+@pytest.mark.parametrize(
+    ("cluster", "kind", "n", "n_bytes", "measured", "tolerance"),
+    [
+        ("dgx-h100", "all_reduce", 8, 2**28, 1.092e-3, 0.15),
+        ("dgx-h100", "all_reduce", 8, 512, 15.6e-6, 0.15),
+        ("dgx-h100", "all_gather", 8, 2**28, 0.729e-3, 0.10),
+        ("dgx-h100", "all_gather", 2, 2**20, 11.3e-6, 0.15),
+        ("dgx-b200", "all_reduce", 8, 2**28, 0.715e-3, 0.15),
+        ("dgx-b200", "all_to_all", 8, 2**28, 0.438e-3, 0.15),
+        ("dgx-a100", "all_reduce", 8, 2**29, 4.226e-3, 0.10),
+        ("dgx-a100", "all_gather", 8, 2**29, 2.288e-3, 0.10),
+        ("dgx-v100", "all_reduce", 8, 2**30, 13.97e-3, 0.20),
+        ("pcie-l40s", "all_reduce", 8, 2**29, 649e-3, 0.25),
+        ("pcie-rtx-pro-6000", "all_reduce", 8, 2**29, 38.1e-3, 0.20),
+    ],
+)
+def test_collectives_are_close_to_measured(cluster, kind, n, n_bytes, measured, tolerance):
+    predicted = mesh_axes(load_cluster(cluster), {"x": n})["x"].seconds(kind, n_bytes)
+    assert abs(math.log(predicted / measured)) < tolerance
+
+
+@pytest.mark.parametrize(
+    ("device", "shape", "measured"),
+    [
+        ("A100-SXM-80GB", (8192, 65536, 4096), 15287e-6),
+        ("A100-SXM-80GB", (8192, 4096, 4096), 1108e-6),
+        ("H100-SXM-80GB", (8192, 4096, 4096), 347e-6),
+        ("H100-SXM-80GB", (1024, 4096, 4096), 43.1e-6),
+        ("B200", (8192, 4096, 4096), 163.4e-6),
+        ("L40S", (8192, 1024, 4096), 284e-6),
+    ],
+)
+def test_matmul_is_close_to_measured(device, shape, measured):
+    m, n, k = shape
+    n_bytes = 2.0 * (m * k + k * n + m * n)
+    predicted = op_seconds(load_device(device), "matmul", 2.0 * m * n * k, n_bytes, "bfloat16", shape)
+    assert abs(math.log(predicted / measured)) < 0.25
+
+
+# Compute
+
+
+def ops() -> list[tuple]:
+    rows: list[tuple] = []
+    for m, n, k in ((16, 16, 16), (1, 4096, 4096), (1024, 1024, 1024), (8192, 8192, 8192)):
+        n_bytes = 2.0 * (m * k + n * k + m * n)
+        for dtype in ("float32", "bfloat16"):
+            rows.append(("matmul", 2.0 * m * n * k, n_bytes, dtype, (m, n, k)))
+            rows.append(("conv", 2.0 * m * n * k, n_bytes, dtype, None))
+            rows.append(("attention", 2.0 * m * n * k, n_bytes, dtype, None))
+            rows.append(("pointwise", 1.0 * m * n, 6.0 * m * n, dtype, None))
+            rows.append(("reduce", 1.0 * m * n, 2.0 * m * n, dtype, None))
+    return rows
+
+
+def better(device: Device, what: str) -> Device:
+    if what == "memory":
+        return dataclasses.replace(device, memory_bytes_per_second=2 * device.memory_bytes_per_second)
+    if what == "launch":
+        return dataclasses.replace(device, launch_seconds=device.launch_seconds / 2)
+    return dataclasses.replace(device, peak_flops={d: 2 * rate for d, rate in device.peak_flops.items()})
+
+
+@pytest.mark.parametrize("what", ["memory", "launch", "peak"])
+def test_a_better_device_is_never_slower(what):
+    for name in ("V100-SXM2-16GB", "H100-SXM-80GB", "cpu-core"):
+        device = load_device(name)
+        for op in ops():
+            assert op_seconds(better(device, what), *op) <= op_seconds(device, *op)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("V100-SXM2-32GB", "A100-SXM-40GB"),
+        ("A100-SXM-40GB", "A100-SXM-80GB"),
+        ("A100-SXM-80GB", "H100-SXM-80GB"),
+        ("H100-SXM-80GB", "H200-SXM-141GB"),
+        ("H200-SXM-141GB", "B200"),
+        ("L4", "L40S"),
+        ("cpu-core", "T4"),
+    ],
+)
+def test_newer_devices_are_not_slower(old, new):
+    for op in ops():
+        if old == "cpu-core" and op[1] < 1e8:
+            continue  # tiny ops are launch bound on a GPU
+        assert op_seconds(load_device(new), *op) <= op_seconds(load_device(old), *op) * 1.02, op
+
+
+def test_a_cut_op_is_never_slower_than_the_whole():
+    for name in ("A100-SXM-80GB", "H100-SXM-80GB", "cpu-core"):
+        device = load_device(name)
+        for m, n, k in ((64, 64, 64), (256, 4096, 1024), (8192, 8192, 8192)):
+            whole = op_seconds(
+                device, "matmul", 2.0 * m * n * k, 2.0 * (m * k + n * k + m * n), "bfloat16", (m, n, k)
+            )
+            for parts in (2, 4, 8, 64):
+                for cut in ((m // parts, n, k), (m, n // parts, k), (m, n, k // parts)):
+                    a, b, c = cut
+                    flops, n_bytes = 2.0 * a * b * c, 2.0 * (a * c + b * c + a * b)
+                    assert op_seconds(device, "matmul", flops, n_bytes, "bfloat16", cut) <= whole
+        for kind in ("conv", "attention", "pointwise", "reduce", "copy"):
+            whole = op_seconds(device, kind, 1e9, 1e8, "float32")
+            assert op_seconds(device, kind, 5e8, 5e7, "float32") <= whole
+
+
+def test_op_details():
+    device = load_device("H100-SXM-80GB")
+    assert op_seconds(device, "none", 1e9, 1e9, "float32") == 0.0
+    assert op_seconds(device, "pointwise", 0.0, 0.0, "int64") >= device.launch_seconds
+    half = op_seconds(device, "matmul", 2.0 * 4096**3, 1e8, "bfloat16", (4096,) * 3)
+    full = op_seconds(device, "matmul", 2.0 * 4096**3, 2e8, "float32", (4096,) * 3)
+    assert full > 5 * half  # float32 runs outside the tensor cores
+    batched = op_seconds(device, "matmul", 8 * 2.0 * 4096**3, 8e8, "bfloat16", (4096,) * 3)
+    assert batched == pytest.approx(8 * half, rel=0.05)
+    assert op_seconds(device, "matmul", 0.0, 0.0, "bfloat16", (0, 16, 16)) == device.launch_seconds
+    eight = op_seconds(device, "matmul", 2.0 * 8192**3, 2e8, "float8_e4m3fn", (8192,) * 3)
+    assert eight < op_seconds(device, "matmul", 2.0 * 8192**3, 4e8, "bfloat16", (8192,) * 3)
+
+
+# Memory
+
+
+def test_state_bytes_match_torch_optim():
+    torch = pytest.importorskip("torch")
+    parameters = [torch.nn.Parameter(torch.ones(3, 5)), torch.nn.Parameter(torch.ones(7))]
+    count = sum(p.numel() for p in parameters)
+    for name, optimizer in (
+        ("adamw", torch.optim.AdamW(parameters)),
+        ("sgd", torch.optim.SGD(parameters, lr=0.1)),
+        ("sgd_momentum", torch.optim.SGD(parameters, lr=0.1, momentum=0.9)),
+    ):
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        tensors = [v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v)]
+        real = sum(t.numel() * t.element_size() for t in tensors)
+        assert optimizer_state_bytes(name, count, 4, n_tensors=2) == real
+    assert adam_state_bytes(10, 2) == 44
+    assert gradient_bytes(10, 2) == 20
+    assert training_state_bytes("adamw", 10, 2) == 84
+    with pytest.raises(ValueError, match="unknown optimizer 'lion'"):
+        optimizer_state_bytes("lion", 1, 4)
