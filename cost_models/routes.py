@@ -18,10 +18,6 @@ def route(graph: nx.DiGraph, source: int, target: int) -> list[Edge]:
     Dijkstra from both ends; a hub with thousands of ports (the fabric) is met from both sides and never
     expanded. Raises ValueError when there is no route.
     """
-    if graph.has_edge(source, target):
-        direct = graph[source][target]["link"].latency_seconds
-        if direct <= 2 * HOP_SECONDS:
-            return [(source, target)]
     best, meeting = float("inf"), None
     neighbours = (graph.succ, graph.pred)
     ends = (source, target)

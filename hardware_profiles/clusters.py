@@ -179,6 +179,7 @@ def _share(device: Device, part: float) -> Device:
     """The device when it gets only `part` of a core's time."""
     return dataclasses.replace(
         device,
+        memory_bytes=device.memory_bytes * part,
         memory_bytes_per_second=device.memory_bytes_per_second * part,
         peak_flops={dtype: rate * part for dtype, rate in device.peak_flops.items()},
         launch_seconds=device.launch_seconds / part,
