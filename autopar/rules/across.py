@@ -1,0 +1,79 @@
+"""What distributed lowerings share: sums, maxima and positions across the axes that cut a factor.
+
+Tensors here are one rank's piece, of type V (our S) on ``axes``. Axes are names of the ambient ``spmd_types`` mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import spmd_types as spmd
+import torch
+
+Axes = Sequence[str]
+
+
+def axes_of(cut: Mapping[str, Axes], *factors: str) -> tuple[str, ...]:
+    """The axes that cut any of ``factors``."""
+    return tuple(axis for f in factors for axis in cut.get(f, ()))
+
+
+def axes_except(cut: Mapping[str, Axes], *factors: str) -> tuple[str, ...]:
+    """The axes that cut any other factor."""
+    return tuple(axis for f, axes in cut.items() if f not in factors for axis in axes)
+
+
+def n_pieces(axes: Axes) -> int:
+    """Number of pieces that ``axes`` cut together."""
+    return prod(spmd.normalize_axis(axis).size() for axis in axes)
+
+
+def pending(x: torch.Tensor, axes: Axes) -> torch.Tensor:
+    """V -> P: the pieces are terms of a sum that is still to be made."""
+    for axis in axes:
+        x = spmd.reinterpret(x, axis, src=spmd.V, dst=spmd.P)
+    return x
+
+
+def bilinear(fn: Callable[..., torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """``fn(x, y)`` for a bilinear ``fn`` that the type checker does not know as one; typed as a product of x and y."""
+    if not spmd.is_type_checking():
+        return fn(x, y)
+    with spmd.no_typecheck():
+        out = fn(x, y)
+    like = torch.mul(x.flatten().narrow(0, 0, 1), y.flatten().narrow(0, 0, 1))
+    return spmd.assert_type(out, dict(spmd.get_local_type(like)))
+
+
+def total(x: torch.Tensor, axes: Axes, dst: Any) -> torch.Tensor:
+    """The sum of the pieces on every rank; ``dst`` is ``spmd.R`` if ranks go on differently, ``spmd.I`` if alike."""
+    x = x.contiguous()
+    for axis in axes:
+        x = spmd.all_reduce(spmd.reinterpret(x, axis, src=spmd.V, dst=spmd.P), axis, src=spmd.P, dst=dst)
+    return x
+
+
+def greatest(x: torch.Tensor, axes: Axes) -> torch.Tensor:
+    """The elementwise maximum of the pieces on every rank, as a constant."""
+    x = x.detach()
+    for axis in axes:
+        x = spmd.all_gather(x.contiguous(), axis, src=spmd.V, dst=spmd.R).amax(0)
+    return x
+
+
+def piece(axes: Axes, device: torch.device) -> torch.Tensor:
+    """Number of this rank's piece: int64 without dims, V on ``axes``; the first axis is the major one."""
+    if not axes:
+        return torch.zeros((), dtype=torch.int64, device=device)
+    number = torch.arange(n_pieces(axes), device=device)
+    for axis in axes:
+        number = spmd.convert(number, axis, src=spmd.R, dst=spmd.S(0))
+    return number.reshape(())
+
+
+def positions(n: int, axes: Axes, device: torch.device) -> torch.Tensor:
+    """Global positions of the ``n`` local elements of a dim that ``axes`` cut."""
+    local = torch.arange(n, device=device)
+    return local + piece(axes, device) * n if axes else local

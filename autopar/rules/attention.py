@@ -1,0 +1,101 @@
+"""Scaled dot-product attention: batch, heads (groups of them that share keys) and queries may be cut.
+
+Keys and the inner dim stay whole: cutting them needs a running softmax across ranks. The value dim stays whole too:
+a cut of it would repeat the scores on every rank, and leave the fused kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from autopar.rules.notation import Call, In, Rule, line
+from autopar.rules.random import kept
+from autopar.rules.registry import T, rule, sample
+
+
+def attention_with_dropout(
+    q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, *,
+    scale: float | None = None, enable_gqa: bool = False, cut: Any, seed: Any, site: int, shape: Any, shards: Any,
+) -> torch.Tensor:  # fmt: skip
+    """Attention step by step, with dropout of its probabilities that does not depend on the mesh."""
+    # q [.. h q d], k [.. g k d], v [.. g k e] -> [.. h q e]
+    if enable_gqa:
+        repeats = q.shape[-3] // k.shape[-3]
+        k, v = k.repeat_interleave(repeats, -3), v.repeat_interleave(repeats, -3)
+    scores = torch.matmul(q * (1 / math.sqrt(q.shape[-1]) if scale is None else scale), k.transpose(-2, -1))
+    if is_causal:
+        before = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        scores = scores.masked_fill(~before, -math.inf)
+    if attn_mask is not None:
+        is_bool = attn_mask.dtype == torch.bool
+        scores = scores.masked_fill(~attn_mask, -math.inf) if is_bool else scores + attn_mask
+    weights = torch._safe_softmax(scores, -1)  # a row without any key gives zeros, as in the fused kernels
+    mask = kept(dropout_p, seed, site, (*shape[:-1], k.shape[-2]), (*shards[:-1], ()), q.device)
+    return torch.matmul(weights * mask, v) * (1 / (1 - dropout_p) if dropout_p < 1 else 0.0)
+
+
+def _term(shape: Sequence[int], names: Sequence[str]) -> str:
+    """Dims right-aligned to ``names``; a dim of size 1 is a broadcast."""
+    return " ".join("1" if n == 1 else name for n, name in zip(shape, names[len(names) - len(shape) :], strict=True))
+
+
+_Q, _K = T((2, 4, 6, 8)), T((2, 4, 6, 8))
+_GQA = (T((2, 8, 4, 4)), T((2, 4, 4, 4)), T((2, 4, 4, 4)))
+
+
+@rule(
+    "aten.scaled_dot_product_attention.default",
+    samples=[
+        sample(_Q, _K, _K),
+        sample(_Q, _K, _K, None, 0.0, True),
+        sample(*_GQA, None, 0.0, True, enable_gqa=True),
+        sample(*_GQA, T((4, 4), "bool", grad=False), enable_gqa=True, scale=0.3),
+        sample(*_GQA, T((2, 1, 4, 4), grad=False), enable_gqa=True),
+        sample(*_GQA, T((1, 8, 4, 4)), enable_gqa=True),
+        sample(T((2, 4, 4, 8)), T((2, 4, 6, 8)), T((2, 4, 6, 4)), T((2, 4, 4, 6))),
+        sample(T((2, 4, 4, 8)), T((2, 4, 6, 8)), T((2, 4, 6, 8)), T((2, 1, 1, 6), "bool", grad=False)),
+        sample(T((4, 4, 8)), T((4, 6, 8)), T((4, 6, 8))),
+        sample(T((2, 8, 4, 4)), T((2, 1, 4, 4)), T((2, 1, 4, 4)), enable_gqa=True),
+        sample(_Q, _K, _K, None, 0.25, True),
+        sample(*_GQA, T((4, 4), grad=False), 0.5, enable_gqa=True),
+    ],
+)
+def attention(call: Call) -> Rule:
+    causal = bool(call.arg(5, "is_causal", False))
+    dropout_p = call.arg(4, "dropout_p", 0.0)
+    mask = call.arg(3, "attn_mask")
+    q, k = call.ins[0].shape, call.ins[1].shape
+    batch = ["b", "s", "t"][: len(q) - 3] if len(q) > 3 else []
+    sizes: dict[str, int] = {}
+    heads = ["h"] if len(q) > 2 else []
+    kv_heads = heads
+    if heads and q[-3] != k[-3] and k[-3] > 1:
+        heads, kv_heads = ["(g r)"], ["g"]
+        sizes = {"g": k[-3], "r": q[-3] // k[-3]}
+    lead, kv_lead = [*batch, *heads], [*batch, *kv_heads]
+    n_mask = 1 if isinstance(mask, In) else 0
+    terms = [
+        _term(q[:-2], lead) + " q d",
+        _term(k[:-2], kv_lead) + " k d",
+        _term(call.ins[2].shape[:-2], kv_lead) + " k e",
+    ]
+    if n_mask:
+        terms.append(_term(call.ins[3].shape, [*lead, "q", "k"]))
+    d, e = q[-1], call.ins[2].shape[-1]
+    return line(
+        ", ".join(terms) + " -> " + _term(call.out.shape[:-2], lead) + " q e",
+        call,
+        sizes=sizes,
+        whole="k d e" + (" q" if causal else ""),
+        linear=[{2}],
+        random=dropout_p > 0,
+        distributed=attention_with_dropout if dropout_p > 0 else None,
+        kind="attention",
+        flops=(2 / d + 2 / e) * (0.5 if causal else 1.0),
+        saves=tuple(range(3 + n_mask)),
+        saves_out=True,
+    )

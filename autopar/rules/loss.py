@@ -1,0 +1,213 @@
+"""Losses. A mean is a mean over the whole batch: local terms divided by the global count, pending as a sum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import spmd_types as spmd
+import torch
+
+from autopar.rules.across import axes_except, axes_of, greatest, n_pieces, pending, piece, total
+from autopar.rules.local import resolve
+from autopar.rules.notation import Call, Comm, In, Rule, line
+from autopar.rules.registry import T, prove_with, rule, sample
+
+NONE, MEAN, SUM = 0, 1, 2
+
+
+def _finish(loss: torch.Tensor, count: torch.Tensor | None, reduction: int, cut: Any) -> torch.Tensor:
+    """Reduce the losses of the local rows; ``count`` is this rank's part of what a mean divides by (None: its rows)."""
+    if reduction == NONE:
+        return loss
+    rows = axes_except(cut, "v")
+    if reduction == MEAN:
+        n = loss.numel() * n_pieces(rows) if count is None else total(count, rows, spmd.R)
+        return pending(loss.sum() / n, rows)
+    return pending(loss.sum(), rows)
+
+
+def cross_entropy_across(
+    x: Any, target: Any, weight: Any = None, reduction: int = MEAN, ignore_index: int = -100,
+    label_smoothing: float = 0.0, *, cut: Any,
+) -> torch.Tensor:  # fmt: skip
+    """``aten.cross_entropy_loss`` with rows cut, classes cut, or both."""
+    # x [n v], [b v ...] or [v]; target the same without v (class numbers), or like x (probabilities)
+    x = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    if target.is_floating_point():
+        loss = torch.nn.functional.cross_entropy(x, target, weight, reduction="none", label_smoothing=label_smoothing)
+        return _finish(loss, None, reduction, cut)
+    valid = target != ignore_index
+    count = valid.sum() if weight is None else (weight[target.clamp(min=0)] * valid).sum()
+    if not cut.get("v"):
+        loss = torch.nn.functional.cross_entropy(
+            x, target, weight, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
+        )
+    else:
+        loss = _vocabulary_cross_entropy(x, target, label_smoothing, axes_of(cut, "v")).masked_fill(~valid, 0)
+    return _finish(loss, count, reduction, cut)
+
+
+def _vocabulary_cross_entropy(
+    x: torch.Tensor, target: torch.Tensor, smoothing: float, axes: Sequence[str]
+) -> torch.Tensor:
+    """Loss per row, whole on every rank: two collectives of a few numbers a row, none in the backward."""
+    dim = 0 if x.dim() == 1 else 1
+    n_local = x.shape[dim]
+    z = x - greatest(x.amax(dim, keepdim=True), axes)
+    parts = [torch.exp(z).sum(dim), _picked(z, target, dim, axes)]
+    if smoothing:
+        parts.append(z.sum(dim))
+    sums = total(torch.stack(parts), axes, spmd.I).unbind(0)
+    log_sum = torch.log(sums[0])
+    loss = log_sum - sums[1]
+    if not smoothing:
+        return loss
+    return loss * (1 - smoothing) + (log_sum - sums[2] / (n_local * n_pieces(axes))) * smoothing
+
+
+def _picked(x: torch.Tensor, target: torch.Tensor, dim: int, axes: Sequence[str]) -> torch.Tensor:
+    """``x`` at the target class where this rank holds it, else 0."""
+    local = target - piece(axes, x.device) * x.shape[dim]
+    inside = (local >= 0) & (local < x.shape[dim])
+    return torch.gather(x, dim, (local * inside).unsqueeze(dim)).squeeze(dim).masked_fill(~inside, 0)
+
+
+def nll_across(
+    x: Any, target: Any, weight: Any = None, reduction: int = MEAN, ignore_index: int = -100, *, cut: Any
+) -> torch.Tensor:
+    """``aten.nll_loss_nd`` with rows cut, classes cut, or both."""
+    valid = target != ignore_index
+    dim = 0 if x.dim() == 1 else 1
+    if not cut.get("v"):
+        loss = torch.nn.functional.nll_loss(x, target, weight, ignore_index=ignore_index, reduction="none")
+    else:
+        axes = axes_of(cut, "v")
+        loss = -total(_picked(x, target, dim, axes), axes, spmd.I).masked_fill(~valid, 0)
+    count = valid.sum() if weight is None else (weight[target.clamp(min=0)] * valid).sum()
+    return _finish(loss, count, reduction, cut)
+
+
+def _class_loss(call: Call, distributed: Any, gathers: bool) -> Rule:
+    shape = call.ins[0].shape
+    reduction = call.arg(3, "reduction", MEAN)
+    weighted = isinstance(call.arg(2, "weight"), In)
+    probabilities = call.ins[1].is_float
+    rows = ["n", *"xyz"][: len(shape) - 1]
+    x = " ".join([*rows[:1], "v", *rows[1:]])
+    target = x if probabilities else " ".join(rows)
+    out = " ".join(rows) if reduction == NONE else ""
+    v_whole = weighted or probabilities
+    across = [*(rows if reduction == MEAN or probabilities else []), *([] if v_whole else ["v"])]
+    item = max(4, call.ins[0].item_bytes)
+    smoothed = bool(call.arg(5, "label_smoothing", 0.0)) if gathers else False
+    n_sums = 1 if not gathers else 3 if smoothed else 2
+    comm = [Comm(f, "all_reduce", (), item) for f in rows if reduction == MEAN]
+    if not v_whole:
+        comm += [Comm("v", "all_gather", tuple(rows), item)] if gathers else []
+        comm += [Comm("v", "all_reduce", tuple(rows), item)] * n_sums
+    return line(
+        f"{x}, {target}{', v' if weighted else ''} -> {out}",
+        call,
+        whole="v" if v_whole else "",
+        distributed_factors=" ".join(across),
+        distributed=distributed,
+        out_as={"v": ("I",)},
+        comm=tuple(comm),
+        kind="reduce",
+        saves=(0, 1) if not gathers else (1,),
+        flops=4.0 if gathers else 0.0,
+    )
+
+
+_IDS = T((8,), "int64", high=4)
+
+
+@rule(
+    "aten.cross_entropy_loss.default",
+    samples=[
+        sample(T((8, 4)), _IDS),
+        sample(T((8, 4)), _IDS, None, MEAN, 1),
+        sample(T((8, 4)), _IDS, None, SUM, 1, 0.1),
+        sample(T((8, 4)), _IDS, None, NONE, 1, 0.1),
+        sample(T((8, 4)), _IDS, None, MEAN, 2, 0.1),
+        sample(T((8, 4)), _IDS, T((4,), grad=False), MEAN, 1, 0.1),
+        sample(T((2, 4, 4)), T((2, 4), "int64", high=4), None, MEAN, 1),
+        sample(T((2, 4, 4)), T((2, 4), "int64", high=4), None, NONE),
+        sample(T((2, 4, 2, 2)), T((2, 2, 2), "int64", high=4), T((4,), grad=False)),
+        sample(T((4,)), T((), "int64", high=4)),
+        sample(T((8, 4)), T((8, 4), grad=False), None, MEAN, -100, 0.1),
+        sample(T((2, 4, 4)), T((2, 4, 4)), None, SUM),
+    ],
+)
+def cross_entropy(call: Call) -> Rule:
+    return _class_loss(call, cross_entropy_across, gathers=True)
+
+
+@rule(
+    "aten.nll_loss_nd.default",
+    "aten.nll_loss.default",
+    "aten.nll_loss2d.default",
+    samples=[
+        sample(T((8, 4)), _IDS, None, MEAN, 1),
+        sample(T((8, 4)), _IDS, T((4,), grad=False), SUM),
+        sample(T((8, 4)), _IDS, None, NONE, 2),
+        sample(T((2, 4, 2, 2)), T((2, 2, 2), "int64", high=4), None, MEAN, 3),
+    ],
+)
+def nll(call: Call) -> Rule:
+    return _class_loss(call, nll_across, gathers=False)
+
+
+prove_with("aten.nll_loss.default", sample(T((8, 4)), _IDS))
+prove_with("aten.nll_loss2d.default", sample(T((2, 4, 2, 2)), T((2, 2, 2), "int64", high=4)))
+
+# elementwise losses and the position of their argument ``reduction``
+_ELEMENTWISE = {
+    "aten.mse_loss.default": 2,
+    "aten.l1_loss.default": 2,
+    "aten.smooth_l1_loss.default": 2,
+    "aten.huber_loss.default": 2,
+    "aten.soft_margin_loss.default": 2,
+    "aten.kl_div.default": 2,
+    "aten.binary_cross_entropy.default": 3,
+    "aten.binary_cross_entropy_with_logits.default": 4,
+    "aten.poisson_nll_loss.default": 5,
+}
+
+
+@rule(*_ELEMENTWISE)
+def elementwise(call: Call) -> Rule:
+    position = _ELEMENTWISE[call.target]
+    reduction = call.arg(position, "reduction", MEAN)
+    op = resolve(call.target)
+    ins = ", ".join(["..."] * len(call.ins))
+    factors = " ".join(line(f"{ins} -> {'...' if reduction == NONE else ''}", call).sizes)
+
+    def mean_across(*args: Any, cut: Any, **kwargs: Any) -> torch.Tensor:
+        """Pieces have one size: the mean is the mean of the local means."""
+        axes = axes_except(cut)
+        return pending(op(*args, **kwargs) / n_pieces(axes), axes)
+
+    return line(
+        f"{ins} -> {'...' if reduction == NONE else ''}",
+        call,
+        distributed_factors=factors if reduction == MEAN else "",
+        distributed=mean_across if reduction == MEAN else None,
+        kind="pointwise" if reduction == NONE else "reduce",
+        saves=tuple(range(len(call.ins))),
+    )
+
+
+_PAIR = (T((4, 8)), T((4, 8)))
+for _target in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"):
+    prove_with(f"aten.{_target}.default", *(sample(*_PAIR, reduction) for reduction in (NONE, MEAN, SUM)))
+prove_with("aten.soft_margin_loss.default", sample(T((4, 8)), T((4, 8), grad=False)))
+prove_with("aten.kl_div.default", sample(*_PAIR, MEAN, log_target=True), sample(*_PAIR, SUM, log_target=True))
+prove_with(
+    "aten.binary_cross_entropy_with_logits.default",
+    sample(*_PAIR),
+    sample(*_PAIR, T((4, 8), grad=False), None, SUM),
+    sample(*_PAIR, None, T((8,), grad=False), MEAN),
+)
+prove_with("aten.poisson_nll_loss.default", sample(*_PAIR, True, False, 1e-8, MEAN))

@@ -1,0 +1,259 @@
+"""Normalizations and softmax. Cut along the normalized dims they need statistics across ranks.
+
+All pieces have the same size, so the mean over everything is the mean of the pieces' means, and the variance the mean
+of ``variance + (mean - global mean)^2``: no difference of large numbers is formed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import spmd_types as spmd
+import torch
+
+from autopar.rules.across import axes_of, greatest, n_pieces, total
+from autopar.rules.notation import Call, Comm, In, Rule, line
+from autopar.rules.registry import T, prove_with, rule, sample
+
+_LEAD = ("b", "s", "t", "u", "w")
+
+
+def _half(dtype: torch.dtype) -> bool:
+    return dtype in (torch.float16, torch.bfloat16)
+
+
+def _moments(x: torch.Tensor, dims: Sequence[int], axes: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and biased variance over ``dims`` and ``axes``, with the dims kept."""
+    n = n_pieces(axes)
+    local_var, local_mean = torch.var_mean(x, list(dims), correction=0, keepdim=True)
+    mean = total(local_mean, axes, spmd.R) / n
+    return mean, total(local_var + (local_mean - mean).square(), axes, spmd.R) / n
+
+
+def layer_norm_across(
+    x: Any, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any, cut: Any
+) -> torch.Tensor:
+    """``aten.layer_norm`` with normalized dims cut."""
+    # x [... n], weight [n], bias [n] -> [... n]; local n
+    dims = range(-len(shape), 0)
+    z = x.float() if _half(x.dtype) else x
+    mean, var = _moments(z, dims, axes_of(cut, "n0", "n1", "n2"))
+    y = (z - mean) * torch.rsqrt(var + eps)
+    y = y if weight is None else y * weight
+    y = y if bias is None else y + bias
+    return y.to(x.dtype)
+
+
+def rms_norm_across(x: Any, shape: Any, weight: Any = None, eps: float | None = None, *, cut: Any) -> torch.Tensor:
+    """``aten.rms_norm`` with normalized dims cut."""
+    # x [... n], weight [n] -> [... n]; local n
+    axes = axes_of(cut, "n0", "n1", "n2")
+    z = x.float() if _half(x.dtype) else x
+    mean = total(z.square().mean(list(range(-len(shape), 0)), keepdim=True), axes, spmd.R) / n_pieces(axes)
+    y = z * torch.rsqrt(mean + (torch.finfo(z.dtype).eps if eps is None else eps))
+    return (y if weight is None else y * weight).to(x.dtype)
+
+
+def _normalized(call: Call, distributed: Any, n_stats: int) -> Rule:
+    n_norm, n = len(call.args[1]), len(call.ins[0].shape)
+    norm = [f"n{i}" for i in range(n_norm)]
+    lead = _LEAD[: n - n_norm]
+    x = " ".join([*lead, *norm])
+    item = max(4, call.out.item_bytes)
+    return line(
+        ", ".join([x, *[" ".join(norm)] * (len(call.ins) - 1)]) + " -> " + x,
+        call,
+        distributed_factors=" ".join(norm),
+        distributed=distributed,
+        comm=tuple(
+            Comm(f, "all_reduce", lead, item, backward) for f in norm for backward in (False, True)
+            for _ in range(n_stats)
+        ),
+        kind="reduce",
+        saves=(0, 1) if len(call.ins) > 1 else (0,),
+    )  # fmt: skip
+
+
+@rule(
+    "aten.layer_norm.default",
+    samples=[
+        sample(T((4, 2, 8)), [8], T((8,)), T((8,))),
+        sample(T((4, 8)), [8]),
+        sample(T((4, 8)), [8], T((8,)), None, 1e-3),
+        sample(T((4, 2, 4)), [2, 4], T((2, 4)), T((2, 4))),
+    ],
+)
+def layer_norm(call: Call) -> Rule:
+    return _normalized(call, layer_norm_across, 2)
+
+
+@rule(
+    "aten.rms_norm.default",
+    samples=[
+        sample(T((4, 2, 8)), [8], T((8,)), 1e-6),
+        sample(T((4, 8)), [8]),
+        sample(T((4, 2, 4)), [2, 4], T((2, 4))),
+    ],
+)
+def rms_norm(call: Call) -> Rule:
+    return _normalized(call, rms_norm_across, 1)
+
+
+@rule(
+    "aten.group_norm.default",
+    samples=[
+        sample(T((2, 8, 3, 3)), 4, T((8,)), T((8,))),
+        sample(T((2, 8, 6)), 8, T((8,)), T((8,))),
+        sample(T((4, 8)), 2),
+        sample(T((4, 8, 2)), 1, T((8,)), T((8,))),
+    ],
+)
+def group_norm(call: Call) -> Rule:
+    groups = call.args[1]
+    space = list("xyz"[: len(call.ins[0].shape) - 2])
+    x = " ".join(["b (g c)", *space])
+
+    def localize(call: Call, cuts: Mapping[str, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return call.replaced(1, "num_groups", groups // cuts.get("g", 1))
+
+    return line(
+        ", ".join([x, *["(g c)"] * (len(call.ins) - 1)]) + " -> " + x,
+        call,
+        sizes={"g": groups},
+        whole=" ".join(["c", *space]),
+        localize=localize,
+        kind="reduce",
+        saves=(0, 1) if len(call.ins) > 1 else (0,),
+    )
+
+
+def batch_norm_across(
+    x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, momentum: float, eps: float,
+    cudnn_enabled: bool = True, *, cut: Any,
+) -> torch.Tensor:  # fmt: skip
+    """``aten.batch_norm`` in training with the batch or space cut: statistics of the whole batch on every rank."""
+    # x [b c ...], others [c] -> [b c ...]
+    axes = tuple(axis for factor, names in cut.items() if factor != "c" for axis in names)
+    dims = [0, *range(2, x.dim())]
+    z = x.float() if _half(x.dtype) else x
+    mean, var = _moments(z, dims, axes)
+    if running_mean is not None:
+        n = x.numel() // x.shape[1] * n_pieces(axes)
+        with torch.no_grad():
+            for running, new in ((running_mean, mean), (running_var, var * (n / (n - 1)))):
+                running.mul_(1 - momentum).add_(new.detach().reshape(-1).to(running.dtype) * momentum)
+    scale = torch.rsqrt(var + eps)
+    per_channel = [1, -1, *[1] * (x.dim() - 2)]
+    scale = scale if weight is None else scale * weight.reshape(per_channel)
+    y = (z - mean) * scale
+    return (y if bias is None else y + bias.reshape(per_channel)).to(x.dtype)
+
+
+_STATS = (T((4,), grad=False), T((4,), grad=False))
+
+
+@rule(
+    "aten.batch_norm.default",
+    samples=[
+        sample(T((8, 4, 3, 3)), T((4,)), T((4,)), *_STATS, True, 0.1, 1e-5, True),
+        sample(T((8, 4)), T((4,)), T((4,)), *_STATS, True, 0.3, 1e-5, True),
+        sample(T((4, 4, 6)), None, None, *_STATS, True, 0.1, 1e-3, True),
+        sample(T((4, 4, 6)), T((4,)), T((4,)), None, None, True, 0.1, 1e-5, True),
+    ],
+)
+def batch_norm(call: Call) -> Rule:
+    training = bool(call.args[5])
+    space = list("xyz"[: len(call.ins[0].shape) - 2])
+    x = " ".join(["b c", *space])
+    item = max(4, call.out.item_bytes)
+    across = ["b", *space] if training else []
+    weight_at = (call.args[1].position,) if isinstance(call.args[1], In) else ()
+    return line(
+        ", ".join([x, *["c"] * (len(call.ins) - 1)]) + " -> " + x,
+        call,
+        distributed_factors=" ".join(across),
+        distributed=batch_norm_across if training else None,
+        comm=tuple(
+            Comm(f, "all_reduce", ("c",), item, backward) for f in across for backward in (False, True)
+            for _ in range(2)
+        ),
+        kind="reduce" if training else "pointwise",
+        saves=(0, *weight_at),
+    )  # fmt: skip
+
+
+@rule(
+    "aten.instance_norm.default",
+    samples=[
+        sample(T((4, 4, 3, 3)), T((4,)), T((4,)), None, None, True, 0.1, 1e-5, True),
+        sample(T((4, 4, 6)), None, None, None, None, True, 0.1, 1e-5, True),
+    ],
+)
+def instance_norm(call: Call) -> Rule:
+    space = list("xyz"[: len(call.ins[0].shape) - 2])
+    x = " ".join(["b c", *space])
+    updates = any(isinstance(a, In) for a in call.args[3:5]) and bool(call.args[5])
+    return line(
+        ", ".join([x, *["c"] * (len(call.ins) - 1)]) + " -> " + x,
+        call,
+        whole=" ".join([*space, *(["b"] if updates else [])]),
+        kind="reduce",
+        saves=(0, 1) if isinstance(call.args[1], In) else (0,),
+    )
+
+
+def softmax_across(x: Any, dim: int, dtype: Any = None, *, cut: Any) -> torch.Tensor:
+    """``aten.softmax`` with its dim cut."""
+    axes = axes_of(cut, "n")
+    z = x.to(dtype) if isinstance(dtype, torch.dtype) else x.float() if _half(x.dtype) else x
+    e = torch.exp(z - greatest(z.amax(dim, keepdim=True), axes))
+    y = e / total(e.sum(dim, keepdim=True), axes, spmd.R)
+    return y if isinstance(dtype, torch.dtype) else y.to(x.dtype)
+
+
+def log_softmax_across(x: Any, dim: int, dtype: Any = None, *, cut: Any) -> torch.Tensor:
+    """``aten.log_softmax`` with its dim cut."""
+    axes = axes_of(cut, "n")
+    z = x.to(dtype) if isinstance(dtype, torch.dtype) else x.float() if _half(x.dtype) else x
+    z = z - greatest(z.amax(dim, keepdim=True), axes)
+    y = z - torch.log(total(torch.exp(z).sum(dim, keepdim=True), axes, spmd.R))
+    return y if isinstance(dtype, torch.dtype) else y.to(x.dtype)
+
+
+@rule(
+    "aten.softmax.int",
+    "aten.log_softmax.int",
+    "aten._softmax.default",
+    "aten._log_softmax.default",
+    samples=[sample(T((4, 2, 8)), -1), sample(T((4, 8)), 0), sample(T((8,)), 0), sample(T((1, 8)), 1)],
+)
+def softmax(call: Call) -> Rule:
+    n = len(call.ins[0].shape)
+    dim = call.args[1] % n
+    names = [*_LEAD[:dim], "n", *_LEAD[dim : n - 1]]
+    x = " ".join(names)
+    rest = tuple(f for f in names if f != "n")
+    item = max(4, call.out.item_bytes)
+    return line(
+        f"{x} -> {x}",
+        call,
+        distributed_factors="n",
+        distributed=log_softmax_across if "log" in call.target else softmax_across,
+        comm=(
+            Comm("n", "all_gather", rest, item),
+            Comm("n", "all_reduce", rest, item),
+            Comm("n", "all_reduce", rest, item, backward=True),
+        ),
+        kind="reduce",
+        saves_out=True,
+    )
+
+
+prove_with("aten.log_softmax.int", sample(T((4, 2, 8)), -1), sample(T((8, 4)), 0))
+prove_with("aten._softmax.default", sample(T((4, 8)), -1, False))
+prove_with("aten._log_softmax.default", sample(T((4, 8)), -1, False))
+prove_with(
+    "aten.batch_norm.default",
+    sample(T((4, 4, 6)), T((4,)), T((4,)), T((4,), grad=False), T((4,), grad=False), False, 0.1, 1e4, True),
+)
