@@ -23,7 +23,7 @@ A factor may be cut if in every dim in which it stands it is the major one, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -269,12 +269,12 @@ def line(
     *,
     sizes: Mapping[str, int] | None = None,
     whole: str = "",
-    linear: Sequence[Sequence[int]] = (),
-    additive: Sequence[int] = (),
+    linear: Iterable[Iterable[int]] = (),
+    additive: Iterable[int] = (),
     distributed_factors: str = "",
     **rest: Any,
 ) -> Rule:
-    """A :class:`Rule` from one line of notation and a call; ``whole`` and ``distributed_factors`` are space-separated."""
+    """A :class:`Rule` from one line of notation and a call; ``whole`` and ``distributed_factors`` hold names."""
     known, inputs, outputs = bind(
         text, [s.shape for s in call.ins], [o.shape for o in call.outs if o is not None], sizes
     )

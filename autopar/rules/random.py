@@ -41,7 +41,7 @@ def _splitmix(z: torch.Tensor) -> torch.Tensor:
 
 
 def bits(seed: torch.Tensor, site: int, shape: Sequence[int], shards: Shards, device: torch.device) -> torch.Tensor:
-    """Uniform int32 for this rank's piece of a tensor of global ``shape``; ``shards`` has the axes that cut each dim."""
+    """Uniform int32 for this rank's piece of a tensor of global ``shape``; ``shards`` has the axes cutting each dim."""
     # -> [*local shape]
     if not shape:
         return bits(seed, site, (1,), ((),), device).reshape(())
