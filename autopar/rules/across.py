@@ -11,6 +11,9 @@ from typing import Any
 
 import spmd_types as spmd
 import torch
+import torch.distributed._functional_collectives as funcol
+from spmd_types import rules
+from spmd_types._mesh import _pg_for_axis  # the process group of an axis of the ambient mesh; no public name for it
 
 Axes = Sequence[str]
 
@@ -56,11 +59,28 @@ def total(x: torch.Tensor, axes: Axes, dst: Any) -> torch.Tensor:
     return x
 
 
+class _Greatest(torch.autograd.Function):
+    """All-reduce with max, of a constant; spmd-types itself only sums."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: str) -> torch.Tensor:
+        y = funcol.all_reduce(x, "max", _pg_for_axis(axis))
+        return y.wait() if isinstance(y, funcol.AsyncCollectiveTensor) else y
+
+    @staticmethod
+    def spmd_typecheck(*, x: torch.Tensor, axis: str) -> Any:
+        return rules.all_reduce(rules.reinterpret(x, axis, src=spmd.V, dst=spmd.P), axis, src=spmd.P, dst=spmd.R)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise AssertionError("a maximum across ranks is a constant")
+
+
 def greatest(x: torch.Tensor, axes: Axes) -> torch.Tensor:
     """The elementwise maximum of the pieces on every rank, as a constant."""
-    x = x.detach()
+    x = x.detach().contiguous()
     for axis in axes:
-        x = spmd.all_gather(x.contiguous(), axis, src=spmd.V, dst=spmd.R).amax(0)
+        x = _Greatest.apply(x, axis)
     return x
 
 

@@ -51,7 +51,7 @@ def cross_entropy_across(
 def _vocabulary_cross_entropy(
     x: torch.Tensor, target: torch.Tensor, smoothing: float, axes: Sequence[str]
 ) -> torch.Tensor:
-    """Loss per row, whole on every rank: two collectives of a few numbers a row, none in the backward."""
+    """Loss per row, whole on every rank: two all-reduces of a few numbers a row, none in the backward."""
     dim = 0 if x.dim() == 1 else 1
     n_local = x.shape[dim]
     z = x - greatest(x.amax(dim, keepdim=True), axes)
@@ -104,7 +104,7 @@ def _class_loss(call: Call, distributed: Any, gathers: bool) -> Rule:
     n_sums = 1 if not gathers else 3 if smoothed else 2
     comm = [Comm(f, "all_reduce", (), item) for f in rows if reduction == MEAN]
     if not v_whole:
-        comm += [Comm("v", "all_gather", tuple(rows), item)] if gathers else []
+        comm += [Comm("v", "all_reduce", tuple(rows), item)] if gathers else []
         comm += [Comm("v", "all_reduce", tuple(rows), item)] * n_sums
     return line(
         f"{x}, {target}{', v' if weighted else ''} -> {out}",

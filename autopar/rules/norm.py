@@ -241,7 +241,7 @@ def softmax(call: Call) -> Rule:
         distributed_factors="n",
         distributed=log_softmax_across if "log" in call.target else softmax_across,
         comm=(
-            Comm("n", "all_gather", rest, item),
+            Comm("n", "all_reduce", rest, item),
             Comm("n", "all_reduce", rest, item),
             Comm("n", "all_reduce", rest, item, backward=True),
         ),

@@ -316,9 +316,7 @@ def axis_options(rule: Rule, in_grads: Sequence[bool], out_grads: Sequence[bool]
     for factor in rule.cuttable:
         outs = [_place(t, factor, "P") for t in rule.outputs]
         summed = "P" in outs
-        ins = [
-            _place(t, factor, "P" if summed and i in rule.additive else "R") for i, t in enumerate(rule.inputs)
-        ]
+        ins = [_place(t, factor, "P" if summed and i in rule.additive else "R") for i, t in enumerate(rule.inputs)]
         options.append(option(factor, rule.in_as.get(factor, ins), rule.out_as.get(factor, outs)))
     if any(out_grads):
         options.append(option("R", ["R"] * n_in, ["R"] * n_out))
