@@ -6,19 +6,26 @@ graph on one device, and that with the model itself in eager mode, so a differen
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from hardware_profiles import Cluster
 from torch.utils import _pytree as pytree
 
 from autopar.capture import Captured
+from autopar.errors import CaptureError
 from autopar.graph import Graph, Node, Ref, Spec
 from autopar.lower.emit import lower
 from autopar.lower.typecheck import typecheck
 from autopar.placements import Mesh
 from autopar.plan import ParamChoice, Plan
+from autopar.planner.draw import random_plan
+from autopar.planner.price import pricer
+from autopar.planner.search import plan_graph
+from autopar.rules.registry import rules_of
 from autopar.runtime.world import fake_world, run_step
 
 ADAMW = {"lr": 1e-2, "weight_decay": 0.01}
@@ -176,3 +183,83 @@ def _worst(mine: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tenso
         if not error <= worst:  # also true for NaN
             worst, of = error, name
     return worst, of
+
+
+def verify(
+    captured: Captured,
+    model: torch.nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    mesh: Mesh,
+    cluster: Cluster,
+    *,
+    plan: Plan | None = None,
+    random_plans: int = 0,
+    seed: int = 0,
+    float64: bool = True,
+    progress: Callable[[str], None] | None = None,
+) -> list[Difference]:
+    """Compare plans with one device, many ranks in this process.
+
+    The first row is the captured graph on one device against the model in eager mode (in the model's own precision);
+    then the optimal plan (or ``plan``), then ``random_plans`` random ones, against the graph on one device.
+
+    Args:
+        float64: compare in double precision, so that a row above 1e-9 is a defect and not rounding.
+        progress: called with the name of each row before it is computed.
+
+    Raises:
+        AutoparError: the model cannot be captured or planned; the process is already in a process group.
+    """
+    if captured.graph.loss is None:
+        raise CaptureError("the model returns no scalar loss, so there is no gradient to compare; give loss_fn")
+    say = progress or (lambda _: None)
+    priced = pricer(cluster, mesh)
+    weights, buffers = state_of(captured, model)
+    inputs = inputs_of(captured, args, kwargs)
+    rows = []
+    say("one device against eager")
+    single = one_device(captured.graph)
+    if not any(r is not None and r.random for r in rules_of(captured.graph)):
+        mine = train(captured, single, weights, buffers, inputs)
+        rows.append(compare("one device / eager", mine, train_eager(captured, model, args, kwargs)))
+    if float64:
+        captured = promoted(captured)
+        weights, buffers, inputs = doubled(weights), doubled(buffers), doubled(inputs)
+        single = one_device(captured.graph)
+    graph = captured.graph
+    reference = train(captured, single, weights, buffers, inputs)
+    if plan is None or float64:
+        decided = None if plan is None else plan
+        plan = plan_graph(graph, cluster, mesh) if decided is None else replace(decided, fingerprint=graph.fingerprint)
+    say("plan")
+    rows.append(compare("plan", train(captured, plan, weights, buffers, inputs), reference))
+    rules = rules_of(graph)
+    for i in range(random_plans):
+        say(f"random plan {seed + i}")
+        drawn = random_plan(graph, rules, priced, seed + i)
+        rows.append(compare(f"random {seed + i}", train(captured, drawn, weights, buffers, inputs), reference))
+    return rows
+
+
+def train_eager(
+    captured: Captured, model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], steps: int = 2
+) -> Trained:
+    """Two steps of AdamW of the model itself, on a copy."""
+    model = copy.deepcopy(model)
+    names = [node.target for _, node in captured.graph.of_kind("param")]
+    params = dict(model.named_parameters(remove_duplicate=False))
+    optimizer = torch.optim.AdamW([params[n] for n in names if params[n].requires_grad], **ADAMW)
+    losses, first = [], {}
+    for step in range(steps):
+        optimizer.zero_grad()
+        out = model(*args, **kwargs)
+        loss = pytree.tree_leaves(out)[captured.graph.loss or 0]
+        loss.backward()
+        losses.append(loss.detach())
+        if step == 0:
+            first = {n: params[n].grad.detach().clone() for n in names if params[n].grad is not None}
+        optimizer.step()
+    held = dict(model.named_buffers(remove_duplicate=False))
+    buffers = {n.target: held[n.target] for _, n in captured.graph.of_kind("buffer") if n.target in held}
+    return Trained(losses, first, {n: params[n].detach() for n in names}, buffers)

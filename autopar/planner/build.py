@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.graph import Graph, Node, Ref
-from autopar.placements import Placement, State
+from autopar.placements import Placement, State, step_collectives
 from autopar.plan import ParamChoice
 from autopar.planner import params as P
 from autopar.planner.fold import Fold
@@ -77,6 +77,8 @@ class Builder:
         allowed: what pins leave of an op's strategies; None allows all.
         allowed_params: the same for parameters, given the node and the choice.
         output_states: pinned placements by output position.
+        cut_contractions: a contraction or attention must be cut on every axis, where it can be. For clusters that state
+            no compute speed: there, computing everything everywhere would be free (Alpa does the same).
         keep_memory: keep strategies that are slower and smaller; needed when a memory limit binds.
     """
 
@@ -90,6 +92,7 @@ class Builder:
     allowed_params: Callable[[Node, ParamChoice], bool] | None = None
     output_states: Mapping[int, State] = field(default_factory=dict)
     keep_memory: bool = False
+    cut_contractions: bool = False
 
     def build(self) -> tuple[Problem, Decoder]:
         """The problem, and what reads its solution."""
@@ -197,6 +200,9 @@ class Builder:
             tuple(dict.fromkeys((*g, *(p for p in s if p in whole)))) for g, s in zip(goals, sources, strict=True)
         )
         states, edges = state_graph(spec.shape, mesh, sources, goals)
+        if self.graph.nodes[group.ref.node].kind == "param" and len(readers) == 1:
+            # gathering a parameter is the business of its stored placement and lifetime, not of a reshard
+            edges = tuple((a, b) for a, b in edges if _is_free(a, b))
         number = {s: k for k, s in enumerate(states)}
         for s in (*made, *(s for _, all_ in readers for s in all_)):
             if s not in number:
@@ -256,6 +262,8 @@ class Builder:
             own = cache[key]
             if self.allowed is not None:
                 own = [s for s in own if self.allowed(node, s)]
+            if self.cut_contractions and rule.kind in ("matmul", "conv", "attention"):
+                own = _most_cut(own, rule)
             seconds = [counts[i] * sum(self.pricer.op(graph, node, rule, s)) for s in own]
             n_bytes = [counts[i] * self._saved(node, rule, s) for s in own]
             leader = self._leader(i, node, rule, groups, counts, chain_of)
@@ -332,6 +340,18 @@ class Builder:
 
     def _savers(self, ref: Ref) -> int:
         return max(1, sum(self._keeps(c, p) for c, p in self.graph.consumers.get(ref, ())))
+
+
+def _most_cut(own: list[Strategy], rule: Rule) -> list[Strategy]:
+    """The strategies that cut a factor on as many axes as any does."""
+    cuts = [sum(name in rule.sizes for name in s.names) for s in own]
+    return [s for s, n in zip(own, cuts, strict=True) if n == max(cuts)]
+
+
+def _is_free(src: State, dst: State) -> bool:
+    """Whether a step makes no collective, forward or backward."""
+    a, b = next((a, b) for a, b in zip(src, dst, strict=True) if a != b)
+    return step_collectives(a, b) == (None, None)
 
 
 def _position(node: Node, out: int) -> int:

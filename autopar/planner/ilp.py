@@ -6,6 +6,7 @@ same answer. See :mod:`autopar.planner.problem` for the mathematics; the names h
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 
 import pulp
@@ -14,11 +15,14 @@ from autopar.errors import InfeasibleError
 from autopar.planner.problem import Choice, Problem
 
 
-def solve(problem: Problem, *, time_limit_seconds: float = 120.0, solver: str = "auto") -> Choice:
+def solve(
+    problem: Problem, *, time_limit_seconds: float = 120.0, solver: str = "auto", gap: float = 0.0
+) -> Choice:
     """The cheapest strategies.
 
     Args:
         time_limit_seconds: after it, the best solution so far is returned with its gap.
+        gap: relative distance from the proven bound at which the solver may stop; 0 asks for the optimum.
         solver: ``highs``, ``cbc`` or ``auto`` (HiGHS if highspy is installed).
 
     Raises:
@@ -27,9 +31,9 @@ def solve(problem: Problem, *, time_limit_seconds: float = 120.0, solver: str = 
     model, x, scale = _build(problem)
     name = _pick(solver)
     if name == "highs":
-        backend = pulp.HiGHS(msg=False, timeLimit=time_limit_seconds, gapRel=0.0, threads=1, random_seed=0)
+        backend = pulp.HiGHS(msg=False, timeLimit=time_limit_seconds, gapRel=gap, threads=1, random_seed=0)
     else:
-        backend = pulp.PULP_CBC_CMD(msg=False, timeLimit=time_limit_seconds, gapRel=0.0, threads=1)
+        backend = _cbc()(msg=False, timeLimit=time_limit_seconds, gapRel=gap, threads=1)
     model.solve(backend)
     status = pulp.LpStatus[model.status]
     values = [[v.varValue for v in row] for row in x]
@@ -54,6 +58,14 @@ def _pick(solver: str) -> str:
     return "highs" if pulp.HiGHS(msg=False).available() else "cbc"
 
 
+def _cbc() -> type:
+    """CBC as its own program (``pulp[cbc]``) if it is installed, else the one that PuLP 3 brings along."""
+    if pulp.COIN_CMD(msg=False).available():
+        return pulp.COIN_CMD
+    warnings.filterwarnings("ignore", message="PULP_CBC_CMD is deprecated")
+    return pulp.PULP_CBC_CMD
+
+
 def _build(problem: Problem) -> tuple[pulp.LpProblem, list[list[pulp.LpVariable]], float]:
     model = pulp.LpProblem("autopar", pulp.LpMinimize)
     # seconds are scaled so that costs are near one: solvers have absolute tolerances
@@ -62,7 +74,7 @@ def _build(problem: Problem) -> tuple[pulp.LpProblem, list[list[pulp.LpVariable]
     cost: list[tuple[pulp.LpVariable, float]] = []
     x: list[list[pulp.LpVariable]] = []
     for i, item in enumerate(problem.items):
-        row = [pulp.LpVariable(f"x{i}_{s}", 0, 1, pulp.LpInteger) for s in range(len(item.seconds))]
+        row = [model.add_variable(f"x{i}_{s}", 0, 1, cat=pulp.LpInteger) for s in range(len(item.seconds))]
         x.append(row)
         cost.extend((v, c * scale) for v, c in zip(row, item.seconds, strict=True) if c)
         model.addConstraint(
@@ -72,7 +84,7 @@ def _build(problem: Problem) -> tuple[pulp.LpProblem, list[list[pulp.LpVariable]
         shared = len(tensor.consumers) > 1
         y: list[pulp.LpVariable] = []
         for c, (consumer, wanted) in enumerate(tensor.consumers):
-            flow = [pulp.LpVariable(f"f{t}_{c}_{a}", 0) for a in range(len(tensor.steps))]
+            flow = [model.add_variable(f"f{t}_{c}_{a}", 0) for a in range(len(tensor.steps))]
             if not shared:
                 cost.extend((v, step[2] * scale) for v, step in zip(flow, tensor.steps, strict=True) if step[2])
             balance: dict[int, list[tuple[pulp.LpVariable, float]]] = defaultdict(list)
@@ -89,7 +101,7 @@ def _build(problem: Problem) -> tuple[pulp.LpProblem, list[list[pulp.LpVariable]
                 )
             if shared:
                 if not y:
-                    y = [pulp.LpVariable(f"y{t}_{a}", 0) for a in range(len(tensor.steps))]
+                    y = [model.add_variable(f"y{t}_{a}", 0) for a in range(len(tensor.steps))]
                     cost.extend((v, step[2] * scale) for v, step in zip(y, tensor.steps, strict=True) if step[2])
                 for a, (v, f) in enumerate(zip(y, flow, strict=True)):
                     if tensor.steps[a][2]:

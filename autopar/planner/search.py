@@ -95,7 +95,7 @@ def plan_graph(
     def builder(keep_memory: bool) -> Builder:
         return Builder(
             graph, rules, folding, priced, options.optimizer, options.microbatches, pins.op if pins.ops else None,
-            pins.param if pins.params else None, dict(options.outputs or {}), keep_memory,
+            pins.param if pins.params else None, dict(options.outputs or {}), keep_memory, bool(cluster.abstract),
         )  # fmt: skip
 
     def finish(problem: Problem, decoder: Decoder) -> Plan:

@@ -1,0 +1,262 @@
+"""The certificate of a plan: what it claims, recomputed without the solver and without the pricer.
+
+The plan is lowered, and the emitted program is run once on fake tensors (shapes only), forward and backward. A
+dispatch mode counts every collective that is really issued, with its group and its bytes; operators are priced from
+the local shapes that really occur. From that follow the seconds; from the shapes of parameters the stored bytes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import spmd_types as spmd
+import torch
+import torch.fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from autopar.graph import Graph
+from autopar.lower.emit import Program, lower, used_shape
+from autopar.placements import local_shape, step_collectives
+from autopar.plan import Plan
+from autopar.rules.notation import Rule
+from autopar.rules.registry import rules_of
+from cost_models import AxisCost, mesh_axes, op_seconds, optimizer_state_bytes
+from hardware_profiles import Cluster
+
+COLLECTIVES = {
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "allreduce_": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "_allgather_base_": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "alltoall_base_": "all_to_all",
+}
+
+
+@dataclass
+class Report:
+    """What a check found.
+
+    Attributes:
+        compute_seconds, activation_seconds, parameter_seconds: recounted from the program.
+        parameter_bytes, gradient_bytes, optimizer_bytes: recounted from the stored shapes.
+        collectives: how often each ``(axis, kind)`` is made by the forward and backward, parameters included.
+        failures: claims of the plan that do not hold; empty for a certified plan.
+    """
+
+    compute_seconds: float = 0.0
+    activation_seconds: float = 0.0
+    parameter_seconds: float = 0.0
+    parameter_bytes: int = 0
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
+    collectives: Counter[tuple[str, str]] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        return self.compute_seconds + self.activation_seconds + self.parameter_seconds
+
+    @property
+    def ok(self) -> bool:
+        return not self.failures
+
+
+class _Count(TorchDispatchMode):
+    """Notes every collective that reaches the dispatcher as ``(group name, kind, bytes)``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name.split("::")
+        if "c10d" in name[0] and name[1] in COLLECTIVES:
+            kind = COLLECTIVES[name[1]]
+            tensors = [t for t in tree_leaves((args, out)) if isinstance(t, torch.Tensor)]
+            n_bytes = max(t.numel() * t.element_size() for t in tensors)
+            group = next((a for a in tree_leaves((args, kwargs)) if isinstance(a, str) and a in _groups()), "")
+            if not group:
+                holder = next((a for a in tree_leaves((args, kwargs)) if isinstance(a, torch.ScriptObject)), None)
+                group = torch.distributed.ProcessGroup.unbox(holder).group_name if holder is not None else ""
+            self.seen.append((group, kind, n_bytes))
+        return out
+
+
+def _groups() -> Mapping[str, Any]:
+    from torch.distributed import distributed_c10d
+
+    return {distributed_c10d._world.pg_names[pg]: pg for pg in distributed_c10d._world.pg_names}
+
+
+def check(plan: Plan, graph: Graph, cluster: Cluster, *, tolerance: float = 0.01) -> Report:
+    """Certify a plan. The process must not be in a process group: a fake one is made.
+
+    Args:
+        tolerance: how far the plan's seconds may be from the recounted ones, as a share.
+    """
+    from autopar.runtime.world import fake_world
+
+    program = lower(graph, plan)
+    report = Report()
+    axes = mesh_axes(cluster, dict(plan.mesh))
+    device = min(
+        (cluster.device(i) for i in range(plan.n_devices)),
+        key=lambda d: (max(d.peak_flops.values()), d.memory_bytes_per_second),
+    )
+    with fake_world(plan.mesh) as mesh:
+        names = {mesh.get_group(name).group_name: name for name, _ in plan.mesh}
+        _recount(program, plan, graph, device, axes, names, report)
+    _stored(plan, graph, report)
+    _parameters(plan, graph, axes, 0.0 if cluster.abstract else 25 * 2**20, report)
+    _claims(plan, report, tolerance)
+    return report
+
+
+def _recount(
+    program: Program,
+    plan: Plan,
+    graph: Graph,
+    device: Any,
+    axes: Mapping[str, AxisCost],
+    names: Mapping[str, str],
+    report: Report,
+) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True), spmd.no_typecheck():
+        values = []
+        for slot in program.slots:
+            dtype = getattr(torch, slot.dtype)
+            value = torch.empty(used_shape(slot, program.mesh), dtype=dtype)
+            grad = slot.kind == "param" and graph.nodes[graph.index[slot.name]].needs_grad
+            values.append(value.requires_grad_(grad))
+        counter = _Count()
+        flops = FlopCounterMode(display=False)
+        pricer = _Priced(program, graph, device, flops)
+        with counter, flops:
+            flat = pricer.run(*values)
+            if graph.loss is not None and flat[graph.loss].requires_grad:
+                flat[graph.loss].backward()
+    report.compute_seconds = pricer.seconds
+    for group, kind, n_bytes in counter.seen:
+        axis = names[group]
+        report.collectives[axis, kind] += 1
+        report.activation_seconds += axes[axis].seconds(kind, n_bytes)
+
+
+class _Priced(torch.fx.Interpreter):
+    """Runs a program and prices every operator from the shapes that it really gets, flops counted by torch."""
+
+    def __init__(self, program: Program, graph: Graph, device: Any, flops: FlopCounterMode) -> None:
+        super().__init__(program.module)
+        self.source, self.device, self.flops, self.seconds = graph, device, flops, 0.0
+        self.mesh = program.mesh
+        self.kinds = {
+            node.name: rule for node, rule in zip(graph.nodes, rules_of(graph), strict=True) if rule is not None
+        }
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        meta = n.meta.get("autopar") or {}
+        before = self.flops.get_total_flops()
+        result = super().run_node(n)
+        if n.op == "call_function" and "node" in meta:
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            ins = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+            outs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+            flops = self.flops.get_total_flops() - before
+            self.seconds += self._op(self.kinds[meta["node"]], n, ins, outs, flops)
+        elif n.op == "call_function" and "step" in meta:
+            self.seconds += self._copy(meta, result)
+        return result
+
+    def _op(self, rule: Rule, n: torch.fx.Node, ins: list[Any], outs: list[Any], flops: float) -> float:
+        if rule.kind == "none":
+            return 0.0
+        if rule.random:
+            ins = ins[:-1]  # the seed
+        n_bytes = sum(t.numel() * t.element_size() for t in (*ins, *outs))
+        gemm = None
+        if rule.kind in ("matmul", "conv") and flops:
+            # 2mnk flops, m n outputs, and the second operand's elements give the three sizes
+            mn = outs[0].numel()
+            k = max(1, round(flops / (2 * mn)))
+            groups = max(1, round(ins[1].numel() / max(1, k)))
+            gemm = (max(1, mn // groups), groups, k)
+        if rule.kind == "attention" and "True" in str(n.args[5:6]) + str(n.kwargs.get("is_causal")):
+            flops /= 2
+        if rule.kind not in ("matmul", "conv", "attention"):
+            flops = 0.0
+        dtype = str(outs[0].dtype).removeprefix("torch.")
+        forward = op_seconds(self.device, rule.kind, flops, n_bytes, dtype, gemm)
+        if not any(t.requires_grad for t in outs):
+            return forward
+        if rule.kind in ("matmul", "conv"):
+            return forward * (1 + sum(t.requires_grad for i, t in enumerate(ins) if i not in rule.additive))
+        return forward * (3.5 if rule.kind == "attention" else 2)
+
+    def _copy(self, meta: dict[str, Any], result: torch.Tensor) -> float:
+        src, dst = meta["step"]
+        a, b = next((a, b) for a, b in zip(src, dst, strict=True) if a != b)
+        forward, backward = step_collectives(a, b)
+        if forward is not None or {a, b} == {"I", "R"}:
+            return 0.0
+        spec = self.source.spec(meta["ref"])
+        n_bytes = sum(prod(local_shape(spec.shape, s, self.mesh)) * spec.item_bytes for s in (src, dst))
+        seconds = op_seconds(self.device, "copy", 0.0, n_bytes, spec.dtype)
+        return seconds * (2 if result.requires_grad and backward is None else 1)
+
+
+def _stored(plan: Plan, graph: Graph, report: Report) -> None:
+    for _, node in graph.of_kind("param"):
+        n = prod(local_shape(node.out.shape, plan.params[node.target].stored, plan.mesh))
+        report.parameter_bytes += n * node.out.item_bytes
+        if node.needs_grad:
+            report.gradient_bytes += n * node.out.item_bytes
+            report.optimizer_bytes += optimizer_state_bytes(plan.optimizer, n, node.out.item_bytes, 1)
+
+
+def _parameters(plan: Plan, graph: Graph, axes: Mapping[str, AxisCost], bucket_bytes: float, report: Report) -> None:
+    """Collectives between stored and used placements: how often each is made in a step follows from its lifetime."""
+    for _, node in graph.of_kind("param"):
+        choice, state = plan.params[node.target], list(plan.params[node.target].stored)
+        for a in range(len(plan.mesh) - 1, -1, -1):
+            name, size = plan.mesh[a]
+            if state[a] == choice.used[a] or size == 1:
+                continue
+            forward, backward = step_collectives(state[a], choice.used[a])
+            shapes = [local_shape(node.out.shape, tuple(state), plan.mesh)]
+            state[a] = choice.used[a]
+            shapes.append(local_shape(node.out.shape, tuple(state), plan.mesh))
+            n_bytes = max(map(prod, shapes)) * node.out.item_bytes
+            often = plan.microbatches if choice.lifetime == "use" else 1
+            for kind, times in ((forward, often * (2 if choice.lifetime == "use" and node.needs_grad else 1)),
+                                (backward if node.needs_grad else None, often)):  # fmt: skip
+                if kind is not None:
+                    whole = max(n_bytes, bucket_bytes)
+                    report.parameter_seconds += times * axes[name].seconds(kind, whole) * n_bytes / whole
+                    report.collectives[name, f"parameter {kind}"] += times
+
+
+def _claims(plan: Plan, report: Report, tolerance: float) -> None:
+    for what in ("parameter_bytes", "gradient_bytes", "optimizer_bytes"):
+        mine, theirs = getattr(report, what), getattr(plan.price, what)
+        if mine != theirs:
+            report.failures.append(f"{what}: the plan says {theirs}, its stored shapes give {mine}")
+    mine, theirs = report.seconds, plan.price.seconds
+    if abs(mine - theirs) > tolerance * max(mine, theirs):
+        report.failures.append(
+            f"seconds: the plan says {theirs:.6g}, the emitted program {mine:.6g} "
+            f"(compute {plan.price.compute_seconds:.4g} and {report.compute_seconds:.4g}, activations "
+            f"{plan.price.activation_seconds:.4g} and {report.activation_seconds:.4g}, parameters "
+            f"{plan.price.parameter_seconds:.4g} and {report.parameter_seconds:.4g})"
+        )

@@ -1,0 +1,104 @@
+"""The integer program against brute force: every choice of strategies, and for each tensor every subset of steps."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from autopar.errors import InfeasibleError
+from autopar.planner import ilp
+from autopar.planner.problem import Item, Problem, Tensor
+
+
+def _random_problem(rng: random.Random, limit: bool) -> Problem:
+    n_items = rng.randint(2, 5)
+    items = []
+    for i in range(n_items):
+        n = rng.randint(1, 3)
+        items.append(
+            Item(f"op{i}", tuple(rng.randint(0, 20) for _ in range(n)), tuple(rng.randint(1, 9) for _ in range(n)))
+        )
+    tensors = []
+    for t in range(rng.randint(1, 4)):
+        producer = rng.randrange(n_items - 1)
+        readers = sorted({rng.randrange(producer + 1, n_items) for _ in range(rng.randint(1, 3))})
+        n_states = rng.randint(2, 3)
+        steps = tuple(
+            (a, b, rng.randint(0, 12))
+            for a in range(n_states)
+            for b in range(n_states)
+            if a != b and rng.random() < 0.8
+        )
+
+        def states(item: int, n_states: int = n_states) -> tuple[int, ...]:
+            return tuple(rng.randrange(n_states) for _ in items[item].seconds)
+
+        tensors.append(
+            Tensor(f"t{t}", producer, states(producer), tuple((r, states(r)) for r in readers), n_states, steps)
+        )
+    limit_bytes = rng.randint(n_items, 7 * n_items) if limit else None
+    return Problem(tuple(items), tuple(tensors), limit_bytes)
+
+
+def _cheapest_steps(tensor: Tensor, source: int, wanted: set[int]) -> float:
+    best = float("inf")
+    for size in range(len(tensor.steps) + 1):
+        for subset in itertools.combinations(tensor.steps, size):
+            cost = sum(s[2] for s in subset)
+            if cost >= best:
+                continue
+            reached = {source}
+            while True:
+                more = {b for a, b, _ in subset if a in reached} - reached
+                if not more:
+                    break
+                reached |= more
+            if wanted <= reached:
+                best = cost
+    return best
+
+
+def _brute_force(problem: Problem) -> float:
+    best = float("inf")
+    memo: dict[tuple[int, int, frozenset[int]], float] = {}
+    for picked in itertools.product(*(range(len(i.seconds)) for i in problem.items)):
+        n_bytes = sum(i.n_bytes[s] for i, s in zip(problem.items, picked, strict=True))
+        if problem.limit_bytes is not None and n_bytes > problem.limit_bytes:
+            continue
+        cost = sum(i.seconds[s] for i, s in zip(problem.items, picked, strict=True))
+        for k, t in enumerate(problem.tensors):
+            source = t.made[picked[t.producer]]
+            wanted = frozenset(w[picked[c]] for c, w in t.consumers)
+            key = (k, source, wanted)
+            if key not in memo:
+                memo[key] = _cheapest_steps(t, source, set(wanted))
+            cost += memo[key]
+        best = min(best, cost)
+    return best
+
+
+@pytest.mark.parametrize("solver", ["highs", "cbc"])
+@pytest.mark.parametrize("limit", [False, True])
+def test_equals_brute_force(solver: str, limit: bool) -> None:
+    rng = random.Random(7 + limit)
+    feasible = 0
+    for _ in range(150 if solver == "highs" else 10):
+        problem = _random_problem(rng, limit)
+        expected = _brute_force(problem)
+        if expected == float("inf"):
+            with pytest.raises(InfeasibleError):
+                ilp.solve(problem, solver=solver)
+            continue
+        choice = ilp.solve(problem, solver=solver)
+        assert choice.status == "optimal"
+        assert choice.objective == pytest.approx(expected, abs=1e-6), problem
+        feasible += 1
+    assert feasible >= (50 if solver == "highs" else 3)
+
+
+def test_same_problem_same_answer() -> None:
+    rng = random.Random(3)
+    problem = _random_problem(rng, False)
+    assert ilp.solve(problem).picked == ilp.solve(problem).picked
