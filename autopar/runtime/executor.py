@@ -1,0 +1,547 @@
+"""The executor: a program with its parameters, called like the model.
+
+``pm(*batch)`` takes the whole batch on every rank and returns the model's own output structure; ``loss.backward()``
+leaves reduced gradients as DTensors in ``param.grad``; any ``torch.optim`` optimizer updates the stored parameters.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import spmd_types as spmd
+import torch
+import torch.distributed as dist
+import torch.fx
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from autopar.capture import Captured
+from autopar.errors import MeshError, RunError
+from autopar.lower.emit import Program, Slot, lower
+from autopar.placements import Mesh, State, format_state, local_shape
+from autopar.plan import Plan
+from autopar.runtime import prefetch
+from autopar.runtime.reduce import Reducer, bucket_bytes
+from autopar.runtime.state import Held, Unit, as_dtensor, local_piece, make_units
+
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def check_device_mesh(device_mesh: DeviceMesh, mesh: Mesh) -> None:
+    """The plan's mesh and the device mesh must have the same axes.
+
+    Raises:
+        MeshError: names or sizes differ.
+    """
+    names = device_mesh.mesh_dim_names
+    if names is None:
+        raise MeshError("the DeviceMesh has no axis names; make it with mesh_dim_names=('data', ...)")
+    have = tuple((name, device_mesh.size(i)) for i, name in enumerate(names))
+    if have != mesh:
+        show = [" x ".join(f"{a}={n}" for a, n in m) for m in (mesh, have)]
+        raise MeshError(f"the plan is for mesh {show[0]}, the DeviceMesh is {show[1]}; plan again for this mesh")
+
+
+class ParallelModule(torch.nn.Module):
+    """What :func:`autopar.parallelize` returns: the model, spread over a mesh.
+
+    Parameters are DTensors under the names that they have in the model. :attr:`plan` and :attr:`program` are for
+    reading.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, captured: Captured, plan: Plan, device_mesh: DeviceMesh,
+        values: Callable[[str], torch.Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        """Spread ``model`` over ``device_mesh`` as ``plan`` says.
+
+        Args:
+            values: gives the whole value of a parameter or buffer by name; by default the model's own. Only this
+                rank's slice is kept.
+        """
+        super().__init__()
+        check_device_mesh(device_mesh, plan.mesh)
+        put = object.__setattr__  # not nn.Module's: names of the model's own modules stay free
+        put(self, "_captured", captured)
+        put(self, "_plan", plan)
+        put(self, "_mesh", device_mesh)
+        put(self, "_device", torch.device(_device_of(device_mesh)))
+        put(self, "_program", lower(captured.graph, plan, self._device))
+        put(self, "_signature", inspect.signature(model.forward))
+        put(self, "training", model.training)
+        put(self, "_helds", {})
+        put(self, "_held_buffers", {})
+        put(self, "_seed", _agreed_seed(device_mesh))
+        put(self, "_calls", 0)
+        put(self, "_defer", False)
+        put(self, "_accumulating", False)
+        put(self, "_in_backward", False)
+        self._register(model, values)
+        self._prepare()
+
+    # -- state
+
+    def _register(self, model: torch.nn.Module, values: Callable[[str], torch.Tensor] | None) -> None:
+        graph, plan, mesh = self._captured.graph, self._plan, self._plan.mesh
+        params = dict(model.named_parameters(remove_duplicate=False))
+        buffers = dict(model.named_buffers(remove_duplicate=False))
+        specs = {node.target: node for node in graph.nodes if node.kind in ("param", "buffer")}
+
+        def whole(name: str) -> torch.Tensor:
+            if name in self._captured.constants and name not in buffers and name not in params:
+                return self._captured.constants[name]
+            if values is not None:
+                return values(name)
+            return (params if name in params else buffers)[name]
+
+        def local(name: str, state: State) -> torch.Tensor:
+            value = whole(name).detach()
+            if value.device.type == "meta":
+                raise RunError(f"'{name}' is on the meta device; pass init= to give it a value")
+            return local_piece(value, state, self._mesh).to(self._device, copy=True).contiguous()
+
+        made: dict[str, torch.nn.Parameter] = {}
+        for name, param in params.items():
+            source = graph.tied.get(name, name)
+            if source not in specs:  # not read by the model's forward
+                source = next(n for n, p in params.items() if p is param)
+            if source not in made:
+                node = specs.get(source)
+                whole_state = ("I" if param.requires_grad else "R",) * len(mesh)
+                state = plan.params[source].stored if source in plan.params else whole_state
+                shape = node.out.shape if node is not None else tuple(param.shape)
+                stored = as_dtensor(local(source, state), state, shape, self._mesh)
+                made[source] = torch.nn.Parameter(stored, requires_grad=param.requires_grad)
+            owner, key = self._owner(name)
+            owner._parameters[key] = made[source]
+            if source in specs and source not in self._helds and specs[source].kind == "param":
+                choice = plan.params[source]
+                self._helds[source] = Held(source, owner, key, choice, self._mesh, mesh, specs[source].out.shape)
+        seen: dict[str, torch.Tensor] = {}
+        for name in [*buffers, *(n.target for n in graph.nodes if n.kind == "buffer" and n.target not in buffers)]:
+            source = graph.tied.get(name, name)
+            state = plan.buffers.get(source, ("R",) * len(mesh))
+            if source not in seen:
+                seen[source] = local(source, state)
+                self._held_buffers[source] = (seen[source], state)
+            if name in buffers:
+                parent, _, key = name.rpartition(".")
+                persistent = key not in model.get_submodule(parent)._non_persistent_buffers_set
+                owner, key = self._owner(name)
+                value = seen[source]
+                if any(p[0] == "S" for p in state):
+                    value = as_dtensor(value, state, specs[source].out.shape, self._mesh)
+                owner._buffers[key] = value
+                if not persistent:
+                    owner._non_persistent_buffers_set.add(key)
+
+    def _owner(self, name: str) -> tuple[torch.nn.Module, str]:
+        *parents, key = name.split(".")
+        owner: torch.nn.Module = self
+        for part in parents:
+            if part not in owner._modules:
+                owner._modules[part] = torch.nn.Module()
+            child = owner._modules[part]
+            assert child is not None
+            owner = child
+        return owner, key
+
+    def _prepare(self) -> None:
+        put = object.__setattr__
+        program = self._program
+        order = prefetch.order_of_use(program)
+        helds = [self._helds[program.slots[i].name] for i in order]
+        for held in self._helds.values():
+            held.bind()
+        gathered = [held for held in helds if not held.alias]
+        idle = [held for held in self._helds.values() if not held.alias and held not in gathered]
+        put(self, "_units", make_units([*gathered, *idle]))
+        for unit in self._units:
+            for held in unit.helds:
+                held.bind()
+        put(self, "_schedule", prefetch.Schedule(self._units))
+        put(self, "_run", prefetch.with_gathers(program, self._helds, self._schedule))
+        put(self, "_plain", [held for held in self._helds.values() if not held.adjoint])
+        put(self, "_reduced", [held for held in self._helds.values() if held.adjoint])
+        total = sum(prod(held.used_shape) * held.param.element_size() for held in self._reduced)
+        put(self, "_reducer", Reducer(bucket_bytes(total)))
+        put(self, "_template", [None] * len(program.slots))
+        put(self, "_input_slots", {s.name: i for i, s in enumerate(program.slots) if s.kind == "input"})
+        put(self, "_seed_slot", next((i for i, s in enumerate(program.slots) if s.kind == "seed"), None))
+        put(self, "_param_slots", [(i, self._helds[s.name]) for i, s in enumerate(program.slots) if s.kind == "param"])
+        for i, slot in enumerate(program.slots):
+            if slot.kind == "buffer":
+                self._template[i] = self._held_buffers[slot.name][0]
+            elif slot.kind == "param":
+                self._attach(i, self._helds[slot.name])
+        leaves, spec = _template_leaves(self._captured)
+        paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(leaves, spec))
+        put(self, "_leaf_names", [_leaf_name(path) for path, _ in paths])
+        tail = [a for a, s in program.mesh if s > 1]
+        put(self, "_distributed", bool(tail))
+
+    def _attach(self, slot: int, held: Held) -> None:
+        """Let the program read a leaf, and hear of its gradients."""
+        self._template[slot] = held.leaf
+        if held.adjoint or held.per_use:
+
+            def ready(leaf: torch.Tensor, held: Held = held) -> None:
+                self._ready(held, leaf)
+
+            if held.leaf.requires_grad:
+                held.leaf.register_post_accumulate_grad_hook(ready)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that this module runs."""
+        return self._plan
+
+    @property
+    def program(self) -> Program:
+        """The rewritten model; ``print(pm.program.code)``."""
+        return self._program
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The ranks."""
+        return self._mesh
+
+    def train(self, mode: bool = True) -> ParallelModule:
+        """Programs are made for the mode in which the model was captured; another one is an error."""
+        if bool(mode) != self.training:
+            now, wanted = ("training", "eval") if self.training else ("eval", "training")
+            raise RunError(
+                f"this program was captured in {now} mode; for {wanted} mode call model.{'train' if mode else 'eval'}(), "
+                f"parallelize the model again, and load_state_dict() of this one into it"
+            )
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> ParallelModule:
+        probe = torch.zeros(1, device=self._device)
+        moved = fn(probe)
+        if moved.device != probe.device or moved.dtype != probe.dtype:
+            raise RunError(
+                f"the program was made for {probe.device} and its dtypes; convert the model with .to() before parallelize"
+            )
+        return self
+
+    # -- running
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output for a whole batch, which every rank passes alike.
+
+        The loss is a plain tensor, the same on all ranks. Beside a loss, other outputs are DTensors without
+        gradient; without one, all outputs are whole plain tensors.
+        """
+        template = self._template
+        for name, value in self._inputs(args, kwargs).items():
+            template[self._input_slots[name]] = value
+        for slot, held in self._param_slots:
+            if held.bind():
+                self._attach(slot, held)
+        if self._seed_slot is not None:
+            mixed = (self._seed + self._calls * _GOLDEN) % (1 << 62)
+            template[self._seed_slot] = torch.tensor(mixed, dtype=torch.int64, device=self._device)
+        object.__setattr__(self, "_calls", self._calls + 1)
+        self._schedule.begin()
+        values = [self._schedule, *template] if self._units else template
+        if self._distributed:
+            with spmd.set_current_mesh(self._mesh):
+                flat = self._run(*values)
+        else:
+            flat = self._run(*values)
+        for i in self._input_slots.values():
+            template[i] = None
+        return self._outputs(flat)
+
+    def _outputs(self, flat: tuple[Any, ...]) -> Any:
+        program, graph = self._program, self._captured.graph
+        count = len(program.outputs)
+        with torch.no_grad():
+            for name, new in zip(program.updates, flat[count:], strict=True):
+                held = self._held_buffers[name][0]
+                if new is not held:
+                    held.copy_(new)
+        results: list[Any] = []
+        for i, (value, state) in enumerate(zip(flat[:count], program.outputs, strict=True)):
+            if state is None or not isinstance(value, torch.Tensor):
+                results.append(value)
+                continue
+            if graph.loss is None or i == graph.loss:
+                if value.requires_grad and not value.is_leaf:
+                    value.register_hook(self._begin_backward)
+                if graph.loss is None and any(p[0] in "SP" for p in state):
+                    value = as_dtensor(value, state, graph.spec(graph.outputs[i]).shape, self._mesh)
+            else:
+                value = as_dtensor(value.detach(), state, graph.spec(graph.outputs[i]).shape, self._mesh)
+            results.append(value)
+        return pytree.tree_unflatten(results, self._captured.out_spec)
+
+    def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Local values of the program's inputs, by name."""
+        leaves = self._flatten(args, kwargs)
+        found: dict[str, torch.Tensor] = {}
+        captured = self._captured
+        for i, (leaf, number) in enumerate(zip(leaves, captured.inputs, strict=True)):
+            if number is None:
+                literal = captured.literals.get(i)
+                if i in captured.literals and not _same_literal(literal, leaf):
+                    raise RunError(
+                        f"input {self._leaf_names[i]}: captured with {literal!r}, called with {_describe(leaf)}; such "
+                        "values are part of the program; parallelize again with the new value"
+                    )
+                continue
+            node = captured.graph.nodes[number]
+            slot = self._program.slots[self._input_slots[node.target]]
+            found[node.target] = self._local_input(i, slot, leaf)
+        return found
+
+    def _local_input(self, i: int, slot: Slot, leaf: Any) -> torch.Tensor:
+        name = self._leaf_names[i]
+        if not isinstance(leaf, torch.Tensor):
+            raise RunError(
+                f"input {name}: captured as a {slot.dtype} tensor of shape {slot.shape}, called with {_describe(leaf)}"
+            )
+        if str(leaf.dtype) != "torch." + slot.dtype:
+            raise RunError(
+                f"input {name}: captured with dtype {slot.dtype}, called with {str(leaf.dtype).removeprefix('torch.')}; "
+                "convert it, or parallelize again"
+            )
+        if isinstance(leaf, DTensor):
+            if tuple(leaf.shape) == slot.shape:
+                from autopar.runtime.state import torch_placements
+
+                return leaf.redistribute(self._mesh, torch_placements(slot.state)).to_local()
+        if leaf.device != self._device and leaf.device.type != self._device.type:
+            raise RunError(f"input {name} is on {leaf.device}, the mesh is on {self._device}; move it with .to()")
+        shape = tuple(leaf.shape)
+        if shape == slot.shape and not isinstance(leaf, DTensor):
+            if not any(p[0] == "S" for p in slot.state):
+                return leaf
+            return local_piece(leaf, slot.state, self._mesh).contiguous()
+        if shape == local_shape(slot.shape, slot.state, self._program.mesh):
+            return leaf
+        pinned = f" (or this rank's slice, {format_state(slot.state)})" if "S" in format_state(slot.state) else ""
+        hint = ""
+        if shape and slot.shape and shape[0] != slot.shape[0] and shape[1:] == slot.shape[1:]:
+            hint = "; pass the whole batch on every rank, drop a last batch that is smaller, or use train_step for more"
+        raise RunError(f"input {name}: captured with shape {slot.shape}{pinned}, called with {shape}{hint}")
+
+    def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        spec = self._captured.in_spec
+        leaves, have = pytree.tree_flatten((args, kwargs))
+        if have == spec:
+            return leaves
+        example_args, example_kwargs = pytree.tree_unflatten(_template_leaves(self._captured)[0], spec)
+        try:  # the same call spelled otherwise: keywords for positions, another order of keywords
+            bound = self._signature.bind(*args, **kwargs)
+            known = self._signature.bind(*example_args, **example_kwargs)
+        except TypeError:
+            bound = known = None  # type: ignore[assignment]
+        if bound is not None and known is not None and set(bound.arguments) == set(known.arguments):
+            by_name = dict(bound.arguments)
+            by_name.update(by_name.pop("kwargs", {}) if isinstance(by_name.get("kwargs"), dict) else {})
+            names = list(known.arguments)
+            if all(k in by_name for k in example_kwargs) and len(example_args) <= len(names):
+                positional = tuple(by_name[n] for n in names[: len(example_args)])
+                leaves, have = pytree.tree_flatten((positional, {k: by_name[k] for k in example_kwargs}))
+                if have == spec:
+                    return leaves
+        raise RunError(
+            "the call does not have the structure of the example inputs\n"
+            f"  captured: {_structure(example_args, example_kwargs)}\n  called:   {_structure(args, kwargs)}\n"
+            "  call it as the model was captured, or parallelize again with these inputs"
+        )
+
+    # -- backward
+
+    def _begin_backward(self, grad: torch.Tensor) -> None:
+        if self._in_backward:
+            return
+        object.__setattr__(self, "_in_backward", True)
+        if not self._accumulating:
+            for held in self._helds.values():
+                held.leaf.grad = None
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+
+    def _ready(self, held: Held, leaf: torch.Tensor) -> None:
+        """A used leaf has its whole gradient of this backward."""
+        if held.per_use:
+            assert held.unit is not None
+            self._schedule.done(held)
+        if (self._defer and not held.per_use) or not held.adjoint:
+            return
+        grad, leaf.grad = leaf.grad, None
+        assert grad is not None
+        self._reducer.add(held, grad)
+
+    def _end_backward(self) -> None:
+        object.__setattr__(self, "_in_backward", False)
+        with torch.no_grad():
+            self._reducer.finish()
+            self._schedule.end()
+            if self._defer:
+                return
+            for held in self._plain:
+                grad = held.leaf.grad
+                if grad is not None:
+                    held.leaf.grad = None
+                    held.give(grad)
+
+    def train_step(
+        self, *args: Any, optimizer: torch.optim.Optimizer | None = None, microbatches: int | None = None, **kwargs: Any
+    ) -> torch.Tensor:
+        """One training step on a batch of one or more microbatches; returns the mean of their losses.
+
+        A microbatch has the shapes of the example inputs. An input whose first dim is ``microbatches`` times as long
+        is cut there; one with exactly the captured shape goes into every microbatch. Each loss counts ``1/k``: for a
+        loss that is a mean over the batch this is the loss of the whole batch; for a mean over the labels that are not
+        ignored it is the mean of the microbatches' means, which differs if they hold different numbers of labels.
+
+        Args:
+            optimizer: if given, ``step()`` and ``zero_grad()`` follow; else gradients are left in ``param.grad``.
+            microbatches: how many; by default found from the shapes.
+        """
+        graph = self._captured.graph
+        if graph.loss is None:
+            raise RunError("the model has no scalar loss; capture it with loss_fn= and targets=, or call loss.backward()")
+        pieces = self._microbatches(args, kwargs, microbatches)
+        total: torch.Tensor | None = None
+        put = object.__setattr__
+        try:
+            for i, (a, k) in enumerate(pieces):
+                put(self, "_defer", i < len(pieces) - 1)
+                put(self, "_accumulating", i > 0)
+                outputs = self.forward(*a, **k)
+                loss = pytree.tree_leaves(outputs)[graph.loss]
+                if len(pieces) > 1:
+                    loss = loss / len(pieces)
+                loss.backward()
+                total = loss.detach() if total is None else total + loss.detach()
+        finally:
+            put(self, "_defer", False)
+            put(self, "_accumulating", False)
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert total is not None
+        return total
+
+    def _microbatches(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int | None
+    ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        leaves = self._flatten(args, kwargs)
+        shapes: list[tuple[int, ...] | None] = []
+        factors: dict[str, int] = {}
+        for i, (leaf, number) in enumerate(zip(leaves, self._captured.inputs, strict=True)):
+            if number is None or not isinstance(leaf, torch.Tensor) or isinstance(leaf, DTensor):
+                shapes.append(None)
+                continue
+            node = self._captured.graph.nodes[number]
+            state = self._plan.inputs.get(node.target)
+            want = node.out.shape
+            if state is not None and leaf.shape[1:] != want[1:]:
+                want = local_shape(want, state, self._plan.mesh)
+            shapes.append(want)
+            have = tuple(leaf.shape)
+            if have != want and have[1:] == want[1:] and want and have[0] % want[0] == 0:
+                factors[self._leaf_names[i]] = have[0] // want[0]
+        found = set(factors.values())
+        k = count or (found.pop() if len(found) == 1 else 1)
+        if k < 1:
+            raise RunError(f"microbatches is {k}; give 1 or more")
+        if k == 1 and not factors:
+            return [(args, kwargs)]
+        wrong = {name: f for name, f in factors.items() if f != k}
+        if wrong or not factors:
+            sizes = ", ".join(f"{name}: {f}" for name, f in factors.items()) or "every input has the captured shape"
+            raise RunError(
+                f"train_step with microbatches={k} needs inputs {k} times as long in dim 0 as captured; found {sizes}"
+            )
+        pieces = []
+        for j in range(k):
+            cut = [
+                leaf.narrow(0, j * want[0], want[0]) if want is not None and tuple(leaf.shape) != want else leaf
+                for leaf, want in zip(leaves, shapes, strict=True)
+            ]
+            pieces.append(pytree.tree_unflatten(cut, self._captured.in_spec))
+        return [(tuple(a), dict(kw)) for a, kw in pieces]
+
+    def __repr__(self) -> str:
+        mesh = " x ".join(f"{name}={size}" for name, size in self._plan.mesh)
+        return f"ParallelModule({mesh}, {len(self._helds)} parameters, {len(self._captured.graph.nodes)} nodes)"
+
+
+# --- helpers -----------------------------------------------------------------------------------------------------------
+
+
+def _device_of(device_mesh: DeviceMesh) -> str:
+    kind = device_mesh.device_type
+    return kind if kind == "cpu" else f"{kind}:{torch.accelerator.current_device_index()}"
+
+
+def _agreed_seed(device_mesh: DeviceMesh) -> int:
+    """Rank 0's ``torch.initial_seed()``, on every rank."""
+    seed = torch.tensor([torch.initial_seed() % (1 << 62)], dtype=torch.int64, device=_device_of(device_mesh))
+    if device_mesh.size() > 1:
+        for axis in range(device_mesh.ndim):
+            group = device_mesh.get_group(axis)
+            dist.broadcast(seed, group=group, group_src=0)
+    return int(seed.item())
+
+
+def _template_leaves(captured: Captured) -> tuple[list[Any], pytree.TreeSpec]:
+    """Example leaves without values: literals, and the spec of each tensor as text."""
+    leaves: list[Any] = []
+    for i, number in enumerate(captured.inputs):
+        if i in captured.literals:
+            leaves.append(captured.literals[i])
+        else:
+            leaves.append(None if number is None else _Shown(str(captured.graph.nodes[number].out)))
+    return leaves, captured.in_spec
+
+
+class _Shown(str):
+    """Text that stands for a tensor."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _leaf_name(path: Sequence[Any]) -> str:
+    kind, *rest = path
+    text = pytree.keystr(tuple(rest))
+    is_args = getattr(kind, "idx", 0) == 0
+    if not is_args and rest:
+        return f"'{rest[0].key}'" + pytree.keystr(tuple(rest[1:]))
+    return f"args{text}"
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
+    return f"{value!r} of type {type(value).__name__}"
+
+
+def _structure(args: Any, kwargs: Mapping[str, Any]) -> str:
+    def show(value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            return f"{str(value.dtype).removeprefix('torch.')}[{' '.join(map(str, value.shape))}]"
+        if isinstance(value, (tuple, list)):
+            return "(" + ", ".join(map(show, value)) + ")"
+        if isinstance(value, Mapping):
+            return "{" + ", ".join(f"{k}: {show(v)}" for k, v in value.items()) + "}"
+        return repr(value)
+
+    return "(" + ", ".join([*map(show, args), *(f"{k}={show(v)}" for k, v in kwargs.items())]) + ")"
+
+
+def _same_literal(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and (a == b or (a != a and b != b))
+
+
+__all__ = ["ParallelModule", "Unit", "check_device_mesh"]

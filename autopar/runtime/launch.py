@@ -1,0 +1,192 @@
+"""Ranks on this machine: ``run_local(fn, n)`` starts n processes that form a gloo process group, and cleans up.
+
+Tests, examples and the command line use it; on a cluster it is ``torchrun`` that starts the ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.errors import RunError
+
+GRACE_SECONDS = 2.0
+
+
+def run_local(
+    fn: Callable[..., Any],
+    n: int,
+    *args: Any,
+    timeout: float = 300.0,
+    env: dict[str, str] | None = None,
+    threads: int = 1,
+) -> list[Any]:
+    """Run ``fn(*args)`` on ``n`` new processes with a gloo process group; returns each rank's result.
+
+    Args:
+        fn: a function that a fresh interpreter can import (defined at the top of a module).
+        timeout: seconds for everything, process start included; also the timeout of every collective.
+        env: more environment variables for the ranks.
+        threads: torch threads per rank.
+
+    Raises:
+        RunError: a rank raised (the message holds its traceback), died, or the time is over. No process survives.
+    """
+    if n < 1:
+        raise RunError(f"cannot start {n} ranks; give 1 or more")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n),
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": str(threads),
+    }  # fmt: skip
+    if sys.platform.startswith("linux"):
+        shared["GLOO_SOCKET_IFNAME"] = "lo"
+    shared.update(env or {})
+    context = multiprocessing.get_context("spawn")
+    processes: list[Any] = []
+    pipes: dict[Connection, int] = {}
+    deadline = time.monotonic() + timeout
+    try:
+        with _environment(shared):
+            for rank in range(n):
+                here, there = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=_rank, args=(there, fn, args, rank, shared, timeout, threads), daemon=True
+                )
+                process.start()
+                there.close()
+                processes.append(process)
+                pipes[here] = rank
+        return _collect(processes, pipes, deadline, timeout, n)
+    finally:
+        _end(processes)
+        for pipe in pipes:
+            pipe.close()
+        del store
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Any:
+    """Variables that count before the child's first import (OMP_NUM_THREADS) must be there when it starts."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _collect(
+    processes: list[Any], pipes: dict[Connection, int], deadline: float, timeout: float, n: int
+) -> list[Any]:
+    results: dict[int, Any] = {}
+    open_pipes = dict(pipes)
+    failures: dict[int, str] = {}
+    while open_pipes and not failures:
+        left = deadline - time.monotonic()
+        ready = wait(list(open_pipes), timeout=max(left, 0.0))
+        if not ready:
+            missing = sorted(open_pipes.values())
+            raise RunError(f"{n} local ranks did not finish within {timeout:g} s; still running: {missing}")
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = open_pipes.pop(pipe)
+            _receive(pipe, rank, processes[rank], results, failures)
+    if failures:
+        # the rank that failed first often takes its neighbours down: hear what arrives at once, report the cause
+        end = time.monotonic() + 0.5
+        while open_pipes and (left := end - time.monotonic()) > 0:
+            for pipe in wait(list(open_pipes), timeout=left):
+                assert isinstance(pipe, Connection)
+                rank = open_pipes.pop(pipe)
+                _receive(pipe, rank, processes[rank], results, failures)
+        own = {r: text for r, text in failures.items() if not _is_consequence(text)}
+        rank = min(own or failures)
+        raise RunError(f"rank {rank} of {n} failed:\n{failures[rank]}")
+    return [results[rank] for rank in range(n)]
+
+
+def _is_consequence(text: str) -> bool:
+    last = text.strip().splitlines()[-1]
+    return any(word in last for word in ("Connection closed by peer", "Connection reset", "Broken pipe", "gloo/"))
+
+
+def _receive(pipe: Connection, rank: int, process: Any, results: dict[int, Any], failures: dict[int, str]) -> None:
+    try:
+        ok, value = pickle.loads(pipe.recv_bytes())
+    except (EOFError, OSError):
+        process.join(GRACE_SECONDS)
+        code = process.exitcode
+        how = f"was ended by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
+        failures[rank] = f"the process {how} without a result"
+        return
+    if ok:
+        results[rank] = value
+    else:
+        failures[rank] = value
+
+
+def _end(processes: list[Any]) -> None:
+    """End what still runs: a little time to finish, then terminate, then kill."""
+    end = time.monotonic() + GRACE_SECONDS
+    for process in processes:
+        if process.exitcode is None and not any(p.exitcode not in (None, 0) for p in processes):
+            process.join(max(0.0, min(end - time.monotonic(), 0.5)))
+    for process in processes:
+        if process.is_alive():
+            process.terminate()
+    for process in processes:
+        process.join(max(0.0, end - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
+        process.close()
+
+
+def _rank(
+    pipe: Connection, fn: Callable[..., Any], args: Any, rank: int, env: dict[str, str], timeout: float, threads: int
+) -> None:
+    if sys.platform.startswith("linux"):  # do not outlive the parent
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ.update(env)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    torch.set_num_threads(threads)
+    try:
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))
+        payload = pickle.dumps((True, fn(*args)))
+    except BaseException as error:
+        text = "".join(traceback.format_exception(error))
+        if isinstance(error, SystemExit):
+            text += f"\nthe rank called exit({error.code})"
+        payload = pickle.dumps((False, text))
+        pipe.send_bytes(payload)
+        pipe.close()
+        sys.stdout.flush()
+        os._exit(1)  # a process group with a dead member may hang on its way down
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    pipe.send_bytes(payload)
+    pipe.close()
+
+
+__all__ = ["run_local"]

@@ -1,0 +1,141 @@
+"""Gradients on their way from the used to the stored placement, while the backward goes on.
+
+Every rank runs the same program, so gradients become ready in the same order everywhere and collectives are launched
+in that order without asking. A large gradient is reduced in place as soon as it is there; small ones travel in flat
+buckets. What needs several collectives starts the next one when two later ones have been launched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.runtime.state import Held, Hop, apply, stacked
+
+BUCKET_BYTES = 25 << 20
+ALONE_BYTES = 1 << 20
+"""Gradients from this size on are reduced alone, without a copy into a bucket."""
+
+
+def bucket_bytes(total: int) -> int:
+    """Size of a bucket: small models get several, so that the first can travel before the last is full."""
+    return max(ALONE_BYTES, min(BUCKET_BYTES, total // 8))
+
+
+class _Travel:
+    """One tensor of gradients and what is still to be done with it."""
+
+    def __init__(self, helds: Sequence[Held], value: torch.Tensor, stages: Sequence[Hop], flat: bool) -> None:
+        self.helds, self.value, self.stages, self.flat = helds, value, list(stages), flat
+        self.work: Any = None
+        self.keep: torch.Tensor | None = None
+
+    def launch(self) -> None:
+        """Begin the next collective; slices on the way are done at once."""
+        self.wait()
+        while self.stages and self.work is None:
+            hop = self.stages.pop(0)
+            if hop.backward == "all_reduce":
+                self.value = self.value.contiguous()
+                self.work = dist.all_reduce(self.value, group=hop.group, async_op=True)
+            elif hop.backward == "reduce_scatter":
+                parts = self.value if self.flat else stacked(self.value, hop.dim, hop.n).contiguous()
+                out = torch.empty_like(parts[0])
+                self.keep = parts
+                self.work = dist.reduce_scatter_tensor(out, parts, group=hop.group, async_op=True)
+                self.value = out
+            else:
+                self.value = apply(hop.backward, self.value, hop, backward=True)
+
+    def wait(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+            self.work, self.keep = None, None
+
+    def give(self) -> None:
+        """Hand the reduced gradients to the stored parameters."""
+        while self.stages or self.work is not None:
+            self.launch()
+            self.wait()
+        if not self.flat:
+            value = self.value
+            if value.shape != self.helds[0].stored_shape or value._base is not None:
+                value = value.contiguous() if not value.is_contiguous() else value
+            self.helds[0].give(value)
+            return
+        offset = 0
+        for held in self.helds:
+            m = prod(held.stored_shape)
+            held.give(self.value[offset : offset + m].view(held.stored_shape))
+            offset += m
+
+
+class Reducer:
+    """Takes gradients as they become ready, gives them to the parameters in :meth:`finish`."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.travels: list[_Travel] = []
+        self.open: dict[Any, list[tuple[Held, torch.Tensor]]] = {}
+        self.filled: dict[Any, int] = {}
+
+    def add(self, held: Held, grad: torch.Tensor) -> None:
+        """A gradient in the used placement."""
+        stages = held.adjoint
+        n_bytes = grad.numel() * grad.element_size()
+        if n_bytes >= min(ALONE_BYTES, self.limit) or not _fits_bucket(stages):
+            self._send(_Travel([held], grad, stages, flat=False))
+            return
+        key = (tuple((hop.backward, id(hop.group)) for hop in stages), grad.dtype)
+        self.open.setdefault(key, []).append((held, grad))
+        self.filled[key] = self.filled.get(key, 0) + n_bytes
+        if self.filled[key] >= self.limit:
+            self._flush(key)
+
+    def _flush(self, key: Any) -> None:
+        entries = self.open.pop(key)
+        self.filled[key] = 0
+        helds = [held for held, _ in entries]
+        first = helds[0].adjoint[0]
+        if first.backward == "reduce_scatter":
+            value = torch.cat([stacked(g, held.adjoint[0].dim, first.n).reshape(first.n, -1) for held, g in entries], 1)
+        else:
+            value = torch.cat([g.reshape(-1) for _, g in entries])
+        self._send(_Travel(helds, value, helds[0].adjoint, flat=True))
+
+    def _send(self, travel: _Travel) -> None:
+        travel.launch()
+        self.travels.append(travel)
+        if len(self.travels) > 2 and self.travels[-3].stages:
+            self.travels[-3].launch()
+
+    def finish(self) -> None:
+        """Send what is left, wait for everything, and hand over."""
+        for key in list(self.open):
+            self._flush(key)
+        travels, self.travels = self.travels, []
+        while any(t.stages for t in travels):
+            for travel in travels:
+                if travel.stages:
+                    travel.launch()
+        for travel in travels:
+            travel.give()
+
+    def drop(self) -> None:
+        """Forget what an interrupted backward left behind."""
+        for travel in self.travels:
+            travel.wait()
+        self.travels, self.open, self.filled = [], {}, {}
+
+
+def _fits_bucket(stages: Sequence[Hop]) -> bool:
+    return stages[0].backward in ("all_reduce", "reduce_scatter") and all(
+        hop.backward == "all_reduce" for hop in stages[1:]
+    )
+
+
+__all__ = ["Reducer", "bucket_bytes"]

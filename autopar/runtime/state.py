@@ -1,0 +1,367 @@
+"""How a rank holds parameters: stored as DTensors for the optimizer, used as plain local tensors by the program.
+
+Between the two stand *hops*: the plan's steps from the stored to the used placement, neighbouring axes merged into one
+collective over their common group. A :class:`Held` parameter has a *used leaf*, a plain tensor on which autograd
+accumulates. If no hop changes the values, the leaf shares the stored tensor's memory: nothing is copied. Otherwise it
+belongs to a :class:`Unit`, a few parameters that are gathered together, for one step or for one use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+
+from autopar.errors import PlanError
+from autopar.placements import Mesh, State, format_state, local_shape, shard_dim
+from autopar.plan import ParamChoice
+from autopar.planner.params import path
+
+UNIT_BYTES = 8 << 20
+"""Small parameters are gathered together up to this size."""
+
+
+def torch_placements(state: State) -> tuple[TorchPlacement, ...]:
+    """A state in DTensor's words; it does not tell ``I`` from ``R``."""
+    made: list[TorchPlacement] = []
+    for p in state:
+        d = shard_dim(p)
+        made.append(Shard(d) if d is not None else Partial() if p == "P" else Replicate())
+    return tuple(made)
+
+
+def local_piece(whole: torch.Tensor, state: State, device_mesh: DeviceMesh) -> torch.Tensor:
+    """A view of this rank's slice of ``whole``."""
+    coordinate = device_mesh.get_coordinate()
+    assert coordinate is not None
+    for axis, placement in enumerate(state):
+        d = shard_dim(placement)
+        if d is not None:
+            n = whole.shape[d] // device_mesh.size(axis)
+            whole = whole.narrow(d, coordinate[axis] * n, n)
+    return whole
+
+
+def as_dtensor(local: torch.Tensor, state: State, shape: Sequence[int], device_mesh: DeviceMesh) -> DTensor:
+    """A DTensor around a local tensor, without communication."""
+    stride = torch.empty(tuple(shape), device="meta").stride()
+    return DTensor.from_local(
+        local, device_mesh, torch_placements(state), run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
+# --- hops --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One change of placement on the ``n`` ranks of ``group``, of which this is number ``index``.
+
+    ``forward`` is done to values (stored -> used), ``backward`` to gradients (used -> stored): ``none gather slice swap
+    all_reduce reduce_scatter``. ``dim`` is the tensor dim; ``other`` the target dim of a swap.
+    """
+
+    forward: str
+    backward: str
+    group: Any
+    n: int
+    index: int
+    dim: int = 0
+    other: int = 0
+
+
+_KINDS = {
+    ("S", "R"): ("gather", "reduce_scatter"), ("S", "I"): ("gather", "slice"), ("I", "R"): ("none", "all_reduce"),
+    ("I", "S"): ("slice", "gather"), ("R", "S"): ("slice", "none"), ("S", "S"): ("swap", "swap"),
+    ("R", "I"): ("none", "none"), ("R", "R"): ("none", "none"),
+}  # fmt: skip
+
+
+def hops(name: str, choice: ParamChoice, device_mesh: DeviceMesh, mesh: Mesh) -> tuple[Hop, ...]:
+    """The hops from stored to used.
+
+    Raises:
+        PlanError: there is no such path.
+    """
+    steps = path(choice.stored, choice.used)
+    legal = steps is not None and all((a[i][0], b[i][0]) in _KINDS for i, a, b in steps)
+    if steps is None or not legal:
+        raise PlanError(
+            f"parameter '{name}': stored as {format_state(choice.stored)} it cannot be used as "
+            f"{format_state(choice.used)}; store it so that only whole axes are gathered, such as the used placement"
+        )
+    merged: list[tuple[str, str, list[int]]] = []
+    for axis, src, dst in steps:
+        if mesh[axis][1] == 1:
+            continue
+        a, b = src[axis], dst[axis]
+        last = merged[-1] if merged else None
+        if last is not None and last[:2] == (a, b) and b[0] in "RI":
+            last[2].insert(0, axis)
+        else:
+            merged.append((a, b, [axis]))
+    found = []
+    coordinate = device_mesh.get_coordinate()
+    assert coordinate is not None
+    for a, b, axes in merged:
+        forward, backward = _KINDS[a[0], b[0]]
+        if forward == backward == "none":
+            continue
+        index = 0
+        for axis in axes:
+            index = index * mesh[axis][1] + coordinate[axis]
+        n = prod(mesh[axis][1] for axis in axes)
+        dims = [d for d in (shard_dim(a), shard_dim(b)) if d is not None] or [0]
+        found.append(Hop(forward, backward, group_of(device_mesh, mesh, axes), n, index, dims[0], dims[-1]))
+    return tuple(found)
+
+
+def group_of(device_mesh: DeviceMesh, mesh: Mesh, axes: Sequence[int]) -> Any:
+    """The process group over several axes; every rank must ask for the same ones in the same order."""
+    names = tuple(mesh[axis][0] for axis in axes)
+    if len(names) == 1:
+        return device_mesh.get_group(names[0])
+    if len(names) == len(mesh) and device_mesh.size() == dist.get_world_size():
+        ranks = device_mesh.mesh.flatten().tolist()
+        if ranks == list(range(len(ranks))):
+            return dist.group.WORLD
+    return device_mesh[names]._flatten("_".join(names)).get_group()
+
+
+def gather(x: torch.Tensor, dim: int, hop: Hop) -> torch.Tensor:
+    """Concatenate the ranks' pieces along ``dim``."""
+    out = x.new_empty(hop.n, *x.shape)
+    dist.all_gather_into_tensor(out, x.contiguous(), group=hop.group)
+    return unstack(out, dim)
+
+
+def unstack(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """[n, ..., k, ...] -> [..., n * k, ...]"""
+    return x.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def stacked(x: torch.Tensor, dim: int, n: int) -> torch.Tensor:
+    """[..., n * k, ...] -> [n, ..., k, ...], a view"""
+    return x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0)
+
+
+def apply(kind: str, x: torch.Tensor, hop: Hop, backward: bool = False) -> torch.Tensor:
+    """Do one hop and wait for it."""
+    dim, other = (hop.other, hop.dim) if backward else (hop.dim, hop.other)
+    if kind == "gather":
+        return gather(x, hop.dim, hop)
+    if kind == "slice":
+        k = x.shape[hop.dim] // hop.n
+        return x.narrow(hop.dim, hop.index * k, k)
+    if kind == "all_reduce":
+        x = x.contiguous()
+        dist.all_reduce(x, group=hop.group)
+        return x
+    if kind == "reduce_scatter":
+        parts = stacked(x, hop.dim, hop.n).contiguous()
+        out = torch.empty_like(parts[0])
+        dist.reduce_scatter_tensor(out, parts, group=hop.group)
+        return out
+    if kind == "swap":
+        parts = stacked(x, other, hop.n).contiguous()
+        out = torch.empty_like(parts)
+        dist.all_to_all_single(out, parts, group=hop.group)
+        return unstack(out, dim)
+    return x
+
+
+# --- parameters --------------------------------------------------------------------------------------------------------
+
+
+class Held:
+    """One parameter of the program.
+
+    Attributes:
+        owner, key: where the stored parameter is registered; it is read there before each forward.
+        leaf: what the program reads and autograd accumulates on.
+        alias: the leaf shares the stored memory.
+        adjoint: hops of the gradient's way back that do something, in order.
+    """
+
+    def __init__(
+        self, name: str, owner: torch.nn.Module, key: str, choice: ParamChoice, device_mesh: DeviceMesh, mesh: Mesh,
+        shape: tuple[int, ...],
+    ) -> None:  # fmt: skip
+        self.name, self.owner, self.key, self.choice = name, owner, key, choice
+        self.hops = hops(name, choice, device_mesh, mesh)
+        self.alias = all(hop.forward == "none" for hop in self.hops)
+        self.adjoint = tuple(hop for hop in reversed(self.hops) if hop.backward != "none")
+        self.used_shape = local_shape(shape, choice.used, mesh)
+        self.stored_shape = local_shape(shape, choice.stored, mesh)
+        self.local: torch.Tensor | None = None
+        self.leaf: torch.Tensor = torch.empty(0)
+        self.unit: Unit | None = None
+
+    @property
+    def param(self) -> torch.nn.Parameter:
+        """The stored parameter."""
+        found = self.owner._parameters[self.key]
+        assert found is not None
+        return found
+
+    @property
+    def per_use(self) -> bool:
+        """Gathered anew for every use (ZeRO-3)."""
+        return not self.alias and self.choice.lifetime == "use"
+
+    def bind(self) -> bool:
+        """Follow the stored parameter; whether the leaf is a new tensor."""
+        param = self.param
+        local = param._local_tensor  # type: ignore[attr-defined]
+        new = local is not self.local
+        if new:
+            self.local = local
+            if self.alias:
+                self.leaf = local.detach()
+            elif self.leaf.shape != self.used_shape or self.leaf.dtype != local.dtype:
+                self.leaf = local.new_empty(self.used_shape)
+                if self.per_use:
+                    self.leaf.untyped_storage().resize_(0)
+            if self.unit is not None:
+                self.unit.versions = ()
+        if self.leaf.requires_grad is not param.requires_grad:
+            self.leaf.requires_grad_(param.requires_grad)
+        return new
+
+    def give(self, grad: torch.Tensor) -> None:
+        """Add a reduced gradient to the stored parameter's."""
+        param = self.param
+        if param.grad is None:
+            spec = param._spec  # type: ignore[attr-defined]
+            param.grad = DTensor(grad, spec, requires_grad=False)  # type: ignore[call-arg]
+        else:
+            held = param.grad
+            (held._local_tensor if isinstance(held, DTensor) else held).add_(grad)
+
+
+class Unit:
+    """Parameters that are gathered together, in one collective where each needs just one over the same ranks."""
+
+    def __init__(self, helds: Sequence[Held]) -> None:
+        self.helds = list(helds)
+        self.per_use = helds[0].per_use
+        self.together = coalesces(helds[0]) and all(same_gather(helds[0], h) for h in helds)
+        self.direct = self.together and len(helds) == 1 and helds[0].hops[0].dim == 0
+        self.versions: tuple[int, ...] = ()
+        self.work: Any = None
+        self.flat: torch.Tensor | None = None
+        self.ready = False
+        self.waiting = 0
+        for held in self.helds:
+            held.unit = self
+
+    def current(self) -> bool:
+        """Whether what was gathered still equals what is stored."""
+        return self.versions == tuple(h.local._version for h in self.helds)  # type: ignore[union-attr]
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Begin to gather, unless that is done or under way."""
+        if (self.ready or self.work is not None) and self.current():
+            return
+        self.finish_work()
+        self.ready = False
+        self.versions = tuple(h.local._version for h in self.helds)  # type: ignore[union-attr]
+        if self.per_use:
+            for held in self.helds:
+                n = prod(held.used_shape) * held.leaf.element_size()
+                held.leaf.untyped_storage().resize_(n)
+        if not self.together:
+            return
+        hop = self.helds[0].hops[-1]
+        gathers = next(h for h in self.helds[0].hops if h.forward == "gather")
+        hop = gathers
+        if self.direct:
+            out, piece = self.helds[0].leaf.detach(), self.helds[0].local
+            assert piece is not None
+            self.work = dist.all_gather_into_tensor(out, piece.contiguous(), group=hop.group, async_op=True)
+            return
+        pieces = torch.cat([h.local.reshape(-1) for h in self.helds])  # type: ignore[union-attr]
+        self.flat = pieces.new_empty(hop.n, pieces.numel())
+        self.work = dist.all_gather_into_tensor(self.flat, pieces, group=hop.group, async_op=True)
+
+    @torch.no_grad()
+    def fetch(self) -> None:
+        """Have the gathered values in the leaves."""
+        if self.ready and self.current():
+            return
+        self.start()
+        if not self.together:
+            for held in self.helds:
+                x = held.local
+                assert x is not None
+                for hop in held.hops:
+                    x = apply(hop.forward, x, hop)
+                with torch.autograd._unsafe_preserve_version_counter(held.leaf):
+                    held.leaf.copy_(x)
+            self.ready = True
+            return
+        flat = self.flat
+        self.finish_work()
+        if flat is not None:
+            offset = 0
+            for held in self.helds:
+                hop = next(h for h in held.hops if h.forward == "gather")
+                m = prod(held.stored_shape)
+                part = flat[:, offset : offset + m].view(hop.n, *held.stored_shape)
+                offset += m
+                with torch.autograd._unsafe_preserve_version_counter(held.leaf):
+                    stacked(held.leaf, hop.dim, hop.n).copy_(part)
+        self.ready = True
+
+    def finish_work(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+        self.work, self.flat = None, None
+
+    def free(self) -> None:
+        """Give the gathered memory back (lifetime ``use`` only)."""
+        if self.per_use and (self.ready or self.work is not None):
+            self.finish_work()
+            self.ready = False
+            for held in self.helds:
+                held.leaf.untyped_storage().resize_(0)
+
+
+def coalesces(held: Held) -> bool:
+    """One gather and nothing else that changes values."""
+    kinds = [hop.forward for hop in held.hops if hop.forward != "none"]
+    return kinds == ["gather"]
+
+
+def same_gather(a: Held, b: Held) -> bool:
+    """Whether two parameters may share a gather."""
+    if not (coalesces(a) and coalesces(b)) or a.choice.lifetime != b.choice.lifetime:
+        return False
+    ga, gb = (next(h for h in held.hops if h.forward == "gather") for held in (a, b))
+    dtypes = [held.param.dtype for held in (a, b)]
+    return ga.group is gb.group and dtypes[0] == dtypes[1]
+
+
+def make_units(helds: Sequence[Held], limit: int = UNIT_BYTES) -> list[Unit]:
+    """Units of the gathered parameters, given in order of first use."""
+    units: list[Unit] = []
+    run: list[Held] = []
+    n_bytes = 0
+    for held in helds:
+        n = prod(held.used_shape) * held.param.element_size()
+        if run and not (same_gather(run[0], held) and n_bytes + n <= limit):
+            units.append(Unit(run))
+            run, n_bytes = [], 0
+        run.append(held)
+        n_bytes += n
+    if run:
+        units.append(Unit(run))
+    return units
