@@ -64,49 +64,25 @@ def _plain(strategy: Strategy) -> bool:
     return not any("P" in state for state in (*strategy.ins, *strategy.outs))
 
 
-def complete(
-    graph: Graph,
-    rules: Sequence[Rule | None],
-    pricer: Pricer,
-    decided: Mapping[int, Strategy],
-    params: Mapping[int, ParamChoice],
-    outputs: Mapping[int, State],
-    *,
-    inputs: Mapping[str, State] | None = None,
-    cluster: str = "",
-    optimizer: str = "adamw",
-    microbatches: int = 1,
-) -> Plan:
-    """The plan of the given decisions, with routes and price.
-
-    Args:
-        decided: strategies by node; ops left out follow demand.
-        params: by parameter node; parameters left out (nobody reads them) are replicated.
-        outputs: placements by output position; the others come out whole.
-
-    Raises:
-        PlanError: a tensor cannot be brought to where it is wanted.
-    """
-    mesh = pricer.mesh
-    chosen, buffers = demand(graph, rules, mesh, decided)
+def needs(
+    graph: Graph, mesh: tuple[tuple[str, int], ...], chosen: Mapping[int, Strategy], params: Mapping[int, ParamChoice],
+    buffers: Mapping[str, State], inputs: Mapping[str, State], outputs: Mapping[int, State],
+) -> tuple[dict[Ref, State], dict[Ref, dict[State, None]], list[State | None]]:  # fmt: skip
+    """``(made, wanted, outputs)``: the state in which each tensor is made, those in which it is wanted, and the
+    placement of every output (None for one that is no tensor)."""
     whole_grad, whole = ("I",) * len(mesh), ("R",) * len(mesh)
     made: dict[Ref, State] = {}
-    owned: dict[int, ParamChoice] = {}
+    wanted: dict[Ref, dict[State, None]] = {}
     for i, node in enumerate(graph.nodes):
         if node.kind == "op":
             states = iter(chosen[i].outs)
             made.update({Ref(i, k): next(states) for k, spec in enumerate(node.outs) if spec is not None})
-        elif node.kind == "param":
-            state = whole_grad if node.needs_grad else whole
-            owned[i] = params.get(i, ParamChoice(state, state))
-            made[Ref(i)] = owned[i].used
-        else:
-            made[Ref(i)] = (buffers if node.kind == "buffer" else inputs or {}).get(node.target, whole)
-    wanted: dict[Ref, dict[State, None]] = {}
-    for i, node in enumerate(graph.nodes):
-        if node.kind == "op":
             for ref, state in zip(node.refs, chosen[i].ins, strict=True):
                 wanted.setdefault(ref, {})[state] = None
+        elif node.kind == "param":
+            made[Ref(i)] = params[i].used
+        else:
+            made[Ref(i)] = (buffers if node.kind == "buffer" else inputs).get(node.target, whole)
     out_states: list[State | None] = []
     for number, out in enumerate(graph.outputs):
         if not isinstance(out, Ref):
@@ -118,6 +94,43 @@ def complete(
         wanted.setdefault(out, {})[state] = None
     for name, ref in graph.updates.items():
         wanted.setdefault(ref, {})[buffers.get(name, whole)] = None
+    return made, wanted, out_states
+
+
+def complete(
+    graph: Graph,
+    rules: Sequence[Rule | None],
+    pricer: Pricer,
+    decided: Mapping[int, Strategy],
+    params: Mapping[int, ParamChoice],
+    outputs: Mapping[int, State],
+    *,
+    inputs: Mapping[str, State] | None = None,
+    buffers: Mapping[str, State] | None = None,
+    cluster: str = "",
+    optimizer: str = "adamw",
+    microbatches: int = 1,
+) -> Plan:
+    """The plan of the given decisions, with routes and price.
+
+    Args:
+        decided: strategies by node; ops left out follow demand.
+        params: by parameter node; parameters left out (nobody reads them) are replicated.
+        outputs: placements by output position; the others come out whole.
+        buffers: placements by name; the others follow demand.
+
+    Raises:
+        PlanError: a tensor cannot be brought to where it is wanted.
+    """
+    mesh = pricer.mesh
+    chosen, held = demand(graph, rules, mesh, decided)
+    held.update(buffers or {})
+    whole_grad, whole = ("I",) * len(mesh), ("R",) * len(mesh)
+    owned: dict[int, ParamChoice] = {}
+    for i, node in graph.of_kind("param"):
+        state = whole_grad if node.needs_grad else whole
+        owned[i] = params.get(i, ParamChoice(state, state))
+    made, wanted, out_states = needs(graph, mesh, chosen, owned, held, inputs or {}, outputs)
     routes: dict[str, tuple[Edge, ...]] = {}
     seconds = 0.0
     cache: dict[object, tuple[float, tuple[Edge, ...]] | None] = {}
@@ -144,7 +157,7 @@ def complete(
         graph.fingerprint, cluster, mesh,
         {node.name: chosen[i].names for i, node in enumerate(graph.nodes) if node.kind == "op"},
         {graph.nodes[i].target: choice for i, choice in owned.items()},
-        buffers, tuple(out_states), routes, dict(inputs or {}), optimizer, 1, microbatches, price,
+        held, tuple(out_states), routes, dict(inputs or {}), optimizer, 1, microbatches, price,
     )  # fmt: skip
 
 
