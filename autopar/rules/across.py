@@ -34,8 +34,8 @@ def n_pieces(axes: Axes) -> int:
 
 
 def pending(x: torch.Tensor, axes: Axes) -> torch.Tensor:
-    """V -> P: the pieces are terms of a sum that is still to be made."""
-    for axis in axes:
+    """V -> P: the pieces are terms of a sum that is still to be made. Only the type changes, forward and backward."""
+    for axis in axes if spmd.is_type_checking() else ():
         x = spmd.reinterpret(x, axis, src=spmd.V, dst=spmd.P)
     return x
 
@@ -53,9 +53,9 @@ def bilinear(fn: Callable[..., torch.Tensor], x: torch.Tensor, y: torch.Tensor) 
 
 def total(x: torch.Tensor, axes: Axes, dst: Any) -> torch.Tensor:
     """The sum of the pieces on every rank; ``dst`` is ``spmd.R`` if ranks go on differently, ``spmd.I`` if alike."""
-    x = x.contiguous()
+    x = pending(x.contiguous(), axes)
     for axis in axes:
-        x = spmd.all_reduce(spmd.reinterpret(x, axis, src=spmd.V, dst=spmd.P), axis, src=spmd.P, dst=dst)
+        x = spmd.all_reduce(x, axis, src=spmd.P, dst=dst)
     return x
 
 

@@ -37,7 +37,6 @@ def linear_summed(x: Any, weight: Any, bias: Any = None, *, cut: Any) -> torch.T
         sample(T((4, 8)), T((12, 8))),
         sample(T((2, 4, 8)), T((12, 8)), T((12,))),
         sample(T((1, 4, 2, 8)), T((4, 8)), T((4,))),
-        sample(T((8,)), T((4, 8))),
         sample(T((4, 8)), T((8,))),
     ],
 )

@@ -86,6 +86,7 @@ prove_with(
     sample(T((2, 4, 7, 7)), T((8, 4, 3, 3)), T((8,)), [1, 1], [0, 0], [2, 2]),
 )
 prove_with("aten.conv2d.padding", sample(T((2, 4, 6, 6)), T((8, 4, 3, 3)), T((8,)), [1, 1], "same"))
+prove_with("aten.conv3d.padding", sample(T((2, 2, 4, 4, 4)), T((4, 2, 2, 2, 2)), None, [1, 1, 1], "same"))
 prove_with("aten.conv3d.default", sample(T((2, 2, 4, 4, 4)), T((4, 2, 2, 2, 2)), T((4,)), [2, 2, 2]))
 prove_with("aten.conv_transpose1d.default", sample(T((2, 4, 6)), T((4, 8, 4)), T((8,)), [2], [1]))
 prove_with(

@@ -16,15 +16,15 @@ from autopar.rules.registry import T, prove_with, rule, sample
 NONE, MEAN, SUM = 0, 1, 2
 
 
-def _finish(loss: torch.Tensor, count: torch.Tensor | None, reduction: int, cut: Any) -> torch.Tensor:
+def _finish(
+    loss: torch.Tensor, count: torch.Tensor | None, reduction: int, dtype: torch.dtype, cut: Any
+) -> torch.Tensor:
     """Reduce the losses of the local rows; ``count`` is this rank's part of what a mean divides by (None: its rows)."""
     if reduction == NONE:
-        return loss
+        return loss.to(dtype)
     rows = axes_except(cut, "v")
-    if reduction == MEAN:
-        n = loss.numel() * n_pieces(rows) if count is None else total(count, rows, spmd.R)
-        return pending(loss.sum() / n, rows)
-    return pending(loss.sum(), rows)
+    n = 1 if reduction == SUM else loss.numel() * n_pieces(rows) if count is None else total(count, rows, spmd.R)
+    return pending((loss.sum() / n).to(dtype), rows)
 
 
 def cross_entropy_across(
@@ -33,10 +33,11 @@ def cross_entropy_across(
 ) -> torch.Tensor:  # fmt: skip
     """``aten.cross_entropy_loss`` with rows cut, classes cut, or both."""
     # x [n v], [b v ...] or [v]; target the same without v (class numbers), or like x (probabilities)
-    x = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    dtype, x = x.dtype, x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    weight = None if weight is None else weight.to(x.dtype)
     if target.is_floating_point():
         loss = torch.nn.functional.cross_entropy(x, target, weight, reduction="none", label_smoothing=label_smoothing)
-        return _finish(loss, None, reduction, cut)
+        return _finish(loss, None, reduction, dtype, cut)
     valid = target != ignore_index
     count = valid.sum() if weight is None else (weight[target.clamp(min=0)] * valid).sum()
     if not cut.get("v"):
@@ -45,7 +46,7 @@ def cross_entropy_across(
         )
     else:
         loss = _vocabulary_cross_entropy(x, target, label_smoothing, axes_of(cut, "v")).masked_fill(~valid, 0)
-    return _finish(loss, count, reduction, cut)
+    return _finish(loss, count, reduction, dtype, cut)
 
 
 def _vocabulary_cross_entropy(
@@ -85,7 +86,7 @@ def nll_across(
         axes = axes_of(cut, "v")
         loss = -total(_picked(x, target, dim, axes), axes, spmd.I).masked_fill(~valid, 0)
     count = valid.sum() if weight is None else (weight[target.clamp(min=0)] * valid).sum()
-    return _finish(loss, count, reduction, cut)
+    return _finish(loss, count, reduction, x.dtype, cut)
 
 
 def _class_loss(call: Call, distributed: Any, gathers: bool) -> Rule:
@@ -115,7 +116,7 @@ def _class_loss(call: Call, distributed: Any, gathers: bool) -> Rule:
         out_as={"v": ("I",)},
         comm=tuple(comm),
         kind="reduce",
-        saves=(0, 1) if not gathers else (1,),
+        saves=(0, 1),  # cross-entropy keeps the log-softmax, of the size of its input
         flops=4.0 if gathers else 0.0,
     )
 

@@ -7,6 +7,7 @@ placements that the option promises.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -83,8 +84,13 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 @pytest.mark.parametrize("target, sample", CASES)
-def test_lowering_is_typed(mesh: Any, target: str, sample: Sample) -> None:
+def test_lowering_is_typed(mesh: Any, target: str, sample: Sample, dtype: str) -> None:
+    def cast(t: Any) -> Any:
+        return dataclasses.replace(t, dtype=dtype) if isinstance(t, T) and t.dtype == "float64" else t
+
+    sample = Sample(replace(sample.args, cast), {name: replace(value, cast) for name, value in sample.kwargs.items()})
     call, tensors, out_grads = call_of_sample(target, sample)
     rule = rule_for(call)
     if rule.distributed is None:
@@ -112,6 +118,7 @@ def test_lowering_is_typed(mesh: Any, target: str, sample: Sample) -> None:
                 got = spmd.get_axis_local_type(out, axis)
                 assert got is TYPES[placement[0]], f"{[o.name for o in pair]}: {axis} is {got}, not {placement}"
             assert tuple(out.shape) == local_shape(call.out.shape, outs[0], MESH)
+            assert str(out.dtype) == f"torch.{call.out.dtype}", [o.name for o in pair]
         if out.requires_grad:
             out.backward(torch.ones_like(out))
             assert all(x.grad is not None for x in values if x.requires_grad)
