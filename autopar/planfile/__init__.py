@@ -1,0 +1,31 @@
+"""The plan file: JSON that people read, edit, review and keep.
+
+    {
+      "autopar_plan": 1,                               version of this format
+      "model": {"spec": "gpt.py:make"},                how to load the model again; null when it was passed as an object
+      "fingerprint": "26fa0c71b0a3b94c",               of the captured graph
+      "cluster": "dgx-h100", "mesh": "data=2,tensor=4",
+      "optimizer": "adamw", "microbatches": 1, "pipeline": {"stages": 1},
+      "ops":     {"layers.*.mlp.up:linear": {"data": "b", "tensor": "n"}},
+      "params":  {"layers.*.mlp.up.weight": {"stored": "S1,S0", "used": "R,S0", "lifetime": "use"}},
+      "buffers": {}, "inputs": {"x": "S0,R"}, "outputs": ["I,I"],
+      "routes":  {"layers.*.mlp.down:linear": ["S0,P -> S0,I"]},
+      "price": {...}, "solution": {...}, "notes": [], "checksum": {...}
+    }
+
+``ops``, ``params`` and ``routes`` are lists of ``pattern: decision``; ``*`` stands for anything, and later entries
+override earlier ones. Ops are named ``module:op``, or by module alone (then the decision goes to those of its ops that
+have the factor). An axis that is not named is ``replicate``. Ops that no entry names are whole on every rank if they
+depend on a parameter; the others follow what their readers want.
+
+The checksum covers the decisions, not the text. After an edit by hand it does not match: routes that no longer fit are
+found anew, and the price is computed anew, so a file never shows the price of another plan. Loading executes nothing.
+"""
+
+from __future__ import annotations
+
+from autopar.planfile.bind import bind, load, loads, read
+from autopar.planfile.form import Document, format_mesh, parse, parse_mesh
+from autopar.planfile.write import dumps, save
+
+__all__ = ["Document", "bind", "dumps", "format_mesh", "load", "loads", "parse", "parse_mesh", "read", "save"]

@@ -1,0 +1,377 @@
+"""Text and graph -> plan."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fnmatch import translate
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import MeshError, PlanError
+from autopar.graph import Graph, Ref
+from autopar.placements import State, fits, format_state, parse_state, step_is_legal
+from autopar.plan import ParamChoice, Plan, Price, Solution, route_key
+from autopar.planfile.form import Document, Failures, closest, format_mesh, parse
+from autopar.planfile.write import decisions, rest, route_keys
+from autopar.planner import params as P
+from autopar.planner.complete import complete, demand, needs
+from autopar.planner.price import pricer
+from autopar.planner.search import check_mesh, op_labels
+from autopar.planner.space import Strategy, combine, node_options
+from autopar.rules.registry import rules_of
+from hardware_profiles import Cluster, load_cluster
+
+Route = tuple[tuple[State, State], ...]
+
+
+def load(path: str | Path, graph: Graph, cluster: Cluster | None = None) -> Plan:
+    """Read a plan file for a model; see :func:`loads`."""
+    return loads(read(path), graph, cluster, where=str(path))
+
+
+def read(path: str | Path) -> str:
+    """The text of a plan file.
+
+    Raises:
+        PlanError: the file cannot be read.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise PlanError(f"cannot read the plan {path}: {why}; give a file that 'autopar plan' wrote") from error
+
+
+def loads(text: str, graph: Graph, cluster: Cluster | None = None, *, where: str = "plan") -> Plan:
+    """The plan in ``text``, for the model with this graph.
+
+    Args:
+        cluster: prices what has to be priced anew; by default the cluster that the file names, and only when needed.
+
+    Raises:
+        PlanError: whatever does not fit, all failures at once, each with its place in the file, the numbers on both
+            sides and what to do.
+    """
+    return bind(parse(text, where), graph, cluster)
+
+
+def bind(document: Document, graph: Graph, cluster: Cluster | None = None) -> Plan:
+    """The plan of a parsed file for the model with this graph; see :func:`loads`."""
+    raw, bad = document.raw, Failures(document.where)
+    if raw["fingerprint"] != graph.fingerprint:
+        bad.add(
+            "fingerprint",
+            f"the plan is for a model with fingerprint {raw['fingerprint']}, this one has {graph.fingerprint} "
+            "(operators, shapes or names differ); plan this model again, or write its fingerprint into the file to "
+            "try these decisions on it",
+        )
+        bad.raise_if_any()
+    reader = _Binder(document, graph, bad)
+    decided = reader.ops()
+    params = reader.params()
+    buffers = reader.places("buffers", "buffer")
+    inputs = reader.places("inputs", "input")
+    outputs = reader.outputs()
+    routes = reader.routes()
+    bad.raise_if_any()
+    return reader.plan(decided, params, buffers, inputs, outputs, routes, cluster)
+
+
+class _Binder:
+    """Meets the entries of a file with the nodes of a graph."""
+
+    def __init__(self, document: Document, graph: Graph, bad: Failures) -> None:
+        self.raw, self.mesh, self.where = document.raw, document.mesh, document.where
+        self.graph, self.bad = graph, bad
+        self.rules = rules_of(graph)
+        self.labels = op_labels(graph)
+        self.axes = {name: a for a, (name, _) in enumerate(self.mesh)}
+
+    # -- ops
+
+    def ops(self) -> dict[int, Strategy]:
+        """Strategies of the ops that the file names, and of those that are whole because it does not."""
+        names: dict[int, list[str]] = {}
+        at: dict[int, str] = {}
+        ops = [(i, node) for i, node in enumerate(self.graph.nodes) if node.kind == "op"]
+        options: dict[int, dict[str, Any]] = {}
+        for pattern, entry in self.raw["ops"].items():
+            path = f"ops[{json.dumps(pattern)}]"
+            match = re.compile(translate(pattern)).match
+            found = [i for i, n in ops if match(self.labels[n.name])]
+            exact = bool(found)
+            if not exact:
+                found = [i for i, n in ops if match(n.module) or n.name == pattern]
+            if not found:
+                known = [*self.labels.values(), *dict.fromkeys(n.module for _, n in ops if n.module)]
+                self.bad.add(path, f"matches no op of the model; {closest(pattern, known)}")
+                continue
+            for axis in entry:
+                if axis not in self.axes:
+                    self.bad.add(f"{path}.{axis}", f"the mesh has no axis '{axis}'; it has {', '.join(self.axes)}")
+            for i in found:
+                if i not in options:
+                    rule = self.rules[i]
+                    assert rule is not None
+                    options[i] = {o.name: o for o in node_options(self.graph, self.graph.nodes[i], rule)}
+                at[i] = path
+                names[i] = ["I"] * len(self.mesh)
+            for axis, factor in entry.items():
+                if axis not in self.axes:
+                    continue
+                name = "I" if factor == "replicate" else factor
+                able = [i for i in found if name in options[i]]
+                for i in found if exact or not able else able:
+                    if name in options[i]:
+                        names[i][self.axes[axis]] = name
+                    else:
+                        self._no_factor(f"{path}.{axis}", i, factor, options[i])
+        decided = {}
+        for i, node in ops:
+            if i not in names and node.hot:
+                rule = self.rules[i]
+                assert rule is not None
+                options[i] = {o.name: o for o in node_options(self.graph, node, rule)}
+                decided[i] = combine([options[i]["I"]] * len(self.mesh))
+            elif i in names:
+                strategy = combine([options[i][name] for name in names[i]])
+                if self._divides(at[i], i, strategy):
+                    decided[i] = strategy
+        return decided
+
+    def _no_factor(self, path: str, i: int, factor: str, options: Mapping[str, Any]) -> None:
+        node, rule = self.graph.nodes[i], self.rules[i]
+        offers = ", ".join("replicate" if o == "I" else o for o in options)
+        self.bad.add(path, f"{node.where} has no factor '{factor}'; it offers {offers} (rule: {rule})")
+
+    def _divides(self, path: str, i: int, strategy: Strategy) -> bool:
+        """Whether the pieces of an op are equal; if not, that is a failure."""
+        node, rule = self.graph.nodes[i], self.rules[i]
+        assert rule is not None
+        cut: dict[str, int] = {}
+        for name, (axis, size) in zip(strategy.names, self.mesh, strict=True):
+            if name in rule.sizes:
+                cut[name] = cut.get(name, 1) * size
+                if rule.sizes[name] % cut[name]:
+                    self.bad.add(
+                        f"{path}.{axis}",
+                        f"factor '{name}' of {node.where} has size {rule.sizes[name]}, which does not divide over "
+                        f"{cut[name]} ranks; use another factor, or a mesh whose axes divide {rule.sizes[name]}",
+                    )
+                    return False
+        outs = [o for o in node.outs if o is not None]
+        shapes = [*(self.graph.spec(r).shape for r in node.refs), *(o.shape for o in outs)]
+        for shape, state in zip(shapes, (*strategy.ins, *strategy.outs), strict=True):
+            if not fits(shape, state, self.mesh):
+                self.bad.add(
+                    path,
+                    f"{node.where}: a tensor of shape {shape} does not divide as {format_state(state)} on mesh "
+                    f"{format_mesh(self.mesh)}; use another factor",
+                )
+                return False
+        return True
+
+    # -- placements
+
+    def _state(self, path: str, text: str, shape: Sequence[int], kinds: str) -> State | None:
+        try:
+            state = parse_state(text, self.mesh, path)
+        except MeshError as error:
+            self.bad.lines.append(str(error))
+            return None
+        for placement, (axis, _) in zip(state, self.mesh, strict=True):
+            if placement[0] not in kinds:
+                allowed = ", ".join("S<dim>" if k == "S" else k for k in kinds)
+                self.bad.add(path, f"'{placement}' on axis '{axis}' is not possible here; use {allowed}")
+                return None
+        if not fits(shape, state, self.mesh):
+            self.bad.add(
+                path,
+                f"a tensor of shape {tuple(shape)} does not divide as {text} on mesh {format_mesh(self.mesh)}; shard "
+                "another dim, or keep it whole",
+            )
+            return None
+        return state
+
+    def _matched(self, section: str, every: Mapping[str, int]) -> dict[str, tuple[str, Any]]:
+        """``{name: (path in the file, entry)}`` of the last entry that matches each name."""
+        found: dict[str, tuple[str, Any]] = {}
+        for pattern, entry in self.raw.get(section, {}).items():
+            path = f"{section}[{json.dumps(pattern)}]"
+            match = re.compile(translate(pattern)).match
+            hits = [name for name in every if match(name)]
+            if not hits:
+                what = {"params": "parameter", "routes": "tensor"}.get(section, section[:-1])
+                self.bad.add(path, f"matches no {what} of the model; {closest(pattern, every)}")
+            found.update((name, (path, entry)) for name in hits)
+        return found
+
+    def params(self) -> dict[int, ParamChoice]:
+        """How every parameter is kept."""
+        nodes = {node.target: i for i, node in self.graph.of_kind("param")}
+        found = self._matched("params", nodes)
+        missing = [name for name in nodes if name not in found]
+        if missing:
+            more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+            self.bad.add("params", f"no entry for parameter {', '.join(missing[:4])}{more}; add one, or plan again")
+        result = {}
+        for name, (path, entry) in found.items():
+            node = self.graph.nodes[nodes[name]]
+            shape = node.out.shape
+            stored = self._state(f"{path}.stored", entry["stored"], shape, "SI" if node.needs_grad else "SR")
+            used = self._state(f"{path}.used", entry["used"], shape, "SIR" if node.needs_grad else "SR")
+            if stored is None or used is None:
+                continue
+            if P.path(stored, used) is None:
+                self.bad.add(
+                    path,
+                    f"'{name}' cannot go from stored {format_state(stored)} to used {format_state(used)} one axis at a "
+                    "time, the last axis first; store it as it is used, or whole",
+                )
+                continue
+            result[nodes[name]] = ParamChoice(stored, used, entry.get("lifetime", "step"))
+        return result
+
+    def places(self, section: str, kind: str) -> dict[str, State]:
+        """Placements of buffers or inputs by name."""
+        nodes = {node.target: i for i, node in self.graph.of_kind(kind)}
+        result = {}
+        for name, (path, text) in self._matched(section, nodes).items():
+            state = self._state(path, text, self.graph.nodes[nodes[name]].out.shape, "SR")
+            if state is not None:
+                result[name] = state
+        return result
+
+    def outputs(self) -> dict[int, State]:
+        """Placements of outputs by position."""
+        given = self.raw["outputs"]
+        if len(given) != len(self.graph.outputs):
+            self.bad.add("outputs", f"has {len(given)} entries, the model has {len(self.graph.outputs)} outputs")
+            return {}
+        result = {}
+        for k, (text, out) in enumerate(zip(given, self.graph.outputs, strict=True)):
+            if (text is None) != (not isinstance(out, Ref)):
+                is_not = "is a tensor; give its placement" if text is None else "is no tensor; write null"
+                self.bad.add(f"outputs[{k}]", f"output {k} of the model {is_not}")
+            elif text is not None:
+                state = self._state(f"outputs[{k}]", text, self.graph.spec(out).shape, "SIRP")
+                if state is not None:
+                    result[k] = state
+        return result
+
+    def routes(self) -> dict[str, Route]:
+        """The routes that the file gives, by key of ``Plan.routes``."""
+        keys = route_keys(self.graph)
+        every = {name: k for k, name in enumerate(keys)}
+        result = {}
+        for name, (path, entry) in self._matched("routes", every).items():
+            key = keys[name]
+            node, _, number = key.partition("#")
+            shape = self.graph.spec(Ref(self.graph.index[node], int(number or 0))).shape
+            steps: list[tuple[State, State]] = []
+            for k, text in enumerate(entry):
+                at = f"{path}[{k}]"
+                ends = [self._state(at, part.strip(), shape, "SIRP") for part in text.split("->")]
+                a, b = ends
+                if a is None or b is None:
+                    continue
+                changed = [axis for axis in range(len(a)) if a[axis] != b[axis]]
+                if len(changed) != 1:
+                    self.bad.add(at, f"the step '{text}' changes {len(changed)} axes; a step changes one")
+                elif not step_is_legal(a, changed[0], b[changed[0]]):
+                    self.bad.add(
+                        at,
+                        f"the step '{text}' is not possible: '{a[changed[0]]}' cannot become '{b[changed[0]]}' there; "
+                        "remove the entry to have the route found anew",
+                    )
+                elif steps and a != steps[0][0] and all(a != done for _, done in steps):
+                    self.bad.add(at, f"the step '{text}' begins where no earlier step ends; put the steps in order")
+                else:
+                    steps.append((a, b))
+            if steps:
+                result[key] = tuple(steps)
+        return result
+
+    # -- the plan
+
+    def plan(
+        self, decided: dict[int, Strategy], params: dict[int, ParamChoice], buffers: dict[str, State],
+        inputs: dict[str, State], outputs: dict[int, State], routes: dict[str, Route], cluster: Cluster | None,
+    ) -> Plan:  # fmt: skip
+        """The plan of the decisions: as the file has it if nothing was edited, else completed and priced anew."""
+        raw, graph = self.raw, self.graph
+        chosen, held = demand(graph, self.rules, self.mesh, decided)
+        held.update(buffers)
+        made, wanted, out_states = needs(graph, self.mesh, chosen, params, held, inputs, outputs)
+        checksum = raw.get("checksum") or {}
+        plan = Plan(
+            graph.fingerprint, raw["cluster"], self.mesh,
+            {node.name: chosen[i].names for i, node in enumerate(graph.nodes) if node.kind == "op"},
+            {graph.nodes[i].target: choice for i, choice in sorted(params.items())},
+            held, tuple(out_states), {}, inputs, raw["optimizer"], 1, raw["microbatches"],
+            notes=tuple(raw.get("notes", ())),
+        )  # fmt: skip
+        edited = decisions(plan) != checksum.get("decisions")
+        kept: dict[str, Route] = {}
+        anew = False
+        for ref, goals in wanted.items():
+            key = route_key(graph, ref)
+            given = routes.pop(key, ())
+            problem = _misfit(made[ref], goals, given)
+            if not problem:
+                kept.update({key: given} if given else {})
+            elif edited or not given:
+                anew = True
+            else:
+                self.bad.add(f"routes: {key}", problem)
+        if not edited:
+            for key in routes:
+                self.bad.add(f"routes: {key}", "nobody reads that tensor in another placement; remove the entry")
+        self.bad.raise_if_any()
+        if not edited and not anew and raw.get("price") is not None:
+            price = Price(**raw["price"])
+            solution = Solution(**raw["solution"]) if raw.get("solution") else None
+            asis = replace(plan, routes=kept, price=price, solution=solution)
+            if rest(asis) == checksum.get("rest"):
+                return asis
+        return self._anew(plan, decided, params, buffers, outputs, kept, cluster or load_cluster(raw["cluster"]))
+
+    def _anew(
+        self, plan: Plan, decided: dict[int, Strategy], params: dict[int, ParamChoice], buffers: dict[str, State],
+        outputs: dict[int, State], kept: dict[str, Route], cluster: Cluster,
+    ) -> Plan:  # fmt: skip
+        check_mesh(self.mesh, cluster)
+        priced = pricer(cluster, self.mesh)
+        try:
+            done = complete(
+                self.graph, self.rules, priced, decided, params, outputs, inputs=plan.inputs, buffers=buffers,
+                cluster=plan.cluster, optimizer=plan.optimizer, microbatches=plan.microbatches,
+            )  # fmt: skip
+        except PlanError as error:
+            raise PlanError(f"{self.where}: {error}") from error
+        extra = 0.0
+        keys = {route_key(self.graph, Ref(i, k)): Ref(i, k) for i, n in enumerate(self.graph.nodes)
+                for k, o in enumerate(n.outs) if o is not None}  # fmt: skip
+        for key, route in kept.items():
+            spec, node = self.graph.spec(keys[key]), self.graph.nodes[keys[key].node]
+            grad = node.needs_grad and spec.is_float
+            extra += sum(priced.step(spec, grad, a, b) for a, b in route)
+            extra -= sum(priced.step(spec, grad, a, b) for a, b in done.routes.get(key, ()))
+        price = done.price
+        if extra:
+            price = replace(price, activation_seconds=price.activation_seconds + extra)
+        return replace(done, routes={**done.routes, **kept}, price=price, notes=plan.notes)
+
+
+def _misfit(made: State, goals: Mapping[State, None], route: Route) -> str:
+    """Why a route does not bring a tensor from where it is made to where it is wanted; empty if it does."""
+    if route and route[0][0] != made:
+        return f"begins at {format_state(route[0][0])}, the tensor is made as {format_state(made)}; remove the entry"
+    reached = {made, *(b for _, b in route)}
+    missing = [g for g in goals if g not in reached]
+    if missing:
+        return f"does not reach {format_state(missing[0])}, as which the tensor is wanted; remove the entry"
+    return ""

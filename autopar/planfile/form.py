@@ -1,0 +1,226 @@
+"""The form of a plan file: keys, types, meshes; nothing that needs the model."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import Any
+
+from autopar.errors import MeshError, PlanError
+from autopar.placements import Mesh
+from autopar.plan import LIFETIMES, VERSION, Price, Solution
+
+KEYS = (
+    "autopar_plan", "model", "fingerprint", "cluster", "mesh", "optimizer", "microbatches", "pipeline", "ops", "params",
+    "buffers", "inputs", "outputs", "routes", "price", "solution", "notes", "checksum",
+)  # fmt: skip
+OPTIONAL = {"model", "pipeline", "buffers", "inputs", "routes", "price", "solution", "notes", "checksum"}
+OPTIMIZERS = ("adamw", "adam", "sgd", "sgd_momentum")
+
+
+def format_mesh(mesh: Mesh) -> str:
+    """``data=2,tensor=4``."""
+    return ",".join(f"{name}={size}" for name, size in mesh)
+
+
+def parse_mesh(text: str) -> Mesh:
+    """Inverse of :func:`format_mesh`.
+
+    Raises:
+        MeshError: the text is no list of ``axis=size``.
+    """
+    mesh = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*=\s*(-?\d+)\s*", part)
+        if match is None:
+            raise MeshError(f"mesh '{text}': '{part.strip()}' is no axis=size; write it like data=2,tensor=4")
+        mesh.append((match[1], int(match[2])))
+    names = [name for name, _ in mesh]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise MeshError(f"mesh '{text}' names axis '{twice[0]}' twice; give each axis its own name")
+    for name, size in mesh:
+        if size < 1:
+            raise MeshError(f"mesh '{text}': axis '{name}' has size {size}; sizes are 1 or more")
+    return tuple(mesh)
+
+
+@dataclass(frozen=True)
+class Document:
+    """What a plan file says by itself, without the model: the parsed JSON, with the right keys and types."""
+
+    raw: Mapping[str, Any]
+    where: str
+    mesh: Mesh
+
+    @property
+    def model(self) -> Mapping[str, Any] | None:
+        """How to load the model, if the file says so."""
+        return self.raw.get("model")
+
+
+def parse(text: str, where: str = "plan") -> Document:
+    """Check the form of a plan file.
+
+    Raises:
+        PlanError: no JSON, another version, unknown or missing keys, wrong types: all failures at once.
+    """
+    twice: list[str] = []
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        for key, count in Counter(k for k, _ in pairs).items():
+            if count > 1:
+                twice.append(key)
+        return dict(pairs)
+
+    try:
+        raw = json.loads(text, object_pairs_hook=unique)
+    except ValueError as error:
+        raise PlanError(f"{where}: no valid JSON ({error}); correct the syntax there") from error
+    if not isinstance(raw, dict) or "autopar_plan" not in raw:
+        raise PlanError(f"{where}: no plan file (it has no 'autopar_plan'); make one with 'autopar plan'")
+    if raw["autopar_plan"] != VERSION:
+        raise PlanError(
+            f"{where}: autopar_plan: the file has version {raw['autopar_plan']!r}, this autopar reads version "
+            f"{VERSION}; plan again, or use the autopar that wrote it"
+        )
+    bad = Failures(where)
+    for key in twice:
+        bad.add(key, "stands twice in one table; remove one of them")
+    for key in raw:
+        if key not in KEYS:
+            bad.add(key, f"unknown key; {closest(key, KEYS)}")
+    for key in KEYS:
+        if key not in raw and key not in OPTIONAL:
+            bad.add(key, "is missing; add it, or plan again")
+    mesh: Mesh = ()
+    if bad.type("mesh", raw.get("mesh", ""), str) and "mesh" in raw:
+        try:
+            mesh = parse_mesh(raw["mesh"])
+        except MeshError as error:
+            bad.add("mesh", str(error))
+    for key in ("fingerprint", "cluster"):
+        bad.type(key, raw.get(key, ""), str)
+    if raw.get("model") is not None and bad.type("model", raw["model"], dict):
+        for key, value in raw["model"].items():
+            kind = {"spec": str, "batch": int, "seq": int}.get(key)
+            if kind is None:
+                bad.add(f"model.{key}", f"unknown key; {closest(key, ('spec', 'batch', 'seq'))}")
+            elif value is not None:
+                bad.type(f"model.{key}", value, kind)
+    if bad.type("optimizer", raw.get("optimizer", "adamw"), str) and raw.get("optimizer", "adamw") not in OPTIMIZERS:
+        bad.add("optimizer", f"unknown optimizer '{raw['optimizer']}'; {closest(raw['optimizer'], OPTIMIZERS)}")
+    bad.count("microbatches", raw.get("microbatches", 1))
+    pipeline = raw.get("pipeline", {"stages": 1})
+    if bad.type("pipeline", pipeline, dict):
+        for key in pipeline:
+            if key != "stages":
+                bad.add(f"pipeline.{key}", "unknown key; known: stages")
+        if bad.count("pipeline.stages", pipeline.get("stages", 1)) and pipeline.get("stages", 1) != 1:
+            bad.add("pipeline.stages", f"got {pipeline['stages']}; this version runs 1 stage")
+    _check_sections(raw, bad)
+    bad.raise_if_any()
+    return Document(raw, where, mesh)
+
+
+def _check_sections(raw: Mapping[str, Any], bad: Failures) -> None:
+    for section in ("ops", "params", "buffers", "inputs", "routes"):
+        value = raw.get(section, {})
+        if not bad.type(section, value, dict):
+            continue
+        for pattern, entry in value.items():
+            at = f"{section}[{json.dumps(pattern)}]"
+            if section == "ops" and bad.type(at, entry, dict):
+                for axis, factor in entry.items():
+                    bad.type(f"{at}.{axis}", factor, str)
+            elif section == "params" and bad.type(at, entry, dict):
+                known = ("stored", "used", "lifetime")
+                for key, item in entry.items():
+                    if key not in known:
+                        bad.add(f"{at}.{key}", f"unknown key; {closest(key, known)}")
+                    else:
+                        bad.type(f"{at}.{key}", item, str)
+                for key in ("stored", "used"):
+                    if key not in entry:
+                        bad.add(f"{at}.{key}", "is missing; add a placement such as S0,I")
+                if entry.get("lifetime", "step") not in LIFETIMES:
+                    bad.add(f"{at}.lifetime", f"got {entry['lifetime']!r}; use {' or '.join(LIFETIMES)}")
+            elif section in ("buffers", "inputs"):
+                bad.type(at, entry, str)
+            elif section == "routes" and bad.type(at, entry, list):
+                for k, step in enumerate(entry):
+                    if bad.type(f"{at}[{k}]", step, str) and step.count("->") != 1:
+                        bad.add(f"{at}[{k}]", f"got '{step}'; write a step like 'P,I -> S0,I'")
+    if bad.type("outputs", raw.get("outputs", []), list):
+        for k, item in enumerate(raw.get("outputs", [])):
+            if item is not None:
+                bad.type(f"outputs[{k}]", item, str)
+    if bad.type("notes", raw.get("notes", []), list):
+        for k, item in enumerate(raw.get("notes", [])):
+            bad.type(f"notes[{k}]", item, str)
+    for section, cls in (("price", Price), ("solution", Solution)):
+        value = raw.get(section)
+        if value is not None and bad.type(section, value, dict):
+            types = {f.name: {"int": int, "float": float, "str": str}[str(f.type)] for f in fields(cls)}
+            for key, item in value.items():
+                if key not in types:
+                    bad.add(f"{section}.{key}", f"unknown key; {closest(key, types)}")
+                else:
+                    bad.type(f"{section}.{key}", item, types[key])
+            for key in types:
+                if key not in value:
+                    bad.add(f"{section}.{key}", f"is missing; add it, or remove '{section}'")
+    value = raw.get("checksum")
+    if value is not None and bad.type("checksum", value, dict):
+        for key, item in value.items():
+            if key not in ("decisions", "rest"):
+                bad.add(f"checksum.{key}", "unknown key; known: decisions, rest")
+            bad.type(f"checksum.{key}", item, str)
+
+
+class Failures:
+    """All that is wrong with one file, reported together."""
+
+    def __init__(self, where: str) -> None:
+        self.where, self.lines = where, []
+
+    lines: list[str]
+
+    def add(self, path: str, problem: str) -> None:
+        """One failure: the JSON path, what is there, what to do."""
+        line = f"{path}: {problem}"
+        if line not in self.lines:
+            self.lines.append(line)
+
+    def type(self, path: str, value: Any, kind: type) -> bool:
+        """Whether a value has the type; if not, that is a failure."""
+        fine = isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
+        if not fine:
+            name = {dict: "a table", list: "a list", str: "a string", int: "a whole number", float: "a number"}[kind]
+            self.add(path, f"got {json.dumps(value)}; expected {name}")
+        return fine
+
+    def count(self, path: str, value: Any) -> bool:
+        """Whether a value is a whole number of at least 1."""
+        fine = self.type(path, value, int)
+        if fine and value < 1:
+            self.add(path, f"got {value}; expected a whole number of 1 or more")
+        return fine and value >= 1
+
+    def raise_if_any(self) -> None:
+        if self.lines:
+            count = "1 problem" if len(self.lines) == 1 else f"{len(self.lines)} problems"
+            raise PlanError(f"{self.where}: {count} in this plan\n" + "\n".join(f"  - {line}" for line in self.lines))
+
+
+def closest(word: str, known: Sequence[str] | Mapping[str, Any]) -> str:
+    """A hint for a mistyped word."""
+    near = get_close_matches(word, list(known), n=1, cutoff=0.6)
+    if near:
+        return f"did you mean '{near[0]}'?"
+    names = list(known)
+    return f"known: {', '.join(names[:8])}" + (", ..." if len(names) > 8 else "") if names else "there is none"
