@@ -6,10 +6,30 @@ placement of ``x`` on that axis in one step; its backward is the adjoint step (s
 
 from __future__ import annotations
 
+from typing import Any
+
 import spmd_types as spmd
 import torch
 
 _TYPE = {"R": spmd.R, "I": spmd.I, "P": spmd.P}
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """The identity whose gradient is contiguous, as all-reduces want their input: a gradient can come expanded."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad.contiguous()
+
+
+def _contiguous_gradient(x: torch.Tensor) -> torch.Tensor:
+    if x.requires_grad and not spmd.is_type_checking():
+        return _ContiguousGradient.apply(x)
+    return x
 
 
 def all_gather(x: torch.Tensor, axis: str, dim: int, to: str) -> torch.Tensor:
@@ -19,7 +39,7 @@ def all_gather(x: torch.Tensor, axis: str, dim: int, to: str) -> torch.Tensor:
 
 def all_reduce(x: torch.Tensor, axis: str, to: str) -> torch.Tensor:
     """``P`` -> ``to`` (``R`` or ``I``)."""
-    return spmd.all_reduce(x.contiguous(), axis, src=spmd.P, dst=_TYPE[to])
+    return _contiguous_gradient(spmd.all_reduce(x.contiguous(), axis, src=spmd.P, dst=_TYPE[to]))
 
 
 def reduce_scatter(x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
@@ -40,7 +60,7 @@ def shard(x: torch.Tensor, axis: str, dim: int, of: str) -> torch.Tensor:
 def convert(x: torch.Tensor, axis: str, src: str, dst: str) -> torch.Tensor:
     """The steps without communication in the forward that keep the local shape, and ``S`` -> ``P``."""
     source = spmd.S(int(src[1:])) if src[0] == "S" else _TYPE[src]
-    return spmd.convert(x, axis, src=source, dst=_TYPE[dst], expert_mode=True)
+    return _contiguous_gradient(spmd.convert(x, axis, src=source, dst=_TYPE[dst], expert_mode=True))
 
 
 def step(src: str, dst: str) -> tuple[object, tuple[object, ...]]:

@@ -13,6 +13,7 @@ import spmd_types as spmd
 import spmd_types.checker
 import torch
 import torch.fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.errors import PlanError
 from autopar.lower.emit import Program, used_shape
@@ -29,17 +30,18 @@ def typecheck(program: Program) -> int:
     Raises:
         PlanError: the checker found an op whose types do not fit; the message names it.
     """
-    values = []
-    for slot in program.slots:
-        dtype = getattr(torch, slot.dtype)
-        value = torch.zeros(used_shape(slot, program.mesh), dtype=dtype)
-        if slot.kind == "param" and dtype.is_floating_point:
-            value.requires_grad_()
-        spmd.assert_type(value, _type(slot.state, program))
-        values.append(value)
-    checker = _Checked(program)
-    with spmd_types.checker.typecheck():
-        checker.run(*values)
+    with FakeTensorMode(allow_non_fake_inputs=True):  # types depend on shapes alone, and values could be out of range
+        values = []
+        for slot in program.slots:
+            dtype = getattr(torch, slot.dtype)
+            value = torch.zeros(used_shape(slot, program.mesh), dtype=dtype)
+            if slot.kind == "param" and dtype.is_floating_point:
+                value.requires_grad_()
+            spmd.assert_type(value, _type(slot.state, program))
+            values.append(value)
+        checker = _Checked(program)
+        with spmd_types.checker.typecheck():
+            checker.run(*values)
     return checker.checked
 
 
@@ -118,6 +120,8 @@ class _Checked(torch.fx.Interpreter):
         return value
 
     def _made(self, value: torch.Tensor, state: State) -> torch.Tensor:
+        if not spmd.get_local_type(value):  # made from nothing: a factory
+            return spmd.assert_type(value, _type(state, self.program))
         for axis, want in self._axes(state):
             have = spmd.get_axis_local_type(value, axis)
             if have is spmd.V and want is spmd.P:

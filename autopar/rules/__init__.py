@@ -1,0 +1,13 @@
+"""Sharding rules: importing this package registers one rule per operator, family by family."""
+
+from __future__ import annotations
+
+import importlib
+
+FAMILIES = (
+    "pointwise", "shape", "reduce", "factory", "index", "contraction", "conv", "pool", "attention", "norm", "loss",
+    "embed", "random",
+)  # fmt: skip
+
+for _family in FAMILIES:
+    importlib.import_module(f"autopar.rules.{_family}")

@@ -36,7 +36,7 @@ from autopar.placements import Placement
 Dim = tuple[str, ...]
 Term = tuple[Dim, ...]
 
-_BATCH_NAMES = ("b", "s", "t", "u", "w", "x", "y", "z")
+BATCH_NAMES = ("b", "s", "t", "u", "w", "x", "y", "z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +222,7 @@ def bind(
     """
     left, right = parse_terms(text)
     used = {f for t in (*left, *right) for d in t for f in d}
-    names = [n for n in _BATCH_NAMES if n not in used]
+    names = [n for n in BATCH_NAMES if n not in used]
     known: dict[str, int] = dict(sizes or {})
     shapes = [tuple(s) for s in (*ins, *outs)]
     terms = [*left, *right]

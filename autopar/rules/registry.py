@@ -23,12 +23,14 @@ class Sample:
 
 @dataclass(frozen=True)
 class T:
-    """A random tensor of a sample: ``dtype`` float64 by default; integers are drawn below ``high``."""
+    """A random tensor of a sample: normal floats, or uniform ones between ``low`` and ``high`` where those are given;
+    integers from ``low`` to below ``high``."""
 
     shape: tuple[int, ...]
     dtype: str = "float64"
-    high: int = 0
+    high: float = 0
     grad: bool = True
+    low: float = 0
 
 
 RULES: dict[str, RuleFn] = {}

@@ -1,0 +1,47 @@
+"""Operators that make a tensor from nothing: made sharded where that is wanted, never gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from autopar.rules.across import n_pieces, piece
+from autopar.rules.notation import Call, Rule
+from autopar.rules.registry import rule, sample
+from autopar.rules.shape import named
+
+
+@rule("aten.full.default", samples=[sample([4, 6], 1.5, dtype="float64"), sample([4], 2, dtype="int64"), sample([], 0.0)])
+def full(call: Call) -> Rule:
+    sizes, term = named(call.out.shape)
+    return Rule(sizes, (), (tuple(term),), "copy", shape_arg=(0, "size"))
+
+
+def arange_piece(
+    start: float, end: float, step: float = 1, *, cut: Mapping[str, Sequence[str]], length: int,
+    dtype: torch.dtype | None = None, device: Any = None,
+) -> torch.Tensor:  # fmt: skip
+    """One rank's slice of ``arange(start, end, step)``; ``length`` is the number of elements on all ranks."""
+    axes = cut["b"]
+    device = torch.device(device or "cpu")
+    own = length // n_pieces(axes)
+    first = piece(axes, device) * own
+    index = torch.arange(own, device=device) + first
+    return (index * step + start).to(dtype or torch.int64)
+
+
+def _length(call: Call, cuts: Mapping[str, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return call.args, {**call.kwargs, "length": call.out.shape[0]}
+
+
+@rule(
+    "aten.arange.start_step",
+    samples=[sample(0, 8, 1, dtype="int64"), sample(3, 19, 2, dtype="int64"), sample(0, 8, 1, dtype="float64")],
+)
+def arange(call: Call) -> Rule:
+    return Rule(
+        {"b": call.out.shape[0]}, (), ((("b",),),), "copy", distributed=arange_piece,
+        distributed_factors=frozenset("b"), localize=_length,
+    )  # fmt: skip

@@ -1,0 +1,167 @@
+"""Pointwise operators: one rule, with broadcasting, for all of them.
+
+The factors are the output's dims, named ``b s t u ...``; an input dim of size 1 that is broadcast lacks the factor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from autopar.rules.notation import BATCH_NAMES, Call, In, Rule, Term
+from autopar.rules.registry import Sample, T, prove_with, rule, sample
+
+NOTHING = """
+    add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Tensor rsub.Scalar mul.Scalar div.Scalar neg.default to.dtype
+    detach.default eq.Tensor eq.Scalar ne.Tensor ne.Scalar lt.Tensor lt.Scalar le.Tensor le.Scalar gt.Tensor gt.Scalar
+    ge.Tensor ge.Scalar logical_not.default logical_and.default logical_or.default logical_xor.default
+    bitwise_and.Tensor bitwise_and.Scalar bitwise_or.Tensor bitwise_or.Scalar bitwise_xor.Tensor bitwise_xor.Scalar
+    bitwise_not.default __and__.Tensor __and__.Scalar __or__.Tensor __or__.Scalar __xor__.Tensor __xor__.Scalar
+    sign.default floor.default ceil.default round.default trunc.default isnan.default isinf.default isfinite.default
+    floor_divide.default floor_divide.Scalar remainder.Tensor remainder.Scalar fmod.Tensor fmod.Scalar sgn.default
+    div.Tensor_mode div.Scalar_mode bitwise_left_shift.Tensor bitwise_right_shift.Tensor
+"""
+INPUTS = """
+    mul.Tensor div.Tensor pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar gelu.default silu.default mish.default
+    softplus.default log.default log2.default log10.default log1p.default abs.default sin.default cos.default
+    erf.default clamp.default clamp_min.default clamp_max.default clamp.Tensor hardtanh.default hardswish.default
+    hardsigmoid.default leaky_relu.default elu.default selu.default celu.default softsign.default
+    minimum.default maximum.default min.other max.other
+    where.self where.ScalarOther where.ScalarSelf where.Scalar masked_fill.Scalar masked_fill.Tensor lerp.Scalar
+    lerp.Tensor addcmul.default addcdiv.default threshold.default logit.default atan2.default atan.default
+    nan_to_num.default square.default xlogy.Tensor log_sigmoid.default relu6.default sinh.default cosh.default
+    asin.default acos.default tan.default logaddexp.default
+"""
+OUTPUT = """
+    relu.default exp.default exp2.default expm1.default tanh.default sigmoid.default sqrt.default rsqrt.default
+    reciprocal.default
+"""
+LINEAR: dict[str, tuple[frozenset[int], ...]] = {
+    "add.Tensor": (frozenset({0, 1}),),
+    "sub.Tensor": (frozenset({0, 1}),),
+    "rsub.Tensor": (frozenset({0, 1}),),
+    "mul.Tensor": (frozenset({0}), frozenset({1})),
+    "mul.Scalar": (frozenset({0}),),
+    "div.Tensor": (frozenset({0}),),
+    "div.Scalar": (frozenset({0}),),
+    "neg.default": (frozenset({0}),),
+    "where.self": (frozenset({1, 2}),),
+    "where.ScalarOther": (),
+    "masked_fill.Scalar": (),
+}
+"""Inputs in which an operator is jointly linear. An added scalar is not linear: every rank would add it."""
+
+_WIDTH = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+def elementwise(call: Call) -> tuple[dict[str, int], tuple[Term, ...], Term]:
+    """Sizes and terms of a broadcasting operator."""
+    shape = call.out.shape
+    n = len(shape)
+    names = BATCH_NAMES[:n]
+
+    def term(own: tuple[int, ...]) -> Term:
+        return tuple((names[n - len(own) + i],) if size > 1 else () for i, size in enumerate(own))
+
+    sizes = {name: size for name, size in zip(names, shape, strict=True) if size != 1}
+    return sizes, tuple(term(s.shape) for s in call.ins), term(shape)
+
+
+def _names(text: str) -> Iterable[str]:
+    return (f"aten.{name}" for name in text.split())
+
+
+def pointwise(call: Call) -> Rule:
+    """The rule of every operator in this file."""
+    sizes, inputs, output = elementwise(call)
+    name = call.target.removeprefix("aten.")
+    linear = tuple(g for g in LINEAR.get(name, ()) if all(p < len(inputs) for p in g))
+    if name == "to.dtype" and _widens(call):
+        linear = (frozenset({0}),)
+    if name in ("mul.Tensor", "div.Tensor") and len(inputs) == 1:
+        linear, saves = ((frozenset({0}),) if name == "mul.Tensor" or call.args[0] == In(0) else ()), ()
+    elif name in _SAVES_INPUTS:
+        saves = tuple(range(len(inputs)))
+    else:
+        saves = ()
+    if name in ("add.Tensor", "sub.Tensor") and len(inputs) == 1:
+        linear = ()
+    if name.startswith(("where", "masked_fill")):
+        saves = tuple(i for i, s in enumerate(call.ins) if s.dtype == "bool")
+    if not call.out.is_float:
+        linear = ()
+    return Rule(
+        sizes, inputs, (output,), linear=linear, saves=saves, saves_out=name in _SAVES_OUTPUT,
+        whole=frozenset(n for n, size in sizes.items() if size == 0),
+    )  # fmt: skip
+
+
+def _widens(call: Call) -> bool:
+    src, dst = call.ins[0].dtype, call.out.dtype
+    return src in _WIDTH and dst in _WIDTH and _WIDTH[dst] >= _WIDTH[src]
+
+
+_SAVES_INPUTS = frozenset(INPUTS.split())
+_SAVES_OUTPUT = frozenset(OUTPUT.split())
+for _target in (*_names(NOTHING), *_names(INPUTS), *_names(OUTPUT)):
+    rule(_target)(pointwise)
+
+_A, _B = T((4, 6, 8)), T((6, 1))
+_I = T((4, 8), "int64", 5)
+_M = T((4, 1, 8), "bool", 2)
+
+
+def _register() -> None:
+    def prove(names: str, *samples: Sample) -> None:
+        for target in _names(names):
+            prove_with(target, *samples)
+
+    two = (sample(_A, T((4, 6, 8))), sample(_A, _B), sample(T((8,)), _A), sample(T((4, 1, 8)), T((1, 6, 8))))
+    prove("add.Tensor sub.Tensor rsub.Tensor mul.Tensor minimum.default maximum.default min.other max.other", *two)
+    prove("atan2.default logaddexp.default", *two[:2])
+    prove("div.Tensor", sample(_A, T((6, 1), low=0.5)), sample(_A, 3.0))
+    prove("add.Tensor mul.Tensor sub.Tensor", sample(_A, 2.5), sample(_A, 3))
+    prove("add.Scalar sub.Scalar rsub.Scalar mul.Scalar div.Scalar", sample(_A, 2.0))
+    prove("remainder.Scalar fmod.Scalar floor_divide.Scalar", sample(_I, 3))
+    prove("remainder.Tensor fmod.Tensor floor_divide.default", sample(_I, T((8,), "int64", 5, low=1)))
+    prove("div.Tensor_mode", sample(_I, T((8,), "int64", 5, low=1), rounding_mode="floor"))
+    prove("div.Scalar_mode", sample(_I, 3, rounding_mode="floor"))
+    prove("""neg.default gelu.default silu.default mish.default softplus.default abs.default sin.default cos.default
+        erf.default hardtanh.default hardswish.default hardsigmoid.default leaky_relu.default elu.default selu.default
+        celu.default relu.default exp.default exp2.default expm1.default tanh.default sigmoid.default sinh.default
+        cosh.default atan.default square.default log_sigmoid.default relu6.default detach.default sign.default
+        sgn.default nan_to_num.default floor.default ceil.default round.default trunc.default isnan.default
+        isinf.default isfinite.default""", sample(_A), sample(T((4, 1))))
+    prove("asin.default acos.default tan.default", sample(T((4, 8), low=-0.5, high=0.5)))
+    prove("sqrt.default rsqrt.default log.default log2.default log10.default log1p.default reciprocal.default",
+          sample(T((4, 8), low=0.5)))
+    prove("logit.default", sample(T((4, 8), low=0.2, high=0.8)))
+    prove("gelu.default", sample(_A, approximate="tanh"))
+    prove("to.dtype", sample(_A, "float32"), sample(T((4, 8), "float32"), "float64"), sample(_I, "float64"))
+    prove("pow.Tensor_Scalar", sample(_A, 2), sample(_A, 3))
+    prove("pow.Tensor_Tensor xlogy.Tensor", sample(T((4, 8), low=0.5), T((8,), low=0.5)))
+    prove("pow.Scalar", sample(2.0, _A))
+    prove("clamp.default", sample(_A, -0.5, 0.5))
+    prove("clamp_min.default clamp_max.default", sample(_A, 0.1))
+    prove("clamp.Tensor", sample(_A, T((8,), grad=False), T((1,), grad=False)))
+    prove("threshold.default", sample(_A, 0.1, 0.0))
+    prove("eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor", sample(_I, T((8,), "int64", 5)))
+    prove("eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar", sample(_I, 2))
+    prove("logical_not.default bitwise_not.default", sample(_M))
+    prove("""logical_and.default logical_or.default logical_xor.default bitwise_and.Tensor bitwise_or.Tensor
+        bitwise_xor.Tensor __and__.Tensor __or__.Tensor __xor__.Tensor""", sample(_M, T((6, 1), "bool", 2)))
+    prove("""bitwise_and.Scalar bitwise_or.Scalar bitwise_xor.Scalar __and__.Scalar __or__.Scalar
+        __xor__.Scalar""", sample(_I, 3))
+    prove("bitwise_left_shift.Tensor bitwise_right_shift.Tensor", sample(_I, T((8,), "int64", 3)))
+    prove("where.self", sample(_M, _A, T((6, 1))), sample(T((4, 6, 8), "bool", 2), T((8,)), T(())))
+    prove("where.ScalarOther", sample(_M, _A, 0.0))
+    prove("where.ScalarSelf", sample(_M, 0.0, _A))
+    prove("where.Scalar", sample(_M, 1.0, 0.0))
+    prove("masked_fill.Scalar", sample(_A, _M, -1.0))
+    prove("masked_fill.Tensor", sample(_A, _M, T((), grad=False)))
+    prove("lerp.Scalar", sample(_A, T((4, 6, 8)), 0.3))
+    prove("lerp.Tensor", sample(_A, T((4, 6, 8)), T((8,))))
+    prove("addcmul.default", sample(_A, T((6, 1)), T((8,)), value=0.5))
+    prove("addcdiv.default", sample(_A, T((6, 1)), T((8,), low=0.5), value=0.5))
+
+
+_register()

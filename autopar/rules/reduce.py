@@ -1,0 +1,135 @@
+"""Reductions: sums and means may be cut along what they sum (pending sums), extremes may not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from autopar.rules.across import n_pieces
+from autopar.rules.notation import Call, Rule
+from autopar.rules.registry import T, rule, sample
+from autopar.rules.shape import named
+
+_FIRST = (frozenset({0}),)
+
+
+def _dims(call: Call, position: int = 1, name: str = "dim") -> list[int]:
+    n = len(call.ins[0].shape)
+    given = call.arg(position, name)
+    if given is None or given == []:
+        return list(range(n))
+    return [d % n for d in (given if isinstance(given, (list, tuple)) else [given])]
+
+
+def reduction(call: Call, dims: Sequence[int], keepdim: bool, **rest: Any) -> Rule:
+    """All dims are factors; the outputs lack those in ``dims``."""
+    sizes, term = named(call.ins[0].shape)
+    out = tuple(() if d in dims else f for d, f in enumerate(term) if keepdim or d not in dims)
+    outs = (out,) * sum(o is not None for o in call.outs)
+    return Rule(sizes, (tuple(term),), outs, kind="reduce", **rest)
+
+
+@rule(
+    "aten.sum.dim_IntList",
+    samples=[sample(T((4, 6, 8)), [1]), sample(T((4, 6, 8)), [0, 2], True), sample(T((4, 6)), [-1])],
+)
+def sum_dim(call: Call) -> Rule:
+    return reduction(call, _dims(call), bool(call.arg(2, "keepdim", False)), linear=_FIRST)
+
+
+@rule("aten.sum.default", samples=[sample(T((4, 6, 8))), sample(T((4, 1)))])
+def sum_all(call: Call) -> Rule:
+    return reduction(call, _dims(call, 9), False, linear=_FIRST)
+
+
+def mean_of_piece(
+    x: torch.Tensor, dim: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None,
+    cut: Mapping[str, Sequence[str]], names: Sequence[str],
+) -> torch.Tensor:  # fmt: skip
+    """One rank's share of a mean over dims that are cut: the local mean over the number of pieces, a pending sum.
+
+    Args:
+        names: the factor of every dim of ``x``.
+    """
+    dims = range(x.dim()) if not dim else [d % x.dim() for d in dim]
+    pieces = prod(n_pieces(cut.get(names[d], ())) for d in dims)
+    local = torch.ops.aten.mean.dim(x, list(dims), keepdim, dtype=dtype)
+    return local / pieces
+
+
+def _mean_names(call: Call, cuts: Mapping[str, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    kwargs = dict(call.kwargs)
+    summed = {named(call.ins[0].shape)[1][d][0] for d in _dims(call)}
+    if summed & set(cuts):
+        kwargs["names"] = [f[0] for f in named(call.ins[0].shape)[1]]
+    return call.args, kwargs
+
+
+@rule(
+    "aten.mean.dim", "aten.mean.default",
+    samples=[sample(T((4, 6, 8)), [1]), sample(T((4, 6, 8)), [0, 2], True), sample(T((4, 6)), [-1], True)],
+)  # fmt: skip
+def mean(call: Call) -> Rule:
+    dims = _dims(call) if call.target.endswith("dim") else list(range(len(call.ins[0].shape)))
+    sizes, term = named(call.ins[0].shape)
+    del sizes
+    return reduction(
+        call, dims, bool(call.arg(2, "keepdim", False)), linear=_FIRST, distributed=mean_of_piece,
+        distributed_factors=frozenset(term[d][0] for d in dims), localize=_mean_names,
+    )  # fmt: skip
+
+
+def _extreme(call: Call, dims: Sequence[int], keepdim: bool, **rest: Any) -> Rule:
+    _, term = named(call.ins[0].shape)
+    return reduction(call, dims, keepdim, whole=frozenset(term[d][0] for d in dims), **rest)
+
+
+@rule(
+    "aten.amax.default", "aten.amin.default", "aten.logsumexp.default",
+    samples=[sample(T((4, 6, 8)), [1]), sample(T((4, 6)), [-1], True)],
+)  # fmt: skip
+def extreme(call: Call) -> Rule:
+    return _extreme(call, _dims(call), bool(call.arg(2, "keepdim", False)), saves=(0,), saves_out=True)
+
+
+@rule("aten.argmax.default", "aten.argmin.default", samples=[sample(T((4, 6)), 1), sample(T((4, 6)), 0, True)])
+def arg_extreme(call: Call) -> Rule:
+    return _extreme(call, _dims(call), bool(call.arg(2, "keepdim", False)))
+
+
+@rule("aten.max.dim", "aten.min.dim", samples=[sample(T((4, 6)), 1), sample(T((4, 6, 8)), 0, True)])
+def extreme_with_index(call: Call) -> Rule:
+    return _extreme(call, _dims(call), bool(call.arg(2, "keepdim", False)), saves_out=True)
+
+
+@rule("aten.any.dim", "aten.all.dim", samples=[sample(T((4, 6), "bool", 2), 1)])
+def any_dim(call: Call) -> Rule:
+    return _extreme(call, _dims(call), bool(call.arg(2, "keepdim", False)))
+
+
+@rule("aten.any.default", "aten.all.default", "aten.max.default", "aten.min.default",
+      samples=[sample(T((4, 6), "bool", 2))])  # fmt: skip
+def extreme_all(call: Call) -> Rule:
+    return _extreme(call, range(len(call.ins[0].shape)), False, saves=(0,))
+
+
+@rule("aten.var.correction", "aten.std.correction", "aten.var.dim", "aten.std.dim",
+      samples=[sample(T((4, 6, 8)), [1], correction=1, keepdim=True)])  # fmt: skip
+def variance(call: Call) -> Rule:
+    keep = bool(call.arg(3, "keepdim", False)) if call.target.endswith(".dim") else bool(call.kwargs.get("keepdim"))
+    return _extreme(call, _dims(call), keep, saves=(0,), saves_out="std" in call.target)
+
+
+@rule("aten.linalg_vector_norm.default", samples=[sample(T((4, 6)), 2, [1], True)])
+def vector_norm(call: Call) -> Rule:
+    return _extreme(call, _dims(call, 2), bool(call.arg(3, "keepdim", False)), saves=(0,), saves_out=True)
+
+
+@rule("aten.cumsum.default", samples=[sample(T((4, 6)), 1), sample(T((4, 6, 8)), 0)])
+def cumsum(call: Call) -> Rule:
+    sizes, term = named(call.ins[0].shape)
+    linear = _FIRST if call.out.is_float else ()
+    return Rule(sizes, (tuple(term),), (tuple(term),), "reduce", frozenset(term[call.args[1] % len(term)]), linear)
