@@ -11,6 +11,10 @@ class AutoparError(ValueError):
     """Base of every error that bad input can cause."""
 
 
+class ModelError(AutoparError):
+    """The model that was named cannot be loaded."""
+
+
 class CaptureError(AutoparError):
     """The model cannot be captured as one static graph."""
 
