@@ -7,6 +7,7 @@ leaves reduced gradients as DTensors in ``param.grad``; any ``torch.optim`` opti
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -28,6 +29,7 @@ from autopar.runtime import prefetch
 from autopar.runtime.reduce import Reducer, bucket_bytes
 from autopar.runtime.state import Held, Unit, as_dtensor, local_piece, make_units
 
+warnings.filterwarnings("ignore", category=FutureWarning, module="spmd_types")  # it calls torch 2.12's names
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
@@ -215,8 +217,8 @@ class ParallelModule(torch.nn.Module):
         if bool(mode) != self.training:
             now, wanted = ("training", "eval") if self.training else ("eval", "training")
             raise RunError(
-                f"this program was captured in {now} mode; for {wanted} mode call model.{'train' if mode else 'eval'}(), "
-                f"parallelize the model again, and load_state_dict() of this one into it"
+                f"this program was captured in {now} mode; for {wanted} mode call "
+                f"model.{'train' if mode else 'eval'}(), parallelize the model again, and load this state_dict() into it"
             )
         return self
 
@@ -225,7 +227,8 @@ class ParallelModule(torch.nn.Module):
         moved = fn(probe)
         if moved.device != probe.device or moved.dtype != probe.dtype:
             raise RunError(
-                f"the program was made for {probe.device} and its dtypes; convert the model with .to() before parallelize"
+                f"the program was made for {probe.device} and its dtypes; convert the model with .to() before "
+                "parallelize"
             )
         return self
 
@@ -247,7 +250,7 @@ class ParallelModule(torch.nn.Module):
             mixed = (self._seed + self._calls * _GOLDEN) % (1 << 62)
             template[self._seed_slot] = torch.tensor(mixed, dtype=torch.int64, device=self._device)
         object.__setattr__(self, "_calls", self._calls + 1)
-        self._schedule.begin()
+        self._schedule.begin(same_step=self._accumulating)
         values = [self._schedule, *template] if self._units else template
         if self._distributed:
             with spmd.set_current_mesh(self._mesh):
@@ -308,8 +311,8 @@ class ParallelModule(torch.nn.Module):
             )
         if str(leaf.dtype) != "torch." + slot.dtype:
             raise RunError(
-                f"input {name}: captured with dtype {slot.dtype}, called with {str(leaf.dtype).removeprefix('torch.')}; "
-                "convert it, or parallelize again"
+                f"input {name}: captured with dtype {slot.dtype}, called with "
+                f"{str(leaf.dtype).removeprefix('torch.')}; convert it, or parallelize again"
             )
         if isinstance(leaf, DTensor):
             if tuple(leaf.shape) == slot.shape:
@@ -408,7 +411,7 @@ class ParallelModule(torch.nn.Module):
         """
         graph = self._captured.graph
         if graph.loss is None:
-            raise RunError("the model has no scalar loss; capture it with loss_fn= and targets=, or call loss.backward()")
+            raise RunError("the model has no scalar loss; pass loss_fn= and targets=, or call loss.backward() yourself")
         pieces = self._microbatches(args, kwargs, microbatches)
         total: torch.Tensor | None = None
         put = object.__setattr__
@@ -476,7 +479,7 @@ class ParallelModule(torch.nn.Module):
         return f"ParallelModule({mesh}, {len(self._helds)} parameters, {len(self._captured.graph.nodes)} nodes)"
 
 
-# --- helpers -----------------------------------------------------------------------------------------------------------
+# --- helpers ---------------------------------------------------------------------------------------------------------
 
 
 def _device_of(device_mesh: DeviceMesh) -> str:

@@ -94,9 +94,7 @@ def _environment(values: dict[str, str]) -> Any:
                 os.environ[name] = value
 
 
-def _collect(
-    processes: list[Any], pipes: dict[Connection, int], deadline: float, timeout: float, n: int
-) -> list[Any]:
+def _collect(processes: list[Any], pipes: dict[Connection, int], deadline: float, timeout: float, n: int) -> list[Any]:
     results: dict[int, Any] = {}
     open_pipes = dict(pipes)
     failures: dict[int, str] = {}

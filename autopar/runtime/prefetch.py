@@ -32,8 +32,11 @@ class Schedule:
         self.hooks: Any = None
         self.left: dict[int, set[int]] = {}
 
-    def begin(self) -> None:
-        """Before a forward: the first gathers start; those that live a step all start in order."""
+    def begin(self, same_step: bool) -> None:
+        """Before a forward: what was gathered in an earlier step expires, the first gathers start."""
+        if not same_step:
+            for unit in self.units:
+                unit.expire()
         for unit in self.units[: AHEAD + 1]:
             unit.start()
 
@@ -66,7 +69,7 @@ class Schedule:
         if isinstance(kept, torch.Tensor):
             return kept
         i, x = kept
-        if not (self.units[i].ready and self.units[i].current()):
+        if not self.units[i].ready:
             self.units[i].fetch()
             at = self.per_use.index(i)
             for before in reversed(self.per_use[max(0, at - AHEAD) : at]):
@@ -133,7 +136,7 @@ def order_of_use(program: Program) -> list[int]:
 
 
 def with_gathers(program: Program, helds: Mapping[str, Held], schedule: Schedule) -> torch.fx.GraphModule:
-    """The program with fetches, releases and guards; its first input is the schedule. As it is if nothing is gathered."""
+    """The program with fetches, releases and guards; its first input is the schedule."""
     if not schedule.units:
         return program.module
     graph = torch.fx.Graph()
@@ -170,8 +173,10 @@ def with_gathers(program: Program, helds: Mapping[str, Held], schedule: Schedule
     return torch.fx.GraphModule(torch.nn.Module(), graph, class_name="ProgramWithGathers")
 
 
-_VIEWS = ("permute", "view", "reshape", "transpose", "expand", "slice", "select", "alias", "detach", "unsqueeze",
-          "squeeze", "split", "chunk", "unbind", "getitem", "narrow", "shard", "convert", "aten.t.", "unsafe")  # fmt: skip
+_VIEWS = (
+    "permute", "view", "reshape", "transpose", "expand", "slice", "select", "alias", "detach", "unsqueeze",
+    "squeeze", "split", "chunk", "unbind", "getitem", "narrow", "shard", "convert", "aten.t.", "unsafe",
+)  # fmt: skip
 
 
 def _readers(node: torch.fx.Node) -> set[torch.fx.Node]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.runtime.state import Held, Hop, apply, stacked
+from autopar.runtime.state import Held, Hop, apply, reduce_scatter_flat, stacked
 
 BUCKET_BYTES = 25 << 20
 ALONE_BYTES = 1 << 20
@@ -46,7 +46,7 @@ class _Travel:
                 parts = self.value if self.flat else stacked(self.value, hop.dim, hop.n).contiguous()
                 out = torch.empty_like(parts[0])
                 self.keep = parts
-                self.work = dist.reduce_scatter_tensor(out, parts, group=hop.group, async_op=True)
+                self.work = reduce_scatter_flat(out, parts.flatten(0, 1), group=hop.group, async_op=True)
                 self.value = out
             else:
                 self.value = apply(hop.backward, self.value, hop, backward=True)

@@ -24,6 +24,10 @@ from autopar.placements import Mesh, State, format_state, local_shape, shard_dim
 from autopar.plan import ParamChoice
 from autopar.planner.params import path
 
+all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""Their names changed in torch 2.13."""
+
 UNIT_BYTES = 8 << 20
 """Small parameters are gathered together up to this size."""
 
@@ -57,7 +61,7 @@ def as_dtensor(local: torch.Tensor, state: State, shape: Sequence[int], device_m
     )
 
 
-# --- hops --------------------------------------------------------------------------------------------------------------
+# --- hops ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,7 @@ def group_of(device_mesh: DeviceMesh, mesh: Mesh, axes: Sequence[int]) -> Any:
 def gather(x: torch.Tensor, dim: int, hop: Hop) -> torch.Tensor:
     """Concatenate the ranks' pieces along ``dim``."""
     out = x.new_empty(hop.n, *x.shape)
-    dist.all_gather_into_tensor(out, x.contiguous(), group=hop.group)
+    all_gather_flat(out.flatten(0, 1), x.contiguous(), group=hop.group)
     return unstack(out, dim)
 
 
@@ -167,7 +171,7 @@ def apply(kind: str, x: torch.Tensor, hop: Hop, backward: bool = False) -> torch
     if kind == "reduce_scatter":
         parts = stacked(x, hop.dim, hop.n).contiguous()
         out = torch.empty_like(parts[0])
-        dist.reduce_scatter_tensor(out, parts, group=hop.group)
+        reduce_scatter_flat(out, parts.flatten(0, 1), group=hop.group)
         return out
     if kind == "swap":
         parts = stacked(x, other, hop.n).contiguous()
@@ -177,7 +181,7 @@ def apply(kind: str, x: torch.Tensor, hop: Hop, backward: bool = False) -> torch
     return x
 
 
-# --- parameters --------------------------------------------------------------------------------------------------------
+# --- parameters ------------------------------------------------------------------------------------------------------
 
 
 class Held:
@@ -229,8 +233,6 @@ class Held:
                 self.leaf = local.new_empty(self.used_shape)
                 if self.per_use:
                     self.leaf.untyped_storage().resize_(0)
-            if self.unit is not None:
-                self.unit.versions = ()
         if self.leaf.requires_grad is not param.requires_grad:
             self.leaf.requires_grad_(param.requires_grad)
         return new
@@ -254,7 +256,6 @@ class Unit:
         self.per_use = helds[0].per_use
         self.together = coalesces(helds[0]) and all(same_gather(helds[0], h) for h in helds)
         self.direct = self.together and len(helds) == 1 and helds[0].hops[0].dim == 0
-        self.versions: tuple[int, ...] = ()
         self.work: Any = None
         self.flat: torch.Tensor | None = None
         self.ready = False
@@ -262,40 +263,38 @@ class Unit:
         for held in self.helds:
             held.unit = self
 
-    def current(self) -> bool:
-        """Whether what was gathered still equals what is stored."""
-        return self.versions == tuple(h.local._version for h in self.helds)  # type: ignore[union-attr]
+    def expire(self) -> None:
+        """What was gathered may no longer equal what is stored (in-place updates of a DTensor leave no trace)."""
+        if self.ready or self.work is not None:
+            self.finish_work()
+            self.ready = False
 
     @torch.no_grad()
     def start(self) -> None:
         """Begin to gather, unless that is done or under way."""
-        if (self.ready or self.work is not None) and self.current():
+        if self.ready or self.work is not None:
             return
-        self.finish_work()
-        self.ready = False
-        self.versions = tuple(h.local._version for h in self.helds)  # type: ignore[union-attr]
         if self.per_use:
             for held in self.helds:
                 n = prod(held.used_shape) * held.leaf.element_size()
                 held.leaf.untyped_storage().resize_(n)
         if not self.together:
             return
-        hop = self.helds[0].hops[-1]
-        gathers = next(h for h in self.helds[0].hops if h.forward == "gather")
-        hop = gathers
+        hop = next(h for h in self.helds[0].hops if h.forward == "gather")
         if self.direct:
             out, piece = self.helds[0].leaf.detach(), self.helds[0].local
             assert piece is not None
-            self.work = dist.all_gather_into_tensor(out, piece.contiguous(), group=hop.group, async_op=True)
+            with torch.autograd._unsafe_preserve_version_counter(self.helds[0].leaf):
+                self.work = all_gather_flat(out, piece.contiguous(), group=hop.group, async_op=True)
             return
         pieces = torch.cat([h.local.reshape(-1) for h in self.helds])  # type: ignore[union-attr]
         self.flat = pieces.new_empty(hop.n, pieces.numel())
-        self.work = dist.all_gather_into_tensor(self.flat, pieces, group=hop.group, async_op=True)
+        self.work = all_gather_flat(self.flat.view(-1), pieces, group=hop.group, async_op=True)
 
     @torch.no_grad()
     def fetch(self) -> None:
         """Have the gathered values in the leaves."""
-        if self.ready and self.current():
+        if self.ready:
             return
         self.start()
         if not self.together:

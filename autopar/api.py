@@ -1,0 +1,423 @@
+"""The three calls of a training script: :func:`capture`, :func:`plan`, :func:`parallelize`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils import _pytree as pytree
+
+import autopar.rules  # noqa: F401  (registers the rules)
+from autopar.capture import Captured
+from autopar.capture import capture as _capture
+from autopar.errors import AutoparError, InfeasibleError, MeshError, PlanError, RunError
+from autopar.placements import Mesh, parse_state
+from autopar.plan import ParamChoice, Plan, Price, Solution
+from autopar.planner.search import Options, check_mesh, plan_graph
+from autopar.runtime.agree import TIMEOUT_SECONDS, ensure_process_group, mesh_group, share, together
+from autopar.runtime.executor import ParallelModule, check_device_mesh
+from autopar.runtime.init import Init, MetaValues, is_meta
+from hardware_profiles import Cluster, ProfileError, list_clusters, load_cluster
+
+MeshLike = Mesh | Mapping[str, int] | str | None
+AXIS_NAMES = ("data", "tensor", "context", "expert")
+
+
+def split_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Example inputs as ``(args, kwargs)``: a tuple of args, a dict of kwargs, or one tensor."""
+    if isinstance(inputs, torch.Tensor):
+        return (inputs,), {}
+    if isinstance(inputs, Mapping):
+        if not all(isinstance(key, str) for key in inputs):
+            raise AutoparError("example inputs are a dict, but its keys are not all names of arguments")
+        return (), dict(inputs)
+    if isinstance(inputs, (tuple, list)):
+        return tuple(inputs), {}
+    raise AutoparError(
+        f"example inputs must be a tensor, a tuple of positional arguments or a dict of keyword arguments, got "
+        f"{type(inputs).__name__}"
+    )
+
+
+def capture(
+    model: torch.nn.Module,
+    inputs: Any,
+    *,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    targets: Sequence[Any] = (),
+) -> Captured:
+    """What ``model`` computes on ``inputs``, as a graph; see :func:`autopar.capture.capture`."""
+    args, kwargs = split_inputs(inputs)
+    targets = (targets,) if isinstance(targets, torch.Tensor) else tuple(targets)
+    if isinstance(model, torch.nn.Module) and is_meta(model):
+        args, kwargs, targets = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, kwargs, targets))
+    return _capture(model, args, kwargs, loss_fn=loss_fn, targets=targets)
+
+
+def parse_mesh(mesh: MeshLike) -> Mesh | None:
+    """A mesh from ``{"data": 2}``, ``"data=2,tensor=4"`` or pairs.
+
+    Raises:
+        MeshError: the text is malformed.
+    """
+    if mesh is None:
+        return None
+    if isinstance(mesh, str):
+        pairs = []
+        for part in mesh.split(","):
+            name, eq, size = part.strip().partition("=")
+            if not eq or not name.isidentifier() or not size.strip().isdigit():
+                raise MeshError(f"mesh '{mesh}': '{part.strip()}' is no axis; write name=size, such as data=2,tensor=4")
+            pairs.append((name, int(size)))
+        return tuple(pairs)
+    if isinstance(mesh, Mapping):
+        return tuple((str(name), int(size)) for name, size in mesh.items())
+    return tuple((str(name), int(size)) for name, size in mesh)
+
+
+def mesh_shapes(n: int, max_axes: int = 2) -> list[Mesh]:
+    """Every way to arrange ``n`` devices on 1 to ``max_axes`` axes, each larger than 1 (but for one device)."""
+    found: list[Mesh] = []
+
+    def split(rest: int, sizes: tuple[int, ...]) -> None:
+        if sizes:
+            found.append(tuple(zip(AXIS_NAMES, (*sizes, rest))))
+        else:
+            found.append(((AXIS_NAMES[0], rest),))
+        if len(sizes) + 1 < max_axes:
+            for size in range(2, rest // 2 + 1):
+                if rest % size == 0:
+                    split(rest // size, (*sizes, size))
+
+    split(n, ())
+    return sorted(found, key=lambda mesh: (len(mesh), mesh))
+
+
+def parse_bytes(value: float | str | None) -> float | None:
+    """Bytes from a number or from text such as ``"40GiB"``, ``"16 GB"``."""
+    if value is None or isinstance(value, (int, float)):
+        return value
+    match = re.fullmatch(r"\s*([\d.]+)\s*([kmgt]?)(i?)b?\s*", value.lower())
+    if not match:
+        raise AutoparError(f"memory limit '{value}' is no size; write bytes, or such as '40GiB' or '16GB'")
+    base = 1024 if match[3] else 1000
+    return float(match[1]) * base ** ("kmgt".index(match[2]) + 1 if match[2] else 0)
+
+
+def get_cluster(cluster: str | Path | Cluster) -> Cluster:
+    """A cluster by name, file or as it is."""
+    if isinstance(cluster, Cluster):
+        return cluster
+    try:
+        return load_cluster(cluster)
+    except OSError as error:
+        raise AutoparError(f"cannot read cluster file {cluster}: {error.strerror}") from error
+
+
+def plan_captured(
+    captured: Captured, cluster: Cluster, mesh: Mesh | None, options: Options, *, max_axes: int = 2,
+    n: int | None = None,
+) -> Plan:  # fmt: skip
+    """The cheapest plan of a captured model on one mesh, or on the best mesh shape of ``n`` devices."""
+    if mesh is not None:
+        return plan_graph(captured.graph, cluster, mesh, options, cluster_name=cluster.name)
+    shapes = mesh_shapes(n or cluster.n_devices, max_axes)
+    named = {axis for axes in (options.constraints or {}).values() for axis in axes}
+    states = [*(options.inputs or {}).values(), *(options.outputs or {}).values()]
+    shapes = [s for s in shapes if named <= {a for a, _ in s} and all(len(state) == len(s) for state in states)]
+    if not shapes:
+        raise MeshError(
+            f"no mesh shape of {n or cluster.n_devices} devices has the axes that the constraints name "
+            f"({', '.join(sorted(named))}); pass mesh= with the shape that you mean"
+        )
+    best: Plan | None = None
+    infeasible: InfeasibleError | None = None
+    for shape in shapes:
+        try:
+            plan = plan_graph(captured.graph, cluster, shape, options, cluster_name=cluster.name)
+        except InfeasibleError as error:
+            infeasible = infeasible or error
+            continue
+        if best is None or plan.price.seconds < best.price.seconds * (1 - 1e-6):
+            best = plan
+    if best is None:
+        assert infeasible is not None
+        raise infeasible
+    return best
+
+
+def plan(
+    model: torch.nn.Module,
+    cluster: str | Path | Cluster,
+    inputs: Any,
+    *,
+    mesh: MeshLike = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    targets: Sequence[Any] = (),
+    constraints: Mapping[str, Mapping[str, str]] | None = None,
+    params: Mapping[str, str] | None = None,
+    placements: Mapping[str | int, str] | None = None,
+    memory_limit: float | str | None = None,
+    optimizer: str = "adamw",
+    microbatches: int = 1,
+    max_axes: int = 2,
+    time_limit: float = 120.0,
+    captured: Captured | None = None,
+) -> Plan:
+    """Plan a model on a cluster. Needs no process group and no accelerator.
+
+    Args:
+        model: any module; on the meta device nothing is allocated.
+        cluster: name of a hardware profile, path of one, or a :class:`~hardware_profiles.Cluster`.
+        inputs: one batch (or microbatch) with its global shapes: a tuple of args, a dict of kwargs, or a tensor.
+        mesh: ``{"data": 2, "tensor": 4}`` or ``"data=2,tensor=4"``; None tries every shape of up to ``max_axes`` axes.
+        loss_fn, targets: ``loss_fn(output, *targets)`` if the model does not return its loss.
+        constraints: ``{module pattern: {axis: factor}}`` pins how ops are cut.
+        params: ``{parameter pattern: "replicate" or placements}`` pins how parameters are stored.
+        placements: ``{input name or output number: placements}``, such as ``{"x": "S0,R"}``.
+        memory_limit: per device, in bytes or as ``"40GiB"``; None for nine tenths of the device's memory.
+        optimizer: ``adamw``, ``sgd`` or ``sgd_momentum``, for the bytes of its state.
+        microbatches: how often the batch is run per optimizer step.
+        captured: what :func:`capture` gave, to plan several meshes without capturing again.
+    """
+    found = captured or capture(model, inputs, loss_fn=loss_fn, targets=targets)
+    where = get_cluster(cluster)
+    shape = parse_mesh(mesh)
+    asked = _options(constraints, params, placements, memory_limit, optimizer, microbatches, time_limit, shape)
+    return plan_captured(found, where, shape, asked, max_axes=max_axes)
+
+
+def _options(
+    constraints: Any, params: Any, placements: Mapping[str | int, str] | None, memory_limit: float | str | None,
+    optimizer: str, microbatches: int, time_limit: float, mesh: Mesh | None,
+) -> Options:  # fmt: skip
+    if optimizer not in ("adamw", "adam", "sgd", "sgd_momentum"):
+        raise AutoparError(f"optimizer '{optimizer}' is unknown; use adamw, adam, sgd or sgd_momentum")
+    if microbatches < 1:
+        raise AutoparError(f"microbatches is {microbatches}; give 1 or more")
+    if placements and mesh is None:
+        raise MeshError("placements name one placement per mesh axis; pass mesh= with them")
+    states = {k: parse_state(v, mesh or (), f"placements[{k!r}]") for k, v in (placements or {}).items()}
+    return Options(
+        constraints=constraints, params=params,
+        inputs={k: v for k, v in states.items() if isinstance(k, str)} or None,
+        outputs={k: v for k, v in states.items() if isinstance(k, int)} or None,
+        memory_limit_bytes=parse_bytes(memory_limit), optimizer="adamw" if optimizer == "adam" else optimizer,
+        microbatches=microbatches, time_limit_seconds=time_limit,
+    )  # fmt: skip
+
+
+def parallelize(
+    model: torch.nn.Module,
+    mesh: DeviceMesh | str | Cluster | int,
+    example_inputs: Any,
+    *,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    targets: Sequence[Any] = (),
+    plan: Plan | str | Path | None = None,
+    cluster: str | Path | Cluster | None = None,
+    constraints: Mapping[str, Mapping[str, str]] | None = None,
+    params: Mapping[str, str] | None = None,
+    placements: Mapping[str | int, str] | None = None,
+    memory_limit: float | str | None = None,
+    optimizer: str = "adamw",
+    microbatches: int = 1,
+    max_axes: int = 2,
+    time_limit: float = 120.0,
+    init: Init | None = None,
+    timeout: float = TIMEOUT_SECONDS,
+) -> ParallelModule:
+    """Spread a model over a mesh; every rank calls it with the same arguments.
+
+    Rank 0 plans and sends the plan to the others; what fails on one rank is raised on all of them.
+
+    Args:
+        model: with its weights (rank 0's are used), or on the meta device.
+        mesh: a DeviceMesh with named axes; or a cluster's name, or the number of ranks, and the shape is chosen.
+        example_inputs: one batch, or one microbatch of :meth:`ParallelModule.train_step`, as for :func:`plan`.
+        plan: run this plan (or plan file) instead of making one.
+        cluster: hardware profile of a DeviceMesh or rank count; on the CPU ``local-x<ranks>`` by default.
+        init: for a meta model: ``init(module)`` sets the parameters and buffers that one module owns.
+        timeout: seconds to wait for other ranks, if the process group is made here.
+
+    The other arguments are those of :func:`plan`.
+    """
+    ensure_process_group(timeout)
+    device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
+    group = mesh_group(device_mesh) if device_mesh is not None else dist.group.WORLD
+    captured: Captured | None = None
+    error: BaseException | None = None
+    try:
+        captured = capture(model, example_inputs, loss_fn=loss_fn, targets=targets)
+    except Exception as e:
+        error = e
+    together(group, error)
+    assert captured is not None
+    text: str | None = None
+    try:
+        if dist.get_rank(group) == 0:
+            if isinstance(plan, (str, Path)):
+                plan = _load(plan, captured)
+            if plan is None:
+                where, shape, n = _where(model, mesh, cluster)
+                options = _options(
+                    constraints, params, placements, memory_limit, optimizer, microbatches, time_limit, shape
+                )
+                plan = plan_captured(captured, where, shape, options, max_axes=max_axes, n=n)
+            _check_size(plan.mesh, group)
+            text = _dumps(plan)
+    except Exception as e:
+        error = e
+    decided = _loads(share(group, text, error))
+    result: ParallelModule | None = None
+    try:
+        if decided.fingerprint != captured.graph.fingerprint:
+            raise PlanError(
+                f"the plan is for a model with fingerprint {decided.fingerprint}, this rank captured "
+                f"{captured.graph.fingerprint}; every rank must build the same model with inputs of the same shapes"
+            )
+        if device_mesh is not None:
+            check_device_mesh(device_mesh, decided.mesh)
+    except Exception as e:
+        error = e
+    together(group, error)
+    if device_mesh is None:
+        device_mesh = init_device_mesh(
+            _device_type(model), tuple(size for _, size in decided.mesh),
+            mesh_dim_names=tuple(name for name, _ in decided.mesh),
+        )  # fmt: skip
+    try:
+        result = ParallelModule(model, captured, decided, device_mesh, _values(model, group, device_mesh, init))
+    except Exception as e:
+        error = e
+    together(group, error)
+    assert result is not None
+    return result
+
+
+def _where(
+    model: torch.nn.Module, mesh: DeviceMesh | str | Cluster | int, cluster: str | Path | Cluster | None
+) -> tuple[Cluster, Mesh | None, int]:
+    if isinstance(mesh, DeviceMesh):
+        if mesh.mesh_dim_names is None:
+            raise MeshError("the DeviceMesh has no axis names; make it with mesh_dim_names=('data', ...)")
+        shape: Mesh | None = tuple((name, mesh.size(i)) for i, name in enumerate(mesh.mesh_dim_names))
+        n = mesh.size()
+    elif isinstance(mesh, bool) or not isinstance(mesh, (int, str, Cluster)):
+        raise MeshError(f"mesh is {mesh!r}; give a DeviceMesh, the name of a cluster, or a number of ranks")
+    elif isinstance(mesh, int):
+        shape, n = None, mesh
+        if n < 1:
+            raise MeshError(f"mesh is {n}; give a number of ranks from 1 on")
+    else:
+        where = get_cluster(mesh)
+        return where, None, where.n_devices
+    if cluster is None:
+        cluster = _default_cluster(n, mesh.device_type if isinstance(mesh, DeviceMesh) else _device_type(model))
+    where = get_cluster(cluster)
+    if shape is not None:
+        check_mesh(shape, where)
+    return where, shape, n
+
+
+def _default_cluster(n: int, device_type: str) -> str:
+    if device_type == "cpu":
+        return f"local-x{n}"
+    name = torch.cuda.get_device_name() if device_type == "cuda" else device_type
+    key = re.sub(r"[^a-z0-9]", "", name.lower())
+    for known in list_clusters():
+        try:
+            found = load_cluster(known)
+        except ProfileError:
+            continue
+        short = re.sub(r"[^a-z0-9]", "", found.device(0).name.lower().split("-")[0])
+        if short and short in key and found.n_devices >= n:
+            return known
+    raise MeshError(
+        f"no built-in cluster has {n} devices like '{name}'; pass cluster= with a name "
+        f"({', '.join(list_clusters())}) or the path of a profile"
+    )
+
+
+def _device_type(model: torch.nn.Module) -> str:
+    kinds = {t.device.type for t in model.parameters()}
+    if kinds - {"meta"}:
+        return sorted(kinds - {"meta"})[0]
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _check_size(mesh: Mesh, group: Any) -> None:
+    need, have = prod(size for _, size in mesh), dist.get_world_size(group)
+    if need != have:
+        shape = " x ".join(f"{a}={n}" for a, n in mesh)
+        raise MeshError(
+            f"the mesh {shape} needs {need} ranks, {have} {'are' if have > 1 else 'is'} running; start them with "
+            f"torchrun --nproc-per-node {need}, or pass the mesh that you have"
+        )
+
+
+def _values(
+    model: torch.nn.Module, group: Any, device_mesh: DeviceMesh, init: Init | None
+) -> Callable[[str], torch.Tensor] | None:
+    if is_meta(model):
+        seed = int(share(group, str(torch.initial_seed()), None))
+        return MetaValues(model, init, seed)
+    if dist.get_world_size(group) == 1:
+        return None
+    named: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    named.update(model.named_buffers(remove_duplicate=False))
+    first = int(device_mesh.mesh.flatten()[0])
+    device = next((t.device for t in named.values()), torch.device("cpu"))
+
+    def value(name: str) -> torch.Tensor:
+        """Rank 0's value: models that were built without a common seed differ."""
+        whole = named[name].detach().to(device, copy=True).contiguous()
+        dist.broadcast(whole, src=first, group=group)
+        return whole
+
+    return value
+
+
+# --- a plan on its way to the other ranks ----------------------------------------------------------------------------
+
+
+def _load(path: str | Path, captured: Captured) -> Plan:
+    try:
+        from autopar import planfile
+    except ImportError as error:
+        raise RunError("plan files cannot be read by this version") from error
+    return planfile.load(path, captured.graph)  # type: ignore[attr-defined, no-any-return]
+
+
+def _dumps(plan: Plan) -> str:
+    import json
+
+    return json.dumps(asdict(plan))
+
+
+def _loads(text: str) -> Plan:
+    import json
+
+    raw = json.loads(text)
+
+    def states(value: dict[str, list[str]]) -> dict[str, tuple[str, ...]]:
+        return {k: tuple(v) for k, v in value.items()}
+
+    return Plan(
+        raw["fingerprint"], raw["cluster"], tuple((a, n) for a, n in raw["mesh"]), states(raw["ops"]),
+        {k: ParamChoice(tuple(c["stored"]), tuple(c["used"]), c["lifetime"]) for k, c in raw["params"].items()},
+        states(raw["buffers"]), tuple(None if o is None else tuple(o) for o in raw["outputs"]),
+        {k: tuple((tuple(a), tuple(b)) for a, b in v) for k, v in raw["routes"].items()}, states(raw["inputs"]),
+        raw["optimizer"], raw["stages"], raw["microbatches"], Price(**raw["price"]),
+        Solution(**raw["solution"]) if raw["solution"] else None, tuple(raw["notes"]),
+    )  # fmt: skip
+
+
+__all__ = ["capture", "get_cluster", "mesh_shapes", "parallelize", "parse_bytes", "parse_mesh", "plan", "split_inputs"]

@@ -1,0 +1,94 @@
+"""Ranks that agree: a process group, one plan, and errors that are raised everywhere or nowhere."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar import errors
+from autopar.errors import AutoparError, MeshError
+
+TIMEOUT_SECONDS = 1800.0
+
+
+def ensure_process_group(timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+    """Use the process group that exists, else the one that torchrun describes, else a group of this process alone."""
+    if dist.is_initialized():
+        return
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout)
+        else:
+            dist.init_process_group("gloo", timeout=timeout)
+        return
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def mesh_group(mesh: DeviceMesh) -> Any:
+    """The process group of all ranks of a mesh.
+
+    Raises:
+        MeshError: this process is not in the mesh.
+    """
+    if mesh.get_coordinate() is None:
+        raise MeshError(f"rank {dist.get_rank()} is not in the mesh {mesh}; call parallelize only on its ranks")
+    if mesh.size() == dist.get_world_size():
+        return dist.group.WORLD
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    assert mesh.mesh_dim_names is not None
+    return mesh._flatten("_".join(mesh.mesh_dim_names)).get_group()
+
+
+def share(group: Any, value: str | None, error: BaseException | None) -> str:
+    """The first rank's ``value`` on every rank of ``group``, or its ``error`` raised on every rank."""
+    if dist.get_world_size(group) == 1:
+        if error is not None:
+            raise error
+        assert value is not None
+        return value
+    first = dist.get_global_rank(group, 0) if group is not dist.group.WORLD else 0
+    box: list[Any] = [None]
+    if dist.get_rank(group) == 0:
+        box = [("error", type(error).__name__, str(error)) if error is not None else ("value", "", value)]
+    dist.broadcast_object_list(box, src=first, group=group)
+    what, kind, text = box[0]
+    if what == "error":
+        if error is not None:
+            raise error
+        raise _class_of(kind)(f"on rank 0: {text}" if _class_of(kind) is AutoparError else text)
+    return text
+
+
+def together(group: Any, error: BaseException | None) -> None:
+    """Raise on every rank of ``group`` if any rank has an error: its own, or that of the lowest rank with one."""
+    if dist.get_world_size(group) == 1:
+        if error is not None:
+            raise error
+        return
+    mine = None if error is None else (type(error).__name__, str(error))
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    if error is not None:
+        raise error
+    for rank, theirs in enumerate(everyone):
+        if theirs is not None:
+            raise _class_of(theirs[0])(f"on rank {rank}: {theirs[1]}")
+
+
+def same_error(group: Any, problem: str | None, kind: type[AutoparError]) -> None:
+    """:func:`together` for a message."""
+    together(group, kind(problem) if problem else None)
+
+
+def _class_of(name: str) -> type[AutoparError]:
+    found = getattr(errors, name, AutoparError)
+    return found if isinstance(found, type) and issubclass(found, AutoparError) else AutoparError

@@ -1,0 +1,107 @@
+"""Initial values of a model on the meta device: the same weights on any mesh, one module in memory at a time.
+
+Every module that owns parameters or buffers is materialised alone on the CPU, with a seed that follows from the base
+seed and its path, and initialised by ``init``, by the model's ``_init_weights`` (transformers), or by its own
+``reset_parameters``. The rank keeps its slices; the rest is freed.
+"""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from autopar.errors import RunError
+
+Init = Callable[[torch.nn.Module], Any]
+
+
+class MetaValues:
+    """Values by name, made when asked for."""
+
+    def __init__(self, model: torch.nn.Module, init: Init | None, seed: int) -> None:
+        self.model, self.init, self.seed = model, init, seed
+        self.path: str | None = None
+        self.values: dict[str, torch.Tensor] = {}
+
+    def __call__(self, name: str) -> torch.Tensor:
+        """The whole value of a parameter or buffer."""
+        path, _, key = name.rpartition(".")
+        if path != self.path:
+            self.values = self._materialise(path)
+            self.path = path
+        return self.values[key]
+
+    def _materialise(self, path: str) -> dict[str, torch.Tensor]:
+        module = self.model.get_submodule(path)
+        own = copy.copy(module)
+        blank: dict[str, torch.Tensor] = {}
+        for kind in ("_parameters", "_buffers"):
+            made: dict[str, Any] = {}
+            for key, value in getattr(module, kind).items():
+                if value is not None and value.device.type == "meta":
+                    fresh = _unset(value)
+                    blank[key] = fresh
+                    value = torch.nn.Parameter(fresh, value.requires_grad) if kind == "_parameters" else fresh
+                made[key] = value
+            own.__dict__[kind] = made
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed((self.seed * 1_000_003 + zlib.crc32(path.encode())) % (1 << 62))
+            with torch.no_grad():
+                for how in self._ways(own):
+                    how()
+                    if not any(_is_unset(own._parameters.get(k, own._buffers.get(k))) for k in blank):
+                        break
+        found = {**own._parameters, **own._buffers}
+        missing = sorted(k for k in blank if _is_unset(found[k]))
+        if missing:
+            raise RunError(
+                f"no initial value for {', '.join(missing)} of module '{path or '<model>'}' "
+                f"({type(module).__name__}), which is on the meta device\n  pass init=fn to parallelize, where "
+                "fn(module) sets the parameters and buffers that the module itself owns, give the class a "
+                "reset_parameters() method, or build the model on the CPU"
+            )
+        return {k: v.detach() for k, v in found.items() if v is not None}
+
+    def _ways(self, own: torch.nn.Module) -> list[Callable[[], Any]]:
+        if self.init is not None:
+            init = self.init
+            return [lambda: init(own)]
+        ways: list[Callable[[], Any]] = []
+        whole: Any = getattr(self.model, "_init_weights", None)
+        if callable(whole):
+            ways.append(lambda: whole(own))
+        for name in ("reset_parameters", "_reset_parameters"):
+            method = getattr(own, name, None)
+            if callable(method):
+                ways.append(method)
+        return ways
+
+
+def is_meta(model: torch.nn.Module) -> bool:
+    """Whether any parameter or buffer has no storage."""
+    return any(t.device.type == "meta" for t in (*model.parameters(), *model.buffers()))
+
+
+def _unset(like: torch.Tensor) -> torch.Tensor:
+    if like.is_floating_point() or like.is_complex():
+        return torch.full(like.shape, float("nan"), dtype=like.dtype)
+    if like.dtype is torch.bool:
+        return torch.zeros(like.shape, dtype=like.dtype)
+    return torch.full(like.shape, torch.iinfo(like.dtype).min, dtype=like.dtype)
+
+
+def _is_unset(value: torch.Tensor | None) -> bool:
+    if value is None or value.numel() == 0 or value.device.type == "meta":
+        return value is not None and value.device.type == "meta"
+    if value.is_floating_point() or value.is_complex():
+        return bool(value.isnan().any())
+    if value.dtype is torch.bool:
+        return False
+    return bool((value == torch.iinfo(value.dtype).min).any()) and value.dtype is not torch.uint8
+
+
+__all__ = ["Init", "MetaValues", "is_meta"]
