@@ -41,6 +41,7 @@ class Slot:
     state: State
     shape: tuple[int, ...]
     dtype: str
+    needs_grad: bool = False
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ class _Emitter:
             state = self.plan.inputs.get(node.target, ("R",) * len(self.mesh))
         fx = self.fx.placeholder(re.sub(r"\W", "_", node.name))
         fx.meta["autopar"] = {"outs": [state], "node": node.name}
-        self.slots.append(Slot(node.kind, node.target, state, node.out.shape, node.out.dtype))
+        self.slots.append(Slot(node.kind, node.target, state, node.out.shape, node.out.dtype, node.needs_grad))
         self._made(Ref(i), state, fx)
 
     def _made(self, ref: Ref, state: State, fx: torch.fx.Node) -> None:

@@ -35,7 +35,7 @@ def typecheck(program: Program) -> int:
         for slot in program.slots:
             dtype = getattr(torch, slot.dtype)
             value = torch.zeros(used_shape(slot, program.mesh), dtype=dtype)
-            if slot.kind == "param" and dtype.is_floating_point:
+            if slot.needs_grad:
                 value.requires_grad_()
             spmd.assert_type(value, _type(slot.state, program))
             values.append(value)
@@ -124,7 +124,9 @@ class _Checked(torch.fx.Interpreter):
             return spmd.assert_type(value, _type(state, self.program))
         for axis, want in self._axes(state):
             have = spmd.get_axis_local_type(value, axis)
-            if have is spmd.V and want is spmd.P:
+            if have is spmd.R and want is spmd.V:  # every rank makes its own part of an expanded dim
+                value = spmd.reinterpret(value, axis, src=spmd.R, dst=spmd.V, expert_mode=True)
+            elif have is spmd.V and want is spmd.P:
                 value = spmd.reinterpret(value, axis, src=spmd.V, dst=spmd.P)
             elif not value.requires_grad and {have, want} <= {spmd.R, spmd.I}:
                 value = spmd.convert(value, axis, src=have, dst=want, expert_mode=True) if have is not want else value
