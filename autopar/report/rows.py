@@ -1,0 +1,280 @@
+"""A plan as rows: ops with cuts and collectives, parameters, memory. Plain values, ready for a table or for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Any
+
+from autopar.graph import Graph, Ref
+from autopar.lower.emit import strategy_of
+from autopar.placements import State, format_state, local_shape, step_collectives
+from autopar.plan import Plan, route_key
+from autopar.planfile.patterns import compress
+from autopar.planner import params as P
+from autopar.planner.fold import fold
+from autopar.planner.price import Pricer
+from autopar.planner.search import op_labels
+from autopar.planner.space import grads_of
+from autopar.rules.local import cuts_of
+from autopar.rules.registry import RULES, rules_of
+
+Collective = dict[str, Any]
+"""``{"kind", "axis", "pass": forward or backward, "bytes"}``."""
+
+
+@dataclass(frozen=True)
+class OpRow:
+    """One op of a block.
+
+    Attributes:
+        label: name of the op, with ``*`` for the number of the block.
+        rule: the factors of its tensors; ``none`` if the op has no rule.
+        cuts: axis -> factor, for the axes that cut one.
+        steps: ``from -> to`` of every reshard of its outputs.
+        collectives: those inside the op, and those of the steps, with the bytes of one rank's buffer.
+        compute_seconds, collective_seconds: forward and backward, for one copy.
+    """
+
+    label: str
+    module: str
+    source: str
+    rule: str
+    cuts: dict[str, str]
+    ins: tuple[str, ...]
+    outs: tuple[str, ...]
+    steps: tuple[str, ...]
+    collectives: tuple[Collective, ...]
+    compute_seconds: float
+    collective_seconds: float
+
+
+@dataclass(frozen=True)
+class BlockRows:
+    """Ops in execution order that ``count`` equal blocks share; ``name`` is what their modules have in common."""
+
+    name: str
+    count: int
+    ops: tuple[OpRow, ...]
+
+
+@dataclass(frozen=True)
+class ParamRow:
+    """Parameters that are kept alike; bytes and seconds are for all of them, on one rank."""
+
+    name: str
+    count: int
+    shape: tuple[int, ...]
+    dtype: str
+    stored: str
+    used: str
+    lifetime: str
+    collectives: tuple[Collective, ...]
+    stored_bytes: int
+    seconds: float
+
+
+def op_row(graph: Graph, plan: Plan, priced: Pricer, i: int, rules: Sequence[Any], label: str) -> OpRow:
+    """The row of node ``i``."""
+    node, rule = graph.nodes[i], rules[i]
+    strategy = strategy_of(graph, node, rule, plan.ops[node.name], plan.mesh)
+    compute, inside = priced.op(graph, node, rule, strategy)
+    _, cut = cuts_of(rule, strategy.options, plan.mesh)
+    pieces, _ = cuts_of(rule, strategy.options, plan.mesh)
+    collectives: list[Collective] = []
+    for comm in rule.comm:
+        for axis in cut.get(comm.factor, ()):
+            if comm.backward and not any(grads_of(graph, node)[1]):
+                continue
+            n = prod(rule.sizes[f] // pieces.get(f, 1) for f in comm.over) * comm.item_bytes
+            collectives.append(_collective(comm.kind, axis, comm.backward, n))
+    steps: list[str] = []
+    seconds = inside
+    for number, spec in enumerate(node.outs):
+        if spec is not None:
+            grad = node.needs_grad and spec.is_float
+            for a, b in plan.routes.get(route_key(graph, Ref(i, number)), ()):
+                steps.append(f"{format_state(a)} -> {format_state(b)}")
+                collectives += step_rows(plan, spec, grad, a, b)
+                seconds += priced.step(spec, grad, a, b)
+    return OpRow(
+        label, node.module, node.source, str(rule) if node.target in RULES else "none",
+        {axis: name for (axis, size), name in zip(plan.mesh, strategy.names, strict=True) if name != "I" and size > 1},
+        tuple(map(format_state, strategy.ins)), tuple(map(format_state, strategy.outs)), tuple(steps),
+        tuple(collectives), compute, seconds,
+    )  # fmt: skip
+
+
+def _collective(kind: str, axis: str, backward: bool, n_bytes: int) -> Collective:
+    return {"kind": kind, "axis": axis, "pass": "backward" if backward else "forward", "bytes": n_bytes}
+
+
+def step_rows(plan: Plan, spec: Any, grad: bool, a: State, b: State) -> list[Collective]:
+    """The collectives of one reshard step, forward and backward."""
+    axis = next(k for k in range(len(a)) if a[k] != b[k])
+    name, size = plan.mesh[axis]
+    if size == 1:
+        return []
+    here, there = (prod(local_shape(spec.shape, s, plan.mesh)) * spec.item_bytes for s in (a, b))
+    found = []
+    for backward, kind in enumerate(step_collectives(a[axis], b[axis])):
+        if kind is not None and (grad or not backward):
+            whole = kind in ("all_gather", "reduce_scatter")
+            found.append(_collective(kind, name, bool(backward), max(here, there) if whole else here))
+    return found
+
+
+def block_rows(graph: Graph, plan: Plan, priced: Pricer, *, every: bool = False) -> list[BlockRows]:
+    """The ops of a plan, equal blocks once.
+
+    Args:
+        every: also the ops that do not depend on a parameter (positions, masks).
+    """
+    rules, labels = rules_of(graph), op_labels(graph)
+    ops = [i for i, node in enumerate(graph.nodes) if node.kind == "op"]
+    result: list[BlockRows] = []
+
+    def rows(numbers: Sequence[int], name: str) -> tuple[OpRow, ...]:
+        return tuple(
+            op_row(graph, plan, priced, i, rules, _within(labels[graph.nodes[i].name], name))
+            for i in numbers if every or graph.nodes[i].hot
+        )  # fmt: skip
+
+    def add(numbers: Sequence[int], count: int = 1, name: str = "", last: str = "") -> None:
+        found = rows(numbers, name)
+        if found:
+            result.append(BlockRows(f"{name} .. {last}" if last else name, count, found))
+
+    at = 0
+    for first, length, repeats in fold(graph).blocks:
+        add(ops[at:first])
+        copies = [ops[first + k * length : first + (k + 1) * length] for k in range(repeats)]
+        start = 0
+        while start < repeats:  # neighbouring copies with the same decisions share a table
+            end = start + 1
+            while end < repeats and _alike(graph, plan, copies[start], copies[end]):
+                end += 1
+            last = _common(graph, copies[end - 1]) if end - start > 1 else ""
+            add(copies[start], end - start, _common(graph, copies[start]), last)
+            start = end
+        at = first + length * repeats
+    add(ops[at:])
+    return result
+
+
+def _alike(graph: Graph, plan: Plan, a: Sequence[int], b: Sequence[int]) -> bool:
+    for i, j in zip(a, b, strict=True):
+        if plan.ops[graph.nodes[i].name] != plan.ops[graph.nodes[j].name]:
+            return False
+        for number in range(len(graph.nodes[i].outs)):
+            mine, other = (plan.routes.get(route_key(graph, Ref(n, number)), ()) for n in (i, j))
+            if mine != other:
+                return False
+    return True
+
+
+def _common(graph: Graph, block: Sequence[int]) -> str:
+    """The module path that most ops of a block lie in: ``layers.0``."""
+    paths = [graph.nodes[i].module.split(".") for i in block if graph.nodes[i].module]
+    best = ""
+    for depth in range(1, max(map(len, paths), default=0) + 1):
+        counts: dict[str, int] = {}
+        for path in paths:
+            if len(path) >= depth:
+                counts[".".join(path[:depth])] = counts.get(".".join(path[:depth]), 0) + 1
+        name, n = max(counts.items(), key=lambda e: e[1])
+        if n < 0.75 * len(paths):
+            break
+        best = name
+    return best
+
+
+def _within(label: str, block: str) -> str:
+    """A label without the part that the whole block shares."""
+    if block and label.startswith(block) and label[len(block) : len(block) + 1] in (".", ":"):
+        return label[len(block) :].lstrip(".")
+    return label
+
+
+def param_rows(graph: Graph, plan: Plan, priced: Pricer) -> list[ParamRow]:
+    """The parameters of a plan; those of equal name (but for numbers), shape and choice share a row."""
+    nodes = {node.target: node for _, node in graph.of_kind("param")}
+    kinds = {name: (node.out.shape, node.out.dtype, node.needs_grad, plan.params[name]) for name, node in nodes.items()}
+    groups: dict[str, list[str]] = {}
+    for pattern, kind in compress(list(nodes), kinds.__getitem__):
+        names = [n for n in nodes if kinds[n] == kind and fnmatchcase(n, pattern)]
+        names = [n for n in names if not any(n in g for g in groups.values())]
+        if names:
+            groups[pattern] = names
+    rows = []
+    for pattern, names in groups.items():
+        node, choice = nodes[names[0]], plan.params[names[0]]
+        cost = P.cost(node.out, node.needs_grad, choice, priced, plan.optimizer, plan.microbatches)
+        collectives = tuple(
+            _collective(kind, axis, kind != "all_gather", n)
+            for axis, kind, n in P.collectives(node.out, node.needs_grad, choice, plan.mesh, plan.microbatches)
+        )
+        rows.append(
+            ParamRow(
+                pattern if len(names) > 1 else names[0], len(names), node.out.shape, node.out.dtype,
+                format_state(choice.stored), format_state(choice.used), choice.lifetime, collectives,
+                len(names) * cost.parameter_bytes, len(names) * cost.seconds,
+            )
+        )  # fmt: skip
+    return rows
+
+
+def totals(plan: Plan) -> dict[str, Any]:
+    """Seconds and bytes of a step on one rank."""
+    p = plan.price
+    return {
+        "seconds": {
+            "compute": p.compute_seconds, "activation collectives": p.activation_seconds,
+            "parameter collectives": p.parameter_seconds, "step": p.seconds,
+        },
+        "bytes": {
+            "parameters": p.parameter_bytes, "gradients": p.gradient_bytes, "optimizer": p.optimizer_bytes,
+            "gathered": p.gathered_bytes, "activations": p.activation_bytes, "total": p.memory_bytes,
+        },
+    }  # fmt: skip
+
+
+def collective_counts(plan: Plan, graph: Graph, priced: Pricer) -> dict[str, int]:
+    """``{"all_reduce over tensor": 48}``: how many collectives of each kind a step makes, parameters included."""
+    rules, labels = rules_of(graph), op_labels(graph)
+    counts: dict[str, int] = {}
+
+    def count(found: Sequence[Collective]) -> None:
+        for c in found:
+            key = f"{c['kind']} over {c['axis']}"
+            counts[key] = counts.get(key, 0) + 1
+
+    for i, node in enumerate(graph.nodes):
+        if node.kind == "op":
+            count(op_row(graph, plan, priced, i, rules, labels[node.name]).collectives)
+        else:
+            grad = node.needs_grad and node.out.is_float
+            for a, b in plan.routes.get(route_key(graph, Ref(i)), ()):
+                count(step_rows(plan, node.out, grad, a, b))
+    for row in param_rows(graph, plan, priced):
+        count(row.collectives * row.count)
+    return dict(sorted(counts.items()))
+
+
+def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """``(path, value in a, value in b)`` of every leaf in which two parsed plan files differ; None where missing."""
+    rows: list[tuple[str, Any, Any]] = []
+
+    def walk(path: str, x: Any, y: Any) -> None:
+        if x == y:
+            return
+        if isinstance(x, dict) and isinstance(y, dict):
+            for key in [*x, *(k for k in y if k not in x)]:
+                walk(f"{path}.{key}" if path else key, x.get(key), y.get(key))
+        else:
+            rows.append((path, x, y))
+
+    walk("", a, b)
+    return rows

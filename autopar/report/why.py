@@ -1,0 +1,131 @@
+"""Why an op is cut as it is: the price of every strategy that it has, its neighbours staying as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isinf
+
+from autopar.graph import Graph, Ref
+from autopar.lower.emit import strategy_of
+from autopar.placements import State
+from autopar.plan import ParamChoice, Plan, route_key
+from autopar.planner import params as P
+from autopar.planner.complete import needs
+from autopar.planner.price import Pricer
+from autopar.planner.reshard import route
+from autopar.planner.search import matches, op_labels
+from autopar.planner.space import Strategy, strategies
+from autopar.rules.registry import rules_of
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Seconds of one strategy of an op, forward and backward; infinite where its neighbours cannot be reached.
+
+    Attributes:
+        cuts: axis -> factor, ``replicate`` where none is cut.
+        compute_seconds: of the op, collectives inside it included.
+        reshard_seconds: of bringing its inputs and outputs to and from its neighbours as they are.
+        parameter_seconds: gradient reductions and gathers of its parameters.
+        stored_bytes: parameters, gradients and optimizer state of its parameters on one rank.
+    """
+
+    cuts: dict[str, str]
+    chosen: bool
+    compute_seconds: float
+    reshard_seconds: float
+    parameter_seconds: float
+    stored_bytes: int
+
+    @property
+    def seconds(self) -> float:
+        return self.compute_seconds + self.reshard_seconds + self.parameter_seconds
+
+
+def find_ops(graph: Graph, pattern: str) -> list[int]:
+    """Numbers of the ops that a pattern names."""
+    labels = op_labels(graph)
+    return [i for i, node in enumerate(graph.nodes) if node.kind == "op" and matches(pattern, node, labels[node.name])]
+
+
+def alternatives(graph: Graph, plan: Plan, priced: Pricer, i: int) -> list[Alternative]:
+    """Every strategy of node ``i``, cheapest first."""
+    rules = rules_of(graph)
+    node, rule, mesh = graph.nodes[i], rules[i], plan.mesh
+    assert rule is not None
+    chosen: dict[int, Strategy] = {}
+    for k, n in enumerate(graph.nodes):
+        if n.kind == "op":
+            own = rules[k]
+            assert own is not None
+            chosen[k] = strategy_of(graph, n, own, plan.ops[n.name], mesh)
+    owned = {k: plan.params[n.target] for k, n in graph.of_kind("param")}
+    outputs = {k: state for k, state in enumerate(plan.outputs) if state is not None}
+    rows = []
+    for strategy in strategies(graph, node, rule, mesh):
+        decided = {**chosen, i: strategy}
+        kept, parameter_seconds, stored = _params(graph, plan, priced, i, strategy, owned)
+        made, wanted, _ = needs(graph, mesh, decided, {**owned, **kept}, plan.buffers, plan.inputs, outputs)
+        reshard = 0.0
+        for ref in {*node.refs, *(Ref(i, k) for k, o in enumerate(node.outs) if o is not None)}:
+            if ref in wanted:
+                reshard += _route_seconds(graph, plan, priced, ref, made[ref], wanted[ref], strategy is chosen[i])
+        compute, inside = priced.op(graph, node, rule, strategy)
+        cuts = {
+            axis: "replicate" if name == "I" else name for (axis, _), name in zip(mesh, strategy.names, strict=True)
+        }
+        same = strategy.names == chosen[i].names
+        rows.append(Alternative(cuts, same, compute + inside, reshard, parameter_seconds, stored))
+    return sorted(rows, key=lambda r: (r.seconds, not r.chosen, sorted(r.cuts.items())))
+
+
+def _route_seconds(
+    graph: Graph, plan: Plan, priced: Pricer, ref: Ref, made: State, goals: Mapping[State, None], same: bool
+) -> float:
+    node, spec = graph.nodes[ref.node], graph.spec(ref)
+    grad = node.needs_grad and spec.is_float
+    if same:
+        return sum(priced.step(spec, grad, a, b) for a, b in plan.routes.get(route_key(graph, ref), ()))
+    found = route(spec.shape, plan.mesh, grad, made, list(goals), lambda a, b: priced.step(spec, grad, a, b))
+    return float("inf") if found is None else found[0]
+
+
+def _params(
+    graph: Graph, plan: Plan, priced: Pricer, i: int, strategy: Strategy, owned: Mapping[int, ParamChoice]
+) -> tuple[dict[int, ParamChoice], float, int]:
+    """``(choice, seconds, stored bytes)`` of the parameters that node ``i`` reads, kept as the strategy likes best.
+
+    A parameter that is used as now is kept as now. Another is kept the fastest way that takes no more memory than
+    now, if there is one; else the smallest.
+    """
+    kept: dict[int, ParamChoice] = {}
+    seconds, stored = 0.0, 0
+    for ref, state in zip(graph.nodes[i].refs, strategy.ins, strict=True):
+        node = graph.nodes[ref.node]
+        if node.kind != "param" or ref.node in kept:
+            continue
+        use = tuple(("I" if node.needs_grad else "R") if p == "P" else p for p in state)
+        now = owned[ref.node]
+
+        def cost(choice: ParamChoice, node=node) -> P.ParamCost:  # type: ignore[no-untyped-def]
+            return P.cost(node.out, node.needs_grad, choice, priced, plan.optimizer, plan.microbatches)
+
+        others = [now] if use == now.used else P.choices(node.out, node.needs_grad, [use], plan.mesh)
+        limit = cost(now).n_bytes
+        fitting = [c for c in others if cost(c).n_bytes <= limit]
+        if fitting:
+            kept[ref.node] = min(fitting, key=lambda c: (cost(c).seconds, cost(c).n_bytes))
+        elif others:
+            kept[ref.node] = min(others, key=lambda c: (cost(c).n_bytes, cost(c).seconds))
+        else:
+            kept[ref.node] = now
+        price = cost(kept[ref.node])
+        seconds += price.seconds
+        stored += price.parameter_bytes + price.gradient_bytes + price.optimizer_bytes
+    return kept, seconds, stored
+
+
+def possible(rows: list[Alternative]) -> list[Alternative]:
+    """Those whose neighbours can be reached."""
+    return [r for r in rows if not isinf(r.seconds)]
