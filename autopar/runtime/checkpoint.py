@@ -34,7 +34,8 @@ def full_state_dict(pm: ParallelModule, *, all_ranks: bool = False) -> dict[str,
     for name in pm.state_dict():
         value = named[name]
         if id(value) not in seen:
-            whole = value.detach().full_tensor() if isinstance(value, DTensor) else value.detach()
+            value_ = value.detach()
+            whole = value_.full_tensor() if isinstance(value_, DTensor) else value_
             seen[id(value)] = whole.to("cpu", copy=True) if keep else whole.new_empty(0)
         if keep:
             found[name] = seen[id(value)]

@@ -55,6 +55,31 @@ class ParallelModule(torch.nn.Module):
     reading.
     """
 
+    _captured: Captured
+    _plan: Plan
+    _mesh: DeviceMesh
+    _device: torch.device
+    _program: Program
+    _signature: inspect.Signature
+    _helds: dict[str, Held]
+    _held_buffers: dict[str, tuple[torch.Tensor, State]]
+    _seed: int
+    _calls: int
+    _defer: bool
+    _accumulating: bool
+    _in_backward: bool
+    _units: list[Unit]
+    _schedule: prefetch.Schedule
+    _run: Callable[..., tuple[Any, ...]]
+    _plain: list[Held]
+    _reducer: Reducer
+    _template: list[Any]
+    _input_slots: dict[str, int]
+    _seed_slot: int | None
+    _param_slots: list[tuple[int, Held]]
+    _leaf_names: list[str]
+    _distributed: bool
+
     def __init__(
         self, model: torch.nn.Module, captured: Captured, plan: Plan, device_mesh: DeviceMesh,
         values: Callable[[str], torch.Tensor] | None = None,
@@ -168,8 +193,8 @@ class ParallelModule(torch.nn.Module):
         put(self, "_schedule", prefetch.Schedule(self._units))
         put(self, "_run", prefetch.with_gathers(program, self._helds, self._schedule))
         put(self, "_plain", [held for held in self._helds.values() if not held.adjoint])
-        put(self, "_reduced", [held for held in self._helds.values() if held.adjoint])
-        total = sum(prod(held.used_shape) * held.param.element_size() for held in self._reduced)
+        reduced = [held for held in self._helds.values() if held.adjoint]
+        total = sum(prod(held.used_shape) * held.param.element_size() for held in reduced)
         put(self, "_reducer", Reducer(bucket_bytes(total)))
         put(self, "_template", [None] * len(program.slots))
         put(self, "_input_slots", {s.name: i for i, s in enumerate(program.slots) if s.kind == "input"})
@@ -218,7 +243,7 @@ class ParallelModule(torch.nn.Module):
             now, wanted = ("training", "eval") if self.training else ("eval", "training")
             raise RunError(
                 f"this program was captured in {now} mode; for {wanted} mode call "
-                f"model.{'train' if mode else 'eval'}(), parallelize the model again, and load this state_dict() into it"
+                f"model.{'train' if mode else 'eval'}(), parallelize the model again, and load this state_dict()"
             )
         return self
 

@@ -15,16 +15,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from zoo import ZOO, Case, as_float64, loss_of
 
 import autopar
 from autopar.api import plan_captured
 from autopar.capture import Captured, capture
 from autopar.placements import Mesh
 from autopar.plan import Plan
+from autopar.planner.draw import random_plan
+from autopar.planner.price import pricer
 from autopar.planner.search import Options
+from autopar.rules.registry import rules_of
 from autopar.runtime.executor import ParallelModule
 from hardware_profiles import load_cluster
-from zoo import ZOO, Case, as_float64, loss_of
 
 LR = 1e-2
 
@@ -41,6 +44,8 @@ class Config:
     microbatches: int = 1
     foreach: bool = False
     double: bool = False
+    seed: int | None = None  # a random plan
+    cluster: str = ""
     clip: float = 0.0
 
 
@@ -54,8 +59,11 @@ def make_case(config: Config) -> Case:
 
 
 def make_plan(captured: Captured, config: Config) -> Plan:
-    cluster = load_cluster(f"local-x{dist.get_world_size()}")
-    plan = plan_captured(captured, cluster, config.mesh, Options(**config.options))
+    cluster = load_cluster(config.cluster or f"local-x{dist.get_world_size()}")
+    if config.seed is not None:
+        plan = random_plan(captured.graph, rules_of(captured.graph), pricer(cluster, config.mesh), config.seed)
+    else:
+        plan = plan_captured(captured, cluster, config.mesh, Options(**config.options))
     if config.lifetime:
         lived = {n: dataclasses.replace(c, lifetime=config.lifetime) for n, c in plan.params.items()}
         plan = dataclasses.replace(plan, params=lived)
