@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.rules.notation import BATCH_NAMES, Call, Dim, In, Rule
-from autopar.rules.registry import T, rule, sample
+from autopar.rules.registry import T, prove_with, rule, sample
 from autopar.rules.shape import named
 
 _FIRST = (frozenset({0}),)
@@ -168,3 +168,7 @@ def one_hot(call: Call) -> Rule:
     sizes = {**dict(zip(names, call.ins[0].shape, strict=True)), "v": call.out.shape[-1]}
     term = tuple((f,) for f in names)
     return Rule(sizes, (term,), ((*term, ("v",)),), "copy", frozenset("v"))
+
+
+prove_with("aten.argsort.default", sample(T((4, 6))), sample(T((4, 6)), 0))
+prove_with("aten.scatter_add.default", sample(T((4, 6)), 1, T((4, 2), "int64", 6), T((4, 2))))

@@ -212,3 +212,9 @@ prove_with(
     sample(*_PAIR, None, T((8,), grad=False), MEAN),
 )
 prove_with("aten.poisson_nll_loss.default", sample(*_PAIR, True, False, 1e-8, MEAN))
+
+prove_with(
+    "aten.binary_cross_entropy.default",
+    sample(T((4, 6), low=0.1, high=0.9), T((4, 6), low=0.1, high=0.9, grad=False)),
+    sample(T((4, 6), low=0.1, high=0.9), T((4, 6), low=0.1, high=0.9, grad=False), None, 2),
+)

@@ -24,7 +24,7 @@ INPUTS = """
     mul.Tensor div.Tensor pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar gelu.default silu.default mish.default
     softplus.default log.default log2.default log10.default log1p.default abs.default sin.default cos.default
     erf.default clamp.default clamp_min.default clamp_max.default clamp.Tensor hardtanh.default hardswish.default
-    hardsigmoid.default leaky_relu.default elu.default selu.default celu.default softsign.default
+    hardsigmoid.default leaky_relu.default elu.default selu.default celu.default
     minimum.default maximum.default min.other max.other
     where.self where.ScalarOther where.ScalarSelf where.Scalar masked_fill.Scalar masked_fill.Tensor lerp.Scalar
     lerp.Tensor addcmul.default addcdiv.default threshold.default logit.default atan2.default atan.default

@@ -49,3 +49,5 @@ prove_with("aten.adaptive_max_pool1d.default", sample(T((2, 4, 6)), [2]))
 prove_with("aten.adaptive_max_pool3d.default", sample(T((2, 2, 4, 4, 4)), [2, 2, 2]))
 prove_with("aten._adaptive_avg_pool2d.default", sample(T((2, 4, 6, 6)), [2, 2]))
 prove_with("aten._adaptive_avg_pool3d.default", sample(T((2, 2, 4, 4, 4)), [2, 2, 2]))
+
+prove_with("aten.max_pool1d_with_indices.default", sample(T((4, 2, 8)), [2], [2]))

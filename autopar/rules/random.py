@@ -165,3 +165,5 @@ prove_with("aten.randn_like.default", sample(T((4, 8))))
 prove_with("aten.randint.default", sample(10, [4, 8]))
 prove_with("aten.randint.low", sample(-3, 10, [4, 8]))
 prove_with("aten.bernoulli.p", sample(T((4, 8), grad=False), 0.3))
+
+prove_with("aten.bernoulli.default", sample(T((4, 6), low=0.1, high=0.9, grad=False)))

@@ -10,7 +10,7 @@ import torch
 
 from autopar.rules.across import n_pieces
 from autopar.rules.notation import Call, Rule
-from autopar.rules.registry import T, rule, sample
+from autopar.rules.registry import T, prove_with, rule, sample
 from autopar.rules.shape import named
 
 _FIRST = (frozenset({0}),)
@@ -133,3 +133,16 @@ def cumsum(call: Call) -> Rule:
     sizes, term = named(call.ins[0].shape)
     linear = _FIRST if call.out.is_float else ()
     return Rule(sizes, (tuple(term),), (tuple(term),), "reduce", frozenset(term[call.args[1] % len(term)]), linear)
+
+
+for _target in ("amin.default", "logsumexp.default"):
+    prove_with(f"aten.{_target}", sample(T((4, 6, 8)), [1]))
+prove_with("aten.argmin.default", sample(T((4, 6)), 1))
+prove_with("aten.min.dim", sample(T((4, 6)), 1))
+prove_with("aten.all.dim", sample(T((4, 6), "bool", 2), 1))
+prove_with("aten.all.default", sample(T((4, 6), "bool", 2)))
+for _target in ("max.default", "min.default", "mean.default"):
+    prove_with(f"aten.{_target}", sample(T((4, 6))))
+prove_with("aten.std.correction", sample(T((4, 6)), [1], correction=1))
+for _target in ("var.dim", "std.dim"):
+    prove_with(f"aten.{_target}", sample(T((4, 6)), [1]), sample(T((4, 6)), [1], True, True))

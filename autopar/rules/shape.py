@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from autopar.rules.notation import BATCH_NAMES, Call, Dim, Rule, Term
-from autopar.rules.registry import T, rule, sample
+from autopar.rules.registry import T, prove_with, rule, sample
 
 _FIRST = (frozenset({0}),)
 
@@ -269,3 +269,11 @@ def upsample(call: Call) -> Rule:
         outs = [*outs, (f"o{d}",)]
     whole = frozenset(n for d in (*dims[2:], *outs[2:]) for n in d)
     return Rule(sizes, (tuple(dims),), (tuple(outs),), "copy", whole, _FIRST)
+
+
+prove_with("aten.triu.default", sample(T((4, 6, 6)), 1))
+for _target in ("upsample_bilinear2d.vec", "upsample_bicubic2d.vec"):
+    prove_with(f"aten.{_target}", sample(T((4, 2, 3, 3)), None, False, [2.0, 2.0]))
+prove_with("aten.upsample_nearest1d.vec", sample(T((4, 2, 3)), None, [2.0]))
+prove_with("aten.upsample_linear1d.vec", sample(T((4, 2, 3)), None, False, [2.0]))
+prove_with("aten.upsample_trilinear3d.vec", sample(T((4, 2, 2, 2, 2)), None, False, [2.0, 2.0, 2.0]))

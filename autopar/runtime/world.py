@@ -6,83 +6,21 @@ autograd. It is slow and exact: what ``autopar verify`` and most tests use.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-import spmd_types as spmd
 import torch
-import torch.distributed as dist
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autopar.errors import MeshError
 from autopar.graph import Graph
 from autopar.lower.collectives import step
 from autopar.lower.emit import Program
 from autopar.placements import Mesh, State
 from autopar.plan import ParamChoice, Plan
 from autopar.planner.params import path
-
-
-def coordinates(rank: int, mesh: Mesh) -> tuple[int, ...]:
-    """Row-major coordinate of a rank."""
-    found = []
-    for _, size in reversed(mesh):
-        found.append(rank % size)
-        rank //= size
-    return tuple(reversed(found))
-
-
-def piece(whole: torch.Tensor, state: State, mesh: Mesh, rank: int) -> torch.Tensor:
-    """The slice of ``whole`` on one rank; pending sums put the value on coordinate 0."""
-    for placement, (_, size), at in zip(state, mesh, coordinates(rank, mesh), strict=True):
-        if placement[0] == "S":
-            d = int(placement[1:])
-            n = whole.shape[d] // size
-            whole = whole.narrow(d, at * n, n)
-        elif placement == "P" and at:
-            whole = torch.zeros_like(whole)
-    return whole.clone()
-
-
-def join(pieces: Sequence[torch.Tensor], state: State, mesh: Mesh) -> torch.Tensor:
-    """Inverse of :func:`piece` over all ranks: concatenates shards, sums pending values, takes the first copy."""
-    parts = list(pieces)
-    for placement, (_, size) in reversed(list(zip(state, mesh, strict=True))):
-        groups = [parts[i : i + size] for i in range(0, len(parts), size)]
-        if placement[0] == "S":
-            parts = [torch.cat(g, int(placement[1:])) for g in groups]
-        elif placement == "P":
-            parts = [torch.stack(g).sum(0) for g in groups]
-        else:
-            parts = [g[0] for g in groups]
-    return parts[0]
-
-
-@contextlib.contextmanager
-def fake_world(mesh: Mesh) -> Iterator[DeviceMesh]:
-    """A fake process group with a device mesh, torn down afterwards.
-
-    Raises:
-        MeshError: this process already belongs to a process group.
-    """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    if dist.is_initialized():
-        raise MeshError("this process is already in a process group; verify in a process of its own")
-    n = prod(size for _, size in mesh)
-    dist.init_process_group(backend="fake", rank=0, world_size=n, store=FakeStore())
-    try:
-        device_mesh = init_device_mesh(
-            "cpu", tuple(size for _, size in mesh), mesh_dim_names=tuple(name for name, _ in mesh)
-        )
-        with spmd.set_current_mesh(device_mesh):
-            yield device_mesh
-    finally:
-        dist.destroy_process_group()
+from autopar.rules.pieces import coordinates, fake_world, join, piece
 
 
 def along(x: torch.Tensor, src: State, dst: State, mesh: Mesh) -> torch.Tensor:

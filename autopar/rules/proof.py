@@ -1,0 +1,220 @@
+"""Proof of a rule on numbers: every option it offers, forward and backward.
+
+The operator runs whole, on random inputs, with a random output gradient. Then, for every strategy on a mesh, it runs
+in pieces the way a program would run it (:func:`autopar.rules.local.local_call`), many ranks in this process; the
+pieces of outputs and of input gradients are joined by their placements and compared. Pending inputs are random
+terms of a sum, so that an operator that is not linear is caught.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
+
+from autopar.graph import Spec
+from autopar.placements import Mesh, State, fits
+from autopar.rules.local import Seed, cuts_of, local_call, resolve
+from autopar.rules.notation import Call, In, Option, Rule, axis_options
+from autopar.rules.pieces import fake_world, join, piece
+from autopar.rules.registry import Sample, T, rule_for
+
+
+class RuleIsWrong(AssertionError):
+    """An option gives other numbers than the whole operator; the message names it."""
+
+
+def draw(spec: T, generator: torch.Generator) -> torch.Tensor:
+    """A random tensor of a sample."""
+    dtype = getattr(torch, spec.dtype)
+    if not dtype.is_floating_point:
+        return torch.randint(int(spec.low), int(spec.high) or 2, spec.shape, generator=generator).to(dtype)
+    if spec.low or spec.high:
+        low, high = spec.low, spec.high or spec.low + 1
+        return (torch.rand(spec.shape, generator=generator, dtype=torch.float64) * (high - low) + low).to(dtype)
+    return torch.randn(spec.shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+class Case:
+    """One sample: its tensors, its call, the whole operator's outputs and gradients."""
+
+    def __init__(self, target: str, sample: Sample, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.tensors: list[torch.Tensor] = []
+        grads: list[bool] = []
+
+        def take(value: Any) -> Any:
+            if isinstance(value, T):
+                tensor = draw(value, generator)
+                self.tensors.append(tensor)
+                grads.append(value.grad and tensor.is_floating_point())
+                return In(len(self.tensors) - 1)
+            if isinstance(value, (list, tuple)):
+                return type(value)(take(v) for v in value)
+            if isinstance(value, str) and hasattr(torch, value) and isinstance(getattr(torch, value), torch.dtype):
+                return getattr(torch, value)
+            return value
+
+        self.args = tuple(take(a) for a in sample.args)
+        self.kwargs = {k: take(v) for k, v in sample.kwargs.items()}
+        ins = tuple(Spec(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in self.tensors)
+        leaves = [t.clone().requires_grad_(g) for t, g in zip(self.tensors, grads, strict=True)]
+        probe = Call(target, self.args, self.kwargs, ins, ())
+        outs = _flat(_invoke(resolve(target), probe.args, probe.kwargs, leaves))
+        specs = tuple(
+            Spec(tuple(o.shape), str(o.dtype).removeprefix("torch.")) if isinstance(o, torch.Tensor) else None
+            for o in outs
+        )
+        self.call = Call(target, self.args, self.kwargs, ins, specs)
+        self.rule: Rule = rule_for(self.call)
+        whole: Mesh = (("one", 1),)
+        if self.rule.random:  # the reference of a random operator is its own lowering on one device
+            names = axis_options(self.rule, grads, [o is not None and o.is_float for o in specs])
+            with fake_world(whole), LocalTensorMode(1):
+                done = _run(self.call, self.rule, [names[0]], whole, [LocalTensor({0: x.detach()}) for x in leaves])
+            outs = [o._local_tensors[0] for o in done]
+        tensors = [o for o in outs if isinstance(o, torch.Tensor)]
+        self.out_grads = [any(grads) and t.is_floating_point() and (t.requires_grad or self.rule.random) for t in tensors]
+        self.grads = [g and any(self.out_grads) for g in grads]
+        self.cotangents = [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.dtype) for t in tensors]
+        self.outs = [t.detach() for t in tensors]
+        self.gradients: list[torch.Tensor | None] = [None] * len(leaves)
+        if any(self.out_grads) and not self.rule.random:
+            pairs = [(t, c) for t, c, g in zip(tensors, self.cotangents, self.out_grads, strict=True) if g]
+            wanted = [x for x, g in zip(leaves, self.grads, strict=True) if g]
+            found = iter(torch.autograd.grad([t for t, _ in pairs], wanted, [c for _, c in pairs], allow_unused=True))
+            self.gradients = [next(found) if g else None for g in self.grads]
+        self.after = [x.detach() for x in leaves]  # operators such as batch norm write to their inputs
+
+    def options(self) -> list[Option]:
+        """Every option on one axis."""
+        return axis_options(self.rule, self.grads, self.out_grads)
+
+
+def strategies_of(case: Case, mesh: Mesh) -> list[tuple[Option, ...]]:
+    """Every combination of options whose pieces are equal."""
+    found = []
+    for picked in product(case.options(), repeat=len(mesh)):
+        pieces, _ = cuts_of(case.rule, picked, mesh)
+        if any(case.rule.sizes[f] % n for f, n in pieces.items()):
+            continue
+        ins, outs = _states(picked)
+        shapes = [s.shape for s in (*case.call.ins, *(o for o in case.call.outs if o is not None))]
+        if all(fits(shape, state, mesh) for shape, state in zip(shapes, (*ins, *outs), strict=True)):
+            found.append(picked)
+    return found
+
+
+def prove(case: Case, picked: Sequence[Option], mesh: Mesh, tolerance: float = 1e-9) -> None:
+    """Run one strategy in pieces and compare.
+
+    Raises:
+        RuleIsWrong: an output, an input gradient or a value written in place differs from the whole operator's.
+    """
+    n = prod(size for _, size in mesh)
+    ins, outs = _states(picked)
+    rng = random.Random(1)
+    where = f"{case.call.target} [{case.rule}] with {dict(zip([a for a, _ in mesh], [o.name for o in picked], strict=True))}"
+    if any(s.dtype in ("float32", "bfloat16") for s in (*case.call.ins, *filter(None, case.call.outs))):
+        tolerance = max(tolerance, 1e-5)
+    with fake_world(mesh), LocalTensorMode(n):
+        leaves = [
+            _spread(t, state, mesh, rng).requires_grad_(g)
+            for t, state, g in zip(case.tensors, ins, case.grads, strict=True)
+        ]
+        made = _run(case.call, case.rule, picked, mesh, leaves)
+        pairs = []
+        for t, c, state, g in zip(made, case.cotangents, outs, case.out_grads, strict=True):
+            if g and t.requires_grad:
+                pairs.append((t, _spread(c, adjoint(state), mesh, rng)))
+        if pairs and not case.rule.random:
+            torch.autograd.backward([t for t, _ in pairs], [c for _, c in pairs])
+    for number, (t, state, expected) in enumerate(zip(made, outs, case.outs, strict=True)):
+        _compare(join(_pieces(t, n), state, mesh), expected, f"{where}: output {number}", tolerance)
+    for number, (leaf, state, expected) in enumerate(zip(leaves, ins, case.gradients, strict=True)):
+        if expected is not None:
+            if leaf.grad is None:
+                raise RuleIsWrong(f"{where}: input {number} has no gradient")
+            _compare(join(_pieces(leaf.grad, n), adjoint(state), mesh), expected, f"{where}: gradient {number}", tolerance)
+        if "P" not in state:
+            _compare(
+                join(_pieces(leaf.detach(), n), state, mesh), case.after[number], f"{where}: input {number} after", tolerance
+            )
+
+
+def adjoint(state: State) -> State:
+    """The placement of the gradient: whole where the value is pending, pending where the value is ``R``."""
+    return tuple({"P": "I", "R": "P"}.get(p, p) for p in state)
+
+
+def _states(picked: Sequence[Option]) -> tuple[list[State], list[State]]:
+    n_in, n_out = len(picked[0].ins), len(picked[0].outs)
+    ins = [tuple(o.ins[i] for o in picked) for i in range(n_in)]
+    return ins, [tuple(o.outs[i] for o in picked) for i in range(n_out)]
+
+
+def _run(call: Call, rule: Rule, picked: Sequence[Option], mesh: Mesh, tensors: Sequence[Any]) -> list[Any]:
+    local = local_call(call, rule, picked, mesh, site=3)
+    n = prod(size for _, size in mesh)
+
+    def fill(value: Any) -> Any:
+        if isinstance(value, Seed):
+            return LocalTensor({r: torch.tensor(11) for r in range(n)})
+        if isinstance(value, (list, tuple)):
+            return type(value)(fill(v) for v in value)
+        return tensors[value.position] if isinstance(value, In) else value
+
+    kwargs = {k: fill(v) for k, v in local.kwargs.items()}
+    return [t for t in _flat(local.fn(*(fill(a) for a in local.args), **kwargs)) if isinstance(t, torch.Tensor)]
+
+
+def _invoke(fn: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    def fill(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(fill(v) for v in value)
+        return tensors[value.position] if isinstance(value, In) else value
+
+    return fn(*(fill(a) for a in args), **{k: fill(v) for k, v in kwargs.items()})
+
+
+def _flat(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (tuple, list)) else [value]
+
+
+def _spread(whole: torch.Tensor, state: State, mesh: Mesh, rng: random.Random) -> LocalTensor:
+    """Pieces of a tensor; a pending one is split into random terms."""
+    pieces = {r: piece(whole, state, mesh, r) for r in range(prod(size for _, size in mesh))}
+    if "P" in state and whole.is_floating_point():
+        generator = torch.Generator().manual_seed(rng.randrange(2**31))
+        noise = torch.randn(whole.shape, generator=generator, dtype=torch.float64).to(whole.dtype)
+        axis = state.index("P")
+        size = mesh[axis][1]
+        inner = prod(s for _, s in mesh[axis + 1 :])
+        clean: State = tuple("R" if p == "P" else p for p in state)
+        for r in pieces:
+            at = (r // inner) % size
+            others = [(r // prod(s for _, s in mesh[a + 1 :])) % mesh[a][1] for a, p in enumerate(state) if p == "P" and a > axis]
+            if at < 2 and not any(others):
+                pieces[r] = pieces[r] + (piece(noise, clean, mesh, r) if at == 0 else -piece(noise, clean, mesh, r))
+    return LocalTensor(pieces)
+
+
+def _pieces(value: Any, n: int) -> list[torch.Tensor]:
+    if isinstance(value, LocalTensor):
+        return [value._local_tensors[r].detach() for r in range(n)]
+    return [value.detach()] * n
+
+
+def _compare(mine: torch.Tensor, expected: torch.Tensor, where: str, tolerance: float) -> None:
+    if mine.shape != expected.shape:
+        raise RuleIsWrong(f"{where}: shape {tuple(mine.shape)}, the whole operator gives {tuple(expected.shape)}")
+    if mine.dtype != expected.dtype:
+        raise RuleIsWrong(f"{where}: {mine.dtype}, the whole operator gives {expected.dtype}")
+    if not torch.allclose(mine.double(), expected.double(), rtol=tolerance, atol=tolerance, equal_nan=True):
+        worst = (mine.double() - expected.double()).abs().max().item()
+        raise RuleIsWrong(f"{where}: differs by {worst:.3g}")
