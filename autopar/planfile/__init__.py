@@ -24,8 +24,8 @@ found anew, and the price is computed anew, so a file never shows the price of a
 
 from __future__ import annotations
 
-from autopar.planfile.bind import bind, load, loads, read
+from autopar.planfile.bind import bind, load, loads, open_, read
 from autopar.planfile.form import Document, format_mesh, parse, parse_mesh
 from autopar.planfile.write import dumps, save
 
-__all__ = ["Document", "bind", "dumps", "format_mesh", "load", "loads", "parse", "parse_mesh", "read", "save"]
+__all__ = ["Document", "bind", "dumps", "format_mesh", "load", "loads", "open_", "parse", "parse_mesh", "read", "save"]

@@ -22,14 +22,19 @@ from autopar.planner.price import pricer
 from autopar.planner.search import check_mesh, op_labels
 from autopar.planner.space import Strategy, combine, node_options
 from autopar.rules.registry import rules_of
-from hardware_profiles import Cluster, load_cluster
+from hardware_profiles import Cluster
 
 Route = tuple[tuple[State, State], ...]
 
 
 def load(path: str | Path, graph: Graph, cluster: Cluster | None = None) -> Plan:
     """Read a plan file for a model; see :func:`loads`."""
-    return loads(read(path), graph, cluster, where=str(path))
+    return bind(open_(path), graph, cluster)
+
+
+def open_(path: str | Path) -> Document:
+    """A plan file, its form checked."""
+    return parse(read(path), str(path), Path(path).parent)
 
 
 def read(path: str | Path) -> str:
@@ -84,6 +89,7 @@ class _Binder:
     """Meets the entries of a file with the nodes of a graph."""
 
     def __init__(self, document: Document, graph: Graph, bad: Failures) -> None:
+        self.document = document
         self.raw, self.mesh, self.where = document.raw, document.mesh, document.where
         self.graph, self.bad = graph, bad
         self.rules = rules_of(graph)
@@ -337,7 +343,7 @@ class _Binder:
             asis = replace(plan, routes=kept, price=price, solution=solution)
             if rest(asis) == checksum.get("rest"):
                 return asis
-        return self._anew(plan, decided, params, buffers, outputs, kept, cluster or load_cluster(raw["cluster"]))
+        return self._anew(plan, decided, params, buffers, outputs, kept, cluster or self.document.cluster())
 
     def _anew(
         self, plan: Plan, decided: dict[int, Strategy], params: dict[int, ParamChoice], buffers: dict[str, State],

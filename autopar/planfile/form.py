@@ -8,11 +8,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from autopar.errors import MeshError, PlanError
 from autopar.placements import Mesh
 from autopar.plan import LIFETIMES, VERSION, Price, Solution
+from hardware_profiles import Cluster, load_cluster
 
 KEYS = (
     "autopar_plan", "model", "fingerprint", "cluster", "mesh", "optimizer", "microbatches", "pipeline", "ops", "params",
@@ -56,15 +58,30 @@ class Document:
     raw: Mapping[str, Any]
     where: str
     mesh: Mesh
+    folder: Path = Path()
 
     @property
     def model(self) -> Mapping[str, Any] | None:
         """How to load the model, if the file says so."""
         return self.raw.get("model")
 
+    def cluster(self) -> Cluster:
+        """The cluster that the file names; a file of one's own is looked up beside the plan, then from here.
 
-def parse(text: str, where: str = "plan") -> Document:
+        Raises:
+            ProfileError: there is none, or it is malformed.
+        """
+        name = str(self.raw["cluster"])
+        beside = self.folder / name
+        return load_cluster(beside if name.endswith((".toml", ".json")) and beside.is_file() else name)
+
+
+def parse(text: str, where: str = "plan", folder: Path | None = None) -> Document:
     """Check the form of a plan file.
+
+    Args:
+        where: for messages.
+        folder: where the file lies; relative paths in it start there.
 
     Raises:
         PlanError: no JSON, another version, unknown or missing keys, wrong types: all failures at once.
@@ -124,7 +141,7 @@ def parse(text: str, where: str = "plan") -> Document:
             bad.add("pipeline.stages", f"got {pipeline['stages']}; this version runs 1 stage")
     _check_sections(raw, bad)
     bad.raise_if_any()
-    return Document(raw, where, mesh)
+    return Document(raw, where, mesh, folder or Path())
 
 
 def _check_sections(raw: Mapping[str, Any], bad: Failures) -> None:

@@ -111,12 +111,12 @@ def _ops(plan: Plan, graph: Graph) -> dict[str, dict[str, str]]:
     }
     entries = compress(list(by_label), by_label.__getitem__, needed)
     return {
-        pattern: {axis: _written(name) for (axis, _), name in zip(plan.mesh, names, strict=True)}
+        pattern: {axis: written(name) for (axis, _), name in zip(plan.mesh, names, strict=True)}
         for pattern, names in entries
     }
 
 
-def _written(name: str) -> str:
+def written(name: str) -> str:
     return "replicate" if name == "I" else name
 
 

@@ -1,0 +1,41 @@
+"""The command ``autopar``: one file per group of commands, tables by :mod:`autopar.report`."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from autopar.cli import explain, hardware, inspect, plan, run, show, verify
+from autopar.cli.common import print_error
+from autopar.errors import AutoparError
+from hardware_profiles.errors import ProfileError
+
+app = typer.Typer(
+    name="autopar",
+    help="Decide how to spread a PyTorch model over accelerators, look at the decision, check it, run it.\n\n"
+    "A MODEL is PATH.py:factory, where factory() returns a model and its example inputs, or hf:PATH/config.json. "
+    "Start with: autopar plan gpt.py:make --cluster dgx-h100 -o plan.json, then: autopar show plan.json",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for name, command in (
+    ("plan", plan.plan), ("show", show.show), ("explain", explain.explain), ("diff", show.diff),
+    ("inspect", inspect.inspect), ("verify", verify.verify), ("run", run.run),
+    ("devices", hardware.devices), ("clusters", hardware.clusters),
+):  # fmt: skip
+    app.command(name)(command)
+
+
+def main() -> None:
+    """Entry point: errors that a user can cause are one paragraph and exit code 2."""
+    try:
+        app()
+    except (AutoparError, ProfileError) as error:
+        print_error(error)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,72 @@
+"""``autopar devices`` and ``autopar clusters``: what the hardware profiles know."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from autopar.cli.common import Json, out, print_json
+
+
+def devices(as_json: Json = False) -> None:
+    """List the devices that cluster files can name.
+
+    Example: autopar devices
+    """
+    from hardware_profiles import list_devices, load_device
+
+    found = [load_device(name) for name in list_devices()]
+    if as_json:
+        print_json(
+            [
+                {
+                    "name": d.name, "memory_bytes": d.memory_bytes,
+                    "memory_bytes_per_second": d.memory_bytes_per_second, "peak_flops": dict(d.peak_flops),
+                    "launch_seconds": d.launch_seconds, "sources": dict(d.sources),
+                }
+                for d in found
+            ]
+        )  # fmt: skip
+        return
+    table = Table("device", "memory", "bandwidth", "bfloat16", "float32", header_style="bold")
+    for d in found:
+        rates = [f"{d.peak_flops[t] / 1e12:.4g} TFLOP/s" if t in d.peak_flops else "-" for t in ("bfloat16", "float32")]
+        table.add_row(d.name, f"{d.memory_bytes / 1e9:.4g} GB", f"{d.memory_bytes_per_second / 1e9:.4g} GB/s", *rates)
+    out().print(table)
+
+
+def clusters(
+    names: Annotated[list[str] | None, typer.Argument(help="Clusters to describe: names or files.")] = None,
+    as_json: Json = False,
+) -> None:
+    """List the clusters that can be planned for, or describe some.
+
+    Most names take a suffix: dgx-h100-x8 is eight nodes, local-x4 four processes on this machine. A file of your own
+    (.toml or .json) can stand wherever a name can.
+
+    Examples: autopar clusters; autopar clusters dgx-h100-x8 my-cluster.toml
+    """
+    from hardware_profiles import list_clusters, load_cluster
+
+    found = [load_cluster(name) for name in names or list_clusters()]
+    rows: list[dict[str, Any]] = []
+    for c in found:
+        kinds: dict[str, int] = {}
+        for d in c.devices:
+            kinds[d.name] = kinds.get(d.name, 0) + 1
+        rows.append(
+            {"name": c.name, "devices": c.n_devices, "nodes": c.n_nodes, "kinds": kinds, "description": c.description}
+        )
+    if as_json:
+        print_json(rows)
+    elif names:
+        for c in found:
+            out().print(c.describe(), markup=False)
+    else:
+        table = Table("cluster", "devices", "nodes", "kind", "description", header_style="bold")
+        for row in rows:
+            kinds_text = ", ".join(f"{n} x {k}" for k, n in row["kinds"].items())
+            table.add_row(row["name"], str(row["devices"]), str(row["nodes"]), kinds_text, row["description"])
+        out().print(table)

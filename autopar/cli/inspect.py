@@ -1,0 +1,112 @@
+"""``autopar inspect``: what was captured of a model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Annotated, Any
+
+import typer
+
+from autopar.cli.common import Batch, Json, Seq, load_and_capture, out, print_json, progress, show_bytes
+
+
+def inspect(
+    model: Annotated[str, typer.Argument(help="PATH.py:factory, or hf:PATH/config.json.")],
+    batch: Batch = None,
+    seq: Seq = None,
+    graph_text: Annotated[bool, typer.Option("--graph", help="Print the whole graph instead.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show what autopar sees of a model: inputs, parameters, ops with their rules, repeated blocks.
+
+    Ops without a rule are kept whole on every rank; they stand first, because they limit what a plan can do.
+
+    Examples: autopar inspect gpt.py:make; autopar inspect hf:llama/config.json --batch 8 --seq 2048 --graph
+    """
+    loaded, captured = load_and_capture(model, batch, seq)
+    graph = captured.graph
+    if graph_text and not as_json:
+        print(graph)
+        return
+    with progress("finding blocks"):
+        from autopar.planner.fold import fold
+        from autopar.rules.registry import RULES, rules_of
+
+        rules, blocks = rules_of(graph), fold(graph).blocks
+    ops = [(i, node) for i, node in enumerate(graph.nodes) if node.kind == "op"]
+    params = [node for _, node in graph.of_kind("param")]
+    counts: Counter[str] = Counter(node.target for _, node in ops)
+    lines: dict[str, set[str]] = {}
+    for i, node in ops:
+        if node.target in RULES:
+            lines.setdefault(node.target, set()).add(str(rules[i]).split("   ")[0])
+    where: dict[str, str] = {}
+    for _, node in ops:
+        where.setdefault(node.target, node.where)
+    found: dict[str, Any] = {
+        "model": type(loaded.model).__name__,
+        "fingerprint": graph.fingerprint,
+        "inputs": {node.target: str(node.out) for _, node in graph.of_kind("input")},
+        "loss": None if graph.loss is None else f"output {graph.loss}",
+        "parameters": {
+            "count": len(params),
+            "elements": sum(p.out.n_elements for p in params),
+            "bytes": sum(p.out.n_bytes for p in params),
+            "without gradient": [p.target for p in params if not p.needs_grad],
+            "tied": dict(graph.tied),
+            "largest": [[p.target, str(p.out)] for p in sorted(params, key=lambda p: -p.out.n_bytes)[:5]],
+        },
+        "buffers": {node.target: str(node.out) for _, node in graph.of_kind("buffer")},
+        "updated buffers": list(graph.updates),
+        "ops": len(ops),
+        "ops that depend on no parameter": sum(not node.hot for _, node in ops),
+        "blocks": [
+            {"ops": length, "repeats": repeats, "first": ops[first][1].module, "last":
+             ops[first + length * repeats - 1][1].module}
+            for first, length, repeats in blocks
+        ],
+        "without rule": {t: {"count": n, "first": where[t]} for t, n in sorted(counts.items()) if t not in RULES},
+        "rules": {t: {"count": n, "rules": sorted(lines[t])} for t, n in counts.most_common() if t in RULES},
+    }  # fmt: skip
+    if graph_text:
+        found["graph"] = str(graph).splitlines()
+    if as_json:
+        print_json(found)
+    else:
+        _print(found)
+
+
+def _print(found: dict[str, Any]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    console = out()
+    p = found["parameters"]
+    console.print(f"[bold]{found['model']}[/bold], fingerprint {found['fingerprint']}")
+    for name, spec in found["inputs"].items():
+        console.print(f"  input {name}: {spec}", markup=False)
+    console.print(f"  loss: {found['loss'] or 'none; a training step needs a scalar loss among the outputs'}")
+    console.print(f"  {p['count']} parameters, {p['elements']:,} elements, {show_bytes(p['bytes'])}")
+    for name, spec in p["largest"]:
+        console.print(f"    {name}: {spec}", markup=False)
+    for name, target in p["tied"].items():
+        console.print(f"  {name} is tied to {target}", markup=False)
+    if p["without gradient"]:
+        console.print(f"  without gradient: {', '.join(p['without gradient'])}", markup=False)
+    if found["buffers"]:
+        console.print(f"  {len(found['buffers'])} buffers, {len(found['updated buffers'])} of them changed by a step")
+    console.print(f"  {found['ops']} ops, {found['ops that depend on no parameter']} of them depend on no parameter")
+    for block in found["blocks"]:
+        console.print(f"  block of {block['ops']} ops x {block['repeats']}: {block['first']} .. {block['last']}")
+    if not found["blocks"]:
+        console.print("  no repeated blocks")
+    if found["without rule"]:
+        table = Table("op without a rule (kept whole)", "count", "first", header_style="bold yellow")
+        for target, row in found["without rule"].items():
+            table.add_row(target, str(row["count"]), Text(row["first"]))
+        console.print(table)
+    table = Table("op", "count", "rules", header_style="bold")
+    for target, row in found["rules"].items():
+        more = f"\n... {len(row['rules']) - 4} more" if len(row["rules"]) > 4 else ""
+        table.add_row(target, str(row["count"]), Text("\n".join(row["rules"][:4]) + more))
+    console.print(table)

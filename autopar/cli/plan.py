@@ -1,0 +1,192 @@
+"""``autopar plan``: from a model and a cluster to a plan file."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autopar.cli.common import (
+    Batch,
+    Json,
+    Seq,
+    UsageError,
+    err,
+    load_and_capture,
+    out,
+    parse_bytes,
+    parse_pin,
+    parse_place,
+    progress,
+    show_bytes,
+    show_mesh,
+    show_seconds,
+)
+
+if TYPE_CHECKING:
+    from autopar.graph import Graph
+    from autopar.placements import Mesh
+    from autopar.plan import Plan
+    from autopar.planner.search import Options
+    from hardware_profiles import Cluster
+
+
+def plan(
+    model: Annotated[str, typer.Argument(help="PATH.py:factory, or hf:PATH/config.json.")],
+    cluster: Annotated[str, typer.Option("--cluster", "-c", help="Name of a cluster, or a .toml or .json file.")],
+    mesh: Annotated[
+        str | None,
+        typer.Option("--mesh", "-m", help="Axes and sizes: data=8,tensor=8. Default: the fastest of several."),
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write the plan file.")] = None,
+    batch: Batch = None,
+    seq: Seq = None,
+    memory_limit: Annotated[
+        str | None, typer.Option("--memory-limit", help="Bytes per device: 70GiB. Default: 0.9 of its memory.")
+    ] = None,
+    pin: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--pin", help="PATTERN:axis=factor: how ops are cut, such as 'layers.*.mlp.up:tensor=n'. Repeatable."
+        ),
+    ] = None,
+    keep_replicated: Annotated[
+        list[str] | None,
+        typer.Option("--keep-replicated", help="Pattern of parameters that stay whole on every rank. Repeatable."),
+    ] = None,
+    pin_input: Annotated[
+        list[str] | None, typer.Option("--pin-input", help="How an input arrives: NAME=S0,R. Repeatable.")
+    ] = None,
+    pin_output: Annotated[
+        list[str] | None, typer.Option("--pin-output", help="How an output comes out: NUMBER=S0,I. Repeatable.")
+    ] = None,
+    optimizer: Annotated[str, typer.Option("--optimizer", help="adamw, sgd or sgd_momentum.")] = "adamw",
+    microbatches: Annotated[int, typer.Option("--microbatches", help="Pieces that a step cuts its batch into.")] = 1,
+    time_limit: Annotated[float, typer.Option("--time-limit", help="Seconds for one run of the solver.")] = 120.0,
+    as_json: Json = False,
+) -> None:
+    """Find the fastest way to spread a model over a cluster, and write it to a plan file.
+
+    Examples:
+
+    autopar plan gpt.py:make --cluster dgx-h100 --mesh data=2,tensor=4 -o plan.json
+
+    autopar plan hf:llama/config.json --batch 8 --seq 2048 --cluster dgx-h100-x8 --memory-limit 70GiB -o plan.json
+
+    autopar plan gpt.py:make -c local-x4 --pin 'layers.*.mlp.up:tensor=n' --keep-replicated '*.norm.weight'
+    """
+    from autopar.planfile import dumps, parse_mesh, save
+    from hardware_profiles import load_cluster
+
+    hardware = load_cluster(cluster)
+    wanted = parse_mesh(mesh) if mesh is not None else None
+    pins: dict[str, dict[str, str]] = {}
+    for text in pin or ():
+        pattern, choices = parse_pin(text)
+        pins.setdefault(pattern, {}).update(choices)
+    limit = parse_bytes(memory_limit) if memory_limit is not None else None
+    if wanted is None and (pin_input or pin_output):
+        raise UsageError("--pin-input and --pin-output need --mesh: a placement has one part per axis")
+    check_options(optimizer, microbatches, time_limit)
+    from autopar.planner.search import Options
+
+    options = Options(
+        constraints=pins or None,
+        params=dict.fromkeys(keep_replicated or (), "replicate") or None,
+        inputs=dict(parse_place(text, wanted or (), "--pin-input") for text in pin_input or ()) or None,
+        outputs=_outputs(pin_output, wanted or ()),
+        memory_limit_bytes=limit,
+        optimizer=optimizer,
+        microbatches=microbatches,
+        time_limit_seconds=time_limit,
+    )
+    loaded, captured = load_and_capture(model, batch, seq)
+    folder = output.parent if output else Path()
+    if cluster.endswith((".toml", ".json")):
+        cluster = Path(os.path.relpath(Path(cluster).resolve(), folder.resolve())).as_posix()
+    found = plan_on(captured.graph, hardware, wanted, options, cluster)
+    named = loaded.named(folder)
+    if output is not None:
+        save(output, found, captured.graph, named)
+    if as_json:
+        sys.stdout.write(dumps(found, captured.graph, named))
+    else:
+        summary(found, output)
+
+
+def check_options(optimizer: str, microbatches: int, time_limit: float) -> None:
+    """Refuse what the planner could not use."""
+    known = ("adamw", "sgd", "sgd_momentum")
+    if optimizer not in known:
+        raise UsageError(f"unknown optimizer '{optimizer}'; use {', '.join(known)}")
+    if microbatches < 1:
+        raise UsageError(f"--microbatches is {microbatches}; it is 1 or more")
+    if time_limit <= 0:
+        raise UsageError(f"--time-limit is {time_limit:g} s; it is more than 0")
+
+
+def _outputs(texts: list[str] | None, mesh: Mesh) -> dict[int, tuple[str, ...]] | None:
+    found = {}
+    for text in texts or ():
+        name, state = parse_place(text, mesh, "--pin-output")
+        if not name.isdigit():
+            raise UsageError(f"--pin-output '{text}': '{name}' is no output number; outputs count from 0")
+        found[int(name)] = state
+    return found or None
+
+
+def plan_on(graph: Graph, cluster: Cluster, mesh: Mesh | None, options: Options, name: str) -> Plan:
+    """The best plan on a mesh; without one, the fastest over the usual shapes for the whole cluster."""
+    from autopar.api import mesh_shapes
+    from autopar.errors import InfeasibleError
+    from autopar.planner.search import plan_graph
+
+    if mesh is not None:
+        with progress(f"planning on {show_mesh(mesh)}"):
+            return plan_graph(graph, cluster, mesh, options, cluster_name=name)
+    named = {axis for axes in (options.constraints or {}).values() for axis in axes}
+    shapes = [s for s in mesh_shapes(cluster.n_devices) if named <= {axis for axis, _ in s}]
+    if not shapes:
+        raise UsageError(f"the pins name axes {', '.join(sorted(named))}; give the mesh that you mean with --mesh")
+    best: Plan | None = None
+    failed: InfeasibleError | None = None
+    for shape in shapes:
+        with progress(f"planning on {show_mesh(shape)}"):
+            try:
+                found = plan_graph(graph, cluster, shape, options, cluster_name=name)
+            except InfeasibleError as error:
+                failed = error
+                continue
+        if err().is_terminal:
+            err().print(f"[dim]{show_mesh(shape)}: {show_seconds(found.price.seconds)} a step[/dim]")
+        if best is None or found.price.seconds < best.price.seconds:
+            best = found
+    if best is None:
+        assert failed is not None
+        raise failed
+    return best
+
+
+def summary(plan: Plan, path: Path | None) -> None:
+    """A few lines about a plan."""
+    p, console = plan.price, out()
+    console.print(f"[bold]{show_mesh(plan.mesh)}[/bold] on {plan.cluster}: {show_seconds(p.seconds)} a step")
+    console.print(
+        f"  compute {show_seconds(p.compute_seconds)}, activation collectives {show_seconds(p.activation_seconds)}, "
+        f"parameter collectives {show_seconds(p.parameter_seconds)}"
+    )
+    console.print(
+        f"  memory per device {show_bytes(p.memory_bytes)}: parameters {show_bytes(p.parameter_bytes)}, gradients "
+        f"{show_bytes(p.gradient_bytes)}, optimizer {show_bytes(p.optimizer_bytes)}, gathered "
+        f"{show_bytes(p.gathered_bytes)}, activations {show_bytes(p.activation_bytes)}"
+    )
+    if plan.solution is not None:
+        s = plan.solution
+        console.print(f"  {s.solver}: {s.status}, gap {s.gap:.2%}")
+    for note in plan.notes:
+        console.print(f"  [yellow]note:[/yellow] {note}")
+    if path is not None:
+        console.print(f"  written to {path}; look at it with: autopar show {path}")

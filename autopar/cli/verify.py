@@ -1,0 +1,171 @@
+"""``autopar verify``: the same numbers as one device."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from autopar.cli.common import Batch, Json, Seq, UsageError, err, load_and_capture, out, print_json, progress, show_mesh
+
+LIMITS = {"float64": 1e-9, "float32": 1e-4}
+
+
+def verify(
+    model: Annotated[
+        str, typer.Argument(help="PATH.py:factory, or hf:PATH/config.json (made small: it is really run).")
+    ],
+    mesh: Annotated[str, typer.Option("--mesh", "-m", help="Axes and sizes: data=2,tensor=2.")],
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", "-c", help="Hardware that plans are priced for. Default: this machine.")
+    ] = None,
+    plan: Annotated[Path | None, typer.Option("--plan", help="Verify this plan file instead of the best plan.")] = None,
+    random_plans: Annotated[int, typer.Option("--random-plans", help="How many random plans to verify as well.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Of the first random plan.")] = 0,
+    processes: Annotated[
+        bool, typer.Option("--processes", help="Real processes (gloo) instead of many ranks in one process.")
+    ] = False,
+    batch: Batch = None,
+    seq: Seq = None,
+    as_json: Json = False,
+) -> None:
+    """Compare plans with one device: loss, every gradient, and the weights after two AdamW steps.
+
+    Many ranks run in this process, in double precision, so that a difference above 1e-9 is a defect and not rounding.
+    Random plans cut every op in a random legal way: they show that any plan would do. The exit code is 1 if a
+    difference is too large.
+
+    Examples: autopar verify gpt.py:make --mesh data=2,tensor=2 --random-plans 20; autopar verify gpt.py:make --mesh
+    tensor=2 --processes
+    """
+    from autopar.planfile import parse_mesh
+
+    shape = parse_mesh(mesh)
+    if random_plans < 0:
+        raise UsageError(f"--random-plans is {random_plans}; it is 0 or more")
+    if processes and random_plans:
+        raise UsageError("--random-plans are verified in one process; leave out --processes or --random-plans")
+    if processes and plan is not None:
+        raise UsageError("--plan is verified in one process; leave out --processes, or use autopar run")
+    n = 1
+    for _, size in shape:
+        n *= size
+    from hardware_profiles import load_cluster
+
+    hardware = load_cluster(cluster or f"local-x{n}")
+    from autopar.planner.search import check_mesh
+
+    check_mesh(shape, hardware)
+    loaded, captured = load_and_capture(model, batch, seq, device="cpu")
+    on_meta = next((k for k, t in loaded.model.state_dict().items() if t.device.type == "meta"), None)
+    if on_meta is not None:
+        raise UsageError(f"'{on_meta}' of {model} is on the meta device and has no value; build the model on the CPU")
+    if processes:
+        rows = _in_processes(model, batch, seq, shape, hardware.name, loaded, captured)
+        limits = [LIMITS["float32"]]
+    else:
+        rows, limits = _in_one(loaded, captured, shape, hardware, plan, random_plans, seed)
+    verdicts = [r["worst"] <= limit for r, limit in zip(rows, limits, strict=True)]
+    for row, limit, fine in zip(rows, limits, verdicts, strict=True):
+        row.update(limit=limit, ok=fine)
+    if as_json:
+        print_json(rows)
+    else:
+        _print(rows, shape)
+    if not all(verdicts):
+        raise typer.Exit(1)
+
+
+def _in_one(
+    loaded: Any, captured: Any, mesh: Any, cluster: Any, path: Path | None, random_plans: int, seed: int
+) -> tuple[list[dict[str, Any]], list[float]]:
+    from autopar import verify as v
+    from autopar.planfile import load
+
+    given = None
+    if path is not None:
+        given = load(path, captured.graph)
+        if given.mesh != mesh:
+            raise UsageError(f"the plan {path} is for mesh {show_mesh(given.mesh)}, --mesh is {show_mesh(mesh)}")
+    console = err()
+    with console.status("verifying") as status:
+        found = v.verify(
+            captured, loaded.model, loaded.args, loaded.kwargs, mesh, cluster, plan=given, random_plans=random_plans,
+            seed=seed, progress=lambda what: status.update(f"verifying: {what}"),
+        )  # fmt: skip
+    rows = [{**asdict(d), "worst": d.worst} for d in found]
+    eager = ["eager" in r["name"] for r in rows]
+    return rows, [LIMITS["float32"] if e else LIMITS["float64"] for e in eager]
+
+
+def _in_processes(
+    model: str, batch: int | None, seq: int | None, mesh: Any, cluster: str, loaded: Any, captured: Any
+) -> list[dict[str, Any]]:
+    import torch
+
+    from autopar import verify as v
+    from autopar.planner.search import plan_graph
+    from autopar.runtime.launch import run_local
+    from hardware_profiles import load_cluster
+
+    with progress("one device"):
+        reference = v.train_eager(captured, loaded.model, loaded.args, loaded.kwargs)
+    found = plan_graph(captured.graph, load_cluster(cluster), mesh, cluster_name=cluster)
+    with progress(f"{found.n_devices} processes"):
+        state = {k: t.detach() for k, t in loaded.model.state_dict().items()}
+        result = run_local(_rank, found.n_devices, model, batch, seq, found, state)[0]
+    weights = {k: w for k, w in result["weights"].items() if k in reference.weights}
+    mine = v.Trained(
+        [torch.as_tensor(x) for x in result["losses"]], result["gradients"], weights,
+        {k: w for k, w in result["weights"].items() if k in reference.buffers},
+    )  # fmt: skip
+    theirs = replace(reference, buffers={k: b for k, b in reference.buffers.items() if k in mine.buffers})
+    difference = v.compare(f"{found.n_devices} processes / eager", mine, theirs)
+    return [{**asdict(difference), "worst": difference.worst}]
+
+
+def _rank(spec: str, batch: int | None, seq: int | None, plan: Any, state: Any) -> dict[str, Any]:
+    """Two steps of AdamW on one rank; whole tensors come back from rank 0."""
+    import torch
+
+    import autopar
+    from autopar import verify as v
+    from autopar.models import load_model
+
+    loaded = load_model(spec, batch, seq, device="cpu")
+    loaded.model.load_state_dict(state)
+    inputs = (loaded.args, loaded.kwargs)
+    pm = autopar.parallelize(loaded.model, plan.n_devices, inputs, plan=plan)
+    optimizer = torch.optim.AdamW([p for p in pm.parameters() if p.requires_grad], **v.ADAMW)  # type: ignore[arg-type]
+    losses, gradients = [], {}
+    for step in range(2):
+        losses.append(float(pm.train_step(*loaded.args, **loaded.kwargs)))
+        if step == 0:
+            for name, p in pm.named_parameters():
+                if p.grad is not None:
+                    gradients[name] = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+                    gradients[name] = gradients[name].detach().cpu().clone()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = autopar.full_state_dict(pm)
+    first = torch.distributed.get_rank() == 0
+    return {"losses": losses, "gradients": gradients, "weights": weights} if first else {}
+
+
+def _print(rows: list[dict[str, Any]], mesh: Any) -> None:
+    from rich.table import Table
+
+    title = f"worst relative difference to one device, mesh {show_mesh(mesh)}"
+    table = Table(title=title, title_justify="left", header_style="bold")
+    for name in ("plan", "loss", "gradients", "worst in", "weights", "worst in", ""):
+        table.add_column(name)
+    for r in rows:
+        table.add_row(
+            r["name"], f"{r['loss']:.1e}", f"{r['gradient']:.1e}", r["gradient_of"], f"{r['weight']:.1e}",
+            r["weight_of"], "[green]same[/green]" if r["ok"] else f"[red]more than {r['limit']:.0e}[/red]",
+        )  # fmt: skip
+    out().print(table)
+    worst = max(rows, key=lambda r: r["worst"] / r["limit"])
+    out().print(f"worst: {worst['worst']:.1e} in '{worst['name']}'")

@@ -1,0 +1,116 @@
+"""Rows as tables of rich."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from autopar.placements import Mesh
+from autopar.report.rows import BlockRows, Collective, ParamRow
+from autopar.report.why import Alternative
+
+Show = Callable[[float], str]
+
+SHORT = {"all_reduce": "all-reduce", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter",
+         "all_to_all": "all-to-all"}  # fmt: skip
+
+
+def block_table(block: BlockRows, mesh: Mesh, show_bytes: Show, show_seconds: Show) -> Table:
+    """One block: every op with its cut, placements, collectives, bytes and seconds."""
+    title = block.name or "outside of blocks"
+    table = Table(title=f"{title} (x {block.count})" if block.count > 1 else title, title_justify="left",
+                  header_style="bold", title_style="bold")  # fmt: skip
+    table.add_column("op", overflow="fold", min_width=20)
+    table.add_column("rule", overflow="fold")
+    for axis, size in mesh:
+        table.add_column(f"{axis}={size}")
+    for name in ("in", "out", "collectives"):
+        table.add_column(name, overflow="fold")
+    table.add_column("bytes", justify="right")
+    table.add_column("seconds", justify="right")
+    for row in block.ops:
+        rule = row.rule.split("   ")[0]
+        table.add_row(
+            Text(row.label), Text(rule), *(row.cuts.get(axis, "") for axis, _ in mesh),
+            "\n".join(row.ins), "\n".join((*row.outs, *row.steps)), collectives_text(row.collectives),
+            show_bytes(sum(c["bytes"] for c in row.collectives)) if row.collectives else "",
+            show_seconds(row.compute_seconds + row.collective_seconds),
+        )  # fmt: skip
+    total = sum(r.compute_seconds + r.collective_seconds for r in block.ops)
+    table.add_section()
+    times = f" x {block.count} = {show_seconds(total * block.count)}" if block.count > 1 else ""
+    table.add_row("sum", "", *[""] * len(mesh), "", "", times, "", show_seconds(total), style="bold")
+    return table
+
+
+def collectives_text(found: Sequence[Collective]) -> str:
+    """``all-reduce tensor (f)``, equal ones counted; f is the forward, b the backward."""
+    counts: dict[str, int] = {}
+    for c in found:
+        text = f"{SHORT.get(c['kind'], c['kind'])} {c['axis']} ({c['pass'][0]})"
+        counts[text] = counts.get(text, 0) + 1
+    return "\n".join(f"{n} x {text}" if n > 1 else text for text, n in counts.items())
+
+
+def param_table(rows: Sequence[ParamRow], show_bytes: Show, show_seconds: Show) -> Table:
+    """Parameters with where they are stored and used."""
+    table = Table(title="parameters", title_justify="left", header_style="bold", title_style="bold")
+    table.add_column("name", overflow="fold")
+    for name in ("shape", "stored", "used", "lifetime", "collectives"):
+        table.add_column(name)
+    table.add_column("bytes per rank", justify="right")
+    table.add_column("seconds", justify="right")
+    for r in rows:
+        table.add_row(
+            Text(r.name + (f" (x {r.count})" if r.count > 1 else "")), " ".join(map(str, r.shape)) or "scalar",
+            r.stored, r.used, r.lifetime if r.stored != r.used else "", collectives_text(r.collectives),
+            show_bytes(r.stored_bytes), show_seconds(r.seconds) if r.seconds else "",
+        )  # fmt: skip
+    return table
+
+
+def totals_table(totals: Mapping[str, Mapping[str, float]], show_bytes: Show, show_seconds: Show) -> Table:
+    """Memory anatomy and time of a step side by side."""
+    table = Table(title="one step on one rank", title_justify="left", header_style="bold", title_style="bold")
+    for name in ("memory", "bytes", "time", "seconds"):
+        table.add_column(name, justify="right" if name in ("bytes", "seconds") else "left")
+    memory = [(k, show_bytes(v)) for k, v in totals["bytes"].items()]
+    time = [(k, show_seconds(v)) for k, v in totals["seconds"].items()]
+    for k in range(max(len(memory), len(time))):
+        table.add_row(*(memory[k] if k < len(memory) else ("", "")), *(time[k] if k < len(time) else ("", "")))
+    return table
+
+
+def alternatives_table(rows: Sequence[Alternative], mesh: Mesh, show_bytes: Show, show_seconds: Show) -> Table:
+    """Strategies of one op, the chosen one marked."""
+    table = Table("", *(f"{axis}={size}" for axis, size in mesh), header_style="bold")
+    for name in ("compute", "reshard", "parameters", "sum", "state"):
+        table.add_column(name, justify="right")
+    for r in rows:
+        table.add_row(
+            "chosen" if r.chosen else "", *(r.cuts[axis] if r.cuts[axis] != "replicate" else "" for axis, _ in mesh),
+            show_seconds(r.compute_seconds), show_seconds(r.reshard_seconds), show_seconds(r.parameter_seconds),
+            show_seconds(r.seconds), show_bytes(r.stored_bytes), style="bold green" if r.chosen else None,
+        )  # fmt: skip
+    return table
+
+
+def file_tables(raw: Mapping[str, Any]) -> list[Table]:
+    """What a plan file says without its model: ops and parameters by pattern."""
+    axes = [part.split("=")[0] for part in raw["mesh"].split(",")]
+    ops = Table("ops", *axes, title="ops by pattern (later lines override)", title_justify="left", header_style="bold",
+                title_style="bold")  # fmt: skip
+    for pattern, entry in raw["ops"].items():
+        ops.add_row(Text(pattern), *(_blank(entry.get(axis, "")) for axis in axes))
+    params = Table("parameters", "stored", "used", "lifetime", title="parameters by pattern", title_justify="left",
+                   header_style="bold", title_style="bold")  # fmt: skip
+    for pattern, entry in raw["params"].items():
+        params.add_row(Text(pattern), entry["stored"], entry["used"], entry.get("lifetime", "step"))
+    return [ops, params]
+
+
+def _blank(factor: str) -> str:
+    return "" if factor == "replicate" else factor
