@@ -141,3 +141,137 @@ def compare_one(config: Config) -> dict[str, Any]:
 
 
 __all__ = ["Config", "autopar", "compare"]
+
+
+# --- other things that need ranks --------------------------------------------------------------------------------------
+
+
+def raise_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise ValueError(f"trouble on {rank}")
+    dist.barrier()
+
+
+def die_on(rank: int) -> None:
+    import os
+
+    if dist.get_rank() == rank:
+        os._exit(7)
+    dist.barrier()
+
+
+def sleep(seconds: float) -> int:
+    import os
+    import time
+
+    time.sleep(seconds)
+    return os.getpid()
+
+
+def plan_fails_on_rank_0() -> str:
+    """A plan that cannot be made: rank 0 alone finds out, every rank hears it."""
+    case = ZOO["mlp"]()
+    try:
+        autopar.parallelize(case.model, dist.get_world_size(), case.args, memory_limit=1000)
+    except autopar.InfeasibleError as error:
+        return str(error)
+    return "no error"
+
+
+def model_differs() -> str:
+    case = ZOO["mlp"](layers=6 if dist.get_rank() == 0 else 4)
+    try:
+        autopar.parallelize(case.model, dist.get_world_size(), case.args)
+    except autopar.PlanError as error:
+        return str(error)
+    return "no error"
+
+
+def losses(name: str, mesh: Mesh, seed: int | None, steps: int = 2, **zoo: Any) -> list[float]:
+    """Losses of a model with dropout: the same on every mesh, different at every step."""
+    torch.manual_seed(11)
+    case = as_float64(ZOO[name](**zoo))
+    captured = capture(case.model, *case.batch)
+    plan = make_plan(captured, Config(name, mesh, seed=seed))
+    pm = ParallelModule(case.model, captured, plan, device_mesh(mesh))
+    optimizer = torch.optim.SGD(pm.parameters(), lr=0.01)
+    return [float(pm.train_step(*case.args, optimizer=optimizer, **case.kwargs)) for _ in range(steps)]
+
+
+def meta_state(name: str, mesh: Mesh, seed: int) -> dict[str, torch.Tensor]:
+    """Weights of a model that was initialised on a mesh."""
+    torch.manual_seed(3 + dist.get_rank())  # rank 0's counts
+    case = ZOO[name](device="meta")
+    captured = autopar.capture(case.model, case.kwargs or case.args)
+    plan = make_plan(captured, Config(name, mesh, seed=seed))
+    dm = device_mesh(mesh)
+    pm = autopar.parallelize(case.model, dm, case.kwargs or case.args, plan=plan)
+    return autopar.full_state_dict(pm)
+
+
+def trained(name: str, mesh: Mesh, seed: int, steps: int = 2) -> tuple[ParallelModule, torch.optim.Optimizer, Case]:
+    case = as_float64(ZOO[name]())
+    captured = capture(case.model, *case.batch)
+    plan = make_plan(captured, Config(name, mesh, seed=seed))
+    pm = ParallelModule(case.model, captured, plan, device_mesh(mesh))
+    optimizer = torch.optim.AdamW(pm.parameters(), lr=LR)
+    for _ in range(steps):
+        pm.train_step(*case.args, optimizer=optimizer, **case.kwargs)
+    return pm, optimizer, case
+
+
+def save(path: str, name: str, mesh: Mesh, seed: int) -> tuple[dict[str, torch.Tensor], float]:
+    """Train, save weights and optimizer state; the weights and the loss of the step that follows."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    pm, optimizer, case = trained(name, mesh, seed)
+    model_state, optimizer_state = get_state_dict(pm, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+    state = autopar.full_state_dict(pm)
+    pm.train_step(*case.args, optimizer=optimizer, **case.kwargs)
+    return state, float(pm.train_step(*case.args, **case.kwargs))
+
+
+def load(path: str, name: str, mesh: Mesh, seed: int) -> tuple[dict[str, torch.Tensor], float]:
+    """Load on another mesh with another plan, and go on."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    pm, optimizer, case = trained(name, mesh, seed, steps=1)
+    model_state, optimizer_state = get_state_dict(pm, optimizer)
+    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+    set_state_dict(pm, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    state = autopar.full_state_dict(pm)
+    pm.train_step(*case.args, optimizer=optimizer, **case.kwargs)
+    return state, float(pm.train_step(*case.args, **case.kwargs))
+
+
+def full_round_trip(name: str, mesh: Mesh, seed: int) -> dict[str, Any]:
+    """A whole state dict from rank 0 alone, bad ones, tied names."""
+    case = ZOO[name]()
+    original = {k: v.clone() for k, v in case.model.state_dict().items()}
+    captured = capture(case.model, *case.batch)
+    pm = ParallelModule(case.model, captured, make_plan(captured, Config(name, mesh, seed=seed)), device_mesh(mesh))
+    changed = {k: v * 2 + 1 for k, v in original.items()}
+    autopar.load_full_state_dict(pm, changed if dist.get_rank() == 0 else None)
+    back = autopar.full_state_dict(pm, all_ranks=True)
+    alias = {k: v for k, v in original.items() if k != "lm_head.weight"}
+    autopar.load_full_state_dict(pm, alias)
+    again = autopar.full_state_dict(pm, all_ranks=True)
+    first = next(iter(original))
+    messages = []
+    for bad in (
+        {**original, "nonsense": torch.zeros(1)},
+        {k: v for k, v in original.items() if k != "transformer.wpe.weight"},
+        {**original, first: torch.zeros(3, 5)},
+    ):
+        try:
+            autopar.load_full_state_dict(pm, bad if dist.get_rank() == 0 else None)
+        except autopar.RunError as error:
+            messages.append(str(error))
+    return {
+        "changed": all(torch.equal(back[k], changed[k]) for k in changed) and list(back) == list(changed),
+        "again": all(torch.equal(again[k], original[k]) for k in original),
+        "messages": messages,
+    }

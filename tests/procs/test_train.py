@@ -1,0 +1,81 @@
+"""The same numbers as one device, with real processes: losses, gradients, weights after two AdamW steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from procs.cases import Config, compare
+
+from autopar.runtime.launch import run_local
+
+MODELS = ("mlp", "gpt2", "llama", "resnet", "bert")
+ONE, TWO, FOUR, GRID = (("data", 1),), (("data", 2),), (("data", 4),), (("data", 2), ("tensor", 2))
+CUT = {"*:linear*": {"data": "b"}}
+MEGATRON = {"*.h.*.c_fc": {"tensor": "n"}, "*.h.*.mlp.c_proj": {"tensor": "k"}}
+TOLERANCE = 1e-9
+LOOSE = 1e-4
+"""For models that compute some things in float32 even when their weights are float64."""
+
+
+def check(n: int, configs: list[Config]) -> None:
+    ranks = run_local(compare, n, configs, timeout=600)
+    for results in ranks[1:]:
+        for config, a, b in zip(configs, ranks[0], results, strict=True):
+            assert a == b, f"{config}: ranks disagree, {a} and {b}"
+    problems = []
+    for config, found in zip(configs, ranks[0], strict=True):
+        own = TOLERANCE if config.double and config.name in ("mlp", "resnet") else LOOSE
+        worst = max(found["loss"], found["gradient"][0], found["weight"][0], found["clip"])
+        if not worst <= own:
+            problems.append(f"{config}: {found}")
+    assert not problems, "\n".join(problems)
+
+
+def of(name: str, mesh: Any, **more: Any) -> Config:
+    return Config(name, mesh, double=True, **more)
+
+
+def test_one_rank_equals_eager() -> None:
+    check(1, [of(name, ONE) for name in ("mlp", "gpt2", "resnet")])
+
+
+def test_two_ranks() -> None:
+    zero = {"params": {"*": "S0"}, "constraints": CUT}
+    check(2, [
+        *(of(name, TWO) for name in MODELS),
+        *(of(name, TWO, seed=3) for name in ("gpt2", "resnet", "bert")),
+        of("mlp", TWO, options={"constraints": CUT}),  # data parallel
+        of("mlp", TWO, options=zero, microbatches=2, clip=0.1),  # ZeRO-1
+        of("mlp", TWO, options=zero, lifetime="use", microbatches=4, clip=0.1),  # ZeRO-3
+        of("mlp", TWO, options=zero, foreach=True),
+        of("mlp", TWO, options={"constraints": {"*:linear*": {"data": "n"}}}, microbatches=2, clip=0.1),
+        of("gpt2", TWO, options={"params": {"*": "S0"}}, lifetime="use", clip=0.1),
+    ])  # fmt: skip
+
+
+def test_four_ranks() -> None:
+    check(4, [
+        of("mlp", FOUR, options={"constraints": CUT}, microbatches=2),
+        of("mlp", GRID, options={"constraints": {"*:linear*": {"data": "b", "tensor": "n"}}}, clip=0.1),
+        of("mlp", GRID, options={"params": {"*": "S0,S0"}, "constraints": {"*:linear*": {"data": "b", "tensor": "b"}}},
+           lifetime="use", clip=0.1, foreach=True),
+        *(of(name, GRID, seed=5, clip=0.1) for name in ("gpt2", "resnet", "mlp")),
+        of("gpt2", GRID, seed=6, lifetime="use"),
+    ])  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_four_ranks_wide(name: str) -> None:
+    check(4, [
+        of(name, FOUR), of(name, GRID),
+        *(of(name, mesh, seed=s, lifetime=life, clip=0.1)
+          for s, (mesh, life) in enumerate([(GRID, ""), (GRID, "use"), (FOUR, ""), (FOUR, "use")] * 3)),
+    ])  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_two_ranks_wide(name: str) -> None:
+    check(2, [of(name, TWO, seed=s, lifetime="use" if s % 3 == 2 else "", clip=0.1) for s in range(12)])
