@@ -40,6 +40,7 @@ COLLECTIVES = {
     "_reduce_scatter_base_": "reduce_scatter",
     "all_to_all_single": "all_to_all",
     "alltoall_base_": "all_to_all",
+    "alltoall_": "all_to_all",
 }
 
 
@@ -84,8 +85,11 @@ class _Count(TorchDispatchMode):
         name = func._schema.name.split("::")
         if "c10d" in name[0] and name[1] in COLLECTIVES:
             kind = COLLECTIVES[name[1]]
-            tensors = [t for t in tree_leaves((args, out)) if isinstance(t, torch.Tensor)]
-            n_bytes = max(t.numel() * t.element_size() for t in tensors)
+            if name[1] == "alltoall_":  # lists of pieces: what a rank sends is the second
+                n_bytes = sum(t.numel() * t.element_size() for t in args[1])
+            else:
+                tensors = [t for t in tree_leaves((args, out)) if isinstance(t, torch.Tensor)]
+                n_bytes = max(t.numel() * t.element_size() for t in tensors)
             group = next((a for a in tree_leaves((args, kwargs)) if isinstance(a, str) and a in _groups()), "")
             if not group:
                 holder = next((a for a in tree_leaves((args, kwargs)) if isinstance(a, torch.ScriptObject)), None)
