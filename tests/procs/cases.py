@@ -143,7 +143,12 @@ def compare_one(config: Config) -> dict[str, Any]:
 __all__ = ["Config", "autopar", "compare"]
 
 
-# --- other things that need ranks --------------------------------------------------------------------------------------
+# --- other things that need ranks ------------------------------------------------------------------------------------
+
+
+def several(calls: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """Call functions of this module by name, one after the other."""
+    return {key: globals()[name](*args) for key, (name, *args) in calls.items()}
 
 
 def raise_on(rank: int) -> None:
@@ -187,7 +192,7 @@ def model_differs() -> str:
     return "no error"
 
 
-def losses(name: str, mesh: Mesh, seed: int | None, steps: int = 2, **zoo: Any) -> list[float]:
+def losses(name: str, zoo: Mapping[str, Any], mesh: Mesh, seed: int | None, steps: int = 2) -> list[float]:
     """Losses of a model with dropout: the same on every mesh, different at every step."""
     torch.manual_seed(11)
     case = as_float64(ZOO[name](**zoo))

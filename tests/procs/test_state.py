@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +15,33 @@ from autopar.errors import RunError
 from autopar.runtime.launch import run_local
 
 ONE, TWO, GRID = (("data", 1),), (("data", 2),), (("data", 2), ("tensor", 2))
+DROPOUT = ("transformer_encoder", {"dropout": 0.3})
 
 
-def test_checkpoint_moves_between_meshes(tmp_path: Path) -> None:
-    path = str(tmp_path / "checkpoint")
-    state, loss = run_local(cases.save, 2, path, "gpt2", TWO, 4)[0]
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("checkpoint") / "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def one() -> dict[str, Any]:
+    """Results on one rank, by function."""
+    calls = {"meta": ("meta_state", "gpt2", ONE, 1), "losses": ("losses", *DROPOUT, ONE, None)}
+    return run_local(cases.several, 1, calls)[0]
+
+
+@pytest.fixture(scope="module")
+def two(path: str) -> list[dict[str, Any]]:
+    """Results on two ranks: one start of processes for all that needs two."""
+    return run_local(cases.several, 2, {
+        "meta": ("meta_state", "gpt2", TWO, 2), "losses": ("losses", *DROPOUT, TWO, 7),
+        "save": ("save", path, "gpt2", TWO, 4), "round trip": ("full_round_trip", "gpt2", TWO, 4),
+        "infeasible": ("plan_fails_on_rank_0",), "differs": ("model_differs",),
+    })  # fmt: skip
+
+
+def test_checkpoint_moves_between_meshes(two: list[dict[str, Any]], path: str) -> None:
+    state, loss = two[0]["save"]
     there, loss_there = run_local(cases.load, 4, path, "gpt2", GRID, 2)[0]
     assert list(state) == list(there)
     for name in state:
@@ -26,9 +49,9 @@ def test_checkpoint_moves_between_meshes(tmp_path: Path) -> None:
     assert abs(loss - loss_there) < 1e-6
 
 
-def test_full_state_dict() -> None:
-    found = run_local(cases.full_round_trip, 2, "gpt2", TWO, 4)
-    for rank in found:
+def test_full_state_dict(two: list[dict[str, Any]]) -> None:
+    for results in two:
+        rank = results["round trip"]
         assert rank["changed"] and rank["again"]
         unexpected, missing, shape = rank["messages"]
         assert "1 unexpected: nonsense" in unexpected
@@ -36,36 +59,28 @@ def test_full_state_dict() -> None:
         assert "shape (3, 5) in the state dict, (64, 64) in the model" in shape
 
 
-def test_meta_model_has_the_same_weights_on_any_mesh() -> None:
-    one = run_local(cases.meta_state, 1, "gpt2", ONE, 1)[0]
-    two = run_local(cases.meta_state, 2, "gpt2", TWO, 2)[0]
-    assert list(one) == list(two) and one
-    for name in one:
-        assert torch.equal(one[name], two[name]), name
-    spread = one["transformer.h.0.attn.c_attn.weight"].std()
-    assert 0.015 < spread < 0.025
+def test_meta_model_has_the_same_weights_on_any_mesh(one: dict[str, Any], two: list[dict[str, Any]]) -> None:
+    a, b = one["meta"], two[0]["meta"]
+    assert list(a) == list(b) and a
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+    assert 0.015 < a["transformer.h.0.attn.c_attn.weight"].std() < 0.025
 
 
-def test_dropout_does_not_depend_on_the_mesh() -> None:
-    one = run_local(_losses, 1, ONE, None)[0]
-    two = run_local(_losses, 2, TWO, 7)[0]
-    assert len(set(one)) == len(one)
-    assert max(abs(a - b) for a, b in zip(one, two, strict=True)) < 1e-9
+def test_dropout_does_not_depend_on_the_mesh(one: dict[str, Any], two: list[dict[str, Any]]) -> None:
+    a, b = one["losses"], two[0]["losses"]
+    assert len(set(a)) == len(a)
+    assert max(abs(x - y) for x, y in zip(a, b, strict=True)) < 1e-9
 
 
-def _losses(mesh: cases.Mesh, seed: int | None) -> list[float]:
-    return cases.losses("transformer_encoder", mesh, seed, dropout=0.3)
+def test_rank_0_fails_to_plan_and_all_ranks_hear_it(two: list[dict[str, Any]]) -> None:
+    assert two[0]["infeasible"] == two[1]["infeasible"]
+    assert "no plan fits" in two[0]["infeasible"]
 
 
-def test_rank_0_fails_to_plan_and_all_ranks_hear_it() -> None:
-    first, second = run_local(cases.plan_fails_on_rank_0, 2)
-    assert first == second
-    assert "no plan fits" in first
-
-
-def test_ranks_with_different_models_are_refused() -> None:
-    for message in run_local(cases.model_differs, 2):
-        assert "fingerprint" in message
+def test_ranks_with_different_models_are_refused(two: list[dict[str, Any]]) -> None:
+    for results in two:
+        assert "fingerprint" in results["differs"]
 
 
 def test_a_rank_that_raises_ends_the_others() -> None:

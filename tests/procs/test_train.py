@@ -12,7 +12,6 @@ from autopar.runtime.launch import run_local
 MODELS = ("mlp", "gpt2", "llama", "resnet", "bert")
 ONE, TWO, FOUR, GRID = (("data", 1),), (("data", 2),), (("data", 4),), (("data", 2), ("tensor", 2))
 CUT = {"*:linear*": {"data": "b"}}
-MEGATRON = {"*.h.*.c_fc": {"tensor": "n"}, "*.h.*.mlp.c_proj": {"tensor": "k"}}
 TOLERANCE = 1e-9
 LOOSE = 1e-4
 """For models that compute some things in float32 even when their weights are float64."""
