@@ -1,0 +1,104 @@
+"""Every model of the zoo, under the optimal plan and under random ones, gives the numbers of one device.
+
+Many ranks in this process, float64: loss, every gradient, and weights and buffers after two AdamW steps within 1e-9.
+Every program also passes the spmd-types checker (``verify.train`` runs it).
+"""
+
+from __future__ import annotations
+
+import functools
+from math import prod
+
+import pytest
+import torch
+from autopar import verify as V
+from autopar.capture import Captured, capture
+from autopar.planner.draw import random_plan
+from autopar.planner.price import pricer
+from autopar.planner.search import plan_graph
+from autopar.rules.registry import ops_without_rule, rules_of
+from hardware_profiles import load_cluster
+from zoo import ZOO
+
+MESHES = {
+    "2": (("data", 2),),
+    "4": (("data", 4),),
+    "2x2": (("data", 2), ("tensor", 2)),
+    "2x2x2": (("data", 2), ("seq", 2), ("tensor", 2)),
+    "2x4": (("data", 2), ("tensor", 4)),
+}
+MODELS = sorted(ZOO)
+
+
+@functools.cache
+def _prepared(name: str) -> tuple[Captured, dict, dict, dict, V.Trained]:
+    case = ZOO[name]()
+    captured = capture(case.model, case.args, case.kwargs)
+    weights, buffers = V.state_of(captured, case.model)
+    inputs = V.inputs_of(captured, case.args, case.kwargs)
+    promoted = V.promoted(captured)
+    state = V.doubled(weights), V.doubled(buffers), V.doubled(inputs)
+    return promoted, *state, V.train(promoted, V.one_device(promoted.graph), *state)
+
+
+def _check(name: str, mesh_name: str, plans: range, optimal: bool) -> None:
+    captured, weights, buffers, inputs, reference = _prepared(name)
+    graph, mesh = captured.graph, MESHES[mesh_name]
+    cluster = load_cluster("dgx-h100")
+    assert prod(n for _, n in mesh) <= cluster.n_devices
+    chosen = [("optimal", plan_graph(graph, cluster, mesh))] if optimal else []
+    priced, rules = pricer(cluster, mesh), rules_of(graph)
+    chosen += [(f"random {seed}", random_plan(graph, rules, priced, seed)) for seed in plans]
+    for label, plan in chosen:
+        found = V.compare(label, V.train(captured, plan, weights, buffers, inputs), reference)
+        assert found.worst < 1e-9, found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_operator_has_a_rule(name: str) -> None:
+    assert ops_without_rule(_prepared(name)[0].graph) == []
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_on_2x2(name: str) -> None:
+    _check(name, "2x2", range(2), optimal=True)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "resnet", "t5"])
+def test_on_8_ranks(name: str) -> None:
+    _check(name, "2x2x2", range(1), optimal=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", list(MESHES))
+@pytest.mark.parametrize("name", MODELS)
+def test_sweep(name: str, mesh: str) -> None:
+    _check(name, mesh, range(20), optimal=True)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_device_is_eager(name: str) -> None:
+    case = ZOO[name]()
+    captured = capture(case.model, case.args, case.kwargs)
+    weights, buffers = V.state_of(captured, case.model)
+    for args, kwargs in (case.batch, case.batch2):  # the second batch shows what the first would have baked in
+        inputs = V.inputs_of(captured, args, kwargs)
+        mine = V.train(captured, V.one_device(captured.graph), weights, buffers, inputs)
+        found = V.compare(name, mine, V.train_eager(captured, case.model, args, kwargs))
+        assert found.worst < 1e-4, found
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt2", "transformer_encoder"])
+def test_dropout_does_not_depend_on_the_mesh(name: str) -> None:
+    case = ZOO[name](dropout=0.1)
+    captured = V.promoted(capture(case.model, case.args, case.kwargs))
+    weights, buffers = V.state_of(captured, case.model)
+    state = V.doubled(weights), V.doubled(buffers), V.doubled(V.inputs_of(captured, case.args, case.kwargs))
+    graph, cluster, mesh = captured.graph, load_cluster("dgx-h100"), MESHES["2x2"]
+    reference = V.train(captured, V.one_device(graph), *state)
+    other = V.train(captured, V.one_device(graph), *state, seed=5)
+    assert not torch.allclose(reference.losses[0], other.losses[0]), "another seed draws other masks"
+    for seed in range(3):
+        plan = random_plan(graph, rules_of(graph), pricer(cluster, mesh), seed)
+        found = V.compare(str(seed), V.train(captured, plan, *state), reference)
+        assert found.worst < 1e-9, found
