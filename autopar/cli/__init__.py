@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 
 import typer
 
@@ -32,6 +33,7 @@ for name, command in (
 
 def main() -> None:
     """Entry point: errors that a user can cause are one paragraph and exit code 2."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module="spmd_types")  # it calls torch 2.12's names
     try:
         app()
     except (AutoparError, ProfileError) as error:

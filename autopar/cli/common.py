@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from autopar.placements import Mesh
     from autopar.plan import Plan
     from autopar.planfile import Document
+    from autopar.runtime.executor import ParallelModule
     from hardware_profiles import Cluster
 
 WIDE = 150
@@ -181,6 +182,30 @@ def bound(document: Document, captured: Captured) -> tuple[Plan, Cluster]:
 
     cluster = document.cluster()
     return bind(document, captured.graph, cluster), cluster
+
+
+def on_ranks(loaded: Loaded, captured: Captured, plan: Plan) -> ParallelModule:
+    """The model on the ranks of this process group; every rank has built it alike.
+
+    Raises:
+        MeshError: the process group has another size than the plan's mesh.
+    """
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from autopar.errors import MeshError
+    from autopar.runtime.agree import ensure_process_group
+    from autopar.runtime.executor import ParallelModule
+
+    ensure_process_group()
+    if dist.get_world_size() != plan.n_devices:
+        raise MeshError(
+            f"the plan is for {plan.n_devices} ranks ({show_mesh(plan.mesh)}), {dist.get_world_size()} are running; "
+            f"start them with torchrun --nproc-per-node {plan.n_devices}, or plan for another mesh"
+        )
+    device = next((p.device.type for p in loaded.model.parameters()), "cpu")
+    mesh = init_device_mesh(device, tuple(n for _, n in plan.mesh), mesh_dim_names=tuple(name for name, _ in plan.mesh))
+    return ParallelModule(loaded.model, captured, plan, mesh)
 
 
 # --- numbers for people ----------------------------------------------------------------------------------------------

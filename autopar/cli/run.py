@@ -8,7 +8,18 @@ from typing import Annotated, Any
 
 import typer
 
-from autopar.cli.common import Json, UsageError, bound, model_of, open_plan, out, print_json, progress, show_seconds
+from autopar.cli.common import (
+    Json,
+    UsageError,
+    bound,
+    model_of,
+    on_ranks,
+    open_plan,
+    out,
+    print_json,
+    progress,
+    show_seconds,
+)
 
 
 def run(
@@ -53,13 +64,11 @@ def train(path: str, model: str | None, steps: int, lr: float) -> dict[str, Any]
     import torch
     import torch.distributed as dist
 
-    import autopar
-
     document = open_plan(Path(path))
     torch.manual_seed(0)
     loaded, captured = model_of(document, Path(path), model, device="cpu")
     plan, _ = bound(document, captured)
-    pm = autopar.parallelize(loaded.model, plan.n_devices, (loaded.args, loaded.kwargs), plan=plan)
+    pm = on_ranks(loaded, captured, plan)
     params = [p for p in pm.parameters() if p.requires_grad]
     made: dict[str, Any] = {
         "adamw": lambda: torch.optim.AdamW(params, lr=lr), "adam": lambda: torch.optim.Adam(params, lr=lr),

@@ -26,7 +26,9 @@ def show(
     path: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
     code: Annotated[bool, typer.Option("--code", help="Print the program that every rank runs, as Python.")] = False,
     model: Annotated[str | None, typer.Option("--model", help="The model, if not the one that the file names.")] = None,
-    every: Annotated[bool, typer.Option("--all", help="Also the ops that do not depend on a parameter.")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="Also views, and the ops that do not depend on a parameter.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Show a plan: every op with its cut, placements, collectives, bytes and seconds; parameters; memory.
@@ -49,8 +51,9 @@ def show(
     graph = captured.graph
     if code:
         from autopar.lower.emit import lower
+        from autopar.report.code import code_of
 
-        text = lower(graph, found).code
+        text = code_of(lower(graph, found))
         if as_json:
             print_json({"code": text})
         else:
@@ -76,7 +79,7 @@ def show(
     console = out()
     console.print(_headline(document.raw))
     for block in blocks:
-        console.print(tables.block_table(block, found.mesh, show_bytes, show_seconds))
+        console.print(tables.block_table(block, found.mesh, show_bytes, show_seconds, every))
     console.print(tables.param_table(params, show_bytes, show_seconds))
     console.print(tables.totals_table(rows.totals(found), show_bytes, show_seconds))
     if counts:
@@ -228,15 +231,16 @@ def _diff_decisions(first: Any, second: Any, a: Path, b: Path, model: str | None
     compare("route", list(keys), steps(x), steps(y))
     for name in sorted({*x.inputs, *y.inputs}):
         if x.inputs.get(name) != y.inputs.get(name):
-            rows.append(
-                (f"input {name}", *(format_state(p.inputs[name]) if name in p.inputs else None for p in (x, y)))
-            )
+            rows.append((f"input {name}", _state(x.inputs.get(name)), _state(y.inputs.get(name))))
     for k, (p, q) in enumerate(zip(x.outputs, y.outputs, strict=True)):
         if p != q:
-            both = [None if v is None else format_state(v) for v in (p, q)]
-            rows.append((f"output {k}", both[0], both[1]))
+            rows.append((f"output {k}", _state(p), _state(q)))
     left, right = asdict(x.price), asdict(y.price)
     left["seconds"], right["seconds"] = x.price.seconds, y.price.seconds
     left["memory_bytes"], right["memory_bytes"] = x.price.memory_bytes, y.price.memory_bytes
     rows += [(f"price.{k}", left[k], right[k]) for k in left if left[k] != right[k]]
     return rows
+
+
+def _state(state: Any) -> str | None:
+    return None if state is None else ",".join(state)

@@ -8,7 +8,19 @@ from typing import Annotated, Any
 
 import typer
 
-from autopar.cli.common import Batch, Json, Seq, UsageError, err, load_and_capture, out, print_json, progress, show_mesh
+from autopar.cli.common import (
+    Batch,
+    Json,
+    Seq,
+    UsageError,
+    err,
+    load_and_capture,
+    on_ranks,
+    out,
+    print_json,
+    progress,
+    show_mesh,
+)
 
 LIMITS = {"float64": 1e-9, "float32": 1e-4}
 
@@ -63,8 +75,8 @@ def verify(
     if on_meta is not None:
         raise UsageError(f"'{on_meta}' of {model} is on the meta device and has no value; build the model on the CPU")
     if processes:
-        rows = _in_processes(model, batch, seq, shape, hardware.name, loaded, captured)
-        limits = [LIMITS["float32"]]
+        rows = _in_processes(model, batch, seq, shape, hardware, loaded, captured)
+        limits = [LIMITS["float64"]]
     else:
         rows, limits = _in_one(loaded, captured, shape, hardware, plan, random_plans, seed)
     verdicts = [r["worst"] <= limit for r, limit in zip(rows, limits, strict=True)]
@@ -101,52 +113,63 @@ def _in_one(
 
 
 def _in_processes(
-    model: str, batch: int | None, seq: int | None, mesh: Any, cluster: str, loaded: Any, captured: Any
+    model: str, batch: int | None, seq: int | None, mesh: Any, cluster: Any, loaded: Any, captured: Any
 ) -> list[dict[str, Any]]:
     import torch
 
     from autopar import verify as v
     from autopar.planner.search import plan_graph
     from autopar.runtime.launch import run_local
-    from hardware_profiles import load_cluster
 
+    if captured.graph.loss is None:
+        raise UsageError(f"{model} returns no scalar loss, so there is no gradient to compare; return the loss")
+    double = v.promoted(captured)
+    weights, buffers = v.state_of(captured, loaded.model)
+    inputs = v.inputs_of(captured, loaded.args, loaded.kwargs)
     with progress("one device"):
-        reference = v.train_eager(captured, loaded.model, loaded.args, loaded.kwargs)
-    found = plan_graph(captured.graph, load_cluster(cluster), mesh, cluster_name=cluster)
+        reference = v.train(
+            double, v.one_device(double.graph), v.doubled(weights), v.doubled(buffers), v.doubled(inputs)
+        )
+    with progress(f"planning on {show_mesh(mesh)}"):
+        found = plan_graph(double.graph, cluster, mesh)
     with progress(f"{found.n_devices} processes"):
         state = {k: t.detach() for k, t in loaded.model.state_dict().items()}
         result = run_local(_rank, found.n_devices, model, batch, seq, found, state)[0]
-    weights = {k: w for k, w in result["weights"].items() if k in reference.weights}
     mine = v.Trained(
-        [torch.as_tensor(x) for x in result["losses"]], result["gradients"], weights,
+        [torch.tensor(x, dtype=torch.float64) for x in result["losses"]],
+        result["gradients"],
+        {k: w for k, w in result["weights"].items() if k in reference.weights},
         {k: w for k, w in result["weights"].items() if k in reference.buffers},
-    )  # fmt: skip
-    theirs = replace(reference, buffers={k: b for k, b in reference.buffers.items() if k in mine.buffers})
-    difference = v.compare(f"{found.n_devices} processes / eager", mine, theirs)
+    )
+    held = {k: b for k, b in reference.buffers.items() if k in mine.buffers}
+    difference = v.compare(f"{found.n_devices} processes", mine, replace(reference, buffers=held))
     return [{**asdict(difference), "worst": difference.worst}]
 
 
 def _rank(spec: str, batch: int | None, seq: int | None, plan: Any, state: Any) -> dict[str, Any]:
-    """Two steps of AdamW on one rank; whole tensors come back from rank 0."""
+    """Two steps of AdamW on one rank, in double precision; whole tensors come back from rank 0."""
     import torch
 
     import autopar
     from autopar import verify as v
-    from autopar.models import load_model
 
-    loaded = load_model(spec, batch, seq, device="cpu")
+    loaded, captured = load_and_capture(spec, batch, seq, device="cpu")
     loaded.model.load_state_dict(state)
-    inputs = (loaded.args, loaded.kwargs)
-    pm = autopar.parallelize(loaded.model, plan.n_devices, inputs, plan=plan)
+    loaded.model.double()
+    captured = replace(v.promoted(captured), constants=v.doubled(captured.constants))
+    args, kwargs = torch.utils._pytree.tree_map_only(
+        torch.Tensor, lambda t: t.double() if t.dtype == torch.float32 else t, (loaded.args, loaded.kwargs)
+    )
+    pm = on_ranks(loaded, captured, plan)
     optimizer = torch.optim.AdamW([p for p in pm.parameters() if p.requires_grad], **v.ADAMW)  # type: ignore[arg-type]
     losses, gradients = [], {}
     for step in range(2):
-        losses.append(float(pm.train_step(*loaded.args, **loaded.kwargs)))
+        losses.append(float(pm.train_step(*args, **kwargs)))
         if step == 0:
             for name, p in pm.named_parameters():
                 if p.grad is not None:
-                    gradients[name] = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
-                    gradients[name] = gradients[name].detach().cpu().clone()
+                    whole = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+                    gradients[name] = whole.detach().cpu().clone()
         optimizer.step()
         optimizer.zero_grad()
     weights = autopar.full_state_dict(pm)

@@ -50,6 +50,11 @@ class OpRow:
     compute_seconds: float
     collective_seconds: float
 
+    @property
+    def moves(self) -> bool:
+        """Whether it costs anything: views do not."""
+        return bool(self.compute_seconds or self.collectives or self.steps)
+
 
 @dataclass(frozen=True)
 class BlockRows:
@@ -147,6 +152,9 @@ def block_rows(graph: Graph, plan: Plan, priced: Pricer, *, every: bool = False)
         if found:
             result.append(BlockRows(f"{name} .. {last}" if last else name, count, found))
 
+    arriving = tuple(row for i in range(len(graph.nodes)) if (row := _arrival(graph, plan, priced, i)) is not None)
+    if arriving:
+        result.append(BlockRows("inputs and parameters that are brought elsewhere", 1, arriving))
     at = 0
     for first, length, repeats in fold(graph).blocks:
         add(ops[at:first])
@@ -162,6 +170,21 @@ def block_rows(graph: Graph, plan: Plan, priced: Pricer, *, every: bool = False)
         at = first + length * repeats
     add(ops[at:])
     return result
+
+
+def _arrival(graph: Graph, plan: Plan, priced: Pricer, i: int) -> OpRow | None:
+    """The row of an input, buffer or parameter with reshards; None for any other node."""
+    node = graph.nodes[i]
+    route = plan.routes.get(route_key(graph, Ref(i)), ()) if node.kind != "op" else ()
+    if not route:
+        return None
+    grad = node.needs_grad and node.out.is_float
+    return OpRow(
+        node.target, node.module, "", "", {}, (), (format_state(route[0][0]),),
+        tuple(f"{format_state(a)} -> {format_state(b)}" for a, b in route),
+        tuple(c for a, b in route for c in step_rows(plan, node.out, grad, a, b)), 0.0,
+        sum(priced.step(node.out, grad, a, b) for a, b in route),
+    )  # fmt: skip
 
 
 def _alike(graph: Graph, plan: Plan, a: Sequence[int], b: Sequence[int]) -> bool:

@@ -18,8 +18,12 @@ SHORT = {"all_reduce": "all-reduce", "all_gather": "all-gather", "reduce_scatter
          "all_to_all": "all-to-all"}  # fmt: skip
 
 
-def block_table(block: BlockRows, mesh: Mesh, show_bytes: Show, show_seconds: Show) -> Table:
-    """One block: every op with its cut, placements, collectives, bytes and seconds."""
+def block_table(block: BlockRows, mesh: Mesh, show_bytes: Show, show_seconds: Show, every: bool = False) -> Table:
+    """One block: every op with its cut, placements, collectives, bytes and seconds.
+
+    Args:
+        every: also the ops that move nothing (views).
+    """
     title = block.name or "outside of blocks"
     table = Table(title=f"{title} (x {block.count})" if block.count > 1 else title, title_justify="left",
                   header_style="bold", title_style="bold")  # fmt: skip
@@ -31,11 +35,12 @@ def block_table(block: BlockRows, mesh: Mesh, show_bytes: Show, show_seconds: Sh
         table.add_column(name, overflow="fold")
     table.add_column("bytes", justify="right")
     table.add_column("seconds", justify="right")
-    for row in block.ops:
+    shown = [row for row in block.ops if every or row.moves]
+    for row in shown:
         rule = row.rule.split("   ")[0]
         table.add_row(
             Text(row.label), Text(rule), *(row.cuts.get(axis, "") for axis, _ in mesh),
-            "\n".join(row.ins), "\n".join((*row.outs, *row.steps)), collectives_text(row.collectives),
+            " ".join(row.ins), "\n".join((" ".join(row.outs), *row.steps)), collectives_text(row.collectives),
             show_bytes(sum(c["bytes"] for c in row.collectives)) if row.collectives else "",
             show_seconds(row.compute_seconds + row.collective_seconds),
         )  # fmt: skip
@@ -43,16 +48,23 @@ def block_table(block: BlockRows, mesh: Mesh, show_bytes: Show, show_seconds: Sh
     table.add_section()
     times = f" x {block.count} = {show_seconds(total * block.count)}" if block.count > 1 else ""
     table.add_row("sum", "", *[""] * len(mesh), "", "", times, "", show_seconds(total), style="bold")
+    if len(shown) < len(block.ops):
+        table.caption = f"and {len(block.ops) - len(shown)} views, which cost nothing"
+        table.caption_justify = "left"
     return table
 
 
 def collectives_text(found: Sequence[Collective]) -> str:
-    """``all-reduce tensor (f)``, equal ones counted; f is the forward, b the backward."""
-    counts: dict[str, int] = {}
+    """``all-reduce tensor data (b)``: axes joined, equal ones counted; f is the forward, b the backward."""
+    kinds: dict[tuple[str, str], dict[str, int]] = {}
     for c in found:
-        text = f"{SHORT.get(c['kind'], c['kind'])} {c['axis']} ({c['pass'][0]})"
-        counts[text] = counts.get(text, 0) + 1
-    return "\n".join(f"{n} x {text}" if n > 1 else text for text, n in counts.items())
+        axes = kinds.setdefault((c["kind"], c["pass"]), {})
+        axes[c["axis"]] = axes.get(c["axis"], 0) + 1
+    lines = []
+    for (kind, direction), axes in kinds.items():
+        over = " ".join(f"{n} x {axis}" if n > 1 else axis for axis, n in axes.items())
+        lines.append(f"{SHORT.get(kind, kind)} {over} ({direction[0]})")
+    return "\n".join(lines)
 
 
 def param_table(rows: Sequence[ParamRow], show_bytes: Show, show_seconds: Show) -> Table:

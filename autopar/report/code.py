@@ -1,0 +1,31 @@
+"""A program as Python that a person can read."""
+
+from __future__ import annotations
+
+import re
+
+from autopar.lower.emit import Program, used_shape
+from autopar.placements import format_state
+
+
+def code_of(program: Program) -> str:
+    """The function that every rank runs: one line per op on local shapes, its inputs one per line with placement."""
+    lines = [line for line in program.module.code.splitlines() if line.strip()]
+    start = next(k for k, line in enumerate(lines) if line.startswith("def forward("))
+    body = []
+    for line in lines[start + 1 :]:
+        line = re.sub(r";\s+(\w+ = )+None\s*(#.*)?$", "", line)
+        body.append(line.replace("autopar_lower_collectives_", "collectives.").replace("torch.ops.", ""))
+    mesh = ", ".join(f"{name}={size}" for name, size in program.mesh)
+    head = [
+        f"# mesh {mesh}; shapes are those of one rank",
+        "from autopar.lower import collectives",
+        "",
+        "",
+        "def forward(",
+    ]
+    names = [node.name for node in program.module.graph.nodes if node.op == "placeholder"]
+    for name, slot in zip(names, program.slots, strict=True):
+        shape = " ".join(map(str, used_shape(slot, program.mesh)))
+        head.append(f"    {name},  # {slot.dtype}[{shape}] {format_state(slot.state)}  {slot.kind} {slot.name}")
+    return "\n".join([*head, "):", *body])
