@@ -16,8 +16,11 @@ evaluating them, so libraries take the same path as in eager mode; a branch on d
 from __future__ import annotations
 
 import contextlib
+import io
+import logging
 import operator
 import sys
+import sysconfig
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -194,10 +197,30 @@ def _export(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            with _like_eager():
+            with _like_eager(), _quiet():
                 return torch.export.export(module, args, kwargs, strict=False)
         except Exception as error:
             raise CaptureError(_explain(error, module)) from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what torch logs and prints about a failed export: the error says it."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    said = io.StringIO()
+    failed = True
+    try:
+        with contextlib.redirect_stderr(said):
+            yield
+        failed = False
+    finally:
+        logging.disable(before)
+        if not failed and said.getvalue():  # of the model itself
+            sys.stderr.write(said.getvalue())
+
+
+_STDLIB = sysconfig.get_path("stdlib")
 
 
 def _explain(error: Exception, module: torch.nn.Module) -> str:
@@ -206,7 +229,8 @@ def _explain(error: Exception, module: torch.nn.Module) -> str:
     trace = error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        if "/torch/" not in file and not file.startswith("<") and "/autopar/" not in file:
+        own = file.startswith(_STDLIB) and "site-packages" not in file
+        if not own and "/torch/" not in file and not file.startswith("<") and "/autopar/" not in file:
             where = f"{file}:{trace.tb_lineno}"
         trace = trace.tb_next
     kind = type(error).__name__
@@ -229,7 +253,7 @@ def _explain(error: Exception, module: torch.nn.Module) -> str:
     return f"cannot capture {type(module).__name__}: {what}" + (f"\n  at {where}" if where else "") + f"\n  {do}"
 
 
-# --- from the exported program to a Graph ------------------------------------------------------------------------------
+# --- from the exported program to a Graph -----------------------------------------------------------------------------
 
 
 class _Builder:
@@ -373,11 +397,14 @@ class _Builder:
                 for v, o in zip(args[0], fx.meta["val"], strict=True)
             ]
             return
+        shapes = [n for v in _flat(fx.meta.get("val")) if isinstance(v, torch.Tensor) for n in v.shape]
         if any(
-            isinstance(v, (torch.SymInt, torch.SymFloat, torch.SymBool)) for v in pytree.tree_leaves((args, kwargs))
+            isinstance(v, (torch.SymInt, torch.SymFloat, torch.SymBool))
+            for v in (*pytree.tree_leaves((args, kwargs)), *shapes)
         ):
             raise CaptureError(
-                f"'{name}' in '{_module(fx)}' has a data-dependent size" + _at(fx) + "\n  use fixed sizes"
+                f"'{name}' in '{_module(fx)}' has a size that depends on data" + _at(fx) + "\n  use fixed sizes: "
+                "a mask or torch.where instead of selecting"
             )
         self.value[fx] = self._emit(fx, name, args, kwargs, fx.meta.get("val"), no_grad)
 

@@ -50,7 +50,7 @@ def out() -> Console:
 
 def err() -> Console:
     """Standard error, for progress and errors."""
-    return Console(stderr=True, width=None if sys.stderr.isatty() else WIDE, highlight=False)
+    return Console(file=sys.stderr, width=None if sys.stderr.isatty() else WIDE, highlight=False)
 
 
 def print_json(value: Any) -> None:

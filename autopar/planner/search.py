@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from math import prod
 
 from autopar.errors import InfeasibleError, MeshError, PlanError
-from autopar.graph import Graph, Node
+from autopar.graph import Graph, Node, Ref
 from autopar.placements import Mesh, State, fits, format_state
 from autopar.plan import ParamChoice, Plan, Solution
 from autopar.planner import ilp
@@ -152,15 +152,26 @@ def _too_big(graph: Graph, fastest: Plan, tight: Plan, limit: float) -> str:
          ("gathered parameters", p.gathered_bytes), ("activations", p.activation_bytes)], key=lambda e: -e[1],
     )  # fmt: skip
     biggest = sorted(graph.of_kind("param"), key=lambda e: -e[1].out.n_bytes)[:3]
-    gib = 2.0**30
     return (
-        f"no plan fits {limit / gib:.2f} GiB per device: the smallest needs {p.memory_bytes / gib:.2f} GiB, the fastest "
-        f"{fastest.price.memory_bytes / gib:.2f} GiB\n  of the smallest: "
-        + ", ".join(f"{name} {n / gib:.2f} GiB" for name, n in parts)
+        f"no plan fits {_size(limit)} per device: the smallest needs {_size(p.memory_bytes)}, the fastest "
+        f"{_size(fastest.price.memory_bytes)}\n  of the smallest: "
+        + ", ".join(f"{name} {_size(n)}" for name, n in parts)
         + "\n  largest parameters: "
-        + ", ".join(f"{node.target} {node.out.n_bytes / gib:.2f} GiB" for _, node in biggest)
-        + f"\n  it would fit with {(p.memory_bytes - limit) / gib:.2f} GiB more per device, more devices, or a smaller batch"
+        + ", ".join(f"{node.target} {_size(node.out.n_bytes)}" for _, node in biggest)
+        + f"\n  it would fit with {_size(p.memory_bytes - limit)} more per device, more devices, or a smaller batch"
     )
+
+
+def _size(n_bytes: float) -> str:
+    """``1.50 GiB``."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if n_bytes >= size:
+            return f"{n_bytes / size:.2f} {unit}"
+    return f"{n_bytes:.0f} bytes"
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
 
 
 def check_mesh(mesh: Mesh, cluster: Cluster) -> None:
@@ -212,7 +223,7 @@ class _Pins:
                         continue
                     seen = True
                     names = [o.name for o in node_options(self.graph, node, rule)]
-                    offered.update(dict.fromkeys(f"{labels[node.name]}: {' '.join(names)}" for _ in (0,)))
+                    offered[f"{labels[node.name]}: {' '.join('replicate' if n == 'I' else n for n in names)}"] = None
                     if name in names:
                         size = dict(self.mesh)[axis]
                         if name in rule.sizes and rule.sizes[name] % size:
@@ -224,8 +235,8 @@ class _Pins:
                         self.ops.setdefault(node.name, {})[axes[axis]] = name
                         hit.add(axis)
             if not seen:
-                near = sorted({n.module for n in self.graph.nodes if n.kind == "op"})[:8]
-                raise PlanError(f"constraint '{pattern}' matches no op; modules are {', '.join(near)}, ...")
+                modules = sorted({n.module for n in self.graph.nodes if n.kind == "op" and n.module})
+                raise PlanError(f"constraint '{pattern}' matches no op; modules are {_some(modules)}")
             for axis in wanted:
                 if axis not in hit:
                     lines = "\n  ".join(list(offered)[:6])
@@ -237,8 +248,8 @@ class _Pins:
         for pattern, how in (self.options.params or {}).items():
             found = [n.target for _, n in self.graph.of_kind("param") if fnmatchcase(n.target, pattern)]
             if not found:
-                near = ", ".join(n.target for _, n in self.graph.of_kind("param")[:6])
-                raise PlanError(f"'{pattern}' matches no parameter; parameters are {near}, ...")
+                names = [n.target for _, n in self.graph.of_kind("param")]
+                raise PlanError(f"'{pattern}' matches no parameter; parameters are {_some(names)}")
             if how != "replicate" and len(how.split(",")) != len(self.mesh):
                 raise PlanError(
                     f"'{pattern}': '{how}' is neither 'replicate' nor a placement with {len(self.mesh)} parts such as "
@@ -253,10 +264,29 @@ class _Pins:
                 raise PlanError(
                     f"no input '{name}'; inputs are {', '.join(n.target for _, n in self.graph.of_kind('input'))}"
                 )
-            if "P" in state or "I" in state or not fits(node.out.shape, state, self.mesh):
-                raise PlanError(
-                    f"input '{name}' of shape {node.out.shape} cannot arrive as {format_state(state)}; use S<dim> and R"
-                )
+            self._place(f"input '{name}'", node.out.shape, state, "SR")
+        for number, state in (self.options.outputs or {}).items():
+            outputs = self.graph.outputs
+            if not 0 <= number < len(outputs):
+                raise PlanError(f"no output {number}; the model has {len(outputs)}, counted from 0")
+            out = outputs[number]
+            if not isinstance(out, Ref):
+                raise PlanError(f"output {number} is no tensor and has no placement")
+            grad = self.graph.nodes[out.node].needs_grad and self.graph.spec(out).is_float
+            self._place(f"output {number}", self.graph.spec(out).shape, state, "SIRP" if grad else "SRP")
+
+    def _place(self, what: str, shape: tuple[int, ...], state: State, kinds: str) -> None:
+        if len(state) != len(self.mesh):
+            raise PlanError(
+                f"{what}: {format_state(state)} has {len(state)} placements, the mesh {len(self.mesh)} axes"
+            )
+        if any(p[0] not in kinds for p in state) or not fits(shape, state, self.mesh):
+            mesh = ", ".join(f"{axis}={size}" for axis, size in self.mesh)
+            allowed = ", ".join("S<dim>" if k == "S" else k for k in kinds)
+            raise PlanError(
+                f"{what} of shape {shape} cannot be placed as {format_state(state)} on mesh {mesh}; use {allowed}, and "
+                "shards of dims that exist and divide"
+            )
 
     def op(self, node: Node, strategy: Strategy) -> bool:
         """Whether the pins allow a strategy."""
