@@ -1,0 +1,413 @@
+# ruff: noqa: E501
+"""What a user can get wrong, and the exact words that come back.
+
+Every row of :data:`TABLE` is a mistake: its name and how it is made (a command, lines of Python, an edit of a plan
+file). The words stand in tests/golden/errors.json, and docs/errors.md shows both. After a message was changed on
+purpose, ``python tests/unit/test_bad_input.py`` writes both files anew; read the difference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import shlex
+import socket
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import autopar
+from autopar.cli import main
+from autopar.errors import AutoparError
+
+ROOT = Path(__file__).resolve().parents[2]
+GOLDEN, PAGE = ROOT / "tests" / "golden" / "errors.json", ROOT / "docs" / "errors.md"
+
+MODELS = """
+import torch
+from torch import nn
+import torch.nn.functional as F
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(12, 40), nn.Linear(40, 12)
+
+    def forward(self, x, y):
+        return F.mse_loss(self.down(F.relu(self.up(x))), y)
+
+
+class Branches(MLP):
+    def forward(self, x, y):
+        if x.sum() > 0:
+            x = -x
+        return super().forward(x, y)
+
+
+class Selects(MLP):
+    def forward(self, x, y):
+        return self.up(x[x[:, 0] > 0]).sum()
+
+
+def make():
+    return MLP(), (torch.zeros(8, 12), torch.zeros(8, 12))
+
+
+def branches():
+    return Branches(), (torch.zeros(8, 12), torch.zeros(8, 12))
+
+
+def selects():
+    return Selects(), (torch.zeros(8, 12), torch.zeros(8, 12))
+
+
+def one_input():
+    return MLP(), (torch.zeros(8, 12),)
+
+
+def wrong_width():
+    return MLP(), (torch.zeros(8, 13), torch.zeros(8, 12))
+
+
+def no_loss():
+    return nn.Linear(12, 8), (torch.zeros(8, 12),)
+
+
+def sized(hidden):
+    return MLP(), (torch.zeros(8, 12), torch.zeros(8, 12))
+
+
+def raises():
+    return MLP(), torch.zeros(8, 12).view(7, 7)
+
+
+def only_model():
+    return MLP()
+
+
+def not_a_model():
+    return {"model": MLP()}, (torch.zeros(8, 12),)
+"""
+PLAN = "autopar plan models.py:make --cluster dgx-h100 --mesh data=2,tensor=2"
+CLUSTER = '[[node]]\ndevice = "mine"\nn_devices = 4\n\n[[node.level]]\nlink = "nvlink4"\n'
+DEVICE = """
+[devices.mine]
+memory_bytes = 80e9
+memory_bytes_per_second = -3e12
+launch_seconds = 5e-6
+efficiency = "hopper"
+colour = "green"
+peak_flops = { float32 = 60e12 }
+"""
+
+
+def files() -> None:
+    """What the commands of the table find in their folder."""
+    Path("models.py").write_text(MODELS.lstrip())
+    Path("broken.py").write_text("import nothing_of_that_name\n")
+    Path("syntax.py").write_text("def make(:\n")
+    Path("text.toml").write_text("[[node]\n")
+    Path("mine.toml").write_text(CLUSTER + DEVICE.replace("memory_bytes = 80e9\n", ""))
+    Path("other.toml").write_text(CLUSTER)
+    llama = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_attention_heads": 4,
+             "num_key_value_heads": 4, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 64,
+             "max_position_embeddings": 128}  # fmt: skip
+    configs = {
+        "llama": llama, "typeless": {"hidden_size": 64}, "typo": {**llama, "model_type": "lama"},
+        "bare": {k: v for k, v in llama.items() if k != "architectures"},
+    }  # fmt: skip
+    for name, config in configs.items():
+        Path(f"{name}.json").write_text(json.dumps(config))
+    Path("nojson.json").write_text("{")
+
+
+def cli(line: str) -> str:
+    """The error of a command line."""
+    words = shlex.split(line)
+    assert words[0] == "autopar"
+    stderr = io.StringIO()
+    with mock.patch.object(sys, "argv", words), pytest.raises(SystemExit) as end:
+        with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(io.StringIO()):
+            main()
+    assert end.value.code == 2, (line, end.value.code, stderr.getvalue())
+    text = stderr.getvalue()
+    assert text.startswith("error: "), text
+    return text.removeprefix("error: ").rstrip("\n")
+
+
+def on_plan(change: Callable[[dict], object]) -> str:
+    """The error of showing a plan file after an edit."""
+    document = json.loads(Path("plan.json").read_text())
+    change(document)
+    Path("edited.json").write_text(json.dumps(document))
+    return cli("autopar show edited.json")
+
+
+def python(code: str) -> str:
+    """The error of a few lines of Python."""
+    sys.path.insert(0, os.getcwd())
+    sys.modules.pop("models", None)
+    try:
+        exec(code, {"torch": torch, "nn": nn, "autopar": autopar, "init_device_mesh": init_device_mesh})
+    except AutoparError as error:
+        return str(error)
+    finally:
+        sys.path.remove(os.getcwd())
+        sys.modules.pop("models", None)
+    raise AssertionError(f"no error from {code}")
+
+
+def one_rank(code: str) -> str:
+    """The error of a few lines of Python in a process group of one, with ``pm`` the model of models.py."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    wanted = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with mock.patch.dict(os.environ, wanted):
+        try:
+            return python(ONE_RANK + code)
+        finally:
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+
+
+ONE_RANK = """
+import models
+model, inputs = models.make()
+pm = autopar.parallelize(model, 1, inputs)
+"""
+
+
+# fmt: off
+UP = "up:linear"
+TABLE: list[tuple[str, list[tuple[str, str, Any]]]] = [
+    ("Meshes", [
+        ("mesh without a size", "cli", PLAN.replace("data=2,tensor=2", "data")),
+        ("mesh with a word for a size", "cli", PLAN.replace("data=2,tensor=2", "data=two")),
+        ("mesh that names an axis twice", "cli", PLAN.replace("data=2,tensor=2", "data=2,data=2")),
+        ("mesh with a size of zero", "cli", PLAN.replace("data=2", "data=0")),
+        ("mesh larger than the cluster", "cli", PLAN.replace("data=2,tensor=2", "data=4,tensor=4")),
+    ]),
+    ("Hardware", [
+        ("unknown cluster", "cli", PLAN.replace("dgx-h100", "dgx-h10")),
+        ("cluster file that does not exist", "cli", PLAN.replace("dgx-h100", "absent.toml")),
+        ("cluster file with a syntax error", "cli", PLAN.replace("dgx-h100", "text.toml")),
+        ("device with a missing number, a negative one and an unknown key", "cli", PLAN.replace("dgx-h100", "mine.toml")),
+        ("cluster of an unknown device", "cli", PLAN.replace("dgx-h100", "other.toml")),
+        ("unknown cluster to describe", "cli", "autopar clusters dgx-h100 laptop"),
+    ]),
+    ("Models", [
+        ("model without a factory", "cli", PLAN.replace("models.py:make", "models.py")),
+        ("model file that does not exist", "cli", PLAN.replace("models.py", "absent.py")),
+        ("factory that is not in the file", "cli", PLAN.replace(":make", ":maek")),
+        ("factory that takes arguments", "cli", PLAN.replace(":make", ":sized")),
+        ("factory that raises", "cli", PLAN.replace(":make", ":raises")),
+        ("file that cannot be imported", "cli", PLAN.replace("models.py", "broken.py")),
+        ("file with a syntax error", "cli", PLAN.replace("models.py", "syntax.py")),
+        ("factory that returns a model without inputs", "cli", PLAN.replace(":make", ":only_model")),
+        ("factory that returns something else", "cli", PLAN.replace(":make", ":not_a_model")),
+        ("batch size for a factory", "cli", PLAN + " --batch 8"),
+        ("config that does not exist", "cli", PLAN.replace("models.py:make", "hf:absent.json")),
+        ("config that is no JSON", "cli", PLAN.replace("models.py:make", "hf:nojson.json")),
+        ("config without a model type", "cli", PLAN.replace("models.py:make", "hf:typeless.json")),
+        ("config of an unknown model type", "cli", PLAN.replace("models.py:make", "hf:typo.json")),
+        ("config without architectures", "cli", PLAN.replace("models.py:make", "hf:bare.json")),
+        ("sequence longer than the model allows", "cli", PLAN.replace("models.py:make", "hf:llama.json") + " --seq 256"),
+    ]),
+    ("Capture", [
+        ("model that branches on data", "cli", PLAN.replace(":make", ":branches")),
+        ("model whose shapes depend on data", "cli", PLAN.replace(":make", ":selects")),
+        ("example inputs with one missing", "cli", PLAN.replace(":make", ":one_input")),
+        ("example inputs of another width", "cli", PLAN.replace(":make", ":wrong_width")),
+        ("targets without a loss_fn", "python", "autopar.plan(nn.Linear(4, 4), 'local', torch.zeros(2, 4), targets=torch.zeros(2, 4))"),
+        ("a class instead of a model", "python", "autopar.plan(nn.Linear, 'local', torch.zeros(2, 4))"),
+        ("example inputs that are no inputs", "python", "autopar.plan(nn.Linear(4, 4), 'local', 3)"),
+    ]),
+    ("What is asked of the planner", [
+        ("pin without a factor", "cli", PLAN + " --pin up:tensor"),
+        ("pin on an axis that the mesh lacks", "cli", PLAN + " --pin up:model=n"),
+        ("pin that matches no op", "cli", PLAN + " --pin layers.*.up:tensor=n"),
+        ("pin to a factor that the op lacks", "cli", PLAN + " --pin up:tensor=h"),
+        ("pin to a factor that does not divide", "cli", PLAN.replace("tensor=2", "tensor=3") + " --pin up:tensor=n"),
+        ("pattern that matches no parameter", "cli", PLAN + " --keep-replicated *.gamma"),
+        ("memory limit that is no size", "cli", PLAN + " --memory-limit lots"),
+        ("memory limit that nothing fits", "cli", PLAN + " --memory-limit 4KiB"),
+        ("unknown optimizer", "cli", PLAN + " --optimizer lion"),
+        ("no microbatches", "cli", PLAN + " --microbatches 0"),
+        ("placement of an input that does not exist", "cli", PLAN + " --pin-input z=S0,R"),
+        ("placement with too few axes", "cli", PLAN + " --pin-input x=S0"),
+        ("placement of an input that does not divide", "cli", PLAN.replace("tensor=2", "tensor=3") + " --pin-input x=R,S0"),
+        ("placement that is none", "cli", PLAN + " --pin-input x=S0,T"),
+        ("output pinned to an impossible placement", "cli", PLAN + " --pin-output 0=S0,I"),
+        ("output that the model does not have", "cli", PLAN + " --pin-output 3=I,I"),
+        ("folder that does not exist", "cli", PLAN + " -o absent/plan.json"),
+        ("unknown optimizer, in Python", "python", "autopar.plan(nn.Linear(4, 4), 'local', torch.zeros(2, 4), optimizer='lion')"),
+        ("placements without a mesh, in Python", "python", "autopar.plan(nn.Linear(4, 4), 'local', torch.zeros(2, 4), placements={'input': 'S0'})"),
+        ("memory limit that is no size, in Python", "python", "autopar.plan(nn.Linear(4, 4), 'local', torch.zeros(2, 4), memory_limit='1.2.3GB')"),
+    ]),
+    ("Plan files", [
+        ("plan file that does not exist", "cli", "autopar show absent.json"),
+        ("plan file that is no JSON", "text", '{"autopar_plan": 1,'),
+        ("JSON that is no plan", "text", '{"plan": 1}'),
+        ("plan of another version", "put", [(("autopar_plan",), 7)]),
+        ("unknown key", "put", [(("opz",), {})]),
+        ("missing key", "put", [(("optimizer",), None)]),
+        ("key that stands twice", "text", '{"autopar_plan": 1, "ops": {}, "ops": {}, "fingerprint": "", "cluster": "local", "mesh": "data=2", "optimizer": "adamw", "microbatches": 1, "params": {}, "outputs": []}'),
+        ("value of the wrong type", "put", [(("microbatches",), "two")]),
+        ("plan for another model", "put", [(("fingerprint",), "fedcba9876543210")]),
+        ("op that is not in the model", "put", [(("ops", "layers.*.up:linear"), {"data": "b"})]),
+        ("factor that the op lacks", "put", [(("ops", UP), {"data": "h"})]),
+        ("axis that the mesh lacks", "put", [(("ops", UP), {"model": "n"})]),
+        ("factor whose size does not divide", "put", [(("mesh",), "data=2,tensor=3"), (("ops",), {UP: {"tensor": "n"}})]),
+        ("parameter that is not there", "put", [(("params", "up.weight"), None)]),
+        ("parameter stored in a placement that is none", "put", [(("params", "up.weight", "stored"), "S0,T")]),
+        ("stored pending", "put", [(("params", "up.weight", "stored"), "P,I")]),
+        ("parameter that cannot be brought to its use", "put", [(("params", "up.weight"), {"stored": "S0,S0", "used": "R,S0"})]),
+        ("unknown lifetime", "put", [(("params", "up.weight", "lifetime"), "forever")]),
+        ("reshard of two axes at once", "put", [(("routes",), {"down:linear": ["P,P -> I,I"]})]),
+        ("reshard that is impossible", "put", [(("routes",), {"down:linear": ["I,I -> S1,I", "S1,I -> P,I", "P,I -> Q,I"]})]),
+        ("several mistakes at once", "put", [(("optimizer",), "lion"), (("mesh",), "data=2,data=2"), (("colour",), "green")]),
+    ]),
+    ("Other commands", [
+        ("explaining an op that is not there", "cli", "autopar explain plan.json uq"),
+        ("an alternative that is none", "cli", "autopar explain plan.json up --instead k"),
+        ("an alternative that the op lacks", "cli", "autopar explain plan.json up --instead tensor=h"),
+        ("verifying a plan on another mesh", "cli", "autopar verify models.py:make --mesh data=4 --plan plan.json"),
+        ("verifying a model without a loss", "cli", "autopar verify models.py:no_loss --mesh data=2"),
+        ("running no steps", "cli", "autopar run plan.json --steps 0"),
+    ]),
+    ("Running", [
+        ("input of another shape", "rank", "pm(torch.zeros(4, 12), torch.zeros(8, 12))"),
+        ("input of another dtype", "rank", "pm(torch.zeros(8, 12, dtype=torch.float64), torch.zeros(8, 12))"),
+        ("one input too few", "rank", "pm(torch.zeros(8, 12))"),
+        ("batch that is no whole number of microbatches", "rank", "pm.train_step(torch.zeros(20, 12), torch.zeros(20, 12), microbatches=2)"),
+        ("mesh of another shape than the plan", "rank", "mesh = init_device_mesh('cpu', (1,), mesh_dim_names=('rows',))\nautopar.parallelize(model, mesh, inputs, plan=pm.plan)"),
+        ("device mesh without names", "rank", "autopar.parallelize(model, init_device_mesh('cpu', (1,)), inputs)"),
+        ("more ranks than are running", "rank", "autopar.parallelize(model, 2, inputs)"),
+        ("meta model without initial values", "rank", "meta = nn.Linear(4, 4).to('meta')\nmeta.reset_parameters = None\nautopar.parallelize(meta, 1, torch.zeros(2, 4))"),
+    ]),
+]
+# fmt: on
+
+
+def message(kind: str, how: Any) -> str:
+    """What a mistake gets back, without what differs between machines."""
+    if kind == "cli":
+        text = cli(how)
+    elif kind == "python":
+        text = python(how)
+    elif kind == "rank":
+        text = one_rank(how)
+    elif kind == "text":
+        Path("edited.json").write_text(how)
+        text = cli("autopar show edited.json")
+    else:
+
+        def change(document: dict) -> None:
+            for path, value in how:
+                at = document
+                for key in path[:-1]:
+                    at = at[key]
+                if value is None:
+                    del at[path[-1]]
+                else:
+                    at[path[-1]] = value
+
+        text = on_plan(change)
+    text = text.replace(os.getcwd() + "/", "").replace(os.path.realpath(os.getcwd()) + "/", "")
+    text = re.sub(r"this one has [0-9a-f]{16}", "this one has 0123456789abcdef", text)
+    return re.sub(r"transformers \d+\.\d+\.\d+", "transformers 5.0.0", text)
+
+
+def shown(kind: str, how: Any) -> str:
+    """How a mistake is made, for the page."""
+    if kind == "put":
+        edits = []
+        for path, value in how:
+            at = "".join(f"[{json.dumps(k)}]" for k in path)
+            edits.append(f"del plan{at}" if value is None else f"plan{at} = {json.dumps(value)}")
+        return "```python\n" + "\n".join(edits) + "\n```"
+    return {"cli": "```sh\n", "text": "```json\n"}.get(kind, "```python\n") + how + "\n```"
+
+
+def page(messages: dict[str, str]) -> str:
+    """docs/errors.md."""
+    lines = [
+        "# What autopar says when something is wrong", "",
+        "Every message says what, where, the numbers on both sides and what to do; a file with several mistakes gets all "
+        "of them at once. The command line prints it without a traceback and ends with exit code 2. This page is made by "
+        "`python tests/unit/test_bad_input.py`, and a test holds every message to the letter. Commands stand for a "
+        "folder with `models.py` (shown at the end) and a `plan.json` made from it.", "",
+    ]  # fmt: skip
+    for section, rows in TABLE:
+        lines += [f"## {section}", ""]
+        for name, kind, how in rows:
+            lines += [
+                f"### {name[0].upper()}{name[1:]}",
+                "",
+                shown(kind, how),
+                "",
+                "```text",
+                messages[name],
+                "```",
+                "",
+            ]
+    return "\n".join([*lines, "## models.py", "", "```python", MODELS.strip(), "```", ""])
+
+
+ROWS = [(name, kind, how) for _, rows in TABLE for name, kind, how in rows]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("mistakes")
+    with contextlib.chdir(path):
+        prepare()
+    return path
+
+
+def prepare() -> None:
+    files()
+    with mock.patch.object(sys, "argv", shlex.split(PLAN + " -o plan.json")):
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+            main()
+
+
+@pytest.fixture(scope="module")
+def golden() -> dict[str, str]:
+    return json.loads(GOLDEN.read_text())
+
+
+@pytest.mark.parametrize(("name", "kind", "how"), ROWS, ids=[name.replace(" ", "-") for name, _, _ in ROWS])
+def test_message(name: str, kind: str, how: Any, folder: Path, golden: dict[str, str]) -> None:
+    with contextlib.chdir(folder):
+        assert message(kind, how) == golden[name]
+
+
+def test_page_is_in_step(golden: dict[str, str]) -> None:
+    assert PAGE.read_text() == page(golden), "write it anew: python tests/unit/test_bad_input.py"
+
+
+def test_many_different_mistakes() -> None:
+    names = [name for name, _, _ in ROWS]
+    assert len(set(names)) == len(names) >= 30
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as temporary, contextlib.chdir(temporary):
+        prepare()
+        found = {name: message(kind, how) for name, kind, how in ROWS}
+    GOLDEN.write_text(json.dumps(found, indent=1) + "\n")
+    PAGE.write_text(page(found))
