@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils import _pytree as pytree
 
 import autopar.rules  # noqa: F401  (registers the rules)
+from autopar import planfile
 from autopar.capture import Captured
 from autopar.capture import capture as _capture
-from autopar.errors import AutoparError, InfeasibleError, MeshError, PlanError, RunError
+from autopar.errors import AutoparError, InfeasibleError, MeshError
 from autopar.placements import Mesh, parse_state
-from autopar.plan import ParamChoice, Plan, Price, Solution
+from autopar.plan import Plan
 from autopar.planner.search import Options, check_mesh, plan_graph
 from autopar.runtime.agree import TIMEOUT_SECONDS, ensure_process_group, mesh_group, share, together
 from autopar.runtime.executor import ParallelModule, check_device_mesh
@@ -104,7 +104,7 @@ def parse_bytes(value: float | str | None) -> float | None:
     """Bytes from a number or from text such as ``"40GiB"``, ``"16 GB"``."""
     if value is None or isinstance(value, (int, float)):
         return value
-    match = re.fullmatch(r"\s*([\d.]+)\s*([kmgt]?)(i?)b?\s*", value.lower())
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", value.lower())
     if not match:
         raise AutoparError(f"memory limit '{value}' is no size; write bytes, or such as '40GiB' or '16GB'")
     base = 1024 if match[3] else 1000
@@ -264,7 +264,7 @@ def parallelize(
     try:
         if dist.get_rank(group) == 0:
             if isinstance(plan, (str, Path)):
-                plan = _load(plan, captured)
+                plan = planfile.load(plan, captured.graph, get_cluster(cluster) if cluster is not None else None)
             if plan is None:
                 where, shape, n = _where(model, mesh, cluster)
                 options = _options(
@@ -272,17 +272,13 @@ def parallelize(
                 )
                 plan = plan_captured(captured, where, shape, options, max_axes=max_axes, n=n)
             _check_size(plan.mesh, group)
-            text = _dumps(plan)
+            text = planfile.dumps(plan, captured.graph)
     except Exception as e:
         error = e
-    decided = _loads(share(group, text, error))
+    text = share(group, text, error)
     result: ParallelModule | None = None
     try:
-        if decided.fingerprint != captured.graph.fingerprint:
-            raise PlanError(
-                f"the plan is for a model with fingerprint {decided.fingerprint}, this rank captured "
-                f"{captured.graph.fingerprint}; every rank must build the same model with inputs of the same shapes"
-            )
+        decided = planfile.loads(text, captured.graph, where="rank 0's plan")
         if device_mesh is not None:
             check_device_mesh(device_mesh, decided.mesh)
     except Exception as e:
@@ -383,41 +379,6 @@ def _values(
         return whole
 
     return value
-
-
-# --- a plan on its way to the other ranks ----------------------------------------------------------------------------
-
-
-def _load(path: str | Path, captured: Captured) -> Plan:
-    try:
-        from autopar import planfile
-    except ImportError as error:
-        raise RunError("plan files cannot be read by this version") from error
-    return planfile.load(path, captured.graph)  # type: ignore[attr-defined, no-any-return]
-
-
-def _dumps(plan: Plan) -> str:
-    import json
-
-    return json.dumps(asdict(plan))
-
-
-def _loads(text: str) -> Plan:
-    import json
-
-    raw = json.loads(text)
-
-    def states(value: dict[str, list[str]]) -> dict[str, tuple[str, ...]]:
-        return {k: tuple(v) for k, v in value.items()}
-
-    return Plan(
-        raw["fingerprint"], raw["cluster"], tuple((a, n) for a, n in raw["mesh"]), states(raw["ops"]),
-        {k: ParamChoice(tuple(c["stored"]), tuple(c["used"]), c["lifetime"]) for k, c in raw["params"].items()},
-        states(raw["buffers"]), tuple(None if o is None else tuple(o) for o in raw["outputs"]),
-        {k: tuple((tuple(a), tuple(b)) for a, b in v) for k, v in raw["routes"].items()}, states(raw["inputs"]),
-        raw["optimizer"], raw["stages"], raw["microbatches"], Price(**raw["price"]),
-        Solution(**raw["solution"]) if raw["solution"] else None, tuple(raw["notes"]),
-    )  # fmt: skip
 
 
 __all__ = ["capture", "get_cluster", "mesh_shapes", "parallelize", "parse_bytes", "parse_mesh", "plan", "split_inputs"]

@@ -10,6 +10,7 @@ Every rank runs the same code; what differs is its data and, inside collectives,
 
 from __future__ import annotations
 
+import keyword
 import operator
 import re
 from dataclasses import dataclass
@@ -113,6 +114,7 @@ class _Emitter:
         self.made: dict[Ref, State] = {}
         self.before: dict[Ref, dict[State, State]] = {}
         self.seed: torch.fx.Node | None = None
+        self.names = {"seed"}
 
     def emit(self) -> Program:
         graph = self.graph
@@ -148,7 +150,11 @@ class _Emitter:
             state = self.plan.buffers.get(node.target, ("R",) * len(self.mesh))
         else:
             state = self.plan.inputs.get(node.target, ("R",) * len(self.mesh))
-        fx = self.fx.placeholder(re.sub(r"\W", "_", node.name))
+        name = _identifier(node.name)
+        while name in self.names:
+            name += "_"
+        self.names.add(name)
+        fx = self.fx.placeholder(name)
         fx.meta["autopar"] = {"outs": [state], "node": node.name}
         self.slots.append(Slot(node.kind, node.target, state, node.out.shape, node.out.dtype, node.needs_grad))
         self._made(Ref(i), state, fx)
@@ -220,6 +226,12 @@ class _Emitter:
                 state = next(states)
                 item.meta["autopar"] = {"outs": [state], "item": number}
                 self._made(Ref(i, number), state, item)
+
+
+def _identifier(name: str) -> str:
+    """A Python name for a parameter, buffer or input; modules in a Sequential begin with a digit."""
+    name = re.sub(r"\W", "_", name)
+    return f"_{name}" if name[:1].isdigit() or keyword.iskeyword(name) else name
 
 
 def used_shape(slot: Slot, mesh: Mesh) -> tuple[int, ...]:

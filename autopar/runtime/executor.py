@@ -488,7 +488,8 @@ class ParallelModule(torch.nn.Module):
         if wrong or not factors:
             sizes = ", ".join(f"{name}: {f}" for name, f in factors.items()) or "every input has the captured shape"
             raise RunError(
-                f"train_step with microbatches={k} needs inputs {k} times as long in dim 0 as captured; found {sizes}"
+                f"train_step: inputs must be {count or 'the same number of'} times as long in dim 0 as a microbatch "
+                f"(the captured shape); found {sizes}"
             )
         pieces = []
         for j in range(k):

@@ -142,7 +142,7 @@ def with_gathers(program: Program, helds: Mapping[str, Held], schedule: Schedule
     graph = torch.fx.Graph()
     remap: dict[torch.fx.Node, torch.fx.Node] = {}
     with graph.inserting_before(None):
-        handle = graph.placeholder("schedule")
+        handle = graph.placeholder("_gather_schedule")
     output = graph.graph_copy(program.module.graph, remap)
     nodes = [n for n in graph.nodes]
     position = {n: i for i, n in enumerate(nodes)}
