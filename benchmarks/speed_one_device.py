@@ -84,8 +84,9 @@ def compare(name: str, runs: int) -> dict[str, Any]:
     median = {which: statistics.median(values) for which, values in seconds.items()}
     return {
         "model": name, "eager_seconds": median["eager"], "program_seconds": median["program"],
-        "ratio": median["program"] / median["eager"], "ratio_of_minima": min(seconds["program"]) / min(seconds["eager"]),
-        "median_ratio": statistics.median(ratios), "quartiles": [ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]],
+        "ratio": median["program"] / median["eager"],
+        "ratio_of_minima": min(seconds["program"]) / min(seconds["eager"]), "median_ratio": statistics.median(ratios),
+        "quartiles": [ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]],
     }  # fmt: skip
 
 
@@ -103,8 +104,8 @@ def main() -> None:
         else:
             low, high = result["quartiles"]
             print(
-                f"{name:9} eager {result['eager_seconds'] * 1e3:7.1f} ms  program {result['program_seconds'] * 1e3:7.1f} ms"
-                f"  ratio {result['ratio']:.3f}  (minima {result['ratio_of_minima']:.3f}, pairs {low:.3f}..{high:.3f})",
+                f"{name:9} eager {result['eager_seconds'] * 1e3:7.1f} ms  "
+                f"program {result['program_seconds'] * 1e3:7.1f} ms  ratio {result['ratio']:.3f}  (minima {result['ratio_of_minima']:.3f}, pairs {low:.3f}..{high:.3f})",
                 flush=True,
             )
 
