@@ -105,7 +105,8 @@ def main() -> None:
             low, high = result["quartiles"]
             print(
                 f"{name:9} eager {result['eager_seconds'] * 1e3:7.1f} ms  "
-                f"program {result['program_seconds'] * 1e3:7.1f} ms  ratio {result['ratio']:.3f}  (minima {result['ratio_of_minima']:.3f}, pairs {low:.3f}..{high:.3f})",
+                f"program {result['program_seconds'] * 1e3:7.1f} ms  ratio {result['ratio']:.3f}  "
+                f"(minima {result['ratio_of_minima']:.3f}, pairs {low:.3f}..{high:.3f})",
                 flush=True,
             )
 

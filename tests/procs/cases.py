@@ -280,3 +280,29 @@ def full_round_trip(name: str, mesh: Mesh, seed: int) -> dict[str, Any]:
         "again": all(torch.equal(again[k], original[k]) for k in original),
         "messages": messages,
     }
+
+
+def bad_calls() -> dict[str, str]:
+    """What a program says to calls that it was not made for."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5))
+    x, y = torch.ones(2, 4), torch.ones(2, 4)
+    pm = autopar.parallelize(model, 1, x, loss_fn=torch.nn.functional.mse_loss, targets=y)
+    calls = {
+        "shape": lambda: pm(torch.ones(3, 4), y),
+        "structure": lambda: pm(x),
+        "dtype": lambda: pm(x.double(), y),
+        "type": lambda: pm(x, 3),
+        "eval": lambda: pm.eval(),
+        "half": lambda: pm.half(),
+        "uneven microbatches": lambda: pm.train_step(torch.ones(4, 4), torch.ones(6, 4)),
+        "wrong microbatches": lambda: pm.train_step(torch.ones(4, 4), torch.ones(4, 4), microbatches=3),
+        "too few ranks": lambda: autopar.parallelize(model, 2, x),
+    }
+    messages = {}
+    for name, call in calls.items():
+        try:
+            call()
+            messages[name] = "no error"
+        except autopar.AutoparError as error:
+            messages[name] = f"{type(error).__name__}: {error}"
+    return messages

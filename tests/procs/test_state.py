@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def one() -> dict[str, Any]:
     """Results on one rank, by function."""
-    calls = {"meta": ("meta_state", "gpt2", ONE, 1), "losses": ("losses", *DROPOUT, ONE, None)}
+    calls = {"meta": ("meta_state", "gpt2", ONE, 1), "losses": ("losses", *DROPOUT, ONE, None), "bad": ("bad_calls",)}
     return run_local(cases.several, 1, calls)[0]
 
 
@@ -99,3 +100,30 @@ def test_time_limit_leaves_no_process() -> None:
     if children.exists():
         for pid in children.read_text().split():
             assert b"spawn_main" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (
+            "shape",
+            r"RunError: input args\[0\]: captured with shape \(2, 4\), called with \(3, 4\); pass the whole batch",
+        ),
+        (
+            "structure",
+            r"RunError: the call does not have the structure[\s\S]*captured: \(float32\[2 4\], float32\[2 4\]\)",
+        ),
+        ("dtype", r"RunError: input args\[0\]: captured with dtype float32, called with float64"),
+        (
+            "type",
+            r"RunError: input args\[1\]: captured as a float32 tensor of shape \(2, 4\), called with 3 of type int",
+        ),
+        ("eval", r"RunError: this program was captured in training mode; for eval mode call model.eval\(\)"),
+        ("half", r"RunError: the program was made for cpu and its dtypes"),
+        ("uneven microbatches", r"RunError: train_step: inputs must be the same number of times as long"),
+        ("wrong microbatches", r"RunError: train_step: inputs must be 3 times as long[^;]*; found args\[0\]: 2"),
+        ("too few ranks", r"MeshError: the mesh data=2 needs 2 ranks, 1 is running; start them with torchrun"),
+    ],
+)
+def test_bad_calls(one: dict[str, Any], name: str, expected: str) -> None:
+    assert re.match(expected, one["bad"][name]), one["bad"][name]

@@ -1,0 +1,196 @@
+"""A training step on two gloo ranks: autopar's chosen plan against DDP, FSDP2 and tensor parallelism written by hand.
+
+All four live in the same two processes with one thread each, and take turns step by step in an order that rotates, so
+that what else the machine does hits all of them. Ratios are of medians, autopar over the other: below 1 is faster.
+``python benchmarks/speed_two_ranks.py [--runs 9] [--models gpt resnet18]``
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from speed_one_device import resnet18
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import autopar
+
+LAYERS, HIDDEN, HEADS, VOCABULARY = 6, 768, 12, 8192
+
+
+class Layer(nn.Module):
+    """Causal attention and an MLP, norms first; separate q, k and v as tensor parallelism by hand wants them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
+        self.q, self.k, self.v, self.out = (nn.Linear(HIDDEN, HIDDEN) for _ in range(4))
+        self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [b s h] -> [b s h]
+        y = self.norm1(x)
+        q, k, v = (f(y).unflatten(-1, (-1, HIDDEN // HEADS)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """Returns the loss."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.embed, self.positions = nn.Embedding(VOCABULARY, HIDDEN), nn.Parameter(torch.zeros(tokens, HIDDEN))
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.norm, self.head = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, VOCABULARY, bias=False)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids) + self.positions
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+
+
+class Loss(nn.Module):
+    """The loss of a model of transformers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.model(pixel_values=pixel_values, labels=labels).loss
+
+
+def gpt(batch: int, tokens: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    ids = torch.randint(0, VOCABULARY, (batch, tokens))
+    return GPT(tokens), (ids, ids.roll(-1, 1))
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]]] = {
+    "gpt": lambda: gpt(8, 128),  # enough tokens that cutting the batch pays
+    "gpt_small_batch": lambda: gpt(2, 128),  # few tokens: gradients cost more than activations
+    "resnet18": lambda: (Loss(resnet18()[0]), (torch.randn(16, 3, 64, 64), torch.randint(0, 100, (16,)))),
+}
+
+
+def ddp(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return DistributedDataParallel(model, gradient_as_bucket_view=True), half(batch)
+
+
+def fsdp2(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    mesh = dist.init_device_mesh("cpu", (2,))
+    blocks = model.layers if isinstance(model, GPT) else model.model.resnet.encoder.stages
+    for block in blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, half(batch)
+
+
+def by_hand(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
+    for layer in model.layers:
+        columns, rows = ColwiseParallel(), RowwiseParallel()
+        parallelize_module(
+            layer, mesh, {"q": columns, "k": columns, "v": columns, "up": columns, "out": rows, "down": rows}
+        )
+    return model, batch
+
+
+def chosen(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return autopar.parallelize(model, 2, batch), batch
+
+
+def half(batch: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return tuple(x.chunk(2)[dist.get_rank()].contiguous() for x in batch)
+
+
+WAYS = {"autopar": chosen, "ddp": ddp, "fsdp2": fsdp2, "by_hand": by_hand}
+
+
+def rank(name: str, ways: list[str], runs: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    steps: dict[str, Callable[[], None]] = {}
+    parts: dict[str, list[list[float]]] = {}
+    for way in ways:
+        torch.manual_seed(0)
+        model, batch = MODELS[name]()
+        model, batch = WAYS[way](copy.deepcopy(model).train(), batch)
+        if way == "autopar":
+            kinds = {(c.stored, c.used, c.lifetime) for c in model.plan.params.values()}
+            found["plan"] = {"mesh": model.plan.mesh, "parameters": sorted(map(str, kinds)),
+                             "predicted_seconds": model.plan.price.seconds}  # fmt: skip
+        kinds_of: dict[type, list[Any]] = {}  # foreach does not mix plain tensors and DTensors
+        for parameter in model.parameters():
+            kinds_of.setdefault(type(parameter), []).append(parameter)
+        optimizer = torch.optim.AdamW([{"params": p} for p in kinds_of.values()], lr=1e-4, foreach=True)
+
+        def step(model: Any = model, batch: Any = batch, optimizer: Any = optimizer, way: str = way) -> None:
+            times = [time.perf_counter()]
+            loss = model(*batch)
+            times.append(time.perf_counter())
+            loss.backward()
+            times.append(time.perf_counter())
+            optimizer.step()
+            optimizer.zero_grad()
+            times.append(time.perf_counter())
+            parts.setdefault(way, []).append([b - a for a, b in zip(times, times[1:])])
+
+        steps[way] = step
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for run in range(-2, runs):
+        for i in range(len(ways)):
+            way = ways[(i + run) % len(ways)]
+            dist.barrier()
+            start = time.perf_counter()
+            steps[way]()
+            if run >= 0:
+                seconds[way].append(time.perf_counter() - start)
+    found["seconds"] = {way: statistics.median(s) for way, s in seconds.items()}
+    found["minima"] = {way: min(s) for way, s in seconds.items()}
+    found["parts"] = {
+        way: dict(zip(("forward", "backward", "optimizer"), map(statistics.median, zip(*p[2:]))))
+        for way, p in parts.items()
+    }
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    for name in options.models:
+        ways = [way for way in WAYS if way != "by_hand" or name.startswith("gpt")]
+        found = autopar.run_local(rank, 2, name, ways, options.runs, timeout=1200)[0]
+        own = found["seconds"]["autopar"]
+        found["ratios"] = {way: own / s for way, s in found["seconds"].items() if way != "autopar"}
+        found["ratio_to_best"] = max(found["ratios"].values())
+        if options.json:
+            print(json.dumps({"model": name, **found}), flush=True)
+            continue
+        print(f"{name}: {found['plan']}")
+        for way in ways:
+            parts = "  ".join(f"{k} {v * 1e3:6.0f}" for k, v in found["parts"][way].items())
+            ratio = f"autopar/{way} {found['ratios'][way]:.3f}" if way != "autopar" else ""
+            print(
+                f"  {way:9} {found['seconds'][way] * 1e3:7.0f} ms "
+                f"(least {found['minima'][way] * 1e3:5.0f})  {parts}  {ratio}"
+            )
+        print(f"  autopar over the best of the others: {found['ratio_to_best']:.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
