@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import statistics
 import time
@@ -145,7 +146,7 @@ def rank(name: str, ways: list[str], runs: int) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
             times.append(time.perf_counter())
-            parts.setdefault(way, []).append([b - a for a, b in zip(times, times[1:])])
+            parts.setdefault(way, []).append([b - a for a, b in itertools.pairwise(times)])
 
         steps[way] = step
     seconds: dict[str, list[float]] = {way: [] for way in ways}
