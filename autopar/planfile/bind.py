@@ -21,6 +21,7 @@ from autopar.planner.complete import complete, demand, needs
 from autopar.planner.price import pricer
 from autopar.planner.search import check_mesh, op_labels
 from autopar.planner.space import Strategy, combine, node_options
+from autopar.rules.notation import Option
 from autopar.rules.registry import rules_of
 from hardware_profiles import Cluster
 
@@ -94,59 +95,60 @@ class _Binder:
         self.graph, self.bad = graph, bad
         self.rules = rules_of(graph)
         self.labels = op_labels(graph)
+        self.options: dict[int, dict[str, Option]] = {}
         self.axes = {name: a for a, (name, _) in enumerate(self.mesh)}
 
     # -- ops
 
     def ops(self) -> dict[int, Strategy]:
         """Strategies of the ops that the file names, and of those that are whole because it does not."""
-        names: dict[int, list[str]] = {}
-        at: dict[int, str] = {}
         ops = [(i, node) for i, node in enumerate(self.graph.nodes) if node.kind == "op"]
-        options: dict[int, dict[str, Any]] = {}
+        last: dict[int, tuple[str, dict[str, str]]] = {}  # the entry that counts for each op
         for pattern, entry in self.raw["ops"].items():
             path = f"ops[{json.dumps(pattern)}]"
-            match = re.compile(translate(pattern)).match
-            found = [i for i, n in ops if match(self.labels[n.name])]
-            exact = bool(found)
-            if not exact:
-                found = [i for i, n in ops if match(n.module) or n.name == pattern]
-            if not found:
-                known = [*self.labels.values(), *dict.fromkeys(n.module for _, n in ops if n.module)]
-                self.bad.add(path, f"matches no op of the model; {closest(pattern, known)}")
-                continue
             for axis in entry:
                 if axis not in self.axes:
                     self.bad.add(f"{path}.{axis}", f"the mesh has no axis '{axis}'; it has {', '.join(self.axes)}")
-            for i in found:
-                if i not in options:
-                    rule = self.rules[i]
-                    assert rule is not None
-                    options[i] = {o.name: o for o in node_options(self.graph, self.graph.nodes[i], rule)}
-                at[i] = path
-                names[i] = ["I"] * len(self.mesh)
-            for axis, factor in entry.items():
-                if axis not in self.axes:
-                    continue
-                name = "I" if factor == "replicate" else factor
-                able = [i for i in found if name in options[i]]
-                for i in found if exact or not able else able:
-                    if name in options[i]:
-                        names[i][self.axes[axis]] = name
-                    else:
-                        self._no_factor(f"{path}.{axis}", i, factor, options[i])
+            match = re.compile(translate(pattern)).match
+            found = [i for i, n in ops if match(self.labels[n.name])]
+            if not found:
+                found = [i for i, n in ops if match(n.module) or n.name == pattern]
+                able = [i for i in found if all(_option(f) in self._options(i) for f in entry.values())]
+                found = able or found  # a module: those of its ops that have the factors
+            if not found:
+                known = [*self.labels.values(), *dict.fromkeys(n.module for _, n in ops if n.module)]
+                self.bad.add(path, f"matches no op of the model; {closest(pattern, known)}")
+            last.update((i, (path, entry)) for i in found)
         decided = {}
         for i, node in ops:
-            if i not in names and node.hot:
-                rule = self.rules[i]
-                assert rule is not None
-                options[i] = {o.name: o for o in node_options(self.graph, node, rule)}
-                decided[i] = combine([options[i]["I"]] * len(self.mesh))
-            elif i in names:
-                strategy = combine([options[i][name] for name in names[i]])
-                if self._divides(at[i], i, strategy):
+            if i in last:
+                path, entry = last[i]
+                strategy = self._named(path, i, entry)
+                if strategy is not None and self._divides(path, i, strategy):
                     decided[i] = strategy
+            elif node.hot:
+                decided[i] = combine([self._options(i)["I"]] * len(self.mesh))
         return decided
+
+    def _options(self, i: int) -> dict[str, Option]:
+        """The options of an op on one axis, by name."""
+        if i not in self.options:
+            rule = self.rules[i]
+            assert rule is not None
+            self.options[i] = {o.name: o for o in node_options(self.graph, self.graph.nodes[i], rule)}
+        return self.options[i]
+
+    def _named(self, path: str, i: int, entry: Mapping[str, str]) -> Strategy | None:
+        """The strategy that an entry names for an op."""
+        options, fine = self._options(i), True
+        picked = [options["I"]] * len(self.mesh)
+        for axis, factor in entry.items():
+            if _option(factor) not in options:
+                self._no_factor(f"{path}.{axis}", i, factor, options)
+                fine = False
+            elif axis in self.axes:
+                picked[self.axes[axis]] = options[_option(factor)]
+        return combine(picked) if fine else None
 
     def _no_factor(self, path: str, i: int, factor: str, options: Mapping[str, Any]) -> None:
         node, rule = self.graph.nodes[i], self.rules[i]
@@ -370,6 +372,11 @@ class _Binder:
         if extra:
             price = replace(price, activation_seconds=price.activation_seconds + extra)
         return replace(done, routes={**done.routes, **kept}, price=price, notes=plan.notes)
+
+
+def _option(factor: str) -> str:
+    """The name of an option, as plans store it."""
+    return "I" if factor == "replicate" else factor
 
 
 def _misfit(made: State, goals: Mapping[State, None], route: Route) -> str:

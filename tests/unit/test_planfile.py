@@ -1,0 +1,291 @@
+"""Plan files: what is written is read back, bytes do not change, edits by hand count, and nothing is executed."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from zoo import ZOO
+
+from autopar.capture import capture
+from autopar.errors import MeshError, PlanError
+from autopar.graph import Graph
+from autopar.placements import Mesh
+from autopar.plan import ParamChoice, Plan, Price
+from autopar.planfile import dumps, load, loads, parse, parse_mesh, save
+from autopar.planfile.patterns import compress
+from autopar.planner.complete import complete
+from autopar.planner.draw import random_plan
+from autopar.planner.price import pricer
+from autopar.planner.search import op_labels, plan_graph
+from autopar.planner.space import combine, node_options
+from autopar.rules.registry import rules_of
+from hardware_profiles import ProfileError, load_cluster
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "plan_mlp.json"
+CLUSTER = "dgx-h100"
+MESH: Mesh = (("data", 2), ("tensor", 2))
+
+
+class MLP(nn.Module):
+    """Two linear layers, the Megatron way to be cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(self.down(F.relu(self.up(x))), y)
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return capture(MLP(), (torch.zeros(8, 16), torch.zeros(8, 16))).graph
+
+
+def megatron(graph: Graph) -> Plan:
+    """Data parallel on one axis, columns then rows on the other; no solver, so that no price can change it."""
+    cuts = {"up": ("b", "n"), "relu": ("b", "s"), "down": ("b", "k"), "mse_loss": ("b", "I")}
+    rules, labels = rules_of(graph), op_labels(graph)
+    decided = {}
+    for i, node in enumerate(graph.nodes):
+        if node.kind == "op":
+            wanted = next(v for k, v in cuts.items() if k in labels[node.name])
+            options = {o.name: o for o in node_options(graph, node, rules[i])}  # type: ignore[arg-type]
+            decided[i] = combine([options[name] for name in wanted])
+    used = {"up.weight": ("R", "S0"), "up.bias": ("R", "S0"), "down.weight": ("R", "S1"), "down.bias": ("R", "I")}
+    stored = {"up.weight": ("S1", "S0"), "up.bias": ("I", "S0"), "down.weight": ("S0", "S1"), "down.bias": ("I", "I")}
+    params = {
+        i: ParamChoice(stored[n.target], used[n.target], "use" if "weight" in n.target else "step")
+        for i, n in graph.of_kind("param")
+    }
+    plan = complete(graph, rules, pricer(load_cluster(CLUSTER), MESH), decided, params, {}, cluster=CLUSTER)
+    return replace(plan, price=Price(1e-3, 2e-4, 3e-4, 1, 2, 3, 4, 5))
+
+
+def test_golden(graph: Graph) -> None:
+    """The file of a small plan, byte for byte (prices are made up: they may change)."""
+    text = dumps(megatron(graph), graph, {"spec": "mlp.py:make"})
+    text = text.replace(graph.fingerprint, "0123456789abcdef")
+    assert text == GOLDEN.read_text(), f"after a change on purpose, write this to {GOLDEN.name}:\n{text}"
+
+
+@pytest.mark.parametrize("mesh", ["data=2,tensor=2", "a=1,b=4", "data=2,tensor=2,context=2"])
+@pytest.mark.parametrize("name", ["mlp", "gpt2", "llama", "t5", "resnet"])
+def test_round_trip(name: str, mesh: str) -> None:
+    """Plans come back equal, and are written to the same bytes again; drawn at random, they differ in every entry."""
+    case = ZOO[name]()
+    graph = capture(case.model, case.args, case.kwargs).graph
+    cluster, shape = load_cluster(CLUSTER), parse_mesh(mesh)
+    rules, priced = rules_of(graph), pricer(cluster, shape)
+    plans = [random_plan(graph, rules, priced, seed) for seed in range(3)]
+    if name in ("mlp", "gpt2") and len(shape) == 2:
+        plans.append(plan_graph(graph, cluster, shape))
+    for plan in plans:
+        plan = replace(plan, cluster="absent.toml")  # reading needs no cluster
+        text = dumps(plan, graph)
+        again = loads(text, graph)
+        assert again == plan
+        assert dumps(again, graph) == text
+
+
+def test_layers_share_entries() -> None:
+    """The file of a deep model is as short as that of a shallow one."""
+    lines = []
+    for layers in (4, 12):
+        case = ZOO["gpt2"](layers=layers)
+        graph = capture(case.model, case.args, case.kwargs).graph
+        lines.append(len(dumps(plan_graph(graph, load_cluster(CLUSTER), MESH), graph).splitlines()))
+    assert lines[0] == lines[1] < 120
+
+
+def test_save_and_load(graph: Graph, tmp_path: Path) -> None:
+    plan = megatron(graph)
+    save(tmp_path / "plan.json", plan, graph)
+    assert load(tmp_path / "plan.json", graph) == plan
+
+
+# --- edits by hand ---------------------------------------------------------------------------------------------------
+
+
+def edited(plan: Plan, graph: Graph, **changes: object) -> str:
+    document = json.loads(dumps(plan, graph))
+    for key, value in changes.items():
+        if value is None:
+            del document[key]
+        else:
+            document[key] = {**document[key], **value} if isinstance(value, dict) else value
+    return json.dumps(document)
+
+
+def test_an_edit_counts(graph: Graph) -> None:
+    """After an edit, routes and price are those of the edited decisions, and the solver's proof is gone."""
+    plan = plan_graph(graph, load_cluster(CLUSTER), MESH, cluster_name=CLUSTER)
+    assert plan.solution is not None
+    other = loads(edited(plan, graph, ops={"up:linear": {"data": "b", "tensor": "n"}}), graph)
+    up = next(n.name for n in graph.nodes if n.kind == "op" and n.module == "up")
+    assert other.ops[up] == ("b", "n")
+    assert other.solution is None
+    assert other.price.seconds > plan.price.seconds
+    assert loads(dumps(other, graph), graph) == other
+
+
+def test_a_module_names_its_ops(graph: Graph) -> None:
+    """``up`` stands for the ops of that module; an axis that is not named is whole."""
+    other = loads(edited(megatron(graph), graph, ops={"up": {"tensor": "n"}}), graph)
+    up = next(n.name for n in graph.nodes if n.kind == "op" and n.module == "up")
+    assert other.ops[up] == ("I", "n")
+
+
+def test_later_entries_override(graph: Graph) -> None:
+    text = edited(megatron(graph), graph, ops={"*:linear": {"data": "b"}, "down:linear": {"tensor": "replicate"}})
+    found = loads(text, graph)
+    by_module = {n.module: found.ops[n.name] for n in graph.nodes if n.kind == "op" and n.module}
+    assert by_module["up"] == ("b", "I")
+    assert by_module["down"] == ("b", "I")  # the new pattern came last
+    document = json.loads(dumps(megatron(graph), graph))
+    document["ops"] = {"*:linear": {"data": "b"}, "down:linear": {"tensor": "k"}}
+    found = loads(json.dumps(document), graph)
+    by_module = {n.module: found.ops[n.name] for n in graph.nodes if n.kind == "op" and n.module}
+    assert by_module == {"up": ("b", "I"), "down": ("I", "k")}
+
+
+def test_routes_may_be_left_out(graph: Graph) -> None:
+    plan = plan_graph(graph, load_cluster(CLUSTER), MESH, cluster_name=CLUSTER)
+    found = loads(edited(plan, graph, routes=None), graph)
+    assert found.routes == plan.routes
+    assert found.price == plan.price
+
+
+def test_another_way_for_a_tensor_is_priced(graph: Graph) -> None:
+    """A detour that a person writes into ``routes`` is kept, and costs what it costs."""
+    plan = replace(megatron(graph))
+    found = loads(edited(plan, graph, routes=None), graph)  # priced as it is
+    document = json.loads(dumps(found, graph))
+    assert document["routes"]["down:linear"] == ["S0,P -> S0,I"]
+    document["routes"]["down:linear"] = ["S0,P -> S0,S1", "S0,S1 -> S0,I"]
+    other = loads(json.dumps(document), graph)
+    assert len(other.routes["linear_1"]) == 2
+    assert other.price.activation_seconds != found.price.activation_seconds
+    assert other.price.compute_seconds == found.price.compute_seconds
+
+
+def test_a_stale_price_is_not_believed(graph: Graph) -> None:
+    plan = plan_graph(graph, load_cluster(CLUSTER), MESH, cluster_name=CLUSTER)
+    document = json.loads(dumps(plan, graph))
+    document["price"]["compute_seconds"] = 1e-9
+    assert loads(json.dumps(document), graph).price == plan.price
+    document["cluster"] = "pcie-l40s"
+    assert loads(json.dumps(document), graph).price.seconds > plan.price.seconds
+
+
+def test_a_route_that_leads_elsewhere_is_an_error(graph: Graph) -> None:
+    document = json.loads(dumps(megatron(graph), graph))
+    document["routes"]["down:linear"] = ["S0,P -> S0,S1"]
+    with pytest.raises(PlanError, match=r"does not reach S0,I, as which the tensor is wanted; remove the entry"):
+        loads(json.dumps(document), graph)
+    document["routes"]["down:linear"] = ["S0,P -> S0,I"]
+    document["routes"]["up:linear"] = ["S0,S1 -> S0,I"]
+    found = loads(json.dumps(document), graph)  # brought somewhere where nobody wants it: harmless, and priced
+    assert found.price.seconds > 0
+
+
+def test_pricing_an_edit_needs_the_cluster(graph: Graph) -> None:
+    plan = replace(megatron(graph), cluster="absent.toml")
+    assert loads(dumps(plan, graph), graph) == plan
+    with pytest.raises(ProfileError, match=r"absent\.toml"):
+        loads(edited(plan, graph, ops={"up:linear": {}}), graph)
+    assert loads(edited(plan, graph, ops={"up:linear": {}}), graph, load_cluster(CLUSTER)).price.seconds > 0
+
+
+# --- strict reading --------------------------------------------------------------------------------------------------
+
+
+def test_all_failures_at_once(graph: Graph) -> None:
+    document = json.loads(dumps(megatron(graph), graph))
+    document["ops"] = {"nothing:linear": {"data": "b"}, "up:linear": {"rows": "n", "data": "q"}}
+    document["params"]["up.weight"]["stored"] = "S7,I"
+    document["outputs"] = []
+    with pytest.raises(PlanError) as error:
+        loads(json.dumps(document), graph)
+    text = str(error.value)
+    assert "5 problems" in text
+    for part in ('ops["nothing:linear"]', 'ops["up:linear"].rows', 'ops["up:linear"].data', "S7,I", "outputs: has 0"):
+        assert part in text
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_damage_passes_unseen(graph: Graph, seed: int) -> None:
+    """Any value replaced by one of another kind is a PlanError (or MeshError), never another exception."""
+    rng = random.Random(seed)
+    document = json.loads(dumps(megatron(graph), graph))
+    at = document
+    while True:
+        key = rng.choice(list(at) if isinstance(at, dict) else range(len(at)))  # type: ignore[arg-type]
+        if isinstance(at[key], (dict, list)) and at[key] and rng.random() < 0.8:
+            at = at[key]
+            continue
+        damaged = [v for v in (None, True, -3, 2.5, "?", [], {}, [1], {"?": 1}) if type(v) is not type(at[key])]
+        if key in ("solution", "model", "price", "checksum"):
+            damaged.remove(None) if None in damaged else None
+        at[key] = rng.choice(damaged)
+        break
+    try:
+        loads(json.dumps(document), graph)
+    except (PlanError, MeshError):
+        return
+    assert key in ("stages", "compute_seconds", "activation_seconds", "parameter_seconds") or at[key] in ({}, None, [])
+
+
+def test_loading_executes_nothing(graph: Graph, tmp_path: Path) -> None:
+    """A file that names a model does not make the loader import it."""
+    marker = tmp_path / "ran"
+    (tmp_path / "evil.py").write_text(f"open({str(marker)!r}, 'w')")
+    text = dumps(megatron(graph), graph, {"spec": "evil.py:make"})
+    (tmp_path / "plan.json").write_text(text)
+    load(tmp_path / "plan.json", graph)
+    parse(text)
+    assert not marker.exists()
+
+
+# --- patterns --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_patterns_say_what_was_said(seed: int) -> None:
+    """Whatever names and values: read with 'later entries override', the patterns give every name its value."""
+    rng = random.Random(seed)
+    parts = ["layers", "attn", "0", "1", "2", "10", "x[y]", "a*", "mlp"]
+    names = sorted({".".join(rng.choices(parts, k=rng.randint(1, 4))) + rng.choice([":add", ":add.1", ":mul"])
+                    for _ in range(rng.randint(1, 60))})  # fmt: skip
+    values = {n: rng.randint(0, rng.choice([0, 1, 3])) for n in names}
+    needed = {n for n in names if rng.random() < 0.7}
+    found: dict[str, int] = {}
+    for pattern, value in compress(names, values.__getitem__, needed):
+        found.update((n, value) for n in names if fnmatchcase(n, pattern))
+    assert needed <= set(found)
+    assert all(values[n] == v for n, v in found.items())
+
+
+def test_equal_layers_are_one_pattern() -> None:
+    names = [f"layers.{i}.{part}.weight" for i in range(32) for part in ("up", "down")]
+    assert compress(names, lambda n: n.split(".")[2]) == [
+        ("layers.*.up.weight", "up"),
+        ("layers.*.down.weight", "down"),
+    ]
+    odd = compress(names, lambda n: "odd" if n == "layers.7.up.weight" else "")
+    assert odd == [("layers.*.up.weight", ""), ("layers.7.up.weight", "odd"), ("layers.*.down.weight", "")]
+
+
+def test_meshes_as_text() -> None:
+    assert parse_mesh(" data = 2, tensor=4") == (("data", 2), ("tensor", 4))
+    for text in ("", "data", "data=2,,tensor=2", "2=data", "data=2.5"):
+        with pytest.raises(MeshError):
+            parse_mesh(text)
