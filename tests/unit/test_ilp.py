@@ -102,3 +102,22 @@ def test_same_problem_same_answer() -> None:
     rng = random.Random(3)
     problem = _random_problem(rng, False)
     assert ilp.solve(problem).picked == ilp.solve(problem).picked
+
+
+def test_memory_by_prices_is_within_its_gap_of_brute_force() -> None:
+    rng = random.Random(11)
+    checked = 0
+    for _ in range(150):
+        problem = _random_problem(rng, True)
+        expected = _brute_force(problem)
+        if expected == float("inf"):
+            with pytest.raises(InfeasibleError):
+                ilp.solve(problem, gap=0.01)
+            continue
+        choice = ilp.solve(problem, gap=0.01)
+        n_bytes = sum(i.n_bytes[s] for i, s in zip(problem.items, choice.picked, strict=True))
+        assert problem.limit_bytes is not None and n_bytes <= problem.limit_bytes
+        assert choice.bound <= expected + 1e-6
+        assert expected - 1e-6 <= choice.objective <= expected * 1.01 + 1e-6
+        checked += 1
+    assert checked > 50
