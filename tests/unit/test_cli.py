@@ -1,0 +1,205 @@
+"""The command line: every command runs on a small model, prints JSON that parses, and tables that hold the numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from autopar.cli import main
+
+MODEL = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self, hidden):
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(hidden), nn.Linear(hidden, 4 * hidden)
+        self.down = nn.Linear(4 * hidden, hidden)
+        self.gate, self.mix = nn.Linear(hidden, 4 * hidden), nn.Linear(hidden, hidden)
+
+    def forward(self, x):
+        y = self.norm(x)
+        return x + self.mix(self.down(F.relu(self.up(y)) * self.gate(y)))
+
+
+class Net(nn.Module):
+    def __init__(self, hidden=16, layers=3):
+        super().__init__()
+        self.layers = nn.ModuleList(Block(hidden) for _ in range(layers))
+
+    def forward(self, x, y):
+        for layer in self.layers:
+            x = layer(x)
+        return F.mse_loss(x, y)
+
+
+def make():
+    torch.manual_seed(0)
+    return Net(), (torch.randn(8, 16), torch.randn(8, 16))
+"""
+MESH = ("--cluster", "local-x4", "--mesh", "data=2,tensor=2")
+
+
+def autopar(*words: str, code: int = 0) -> str:
+    """What a command prints on standard output."""
+    stdout = io.StringIO()
+    with mock.patch.object(sys, "argv", ["autopar", *words]), pytest.raises(SystemExit) as end:
+        with contextlib.redirect_stdout(stdout):
+            main()
+    assert (end.value.code or 0) == code
+    return stdout.getvalue()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with net.py, plan.json and cut.json (the same with every ``up`` cut by columns)."""
+    path = tmp_path_factory.mktemp("cli")
+    with contextlib.chdir(path):
+        Path("net.py").write_text(MODEL)
+        autopar("plan", "net.py:make", *MESH, "-o", "plan.json")
+        autopar("plan", "net.py:make", *MESH, "--pin", "layers.*.up:tensor=n", "-o", "cut.json")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _inside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+
+
+def test_plan_writes_the_same_bytes_again() -> None:
+    text = autopar("plan", "net.py:make", *MESH, "--json")
+    assert text == Path("plan.json").read_text()
+    assert json.loads(text)["model"] == {"spec": "net.py:make"}
+
+
+def test_plan_chooses_a_mesh() -> None:
+    document = json.loads(autopar("plan", "net.py:make", "-c", "local", "--json"))
+    assert document["mesh"] in ("data=2", "tensor=2")
+
+
+def test_plan_obeys_pins() -> None:
+    ops = json.loads(Path("cut.json").read_text())["ops"]
+    assert ops["layers.*.up:linear"]["tensor"] == "n"
+
+
+def test_show() -> None:
+    text = autopar("show", "plan.json")
+    for part in ("layers.0 .. layers.2 (x 3)", "up:linear", "parameters", "activations", "gap 0.00%"):
+        assert part in text
+
+
+def test_show_sums_up() -> None:
+    """Seconds of the rows are those of the price."""
+    shown = json.loads(autopar("show", "cut.json", "--json", "--all"))
+    rows = sum(
+        b["count"] * sum(o["compute_seconds"] + o["collective_seconds"] for o in b["ops"]) for b in shown["blocks"]
+    )
+    assert rows == pytest.approx(shown["seconds"]["compute"] + shown["seconds"]["activation collectives"])
+    parameters = sum(p["seconds"] for p in shown["parameters"])
+    assert parameters == pytest.approx(shown["seconds"]["parameter collectives"])
+    assert sum(p["stored_bytes"] for p in shown["parameters"]) == shown["bytes"]["parameters"]
+
+
+def test_show_code_is_python() -> None:
+    text = autopar("show", "cut.json", "--code")
+    compile(text, "program.py", "exec")
+    assert "collectives." in text
+    assert "layers_0_up_weight,  # float32[32 16]" in text
+
+
+def test_show_without_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copy("cut.json", tmp_path / "alone.json")
+    text = autopar("show", str(tmp_path / "alone.json"))
+    assert "layers.*.up:linear" in text
+    assert "net.py does not exist" in capsys.readouterr().err
+    assert json.loads(autopar("show", str(tmp_path / "alone.json"), "--json"))["warning"]
+    autopar("show", str(tmp_path / "alone.json"), "--model", "net.py:make")
+
+
+def test_explain() -> None:
+    found = json.loads(autopar("explain", "plan.json", "layers.1.up", "--instead", "tensor=n", "--json"))
+    rows = found["ops"][0]["strategies"]
+    assert sum(r["chosen"] for r in rows) == 1
+    assert [r["seconds"] for r in rows if r["seconds"] is not None] == sorted(
+        r["seconds"] for r in rows if r["seconds"] is not None
+    )
+    pinned = json.loads(Path("cut.json").read_text())["price"]
+    assert found["instead"]["ops"] == 3  # the op and its copies
+    assert found["instead"]["price"] == pinned
+    assert found["instead"]["seconds"] >= found["instead"]["plan_seconds"]
+    assert "chosen" in autopar("explain", "plan.json", "layers.*.up")
+
+
+def test_diff() -> None:
+    assert "the same" in autopar("diff", "plan.json", "plan.json")
+    rows = {r["what"]: r for r in json.loads(autopar("diff", "plan.json", "cut.json", "--json"))}
+    assert rows["op layers.*.up:linear"]["b"].endswith("tensor=n")
+    assert "price.seconds" in rows
+
+
+def test_inspect() -> None:
+    found = json.loads(autopar("inspect", "net.py:make", "--json"))
+    assert found["blocks"][0]["repeats"] == 3
+    assert found["parameters"]["count"] == 30
+    assert "aten.linear.default" in autopar("inspect", "net.py:make")
+    assert "return %mse_loss" in autopar("inspect", "net.py:make", "--graph")
+
+
+def test_verify() -> None:
+    rows = json.loads(autopar("verify", "net.py:make", "--mesh", "tensor=2", "--random-plans", "1", "--json"))
+    assert [r["name"] for r in rows] == ["one device / eager", "plan", "random 0"]
+    assert all(r["ok"] for r in rows)
+
+
+@pytest.mark.slow
+def test_run_and_verify_with_processes() -> None:
+    autopar("plan", "net.py:make", "--cluster", "local-x2", "--mesh", "tensor=2", "-o", "two.json")
+    result = json.loads(autopar("run", "two.json", "--steps", "3", "--json"))
+    assert result["losses"] == sorted(result["losses"], reverse=True)
+    assert result["predicted_seconds"] > 0
+    rows = json.loads(autopar("verify", "net.py:make", "--mesh", "tensor=2", "--processes", "--json"))
+    assert rows[0]["ok"]
+
+
+def test_devices_and_clusters() -> None:
+    assert "H100-SXM-80GB" in {d["name"] for d in json.loads(autopar("devices", "--json"))}
+    assert "dgx-h100" in {c["name"] for c in json.loads(autopar("clusters", "--json"))}
+    assert json.loads(autopar("clusters", "dgx-h100-x8", "--json"))[0]["devices"] == 64
+    for command in ("devices", "clusters"):
+        assert "H100" in autopar(command)
+
+
+def test_hugging_face_config() -> None:
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "vocab_size": 64,
+              "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 128, "num_hidden_layers": 3,
+              "max_position_embeddings": 128}  # fmt: skip
+    Path("config.json").write_text(json.dumps(config))
+    found = json.loads(autopar("inspect", "hf:config.json", "--batch", "4", "--seq", "32", "--json"))
+    assert found["inputs"] == {"input_ids": "int64[4 32]", "labels": "int64[4 32]"}
+    text = autopar("plan", "hf:config.json", "--batch", "4", "--seq", "32", "-c", "dgx-h100", "-m", "data=2", "--json")
+    assert json.loads(text)["model"] == {"spec": "hf:config.json", "batch": 4, "seq": 32}
+
+
+def test_help_needs_no_torch() -> None:
+    code = "import sys; from autopar.cli import app; assert 'torch' not in sys.modules, 'torch was imported'"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    "command", ["plan", "show", "explain", "diff", "inspect", "verify", "run", "devices", "clusters"]
+)
+def test_help_has_examples(command: str) -> None:
+    text = autopar(command, "--help")
+    assert "Example" in text
+    assert "--json" in text
