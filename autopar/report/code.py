@@ -15,6 +15,7 @@ def code_of(program: Program) -> str:
     body = []
     for line in lines[start + 1 :]:
         line = re.sub(r";\s+(\w+ = )+None\s*(#.*)?$", "", line)
+        line = re.sub(r"\bautopar_rules_([a-z]+)_", r"\1.", line)
         body.append(line.replace("autopar_lower_collectives_", "collectives.").replace("torch.ops.", ""))
     mesh = ", ".join(f"{name}={size}" for name, size in program.mesh)
     head = [

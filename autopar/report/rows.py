@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
@@ -152,9 +153,18 @@ def block_rows(graph: Graph, plan: Plan, priced: Pricer, *, every: bool = False)
         if found:
             result.append(BlockRows(f"{name} .. {last}" if last else name, count, found))
 
-    arriving = tuple(row for i in range(len(graph.nodes)) if (row := _arrival(graph, plan, priced, i)) is not None)
-    if arriving:
-        result.append(BlockRows("inputs and parameters that are brought elsewhere", 1, arriving))
+    arriving: dict[str, list[OpRow]] = {}
+    for i in range(len(graph.nodes)):
+        row = _arrival(graph, plan, priced, i)
+        if row is not None:
+            key = repr((re.sub(r"(?<=\.)\d+(?=\.)", "*", row.label), row.steps, row.collectives))
+            arriving.setdefault(key, []).append(row)
+    by_count: dict[int, list[OpRow]] = {}
+    for same in arriving.values():
+        label = re.sub(r"(?<=\.)\d+(?=\.)", "*", same[0].label) if len(same) > 1 else same[0].label
+        by_count.setdefault(len(same), []).append(replace(same[0], label=label))
+    for count, found in by_count.items():
+        result.append(BlockRows("inputs and parameters that are brought elsewhere", count, tuple(found)))
     at = 0
     for first, length, repeats in fold(graph).blocks:
         add(ops[at:first])

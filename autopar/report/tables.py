@@ -49,7 +49,8 @@ def block_table(block: BlockRows, mesh: Mesh, show_bytes: Show, show_seconds: Sh
     times = f" x {block.count} = {show_seconds(total * block.count)}" if block.count > 1 else ""
     table.add_row("sum", "", *[""] * len(mesh), "", "", times, "", show_seconds(total), style="bold")
     if len(shown) < len(block.ops):
-        table.caption = f"and {len(block.ops) - len(shown)} views, which cost nothing"
+        n = len(block.ops) - len(shown)
+        table.caption = f"and {n} view{'s' if n > 1 else ''}, which cost{'' if n > 1 else 's'} nothing"
         table.caption_justify = "left"
     return table
 
