@@ -36,7 +36,7 @@ from autopar.placements import Placement
 Dim = tuple[str, ...]
 Term = tuple[Dim, ...]
 
-BATCH_NAMES = ("b", "s", "t", "u", "w", "x", "y", "z")
+BATCH_NAMES = ("b", "s", "t", "u", "w", "x", "y", "z", *(f"{n}2" for n in "bstuwxyz"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ terms of a sum, so that an operator that is not linear is caught.
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Sequence
 from itertools import product
@@ -21,7 +22,7 @@ from autopar.graph import Spec
 from autopar.placements import Mesh, State, fits
 from autopar.rules.local import Seed, cuts_of, local_call, resolve
 from autopar.rules.notation import Call, In, Option, Rule, axis_options
-from autopar.rules.pieces import fake_world, join, piece
+from autopar.rules.pieces import coordinates, fake_world, join, piece
 from autopar.rules.registry import Sample, T, rule_for
 
 
@@ -76,20 +77,25 @@ class Case:
         if self.rule.random:  # the reference of a random operator is its own lowering on one device
             names = axis_options(self.rule, grads, [o is not None and o.is_float for o in specs])
             with fake_world(whole), LocalTensorMode(1):
-                done = _run(self.call, self.rule, [names[0]], whole, [LocalTensor({0: x.detach()}) for x in leaves])
-            outs = [o._local_tensors[0] for o in done]
+                own = [LocalTensor({0: x.detach()}).requires_grad_(g) for x, g in zip(leaves, grads, strict=True)]
+                outs = _run(self.call, self.rule, [names[0]], whole, own)
+            leaves = own
         tensors = [o for o in outs if isinstance(o, torch.Tensor)]
-        self.out_grads = [any(grads) and t.is_floating_point() and (t.requires_grad or self.rule.random) for t in tensors]
+        self.out_grads = [any(grads) and t.is_floating_point() and t.requires_grad for t in tensors]
         self.grads = [g and any(self.out_grads) for g in grads]
         self.cotangents = [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.dtype) for t in tensors]
-        self.outs = [t.detach() for t in tensors]
+        self.outs = [_pieces(t, 1)[0] for t in tensors]
         self.gradients: list[torch.Tensor | None] = [None] * len(leaves)
-        if any(self.out_grads) and not self.rule.random:
+        if any(self.out_grads):
             pairs = [(t, c) for t, c, g in zip(tensors, self.cotangents, self.out_grads, strict=True) if g]
             wanted = [x for x, g in zip(leaves, self.grads, strict=True) if g]
-            found = iter(torch.autograd.grad([t for t, _ in pairs], wanted, [c for _, c in pairs], allow_unused=True))
+            with fake_world(whole), LocalTensorMode(1) if self.rule.random else contextlib.nullcontext():
+                if self.rule.random:
+                    pairs = [(t, LocalTensor({0: c})) for t, c in pairs]
+                got = torch.autograd.grad([t for t, _ in pairs], wanted, [c for _, c in pairs], allow_unused=True)
+            found = iter(None if x is None else _pieces(x, 1)[0] for x in got)
             self.gradients = [next(found) if g else None for g in self.grads]
-        self.after = [x.detach() for x in leaves]  # operators such as batch norm write to their inputs
+        self.after = [_pieces(x, 1)[0] for x in leaves]  # operators such as batch norm write to their inputs
 
     def options(self) -> list[Option]:
         """Every option on one axis."""
@@ -119,7 +125,8 @@ def prove(case: Case, picked: Sequence[Option], mesh: Mesh, tolerance: float = 1
     n = prod(size for _, size in mesh)
     ins, outs = _states(picked)
     rng = random.Random(1)
-    where = f"{case.call.target} [{case.rule}] with {dict(zip([a for a, _ in mesh], [o.name for o in picked], strict=True))}"
+    names = {axis: option.name for (axis, _), option in zip(mesh, picked, strict=True)}
+    where = f"{case.call.target} [{case.rule}] with {names}"
     if any(s.dtype in ("float32", "bfloat16") for s in (*case.call.ins, *filter(None, case.call.outs))):
         tolerance = max(tolerance, 1e-5)
     with fake_world(mesh), LocalTensorMode(n):
@@ -132,19 +139,21 @@ def prove(case: Case, picked: Sequence[Option], mesh: Mesh, tolerance: float = 1
         for t, c, state, g in zip(made, case.cotangents, outs, case.out_grads, strict=True):
             if g and t.requires_grad:
                 pairs.append((t, _spread(c, adjoint(state), mesh, rng)))
-        if pairs and not case.rule.random:
+        if pairs:
             torch.autograd.backward([t for t, _ in pairs], [c for _, c in pairs])
+
+    def check(value: Any, state: State, expected: torch.Tensor, what: str) -> None:
+        _compare(_joined(_pieces(value, n), state, mesh, f"{where}: {what}"), expected, f"{where}: {what}", tolerance)
+
     for number, (t, state, expected) in enumerate(zip(made, outs, case.outs, strict=True)):
-        _compare(join(_pieces(t, n), state, mesh), expected, f"{where}: output {number}", tolerance)
-    for number, (leaf, state, expected) in enumerate(zip(leaves, ins, case.gradients, strict=True)):
-        if expected is not None:
+        check(t, state, expected, f"output {number}")
+    for number, (leaf, state, gradient) in enumerate(zip(leaves, ins, case.gradients, strict=True)):
+        if gradient is not None:
             if leaf.grad is None:
                 raise RuleIsWrong(f"{where}: input {number} has no gradient")
-            _compare(join(_pieces(leaf.grad, n), adjoint(state), mesh), expected, f"{where}: gradient {number}", tolerance)
+            check(leaf.grad, adjoint(state), gradient, f"gradient {number}")
         if "P" not in state:
-            _compare(
-                join(_pieces(leaf.detach(), n), state, mesh), case.after[number], f"{where}: input {number} after", tolerance
-            )
+            check(leaf, state, case.after[number], f"input {number} after")
 
 
 def adjoint(state: State) -> State:
@@ -193,13 +202,11 @@ def _spread(whole: torch.Tensor, state: State, mesh: Mesh, rng: random.Random) -
         generator = torch.Generator().manual_seed(rng.randrange(2**31))
         noise = torch.randn(whole.shape, generator=generator, dtype=torch.float64).to(whole.dtype)
         axis = state.index("P")
-        size = mesh[axis][1]
-        inner = prod(s for _, s in mesh[axis + 1 :])
         clean: State = tuple("R" if p == "P" else p for p in state)
         for r in pieces:
-            at = (r // inner) % size
-            others = [(r // prod(s for _, s in mesh[a + 1 :])) % mesh[a][1] for a, p in enumerate(state) if p == "P" and a > axis]
-            if at < 2 and not any(others):
+            at = coordinates(r, mesh)[axis]
+            others = coordinates(r, mesh)[axis + 1 :]
+            if at < 2 and not any(c for c, p in zip(others, state[axis + 1 :], strict=True) if p == "P"):
                 pieces[r] = pieces[r] + (piece(noise, clean, mesh, r) if at == 0 else -piece(noise, clean, mesh, r))
     return LocalTensor(pieces)
 
@@ -208,6 +215,20 @@ def _pieces(value: Any, n: int) -> list[torch.Tensor]:
     if isinstance(value, LocalTensor):
         return [value._local_tensors[r].detach() for r in range(n)]
     return [value.detach()] * n
+
+
+def _joined(pieces: Sequence[torch.Tensor], state: State, mesh: Mesh, where: str) -> torch.Tensor:
+    """:func:`~autopar.rules.pieces.join`, which takes the first of several copies, and proof that the copies agree."""
+    parts = list(pieces)
+    for axis in reversed(range(len(mesh))):
+        (name, size), placement = mesh[axis], state[axis]
+        groups = [parts[i : i + size] for i in range(0, len(parts), size)]
+        for first, *others in groups if placement in ("R", "I") else ():
+            for other in others:
+                if first.shape != other.shape or not torch.allclose(first, other, 1e-6, 1e-9, equal_nan=True):
+                    raise RuleIsWrong(f"{where}: the copies on axis '{name}' differ ({','.join(state)})")
+        parts = [join(group, (placement,), ((name, size),)) for group in groups]
+    return parts[0]
 
 
 def _compare(mine: torch.Tensor, expected: torch.Tensor, where: str, tolerance: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -53,10 +54,10 @@ def _split_factors(a: Sequence[int], b: Sequence[int]) -> tuple[dict[str, int], 
             (prod(b[j : k + 1]), right, k) for k in range(j, j1)
         ]
         bounds = sorted({1, *(e for e, _, _ in ends)})
-        chain = all(y % x == 0 for x, y in zip(bounds, bounds[1:], strict=False))
+        chain = all(y % x == 0 for x, y in pairwise(bounds))
         if chain:
             names = []
-            for x, y in zip(bounds, bounds[1:], strict=False):
+            for x, y in pairwise(bounds):
                 name = f"f{len(sizes)}"
                 sizes[name] = y // x
                 names.append((y, name))
@@ -82,7 +83,8 @@ def _split_factors(a: Sequence[int], b: Sequence[int]) -> tuple[dict[str, int], 
     "aten.reshape.default",
     samples=[
         sample(T((4, 6, 16)), [4, 6, 2, 8]), sample(T((4, 2, 8)), [8, 8]), sample(T((4, 6)), [24]),
-        sample(T((24,)), [4, 6]), sample(T((4, 6)), [8, 3]), sample(T((4, 1, 6)), [4, 6]), sample(T((4, 6)), [1, 4, 6, 1]),
+        sample(T((24,)), [4, 6]), sample(T((4, 6)), [8, 3]), sample(T((4, 1, 6)), [4, 6]),
+        sample(T((4, 6)), [1, 4, 6, 1]),
         sample(T((6, 4)), [4, 6]), sample(T((1, 4)), [4]), sample(T((2, 4, 6)), [8, 2, 3]), sample(T((1, 1)), []),
     ],
 )  # fmt: skip
@@ -104,8 +106,10 @@ def permute(call: Call) -> Rule:
 
 @rule(
     "aten.expand.default",
-    samples=[sample(T((1, 6, 1)), [4, 6, 8]), sample(T((6, 1)), [4, 6, 8]), sample(T((4,)), [2, 4]), sample(T(()), [4, 6])],
-)
+    samples=[
+        sample(T((1, 6, 1)), [4, 6, 8]), sample(T((6, 1)), [4, 6, 8]), sample(T((4,)), [2, 4]), sample(T(()), [4, 6]),
+    ],
+)  # fmt: skip
 def expand(call: Call) -> Rule:
     sizes, dims = named(call.out.shape)
     own = call.ins[0].shape
