@@ -208,7 +208,8 @@ class Builder:
             if s not in number:
                 raise AssertionError(f"{self.graph.nodes[group.ref.node].where}: state {s} of {spec} is not legal")
         price = self.pricer.step
-        steps = tuple((number[a], number[b], group.count * price(spec, grad, a, b)) for a, b in edges)
+        times = group.count * self.microbatches
+        steps = tuple((number[a], number[b], times * price(spec, grad, a, b)) for a, b in edges)
         return Tensor(
             self.graph.nodes[group.ref.node].name, producer, tuple(number[s] for s in made),
             tuple((item, tuple(number[s] for s in states)) for item, states in readers), len(states), steps,
@@ -233,7 +234,8 @@ class Builder:
         spec = node.out
         options: list[tuple[ParamChoice, float, float]] = []
         by_use: dict[State, list[tuple[ParamChoice, float, float]]] = {}
-        for choice in P.choices(spec, node.needs_grad, uses or {whole}, mesh):
+        every = self.allowed_params is not None
+        for choice in P.choices(spec, node.needs_grad, uses or {whole}, mesh, all_dims=every):
             if self.allowed_params is not None and not self.allowed_params(node, choice):
                 continue
             cost = P.cost(spec, node.needs_grad, choice, self.pricer, self.optimizer, self.microbatches)
@@ -264,7 +266,8 @@ class Builder:
                 own = [s for s in own if self.allowed(node, s)]
             if self.cut_contractions and rule.kind in ("matmul", "conv", "attention"):
                 own = _most_cut(own, rule)
-            seconds = [counts[i] * sum(self.pricer.op(graph, node, rule, s)) for s in own]
+            times = counts[i] * self.microbatches
+            seconds = [times * sum(self.pricer.op(graph, node, rule, s)) for s in own]
             n_bytes = [counts[i] * self._saved(node, rule, s) for s in own]
             leader = self._leader(i, node, rule, groups, counts, chain_of)
             if leader is not None:

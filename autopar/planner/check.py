@@ -151,11 +151,11 @@ def _recount(
             flat = pricer.run(*values)
             if graph.loss is not None and flat[graph.loss].requires_grad:
                 flat[graph.loss].backward()
-    report.compute_seconds = pricer.seconds
+    report.compute_seconds = pricer.seconds * plan.microbatches
     for group, kind, n_bytes in counter.seen:
         axis = names[group]
         report.collectives[axis, kind] += 1
-        report.activation_seconds += axes[axis].seconds(kind, n_bytes)
+        report.activation_seconds += plan.microbatches * axes[axis].seconds(kind, n_bytes)
 
 
 class _Priced(torch.fx.Interpreter):

@@ -202,6 +202,6 @@ def _price(
         if choice.lifetime == "use" and choice.stored != choice.used:
             transient = max(transient, pricer.local_bytes(node.out, choice.used))
     return Price(
-        compute, reshard_seconds + inside, parameter_seconds, totals[0], totals[1], totals[2],
+        compute * microbatches, (reshard_seconds + inside) * microbatches, parameter_seconds, totals[0], totals[1], totals[2],
         totals[3] + 2 * transient, sum(kept.values()),
     )  # fmt: skip

@@ -48,11 +48,13 @@ def path(stored: State, used: State) -> list[tuple[int, State, State]] | None:
     return steps
 
 
-def choices(spec: Spec, grad: bool, used: Iterable[State], mesh: Mesh) -> list[ParamChoice]:
+def choices(
+    spec: Spec, grad: bool, used: Iterable[State], mesh: Mesh, *, all_dims: bool = False
+) -> list[ParamChoice]:
     """Every way to store a parameter for the given used placements: replicated or cut on each axis, both lifetimes.
 
     On an axis where the used placement is a shard, the stored one is the same. Elsewhere it is whole, or sharded on
-    the first dim that divides.
+    the first dim that divides (``all_dims``: on any dim).
     """
     found: list[ParamChoice] = []
     whole = "I" if grad else "R"
@@ -66,7 +68,7 @@ def choices(spec: Spec, grad: bool, used: Iterable[State], mesh: Mesh) -> list[P
         seen: set[tuple[bool, ...]] = set()
         for stored in product(*options):
             pattern = tuple(p[0] == "S" for p in stored)
-            if pattern in seen or not fits(spec.shape, stored, mesh) or path(stored, use) is None:
+            if (pattern in seen and not all_dims) or not fits(spec.shape, stored, mesh) or path(stored, use) is None:
                 continue
             seen.add(pattern)
             gathers = any(stored[a][0] == "S" and use[a][0] != "S" for a in range(len(mesh)))

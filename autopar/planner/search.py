@@ -14,7 +14,7 @@ from autopar.plan import ParamChoice, Plan, Solution
 from autopar.planner import ilp
 from autopar.planner.build import Builder, Decoder
 from autopar.planner.complete import complete
-from autopar.planner.fold import fold, unfolded
+from autopar.planner.fold import Fold, fold, unfolded
 from autopar.planner.price import pricer
 from autopar.planner.problem import Item, Problem
 from autopar.planner.space import Strategy, node_options
@@ -39,6 +39,8 @@ class Options:
         optimizer: ``adamw``, ``sgd`` or ``sgd_momentum``: decides the bytes of optimizer state.
         microbatches: pieces that ``train_step`` cuts the batch into.
         time_limit_seconds: for one run of the solver.
+        memory_gap: how far from the proven optimum a plan may be where the memory limit binds (the plan reports its
+            gap); without a binding limit, plans are optimal. 0 asks for the optimum always, which can take minutes.
         fold: decide identical blocks once.
     """
 
@@ -51,6 +53,7 @@ class Options:
     microbatches: int = 1
     time_limit_seconds: float = 120.0
     solver: str = "auto"
+    memory_gap: float = 0.01
     fold: bool = True
 
 
@@ -87,6 +90,8 @@ def plan_graph(
     rules = rules_of(graph)
     folding = fold(graph) if options.fold else unfolded(graph)
     pins = _Pins(graph, rules, mesh, options)
+    if not pins.uniform(folding):
+        folding = unfolded(graph)  # blocks that are pinned differently are different blocks
     n = prod(size for _, size in mesh)
     limit = options.memory_limit_bytes
     if limit is None:
@@ -99,7 +104,9 @@ def plan_graph(
         )  # fmt: skip
 
     def finish(problem: Problem, decoder: Decoder) -> Plan:
-        choice = ilp.solve(problem, time_limit_seconds=options.time_limit_seconds, solver=options.solver)
+        choice = ilp.solve(
+            problem, time_limit_seconds=options.time_limit_seconds, solver=options.solver, gap=options.memory_gap
+        )
         decided, params, outputs = decoder.decode(choice.picked, folding)
         plan = complete(
             graph, rules, priced, decided, params, outputs, inputs=options.inputs, cluster=cluster_name or cluster.name,
@@ -120,12 +127,13 @@ def plan_graph(
 
 def _within_memory(builder: Builder, finish: object, fastest: Plan, limit: float) -> Plan:
     problem, decoder = builder.build()
-    target = limit
+    target, tried = limit, [fastest]
     for _ in range(6):
         try:
             plan = finish(replace(problem, limit_bytes=target), decoder)  # type: ignore[operator]
         except InfeasibleError:
             break
+        tried.append(plan)
         over = plan.price.memory_bytes - limit
         if over <= 0:
             return plan
@@ -138,7 +146,8 @@ def _within_memory(builder: Builder, finish: object, fastest: Plan, limit: float
         ),
         decoder,
     )  # type: ignore[operator]
-    raise InfeasibleError(_too_big(builder.graph, fastest, tight, limit))
+    smallest_plan = min([*tried, tight], key=lambda p: p.price.memory_bytes)
+    raise InfeasibleError(_too_big(builder.graph, fastest, smallest_plan, limit))
 
 
 def _by_bytes(item: Item) -> Item:
@@ -287,6 +296,15 @@ class _Pins:
                 f"{what} of shape {shape} cannot be placed as {format_state(state)} on mesh {mesh}; use {allowed}, and "
                 "shards of dims that exist and divide"
             )
+
+    def uniform(self, folding: Fold) -> bool:
+        """Whether all nodes of every fold class are pinned alike."""
+        nodes = self.graph.nodes
+        return all(
+            self.ops.get(nodes[i].name) == self.ops.get(nodes[r].name)
+            and self.params.get(nodes[i].target) == self.params.get(nodes[r].target)
+            for i, r in enumerate(folding.representative)
+        )
 
     def op(self, node: Node, strategy: Strategy) -> bool:
         """Whether the pins allow a strategy."""

@@ -66,7 +66,7 @@ class Case:
         ins = tuple(Spec(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in self.tensors)
         leaves = [t.clone().requires_grad_(g) for t, g in zip(self.tensors, grads, strict=True)]
         probe = Call(target, self.args, self.kwargs, ins, ())
-        outs = _flat(_invoke(resolve(target), probe.args, probe.kwargs, leaves))
+        outs = _flat(invoke(resolve(target), probe.args, probe.kwargs, leaves))
         specs = tuple(
             Spec(tuple(o.shape), str(o.dtype).removeprefix("torch.")) if isinstance(o, torch.Tensor) else None
             for o in outs
@@ -182,7 +182,9 @@ def _run(call: Call, rule: Rule, picked: Sequence[Option], mesh: Mesh, tensors: 
     return [t for t in _flat(local.fn(*(fill(a) for a in local.args), **kwargs)) if isinstance(t, torch.Tensor)]
 
 
-def _invoke(fn: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
+def invoke(fn: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """``fn`` of arguments in which an :class:`In` stands for a tensor."""
+
     def fill(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return type(value)(fill(v) for v in value)
