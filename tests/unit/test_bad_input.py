@@ -327,6 +327,8 @@ def message(kind: str, how: Any) -> str:
 
         text = on_plan(change)
     text = text.replace(os.getcwd() + "/", "").replace(os.path.realpath(os.getcwd()) + "/", "")
+    if text.startswith("no plan fits"):  # what the planner reaches may improve: the sizes are not what is tested here
+        text = re.sub(r"(?<=[a-z] )\d+(\.\d+)? (GiB|MiB|KiB|bytes)(?! per device:)", "1.00 KiB", text)
     text = re.sub(r"this one has [0-9a-f]{16}", "this one has 0123456789abcdef", text)
     return re.sub(r"transformers \d+\.\d+\.\d+", "transformers 5.0.0", text)
 
