@@ -9,11 +9,16 @@ import torch
 
 from autopar.rules.across import n_pieces, piece
 from autopar.rules.notation import Call, Rule
-from autopar.rules.registry import rule, sample
+from autopar.rules.registry import prove_with, rule, sample
 from autopar.rules.shape import named
 
 
-@rule("aten.full.default", samples=[sample([4, 6], 1.5, dtype="float64"), sample([4], 2, dtype="int64"), sample([], 0.0)])
+@rule(
+    "aten.full.default",
+    samples=[
+        sample([4, 6], 1.5, dtype="float64"), sample([4], 2, dtype="int64"), sample([], 0.0), sample([1, 4], True),
+    ],
+)  # fmt: skip
 def full(call: Call) -> Rule:
     sizes, term = named(call.out.shape)
     return Rule(sizes, (), (tuple(term),), "copy", shape_arg=(0, "size"))
@@ -29,7 +34,10 @@ def arange_piece(
     own = length // n_pieces(axes)
     first = piece(axes, device) * own
     index = torch.arange(own, device=device) + first
-    return (index * step + start).to(dtype or torch.int64)
+    exact = isinstance(start, int) and isinstance(step, int)
+    if not exact:
+        index = index.double()
+    return (index * step + start).to(dtype or (torch.int64 if exact else torch.get_default_dtype()))
 
 
 def _length(call: Call, cuts: Mapping[str, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -38,10 +46,26 @@ def _length(call: Call, cuts: Mapping[str, int]) -> tuple[tuple[Any, ...], dict[
 
 @rule(
     "aten.arange.start_step",
-    samples=[sample(0, 8, 1, dtype="int64"), sample(3, 19, 2, dtype="int64"), sample(0, 8, 1, dtype="float64")],
-)
+    samples=[
+        sample(0, 8, 1, dtype="int64"), sample(3, 19, 2, dtype="int64"), sample(0, 8, 1, dtype="float64"),
+        sample(8, 0, -1, dtype="int64"), sample(0.0, 0.8, 0.1, dtype="float64"), sample(0, 8, 1, dtype="float32"),
+    ],
+)  # fmt: skip
 def arange(call: Call) -> Rule:
     return Rule(
         {"b": call.out.shape[0]}, (), ((("b",),),), "copy", distributed=arange_piece,
         distributed_factors=frozenset("b"), localize=_length,
     )  # fmt: skip
+
+
+@rule("aten.linspace.default", samples=[sample(0.0, 1.0, 8)])
+@rule("aten.eye.default", samples=[sample(4)])
+@rule("aten.eye.m", samples=[sample(4, 6)])
+@rule("aten.tril_indices.default", "aten.triu_indices.default", samples=[sample(4, 4)])
+def made_whole(call: Call) -> Rule:
+    """Small, and every value depends on where it stands: each rank makes all of it."""
+    sizes, term = named(call.out.shape)
+    return Rule(sizes, (), (tuple(term),), "copy", frozenset(sizes))
+
+
+prove_with("aten.triu_indices.default", sample(4, 4))
