@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 
 FAMILIES = (
-    "pointwise", "shape", "reduce", "factory", "index", "contraction", "conv", "pool", "attention", "norm", "loss",
-    "embed", "random",
+    "pointwise", "shape", "image", "reduce", "factory", "index", "contraction", "conv", "pool", "attention", "norm",
+    "loss", "embed", "random",
 )  # fmt: skip
 
 for _family in FAMILIES:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from autopar.rules.notation import BATCH_NAMES, Call, In, Rule, Term
+from autopar.rules.notation import BATCH_NAMES, Call, In, Rule, Term, line
 from autopar.rules.registry import Sample, T, prove_with, rule, sample
+from autopar.rules.shape import except_dim, named
 
 NOTHING = """
     add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Tensor rsub.Scalar mul.Scalar div.Scalar neg.default to.dtype
@@ -59,11 +60,13 @@ LINEAR: dict[str, tuple[frozenset[int], ...]] = {
     "addcdiv.default": (frozenset({0, 1}),),
 }
 """Inputs in which an operator is jointly linear. An added scalar is not linear: every rank would add it."""
-LINEAR.update({
-    f"{alias}.{overload}": LINEAR[f"{name}.{overload}"]
-    for alias, name in (("multiply", "mul"), ("divide", "div"), ("true_divide", "div"))
-    for overload in ("Tensor", "Scalar")
-})
+LINEAR.update(
+    {
+        f"{alias}.{overload}": LINEAR[f"{name}.{overload}"]
+        for alias, name in (("multiply", "mul"), ("divide", "div"), ("true_divide", "div"))
+        for overload in ("Tensor", "Scalar")
+    }
+)
 LINEAR.update({"subtract.Tensor": LINEAR["sub.Tensor"], "negative.default": LINEAR["neg.default"]})
 FILLS = {"where.ScalarOther": 2, "where.ScalarSelf": 1, "masked_fill.Scalar": 2}
 """Operators that put a scalar, argument number so-and-so, in some places: linear if it is zero."""
@@ -126,6 +129,25 @@ _SAVES_OUTPUT = frozenset(OUTPUT.split())
 for _target in (*_names(NOTHING), *_names(INPUTS), *_names(OUTPUT)):
     rule(_target)(pointwise)
 
+
+@rule("aten.bucketize.Tensor", samples=[sample(T((4, 6), grad=False), T((3,), grad=False))])
+def bucketize(call: Call) -> Rule:
+    return line("..., n -> ...", call, whole="n")
+
+
+@rule("aten.glu.default", samples=[sample(T((4, 6, 8))), sample(T((4, 6)), 0)])
+def glu(call: Call) -> Rule:
+    """Both halves of the dim meet: it is whole. Fused projections are better split in the model."""
+    return except_dim(call, call.arg(1, "dim", -1) % len(call.out.shape), "pointwise", linear=False, saves=(0,))
+
+
+@rule("aten.prelu.default", samples=[sample(T((4, 6, 8)), T((6,))), sample(T((4, 6)), T((1,)))])
+def prelu(call: Call) -> Rule:
+    sizes, dims = named(call.ins[0].shape)
+    weight = (dims[1],) if call.ins[1].shape[0] > 1 else ((),)
+    return Rule(sizes, (tuple(dims), weight), (tuple(dims),), saves=(0, 1))
+
+
 _A, _B = T((4, 6, 8)), T((6, 1))
 _I = T((4, 8), "int64", 5)
 _M = T((4, 1, 8), "bool", 2)
@@ -153,24 +175,35 @@ def _register() -> None:
     prove("remainder.Tensor fmod.Tensor floor_divide.default", sample(_I, T((8,), "int64", 5, low=1)))
     prove("div.Tensor_mode", sample(_I, T((8,), "int64", 5, low=1), rounding_mode="floor"))
     prove("div.Scalar_mode", sample(_I, 3, rounding_mode="floor"))
-    prove("""neg.default gelu.default silu.default mish.default softplus.default abs.default sin.default cos.default
+    prove(
+        """neg.default gelu.default silu.default mish.default softplus.default abs.default sin.default cos.default
         erf.default hardtanh.default hardswish.default hardsigmoid.default leaky_relu.default elu.default selu.default
         celu.default relu.default exp.default exp2.default expm1.default tanh.default sigmoid.default sinh.default
         cosh.default atan.default square.default log_sigmoid.default relu6.default detach.default sign.default
         sgn.default nan_to_num.default floor.default ceil.default round.default trunc.default isnan.default
         isinf.default isfinite.default lgamma.default digamma.default erfc.default asinh.default sinc.default
         softshrink.default hardshrink.default absolute.default negative.default frac.default signbit.default
-        isneginf.default isposinf.default special_expit.default""", sample(_A), sample(T((4, 1))))
+        isneginf.default isposinf.default special_expit.default""",
+        sample(_A),
+        sample(T((4, 1))),
+    )
     prove("acosh.default", sample(T((4, 8), low=1.5)))
     prove("heaviside.default", sample(T((4, 8), grad=False), T((8,), grad=False)))
     prove("float_power.Tensor_Scalar", sample(_A, 2))
     prove("asin.default acos.default tan.default atanh.default erfinv.default", sample(T((4, 8), low=-0.5, high=0.5)))
-    prove("sqrt.default rsqrt.default log.default log2.default log10.default log1p.default reciprocal.default",
-          sample(T((4, 8), low=0.5)))
+    prove(
+        "sqrt.default rsqrt.default log.default log2.default log10.default log1p.default reciprocal.default",
+        sample(T((4, 8), low=0.5)),
+    )
     prove("logit.default", sample(T((4, 8), low=0.2, high=0.8)))
     prove("gelu.default", sample(_A, approximate="tanh"))
-    prove("to.dtype", sample(_A, "float32"), sample(T((4, 8), "float32"), "float64"), sample(_I, "float64"),
-          sample(_A, "int64"))
+    prove(
+        "to.dtype",
+        sample(_A, "float32"),
+        sample(T((4, 8), "float32"), "float64"),
+        sample(_I, "float64"),
+        sample(_A, "int64"),
+    )
     prove("pow.Tensor_Scalar", sample(_A, 2), sample(_A, 3))
     prove("pow.Tensor_Tensor xlogy.Tensor", sample(T((4, 8), low=0.5), T((8,), low=0.5)))
     prove("pow.Scalar", sample(2.0, _A))
@@ -179,17 +212,29 @@ def _register() -> None:
     prove("clamp_min.default clamp_max.default", sample(_A, 0.1))
     prove("clamp.Tensor", sample(_A, T((8,), grad=False), T((1,), grad=False)))
     prove("threshold.default", sample(_A, 0.1, 0.0))
-    prove("""greater.Tensor greater_equal.Tensor less.Tensor less_equal.Tensor
-        not_equal.Tensor""", sample(_I, T((4, 1), "int64", 5)))
-    prove("""greater.Scalar greater_equal.Scalar less.Scalar less_equal.Scalar
-        not_equal.Scalar""", sample(_I, 2))
+    prove(
+        """greater.Tensor greater_equal.Tensor less.Tensor less_equal.Tensor
+        not_equal.Tensor""",
+        sample(_I, T((4, 1), "int64", 5)),
+    )
+    prove(
+        """greater.Scalar greater_equal.Scalar less.Scalar less_equal.Scalar
+        not_equal.Scalar""",
+        sample(_I, 2),
+    )
     prove("eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor", sample(_I, T((8,), "int64", 5)))
     prove("eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar", sample(_I, 2))
     prove("logical_not.default bitwise_not.default", sample(_M))
-    prove("""logical_and.default logical_or.default logical_xor.default bitwise_and.Tensor bitwise_or.Tensor
-        bitwise_xor.Tensor __and__.Tensor __or__.Tensor __xor__.Tensor""", sample(_M, T((6, 1), "bool", 2)))
-    prove("""bitwise_and.Scalar bitwise_or.Scalar bitwise_xor.Scalar __and__.Scalar __or__.Scalar
-        __xor__.Scalar""", sample(_I, 3))
+    prove(
+        """logical_and.default logical_or.default logical_xor.default bitwise_and.Tensor bitwise_or.Tensor
+        bitwise_xor.Tensor __and__.Tensor __or__.Tensor __xor__.Tensor""",
+        sample(_M, T((6, 1), "bool", 2)),
+    )
+    prove(
+        """bitwise_and.Scalar bitwise_or.Scalar bitwise_xor.Scalar __and__.Scalar __or__.Scalar
+        __xor__.Scalar""",
+        sample(_I, 3),
+    )
     prove("bitwise_left_shift.Tensor bitwise_right_shift.Tensor", sample(_I, T((8,), "int64", 3)))
     prove("where.self", sample(_M, _A, T((6, 1))), sample(T((4, 6, 8), "bool", 2), T((8,)), T(())))
     prove("where.ScalarOther", sample(_M, _A, 0.0), sample(_M, _A, 1.5))

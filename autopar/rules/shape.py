@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from math import prod
+from math import gcd, prod
 from typing import Any
 
-from autopar.rules.notation import BATCH_NAMES, Call, Dim, Rule, Term
+from autopar.rules.notation import BATCH_NAMES, Call, Dim, Localize, Rule, Term
 from autopar.rules.registry import T, prove_with, rule, sample
 
 _FIRST = (frozenset({0}),)
@@ -35,7 +35,7 @@ def _split_factors(a: Sequence[int], b: Sequence[int]) -> tuple[dict[str, int], 
     """Factors of a reshape from ``a`` to ``b``.
 
     Both shapes are walked from the left; where the products so far meet, a factor ends in both. A stretch whose
-    boundaries do not divide one another is one whole factor per dim.
+    boundaries do not divide one another can be cut only by what its first dims have in common; the rest is whole.
     """
     sizes: dict[str, int] = {}
     whole: set[str] = set()
@@ -69,12 +69,14 @@ def _split_factors(a: Sequence[int], b: Sequence[int]) -> tuple[dict[str, int], 
                     dims[k] = [n for y, n in names if done < y <= end]
                     done = end
         else:
+            shared = f"f{len(sizes)}"
+            sizes[shared] = gcd(a[i], b[j])
             for side, dims, start, stop in ((a, left, i, i1), (b, right, j, j1)):
                 for k in range(start, stop):
                     name = f"f{len(sizes)}"
-                    sizes[name] = side[k]
+                    sizes[name] = side[k] // (sizes[shared] if k == start else 1)
                     whole.add(name)
-                    dims[k] = [name]
+                    dims[k] = [shared, name] if k == start else [name]
         i, j = i1, j1
     return sizes, tuple(map(tuple, left)), tuple(map(tuple, right)), frozenset(whole)
 
@@ -84,8 +86,9 @@ def _split_factors(a: Sequence[int], b: Sequence[int]) -> tuple[dict[str, int], 
     samples=[
         sample(T((4, 6, 16)), [4, 6, 2, 8]), sample(T((4, 2, 8)), [8, 8]), sample(T((4, 6)), [24]),
         sample(T((24,)), [4, 6]), sample(T((4, 6)), [8, 3]), sample(T((4, 1, 6)), [4, 6]),
-        sample(T((4, 6)), [1, 4, 6, 1]),
-        sample(T((6, 4)), [4, 6]), sample(T((1, 4)), [4]), sample(T((2, 4, 6)), [8, 2, 3]), sample(T((1, 1)), []),
+        sample(T((4, 6)), [1, 4, 6, 1]), sample(T((6, 4)), [4, 6]), sample(T((1, 4)), [4]),
+        sample(T((2, 4, 6)), [8, 2, 3]), sample(T((1, 1)), []), sample(T((12, 4)), [8, 6]),
+        sample(T((4, 6, 4)), [4, 4, 6]), sample(T((2, 3, 4, 6)), [6, 24]), sample(T((4, 6), "int64", 9), [24]),
     ],
 )  # fmt: skip
 def reshape(call: Call) -> Rule:
@@ -144,9 +147,12 @@ def split(call: Call) -> Rule:
     return except_dim(call, call.args[2], "none")
 
 
-@rule("aten.cat.default", samples=[sample([T((4, 2)), T((4, 6))], 1), sample([T((2, 4)), T((2, 4)), T((4, 4))], 0)])
+@rule(
+    "aten.cat.default", "aten.concatenate.default",
+    samples=[sample([T((4, 2)), T((4, 6))], 1), sample([T((2, 4)), T((2, 4)), T((4, 4))], 0)],
+)  # fmt: skip
 def cat(call: Call) -> Rule:
-    d = call.args[1]
+    d = call.arg(1, "dim", 0) % len(call.out.shape)
     sizes, dims = named(call.out.shape)
     inputs = []
     for i, spec in enumerate(call.ins):
@@ -154,6 +160,18 @@ def cat(call: Call) -> Rule:
         inputs.append(tuple((f"c{i}",) if k == d else f for k, f in enumerate(dims)))
     whole = frozenset({dims[d][0], *(f"c{i}" for i in range(len(inputs)))})
     return Rule(sizes, tuple(inputs), (tuple(dims),), "copy", whole, (frozenset(range(len(inputs))),))
+
+
+@rule(
+    "aten.meshgrid.indexing", "aten.meshgrid.default",
+    samples=[sample([T((4,)), T((6,))], indexing="ij"), sample([T((4,)), T((6,)), T((2,))], indexing="xy")],
+)  # fmt: skip
+def meshgrid(call: Call) -> Rule:
+    sizes, dims = named(call.out.shape)
+    own = [(dims[d],) for d in range(len(call.ins))]
+    if call.kwargs.get("indexing") == "xy":
+        own[:2] = own[1::-1]
+    return Rule(sizes, tuple(own), (tuple(dims),) * len(call.outs), "copy")
 
 
 @rule("aten.stack.default", samples=[sample([T((4, 6)), T((4, 6))], 1), sample([T((4, 6))] * 4, 0)])
@@ -165,71 +183,95 @@ def stack(call: Call) -> Rule:
     return Rule(sizes, (term,) * n, (tuple(dims),), "copy", frozenset(dims[d]), (frozenset(range(n)),))
 
 
-@rule("aten.pad.default", samples=[sample(T((4, 6, 8)), [1, 2], "constant", 0.0), sample(T((4, 6, 8)), [0, 0, 1, 0])])
-def pad(call: Call) -> Rule:
-    amounts = call.args[1]
-    n = len(call.out.shape)
-    sizes, dims = named(call.ins[0].shape)
-    outs, whole = list(dims), set()
-    for k in range(len(amounts) // 2):
-        d = n - 1 - k
-        if amounts[2 * k] or amounts[2 * k + 1]:
-            sizes[f"o{d}"] = call.out.shape[d]
-            outs[d] = (f"o{d}",)
-            whole |= {f"o{d}", dims[d][0]}
-    value = call.arg(3, "value", None)
-    constant = call.arg(2, "mode", "constant") == "constant"
-    linear = _FIRST if call.out.is_float and (not constant or not value) else ()
-    return Rule(sizes, (tuple(dims),), (tuple(outs),), "copy", frozenset(whole), linear)
-
-
-def _whole_dims(call: Call, dims_whole: Sequence[int], kind: str = "copy", linear: bool = True) -> Rule:
+def whole_dims(call: Call, dims_whole: Sequence[int], kind: str = "copy", linear: bool = True) -> Rule:
     sizes, dims = named(call.ins[0].shape)
     n = len(dims)
     whole = frozenset(dims[d % n][0] for d in dims_whole)
     return Rule(sizes, (tuple(dims),), (tuple(dims),), kind, whole, _FIRST if linear and call.out.is_float else ())
 
 
-@rule("aten.roll.default", samples=[sample(T((4, 6, 8)), [1, 2], [1, 2])])
+@rule(
+    "aten.roll.default",
+    samples=[sample(T((4, 6, 8)), [1, 2], [1, 2]), sample(T((4, 6)), [1], [-1]), sample(T((4, 6)), [3])],
+)
 def roll(call: Call) -> Rule:
     dims = call.arg(2, "dims", [])
-    return _whole_dims(call, dims or range(len(call.out.shape)))
+    return whole_dims(call, dims or range(len(call.out.shape)))
 
 
-@rule("aten.flip.default", samples=[sample(T((4, 6, 8)), [1])])
+@rule("aten.flip.default", samples=[sample(T((4, 6, 8)), [1]), sample(T((4, 6)), [-1, 0])])
 def flip(call: Call) -> Rule:
-    return _whole_dims(call, call.args[1])
+    return whole_dims(call, call.args[1])
 
 
 @rule("aten.tril.default", "aten.triu.default", samples=[sample(T((4, 6, 6))), sample(T((4, 6, 6)), 1)])
 def triangle(call: Call) -> Rule:
-    return _whole_dims(call, (-2, -1))
+    return whole_dims(call, (-2, -1))
 
 
-@rule("aten.repeat.default", samples=[sample(T((4, 6)), [1, 2]), sample(T((4, 6)), [3, 1, 1])])
+@rule(
+    "aten.repeat.default", "aten.tile.default",
+    samples=[
+        sample(T((4, 6)), [1, 2]), sample(T((4, 6)), [3, 1, 1]), sample(T((1, 6)), [4, 1]), sample(T((4, 6)), [2, 3]),
+    ],
+)  # fmt: skip
 def repeat(call: Call) -> Rule:
-    times = call.args[1]
+    """A dim that is repeated is whole, unless it had size 1; a new leading dim is free."""
     sizes, dims = named(call.out.shape)
     own = call.ins[0].shape
     lead = len(dims) - len(own)
-    inputs, whole = [], set()
+    times = (*(1 for _ in range(len(dims) - len(call.args[1]))), *call.args[1])
+    inputs: list[Dim] = []
+    whole = set()
     for d, n in enumerate(own):
         if times[lead + d] == 1:
             inputs.append(dims[lead + d])
+        elif n == 1:
+            inputs.append(())
         else:
             sizes[f"i{d}"] = n
             inputs.append((f"i{d}",))
             whole |= {f"i{d}", dims[lead + d][0]}
-    whole |= {dims[d][0] for d in range(lead)}
-    return Rule(sizes, (tuple(inputs),), (tuple(dims),), "copy", frozenset(whole), _FIRST)
+    return Rule(sizes, (tuple(inputs),), (tuple(dims),), "copy", frozenset(whole), _FIRST, localize=_fewer_repeats)
 
 
-@rule("aten.repeat_interleave.self_int", samples=[sample(T((4, 6)), 3, 1), sample(T((4, 6)), 2, 0)])
+def _fewer_repeats(call: Call, cuts: Mapping[str, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A cut of a dim that the operator makes is fewer repeats."""
+    own = call.ins[0].shape
+    dims = named(call.out.shape)[1]
+    lead = len(dims) - len(own)
+    times = [*(1 for _ in range(len(dims) - len(call.args[1]))), *call.args[1]]
+    for d, (name,) in enumerate(dims):
+        if times[d] > 1 and (d < lead or own[d - lead] == 1):
+            times[d] //= cuts.get(name, 1)
+    return (call.args[0], times), dict(call.kwargs)
+
+
+@rule(
+    "aten.repeat_interleave.self_int",
+    samples=[sample(T((4, 6)), 3, 1), sample(T((4, 6)), 2, 0), sample(T((4, 6)), 2, -1), sample(T((4, 6)), 2)],
+)
 def repeat_interleave(call: Call) -> Rule:
     dim = call.arg(2, "dim")
     if dim is None:
         return _flat(call)
-    return except_dim(call, dim % len(call.out.shape))
+    sizes, dims = named(call.ins[0].shape)
+    d = dim % len(dims)
+    out = [*dims[:d], (*dims[d], "repeats"), *dims[d + 1 :]]
+    localize = _length_of(d) if call.kwargs.get("output_size") is not None else None
+    return Rule(
+        {**sizes, "repeats": call.args[1]}, (tuple(dims),), (tuple(out),), "copy", linear=_FIRST, localize=localize
+    )
+
+
+def _length_of(dim: int) -> Localize:
+    """The argument ``output_size`` at local sizes."""
+
+    def localize(call: Call, cuts: Mapping[str, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        name = named(call.ins[0].shape)[1][dim][0]
+        return call.args, {**call.kwargs, "output_size": call.out.shape[dim] // cuts.get(name, 1)}
+
+    return localize
 
 
 def _flat(call: Call) -> Rule:
@@ -260,24 +302,16 @@ def unfold(call: Call) -> Rule:
     return Rule(sizes, (tuple(dims),), (tuple(out),), "none", frozenset({dims[d][0], "o", "w"}), _FIRST)
 
 
-@rule(
-    "aten.upsample_nearest2d.vec", "aten.upsample_bilinear2d.vec", "aten.upsample_bicubic2d.vec",
-    "aten.upsample_nearest1d.vec", "aten.upsample_linear1d.vec", "aten.upsample_trilinear3d.vec",
-    samples=[sample(T((4, 2, 3, 3)), None, [2.0, 2.0])],
-)  # fmt: skip
-def upsample(call: Call) -> Rule:
+@rule("aten.diagonal.default", samples=[sample(T((4, 6, 6)), 0, 1, 2), sample(T((4, 6)))])
+def diagonal(call: Call) -> Rule:
     sizes, dims = named(call.ins[0].shape)
-    outs = dims[:2]
-    for d in range(2, len(dims)):
-        sizes[f"o{d}"] = call.out.shape[d]
-        outs = [*outs, (f"o{d}",)]
-    whole = frozenset(n for d in (*dims[2:], *outs[2:]) for n in d)
-    return Rule(sizes, (tuple(dims),), (tuple(outs),), "copy", whole, _FIRST)
+    taken = [call.arg(k + 2, f"dim{k + 1}", k) % len(dims) for k in range(2)]
+    out = [f for d, f in enumerate(dims) if d not in taken]
+    whole = frozenset({dims[d][0] for d in taken} | {"o"})
+    return Rule({**sizes, "o": call.out.shape[-1]}, (tuple(dims),), ((*out, ("o",)),), "none", whole, _FIRST)
 
 
+prove_with("aten.concatenate.default", sample([T((4, 2)), T((4, 6))], -1), sample([T((2, 4)), T((2, 4))]))
+prove_with("aten.meshgrid.default", sample([T((4,)), T((6,))]))
+prove_with("aten.tile.default", sample(T((4, 6)), [2]), sample(T((6,)), [4, 1]))
 prove_with("aten.triu.default", sample(T((4, 6, 6)), 1))
-for _target in ("upsample_bilinear2d.vec", "upsample_bicubic2d.vec"):
-    prove_with(f"aten.{_target}", sample(T((4, 2, 3, 3)), None, False, [2.0, 2.0]))
-prove_with("aten.upsample_nearest1d.vec", sample(T((4, 2, 3)), None, [2.0]))
-prove_with("aten.upsample_linear1d.vec", sample(T((4, 2, 3)), None, False, [2.0]))
-prove_with("aten.upsample_trilinear3d.vec", sample(T((4, 2, 2, 2, 2)), None, False, [2.0, 2.0, 2.0]))
