@@ -2,14 +2,15 @@
 
 Only hot nodes (those that depend on a parameter) are decided here; masks, positions and the like follow demand
 afterwards. A chain of operators is one item where nothing is lost by it: an operator that moves or maps its one input
-follows its producer if it can follow every strategy of the producer, since a reshard before the pair costs what it
-costs after it.
+follows its producer if it can follow every strategy of the producer and its result is no larger, since a reshard
+after the pair then costs no more than between the two.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from autopar.graph import Graph, Node, Ref
 from autopar.placements import Placement, State, step_collectives
@@ -264,6 +265,8 @@ class Builder:
             own = cache[key]
             if self.allowed is not None:
                 own = [s for s in own if self.allowed(node, s)]
+            if rule.kind in ("pointwise", "reduce") and i in self._from_inputs:
+                own = [s for s in own if _is_plain(s, rule)] or own
             if self.cut_contractions and rule.kind in ("matmul", "conv", "attention"):
                 own = _most_cut(own, rule)
             times = counts[i] * self.microbatches
@@ -279,18 +282,27 @@ class Builder:
             chains.append(_Chain([i], [(s,) for s in own], seconds, n_bytes))
         return chains, chain_of
 
+    @cached_property
+    def _from_inputs(self) -> set[int]:
+        """Nodes whose value depends on an input of the model: activations, as opposed to functions of parameters."""
+        found: set[int] = set()
+        for i, node in enumerate(self.graph.nodes):
+            if node.kind == "input" or any(r.node in found for r in node.refs):
+                found.add(i)
+        return found
+
     def _leader(
         self, i: int, node: Node, rule: Rule, groups: dict[int, list[_Group]], counts: Mapping[int, int],
         chain_of: Mapping[int, int],
     ) -> tuple[int, int] | None:  # fmt: skip
         """``(producer, position)`` of the one tensor that node ``i`` alone reads and may follow."""
-        if rule.kind not in FOLLOWERS:
+        if rule.kind not in FOLLOWERS or len(node.outs) != 1:
             return None
         for position, ref in enumerate(node.refs):
             u = ref.node
             own = groups.get(u, ())
             if (
-                u in chain_of and len(own) == 1 and own[0].readers == ((i, position),) and not own[0].outputs
+                u in chain_of and node.out.n_bytes <= self.graph.spec(ref).n_bytes and len(own) == 1 and own[0].readers == ((i, position),) and not own[0].outputs
                 and not own[0].updates and own[0].count == counts[i] and len(self.graph.nodes[u].outs) == 1
             ):  # fmt: skip
                 return u, position
@@ -343,6 +355,17 @@ class Builder:
 
     def _savers(self, ref: Ref) -> int:
         return max(1, sum(self._keeps(c, p) for c, p in self.graph.consumers.get(ref, ())))
+
+
+def _is_plain(strategy: Strategy, rule: Rule) -> bool:
+    """Whether a pointwise strategy is worth offering on activations.
+
+    Whole values with pending gradients (``R``), and pending sums through a product, only help tensors that are smaller
+    than what they become, such as position embeddings; on activations the same is to be had a step earlier or later
+    at the same price. Pending sums through an addition stay: they join the all-reduces of parallel branches.
+    """
+    joint = {f"P{k}" for k, group in enumerate(rule.linear) if len(group) > 1}
+    return all(name in rule.sizes or name == "I" or name in joint for name in strategy.names)
 
 
 def _most_cut(own: list[Strategy], rule: Rule) -> list[Strategy]:
