@@ -1,0 +1,166 @@
+"""Lines of notation: what they bind to, what they refuse, and the options that follow."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.errors import RuleError
+from autopar.graph import Node, Ref, Spec
+from autopar.rules.local import cuts_of, local_call
+from autopar.rules.notation import Call, In, Rule, axis_options, bind, call_of, line
+
+
+def call(
+    ins: list[tuple[int, ...]], outs: list[tuple[int, ...]], *args: object, target: str = "aten.x.default"
+) -> Call:
+    specs = [Spec(shape, "float32") for shape in (*ins, *outs)]
+    return Call(target, args or tuple(map(In, range(len(ins)))), {}, tuple(specs[: len(ins)]), tuple(specs[len(ins) :]))
+
+
+def options(rule: Rule, grads: bool = True) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
+    found = axis_options(rule, [grads] * len(rule.inputs), [grads] * len(rule.outputs))
+    return {o.name: (o.ins, o.outs) for o in found}
+
+
+def test_dots_are_the_leading_dims_aligned_at_the_right() -> None:
+    sizes, (x, w), (y,) = bind("... k, n k -> ... n", [(2, 3, 5), (7, 5)], [(2, 3, 7)])
+    assert sizes == {"b": 2, "s": 3, "k": 5, "n": 7}
+    assert x == (("b",), ("s",), ("k",)) and w == (("n",), ("k",)) and y == (("b",), ("s",), ("n",))
+
+
+def test_dots_of_different_lengths_share_the_last_dims() -> None:
+    sizes, (x, y), (z,) = bind("..., ... -> ...", [(4, 6, 8), (6, 1)], [(4, 6, 8)])
+    assert z == (("b",), ("s",), ("t",)) and x == z
+    assert y == (("s",), ()), "a dim of size 1 is a broadcast"
+    assert sizes == {"b": 4, "s": 6, "t": 8}
+
+
+def test_names_of_leading_dims_avoid_the_lines_own() -> None:
+    sizes, (x,), _ = bind("... s b -> ... b", [(3, 2, 5, 7)], [(3, 2, 7)])
+    assert x == (("t",), ("u",), ("s",), ("b",)) and sizes == {"t": 3, "u": 2, "s": 5, "b": 7}
+
+
+def test_more_dims_than_letters() -> None:
+    shape = tuple(range(2, 12))
+    sizes, (x,), _ = bind("... s -> ... s", [shape], [shape])
+    assert len(set(x)) == 10 and [sizes[f] for (f,) in x] == list(shape)
+
+
+def test_composite_sizes_follow_from_the_other_tensors() -> None:
+    sizes, (x,), (y,) = bind("b s (h d) -> b s h d", [(2, 3, 32)], [(2, 3, 4, 8)])
+    assert sizes == {"b": 2, "s": 3, "h": 4, "d": 8} and x[2] == ("h", "d") and y[2:] == (("h",), ("d",))
+
+
+def test_composite_sizes_can_be_given() -> None:
+    sizes, _, _ = bind("(c k) -> (k c)", [(12,)], [(12,)], {"k": 3})
+    assert sizes == {"c": 4, "k": 3}
+
+
+@pytest.mark.parametrize(
+    "text, ins, outs, message",
+    [
+        ("a, b -> a b", [(2,)], [(2, 3)], r"rule 'a, b -> a b' describes 3 tensors, the call has 2"),
+        ("a b -> a b", [(2, 3, 4)], [(2, 3, 4)], r"a term with 2 dims meets a tensor of shape \(2, 3, 4\)"),
+        ("a b -> b a", [(2, 3)], [(2, 3)], r"\('b',\) has sizes \[3\], the tensor has 2"),
+        ("a 1 -> a", [(2, 3)], [(2,)], r"\(\) has sizes \[\], the tensor has 3"),
+        ("h (h d) -> h d", [(4, 30)], [(4, 8)], r"dim of size 30 is no multiple of 4"),
+        ("(h d) -> (d h)", [(6,)], [(6,)], r"sizes of \('h', 'd'\) do not follow from the shapes"),
+    ],
+)
+def test_contradictions_are_named(text: str, ins: list, outs: list, message: str) -> None:
+    with pytest.raises(RuleError, match=message):
+        bind(text, ins, outs)
+
+
+def test_line_without_inputs() -> None:
+    assert line("-> a b", call([], [(2, 3)])).inputs == ()
+
+
+def test_a_rule_prints_as_its_line() -> None:
+    rule = line("b s (h d) -> b s h d", call([(2, 3, 32)], [(2, 3, 4, 8)]), whole="d s")
+    assert str(rule) == "b s (h d) -> b s h d   whole: d s"
+
+
+def test_only_major_factors_can_be_cut() -> None:
+    assert line("b (h d) -> b h d", call([(2, 32)], [(2, 4, 8)])).cuttable == ("b", "h")
+    assert line("(h d) -> (d h)", call([(6,)], [(6,)]), sizes={"h": 2}).cuttable == ()
+
+
+def test_a_major_factor_of_size_one_blocks_nothing() -> None:
+    assert line("b (h d) -> b h d", call([(2, 8)], [(2, 1, 8)])).cuttable == ("b", "d")
+
+
+def test_whole_factors_are_not_cut() -> None:
+    assert line("b s -> b s", call([(2, 4)], [(2, 4)]), whole="s").cuttable == ("b",)
+
+
+def test_options_of_a_product() -> None:
+    rule = line("... k, n k -> ... n", call([(2, 6), (8, 6)], [(2, 8)]), linear=[{0}, {1}])
+    assert options(rule) == {
+        "I": (("I", "I"), ("I",)),
+        "b": (("S0", "R"), ("S0",)),
+        "n": (("R", "S0"), ("S1",)),
+        "k": (("S1", "S1"), ("P",)),
+        "R": (("R", "R"), ("R",)),
+        "P0": (("P", "R"), ("P",)),
+        "P1": (("R", "P"), ("P",)),
+    }
+
+
+def test_a_bias_is_pending_where_the_sum_is() -> None:
+    rule = line("... k, n k, n -> ... n", call([(2, 6), (8, 6), (8,)], [(2, 8)]), additive={2})
+    found = options(rule)
+    assert found["k"] == (("S1", "S1", "P"), ("P",))
+    assert found["n"] == (("R", "S0", "S0"), ("S1",)), "cut with the output, not added"
+    assert found["b"] == (("S0", "R", "R"), ("S0",)), "whole where nothing is summed"
+
+
+def test_without_gradients_whole_is_one_thing() -> None:
+    found = options(line("b s -> b s", call([(2, 4)], [(2, 4)])), grads=False)
+    assert found["I"] == (("R",), ("R",)) and "R" not in found
+
+
+def test_gradients_of_single_tensors() -> None:
+    rule = line("b, b -> b", call([(2,), (2,)], [(2,)]))
+    first = axis_options(rule, [True, False], [True])[0]
+    assert first.ins == ("I", "R") and first.outs == ("I",)
+
+
+def test_placements_of_one_factor_can_be_given() -> None:
+    rule = line("b v -> b", call([(2, 4)], [(2,)]), out_as={"v": ("I",)}, in_as={"b": ("R",)})
+    assert options(rule)["v"] == (("S1",), ("I",)) and options(rule)["b"] == (("R",), ("S0",))
+
+
+def test_flops_are_shared_by_the_pieces() -> None:
+    rule = line("m k, k n -> m n", call([(4, 6), (6, 8)], [(4, 8)]), flops=2.0)
+    assert rule.flops_at({}) == 2 * 4 * 6 * 8 and rule.flops_at({"m": 2, "n": 4}) == 2 * 4 * 6 * 8 / 8
+
+
+def test_arguments_are_found_by_place_and_by_name() -> None:
+    c = Call("aten.x.default", (In(0), 3), {"dim": 1}, (), ())
+    assert c.arg(1, "size") == 3 and c.arg(2, "dim") == 1 and c.arg(2, "keepdim", False) is False
+    assert c.replaced(1, "size", 5) == ((In(0), 5), {"dim": 1})
+    assert c.replaced(2, "dim", 0) == ((In(0), 3), {"dim": 0})
+
+
+def test_the_call_of_a_node_numbers_its_tensors() -> None:
+    node = Node("y", "op", "aten.cat.default", ([Ref(0), Ref(1, 2)], 0), {"other": Ref(0)})
+    found = call_of(node, lambda ref: Spec((ref.node + 1,), "float32"))
+    assert found.args == ([In(0), In(1)], 0) and found.kwargs == {"other": In(2)}
+    assert [s.shape for s in found.ins] == [(1,), (2,), (1,)]
+
+
+def test_axes_of_one_factor_multiply_and_axes_of_size_one_cut_nothing() -> None:
+    rule = line("b s -> b s", call([(8, 4)], [(8, 4)]))
+    by_name = {o.name: o for o in axis_options(rule, [True], [True])}
+    mesh = (("node", 2), ("data", 4), ("tensor", 1))
+    assert cuts_of(rule, [by_name[n] for n in "bbs"], mesh) == ({"b": 8}, {"b": ("node", "data")})
+
+
+def test_a_local_call_has_the_local_shape() -> None:
+    c = call([(4, 32)], [(4, 4, 8)], In(0), [4, 4, 8], target="aten.reshape.default")
+    rule = line("b (h d) -> b h d", c, shape_arg=(1, "shape"))
+    by_name = {o.name: o for o in axis_options(rule, [True], [True])}
+    mesh = (("data", 2), ("tensor", 4))
+    assert local_call(c, rule, [by_name["b"], by_name["h"]], mesh).args == (In(0), [2, 1, 8])
+    assert local_call(c, rule, [by_name["I"], by_name["R"]], mesh).args == c.args
