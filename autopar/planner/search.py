@@ -87,8 +87,8 @@ def plan_graph(
     options = options or Options()
     check_mesh(mesh, cluster)
     priced = pricer(cluster, mesh)
-    rules = rules_of(graph)
     folding = fold(graph) if options.fold else unfolded(graph)
+    rules = rules_of(graph, folding.representative)
     pins = _Pins(graph, rules, mesh, options)
     if not pins.uniform(folding):
         folding = unfolded(graph)  # blocks that are pinned differently are different blocks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,13 +94,19 @@ def rule_for(call: Call) -> Rule:
         raise RuleError(f"{call.target}: {error}") from error
 
 
-def rules_of(graph: Graph) -> list[Rule | None]:
-    """The rule of every node (None for parameters, buffers and inputs); equal calls share one object."""
+def rules_of(graph: Graph, representative: Sequence[int] | None = None) -> list[Rule | None]:
+    """The rule of every node (None for parameters, buffers and inputs); equal calls share one object.
+
+    ``representative`` gives for every node an earlier one (or itself) that makes the same call.
+    """
     cache: dict[Any, Rule] = {}
     result: list[Rule | None] = []
-    for node in graph.nodes:
+    for i, node in enumerate(graph.nodes):
         if node.kind != "op":
             result.append(None)
+            continue
+        if representative is not None and representative[i] != i:
+            result.append(result[representative[i]])
             continue
         call = call_of(node, graph.spec)
         key = (call.target, repr(call.args), repr(sorted(call.kwargs.items())), call.ins, call.outs)
