@@ -1,0 +1,115 @@
+"""Properties of plans: deterministic, never worse on better hardware, folding loses nothing, limits and pins hold."""
+
+from __future__ import annotations
+
+import functools
+import random
+from dataclasses import replace
+
+import pytest
+from autopar.capture import capture
+from autopar.errors import InfeasibleError
+from autopar.graph import Graph
+from autopar.planner.check import check
+from autopar.planner.draw import random_plan
+from autopar.planner.fold import fold
+from autopar.planner.price import pricer
+from autopar.planner.search import Options, plan_graph
+from autopar.rules.registry import rules_of
+from hardware_profiles import abstract_cluster, load_cluster
+from zoo import ZOO
+
+TWO = (("data", 2), ("tensor", 4))
+
+
+@functools.cache
+def graph_of(name: str, layers: int = 2) -> Graph:
+    case = ZOO[name](layers=layers) if name not in ("resnet", "unet", "mlp") else ZOO[name]()
+    return capture(case.model, case.args, case.kwargs).graph
+
+
+@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+def test_same_inputs_same_plan_also_after_other_meshes(name: str) -> None:
+    graph, cluster = graph_of(name), load_cluster("dgx-h100")
+    alone = plan_graph(graph, cluster, TWO)
+    for mesh in ((("data", 8),), (("tensor", 2),), (("data", 4), ("tensor", 2))):
+        plan_graph(graph, cluster, mesh)
+    assert plan_graph(graph, cluster, TWO) == alone
+
+
+def test_identical_blocks_are_found_and_deciding_them_once_loses_nothing() -> None:
+    graph, cluster = graph_of("gpt2", 4), load_cluster("dgx-h100")
+    (block,) = fold(graph).blocks
+    assert block[2] in (3, 4)
+    folded, plain = (plan_graph(graph, cluster, (("x", 4),), Options(fold=f)) for f in (True, False))
+    assert folded.price.seconds == pytest.approx(plain.price.seconds, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["mlp", "llama", "t5"])
+def test_better_hardware_is_never_worse(name: str) -> None:
+    graph = graph_of(name)
+    rng = random.Random(3)
+    for _ in range(4):
+        alpha, beta = rng.uniform(0, 1e-3), rng.uniform(1e-9, 1e-6)
+        slow, fast = (
+            plan_graph(graph, abstract_cluster({"x": 4}, alpha=(alpha * k,), beta=(beta * k,)), (("x", 4),))
+            for k in (1.0, rng.uniform(0.2, 0.9))
+        )
+        assert fast.price.seconds <= slow.price.seconds * (1 + 1e-9)
+
+
+def test_faster_gpus_give_faster_plans() -> None:
+    graph = graph_of("gpt2")
+    seconds = [plan_graph(graph, load_cluster(c), TWO).price.compute_seconds for c in ("dgx-a100", "dgx-h100")]
+    assert seconds[1] <= seconds[0]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "resnet", "t5", "unet"])
+def test_the_price_is_what_check_recounts(name: str) -> None:
+    graph, cluster, mesh = graph_of(name), load_cluster("dgx-h100"), (("data", 2), ("tensor", 2))
+    rules, priced = rules_of(graph), pricer(cluster, mesh)
+    plans = [plan_graph(graph, cluster, mesh), *(random_plan(graph, rules, priced, seed) for seed in range(3))]
+    for plan in plans:
+        report = check(plan, graph, cluster)
+        assert report.ok, report.failures
+
+
+def test_a_false_claim_is_caught() -> None:
+    graph, cluster, mesh = graph_of("mlp"), load_cluster("dgx-h100"), (("data", 2),)
+    plan = random_plan(graph, rules_of(graph), pricer(cluster, mesh), 1)
+    wrong = replace(plan, price=replace(plan.price, activation_seconds=plan.price.activation_seconds * 1.2))
+    assert not check(wrong, graph, cluster).ok
+    wrong = replace(plan, price=replace(plan.price, parameter_bytes=plan.price.parameter_bytes + 1))
+    assert not check(wrong, graph, cluster).ok
+
+
+def test_memory_limits_hold_and_cost() -> None:
+    graph, cluster, mesh = graph_of("gpt2"), load_cluster("dgx-h100"), (("data", 8),)
+    free = plan_graph(graph, cluster, mesh)
+    before = free.price.seconds
+    held = 0
+    for share in (0.8, 0.5, 0.3):
+        limit = share * free.price.memory_bytes
+        try:
+            plan = plan_graph(graph, cluster, mesh, Options(memory_limit_bytes=limit))
+        except InfeasibleError:
+            break
+        held += 1
+        assert plan.price.memory_bytes <= limit
+        assert plan.price.seconds >= before * 0.99, "less memory is never faster, but for the gap"
+        assert plan.solution is not None and plan.solution.gap <= 0.011
+        before = plan.price.seconds
+    assert held
+
+
+def test_pins_hold() -> None:
+    graph, cluster = graph_of("llama"), load_cluster("dgx-h100")
+    pins = {"*.mlp.up_proj": {"tensor": "k"}, "model.layers.1.self_attn.q_proj": {"data": "replicate"}}
+    plan = plan_graph(graph, cluster, TWO, Options(constraints=pins, params={"lm_head.weight": "replicate"}))
+    for node in graph.nodes:
+        if node.kind == "op" and node.target == "aten.linear.default":
+            if node.module.endswith("up_proj"):
+                assert plan.ops[node.name][1] == "k"
+            if node.module == "model.layers.1.self_attn.q_proj":
+                assert plan.ops[node.name][0] == "I"
+    assert plan.params["lm_head.weight"].stored == ("I", "I")
