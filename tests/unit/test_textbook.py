@@ -266,12 +266,3 @@ def test_llama_with_many_tokens_is_data_parallel_and_then_zero() -> None:
         assert any("S" in c.stored[0] for c in plan.params.values())
         lifetimes.append(sum(c.lifetime == "use" for c in plan.params.values()))
     assert lifetimes[0] < lifetimes[1], "ZeRO-3 takes over from ZeRO-2 as the limit falls"
-
-
-def test_long_sequences_exchange_sequence_for_heads() -> None:
-    graph, plan = llama(1, 1024, 64)
-    assert set(cuts(graph, plan, ATTENTION)) == {("g",)}
-    by_sequence = cuts(graph, plan, LINEAR).count(("s",))
-    assert by_sequence >= 2 * 4, "most layers work on slices of the sequence"
-    swaps = [s for steps in plan.routes.values() for s in steps if s[0][0][0] == s[1][0][0] == "S"]
-    assert len(swaps) >= 2, "around attention, slices of the sequence are exchanged for heads (Ulysses)"
