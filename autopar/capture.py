@@ -394,7 +394,7 @@ class _Builder:
                     o,
                     no_grad,
                 )
-                for v, o in zip(args[0], fx.meta["val"], strict=True)
+                for v, o in zip(list(args[0]), fx.meta["val"], strict=True)  # type: ignore[arg-type]
             ]
             return
         shapes = [n for v in _flat(fx.meta.get("val")) if isinstance(v, torch.Tensor) for n in v.shape]
@@ -430,7 +430,10 @@ class _Builder:
         return result
 
     def _emit_form(self, fx: torch.fx.Node, form: Any, same: Any, val: Any, no_grad: bool) -> Any:
-        return same if form is None else self._op(fx, *form, (_spec(val),), no_grad)
+        if form is None:
+            return same
+        target, args, kwargs = form
+        return self._op(fx, target, args, kwargs, (_spec(val),), no_grad)
 
     def _op(self, fx: torch.fx.Node, target: str, args: Any, kwargs: Any, outs: Any, no_grad: bool) -> Any:
         refs = [*refs_in(args), *refs_in(kwargs)]

@@ -25,7 +25,8 @@ _INPLACE = (
     "bitwise_and.Tensor bitwise_or.Tensor dropout.default sqrt.default rsqrt.default log.default abs.default "
     "index_put.default scatter.src scatter.value index_add.default lerp.Scalar lerp.Tensor addcmul.default "
     "addcdiv.default threshold.default round.default floor.default ceil.default eq.Tensor eq.Scalar ne.Tensor "
-    "ne.Scalar fill.Scalar fill.Tensor copy.default zero.default tril.default triu.default baddbmm.default addmm.default"
+    "ne.Scalar fill.Scalar fill.Tensor copy.default zero.default tril.default triu.default baddbmm.default "
+    "addmm.default"
 ).split()
 _RENAMED = {"pow.Scalar": "pow.Tensor_Scalar", "pow.Tensor": "pow.Tensor_Tensor"}
 FUNCTIONAL = {
@@ -44,7 +45,8 @@ _VIEWS = frozenset(
 _EXPANDS = frozenset({"aten.expand.default", "aten.expand_as.default", "aten.broadcast_to.default"})
 _FULLS: dict[str, float | None] = {
     "aten.zeros.default": 0, "aten.ones.default": 1, "aten.full.default": None, "aten.new_zeros.default": 0,
-    "aten.new_ones.default": 1, "aten.new_full.default": None, "aten.zeros_like.default": 0, "aten.ones_like.default": 1,
+    "aten.new_ones.default": 1, "aten.new_full.default": None, "aten.zeros_like.default": 0,
+    "aten.ones_like.default": 1,
     "aten.full_like.default": None, "aten.empty.memory_format": 0, "aten.new_empty.default": 0,
     "aten.empty_like.default": 0, "aten.zero.default": 0, "aten.scalar_tensor.default": None, "aten.fill.Scalar": None,
 }  # fmt: skip

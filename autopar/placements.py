@@ -105,7 +105,7 @@ def fits(shape: Sequence[int], state: State, mesh: Mesh) -> bool:
 
 
 def steps_from(state: State, choices: Sequence[Sequence[Placement]]) -> Iterator[tuple[int, State]]:
-    """All ``(axis, new state)`` that one legal step reaches, with the placements of each axis limited to ``choices``."""
+    """All ``(axis, new state)`` that one legal step reaches; ``choices`` limits the placements of each axis."""
     for axis, options in enumerate(choices):
         for dst in options:
             if step_is_legal(state, axis, dst):

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from hardware_profiles import Cluster
 from torch.utils import _pytree as pytree
 
 from autopar.capture import Captured
@@ -27,8 +26,9 @@ from autopar.planner.price import pricer
 from autopar.planner.search import plan_graph
 from autopar.rules.registry import rules_of
 from autopar.runtime.world import fake_world, run_step
+from hardware_profiles import Cluster
 
-ADAMW = {"lr": 1e-2, "weight_decay": 0.01}
+ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.01}
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Difference:
 
 @dataclass
 class Trained:
-    """Two steps of AdamW on one device: ``losses``, the first step's ``gradients``, the last ``weights``, ``buffers``."""
+    """Steps of AdamW: every step's loss, the first step's gradients, the weights and buffers after the last."""
 
     losses: list[torch.Tensor]
     gradients: dict[str, torch.Tensor]
@@ -258,7 +258,7 @@ def train_eager(
         loss.backward()
         losses.append(loss.detach())
         if step == 0:
-            first = {n: params[n].grad.detach().clone() for n in names if params[n].grad is not None}
+            first = {n: g.detach().clone() for n in names if (g := params[n].grad) is not None}
         optimizer.step()
     held = dict(model.named_buffers(remove_duplicate=False))
     buffers = {n.target: held[n.target] for _, n in captured.graph.of_kind("buffer") if n.target in held}

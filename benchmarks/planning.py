@@ -45,8 +45,9 @@ def model_of(name: str, layers: int, seq: int):  # type: ignore[no-untyped-def]
 def measure(case: str) -> dict[str, float | str]:
     """Plan one case in this process."""
     warnings.simplefilter("ignore")
-    import autopar.rules  # noqa: F401
     import torch
+
+    import autopar.rules  # noqa: F401
     from autopar.capture import capture
     from autopar.planner.search import Options, plan_graph
     from hardware_profiles import load_cluster

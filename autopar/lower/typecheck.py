@@ -121,7 +121,8 @@ class _Checked(torch.fx.Interpreter):
 
     def _made(self, value: torch.Tensor, state: State) -> torch.Tensor:
         if not spmd.get_local_type(value):  # made from nothing: a factory
-            return spmd.assert_type(value, _type(state, self.program))
+            spmd.assert_type(value, _type(state, self.program))
+            return value
         for axis, want in self._axes(state):
             have = spmd.get_axis_local_type(value, axis)
             if have is spmd.R and want is spmd.V:  # every rank makes its own part of an expanded dim
@@ -151,5 +152,10 @@ def _as_varying(value: torch.Tensor, axes: list[str]) -> torch.Tensor:
 
 def _tensor_args(n: torch.fx.Node) -> list[torch.fx.Node]:
     found: list[torch.fx.Node] = []
-    torch.fx.node.map_arg((n.args, n.kwargs), lambda a: found.append(a) or a)
+
+    def note(arg: torch.fx.Node) -> torch.fx.Node:
+        found.append(arg)
+        return arg
+
+    torch.fx.node.map_arg((n.args, n.kwargs), note)
     return found

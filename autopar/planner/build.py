@@ -302,7 +302,8 @@ class Builder:
             u = ref.node
             own = groups.get(u, ())
             if (
-                u in chain_of and node.out.n_bytes <= self.graph.spec(ref).n_bytes and len(own) == 1 and own[0].readers == ((i, position),) and not own[0].outputs
+                u in chain_of and node.out.n_bytes <= self.graph.spec(ref).n_bytes
+                and len(own) == 1 and own[0].readers == ((i, position),) and not own[0].outputs
                 and not own[0].updates and own[0].count == counts[i] and len(self.graph.nodes[u].outs) == 1
             ):  # fmt: skip
                 return u, position
@@ -335,7 +336,7 @@ class Builder:
         return True
 
     def _saved(self, node: Node, rule: Rule, strategy: Strategy) -> float:
-        """Bytes that autograd keeps for the backward of one op; a tensor kept by several readers is shared among them."""
+        """Bytes that autograd keeps for one op's backward; a tensor kept by several readers is shared among them."""
         if not node.needs_grad:
             return 0.0
         total = 0.0

@@ -120,7 +120,7 @@ def check(plan: Plan, graph: Graph, cluster: Cluster, *, tolerance: float = 0.01
         key=lambda d: (max(d.peak_flops.values()), d.memory_bytes_per_second),
     )
     with fake_world(plan.mesh) as mesh:
-        names = {mesh.get_group(name).group_name: name for name, _ in plan.mesh}
+        names = {str(mesh.get_group(name).group_name): name for name, _ in plan.mesh}
         _recount(program, plan, graph, device, axes, names, report)
     _stored(plan, graph, report)
     _parameters(plan, graph, axes, 0.0 if cluster.abstract else 25 * 2**20, report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from autopar.errors import PlanError
 from autopar.graph import Graph, Ref
@@ -139,10 +140,7 @@ def complete(
         grad = node.needs_grad and spec.is_float
         key = (spec, grad, made[ref], tuple(sorted(goals)))
         if key not in cache:
-            cache[key] = route(
-                spec.shape, mesh, grad, made[ref], list(goals),
-                lambda a, b, spec=spec, grad=grad: pricer.step(spec, grad, a, b),
-            )  # fmt: skip
+            cache[key] = route(spec.shape, mesh, grad, made[ref], list(goals), partial(pricer.step, spec, grad))
         found = cache[key]
         if found is None:
             raise PlanError(
@@ -202,6 +200,7 @@ def _price(
         if choice.lifetime == "use" and choice.stored != choice.used:
             transient = max(transient, pricer.local_bytes(node.out, choice.used))
     return Price(
-        compute * microbatches, (reshard_seconds + inside) * microbatches, parameter_seconds, totals[0], totals[1], totals[2],
+        compute * microbatches, (reshard_seconds + inside) * microbatches, parameter_seconds, totals[0],
+        totals[1], totals[2],
         totals[3] + 2 * transient, sum(kept.values()),
     )  # fmt: skip

@@ -141,13 +141,15 @@ def _close(
     return best, bound, best[1] - bound <= max(gap, 1e-9) * best[1]
 
 
-def _choice(problem: Problem, picked: tuple[int, ...], objective: float, bound: float, proven: bool, name: str) -> Choice:
+def _choice(
+    problem: Problem, picked: tuple[int, ...], objective: float, bound: float, proven: bool, name: str
+) -> Choice:
     status = "optimal" if proven else "time limit"
     return Choice(picked, objective + problem.fixed_seconds, bound + problem.fixed_seconds, status, name)
 
 
 def _picked(values: Sequence[Sequence[float]]) -> tuple[int, ...]:
-    return tuple(max(range(len(row)), key=lambda s, row=row: (row[s], -s)) for row in values)
+    return tuple(row.index(max(row)) for row in map(list, values))
 
 
 def _highs(time_limit_seconds: float, gap: float) -> Any:
@@ -170,8 +172,8 @@ def _cbc() -> type:
 
 def _build(problem: Problem) -> tuple[pulp.LpProblem, list[list[pulp.LpVariable]], float]:
     model = pulp.LpProblem("autopar", pulp.LpMinimize)
-    # Solvers have absolute tolerances, so seconds are scaled to about a thousand in all. The scale is a power of two and
-    # costs are rounded to multiples of 2**-20 (one part in 10**9 of the total), so that their sums are exact.
+    # Solvers have absolute tolerances, so seconds are scaled to about a thousand in all. The scale is a power of two,
+    # and costs are rounded to multiples of 2**-20 (one part in 10**9 of the total), so that their sums are exact.
     total = sum(min(i.seconds) for i in problem.items) or max((max(i.seconds) for i in problem.items), default=0.0)
     scale = 2.0 ** round(math.log2(1e3 / total)) if total > 0 else 1.0
 
@@ -202,8 +204,8 @@ def _build(problem: Problem) -> tuple[pulp.LpProblem, list[list[pulp.LpVariable]
                 balance[state].append((x[tensor.producer][s], 1))
             for s, state in enumerate(wanted):
                 balance[state].append((x[consumer][s], -1))
-            # one balance follows from the others, since as much is made as wanted; HiGHS 1.15 was seen to loop for ever in
-            # presolve when it was there too
+            # one balance follows from the others, since as much is made as wanted; HiGHS 1.15 was seen to loop for
+            # ever in presolve when it was there too
             for state, terms in list(balance.items())[:-1]:
                 model.addConstraint(
                     pulp.LpConstraint(pulp.LpAffineExpression(terms), pulp.LpConstraintEQ, f"b{t}_{c}_{state}", 0)

@@ -7,6 +7,8 @@ import random
 from dataclasses import replace
 
 import pytest
+from zoo import ZOO
+
 from autopar.capture import capture
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
@@ -17,7 +19,6 @@ from autopar.planner.price import pricer
 from autopar.planner.search import Options, plan_graph
 from autopar.rules.registry import rules_of
 from hardware_profiles import abstract_cluster, load_cluster
-from zoo import ZOO
 
 TWO = (("data", 2), ("tensor", 4))
 

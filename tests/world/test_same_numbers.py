@@ -11,6 +11,8 @@ from math import prod
 
 import pytest
 import torch
+from zoo import ZOO
+
 from autopar import verify as V
 from autopar.capture import Captured, capture
 from autopar.planner.draw import random_plan
@@ -18,7 +20,6 @@ from autopar.planner.price import pricer
 from autopar.planner.search import plan_graph
 from autopar.rules.registry import ops_without_rule, rules_of
 from hardware_profiles import load_cluster
-from zoo import ZOO
 
 MESHES = {
     "2": (("data", 2),),
