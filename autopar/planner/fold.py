@@ -73,7 +73,8 @@ def fold(graph: Graph) -> Fold:
 
 def _signature(graph: Graph, node: Node) -> object:
     args = map_refs((node.args, node.kwargs), lambda r: graph.spec(r))
-    return node.target, repr(args), node.outs, node.hot, node.needs_grad
+    grads = tuple(graph.nodes[r.node].needs_grad for r in node.refs)
+    return node.target, repr(args), node.outs, node.hot, node.needs_grad, grads
 
 
 def _periods(signs: list[int], gram: int = 4) -> list[int]:

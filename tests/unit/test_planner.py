@@ -114,3 +114,15 @@ def test_pins_hold() -> None:
             if node.module == "model.layers.1.self_attn.q_proj":
                 assert plan.ops[node.name][0] == "I"
     assert plan.params["lm_head.weight"].stored == ("I", "I")
+
+
+def test_a_first_block_without_gradient_into_it_is_not_like_the_others() -> None:
+    # its input is data: folded with the others, it would decide for them what whole means for their gradients
+    graph = graph_of("mlp")
+    for layers in ("bert", "gpt2"):
+        found = fold(graph_of(layers, 4))
+        nodes = graph_of(layers, 4).nodes
+        for i, r in enumerate(found.representative):
+            grads = [[nodes[ref.node].needs_grad for ref in nodes[k].refs] for k in (i, r)]
+            assert grads[0] == grads[1]
+    assert fold(graph).blocks == ()
