@@ -259,6 +259,14 @@ class ParallelModule(torch.nn.Module):
 
     # -- running
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the program with ``torch.compile(program, *args, **kwargs)``, as ``nn.Module.compile`` does.
+
+        Gathers, gradient reductions and everything else around the program stay eager. Collectives inside it may break
+        the graph: spmd-types looks at autograd state that the compiler does not trace.
+        """
+        object.__setattr__(self, "_run", torch.compile(self._run, *args, **kwargs))
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for a whole batch, which every rank passes alike.
 
