@@ -10,9 +10,9 @@ import pytest
 from zoo import ZOO
 
 from autopar.capture import capture
+from autopar.check import check
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
-from autopar.planner.check import check
 from autopar.planner.draw import random_plan
 from autopar.planner.fold import fold
 from autopar.planner.price import pricer

@@ -15,10 +15,10 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from autopar.capture import capture
+from autopar.check import Report, check
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
 from autopar.plan import Plan
-from autopar.planner.check import Report, check
 from autopar.planner.search import Options, plan_graph
 from hardware_profiles import abstract_cluster, load_cluster
 

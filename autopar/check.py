@@ -26,6 +26,7 @@ from autopar.lower.emit import Program, lower, used_shape
 from autopar.placements import local_shape, step_collectives
 from autopar.plan import Plan
 from autopar.rules.notation import Rule
+from autopar.rules.pieces import fake_world
 from autopar.rules.registry import rules_of
 from cost_models import AxisCost, mesh_axes, op_seconds, optimizer_state_bytes
 from hardware_profiles import Cluster
@@ -110,8 +111,6 @@ def check(plan: Plan, graph: Graph, cluster: Cluster, *, tolerance: float = 0.01
     Args:
         tolerance: how far the plan's seconds may be from the recounted ones, as a share.
     """
-    from autopar.runtime.world import fake_world
-
     program = lower(graph, plan)
     report = Report()
     axes = mesh_axes(cluster, dict(plan.mesh))
