@@ -12,10 +12,6 @@ FLOORS = {
     "autopar.lower": 6, "autopar.runtime": 7, "autopar.check": 8, "autopar.verify": 8, "autopar.planfile": 8,
     "autopar.models": 8, "autopar.report": 8, "autopar.api": 9, "autopar.cli": 9, "autopar.__main__": 9,
 }  # fmt: skip
-KNOWN = {
-    # the runtime sends a plan to the other ranks in the form of plan files
-    ("autopar.runtime.agree", "autopar.planfile"),
-}
 
 
 def floor_of(module: str) -> tuple[str, int] | None:
@@ -41,6 +37,6 @@ def test_imports_go_down() -> None:
                 continue
             for target in targets:
                 other = floor_of(target)
-                if other is not None and other[1] > own[1] and (name, other[0]) not in KNOWN:
+                if other is not None and other[1] > own[1]:
                     wrong.append(f"{name} (floor {own[1]}) imports {target} (floor {other[1]})")
     assert not wrong, "\n".join(sorted(set(wrong)))
