@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from autopar.errors import CaptureError
 from autopar.graph import Ref, Spec
 
 DROPPED = frozenset({
@@ -181,8 +182,10 @@ def _as(value: Any, outs: tuple[Spec | None, ...], spec_of: Callable[[Ref], Spec
     assert out is not None
     source = spec_of(value)
     if source.dtype != out.dtype:
-        # the cast keeps the source's shape; the expand follows when shapes differ as well
         if source.shape != out.shape:
-            raise NotImplementedError("copy_ that casts and broadcasts at once")
+            raise CaptureError(
+                f"copy_ of a {source.dtype} tensor of shape {source.shape} into a {out.dtype} one of shape {out.shape} "
+                "casts and broadcasts at once; cast the source first"
+            )
         return "aten.to.dtype", (value, _dtype(out.dtype)), {}
     return "aten.expand.default", (value, list(out.shape)), {}
