@@ -71,7 +71,11 @@ class Price:
 
 @dataclass(frozen=True)
 class Solution:
-    """What the solver said: ``status`` is ``optimal`` or ``time limit``; ``gap`` is relative to the bound."""
+    """What the solver said.
+
+    ``status`` is ``optimal`` (proven), ``within gap`` (proven to be no further from the optimum than was asked) or
+    ``time limit``; ``gap`` is relative to the bound.
+    """
 
     solver: str
     status: str

@@ -128,7 +128,8 @@ class Builder:
             parameters.append((len(items), i, tuple(o[0] for o in options)))
             made_by_param[i] = [o[0].used for o in options]
             item_of[i] = len(items)
-            items.append(Item(node.name, tuple(o[1] for o in options), tuple(o[2] for o in options)))
+            seconds, n_bytes, peaks = (tuple(o[k] for o in options) for k in (1, 2, 3))
+            items.append(Item(node.name, seconds, n_bytes, peaks if self.keep_memory and any(peaks) else ()))
         tensors: list[Tensor] = []
         outputs = []
         for i, own in sorted(groups.items()):
@@ -229,19 +230,22 @@ class Builder:
 
     # -- parameters
 
-    def _param_options(self, node: Node, uses: set[State], count: int) -> list[tuple[ParamChoice, float, float]]:
+    def _param_options(self, node: Node, uses: set[State], count: int) -> list[tuple[ParamChoice, float, float, float]]:
+        """``(choice, seconds, bytes, peak bytes)``; seconds and bytes are those of all parameters of the class."""
         mesh = self.pricer.mesh
         whole: State = ("I" if node.needs_grad else "R",) * len(mesh)
         spec = node.out
-        options: list[tuple[ParamChoice, float, float]] = []
-        by_use: dict[State, list[tuple[ParamChoice, float, float]]] = {}
+        options: list[tuple[ParamChoice, float, float, float]] = []
+        by_use: dict[State, list[tuple[ParamChoice, float, float, float]]] = {}
         every = self.allowed_params is not None
         for choice in P.choices(spec, node.needs_grad, uses or {whole}, mesh, all_dims=every):
             if self.allowed_params is not None and not self.allowed_params(node, choice):
                 continue
             cost = P.cost(spec, node.needs_grad, choice, self.pricer, self.optimizer, self.microbatches)
-            by_use.setdefault(choice.used, []).append((choice, cost.seconds * count, cost.n_bytes * count))
+            row = (choice, cost.seconds * count, cost.n_bytes * count, cost.peak_bytes)
+            by_use.setdefault(choice.used, []).append(row)
         for own in by_use.values():
+            # peaks of several parameters do not add up, so a choice with one is compared by the bytes it adds at least
             options.extend(own[k] for k in P.cheapest([(o[1], o[2]) for o in own], self.keep_memory))
         return options
 

@@ -190,17 +190,16 @@ def _price(
                 kept[root.get(ref, ref), n] = n
     totals = [0] * 4
     parameter_seconds = 0.0
-    transient = 0
+    peak = 0
     for i, choice in owned.items():
         node = graph.nodes[i]
         cost = P.cost(node.out, node.needs_grad, choice, pricer, optimizer, microbatches)
         parameter_seconds += cost.seconds
         for k, n in enumerate((cost.parameter_bytes, cost.gradient_bytes, cost.optimizer_bytes, cost.gathered_bytes)):
             totals[k] += n
-        if choice.lifetime == "use" and choice.stored != choice.used:
-            transient = max(transient, pricer.local_bytes(node.out, choice.used))
+        peak = max(peak, cost.peak_bytes)
     return Price(
         compute * microbatches, (reshard_seconds + inside) * microbatches, parameter_seconds, totals[0],
         totals[1], totals[2],
-        totals[3] + 2 * transient, sum(kept.values()),
+        totals[3] + peak, sum(kept.values()),
     )  # fmt: skip

@@ -20,9 +20,7 @@ from autopar.errors import InfeasibleError
 from autopar.planner.problem import Choice, Problem
 
 
-def solve(
-    problem: Problem, *, time_limit_seconds: float = 120.0, solver: str = "auto", gap: float = 0.0
-) -> Choice:
+def solve(problem: Problem, *, time_limit_seconds: float = 120.0, solver: str = "auto", gap: float = 0.0) -> Choice:
     """The cheapest strategies.
 
     Args:
@@ -41,7 +39,7 @@ def solve(
 
 
 def _solve_at_once(problem: Problem, name: str, time_limit_seconds: float, gap: float) -> Choice:
-    model, x, scale = _build(problem)
+    model, x, _, scale = _build(problem)
     if name == "highs":
         backend = _highs(time_limit_seconds, gap)
     else:
@@ -72,7 +70,7 @@ def _solve_by_prices(problem: Problem, time_limit_seconds: float, gap: float) ->
     limit = problem.limit_bytes
     assert limit is not None
     room = limit - problem.fixed_bytes
-    model, x, scale = _build(replace(problem, limit_bytes=None))
+    model, x, peak, scale = _build(replace(problem, limit_bytes=None))
     backend = _highs(time_limit_seconds, 0.0)
     model.solve(backend)
     if pulp.LpStatus[model.status] == "Infeasible":
@@ -80,6 +78,8 @@ def _solve_by_prices(problem: Problem, time_limit_seconds: float, gap: float) ->
     engine = model.solverModel
     flat = [(v.index, cost * scale, n) for row, item in zip(x, problem.items, strict=True)
             for v, cost, n in zip(row, item.seconds, item.n_bytes, strict=True)]  # fmt: skip
+    if peak is not None:
+        flat.append((peak[0].index, 0.0, peak[1]))
     columns = np.array([f[0] for f in flat], dtype=np.int32)
     seconds, n_bytes = np.array([f[1] for f in flat]), np.array([f[2] for f in flat])
 
@@ -144,7 +144,9 @@ def _close(
 def _choice(
     problem: Problem, picked: tuple[int, ...], objective: float, bound: float, proven: bool, name: str
 ) -> Choice:
-    status = "optimal" if proven else "time limit"
+    status = "time limit"
+    if proven:
+        status = "optimal" if objective - bound <= 1e-6 * abs(objective) else "within gap"
     return Choice(picked, objective + problem.fixed_seconds, bound + problem.fixed_seconds, status, name)
 
 
@@ -170,7 +172,10 @@ def _cbc() -> type:
     return pulp.PULP_CBC_CMD
 
 
-def _build(problem: Problem) -> tuple[pulp.LpProblem, list[list[pulp.LpVariable]], float]:
+def _build(
+    problem: Problem,
+) -> tuple[pulp.LpProblem, list[list[pulp.LpVariable]], tuple[pulp.LpVariable, float] | None, float]:
+    """The model, ``x`` by item and strategy, the peak variable with its unit in bytes, and the scale of seconds."""
     model = pulp.LpProblem("autopar", pulp.LpMinimize)
     # Solvers have absolute tolerances, so seconds are scaled to about a thousand in all. The scale is a power of two,
     # and costs are rounded to multiples of 2**-20 (one part in 10**9 of the total), so that their sums are exact.
@@ -221,6 +226,16 @@ def _build(problem: Problem) -> tuple[pulp.LpProblem, list[list[pulp.LpVariable]
                                 pulp.LpAffineExpression([(v, 1), (f, -1)]), pulp.LpConstraintGE, f"y{t}_{c}_{a}", 0
                             )
                         )
+    largest = max((max(item.peak_bytes) for item in problem.items if item.peak_bytes), default=0.0)
+    peak: tuple[pulp.LpVariable, float] | None = None
+    if largest:
+        peak = model.add_variable("peak", 0), largest
+        for i, (row, item) in enumerate(zip(x, problem.items, strict=True)):
+            if any(item.peak_bytes):
+                terms = [(peak[0], 1.0), *((v, -b / largest) for v, b in zip(row, item.peak_bytes, strict=True) if b)]
+                model.addConstraint(
+                    pulp.LpConstraint(pulp.LpAffineExpression(terms), pulp.LpConstraintGE, f"peak{i}", 0)
+                )
     if problem.limit_bytes is not None:
         unit = max(problem.limit_bytes, 1.0)
         terms = [
@@ -229,7 +244,9 @@ def _build(problem: Problem) -> tuple[pulp.LpProblem, list[list[pulp.LpVariable]
             for v, b in zip(row, item.n_bytes, strict=True)
             if b
         ]
+        if peak is not None:
+            terms.append((peak[0], peak[1] / unit))
         right = (problem.limit_bytes - problem.fixed_bytes) / unit
         model.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(terms), pulp.LpConstraintLE, "memory", right))
     model.setObjective(pulp.LpAffineExpression(cost))
-    return model, x, scale
+    return model, x, peak, scale

@@ -21,13 +21,18 @@ from cost_models import AxisCost, optimizer_state_bytes
 
 @dataclass(frozen=True)
 class ParamCost:
-    """Seconds per step, and bytes on one rank, of a :class:`ParamChoice`."""
+    """Seconds per step, and bytes on one rank, of a :class:`ParamChoice`.
+
+    ``peak_bytes`` is what copies gathered for one use take while they live: this one and the next, which is fetched
+    ahead. Of all parameters the largest counts.
+    """
 
     seconds: float
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
     gathered_bytes: int
+    peak_bytes: int = 0
 
     @property
     def n_bytes(self) -> int:
@@ -48,9 +53,7 @@ def path(stored: State, used: State) -> list[tuple[int, State, State]] | None:
     return steps
 
 
-def choices(
-    spec: Spec, grad: bool, used: Iterable[State], mesh: Mesh, *, all_dims: bool = False
-) -> list[ParamChoice]:
+def choices(spec: Spec, grad: bool, used: Iterable[State], mesh: Mesh, *, all_dims: bool = False) -> list[ParamChoice]:
     """Every way to store a parameter for the given used placements: replicated or cut on each axis, both lifetimes.
 
     On an axis where the used placement is a shard, the stored one is the same. Elsewhere it is whole, or sharded on
@@ -122,6 +125,7 @@ def cost(spec: Spec, grad: bool, choice: ParamChoice, pricer: Pricer, optimizer:
     return ParamCost(
         seconds, stored, stored if grad else 0,
         optimizer_state_bytes(optimizer, elements, spec.item_bytes, 1) if grad else 0, gathered,
+        2 * used if choice.lifetime == "use" and choice.stored != choice.used else 0,
     )  # fmt: skip
 
 

@@ -6,7 +6,8 @@ For items ``i`` (operators and parameters, one per fold class), strategies ``s``
     such that   sum_s x[i,s] = 1                                            one strategy            (x binary)
                 in(v) - out(v) + made(v) - wanted(v) = 0                    a flow per consumer of t
                 y[t,a] >= flow[t,c,a]                                       a step is paid once     (y >= 0)
-                sum_i sum_s x[i,s] * bytes[i,s] <= limit                    memory
+                peak >= sum_s x[i,s] * peak_bytes[i,s]                      for every i that has peak bytes
+                sum_i sum_s x[i,s] * bytes[i,s] + peak <= limit             memory
 
 where ``a`` are the single-axis steps between states ``v`` of a tensor, ``made(v)`` is the sum of the producer's x over
 strategies that make ``v``, ``wanted(v)`` the sum of consumer c's x over strategies that want ``v``.
@@ -22,11 +23,13 @@ class Item:
     """One decision: an operator (or a chain of operators decided as one) or a parameter.
 
     ``seconds`` and ``n_bytes`` have one number per strategy and are totals over all nodes of the fold class.
+    ``peak_bytes`` are held only for a while: the largest of any item counts, once. Empty if there are none.
     """
 
     name: str
     seconds: tuple[float, ...]
     n_bytes: tuple[float, ...]
+    peak_bytes: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

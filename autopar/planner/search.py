@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
@@ -10,7 +10,7 @@ from math import prod
 from autopar.errors import InfeasibleError, MeshError, PlanError
 from autopar.graph import Graph, Node, Ref
 from autopar.placements import Mesh, State, fits, format_state
-from autopar.plan import ParamChoice, Plan, Solution
+from autopar.plan import LIFETIMES, ParamChoice, Plan, Solution
 from autopar.planner import ilp
 from autopar.planner.build import Builder, Decoder
 from autopar.planner.complete import complete
@@ -33,7 +33,8 @@ class Options:
     Attributes:
         constraints: ``{pattern: {axis: factor}}``; the pattern (``*`` matches anything) names a module path, or one op
             as ``module:op``; the factor is one of the op's rule, or ``replicate``.
-        params: ``{pattern: "replicate"}`` keeps parameters whole on every rank; or a stored placement ``"S0,I"``.
+        params: ``{pattern: "replicate"}`` keeps parameters whole on every rank; or a stored placement ``"S0,I"``; or
+            one with a lifetime, ``"S0,I step"`` (ZeRO-1/2) or ``"S0,I use"`` (ZeRO-3).
         inputs, outputs: pinned placements by input name and output position.
         memory_limit_bytes: per device; None for nine tenths of the device's memory.
         optimizer: ``adamw``, ``sgd`` or ``sgd_momentum``: decides the bytes of optimizer state.
@@ -119,25 +120,52 @@ def plan_graph(
     pins.require(problem)
     plan = finish(problem, decoder)
     if plan.price.memory_bytes > limit:
-        plan = _within_memory(builder(True), finish, plan, limit)
+        plan = _within_memory(builder(True), finish, plan, limit, options.memory_gap)
     missing = ops_without_rule(graph)
     notes = tuple(f"no rule for {name}: kept whole on every rank" for name in missing)
     return replace(plan, notes=notes)
 
 
-def _within_memory(builder: Builder, finish: object, fastest: Plan, limit: float) -> Plan:
+def _within_memory(
+    builder: Builder, finish: Callable[[Problem, Decoder], Plan], fastest: Plan, limit: float, gap: float
+) -> Plan:
+    """The cheapest plan whose bytes, counted in full, stay within the limit.
+
+    The problem counts a tensor that several readers keep by shares, so a choice may come out larger than the solver
+    counted; then it is solved again with less. The choice at the full limit bounds the optimum from below, and the
+    gap reported is to that bound.
+    """
     problem, decoder = builder.build()
-    target, tried = limit, [fastest]
-    for _ in range(6):
+    tried = [fastest]
+    best: Plan | None = None
+    bound = 0.0
+    fits_at, too_much, target = 0.0, limit, limit
+    for attempt in range(10):
         try:
-            plan = finish(replace(problem, limit_bytes=target), decoder)  # type: ignore[operator]
+            plan = finish(replace(problem, limit_bytes=target), decoder)
         except InfeasibleError:
             break
         tried.append(plan)
+        assert plan.solution is not None
+        if attempt == 0:
+            bound = plan.solution.objective_seconds * (1 - plan.solution.gap)
         over = plan.price.memory_bytes - limit
-        if over <= 0:
-            return plan
-        target -= 1.02 * over
+        if over > 0:
+            too_much = target
+        else:
+            fits_at = max(fits_at, target)
+            if best is None or plan.price.seconds < best.price.seconds:
+                best = plan
+        if best is None:
+            target -= over
+            continue
+        best = replace(best, solution=_against(bound, best, gap))
+        assert best.solution is not None
+        if attempt == 0 or best.solution.gap <= max(gap, 1e-6) or too_much - fits_at <= 1e-3 * limit:
+            break
+        target = (fits_at + too_much) / 2
+    if best is not None:
+        return best
     smallest = replace(problem, items=tuple(_by_bytes(item) for item in problem.items))
     tight = finish(
         replace(
@@ -145,13 +173,31 @@ def _within_memory(builder: Builder, finish: object, fastest: Plan, limit: float
             tensors=tuple(replace(t, steps=tuple((a, b, 0.0) for a, b, _ in t.steps)) for t in smallest.tensors),
         ),
         decoder,
-    )  # type: ignore[operator]
+    )
     smallest_plan = min([*tried, tight], key=lambda p: p.price.memory_bytes)
     raise InfeasibleError(_too_big(builder.graph, fastest, smallest_plan, limit))
 
 
+def _against(bound: float, plan: Plan, gap: float) -> Solution:
+    """What the solver said of a plan, measured against a bound of the whole search."""
+    said = plan.solution
+    assert said is not None
+    true_gap = max(0.0, 1 - bound / said.objective_seconds) if said.objective_seconds else 0.0
+    status = (
+        "optimal"
+        if true_gap <= 1e-6
+        else said.status
+        if true_gap > gap and said.status == "time limit"
+        else "within gap"
+    )
+    return replace(said, gap=true_gap, status=status)
+
+
 def _by_bytes(item: Item) -> Item:
-    return Item(item.name, item.n_bytes, item.n_bytes)
+    peaks = item.peak_bytes or (0.0,) * len(item.n_bytes)
+    return Item(
+        item.name, tuple(n + p for n, p in zip(item.n_bytes, peaks, strict=True)), item.n_bytes, item.peak_bytes
+    )
 
 
 def _too_big(graph: Graph, fastest: Plan, tight: Plan, limit: float) -> str:
@@ -259,10 +305,12 @@ class _Pins:
             if not found:
                 names = [n.target for _, n in self.graph.of_kind("param")]
                 raise PlanError(f"'{pattern}' matches no parameter; parameters are {_some(names)}")
-            if how != "replicate" and len(how.split(",")) != len(self.mesh):
+            placement, _ = _kept(how)
+            if how != "replicate" and len(placement.split(",")) != len(self.mesh):
                 raise PlanError(
                     f"'{pattern}': '{how}' is neither 'replicate' nor a placement with {len(self.mesh)} parts such as "
                     + ",".join(["S0", *["I"] * (len(self.mesh) - 1)])
+                    + ", after which may stand a lifetime, 'step' or 'use'"
                 )
             self.params.update(dict.fromkeys(found, how))
 
@@ -320,7 +368,9 @@ class _Pins:
             return True
         if how == "replicate":
             return all(p[0] != "S" for p in choice.stored)
-        return format_state(choice.stored) == how.replace(" ", "")
+        placement, lifetime = _kept(how)
+        gathers = any(a[0] == "S" != b[0] for a, b in zip(choice.stored, choice.used, strict=True))
+        return format_state(choice.stored) == placement and (not lifetime or not gathers or choice.lifetime == lifetime)
 
     def require(self, problem: Problem) -> None:
         """Name the items that the pins leave without a strategy."""
@@ -337,6 +387,13 @@ class _Pins:
         raise InfeasibleError(
             "the pins leave no strategy for\n  " + "\n  ".join(lines) + "\n  remove or change one of them"
         )
+
+
+def _kept(how: str) -> tuple[str, str]:
+    """``"S0, I use"`` as ``("S0,I", "use")``; no lifetime is ``""``."""
+    words = how.split()
+    lifetime = words.pop() if words and words[-1] in LIFETIMES else ""
+    return "".join(words), lifetime
 
 
 __all__ = ["Options", "check_mesh", "matches", "op_labels", "plan_graph"]
