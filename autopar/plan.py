@@ -73,8 +73,8 @@ class Price:
 class Solution:
     """What the solver said.
 
-    ``status`` is ``optimal`` (proven), ``within gap`` (proven to be no further from the optimum than was asked) or
-    ``time limit``; ``gap`` is relative to the bound.
+    ``status`` is ``optimal`` (proven), ``within gap`` (proven to be no further from the optimum than was asked),
+    ``best found`` (further from the bound than that) or ``time limit``; ``gap`` is relative to the bound.
     """
 
     solver: str

@@ -9,7 +9,7 @@ after the pair then costs no more than between the two.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from autopar.graph import Graph, Node, Ref
@@ -18,13 +18,15 @@ from autopar.plan import ParamChoice
 from autopar.planner import params as P
 from autopar.planner.fold import Fold
 from autopar.planner.price import Pricer
-from autopar.planner.problem import Item, Problem, Tensor
+from autopar.planner.problem import Held, Item, Problem, Tensor
 from autopar.planner.reshard import axis_sets, state_graph
 from autopar.planner.space import Strategy, strategies
 from autopar.rules.notation import Rule
 
 FOLLOWERS = frozenset({"none", "pointwise", "copy", "reduce"})
 Allowed = Callable[[Node, Strategy], bool]
+OUT = -1
+"""Position that stands for an operator's own output among the tensors that it keeps."""
 
 
 @dataclass
@@ -128,8 +130,8 @@ class Builder:
             parameters.append((len(items), i, tuple(o[0] for o in options)))
             made_by_param[i] = [o[0].used for o in options]
             item_of[i] = len(items)
-            seconds, n_bytes, peaks = (tuple(o[k] for o in options) for k in (1, 2, 3))
-            items.append(Item(node.name, seconds, n_bytes, peaks if self.keep_memory and any(peaks) else ()))
+            peaks = tuple(o[3] for o in options) if self.keep_memory and any(o[3] for o in options) else ()
+            items.append(Item(node.name, tuple(o[1] for o in options), tuple(o[2] for o in options), peaks))
         tensors: list[Tensor] = []
         outputs = []
         for i, own in sorted(groups.items()):
@@ -157,7 +159,8 @@ class Builder:
                     items.append(Item(f"update {name}", (0.0,), (0.0,)))
                 if readers:
                     tensors.append(self._tensor(group, item_of[i], made, readers))
-        problem = Problem(tuple(items), tuple(tensors))
+        held = self._kept(items, item_of, row_of) if self.keep_memory else ()
+        problem = Problem(tuple(items), tuple(tensors), held)
         return problem, Decoder(tuple(decoded_chains), tuple(parameters), tuple(outputs))
 
     # -- tensors
@@ -275,7 +278,7 @@ class Builder:
                 own = _most_cut(own, rule)
             times = counts[i] * self.microbatches
             seconds = [times * sum(self.pricer.op(graph, node, rule, s)) for s in own]
-            n_bytes = [counts[i] * self._saved(node, rule, s) for s in own]
+            n_bytes = [0.0] * len(own)
             leader = self._leader(i, node, rule, groups, counts, chain_of)
             if leader is not None:
                 chain = chains[chain_of[leader[0]]]
@@ -339,27 +342,51 @@ class Builder:
         chain.nodes.append(i)
         return True
 
-    def _saved(self, node: Node, rule: Rule, strategy: Strategy) -> float:
-        """Bytes that autograd keeps for one op's backward; a tensor kept by several readers is shared among them."""
-        if not node.needs_grad:
-            return 0.0
-        total = 0.0
-        for position in rule.saves:
-            ref = node.refs[position]
-            if self.graph.nodes[ref.node].hot and self.graph.nodes[ref.node].kind == "op":
-                total += self.pricer.local_bytes(self.graph.spec(ref), strategy.ins[position]) / self._savers(ref)
-        if rule.saves_out and not any(
-            self._keeps(c, p) for c, p in self.graph.consumers.get(Ref(self.graph.index[node.name]), ())
-        ):
-            total += self.pricer.local_bytes(node.out, strategy.outs[0])
-        return total
+    def _kept(
+        self, items: list[Item], item_of: Mapping[int, int],
+        row_of: Mapping[int, tuple[list[tuple[Strategy, ...]], int]],
+    ) -> tuple[Held, ...]:  # fmt: skip
+        """What autograd keeps for the backward: added to the items, and returned where several keep it in common.
 
-    def _keeps(self, consumer: int, position: int) -> bool:
-        rule = self.rules[consumer]
-        return rule is not None and position in rule.saves and self.graph.nodes[consumer].needs_grad
-
-    def _savers(self, ref: Ref) -> int:
-        return max(1, sum(self._keeps(c, p) for c, p in self.graph.consumers.get(ref, ())))
+        One tensor in one layout is kept once however many operators want it; a view is the tensor it looks at.
+        """
+        graph, rep = self.graph, self.fold.representative
+        root: dict[Ref, Ref] = {}
+        keepers: dict[Ref, list[tuple[int, int, Ref]]] = {}
+        for i, node in enumerate(graph.nodes):
+            rule = self.rules[rep[i]]
+            if node.kind != "op" or rule is None:
+                continue
+            if rule.kind == "none" and len(node.outs) == 1 and node.refs:
+                root[Ref(i)] = root.get(node.refs[0], node.refs[0])
+            if not node.needs_grad or rep[i] not in row_of:
+                continue
+            for position in (*rule.saves, *((OUT,) if rule.saves_out else ())):
+                ref = Ref(i) if position == OUT else node.refs[position]
+                if graph.nodes[ref.node].kind == "op" and graph.nodes[ref.node].hot:
+                    keepers.setdefault(root.get(ref, ref), []).append((rep[i], position, Ref(rep[ref.node], ref.out)))
+        classes: dict[tuple[tuple[int, int, Ref], ...], int] = {}
+        for own in keepers.values():
+            key = tuple(sorted(set(own)))
+            classes[key] = classes.get(key, 0) + 1
+        held: list[Held] = []
+        for key, count in classes.items():
+            layouts: dict[int, dict[int, set[int]]] = {}  # bytes -> item -> rows
+            for node_number, position, ref in key:
+                rows, k = row_of[node_number]
+                for r, row in enumerate(rows):
+                    state = row[k].outs[0] if position == OUT else row[k].ins[position]
+                    n = self.pricer.local_bytes(graph.spec(ref), state)
+                    layouts.setdefault(n, {}).setdefault(item_of[node_number], set()).add(r)
+            for n, users in layouts.items():
+                if len(users) > 1:
+                    pairs = tuple((i, tuple(sorted(r))) for i, r in sorted(users.items()))
+                    held.append(Held(float(count * n), pairs))
+                    continue
+                ((i, only),) = users.items()
+                n_bytes = tuple(b + count * n * (r in only) for r, b in enumerate(items[i].n_bytes))
+                items[i] = replace(items[i], n_bytes=n_bytes)
+        return tuple(held)
 
 
 def _is_plain(strategy: Strategy, rule: Rule) -> bool:

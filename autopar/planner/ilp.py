@@ -70,7 +70,7 @@ def _solve_by_prices(problem: Problem, time_limit_seconds: float, gap: float) ->
     limit = problem.limit_bytes
     assert limit is not None
     room = limit - problem.fixed_bytes
-    model, x, peak, scale = _build(replace(problem, limit_bytes=None))
+    model, x, common, scale = _build(replace(problem, limit_bytes=None))
     backend = _highs(time_limit_seconds, 0.0)
     model.solve(backend)
     if pulp.LpStatus[model.status] == "Infeasible":
@@ -78,8 +78,7 @@ def _solve_by_prices(problem: Problem, time_limit_seconds: float, gap: float) ->
     engine = model.solverModel
     flat = [(v.index, cost * scale, n) for row, item in zip(x, problem.items, strict=True)
             for v, cost, n in zip(row, item.seconds, item.n_bytes, strict=True)]  # fmt: skip
-    if peak is not None:
-        flat.append((peak[0].index, 0.0, peak[1]))
+    flat.extend((v.index, 0.0, n) for v, n in common)
     columns = np.array([f[0] for f in flat], dtype=np.int32)
     seconds, n_bytes = np.array([f[1] for f in flat]), np.array([f[2] for f in flat])
 
@@ -174,8 +173,8 @@ def _cbc() -> type:
 
 def _build(
     problem: Problem,
-) -> tuple[pulp.LpProblem, list[list[pulp.LpVariable]], tuple[pulp.LpVariable, float] | None, float]:
-    """The model, ``x`` by item and strategy, the peak variable with its unit in bytes, and the scale of seconds."""
+) -> tuple[pulp.LpProblem, list[list[pulp.LpVariable]], list[tuple[pulp.LpVariable, float]], float]:
+    """The model, ``x`` by item and strategy, other variables that stand for bytes, and the scale of seconds."""
     model = pulp.LpProblem("autopar", pulp.LpMinimize)
     # Solvers have absolute tolerances, so seconds are scaled to about a thousand in all. The scale is a power of two,
     # and costs are rounded to multiples of 2**-20 (one part in 10**9 of the total), so that their sums are exact.
@@ -226,16 +225,25 @@ def _build(
                                 pulp.LpAffineExpression([(v, 1), (f, -1)]), pulp.LpConstraintGE, f"y{t}_{c}_{a}", 0
                             )
                         )
+    common: list[tuple[pulp.LpVariable, float]] = []
     largest = max((max(item.peak_bytes) for item in problem.items if item.peak_bytes), default=0.0)
-    peak: tuple[pulp.LpVariable, float] | None = None
     if largest:
-        peak = model.add_variable("peak", 0), largest
+        peak = model.add_variable("peak", 0)
+        common.append((peak, largest))
         for i, (row, item) in enumerate(zip(x, problem.items, strict=True)):
             if any(item.peak_bytes):
-                terms = [(peak[0], 1.0), *((v, -b / largest) for v, b in zip(row, item.peak_bytes, strict=True) if b)]
+                terms = [(peak, 1.0), *((v, -b / largest) for v, b in zip(row, item.peak_bytes, strict=True) if b)]
                 model.addConstraint(
                     pulp.LpConstraint(pulp.LpAffineExpression(terms), pulp.LpConstraintGE, f"peak{i}", 0)
                 )
+    for h, held in enumerate(problem.held):
+        kept = model.add_variable(f"h{h}", 0)
+        common.append((kept, held.n_bytes))
+        if held.seconds:
+            cost.append((kept, scaled(held.seconds)))
+        for i, rows in held.users:
+            terms = [(kept, 1), *((x[i][s], -1) for s in rows)]
+            model.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(terms), pulp.LpConstraintGE, f"h{h}_{i}", 0))
     if problem.limit_bytes is not None:
         unit = max(problem.limit_bytes, 1.0)
         terms = [
@@ -244,9 +252,8 @@ def _build(
             for v, b in zip(row, item.n_bytes, strict=True)
             if b
         ]
-        if peak is not None:
-            terms.append((peak[0], peak[1] / unit))
+        terms.extend((v, b / unit) for v, b in common)
         right = (problem.limit_bytes - problem.fixed_bytes) / unit
         model.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(terms), pulp.LpConstraintLE, "memory", right))
     model.setObjective(pulp.LpAffineExpression(cost))
-    return model, x, peak, scale
+    return model, x, common, scale

@@ -7,7 +7,8 @@ For items ``i`` (operators and parameters, one per fold class), strategies ``s``
                 in(v) - out(v) + made(v) - wanted(v) = 0                    a flow per consumer of t
                 y[t,a] >= flow[t,c,a]                                       a step is paid once     (y >= 0)
                 peak >= sum_s x[i,s] * peak_bytes[i,s]                      for every i that has peak bytes
-                sum_i sum_s x[i,s] * bytes[i,s] + peak <= limit             memory
+                held[h] >= sum_{s in rows} x[i,s]                           for every user (i, rows) of h
+                sum_i sum_s x[i,s] * bytes[i,s] + sum_h held[h] * bytes[h] + peak <= limit             memory
 
 where ``a`` are the single-axis steps between states ``v`` of a tensor, ``made(v)`` is the sum of the producer's x over
 strategies that make ``v``, ``wanted(v)`` the sum of consumer c's x over strategies that want ``v``.
@@ -52,11 +53,24 @@ class Tensor:
 
 
 @dataclass(frozen=True)
+class Held:
+    """Bytes that several items keep in common: held once if any of them picks one of its rows.
+
+    ``users`` are ``(item number, strategy numbers)``; ``n_bytes`` is a total over the tensors of the class.
+    """
+
+    n_bytes: float
+    users: tuple[tuple[int, tuple[int, ...]], ...]
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class Problem:
     """Numbers for the solver. ``limit_bytes`` None means that memory does not bind."""
 
     items: tuple[Item, ...]
     tensors: tuple[Tensor, ...]
+    held: tuple[Held, ...] = ()
     limit_bytes: float | None = None
     fixed_seconds: float = 0.0
     fixed_bytes: float = 0.0

@@ -132,15 +132,15 @@ def _within_memory(
     """The cheapest plan whose bytes, counted in full, stay within the limit.
 
     The problem counts a tensor that several readers keep by shares, so a choice may come out larger than the solver
-    counted; then it is solved again with less. The choice at the full limit bounds the optimum from below, and the
-    gap reported is to that bound.
+    counted; then it is solved again with less. The gap reported is to the bound at the full limit, as the solver
+    counts bytes.
     """
     problem, decoder = builder.build()
     tried = [fastest]
     best: Plan | None = None
     bound = 0.0
-    fits_at, too_much, target = 0.0, limit, limit
-    for attempt in range(10):
+    fits_at, too_much, target, refined = 0.0, limit, limit, 0
+    for attempt in range(8):
         try:
             plan = finish(replace(problem, limit_bytes=target), decoder)
         except InfeasibleError:
@@ -161,12 +161,17 @@ def _within_memory(
             continue
         best = replace(best, solution=_against(bound, best, gap))
         assert best.solution is not None
-        if attempt == 0 or best.solution.gap <= max(gap, 1e-6) or too_much - fits_at <= 1e-3 * limit:
+        refined += 1
+        if attempt == 0 or best.solution.gap <= max(gap, 1e-6) or refined > 2 or too_much - fits_at <= 1e-3 * limit:
             break
         target = (fits_at + too_much) / 2
     if best is not None:
         return best
-    smallest = replace(problem, items=tuple(_by_bytes(item) for item in problem.items))
+    smallest = replace(
+        problem,
+        items=tuple(_by_bytes(item) for item in problem.items),
+        held=tuple(replace(h, seconds=h.n_bytes) for h in problem.held),
+    )
     tight = finish(
         replace(
             smallest,
@@ -175,22 +180,19 @@ def _within_memory(
         decoder,
     )
     smallest_plan = min([*tried, tight], key=lambda p: p.price.memory_bytes)
-    raise InfeasibleError(_too_big(builder.graph, fastest, smallest_plan, limit))
+    if smallest_plan.price.memory_bytes > limit:
+        raise InfeasibleError(_too_big(builder.graph, fastest, smallest_plan, limit))
+    found = Solution("smallest", "best found", smallest_plan.price.seconds, 0.0)
+    return replace(smallest_plan, solution=_against(bound, replace(smallest_plan, solution=found), gap))
 
 
 def _against(bound: float, plan: Plan, gap: float) -> Solution:
     """What the solver said of a plan, measured against a bound of the whole search."""
     said = plan.solution
     assert said is not None
-    true_gap = max(0.0, 1 - bound / said.objective_seconds) if said.objective_seconds else 0.0
-    status = (
-        "optimal"
-        if true_gap <= 1e-6
-        else said.status
-        if true_gap > gap and said.status == "time limit"
-        else "within gap"
-    )
-    return replace(said, gap=true_gap, status=status)
+    own = max(0.0, 1 - bound / said.objective_seconds) if said.objective_seconds else 0.0
+    status = "optimal" if own <= 1e-6 else "within gap" if own <= gap else "best found"
+    return replace(said, gap=own, status=said.status if own > gap and said.status == "time limit" else status)
 
 
 def _by_bytes(item: Item) -> Item:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 
 import pytest
 
 from autopar.errors import InfeasibleError
 from autopar.planner import ilp
-from autopar.planner.problem import Item, Problem, Tensor
+from autopar.planner.problem import Held, Item, Problem, Tensor
 
 
 def _random_problem(rng: random.Random, limit: bool) -> Problem:
@@ -17,9 +18,9 @@ def _random_problem(rng: random.Random, limit: bool) -> Problem:
     items = []
     for i in range(n_items):
         n = rng.randint(1, 3)
-        items.append(
-            Item(f"op{i}", tuple(rng.randint(0, 20) for _ in range(n)), tuple(rng.randint(1, 9) for _ in range(n)))
-        )
+        peaks = tuple(rng.choice((0, 0, 3, 5)) for _ in range(n)) if limit and rng.random() < 0.4 else ()
+        seconds, n_bytes = (tuple(rng.randint(*ends) for _ in range(n)) for ends in ((0, 20), (1, 9)))
+        items.append(Item(f"op{i}", seconds, n_bytes, peaks))
     tensors = []
     for t in range(rng.randint(1, 4)):
         producer = rng.randrange(n_items - 1)
@@ -38,8 +39,20 @@ def _random_problem(rng: random.Random, limit: bool) -> Problem:
         tensors.append(
             Tensor(f"t{t}", producer, states(producer), tuple((r, states(r)) for r in readers), n_states, steps)
         )
-    limit_bytes = rng.randint(n_items, 7 * n_items) if limit else None
-    return Problem(tuple(items), tuple(tensors), limit_bytes)
+    limit_bytes = rng.randint(2 * n_items, 10 * n_items) if limit else None
+    held = []
+    for _ in range(rng.randint(0, 2) if limit else 0):
+        users = rng.sample(range(n_items), min(n_items, rng.randint(2, 3)))
+        rows = ((i, tuple(s for s in range(len(items[i].seconds)) if rng.random() < 0.6)) for i in users)
+        pairs = tuple((i, r) for i, r in rows if r)
+        held.extend([Held(rng.randint(1, 6), pairs)] if pairs else [])
+    return Problem(tuple(items), tuple(tensors), tuple(held), limit_bytes)
+
+
+def _bytes(problem: Problem, picked: Sequence[int]) -> float:
+    own = sum(i.n_bytes[s] for i, s in zip(problem.items, picked, strict=True))
+    peak = max((i.peak_bytes[s] for i, s in zip(problem.items, picked, strict=True) if i.peak_bytes), default=0)
+    return own + peak + sum(h.n_bytes for h in problem.held if any(picked[i] in rows for i, rows in h.users))
 
 
 def _cheapest_steps(tensor: Tensor, source: int, wanted: set[int]) -> float:
@@ -64,8 +77,7 @@ def _brute_force(problem: Problem) -> float:
     best = float("inf")
     memo: dict[tuple[int, int, frozenset[int]], float] = {}
     for picked in itertools.product(*(range(len(i.seconds)) for i in problem.items)):
-        n_bytes = sum(i.n_bytes[s] for i, s in zip(problem.items, picked, strict=True))
-        if problem.limit_bytes is not None and n_bytes > problem.limit_bytes:
+        if problem.limit_bytes is not None and _bytes(problem, picked) > problem.limit_bytes:
             continue
         cost = sum(i.seconds[s] for i, s in zip(problem.items, picked, strict=True))
         for k, t in enumerate(problem.tensors):
@@ -115,7 +127,7 @@ def test_memory_by_prices_is_within_its_gap_of_brute_force() -> None:
                 ilp.solve(problem, gap=0.01)
             continue
         choice = ilp.solve(problem, gap=0.01)
-        n_bytes = sum(i.n_bytes[s] for i, s in zip(problem.items, choice.picked, strict=True))
+        n_bytes = _bytes(problem, choice.picked)
         assert problem.limit_bytes is not None and n_bytes <= problem.limit_bytes
         assert choice.bound <= expected + 1e-6
         assert expected - 1e-6 <= choice.objective <= expected * 1.01 + 1e-6
