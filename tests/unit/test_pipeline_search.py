@@ -64,6 +64,11 @@ def test_approaches_zero_bubble_with_memory():
         assert found.timeline.span_bubble_fraction < 1e-9 and found.proven
         scarce = search(times(n), m, limit_live=n, objective="span")
         assert scarce.timeline.span_bubble_fraction > 0.02
+    uneven_times = times(8, 1.0, 1.1, 0.6, transfer_seconds=0.1)
+    fractions = [
+        search(uneven_times, 32, limit_live=k, objective="span").timeline.span_bubble_fraction for k in (8, 16, 32)
+    ]
+    assert fractions[0] > fractions[1] > fractions[2] and fractions[2] < 0.01
     # With a common end, the first forwards of the last rank cannot be filled: that bound is reached too.
     found = search(times(8), 32)
     assert found.proven and found.timeline.makespan_seconds == 32 * 3 + 7
@@ -106,6 +111,17 @@ def test_every_policy_makes_a_valid_schedule_within_its_memory(placement):
             schedule = list_schedule(problem, policy).validate()
             simulate(schedule, t)
             assert all(a <= b for a, b in zip(peak_bytes(schedule, t), room)), policy
+
+
+def test_full_backwards_where_waiting_for_weights_takes_too_much():
+    t = times(3, activation_bytes=2.0, weight_grad_bytes=5.0)
+    for room in (4.0, 7.0):
+        problem = Problem(t, 4, ((0,), (1,), (2,)), (room,) * 3)
+        for policy in policies(False):
+            schedule = list_schedule(problem, policy).validate()
+            assert max(peak_bytes(schedule, t)) <= room
+            split = any(a.kind == "I" for _, a in schedule.actions())
+            assert split == (room == 7.0 and policy.weights != "full")
 
 
 def all_rows(stage: int, m: int, fused: bool) -> list[tuple[Action, ...]]:

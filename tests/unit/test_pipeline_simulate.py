@@ -236,6 +236,15 @@ def test_deadlock_names_the_ring():
     assert [len(row) for row in caught.value.timeline.starts] == [2, 2]
 
 
+def test_deadlock_leaves_out_who_only_suffers():
+    schedule = build("1f1b", 3, 3, 3)
+    orders = ("F0 F1 F2 B0 B1 B2", "F0 F1 B1 F2 B0 B2", "F0 B0 F2 B2 F1 B1")
+    rows = tuple(tuple(Action(s, a[0], int(a[1])) for a in order.split()) for s, order in enumerate(orders))
+    with pytest.raises(Deadlock, match="ranks 1 -> 2 -> 1 wait for each other") as caught:
+        simulate(dataclasses.replace(schedule, rows=rows).validate(), times(3))
+    assert "so rank 0 cannot go on either" in str(caught.value)
+
+
 @pytest.mark.parametrize("overlap", [0.0, 0.5])
 def test_what_nobody_computes(overlap):
     schedule = build("dualpipe-v", 4, 2, 4)

@@ -1,0 +1,131 @@
+"""Pipelines that never drain: PipeDream with weight stashing, and PipeDream-2BW. They change the training result.
+
+Both run 1F1B over an endless stream of microbatches (here a finite piece of it) and update weights while microbatches
+are in flight, so gradients are of older weights than those they are added to. With version t = the weights after t
+updates:
+
+    pipedream       arXiv:1806.03377 (SOSP 2019, section 3.3). Every backward is followed by an update of its stage.
+                    A forward uses the newest version, its backward the same one, stashed until then. Stage s of S is
+                    S - 1 - s late:
+                        w_s(t + 1) = w_s(t) - lr * grad_s at (w_0(t - S + 1), .., w_s(t - S + 1 + s), .., w_{S-1}(t))
+    pipedream-2bw   arXiv:2006.09503, section 3.1. One update for `n_accumulate` >= S microbatches; all stages compute
+                    batch t with version t - 1, so two versions are enough:
+                        w(t + 1) = w(t) - lr * grad at w(t - 1)
+
+with versions before 0 read as 0. They are in no registry but this one, and nothing chooses them unasked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .actions import Action, Schedule
+from .builders import one_f_one_b
+from .timeline import peak_bytes
+from .times import Times
+
+
+@dataclass(frozen=True)
+class AsynchronousSchedule:
+    """Rows as in any schedule, and when weights change: after every `n_accumulate` backwards of a stage.
+
+    `delay` is None when a forward takes the newest version (PipeDream), else the batches by which every stage lags
+    (2BW).
+    """
+
+    schedule: Schedule
+    n_accumulate: int
+    delay: int | None
+
+    def updates(self, action: Action) -> bool:
+        """Whether its stage makes a new version right after `action`."""
+        return action.kind == "B" and (action.microbatch + 1) % self.n_accumulate == 0
+
+    def versions(self) -> dict[tuple[int, int], int]:
+        """{(stage, microbatch): version}: what its forward sees, and its backward with it."""
+        return self._walk()[0]
+
+    def versions_held(self) -> tuple[int, ...]:
+        """Per stage, the most versions that must exist at one time: the newest, and those of microbatches in flight
+        (2BW: and those that a later microbatch starts with)."""
+        return self._walk()[1]
+
+    def peak_bytes(self, times: Times, weight_bytes: tuple[float, ...]) -> tuple[float, ...]:
+        """Per rank. `weight_bytes` are of one version per stage; `times.static_bytes` hold the newest version
+        already."""
+        if len(weight_bytes) != self.schedule.n_stages:
+            raise ValueError(f"weight_bytes of {len(weight_bytes)} stages for {self.schedule.n_stages}")
+        held = self.versions_held()
+        peaks = peak_bytes(self.schedule, times)
+        return tuple(
+            peak + sum((held[s] - 1) * weight_bytes[s] for s in stages)
+            for peak, stages in zip(peaks, self.schedule.stages_of_rank)
+        )
+
+    def _walk(self) -> tuple[dict[tuple[int, int], int], tuple[int, ...]]:
+        newest = [0] * self.schedule.n_stages
+        held = [1] * self.schedule.n_stages
+        in_flight: list[dict[int, int]] = [{} for _ in newest]
+        used: dict[tuple[int, int], int] = {}
+        for _, action in self.schedule.actions():
+            stage, kind, microbatch = action
+            if kind == "F":
+                version = newest[stage]
+                if self.delay is not None:
+                    version = max(0, microbatch // self.n_accumulate - self.delay)
+                    # Made by then: rows that run too far ahead are refused where they are built.
+                    assert version <= newest[stage], f"{action} wants version {version} of {newest[stage]}"
+                used[stage, microbatch] = in_flight[stage][microbatch] = version
+            else:
+                del in_flight[stage][microbatch]
+                newest[stage] += self.updates(action)
+            alive = {newest[stage], *in_flight[stage].values()}
+            if self.delay is not None and (coming := _next(microbatch, kind, in_flight[stage])) is not None:
+                if coming < self.schedule.n_microbatches:
+                    alive |= set(range(max(0, coming // self.n_accumulate - self.delay), newest[stage] + 1))
+            held[stage] = max(held[stage], len(alive))
+        return used, tuple(held)
+
+
+def _next(microbatch: int, kind: str, in_flight: dict[int, int]) -> int | None:
+    """The microbatch that the stage forwards next: 1F1B goes in order."""
+    if kind == "F":
+        return microbatch + 1
+    return max(in_flight) + 1 if in_flight else microbatch + 1
+
+
+def pipedream(n_stages: int, n_microbatches: int) -> AsynchronousSchedule:
+    """An update after every microbatch, stashed weights; stage s keeps up to S - s versions."""
+    rows = one_f_one_b(n_stages, n_stages, n_microbatches)
+    return AsynchronousSchedule(_named(rows, "pipedream"), 1, None)
+
+
+def pipedream_2bw(n_stages: int, n_microbatches: int, n_accumulate: int | None = None) -> AsynchronousSchedule:
+    """An update after `n_accumulate` microbatches (default: as many as stages), two versions.
+
+    Raises ValueError when a stage would start a batch before the version that it needs exists (fewer microbatches a
+    batch than stages), or when the stream ends within a batch.
+    """
+    batch = n_stages if n_accumulate is None else n_accumulate
+    if batch < n_stages:
+        raise ValueError(
+            f"pipedream-2bw accumulates {batch} microbatches over {n_stages} stages: with fewer than stages, two "
+            f"versions are not enough; use at least {n_stages}"
+        )
+    if n_microbatches < 1 or n_microbatches % batch:
+        raise ValueError(
+            f"pipedream-2bw of {n_microbatches} microbatches in batches of {batch}: use a multiple of {batch}"
+        )
+    rows = one_f_one_b(n_stages, n_stages, n_microbatches)
+    return AsynchronousSchedule(_named(rows, "pipedream-2bw"), batch, 1)
+
+
+def _named(schedule: Schedule, name: str) -> Schedule:
+    return Schedule(name, schedule.n_stages, schedule.n_microbatches, schedule.stages_of_rank, schedule.rows)
+
+
+ASYNCHRONOUS: dict[str, Callable[[int, int], AsynchronousSchedule]] = {
+    "pipedream": pipedream,
+    "pipedream-2bw": pipedream_2bw,
+}
