@@ -92,6 +92,7 @@ class Node:
         source: the user's source line, ``file.py:12``, where known.
         needs_grad: gradients flow through this node's outputs.
         hot: the value depends on a parameter. Only hot nodes are planned by the ILP; the others follow demand.
+        site: number of the node in the model's graph, where this one is part of a stage: random ops draw by it.
     """
 
     name: str
@@ -104,6 +105,7 @@ class Node:
     source: str = ""
     needs_grad: bool = False
     hot: bool = False
+    site: int = -1
 
     @cached_property
     def refs(self) -> tuple[Ref, ...]:
@@ -135,6 +137,7 @@ class Graph:
         loss: position in ``outputs`` of the scalar loss, or None.
         tied: other qualified names of a parameter, ``{alias: name in the graph}``.
         updates: buffers that the forward changes, ``{buffer name: new value}``.
+        sends: how many of the first outputs are tensors for later pipeline stages.
     """
 
     nodes: tuple[Node, ...]
@@ -142,6 +145,7 @@ class Graph:
     loss: int | None = None
     tied: dict[str, str] = field(default_factory=dict)
     updates: dict[str, Ref] = field(default_factory=dict)
+    sends: int = 0
 
     def spec(self, ref: Ref) -> Spec:
         """Spec of the tensor that ``ref`` names."""

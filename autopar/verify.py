@@ -95,6 +95,7 @@ def one_device(graph: Graph) -> Plan:
         {n.target: ParamChoice(*(("I" if n.needs_grad else "R",),) * 2) for _, n in graph.of_kind("param")},
         {n.target: ("R",) for _, n in graph.of_kind("buffer")},
         tuple(_whole(graph, o) if isinstance(o, Ref) else None for o in graph.outputs), {},
+        {n.target: ("I",) for _, n in graph.of_kind("input") if n.needs_grad},
     )  # fmt: skip
 
 

@@ -195,7 +195,9 @@ class _Emitter:
             raise PlanError(f"the plan does not say how {node.where} is cut")
         strategy = strategy_of(self.graph, node, rule, names, self.mesh)
         inputs = [self._get(ref, state) for ref, state in zip(node.refs, strategy.ins, strict=True)]
-        call = local_call(call_of(node, self.graph.spec), rule, strategy.options, self.mesh, site=i)
+        call = local_call(
+            call_of(node, self.graph.spec), rule, strategy.options, self.mesh, site=node.site if node.site >= 0 else i
+        )
 
         def fill(value: Any) -> Any:
             if isinstance(value, In):

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 
 from autopar.graph import Graph, Node, Ref
-from autopar.placements import Placement, State, step_collectives
+from autopar.placements import Placement, State, fits, step_collectives
 from autopar.plan import ParamChoice
 from autopar.planner import params as P
 from autopar.planner.fold import Fold
@@ -46,6 +47,11 @@ class Decoder:
     chains: tuple[tuple[int, tuple[int, ...], tuple[tuple[Strategy, ...], ...]], ...]
     parameters: tuple[tuple[int, int, tuple[ParamChoice, ...]], ...]
     outputs: tuple[tuple[int, int, tuple[State, ...]], ...]
+    arrivals: tuple[tuple[int, str, tuple[State, ...]], ...] = ()
+
+    def inputs(self, picked: Sequence[int]) -> dict[str, State]:
+        """States in which tensors of earlier pipeline stages arrive, by input."""
+        return {name: states[picked[item]] for item, name, states in self.arrivals}
 
     def decode(
         self, picked: Sequence[int], fold: Fold
@@ -132,6 +138,14 @@ class Builder:
             item_of[i] = len(items)
             peaks = tuple(o[3] for o in options) if self.keep_memory and any(o[3] for o in options) else ()
             items.append(Item(node.name, tuple(o[1] for o in options), tuple(o[2] for o in options), peaks))
+        arrivals = []
+        for i, node in enumerate(graph.nodes):
+            if node.kind == "input" and node.hot:
+                made_by_param[i] = self._arrivals(node)
+                arrivals.append((len(items), node.target, tuple(made_by_param[i])))
+                item_of[i] = len(items)
+                seconds = tuple(self._arrival_seconds(node, s) for s in made_by_param[i])
+                items.append(Item(node.name, seconds, (0.0,) * len(seconds)))
         tensors: list[Tensor] = []
         outputs = []
         for i, own in sorted(groups.items()):
@@ -161,7 +175,7 @@ class Builder:
                     tensors.append(self._tensor(group, item_of[i], made, readers))
         held = self._kept(items, item_of, row_of) if self.keep_memory else ()
         problem = Problem(tuple(items), tuple(tensors), held)
-        return problem, Decoder(tuple(decoded_chains), tuple(parameters), tuple(outputs))
+        return problem, Decoder(tuple(decoded_chains), tuple(parameters), tuple(outputs), tuple(arrivals))
 
     # -- tensors
 
@@ -226,10 +240,27 @@ class Builder:
             return [self.output_states[number]]
         grad = graph.nodes[ref.node].needs_grad and graph.spec(ref).is_float
         whole = ("I" if grad else "R",) * len(mesh)
-        if graph.loss is None or graph.loss == number or not graph.spec(ref).shape:
+        sent = number < graph.sends
+        if (not sent and (graph.loss is None or graph.loss == number)) or not graph.spec(ref).shape:
             return [whole]
         fixed = {tuple("I" if p in ("P", "R") and grad else "R" if p == "P" else p for p in s) for s in made}
         return sorted({whole, *fixed})
+
+    # -- tensors of earlier stages
+
+    def _arrivals(self, node: Node) -> list[State]:
+        """States in which a tensor of an earlier stage may arrive: whole, or sharded on one of its first dims."""
+        whole = "I" if node.needs_grad else "R"
+        shards = [f"S{d}" for d in range(min(3, len(node.out.shape)))]
+        mesh = self.pricer.mesh
+        options = [[whole] if size == 1 else [whole, *shards] for _, size in mesh]
+        return [s for s in product(*options) if fits(node.out.shape, s, mesh)]
+
+    def _arrival_seconds(self, node: Node, state: State) -> float:
+        """A whole tensor is sent in pieces and gathered on this side."""
+        n_bytes = self.pricer.local_bytes(node.out, state)
+        axes = [name for p, (name, size) in zip(state, self.pricer.mesh, strict=True) if p[0] != "S" and size > 1]
+        return self.microbatches * sum(self.pricer.axes[a].seconds("all_gather", n_bytes) for a in axes)
 
     # -- parameters
 
@@ -363,7 +394,7 @@ class Builder:
                 continue
             for position in (*rule.saves, *((OUT,) if rule.saves_out else ())):
                 ref = Ref(i) if position == OUT else node.refs[position]
-                if graph.nodes[ref.node].kind == "op" and graph.nodes[ref.node].hot:
+                if graph.nodes[ref.node].kind != "param" and graph.nodes[ref.node].hot:
                     keepers.setdefault(root.get(ref, ref), []).append((rep[i], position, Ref(rep[ref.node], ref.out)))
         classes: dict[tuple[tuple[int, int, Ref], ...], int] = {}
         for own in keepers.values():

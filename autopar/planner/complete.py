@@ -83,7 +83,8 @@ def needs(
         elif node.kind == "param":
             made[Ref(i)] = params[i].used
         else:
-            made[Ref(i)] = (buffers if node.kind == "buffer" else inputs).get(node.target, whole)
+            known = buffers if node.kind == "buffer" else inputs
+            made[Ref(i)] = known.get(node.target, whole_grad if node.needs_grad else whole)
     out_states: list[State | None] = []
     for number, out in enumerate(graph.outputs):
         if not isinstance(out, Ref):
@@ -185,7 +186,7 @@ def _price(
         if rule.saves_out:
             saved.append((Ref(i), strategy.outs[0]))
         for ref, state in saved:
-            if graph.nodes[ref.node].kind == "op" and graph.nodes[ref.node].hot:
+            if graph.nodes[ref.node].kind != "param" and graph.nodes[ref.node].hot:
                 n = pricer.local_bytes(graph.spec(ref), state)
                 kept[root.get(ref, ref), n] = n
     totals = [0] * 4

@@ -6,8 +6,8 @@ import random
 from collections.abc import Sequence
 
 from autopar.errors import PlanError
-from autopar.graph import Graph
-from autopar.placements import State
+from autopar.graph import Graph, Ref, Spec
+from autopar.placements import Mesh, State, fits
 from autopar.plan import ParamChoice, Plan
 from autopar.planner import params as P
 from autopar.planner.complete import complete
@@ -47,8 +47,24 @@ def random_plan(graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, seed
             whole_state: State = ("I" if node.needs_grad else "R",) * len(mesh)
             found = P.choices(node.out, node.needs_grad, uses.get(i, {whole_state}), mesh)
             params[i] = rng.choice(found)
+        inputs, outputs = _at_the_borders(graph, mesh, rng)
         try:
-            return complete(graph, rules, pricer, decided, params, {})
+            return complete(graph, rules, pricer, decided, params, outputs, inputs=inputs)
         except PlanError as failed:
             error = failed
     raise PlanError(f"no random plan in {attempts} draws: {error}")
+
+
+def _at_the_borders(graph: Graph, mesh: Mesh, rng: random.Random) -> tuple[dict[str, State], dict[int, State]]:
+    """Random placements of what comes from earlier pipeline stages and goes to later ones."""
+
+    def drawn(spec: Spec, grad: bool) -> State:
+        whole = "I" if grad else "R"
+        state = tuple(rng.choice([whole, *(f"S{d}" for d in range(len(spec.shape)))]) for _ in mesh)
+        return state if fits(spec.shape, state, mesh) else (whole,) * len(mesh)
+
+    inputs = {n.target: drawn(n.out, n.needs_grad) for _, n in graph.of_kind("input") if n.hot}
+    sent = {k: ref for k, ref in enumerate(graph.outputs[: graph.sends]) if isinstance(ref, Ref)}
+    return inputs, {
+        k: drawn(graph.spec(r), graph.nodes[r.node].needs_grad and graph.spec(r).is_float) for k, r in sent.items()
+    }

@@ -109,8 +109,9 @@ def plan_graph(
             problem, time_limit_seconds=options.time_limit_seconds, solver=options.solver, gap=options.memory_gap
         )
         decided, params, outputs = decoder.decode(choice.picked, folding)
+        arriving = {**decoder.inputs(choice.picked), **(options.inputs or {})}
         plan = complete(
-            graph, rules, priced, decided, params, outputs, inputs=options.inputs, cluster=cluster_name or cluster.name,
+            graph, rules, priced, decided, params, outputs, inputs=arriving, cluster=cluster_name or cluster.name,
             optimizer=options.optimizer, microbatches=options.microbatches,
         )  # fmt: skip
         solution = Solution(choice.solver, choice.status, choice.objective, choice.gap)

@@ -1,0 +1,175 @@
+"""Cutting a graph into pipeline stages: every stage becomes a graph of its own.
+
+A stage is a run of operators in execution order, so tensors only ever flow to later stages, to the next one or past it
+(skip connections, an encoder's output). Tensors that depend on no parameter (masks, positions) are made again in every
+stage that wants them, since making them is cheaper than sending them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from autopar.errors import PlanError
+from autopar.graph import Graph, Node, Ref, map_refs
+from autopar.plan import route_key
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """One stage.
+
+    Attributes:
+        graph: what it computes. Tensors from earlier stages are inputs of kind ``input`` that are ``hot``; its first
+            ``graph.sends`` outputs are tensors for later stages, the others outputs of the model.
+        takes: for every tensor from an earlier stage, in the order of its input nodes: ``(name, stage)``.
+        gives: names of the tensors for later stages, in the order of the outputs.
+        outputs: positions in the model's outputs of the outputs that follow.
+    """
+
+    number: int
+    graph: Graph
+    takes: tuple[tuple[str, int], ...]
+    gives: tuple[str, ...]
+    outputs: tuple[int, ...]
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the model's own inputs that this stage reads."""
+        return tuple(n.target for _, n in self.graph.of_kind("input") if not n.hot)
+
+
+def hot_ops(graph: Graph) -> list[int]:
+    """Numbers of the operators that stages are made of: those that depend on a parameter, in execution order."""
+    return [i for i, node in enumerate(graph.nodes) if node.kind == "op" and node.hot]
+
+
+def cut(graph: Graph, starts: Sequence[str]) -> tuple[StageGraph, ...]:
+    """The stages of a graph.
+
+    Args:
+        starts: name of the first operator of every stage but the first, in execution order.
+
+    Raises:
+        PlanError: an unknown operator, an order that is not that of execution, or a buffer that one stage changes and
+            another reads.
+    """
+    ops = hot_ops(graph)
+    position = {graph.nodes[i].name: p for p, i in enumerate(ops)}
+    for name in starts:
+        if name not in position:
+            raise PlanError(
+                f"stage begins at '{name}', which is no operator that a stage can begin with; see autopar show --code"
+            )
+    bounds = [0, *(position[name] for name in starts), len(ops)]
+    for a, b in pairwise(bounds):
+        if a >= b:
+            raise PlanError(
+                f"stages begin at operators number {bounds[1:-1]} of {len(ops)}; every stage needs at least one, in "
+                "execution order"
+            )
+    stage_of = {i: s for s, (a, b) in enumerate(pairwise(bounds)) for i in ops[a:b]}
+    wanted = [_closure(graph, stage_of, s) for s in range(len(bounds) - 1)]
+    last = len(wanted) - 1
+    made_at = {n: _update_stage(graph, ref, stage_of, last) for n, ref in graph.updates.items()}
+    for name, ref in graph.updates.items():
+        wanted[made_at[name]] |= _cold(graph, [ref])
+    for out in graph.outputs:
+        if isinstance(out, Ref) and out.node not in stage_of:
+            wanted[last] |= _cold(graph, [out])
+    users: dict[Ref, set[int]] = {}
+    for i, s in stage_of.items():
+        for ref in graph.nodes[i].refs:
+            if stage_of.get(ref.node, s) != s:
+                users.setdefault(ref, set()).add(s)
+    _check_buffers(graph, wanted, made_at)
+    return tuple(_stage(graph, s, stage_of, wanted[s], users, made_at, last) for s in range(last + 1))
+
+
+def _cold(graph: Graph, refs: Sequence[Ref]) -> set[int]:
+    """Nodes that must be made again for tensors that depend on no parameter."""
+    found: set[int] = set()
+    todo = [r.node for r in refs]
+    while todo:
+        i = todo.pop()
+        node = graph.nodes[i]
+        if i in found or (node.kind == "op" and node.hot):
+            continue
+        found.add(i)
+        todo.extend(r.node for r in node.refs)
+    return found
+
+
+def _closure(graph: Graph, stage_of: dict[int, int], stage: int) -> set[int]:
+    own = {i for i, s in stage_of.items() if s == stage}
+    return own | _cold(graph, [ref for i in own for ref in graph.nodes[i].refs])
+
+
+def _update_stage(graph: Graph, ref: Ref, stage_of: dict[int, int], last: int) -> int:
+    """Where a buffer's new value is made; a counter depends on nothing and goes with the module it counts for."""
+    if ref.node in stage_of:
+        return stage_of[ref.node]
+    module = graph.nodes[ref.node].module
+    return next((s for i, s in stage_of.items() if graph.nodes[i].module == module), last)
+
+
+def _check_buffers(graph: Graph, wanted: Sequence[set[int]], made_at: dict[str, int]) -> None:
+    for i, node in graph.of_kind("buffer"):
+        readers = [s for s, nodes in enumerate(wanted) if i in nodes]
+        if node.target in made_at and any(s != made_at[node.target] for s in readers):
+            raise PlanError(
+                f"buffer '{node.target}' is changed in stage {made_at[node.target]} and read in stages {readers}; "
+                "choose cuts that leave its module in one stage"
+            )
+
+
+def _stage(
+    graph: Graph, number: int, stage_of: dict[int, int], wanted: set[int], users: dict[Ref, set[int]],
+    made_at: dict[str, int], last: int,
+) -> StageGraph:  # fmt: skip
+    arriving = sorted(ref for ref, stages in users.items() if number in stages)
+    nodes: list[Node] = []
+    renumbered: dict[Ref, Ref] = {}
+    takes = []
+    held = [i for i in sorted(wanted) if graph.nodes[i].kind != "op"]
+    held += [graph.index[n] for n, s in made_at.items() if s == number and graph.index[n] not in wanted]
+    for i in sorted(held):
+        renumbered[Ref(i)] = Ref(len(nodes))
+        nodes.append(graph.nodes[i])
+    for ref in arriving:
+        node, key = graph.nodes[ref.node], route_key(graph, ref)
+        renumbered[ref] = Ref(len(nodes))
+        grad = node.needs_grad and graph.spec(ref).is_float
+        name = f"from_{node.name}" + (f"_{ref.out}" if ref.out else "")
+        nodes.append(Node(name, "input", key, (), {}, (graph.spec(ref),), node.module, node.source, grad, True))
+        takes.append((key, stage_of[ref.node]))
+    for i in sorted(wanted):
+        node = graph.nodes[i]
+        if node.kind != "op":
+            continue
+        args, kwargs = (map_refs(a, renumbered.__getitem__) for a in (node.args, node.kwargs))
+        for out in range(len(node.outs)):
+            renumbered[Ref(i, out)] = Ref(len(nodes), out)
+        nodes.append(replace(node, args=args, kwargs=kwargs, site=i if node.site < 0 else node.site))
+    leaving = sorted(ref for ref in users if stage_of[ref.node] == number)
+    positions = [
+        k for k, out in enumerate(graph.outputs)
+        if (stage_of.get(out.node, last) if isinstance(out, Ref) else last) == number
+    ]  # fmt: skip
+    outs = [graph.outputs[k] for k in positions]
+    loss = len(leaving) + positions.index(graph.loss) if graph.loss in positions else None
+    names = {n.target for n in nodes if n.kind == "param"}
+    cut_graph = Graph(
+        tuple(nodes),
+        (*(renumbered[r] for r in leaving), *(renumbered[o] if isinstance(o, Ref) else o for o in outs)),
+        loss,
+        {alias: name for alias, name in graph.tied.items() if name in names},
+        {name: renumbered[graph.updates[name]] for name, s in made_at.items() if s == number},
+        len(leaving),
+    )
+    gives = tuple(route_key(graph, ref) for ref in leaving)
+    return StageGraph(number, cut_graph, tuple(takes), gives, tuple(positions))
+
+
+__all__ = ["StageGraph", "cut", "hot_ops"]
