@@ -33,11 +33,11 @@ def close(a: float, b: float) -> bool:
     return abs(a - b) <= 1e-9 * max(1.0, abs(a), abs(b))
 
 
-def check_closed_forms(stages, microbatches):
+def check_closed_forms(stages, microbatches, names=("gpipe", "1f1b")):
     f, b = 1.0, 2.5
     for n in stages:
         for m in microbatches:
-            for name in ("gpipe", "1f1b"):
+            for name in names:
                 schedule = build(name, n, n, m)
                 timeline = simulate(schedule, times(n, f, 1.5, 1.0))
                 assert close(timeline.makespan_seconds, (n - 1 + m) * (f + b)), (name, n, m)
@@ -52,8 +52,8 @@ def test_gpipe_and_1f1b():
 
 
 @pytest.mark.slow
-def test_gpipe_and_1f1b_everywhere():
-    check_closed_forms(range(2, 65), range(1, 129))
+def test_1f1b_for_all_stages():
+    check_closed_forms(range(2, 65), [*range(1, 9), 13, 27, 32, 63, 128], ("1f1b",))
 
 
 def test_interleaved():
