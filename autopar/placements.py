@@ -92,6 +92,15 @@ def local_shape(shape: Sequence[int], state: State, mesh: Mesh) -> tuple[int, ..
     return tuple(local)
 
 
+def coordinates(rank: int, mesh: Mesh) -> tuple[int, ...]:
+    """Row-major coordinate of a rank."""
+    found = []
+    for _, size in reversed(mesh):
+        found.append(rank % size)
+        rank //= size
+    return tuple(reversed(found))
+
+
 def fits(shape: Sequence[int], state: State, mesh: Mesh) -> bool:
     """Whether every dim divides by the axes that shard it."""
     local = list(shape)

@@ -12,16 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.errors import MeshError
-from autopar.placements import Mesh, State
-
-
-def coordinates(rank: int, mesh: Mesh) -> tuple[int, ...]:
-    """Row-major coordinate of a rank."""
-    found = []
-    for _, size in reversed(mesh):
-        found.append(rank % size)
-        rank //= size
-    return tuple(reversed(found))
+from autopar.placements import Mesh, State, coordinates
 
 
 def piece(whole: torch.Tensor, state: State, mesh: Mesh, rank: int) -> torch.Tensor:

@@ -6,9 +6,10 @@ leaves reduced gradients as DTensors in ``param.grad``; any ``torch.optim`` opti
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -27,7 +28,7 @@ from autopar.placements import Mesh, State, format_state, local_shape
 from autopar.plan import Plan
 from autopar.runtime import prefetch
 from autopar.runtime.reduce import Reducer, bucket_bytes
-from autopar.runtime.state import Held, Unit, as_dtensor, local_piece, make_units
+from autopar.runtime.state import Held, Unit, as_dtensor, local_piece, make_units, torch_placements
 
 warnings.filterwarnings("ignore", category=FutureWarning, module="spmd_types")  # it calls torch 2.12's names
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -82,13 +83,17 @@ class ParallelModule(torch.nn.Module):
 
     def __init__(
         self, model: torch.nn.Module, captured: Captured, plan: Plan, device_mesh: DeviceMesh,
-        values: Callable[[str], torch.Tensor] | None = None,
+        values: Callable[[str], torch.Tensor] | None = None, *, seed: int | None = None,
+        shared: dict[str, torch.nn.Parameter] | None = None,
     ) -> None:  # fmt: skip
         """Spread ``model`` over ``device_mesh`` as ``plan`` says.
 
         Args:
             values: gives the whole value of a parameter or buffer by name; by default the model's own. Only this
                 rank's slice is kept.
+            seed: of random ops; by default rank 0's ``torch.initial_seed()``.
+            shared: for a stage of a pipeline: parameters of this rank's other stages, which are used again where names
+                agree and added to. With it, only what the graph reads is held.
         """
         super().__init__()
         check_device_mesh(device_mesh, plan.mesh)
@@ -102,17 +107,20 @@ class ParallelModule(torch.nn.Module):
         put(self, "training", model.training)
         put(self, "_helds", {})
         put(self, "_held_buffers", {})
-        put(self, "_seed", _agreed_seed(device_mesh))
+        put(self, "_seed", _agreed_seed(device_mesh) if seed is None else seed)
         put(self, "_calls", 0)
         put(self, "_defer", False)
         put(self, "_accumulating", False)
         put(self, "_in_backward", False)
-        self._register(model, values)
+        self._register(model, values, shared)
         self._prepare()
 
     # -- state
 
-    def _register(self, model: torch.nn.Module, values: Callable[[str], torch.Tensor] | None) -> None:
+    def _register(
+        self, model: torch.nn.Module, values: Callable[[str], torch.Tensor] | None,
+        shared: dict[str, torch.nn.Parameter] | None,
+    ) -> None:  # fmt: skip
         graph, plan, mesh = self._captured.graph, self._plan, self._plan.mesh
         params = dict(model.named_parameters(remove_duplicate=False))
         buffers = dict(model.named_buffers(remove_duplicate=False))
@@ -131,10 +139,12 @@ class ParallelModule(torch.nn.Module):
                 raise RunError(f"'{name}' is on the meta device; pass init= to give it a value")
             return local_piece(value, state, self._mesh).to(self._device, copy=True).contiguous()
 
-        made: dict[str, torch.nn.Parameter] = {}
+        made: dict[str, torch.nn.Parameter] = {} if shared is None else shared
         for name, param in params.items():
             source = graph.tied.get(name, name)
             if source not in specs:  # not read by the model's forward
+                if shared is not None:
+                    continue
                 source = next(n for n, p in params.items() if p is param)
             if source not in made:
                 node = specs.get(source)
@@ -143,6 +153,8 @@ class ParallelModule(torch.nn.Module):
                 shape = node.out.shape if node is not None else tuple(param.shape)
                 stored = as_dtensor(local(source, state), state, shape, self._mesh)
                 made[source] = torch.nn.Parameter(stored, requires_grad=param.requires_grad)
+            elif shared is not None and source not in self._helds:
+                _same_storage(source, made[source], plan.params[source].stored, self._mesh)
             owner, key = self._owner(name)
             owner._parameters[key] = made[source]
             if source in specs and source not in self._helds and specs[source].kind == "param":
@@ -151,6 +163,8 @@ class ParallelModule(torch.nn.Module):
         seen: dict[str, torch.Tensor] = {}
         for name in [*buffers, *(n.target for n in graph.nodes if n.kind == "buffer" and n.target not in buffers)]:
             source = graph.tied.get(name, name)
+            if shared is not None and source not in specs:
+                continue
             state = plan.buffers.get(source, ("R",) * len(mesh))
             if source not in seen:
                 seen[source] = local(source, state)
@@ -273,17 +287,24 @@ class ParallelModule(torch.nn.Module):
         The loss is a plain tensor, the same on all ranks. Beside a loss, other outputs are DTensors without
         gradient; without one, all outputs are whole plain tensors.
         """
+        mixed = (self._seed + self._calls * _GOLDEN) % (1 << 62)
+        object.__setattr__(self, "_calls", self._calls + 1)
+        return self._outputs(self.run_local(self._inputs(args, kwargs), mixed, same_step=self._accumulating))
+
+    def run_local(self, inputs: Mapping[str, torch.Tensor], seed: int, *, same_step: bool) -> tuple[Any, ...]:
+        """Outputs and new buffers of the program, local as it makes them, from local inputs by name.
+
+        ``same_step`` says that parameters have not changed since the last call, so gathered copies may be used again.
+        """
         template = self._template
-        for name, value in self._inputs(args, kwargs).items():
+        for name, value in inputs.items():
             template[self._input_slots[name]] = value
         for slot, held in self._param_slots:
             if held.bind():
                 self._attach(slot, held)
         if self._seed_slot is not None:
-            mixed = (self._seed + self._calls * _GOLDEN) % (1 << 62)
-            template[self._seed_slot] = torch.tensor(mixed, dtype=torch.int64, device=self._device)
-        object.__setattr__(self, "_calls", self._calls + 1)
-        self._schedule.begin(same_step=self._accumulating)
+            template[self._seed_slot] = torch.tensor(seed, dtype=torch.int64, device=self._device)
+        self._schedule.begin(same_step=same_step)
         values = [self._schedule, *template] if self._units else template
         if self._distributed:
             with spmd.set_current_mesh(self._mesh):
@@ -292,16 +313,16 @@ class ParallelModule(torch.nn.Module):
             flat = self._run(*values)
         for i in self._input_slots.values():
             template[i] = None
-        return self._outputs(flat)
+        with torch.no_grad():
+            for name, new in zip(self._program.updates, flat[len(self._program.outputs) :], strict=True):
+                kept = self._held_buffers[name][0]
+                if new is not kept:
+                    kept.copy_(new)
+        return flat
 
     def _outputs(self, flat: tuple[Any, ...]) -> Any:
         program, graph = self._program, self._captured.graph
         count = len(program.outputs)
-        with torch.no_grad():
-            for name, new in zip(program.updates, flat[count:], strict=True):
-                held = self._held_buffers[name][0]
-                if new is not held:
-                    held.copy_(new)
         results: list[Any] = []
         for i, (value, state) in enumerate(zip(flat[:count], program.outputs, strict=True)):
             if state is None or not isinstance(value, torch.Tensor):
@@ -349,8 +370,6 @@ class ParallelModule(torch.nn.Module):
             )
         if isinstance(leaf, DTensor):
             if tuple(leaf.shape) == slot.shape:
-                from autopar.runtime.state import torch_placements
-
                 return leaf.redistribute(self._mesh, torch_placements(slot.state)).to_local()
         if leaf.device != self._device and leaf.device.type != self._device.type:
             raise RunError(f"input {name} is on {leaf.device}, the mesh is on {self._device}; move it with .to()")
@@ -393,6 +412,51 @@ class ParallelModule(torch.nn.Module):
             "  call it as the model was captured, or parallelize again with these inputs"
         )
 
+    # -- for a pipeline, which runs the parts of a step itself
+
+    def local_input(self, name: str, slot: Slot, value: Any) -> torch.Tensor:
+        """This rank's part of an input of the model."""
+        node = self._captured.graph.nodes
+        number = next(i for i, n in enumerate(self._captured.inputs) if n is not None and node[n].target == name)
+        return self._local_input(number, slot, value)
+
+    def leaves(self) -> list[torch.Tensor]:
+        """The used parameters that want gradients."""
+        return [held.leaf for held in self._helds.values() if held.leaf.requires_grad]
+
+    def stored_gradient(self, name: str) -> torch.Tensor:
+        """This rank's part of a stored parameter's gradient; zeros if there is none."""
+        held = self._helds[name]
+        if held.param.grad is None:
+            assert held.local is not None
+            held.give(torch.zeros_like(held.local))
+        grad = held.param.grad
+        return grad._local_tensor if isinstance(grad, DTensor) else grad  # type: ignore[return-value]
+
+    def free_gathered(self) -> None:
+        """Nothing gathered for one use stays."""
+        self._schedule.end()
+
+    @contextlib.contextmanager
+    def reducing(self, *, last: bool, by_hand: bool = False) -> Iterator[None]:
+        """Around a backward of one microbatch: gradients add up, and the last one is followed by their reduction.
+
+        ``by_hand`` says that gradients are set without autograd's hooks.
+        """
+        put = object.__setattr__
+        put(self, "_defer", not last)
+        put(self, "_accumulating", True)
+        try:
+            yield
+            if by_hand:
+                for held in self._helds.values():
+                    if held.adjoint and held.leaf.grad is not None and (last or held.per_use):
+                        self._ready(held, held.leaf)
+            self._end_backward()
+        finally:
+            put(self, "_defer", False)
+            put(self, "_accumulating", False)
+
     # -- backward
 
     def _begin_backward(self, grad: torch.Tensor) -> None:
@@ -400,9 +464,13 @@ class ParallelModule(torch.nn.Module):
             return
         object.__setattr__(self, "_in_backward", True)
         if not self._accumulating:
-            for held in self._helds.values():
-                held.leaf.grad = None
+            self.forget_gradients()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+
+    def forget_gradients(self) -> None:
+        """Drop what an earlier step left in the used copies."""
+        for held in self._helds.values():
+            held.leaf.grad = None
 
     def _ready(self, held: Held, leaf: torch.Tensor) -> None:
         """A used leaf has its whole gradient of this backward."""
@@ -519,6 +587,16 @@ class ParallelModule(torch.nn.Module):
 def _device_of(device_mesh: DeviceMesh) -> str:
     kind = device_mesh.device_type
     return kind if kind == "cpu" else f"{kind}:{torch.accelerator.current_device_index()}"
+
+
+def _same_storage(name: str, held: torch.nn.Parameter, state: State, mesh: DeviceMesh) -> None:
+    """Two stages of one rank that use a parameter share it, so they must store it alike."""
+    have = (held.device_mesh, tuple(held.placements)) if isinstance(held, DTensor) else None
+    if have != (mesh, tuple(torch_placements(state))):
+        raise RunError(
+            f"parameter '{name}' is used by two stages on the same devices and stored in two ways ({have} and "
+            f"{format_state(state)}); pin how it is stored"
+        )
 
 
 def _agreed_seed(device_mesh: DeviceMesh) -> int:

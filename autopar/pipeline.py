@@ -1,0 +1,91 @@
+"""A pipelined plan: stages, each with a plan of its own, and the schedule that orders their work.
+
+The schedule's ranks are *groups* of devices: all stages of a group run on the same devices, and groups share none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from autopar.errors import PlanError
+from autopar.placements import Mesh
+from autopar.plan import Plan
+from cost_models.pipeline.actions import Schedule
+
+
+@dataclass(frozen=True)
+class StageChoice:
+    """One stage.
+
+    Attributes:
+        first: name of its first operator; the stage ends where the next one begins.
+        devices: ranks, in row-major order of the plan's mesh.
+        plan: how the stage is cut on those devices; its price is that of one microbatch.
+    """
+
+    first: str
+    devices: tuple[int, ...]
+    plan: Plan
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.plan.mesh
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """Decisions for one model on several groups of devices.
+
+    Attributes:
+        fingerprint: of the whole graph, at the size of one microbatch.
+        schedule: what each group does in which order; its number of microbatches is that of a step.
+        seconds: of a training step, simulated.
+    """
+
+    fingerprint: str
+    cluster: str
+    stages: tuple[StageChoice, ...]
+    schedule: Schedule
+    optimizer: str = "adamw"
+    seconds: float = 0.0
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def microbatches(self) -> int:
+        return self.schedule.n_microbatches
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        """First operators of all stages but the first, as :func:`autopar.staging.cut` takes them."""
+        return tuple(s.first for s in self.stages[1:])
+
+    @property
+    def n_devices(self) -> int:
+        return len({d for s in self.stages for d in s.devices})
+
+    def validate(self) -> PipelinePlan:
+        """Itself.
+
+        Raises:
+            PlanError: stages and schedule do not agree, a mesh does not have as many devices as it names, stages of a
+                group are on different devices, or groups share a device.
+        """
+        if self.schedule.n_stages != len(self.stages):
+            raise PlanError(f"the schedule has {self.schedule.n_stages} stages, the plan {len(self.stages)}")
+        for number, stage in enumerate(self.stages):
+            if stage.plan.n_devices != len(stage.devices):
+                raise PlanError(
+                    f"stage {number} is planned for {stage.plan.n_devices} devices and placed on {len(stage.devices)}"
+                )
+        owner: dict[int, int] = {}
+        for group, held in enumerate(self.schedule.stages_of_rank):
+            sets = {frozenset(self.stages[s].devices) for s in held}
+            if len(sets) > 1:
+                raise PlanError(f"stages {list(held)} belong together in the schedule but are on different devices")
+            for device in next(iter(sets), frozenset()):
+                if owner.setdefault(device, group) != group:
+                    raise PlanError(f"device {device} is in group {owner[device]} and in group {group}")
+        return self
+
+
+__all__ = ["PipelinePlan", "StageChoice"]

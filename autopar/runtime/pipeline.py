@@ -1,0 +1,470 @@
+"""The pipeline: every group of ranks holds its stages and does what the schedule says, action by action.
+
+A stage is a :class:`~autopar.runtime.executor.ParallelModule` on the group's own mesh, so parameters, gathers and
+gradient reductions are those of a plan without pipeline; this file adds microbatches, messages between stages, and what
+crosses all of them: the loss, tied parameters, the norm of all gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import spmd_types as spmd
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from autopar.capture import Captured
+from autopar.errors import PlanError, RunError
+from autopar.graph import Spec
+from autopar.lower.transfer import Side, transfer
+from autopar.pipeline import PipelinePlan
+from autopar.placements import State
+from autopar.runtime.backward import Halves
+from autopar.runtime.executor import _GOLDEN, ParallelModule, _device_of
+from autopar.runtime.wires import Post, Wire
+from autopar.staging import StageGraph, cut
+from cost_models.pipeline.actions import Action
+
+
+class _Stage:
+    """One stage on this rank: its module, and the microbatches in flight."""
+
+    def __init__(self, module: ParallelModule, graph: StageGraph, row: Sequence[Action]) -> None:
+        self.module, self.graph = module, graph
+        self.halves = Halves()
+        gradient_kinds = [a for a in row if a.stage == graph.number and a.kind in "BW"]
+        self.first = gradient_kinds[0] if gradient_kinds else None
+        self.last = gradient_kinds[-1] if gradient_kinds else None
+        self.arrived: dict[int, dict[str, torch.Tensor]] = {}
+        self.made: dict[int, tuple[list[torch.Tensor], list[torch.Tensor | None]]] = {}
+        self.splits = any(a.stage == graph.number and a.kind == "I" for a in row)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self.module.device_mesh
+
+
+class PipelineModule(torch.nn.Module):
+    """A model in stages on several groups of ranks. Every rank holds the parameters of its own stages.
+
+    Names of parameters are those of the model. ``train_step(*batch)`` takes the whole batch, which is as many
+    microbatches as the plan says, on every rank; it returns the mean of the microbatches' losses on every rank and
+    leaves gradients in ``param.grad``.
+    """
+
+    _plan: PipelinePlan
+    _captured: Captured
+    _rank: int
+    _graphs: tuple[StageGraph, ...]
+    _wires: tuple[Wire, ...]
+    _seed: int
+    _steps: int
+    _row: tuple[Action, ...]
+    _stages: dict[int, _Stage]
+    _device: torch.device
+    _post: Post
+    _tied: dict[str, tuple[int, ...]]
+    _tie_wires: tuple[Wire, ...]
+    _tie_post: Post
+
+    def __init__(
+        self, model: torch.nn.Module, captured: Captured, plan: PipelinePlan, device_type: str = "cpu",
+        values: Callable[[str], torch.Tensor] | None = None, seed: int | None = None,
+    ) -> None:  # fmt: skip
+        """Every rank calls this with the same arguments.
+
+        Args:
+            model: with its values, or on the meta device with ``values``.
+            captured: of one microbatch.
+            values: gives the whole value of a parameter or buffer by name; called on every rank for every name in the
+                same order, so it may communicate.
+
+        Raises:
+            PlanError: the plan is for another model. RunError: not as many ranks as devices in the plan.
+        """
+        super().__init__()
+        plan.validate()
+        if plan.fingerprint != captured.graph.fingerprint:
+            raise PlanError(
+                f"the plan was made for a model with fingerprint {plan.fingerprint}, this one has "
+                f"{captured.graph.fingerprint}: shapes, operators or names differ; plan this model again"
+            )
+        if plan.n_devices != dist.get_world_size():
+            raise RunError(f"the plan is for {plan.n_devices} ranks, {dist.get_world_size()} are running")
+        put = object.__setattr__
+        put(self, "_plan", plan)
+        put(self, "_captured", captured)
+        put(self, "_rank", dist.get_rank())
+        graphs = cut(captured.graph, plan.starts)
+        meshes = [
+            DeviceMesh(
+                device_type, torch.tensor(s.devices).reshape([n for _, n in s.mesh]),
+                mesh_dim_names=tuple(name for name, _ in s.mesh),
+            )
+            for s in plan.stages
+        ]  # fmt: skip
+        put(self, "_graphs", graphs)
+        put(self, "_wires", _wires(graphs, plan))
+        mine = [s for s, stage in enumerate(plan.stages) if self._rank in stage.devices]
+        needed = {n.target for s in mine for n in graphs[s].graph.nodes if n.kind in ("param", "buffer")}
+        given = _values(model, needed, values)
+        put(self, "_seed", _agreed(torch.initial_seed() % (1 << 62) if seed is None else seed))
+        put(self, "_steps", 0)
+        group = plan.schedule.rank_of_stage[mine[0]]
+        row = plan.schedule.flat_rows[group]
+        put(self, "_row", row)
+        held: dict[str, torch.nn.Parameter] = {}
+        stages: dict[int, _Stage] = {}
+        for s in mine:
+            module = ParallelModule(
+                model, _captured(captured, graphs[s]), plan.stages[s].plan, meshes[s], given.__getitem__,
+                seed=self._seed, shared=held,
+            )  # fmt: skip
+            stages[s] = _Stage(module, graphs[s], row)
+            _adopt(self, module)
+        put(self, "_stages", stages)
+        rows = {d: plan.schedule.flat_rows[plan.schedule.rank_of_stage[s]] for s, stage in enumerate(plan.stages)
+                for d in stage.devices}  # fmt: skip
+        device = torch.device(_device_of(meshes[mine[0]]))
+        put(self, "_device", device)
+        put(self, "_post", Post.of(self._rank, device, self._wires, rows, plan.microbatches))
+        tied, tie_wires = _ties(graphs, plan)
+        put(self, "_tied", tied)
+        put(self, "_tie_wires", tie_wires)
+        give = {d: tuple(Action(s, "F", 0) for s, stage in enumerate(plan.stages) if d in stage.devices) for d in rows}
+        put(self, "_tie_post", Post.of(self._rank, device, tie_wires, give, 1))
+
+    @property
+    def plan(self) -> PipelinePlan:
+        """The plan that this module runs."""
+        return self._plan
+
+    # -- a step
+
+    def train_step(self, *args: Any, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any) -> torch.Tensor:
+        """One training step on a batch of ``plan.microbatches`` microbatches; returns the mean of their losses.
+
+        Inputs whose first dim is that many times the captured one are cut there; those of the captured shape go into
+        every microbatch.
+
+        Args:
+            optimizer: if given, ``step()`` and ``zero_grad()`` follow.
+        """
+        if self._captured.graph.loss is None:
+            raise RunError("the model has no scalar loss to train on; give loss_fn= and targets= when planning")
+        batches = self._microbatches(args, kwargs)
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for stage in self._stages.values():
+            stage.module.forget_gradients()
+        self._post.begin()
+        for action in self._row:
+            stage = self._stages[action.stage]
+            with spmd.set_current_mesh(stage.mesh):
+                if action.kind == "F":
+                    loss = self._forward(stage, action.microbatch, batches[action.microbatch])
+                    if loss is not None and self._rank == self._plan.stages[action.stage].devices[0]:
+                        total += loss.detach().double() / self._plan.microbatches
+                elif action.kind == "W":
+                    self._weights(stage, action)
+                else:
+                    self._backward(stage, action)
+        self._post.end()
+        self._tie()
+        dist.all_reduce(total)
+        object.__setattr__(self, "steps", self._steps + 1)
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+        return total.to(getattr(torch, self._captured.graph.spec(self._loss).dtype))
+
+    @property
+    def _loss(self) -> Any:
+        loss = self._captured.graph.loss
+        assert loss is not None
+        return self._captured.graph.outputs[loss]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Not how a pipeline is called.
+
+        Raises:
+            RunError: always; it says what to call.
+        """
+        raise RunError("a pipelined model runs whole steps: call train_step(*batch), or evaluate(*batch)")
+
+    def _forward(self, stage: _Stage, microbatch: int, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        graph = stage.graph
+        inputs = {}
+        slots = {slot.name: slot for slot in stage.module.program.slots if slot.kind == "input"}
+        for wire in self._wires:
+            if wire.target == graph.number:
+                value = self._post.take(wire, False, microbatch)
+                inputs[wire.name] = value.detach().requires_grad_(wire.back is not None)
+        arrived = dict(inputs)
+        for name in graph.inputs:
+            inputs[name] = stage.module.local_input(name, slots[name], batch[name])
+        number = self._steps * self._plan.microbatches + microbatch
+        mixed = (self._seed + number * _GOLDEN) % (1 << 62)
+        flat = stage.module.run_local(inputs, mixed, same_step=microbatch > 0 or self._under_way(stage))
+        outputs = [x.clone() if stage.splits and x._is_view() else x for x in flat[: len(graph.gives)]]
+        loss = None if graph.graph.loss is None else flat[graph.graph.loss]
+        for wire in self._wires:
+            if wire.source == graph.number:
+                self._post.send(wire, False, microbatch, outputs[graph.gives.index(wire.name)])
+        stage.arrived[microbatch] = arrived
+        stage.made[microbatch] = outputs, [loss]
+        return loss
+
+    def _under_way(self, stage: _Stage) -> bool:
+        return bool(stage.made)
+
+    def _roots(self, stage: _Stage, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Outputs with gradients, and these."""
+        outputs, (loss,) = stage.made.pop(microbatch)
+        roots: list[torch.Tensor] = []
+        grads: list[torch.Tensor] = []
+        for name, out in zip(stage.graph.gives, outputs, strict=True):
+            total: torch.Tensor | None = None
+            for wire in self._wires:
+                if wire.source == stage.graph.number and wire.name == name and wire.back is not None:
+                    grad = self._post.take(wire, True, microbatch)
+                    total = grad if total is None else total + grad
+            if total is not None and out.requires_grad:
+                roots.append(out)
+                grads.append(total)
+        if loss is not None:
+            roots.append(loss)
+            grads.append(torch.full_like(loss, 1 / self._plan.microbatches))
+        return roots, grads
+
+    def _backward(self, stage: _Stage, action: Action) -> None:
+        roots, grads = self._roots(stage, action.microbatch)
+        arrived = stage.arrived.pop(action.microbatch)
+        wanted = [x for x in arrived.values() if x.requires_grad]
+        if action.kind == "B":
+            with stage.module.reducing(last=action == stage.last):
+                torch.autograd.backward(roots, grads)
+        else:
+            stage.halves.inputs(action.microbatch, roots, grads, wanted, stage.module.leaves())
+            stage.module.free_gathered()
+        for wire in self._wires:
+            if wire.target == stage.graph.number and wire.back is not None:
+                x = arrived[wire.name]
+                self._post.send(wire, True, action.microbatch, torch.zeros_like(x) if x.grad is None else x.grad)
+
+    def _weights(self, stage: _Stage, action: Action) -> None:
+        with stage.module.reducing(last=action == stage.last, by_hand=True):
+            stage.halves.weights(action.microbatch, stage.module.leaves())
+
+    # -- what crosses stages
+
+    @torch.no_grad()
+    def _tie(self) -> None:
+        """Sum the gradients of parameters that several groups hold, in the same order everywhere."""
+        post = self._tie_post
+        if not self._tied:
+            return
+        post.begin()
+        own: dict[tuple[str, int], torch.Tensor] = {}
+        for s, stage in sorted(self._stages.items()):
+            for wire in self._tie_wires:
+                if wire.source == s:
+                    key = wire.name, s
+                    if key not in own:  # a copy: the sum is written while messages are still leaving
+                        own[key] = stage.module.stored_gradient(wire.name).clone()
+                    post.send(wire, False, 0, own[key])
+        for name, s in own:
+            total: torch.Tensor | None = None
+            with spmd.set_current_mesh(self._stages[s].mesh):
+                for a in self._tied[name]:
+                    if a == s:
+                        part = own[name, s]
+                    else:
+                        wire = next(w for w in self._tie_wires if (w.name, w.source, w.target) == (name, a, s))
+                        part = post.take(wire, False, 0)
+                    total = part if total is None else total + part
+            assert total is not None
+            self._stages[s].module.stored_gradient(name).copy_(total)
+        post.end()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients of all stages so that their norm is at most ``max_norm``; returns the norm before.
+
+        Every rank must call it. A parameter that several stages hold counts once.
+        """
+        if norm_type != 2.0:
+            raise RunError(f"clip_grad_norm_: norm_type is {norm_type}; a pipeline knows 2")
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        seen: set[int] = set()
+        for number, stage in self._stages.items():
+            for name, param in stage.module.named_parameters():
+                if param.grad is None or id(param) in seen:
+                    continue
+                seen.add(id(param))
+                first = self._tied[name][0] if name in self._tied else number
+                norm = param.grad.norm()
+                whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+                if self._rank == self._plan.stages[first].devices[0]:
+                    total += whole.double() ** 2
+        dist.all_reduce(total)
+        norm = total.sqrt()
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for param in {id(p): p for p in self.parameters()}.values():
+            if param.grad is not None:
+                param.grad.mul_(scale.to(param.grad.dtype))
+        return norm
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """Whole parameters and buffers by the model's names, on rank 0; empty elsewhere."""
+        own: dict[str, torch.Tensor] = {}
+        for number, stage in self._stages.items():
+            for name, value in stage.module.state_dict().items():
+                whole = value.full_tensor() if isinstance(value, DTensor) else value
+                if self._rank == self._plan.stages[number].devices[0]:
+                    own[name] = whole.detach().cpu()
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.gather_object(own, gathered if self._rank == 0 else None, dst=0)
+        found: dict[str, torch.Tensor] = {}
+        if self._rank == 0:
+            for part in gathered:
+                found.update(part)
+        return found
+
+    def _microbatches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if spec != self._captured.in_spec:
+            raise RunError("the call does not have the structure of the example inputs; call it as it was captured")
+        k = self._plan.microbatches
+        found: list[dict[str, torch.Tensor]] = [{} for _ in range(k)]
+        for leaf, number in zip(leaves, self._captured.inputs, strict=True):
+            if number is None:
+                continue
+            node = self._captured.graph.nodes[number]
+            want, have = node.out.shape, tuple(leaf.shape)
+            if have == want and k > 1 and want[:1] != ():
+                pieces = [leaf] * k
+            elif have == want:
+                pieces = [leaf] * k
+            elif have[1:] == want[1:] and have[0] == k * want[0]:
+                pieces = list(leaf.split(want[0]))
+            else:
+                raise RunError(
+                    f"input {node.target}: captured with shape {want} a microbatch, called with {have}; give "
+                    f"{k} x {want[0] if want else 1} rows, or one shape for all microbatches"
+                )
+            for batch, piece in zip(found, pieces, strict=True):
+                batch[node.target] = piece
+        return found
+
+    def __repr__(self) -> str:
+        s = self._plan.schedule
+        return (
+            f"PipelineModule({s.name}, {s.n_stages} stages, {s.n_microbatches} microbatches, here {list(self._stages)})"
+        )
+
+
+# --- construction ----------------------------------------------------------------------------------------------------
+
+
+def _captured(captured: Captured, stage: StageGraph) -> Captured:
+    """A stage as something captured: flat inputs, flat outputs."""
+    numbers = [i for i, _ in stage.graph.of_kind("input")]
+    in_spec = pytree.tree_structure((tuple(range(len(numbers))), {}))
+    out_spec = pytree.tree_structure(tuple(range(len(stage.graph.outputs))))
+    return replace(captured, graph=stage.graph, in_spec=in_spec, literals={}, inputs=tuple(numbers), out_spec=out_spec)
+
+
+def _wires(graphs: Sequence[StageGraph], plan: PipelinePlan) -> tuple[Wire, ...]:
+    wires: list[Wire] = []
+    for graph in graphs:
+        target = plan.stages[graph.number]
+        for name, source_number in graph.takes:
+            source, sender = plan.stages[source_number], graphs[source_number]
+            at = sender.gives.index(name)
+            out = source.plan.outputs[at]
+            assert out is not None
+            node = next(n for _, n in graph.graph.of_kind("input") if n.target == name)
+            arriving = target.plan.inputs.get(name, ("I" if node.needs_grad else "R",) * len(target.mesh))
+            _sendable(name, source_number, out)
+            here, there = Side(out, source.mesh, source.devices), Side(arriving, target.mesh, target.devices)
+            back = transfer(node.out, there, here) if node.needs_grad else None
+            wires.append(Wire(len(wires), name, source_number, graph.number, transfer(node.out, here, there), back))
+    return tuple(wires)
+
+
+def _sendable(name: str, stage: int, state: State) -> None:
+    if any(p == "P" for p in state):
+        raise PlanError(f"stage {stage} gives '{name}' as {','.join(state)}: a pending sum cannot be sent; plan again")
+
+
+def _values(
+    model: torch.nn.Module, needed: set[str], values: Callable[[str], torch.Tensor] | None
+) -> dict[str, torch.Tensor]:
+    """Whole values of what this rank holds; rank 0's, so that ranks that were seeded differently agree."""
+    named: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    named.update(model.named_buffers(remove_duplicate=False))
+    found = {}
+    for name, tensor in named.items():
+        if values is not None:
+            value = values(name)
+        else:
+            value = tensor.detach().clone().contiguous()
+            dist.broadcast(value, src=0)
+        if name in needed:
+            found[name] = value
+    return found
+
+
+def _agreed(seed: int) -> int:
+    box = [seed]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def _adopt(whole: torch.nn.Module, stage: torch.nn.Module) -> None:
+    """Let the pipeline show a stage's parameters and buffers under the model's names."""
+    for path, module in stage.named_modules():
+        owner = whole
+        for part in path.split(".") if path else []:
+            if part not in owner._modules:
+                owner._modules[part] = torch.nn.Module()
+            child = owner._modules[part]
+            assert child is not None
+            owner = child
+        owner._parameters.update(module._parameters)
+        owner._buffers.update(module._buffers)
+        owner._non_persistent_buffers_set |= module._non_persistent_buffers_set
+
+
+def _ties(graphs: Sequence[StageGraph], plan: PipelinePlan) -> tuple[dict[str, tuple[int, ...]], tuple[Wire, ...]]:
+    """Parameters that several groups hold, each with one stage a group, and the wires between their gradients.
+
+    Stages of one group share the parameter itself.
+    """
+    holders: dict[str, dict[int, int]] = {}
+    specs: dict[str, Spec] = {}
+    for graph in graphs:
+        for _, node in graph.graph.of_kind("param"):
+            if node.needs_grad:
+                group = plan.schedule.rank_of_stage[graph.number]
+                holders.setdefault(node.target, {}).setdefault(group, graph.number)
+                specs[node.target] = node.out
+    tied = {name: tuple(sorted(own.values())) for name, own in sorted(holders.items()) if len(own) > 1}
+    wires: list[Wire] = []
+    for name, stages in tied.items():
+        sides = {
+            s: Side(plan.stages[s].plan.params[name].stored, plan.stages[s].mesh, plan.stages[s].devices)
+            for s in stages
+        }
+        for a in stages:
+            for b in stages:
+                if a != b:
+                    wires.append(Wire(len(wires), name, a, b, transfer(specs[name], sides[a], sides[b]), None))
+    return tied, tuple(wires)
+
+
+__all__ = ["PipelineModule"]

@@ -1,0 +1,189 @@
+"""Point-to-point messages of a pipeline: sent at once, received ahead of need, each with a tag of its own.
+
+Both ends derive from plan and schedule which messages pass between two ranks, and in which order the sender sends
+them; the receiver posts its receives in that order, a few ahead of the one it waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.lower.collectives import step
+from autopar.lower.transfer import Piece, Transfer, box_of
+from autopar.planner.params import path
+from cost_models.pipeline.actions import Action
+
+AHEAD = 2
+"""Messages from one peer that are received before they are asked for."""
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A tensor that a stage sends to another one; ``back`` is what its gradient takes.
+
+    ``number`` is the same on all ranks.
+    """
+
+    number: int
+    name: str
+    source: int
+    target: int
+    there: Transfer
+    back: Transfer | None
+
+    def transfer(self, backward: bool) -> Transfer:
+        """The forward's messages, or the backward's."""
+        found = self.back if backward else self.there
+        assert found is not None
+        return found
+
+
+@dataclass(frozen=True)
+class Message:
+    """One piece of one microbatch."""
+
+    wire: int
+    backward: bool
+    microbatch: int
+    part: int
+
+
+def messages_of(action: Action, wires: Sequence[Wire]) -> Iterator[tuple[Message, Piece]]:
+    """What follows an action: activations a forward, gradients a backward of the input."""
+    for wire in wires:
+        if action.kind == "F" and wire.source == action.stage:
+            backward = False
+        elif action.kind in "BI" and wire.target == action.stage and wire.back is not None:
+            backward = True
+        else:
+            continue
+        for part, piece in enumerate(wire.transfer(backward).pieces):
+            yield Message(wire.number, backward, action.microbatch, part), piece
+
+
+@dataclass
+class Post:
+    """The messages of one rank: what it sends is kept until it has left, what it receives until it is taken."""
+
+    rank: int
+    device: torch.device
+    wires: Sequence[Wire]
+    microbatches: int
+    coming: dict[int, list[tuple[Message, Piece]]]
+    posted: dict[int, int] = field(default_factory=dict)
+    place: dict[Message, tuple[int, int]] = field(default_factory=dict)
+    inbox: dict[Message, tuple[Any, torch.Tensor]] = field(default_factory=dict)
+    outbox: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
+
+    @staticmethod
+    def of(
+        rank: int, device: torch.device, wires: Sequence[Wire], rows: Mapping[int, Sequence[Action]], microbatches: int
+    ) -> Post:
+        """For a rank, given every group's row by the rank of each of its members."""
+        coming: dict[int, list[tuple[Message, Piece]]] = {}
+        for sender, row in rows.items():
+            if sender == rank:
+                continue
+            for action in row:
+                for message, piece in messages_of(action, wires):
+                    if piece.source == sender and piece.target == rank:
+                        coming.setdefault(sender, []).append((message, piece))
+        post = Post(rank, device, wires, microbatches, coming)
+        for sender, own in coming.items():
+            for i, (message, _) in enumerate(own):
+                post.place[message] = (sender, i)
+        return post
+
+    def begin(self) -> None:
+        """A new step."""
+        self.posted = dict.fromkeys(self.coming, 0)
+        for sender in self.coming:
+            self._receive(sender, AHEAD)
+
+    def end(self) -> None:
+        """Wait until everything has left.
+
+        Raises:
+            AssertionError: a message was received and not taken: the schedule forgot an action.
+        """
+        for work, _ in self.outbox:
+            work.wait()
+        self.outbox = []
+        assert not self.inbox, f"rank {self.rank}: nobody took {list(self.inbox)[:3]}"
+
+    def _tag(self, message: Message) -> int:
+        return ((message.wire * 2 + message.backward) * self.microbatches + message.microbatch) * 256 + message.part
+
+    def _receive(self, sender: int, upto: int) -> None:
+        own = self.coming[sender]
+        while self.posted[sender] < min(upto, len(own)):
+            message, piece = own[self.posted[sender]]
+            spec = self.wires[message.wire].there.spec
+            buffer = torch.empty([n for _, n in piece.box], dtype=getattr(torch, spec.dtype), device=self.device)
+            self.inbox[message] = dist.irecv(buffer, src=sender, tag=self._tag(message)), buffer
+            self.posted[sender] += 1
+
+    def send(self, wire: Wire, backward: bool, microbatch: int, value: torch.Tensor) -> None:
+        """Send this rank's part of a tensor, as far as this rank is to send it; what stays here is put aside."""
+        transfer = wire.transfer(backward)
+        have = box_of(transfer.spec.shape, transfer.source, transfer.source.devices.index(self.rank))
+        for part, piece in enumerate(transfer.pieces):
+            if piece.source != self.rank:
+                continue
+            cut = value.detach()
+            for d, ((start, n), (own, _)) in enumerate(zip(piece.box, have, strict=True)):
+                cut = cut.narrow(d, start - own, n)
+            message = Message(wire.number, backward, microbatch, part)
+            if piece.target == self.rank:
+                self.inbox[message] = None, cut
+                continue
+            cut = cut.contiguous()
+            self.outbox.append((dist.isend(cut, dst=piece.target, tag=self._tag(message)), cut))
+        self.outbox = [(work, kept) for work, kept in self.outbox if not work.is_completed()]
+
+    @torch.no_grad()
+    def take(self, wire: Wire, backward: bool, microbatch: int) -> torch.Tensor:
+        """This rank's part of a tensor in the state of the target, put together and gathered there.
+
+        The caller has set the target's mesh for collectives.
+        """
+        transfer = wire.transfer(backward)
+        target = transfer.target
+        box = box_of(transfer.spec.shape, target, target.devices.index(self.rank), transfer.landing)
+        whole: torch.Tensor | None = None
+        for part, piece in enumerate(transfer.pieces):
+            if piece.target != self.rank:
+                continue
+            message = Message(wire.number, backward, microbatch, part)
+            if message in self.place:
+                sender, i = self.place[message]
+                self._receive(sender, i + 1 + AHEAD)
+            work, got = self.inbox.pop(message)
+            if work is not None:
+                work.wait()
+            if piece.box == box:
+                whole = got
+                continue
+            if whole is None:
+                whole = got.new_empty([n for _, n in box])
+            view = whole
+            for d, ((start, n), (own, _)) in enumerate(zip(piece.box, box, strict=True)):
+                view = view.narrow(d, start - own, n)
+            view.copy_(got)
+        assert whole is not None
+        steps = path(transfer.landing, target.state)
+        assert steps is not None
+        for axis, src, dst in steps:
+            name, size = target.mesh[axis]
+            if size > 1:
+                fn, args = step(src[axis], dst[axis])
+                whole = fn(whole, name, *args)  # type: ignore[operator]
+        return whole
+
+
+__all__ = ["Message", "Post", "Wire", "messages_of"]

@@ -1,0 +1,142 @@
+"""What one rank does in the pipeline tests: train in stages and on one device side by side, return the differences."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from procs.cases import LR, OneDevice, cut, difference, whole
+from zoo import ZOO, as_float64, loss_of
+
+from autopar import verify
+from autopar.capture import Captured, capture
+from autopar.errors import PlanError
+from autopar.pipeline import PipelinePlan, StageChoice
+from autopar.placements import Mesh
+from autopar.planner.draw import random_plan
+from autopar.planner.price import pricer
+from autopar.planner.search import plan_graph
+from autopar.rules.registry import rules_of
+from autopar.runtime.pipeline import PipelineModule
+from autopar.staging import cut as stages_of
+from autopar.staging import hot_ops
+from cost_models.pipeline.builders import build
+from hardware_profiles import load_cluster
+
+ONE: Mesh = (("data", 1),)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A model cut at random places into the stages of a schedule; ``meshes`` are those of the groups of ranks."""
+
+    name: str
+    schedule: str
+    meshes: tuple[Mesh, ...]
+    microbatches: int
+    stages: int = 0
+    seed: int | None = None  # of the stages' plans; None for optimal ones
+    cuts: int = 0
+    zoo: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    lifetime: str = ""
+    clip: float = 0.0
+
+
+def size(mesh: Mesh) -> int:
+    n = 1
+    for _, k in mesh:
+        n *= k
+    return n
+
+
+def make_plan(captured: Captured, config: Config) -> PipelinePlan:
+    graph = captured.graph
+    n_stages = config.stages or len(config.meshes)
+    schedule = build(config.schedule, n_stages, len(config.meshes), config.microbatches)
+    ops = [graph.nodes[i].name for i in hot_ops(graph)]
+    rng = random.Random(config.cuts)
+    for _ in range(50):
+        starts = [ops[p] for p in sorted(rng.sample(range(1, len(ops)), n_stages - 1))]
+        try:
+            graphs = stages_of(graph, starts)
+            break
+        except PlanError:  # a cut through a batch norm's counter, say
+            continue
+    cluster = load_cluster(f"local-x{max(map(size, config.meshes))}")
+    first = 0
+    devices = []
+    for mesh in config.meshes:
+        devices.append(tuple(range(first, first + size(mesh))))
+        first += size(mesh)
+    stored: dict[tuple[int, str], Any] = {}
+    choices = []
+    for number, (begin, stage) in enumerate(zip([ops[0], *starts], graphs, strict=True)):
+        group = schedule.rank_of_stage[number]
+        mesh = config.meshes[group]
+        if config.seed is None:
+            plan = plan_graph(stage.graph, cluster, mesh)
+        else:
+            priced = pricer(cluster, mesh)
+            plan = random_plan(stage.graph, rules_of(stage.graph), priced, config.seed + number)
+        params = dict(plan.params)
+        for name, choice in params.items():
+            if config.lifetime:
+                choice = dataclasses.replace(choice, lifetime=config.lifetime)
+            assert stored.setdefault((group, name), choice.stored) == choice.stored, (
+                "two stages of a group, one storage"
+            )
+            params[name] = choice
+        choices.append(StageChoice(begin, devices[group], dataclasses.replace(plan, params=params)))
+    return PipelinePlan(graph.fingerprint, cluster.name, tuple(choices), schedule)
+
+
+def compare(configs: Sequence[Config]) -> list[dict[str, Any]]:
+    return [compare_one(config) for config in configs]
+
+
+def compare_one(config: Config) -> dict[str, Any]:
+    """Two AdamW steps on two batches: losses, gradients of both steps, weights and buffers after them."""
+    torch.manual_seed(5 + dist.get_rank())  # rank 0's weights count
+    case = as_float64(ZOO[config.name](**config.zoo))
+    k = config.microbatches
+    captured = capture(case.model, *cut(case.batch, k, 0))
+    captured = dataclasses.replace(verify.promoted(captured), constants=verify.doubled(captured.constants))
+    for tensor in case.model.state_dict().values():
+        dist.broadcast(tensor, src=0)
+    reference = OneDevice(case.model, captured)
+    pm = PipelineModule(case.model, captured, make_plan(captured, config))
+    ours = torch.optim.AdamW(pm.parameters(), lr=LR)
+    theirs = torch.optim.AdamW(reference.model.parameters(), lr=LR)
+    found: dict[str, Any] = {"loss": 0.0, "gradient": (0.0, ""), "clip": 0.0}
+    for batch in (case.batch, case.batch2):
+        loss = pm.train_step(*batch[0], **batch[1])
+        want = torch.zeros(())
+        for i in range(k):
+            args, kwargs = cut(batch, k, i)
+            part = loss_of(reference(*args, **kwargs)) / k
+            part.backward()
+            want = want + part.detach()
+        found["loss"] = max(found["loss"], abs(loss.item() - want.item()) / max(1.0, abs(want.item())))
+        wanted = {n: p.grad for n, p in reference.model.named_parameters(remove_duplicate=False) if p.grad is not None}
+        grads = {n: whole(p.grad) for n, p in pm.named_parameters(remove_duplicate=False) if p.grad is not None}
+        own = {n for n, p in pm.named_parameters(remove_duplicate=False) if p.requires_grad}
+        assert set(grads) == set(wanted) & own, (set(grads) ^ (set(wanted) & own), dist.get_rank())
+        if grads:
+            found["gradient"] = max(found["gradient"], difference(grads, {n: wanted[n] for n in grads}))
+        if config.clip:
+            mine = float(pm.clip_grad_norm_(config.clip))
+            other = float(torch.nn.utils.clip_grad_norm_(reference.model.parameters(), config.clip))
+            found["clip"] = max(found["clip"], abs(mine - other) / other)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    state = pm.full_state_dict()
+    if dist.get_rank() == 0:
+        wanted_state = reference.model.state_dict()
+        assert set(state) == set(wanted_state), set(state) ^ set(wanted_state)
+        found["weight"] = difference(state, wanted_state)
+    return found
