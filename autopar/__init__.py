@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from autopar.errors import (
     AutoparError,
     CaptureError,
+    ClusterError,
     InfeasibleError,
     MeshError,
     PlanError,
@@ -60,6 +61,7 @@ if not TYPE_CHECKING:
     sys.modules[__name__].__class__ = _Package
 
 __all__ = [
-    "AutoparError", "CaptureError", "InfeasibleError", "MeshError", "ParallelModule", "Plan", "PlanError", "RuleError",
-    "RunError", "capture", "full_state_dict", "load_full_state_dict", "parallelize", "plan", "run_local",
+    "AutoparError", "CaptureError", "ClusterError", "InfeasibleError", "MeshError", "ParallelModule", "Plan",
+    "PlanError", "RuleError", "RunError", "capture", "full_state_dict", "load_full_state_dict", "parallelize", "plan",
+    "run_local",
 ]  # fmt: skip

@@ -17,6 +17,7 @@ import autopar.rules  # noqa: F401  (registers the rules)
 from autopar import planfile
 from autopar.capture import Captured
 from autopar.capture import capture as _capture
+from autopar.clusters import get_cluster, reference
 from autopar.errors import AutoparError, InfeasibleError, MeshError
 from autopar.placements import Mesh, parse_state
 from autopar.plan import Plan
@@ -111,23 +112,18 @@ def parse_bytes(value: float | str | None) -> float | None:
     return float(match[1]) * base ** ("kmgt".index(match[2]) + 1 if match[2] else 0)
 
 
-def get_cluster(cluster: str | Path | Cluster) -> Cluster:
-    """A cluster by name, file or as it is."""
-    if isinstance(cluster, Cluster):
-        return cluster
-    try:
-        return load_cluster(cluster)
-    except OSError as error:
-        raise AutoparError(f"cannot read cluster file {cluster}: {error.strerror}") from error
-
-
 def plan_captured(
     captured: Captured, cluster: Cluster, mesh: Mesh | None, options: Options, *, max_axes: int = 2,
-    n: int | None = None,
+    n: int | None = None, name: str = "",
 ) -> Plan:  # fmt: skip
-    """The cheapest plan of a captured model on one mesh, or on the best mesh shape of ``n`` devices."""
+    """The cheapest plan of a captured model on one mesh, or on the best mesh shape of ``n`` devices.
+
+    Args:
+        name: by which the plan finds the cluster again; by default the cluster's own.
+    """
+    name = name or cluster.name
     if mesh is not None:
-        return plan_graph(captured.graph, cluster, mesh, options, cluster_name=cluster.name)
+        return plan_graph(captured.graph, cluster, mesh, options, cluster_name=name)
     shapes = mesh_shapes(n or cluster.n_devices, max_axes)
     named = {axis for axes in (options.constraints or {}).values() for axis in axes}
     states = [*(options.inputs or {}).values(), *(options.outputs or {}).values()]
@@ -141,7 +137,7 @@ def plan_captured(
     infeasible: InfeasibleError | None = None
     for shape in shapes:
         try:
-            plan = plan_graph(captured.graph, cluster, shape, options, cluster_name=cluster.name)
+            plan = plan_graph(captured.graph, cluster, shape, options, cluster_name=name)
         except InfeasibleError as error:
             infeasible = infeasible or error
             continue
@@ -191,7 +187,7 @@ def plan(
     where = get_cluster(cluster)
     shape = parse_mesh(mesh)
     asked = _options(constraints, params, placements, memory_limit, optimizer, microbatches, time_limit, shape)
-    return plan_captured(found, where, shape, asked, max_axes=max_axes)
+    return plan_captured(found, where, shape, asked, max_axes=max_axes, name=reference(cluster))
 
 
 def _options(
@@ -266,11 +262,11 @@ def parallelize(
             if isinstance(plan, (str, Path)):
                 plan = planfile.load(plan, captured.graph, get_cluster(cluster) if cluster is not None else None)
             if plan is None:
-                where, shape, n = _where(model, mesh, cluster)
+                where, shape, n, name = _where(model, mesh, cluster)
                 options = _options(
                     constraints, params, placements, memory_limit, optimizer, microbatches, time_limit, shape
                 )
-                plan = plan_captured(captured, where, shape, options, max_axes=max_axes, n=n)
+                plan = plan_captured(captured, where, shape, options, max_axes=max_axes, n=n, name=name)
             _check_size(plan.mesh, group)
             text = planfile.dumps(plan, captured.graph)
     except Exception as e:
@@ -300,7 +296,8 @@ def parallelize(
 
 def _where(
     model: torch.nn.Module, mesh: DeviceMesh | str | Cluster | int, cluster: str | Path | Cluster | None
-) -> tuple[Cluster, Mesh | None, int]:
+) -> tuple[Cluster, Mesh | None, int, str]:
+    """The cluster, the mesh's shape if it is given, the number of ranks, and the name that the plan keeps."""
     if isinstance(mesh, DeviceMesh):
         if mesh.mesh_dim_names is None:
             raise MeshError("the DeviceMesh has no axis names; make it with mesh_dim_names=('data', ...)")
@@ -314,13 +311,13 @@ def _where(
             raise MeshError(f"mesh is {n}; give a number of ranks from 1 on")
     else:
         where = get_cluster(mesh)
-        return where, None, where.n_devices
+        return where, None, where.n_devices, reference(mesh)
     if cluster is None:
         cluster = _default_cluster(n, mesh.device_type if isinstance(mesh, DeviceMesh) else _device_type(model))
     where = get_cluster(cluster)
     if shape is not None:
         check_mesh(shape, where)
-    return where, shape, n
+    return where, shape, n, reference(cluster)
 
 
 def _default_cluster(n: int, device_type: str) -> str:

@@ -23,6 +23,10 @@ class RuleError(AutoparError):
     """An operator cannot be cut the way that was asked for, or has no usable rule."""
 
 
+class ClusterError(AutoparError):
+    """A hardware profile that was named is unknown, malformed or cannot be read."""
+
+
 class MeshError(AutoparError):
     """A mesh does not fit the cluster, the process group or the plan."""
 

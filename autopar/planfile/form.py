@@ -11,10 +11,11 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from autopar.clusters import FILES, get_cluster
 from autopar.errors import MeshError, PlanError
 from autopar.placements import Mesh
 from autopar.plan import LIFETIMES, VERSION, Price, Solution
-from hardware_profiles import Cluster, load_cluster
+from hardware_profiles import Cluster
 
 KEYS = (
     "autopar_plan", "model", "fingerprint", "cluster", "mesh", "optimizer", "microbatches", "pipeline", "ops", "params",
@@ -69,11 +70,11 @@ class Document:
         """The cluster that the file names; a file of one's own is looked up beside the plan, then from here.
 
         Raises:
-            ProfileError: there is none, or it is malformed.
+            ClusterError: there is none, or it is malformed.
         """
         name = str(self.raw["cluster"])
         beside = self.folder / name
-        return load_cluster(beside if name.endswith((".toml", ".json")) and beside.is_file() else name)
+        return get_cluster(beside if name.endswith(FILES) and beside.is_file() else name)
 
 
 def parse(text: str, where: str = "plan", folder: Path | None = None) -> Document:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,10 @@ def dumps(plan: Plan, graph: Graph, model: Mapping[str, Any] | None = None) -> s
 
 
 def save(path: str | Path, plan: Plan, graph: Graph, model: Mapping[str, Any] | None = None) -> None:
-    """Write a plan file."""
+    """Write a plan file; the cluster's file, if it has one, is named by its path from there."""
+    if Path(plan.cluster).is_absolute():
+        near = os.path.relpath(plan.cluster, Path(path).parent.resolve())
+        plan = replace(plan, cluster=Path(near).as_posix())
     try:
         Path(path).write_text(dumps(plan, graph, model), encoding="utf-8")
     except OSError as error:

@@ -15,7 +15,7 @@ from torch import nn
 from zoo import ZOO
 
 from autopar.capture import capture
-from autopar.errors import MeshError, PlanError
+from autopar.errors import ClusterError, MeshError, PlanError
 from autopar.graph import Graph
 from autopar.placements import Mesh
 from autopar.plan import ParamChoice, Plan, Price
@@ -27,7 +27,7 @@ from autopar.planner.price import pricer
 from autopar.planner.search import op_labels, plan_graph
 from autopar.planner.space import combine, node_options
 from autopar.rules.registry import rules_of
-from hardware_profiles import ProfileError, load_cluster
+from hardware_profiles import load_cluster
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plan_mlp.json"
 CLUSTER = "dgx-h100"
@@ -200,7 +200,7 @@ def test_a_route_that_leads_elsewhere_is_an_error(graph: Graph) -> None:
 def test_pricing_an_edit_needs_the_cluster(graph: Graph) -> None:
     plan = replace(megatron(graph), cluster="absent.toml")
     assert loads(dumps(plan, graph), graph) == plan
-    with pytest.raises(ProfileError, match=r"absent\.toml"):
+    with pytest.raises(ClusterError, match=r"absent\.toml"):
         loads(edited(plan, graph, ops={"up:linear": {}}), graph)
     assert loads(edited(plan, graph, ops={"up:linear": {}}), graph, load_cluster(CLUSTER)).price.seconds > 0
 

@@ -1,0 +1,64 @@
+"""The Python calls without processes: what they take, and what they say of what they cannot take."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autopar
+from autopar import planfile
+
+CLUSTER = """
+name = "two-cards"
+[[node]]
+device = "H100-SXM-80GB"
+n_devices = 2
+[[node.level]]
+link = "nvlink4"
+"""
+
+
+class MLP(nn.Module):
+    """Two layers and a loss; ``scale`` is by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, *, scale: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.down(F.relu(self.up(x)))
+        return F.mse_loss(x if scale is None else x * scale, y)
+
+
+BATCH = (torch.zeros(8, 16), torch.zeros(8, 16))
+
+
+@pytest.mark.parametrize("name", ["laptop", "absent.toml", "broken.toml"])
+def test_cluster_errors_are_autopar_errors(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("broken.toml").write_text("name = ")
+    with pytest.raises(autopar.AutoparError, match=name.removesuffix(".toml")):
+        autopar.plan(MLP(), name, BATCH)
+    with pytest.raises(autopar.AutoparError, match=name.removesuffix(".toml")):
+        autopar.parallelize(MLP(), 1, BATCH, cluster=name)
+
+
+def test_plan_finds_its_cluster_file_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan remembers the file, not only the name in it; saved, it names the file by its path from there."""
+    monkeypatch.chdir(tmp_path)
+    Path("hardware").mkdir()
+    Path("plans").mkdir()
+    Path("hardware/two.toml").write_text(CLUSTER)
+    captured = autopar.capture(MLP(), BATCH)
+    found = autopar.plan(MLP(), "hardware/two.toml", BATCH, mesh="data=2", captured=captured)
+    planfile.save("plans/plan.json", found, captured.graph)
+    text = Path("plans/plan.json").read_text()
+    assert json.loads(text)["cluster"] == "../hardware/two.toml"
+    Path("plans/plan.json").write_text(text.replace('"optimizer": "adamw"', '"optimizer": "sgd"'))  # priced anew
+    monkeypatch.chdir("/")
+    assert planfile.load(tmp_path / "plans/plan.json", captured.graph).solution is None
