@@ -29,6 +29,8 @@ from autopar.runtime.world import fake_world, run_step
 from hardware_profiles import Cluster
 
 ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.01}
+LOW = (torch.float32, torch.bfloat16, torch.float16)
+"""Precisions that a comparison in double precision replaces."""
 
 
 @dataclass(frozen=True)
@@ -104,15 +106,16 @@ def _whole(graph: Graph, ref: Ref) -> tuple[str, ...]:
 
 
 def promoted(captured: Captured) -> Captured:
-    """The same computation in float64 throughout, casts to float32 included, so that rounding does not blur a check."""
+    """The same computation in float64 throughout, casts to less included, so that rounding does not blur a check."""
+    low = {str(d).removeprefix("torch.") for d in LOW}
 
     def value(x: Any) -> Any:
         if isinstance(x, (tuple, list)):
             return type(x)(value(v) for v in x)
-        return torch.float64 if x is torch.float32 else x
+        return torch.float64 if x in LOW else x
 
     def spec(s: Spec | None) -> Spec | None:
-        return replace(s, dtype="float64") if s is not None and s.dtype == "float32" else s
+        return replace(s, dtype="float64") if s is not None and s.dtype in low else s
 
     def node(n: Node) -> Node:
         return replace(
@@ -124,9 +127,9 @@ def promoted(captured: Captured) -> Captured:
 
 
 def doubled(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies in float64 of what was float32."""
+    """Copies in float64 of what had less precision."""
     return {
-        k: v.detach().to(torch.float64 if v.dtype == torch.float32 else v.dtype).clone().requires_grad_(v.requires_grad)
+        k: v.detach().to(torch.float64 if v.dtype in LOW else v.dtype).clone().requires_grad_(v.requires_grad)
         for k, v in tensors.items()
     }
 

@@ -43,7 +43,7 @@ def _builtin_cluster(name: str) -> Cluster:
     if not (CLUSTERS / f"{stem}.toml").exists() and (match := re.fullmatch(r"(.+)-x([1-9]\d*)", name)):
         stem, copies = match[1], int(match[2])
     if stem not in list_clusters():
-        advice = f"{closest(stem, list_clusters())}; most take a suffix -xN, a file ends in .toml or .json"
+        advice = f"{closest(stem, list_clusters())} (most also as -xN; a file ends in .toml or .json)"
         raise ProfileError("clusters", [f"unknown cluster '{name}': {advice}"])
     document = read_document(CLUSTERS / f"{stem}.toml")
     if copies is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 import warnings
+from typing import Annotated
 
 import typer
 
@@ -23,6 +25,23 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"autopar {importlib.metadata.version('autopar')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _every(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
 for name, command in (
     ("plan", plan.plan), ("show", show.show), ("explain", explain.explain), ("diff", show.diff),
     ("inspect", inspect.inspect), ("verify", verify.verify), ("run", run.run),

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from autopar.capture import Captured
     from autopar.models import Loaded
     from autopar.placements import Mesh
-    from autopar.plan import Plan
+    from autopar.plan import Plan, Solution
     from autopar.planfile import Document
     from autopar.runtime.executor import ParallelModule
     from hardware_profiles import Cluster
@@ -148,6 +148,22 @@ def load_and_capture(
         return loaded, capture(loaded.model, loaded.args, loaded.kwargs)
 
 
+def check_values(loaded: Loaded, name: str) -> None:
+    """Refuse a model or example inputs without values, where they are really run.
+
+    Raises:
+        UsageError: a parameter, a buffer or an input is on the meta device.
+    """
+    from torch.utils import _pytree as pytree
+
+    named = {f"'{k}'": t for k, t in loaded.model.state_dict().items()}
+    leaves, _ = pytree.tree_flatten_with_path((loaded.args, loaded.kwargs))
+    named |= {f"example input {pytree.keystr(path)}": t for path, t in leaves}
+    missing = next((k for k, t in named.items() if getattr(t, "is_meta", False)), None)
+    if missing is not None:
+        raise UsageError(f"{missing} of {name} is on the meta device and has no value; build it on the CPU")
+
+
 def open_plan(path: Path) -> Document:
     """A plan file, its form checked."""
     from autopar.planfile import open_
@@ -227,6 +243,17 @@ def show_seconds(s: float) -> str:
         if abs(s) >= size:
             return f"{s / size:.3g} {unit}"
     return f"{s / 1e-6:.3g} us" if s else "0"
+
+
+def show_solution(solution: Solution | None) -> str:
+    """What is known of how good a plan is: ``highs: within gap, gap 0.35%: no plan is faster by more than that``."""
+    if solution is None:
+        return "no proof of optimality: the plan was edited by hand, and priced anew"
+    gap = (
+        f"{solution.gap:.2%}" if solution.status == "optimal" or solution.gap >= 1e-3 else f"{100 * solution.gap:.1g}%"
+    )
+    said = f"{solution.solver}: {solution.status}, gap {gap}"
+    return said if solution.status == "optimal" else f"{said}: no plan is faster by more than that"
 
 
 def show_mesh(mesh: Sequence[tuple[str, int]]) -> str:

@@ -11,7 +11,7 @@ from autopar.cli.common import Batch, Json, Seq, load_and_capture, out, print_js
 
 
 def inspect(
-    model: Annotated[str, typer.Argument(help="PATH.py:factory, or hf:PATH/config.json.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="PATH.py:factory, or hf:PATH/config.json.")],
     batch: Batch = None,
     seq: Seq = None,
     graph_text: Annotated[bool, typer.Option("--graph", help="Print the whole graph instead.")] = False,

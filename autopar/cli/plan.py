@@ -24,6 +24,7 @@ from autopar.cli.common import (
     show_bytes,
     show_mesh,
     show_seconds,
+    show_solution,
 )
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def plan(
-    model: Annotated[str, typer.Argument(help="PATH.py:factory, or hf:PATH/config.json.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="PATH.py:factory, or hf:PATH/config.json.")],
     cluster: Annotated[str, typer.Option("--cluster", "-c", help="Name of a cluster, or a .toml or .json file.")],
     mesh: Annotated[
         str | None,
@@ -184,8 +185,7 @@ def summary(plan: Plan, path: Path | None) -> None:
         f"{show_bytes(p.gathered_bytes)}, activations {show_bytes(p.activation_bytes)}"
     )
     if plan.solution is not None:
-        s = plan.solution
-        console.print(f"  {s.solver}: {s.status}, gap {s.gap:.2%}")
+        console.print(f"  {show_solution(plan.solution)}")
     for note in plan.notes:
         console.print(f"  [yellow]note:[/yellow] {note}")
     if path is not None:

@@ -12,6 +12,7 @@ from autopar.cli.common import (
     Json,
     UsageError,
     bound,
+    check_values,
     model_of,
     on_ranks,
     open_plan,
@@ -45,7 +46,10 @@ def run(
         if int(os.environ.get("RANK", "0")) == 0:
             _report(result, document, as_json)
         return
-    _, captured = model_of(document, path, model)
+    loaded, captured = model_of(document, path, model)
+    spec = model or str((document.model or {})["spec"])
+    if not spec.startswith("hf:"):  # those are made here without values, and by the ranks with them
+        check_values(loaded, spec)
     plan, _ = bound(document, captured)  # all that can be wrong with the plan is said before processes start
     if captured.graph.loss is None:
         raise UsageError("the model has no scalar loss among its outputs, so it cannot be trained; return the loss")
@@ -67,6 +71,7 @@ def train(path: str, model: str | None, steps: int, lr: float) -> dict[str, Any]
     document = open_plan(Path(path))
     torch.manual_seed(0)
     loaded, captured = model_of(document, Path(path), model, device="cpu")
+    check_values(loaded, model or str((document.model or {})["spec"]))
     plan, _ = bound(document, captured)
     pm = on_ranks(loaded, captured, plan)
     params = [p for p in pm.parameters() if p.requires_grad]

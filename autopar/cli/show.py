@@ -18,6 +18,7 @@ from autopar.cli.common import (
     progress,
     show_bytes,
     show_seconds,
+    show_solution,
 )
 from autopar.errors import ModelError, PlanError
 
@@ -51,9 +52,8 @@ def show(
     graph = captured.graph
     if code:
         from autopar.lower.emit import lower
-        from autopar.report.code import code_of
 
-        text = code_of(lower(graph, found))
+        text = lower(graph, found).code
         if as_json:
             print_json({"code": text})
         else:
@@ -84,11 +84,7 @@ def show(
     console.print(tables.totals_table(rows.totals(found), show_bytes, show_seconds))
     if counts:
         console.print("collectives of a step: " + ", ".join(f"{n} {name}" for name, n in counts.items()))
-    if found.solution is None:
-        console.print("no proof of optimality: the plan was edited by hand, and priced anew")
-    else:
-        s = found.solution
-        console.print(f"{s.solver}: {s.status}, gap {s.gap:.2%}")
+    console.print(show_solution(found.solution))
     for note in found.notes:
         console.print(f"[yellow]note:[/yellow] {note}")
 

@@ -13,6 +13,7 @@ from autopar.cli.common import (
     Json,
     Seq,
     UsageError,
+    check_values,
     err,
     load_and_capture,
     on_ranks,
@@ -22,12 +23,13 @@ from autopar.cli.common import (
     show_mesh,
 )
 
-LIMITS = {"float64": 1e-9, "float32": 1e-4}
+LIMITS = {"float64": 1e-9, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+"""Largest difference that passes, by the precision in which a row was computed."""
 
 
 def verify(
     model: Annotated[
-        str, typer.Argument(help="PATH.py:factory, or hf:PATH/config.json (made small: it is really run).")
+        str, typer.Argument(metavar="MODEL", help="PATH.py:factory, or hf:PATH/config.json; it is really run.")
     ],
     mesh: Annotated[str, typer.Option("--mesh", "-m", help="Axes and sizes: data=2,tensor=2.")],
     cluster: Annotated[
@@ -71,9 +73,7 @@ def verify(
 
     check_mesh(shape, hardware)
     loaded, captured = load_and_capture(model, batch, seq, device="cpu")
-    on_meta = next((k for k, t in loaded.model.state_dict().items() if t.device.type == "meta"), None)
-    if on_meta is not None:
-        raise UsageError(f"'{on_meta}' of {model} is on the meta device and has no value; build the model on the CPU")
+    check_values(loaded, model)
     if processes:
         rows = _in_processes(model, batch, seq, shape, hardware, loaded, captured)
         limits = [LIMITS["float64"]]
@@ -109,7 +109,8 @@ def _in_one(
         )  # fmt: skip
     rows = [{**asdict(d), "worst": d.worst} for d in found]
     eager = ["eager" in r["name"] for r in rows]
-    return rows, [LIMITS["float32"] if e else LIMITS["float64"] for e in eager]
+    own = max(LIMITS.get(node.out.dtype, 0.0) for node in captured.graph.nodes if node.kind in ("param", "input"))
+    return rows, [own if e else LIMITS["float64"] for e in eager]
 
 
 def _in_processes(
@@ -134,7 +135,7 @@ def _in_processes(
         found = plan_graph(double.graph, cluster, mesh)
     with progress(f"{found.n_devices} processes"):
         state = {k: t.detach() for k, t in loaded.model.state_dict().items()}
-        result = run_local(_rank, found.n_devices, model, batch, seq, found, state)[0]
+        result = run_local(_rank, found.n_devices, model, batch, seq, found, state, (loaded.args, loaded.kwargs))[0]
     mine = v.Trained(
         [torch.tensor(x, dtype=torch.float64) for x in result["losses"]],
         result["gradients"],
@@ -146,8 +147,12 @@ def _in_processes(
     return [{**asdict(difference), "worst": difference.worst}]
 
 
-def _rank(spec: str, batch: int | None, seq: int | None, plan: Any, state: Any) -> dict[str, Any]:
-    """Two steps of AdamW on one rank, in double precision; whole tensors come back from rank 0."""
+def _rank(spec: str, batch: int | None, seq: int | None, plan: Any, state: Any, inputs: Any) -> dict[str, Any]:
+    """Two steps of AdamW on one rank, in double precision; whole tensors come back from rank 0.
+
+    Args:
+        state, inputs: weights and ``(args, kwargs)``, as a factory may draw others in every process.
+    """
     import torch
 
     import autopar
@@ -158,7 +163,7 @@ def _rank(spec: str, batch: int | None, seq: int | None, plan: Any, state: Any) 
     loaded.model.double()
     captured = replace(v.promoted(captured), constants=v.doubled(captured.constants))
     args, kwargs = torch.utils._pytree.tree_map_only(
-        torch.Tensor, lambda t: t.double() if t.dtype == torch.float32 else t, (loaded.args, loaded.kwargs)
+        torch.Tensor, lambda t: t.double() if t.dtype in v.LOW else t, inputs
     )
     pm = on_ranks(loaded, captured, plan)
     optimizer = torch.optim.AdamW([p for p in pm.parameters() if p.requires_grad], **v.ADAMW)  # type: ignore[arg-type]

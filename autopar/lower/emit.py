@@ -21,6 +21,7 @@ import torch.fx
 
 from autopar.errors import PlanError
 from autopar.graph import Graph, Node, Ref
+from autopar.lower.code import code_of
 from autopar.lower.collectives import step
 from autopar.placements import Mesh, State, format_state, local_shape
 from autopar.plan import Plan, route_key
@@ -66,11 +67,8 @@ class Program:
 
     @property
     def code(self) -> str:
-        """The program as readable Python."""
-        text = self.module.code
-        for old, new in ((r"autopar_lower_collectives_", ""), (r"torch\.ops\.", "")):
-            text = re.sub(old, new, text)
-        return text
+        """The program as readable Python: one line per op, on the shapes of one rank."""
+        return code_of(self)
 
 
 def strategy_of(graph: Graph, node: Node, rule: Rule, names: tuple[str, ...], mesh: Mesh) -> Strategy:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.errors import RunError
+from autopar.errors import AutoparError, RunError
 
 GRACE_SECONDS = 2.0
 
@@ -44,7 +44,8 @@ def run_local(
         threads: torch threads per rank.
 
     Raises:
-        RunError: a rank raised (the message holds its traceback), died, or the time is over. No process survives.
+        RunError: a rank raised (the message holds its traceback, or the text of an AutoparError), died, or the time is
+            over. No process survives.
     """
     if n < 1:
         raise RunError(f"cannot start {n} ranks; give 1 or more")
@@ -173,6 +174,8 @@ def _rank(
         payload = pickle.dumps((True, fn(*args)))
     except BaseException as error:
         text = "".join(traceback.format_exception(error))
+        if isinstance(error, AutoparError):  # says all that the user can do about it
+            text = f"{type(error).__name__}: {error}"
         if isinstance(error, SystemExit):
             text += f"\nthe rank called exit({error.code})"
         payload = pickle.dumps((False, text))

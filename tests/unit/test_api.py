@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch import nn
 
 import autopar
 from autopar import planfile
+from autopar.lower.emit import lower
 
 CLUSTER = """
 name = "two-cards"
@@ -62,3 +64,13 @@ def test_plan_finds_its_cluster_file_again(tmp_path: Path, monkeypatch: pytest.M
     Path("plans/plan.json").write_text(text.replace('"optimizer": "adamw"', '"optimizer": "sgd"'))  # priced anew
     monkeypatch.chdir("/")
     assert planfile.load(tmp_path / "plans/plan.json", captured.graph).solution is None
+
+
+def test_code_is_python_that_names_its_functions() -> None:
+    """No line assigns a name that a later line calls as a function."""
+    captured = autopar.capture(MLP(), BATCH)
+    found = autopar.plan(MLP(), "local-x2", BATCH, mesh="data=2", constraints={"up": {"data": "b"}}, captured=captured)
+    tree = ast.parse(lower(captured.graph, found).code)
+    stored = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    called = {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+    assert "shard" in stored and not stored & called

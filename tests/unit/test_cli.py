@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import io
 import json
 import re
@@ -50,6 +51,16 @@ class Net(nn.Module):
 def make():
     torch.manual_seed(0)
     return Net(), (torch.randn(8, 16), torch.randn(8, 16))
+
+
+def half():
+    # another batch in every process
+    return Net(layers=1).bfloat16(), (torch.randn(8, 16).bfloat16(), torch.randn(8, 16).bfloat16())
+
+
+def meta():
+    with torch.device("meta"):
+        return Net(layers=1), (torch.zeros(8, 16), torch.zeros(8, 16))
 """
 MESH = ("--cluster", "local-x4", "--mesh", "data=2,tensor=2")
 
@@ -166,6 +177,19 @@ def test_verify() -> None:
     assert all(r["ok"] for r in rows)
 
 
+def test_verify_a_model_in_bfloat16() -> None:
+    rows = json.loads(autopar("verify", "net.py:half", "--mesh", "data=2,tensor=2", "--random-plans", "3", "--json"))
+    assert [r["limit"] for r in rows] == [5e-2, 1e-9, 1e-9, 1e-9, 1e-9]
+    assert all(r["ok"] for r in rows)
+
+
+def test_a_model_without_values_is_not_run(capsys: pytest.CaptureFixture[str]) -> None:
+    autopar("plan", "net.py:meta", *MESH, "-o", "meta.json")
+    for words in (("run", "meta.json"), ("verify", "net.py:meta", "--mesh", "data=2")):
+        autopar(*words, code=2)
+        assert "'first.weight' of net.py:meta is on the meta device and has no value" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_run_and_verify_with_processes() -> None:
     autopar("plan", "net.py:make", "--cluster", "local-x2", "--mesh", "tensor=2", "-o", "two.json")
@@ -173,6 +197,8 @@ def test_run_and_verify_with_processes() -> None:
     assert result["losses"] == sorted(result["losses"], reverse=True)
     assert result["predicted_seconds"] > 0
     rows = json.loads(autopar("verify", "net.py:make", "--mesh", "tensor=2", "--processes", "--json"))
+    assert rows[0]["ok"]
+    rows = json.loads(autopar("verify", "net.py:half", "--mesh", "tensor=2", "--processes", "--json"))
     assert rows[0]["ok"]
 
 
@@ -193,6 +219,22 @@ def test_hugging_face_config() -> None:
     assert found["inputs"] == {"input_ids": "int64[4 32]", "labels": "int64[4 32]"}
     text = autopar("plan", "hf:config.json", "--batch", "4", "--seq", "32", "-c", "dgx-h100", "-m", "data=2", "--json")
     assert json.loads(text)["model"] == {"spec": "hf:config.json", "batch": 4, "seq": 32}
+
+
+def test_version() -> None:
+    assert autopar("--version") == f"autopar {importlib.metadata.version('autopar')}\n"
+
+
+def test_the_proof_is_said_in_words() -> None:
+    """The words of a solution, each with its gap, and what a gap means where there is one."""
+    from autopar.cli.common import show_solution
+    from autopar.plan import Solution
+
+    assert show_solution(Solution("highs", "optimal", 1.0, 0.0)) == "highs: optimal, gap 0.00%"
+    for status in ("within gap", "best found", "time limit"):
+        text = show_solution(Solution("highs", status, 1.0, 0.0123))
+        assert text == f"highs: {status}, gap 1.23%: no plan is faster by more than that"
+    assert "gap 0.002%" in show_solution(Solution("highs", "within gap", 1.0, 2e-5))
 
 
 def test_help_needs_no_torch() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
-from autopar.lower.emit import Program, used_shape
-from autopar.placements import format_state
+from autopar.placements import format_state, local_shape
+
+if TYPE_CHECKING:
+    from autopar.lower.emit import Program
 
 
 def code_of(program: Program) -> str:
@@ -27,6 +30,6 @@ def code_of(program: Program) -> str:
     ]
     names = [node.name for node in program.module.graph.nodes if node.op == "placeholder"]
     for name, slot in zip(names, program.slots, strict=True):
-        shape = " ".join(map(str, used_shape(slot, program.mesh)))
+        shape = " ".join(map(str, local_shape(slot.shape, slot.state, program.mesh)))
         head.append(f"    {name},  # {slot.dtype}[{shape}] {format_state(slot.state)}  {slot.kind} {slot.name}")
     return "\n".join([*head, "):", *body])
