@@ -19,13 +19,15 @@ from autopar.errors import CaptureError
 from autopar.graph import Graph, Node, Ref, Spec
 from autopar.lower.emit import lower
 from autopar.lower.typecheck import typecheck
+from autopar.pipeline import PipelinePlan
 from autopar.placements import Mesh
 from autopar.plan import ParamChoice, Plan
 from autopar.planner.draw import random_plan
 from autopar.planner.price import pricer
 from autopar.planner.search import plan_graph
 from autopar.rules.registry import rules_of
-from autopar.runtime.world import fake_world, run_step
+from autopar.runtime.world import fake_world, pipeline_step, run_step
+from autopar.staging import cut
 from hardware_profiles import Cluster
 
 ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.01}
@@ -152,6 +154,40 @@ def train(
         done = run_step(graph, plan, program, now, held, inputs, seed=seed + step)
         assert graph.loss is not None, "the model has no scalar loss output; give loss_fn"
         losses.append(done.outputs[graph.loss])
+        held.update(done.buffers)
+        for name, leaf in now.items():
+            leaf.grad = done.gradients.get(name)
+        if step == 0:
+            first = done.gradients
+        optimizer.step()
+    return Trained(losses, first, {k: v.detach() for k, v in now.items()}, held)
+
+
+def train_pipeline(
+    captured: Captured, plan: PipelinePlan, weights: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
+    microbatches: Sequence[Mapping[str, torch.Tensor]], steps: int = 2,
+) -> Trained:  # fmt: skip
+    """Two steps of AdamW under a pipelined plan; every stage's program also passes the type checker.
+
+    With one stage on one device this is the reference for several microbatches.
+    """
+    plan.validate()
+    assert captured.graph.loss is not None, "the model has no scalar loss output; give loss_fn"
+    graphs = cut(captured.graph, plan.starts)
+    plans = [stage.plan for stage in plan.stages]
+    programs = [lower(stage.graph, own) for stage, own in zip(graphs, plans, strict=True)]
+    for own, program in zip(plans, programs, strict=True):
+        if own.n_devices > 1:
+            with fake_world(own.mesh):
+                typecheck(program)
+    now = {k: v.detach().clone().requires_grad_(v.requires_grad) for k, v in weights.items()}
+    held = dict(buffers)
+    optimizer = torch.optim.AdamW([v for v in now.values() if v.requires_grad], **ADAMW)
+    losses, first = [], {}
+    for step in range(steps):
+        seeds = [step * len(microbatches) + i for i in range(len(microbatches))]
+        done = pipeline_step(graphs, plans, programs, now, held, microbatches, captured.graph.loss, seeds=seeds)
+        losses.append(done.outputs[captured.graph.loss])
         held.update(done.buffers)
         for name, leaf in now.items():
             leaf.grad = done.gradients.get(name)

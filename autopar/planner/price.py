@@ -84,6 +84,25 @@ class Pricer:
             self._inside(rule, pieces, axes, differentiable),
         )
 
+    def phases(self, graph: Graph, node: Node, rule: Rule, strategy: Strategy) -> tuple[float, float, float]:
+        """Seconds of one op: ``(forward, all, gradients of weights)``, collectives inside included."""
+        pieces, axes = cuts_of(rule, strategy.options, self.mesh)
+        in_grads, out_grads = grads_of(graph, node)
+        both = any(out_grads)
+        compute = [
+            self._compute(graph, node, rule, strategy, pieces, in_grads, differentiable)
+            for differentiable in (False, both)
+        ]
+        inside = [self._inside(rule, pieces, axes, differentiable) for differentiable in (False, both)]
+        weights = 0.0
+        if both and rule.kind in ("matmul", "conv"):
+            held = sum(
+                grad and i not in rule.additive and graph.nodes[ref.node].kind == "param"
+                for i, (grad, ref) in enumerate(zip(in_grads, node.refs, strict=True))
+            )
+            weights = compute[0] * held
+        return compute[0] + inside[0], compute[1] + inside[1], weights
+
     def _compute(
         self, graph: Graph, node: Node, rule: Rule, strategy: Strategy, pieces: Mapping[str, int],
         in_grads: Sequence[bool], differentiable: bool,
@@ -140,12 +159,12 @@ def _gemm(rule: Rule, pieces: Mapping[str, int]) -> tuple[int, int, int] | None:
     return size(out - (second - first)), size((second & out) - first), size((first | second) - out)
 
 
-def pricer(cluster: Cluster, mesh: Mesh) -> Pricer:
-    """The :class:`Pricer` of a mesh on a cluster."""
+def pricer(cluster: Cluster, mesh: Mesh, devices: Sequence[int] | None = None) -> Pricer:
+    """The :class:`Pricer` of a mesh on a cluster; on its first devices, or on those given, in row-major order."""
     from cost_models import mesh_axes
 
-    axes = mesh_axes(cluster, dict(mesh))
+    axes = mesh_axes(cluster, dict(mesh), devices)
     n = prod(size for _, size in mesh)
-    devices = [cluster.device(i) for i in range(n)]
-    slowest = min(devices, key=lambda d: (max(d.peak_flops.values()), d.memory_bytes_per_second))
+    numbers = range(n) if devices is None else devices
+    slowest = min(map(cluster.device, numbers), key=lambda d: (max(d.peak_flops.values()), d.memory_bytes_per_second))
     return Pricer(mesh, axes, slowest, 0.0 if cluster.abstract else 25 * 2**20)

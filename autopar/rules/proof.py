@@ -19,10 +19,10 @@ import torch
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 
 from autopar.graph import Spec
-from autopar.placements import Mesh, State, fits
+from autopar.placements import Mesh, State, coordinates, fits
 from autopar.rules.local import Seed, cuts_of, local_call, resolve
 from autopar.rules.notation import Call, In, Option, Rule, axis_options
-from autopar.rules.pieces import coordinates, fake_world, join, piece
+from autopar.rules.pieces import fake_world, join, piece
 from autopar.rules.registry import Sample, T, rule_for
 
 

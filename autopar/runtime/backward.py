@@ -20,6 +20,19 @@ from torch.distributed.pipelining._backward import (
 )
 
 
+class Handle(torch.autograd.Function):
+    """The same values as a tensor of its own: the first half detaches outputs in place, which a view or a tensor that
+    the graph has saved does not allow."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
 class Halves:
     """The first halves of microbatches whose second half is still to come."""
 
@@ -71,4 +84,4 @@ def _alone(roots: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], leaves
     return {i for i, n in enumerate(own) if id(n) not in met}
 
 
-__all__ = ["Halves"]
+__all__ = ["Halves", "Handle"]

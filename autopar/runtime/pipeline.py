@@ -24,7 +24,7 @@ from autopar.graph import Spec
 from autopar.lower.transfer import Side, transfer
 from autopar.pipeline import PipelinePlan
 from autopar.placements import State
-from autopar.runtime.backward import Halves
+from autopar.runtime.backward import Halves, Handle
 from autopar.runtime.executor import _GOLDEN, ParallelModule, _device_of
 from autopar.runtime.wires import Post, Wire
 from autopar.staging import StageGraph, cut
@@ -210,8 +210,10 @@ class PipelineModule(torch.nn.Module):
         number = self._steps * self._plan.microbatches + microbatch
         mixed = (self._seed + number * _GOLDEN) % (1 << 62)
         flat = stage.module.run_local(inputs, mixed, same_step=microbatch > 0 or self._under_way(stage))
-        outputs = [x.clone() if stage.splits and x._is_view() else x for x in flat[: len(graph.gives)]]
+        outputs = [Handle.apply(x) if stage.splits else x for x in flat[: len(graph.gives)]]
         loss = None if graph.graph.loss is None else flat[graph.graph.loss]
+        if loss is not None and stage.splits:
+            loss = Handle.apply(loss)
         for wire in self._wires:
             if wire.source == graph.number:
                 self._post.send(wire, False, microbatch, outputs[graph.gives.index(wire.name)])

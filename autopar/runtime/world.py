@@ -7,7 +7,7 @@ autograd. It is slow and exact: what ``autopar verify`` and most tests use.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -17,10 +17,11 @@ from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from autopar.graph import Graph
 from autopar.lower.collectives import step
 from autopar.lower.emit import Program
-from autopar.placements import Mesh, State
+from autopar.placements import Mesh, State, coordinates
 from autopar.plan import ParamChoice, Plan
 from autopar.planner.params import path
-from autopar.rules.pieces import coordinates, fake_world, join, piece
+from autopar.rules.pieces import fake_world, join, piece
+from autopar.staging import StageGraph
 
 
 def along(x: torch.Tensor, src: State, dst: State, mesh: Mesh) -> torch.Tensor:
@@ -42,6 +43,8 @@ class WorldStep:
     outputs: list[Any]
     gradients: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
+    arriving: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Gradients of tensors that came from earlier pipeline stages."""
 
 
 def run_step(
@@ -54,11 +57,15 @@ def run_step(
     *,
     seed: int = 0,
     backward: bool = True,
+    leaving: Mapping[int, torch.Tensor] | None = None,
+    loss_weight: float = 1.0,
 ) -> WorldStep:
     """Forward and backward of a program on all ranks of its mesh, in this process.
 
     Args:
         weights, buffers, inputs: whole tensors by name.
+        leaving: whole gradients of outputs that later pipeline stages read, by position.
+        loss_weight: what the loss counts, where it is one of several microbatches'.
 
     Returns:
         outputs, gradients by parameter and new buffers, all whole. Every rank's copy of a replicated value is
@@ -73,6 +80,7 @@ def run_step(
 
         stored: dict[str, LocalTensor] = {}
         held: dict[str, tuple[LocalTensor, State]] = {}
+        taken: dict[str, tuple[LocalTensor, State]] = {}
         values: list[Any] = []
         for slot in program.slots:
             if slot.kind == "param":
@@ -86,13 +94,27 @@ def run_step(
                 held[slot.name] = (spread(buffers[slot.name], slot.state), slot.state)
                 values.append(held[slot.name][0])
             elif slot.kind == "input":
-                values.append(spread(inputs[slot.name], slot.state))
+                arrived = spread(inputs[slot.name].detach(), slot.state)
+                if slot.needs_grad:
+                    arrived.requires_grad_()
+                    taken[slot.name] = (arrived, slot.state)
+                values.append(arrived)
             else:
                 values.append(spread(torch.tensor(seed, dtype=torch.int64), slot.state))
         flat = program.module(*values)
         results, updates = flat[: len(program.outputs)], flat[len(program.outputs) :]
-        if backward and graph.loss is not None:
-            results[graph.loss].backward()
+        if backward:
+            roots: list[torch.Tensor] = []
+            grads: list[torch.Tensor | None] = []
+            for k, grad in (leaving or {}).items():
+                if results[k].requires_grad:
+                    roots.append(results[k])
+                    grads.append(spread(grad, program.outputs[k] or ()))
+            if graph.loss is not None:
+                roots.append(results[graph.loss] * loss_weight if loss_weight != 1.0 else results[graph.loss])
+                grads.append(None)
+            if roots:
+                torch.autograd.backward(roots, grads)
 
     def whole(x: Any, state: State, name: str) -> torch.Tensor:
         if not isinstance(x, LocalTensor):
@@ -110,10 +132,14 @@ def run_step(
         for name, leaf in stored.items()
         if leaf.grad is not None
     }
+    arriving = {
+        name: whole(leaf.grad, state, f"gradient of {name}") for name, (leaf, state) in taken.items()
+        if leaf.grad is not None
+    }  # fmt: skip
     new = {name: whole(x, state, name) for name, (x, state) in held.items()}
     for name, x in zip(program.updates, updates, strict=True):
         new[name] = whole(x, plan.buffers[name], name)
-    return WorldStep(outputs, gradients, new)
+    return WorldStep(outputs, gradients, new, arriving)
 
 
 def _same_copies(pieces: Sequence[torch.Tensor], state: State, mesh: Mesh, name: str) -> None:
@@ -126,3 +152,42 @@ def _same_copies(pieces: Sequence[torch.Tensor], state: State, mesh: Mesh, name:
         if not torch.allclose(value, other, rtol=1e-4, atol=1e-6, equal_nan=True):
             worst = (value - other).abs().max().item()
             raise AssertionError(f"{name} ({','.join(state)}) differs between ranks {first} and {rank} by {worst:.3e}")
+
+
+def pipeline_step(
+    graphs: Sequence[StageGraph], plans: Sequence[Plan], programs: Sequence[Program],
+    weights: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
+    microbatches: Sequence[Mapping[str, torch.Tensor]], loss: int, *, seeds: Sequence[int],
+) -> WorldStep:  # fmt: skip
+    """One training step of a pipeline, every stage on all ranks of its mesh, in this process.
+
+    Every stage runs forward for its outputs, and once more with its backward: ranks of other stages cannot be alive at
+    the same time here. Every schedule that respects the order of data gives these numbers.
+    """
+    held = dict(buffers)
+    total: torch.Tensor | None = None
+    sums: dict[str, torch.Tensor] = {}
+    for batch, seed in zip(microbatches, seeds, strict=True):
+        made: dict[str, torch.Tensor] = {}
+        before = dict(held)
+        for stage, plan, program in zip(graphs, plans, programs, strict=True):
+            known = {**batch, **made}
+            done = run_step(stage.graph, plan, program, weights, held, known, seed=seed, backward=False)
+            made.update(zip(stage.gives, done.outputs, strict=False))
+            held.update(done.buffers)
+            if stage.graph.loss is not None:
+                part = done.outputs[stage.graph.loss] / len(microbatches)
+                total = part if total is None else total + part
+        grads: dict[str, torch.Tensor] = {}
+        for stage, plan, program in reversed(list(zip(graphs, plans, programs, strict=True))):
+            leaving = {k: grads[name] for k, name in enumerate(stage.gives) if name in grads}
+            done = run_step(
+                stage.graph, plan, program, weights, before, {**batch, **made}, seed=seed, leaving=leaving,
+                loss_weight=1 / len(microbatches),
+            )  # fmt: skip
+            for into, more in ((grads, done.arriving), (sums, done.gradients)):
+                for name, grad in more.items():
+                    into[name] = into[name] + grad if name in into else grad
+    outputs: list[Any] = [None] * (loss + 1)
+    outputs[loss] = total
+    return WorldStep(outputs, sums, held)

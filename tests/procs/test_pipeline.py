@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from procs.pipelines import ONE, Config, compare
 
 from autopar.runtime.launch import run_local
 
 TWO = (ONE, ONE)
+PAIR = (("data", 2),)
+MINIMUM = {"dualpipe-v": 4, "zb-v": 2, "interleaved-1f1b": 2}
 
 
 def check(n: int, configs: list[Config]) -> None:
@@ -26,4 +29,46 @@ def check(n: int, configs: list[Config]) -> None:
 def test_two_ranks() -> None:
     check(2, [
         Config("mlp", "1f1b", TWO, 4, clip=0.1),
+        Config("gpt2", "gpipe", TWO, 2),
+        Config("gpt2", "zb-h1", TWO, 4, cuts=2, clip=0.1),
+        Config("gpt2", "zb-v", TWO, 4, stages=4),  # tied embedding: first and last stage on one rank
+        Config("mlp", "dualpipe-v", TWO, 4, stages=4),
+        Config("t5", "1f1b", TWO, 4),  # the encoder's output is read by every stage of the decoder
+        Config("unet", "interleaved-1f1b", TWO, 2, stages=4),  # skips past stages
+        Config("resnet", "1f1b", TWO, 2),  # batch norm: statistics of a microbatch
+    ])  # fmt: skip
+
+
+def test_four_ranks() -> None:
+    check(4, [
+        Config("gpt2", "1f1b", (PAIR, PAIR), 4, seed=1, clip=0.1),
+        Config("mlp", "zb-h1", (PAIR, ONE, ONE), 4, seed=2),
+        Config("mlp", "1f1b", ((("data", 3),), ONE), 2, seed=3, zoo={"hidden": 24, "batch": 12}),
+        Config("t5", "1f1b", (PAIR, PAIR), 4, seed=4, lifetime="use"),
+        Config("unet", "zb-v", (PAIR, PAIR), 4, stages=4, seed=5),
+        Config("llama", "1f1b", (ONE,) * 4, 4, seed=6, clip=0.1),
+    ])  # fmt: skip
+
+
+SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2), ("zb-h1", 1), ("zb-v", 2), ("dualpipe-v", 2)]
+MODELS = ("gpt2", "llama", "t5", "unet", "resnet", "vit")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_two_ranks_wide(name: str) -> None:
+    check(2, [
+        Config(name, schedule, TWO, k, stages=2 * per_rank, cuts=k, seed=k)
+        for schedule, per_rank in SCHEDULES for k in (1, 2, 4, 8) if k >= MINIMUM.get(schedule, 1)
+    ])  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_four_ranks_wide(name: str) -> None:
+    groups = [(PAIR, PAIR), ((("data", 3),), ONE), (PAIR, ONE, ONE), (ONE,) * 4]
+    check(4, [
+        Config(name, schedule, meshes, 4, stages=len(meshes) * per_rank, cuts=i, seed=i, clip=0.1)
+        for i, (schedule, per_rank) in enumerate(SCHEDULES) for meshes in groups
+        if schedule != "dualpipe-v" or len(meshes) == 2
     ])  # fmt: skip

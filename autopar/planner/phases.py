@@ -1,0 +1,64 @@
+"""When within a step a plan's seconds are spent: the forward of a microbatch, its two backward halves, once a step.
+
+This is what a pipeline is simulated with. The gradients of a contraction's weights can be computed later than those of
+its inputs; everything else of the backward belongs to the first half.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.graph import Graph, Ref
+from autopar.plan import Plan, route_key
+from autopar.planner.price import Pricer
+from autopar.planner.space import combine, node_options
+from autopar.rules.registry import rules_of
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Seconds of one microbatch on one stage, and of what happens once a step."""
+
+    forward_seconds: float
+    input_seconds: float
+    weight_seconds: float
+    step_seconds: float
+
+    @property
+    def backward_seconds(self) -> float:
+        """The whole backward of a microbatch."""
+        return self.input_seconds + self.weight_seconds
+
+
+def phases(graph: Graph, plan: Plan, pricer: Pricer) -> Phases:
+    """The phases of a plan; their sum over a step is the plan's price."""
+    forward = total = weights = 0.0
+    rules = rules_of(graph)
+    memo: dict[object, tuple[float, float, float]] = {}
+    for i, node in enumerate(graph.nodes):
+        rule = rules[i]
+        if node.kind == "op" and rule is not None:
+            key = (
+                id(rule),
+                plan.ops[node.name],
+                node.needs_grad,
+                tuple(graph.nodes[r.node].needs_grad for r in node.refs),
+            )
+            if key not in memo:
+                options = {o.name: o for o in node_options(graph, node, rule)}
+                strategy = combine([options[name] for name in plan.ops[node.name]])
+                memo[key] = pricer.phases(graph, node, rule, strategy)
+            for_forward, for_all, for_weights = memo[key]
+            forward, total, weights = forward + for_forward, total + for_all, weights + for_weights
+    for i, node in enumerate(graph.nodes):
+        for out, spec in enumerate(node.outs):
+            if spec is None:
+                continue
+            grad = node.needs_grad and spec.is_float
+            for src, dst in plan.routes.get(route_key(graph, Ref(i, out)), ()):
+                there, back = pricer.step_parts(spec, grad, src, dst)
+                forward, total = forward + there, total + there + back
+    return Phases(forward, total - forward - weights, weights, plan.price.parameter_seconds)
+
+
+__all__ = ["Phases", "phases"]
