@@ -18,7 +18,7 @@ from autopar import planfile
 from autopar.capture import Captured
 from autopar.capture import capture as _capture
 from autopar.clusters import get_cluster, reference
-from autopar.errors import AutoparError, InfeasibleError, MeshError
+from autopar.errors import AutoparError, CaptureError, InfeasibleError, MeshError
 from autopar.placements import Mesh, parse_state
 from autopar.plan import Plan
 from autopar.planner.search import Options, check_mesh, plan_graph
@@ -31,16 +31,28 @@ MeshLike = Mesh | Mapping[str, int] | str | None
 AXIS_NAMES = ("data", "tensor", "context", "expert")
 
 
-def split_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Example inputs as ``(args, kwargs)``: a tuple of args, a dict of kwargs, or one tensor."""
+def split_inputs(
+    inputs: Any, example_kwargs: Mapping[str, Any] | None = None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Example inputs as ``(args, kwargs)``: a tuple of args, a dict of kwargs, or one tensor.
+
+    Args:
+        example_kwargs: keyword arguments beside positional ones.
+    """
+    kwargs = dict(example_kwargs or {})
     if isinstance(inputs, torch.Tensor):
-        return (inputs,), {}
+        return (inputs,), kwargs
     if isinstance(inputs, Mapping):
+        if example_kwargs is not None:
+            raise AutoparError(
+                f"example inputs are a dict of {len(inputs)} keyword arguments, and example_kwargs has {len(kwargs)} "
+                "more; give one dict, or positional arguments as a tuple beside example_kwargs"
+            )
         if not all(isinstance(key, str) for key in inputs):
             raise AutoparError("example inputs are a dict, but its keys are not all names of arguments")
         return (), dict(inputs)
     if isinstance(inputs, (tuple, list)):
-        return tuple(inputs), {}
+        return tuple(inputs), kwargs
     raise AutoparError(
         f"example inputs must be a tensor, a tuple of positional arguments or a dict of keyword arguments, got "
         f"{type(inputs).__name__}"
@@ -51,15 +63,29 @@ def capture(
     model: torch.nn.Module,
     inputs: Any,
     *,
+    example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: Callable[..., torch.Tensor] | None = None,
     targets: Sequence[Any] = (),
 ) -> Captured:
-    """What ``model`` computes on ``inputs``, as a graph; see :func:`autopar.capture.capture`."""
-    args, kwargs = split_inputs(inputs)
+    """What ``model`` computes on ``inputs``, as a graph; see :func:`autopar.capture.capture`.
+
+    Args:
+        inputs: a tuple of args, a dict of kwargs, or a tensor.
+        example_kwargs: keyword arguments, for a model that takes both.
+    """
+    args, kwargs = split_inputs(inputs, example_kwargs)
     targets = (targets,) if isinstance(targets, torch.Tensor) else tuple(targets)
     if isinstance(model, torch.nn.Module) and is_meta(model):
         args, kwargs, targets = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, kwargs, targets))
-    return _capture(model, args, kwargs, loss_fn=loss_fn, targets=targets)
+    try:
+        return _capture(model, args, kwargs, loss_fn=loss_fn, targets=targets)
+    except CaptureError as error:
+        if kwargs or len(args) != 2 or not isinstance(args[0], (tuple, list)) or not isinstance(args[1], Mapping):
+            raise
+        raise CaptureError(
+            f"{error}\n  a pair (args, kwargs) is two positional arguments; give example_inputs=args and "
+            "example_kwargs=kwargs"
+        ) from error
 
 
 def parse_mesh(mesh: MeshLike) -> Mesh | None:
@@ -154,6 +180,7 @@ def plan(
     cluster: str | Path | Cluster,
     inputs: Any,
     *,
+    example_kwargs: Mapping[str, Any] | None = None,
     mesh: MeshLike = None,
     loss_fn: Callable[..., torch.Tensor] | None = None,
     targets: Sequence[Any] = (),
@@ -173,6 +200,7 @@ def plan(
         model: any module; on the meta device nothing is allocated.
         cluster: name of a hardware profile, path of one, or a :class:`~hardware_profiles.Cluster`.
         inputs: one batch (or microbatch) with its global shapes: a tuple of args, a dict of kwargs, or a tensor.
+        example_kwargs: keyword arguments beside positional ``inputs``.
         mesh: ``{"data": 2, "tensor": 4}`` or ``"data=2,tensor=4"``; None tries every shape of up to ``max_axes`` axes.
         loss_fn, targets: ``loss_fn(output, *targets)`` if the model does not return its loss.
         constraints: ``{module pattern: {axis: factor}}`` pins how ops are cut.
@@ -183,7 +211,7 @@ def plan(
         microbatches: how often the batch is run per optimizer step.
         captured: what :func:`capture` gave, to plan several meshes without capturing again.
     """
-    found = captured or capture(model, inputs, loss_fn=loss_fn, targets=targets)
+    found = captured or capture(model, inputs, example_kwargs=example_kwargs, loss_fn=loss_fn, targets=targets)
     where = get_cluster(cluster)
     shape = parse_mesh(mesh)
     asked = _options(constraints, params, placements, memory_limit, optimizer, microbatches, time_limit, shape)
@@ -215,6 +243,7 @@ def parallelize(
     mesh: DeviceMesh | str | Cluster | int,
     example_inputs: Any,
     *,
+    example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: Callable[..., torch.Tensor] | None = None,
     targets: Sequence[Any] = (),
     plan: Plan | str | Path | None = None,
@@ -238,6 +267,7 @@ def parallelize(
         model: with its weights (rank 0's are used), or on the meta device.
         mesh: a DeviceMesh with named axes; or a cluster's name, or the number of ranks, and the shape is chosen.
         example_inputs: one batch, or one microbatch of :meth:`ParallelModule.train_step`, as for :func:`plan`.
+        example_kwargs: keyword arguments of that call, if it has positional ones too.
         plan: run this plan (or plan file) instead of making one.
         cluster: hardware profile of a DeviceMesh or rank count; on the CPU ``local-x<ranks>`` by default.
         init: for a meta model: ``init(module)`` sets the parameters and buffers that one module owns.
@@ -251,7 +281,7 @@ def parallelize(
     captured: Captured | None = None
     error: BaseException | None = None
     try:
-        captured = capture(model, example_inputs, loss_fn=loss_fn, targets=targets)
+        captured = capture(model, example_inputs, example_kwargs=example_kwargs, loss_fn=loss_fn, targets=targets)
     except Exception as e:
         error = e
     together(group, error)

@@ -74,3 +74,15 @@ def test_code_is_python_that_names_its_functions() -> None:
     stored = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     called = {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
     assert "shard" in stored and not stored & called
+
+
+def test_positional_and_keyword_inputs_together() -> None:
+    scale = torch.full((8, 16), 2.0)
+    pm = autopar.parallelize(MLP(), 1, BATCH, example_kwargs={"scale": scale})
+    assert pm(*BATCH, scale=scale).item() != pm(*BATCH, scale=2 * scale).item()
+    found = autopar.plan(MLP(), "local-x2", BATCH, example_kwargs={"scale": scale}, mesh="data=2")
+    assert found.fingerprint == pm.plan.fingerprint
+    with pytest.raises(autopar.AutoparError, match="2 keyword arguments, and example_kwargs has 1 more"):
+        autopar.capture(MLP(), {"x": BATCH[0], "y": BATCH[1]}, example_kwargs={"scale": scale})
+    with pytest.raises(autopar.CaptureError, match=r"give example_inputs=args and example_kwargs=kwargs"):
+        autopar.capture(MLP(), (BATCH, {"scale": scale}))
