@@ -19,16 +19,16 @@ from autopar.capture import Captured
 from autopar.capture import capture as _capture
 from autopar.clusters import get_cluster, reference
 from autopar.errors import AutoparError, CaptureError, InfeasibleError, MeshError
-from autopar.placements import Mesh, parse_state
+from autopar.pins import parse_kept, plan_pinned
+from autopar.placements import Mesh, mesh_shapes, parse_state
 from autopar.plan import Plan
-from autopar.planner.search import Options, check_mesh, plan_graph
+from autopar.planner.search import Options, check_mesh
 from autopar.runtime.agree import TIMEOUT_SECONDS, ensure_process_group, mesh_group, share, together
 from autopar.runtime.executor import ParallelModule, check_device_mesh
 from autopar.runtime.init import Init, MetaValues, is_meta
 from hardware_profiles import Cluster, ProfileError, list_clusters, load_cluster
 
 MeshLike = Mesh | Mapping[str, int] | str | None
-AXIS_NAMES = ("data", "tensor", "context", "expert")
 
 
 def split_inputs(
@@ -109,24 +109,6 @@ def parse_mesh(mesh: MeshLike) -> Mesh | None:
     return tuple((str(name), int(size)) for name, size in mesh)
 
 
-def mesh_shapes(n: int, max_axes: int = 2) -> list[Mesh]:
-    """Every way to arrange ``n`` devices on 1 to ``max_axes`` axes, each larger than 1 (but for one device)."""
-    found: list[Mesh] = []
-
-    def split(rest: int, sizes: tuple[int, ...]) -> None:
-        if sizes:
-            found.append(tuple(zip(AXIS_NAMES, (*sizes, rest))))
-        else:
-            found.append(((AXIS_NAMES[0], rest),))
-        if len(sizes) + 1 < max_axes:
-            for size in range(2, rest // 2 + 1):
-                if rest % size == 0:
-                    split(rest // size, (*sizes, size))
-
-    split(n, ())
-    return sorted(found, key=lambda mesh: (len(mesh), mesh))
-
-
 def parse_bytes(value: float | str | None) -> float | None:
     """Bytes from a number or from text such as ``"40GiB"``, ``"16 GB"``."""
     if value is None or isinstance(value, (int, float)):
@@ -149,10 +131,11 @@ def plan_captured(
     """
     name = name or cluster.name
     if mesh is not None:
-        return plan_graph(captured.graph, cluster, mesh, options, cluster_name=name)
+        return plan_pinned(captured.graph, cluster, mesh, options, name)
     shapes = mesh_shapes(n or cluster.n_devices, max_axes)
     named = {axis for axes in (options.constraints or {}).values() for axis in axes}
-    states = [*(options.inputs or {}).values(), *(options.outputs or {}).values()]
+    states: list[Sequence[str]] = [*(options.inputs or {}).values(), *(options.outputs or {}).values()]
+    states += [how.split(",") for how in (options.params or {}).values() if how != "replicate"]
     shapes = [s for s in shapes if named <= {a for a, _ in s} and all(len(state) == len(s) for state in states)]
     if not shapes:
         raise MeshError(
@@ -163,7 +146,7 @@ def plan_captured(
     infeasible: InfeasibleError | None = None
     for shape in shapes:
         try:
-            plan = plan_graph(captured.graph, cluster, shape, options, cluster_name=name)
+            plan = plan_pinned(captured.graph, cluster, shape, options, name)
         except InfeasibleError as error:
             infeasible = infeasible or error
             continue
@@ -204,7 +187,8 @@ def plan(
         mesh: ``{"data": 2, "tensor": 4}`` or ``"data=2,tensor=4"``; None tries every shape of up to ``max_axes`` axes.
         loss_fn, targets: ``loss_fn(output, *targets)`` if the model does not return its loss.
         constraints: ``{module pattern: {axis: factor}}`` pins how ops are cut.
-        params: ``{parameter pattern: "replicate" or placements}`` pins how parameters are stored.
+        params: ``{parameter pattern: how}`` pins how parameters are stored: ``"replicate"``, placements ``"S0,I"``, or
+            placements with the lifetime of the gathered copy, ``"S0,I step"`` (ZeRO-1/2) or ``"S0,I use"`` (ZeRO-3).
         placements: ``{input name or output number: placements}``, such as ``{"x": "S0,R"}``.
         memory_limit: per device, in bytes or as ``"40GiB"``; None for nine tenths of the device's memory.
         optimizer: ``adamw``, ``sgd`` or ``sgd_momentum``, for the bytes of its state.
@@ -219,8 +203,8 @@ def plan(
 
 
 def _options(
-    constraints: Any, params: Any, placements: Mapping[str | int, str] | None, memory_limit: float | str | None,
-    optimizer: str, microbatches: int, time_limit: float, mesh: Mesh | None,
+    constraints: Any, params: Mapping[str, str] | None, placements: Mapping[str | int, str] | None,
+    memory_limit: float | str | None, optimizer: str, microbatches: int, time_limit: float, mesh: Mesh | None,
 ) -> Options:  # fmt: skip
     if optimizer not in ("adamw", "adam", "sgd", "sgd_momentum"):
         raise AutoparError(f"optimizer '{optimizer}' is unknown; use adamw, adam, sgd or sgd_momentum")
@@ -229,8 +213,9 @@ def _options(
     if placements and mesh is None:
         raise MeshError("placements name one placement per mesh axis; pass mesh= with them")
     states = {k: parse_state(v, mesh or (), f"placements[{k!r}]") for k, v in (placements or {}).items()}
+    kept = {k: parse_kept(v, mesh, f"params[{k!r}]") for k, v in (params or {}).items()}
     return Options(
-        constraints=constraints, params=params,
+        constraints=constraints, params=kept or None,
         inputs={k: v for k, v in states.items() if isinstance(k, str)} or None,
         outputs={k: v for k, v in states.items() if isinstance(k, int)} or None,
         memory_limit_bytes=parse_bytes(memory_limit), optimizer="adamw" if optimizer == "adam" else optimizer,

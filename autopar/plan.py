@@ -70,6 +70,24 @@ class Price:
 
 
 @dataclass(frozen=True)
+class Pins:
+    """What the user asked for; the plan is the cheapest that does so.
+
+    Attributes:
+        ops: ``{pattern: {axis: factor}}``; a later pattern overrides an earlier one.
+        params: ``{pattern: "replicate", a placement "S0,I", or one with a lifetime "S0,I use"}``.
+        inputs, outputs: placements by input name and output position.
+        memory_limit_bytes: per device; None for what the device has.
+    """
+
+    ops: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    params: Mapping[str, str] = field(default_factory=dict)
+    inputs: Mapping[str, State] = field(default_factory=dict)
+    outputs: Mapping[int, State] = field(default_factory=dict)
+    memory_limit_bytes: int | None = None
+
+
+@dataclass(frozen=True)
 class Solution:
     """What the solver said.
 
@@ -99,6 +117,7 @@ class Plan:
         routes: ``"<node>.<output>"`` -> reshard steps ``(from, to)`` that form a tree rooted at the producer's state.
         stages: pipeline stages; 1 until a plan is pipelined.
         microbatches: how many pieces ``train_step`` cuts the batch into.
+        pins: what the user asked for, so that the plan can be solved again with the same wishes.
     """
 
     fingerprint: str
@@ -116,6 +135,7 @@ class Plan:
     price: Price = field(default_factory=Price)
     solution: Solution | None = None
     notes: tuple[str, ...] = ()
+    pins: Pins = field(default_factory=Pins)
 
     @property
     def n_devices(self) -> int:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from autopar.capture import Captured
     from autopar.models import Loaded
     from autopar.placements import Mesh
-    from autopar.plan import Plan, Solution
+    from autopar.plan import Pins, Plan, Solution
     from autopar.planfile import Document
     from autopar.runtime.executor import ParallelModule
     from hardware_profiles import Cluster
@@ -254,6 +254,14 @@ def show_solution(solution: Solution | None) -> str:
     )
     said = f"{solution.solver}: {solution.status}, gap {gap}"
     return said if solution.status == "optimal" else f"{said}: no plan is faster by more than that"
+
+
+def show_pins(pins: Pins) -> str:
+    """What the user asked for: ``layers.*.up: tensor=n; at most 70.00 GiB per device``; empty for nothing."""
+    from autopar.pins import pin_lines
+
+    limit = [] if pins.memory_limit_bytes is None else [f"at most {show_bytes(pins.memory_limit_bytes)} per device"]
+    return "; ".join([*pin_lines(pins), *limit])
 
 
 def show_mesh(mesh: Sequence[tuple[str, int]]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,7 +31,8 @@ def explain(
         str | None, typer.Option("--instead", help="Another cut, such as tensor=k: what the best plan with it costs.")
     ] = None,
     memory_limit: Annotated[
-        str | None, typer.Option("--memory-limit", help="For --instead: bytes per device. Default: 0.9 of its memory.")
+        str | None,
+        typer.Option("--memory-limit", help="For --instead: bytes per device. Default: as the plan was made."),
     ] = None,
     top: Annotated[int, typer.Option("--top", help="How many strategies to show.")] = 12,
     model: Annotated[str | None, typer.Option("--model", help="The model, if not the one that the file names.")] = None,
@@ -40,7 +41,8 @@ def explain(
     """Say why an op is cut as it is: the seconds of every way to cut it, its neighbours staying as they are.
 
     With --instead the whole plan is solved again with that cut (for the op and its copies in equal blocks), so all
-    other ops may change too; the difference is what that wish costs.
+    other ops may change too; what was asked for when the plan was made (pins, memory limit) still holds, where the
+    wish does not say otherwise. The difference is what that wish costs.
 
     Examples: autopar explain plan.json layers.3.mlp.up; autopar explain plan.json layers.3.mlp.up --instead tensor=k
     """
@@ -133,8 +135,9 @@ def _instead(
     graph: Any, plan: Any, cluster: Any, numbers: list[int], wanted: dict[str, str], limit: float | None, labels: Any
 ) -> dict[str, Any]:
     """The best plan with the ops and their copies cut as wanted."""
+    from autopar.pins import options_of
     from autopar.planner.fold import fold
-    from autopar.planner.search import Options, plan_graph
+    from autopar.planner.search import plan_graph
     from autopar.planner.space import node_options
     from autopar.rules.registry import rules_of
 
@@ -148,13 +151,13 @@ def _instead(
     targets = [i for i in numbers if able(i)] or numbers
     classes = {rep[i] for i in targets}
     copies = [i for i, node in enumerate(graph.nodes) if node.kind == "op" and rep[i] in classes]
-    options = Options(
-        constraints={_escape(labels[graph.nodes[i].name]): wanted for i in copies},
-        inputs=plan.inputs or None,
-        memory_limit_bytes=limit,
-        optimizer=plan.optimizer,
-        microbatches=plan.microbatches,
-    )
+    constraints = dict(plan.pins.ops)
+    for i in copies:  # behind what was asked for before: there, later patterns override
+        pattern = _escape(labels[graph.nodes[i].name])
+        constraints[pattern] = {**constraints.pop(pattern, {}), **wanted}
+    options = replace(options_of(plan), constraints=constraints)
+    if limit is not None:
+        options = replace(options, memory_limit_bytes=limit)
     with progress("solving again"):
         other = plan_graph(graph, cluster, plan.mesh, options, cluster_name=plan.cluster)
     return {

@@ -58,6 +58,14 @@ def plan(
         list[str] | None,
         typer.Option("--keep-replicated", help="Pattern of parameters that stay whole on every rank. Repeatable."),
     ] = None,
+    pin_param: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--pin-param",
+            help="How parameters are stored: 'PATTERN=S0,I', with 'S0,I step' (gathered once a step) or 'S0,I use' "
+            "(gathered again for the backward). Repeatable.",
+        ),
+    ] = None,
     pin_input: Annotated[
         list[str] | None, typer.Option("--pin-input", help="How an input arrives: NAME=S0,R. Repeatable.")
     ] = None,
@@ -89,14 +97,14 @@ def plan(
         pattern, choices = parse_pin(text)
         pins.setdefault(pattern, {}).update(choices)
     limit = parse_bytes(memory_limit) if memory_limit is not None else None
-    if wanted is None and (pin_input or pin_output):
-        raise UsageError("--pin-input and --pin-output need --mesh: a placement has one part per axis")
+    if wanted is None and (pin_input or pin_output or pin_param):
+        raise UsageError("--pin-param, --pin-input and --pin-output need --mesh: a placement has one part per axis")
     check_options(optimizer, microbatches, time_limit)
     from autopar.planner.search import Options
 
     options = Options(
         constraints=pins or None,
-        params=dict.fromkeys(keep_replicated or (), "replicate") or None,
+        params={**dict.fromkeys(keep_replicated or (), "replicate"), **_kept(pin_param, wanted or ())} or None,
         inputs=dict(parse_place(text, wanted or (), "--pin-input") for text in pin_input or ()) or None,
         outputs=_outputs(pin_output, wanted or ()),
         memory_limit_bytes=limit,
@@ -129,6 +137,20 @@ def check_options(optimizer: str, microbatches: int, time_limit: float) -> None:
         raise UsageError(f"--time-limit is {time_limit:g} s; it is more than 0")
 
 
+def _kept(texts: list[str] | None, mesh: Mesh) -> dict[str, str]:
+    from autopar.pins import parse_kept
+
+    found = {}
+    for text in texts or ():
+        pattern, equals, how = text.partition("=")
+        if not equals or not pattern:
+            raise UsageError(
+                f"--pin-param '{text}' is no PATTERN=PLACEMENT; write it like --pin-param '*.weight=S0,I use'"
+            )
+        found[pattern] = parse_kept(how, mesh, f"--pin-param {pattern}")
+    return found
+
+
 def _outputs(texts: list[str] | None, mesh: Mesh) -> dict[int, tuple[str, ...]] | None:
     found = {}
     for text in texts or ():
@@ -143,11 +165,11 @@ def plan_on(graph: Graph, cluster: Cluster, mesh: Mesh | None, options: Options,
     """The best plan on a mesh; without one, the fastest over the usual shapes for the whole cluster."""
     from autopar.api import mesh_shapes
     from autopar.errors import InfeasibleError
-    from autopar.planner.search import plan_graph
+    from autopar.pins import plan_pinned
 
     if mesh is not None:
         with progress(f"planning on {show_mesh(mesh)}"):
-            return plan_graph(graph, cluster, mesh, options, cluster_name=name)
+            return plan_pinned(graph, cluster, mesh, options, name)
     named = {axis for axes in (options.constraints or {}).values() for axis in axes}
     shapes = [s for s in mesh_shapes(cluster.n_devices) if named <= {axis for axis, _ in s}]
     if not shapes:
@@ -157,7 +179,7 @@ def plan_on(graph: Graph, cluster: Cluster, mesh: Mesh | None, options: Options,
     for shape in shapes:
         with progress(f"planning on {show_mesh(shape)}"):
             try:
-                found = plan_graph(graph, cluster, shape, options, cluster_name=name)
+                found = plan_pinned(graph, cluster, shape, options, name)
             except InfeasibleError as error:
                 failed = error
                 continue

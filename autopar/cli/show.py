@@ -17,6 +17,7 @@ from autopar.cli.common import (
     print_json,
     progress,
     show_bytes,
+    show_pins,
     show_seconds,
     show_solution,
 )
@@ -72,12 +73,14 @@ def show(
             {
                 "plan": str(path), "model": document.model, "mesh": dict(found.mesh), "cluster": found.cluster,
                 "blocks": blocks, "parameters": params, **rows.totals(found), "collectives": counts,
-                "solution": found.solution, "notes": found.notes,
+                "solution": found.solution, "pins": found.pins, "notes": found.notes,
             }
         )  # fmt: skip
         return
     console = out()
     console.print(_headline(document.raw))
+    if pinned := show_pins(found.pins):
+        console.print(f"asked for: {pinned}", markup=False)
     for block in blocks:
         console.print(tables.block_table(block, found.mesh, show_bytes, show_seconds, every))
     console.print(tables.param_table(params, show_bytes, show_seconds))
@@ -191,6 +194,8 @@ def _diff_decisions(first: Any, second: Any, a: Path, b: Path, model: str | None
         for key in ("cluster", "optimizer", "microbatches")
         if getattr(x, key) != getattr(y, key)
     ]
+    if x.pins != y.pins:
+        rows.append(("asked for", show_pins(x.pins) or None, show_pins(y.pins) or None))
 
     def compare(section: str, names: list[str], left: Any, right: Any) -> None:
         pairs = {n: (left(n), right(n)) for n in names}

@@ -6,6 +6,7 @@
       "fingerprint": "26fa0c71b0a3b94c",               of the captured graph
       "cluster": "dgx-h100", "mesh": "data=2,tensor=4",
       "optimizer": "adamw", "microbatches": 1, "pipeline": {"stages": 1},
+      "pins": {"params": {"*.norm.*": "replicate"}, "memory_limit_bytes": 75161927680},        what the user asked for
       "ops":     {"layers.*.mlp.up:linear": {"data": "b", "tensor": "n"}},
       "params":  {"layers.*.mlp.up.weight": {"stored": "S1,S0", "used": "R,S0", "lifetime": "use"}},
       "buffers": {}, "inputs": {"x": "S0,R"}, "outputs": ["I,I"],

@@ -6,20 +6,21 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from fnmatch import translate
+from fnmatch import fnmatchcase, translate
 from pathlib import Path
 from typing import Any
 
-from autopar.errors import MeshError, PlanError
+from autopar.errors import AutoparError, MeshError, PlanError
 from autopar.graph import Graph, Ref
+from autopar.pins import parse_kept
 from autopar.placements import State, fits, format_state, parse_state, step_is_legal
-from autopar.plan import ParamChoice, Plan, Price, Solution, route_key
+from autopar.plan import ParamChoice, Pins, Plan, Price, Solution, route_key
 from autopar.planfile.form import Document, Failures, closest, format_mesh, parse
 from autopar.planfile.write import decisions, rest, route_keys
 from autopar.planner import params as P
 from autopar.planner.complete import complete, demand, needs
 from autopar.planner.price import pricer
-from autopar.planner.search import check_mesh, op_labels
+from autopar.planner.search import check_mesh, matches, op_labels
 from autopar.planner.space import Strategy, combine, node_options
 from autopar.rules.notation import Option
 from autopar.rules.registry import rules_of
@@ -82,8 +83,9 @@ def bind(document: Document, graph: Graph, cluster: Cluster | None = None) -> Pl
     inputs = reader.places("inputs", "input")
     outputs = reader.outputs()
     routes = reader.routes()
+    pins = reader.pins()
     bad.raise_if_any()
-    return reader.plan(decided, params, buffers, inputs, outputs, routes, cluster)
+    return replace(reader.plan(decided, params, buffers, inputs, outputs, routes, cluster, pins), pins=pins)
 
 
 class _Binder:
@@ -303,11 +305,51 @@ class _Binder:
                 result[key] = tuple(steps)
         return result
 
+    def pins(self) -> Pins:
+        """What the user asked for; patterns, axes and names must be there."""
+        raw = self.raw.get("pins", {})
+        nodes = [n for n in self.graph.nodes if n.kind == "op"]
+        for pattern, axes in raw.get("ops", {}).items():
+            at = f"pins.ops[{json.dumps(pattern)}]"
+            if not any(matches(pattern, n, self.labels[n.name]) for n in nodes):
+                self.bad.add(at, f"matches no op of the model; {closest(pattern, list(self.labels.values()))}")
+            for axis in axes:
+                if axis not in self.axes:
+                    self.bad.add(f"{at}.{axis}", f"the mesh has no axis '{axis}'; it has {', '.join(self.axes)}")
+        shapes = {n.target: n.out.shape for kind in ("param", "input") for _, n in self.graph.of_kind(kind)}
+        params, inputs, outputs = {}, {}, {}
+        for pattern, how in raw.get("params", {}).items():
+            at = f"pins.params[{json.dumps(pattern)}]"
+            names = [n.target for _, n in self.graph.of_kind("param")]
+            if not any(fnmatchcase(name, pattern) for name in names):
+                self.bad.add(at, f"matches no parameter of the model; {closest(pattern, names)}")
+            try:
+                params[pattern] = parse_kept(how, self.mesh, at)
+            except AutoparError as error:
+                self.bad.lines.append(str(error))
+        for name, text in raw.get("inputs", {}).items():
+            at = f"pins.inputs[{json.dumps(name)}]"
+            names = [n.target for _, n in self.graph.of_kind("input")]
+            if name not in names:
+                self.bad.add(at, f"no input of the model; {closest(name, names)}")
+            elif (state := self._state(at, text, shapes[name], "SR")) is not None:
+                inputs[name] = state
+        for number, text in raw.get("outputs", {}).items():
+            at, count = f"pins.outputs[{json.dumps(number)}]", len(self.graph.outputs)
+            out = self.graph.outputs[int(number)] if int(number) < count else None
+            if not isinstance(out, Ref):
+                self.bad.add(at, f"no tensor among the {count} outputs of the model, which count from 0")
+            elif (state := self._state(at, text, self.graph.spec(out).shape, "SIRP")) is not None:
+                outputs[int(number)] = state
+        ops = {pattern: dict(axes) for pattern, axes in raw.get("ops", {}).items()}
+        return Pins(ops, params, inputs, outputs, raw.get("memory_limit_bytes"))
+
     # -- the plan
 
     def plan(
         self, decided: dict[int, Strategy], params: dict[int, ParamChoice], buffers: dict[str, State],
         inputs: dict[str, State], outputs: dict[int, State], routes: dict[str, Route], cluster: Cluster | None,
+        pins: Pins,
     ) -> Plan:  # fmt: skip
         """The plan of the decisions: as the file has it if nothing was edited, else completed and priced anew."""
         raw, graph = self.raw, self.graph
@@ -320,7 +362,7 @@ class _Binder:
             {node.name: chosen[i].names for i, node in enumerate(graph.nodes) if node.kind == "op"},
             {graph.nodes[i].target: choice for i, choice in sorted(params.items())},
             held, tuple(out_states), {}, inputs, raw["optimizer"], 1, raw["microbatches"],
-            notes=tuple(raw.get("notes", ())),
+            notes=tuple(raw.get("notes", ())), pins=pins,
         )  # fmt: skip
         edited = decisions(plan) != checksum.get("decisions")
         kept: dict[str, Route] = {}

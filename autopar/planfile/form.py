@@ -18,10 +18,10 @@ from autopar.plan import LIFETIMES, VERSION, Price, Solution
 from hardware_profiles import Cluster
 
 KEYS = (
-    "autopar_plan", "model", "fingerprint", "cluster", "mesh", "optimizer", "microbatches", "pipeline", "ops", "params",
-    "buffers", "inputs", "outputs", "routes", "price", "solution", "notes", "checksum",
+    "autopar_plan", "model", "fingerprint", "cluster", "mesh", "optimizer", "microbatches", "pipeline", "pins", "ops",
+    "params", "buffers", "inputs", "outputs", "routes", "price", "solution", "notes", "checksum",
 )  # fmt: skip
-OPTIONAL = {"model", "pipeline", "buffers", "inputs", "routes", "price", "solution", "notes", "checksum"}
+OPTIONAL = {"model", "pipeline", "pins", "buffers", "inputs", "routes", "price", "solution", "notes", "checksum"}
 OPTIMIZERS = ("adamw", "adam", "sgd", "sgd_momentum")
 
 
@@ -140,9 +140,27 @@ def parse(text: str, where: str = "plan", folder: Path | None = None) -> Documen
                 bad.add(f"pipeline.{key}", "unknown key; known: stages")
         if bad.count("pipeline.stages", pipeline.get("stages", 1)) and pipeline.get("stages", 1) != 1:
             bad.add("pipeline.stages", f"got {pipeline['stages']}; this version runs 1 stage")
+    _check_pins(raw.get("pins", {}), bad)
     _check_sections(raw, bad)
     bad.raise_if_any()
     return Document(raw, where, mesh, folder or Path())
+
+
+def _check_pins(pins: Any, bad: Failures) -> None:
+    known = ("ops", "params", "inputs", "outputs", "memory_limit_bytes")
+    for key, value in pins.items() if bad.type("pins", pins, dict) else ():
+        if key == "memory_limit_bytes":
+            bad.count(f"pins.{key}", value)
+        elif key not in known:
+            bad.add(f"pins.{key}", f"unknown key; {closest(key, known)}")
+        elif bad.type(f"pins.{key}", value, dict):
+            for name, entry in value.items():
+                at = f"pins.{key}[{json.dumps(name)}]"
+                if bad.type(at, entry, dict if key == "ops" else str) and key == "ops":
+                    for axis, factor in entry.items():
+                        bad.type(f"{at}.{axis}", factor, str)
+                if key == "outputs" and not name.isdecimal():
+                    bad.add(at, f"'{name}' is no output number; outputs count from 0")
 
 
 def _check_sections(raw: Mapping[str, Any], bad: Failures) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from autopar.errors import PlanError
 from autopar.graph import Graph, Node, Ref
 from autopar.placements import format_state
-from autopar.plan import VERSION, Plan, route_key
+from autopar.plan import VERSION, Pins, Plan, route_key
 from autopar.planfile.form import format_mesh
 from autopar.planfile.patterns import compress
 from autopar.planner.complete import demand
@@ -22,7 +22,7 @@ from autopar.planner.space import Strategy, combine, node_options
 from autopar.rules.notation import Rule
 from autopar.rules.registry import rules_of
 
-SECTIONS = frozenset({"ops", "params", "buffers", "inputs", "routes", "price"})
+SECTIONS = frozenset({"pins", "ops", "params", "buffers", "inputs", "routes", "price"})
 
 
 def dumps(plan: Plan, graph: Graph, model: Mapping[str, Any] | None = None) -> str:
@@ -42,6 +42,7 @@ def dumps(plan: Plan, graph: Graph, model: Mapping[str, Any] | None = None) -> s
         "optimizer": plan.optimizer,
         "microbatches": plan.microbatches,
         "pipeline": {"stages": plan.stages},
+        "pins": _pins(plan.pins),
         "ops": _ops(plan, graph),
         "params": {
             pattern: {"stored": format_state(c.stored), "used": format_state(c.used), "lifetime": c.lifetime}
@@ -88,6 +89,18 @@ def _format(document: Mapping[str, Any]) -> str:
             text = "[\n" + ",\n".join(f"    {json.dumps(v, ensure_ascii=False)}" for v in value) + "\n  ]"
         lines.append(f"  {json.dumps(key)}: {text}")
     return "{\n" + ",\n".join(lines) + "\n}"
+
+
+def _pins(pins: Pins) -> dict[str, Any]:
+    """What was asked for; nothing stands for nothing. Patterns keep their order, in which later ones override."""
+    document: dict[str, Any] = {
+        "ops": {pattern: dict(axes) for pattern, axes in pins.ops.items()},
+        "params": dict(pins.params),
+        "inputs": {name: format_state(pins.inputs[name]) for name in sorted(pins.inputs)},
+        "outputs": {str(number): format_state(pins.outputs[number]) for number in sorted(pins.outputs)},
+        "memory_limit_bytes": pins.memory_limit_bytes,
+    }
+    return {key: value for key, value in document.items() if value}
 
 
 def _ops(plan: Plan, graph: Graph) -> dict[str, dict[str, str]]:
@@ -152,10 +165,10 @@ def decisions(plan: Plan) -> str:
 
 
 def rest(plan: Plan) -> str:
-    """Checksum of what else decides the price, and of the price."""
+    """Checksum of what else decides the price, of the price, and of the wishes under which it was proven best."""
     return _digest(
         plan.cluster, plan.optimizer, plan.microbatches, sorted(plan.routes.items()), asdict(plan.price),
-        asdict(plan.solution) if plan.solution else None,
+        asdict(plan.solution) if plan.solution else None, *([_pins(plan.pins)] if _pins(plan.pins) else ()),
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -154,6 +155,31 @@ def test_explain() -> None:
     assert found["instead"]["price"] == pinned
     assert found["instead"]["seconds"] >= found["instead"]["plan_seconds"]
     assert "chosen" in autopar("explain", "plan.json", "layers.*.up")
+
+
+def test_a_plan_remembers_what_was_asked() -> None:
+    """Pins and limit stand in the plan, are shown, and hold when explain solves again."""
+    wishes = ("--pin", "layers.*.down:tensor=k", "--pin-param", "first.weight=S0, I use", "--memory-limit", "64KiB")
+    places = ("--pin-input", "x=S0,R", "--pin-output", "0=I,I")
+    autopar("plan", "net.py:make", *MESH, *wishes, *places, "-o", "asked.json")
+    document = json.loads(Path("asked.json").read_text())
+    assert document["pins"] == {
+        "ops": {"layers.*.down": {"tensor": "k"}}, "params": {"first.weight": "S0,I use"}, "inputs": {"x": "S0,R"},
+        "outputs": {"0": "I,I"}, "memory_limit_bytes": 65536,
+    }  # fmt: skip
+    assert document["params"]["first.weight"]["stored"] == "S0,I"
+    text = " ".join(autopar("show", "asked.json").split())
+    assert "asked for: layers.*.down: tensor=k; first.weight: S0,I use; input x: S0,R; output 0: I,I;" in text
+    assert "at most 64.00 KiB per device" in text
+
+    def instead(op: str, wish: str, *more: str) -> dict[str, Any]:
+        return json.loads(autopar("explain", "asked.json", op, "--instead", wish, "--json", *more))["instead"]
+
+    again = instead("layers.1.down", "tensor=k")  # granted before
+    assert again["seconds"] == pytest.approx(again["plan_seconds"])
+    assert again["memory_bytes"] <= 65536
+    assert instead("layers.1.down", "tensor=n")["memory_bytes"] <= 65536  # overrides a pin, not the limit
+    assert instead("first", "data=b", "--memory-limit", "1GiB")["seconds"] <= again["seconds"]
 
 
 def test_diff() -> None:

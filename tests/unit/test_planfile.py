@@ -18,7 +18,7 @@ from autopar.capture import capture
 from autopar.errors import ClusterError, MeshError, PlanError
 from autopar.graph import Graph
 from autopar.placements import Mesh
-from autopar.plan import ParamChoice, Plan, Price
+from autopar.plan import ParamChoice, Pins, Plan, Price, Solution
 from autopar.planfile import dumps, load, loads, parse, parse_mesh, save
 from autopar.planfile.patterns import compress
 from autopar.planner.complete import complete
@@ -110,6 +110,41 @@ def test_save_and_load(graph: Graph, tmp_path: Path) -> None:
     plan = megatron(graph)
     save(tmp_path / "plan.json", plan, graph)
     assert load(tmp_path / "plan.json", graph) == plan
+
+
+def test_pins_are_kept(graph: Graph) -> None:
+    """What was asked for comes back, in the order in which later patterns override earlier ones."""
+    pins = Pins(
+        {"up": {"tensor": "n", "data": "b"}, "*": {"data": "b"}}, {"*.weight": "S0,I use", "up.bias": "replicate"},
+        {"x": ("S0", "R")}, {0: ("I", "I")}, 70 * 2**30,
+    )  # fmt: skip
+    plan = replace(megatron(graph), pins=pins, solution=Solution("highs", "optimal", 1.0, 0.0))
+    text = dumps(plan, graph)
+    again = loads(text, graph)
+    assert again == plan and list(again.pins.ops) == ["up", "*"]
+    assert dumps(again, graph) == text
+    wider = loads(text.replace(str(70 * 2**30), str(80 * 2**30)), graph)
+    assert wider.pins.memory_limit_bytes == 80 * 2**30
+    assert wider.solution is None  # what was proven is the best answer to another question
+
+
+def test_pins_are_read_strictly(graph: Graph) -> None:
+    wrong = {
+        "ops": {"upp": {"data": "b"}, "up": {"rows": "b"}}, "params": {"*.gamma": "replicate", "up.weight": "S0,I zig"},
+        "inputs": {"z": "S0,R", "x": "S7,R"}, "outputs": {"3": "I,I"}, "limit": 3,
+    }  # fmt: skip
+    with pytest.raises(PlanError, match=r"pins\.limit: unknown key"):
+        loads(edited(megatron(graph), graph, pins=wrong), graph)
+    del wrong["limit"]
+    with pytest.raises(PlanError) as error:
+        loads(edited(megatron(graph), graph, pins=wrong), graph)
+    text = str(error.value)
+    assert "7 problems" in text
+    for part in (
+        'pins.ops["upp"]: matches no op', "the mesh has no axis 'rows'", 'pins.params["*.gamma"]: matches no parameter',
+        "'zig' is no lifetime; write 'S0,I step'", 'pins.inputs["z"]: no input', 'pins.inputs["x"]', "the 1 outputs",
+    ):  # fmt: skip
+        assert part in text
 
 
 # --- edits by hand ---------------------------------------------------------------------------------------------------
