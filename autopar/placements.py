@@ -139,3 +139,25 @@ def parse_state(text: str, mesh: Mesh, where: str) -> State:
         if part not in ("I", "R", "P") and not (part[:1] == "S" and part[1:].isdigit()):
             raise MeshError(f"{where}: '{part}' is no placement; use S0, S1, ... or R, I, P")
     return state
+
+
+AXIS_NAMES = ("data", "tensor", "context", "expert")
+"""Names of the axes of a mesh whose shape autopar chooses."""
+
+
+def mesh_shapes(n: int, max_axes: int = 2) -> list[Mesh]:
+    """Every way to arrange ``n`` devices on 1 to ``max_axes`` axes, each larger than 1 (but for one device)."""
+    found: list[Mesh] = []
+
+    def split(rest: int, sizes: tuple[int, ...]) -> None:
+        if sizes:
+            found.append(tuple(zip(AXIS_NAMES, (*sizes, rest))))
+        else:
+            found.append(((AXIS_NAMES[0], rest),))
+        if len(sizes) + 1 < max_axes:
+            for size in range(2, rest // 2 + 1):
+                if rest % size == 0:
+                    split(rest // size, (*sizes, size))
+
+    split(n, ())
+    return sorted(found, key=lambda mesh: (len(mesh), mesh))
