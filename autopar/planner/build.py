@@ -88,6 +88,7 @@ class Builder:
         output_states: pinned placements by output position.
         cut_contractions: a contraction or attention must be cut on every axis, where it can be. For clusters that state
             no compute speed: there, computing everything everywhere would be free (Alpa does the same).
+        in_flight: microbatches whose activations are kept at once.
         keep_memory: keep strategies that are slower and smaller; needed when a memory limit binds.
     """
 
@@ -102,6 +103,7 @@ class Builder:
     output_states: Mapping[int, State] = field(default_factory=dict)
     keep_memory: bool = False
     cut_contractions: bool = False
+    in_flight: int = 1
 
     def build(self) -> tuple[Problem, Decoder]:
         """The problem, and what reads its solution."""
@@ -399,7 +401,7 @@ class Builder:
         classes: dict[tuple[tuple[int, int, Ref], ...], int] = {}
         for own in keepers.values():
             key = tuple(sorted(set(own)))
-            classes[key] = classes.get(key, 0) + 1
+            classes[key] = classes.get(key, 0) + self.in_flight
         held: list[Held] = []
         for key, count in classes.items():
             layouts: dict[int, dict[int, set[int]]] = {}  # bytes -> item -> rows

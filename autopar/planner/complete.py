@@ -112,6 +112,7 @@ def complete(
     cluster: str = "",
     optimizer: str = "adamw",
     microbatches: int = 1,
+    in_flight: int = 1,
 ) -> Plan:
     """The plan of the given decisions, with routes and price.
 
@@ -151,7 +152,7 @@ def complete(
         if found[1]:
             routes[route_key(graph, ref)] = found[1]
             seconds += found[0]
-    price = _price(graph, rules, pricer, chosen, owned, seconds, optimizer, microbatches)
+    price = _price(graph, rules, pricer, chosen, owned, seconds, optimizer, microbatches, in_flight)
     return Plan(
         graph.fingerprint, cluster, mesh,
         {node.name: chosen[i].names for i, node in enumerate(graph.nodes) if node.kind == "op"},
@@ -163,6 +164,7 @@ def complete(
 def _price(
     graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, chosen: Mapping[int, Strategy],
     owned: Mapping[int, ParamChoice], reshard_seconds: float, optimizer: str, microbatches: int,
+    in_flight: int,
 ) -> Price:  # fmt: skip
     compute = inside = 0.0
     kept: dict[tuple[Ref, int], int] = {}
@@ -202,5 +204,5 @@ def _price(
     return Price(
         compute * microbatches, (reshard_seconds + inside) * microbatches, parameter_seconds, totals[0],
         totals[1], totals[2],
-        totals[3] + peak, sum(kept.values()),
+        totals[3] + peak, in_flight * sum(kept.values()),
     )  # fmt: skip

@@ -43,6 +43,7 @@ class Options:
         memory_gap: how far from the proven optimum a plan may be where the memory limit binds (the plan reports its
             gap); without a binding limit, plans are optimal. 0 asks for the optimum always, which can take minutes.
         fold: decide identical blocks once.
+        in_flight: microbatches whose activations are kept at once: more than one in a stage of a pipeline.
     """
 
     constraints: Mapping[str, Mapping[str, str]] | None = None
@@ -56,6 +57,7 @@ class Options:
     solver: str = "auto"
     memory_gap: float = 0.01
     fold: bool = True
+    in_flight: int = 1
 
 
 def op_labels(graph: Graph) -> dict[str, str]:
@@ -77,9 +79,10 @@ def matches(pattern: str, node: Node, label: str) -> bool:
 
 
 def plan_graph(
-    graph: Graph, cluster: Cluster, mesh: Mesh, options: Options | None = None, *, cluster_name: str = ""
-) -> Plan:
-    """The cheapest plan of a graph on a mesh.
+    graph: Graph, cluster: Cluster, mesh: Mesh, options: Options | None = None, *, cluster_name: str = "",
+    devices: Sequence[int] | None = None,
+) -> Plan:  # fmt: skip
+    """The cheapest plan of a graph on a mesh: of the cluster's first devices, or of those given, in row-major order.
 
     Raises:
         MeshError: the mesh does not fit the cluster.
@@ -87,7 +90,7 @@ def plan_graph(
     """
     options = options or Options()
     check_mesh(mesh, cluster)
-    priced = pricer(cluster, mesh)
+    priced = pricer(cluster, mesh, devices)
     folding = fold(graph) if options.fold else unfolded(graph)
     rules = rules_of(graph, folding.representative)
     pins = _Pins(graph, rules, mesh, options)
@@ -96,12 +99,13 @@ def plan_graph(
     n = prod(size for _, size in mesh)
     limit = options.memory_limit_bytes
     if limit is None:
-        limit = MEMORY_FRACTION * min(cluster.device(i).memory_bytes for i in range(n))
+        limit = MEMORY_FRACTION * min(cluster.device(i).memory_bytes for i in devices or range(n))
 
     def builder(keep_memory: bool) -> Builder:
         return Builder(
             graph, rules, folding, priced, options.optimizer, options.microbatches, pins.op if pins.ops else None,
             pins.param if pins.params else None, dict(options.outputs or {}), keep_memory, bool(cluster.abstract),
+            options.in_flight,
         )  # fmt: skip
 
     def finish(problem: Problem, decoder: Decoder) -> Plan:
@@ -112,7 +116,7 @@ def plan_graph(
         arriving = {**decoder.inputs(choice.picked), **(options.inputs or {})}
         plan = complete(
             graph, rules, priced, decided, params, outputs, inputs=arriving, cluster=cluster_name or cluster.name,
-            optimizer=options.optimizer, microbatches=options.microbatches,
+            optimizer=options.optimizer, microbatches=options.microbatches, in_flight=options.in_flight,
         )  # fmt: skip
         solution = Solution(choice.solver, choice.status, choice.objective, choice.gap)
         return replace(plan, solution=solution)

@@ -1,0 +1,367 @@
+"""Where to cut the pipeline, and which schedule to run: stages of blocks on equal groups of devices.
+
+1. Blocks are found in the graph; every kind of block is planned alone on every mesh shape of every group size.
+2. For every number of groups, a dynamic program over the blocks finds the cuts that minimise Alpa's estimate
+   (Zheng et al., OSDI 2022, section 5): the sum of the stages' times and (microbatches - 1) times the slowest.
+3. The best few are planned exactly, stage by stage, with the activations that the schedule keeps in flight, and
+   simulated under every schedule that they allow. The simulated best is the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
+
+from autopar.errors import InfeasibleError, PlanError
+from autopar.graph import Graph
+from autopar.pipeline import PipelinePlan, StageChoice
+from autopar.placements import Mesh, local_shape, mesh_shapes
+from autopar.plan import Plan
+from autopar.planner.blocks import Block, blocks
+from autopar.planner.fold import fold
+from autopar.planner.phases import Phases, phases
+from autopar.planner.price import Pricer, pricer
+from autopar.planner.search import MEMORY_FRACTION, Options, plan_graph
+from autopar.rules.registry import rules_of
+from autopar.staging import StageGraph, cut, hot_ops
+from cost_models import mesh_axes
+from cost_models.pipeline import SCHEDULES, Edge, Schedule, Timeline, build, simulate, times
+from hardware_profiles import Cluster
+
+PER_RANK = {"interleaved-1f1b": 2, "zb-v": 2, "dualpipe-v": 2}
+"""Stages that each group holds in a schedule; one in the others."""
+CANDIDATES = 3
+"""Shapes that are planned exactly and simulated."""
+
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """What a user may ask of a pipeline.
+
+    Attributes:
+        microbatches: per step; the graph is that of one.
+        groups: groups of devices; None tries every number that divides the devices, 1 included.
+        schedules: names to choose from.
+        mesh: of every group; None tries every shape.
+        starts: names of the first operators of all stages but the first; None lets the planner cut.
+        options: for the plan of each stage.
+    """
+
+    microbatches: int
+    groups: int | None = None
+    schedules: Sequence[str] = ("1f1b", "zb-h1", "interleaved-1f1b", "zb-v")
+    mesh: Mesh | None = None
+    starts: Sequence[str] | None = None
+    options: Options = field(default_factory=Options)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to cut: positions of the stages' first operators, and an estimate of the step."""
+
+    groups: int
+    mesh: Mesh
+    per_rank: int
+    bounds: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A pipelined plan with its simulation and what else was tried: ``(what, seconds)``, best first."""
+
+    plan: PipelinePlan
+    timeline: Timeline
+    tried: tuple[tuple[str, float], ...]
+
+
+def plan_pipeline(
+    graph: Graph, cluster: Cluster, n_devices: int, asked: PipelineOptions, *, cluster_name: str = ""
+) -> Planned:
+    """The best pipelined plan on the first ``n_devices`` of a cluster; one group of all of them is among the choices.
+
+    Raises:
+        PlanError: a schedule, a number of groups or cuts that cannot be.
+        InfeasibleError: nothing fits the devices' memory.
+    """
+    search = _Search(graph, cluster, n_devices, asked, cluster_name)
+    wrong = [name for name in asked.schedules if name not in SCHEDULES]
+    if wrong:
+        raise PlanError(f"no schedule '{wrong[0]}'; use {', '.join(SCHEDULES)}")
+    if asked.groups is not None and (asked.groups < 1 or n_devices % asked.groups):
+        raise PlanError(
+            f"{n_devices} devices cannot be cut into {asked.groups} equal groups; use a divisor of {n_devices}"
+        )
+    found: list[tuple[float, str, PipelinePlan, Timeline]] = []
+    infeasible: InfeasibleError | None = None
+    for candidate in search.candidates():
+        try:
+            found.extend(search.exact(candidate))
+        except InfeasibleError as error:
+            infeasible = infeasible or error
+    if not found:
+        raise infeasible or PlanError(
+            f"no schedule of {', '.join(asked.schedules)} allows {asked.microbatches} microbatches on "
+            f"{asked.groups or 'any number of'} groups of {n_devices} devices; change the microbatches or the schedules"
+        )
+    found.sort(key=lambda f: f[0])
+    _, _, plan, timeline = found[0]
+    return Planned(plan, timeline, tuple((what, seconds) for seconds, what, _, _ in found))
+
+
+@dataclass
+class _Search:
+    graph: Graph
+    cluster: Cluster
+    n_devices: int
+    asked: PipelineOptions
+    cluster_name: str
+    _solved: dict[tuple[tuple[int, ...], Mesh], tuple[Phases, Plan] | None] = field(default_factory=dict)
+
+    @cached_property
+    def blocks(self) -> list[Block]:
+        folding = fold(self.graph)
+        return blocks(self.graph, folding, rules_of(self.graph, folding.representative))
+
+    @cached_property
+    def ops(self) -> list[int]:
+        return hot_ops(self.graph)
+
+    def name(self, position: int) -> str:
+        return self.graph.nodes[self.ops[position]].name
+
+    # -- candidates
+
+    def candidates(self) -> list[Candidate]:
+        """The most promising ways to cut, by estimate; ways with one group are always among them."""
+        found: list[Candidate] = []
+        n, asked = self.n_devices, self.asked
+        counts = [asked.groups] if asked.groups else [g for g in range(1, n + 1) if n % g == 0]
+        deep = sorted({PER_RANK.get(name, 1) for name in asked.schedules})
+        for groups in counts:
+            assert groups is not None
+            for mesh in [asked.mesh] if asked.mesh else mesh_shapes(n // groups):
+                if prod(size for _, size in mesh) != n // groups:
+                    continue
+                for per_rank in deep if groups > 1 else [1]:
+                    one = self._cut(groups, mesh, per_rank)
+                    if one is not None:
+                        found.append(one)
+        found.sort(key=lambda c: (c.seconds, c.groups, c.mesh))
+        best = found[:CANDIDATES]
+        for groups in {c.groups for c in found}:  # the estimate knows no schedule: every number of groups gets a try
+            own = [c for c in found if c.groups == groups]
+            best += [c for c in own[:1] if c not in best]
+        return best
+
+    def _cut(self, groups: int, mesh: Mesh, per_rank: int) -> Candidate | None:
+        stages = groups * per_rank
+        if self.asked.starts is not None:
+            if len(self.asked.starts) + 1 != stages:
+                return None
+            positions = {self.name(p): p for p in range(len(self.ops))}
+            bounds = tuple(positions.get(s, 0) for s in self.asked.starts)
+            return Candidate(groups, mesh, per_rank, bounds, 0.0)
+        if stages > len(self.blocks):
+            return None
+        costs = [self._block(b, mesh) for b in self.blocks]
+        if any(c is None for c in costs):
+            return None
+        seconds = [c[0].forward_seconds + c[0].backward_seconds for c in costs if c is not None]
+        step = [c[0].step_seconds for c in costs if c is not None]
+        ends, estimate = partition(seconds, step, stages, self.asked.microbatches)
+        bounds = tuple(self.blocks[e].first for e in ends)
+        return Candidate(groups, mesh, per_rank, bounds, estimate / (per_rank if groups > 1 else 1))
+
+    def _block(self, block: Block, mesh: Mesh) -> tuple[Phases, Plan] | None:
+        """The block alone on a mesh, as fast as it can be."""
+        key = block.kind, mesh
+        if key not in self._solved:
+            starts = [self.name(block.first)] if block.first else []
+            starts += [self.name(block.end)] if block.end < len(self.ops) else []
+            stage = cut(self.graph, starts)[1 if block.first else 0]
+            options = replace(self.asked.options, memory_limit_bytes=float("inf"), constraints=None, params=None,
+                              inputs=None, outputs=None, microbatches=self.asked.microbatches)  # fmt: skip
+            plan = plan_graph(stage.graph, self.cluster, mesh, options)
+            self._solved[key] = phases(stage.graph, plan, pricer(self.cluster, mesh)), plan
+        return self._solved[key]
+
+    # -- exact
+
+    def exact(self, candidate: Candidate) -> list[tuple[float, str, PipelinePlan, Timeline]]:
+        """Plans of the stages, and the simulation of every schedule that fits."""
+        starts = self.asked.starts or [self.name(p) for p in candidate.bounds]
+        graphs = cut(self.graph, starts)
+        size = self.n_devices // candidate.groups
+        found = []
+        for name in self.asked.schedules if candidate.groups > 1 else self.asked.schedules[:1]:
+            if candidate.groups > 1 and PER_RANK.get(name, 1) != candidate.per_rank:
+                continue
+            try:
+                schedule = build(
+                    name if candidate.groups > 1 else "gpipe", len(graphs), candidate.groups, self.asked.microbatches
+                )
+            except ValueError:
+                continue  # this schedule does not allow these counts
+            if candidate.groups == 1:
+                schedule = _one_group(len(graphs), self.asked.microbatches)
+            choices, timing, step = self._stages(graphs, schedule, candidate.mesh, size)
+            timeline = simulate(schedule, timing)
+            seconds = timeline.makespan_seconds + step
+            plan = PipelinePlan(
+                self.graph.fingerprint, self.cluster_name or self.cluster.name, choices, schedule,
+                self.asked.options.optimizer, seconds,
+            ).validate()  # fmt: skip
+            mesh = " x ".join(f"{a}={k}" for a, k in candidate.mesh)
+            found.append((seconds, f"{candidate.groups} groups of {mesh}, {schedule.name}", plan, timeline))
+        return found
+
+    def _stages(self, graphs: Sequence[StageGraph], schedule: Schedule, mesh: Mesh, size: int):  # type: ignore[no-untyped-def]
+        live = simulate(schedule, times(len(graphs))).live_per_stage
+        group = schedule.rank_of_stage
+        shares = {g: [s for s in range(len(graphs)) if group[s] == g] for g in set(group.values())}
+        choices: list[StageChoice] = []
+        own: list[Phases] = []
+        stored: dict[tuple[int, str], str] = {}
+        for stage in graphs:
+            devices = tuple(range(group[stage.number] * size, (group[stage.number] + 1) * size))
+            limit = self.asked.options.memory_limit_bytes
+            if limit is None:
+                limit = MEMORY_FRACTION * min(self.cluster.device(d).memory_bytes for d in devices)
+            pins = dict(self.asked.options.params or {})
+            names = {n.target for _, n in stage.graph.of_kind("param")}
+            pins.update({n: how for (g, n), how in stored.items() if g == group[stage.number] and n in names})
+            options = replace(
+                self.asked.options, in_flight=live[stage.number], params=pins or None,
+                microbatches=self.asked.microbatches,
+                memory_limit_bytes=limit / len(shares[group[stage.number]]),
+                constraints=_there(self.asked.options.constraints, stage.graph),
+            )  # fmt: skip
+            plan = plan_graph(stage.graph, self.cluster, mesh, options, devices=devices)
+            stored.update({(group[stage.number], n): ",".join(c.stored) for n, c in plan.params.items()})
+            begin = next(n.name for n in stage.graph.nodes if n.kind == "op" and n.hot)
+            choices.append(StageChoice(begin, devices, plan))
+            own.append(phases(stage.graph, plan, pricer(self.cluster, mesh, devices)))
+        edges = _edges(graphs, choices, self.cluster)
+        timing = times(
+            len(graphs), [p.forward_seconds for p in own], [p.input_seconds for p in own],
+            [p.weight_seconds for p in own], edges=edges,
+            activation_bytes=[c.plan.price.activation_bytes / live[s] for s, c in enumerate(choices)],
+        )  # fmt: skip
+        step = max(sum(own[s].step_seconds for s in held) for held in shares.values())
+        return tuple(choices), timing, step
+
+
+def _there(constraints: Mapping[str, Mapping[str, str]] | None, graph: Graph) -> Mapping[str, Mapping[str, str]] | None:
+    """The pins that concern a stage."""
+    if not constraints:
+        return None
+    from autopar.planner.search import matches, op_labels
+
+    labels = op_labels(graph)
+    ops = [n for n in graph.nodes if n.kind == "op"]
+    return {p: c for p, c in constraints.items() if any(matches(p, n, labels[n.name]) for n in ops)} or None
+
+
+def _one_group(n_stages: int, microbatches: int) -> Schedule:
+    """No pipeline: forward and backward of each microbatch in turn."""
+    from cost_models.pipeline import Action
+
+    row = tuple(Action(0, kind, k) for k in range(microbatches) for kind in "FB")
+    return Schedule("none", n_stages, microbatches, (tuple(range(n_stages)),), (row,)).validate()
+
+
+def partition(
+    seconds: Sequence[float], step: Sequence[float], stages: int, microbatches: int
+) -> tuple[tuple[int, ...], float]:
+    """First blocks of all stages but the first, and the estimate ``sum + (m - 1) slowest + step``.
+
+    The slowest stage is enumerated over all sums of consecutive blocks, from the shortest possible on, and cuts are
+    filled greedily from the left; the sum of all stages is the same for every cut of a chain.
+    """
+    n = len(seconds)
+    total = [0.0]
+    for s in seconds:
+        total.append(total[-1] + s)
+    longest = max(total[i + 1] - total[i] for i in range(n))
+    sums = sorted({t for i in range(n) for j in range(i + 1, n + 1) if (t := total[j] - total[i]) >= longest})
+    low, high = 0, len(sums) - 1
+    while low < high:  # the least slowest stage: filling greedily, fewer cuts are never worse
+        middle = (low + high) // 2
+        if len(_fill(total, sums[middle] * (1 + 1e-12))) <= stages:
+            high = middle
+        else:
+            low = middle + 1
+    limit = sums[low] * (1 + 1e-12)
+    bounds = _even(total, stages, limit)
+    slowest = max(total[b] - total[a] for a, b in zip((0, *bounds), (*bounds, n), strict=True))
+    return tuple(bounds), total[-1] + (microbatches - 1) * slowest + max(step, default=0.0)
+
+
+def _fill(total: Sequence[float], limit: float) -> list[int]:
+    """Ends of stages filled from the left up to a limit, which is at least the longest block."""
+    ends, start = [], 0
+    for i in range(1, len(total)):
+        if total[i] - total[start] > limit:
+            ends.append(i - 1)
+            start = i - 1
+    return [*ends, len(total) - 1]
+
+
+def _even(total: Sequence[float], stages: int, limit: float) -> list[int]:
+    """Exactly ``stages`` stages within the limit, with the least sum of squares: the most even of the fastest cuts."""
+    n = len(total) - 1
+    inf = float("inf")
+    best = [[inf] * (n + 1) for _ in range(stages + 1)]
+    back = [[0] * (n + 1) for _ in range(stages + 1)]
+    best[0][0] = 0.0
+    for k in range(1, stages + 1):
+        for j in range(k, n + 1):
+            for i in range(j - 1, k - 2, -1):
+                t = total[j] - total[i]
+                if t > limit:
+                    break
+                if best[k - 1][i] + t * t < best[k][j]:
+                    best[k][j], back[k][j] = best[k - 1][i] + t * t, i
+    bounds: list[int] = []
+    j = n
+    for k in range(stages, 1, -1):
+        j = back[k][j]
+        bounds.append(j)
+    return bounds[::-1]
+
+
+def _edges(graphs: Sequence[StageGraph], choices: Sequence[StageChoice], cluster: Cluster) -> list[Edge]:
+    """Seconds on the wire between stages: every piece crosses once, and is gathered where it is wanted whole."""
+    found: dict[tuple[int, int], list[float]] = {}
+    for graph in graphs:
+        here = choices[graph.number]
+        for name, source in graph.takes:
+            there = choices[source]
+            node = next(n for _, n in graph.graph.of_kind("input") if n.target == name)
+            out = there.plan.outputs[graphs[source].gives.index(name)]
+            assert out is not None
+            arriving = here.plan.inputs[name]
+            row = found.setdefault((source, graph.number), [0.0, 0.0])
+            if there.devices != here.devices:
+                pair = mesh_axes(cluster, {"pair": 2}, [there.devices[0], here.devices[0]])["pair"]
+                wire = pair.seconds("send_recv", node.out.n_bytes / min(len(there.devices), len(here.devices)))
+                row[0] += wire
+                row[1] += wire if node.needs_grad else 0.0
+            row[0] += _gather(node.out.shape, node.out.item_bytes, arriving, here, cluster)
+            row[1] += _gather(node.out.shape, node.out.item_bytes, out, there, cluster) if node.needs_grad else 0.0
+    return [Edge(a, b, forward, backward) for (a, b), (forward, backward) in sorted(found.items())]
+
+
+def _gather(
+    shape: tuple[int, ...], item_bytes: int, state: tuple[str, ...], choice: StageChoice, cluster: Cluster
+) -> float:
+    priced: Pricer = pricer(cluster, choice.mesh, choice.devices)
+    n_bytes = prod(local_shape(shape, state, choice.mesh)) * item_bytes
+    axes = [a for p, (a, size) in zip(state, choice.mesh, strict=True) if p[0] != "S" and size > 1]
+    return sum(priced.axes[a].seconds("all_gather", n_bytes) for a in axes)
+
+
+__all__ = ["PipelineOptions", "Planned", "partition", "plan_pipeline"]
