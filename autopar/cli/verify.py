@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,6 +22,12 @@ from autopar.cli.common import (
     progress,
     show_mesh,
 )
+
+if TYPE_CHECKING:
+    from autopar.capture import Captured
+    from autopar.models import Loaded
+    from autopar.placements import Mesh
+    from autopar.plan import Plan
 
 LIMITS = {"float64": 1e-9, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 """Largest difference that passes, by the precision in which a row was computed."""
@@ -59,10 +65,6 @@ def verify(
     shape = parse_mesh(mesh)
     if random_plans < 0:
         raise UsageError(f"--random-plans is {random_plans}; it is 0 or more")
-    if processes and random_plans:
-        raise UsageError("--random-plans are verified in one process; leave out --processes or --random-plans")
-    if processes and plan is not None:
-        raise UsageError("--plan is verified in one process; leave out --processes, or use autopar run")
     n = 1
     for _, size in shape:
         n *= size
@@ -74,11 +76,12 @@ def verify(
     check_mesh(shape, hardware)
     loaded, captured = load_and_capture(model, batch, seq, device="cpu")
     check_values(loaded, model)
+    given = _read(plan, captured, shape) if plan is not None else None
     if processes:
-        rows = _in_processes(model, batch, seq, shape, hardware, loaded, captured)
-        limits = [LIMITS["float64"]]
+        rows = _in_processes(model, batch, seq, shape, hardware, loaded, captured, given, random_plans, seed)
+        limits = [LIMITS["float64"]] * len(rows)
     else:
-        rows, limits = _in_one(loaded, captured, shape, hardware, plan, random_plans, seed)
+        rows, limits = _in_one(loaded, captured, shape, hardware, given, random_plans, seed)
     verdicts = [r["worst"] <= limit for r, limit in zip(rows, limits, strict=True)]
     for row, limit, fine in zip(rows, limits, verdicts, strict=True):
         row.update(limit=limit, ok=fine)
@@ -90,17 +93,21 @@ def verify(
         raise typer.Exit(1)
 
 
-def _in_one(
-    loaded: Any, captured: Any, mesh: Any, cluster: Any, path: Path | None, random_plans: int, seed: int
-) -> tuple[list[dict[str, Any]], list[float]]:
-    from autopar import verify as v
+def _read(path: Path, captured: Captured, mesh: Mesh) -> Plan:
+    """The plan to verify."""
     from autopar.planfile import load
 
-    given = None
-    if path is not None:
-        given = load(path, captured.graph)
-        if given.mesh != mesh:
-            raise UsageError(f"the plan {path} is for mesh {show_mesh(given.mesh)}, --mesh is {show_mesh(mesh)}")
+    given = load(path, captured.graph)
+    if given.mesh != mesh:
+        raise UsageError(f"the plan {path} is for mesh {show_mesh(given.mesh)}, --mesh is {show_mesh(mesh)}")
+    return given
+
+
+def _in_one(
+    loaded: Any, captured: Any, mesh: Any, cluster: Any, given: Plan | None, random_plans: int, seed: int
+) -> tuple[list[dict[str, Any]], list[float]]:
+    from autopar import verify as v
+
     console = err()
     with console.status("verifying") as status:
         found = v.verify(
@@ -114,12 +121,17 @@ def _in_one(
 
 
 def _in_processes(
-    model: str, batch: int | None, seq: int | None, mesh: Any, cluster: Any, loaded: Any, captured: Any
-) -> list[dict[str, Any]]:
+    model: str, batch: int | None, seq: int | None, mesh: Any, cluster: Any, loaded: Any, captured: Any,
+    given: Plan | None, random_plans: int, seed: int,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """The given or the best plan, then random ones, all on the same processes."""
     import torch
 
     from autopar import verify as v
+    from autopar.planner.draw import random_plan
+    from autopar.planner.price import pricer
     from autopar.planner.search import plan_graph
+    from autopar.rules.registry import rules_of
     from autopar.runtime.launch import run_local
 
     if captured.graph.loss is None:
@@ -132,30 +144,40 @@ def _in_processes(
             double, v.one_device(double.graph), v.doubled(weights), v.doubled(buffers), v.doubled(inputs)
         )
     with progress(f"planning on {show_mesh(mesh)}"):
-        found = plan_graph(double.graph, cluster, mesh)
-    with progress(f"{found.n_devices} processes"):
+        fingerprint = double.graph.fingerprint
+        first = plan_graph(double.graph, cluster, mesh) if given is None else replace(given, fingerprint=fingerprint)
+        plans = {f"plan, {first.n_devices} processes": first}
+        rules, priced = rules_of(double.graph), pricer(cluster, mesh)
+        for i in range(seed, seed + random_plans):
+            plans[f"random {i}, {first.n_devices} processes"] = random_plan(double.graph, rules, priced, i)
+    with progress(f"{len(plans)} plans on {first.n_devices} processes"):
         state = {k: t.detach() for k, t in loaded.model.state_dict().items()}
-        result = run_local(_rank, found.n_devices, model, batch, seq, found, state, (loaded.args, loaded.kwargs))[0]
-    mine = v.Trained(
-        [torch.tensor(x, dtype=torch.float64) for x in result["losses"]],
-        result["gradients"],
-        {k: w for k, w in result["weights"].items() if k in reference.weights},
-        {k: w for k, w in result["weights"].items() if k in reference.buffers},
-    )
-    held = {k: b for k, b in reference.buffers.items() if k in mine.buffers}
-    difference = v.compare(f"{found.n_devices} processes", mine, replace(reference, buffers=held))
-    return [{**asdict(difference), "worst": difference.worst}]
+        batches = (loaded.args, loaded.kwargs)
+        results = run_local(_rank, first.n_devices, model, batch, seq, list(plans.values()), state, batches)[0]
+    rows = []
+    for name, result in zip(plans, results, strict=True):
+        mine = v.Trained(
+            [torch.tensor(x, dtype=torch.float64) for x in result["losses"]],
+            result["gradients"],
+            {k: w for k, w in result["weights"].items() if k in reference.weights},
+            {k: w for k, w in result["weights"].items() if k in reference.buffers},
+        )
+        held = {k: b for k, b in reference.buffers.items() if k in mine.buffers}
+        difference = v.compare(name, mine, replace(reference, buffers=held))
+        rows.append({**asdict(difference), "worst": difference.worst})
+    return rows
 
 
-def _rank(spec: str, batch: int | None, seq: int | None, plan: Any, state: Any, inputs: Any) -> dict[str, Any]:
-    """Two steps of AdamW on one rank, in double precision; whole tensors come back from rank 0.
+def _rank(
+    spec: str, batch: int | None, seq: int | None, plans: list[Plan], state: Any, inputs: Any
+) -> list[dict[str, Any]]:
+    """Two steps of AdamW under each plan on one rank, in double precision; whole tensors come back from rank 0.
 
     Args:
         state, inputs: weights and ``(args, kwargs)``, as a factory may draw others in every process.
     """
     import torch
 
-    import autopar
     from autopar import verify as v
 
     loaded, captured = load_and_capture(spec, batch, seq, device="cpu")
@@ -165,6 +187,15 @@ def _rank(spec: str, batch: int | None, seq: int | None, plan: Any, state: Any, 
     args, kwargs = torch.utils._pytree.tree_map_only(
         torch.Tensor, lambda t: t.double() if t.dtype in v.LOW else t, inputs
     )
+    return [_trained(loaded, captured, plan, args, kwargs) for plan in plans]
+
+
+def _trained(loaded: Loaded, captured: Captured, plan: Plan, args: Any, kwargs: Any) -> dict[str, Any]:
+    import torch
+
+    import autopar
+    from autopar import verify as v
+
     pm = on_ranks(loaded, captured, plan)
     optimizer = torch.optim.AdamW([p for p in pm.parameters() if p.requires_grad], **v.ADAMW)  # type: ignore[arg-type]
     losses, gradients = [], {}

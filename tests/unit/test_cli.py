@@ -224,6 +224,10 @@ def test_run_and_verify_with_processes() -> None:
     assert result["predicted_seconds"] > 0
     rows = json.loads(autopar("verify", "net.py:make", "--mesh", "tensor=2", "--processes", "--json"))
     assert rows[0]["ok"]
+    words = ("--plan", "two.json", "--random-plans", "2", "--seed", "3")
+    rows = json.loads(autopar("verify", "net.py:make", "--mesh", "tensor=2", "--processes", *words, "--json"))
+    assert [r["name"].split(",")[0] for r in rows] == ["plan", "random 3", "random 4"]
+    assert all(r["ok"] for r in rows)
     rows = json.loads(autopar("verify", "net.py:half", "--mesh", "tensor=2", "--processes", "--json"))
     assert rows[0]["ok"]
 
