@@ -54,6 +54,12 @@ def make():
     return Net(), (torch.randn(8, 16), torch.randn(8, 16))
 
 
+def dropout():
+    net = Net(layers=1)
+    net.layers[0].mix = nn.Sequential(net.layers[0].mix, nn.Dropout(0.3))
+    return net, (torch.randn(8, 16), torch.randn(8, 16))
+
+
 def half():
     # another batch in every process
     return Net(layers=1).bfloat16(), (torch.randn(8, 16).bfloat16(), torch.randn(8, 16).bfloat16())
@@ -229,6 +235,8 @@ def test_run_and_verify_with_processes() -> None:
     assert [r["name"].split(",")[0] for r in rows] == ["plan", "random 3", "random 4"]
     assert all(r["ok"] for r in rows)
     rows = json.loads(autopar("verify", "net.py:half", "--mesh", "tensor=2", "--processes", "--json"))
+    assert rows[0]["ok"]
+    rows = json.loads(autopar("verify", "net.py:dropout", "--mesh", "data=2", "--processes", "--json"))
     assert rows[0]["ok"]
 
 
