@@ -14,16 +14,26 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils import _pytree as pytree
 
 import autopar.rules  # noqa: F401  (registers the rules)
-from autopar import planfile
+from autopar import pipelines, planfile
 from autopar.capture import Captured
 from autopar.capture import capture as _capture
 from autopar.clusters import get_cluster, reference
 from autopar.errors import AutoparError, CaptureError, InfeasibleError, MeshError
 from autopar.pins import parse_kept, plan_pinned
+from autopar.pipeline import PipelinePlan
 from autopar.placements import Mesh, mesh_shapes, parse_state
 from autopar.plan import Plan
 from autopar.planner.search import Options, check_mesh
-from autopar.runtime.agree import TIMEOUT_SECONDS, ensure_process_group, mesh_group, share, together
+from autopar.runtime.agree import (
+    TIMEOUT_SECONDS,
+    FirstRankValues,
+    Stopped,
+    ensure_process_group,
+    first_seed,
+    mesh_group,
+    share,
+    together,
+)
 from autopar.runtime.executor import ParallelModule, check_device_mesh
 from autopar.runtime.init import Init, MetaValues, is_meta
 from hardware_profiles import Cluster, ProfileError, list_clusters, load_cluster
@@ -173,10 +183,12 @@ def plan(
     memory_limit: float | str | None = None,
     optimizer: str = "adamw",
     microbatches: int = 1,
+    stages: int | str | None = None,
+    schedule: str | Sequence[str] | None = None,
     max_axes: int = 2,
     time_limit: float = 120.0,
     captured: Captured | None = None,
-) -> Plan:
+) -> Plan | PipelinePlan:
     """Plan a model on a cluster. Needs no process group and no accelerator.
 
     Args:
@@ -193,12 +205,19 @@ def plan(
         memory_limit: per device, in bytes or as ``"40GiB"``; None for nine tenths of the device's memory.
         optimizer: ``adamw``, ``sgd`` or ``sgd_momentum``, for the bytes of its state.
         microbatches: how often the batch is run per optimizer step.
+        stages: pipeline over so many groups of devices (``"auto"``: the best number); ``mesh`` is then that of a group,
+            ``inputs`` are one microbatch, and the plan is a :class:`~autopar.pipeline.PipelinePlan`.
+        schedule: the pipeline's: ``gpipe``, ``1f1b``, ``interleaved-1f1b``, ``zb-h1``, ``zb-v``, ``dualpipe-v``, or
+            several to choose from.
         captured: what :func:`capture` gave, to plan several meshes without capturing again.
     """
     found = captured or capture(model, inputs, example_kwargs=example_kwargs, loss_fn=loss_fn, targets=targets)
     where = get_cluster(cluster)
     shape = parse_mesh(mesh)
     asked = _options(constraints, params, placements, memory_limit, optimizer, microbatches, time_limit, shape)
+    if stages is not None or schedule is not None:
+        wanted = pipelines.asked_for(stages, schedule, microbatches, shape, asked)
+        return pipelines.planned(found, where, where.n_devices, wanted, reference(cluster)).plan
     return plan_captured(found, where, shape, asked, max_axes=max_axes, name=reference(cluster))
 
 
@@ -231,7 +250,7 @@ def parallelize(
     example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: Callable[..., torch.Tensor] | None = None,
     targets: Sequence[Any] = (),
-    plan: Plan | str | Path | None = None,
+    plan: Plan | PipelinePlan | str | Path | None = None,
     cluster: str | Path | Cluster | None = None,
     constraints: Mapping[str, Mapping[str, str]] | None = None,
     params: Mapping[str, str] | None = None,
@@ -239,18 +258,24 @@ def parallelize(
     memory_limit: float | str | None = None,
     optimizer: str = "adamw",
     microbatches: int = 1,
+    stages: int | str | None = None,
+    schedule: str | Sequence[str] | None = None,
     max_axes: int = 2,
     time_limit: float = 120.0,
     init: Init | None = None,
     timeout: float = TIMEOUT_SECONDS,
-) -> ParallelModule:
+) -> Any:
     """Spread a model over a mesh; every rank calls it with the same arguments.
 
     Rank 0 plans and sends the plan to the others; what fails on one rank is raised on all of them.
 
+    Returns a :class:`~autopar.runtime.executor.ParallelModule`; with ``stages``, or a pipelined plan, a
+    :class:`~autopar.runtime.pipeline.PipelineModule`.
+
     Args:
         model: with its weights (rank 0's are used), or on the meta device.
-        mesh: a DeviceMesh with named axes; or a cluster's name, or the number of ranks, and the shape is chosen.
+        mesh: a DeviceMesh with named axes; or a cluster's name, or the number of ranks, and the shape is chosen. In a
+            DeviceMesh, an axis ``pipe``, the first, makes a pipeline of so many groups.
         example_inputs: one batch, or one microbatch of :meth:`ParallelModule.train_step`, as for :func:`plan`.
         example_kwargs: keyword arguments of that call, if it has positional ones too.
         plan: run this plan (or plan file) instead of making one.
@@ -271,6 +296,27 @@ def parallelize(
         error = e
     together(group, error)
     assert captured is not None
+    _same_model(captured, model, group)
+    piped = device_mesh is not None and "pipe" in (device_mesh.mesh_dim_names or ())
+    asked = stages is not None or schedule is not None or piped
+    if asked or isinstance(plan, PipelinePlan) or pipelines.is_pipeline_file(plan):
+        known = captured
+
+        def make() -> PipelinePlan:
+            if isinstance(plan, PipelinePlan):
+                return plan
+            if plan is not None and not isinstance(plan, Plan):
+                return pipelines.files.load(plan, known.graph, get_cluster(cluster) if cluster is not None else None)
+            where, shape, n, name = _where(model, mesh, cluster)
+            options = _options(
+                constraints, params, placements, memory_limit, optimizer, microbatches, time_limit, shape
+            )
+            groups, shape = pipelines.groups_of(device_mesh, stages)
+            wanted = pipelines.asked_for(groups, schedule, microbatches, shape, options)
+            return pipelines.planned(known, where, n, wanted, name).plan
+
+        values = _values(model, group, None, init)
+        return pipelines.run_on_ranks(model, captured, make, _device_type(model), values)
     text: str | None = None
     try:
         if dist.get_rank(group) == 0:
@@ -300,13 +346,32 @@ def parallelize(
             _device_type(model), tuple(size for _, size in decided.mesh),
             mesh_dim_names=tuple(name for name, _ in decided.mesh),
         )  # fmt: skip
-    try:
-        result = ParallelModule(model, captured, decided, device_mesh, _values(model, group, device_mesh, init))
-    except Exception as e:
-        error = e
+    seed, values = first_seed(group), _values(model, group, device_mesh, init)
+    try:  # in here ranks meet nowhere but in values
+        try:
+            result = ParallelModule(model, captured, decided, device_mesh, values, seed=seed)
+        except Stopped:
+            raise
+        except Exception as e:
+            error = e
+        if isinstance(values, FirstRankValues):
+            values.close(error is not None)
+    except Stopped:
+        pass
     together(group, error)
     assert result is not None
     return result
+
+
+def _same_model(captured: Captured, model: torch.nn.Module, group: Any) -> None:
+    """Refuse ranks that have captured different models, or of which only some are on the meta device."""
+    mine = f"{captured.graph.fingerprint} {'with' if is_meta(model) else 'without'} parameters on the meta device"
+    first = share(group, mine, None)
+    problem = (
+        f"this rank has captured another model than rank 0: fingerprint {mine}, rank 0 has {first}; build the same "
+        "model, and give inputs of the same shapes, on every rank"
+    )
+    together(group, CaptureError(problem) if mine != first else None)
 
 
 def _where(
@@ -372,7 +437,7 @@ def _check_size(mesh: Mesh, group: Any) -> None:
 
 
 def _values(
-    model: torch.nn.Module, group: Any, device_mesh: DeviceMesh, init: Init | None
+    model: torch.nn.Module, group: Any, device_mesh: DeviceMesh | None, init: Init | None
 ) -> Callable[[str], torch.Tensor] | None:
     if is_meta(model):
         seed = int(share(group, str(torch.initial_seed()), None))
@@ -381,16 +446,8 @@ def _values(
         return None
     named: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     named.update(model.named_buffers(remove_duplicate=False))
-    first = int(device_mesh.mesh.flatten()[0])
-    device = next((t.device for t in named.values()), torch.device("cpu"))
-
-    def value(name: str) -> torch.Tensor:
-        """Rank 0's value: models that were built without a common seed differ."""
-        whole = named[name].detach().to(device, copy=True).contiguous()
-        dist.broadcast(whole, src=first, group=group)
-        return whole
-
-    return value
+    first = int(device_mesh.mesh.flatten()[0]) if device_mesh is not None else 0
+    return FirstRankValues(named, group, first)
 
 
 __all__ = ["capture", "get_cluster", "mesh_shapes", "parallelize", "parse_bytes", "parse_mesh", "plan", "split_inputs"]

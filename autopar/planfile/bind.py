@@ -250,7 +250,8 @@ class _Binder:
         nodes = {node.target: i for i, node in self.graph.of_kind(kind)}
         result = {}
         for name, (path, text) in self._matched(section, nodes).items():
-            state = self._state(path, text, self.graph.nodes[nodes[name]].out.shape, "SR")
+            node = self.graph.nodes[nodes[name]]
+            state = self._state(path, text, node.out.shape, "SI" if node.needs_grad else "SR")
             if state is not None:
                 result[name] = state
         return result
