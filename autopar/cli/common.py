@@ -210,7 +210,7 @@ def on_ranks(loaded: Loaded, captured: Captured, plan: Plan) -> ParallelModule:
     from torch.distributed.device_mesh import init_device_mesh
 
     from autopar.errors import MeshError
-    from autopar.runtime.agree import ensure_process_group
+    from autopar.runtime.agree import ensure_process_group, first_seed, together
     from autopar.runtime.executor import ParallelModule
 
     ensure_process_group()
@@ -221,7 +221,14 @@ def on_ranks(loaded: Loaded, captured: Captured, plan: Plan) -> ParallelModule:
         )
     device = next((p.device.type for p in loaded.model.parameters()), "cpu")
     mesh = init_device_mesh(device, tuple(n for _, n in plan.mesh), mesh_dim_names=tuple(name for name, _ in plan.mesh))
-    return ParallelModule(loaded.model, captured, plan, mesh)
+    seed, error, made = first_seed(dist.group.WORLD), None, None
+    try:
+        made = ParallelModule(loaded.model, captured, plan, mesh, seed=seed)
+    except Exception as e:
+        error = e
+    together(dist.group.WORLD, error)
+    assert made is not None
+    return made
 
 
 # --- numbers for people ----------------------------------------------------------------------------------------------

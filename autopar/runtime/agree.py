@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import errors
-from autopar.errors import AutoparError, MeshError
+from autopar.errors import AutoparError, MeshError, RunError
 
 TIMEOUT_SECONDS = 1800.0
 
@@ -82,6 +83,56 @@ def together(group: Any, error: BaseException | None) -> None:
     for rank, theirs in enumerate(everyone):
         if theirs is not None:
             raise _class_of(theirs[0])(f"on rank {rank}: {theirs[1]}")
+
+
+class Stopped(RunError):
+    """Another rank failed; :func:`together` has its error."""
+
+
+class FirstRankValues:
+    """The first rank's tensors by name, on every rank: models that were built without a common seed differ.
+
+    Ranks ask for the same names in the same order. Before each name, and once at the end (:meth:`close`), they tell
+    each other whether all is well, so that no rank waits in a broadcast for one that has failed.
+    """
+
+    def __init__(self, named: Mapping[str, torch.Tensor], group: Any, first: int) -> None:
+        self.named, self.group, self.first, self.open = named, group, first, True
+        self.device = next((t.device for t in named.values()), torch.device("cpu"))
+
+    def __call__(self, name: str) -> torch.Tensor:
+        """The whole value of a parameter or buffer.
+
+        Raises:
+            Stopped: another rank failed.
+        """
+        whole = self.named[name].detach().to(self.device, copy=True).contiguous()
+        self._tell(False)
+        dist.broadcast(whole, src=self.first, group=self.group)
+        return whole
+
+    def close(self, failed: bool) -> None:
+        """Tell the others that this rank asks for no more; call it on every rank.
+
+        Raises:
+            Stopped: another rank failed.
+        """
+        if self.open:
+            self._tell(failed)
+            self.open = False
+
+    def _tell(self, failed: bool) -> None:
+        any_failed = torch.tensor([int(failed)], device=self.device)
+        dist.all_reduce(any_failed, op=dist.ReduceOp.MAX, group=self.group)
+        if any_failed.item():
+            self.open = False
+            if not failed:
+                raise Stopped("another rank failed while it took its share of the model")
+
+
+def first_seed(group: Any) -> int:
+    """The first rank's ``torch.initial_seed()``, on every rank of ``group``."""
+    return int(share(group, str(torch.initial_seed() % (1 << 62)), None))
 
 
 def same_error(group: Any, problem: str | None, kind: type[AutoparError]) -> None:

@@ -6,10 +6,14 @@ differences. One call checks many configurations, because starting processes is 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -28,6 +32,7 @@ from autopar.planner.draw import random_plan
 from autopar.planner.price import pricer
 from autopar.planner.search import Options
 from autopar.rules.registry import rules_of
+from autopar.runtime import executor
 from autopar.runtime.executor import ParallelModule
 from hardware_profiles import load_cluster
 
@@ -219,9 +224,52 @@ def model_differs() -> str:
     case = ZOO["mlp"](layers=6 if dist.get_rank() == 0 else 4)
     try:
         autopar.parallelize(case.model, dist.get_world_size(), case.args)
-    except autopar.PlanError as error:
+    except autopar.CaptureError as error:
         return str(error)
     return "no error"
+
+
+def build_fails_on_rank_1() -> dict[str, tuple[str, float]]:
+    """Building fails on one rank, early, on the way and late: what each rank raises, and after how many seconds."""
+    case = ZOO["mlp"]()
+    found = {}
+    last = len(list(case.model.parameters()))
+    for name, where, calls in (
+        ("first", "lower", 1), ("on the way", "as_dtensor", 3), ("last parameter", "as_dtensor", last),
+        ("after all", "make_units", 1), ("initial values", "", 0),
+    ):  # fmt: skip
+        start = time.monotonic()
+        try:
+            if where:
+                with _raises_at(where, calls):
+                    autopar.parallelize(case.model, dist.get_world_size(), case.args, params={"*": "replicate"})
+            else:
+                autopar.parallelize(copy.deepcopy(case.model).to("meta"), 2, case.args, init=_init_fails_on_rank_1)
+            found[name] = ("no error", 0.0)
+        except Exception as error:
+            found[name] = (f"{type(error).__name__}: {error}", time.monotonic() - start)
+    return found
+
+
+@contextlib.contextmanager
+def _raises_at(where: str, calls: int) -> Iterator[None]:
+    """On rank 1, the given call of a function of the executor fails."""
+    real, count = getattr(executor, where), itertools.count(1)
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        if dist.get_rank() == 1 and next(count) == calls:
+            raise RuntimeError("out of memory")
+        return real(*args, **kwargs)
+
+    with mock.patch.object(executor, where, fails):
+        yield
+
+
+def _init_fails_on_rank_1(module: torch.nn.Module) -> None:
+    if dist.get_rank() == 1:
+        raise RuntimeError("out of memory")
+    for p in module.parameters(recurse=False):
+        torch.nn.init.zeros_(p)
 
 
 def losses(name: str, zoo: Mapping[str, Any], mesh: Mesh, seed: int | None, steps: int = 2) -> list[float]:

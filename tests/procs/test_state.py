@@ -37,7 +37,7 @@ def two(path: str) -> list[dict[str, Any]]:
     return run_local(cases.several, 2, {
         "meta": ("meta_state", "gpt2", TWO, 2), "losses": ("losses", *DROPOUT, TWO, 7),
         "save": ("save", path, "gpt2", TWO, 4), "round trip": ("full_round_trip", "gpt2", TWO, 4),
-        "infeasible": ("plan_fails_on_rank_0",), "differs": ("model_differs",),
+        "infeasible": ("plan_fails_on_rank_0",), "differs": ("model_differs",), "build": ("build_fails_on_rank_1",),
     })  # fmt: skip
 
 
@@ -81,7 +81,14 @@ def test_rank_0_fails_to_plan_and_all_ranks_hear_it(two: list[dict[str, Any]]) -
 
 def test_ranks_with_different_models_are_refused(two: list[dict[str, Any]]) -> None:
     for results in two:
-        assert "fingerprint" in results["differs"]
+        assert "captured another model than rank 0: fingerprint" in results["differs"]
+
+
+@pytest.mark.parametrize("when", ["first", "on the way", "last parameter", "after all", "initial values"])
+def test_a_rank_that_cannot_be_built_stops_the_others(two: list[dict[str, Any]], when: str) -> None:
+    texts, seconds = zip(*(results["build"][when] for results in two), strict=True)
+    assert texts == ("AutoparError: on rank 1: out of memory", "RuntimeError: out of memory")
+    assert max(seconds) < 10
 
 
 def test_a_rank_that_raises_ends_the_others() -> None:
