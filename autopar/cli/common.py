@@ -231,6 +231,16 @@ def on_ranks(loaded: Loaded, captured: Captured, plan: Plan) -> ParallelModule:
     return made
 
 
+def optimizer_of(name: str, params: list[Any], lr: float) -> Any:
+    """The optimizer that a plan names."""
+    import torch
+
+    made = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+    if name == "sgd_momentum":
+        return torch.optim.SGD(params, lr=lr, momentum=0.9)
+    return made[name](params, lr=lr)
+
+
 # --- numbers for people ----------------------------------------------------------------------------------------------
 
 

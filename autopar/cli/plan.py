@@ -74,6 +74,16 @@ def plan(
     ] = None,
     optimizer: Annotated[str, typer.Option("--optimizer", help="adamw, sgd or sgd_momentum.")] = "adamw",
     microbatches: Annotated[int, typer.Option("--microbatches", help="Pieces that a step cuts its batch into.")] = 1,
+    stages: Annotated[
+        str | None,
+        typer.Option(
+            "--stages", help="Pipeline over so many groups of devices, or auto. The example batch is one microbatch."
+        ),
+    ] = None,
+    schedule: Annotated[
+        list[str] | None,
+        typer.Option("--schedule", help="gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-v, dualpipe-v. Repeatable."),
+    ] = None,
     time_limit: Annotated[float, typer.Option("--time-limit", help="Seconds for one run of the solver.")] = 120.0,
     as_json: Json = False,
 ) -> None:
@@ -84,6 +94,8 @@ def plan(
     autopar plan gpt.py:make --cluster dgx-h100 --mesh data=2,tensor=4 -o plan.json
 
     autopar plan hf:llama/config.json --batch 8 --seq 2048 --cluster dgx-h100-x8 --memory-limit 70GiB -o plan.json
+
+    autopar plan gpt.py:make -c local-x4 --stages 2 --microbatches 8 --schedule 1f1b -o plan.json
 
     autopar plan gpt.py:make -c local-x4 --pin 'layers.*.mlp.up:tensor=n' --keep-replicated '*.norm.weight'
     """
@@ -116,6 +128,23 @@ def plan(
     folder = output.parent if output else Path()
     if cluster.endswith((".toml", ".json")):
         cluster = Path(os.path.relpath(Path(cluster).resolve(), folder.resolve())).as_posix()
+    if stages is not None or schedule:
+        from autopar.cli import pipeline
+
+        pipeline.make(
+            loaded,
+            captured,
+            hardware,
+            cluster,
+            stages or "auto",
+            schedule,
+            microbatches,
+            wanted,
+            options,
+            output,
+            as_json,
+        )
+        return
     found = plan_on(captured.graph, hardware, wanted, options, cluster)
     named = loaded.named(folder)
     if output is not None:

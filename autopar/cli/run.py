@@ -16,6 +16,7 @@ from autopar.cli.common import (
     model_of,
     on_ranks,
     open_plan,
+    optimizer_of,
     out,
     print_json,
     progress,
@@ -29,6 +30,9 @@ def run(
     lr: Annotated[float, typer.Option("--lr", help="Learning rate of the optimizer that the plan names.")] = 1e-3,
     model: Annotated[str | None, typer.Option("--model", help="The model, if not the one that the file names.")] = None,
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds for everything.")] = 600.0,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Write the last step's timeline (pipelined plans), for Perfetto.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Train a model under a plan, and compare the predicted with the measured seconds of a step.
@@ -40,11 +44,21 @@ def run(
     """
     if steps < 1:
         raise UsageError(f"--steps is {steps}; it is 1 or more")
+    from autopar.cli import pipeline
+
+    if pipeline.is_pipeline(path):
+        found = pipeline.run(path, steps, lr, model, timeout, trace)
+        if int(os.environ.get("RANK", "0")) == 0:
+            found.pop("spans", None)
+            _report(found, pipeline.cluster_of(path), as_json)
+        return
+    if trace is not None:
+        raise UsageError(f"--trace is for pipelined plans, {path} is none")
     document = open_plan(path)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         result = train(str(path), model, steps, lr)
         if int(os.environ.get("RANK", "0")) == 0:
-            _report(result, document, as_json)
+            _report(result, document.raw["cluster"], as_json)
         return
     loaded, captured = model_of(document, path, model)
     spec = model or str((document.model or {})["spec"])
@@ -58,7 +72,7 @@ def run(
     with progress(f"training {steps} steps on {plan.n_devices} processes"):
         result = run_local(train, plan.n_devices, str(path), model, steps, lr, timeout=timeout)[0]
     result["predicted_seconds"] = plan.price.seconds
-    _report(result, document, as_json)
+    _report(result, document.raw["cluster"], as_json)
 
 
 def train(path: str, model: str | None, steps: int, lr: float) -> dict[str, Any]:
@@ -75,12 +89,7 @@ def train(path: str, model: str | None, steps: int, lr: float) -> dict[str, Any]
     plan, _ = bound(document, captured)
     pm = on_ranks(loaded, captured, plan)
     params = [p for p in pm.parameters() if p.requires_grad]
-    made: dict[str, Any] = {
-        "adamw": lambda: torch.optim.AdamW(params, lr=lr), "adam": lambda: torch.optim.Adam(params, lr=lr),
-        "sgd": lambda: torch.optim.SGD(params, lr=lr),
-        "sgd_momentum": lambda: torch.optim.SGD(params, lr=lr, momentum=0.9),
-    }  # fmt: skip
-    optimizer = made[plan.optimizer]()
+    optimizer = optimizer_of(plan.optimizer, params, lr)
     losses, seconds = [], []
     for _ in range(steps):
         dist.barrier()
@@ -92,10 +101,10 @@ def train(path: str, model: str | None, steps: int, lr: float) -> dict[str, Any]
     return {"losses": losses, "seconds": seconds, "predicted_seconds": plan.price.seconds}
 
 
-def _report(result: dict[str, Any], document: Any, as_json: bool) -> None:
+def _report(result: dict[str, Any], cluster: str, as_json: bool) -> None:
     steps = sorted(result["seconds"][1:] or result["seconds"])
     median = steps[len(steps) // 2]
-    result = {**result, "measured_seconds": median, "cluster": document.raw["cluster"]}
+    result = {**result, "measured_seconds": median, "cluster": cluster}
     if as_json:
         print_json(result)
         return

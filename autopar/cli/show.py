@@ -38,8 +38,15 @@ def show(
     Equal blocks are shown once. Placements are S<dim> (sharded), R and I (whole; the gradient of R is still to be
     summed) and P (to be summed), one for each axis. If the model cannot be loaded, what the file itself says is shown.
 
+    Of a pipelined plan: its stages, their times and memory, and the schedule as a grid (see also autopar simulate).
+
     Examples: autopar show plan.json; autopar show plan.json --code
     """
+    from autopar.cli import pipeline
+
+    if pipeline.is_pipeline(path):
+        pipeline.show(path, model, code, as_json)
+        return
     document = open_plan(path)
     try:
         _, captured = model_of(document, path, model)

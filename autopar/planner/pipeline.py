@@ -27,7 +27,7 @@ from autopar.planner.search import MEMORY_FRACTION, Options, plan_graph
 from autopar.rules.registry import rules_of
 from autopar.staging import StageGraph, cut, hot_ops
 from cost_models import mesh_axes
-from cost_models.pipeline import SCHEDULES, Edge, Schedule, Timeline, build, simulate, times
+from cost_models.pipeline import SCHEDULES, Edge, Schedule, Timeline, Times, build, live_per_stage, simulate, times
 from hardware_profiles import Cluster
 
 PER_RANK = {"interleaved-1f1b": 2, "zb-v": 2, "dualpipe-v": 2}
@@ -218,12 +218,13 @@ class _Search:
             found.append((seconds, f"{candidate.groups} groups of {mesh}, {schedule.name}", plan, timeline))
         return found
 
-    def _stages(self, graphs: Sequence[StageGraph], schedule: Schedule, mesh: Mesh, size: int):  # type: ignore[no-untyped-def]
-        live = simulate(schedule, times(len(graphs))).live_per_stage
+    def _stages(
+        self, graphs: Sequence[StageGraph], schedule: Schedule, mesh: Mesh, size: int
+    ) -> tuple[tuple[StageChoice, ...], Times, float]:
+        live = live_per_stage(schedule)
         group = schedule.rank_of_stage
         shares = {g: [s for s in range(len(graphs)) if group[s] == g] for g in set(group.values())}
         choices: list[StageChoice] = []
-        own: list[Phases] = []
         stored: dict[tuple[int, str], str] = {}
         for stage in graphs:
             devices = tuple(range(group[stage.number] * size, (group[stage.number] + 1) * size))
@@ -243,15 +244,25 @@ class _Search:
             stored.update({(group[stage.number], n): ",".join(c.stored) for n, c in plan.params.items()})
             begin = next(n.name for n in stage.graph.nodes if n.kind == "op" and n.hot)
             choices.append(StageChoice(begin, devices, plan))
-            own.append(phases(stage.graph, plan, pricer(self.cluster, mesh, devices)))
-        edges = _edges(graphs, choices, self.cluster)
-        timing = times(
-            len(graphs), [p.forward_seconds for p in own], [p.input_seconds for p in own],
-            [p.weight_seconds for p in own], edges=edges,
-            activation_bytes=[c.plan.price.activation_bytes / live[s] for s, c in enumerate(choices)],
-        )  # fmt: skip
-        step = max(sum(own[s].step_seconds for s in held) for held in shares.values())
+        timing, step = timing_of(graphs, choices, schedule, self.cluster)
         return tuple(choices), timing, step
+
+
+def timing_of(
+    graphs: Sequence[StageGraph], choices: Sequence[StageChoice], schedule: Schedule, cluster: Cluster
+) -> tuple[Times, float]:
+    """What a schedule is simulated with, and the seconds that follow it once a step (gradients, gathers)."""
+    own = [
+        phases(stage.graph, choice.plan, pricer(cluster, choice.mesh, choice.devices))
+        for stage, choice in zip(graphs, choices, strict=True)
+    ]
+    live = live_per_stage(schedule)
+    timing = times(
+        len(graphs), [p.forward_seconds for p in own], [p.input_seconds for p in own],
+        [p.weight_seconds for p in own], edges=_edges(graphs, choices, cluster),
+        activation_bytes=[c.plan.price.activation_bytes / live[s] for s, c in enumerate(choices)],
+    )  # fmt: skip
+    return timing, max(sum(own[s].step_seconds for s in held) for held in schedule.stages_of_rank)
 
 
 def _there(constraints: Mapping[str, Mapping[str, str]] | None, graph: Graph) -> Mapping[str, Mapping[str, str]] | None:
@@ -364,4 +375,4 @@ def _gather(
     return sum(priced.axes[a].seconds("all_gather", n_bytes) for a in axes)
 
 
-__all__ = ["PipelineOptions", "Planned", "partition", "plan_pipeline"]
+__all__ = ["PipelineOptions", "Planned", "partition", "plan_pipeline", "timing_of"]

@@ -7,6 +7,7 @@ crosses all of them: the loss, tied parameters, the norm of all gradients.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,7 +29,7 @@ from autopar.runtime.backward import Halves, Handle
 from autopar.runtime.executor import _GOLDEN, ParallelModule, _device_of
 from autopar.runtime.wires import Post, Wire
 from autopar.staging import StageGraph, cut
-from cost_models.pipeline.actions import Action
+from cost_models.pipeline.actions import KINDS, Action
 
 
 class _Stage:
@@ -65,6 +66,7 @@ class PipelineModule(torch.nn.Module):
     _seed: int
     _steps: int
     _row: tuple[Action, ...]
+    _spans: list[tuple[str, str, float, float]] | None
     _stages: dict[int, _Stage]
     _device: torch.device
     _post: Post
@@ -115,6 +117,7 @@ class PipelineModule(torch.nn.Module):
         given = _values(model, needed, values)
         put(self, "_seed", _agreed(torch.initial_seed() % (1 << 62) if seed is None else seed))
         put(self, "_steps", 0)
+        put(self, "_spans", None)
         group = plan.schedule.rank_of_stage[mine[0]]
         row = plan.schedule.flat_rows[group]
         put(self, "_row", row)
@@ -162,8 +165,10 @@ class PipelineModule(torch.nn.Module):
         for stage in self._stages.values():
             stage.module.forget_gradients()
         self._post.begin()
+        spans = self._spans
         for action in self._row:
             stage = self._stages[action.stage]
+            began = time.perf_counter() if spans is not None else 0.0
             with spmd.set_current_mesh(stage.mesh):
                 if action.kind == "F":
                     loss = self._forward(stage, action.microbatch, batches[action.microbatch])
@@ -173,6 +178,8 @@ class PipelineModule(torch.nn.Module):
                     self._weights(stage, action)
                 else:
                     self._backward(stage, action)
+            if spans is not None:
+                spans.append((str(action), KINDS[action.kind], began, time.perf_counter()))
         self._post.end()
         self._tie()
         dist.all_reduce(total)
@@ -181,6 +188,13 @@ class PipelineModule(torch.nn.Module):
             optimizer.step()
             optimizer.zero_grad()
         return total.to(getattr(torch, self._captured.graph.spec(self._loss).dtype))
+
+    def record(self, on: bool = True) -> list[tuple[str, str, float, float]]:
+        """Start to record what the next steps do on this rank (or stop): ``(action, kind, start, end)`` in seconds of
+        ``time.perf_counter``. On an accelerator these are the times of the launches."""
+        spans: list[tuple[str, str, float, float]] = []
+        object.__setattr__(self, "_spans", spans if on else None)
+        return spans
 
     @property
     def _loss(self) -> Any:

@@ -1,0 +1,116 @@
+"""Capture: a model and example inputs become a :class:`~autopar.graph.Graph`.
+
+``torch.export`` (pre-dispatch ATen, non-strict) does the tracing. What follows is a list of small rewrites that leave
+one spelling for each thing, so that rules see few operators:
+
+* views are ``reshape`` with the full shape, transposes are ``permute``, factories are ``full`` and ``arange``;
+* in-place operators become functional; buffers that the forward changes are listed in ``Graph.updates``;
+* casts that change nothing, ``contiguous``, ``clone``, ``alias``, inactive dropout and metadata asserts vanish;
+* ``no_grad`` regions are inlined with their inputs detached;
+* tied parameters are one node with their other names in ``Graph.tied``.
+
+While tracing, Python branches on tensors that are the same for every input (position ids, say) are answered by
+evaluating them, so libraries take the same path as in eager mode; a branch on data is an error that names the line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from autopar.capture.building import Builder
+from autopar.capture.tracing import export
+from autopar.errors import CaptureError
+from autopar.graph import Graph
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A graph with what is needed to call it like the model.
+
+    Attributes:
+        in_spec: pytree of ``(args, kwargs)``; its leaves are the graph's inputs and the values in ``literals``.
+        literals: leaves that are no tensors, by position; they are part of what was captured.
+        inputs: for every leaf, the graph node that holds it (None for a literal or an unused input).
+        out_spec: pytree of the model's output, whose leaves are ``graph.outputs``.
+        constants: tensors that the model's code makes and that are no registered buffers, by buffer name.
+    """
+
+    graph: Graph
+    in_spec: pytree.TreeSpec
+    literals: Mapping[int, Any]
+    inputs: tuple[int | None, ...]
+    out_spec: pytree.TreeSpec
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+class WithLoss(torch.nn.Module):
+    """``loss_fn(model(*args, **kwargs), *targets)`` as a module: the targets follow the model's positional args."""
+
+    def __init__(self, model: torch.nn.Module, loss_fn: Callable[..., torch.Tensor], n_args: int) -> None:
+        super().__init__()
+        self.model, self.loss_fn, self.n_args = model, loss_fn, n_args
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.loss_fn(self.model(*args[: self.n_args], **kwargs), *args[self.n_args :])
+
+
+def capture(
+    model: torch.nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    targets: Sequence[Any] = (),
+) -> Captured:
+    """Capture ``model(*args, **kwargs)``, or ``loss_fn(model(...), *targets)``, as a graph.
+
+    Args:
+        model: any module; its parameters may be on the meta device. Its training mode is kept.
+        args, kwargs: example inputs with global shapes: tensors, nested containers, None, numbers.
+        loss_fn: called with the model's output and the targets; with it the graph's output is the loss.
+
+    Raises:
+        CaptureError: the model branches on tensor values, has data-dependent shapes, or uses what cannot be traced;
+            the message names the source line and what to change.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise CaptureError(f"expected a torch.nn.Module, got {type(model).__name__}; pass the model object itself")
+    kwargs = dict(kwargs or {})
+    prefix = ""
+    module: torch.nn.Module = model
+    if loss_fn is not None:
+        module, args, prefix = WithLoss(model, loss_fn, len(args)), (*args, *targets), "model."
+    elif targets:
+        raise CaptureError(f"{len(targets)} targets were given without a loss_fn; pass loss_fn(output, *targets)")
+    args, kwargs = _without_aliases((tuple(args), kwargs))
+    exported = export(module, args, kwargs)
+    leaves, in_spec = pytree.tree_flatten((args, kwargs))
+    builder = Builder(module, exported, prefix)
+    graph, user_inputs = builder.build()
+    literals = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
+    if len(user_inputs) != len(leaves):
+        raise CaptureError(f"the model takes {len(leaves)} input leaves, the captured graph {len(user_inputs)}")
+    inputs = tuple(None if i in literals else user_inputs[i] for i in range(len(leaves)))
+    return Captured(graph, in_spec, literals, inputs, exported.call_spec.out_spec, builder.constants)
+
+
+def _without_aliases(inputs: Any) -> Any:
+    """Copies of tensors that stand in several places: else the graph would read one place for all."""
+    seen: set[int] = set()
+
+    def fresh(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            if id(leaf) in seen:
+                return leaf.clone()
+            seen.add(id(leaf))
+        return leaf
+
+    return pytree.tree_map(fresh, inputs)
+
+
+__all__ = ["Captured", "WithLoss", "capture"]

@@ -1,0 +1,147 @@
+"""Tracing: ``torch.export`` along the path that the model takes in eager mode, and one message for what it raises."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import sys
+import sysconfig
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.overrides import TorchFunctionMode
+
+from autopar.errors import CaptureError
+
+
+def _constant(tensor: Any, read: Callable[[torch.Tensor], Any] = lambda t: t) -> Any:
+    """``read(value)`` of a traced tensor that depends on no input, parameter or buffer; None for any other."""
+    proxy_mode = get_proxy_mode()
+    if proxy_mode is None or not isinstance(tensor, torch.Tensor):
+        return None
+    slot = proxy_mode.tracer.tensor_tracker.get(tensor)
+    if slot is None:
+        return None
+    values: dict[torch.fx.Node, Any] = {}
+
+    def value(node: torch.fx.Node) -> Any:
+        if node not in values:
+            if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+                raise LookupError
+            if torch.Tag.nondeterministic_seeded in node.target.tags:
+                raise LookupError
+            a = torch.fx.node.map_arg(node.args, value)
+            k = dict(torch.fx.node.map_arg(node.kwargs, value))
+            if "device" in k:
+                k["device"] = torch.device("cpu")
+            values[node] = node.target(*a, **k)
+        return values[node]
+
+    try:
+        from torch._subclasses.fake_tensor import unset_fake_temporarily
+        from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        with torch._C.DisableTorchFunction(), _disable_current_modes(), disable_proxy_modes_tracing():
+            with unset_fake_temporarily():
+                return read(value(slot.proxy.node))
+    except LookupError:
+        return None
+
+
+class _AnswerConstants(TorchFunctionMode):
+    """Answers ``bool(t)``, ``t.item()``, ``int(t)`` for tensors that do not depend on data."""
+
+    ASKED = (
+        torch.Tensor.__bool__,
+        torch.Tensor.item,
+        torch.Tensor.__int__,
+        torch.Tensor.__float__,
+        torch.Tensor.tolist,
+    )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.ASKED and args:
+            known = _constant(args[0], lambda t: func(t, *args[1:]))
+            if known is not None:
+                return known
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _like_eager() -> Iterator[None]:
+    """Let libraries take their eager path: no 'we are exporting' flags, constants can be asked for their value."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.compiler, "is_exporting", lambda: False))
+        stack.enter_context(mock.patch.object(torch.compiler, "is_compiling", lambda: False))
+        hf = sys.modules.get("transformers.utils.import_utils")
+        if hf is not None and hasattr(hf, "is_fake_tensor"):
+            is_fake = hf.is_fake_tensor
+            stack.enter_context(mock.patch.object(hf, "is_fake_tensor", lambda x: is_fake(x) and _constant(x) is None))
+        stack.enter_context(_AnswerConstants())
+        yield
+
+
+def export(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            with _like_eager(), _quiet():
+                return torch.export.export(module, args, kwargs, strict=False)
+        except Exception as error:
+            raise CaptureError(_explain(error, module)) from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what torch logs and prints about a failed export: the error says it."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    said = io.StringIO()
+    failed = True
+    try:
+        with contextlib.redirect_stderr(said):
+            yield
+        failed = False
+    finally:
+        logging.disable(before)
+        if not failed and said.getvalue():  # of the model itself
+            sys.stderr.write(said.getvalue())
+
+
+_STDLIB = sysconfig.get_path("stdlib")
+
+
+def _explain(error: Exception, module: torch.nn.Module) -> str:
+    """One message for what torch.export raised: what, where in the user's code, what to do."""
+    where = ""
+    trace = error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        own = file.startswith(_STDLIB) and "site-packages" not in file
+        if not own and "/torch/" not in file and not file.startswith("<") and "/autopar/" not in file:
+            where = f"{file}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    kind = type(error).__name__
+    text = str(error).strip().splitlines()
+    first = next((t.strip() for t in text if t.strip()), kind)
+    if "DataDependent" in kind or "data-dependent" in str(error).lower() or "data dependent" in str(error).lower():
+        what = "its Python code branches on the value of a tensor, or a shape depends on one"
+        do = "compute the branch with torch.where, or from sizes or configuration, or move it out of forward()"
+    elif (isinstance(error, TypeError) and "forward" in str(error)) or (
+        "argument" in first and isinstance(error, TypeError)
+    ):
+        what = f"the example inputs do not match its forward(): {first}"
+        do = "pass the inputs that you would call the model with"
+    elif isinstance(error, (RuntimeError, ValueError, IndexError)) and "Dynamo" not in kind:
+        what = f"running it on the example inputs failed: {first}"
+        do = "check that model(*example_inputs) runs, and that no operation leaves torch"
+    else:
+        what = f"{kind}: {first}"
+        do = "replace the construct that torch.export cannot trace"
+    return f"cannot capture {type(module).__name__}: {what}" + (f"\n  at {where}" if where else "") + f"\n  {do}"
