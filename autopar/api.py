@@ -84,6 +84,8 @@ def capture(
         example_kwargs: keyword arguments, for a model that takes both.
     """
     args, kwargs = split_inputs(inputs, example_kwargs)
+    if loss_fn is not None and not callable(loss_fn):
+        raise AutoparError(f"loss_fn is {loss_fn!r}; give a function of the model's output and the targets")
     targets = (targets,) if isinstance(targets, torch.Tensor) else tuple(targets)
     if isinstance(model, torch.nn.Module) and is_meta(model):
         args, kwargs, targets = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, kwargs, targets))
@@ -116,6 +118,10 @@ def parse_mesh(mesh: MeshLike) -> Mesh | None:
         return tuple(pairs)
     if isinstance(mesh, Mapping):
         return tuple((str(name), int(size)) for name, size in mesh.items())
+    if not isinstance(mesh, (tuple, list)) or not all(
+        isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in mesh
+    ):
+        raise MeshError(f"mesh is {mesh!r}; give axes and their sizes, such as 'data=2,tensor=4' or {{'data': 8}}")
     return tuple((str(name), int(size)) for name, size in mesh)
 
 
@@ -143,6 +149,8 @@ def plan_captured(
     if mesh is not None:
         return plan_pinned(captured.graph, cluster, mesh, options, name)
     shapes = mesh_shapes(n or cluster.n_devices, max_axes)
+    if max_axes < 1:
+        raise MeshError(f"max_axes is {max_axes}; give 1 or more")
     named = {axis for axes in (options.constraints or {}).values() for axis in axes}
     states: list[Sequence[str]] = [*(options.inputs or {}).values(), *(options.outputs or {}).values()]
     states += [how.split(",") for how in (options.params or {}).values() if how != "replicate"]
@@ -227,8 +235,14 @@ def _options(
 ) -> Options:  # fmt: skip
     if optimizer not in ("adamw", "adam", "sgd", "sgd_momentum"):
         raise AutoparError(f"optimizer '{optimizer}' is unknown; use adamw, adam, sgd or sgd_momentum")
-    if microbatches < 1:
-        raise AutoparError(f"microbatches is {microbatches}; give 1 or more")
+    if not isinstance(microbatches, int) or microbatches < 1:
+        raise AutoparError(f"microbatches is {microbatches}; give a whole number of 1 or more")
+    if time_limit <= 0:
+        raise AutoparError(f"time_limit is {time_limit:g} s; give more than 0")
+    limit = parse_bytes(memory_limit)
+    if limit is not None and limit <= 0:
+        raise AutoparError(f"memory_limit is {memory_limit}; give more than 0 bytes, or None for what the device has")
+    _check_tables(constraints, params, placements)
     if placements and mesh is None:
         raise MeshError("placements name one placement per mesh axis; pass mesh= with them")
     states = {k: parse_state(v, mesh or (), f"placements[{k!r}]") for k, v in (placements or {}).items()}
@@ -237,9 +251,25 @@ def _options(
         constraints=constraints, params=kept or None,
         inputs={k: v for k, v in states.items() if isinstance(k, str)} or None,
         outputs={k: v for k, v in states.items() if isinstance(k, int)} or None,
-        memory_limit_bytes=parse_bytes(memory_limit), optimizer="adamw" if optimizer == "adam" else optimizer,
+        memory_limit_bytes=limit, optimizer="adamw" if optimizer == "adam" else optimizer,
         microbatches=microbatches, time_limit_seconds=time_limit,
     )  # fmt: skip
+
+
+def _check_tables(constraints: Any, params: Any, placements: Any) -> None:
+    """Refuse pins that are no tables of text."""
+    for name, table, example in (
+        ("constraints", constraints, {"layers.*.up": {"tensor": "n"}}), ("params", params, {"*.weight": "S0,I"}),
+        ("placements", placements, {"x": "S0,R"}),
+    ):  # fmt: skip
+        if table is None:
+            continue
+        if not isinstance(table, Mapping):
+            raise AutoparError(f"{name} is {table!r}; give a dict such as {example}")
+        for key, value in table.items():
+            texts = value.values() if name == "constraints" and isinstance(value, Mapping) else [value]
+            if (name == "constraints") != isinstance(value, Mapping) or not all(isinstance(t, str) for t in texts):
+                raise AutoparError(f"{name}[{key!r}] is {value!r}; give it like {example}")
 
 
 def parallelize(

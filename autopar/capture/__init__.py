@@ -54,6 +54,7 @@ class WithLoss(torch.nn.Module):
     def __init__(self, model: torch.nn.Module, loss_fn: Callable[..., torch.Tensor], n_args: int) -> None:
         super().__init__()
         self.model, self.loss_fn, self.n_args = model, loss_fn, n_args
+        self._called = f"{type(model).__name__} with its loss_fn"
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self.loss_fn(self.model(*args[: self.n_args], **kwargs), *args[self.n_args :])

@@ -144,4 +144,5 @@ def _explain(error: Exception, module: torch.nn.Module) -> str:
     else:
         what = f"{kind}: {first}"
         do = "replace the construct that torch.export cannot trace"
-    return f"cannot capture {type(module).__name__}: {what}" + (f"\n  at {where}" if where else "") + f"\n  {do}"
+    called = getattr(module, "_called", type(module).__name__)  # of a model with its loss: its own name
+    return f"cannot capture {called}: {what}" + (f"\n  at {where}" if where else "") + f"\n  {do}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -86,3 +87,28 @@ def test_positional_and_keyword_inputs_together() -> None:
         autopar.capture(MLP(), {"x": BATCH[0], "y": BATCH[1]}, example_kwargs={"scale": scale})
     with pytest.raises(autopar.CaptureError, match=r"give example_inputs=args and example_kwargs=kwargs"):
         autopar.capture(MLP(), (BATCH, {"scale": scale}))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"mesh": 4}, "mesh is 4; give axes and their sizes"),
+        ({"constraints": {"up": "n"}}, r"constraints\['up'\] is 'n'; give it like \{'layers"),
+        ({"constraints": ["up"]}, r"constraints is \['up'\]; give a dict such as"),
+        ({"params": {"up.weight": None}}, r"params\['up.weight'\] is None; give it like"),
+        ({"params": {"up.weight": "S0 zig"}}, "'zig' is no lifetime; write 'S0 step'"),
+        ({"params": {"up.weight": "S0 or I"}}, "'S0 or I' has 3 words"),
+        ({"placements": {"x": ("S0",)}}, r"placements\['x'\] is \('S0',\); give it like"),
+        ({"memory_limit": -3}, "memory_limit is -3; give more than 0 bytes"),
+        ({"microbatches": 2.5}, "microbatches is 2.5; give a whole number"),
+        ({"time_limit": 0}, "time_limit is 0 s; give more than 0"),
+        ({"max_axes": 0, "mesh": None}, "max_axes is 0; give 1 or more"),
+        ({"loss_fn": 3}, "loss_fn is 3; give a function"),
+        ({"loss_fn": lambda out, target: out @ target, "targets": BATCH[:1]}, "cannot capture MLP with its loss_fn"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_mistakes(wrong: dict[str, Any], said: str) -> None:
+    """Every mistake in the arguments is an AutoparError that names the argument and what it holds."""
+    with pytest.raises(autopar.AutoparError, match=said):
+        autopar.plan(MLP(), "local-x2", BATCH, **{"mesh": "data=2", **wrong})
