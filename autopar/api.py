@@ -95,8 +95,8 @@ def capture(
         if kwargs or len(args) != 2 or not isinstance(args[0], (tuple, list)) or not isinstance(args[1], Mapping):
             raise
         raise CaptureError(
-            f"{error}\n  a pair (args, kwargs) is two positional arguments; give example_inputs=args and "
-            "example_kwargs=kwargs"
+            f"{error}\n  a pair (args, kwargs) is two positional arguments; pass args as the example inputs, and "
+            "example_kwargs=kwargs beside them"
         ) from error
 
 

@@ -25,13 +25,13 @@ def model_and_batch() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     return model, torch.randn(16, 64), torch.randn(16, 64)
 
 
-def main(path: str) -> tuple[float, float, list[str]]:
+def main(path: str) -> tuple[float, float, str]:
     model, x, y = model_and_batch()
     pm = autopar.parallelize(model, 2, x, loss_fn=F.mse_loss, targets=y, plan=path)
     loss = pm(x, y)
     loss.backward()
     gradient = pm.get_parameter("0.weight").grad
-    return loss.item(), gradient.full_tensor().norm().item(), pm.program.code.splitlines()
+    return loss.item(), gradient.full_tensor().norm().item(), pm.program.code
 
 
 if __name__ == "__main__":
@@ -56,7 +56,7 @@ if __name__ == "__main__":
         edited = planfile.load(path, captured.graph)
         print("edited by hand:", json.dumps(document["ops"]), f"{edited.price.seconds * 1e6:.0f} us")
         (loss, norm, code), _ = autopar.run_local(main, 2, str(path))
-    print("\n".join(line for line in code if line.strip()))
+    print(code)
     whole = F.mse_loss(model(x), y)
     whole.backward()
     wanted = model[0].weight.grad.norm().item()

@@ -85,7 +85,7 @@ def test_positional_and_keyword_inputs_together() -> None:
     assert found.fingerprint == pm.plan.fingerprint
     with pytest.raises(autopar.AutoparError, match="2 keyword arguments, and example_kwargs has 1 more"):
         autopar.capture(MLP(), {"x": BATCH[0], "y": BATCH[1]}, example_kwargs={"scale": scale})
-    with pytest.raises(autopar.CaptureError, match=r"give example_inputs=args and example_kwargs=kwargs"):
+    with pytest.raises(autopar.CaptureError, match="pass args as the example inputs, and example_kwargs=kwargs"):
         autopar.capture(MLP(), (BATCH, {"scale": scale}))
 
 

@@ -258,6 +258,10 @@ TABLE: list[tuple[str, list[tuple[str, str, Any]]]] = [
         ("folder that does not exist", "cli", PLAN + " -o absent/plan.json"),
         ("unknown optimizer, in Python", "python", "autopar.plan(nn.Linear(4, 4), 'local', torch.zeros(2, 4), optimizer='lion')"),
         ("placements without a mesh, in Python", "python", "autopar.plan(nn.Linear(4, 4), 'local', torch.zeros(2, 4), placements={'input': 'S0'})"),
+        ("pin that is no table, in Python", "python", "autopar.plan(nn.Linear(4, 4), 'local', torch.zeros(2, 4), constraints={'': 'n'})"),
+        ("cluster that does not exist, in Python", "python", "autopar.plan(nn.Linear(4, 4), 'laptop', torch.zeros(2, 4))"),
+        ("pair of args and kwargs, in Python", "python", "autopar.plan(nn.Linear(4, 4), 'local', ((torch.zeros(2, 4),), {}))"),
+        ("keyword arguments twice, in Python", "python", "autopar.plan(nn.Linear(4, 4), 'local', {'input': torch.zeros(2, 4)}, example_kwargs={'bias': None})"),
         ("memory limit that is no size, in Python", "python", "autopar.plan(nn.Linear(4, 4), 'local', torch.zeros(2, 4), memory_limit='1.2.3GB')"),
     ]),
     ("Plan files", [
@@ -352,7 +356,8 @@ def page(messages: dict[str, str]) -> str:
     lines = [
         "# What autopar says when something is wrong", "",
         "Every message says what, where, the numbers on both sides and what to do; a file with several mistakes gets all "
-        "of them at once. The command line prints it without a traceback and ends with exit code 2. This page is made by "
+        "of them at once. The command line prints it without a traceback and ends with exit code 2; in Python each is an "
+        "`autopar.AutoparError`. This page is made by "
         "`python tests/unit/test_bad_input.py`, and a test holds every message to the letter. Commands stand for a "
         "folder with `models.py` (shown at the end) and a `plan.json` made from it.", "",
     ]  # fmt: skip
