@@ -28,6 +28,7 @@ class Block:
     end: int
     kind: tuple[int, ...]
     crossing_bytes: int  # of all tensors that flow over its beginning, at global shapes
+    param_bytes: int  # of the parameters that it reads, at global shapes
 
 
 def blocks(graph: Graph, folding: Fold, rules: Sequence[Rule | None], max_pieces: int = MAX_PIECES) -> list[Block]:
@@ -53,8 +54,15 @@ def blocks(graph: Graph, folding: Fold, rules: Sequence[Rule | None], max_pieces
             cuts.update(_pieces(crossing, work, a, b, round(share * max_pieces)))
     ends = sorted(cuts)
     return [
-        Block(a, b, tuple(folding.representative[i] for i in ops[a:b]), crossing[a]) for a, b in pairwise(ends) if b > a
+        Block(a, b, tuple(folding.representative[i] for i in ops[a:b]), crossing[a], _param_bytes(graph, ops[a:b]))
+        for a, b in pairwise(ends)
+        if b > a
     ]
+
+
+def _param_bytes(graph: Graph, ops: Sequence[int]) -> int:
+    read = {r.node for i in ops for r in graph.nodes[i].refs if graph.nodes[r.node].kind == "param"}
+    return sum(graph.nodes[i].out.n_bytes for i in read)
 
 
 def _hot_from(every: Sequence[int], position: dict[int, int], at: int) -> int:

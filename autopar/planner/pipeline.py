@@ -24,6 +24,7 @@ from autopar.planner.fold import fold
 from autopar.planner.phases import Phases, phases
 from autopar.planner.price import Pricer, pricer
 from autopar.planner.search import MEMORY_FRACTION, Options, plan_graph
+from autopar.planner.transplant import structure, transplant
 from autopar.rules.registry import rules_of
 from autopar.staging import StageGraph, cut, hot_ops
 from cost_models import mesh_axes
@@ -34,6 +35,10 @@ PER_RANK = {"interleaved-1f1b": 2, "zb-v": 2, "dualpipe-v": 2}
 """Stages that each group holds in a schedule; one in the others."""
 CANDIDATES = 3
 """Shapes that are planned exactly and simulated."""
+
+
+WORTH_A_LOOK = 2.0
+"""The best way for every number of groups is planned exactly too, if its estimate is within this factor of the best."""
 
 
 @dataclass(frozen=True)
@@ -95,14 +100,13 @@ def plan_pipeline(
             f"{n_devices} devices cannot be cut into {asked.groups} equal groups; use a divisor of {n_devices}"
         )
     found: list[tuple[float, str, PipelinePlan, Timeline]] = []
-    infeasible: InfeasibleError | None = None
     for candidate in search.candidates():
         try:
             found.extend(search.exact(candidate))
         except InfeasibleError as error:
-            infeasible = infeasible or error
+            search.infeasible = error
     if not found:
-        raise infeasible or PlanError(
+        raise search.infeasible or PlanError(
             f"no schedule of {', '.join(asked.schedules)} allows {asked.microbatches} microbatches on "
             f"{asked.groups or 'any number of'} groups of {n_devices} devices; change the microbatches or the schedules"
         )
@@ -118,7 +122,9 @@ class _Search:
     n_devices: int
     asked: PipelineOptions
     cluster_name: str
-    _solved: dict[tuple[tuple[int, ...], Mesh], tuple[Phases, Plan] | None] = field(default_factory=dict)
+    _solved: dict[tuple[tuple[int, ...], Mesh, int, int], Phases | None] = field(default_factory=dict)
+    infeasible: InfeasibleError | None = None
+    _plans: dict[tuple[object, ...], tuple[Graph, Plan]] = field(default_factory=dict)
 
     @cached_property
     def blocks(self) -> list[Block]:
@@ -139,10 +145,11 @@ class _Search:
         found: list[Candidate] = []
         n, asked = self.n_devices, self.asked
         counts = [asked.groups] if asked.groups else [g for g in range(1, n + 1) if n % g == 0]
+        counts = [g for g in counts if g <= len(self.blocks) or asked.groups or asked.starts]
         deep = sorted({PER_RANK.get(name, 1) for name in asked.schedules})
         for groups in counts:
             assert groups is not None
-            for mesh in [asked.mesh] if asked.mesh else mesh_shapes(n // groups):
+            for mesh in [asked.mesh] if asked.mesh else self._shapes(n // groups):
                 if prod(size for _, size in mesh) != n // groups:
                     continue
                 for per_rank in deep if groups > 1 else [1]:
@@ -151,10 +158,15 @@ class _Search:
                         found.append(one)
         found.sort(key=lambda c: (c.seconds, c.groups, c.mesh))
         best = found[:CANDIDATES]
-        for groups in {c.groups for c in found}:  # the estimate knows no schedule: every number of groups gets a try
-            own = [c for c in found if c.groups == groups]
+        for groups in sorted({c.groups for c in found}):  # the estimate knows no schedule and no memory
+            own = [c for c in found if c.groups == groups and c.seconds <= WORTH_A_LOOK * found[0].seconds]
             best += [c for c in own[:1] if c not in best]
         return best
+
+    def _shapes(self, size: int) -> list[Mesh]:
+        """Mesh shapes of a group. The last axis joins neighbours; one larger than a node is better split in two."""
+        near = max(1, self.cluster.n_devices // self.cluster.n_nodes)
+        return [m for m in mesh_shapes(size) if len(m) == 1 or m[-1][1] <= near]
 
     def _cut(self, groups: int, mesh: Mesh, per_rank: int) -> Candidate | None:
         stages = groups * per_rank
@@ -166,26 +178,43 @@ class _Search:
             return Candidate(groups, mesh, per_rank, bounds, 0.0)
         if stages > len(self.blocks):
             return None
-        costs = [self._block(b, mesh) for b in self.blocks]
+        costs = [self._block(b, mesh, groups, per_rank) for b in self.blocks]
         if any(c is None for c in costs):
             return None
-        seconds = [c[0].forward_seconds + c[0].backward_seconds for c in costs if c is not None]
-        step = [c[0].step_seconds for c in costs if c is not None]
+        seconds = [c.forward_seconds + c.backward_seconds for c in costs if c is not None]
+        step = [c.step_seconds for c in costs if c is not None]
         ends, estimate = partition(seconds, step, stages, self.asked.microbatches)
         bounds = tuple(self.blocks[e].first for e in ends)
         return Candidate(groups, mesh, per_rank, bounds, estimate / (per_rank if groups > 1 else 1))
 
-    def _block(self, block: Block, mesh: Mesh) -> tuple[Phases, Plan] | None:
-        """The block alone on a mesh, as fast as it can be."""
-        key = block.kind, mesh
+    def _block(self, block: Block, mesh: Mesh, groups: int, per_rank: int) -> Phases | None:
+        """The block alone on a mesh, within its share of the memory; None if it does not fit.
+
+        A stage's memory is shared out by the bytes of the blocks' parameters, but no block gets less than an equal
+        share. The first stage of 1F1B keeps as many microbatches as there are groups.
+        """
+        stages, options = groups * per_rank, self.asked.options
+        equal = min(1.0, stages / len(self.blocks))
+        share = min(1.0, max(equal, block.param_bytes * stages / max(1, sum(b.param_bytes for b in self.blocks))))
+        limit = options.memory_limit_bytes
+        if limit is None:
+            limit = MEMORY_FRACTION * min(self.cluster.device(d).memory_bytes for d in range(self.n_devices))
+        key = block.kind, mesh, groups, per_rank
         if key not in self._solved:
             starts = [self.name(block.first)] if block.first else []
             starts += [self.name(block.end)] if block.end < len(self.ops) else []
             stage = cut(self.graph, starts)[1 if block.first else 0]
-            options = replace(self.asked.options, memory_limit_bytes=float("inf"), constraints=None, params=None,
-                              inputs=None, outputs=None, microbatches=self.asked.microbatches)  # fmt: skip
-            plan = plan_graph(stage.graph, self.cluster, mesh, options)
-            self._solved[key] = phases(stage.graph, plan, pricer(self.cluster, mesh)), plan
+            options = replace(
+                options, memory_limit_bytes=share * limit / per_rank, constraints=None, params=None, inputs=None,
+                outputs=None, microbatches=self.asked.microbatches, in_flight=min(groups, self.asked.microbatches),
+                memory_gap=0.05,
+            )  # fmt: skip
+            try:
+                plan = plan_graph(stage.graph, self.cluster, mesh, options)
+                self._solved[key] = phases(stage.graph, plan, pricer(self.cluster, mesh))
+            except InfeasibleError as error:
+                self._solved[key] = None
+                self.infeasible = self.infeasible or error
         return self._solved[key]
 
     # -- exact
@@ -240,12 +269,28 @@ class _Search:
                 memory_limit_bytes=limit / len(shares[group[stage.number]]),
                 constraints=_there(self.asked.options.constraints, stage.graph),
             )  # fmt: skip
-            plan = plan_graph(stage.graph, self.cluster, mesh, options, devices=devices)
+            plan = self._stage_plan(stage.graph, mesh, options, devices)
             stored.update({(group[stage.number], n): ",".join(c.stored) for n, c in plan.params.items()})
             begin = next(n.name for n in stage.graph.nodes if n.kind == "op" and n.hot)
             choices.append(StageChoice(begin, devices, plan))
         timing, step = timing_of(graphs, choices, schedule, self.cluster)
         return tuple(choices), timing, step
+
+    def _stage_plan(self, graph: Graph, mesh: Mesh, options: Options, devices: tuple[int, ...]) -> Plan:
+        """The plan of a stage; stages alike in all but names, on devices alike, are solved once."""
+        named = options.constraints or options.params
+        if named or self._uneven:
+            return plan_graph(graph, self.cluster, mesh, options, devices=devices)
+        key = structure(graph), mesh, options.in_flight, options.memory_limit_bytes
+        if key not in self._plans:
+            self._plans[key] = graph, plan_graph(graph, self.cluster, mesh, options, devices=devices)
+        first, plan = self._plans[key]
+        return plan if first is graph else transplant(plan, first, graph)
+
+    @cached_property
+    def _uneven(self) -> bool:
+        """Whether groups of equal size can differ: devices of several types, or nodes of several sizes."""
+        return len({self.cluster.device(d) for d in range(self.n_devices)}) > 1
 
 
 def timing_of(
@@ -307,8 +352,10 @@ def partition(
             low = middle + 1
     limit = sums[low] * (1 + 1e-12)
     bounds = _even(total, stages, limit)
-    slowest = max(total[b] - total[a] for a, b in zip((0, *bounds), (*bounds, n), strict=True))
-    return tuple(bounds), total[-1] + (microbatches - 1) * slowest + max(step, default=0.0)
+    stretches = list(zip((0, *bounds), (*bounds, n), strict=True))
+    slowest = max(total[b] - total[a] for a, b in stretches)
+    once = max(sum(step[a:b]) for a, b in stretches)
+    return tuple(bounds), total[-1] + (microbatches - 1) * slowest + once
 
 
 def _fill(total: Sequence[float], limit: float) -> list[int]:

@@ -29,6 +29,7 @@ from autopar.runtime.backward import Halves, Handle
 from autopar.runtime.executor import _GOLDEN, ParallelModule, _device_of
 from autopar.runtime.wires import Post, Wire
 from autopar.staging import StageGraph, cut
+from cost_models.pipeline import forward_only
 from cost_models.pipeline.actions import KINDS, Action
 
 
@@ -70,6 +71,7 @@ class PipelineModule(torch.nn.Module):
     _stages: dict[int, _Stage]
     _device: torch.device
     _post: Post
+    _forward_post: Post
     _tied: dict[str, tuple[int, ...]]
     _tie_wires: tuple[Wire, ...]
     _tie_post: Post
@@ -136,6 +138,12 @@ class PipelineModule(torch.nn.Module):
         device = torch.device(_device_of(meshes[mine[0]]))
         put(self, "_device", device)
         put(self, "_post", Post.of(self._rank, device, self._wires, rows, plan.microbatches))
+        alone = forward_only(len(graphs), plan.microbatches, plan.schedule.stages_of_rank)
+        forwards = {
+            d: alone.flat_rows[plan.schedule.rank_of_stage[s]] for s, stage in enumerate(plan.stages)
+            for d in stage.devices
+        }  # fmt: skip
+        put(self, "_forward_post", Post.of(self._rank, device, self._wires, forwards, plan.microbatches))
         tied, tie_wires = _ties(graphs, plan)
         put(self, "_tied", tied)
         put(self, "_tie_wires", tie_wires)
@@ -187,6 +195,37 @@ class PipelineModule(torch.nn.Module):
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
+        return total.to(getattr(torch, self._captured.graph.spec(self._loss).dtype))
+
+    @torch.no_grad()
+    def evaluate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The mean loss of a batch without gradients, in the mode (training or eval) in which the model was captured.
+
+        Buffers that a forward changes are changed, as the model would.
+        """
+        if self._captured.graph.loss is None:
+            raise RunError("the model has no scalar loss; give loss_fn= and targets= when planning")
+        batches = self._microbatches(args, kwargs)
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        schedule = forward_only(len(self._graphs), self._plan.microbatches, self._plan.schedule.stages_of_rank)
+        group = schedule.rank_of_stage[next(iter(self._stages))]
+        main, self_post = self._post, self._forward_post
+        object.__setattr__(self, "_post", self_post)
+        try:
+            self_post.begin()
+            for action in schedule.flat_rows[group]:
+                stage = self._stages[action.stage]
+                with spmd.set_current_mesh(stage.mesh):
+                    loss = self._forward(stage, action.microbatch, batches[action.microbatch])
+                    if loss is not None and self._rank == self._plan.stages[action.stage].devices[0]:
+                        total += loss.double() / self._plan.microbatches
+                stage.arrived.clear()
+                stage.made.clear()
+            self_post.end()
+        finally:
+            object.__setattr__(self, "_post", main)
+        dist.all_reduce(total)
+        object.__setattr__(self, "_steps", self._steps + 1)
         return total.to(getattr(torch, self._captured.graph.spec(self._loss).dtype))
 
     def record(self, on: bool = True) -> list[tuple[str, str, float, float]]:

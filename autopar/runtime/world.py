@@ -101,7 +101,7 @@ def run_step(
                 values.append(arrived)
             else:
                 values.append(spread(torch.tensor(seed, dtype=torch.int64), slot.state))
-        flat = program.module(*values)
+        flat = program.runnable(*values)
         results, updates = flat[: len(program.outputs)], flat[len(program.outputs) :]
         if backward:
             roots: list[torch.Tensor] = []

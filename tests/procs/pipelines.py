@@ -44,6 +44,7 @@ class Config:
     zoo: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     lifetime: str = ""
     clip: float = 0.0
+    evaluate: bool = False
 
 
 def size(mesh: Mesh) -> int:
@@ -122,6 +123,9 @@ def compare_one(config: Config) -> dict[str, Any]:
             part.backward()
             want = want + part.detach()
         found["loss"] = max(found["loss"], abs(loss.item() - want.item()) / max(1.0, abs(want.item())))
+        if config.evaluate:  # the same weights, so the same loss
+            again = pm.evaluate(*batch[0], **batch[1])
+            found["loss"] = max(found["loss"], abs(loss.item() - again.item()) / max(1.0, abs(want.item())))
         wanted = {n: p.grad for n, p in reference.model.named_parameters(remove_duplicate=False) if p.grad is not None}
         grads = {n: whole(p.grad) for n, p in pm.named_parameters(remove_duplicate=False) if p.grad is not None}
         own = {n for n, p in pm.named_parameters(remove_duplicate=False) if p.requires_grad}
@@ -141,3 +145,23 @@ def compare_one(config: Config) -> dict[str, Any]:
         assert set(state) == set(wanted_state), set(state) ^ set(wanted_state)
         found["weight"] = difference(state, wanted_state)
     return found
+
+
+def fails_in_the_middle() -> None:
+    """Rank 1 raises in its second forward, while rank 0 waits for its gradients."""
+    config = Config("mlp", "1f1b", (ONE, ONE), 4)
+    case = ZOO["mlp"]()
+    captured = capture(case.model, *cut(case.batch, 4, 0))
+    pm = PipelineModule(case.model, captured, make_plan(captured, config))
+    if dist.get_rank() == 1:
+        stage = pm._stages[1].module
+        run, calls = stage._run, []
+
+        def trouble(*values: Any) -> Any:
+            calls.append(1)
+            if len(calls) == 2:
+                raise ValueError("trouble in stage 1")
+            return run(*values)
+
+        object.__setattr__(stage, "_run", trouble)
+    pm.train_step(*case.batch[0], **case.batch[1])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
-from procs.pipelines import ONE, Config, compare
+from procs.pipelines import ONE, Config, compare, fails_in_the_middle
 
+from autopar.errors import RunError
 from autopar.runtime.launch import run_local
 
 TWO = (ONE, ONE)
@@ -29,14 +31,21 @@ def check(n: int, configs: list[Config]) -> None:
 def test_two_ranks() -> None:
     check(2, [
         Config("mlp", "1f1b", TWO, 4, clip=0.1),
-        Config("gpt2", "gpipe", TWO, 2),
+        Config("gpt2", "gpipe", TWO, 2, evaluate=True),
         Config("gpt2", "zb-h1", TWO, 4, cuts=2, clip=0.1),
         Config("gpt2", "zb-v", TWO, 4, stages=4),  # tied embedding: first and last stage on one rank
         Config("mlp", "dualpipe-v", TWO, 4, stages=4),
         Config("t5", "1f1b", TWO, 4),  # the encoder's output is read by every stage of the decoder
-        Config("unet", "interleaved-1f1b", TWO, 2, stages=4),  # skips past stages
+        Config("unet", "interleaved-1f1b", TWO, 2, stages=4, evaluate=True),  # skips past stages
         Config("resnet", "1f1b", TWO, 2),  # batch norm: statistics of a microbatch
     ])  # fmt: skip
+
+
+def test_a_rank_that_fails_ends_the_job() -> None:
+    start = time.monotonic()
+    with pytest.raises(RunError, match="trouble in stage 1"):
+        run_local(fails_in_the_middle, 2, timeout=120)
+    assert time.monotonic() - start < 60, "the other rank waited for its timeout"
 
 
 def test_four_ranks() -> None:

@@ -1,0 +1,48 @@
+"""Graphs of the same structure share a plan: it is solved for one and written for the other with its names.
+
+Middle stages of a pipeline differ in the names of their layers only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+from autopar.graph import Graph, Ref
+from autopar.plan import Plan, route_key
+
+
+def structure(graph: Graph) -> str:
+    """Equal for graphs that differ in names alone."""
+    digest = hashlib.sha256()
+    for node in graph.nodes:
+        own = node.target if node.kind == "op" else ""
+        digest.update(
+            f"{node.kind}|{own}|{node.args}|{node.kwargs}|{node.outs}|{node.needs_grad}|{node.hot}\n".encode()
+        )
+    updates = sorted((ref.node, ref.out) for ref in graph.updates.values())
+    digest.update(f"{graph.outputs}|{graph.loss}|{graph.sends}|{updates}".encode())
+    return digest.hexdigest()
+
+
+def transplant(plan: Plan, source: Graph, target: Graph) -> Plan:
+    """The plan of ``source`` for ``target``, which has the same :func:`structure`."""
+    nodes = list(zip(source.nodes, target.nodes, strict=True))
+    ops = {a.name: b.name for a, b in nodes if a.kind == "op"}
+    held = {kind: {a.target: b.target for a, b in nodes if a.kind == kind} for kind in ("param", "buffer", "input")}
+    routes = {
+        route_key(source, Ref(i, k)): route_key(target, Ref(i, k))
+        for i, node in enumerate(source.nodes) for k in range(len(node.outs))
+    }  # fmt: skip
+    return replace(
+        plan,
+        fingerprint=target.fingerprint,
+        ops={ops[name]: cut for name, cut in plan.ops.items()},
+        params={held["param"][name]: choice for name, choice in plan.params.items()},
+        buffers={held["buffer"][name]: state for name, state in plan.buffers.items()},
+        inputs={held["input"][name]: state for name, state in plan.inputs.items()},
+        routes={routes[key]: steps for key, steps in plan.routes.items()},
+    )
+
+
+__all__ = ["structure", "transplant"]

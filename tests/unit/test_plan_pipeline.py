@@ -1,0 +1,166 @@
+"""Planning pipelines: cuts against brute force, textbook decisions, files, the price of a stage's phases."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+from zoo import ZOO
+
+from autopar.capture import capture
+from autopar.errors import InfeasibleError, PlanError
+from autopar.graph import Graph
+from autopar.planfile import pipeline as files
+from autopar.planner.blocks import blocks
+from autopar.planner.fold import fold
+from autopar.planner.phases import phases
+from autopar.planner.pipeline import PipelineOptions, partition, plan_pipeline
+from autopar.planner.price import pricer
+from autopar.planner.search import Options, plan_graph
+from autopar.rules.registry import rules_of
+from autopar.staging import hot_ops
+from cost_models.pipeline import simulate
+from hardware_profiles import load_cluster
+
+MESH = (("data", 2), ("tensor", 2))
+
+
+def graph_of(name: str) -> Graph:
+    case = ZOO[name]()
+    return capture(case.model, case.args, case.kwargs).graph
+
+
+def gpt(layers: int, hidden: int, heads: int, batch: int, seq: int) -> Graph:
+    config = GPT2Config(
+        vocab_size=51200, n_positions=seq, n_embd=hidden, n_layer=layers, n_head=heads, resid_pdrop=0.0, embd_pdrop=0.0,
+        attn_pdrop=0.0, use_cache=False, attn_implementation="sdpa",
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(config).to(torch.float16)
+        ids = torch.zeros(batch, seq, dtype=torch.long)
+    return capture(model, (), {"input_ids": ids, "labels": ids}).graph
+
+
+def test_partition_equals_brute_force() -> None:
+    rng = random.Random(0)
+    for _ in range(400):
+        n = rng.randint(1, 8)
+        seconds = [rng.choice([0.0, 0.5, 1.0, rng.random()]) for _ in range(n)]
+        stages, m = rng.randint(1, n), rng.randint(1, 6)
+        bounds, estimate = partition(seconds, [0.0] * n, stages, m)
+        assert len(bounds) == stages - 1 and list(bounds) == sorted(set(bounds)) and all(0 < b < n for b in bounds)
+        best = min(
+            max(sum(seconds[a:b]) for a, b in itertools.pairwise((0, *cuts, n)))
+            for cuts in itertools.combinations(range(1, n), stages - 1)
+        )
+        assert estimate == pytest.approx(sum(seconds) + (m - 1) * best)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "resnet", "llama", "t5"])
+def test_phases_add_up_to_the_price(name: str) -> None:
+    graph, cluster = graph_of(name), load_cluster("local-x4")
+    plan = plan_graph(graph, cluster, MESH)
+    found = phases(graph, plan, pricer(cluster, MESH))
+    assert found.weight_seconds > 0 and found.forward_seconds < found.backward_seconds + 1
+    total = found.forward_seconds + found.backward_seconds + found.step_seconds
+    assert total == pytest.approx(plan.price.seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "unet", "t5", "resnet"])
+def test_blocks_cover_the_model(name: str) -> None:
+    graph = graph_of(name)
+    found = blocks(graph, fold(graph), rules_of(graph))
+    assert [b.first for b in found] == [0, *(b.end for b in found[:-1])]
+    assert found[-1].end == len(hot_ops(graph)) and len(found) > 4
+
+
+def test_layers_are_blocks_of_one_kind() -> None:
+    graph = gpt(12, 64, 4, 2, 32)
+    folding = fold(graph)
+    found = blocks(graph, folding, rules_of(graph, folding.representative))
+    kinds = [b.kind for b in found]
+    repeated = max(kinds, key=kinds.count)
+    assert 10 <= kinds.count(repeated) <= 12, "the layers are the blocks, but for the ends"
+    inside = [b.crossing_bytes for b in found if b.kind == repeated]
+    assert set(inside[1:]) == {2 * 32 * 64 * 2}, "cut where only the residual stream crosses"
+
+
+@pytest.mark.parametrize("microbatches", [4, 8])
+def test_a_file_gives_the_same_plan(microbatches: int) -> None:
+    graph = graph_of("gpt2")
+    plan = plan_pipeline(graph, load_cluster("local-x4"), 4, PipelineOptions(microbatches, groups=2)).plan
+    text = files.dumps(plan, graph, {"spec": "gpt.py:make"})
+    again = files.loads(text, graph)
+    assert again == plan
+    assert files.dumps(again, graph, {"spec": "gpt.py:make"}) == text
+
+
+def test_bad_files() -> None:
+    graph = graph_of("gpt2")
+    plan = plan_pipeline(graph, load_cluster("local-x2"), 2, PipelineOptions(4, groups=2, schedules=("1f1b",))).plan
+    good = json.loads(files.dumps(plan, graph))
+
+    def error(**changes: object) -> str:
+        with pytest.raises(PlanError) as caught:
+            files.loads(json.dumps({**good, **changes}), graph, where="p.json")
+        return str(caught.value)
+
+    assert "p.json: no JSON at line 1" in _error(lambda: files.loads("{", graph, where="p.json"))
+    assert "unknown key 'stagez'; did you mean 'stages'?" in error(stagez=1)
+    assert "'autopar_pipeline' is 2, this version reads 1" in error(autopar_pipeline=2)
+    assert f"this one has {graph.fingerprint}" in error(fingerprint="0" * 16)
+    assert "'stages' is a int, expected a list" in error(stages=3)
+    assert "is on no rank" in error(schedule=[line.replace("holds 1:", "holds:") for line in good["schedule"]])
+    second = {**good["stages"][1], "first": "nothing"}
+    assert "stage begins at 'nothing'" in error(stages=[good["stages"][0], second])
+    second = {**good["stages"][1], "devices": [0]}
+    assert "device 0 is in group 0 and in group 1" in error(stages=[good["stages"][0], second])
+    second = {**good["stages"][1], "devices": [1, 2]}
+    assert "stage 1 is planned for 1 devices and placed on 2" in error(stages=[good["stages"][0], second])
+
+
+def _error(call) -> str:  # type: ignore[no-untyped-def]
+    with pytest.raises(PlanError) as caught:
+        call()
+    return str(caught.value)
+
+
+def test_what_cannot_be() -> None:
+    graph, cluster = graph_of("mlp"), load_cluster("local-x4")
+    with pytest.raises(PlanError, match="4 devices cannot be cut into 3 equal groups"):
+        plan_pipeline(graph, cluster, 4, PipelineOptions(4, groups=3))
+    with pytest.raises(PlanError, match="no schedule 'fifo'; use gpipe"):
+        plan_pipeline(graph, cluster, 4, PipelineOptions(4, schedules=("fifo",)))
+    with pytest.raises(InfeasibleError, match="no plan fits"):
+        plan_pipeline(graph, cluster, 4, PipelineOptions(4, options=Options(memory_limit_bytes=1000)))
+
+
+def test_activations_in_flight_count() -> None:
+    graph = graph_of("gpt2")
+    plan = plan_pipeline(graph, load_cluster("local-x4"), 4, PipelineOptions(8, groups=4, schedules=("1f1b",))).plan
+    live = simulate_live(plan)
+    assert live == [4, 3, 2, 1]
+    one = plan_pipeline(graph, load_cluster("local-x4"), 4, PipelineOptions(8, groups=4, schedules=("gpipe",))).plan
+    assert one.starts == plan.starts
+    for a, b, n in zip(plan.stages, one.stages, live, strict=True):
+        assert a.plan.price.activation_bytes / n == b.plan.price.activation_bytes / 8
+
+
+def simulate_live(plan) -> list[int]:  # type: ignore[no-untyped-def]
+    from cost_models.pipeline import times
+
+    return list(simulate(plan.schedule, times(len(plan.stages))).live_per_stage)
+
+
+@pytest.mark.slow
+def test_pipelines_cross_slow_links() -> None:
+    """GPT-39B (Alpa's shape) on 8 nodes of 8 V100: stages lie inside nodes where 25 Gb/s join them."""
+    graph = gpt(48, 8192, 64, 4, 1024)
+    slow = load_cluster(Path(__file__).parents[2] / "examples/clusters/v100-8x8-25g.toml")
+    plan = plan_pipeline(graph, slow, 64, PipelineOptions(64, schedules=("1f1b",))).plan
+    assert plan.schedule.n_ranks >= 8, "no stage spans two nodes"
