@@ -1,0 +1,120 @@
+"""Why nothing fits: which limit is in the way, and by how much the nearest attempt misses it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from .dynamic import solve
+from .estimate import evaluate
+from .fill import Fill
+from .table import INF, Table, table, timed
+from .words import Candidate, NothingFits, Problem
+
+ATTEMPT_WIDTH = 1024
+PRECISION = 1e-3
+"""Of the memory that would be needed."""
+
+
+def explain(problems: Mapping[int, Problem], fills: Sequence[Fill]) -> NothingFits:
+    """The exception to raise when a search over these came back empty."""
+    nearest: tuple[float, float, Candidate] | None = None
+    reasons: list[str] = []
+    for m, problem in sorted(problems.items()):
+        own = table(problem)
+        lacking = _lacking(own)
+        if lacking:
+            return NothingFits(lacking)
+        for fill in fills:
+            if m < fill.least(1):
+                reasons.append(f"{fill.name} needs at least {fill.least(1)} microbatches, here are {m}")
+                continue
+            attempt = _least_memory(own, fill, m)
+            if attempt is None:
+                reasons.append(_counts(problem))
+            else:
+                excess = max(s.needed_bytes - s.memory_bytes for s in attempt.stages)
+                factor = max(s.needed_bytes / s.memory_bytes for s in attempt.stages)
+                if nearest is None or factor < nearest[0]:
+                    nearest = factor, excess, attempt
+    if nearest is None:
+        return NothingFits("; ".join(dict.fromkeys(reasons)))
+    _, excess, attempt = nearest
+    worst = max(attempt.stages, key=lambda s: s.needed_bytes / s.memory_bytes)
+    c = worst.choice
+    recompute = problems[attempt.n_microbatches].recompute
+    advice = "" if recompute != "never" else ", or allow recomputing"
+    return NothingFits(
+        f"memory: the nearest attempt ({len(attempt.stages)} stages, {attempt.schedule}, {attempt.n_microbatches} "
+        f"microbatches) needs {worst.needed_bytes / 1e9:.4g} GB on each device of blocks {c.first}-{c.last} on "
+        f"{c.submesh}, which has {worst.memory_bytes / 1e9:.4g} GB: {excess / 1e9:.4g} GB too much, with "
+        f"{worst.in_flight:g} microbatches in flight and {c.n_recomputed} of {c.last - c.first + 1} blocks recomputed; "
+        f"use smaller microbatches, more devices or more stages{advice}",
+        attempt.stages, excess,
+    )  # fmt: skip
+
+
+def _lacking(own: Table) -> str:
+    """Blocks for which no stage has a cost at all."""
+    n = own.problem.n_blocks
+    possible = [False] * n
+    for (first, last), run in own.run_of.items():
+        if own.rows_of[run] < own.rows_of[run + 1]:
+            possible[first : last + 1] = [True] * (last - first + 1)
+    missing = [i for i in range(n) if not possible[i]]
+    if not missing:
+        return ""
+    names = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
+    return f"no submesh can run blocks {names} ({len(missing)} of {n}): every cost is None"
+
+
+def _attempt(own: Table, fill: Fill, m: int, factor: float) -> Candidate | None:
+    """Any plan with `factor` times the memory."""
+    counts = [None] if fill.by_distance else range(1, own.problem.stage_limit + 1)
+    found = []
+    for n in counts:
+        if n is not None and m < fill.least(n):
+            continue
+        best = solve(own, timed(own, fill, m, n, factor), fill, m, n, INF, ATTEMPT_WIDTH).best
+        found += list(best.values())
+    if not found:
+        return None
+    return evaluate(own.problem, fill, m, min(found, key=lambda f: f[0])[1])
+
+
+def _least_memory(own: Table, fill: Fill, m: int) -> Candidate | None:
+    """A plan that fits in the least multiple of the memory, nearly; None where none fits in any."""
+    low, high = 1.0, 2.0
+    best = None
+    while best is None:
+        best = _attempt(own, fill, m, high)
+        if best is None:
+            if high > 1e12:
+                return None
+            low, high = high, high * (4 if high < 100 else 1000)
+    while high > low * (1 + PRECISION):
+        # What an attempt needs is often less than it was allowed.
+        high = min(high, max(s.needed_bytes / s.memory_bytes for s in best.stages))
+        middle = (low + high) / 2
+        found = _attempt(own, fill, m, middle)
+        if found is None:
+            low = middle
+        else:
+            best, high = found, middle
+    return best
+
+
+def _counts(problem: Problem) -> str:
+    """Memory aside, the counts do not come out."""
+    devices = " and ".join(f"{n} {t}" for t, n in problem.devices.items())
+    if problem.all_devices:
+        own = replace(problem, all_devices=False)
+        sizes = ", ".join(str(n) for n in sorted({s.n_devices for s in problem.submeshes}))
+        return (
+            f"devices: no at most {problem.stage_limit} stages on submeshes of {sizes} devices use all of {devices} "
+            f"({'fewer would do' if own.stage_limit else ''}); allow idle devices or more submeshes"
+        )
+    return (
+        f"counts: {problem.n_blocks} blocks cannot be cut into at most {problem.stage_limit} stages on {devices}: "
+        "the runs of blocks that have a cost do not join up, or their submeshes are too large together"
+    )
