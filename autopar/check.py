@@ -1,12 +1,14 @@
 """The certificate of a plan: what it claims, recomputed without the solver and without the pricer.
 
 The plan is lowered, and the emitted program is run once on fake tensors (shapes only), forward and backward. A
-dispatch mode counts every collective that is really issued, with its group and its bytes; operators are priced from
-the local shapes that really occur. From that follow the seconds; from the shapes of parameters the stored bytes.
+dispatch mode counts every collective that is really issued, with its group and its bytes, and what is recomputed runs
+twice; operators are priced from the local shapes that really occur. From that follow the seconds; from the shapes of
+parameters the stored bytes.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,6 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.graph import Graph
 from autopar.lower.emit import Program, lower, used_shape
+from autopar.lower.segments import again_in_backward
 from autopar.placements import local_shape, step_collectives
 from autopar.plan import Plan
 from autopar.rules.notation import Rule
@@ -150,7 +153,7 @@ def _recount(
             flat = pricer.run(*values)
             if graph.loss is not None and flat[graph.loss].requires_grad:
                 flat[graph.loss].backward()
-    report.compute_seconds = pricer.seconds * plan.microbatches
+    report.compute_seconds = sum(pricer.seconds) * plan.microbatches
     for group, kind, n_bytes in counter.seen:
         axis = names[group]
         report.collectives[axis, kind] += 1
@@ -161,12 +164,27 @@ class _Priced(torch.fx.Interpreter):
     """Runs a program and prices every operator from the shapes that it really gets, flops counted by torch."""
 
     def __init__(self, program: Program, graph: Graph, device: Any, flops: FlopCounterMode) -> None:
-        super().__init__(program.module)
-        self.source, self.device, self.flops, self.seconds = graph, device, flops, 0.0
-        self.mesh = program.mesh
+        super().__init__(program.runnable)
+        self.source, self.device, self.flops = graph, device, flops
+        self.mesh, self.again = program.mesh, False
+        self.seconds: list[float] = []
         self.kinds = {
             node.name: rule for node, rule in zip(graph.nodes, rules_of(graph), strict=True) if rule is not None
         }
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """A segment: priced forward and backward the first time, forward alone when it runs again."""
+        segment = self.submodules[target]
+        runs: list[_Priced] = []
+
+        def run(*values: Any) -> Any:
+            inner = copy.copy(self)
+            torch.fx.Interpreter.__init__(inner, segment.inner)  # type: ignore[arg-type]
+            inner.again = bool(runs)
+            runs.append(inner)
+            return inner.run(*values)
+
+        return again_in_backward(run, args, segment.changing, segment.renewed)  # type: ignore[arg-type]
 
     def run_node(self, n: torch.fx.Node) -> Any:
         meta = n.meta.get("autopar") or {}
@@ -177,9 +195,9 @@ class _Priced(torch.fx.Interpreter):
             ins = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
             outs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
             flops = self.flops.get_total_flops() - before
-            self.seconds += self._op(self.kinds[meta["node"]], n, ins, outs, flops)
+            self.seconds.append(self._op(self.kinds[meta["node"]], n, ins, outs, flops))
         elif n.op == "call_function" and "step" in meta:
-            self.seconds += self._copy(meta, result)
+            self.seconds.append(self._copy(meta, result))
         return result
 
     def _op(self, rule: Rule, n: torch.fx.Node, ins: list[Any], outs: list[Any], flops: float) -> float:
@@ -201,7 +219,7 @@ class _Priced(torch.fx.Interpreter):
             flops = 0.0
         dtype = str(outs[0].dtype).removeprefix("torch.")
         forward = op_seconds(self.device, rule.kind, flops, n_bytes, dtype, gemm)
-        if not any(t.requires_grad for t in outs):
+        if self.again or not any(t.requires_grad for t in outs):
             return forward
         if rule.kind in ("matmul", "conv"):
             return forward * (1 + sum(t.requires_grad for i, t in enumerate(ins) if i not in rule.additive))
@@ -216,7 +234,7 @@ class _Priced(torch.fx.Interpreter):
         spec = self.source.spec(meta["ref"])
         n_bytes = sum(prod(local_shape(spec.shape, s, self.mesh)) * spec.item_bytes for s in (src, dst))
         seconds = op_seconds(self.device, "copy", 0.0, n_bytes, spec.dtype)
-        return seconds * (2 if result.requires_grad and backward is None else 1)
+        return seconds * (2 if result.requires_grad and backward is None and not self.again else 1)
 
 
 def _stored(plan: Plan, graph: Graph, report: Report) -> None:

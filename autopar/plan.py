@@ -43,7 +43,8 @@ class Price:
         parameter_seconds: gradient reductions and parameter gathers.
         parameter_bytes, gradient_bytes, optimizer_bytes: stored state of one rank; exact.
         gathered_bytes: copies of parameters (and their gradients) in the used placement, alive at once.
-        activation_bytes: what autograd keeps for the backward.
+        activation_bytes: what autograd keeps for the backward; of recomputed segments their inputs, and the rest of
+            the largest one while it lives again.
     """
 
     compute_seconds: float = 0.0
@@ -78,6 +79,7 @@ class Pins:
         params: ``{pattern: "replicate", a placement "S0,I", or one with a lifetime "S0,I use"}``.
         inputs, outputs: placements by input name and output position.
         memory_limit_bytes: per device; None for what the device has.
+        recompute: patterns of module paths that run again in the backward.
     """
 
     ops: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -85,6 +87,7 @@ class Pins:
     inputs: Mapping[str, State] = field(default_factory=dict)
     outputs: Mapping[int, State] = field(default_factory=dict)
     memory_limit_bytes: int | None = None
+    recompute: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,8 @@ class Plan:
         stages: pipeline stages; 1 until a plan is pipelined.
         microbatches: how many pieces ``train_step`` cuts the batch into.
         pins: what the user asked for, so that the plan can be solved again with the same wishes.
+        recompute: segments ``(first op, last op)``, runs of operators in execution order that keep only their inputs
+            and run again in the backward.
     """
 
     fingerprint: str
@@ -136,6 +141,7 @@ class Plan:
     solution: Solution | None = None
     notes: tuple[str, ...] = ()
     pins: Pins = field(default_factory=Pins)
+    recompute: tuple[tuple[str, str], ...] = ()
 
     @property
     def n_devices(self) -> int:

@@ -14,6 +14,7 @@ import keyword
 import operator
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,8 +24,10 @@ from autopar.errors import PlanError
 from autopar.graph import Graph, Node, Ref
 from autopar.lower.code import code_of
 from autopar.lower.collectives import step
+from autopar.lower.segments import with_segments
 from autopar.placements import Mesh, State, format_state, local_shape
 from autopar.plan import Plan, route_key
+from autopar.planner.recompute import numbered
 from autopar.planner.space import Strategy, combine, node_options
 from autopar.rules.local import Seed, local_call
 from autopar.rules.notation import In, Rule, call_of
@@ -52,7 +55,7 @@ class Program:
 
     Attributes:
         module: ``module(*values)`` with one value per slot, tensors local; returns a flat tuple: the model's outputs,
-            then the new values of the buffers in ``updates``.
+            then the new values of the buffers in ``updates``. Flat: what is recomputed stands there once.
         slots: what the positional inputs are.
         outputs: placement of each output (None for an output that is no tensor).
         updates: buffers whose new values follow the outputs.
@@ -64,6 +67,11 @@ class Program:
     outputs: tuple[State | None, ...]
     updates: tuple[str, ...]
     mesh: Mesh
+
+    @cached_property
+    def runnable(self) -> torch.fx.GraphModule:
+        """The module to run: what the plan recomputes are submodules that run again in the backward."""
+        return with_segments(self.module)
 
     @property
     def code(self) -> str:
@@ -113,6 +121,7 @@ class _Emitter:
         self.before: dict[Ref, dict[State, State]] = {}
         self.seed: torch.fx.Node | None = None
         self.names = {"seed"}
+        self.segments = numbered(graph, plan.recompute)
 
     def emit(self) -> Program:
         graph = self.graph
@@ -128,7 +137,10 @@ class _Emitter:
         for i, (node, rule) in enumerate(zip(graph.nodes, rules, strict=True)):
             if node.kind == "op":
                 assert rule is not None
+                last = next(iter(reversed(self.fx.nodes)))
                 self._op(i, node, rule)
+                if i in self.segments:
+                    self._belongs(last, self.segments[i])
         outputs: list[Any] = []
         for out, state in zip(graph.outputs, self.plan.outputs, strict=True):
             outputs.append(self._get(out, state) if isinstance(out, Ref) and state is not None else out)
@@ -154,6 +166,9 @@ class _Emitter:
         self.names.add(name)
         fx = self.fx.placeholder(name)
         fx.meta["autopar"] = {"outs": [state], "node": node.name}
+        if node.kind == "buffer":
+            kind = "renewed" if node.target in self.graph.updates else "changing" if node.out.is_float else ""
+            fx.meta["autopar"]["buffer"] = kind  # for segments that read it
         self.slots.append(Slot(node.kind, node.target, state, node.out.shape, node.out.dtype, node.needs_grad))
         self._made(Ref(i), state, fx)
 
@@ -186,6 +201,13 @@ class _Emitter:
             fx.meta["autopar"] = {"step": (src, state), "outs": [state], "ins": [src], "ref": ref}
         self.value[ref, state] = fx
         return fx
+
+    def _belongs(self, last: torch.fx.Node, segment: int) -> None:
+        """Put what was emitted after a node into a segment."""
+        for fx in reversed(self.fx.nodes):
+            if fx is last:
+                return
+            fx.meta["segment"] = segment
 
     def _op(self, i: int, node: Node, rule: Rule) -> None:
         names = self.plan.ops.get(node.name)

@@ -8,6 +8,7 @@ after the pair then costs no more than between the two.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,6 +21,7 @@ from autopar.planner import params as P
 from autopar.planner.fold import Fold
 from autopar.planner.price import Pricer
 from autopar.planner.problem import Held, Item, Problem, Tensor
+from autopar.planner.recompute import Recompute, numbered
 from autopar.planner.reshard import axis_sets, state_graph
 from autopar.planner.space import Strategy, strategies
 from autopar.rules.notation import Rule
@@ -73,6 +75,7 @@ class _Group:
 
     ref: Ref
     count: int = 0
+    again: int = 0  # of these, whose first reader belongs to a segment that is recomputed
     readers: tuple[tuple[int, int], ...] = ()
     outputs: tuple[int, ...] = ()
     updates: tuple[str, ...] = ()
@@ -89,6 +92,7 @@ class Builder:
         cut_contractions: a contraction or attention must be cut on every axis, where it can be. For clusters that state
             no compute speed: there, computing everything everywhere would be free (Alpa does the same).
         in_flight: microbatches whose activations are kept at once.
+        recompute: segments that run again in the backward.
         keep_memory: keep strategies that are slower and smaller; needed when a memory limit binds.
     """
 
@@ -104,6 +108,7 @@ class Builder:
     keep_memory: bool = False
     cut_contractions: bool = False
     in_flight: int = 1
+    recompute: Recompute = ()
 
     def build(self) -> tuple[Problem, Decoder]:
         """The problem, and what reads its solution."""
@@ -203,8 +208,10 @@ class Builder:
                 outs, updates = tuple(out_of.get(ref, ())), tuple(update_of.get(ref, ()))
                 own = found.setdefault(rep[i], {})
                 key = (k, readers, outs, updates)
-                group = own.setdefault(key, _Group(Ref(rep[i], k), 0, readers, outs, updates))
+                group = own.setdefault(key, _Group(Ref(rep[i], k), 0, 0, readers, outs, updates))
                 group.count += 1
+                first = graph.consumers.get(ref, ())[:1]
+                group.again += any(c in self._segment_of for c, _ in first)
         return {i: list(g.values()) for i, g in found.items()}
 
     def _tensor(
@@ -228,9 +235,12 @@ class Builder:
         for s in (*made, *(s for _, all_ in readers for s in all_)):
             if s not in number:
                 raise AssertionError(f"{self.graph.nodes[group.ref.node].where}: state {s} of {spec} is not legal")
-        price = self.pricer.step
-        times = group.count * self.microbatches
-        steps = tuple((number[a], number[b], times * price(spec, grad, a, b)) for a, b in edges)
+        price, parts = self.pricer.step, self.pricer.step_parts
+        times, again = group.count * self.microbatches, group.again * self.microbatches
+        steps = tuple(
+            (number[a], number[b], times * price(spec, grad, a, b) + again * (again and parts(spec, grad, a, b)[0]))
+            for a, b in edges
+        )
         return Tensor(
             self.graph.nodes[group.ref.node].name, producer, tuple(number[s] for s in made),
             tuple((item, tuple(number[s] for s in states)) for item, states in readers), len(states), steps,
@@ -285,6 +295,18 @@ class Builder:
             options.extend(own[k] for k in P.cheapest([(o[1], o[2]) for o in own], self.keep_memory))
         return options
 
+    # -- what is recomputed
+
+    @cached_property
+    def _segment_of(self) -> dict[int, int]:
+        """Segment numbers of the operators that run again."""
+        return numbered(self.graph, self.recompute)
+
+    @cached_property
+    def _recomputed(self) -> Counter[int]:
+        """How many nodes that a representative stands for run again."""
+        return Counter(self.fold.representative[i] for i in self._segment_of)
+
     # -- chains
 
     def _chains(
@@ -311,6 +333,10 @@ class Builder:
                 own = _most_cut(own, rule)
             times = counts[i] * self.microbatches
             seconds = [times * sum(self.pricer.op(graph, node, rule, s)) for s in own]
+            again = self._recomputed[i] * self.microbatches
+            if again:
+                more = [again * sum(self.pricer.forward(graph, node, rule, s)) for s in own]
+                seconds = [a + b for a, b in zip(seconds, more, strict=True)]
             n_bytes = [0.0] * len(own)
             leader = self._leader(i, node, rule, groups, counts, chain_of)
             if leader is not None:
@@ -382,26 +408,46 @@ class Builder:
         """What autograd keeps for the backward: added to the items, and returned where several keep it in common.
 
         One tensor in one layout is kept once however many operators want it; a view is the tensor it looks at.
+
+        Of what is recomputed the inputs count, in the layout in which their producer makes them, and what the segment
+        keeps inside that keeps most (by whole tensors). An input in another layout inside, and another segment that
+        turns out to be the larger one, are not seen here but in the price of the finished plan.
         """
         graph, rep = self.graph, self.fold.representative
         root: dict[Ref, Ref] = {}
         keepers: dict[Ref, list[tuple[int, int, Ref]]] = {}
+        inner: dict[int, dict[Ref, list[tuple[int, int, Ref]]]] = {}  # the same, by segment
         for i, node in enumerate(graph.nodes):
             rule = self.rules[rep[i]]
             if node.kind != "op" or rule is None:
                 continue
             if rule.kind == "none" and len(node.outs) == 1 and node.refs:
                 root[Ref(i)] = root.get(node.refs[0], node.refs[0])
-            if not node.needs_grad or rep[i] not in row_of:
+            if rep[i] not in row_of:
+                continue
+            segment = self._segment_of.get(i)
+            for position, ref in enumerate(node.refs if segment is not None else ()):
+                made = graph.nodes[ref.node]
+                if made.hot and made.kind != "param" and self._segment_of.get(ref.node) != segment:
+                    plain = made.kind == "op" and ref.out == 0
+                    keeper = (rep[ref.node], OUT) if plain else (rep[i], position)
+                    keepers.setdefault(root.get(ref, ref), []).append((*keeper, Ref(rep[ref.node], ref.out)))
+            if not node.needs_grad:
                 continue
             for position in (*rule.saves, *((OUT,) if rule.saves_out else ())):
                 ref = Ref(i) if position == OUT else node.refs[position]
                 if graph.nodes[ref.node].kind != "param" and graph.nodes[ref.node].hot:
-                    keepers.setdefault(root.get(ref, ref), []).append((rep[i], position, Ref(rep[ref.node], ref.out)))
+                    kept = root.get(ref, ref)
+                    if segment is not None and self._segment_of.get(kept.node) != segment:
+                        continue  # an input: counted above
+                    into = keepers if segment is None else inner.setdefault(segment, {})
+                    into.setdefault(kept, []).append((rep[i], position, Ref(rep[ref.node], ref.out)))
         classes: dict[tuple[tuple[int, int, Ref], ...], int] = {}
-        for own in keepers.values():
-            key = tuple(sorted(set(own)))
-            classes[key] = classes.get(key, 0) + self.in_flight
+        largest = max(inner.values(), key=lambda own: sum(graph.spec(ref).n_bytes for ref in own), default={})
+        for every, times in ((keepers, self.in_flight), (largest, 1)):
+            for own in every.values():
+                key = tuple(sorted(set(own)))
+                classes[key] = classes.get(key, 0) + times
         held: list[Held] = []
         for key, count in classes.items():
             layouts: dict[int, dict[int, set[int]]] = {}  # bytes -> item -> rows

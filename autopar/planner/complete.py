@@ -11,6 +11,7 @@ from autopar.placements import State, format_state
 from autopar.plan import ParamChoice, Plan, Price, route_key
 from autopar.planner import params as P
 from autopar.planner.price import Pricer
+from autopar.planner.recompute import Recompute, Segment, contents, seconds_again
 from autopar.planner.reshard import Edge, route
 from autopar.planner.space import Strategy, strategies
 from autopar.rules.notation import Rule
@@ -113,6 +114,7 @@ def complete(
     optimizer: str = "adamw",
     microbatches: int = 1,
     in_flight: int = 1,
+    recompute: Recompute = (),
 ) -> Plan:
     """The plan of the given decisions, with routes and price.
 
@@ -121,6 +123,7 @@ def complete(
         params: by parameter node; parameters left out (nobody reads them) are replicated.
         outputs: placements by output position; the others come out whole.
         buffers: placements by name; the others follow demand.
+        recompute: segments that run again in the backward.
 
     Raises:
         PlanError: a tensor cannot be brought to where it is wanted.
@@ -152,22 +155,26 @@ def complete(
         if found[1]:
             routes[route_key(graph, ref)] = found[1]
             seconds += found[0]
-    price = _price(graph, rules, pricer, chosen, owned, seconds, optimizer, microbatches, in_flight)
+    segments = contents(graph, rules, chosen, routes, recompute)
+    price = _price(graph, rules, pricer, chosen, owned, seconds, optimizer, microbatches, in_flight, segments)
     return Plan(
         graph.fingerprint, cluster, mesh,
         {node.name: chosen[i].names for i, node in enumerate(graph.nodes) if node.kind == "op"},
         {graph.nodes[i].target: choice for i, choice in owned.items()},
         held, tuple(out_states), routes, dict(inputs or {}), optimizer, 1, microbatches, price,
+        recompute=recompute,
     )  # fmt: skip
 
 
 def _price(
     graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, chosen: Mapping[int, Strategy],
     owned: Mapping[int, ParamChoice], reshard_seconds: float, optimizer: str, microbatches: int,
-    in_flight: int,
+    in_flight: int, segments: Sequence[Segment],
 ) -> Price:  # fmt: skip
-    compute = inside = 0.0
+    compute, inside = seconds_again(graph, rules, pricer, chosen, segments)
+    segment_of = {i: segment for segment in segments if segment.active for i in segment.ops}
     kept: dict[tuple[Ref, int], int] = {}
+    again: dict[int, dict[tuple[Ref, int], int]] = {}  # by segment: what lives while it runs again
     memo: dict[object, tuple[float, float]] = {}
     root: dict[Ref, Ref] = {}
     for i, node in enumerate(graph.nodes):
@@ -187,7 +194,16 @@ def _price(
         saved = [(node.refs[p], strategy.ins[p]) for p in rule.saves]
         if rule.saves_out:
             saved.append((Ref(i), strategy.outs[0]))
+        segment = segment_of.get(i)
         for ref, state in saved:
+            if graph.nodes[ref.node].kind != "param" and graph.nodes[ref.node].hot:
+                n = pricer.local_bytes(graph.spec(ref), state)
+                if segment is not None and (ref, state) in segment.own:
+                    again.setdefault(id(segment), {})[root.get(ref, ref), n] = n
+                elif segment is None:
+                    kept[root.get(ref, ref), n] = n
+    for segment in segments:
+        for ref, state in segment.inputs if segment.active else ():
             if graph.nodes[ref.node].kind != "param" and graph.nodes[ref.node].hot:
                 n = pricer.local_bytes(graph.spec(ref), state)
                 kept[root.get(ref, ref), n] = n
@@ -204,5 +220,6 @@ def _price(
     return Price(
         compute * microbatches, (reshard_seconds + inside) * microbatches, parameter_seconds, totals[0],
         totals[1], totals[2],
-        totals[3] + peak, in_flight * sum(kept.values()),
+        totals[3] + peak,
+        in_flight * sum(kept.values()) + max((sum(own.values()) for own in again.values()), default=0),
     )  # fmt: skip

@@ -12,11 +12,15 @@ from autopar.plan import ParamChoice, Plan
 from autopar.planner import params as P
 from autopar.planner.complete import complete
 from autopar.planner.price import Pricer
+from autopar.planner.recompute import Recompute
 from autopar.planner.space import Strategy, strategies
 from autopar.rules.notation import Rule
 
 
-def random_plan(graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, seed: int, *, attempts: int = 50) -> Plan:
+def random_plan(
+    graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, seed: int, *, attempts: int = 50,
+    recompute: Recompute = (),
+) -> Plan:  # fmt: skip
     """A feasible plan with every decision drawn at random: ops (cold ones too), parameters and lifetimes.
 
     Raises:
@@ -49,7 +53,7 @@ def random_plan(graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, seed
             params[i] = rng.choice(found)
         inputs, outputs = _at_the_borders(graph, mesh, rng)
         try:
-            return complete(graph, rules, pricer, decided, params, outputs, inputs=inputs)
+            return complete(graph, rules, pricer, decided, params, outputs, inputs=inputs, recompute=recompute)
         except PlanError as failed:
             error = failed
     raise PlanError(f"no random plan in {attempts} draws: {error}")

@@ -1,7 +1,7 @@
 """When within a step a plan's seconds are spent: the forward of a microbatch, its two backward halves, once a step.
 
 This is what a pipeline is simulated with. The gradients of a contraction's weights can be computed later than those of
-its inputs; everything else of the backward belongs to the first half.
+its inputs; everything else of the backward belongs to the first half, recomputed forwards included.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from autopar.graph import Graph, Ref
 from autopar.plan import Plan, route_key
 from autopar.planner.price import Pricer
-from autopar.planner.space import combine, node_options
+from autopar.planner.recompute import contents, seconds_again
+from autopar.planner.space import Strategy, combine, node_options
 from autopar.rules.registry import rules_of
 
 
@@ -35,6 +36,7 @@ def phases(graph: Graph, plan: Plan, pricer: Pricer) -> Phases:
     forward = total = weights = 0.0
     rules = rules_of(graph)
     memo: dict[object, tuple[float, float, float]] = {}
+    chosen: dict[int, Strategy] = {}
     for i, node in enumerate(graph.nodes):
         rule = rules[i]
         if node.kind == "op" and rule is not None:
@@ -44,10 +46,11 @@ def phases(graph: Graph, plan: Plan, pricer: Pricer) -> Phases:
                 node.needs_grad,
                 tuple(graph.nodes[r.node].needs_grad for r in node.refs),
             )
-            if key not in memo:
+            if key not in memo or plan.recompute:
                 options = {o.name: o for o in node_options(graph, node, rule)}
-                strategy = combine([options[name] for name in plan.ops[node.name]])
-                memo[key] = pricer.phases(graph, node, rule, strategy)
+                chosen[i] = combine([options[name] for name in plan.ops[node.name]])
+            if key not in memo:
+                memo[key] = pricer.phases(graph, node, rule, chosen[i])
             for_forward, for_all, for_weights = memo[key]
             forward, total, weights = forward + for_forward, total + for_all, weights + for_weights
     for i, node in enumerate(graph.nodes):
@@ -58,6 +61,8 @@ def phases(graph: Graph, plan: Plan, pricer: Pricer) -> Phases:
             for src, dst in plan.routes.get(route_key(graph, Ref(i, out)), ()):
                 there, back = pricer.step_parts(spec, grad, src, dst)
                 forward, total = forward + there, total + there + back
+    segments = contents(graph, rules, chosen, plan.routes, plan.recompute)
+    total += sum(seconds_again(graph, rules, pricer, chosen, segments))
     return Phases(forward, total - forward - weights, weights, plan.price.parameter_seconds)
 
 

@@ -84,6 +84,13 @@ class Pricer:
             self._inside(rule, pieces, axes, differentiable),
         )
 
+    def forward(self, graph: Graph, node: Node, rule: Rule, strategy: Strategy) -> tuple[float, float]:
+        """``(compute seconds, seconds of collectives inside)`` of the forward of one op."""
+        pieces, axes = cuts_of(rule, strategy.options, self.mesh)
+        in_grads, _ = grads_of(graph, node)
+        compute = self._compute(graph, node, rule, strategy, pieces, in_grads, False)
+        return compute, self._inside(rule, pieces, axes, False)
+
     def phases(self, graph: Graph, node: Node, rule: Rule, strategy: Strategy) -> tuple[float, float, float]:
         """Seconds of one op: ``(forward, all, gradients of weights)``, collectives inside included."""
         pieces, axes = cuts_of(rule, strategy.options, self.mesh)

@@ -17,6 +17,7 @@ from autopar.planner.complete import complete
 from autopar.planner.fold import Fold, fold, unfolded
 from autopar.planner.price import pricer
 from autopar.planner.problem import Item, Problem
+from autopar.planner.recompute import segments_of
 from autopar.planner.space import Strategy, node_options
 from autopar.rules.notation import Rule
 from autopar.rules.registry import ops_without_rule, rules_of
@@ -44,6 +45,8 @@ class Options:
             gap); without a binding limit, plans are optimal. 0 asks for the optimum always, which can take minutes.
         fold: decide identical blocks once.
         in_flight: microbatches whose activations are kept at once: more than one in a stage of a pipeline.
+        recompute: patterns of module paths (``layers.*``); each module that matches keeps only its inputs for the
+            backward, and runs again there.
     """
 
     constraints: Mapping[str, Mapping[str, str]] | None = None
@@ -58,6 +61,7 @@ class Options:
     memory_gap: float = 0.01
     fold: bool = True
     in_flight: int = 1
+    recompute: Sequence[str] = ()
 
 
 def op_labels(graph: Graph) -> dict[str, str]:
@@ -94,6 +98,7 @@ def plan_graph(
     folding = fold(graph) if options.fold else unfolded(graph)
     rules = rules_of(graph, folding.representative)
     pins = _Pins(graph, rules, mesh, options)
+    again = segments_of(graph, rules, options.recompute)
     if not pins.uniform(folding):
         folding = unfolded(graph)  # blocks that are pinned differently are different blocks
     n = prod(size for _, size in mesh)
@@ -105,7 +110,7 @@ def plan_graph(
         return Builder(
             graph, rules, folding, priced, options.optimizer, options.microbatches, pins.op if pins.ops else None,
             pins.param if pins.params else None, dict(options.outputs or {}), keep_memory, bool(cluster.abstract),
-            options.in_flight,
+            options.in_flight, again,
         )  # fmt: skip
 
     def finish(problem: Problem, decoder: Decoder) -> Plan:
@@ -117,6 +122,7 @@ def plan_graph(
         plan = complete(
             graph, rules, priced, decided, params, outputs, inputs=arriving, cluster=cluster_name or cluster.name,
             optimizer=options.optimizer, microbatches=options.microbatches, in_flight=options.in_flight,
+            recompute=again,
         )  # fmt: skip
         solution = Solution(choice.solver, choice.status, choice.objective, choice.gap)
         return replace(plan, solution=solution)

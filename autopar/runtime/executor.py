@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
-import spmd_types as spmd
 import torch
 import torch.distributed as dist
 import torch.fx
@@ -24,6 +23,7 @@ from torch.utils import _pytree as pytree
 from autopar.capture import Captured
 from autopar.errors import MeshError, RunError
 from autopar.lower.emit import Program, Slot, lower
+from autopar.lower.segments import on_mesh
 from autopar.placements import Mesh, State, format_state, local_shape
 from autopar.plan import Plan
 from autopar.runtime import prefetch
@@ -307,7 +307,7 @@ class ParallelModule(torch.nn.Module):
         self._schedule.begin(same_step=same_step)
         values = [self._schedule, *template] if self._units else template
         if self._distributed:
-            with spmd.set_current_mesh(self._mesh):
+            with on_mesh(self._mesh):
                 flat = self._run(*values)
         else:
             flat = self._run(*values)

@@ -4,6 +4,9 @@ The runtime's copy of a program has three more kinds of calls: ``fetch`` right b
 ``release`` right after its last one, and a ``guard`` around every op that reads a parameter of lifetime ``use``. Inside
 a guard, autograd's saved tensors that lie in a gathered copy are kept as handles, so the copy can be freed after the
 forward; asking for one in the backward gathers it again.
+
+A segment that is recomputed has a fetch of every unit that it reads and no guards, since nothing of it is saved: when
+it runs again, its fetches gather again. The release of a unit last read in a segment follows after the segment.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import torch
 import torch.fx
 
 from autopar.lower.emit import Program
+from autopar.lower.segments import with_segments
 from autopar.runtime.state import Held, Unit
 
 AHEAD = 2
@@ -31,6 +35,7 @@ class Schedule:
         self.storages: dict[int, int] = {}
         self.hooks: Any = None
         self.left: dict[int, set[int]] = {}
+        self.late: set[int] = set()
 
     def begin(self, same_step: bool) -> None:
         """Before a forward: what was gathered in an earlier step expires, the first gathers start."""
@@ -40,13 +45,17 @@ class Schedule:
         for unit in self.units[: AHEAD + 1]:
             unit.start()
 
-    def fetch(self, i: int) -> None:
+    def fetch(self, i: int, last: int | None = None) -> None:
+        """Wait for unit ``i`` and start the next ones; in a segment that runs again, none after unit ``last``."""
         unit = self.units[i]
         unit.fetch()
         if unit.per_use:
             for held in unit.helds:
                 self.storages[held.leaf.untyped_storage().data_ptr()] = i
-        for ahead in self.units[i + 1 : i + 1 + AHEAD]:
+        end = i + 1 + AHEAD
+        if last is not None and torch._C._current_graph_task_id() != -1:  # in a backward: those after it are done with
+            end = min(end, last + 1)
+        for ahead in self.units[i + 1 : end]:
             ahead.start()
 
     def release(self, i: int) -> None:
@@ -93,7 +102,8 @@ class Schedule:
         left.discard(id(held))
         if not left:
             del self.left[i]
-            self._free(i)
+            if i not in self.late:
+                self._free(i)
 
     def end(self) -> None:
         """After a backward: nothing gathered per use stays."""
@@ -102,9 +112,9 @@ class Schedule:
             self._free(i)
 
 
-def fetch(schedule: Schedule, i: int) -> None:
-    """Wait for unit ``i`` and start the next ones."""
-    schedule.fetch(i)
+def fetch(schedule: Schedule, i: int, last: int | None = None) -> None:
+    """Wait for unit ``i`` and start the next ones; ``last`` is the last unit of its segment, if it is in one."""
+    schedule.fetch(i, last)
 
 
 def release(schedule: Schedule, i: int) -> None:
@@ -136,9 +146,9 @@ def order_of_use(program: Program) -> list[int]:
 
 
 def with_gathers(program: Program, helds: Mapping[str, Held], schedule: Schedule) -> torch.fx.GraphModule:
-    """The program with fetches, releases and guards; its first input is the schedule."""
+    """The program as it runs, with fetches, releases and guards; its first input is the schedule."""
     if not schedule.units:
-        return program.module
+        return program.runnable
     graph = torch.fx.Graph()
     remap: dict[torch.fx.Node, torch.fx.Node] = {}
     with graph.inserting_before(None):
@@ -148,6 +158,8 @@ def with_gathers(program: Program, helds: Mapping[str, Held], schedule: Schedule
     position = {n: i for i, n in enumerate(nodes)}
     originals = [n for n in program.module.graph.nodes if n.op == "placeholder"]
     slot_of = {slot.name: remap[n] for slot, n in zip(program.slots, originals, strict=True) if slot.kind == "param"}
+    ends: dict[int, torch.fx.Node] = {n.meta["segment"]: n for n in nodes if "segment" in n.meta}
+    fetched: list[tuple[int, torch.fx.Node]] = []
     guarded: set[torch.fx.Node] = set()
     for i, unit in enumerate(schedule.units):
         readers: set[torch.fx.Node] = set()
@@ -156,21 +168,36 @@ def with_gathers(program: Program, helds: Mapping[str, Held], schedule: Schedule
         readers = {n for n in readers if n.op == "call_function"}
         if not readers:
             continue
-        first = min(readers, key=lambda n: position[n])
-        last = max(readers, key=lambda n: position[n])
-        with graph.inserting_before(first):
-            graph.call_function(fetch, (handle, i))
+        ordered = sorted(readers, key=lambda n: position[n])
+        by_segment: dict[int | None, torch.fx.Node] = {None: ordered[0]}
+        for node in ordered:
+            if "segment" in node.meta:
+                by_segment.setdefault(node.meta["segment"], node)
+        fetched.extend((i, node) for node in dict.fromkeys(by_segment.values()))
+        if unit.per_use and len(by_segment) > 1 and not all(held.leaf.requires_grad for held in unit.helds):
+            schedule.late.add(i)  # nobody says when the backward of a segment is done with a frozen parameter
         if unit.per_use:
-            guarded |= readers
-            with graph.inserting_after(last):
+            guarded |= {n for n in readers if "segment" not in n.meta}
+            last = ordered[-1]
+            with graph.inserting_after(ends[last.meta["segment"]] if "segment" in last.meta else last):
                 graph.call_function(release, (handle, i))
+    last_of: dict[int, int] = {}
+    for i, node in fetched:
+        if "segment" in node.meta:
+            last_of[node.meta["segment"]] = max(i, last_of.get(node.meta["segment"], i))
+    for i, node in fetched:
+        segment = node.meta.get("segment")
+        with graph.inserting_before(node):
+            new = graph.call_function(fetch, (handle, i) if segment is None else (handle, i, last_of[segment]))
+        if segment is not None:
+            new.meta["segment"] = segment
     for node in guarded:
         with graph.inserting_before(node):
             graph.call_function(guard, (handle,))
         with graph.inserting_after(node):
             graph.call_function(unguard, (handle,))
     graph.output(output)
-    return torch.fx.GraphModule(torch.nn.Module(), graph, class_name="ProgramWithGathers")
+    return with_segments(torch.fx.GraphModule(torch.nn.Module(), graph, class_name="ProgramWithGathers"))
 
 
 _VIEWS = (

@@ -30,6 +30,7 @@ from autopar.placements import Mesh
 from autopar.plan import Plan
 from autopar.planner.draw import random_plan
 from autopar.planner.price import pricer
+from autopar.planner.recompute import segments_of
 from autopar.planner.search import Options
 from autopar.rules.registry import rules_of
 from autopar.runtime import executor
@@ -69,7 +70,9 @@ def make_case(config: Config) -> Case:
 def make_plan(captured: Captured, config: Config) -> Plan:
     cluster = load_cluster(config.cluster or f"local-x{dist.get_world_size()}")
     if config.seed is not None:
-        plan = random_plan(captured.graph, rules_of(captured.graph), pricer(cluster, config.mesh), config.seed)
+        graph, rules = captured.graph, rules_of(captured.graph)
+        again = segments_of(graph, rules, config.options.get("recompute", ()))
+        plan = random_plan(graph, rules, pricer(cluster, config.mesh), config.seed, recompute=again)
     else:
         plan = plan_captured(captured, cluster, config.mesh, Options(**config.options))
     if config.lifetime:

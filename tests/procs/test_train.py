@@ -50,6 +50,17 @@ def test_two_ranks() -> None:
     ])  # fmt: skip
 
 
+def test_two_ranks_that_recompute() -> None:
+    blocks = {"recompute": ["*.h.*"]}
+    check(2, [
+        of("gpt2", TWO, options={**blocks, "params": {"*": "S0"}, "constraints": CUT}, lifetime="use", clip=0.1),
+        of("gpt2", TWO, options={**blocks, "params": {"*": "S0"}}, lifetime="use", microbatches=2),
+        of("gpt2", TWO, options=blocks, seed=3),
+        of("t5", TWO, options={"recompute": ["*.block.*"]}, seed=2, lifetime="use"),
+        of("resnet", TWO, options={"recompute": ["*layer?"]}, seed=3, lifetime="use"),
+    ])  # fmt: skip
+
+
 def test_four_ranks() -> None:
     check(4, [
         of("mlp", FOUR, options={"constraints": CUT}, microbatches=2),
