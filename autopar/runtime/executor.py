@@ -101,7 +101,7 @@ class ParallelModule(torch.nn.Module):
         put(self, "_captured", captured)
         put(self, "_plan", plan)
         put(self, "_mesh", device_mesh)
-        put(self, "_device", torch.device(_device_of(device_mesh)))
+        put(self, "_device", torch.device(device_of(device_mesh)))
         put(self, "_program", lower(captured.graph, plan, self._device))
         put(self, "_signature", inspect.signature(model.forward))
         put(self, "training", model.training)
@@ -287,7 +287,7 @@ class ParallelModule(torch.nn.Module):
         The loss is a plain tensor, the same on all ranks. Beside a loss, other outputs are DTensors without
         gradient; without one, all outputs are whole plain tensors.
         """
-        mixed = (self._seed + self._calls * _GOLDEN) % (1 << 62)
+        mixed = mixed_seed(self._seed, self._calls)
         object.__setattr__(self, "_calls", self._calls + 1)
         return self._outputs(self.run_local(self._inputs(args, kwargs), mixed, same_step=self._accumulating))
 
@@ -346,7 +346,7 @@ class ParallelModule(torch.nn.Module):
         for i, (leaf, number) in enumerate(zip(leaves, captured.inputs, strict=True)):
             if number is None:
                 literal = captured.literals.get(i)
-                if i in captured.literals and not _same_literal(literal, leaf):
+                if i in captured.literals and not same_literal(literal, leaf):
                     raise RunError(
                         f"input {self._leaf_names[i]}: captured with {literal!r}, called with {_describe(leaf)}; such "
                         "values are part of the program; parallelize again with the new value"
@@ -584,7 +584,12 @@ class ParallelModule(torch.nn.Module):
 # --- helpers ---------------------------------------------------------------------------------------------------------
 
 
-def _device_of(device_mesh: DeviceMesh) -> str:
+def mixed_seed(seed: int, call: int) -> int:
+    """The seed of random ops in one forward: another one for every forward, the same on every rank."""
+    return (seed + call * _GOLDEN) % (1 << 62)
+
+
+def device_of(device_mesh: DeviceMesh) -> str:
     kind = device_mesh.device_type
     return kind if kind == "cpu" else f"{kind}:{torch.accelerator.current_device_index()}"
 
@@ -601,7 +606,7 @@ def _same_storage(name: str, held: torch.nn.Parameter, state: State, mesh: Devic
 
 def _agreed_seed(device_mesh: DeviceMesh) -> int:
     """Rank 0's ``torch.initial_seed()``, on every rank."""
-    seed = torch.tensor([torch.initial_seed() % (1 << 62)], dtype=torch.int64, device=_device_of(device_mesh))
+    seed = torch.tensor([torch.initial_seed() % (1 << 62)], dtype=torch.int64, device=device_of(device_mesh))
     if device_mesh.size() > 1:
         for axis in range(device_mesh.ndim):
             group = device_mesh.get_group(axis)
@@ -655,7 +660,7 @@ def _structure(args: Any, kwargs: Mapping[str, Any]) -> str:
     return "(" + ", ".join([*map(show, args), *(f"{k}={show(v)}" for k, v in kwargs.items())]) + ")"
 
 
-def _same_literal(a: Any, b: Any) -> bool:
+def same_literal(a: Any, b: Any) -> bool:
     return type(a) is type(b) and (a == b or (a != a and b != b))
 
 

@@ -26,7 +26,7 @@ from autopar.lower.transfer import Side, transfer
 from autopar.pipeline import PipelinePlan
 from autopar.placements import State
 from autopar.runtime.backward import Halves, Handle
-from autopar.runtime.executor import _GOLDEN, ParallelModule, _device_of
+from autopar.runtime.executor import ParallelModule, device_of, mixed_seed, same_literal
 from autopar.runtime.wires import Post, Wire
 from autopar.staging import StageGraph, cut
 from cost_models.pipeline import forward_only
@@ -39,6 +39,7 @@ class _Stage:
     def __init__(self, module: ParallelModule, graph: StageGraph, row: Sequence[Action]) -> None:
         self.module, self.graph = module, graph
         self.halves = Halves()
+        self.begun = False  # parameters gathered since the last optimizer step are those of today
         gradient_kinds = [a for a in row if a.stage == graph.number and a.kind in "BW"]
         self.first = gradient_kinds[0] if gradient_kinds else None
         self.last = gradient_kinds[-1] if gradient_kinds else None
@@ -135,7 +136,7 @@ class PipelineModule(torch.nn.Module):
         put(self, "_stages", stages)
         rows = {d: plan.schedule.flat_rows[plan.schedule.rank_of_stage[s]] for s, stage in enumerate(plan.stages)
                 for d in stage.devices}  # fmt: skip
-        device = torch.device(_device_of(meshes[mine[0]]))
+        device = torch.device(device_of(meshes[mine[0]]))
         put(self, "_device", device)
         put(self, "_post", Post.of(self._rank, device, self._wires, rows, plan.microbatches))
         alone = forward_only(len(graphs), plan.microbatches, plan.schedule.stages_of_rank)
@@ -172,6 +173,7 @@ class PipelineModule(torch.nn.Module):
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for stage in self._stages.values():
             stage.module.forget_gradients()
+            stage.begun = False
         self._post.begin()
         spans = self._spans
         for action in self._row:
@@ -209,6 +211,8 @@ class PipelineModule(torch.nn.Module):
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         schedule = forward_only(len(self._graphs), self._plan.microbatches, self._plan.schedule.stages_of_rank)
         group = schedule.rank_of_stage[next(iter(self._stages))]
+        for stage in self._stages.values():
+            stage.begun = False
         main, self_post = self._post, self._forward_post
         object.__setattr__(self, "_post", self_post)
         try:
@@ -261,8 +265,8 @@ class PipelineModule(torch.nn.Module):
         for name in graph.inputs:
             inputs[name] = stage.module.local_input(name, slots[name], batch[name])
         number = self._steps * self._plan.microbatches + microbatch
-        mixed = (self._seed + number * _GOLDEN) % (1 << 62)
-        flat = stage.module.run_local(inputs, mixed, same_step=microbatch > 0 or self._under_way(stage))
+        flat = stage.module.run_local(inputs, mixed_seed(self._seed, number), same_step=stage.begun)
+        stage.begun = True
         outputs = [Handle.apply(x) if stage.splits else x for x in flat[: len(graph.gives)]]
         loss = None if graph.graph.loss is None else flat[graph.graph.loss]
         if loss is not None and stage.splits:
@@ -273,9 +277,6 @@ class PipelineModule(torch.nn.Module):
         stage.arrived[microbatch] = arrived
         stage.made[microbatch] = outputs, [loss]
         return loss
-
-    def _under_way(self, stage: _Stage) -> bool:
-        return bool(stage.made)
 
     def _roots(self, stage: _Stage, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Outputs with gradients, and these."""
@@ -390,26 +391,32 @@ class PipelineModule(torch.nn.Module):
         return found
 
     def _microbatches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
+        captured, k = self._captured, self._plan.microbatches
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        if spec != self._captured.in_spec:
+        if spec != captured.in_spec:
             raise RunError("the call does not have the structure of the example inputs; call it as it was captured")
-        k = self._plan.microbatches
         found: list[dict[str, torch.Tensor]] = [{} for _ in range(k)]
-        for leaf, number in zip(leaves, self._captured.inputs, strict=True):
+        for i, (leaf, number) in enumerate(zip(leaves, captured.inputs, strict=True)):
             if number is None:
+                if i in captured.literals and not same_literal(captured.literals[i], leaf):
+                    raise RunError(
+                        f"an input was captured with {captured.literals[i]!r} and called with {leaf!r}; such values "
+                        "are part of the program; parallelize again with the new value"
+                    )
                 continue
-            node = self._captured.graph.nodes[number]
-            want, have = node.out.shape, tuple(leaf.shape)
-            if have == want and k > 1 and want[:1] != ():
+            node = captured.graph.nodes[number]
+            want = node.out.shape
+            if not isinstance(leaf, torch.Tensor):
+                raise RunError(f"input {node.target}: captured as a tensor, called with {type(leaf).__name__}")
+            have = tuple(leaf.shape)
+            if have == want:
                 pieces = [leaf] * k
-            elif have == want:
-                pieces = [leaf] * k
-            elif have[1:] == want[1:] and have[0] == k * want[0]:
+            elif want and have[1:] == want[1:] and have[0] == k * want[0]:
                 pieces = list(leaf.split(want[0]))
             else:
                 raise RunError(
-                    f"input {node.target}: captured with shape {want} a microbatch, called with {have}; give "
-                    f"{k} x {want[0] if want else 1} rows, or one shape for all microbatches"
+                    f"input {node.target}: captured with shape {want} a microbatch, called with {have}; give {k} x "
+                    f"{want[0] if want else 1} rows, or one tensor of the captured shape for all microbatches"
                 )
             for batch, piece in zip(found, pieces, strict=True):
                 batch[node.target] = piece

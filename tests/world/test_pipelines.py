@@ -35,8 +35,8 @@ def _first(k: int, x: torch.Tensor) -> torch.Tensor:
     return x.chunk(k, 0)[0]
 
 
-def check(name: str, groups: str, microbatches: int, seed: int) -> None:
-    case = ZOO[name]()
+def check(name: str, groups: str, microbatches: int, seed: int, **zoo: float) -> None:
+    case = ZOO[name](**zoo)
     first = torch.utils._pytree.tree_map_only(
         torch.Tensor, lambda x: x.chunk(microbatches, 0)[0], (case.args, case.kwargs)
     )
@@ -85,6 +85,11 @@ def test_two_unequal_groups(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "unet"])
 def test_sixteen_ranks(name: str) -> None:
     check(name, "16", 2, 1)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "transformer_encoder"])
+def test_dropout_does_not_depend_on_the_cut(name: str) -> None:
+    check(name, "2+1", 2, 3, dropout=0.1)
 
 
 @pytest.mark.slow
