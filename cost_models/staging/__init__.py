@@ -1,11 +1,11 @@
 """Cutting a chain of blocks into pipeline stages over submeshes. Numbers only: costs come from the caller.
 
-    words        what goes in and comes out           fill         schedules: in flight, bubble
-    submeshes    places that a stage may have         estimate     the objective
-    table        all possible stages as arrays        bounds       what the rest costs at least
-    dynamic      the dynamic program                  search       over schedules and microbatches
-    failure      why nothing fits                     exhaustive   all ways, for tests
-    pipedream    PipeDream's own problem
+words        what goes in and comes out           fill         schedules: in flight, bubble
+submeshes    places that a stage may have         estimate     the objective
+table        all possible stages as arrays        bounds       what the rest costs at least
+dynamic      the dynamic program                  search       over schedules and microbatches
+failure      why nothing fits                     exhaustive   all ways, for tests
+pipedream    PipeDream's own problem
 """
 
 from .estimate import evaluate, step_seconds

@@ -9,7 +9,14 @@ so for any share f in [0, 1] of the pace, the step is at least
 
     b * (sum so far) + (1 - f) (m - b) * (pace so far) + min over partitions of sum (b + f (m - b) w p / left) t
 
-The minimum over partitions is a shortest path. f = 0 is the least sum alone; f = 1 spreads the work over the devices.
+and since the stages take no more devices than are left, for any g >= 0 and any seconds P
+
+    g (m - b) P (sum of w p / left - 1)
+
+may be added inside: a rent for devices, P about as long as the slowest stage will be. The minimum over partitions is a
+shortest path over (blocks left, stages so far), because memory, and with it recomputing, depends on the stages behind.
+f = 0 is the least sum alone; f = 1 spreads the work over the devices; the rent keeps from counting on more devices than
+there are, busy for a part of the time each.
 """
 
 from __future__ import annotations
@@ -20,69 +27,82 @@ import numpy as np
 
 from .table import INF, Floats, Ints, Table, Timed
 
-SHARES = (0.0, 0.5, 0.8, 1.0)
-LEVELS = 512
+SHARES = ((0.0, 0.0), (1.0, 0.0), (0.5, 0.0), (0.5, 0.5), (0.8, 0.8), (0.8, 1.6))
+"""Pairs (f, g)."""
+LEVELS = 40
 """Amounts of devices for which the path is solved; others take the next larger one, which bounds them too."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """`rest[f][level, k]` for the shares of SHARES; `weight` of a device of each type; `levels` ascending."""
+    """`rest[r, i, k]`: behind are r stages, i counts the levels of each share; `levels` of devices ascend."""
 
     weight: Floats
     levels: Floats
-    rest: tuple[Floats, ...]
+    rest: Floats
 
-    def seconds(self, total: Floats, pace: Floats, left: Ints, k: Ints, bubble: float, m: int) -> Floats:
-        """At least so long is the step of any plan that ends in these stages. `left` [..., types] devices."""
+    def seconds(self, total: Floats, pace: Floats, left: Ints, k: Ints, r: Ints, bubble: float, m: int) -> Floats:
+        """At least so long is the step of any plan that ends in these r stages. `left` [.., types] devices."""
         amount = left @ self.weight
-        # A hair more, so that rounding never takes the level below.
-        level = np.minimum(np.searchsorted(self.levels, amount * (1 - 1e-9)), len(self.levels) - 1)
+        # A hair less, so that rounding never takes a larger level than needed.
+        level = np.minimum(np.searchsorted(self.levels, amount * (1 - 1e-9)), LEVELS - 1)
         best = np.zeros_like(total)
-        for share, rest in zip(SHARES, self.rest):
-            best = np.maximum(best, (1 - share) * (m - bubble) * pace + rest[level, k])
+        for i, (share, _) in enumerate(SHARES):
+            best = np.maximum(best, (1 - share) * (m - bubble) * pace + self.rest[r, i * LEVELS + level, k])
         return bubble * total + best
 
+    @property
+    def least_seconds(self) -> float:
+        """Of the whole chain."""
+        return float(max(self.rest[0, (i + 1) * LEVELS - 1, -1] for i in range(len(SHARES))))
 
-def bounds(table: Table, times: Timed, bubble: float, m: int, pace_limit: float) -> Bounds:
-    """For stages of at most `pace_limit` seconds."""
+    @property
+    def least_sum_seconds(self) -> float:
+        """Of the whole chain: the weighted sum of the stages alone."""
+        return float(self.rest[0, 0, -1])
+
+
+def bounds(
+    table: Table, times: Timed, bubble: float, m: int, n_stages: int | None, pace_limit: float, rent_seconds: float
+) -> Bounds:
+    """For stages of at most `pace_limit` seconds; for exactly `n_stages` of them unless None. `rent_seconds` is P."""
     problem = table.problem
     n, n_runs = problem.n_blocks, len(table.rows_of) - 1
-    least = times.seconds[:, 1:].min(axis=1, initial=INF)
+    limit = times.seconds.shape[1] - 1
+    starts, run_of_group = table.groups  # of the shapes of one size the fastest is enough
+    least = np.minimum.reduceat(times.seconds, starts, axis=0) if len(starts) else np.full((0, limit + 1), INF)
     least = np.where(least <= pace_limit, least, INF)
-    used = table.used[table.submesh]
-    weight = _weights(table, least, used)
-    per_row = used @ weight
+    used = table.used[table.submesh[starts]]
+    weight = _weights(least[:, 1], used, table.n_blocks[starts])
     whole = float(np.array(list(problem.devices.values())) @ weight)
-    unit = float(per_row[np.isfinite(least)].min(initial=whole)) if len(per_row) else whole
-    count = int(min(LEVELS, max(1, np.ceil(whole / unit)))) if unit else 1
-    levels = whole * np.arange(1, count + 1) / count
-    starts = table.rows_of[:-1]
-    filled = table.rows_of[1:] > starts
+    levels = whole * np.arange(1, LEVELS + 1) / LEVELS
+    share, charge = np.repeat(np.array(SHARES).T, LEVELS, axis=1)
+    part = (used @ weight)[:, None] / np.tile(levels, len(SHARES))
+    factor = bubble + (m - bubble) * share * part
+    rent = (m - bubble) * charge * rent_seconds
+    run_starts = np.searchsorted(run_of_group, np.arange(n_runs))
+    filled = np.append(run_starts[1:], len(run_of_group)) > run_starts
     index = np.array([[table.run_of.get((a, b), 0) for b in range(n)] for a in range(n)])
-    found = []
-    for share in SHARES:
-        own = levels if share else levels[:1]
-        run = np.full((n_runs, len(own)), INF)
-        if filled.any():
-            with np.errstate(invalid="ignore"):
-                price = least[:, None] * (bubble + share * (m - bubble) * per_row[:, None] / own[None, :])
-            run[filled] = np.minimum.reduceat(price, starts[filled], axis=0)
-        path = np.full((len(own), n + 1), INF)
-        path[:, 0] = 0.0
+    rest = np.full((limit + 1, n + 1, len(share)), INF)
+    rest[limit if n_stages else slice(None), 0] = 0.0
+    run = np.full((n_runs, len(share)), INF)
+    for r in range(limit - 1, -1, -1):
+        if filled.any() and (r == limit - 1 or not np.array_equal(least[:, r + 1], least[:, r + 2])):
+            own = least[:, r + 1, None]
+            price = np.where(np.isfinite(own), np.where(np.isfinite(own), own, 0.0) * factor + part * rent, INF)
+            run[filled] = np.minimum.reduceat(price, run_starts[filled], axis=0)
         for end in range(1, n + 1):
-            path[:, end] = (path[:, :end] + run[index[:end, end - 1]].T).min(axis=1)
-        found.append(path if share else np.repeat(path, len(levels), axis=0))
-    return Bounds(weight, levels, tuple(found))
+            rest[r, end] = (rest[r + 1, :end] + run[index[:end, end - 1]]).min(axis=0)
+    return Bounds(weight, levels, np.ascontiguousarray(rest.transpose(0, 2, 1)) - rent[:, None])
 
 
-def _weights(table: Table, least: Floats, used: Ints) -> Floats:
-    """Speed of a device of each type: the inverse of the device-seconds of the whole chain on that type alone."""
+def _weights(least: Floats, used: Ints, n_blocks: Ints) -> Floats:
+    """Speed of a device of each type: the inverse of the mean device-seconds of a block on that type."""
     types = used.shape[1]
     found = np.zeros(types)
     for t in range(types):
         own = (used[:, t] > 0) & np.isfinite(least)
-        per_block = used[own, t] * least[own] / table.n_blocks[own]
+        per_block = used[own, t] * least[own] / n_blocks[own]
         found[t] = 1 / per_block.mean() if len(per_block) and per_block.mean() > 0 else 0.0
     # A type that cannot run anything within the limit weighs nothing; all zero would divide by zero.
     return found / found.max() if found.max() > 0 else np.ones(types)

@@ -30,6 +30,8 @@ CELLS = 1 << 20
 """Pairs of label and stage that are looked at together: bounds the memory of one step."""
 ROUND = 1 + 1e-12
 """Limits are widened by this, so that rounding never drops an equal."""
+RENT = 1.25
+"""The pace that the rent of devices assumes, in multiples of the least possible, while no plan is known."""
 SHIFTS = (1, 2, 3, 4, 6, 8, 12, 16)
 
 
@@ -71,9 +73,21 @@ class Found:
 
 
 def solve(
-    table: Table, times: Timed, fill: Fill, m: int, n_stages: int | None, limit_seconds: float, width: int
+    table: Table,
+    times: Timed,
+    fill: Fill,
+    m: int,
+    n_stages: int | None,
+    limit_seconds: float,
+    width: int,
+    only: NDArray[np.bool_] | None = None,
 ) -> Found:
-    """Plans of at most `limit_seconds`, of `n_stages` stages where `times` are for that number alone."""
+    """Plans of at most `limit_seconds`, of `n_stages` stages where `times` are for that number alone.
+
+    `only` marks the rows of the table that may be used.
+    """
+    if only is not None:
+        times = Timed(np.where(only[:, None], times.seconds, INF), times.backward, times.recomputed)
     return _Search(table, times, fill, m, n_stages, limit_seconds, width).run()
 
 
@@ -98,9 +112,8 @@ class _Search:
         self.bound: Bounds = bound
         self.dropped, self.count = INF, 0
         types = self.table.used.shape[1]
-        root = _Labels(*(np.zeros(1) for _ in range(3)), np.zeros((1, types), dtype=np.int64),
-                       *(np.zeros(1, dtype=np.int64) for _ in range(2)), *(np.full(1, -1) for _ in range(2)),
-                       np.zeros(1))  # fmt: skip
+        zero, none = np.zeros(1), np.zeros(1, dtype=np.int64)
+        root = _Labels(zero, zero, zero, np.zeros((1, types), dtype=np.int64), none, none, none - 1, none - 1, zero)
         waiting: dict[int, list[_Labels]] = {n: [root]}
         kept: list[_Labels] = []
         begin = 0  # number of the first label of the present k
@@ -117,22 +130,24 @@ class _Search:
 
     def _bounds(self) -> Bounds | None:
         """Bounds with the slowest stage that the limit allows; the stages within it are the ones to try."""
-        b, n = self.fill.bubble, self.table.problem.n_blocks
-        self.pace_limit = INF
+        b, limit = self.fill.bubble, self.limit_seconds * ROUND
+        paced = self.m > b  # otherwise the slowest stage costs nothing more
+        self.pace_limit = limit / (self.m - b) if paced else INF
+        rent = self.pace_limit if np.isfinite(self.pace_limit) else 0.0
         found = None
-        for _ in range(3):  # a smaller limit makes better bounds, which make a smaller limit
-            found = bounds(self.table, self.times, b, self.m, self.pace_limit)
-            least = max(float(rest[-1, n]) for rest in found.rest)
-            if not least <= self.limit_seconds * ROUND:
+        for _ in range(2):  # a smaller limit makes better bounds, which make a smaller limit
+            found = bounds(self.table, self.times, b, self.m, self.n_stages, self.pace_limit, rent)
+            if not found.least_seconds <= limit or found.least_seconds == INF:
                 return None
-            if self.m <= b or not np.isfinite(self.limit_seconds):
+            if not paced:
                 break
-            limit = (self.limit_seconds * ROUND - float(found.rest[0][0, n])) / (self.m - b)
-            if limit >= self.pace_limit * 0.999:
+            rent = min(self.pace_limit, RENT * found.least_seconds / (self.m - b))
+            lower = (limit - found.least_sum_seconds) / (self.m - b)
+            if np.isfinite(self.pace_limit) and lower >= self.pace_limit * 0.98:
                 break
-            self.pace_limit = min(limit, self.pace_limit)
+            self.pace_limit = min(lower, self.pace_limit)
         self.possible = np.isfinite(self.times.seconds) & (self.times.seconds <= self.pace_limit * ROUND)
-        self.some = self.possible[:, 1:].any(axis=1)
+        self.some: NDArray[np.bool_] = np.asarray(self.possible[:, 1:].any(axis=1))
         return found
 
     def _stages(self, k: int) -> tuple[Ints, Ints]:
@@ -188,9 +203,7 @@ class _Search:
             table.columns["step"][rows], labels.tail[j] - fill.drain * (self.times.backward[rows, r] + cross)
         )
         left = self.devices - used
-        bound = self.bound.seconds(total, pace, left, first, fill.bubble, self.m) + np.where(
-            first == 0, tail, 0.0
-        )
+        bound = self.bound.seconds(total, pace, left, first, r, fill.bubble, self.m) + np.where(first == 0, tail, 0.0)
         good = (bound <= self.limit_seconds * ROUND) & np.isfinite(bound) & ((first == 0) | left.any(axis=1))
         if problem.all_devices:
             good &= (first > 0) | (used == self.devices).all(axis=1)

@@ -55,6 +55,5 @@ def step_seconds(problem: Problem, fill: Fill, n_microbatches: int, stages: Sequ
     return fill.bubble * total + (n_microbatches - fill.bubble) * pace + tail
 
 
-
 def bounded(candidate: Candidate, lower_bound_seconds: float) -> Candidate:
     return replace(candidate, lower_bound_seconds=lower_bound_seconds)

@@ -3,7 +3,7 @@
     schedule           in flight on stage i of S (whole stages)        bubble   drain   source
     gpipe              m                                               1        1       Huang et al., arXiv:1811.06965
     1f1b               min(m, S - i)                                   1        1       PipeDream; Megatron-LM
-    interleaved-1f1b   (2 (S - i - 1) + (v - 1) g + 1) / v, at most m  1/v      1/v     Narayanan et al., arXiv:2104.04473
+    interleaved-1f1b   (2 (S - i - 1) + (v - 1) g + 1) / v, at most m  1/v      1/v     Megatron, arXiv:2104.04473
     zb-h1              min(m, S)                                       1/3      0       Qi et al., arXiv:2401.10241
     zb-v               min(m, S)                                       1/6      0       Qi et al., arXiv:2405.15362
     dualpipe-v         S + 1/2                                         1/6      0       DeepSeek-V3, arXiv:2412.19437

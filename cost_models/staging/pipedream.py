@@ -1,4 +1,4 @@
-"""PipeDream's partitioning (Narayanan et al., SOSP 2019, section 3.1) on flat links: replicated stages that never drain.
+"""PipeDream's partitioning (Narayanan et al., SOSP 2019, section 3.1) on flat links: replicated stages, no drain.
 
 A stage that holds nodes [i, j) of a profile on r replicas takes, per minibatch,
 

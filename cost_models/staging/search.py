@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from .dynamic import solve
 from .estimate import bounded, evaluate
@@ -12,9 +15,15 @@ from .fill import Fill, fill_of
 from .table import INF, Table, table, timed
 from .words import Candidate, Choice, NothingFits, Problem
 
-NARROW = (64, 2048)
+NARROW = (64, 512)
 """Labels for each block in the first passes, which find good plans to measure the rest by."""
-WIDTH = 100_000
+FAR = 0.8
+"""Where the first pass leaves the bound below this share of the best plan, plans of equal sizes are tried too."""
+ALL_DEPTHS = 12
+"""Up to so many stages, a schedule that needs a search for each number of stages gets all of them; beyond, those
+numbers that are best when only the stages behind count, GUIDED of them."""
+GUIDED = 3
+WIDTH = 1024
 """Labels for each block in the exact pass. Where more would be needed the result says so by its lower bound."""
 
 
@@ -72,17 +81,25 @@ def search(
         values = sorted(v for v, _ in pool.values())
         return values[n_candidates - 1] if len(values) >= n_candidates else INF
 
+    def run(i: int, width: int, only: NDArray[np.bool_] | None = None) -> None:
+        case = cases[i]
+        times = timed(case.table, case.fill, case.m, case.n_stages)
+        found = solve(case.table, times, case.fill, case.m, case.n_stages, limit(), width, only)
+        for n, best in found.best.items():
+            pool[i, n] = min(pool.get((i, n), best), best, key=lambda b: b[0])
+        if only is None:
+            bound_of[i] = found.bound_seconds
+
     # A wide pass is spared for cases that a narrower one, or the bound before any pass, shows to be behind or done.
     bound_of = [0.0] * len(cases)
     for pass_width in [*(w for w in NARROW if w < width), width]:
         for i, case in enumerate(cases):
             if bound_of[i] >= limit():
                 continue
-            times = timed(case.table, case.fill, case.m, case.n_stages)
-            found = solve(case.table, times, case.fill, case.m, case.n_stages, limit(), pass_width)
-            bound_of[i] = found.bound_seconds
-            for n, best in found.best.items():
-                pool[i, n] = min(pool.get((i, n), best), best, key=lambda b: b[0])
+            run(i, pass_width)
+            if pass_width == NARROW[0] and bound_of[i] < FAR * limit():
+                for only in _equal_sizes(case.table):
+                    run(i, pass_width, only)
     if not pool:
         raise explain(problems, fills)
     chosen = sorted(((v, cases[i].m, n, i, c) for (i, n), (v, c) in pool.items()), key=lambda x: x[:4])
@@ -97,9 +114,25 @@ def _cases(problems: Mapping[int, Problem], fills: Sequence[Fill]) -> Iterator[_
             if fill.by_distance:
                 yield _Case(own, fill, m, None)
                 continue
-            for n in range(1, problem.stage_limit + 1):
+            for n in _depths(own, fill, m):
                 if m >= fill.least(n):
                     yield _Case(own, fill, m, n)
+
+
+def _depths(own: Table, fill: Fill, m: int) -> list[int]:
+    """Numbers of stages to search."""
+    limit = own.problem.stage_limit
+    if limit <= ALL_DEPTHS:
+        return list(range(1, limit + 1))
+    guide = replace(fill, in_flight=fill_of("1f1b").in_flight, by_distance=True, least=lambda n: 1)
+    best = solve(own, timed(own, guide, m, None), guide, m, None, INF, NARROW[0]).best
+    return sorted(sorted(best, key=lambda n: best[n][0])[:GUIDED])
+
+
+def _equal_sizes(own: Table) -> Iterator[NDArray[np.bool_]]:
+    """Rows of each size, whatever the device type."""
+    sizes = np.array([s.n_devices for s in own.problem.submeshes])[own.submesh]
+    return (sizes == size for size in np.unique(sizes))
 
 
 __all__ = ["NothingFits", "search", "stage"]

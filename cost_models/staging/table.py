@@ -75,6 +75,17 @@ class Table:
         return np.array([[s.n_devices if s.device_type == t else 0 for t in types] for s in self.problem.submeshes])
 
     @cached_property
+    def groups(self) -> tuple[Ints, Ints]:
+        """First row, and run, of each group of rows of one run, device type and size; they follow each other."""
+        run = np.repeat(np.arange(len(self.rows_of) - 1), np.diff(self.rows_of))
+        sizes = [(s.device_type, s.n_devices) for s in self.problem.submeshes]
+        size = np.array([sizes.index(s) for s in sizes])[self.submesh]
+        new = np.ones(len(run), dtype=bool)
+        new[1:] = (run[1:] != run[:-1]) | (size[1:] != size[:-1])
+        starts = np.flatnonzero(new)
+        return starts, run[starts]
+
+    @cached_property
     def crossings(self) -> list[Floats]:
         """For every cut, seconds one way [place before, place after]; cut 0 and the end of the chain cross nothing."""
         problem, (_, stand) = self.problem, self.places
@@ -140,8 +151,11 @@ def table(problem: Problem) -> Table:
                 starts.append((first, last))
             run_of[first, last] = before = run
     rows_of, submesh, n_blocks, costs = [0], [], [], []
+    sizes = [(s.device_type, s.n_devices) for s in problem.submeshes]
+    by_size = sorted(range(len(sizes)), key=lambda i: (sizes.index(sizes[i]), i))
     for first, last in starts:
-        for i, s in enumerate(problem.submeshes):
+        for i in by_size:
+            s = problem.submeshes[i]
             cost = problem.cost(first, last, s)
             if cost is not None:
                 submesh.append(i)
@@ -158,7 +172,7 @@ def table(problem: Problem) -> Table:
 class Timed:
     """The rows' seconds under one schedule, by place in the pipeline: column r is the r-th stage from the end.
 
-    `seconds`, `backward` and `tail` are [rows, r]; column 0 is unused. inf where memory does not allow it.
+    All are [rows, r]; column 0 is unused. inf where memory does not allow it, or another row is better in everything.
     """
 
     seconds: Floats
@@ -178,5 +192,30 @@ def timed(table: Table, fill: Fill, n_microbatches: int, n_stages: int | None, m
         extra = np.where(few > 0, np.where(np.isfinite(few), few, 0) * c["extra"][:, None], 0.0)
     backward = c["backward"][:, None] + extra / table.n_blocks[:, None].astype(float)
     seconds = np.where(np.isfinite(share), c["forward"][:, None] + backward, INF)
+    seconds = np.where(_useless(table, fill, seconds, backward), INF, seconds)
     pick = np.concatenate([[0], back.ravel()])
     return Timed(seconds[:, pick], backward[:, pick], few[:, pick])
+
+
+def _useless(table: Table, fill: Fill, seconds: Floats, backward: Floats) -> NDArray[np.bool_]:
+    """Rows that another one of the same run, size and place beats in time, once-a-step time, and what hides it."""
+    starts, _ = table.groups
+    group = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, len(seconds))))
+    place = table.places[0][table.submesh]
+    step = table.columns["step"]
+    with np.errstate(invalid="ignore"):
+        end = fill.bubble * seconds - fill.drain * backward
+    found = np.zeros(seconds.shape, dtype=bool)
+    widest = int(np.diff(np.append(starts, len(seconds))).max(initial=1))
+    for s in range(1, widest):
+        alike = ((group[s:] == group[:-s]) & (place[s:] == place[:-s]))[:, None]
+        if not alike.any():
+            continue
+        a = seconds[:-s], step[:-s, None], end[:-s]
+        b = seconds[s:], step[s:, None], end[s:]
+        # Of two equal rows the first stays.
+        found[s:] |= alike & (a[0] <= b[0]) & (a[1] <= b[1]) & (a[2] <= b[2])
+        found[:-s] |= alike & (b[0] <= a[0]) & (b[1] <= a[1]) & (b[2] <= a[2]) & (
+            (b[0] < a[0]) | (b[1] < a[1]) | (b[2] < a[2])
+        )  # fmt: skip
+    return found

@@ -20,7 +20,6 @@ from cost_models.staging import (
     evaluate,
     exhaustive,
     fill_of,
-    search,
     stage,
 )
 
