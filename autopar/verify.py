@@ -19,7 +19,7 @@ from autopar.errors import CaptureError
 from autopar.graph import Graph, Node, Ref, Spec
 from autopar.lower.emit import lower
 from autopar.lower.typecheck import typecheck
-from autopar.pipeline import PipelinePlan
+from autopar.pipeline import PipelinePlan, StageChoice
 from autopar.placements import Mesh
 from autopar.plan import ParamChoice, Plan
 from autopar.planner.draw import random_plan
@@ -28,6 +28,7 @@ from autopar.planner.search import plan_graph
 from autopar.rules.registry import rules_of
 from autopar.runtime.world import fake_world, pipeline_step, run_step
 from autopar.staging import cut
+from cost_models.pipeline import Action, Schedule
 from hardware_profiles import Cluster
 
 ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.01}
@@ -195,6 +196,31 @@ def train_pipeline(
             first = done.gradients
         optimizer.step()
     return Trained(losses, first, {k: v.detach() for k, v in now.items()}, held)
+
+
+def verify_pipeline(
+    captured: Captured, model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], plan: PipelinePlan
+) -> Difference:
+    """Compare a pipelined plan with one device, all ranks in this process, in double precision.
+
+    The example inputs are one microbatch; the others are the same with their rows rolled, so that they differ.
+    """
+    double = promoted(captured)
+    weights, buffers = state_of(captured, model)
+    weights, buffers = doubled(weights), doubled(buffers)
+    first = doubled(inputs_of(captured, args, kwargs))
+    batches = [{k: x.roll(i, 0) if x.ndim else x for k, x in first.items()} for i in range(plan.microbatches)]
+    graphs = cut(double.graph, plan.starts)
+    stages = tuple(
+        replace(choice, plan=replace(choice.plan, fingerprint=stage.graph.fingerprint))
+        for choice, stage in zip(plan.stages, graphs, strict=True)
+    )
+    row = tuple(Action(0, kind, k) for k in range(plan.microbatches) for kind in "FB")
+    schedule = Schedule("none", 1, plan.microbatches, ((0,),), (row,))
+    alone = StageChoice(plan.stages[0].first, (0,), one_device(double.graph))
+    reference = PipelinePlan(double.graph.fingerprint, "", (alone,), schedule)
+    mine = train_pipeline(double, replace(plan, stages=stages), weights, buffers, batches)
+    return compare("plan", mine, train_pipeline(double, reference, weights, buffers, batches))
 
 
 def compare(name: str, mine: Trained, reference: Trained) -> Difference:

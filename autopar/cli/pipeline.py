@@ -200,6 +200,21 @@ def make(
             out().print(f"written to {output}")
 
 
+def verified(model: str, batch: int | None, seq: int | None, path: Path) -> list[dict[str, Any]]:
+    """``autopar verify --plan`` of a pipelined plan."""
+    from dataclasses import asdict
+
+    from autopar.planfile import pipeline as files
+    from autopar.verify import verify_pipeline
+
+    loaded, captured = load_and_capture(model, batch, seq, device="cpu")
+    check_values(loaded, model)
+    plan = files.load(path, captured.graph)
+    with progress("verifying"):
+        found = verify_pipeline(captured, loaded.model, loaded.args, loaded.kwargs, plan)
+    return [{**asdict(found), "worst": found.worst}]
+
+
 def run(path: Path, steps: int, lr: float, model: str | None, timeout: float, trace: Path | None) -> dict[str, Any]:
     """``autopar run`` of a pipelined plan: losses and seconds."""
     if "TORCHELASTIC_RUN_ID" in os.environ:

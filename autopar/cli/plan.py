@@ -72,6 +72,13 @@ def plan(
     pin_output: Annotated[
         list[str] | None, typer.Option("--pin-output", help="How an output comes out: NUMBER=S0,I. Repeatable.")
     ] = None,
+    recompute: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--recompute",
+            help="Modules that keep only their inputs and run again in the backward: a pattern of paths. Repeatable.",
+        ),
+    ] = None,
     optimizer: Annotated[str, typer.Option("--optimizer", help="adamw, sgd or sgd_momentum.")] = "adamw",
     microbatches: Annotated[int, typer.Option("--microbatches", help="Pieces that a step cuts its batch into.")] = 1,
     stages: Annotated[
@@ -123,6 +130,7 @@ def plan(
         optimizer=optimizer,
         microbatches=microbatches,
         time_limit_seconds=time_limit,
+        recompute=tuple(recompute or ()),
     )
     loaded, captured = load_and_capture(model, batch, seq)
     folder = output.parent if output else Path()

@@ -80,7 +80,7 @@ def show(
             {
                 "plan": str(path), "model": document.model, "mesh": dict(found.mesh), "cluster": found.cluster,
                 "blocks": blocks, "parameters": params, **rows.totals(found), "collectives": counts,
-                "solution": found.solution, "pins": found.pins, "notes": found.notes,
+                "solution": found.solution, "pins": found.pins, "notes": found.notes, "recompute": found.recompute,
             }
         )  # fmt: skip
         return
@@ -88,6 +88,8 @@ def show(
     console.print(_headline(document.raw))
     if pinned := show_pins(found.pins):
         console.print(f"asked for: {pinned}", markup=False)
+    if again := rows.recomputed(graph, found):
+        console.print(f"recomputed in the backward: {'; '.join(again)}", markup=False)
     for block in blocks:
         console.print(tables.block_table(block, found.mesh, show_bytes, show_seconds, every))
     console.print(tables.param_table(params, show_bytes, show_seconds))
@@ -192,6 +194,7 @@ def _diff_decisions(first: Any, second: Any, a: Path, b: Path, model: str | None
     from autopar.planfile.patterns import compress
     from autopar.planfile.write import route_keys, written
     from autopar.planner.search import op_labels
+    from autopar.report.rows import recomputed
 
     _, captured = model_of(first, a, model)
     graph = captured.graph
@@ -203,6 +206,9 @@ def _diff_decisions(first: Any, second: Any, a: Path, b: Path, model: str | None
     ]
     if x.pins != y.pins:
         rows.append(("asked for", show_pins(x.pins) or None, show_pins(y.pins) or None))
+
+    if x.recompute != y.recompute:
+        rows.append(("recompute", recomputed(graph, x) or None, recomputed(graph, y) or None))
 
     def compare(section: str, names: list[str], left: Any, right: Any) -> None:
         pairs = {n: (left(n), right(n)) for n in names}

@@ -37,7 +37,9 @@ def verify(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="PATH.py:factory, or hf:PATH/config.json; it is really run.")
     ],
-    mesh: Annotated[str, typer.Option("--mesh", "-m", help="Axes and sizes: data=2,tensor=2.")],
+    mesh: Annotated[
+        str | None, typer.Option("--mesh", "-m", help="Axes and sizes: data=2,tensor=2. Not for pipelined plans.")
+    ] = None,
     cluster: Annotated[
         str | None, typer.Option("--cluster", "-c", help="Hardware that plans are priced for. Default: this machine.")
     ] = None,
@@ -60,8 +62,24 @@ def verify(
     Examples: autopar verify gpt.py:make --mesh data=2,tensor=2 --random-plans 20; autopar verify gpt.py:make --mesh
     tensor=2 --processes
     """
+    from autopar.cli import pipeline
     from autopar.planfile import parse_mesh
 
+    if plan is not None and pipeline.is_pipeline(plan):
+        if processes or random_plans or mesh:
+            raise UsageError(f"{plan} is a pipelined plan: it is verified in one process, without --mesh, --processes "
+                             "and --random-plans")  # fmt: skip
+        rows = pipeline.verified(model, batch, seq, plan)
+        rows[0].update(limit=LIMITS["float64"], ok=rows[0]["worst"] <= LIMITS["float64"])
+        if as_json:
+            print_json(rows)
+        else:
+            _print(rows, "the plan's groups")
+        if not rows[0]["ok"]:
+            raise typer.Exit(1)
+        return
+    if mesh is None:
+        raise UsageError("--mesh is missing; give axes and sizes, such as --mesh data=2,tensor=2")
     shape = parse_mesh(mesh)
     if random_plans < 0:
         raise UsageError(f"--random-plans is {random_plans}; it is 0 or more")
@@ -88,7 +106,7 @@ def verify(
     if as_json:
         print_json(rows)
     else:
-        _print(rows, shape)
+        _print(rows, f"mesh {show_mesh(shape)}")
     if not all(verdicts):
         raise typer.Exit(1)
 
@@ -215,10 +233,10 @@ def _trained(loaded: Loaded, captured: Captured, plan: Plan, args: Any, kwargs: 
     return {"losses": losses, "gradients": gradients, "weights": weights} if first else {}
 
 
-def _print(rows: list[dict[str, Any]], mesh: Any) -> None:
+def _print(rows: list[dict[str, Any]], where: str) -> None:
     from rich.table import Table
 
-    title = f"worst relative difference to one device, mesh {show_mesh(mesh)}"
+    title = f"worst relative difference to one device, {where}"
     table = Table(title=title, title_justify="left", header_style="bold")
     for name in ("plan", "loss", "gradients", "worst in", "weights", "worst in", ""):
         table.add_column(name)

@@ -80,6 +80,13 @@ def test_simulate_and_run_write_one_trace(folder: Path) -> None:
     }
 
 
+def test_verify(folder: Path) -> None:
+    code, out, err = autopar("verify", folder / "net.py:make", "--plan", folder / "plan.json", "--json")
+    assert code == 0, err
+    (row,) = json.loads(out)
+    assert row["ok"] and row["worst"] < 1e-9
+
+
 @pytest.mark.parametrize(
     "words, message",
     [
