@@ -188,6 +188,7 @@ def plan(
     constraints: Mapping[str, Mapping[str, str]] | None = None,
     params: Mapping[str, str] | None = None,
     placements: Mapping[str | int, str] | None = None,
+    recompute: Sequence[str] = (),
     memory_limit: float | str | None = None,
     optimizer: str = "adamw",
     microbatches: int = 1,
@@ -210,6 +211,8 @@ def plan(
         params: ``{parameter pattern: how}`` pins how parameters are stored: ``"replicate"``, placements ``"S0,I"``, or
             placements with the lifetime of the gathered copy, ``"S0,I step"`` (ZeRO-1/2) or ``"S0,I use"`` (ZeRO-3).
         placements: ``{input name or output number: placements}``, such as ``{"x": "S0,R"}``.
+        recompute: patterns of module paths, such as ``["layers.*"]``; each module that matches keeps only its inputs
+            for the backward, and runs again there (activation checkpointing).
         memory_limit: per device, in bytes or as ``"40GiB"``; None for nine tenths of the device's memory.
         optimizer: ``adamw``, ``sgd`` or ``sgd_momentum``, for the bytes of its state.
         microbatches: how often the batch is run per optimizer step.
@@ -222,7 +225,9 @@ def plan(
     found = captured or capture(model, inputs, example_kwargs=example_kwargs, loss_fn=loss_fn, targets=targets)
     where = get_cluster(cluster)
     shape = parse_mesh(mesh)
-    asked = _options(constraints, params, placements, memory_limit, optimizer, microbatches, time_limit, shape)
+    asked = _options(
+        constraints, params, placements, recompute, memory_limit, optimizer, microbatches, time_limit, shape
+    )
     if stages is not None or schedule is not None:
         wanted = pipelines.asked_for(stages, schedule, microbatches, shape, asked)
         return pipelines.planned(found, where, where.n_devices, wanted, reference(cluster)).plan
@@ -231,7 +236,8 @@ def plan(
 
 def _options(
     constraints: Any, params: Mapping[str, str] | None, placements: Mapping[str | int, str] | None,
-    memory_limit: float | str | None, optimizer: str, microbatches: int, time_limit: float, mesh: Mesh | None,
+    recompute: Sequence[str], memory_limit: float | str | None, optimizer: str, microbatches: int, time_limit: float,
+    mesh: Mesh | None,
 ) -> Options:  # fmt: skip
     if optimizer not in ("adamw", "adam", "sgd", "sgd_momentum"):
         raise AutoparError(f"optimizer '{optimizer}' is unknown; use adamw, adam, sgd or sgd_momentum")
@@ -242,6 +248,8 @@ def _options(
     limit = parse_bytes(memory_limit)
     if limit is not None and limit <= 0:
         raise AutoparError(f"memory_limit is {memory_limit}; give more than 0 bytes, or None for what the device has")
+    if isinstance(recompute, str) or not all(isinstance(pattern, str) for pattern in recompute):
+        raise AutoparError(f"recompute is {recompute!r}; give a list of patterns of module paths, such as ['layers.*']")
     _check_tables(constraints, params, placements)
     if placements and mesh is None:
         raise MeshError("placements name one placement per mesh axis; pass mesh= with them")
@@ -252,7 +260,7 @@ def _options(
         inputs={k: v for k, v in states.items() if isinstance(k, str)} or None,
         outputs={k: v for k, v in states.items() if isinstance(k, int)} or None,
         memory_limit_bytes=limit, optimizer="adamw" if optimizer == "adam" else optimizer,
-        microbatches=microbatches, time_limit_seconds=time_limit,
+        microbatches=microbatches, time_limit_seconds=time_limit, recompute=tuple(recompute),
     )  # fmt: skip
 
 
@@ -285,6 +293,7 @@ def parallelize(
     constraints: Mapping[str, Mapping[str, str]] | None = None,
     params: Mapping[str, str] | None = None,
     placements: Mapping[str | int, str] | None = None,
+    recompute: Sequence[str] = (),
     memory_limit: float | str | None = None,
     optimizer: str = "adamw",
     microbatches: int = 1,
@@ -339,7 +348,7 @@ def parallelize(
                 return pipelines.files.load(plan, known.graph, get_cluster(cluster) if cluster is not None else None)
             where, shape, n, name = _where(model, mesh, cluster)
             options = _options(
-                constraints, params, placements, memory_limit, optimizer, microbatches, time_limit, shape
+                constraints, params, placements, recompute, memory_limit, optimizer, microbatches, time_limit, shape
             )
             groups, shape = pipelines.groups_of(device_mesh, stages)
             wanted = pipelines.asked_for(groups, schedule, microbatches, shape, options)
@@ -355,7 +364,7 @@ def parallelize(
             if plan is None:
                 where, shape, n, name = _where(model, mesh, cluster)
                 options = _options(
-                    constraints, params, placements, memory_limit, optimizer, microbatches, time_limit, shape
+                    constraints, params, placements, recompute, memory_limit, optimizer, microbatches, time_limit, shape
                 )
                 plan = plan_captured(captured, where, shape, options, max_axes=max_axes, n=n, name=name)
             _check_size(plan.mesh, group)

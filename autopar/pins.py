@@ -49,6 +49,7 @@ def pins_of(options: Options) -> Pins:
     return Pins(
         {pattern: dict(axes) for pattern, axes in (options.constraints or {}).items()}, dict(options.params or {}),
         dict(options.inputs or {}), dict(options.outputs or {}), None if limit is None else int(limit),
+        tuple(options.recompute),
     )  # fmt: skip
 
 
@@ -58,6 +59,7 @@ def options_of(plan: Plan) -> Options:
     return Options(
         constraints=p.ops or None, params=p.params or None, inputs=p.inputs or None, outputs=p.outputs or None,
         memory_limit_bytes=p.memory_limit_bytes, optimizer=plan.optimizer, microbatches=plan.microbatches,
+        recompute=p.recompute,
     )  # fmt: skip
 
 
@@ -68,6 +70,7 @@ def pin_lines(pins: Pins) -> list[str]:
         *(f"{pattern}: {how}" for pattern, how in pins.params.items()),
         *(f"input {name}: {format_state(state)}" for name, state in sorted(pins.inputs.items())),
         *(f"output {number}: {format_state(state)}" for number, state in sorted(pins.outputs.items())),
+        *(f"{pattern}: recompute" for pattern in pins.recompute),
     ]
 
 

@@ -39,7 +39,7 @@ def asked_for(
         cuts: first operators of all stages but the first.
 
     Raises:
-        PlanError: an unknown schedule, fewer than one group or microbatch.
+        PlanError: an unknown schedule, fewer than one group or microbatch, or recompute.
     """
     names = DEFAULT_SCHEDULES if schedule is None else [schedule] if isinstance(schedule, str) else list(schedule)
     for name in names:
@@ -50,6 +50,8 @@ def asked_for(
         raise PlanError(f"stages is {groups!r}; give a number of groups of devices from 1 on, or 'auto'")
     if microbatches < 1:
         raise PlanError(f"microbatches is {microbatches}; give 1 or more")
+    if options.recompute:
+        raise PlanError("recompute is not planned for pipelines; plan without stages, or without recompute")
     return PipelineOptions(microbatches, groups, tuple(names), mesh, tuple(cuts) if cuts else None, options)
 
 

@@ -75,12 +75,14 @@ def show(
         blocks = rows.block_rows(graph, found, priced, every=every)
         params = rows.param_rows(graph, found, priced)
         counts = rows.collective_counts(found, graph, priced)
+        again_seconds = rows.recomputed_seconds(graph, found, priced)
     if as_json:
         print_json(
             {
                 "plan": str(path), "model": document.model, "mesh": dict(found.mesh), "cluster": found.cluster,
                 "blocks": blocks, "parameters": params, **rows.totals(found), "collectives": counts,
-                "solution": found.solution, "pins": found.pins, "notes": found.notes, "recompute": found.recompute,
+                "solution": found.solution, "pins": found.pins, "notes": found.notes,
+                "recompute": {"segments": found.recompute, "seconds": again_seconds},
             }
         )  # fmt: skip
         return
@@ -89,7 +91,8 @@ def show(
     if pinned := show_pins(found.pins):
         console.print(f"asked for: {pinned}", markup=False)
     if again := rows.recomputed(graph, found):
-        console.print(f"recomputed in the backward: {'; '.join(again)}", markup=False)
+        extra = f"for {show_seconds(again_seconds)} a step that no row has"
+        console.print(f"recomputed in the backward, {extra}: {'; '.join(again)}", markup=False)
     for block in blocks:
         console.print(tables.block_table(block, found.mesh, show_bytes, show_seconds, every))
     console.print(tables.param_table(params, show_bytes, show_seconds))

@@ -20,6 +20,7 @@ from autopar.planfile.write import decisions, rest, route_keys
 from autopar.planner import params as P
 from autopar.planner.complete import complete, demand, needs
 from autopar.planner.price import pricer
+from autopar.planner.recompute import Recompute, contents, numbered, seconds_again, segments_of
 from autopar.planner.search import check_mesh, matches, op_labels
 from autopar.planner.space import Strategy, combine, node_options
 from autopar.rules.notation import Option
@@ -84,8 +85,9 @@ def bind(document: Document, graph: Graph, cluster: Cluster | None = None) -> Pl
     outputs = reader.outputs()
     routes = reader.routes()
     pins = reader.pins()
+    again = reader.recompute()
     bad.raise_if_any()
-    return replace(reader.plan(decided, params, buffers, inputs, outputs, routes, cluster, pins), pins=pins)
+    return replace(reader.plan(decided, params, buffers, inputs, outputs, routes, cluster, pins, again), pins=pins)
 
 
 class _Binder:
@@ -343,14 +345,39 @@ class _Binder:
             elif (state := self._state(at, text, self.graph.spec(out).shape, "SIRP")) is not None:
                 outputs[int(number)] = state
         ops = {pattern: dict(axes) for pattern, axes in raw.get("ops", {}).items()}
-        return Pins(ops, params, inputs, outputs, raw.get("memory_limit_bytes"))
+        again = tuple(raw.get("recompute", ()))
+        for k, pattern in enumerate(again):
+            try:
+                segments_of(self.graph, self.rules, (pattern,))
+            except PlanError as error:
+                self.bad.add(f"pins.recompute[{k}]", str(error))
+        return Pins(ops, params, inputs, outputs, raw.get("memory_limit_bytes"), again)
+
+    def recompute(self) -> Recompute:
+        """The segments that run again, their operators by node name."""
+        named = {label: name for name, label in self.labels.items()}
+        names = {*named.values()}
+        segments = []
+        for k, segment in enumerate(self.raw.get("recompute", ())):
+            for name in segment:
+                if name not in named and name not in names:
+                    self.bad.add(f"recompute[{k}]", f"'{name}' is no op of the model; {closest(name, list(named))}")
+            first, last = (named.get(name, name) for name in segment)
+            segments.append((first, last))
+        found = tuple(segments)
+        if all(name in names for segment in found for name in segment):
+            try:
+                numbered(self.graph, found)
+            except PlanError as error:
+                self.bad.lines.append(str(error))
+        return found
 
     # -- the plan
 
     def plan(
         self, decided: dict[int, Strategy], params: dict[int, ParamChoice], buffers: dict[str, State],
         inputs: dict[str, State], outputs: dict[int, State], routes: dict[str, Route], cluster: Cluster | None,
-        pins: Pins,
+        pins: Pins, again: Recompute,
     ) -> Plan:  # fmt: skip
         """The plan of the decisions: as the file has it if nothing was edited, else completed and priced anew."""
         raw, graph = self.raw, self.graph
@@ -363,7 +390,7 @@ class _Binder:
             {node.name: chosen[i].names for i, node in enumerate(graph.nodes) if node.kind == "op"},
             {graph.nodes[i].target: choice for i, choice in sorted(params.items())},
             held, tuple(out_states), {}, inputs, raw["optimizer"], 1, raw["microbatches"],
-            notes=tuple(raw.get("notes", ())), pins=pins,
+            notes=tuple(raw.get("notes", ())), pins=pins, recompute=again,
         )  # fmt: skip
         edited = decisions(plan) != checksum.get("decisions")
         kept: dict[str, Route] = {}
@@ -400,6 +427,7 @@ class _Binder:
             done = complete(
                 self.graph, self.rules, priced, decided, params, outputs, inputs=plan.inputs, buffers=buffers,
                 cluster=plan.cluster, optimizer=plan.optimizer, microbatches=plan.microbatches,
+                recompute=plan.recompute,
             )  # fmt: skip
         except PlanError as error:
             raise PlanError(f"{self.where}: {error}") from error
@@ -411,10 +439,22 @@ class _Binder:
             grad = node.needs_grad and spec.is_float
             extra += sum(priced.step(spec, grad, a, b) for a, b in route)
             extra -= sum(priced.step(spec, grad, a, b) for a, b in done.routes.get(key, ()))
+        routes = {**done.routes, **kept}
+        if plan.recompute:
+            chosen = {i: combine([self._options(i)[name] for name in done.ops[n.name]])
+                      for i, n in enumerate(self.graph.nodes) if n.kind == "op"}  # fmt: skip
+            mine, theirs = (
+                seconds_again(
+                    self.graph, self.rules, priced, chosen,
+                    contents(self.graph, self.rules, chosen, found, plan.recompute),
+                )[1] for found in (routes, done.routes)
+            )  # fmt: skip
+            extra += mine - theirs
         price = done.price
         if extra:
-            price = replace(price, activation_seconds=price.activation_seconds + extra)
-        return replace(done, routes={**done.routes, **kept}, price=price, notes=plan.notes)
+            more = extra * plan.microbatches
+            price = replace(price, activation_seconds=price.activation_seconds + more)
+        return replace(done, routes=routes, price=price, notes=plan.notes)
 
 
 def _option(factor: str) -> str:

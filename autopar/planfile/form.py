@@ -19,9 +19,10 @@ from hardware_profiles import Cluster
 
 KEYS = (
     "autopar_plan", "model", "fingerprint", "cluster", "mesh", "optimizer", "microbatches", "pipeline", "pins", "ops",
-    "params", "buffers", "inputs", "outputs", "routes", "price", "solution", "notes", "checksum",
+    "params", "buffers", "inputs", "outputs", "routes", "recompute", "price", "solution", "notes", "checksum",
 )  # fmt: skip
-OPTIONAL = {"model", "pipeline", "pins", "buffers", "inputs", "routes", "price", "solution", "notes", "checksum"}
+OPTIONAL = set(KEYS) - {"autopar_plan", "fingerprint", "cluster", "mesh", "optimizer", "microbatches", "ops", "params",
+                        "outputs"}  # fmt: skip
 OPTIMIZERS = ("adamw", "adam", "sgd", "sgd_momentum")
 
 
@@ -147,10 +148,13 @@ def parse(text: str, where: str = "plan", folder: Path | None = None) -> Documen
 
 
 def _check_pins(pins: Any, bad: Failures) -> None:
-    known = ("ops", "params", "inputs", "outputs", "memory_limit_bytes")
+    known = ("ops", "params", "inputs", "outputs", "memory_limit_bytes", "recompute")
     for key, value in pins.items() if bad.type("pins", pins, dict) else ():
         if key == "memory_limit_bytes":
             bad.count(f"pins.{key}", value)
+        elif key == "recompute":
+            for k, item in enumerate(value) if bad.type(f"pins.{key}", value, list) else ():
+                bad.type(f"pins.{key}[{k}]", item, str)
         elif key not in known:
             bad.add(f"pins.{key}", f"unknown key; {closest(key, known)}")
         elif bad.type(f"pins.{key}", value, dict):
@@ -195,6 +199,11 @@ def _check_sections(raw: Mapping[str, Any], bad: Failures) -> None:
         for k, item in enumerate(raw.get("outputs", [])):
             if item is not None:
                 bad.type(f"outputs[{k}]", item, str)
+    if bad.type("recompute", raw.get("recompute", []), list):
+        for k, item in enumerate(raw.get("recompute", [])):
+            at = f"recompute[{k}]"
+            if bad.type(at, item, list) and (len(item) != 2 or not all(isinstance(name, str) for name in item)):
+                bad.add(at, f"got {json.dumps(item)}; write a segment as its first and its last operator")
     if bad.type("notes", raw.get("notes", []), list):
         for k, item in enumerate(raw.get("notes", [])):
             bad.type(f"notes[{k}]", item, str)

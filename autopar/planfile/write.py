@@ -32,6 +32,7 @@ def dumps(plan: Plan, graph: Graph, model: Mapping[str, Any] | None = None) -> s
         model: how the command line finds the model again: ``{"spec": "gpt.py:make", "batch": 8, "seq": 128}``.
     """
     keys = route_keys(graph)
+    labels = op_labels(graph)
     routed = {key for key in keys if keys[key] in plan.routes}
     document = {
         "autopar_plan": VERSION,
@@ -58,6 +59,7 @@ def dumps(plan: Plan, graph: Graph, model: Mapping[str, Any] | None = None) -> s
             pattern: [f"{format_state(a)} -> {format_state(b)}" for a, b in route]
             for pattern, route in compress(list(keys), lambda key: plan.routes.get(keys[key], ()), routed)
         },
+        **({"recompute": [[labels[first], labels[last]] for first, last in plan.recompute]} if plan.recompute else {}),
         "price": asdict(plan.price),
         "solution": asdict(plan.solution) if plan.solution else None,
         "notes": list(plan.notes),
@@ -85,7 +87,7 @@ def _format(document: Mapping[str, Any]) -> str:
         if key in SECTIONS and value:
             entries = [f"    {json.dumps(k)}: {json.dumps(v, ensure_ascii=False)}" for k, v in value.items()]
             text = "{\n" + ",\n".join(entries) + "\n  }"
-        elif key == "notes" and value:
+        elif key in ("notes", "recompute") and value:
             text = "[\n" + ",\n".join(f"    {json.dumps(v, ensure_ascii=False)}" for v in value) + "\n  ]"
         lines.append(f"  {json.dumps(key)}: {text}")
     return "{\n" + ",\n".join(lines) + "\n}"
@@ -99,6 +101,7 @@ def _pins(pins: Pins) -> dict[str, Any]:
         "inputs": {name: format_state(pins.inputs[name]) for name in sorted(pins.inputs)},
         "outputs": {str(number): format_state(pins.outputs[number]) for number in sorted(pins.outputs)},
         "memory_limit_bytes": pins.memory_limit_bytes,
+        "recompute": list(pins.recompute),
     }
     return {key: value for key, value in document.items() if value}
 
@@ -161,6 +164,7 @@ def decisions(plan: Plan) -> str:
         plan.fingerprint, plan.mesh, plan.stages, sorted(plan.ops.items()),
         sorted((k, v.stored, v.used, v.lifetime) for k, v in plan.params.items()),
         sorted(plan.buffers.items()), sorted(plan.inputs.items()), plan.outputs,
+        *([plan.recompute] if plan.recompute else ()),
     )  # fmt: skip
 
 

@@ -17,8 +17,9 @@ from autopar.planfile.patterns import compress
 from autopar.planner import params as P
 from autopar.planner.fold import fold
 from autopar.planner.price import Pricer
+from autopar.planner.recompute import contents, seconds_again
 from autopar.planner.search import op_labels
-from autopar.planner.space import grads_of
+from autopar.planner.space import Strategy, grads_of
 from autopar.rules.local import cuts_of
 from autopar.rules.registry import RULES, rules_of
 
@@ -291,9 +292,37 @@ def collective_counts(plan: Plan, graph: Graph, priced: Pricer) -> dict[str, int
             grad = node.needs_grad and node.out.is_float
             for a, b in plan.routes.get(route_key(graph, Ref(i)), ()):
                 count(step_rows(plan, node.out, grad, a, b))
+    for segment in contents(graph, rules, _chosen(graph, plan), plan.routes, plan.recompute):
+        for i in segment.ops if segment.active else ():
+            own = op_row(graph, replace(plan, routes={}), priced, i, rules, "").collectives
+            count([c for c in own if c["pass"] == "forward"])
+        for ref, a, b in segment.steps if segment.active else ():
+            count(step_rows(plan, graph.spec(ref), False, a, b))
     for row in param_rows(graph, plan, priced):
         count(row.collectives * row.count)
     return dict(sorted(counts.items()))
+
+
+def recomputed(graph: Graph, plan: Plan) -> list[str]:
+    """``layers.0.q:linear to layers.0.norm:layer_norm`` of every segment that runs again in the backward."""
+    labels = op_labels(graph)
+    return [f"{labels[first]} to {labels[last]}" for first, last in plan.recompute]
+
+
+def recomputed_seconds(graph: Graph, plan: Plan, priced: Pricer) -> float:
+    """What the second forwards of these segments take in a step; the rows of ops are without it."""
+    rules, chosen = rules_of(graph), _chosen(graph, plan)
+    segments = contents(graph, rules, chosen, plan.routes, plan.recompute)
+    return plan.microbatches * sum(seconds_again(graph, rules, priced, chosen, segments))
+
+
+def _chosen(graph: Graph, plan: Plan) -> dict[int, Strategy]:
+    """The strategies of a plan with segments; nothing for others, which need none."""
+    rules = rules_of(graph)
+    return {
+        i: strategy_of(graph, node, rules[i], plan.ops[node.name], plan.mesh)  # type: ignore[arg-type]
+        for i, node in enumerate(graph.nodes if plan.recompute else ()) if node.kind == "op"
+    }  # fmt: skip
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:

@@ -41,6 +41,13 @@ class MLP(nn.Module):
 BATCH = (torch.zeros(8, 16), torch.zeros(8, 16))
 
 
+def test_recompute_is_asked_for_by_module() -> None:
+    plan = autopar.plan(MLP(), "local-x2", BATCH, mesh="data=2", recompute=["up"])
+    assert [first for first, _ in plan.recompute] == ["linear"] and plan.pins.recompute == ("up",)
+    with pytest.raises(autopar.AutoparError, match="recompute is 'up'; give a list"):
+        autopar.plan(MLP(), "local-x2", BATCH, mesh="data=2", recompute="up")
+
+
 @pytest.mark.parametrize("name", ["laptop", "absent.toml", "broken.toml"])
 def test_cluster_errors_are_autopar_errors(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

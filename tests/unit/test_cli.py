@@ -133,6 +133,29 @@ def test_show_sums_up() -> None:
     assert sum(p["stored_bytes"] for p in shown["parameters"]) == shown["bytes"]["parameters"]
 
 
+def test_recompute(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The rows and the second forwards add up to the price; the file has the segments and the wish."""
+    file = str(tmp_path / "again.json")
+    autopar("plan", "net.py:make", *MESH, "--pin", "layers.*.up:tensor=n", "--recompute", "layers.*", "-o", file)
+    document = json.loads(Path(file).read_text())
+    assert document["recompute"] == [[f"layers.{i}.norm:layer_norm", f"layers.{i}.mix:linear"] for i in range(3)]
+    assert document["pins"]["recompute"] == ["layers.*"]
+    text = autopar("show", file)
+    assert "recomputed in the backward" in text and "layers.*: recompute" in text
+    shown = json.loads(autopar("show", file, "--json", "--all"))
+    rows = sum(
+        b["count"] * sum(o["compute_seconds"] + o["collective_seconds"] for o in b["ops"]) for b in shown["blocks"]
+    )
+    priced = shown["seconds"]["compute"] + shown["seconds"]["activation collectives"]
+    assert shown["recompute"]["seconds"] > 0.01 * rows
+    assert rows + shown["recompute"]["seconds"] == pytest.approx(priced)
+    assert "recompute" in autopar("diff", "cut.json", file)
+    autopar("plan", "net.py:make", *MESH, "--recompute", "blocks.*", code=2)
+    assert "recompute 'blocks.*' matches no module; modules are first, layers" in capsys.readouterr().err
+    autopar("plan", "net.py:make", "-c", "local-x2", "--stages", "2", "--recompute", "layers.*", code=2)
+    assert "recompute is not planned for pipelines" in capsys.readouterr().err
+
+
 def test_show_code_is_python() -> None:
     text = autopar("show", "cut.json", "--code")
     compile(text, "program.py", "exec")

@@ -24,6 +24,7 @@ from autopar.planfile.patterns import compress
 from autopar.planner.complete import complete
 from autopar.planner.draw import random_plan
 from autopar.planner.price import pricer
+from autopar.planner.recompute import segments_of
 from autopar.planner.search import op_labels, plan_graph
 from autopar.planner.space import combine, node_options
 from autopar.rules.registry import rules_of
@@ -75,6 +76,43 @@ def test_golden(graph: Graph) -> None:
     text = dumps(megatron(graph), graph, {"spec": "mlp.py:make"})
     text = text.replace(graph.fingerprint, "0123456789abcdef")
     assert text == GOLDEN.read_text(), f"after a change on purpose, write this to {GOLDEN.name}:\n{text}"
+
+
+def test_recomputed_segments() -> None:
+    """Written by label, read back, part of the decisions; what does not fit is named."""
+    case = ZOO["gpt2"]()
+    graph, cluster = capture(case.model, case.args, case.kwargs).graph, load_cluster(CLUSTER)
+    rules = rules_of(graph)
+    again = segments_of(graph, rules, ["*.h.*"])
+    plan = random_plan(graph, rules, pricer(cluster, MESH), 1, recompute=again)
+    plan = replace(plan, cluster=CLUSTER, pins=Pins(recompute=("*.h.*",)))
+    text = dumps(plan, graph)
+    assert loads(text, graph) == plan and dumps(loads(text, graph), graph) == text
+    raw = json.loads(text)
+    assert raw["recompute"][0][0] == "transformer.h.0.ln_1:layer_norm"
+    plain = random_plan(graph, rules, pricer(cluster, MESH), 1)
+    assert "recompute" not in json.loads(dumps(plain, graph))
+
+    def read(segments: object) -> Plan:
+        return loads(json.dumps({**raw, "recompute": segments}), graph, cluster)
+
+    first, second = raw["recompute"]
+    assert read([]).price.seconds == pytest.approx(plain.price.seconds)
+    assert read([first]).recompute == again[:1]
+    assert read([list(again[0]), second]) == plan, "node names are fine too"
+    assert plain.price.seconds < read([first]).price.seconds < plan.price.seconds
+    for wrong, words in (
+        ([["nothing", first[1]]], r"recompute\[0\]: 'nothing' is no op"),
+        ([first[::-1]], r"recompute\[0\]: .* runs before"),
+        ([first, [first[1], second[1]]], r"recompute\[1\]: .* does not come after"),
+        ([second, first], r"recompute\[1\]: .* does not come after"),
+        ([[first[0]]], r"recompute\[0\]: .* first and its last"),
+        ({"a": "b"}, "recompute: .* a list"),
+    ):
+        with pytest.raises(PlanError, match=words):
+            read(wrong)
+    with pytest.raises(PlanError, match=r"pins.recompute\[0\]: .*matches no module"):
+        loads(json.dumps({**raw, "pins": {"recompute": ["*.block"]}}), graph, cluster)
 
 
 @pytest.mark.parametrize("mesh", ["data=2,tensor=2", "a=1,b=4", "data=2,tensor=2,context=2"])

@@ -221,6 +221,28 @@ def test_bert_with_a_small_batch_is_megatron() -> None:
     assert report.collectives == {("x", "all_reduce"): 7}  # 4 layers - 1
 
 
+def test_bert_that_is_recomputed_makes_its_forward_collectives_again() -> None:
+    """Alpa's 11 all-reduces: 7, and the 4 of the forward once more."""
+    batch = torch.randn(8, 8, 128), torch.randn(8, 8, 128)
+    whole = {"layers.*.norm*": {"x": "replicate"}}
+    graph, plan, report = planned(
+        Bert(128, 8), *batch, mesh={"x": 4}, recompute=("layers.*",), constraints=whole, memory_gap=0.0
+    )
+    assert len(plan.recompute) == 2
+    one = [("n",)] * 3 + [("k",), ("n",), ("k",)]
+    assert cuts(graph, plan, LINEAR) == one * 2
+    assert cuts(graph, plan, ATTENTION) == [("h",)] * 2
+    assert report.collectives == {("x", "all_reduce"): 11}
+    _, plain, _ = planned(Bert(128, 8), *batch, mesh={"x": 4})
+    assert plan.price.activation_bytes < 0.6 * plain.price.activation_bytes
+    # free to choose, half an all-reduce less: the last layer ends with a reduce-scatter, which is made twice, and the
+    # all-gather of its gradient, which is not
+    _, free, report = planned(Bert(128, 8), *batch, mesh={"x": 4}, recompute=("layers.*",))
+    assert report.collectives["x", "all_reduce"] == 10
+    assert report.collectives["x", "reduce_scatter"] == 2 and report.collectives["x", "all_gather"] == 1
+    assert free.price.seconds < plan.price.seconds
+
+
 # -- Llama
 
 

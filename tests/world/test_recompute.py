@@ -1,0 +1,158 @@
+"""Recomputed blocks: the same numbers, the collectives that the price counts, and less kept for the backward."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from zoo import ZOO
+
+from autopar import verify as V
+from autopar.capture import Captured, capture
+from autopar.check import check
+from autopar.errors import PlanError
+from autopar.lower.emit import lower
+from autopar.placements import Mesh
+from autopar.plan import Plan
+from autopar.planner.complete import complete
+from autopar.planner.draw import random_plan
+from autopar.planner.phases import phases
+from autopar.planner.price import pricer
+from autopar.planner.recompute import segments_of
+from autopar.planner.search import Options, plan_graph
+from autopar.rules.registry import rules_of
+from hardware_profiles import load_cluster
+
+MESH: Mesh = (("data", 2), ("tensor", 2))
+CLUSTER = load_cluster("dgx-h100")
+BLOCKS = {"gpt2": "*.h.*", "llama": "*.layers.*", "t5": "*.block.*", "resnet": "*layer?"}
+
+
+def captured_of(name: str, **options: float) -> tuple[Captured, torch.nn.Module, dict[str, torch.Tensor]]:
+    case = ZOO[name](**options)
+    captured = capture(case.model, case.args, case.kwargs)
+    return V.promoted(captured), case.model, V.inputs_of(captured, case.args, case.kwargs)
+
+
+@pytest.mark.parametrize("name", [*BLOCKS, "gpt2 with dropout"])
+def test_same_numbers(name: str) -> None:
+    """Random plans; buffers are compared too, so a batch norm that counts its batch twice would show."""
+    dropout = {"dropout": 0.1} if "dropout" in name else {}
+    name = name.split()[0]
+    captured, model, inputs = captured_of(name, **dropout)
+    graph, rules, priced = captured.graph, rules_of(captured.graph), pricer(CLUSTER, MESH)
+    weights, buffers = V.state_of(captured, model)
+    state = V.doubled(weights), V.doubled(buffers), V.doubled(inputs)
+    again = segments_of(graph, rules, [BLOCKS[name]])
+    assert len(again) == {"t5": 4}.get(name, 2)
+    reference = V.train(captured, V.one_device(graph), *state)
+    for seed in range(2):
+        plan = random_plan(graph, rules, priced, seed, recompute=again)
+        report, plain = check(plan, graph, CLUSTER), check(replace(plan, recompute=()), graph, CLUSTER)
+        assert report.ok, report.failures
+        assert report.collectives.total() > plain.collectives.total()
+        assert report.compute_seconds > 1.1 * plain.compute_seconds
+        parts = phases(graph, plan, priced)
+        whole = parts.forward_seconds + parts.backward_seconds + parts.step_seconds
+        assert whole == pytest.approx(plan.price.seconds, rel=1e-9)
+        found = V.compare(str(seed), V.train(captured, plan, *state), reference)
+        assert found.worst < 1e-9, found
+
+
+class _Made(TorchDispatchMode):
+    """Remembers the memory of every tensor that an operator makes, without keeping it alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor):
+                weak = StorageWeakRef(x.untyped_storage())
+                self.found[weak.cdata] = weak, x.untyped_storage().nbytes()
+        return out
+
+    @property
+    def live_bytes(self) -> int:
+        return sum(n for weak, n in self.found.values() if not weak.expired())
+
+
+def kept_bytes(captured: Captured, plan: Plan, values: dict[str, torch.Tensor]) -> int:
+    """Bytes made by a forward that live until its backward, inputs and parameters apart."""
+    program = lower(captured.graph, plan)
+    inputs = [values[slot.name] if slot.kind != "seed" else torch.tensor(0) for slot in program.slots]
+    with _Made() as made:
+        assert captured.graph.loss is not None
+        loss = program.runnable(*inputs)[captured.graph.loss]
+        assert loss.requires_grad
+        return made.live_bytes
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_less_is_kept(name: str) -> None:
+    """One device: what autograd keeps falls by what the price says, less the block that lives again."""
+    captured, model, inputs = captured_of(name)
+    graph, rules = captured.graph, rules_of(captured.graph)
+    weights, buffers = V.state_of(captured, model)
+    values = {**V.doubled(weights), **V.doubled(buffers), **V.doubled(inputs)}
+    priced = pricer(CLUSTER, (("one", 1),))
+    found = {}
+    for patterns in ((), (BLOCKS[name],)):
+        plan = complete(graph, rules, priced, {}, {}, {}, recompute=segments_of(graph, rules, patterns))
+        found[patterns] = kept_bytes(captured, plan, values), plan.price.activation_bytes
+    (before, priced_before), (after, priced_after) = found.values()
+    assert after < 0.7 * before
+    assert priced_after < priced_before
+    # two blocks' insides are gone; the price has those of one, which live again one at a time. It counts casts, which
+    # change nothing in float64
+    assert before - after == pytest.approx(2 * (priced_before - priced_after), rel=0.2)
+
+
+def test_which_blocks() -> None:
+    graph = captured_of("gpt2")[0].graph
+    rules = rules_of(graph)
+    modules = {n.name: n.module for n in graph.nodes}
+    both = segments_of(graph, rules, ["*.h.*"])
+    assert [modules[first].split(".h.")[1] for first, _ in both] == ["0.ln_1", "1.ln_1"]
+    # the residual addition at the end keeps nothing, so it is no part of the segment
+    assert [modules[last].split(".h.")[1] for _, last in both] == ["0.mlp.c_proj", "1.mlp.c_proj"]
+    assert segments_of(graph, rules, ["*.h.*", "*.h.*.attn", "*.h.1.mlp.*"]) == both, "modules inside others"
+    with pytest.raises(PlanError, match=r"recompute '\*.block.*' matches no module; modules are .*transformer.h"):
+        segments_of(graph, rules, ["*.block.*"])
+    shared = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+
+    class Twice(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = shared
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.one(self.two(self.one(x))).sum()
+
+    twice = capture(Twice(), (torch.zeros(2, 4),)).graph
+    with pytest.raises(PlanError, match=r"'one' are not one contiguous run .*two"):
+        segments_of(twice, rules_of(twice), ["one"])
+
+
+def test_a_memory_limit_that_only_recomputing_meets() -> None:
+    captured, *_ = captured_of("llama")
+    graph, mesh = captured.graph, (("data", 2),)
+    free = plan_graph(graph, CLUSTER, mesh)
+    again = plan_graph(graph, CLUSTER, mesh, Options(recompute=(BLOCKS["llama"],)))
+    assert again.price.activation_bytes < free.price.activation_bytes
+    assert again.price.seconds > free.price.seconds
+    assert free.solution is not None and again.solution is not None
+    # what the solver does not see (masks, positions) is the same in both, so it saw the whole price of recomputing
+    seen = again.solution.objective_seconds - free.solution.objective_seconds
+    assert seen == pytest.approx(again.price.seconds - free.price.seconds, rel=1e-6)
+    limit = 0.9 * again.price.memory_bytes
+    tight = plan_graph(graph, CLUSTER, mesh, Options(recompute=(BLOCKS["llama"],), memory_limit_bytes=limit))
+    assert tight.price.memory_bytes <= limit
+    assert check(tight, graph, CLUSTER).ok
