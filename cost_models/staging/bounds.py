@@ -45,16 +45,16 @@ class Bounds:
         """At least so long is the step of any plan that ends in these r stages. `left` [.., types] devices."""
         amount = left @ self.weight
         # A hair less, so that rounding never takes a larger level than needed.
-        level = np.minimum(np.searchsorted(self.levels, amount * (1 - 1e-9)), LEVELS - 1)
+        level = np.minimum(np.searchsorted(self.levels, amount * (1 - 1e-9)), len(self.levels) - 1)
         best = np.zeros_like(total)
         for i, (share, _) in enumerate(SHARES):
-            best = np.maximum(best, (1 - share) * (m - bubble) * pace + self.rest[r, i * LEVELS + level, k])
+            best = np.maximum(best, (1 - share) * (m - bubble) * pace + self.rest[r, i * len(self.levels) + level, k])
         return bubble * total + best
 
     @property
     def least_seconds(self) -> float:
         """Of the whole chain."""
-        return float(max(self.rest[0, (i + 1) * LEVELS - 1, -1] for i in range(len(SHARES))))
+        return float(max(self.rest[0, (i + 1) * len(self.levels) - 1, -1] for i in range(len(SHARES))))
 
     @property
     def least_sum_seconds(self) -> float:
@@ -63,7 +63,14 @@ class Bounds:
 
 
 def bounds(
-    table: Table, times: Timed, bubble: float, m: int, n_stages: int | None, pace_limit: float, rent_seconds: float
+    table: Table,
+    times: Timed,
+    bubble: float,
+    m: int,
+    n_stages: int | None,
+    pace_limit: float,
+    rent_seconds: float,
+    n_levels: int = LEVELS,
 ) -> Bounds:
     """For stages of at most `pace_limit` seconds; for exactly `n_stages` of them unless None. `rent_seconds` is P."""
     problem = table.problem
@@ -75,8 +82,8 @@ def bounds(
     used = table.used[table.submesh[starts]]
     weight = _weights(least[:, 1], used, table.n_blocks[starts])
     whole = float(np.array(list(problem.devices.values())) @ weight)
-    levels = whole * np.arange(1, LEVELS + 1) / LEVELS
-    share, charge = np.repeat(np.array(SHARES).T, LEVELS, axis=1)
+    levels = whole * np.arange(1, n_levels + 1) / n_levels
+    share, charge = np.repeat(np.array(SHARES).T, n_levels, axis=1)
     part = (used @ weight)[:, None] / np.tile(levels, len(SHARES))
     factor = bubble + (m - bubble) * share * part
     rent = (m - bubble) * charge * rent_seconds

@@ -135,6 +135,10 @@ class _Search:
         self.pace_limit = limit / (self.m - b) if paced else INF
         rent = self.pace_limit if np.isfinite(self.pace_limit) else 0.0
         found = None
+        if np.isfinite(limit):  # a cheap look, before the whole table: one level is enough for the whole chain
+            glance = bounds(self.table, self.times, b, self.m, self.n_stages, self.pace_limit, rent, 1)
+            if not glance.least_seconds <= limit:
+                return None
         for _ in range(2):  # a smaller limit makes better bounds, which make a smaller limit
             found = bounds(self.table, self.times, b, self.m, self.n_stages, self.pace_limit, rent)
             if not found.least_seconds <= limit or found.least_seconds == INF:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +20,8 @@ NARROW = (64, 512)
 FAR = 0.8
 """Where the first pass leaves the bound below this share of the best plan, plans of equal sizes are tried too."""
 ALL_DEPTHS = 12
-"""Up to so many stages, a schedule that needs a search for each number of stages gets all of them; beyond, those
-numbers that are best when only the stages behind count, GUIDED of them."""
+"""Up to so many stages, a schedule that needs a search for each number of stages gets all of them; beyond, the
+GUIDED numbers that are best for 1F1B."""
 GUIDED = 3
 WIDTH = 1024
 """Labels for each block in the exact pass. Where more would be needed the result says so by its lower bound."""
@@ -110,21 +110,23 @@ def search(
 def _cases(problems: Mapping[int, Problem], fills: Sequence[Fill]) -> Iterator[_Case]:
     for m, problem in sorted(problems.items()):
         own = table(problem)
+        depths: list[int] | None = None
         for fill in fills:
             if fill.by_distance:
                 yield _Case(own, fill, m, None)
                 continue
-            for n in _depths(own, fill, m):
+            depths = depths or _depths(own, m)
+            for n in depths:
                 if m >= fill.least(n):
                     yield _Case(own, fill, m, n)
 
 
-def _depths(own: Table, fill: Fill, m: int) -> list[int]:
-    """Numbers of stages to search."""
+def _depths(own: Table, m: int) -> list[int]:
+    """Numbers of stages to search: the best ones of 1F1B, by a narrow pass."""
     limit = own.problem.stage_limit
     if limit <= ALL_DEPTHS:
         return list(range(1, limit + 1))
-    guide = replace(fill, in_flight=fill_of("1f1b").in_flight, by_distance=True, least=lambda n: 1)
+    guide = fill_of("1f1b")
     best = solve(own, timed(own, guide, m, None), guide, m, None, INF, NARROW[0]).best
     return sorted(sorted(best, key=lambda n: best[n][0])[:GUIDED])
 
