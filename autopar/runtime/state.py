@@ -282,10 +282,10 @@ class Unit:
             return
         hop = next(h for h in self.helds[0].hops if h.forward == "gather")
         if self.direct:
-            out, piece = self.helds[0].leaf.detach(), self.helds[0].local
+            # .data has a version counter of its own: a backend may write, and count, at any time until it is waited for
+            out, piece = self.helds[0].leaf.data, self.helds[0].local
             assert piece is not None
-            with torch.autograd._unsafe_preserve_version_counter(self.helds[0].leaf):
-                self.work = all_gather_flat(out, piece.contiguous(), group=hop.group, async_op=True)
+            self.work = all_gather_flat(out, piece.contiguous(), group=hop.group, async_op=True)
             return
         pieces = torch.cat([h.local.reshape(-1) for h in self.helds])  # type: ignore[union-attr]
         self.flat = pieces.new_empty(hop.n, pieces.numel())

@@ -9,9 +9,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import fnmatch
+import functools
 import itertools
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -35,9 +38,11 @@ from autopar.planner.search import Options
 from autopar.rules.registry import rules_of
 from autopar.runtime import executor
 from autopar.runtime.executor import ParallelModule
+from autopar.runtime.state import Unit, make_units
 from hardware_profiles import load_cluster
 
 LR = 1e-2
+TWO: Mesh = (("data", 2),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -389,3 +394,55 @@ def bad_calls() -> dict[str, str]:
         except autopar.AutoparError as error:
             messages[name] = f"{type(error).__name__}: {error}"
     return messages
+
+
+def recomputed_in_another_thread(name: str, pattern: str, frozen: str, seed: int) -> dict[str, Any]:
+    """ZeRO-3 in small units with recomputed blocks and frozen parameters; the backward runs in a thread, as for a GPU.
+
+    Gathers of each unit in forward and backward, bytes of gathered copies alive after each, and the difference of the
+    gradients from one device.
+    """
+    case = as_float64(ZOO[name]())
+    for key, param in case.model.named_parameters():
+        param.requires_grad_(not fnmatch.fnmatchcase(key, frozen))
+    reference = copy.deepcopy(case.model)
+    captured = capture(case.model, *case.batch)
+    plan = make_plan(captured, Config(name, TWO, seed=seed, options={"recompute": [pattern]}, lifetime="use"))
+    with mock.patch.object(executor, "make_units", functools.partial(make_units, limit=1 << 14)):
+        pm = ParallelModule(case.model, captured, plan, device_mesh(TWO))
+    gathered: list[list[int]] = [[], []]
+    now = gathered[0]
+    real = Unit.start
+
+    def start(unit: Unit) -> None:
+        if not unit.ready and unit.work is None:
+            now.append(pm._units.index(unit))
+        real(unit)
+
+    def alive() -> int:
+        return sum(h.leaf.untyped_storage().nbytes() for h in pm._helds.values() if h.per_use)
+
+    with mock.patch.object(Unit, "start", start):
+        loss = loss_of(pm(*case.args, **case.kwargs))
+        live = [alive()]
+        now = gathered[1]
+        failed: list[BaseException] = []
+        thread = threading.Thread(target=_run, args=(loss.backward, failed))
+        thread.start()
+        thread.join()
+        live.append(alive())
+    if failed:
+        raise failed[0]
+    loss_of(reference(*case.args, **case.kwargs)).backward()
+    wanted = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
+    grads = {n: whole(p.grad) for n, p in pm.named_parameters() if p.grad is not None}
+    assert set(grads) == set(wanted)
+    counts = [[numbers.count(i) for i, unit in enumerate(pm._units) if unit.per_use] for numbers in gathered]
+    return {"gathers": counts, "live": live, "gradient": difference(grads, wanted)}
+
+
+def _run(call: Callable[[], Any], failed: list[BaseException]) -> None:
+    try:
+        call()
+    except BaseException as error:
+        failed.append(error)

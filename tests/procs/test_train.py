@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from procs.cases import Config, compare
+from procs.cases import Config, compare, recomputed_in_another_thread
 
 from autopar.runtime.launch import run_local
 
@@ -59,6 +59,15 @@ def test_two_ranks_that_recompute() -> None:
         of("t5", TWO, options={"recompute": ["*.block.*"]}, seed=2, lifetime="use"),
         of("resnet", TWO, options={"recompute": ["*layer?"]}, seed=3, lifetime="use"),
     ])  # fmt: skip
+
+
+@pytest.mark.parametrize("frozen", ["nothing", "*.ln_*"])
+def test_recomputing_gathers_again(frozen: str) -> None:
+    for found in run_local(recomputed_in_another_thread, 2, "gpt2", "*.h.*", frozen, 3, timeout=300):
+        forward, backward = found["gathers"]
+        assert len(forward) > 3 and set(forward) == {1} and set(backward) <= {0, 1} and sum(backward) >= 2, found
+        assert found["live"] == [0, 0]
+        assert found["gradient"][0] < TOLERANCE, found
 
 
 def test_four_ranks() -> None:
