@@ -1,8 +1,10 @@
-"""Where to cut the pipeline, and which schedule to run: stages of blocks on equal groups of devices.
+"""Where to cut the pipeline, and which schedule to run: stages of blocks on groups of devices.
 
 1. Blocks are found in the graph; every kind of block is planned alone on every mesh shape of every group size.
 2. For every number of groups, a dynamic program over the blocks finds the cuts that minimise Alpa's estimate
    (Zheng et al., OSDI 2022, section 5): the sum of the stages' times and (microbatches - 1) times the slowest.
+   Where devices differ, or their number divides badly, another one cuts over unequal groups
+   (:mod:`autopar.planner.unequal`).
 3. The best few are planned exactly, stage by stage, with the activations that the schedule keeps in flight, and
    simulated under every schedule that they allow. The simulated best is the plan.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import groupby
 from math import prod
 
 from autopar.errors import InfeasibleError, PlanError
@@ -25,6 +28,8 @@ from autopar.planner.phases import Phases, phases
 from autopar.planner.price import Pricer, pricer
 from autopar.planner.search import MEMORY_FRACTION, Options, plan_graph
 from autopar.planner.transplant import structure, transplant
+from autopar.planner.unequal import SCHEDULES as UNEQUAL_SCHEDULES
+from autopar.planner.unequal import Unequal
 from autopar.rules.registry import rules_of
 from autopar.staging import StageGraph, cut, hot_ops
 from cost_models import mesh_axes
@@ -64,13 +69,28 @@ class PipelineOptions:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to cut: positions of the stages' first operators, and an estimate of the step."""
+    """A way to cut: positions of the stages' first operators, the groups, and an estimate of the step."""
 
-    groups: int
-    mesh: Mesh
+    meshes: tuple[Mesh, ...]
+    devices: tuple[tuple[int, ...], ...]
     per_rank: int
     bounds: tuple[int, ...]
     seconds: float
+
+    @property
+    def groups(self) -> int:
+        return len(self.meshes)
+
+    def __str__(self) -> str:
+        shapes = [" x ".join(f"{a}={k}" for a, k in mesh) for mesh in self.meshes]
+        runs = [(shape, len(list(own))) for shape, own in groupby(shapes)]
+        return ", ".join(f"{n} group{'s' if n > 1 else ''} of {shape}" for shape, n in runs)
+
+
+def _equal(groups: int, mesh: Mesh, per_rank: int, bounds: tuple[int, ...], seconds: float) -> Candidate:
+    size = prod(k for _, k in mesh)
+    devices = tuple(tuple(range(g * size, (g + 1) * size)) for g in range(groups))
+    return Candidate((mesh,) * groups, devices, per_rank, bounds, seconds)
 
 
 @dataclass(frozen=True)
@@ -95,10 +115,8 @@ def plan_pipeline(
     wrong = [name for name in asked.schedules if name not in SCHEDULES]
     if wrong:
         raise PlanError(f"no schedule '{wrong[0]}'; use {', '.join(SCHEDULES)}")
-    if asked.groups is not None and (asked.groups < 1 or n_devices % asked.groups):
-        raise PlanError(
-            f"{n_devices} devices cannot be cut into {asked.groups} equal groups; use a divisor of {n_devices}"
-        )
+    if asked.groups is not None and not 1 <= asked.groups <= n_devices:
+        raise PlanError(f"{n_devices} devices cannot be cut into {asked.groups} groups; use 1 to {n_devices}")
     found: list[tuple[float, str, PipelinePlan, Timeline]] = []
     for candidate in search.candidates():
         try:
@@ -144,11 +162,10 @@ class _Search:
         """The most promising ways to cut, by estimate; ways with one group are always among them."""
         found: list[Candidate] = []
         n, asked = self.n_devices, self.asked
-        counts = [asked.groups] if asked.groups else [g for g in range(1, n + 1) if n % g == 0]
+        counts = [g for g in range(1, n + 1) if n % g == 0 and asked.groups in (None, g)]
         counts = [g for g in counts if g <= len(self.blocks) or asked.groups or asked.starts]
         deep = sorted({PER_RANK.get(name, 1) for name in asked.schedules})
         for groups in counts:
-            assert groups is not None
             for mesh in [asked.mesh] if asked.mesh else self._shapes(n // groups):
                 if prod(size for _, size in mesh) != n // groups:
                     continue
@@ -156,12 +173,38 @@ class _Search:
                     one = self._cut(groups, mesh, per_rank)
                     if one is not None:
                         found.append(one)
-        found.sort(key=lambda c: (c.seconds, c.groups, c.mesh))
+        found.sort(key=lambda c: (c.seconds, c.groups, c.meshes))
         best = found[:CANDIDATES]
         for groups in sorted({c.groups for c in found}):  # the estimate knows no schedule and no memory
             own = [c for c in found if c.groups == groups and c.seconds <= WORTH_A_LOOK * found[0].seconds]
             best += [c for c in own[:1] if c not in best]
-        return best
+        return [*best, *self._unequal()]
+
+    def _unequal(self) -> list[Candidate]:
+        """Ways to cut over unequal groups, where these are worth a search: devices that differ, or divide badly."""
+        asked, n = self.asked, self.n_devices
+        names = [name for name in asked.schedules if name in UNEQUAL_SCHEDULES]
+        divides = sum(n % g == 0 for g in range(1, n + 1)) > 2
+        if asked.mesh or asked.starts or not names or n != self.cluster.n_devices or n < 3:
+            return []
+        if divides and not self._uneven and not (asked.groups and n % asked.groups):
+            return []
+        search = Unequal(self.cluster, n, self.blocks, self._graph_of, asked.options, asked.microbatches)
+        try:
+            ways = search.candidates(names[0], CANDIDATES, asked.groups)
+        except InfeasibleError as error:
+            self.infeasible = self.infeasible or error
+            return []
+        return [
+            Candidate(w.meshes, w.devices, 1, tuple(self.blocks[b].first for b in w.bounds), w.seconds)
+            for w in ways if len(w.meshes) > 1
+        ]  # fmt: skip
+
+    def _graph_of(self, block: Block) -> Graph:
+        """The block alone."""
+        starts = [self.name(block.first)] if block.first else []
+        starts += [self.name(block.end)] if block.end < len(self.ops) else []
+        return cut(self.graph, starts)[1 if block.first else 0].graph
 
     def _shapes(self, size: int) -> list[Mesh]:
         """Mesh shapes of a group. The last axis joins neighbours; one larger than a node is better split in two."""
@@ -175,7 +218,7 @@ class _Search:
                 return None
             positions = {self.name(p): p for p in range(len(self.ops))}
             bounds = tuple(positions.get(s, 0) for s in self.asked.starts)
-            return Candidate(groups, mesh, per_rank, bounds, 0.0)
+            return _equal(groups, mesh, per_rank, bounds, 0.0)
         if stages > len(self.blocks):
             return None
         costs = [self._block(b, mesh, groups, per_rank) for b in self.blocks]
@@ -185,7 +228,7 @@ class _Search:
         step = [c.step_seconds for c in costs if c is not None]
         ends, estimate = partition(seconds, step, stages, self.asked.microbatches)
         bounds = tuple(self.blocks[e].first for e in ends)
-        return Candidate(groups, mesh, per_rank, bounds, estimate / (per_rank if groups > 1 else 1))
+        return _equal(groups, mesh, per_rank, bounds, estimate / (per_rank if groups > 1 else 1))
 
     def _block(self, block: Block, mesh: Mesh, groups: int, per_rank: int) -> Phases | None:
         """The block alone on a mesh, within its share of the memory; None if it does not fit.
@@ -201,17 +244,15 @@ class _Search:
             limit = MEMORY_FRACTION * min(self.cluster.device(d).memory_bytes for d in range(self.n_devices))
         key = block.kind, mesh, groups, per_rank
         if key not in self._solved:
-            starts = [self.name(block.first)] if block.first else []
-            starts += [self.name(block.end)] if block.end < len(self.ops) else []
-            stage = cut(self.graph, starts)[1 if block.first else 0]
+            graph = self._graph_of(block)
             options = replace(
                 options, memory_limit_bytes=share * limit / per_rank, constraints=None, params=None, inputs=None,
                 outputs=None, microbatches=self.asked.microbatches, in_flight=min(groups, self.asked.microbatches),
                 memory_gap=0.05,
             )  # fmt: skip
             try:
-                plan = plan_graph(stage.graph, self.cluster, mesh, options)
-                self._solved[key] = phases(stage.graph, plan, pricer(self.cluster, mesh))
+                plan = plan_graph(graph, self.cluster, mesh, options)
+                self._solved[key] = phases(graph, plan, pricer(self.cluster, mesh))
             except InfeasibleError as error:
                 self._solved[key] = None
                 self.infeasible = self.infeasible or error
@@ -223,7 +264,6 @@ class _Search:
         """Plans of the stages, and the simulation of every schedule that fits."""
         starts = self.asked.starts or [self.name(p) for p in candidate.bounds]
         graphs = cut(self.graph, starts)
-        size = self.n_devices // candidate.groups
         found = []
         for name in self.asked.schedules if candidate.groups > 1 else self.asked.schedules[:1]:
             if candidate.groups > 1 and PER_RANK.get(name, 1) != candidate.per_rank:
@@ -236,19 +276,18 @@ class _Search:
                 continue  # this schedule does not allow these counts
             if candidate.groups == 1:
                 schedule = _one_group(len(graphs), self.asked.microbatches)
-            choices, timing, step = self._stages(graphs, schedule, candidate.mesh, size)
+            choices, timing, step = self._stages(graphs, schedule, candidate)
             timeline = simulate(schedule, timing)
             seconds = timeline.makespan_seconds + step
             plan = PipelinePlan(
                 self.graph.fingerprint, self.cluster_name or self.cluster.name, choices, schedule,
                 self.asked.options.optimizer, seconds,
             ).validate()  # fmt: skip
-            mesh = " x ".join(f"{a}={k}" for a, k in candidate.mesh)
-            found.append((seconds, f"{candidate.groups} groups of {mesh}, {schedule.name}", plan, timeline))
+            found.append((seconds, f"{candidate}, {schedule.name}", plan, timeline))
         return found
 
     def _stages(
-        self, graphs: Sequence[StageGraph], schedule: Schedule, mesh: Mesh, size: int
+        self, graphs: Sequence[StageGraph], schedule: Schedule, candidate: Candidate
     ) -> tuple[tuple[StageChoice, ...], Times, float]:
         live = live_per_stage(schedule)
         group = schedule.rank_of_stage
@@ -256,7 +295,7 @@ class _Search:
         choices: list[StageChoice] = []
         stored: dict[tuple[int, str], str] = {}
         for stage in graphs:
-            devices = tuple(range(group[stage.number] * size, (group[stage.number] + 1) * size))
+            mesh, devices = candidate.meshes[group[stage.number]], candidate.devices[group[stage.number]]
             limit = self.asked.options.memory_limit_bytes
             if limit is None:
                 limit = MEMORY_FRACTION * min(self.cluster.device(d).memory_bytes for d in devices)
@@ -279,9 +318,10 @@ class _Search:
     def _stage_plan(self, graph: Graph, mesh: Mesh, options: Options, devices: tuple[int, ...]) -> Plan:
         """The plan of a stage; stages alike in all but names, on devices alike, are solved once."""
         named = options.constraints or options.params
-        if named or self._uneven:
+        if named:
             return plan_graph(graph, self.cluster, mesh, options, devices=devices)
-        key = structure(graph), mesh, options.in_flight, options.memory_limit_bytes
+        kinds = tuple(self.cluster.device(d).name for d in devices)
+        key = structure(graph), mesh, kinds, options.in_flight, options.memory_limit_bytes
         if key not in self._plans:
             self._plans[key] = graph, plan_graph(graph, self.cluster, mesh, options, devices=devices)
         first, plan = self._plans[key]

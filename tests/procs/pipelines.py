@@ -12,6 +12,7 @@ import torch.distributed as dist
 from procs.cases import LR, OneDevice, cut, difference, whole
 from zoo import ZOO, as_float64, loss_of
 
+import autopar
 from autopar import verify
 from autopar.capture import Captured, capture
 from autopar.errors import PlanError
@@ -165,3 +166,14 @@ def fails_in_the_middle() -> None:
 
         object.__setattr__(stage, "_run", trouble)
     pm.train_step(*case.batch[0], **case.batch[1])
+
+
+def planned_on_three() -> list[float]:
+    """What a script does on three ranks: two stages, one of them on two ranks."""
+    torch.manual_seed(0)
+    case = ZOO["gpt2"]()
+    micro = cut(case.batch, 4, 0)[1]
+    pm = autopar.parallelize(case.model, 3, micro, stages=2, schedule="1f1b", microbatches=4)
+    assert sorted(len(s.devices) for s in pm.plan.stages) == [1, 2]
+    optimizer = torch.optim.SGD(pm.parameters(), lr=0.1)
+    return [float(pm.train_step(*case.batch[0], optimizer=optimizer, **case.batch[1])) for _ in range(3)]

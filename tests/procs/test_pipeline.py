@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import pytest
-from procs.pipelines import ONE, Config, compare, fails_in_the_middle
+from procs.pipelines import ONE, Config, compare, fails_in_the_middle, planned_on_three
 
 from autopar.errors import RunError
 from autopar.runtime.launch import run_local
@@ -46,6 +46,12 @@ def test_a_rank_that_fails_ends_the_job() -> None:
     with pytest.raises(RunError, match="trouble in stage 1"):
         run_local(fails_in_the_middle, 2, timeout=120)
     assert time.monotonic() - start < 60, "the other rank waited for its timeout"
+
+
+def test_three_ranks_from_a_script() -> None:
+    ranks = run_local(planned_on_three, 3, timeout=300)
+    assert ranks[0] == ranks[1] == ranks[2]
+    assert ranks[0][-1] < ranks[0][0]
 
 
 def test_four_ranks() -> None:

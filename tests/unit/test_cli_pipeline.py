@@ -91,7 +91,7 @@ def test_verify(folder: Path) -> None:
     "words, message",
     [
         (["--stages", "three"], "--stages is 'three'; give a number of groups of devices, or auto"),
-        (["--stages", "3"], "2 devices cannot be cut into 3 equal groups; use a divisor of 2"),
+        (["--stages", "3"], "2 devices cannot be cut into 3 groups; use 1 to 2"),
         (["--stages", "2", "--schedule", "fifo"], "no schedule 'fifo'; use gpipe, 1f1b"),
         (["--stages", "2", "--mesh", "data=2"], "2 stages on a mesh of 2 devices each need 4 devices, there are 2"),
     ],

@@ -97,9 +97,7 @@ def test_a_cut_op_is_never_slower_than_the_whole():
     for name in ("A100-SXM-80GB", "H100-SXM-80GB", "cpu-core"):
         device = load_device(name)
         for m, n, k in ((64, 64, 64), (256, 4096, 1024), (8192, 8192, 8192)):
-            whole = op_seconds(
-                device, "matmul", 2.0 * m * n * k, 2.0 * (m * k + n * k + m * n), "bfloat16", (m, n, k)
-            )
+            whole = op_seconds(device, "matmul", 2.0 * m * n * k, 2.0 * (m * k + n * k + m * n), "bfloat16", (m, n, k))
             for parts in (2, 4, 8, 64):
                 for cut in ((m // parts, n, k), (m, n // parts, k), (m, n, k // parts)):
                     a, b, c = cut

@@ -132,8 +132,8 @@ def _error(call) -> str:  # type: ignore[no-untyped-def]
 
 def test_what_cannot_be() -> None:
     graph, cluster = graph_of("mlp"), load_cluster("local-x4")
-    with pytest.raises(PlanError, match="4 devices cannot be cut into 3 equal groups"):
-        plan_pipeline(graph, cluster, 4, PipelineOptions(4, groups=3))
+    with pytest.raises(PlanError, match="4 devices cannot be cut into 5 groups; use 1 to 4"):
+        plan_pipeline(graph, cluster, 4, PipelineOptions(4, groups=5))
     with pytest.raises(PlanError, match="no schedule 'fifo'; use gpipe"):
         plan_pipeline(graph, cluster, 4, PipelineOptions(4, schedules=("fifo",)))
     with pytest.raises(InfeasibleError, match="no plan fits"):
@@ -157,10 +157,34 @@ def simulate_live(plan) -> list[int]:  # type: ignore[no-untyped-def]
     return list(simulate(plan.schedule, times(len(plan.stages))).live_per_stage)
 
 
+CLUSTERS = Path(__file__).parents[2] / "examples/clusters"
+
+
+def test_devices_of_two_types_get_unequal_stages() -> None:
+    """Four H100 and two A100: no group holds both, and the slow group has less to do."""
+    graph, cluster = gpt(12, 1024, 16, 8, 512), load_cluster(CLUSTERS / "mixed.toml")
+    found = plan_pipeline(graph, cluster, 6, PipelineOptions(8, schedules=("1f1b",)))
+    kinds = [{cluster.device(d).name for d in stage.devices} for stage in found.plan.stages]
+    assert all(len(k) == 1 for k in kinds) and len(set(map(tuple, kinds))) == 2
+    assert sorted(d for s in found.plan.stages for d in s.devices) == list(range(6))
+    layers = [sum(n.startswith("linear") for n in stage.plan.ops) for stage in found.plan.stages]
+    slow = [n for n, k in zip(layers, kinds, strict=True) if "A100" in next(iter(k))]
+    fast = [n for n, k in zip(layers, kinds, strict=True) if "H100" in next(iter(k))]
+    assert sum(slow) / 2 < sum(fast) / 4, "operators a device"
+
+
+def test_three_devices_make_two_unequal_groups() -> None:
+    graph = graph_of("gpt2")
+    plan = plan_pipeline(graph, load_cluster("local-x3"), 3, PipelineOptions(4, groups=2, schedules=("1f1b",))).plan
+    assert sorted(len(s.devices) for s in plan.stages) == [1, 2]
+    again = files.loads(files.dumps(plan, graph), graph)
+    assert again == plan
+
+
 @pytest.mark.slow
 def test_pipelines_cross_slow_links() -> None:
     """GPT-39B (Alpa's shape) on 8 nodes of 8 V100: stages lie inside nodes where 25 Gb/s join them."""
     graph = gpt(48, 8192, 64, 4, 1024)
-    slow = load_cluster(Path(__file__).parents[2] / "examples/clusters/v100-8x8-25g.toml")
+    slow = load_cluster(CLUSTERS / "v100-8x8-25g.toml")
     plan = plan_pipeline(graph, slow, 64, PipelineOptions(64, schedules=("1f1b",))).plan
     assert plan.schedule.n_ranks >= 8, "no stage spans two nodes"
