@@ -194,6 +194,7 @@ def plan(
     microbatches: int = 1,
     stages: int | str | None = None,
     schedule: str | Sequence[str] | None = None,
+    cuts: Sequence[str] | None = None,
     max_axes: int = 2,
     time_limit: float = 120.0,
     captured: Captured | None = None,
@@ -220,6 +221,8 @@ def plan(
             ``inputs`` are one microbatch, and the plan is a :class:`~autopar.pipeline.PipelinePlan`.
         schedule: the pipeline's: ``gpipe``, ``1f1b``, ``interleaved-1f1b``, ``zb-h1``, ``zb-v``, ``dualpipe-v``, or
             several to choose from.
+        cuts: where the pipeline is cut: what all stages but the first begin with, such as ``["layers.12"]`` (the path
+            of a module, or an operator as ``module:op``); by default the planner cuts.
         captured: what :func:`capture` gave, to plan several meshes without capturing again.
     """
     found = captured or capture(model, inputs, example_kwargs=example_kwargs, loss_fn=loss_fn, targets=targets)
@@ -228,8 +231,8 @@ def plan(
     asked = _options(
         constraints, params, placements, recompute, memory_limit, optimizer, microbatches, time_limit, shape
     )
-    if stages is not None or schedule is not None:
-        wanted = pipelines.asked_for(stages, schedule, microbatches, shape, asked)
+    if stages is not None or schedule is not None or cuts is not None:
+        wanted = pipelines.asked_for(stages, schedule, microbatches, shape, asked, cuts)
         return pipelines.planned(found, where, where.n_devices, wanted, reference(cluster)).plan
     return plan_captured(found, where, shape, asked, max_axes=max_axes, name=reference(cluster))
 
@@ -299,6 +302,7 @@ def parallelize(
     microbatches: int = 1,
     stages: int | str | None = None,
     schedule: str | Sequence[str] | None = None,
+    cuts: Sequence[str] | None = None,
     max_axes: int = 2,
     time_limit: float = 120.0,
     init: Init | None = None,
@@ -337,7 +341,7 @@ def parallelize(
     assert captured is not None
     _same_model(captured, model, group)
     piped = device_mesh is not None and "pipe" in (device_mesh.mesh_dim_names or ())
-    asked = stages is not None or schedule is not None or piped
+    asked = stages is not None or schedule is not None or cuts is not None or piped
     if asked or isinstance(plan, PipelinePlan) or pipelines.is_pipeline_file(plan):
         known = captured
 
@@ -351,7 +355,7 @@ def parallelize(
                 constraints, params, placements, recompute, memory_limit, optimizer, microbatches, time_limit, shape
             )
             groups, shape = pipelines.groups_of(device_mesh, stages)
-            wanted = pipelines.asked_for(groups, schedule, microbatches, shape, options)
+            wanted = pipelines.asked_for(groups, schedule, microbatches, shape, options, cuts)
             return pipelines.planned(known, where, n, wanted, name).plan
 
         values = _values(model, group, None, init)

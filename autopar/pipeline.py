@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from autopar.errors import PlanError
 from autopar.placements import Mesh
-from autopar.plan import Plan
+from autopar.plan import Pins, Plan
 from cost_models.pipeline.actions import Schedule
 
 
@@ -33,6 +33,24 @@ class StageChoice:
 
 
 @dataclass(frozen=True)
+class PipelinePins:
+    """What the user asked of a pipeline; what is empty or None was left to the planner.
+
+    Attributes:
+        cuts: as they were given, one for every stage but the first: module paths or operators.
+        mesh: of every group.
+        plan: wishes about operators, parameters, inputs, outputs and memory, by the names of the whole model.
+    """
+
+    stages: int | None = None
+    cuts: tuple[str, ...] = ()
+    schedules: tuple[str, ...] = ()
+    microbatches: int | None = None
+    mesh: Mesh | None = None
+    plan: Pins = field(default_factory=Pins)
+
+
+@dataclass(frozen=True)
 class PipelinePlan:
     """Decisions for one model on several groups of devices.
 
@@ -40,6 +58,7 @@ class PipelinePlan:
         fingerprint: of the whole graph, at the size of one microbatch.
         schedule: what each group does in which order; its number of microbatches is that of a step.
         seconds: of a training step, simulated.
+        pins: what the user asked for, so that stages can be solved again with the same wishes.
     """
 
     fingerprint: str
@@ -49,6 +68,7 @@ class PipelinePlan:
     optimizer: str = "adamw"
     seconds: float = 0.0
     notes: tuple[str, ...] = field(default=())
+    pins: PipelinePins = field(default_factory=PipelinePins)
 
     @property
     def microbatches(self) -> int:
@@ -88,4 +108,4 @@ class PipelinePlan:
         return self
 
 
-__all__ = ["PipelinePlan", "StageChoice"]
+__all__ = ["PipelinePins", "PipelinePlan", "StageChoice"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture import Captured
 from autopar.errors import MeshError, PlanError
-from autopar.pipeline import PipelinePlan
-from autopar.placements import Mesh
+from autopar.pins import pins_of
+from autopar.pipeline import PipelinePins, PipelinePlan
+from autopar.placements import Mesh, mesh_shapes
 from autopar.planfile import pipeline as files
-from autopar.planner.pipeline import PipelineOptions, Planned, plan_pipeline
+from autopar.planner.pipeline import PER_RANK, PipelineOptions, Planned, plan_pipeline
 from autopar.planner.search import Options
+from autopar.planner.stage_pins import check, check_counts, starts_of
 from autopar.runtime.agree import share, together
 from autopar.runtime.pipeline import PipelineModule
 from cost_models.pipeline import SCHEDULES
@@ -36,15 +39,17 @@ def asked_for(
         stages: groups of devices, or ``"auto"``.
         schedule: a name, several to choose from, or None for the planner's own choice.
         mesh: of every group.
-        cuts: first operators of all stages but the first.
+        cuts: what all stages but the first begin with: paths of modules, or operators.
 
     Raises:
-        PlanError: an unknown schedule, fewer than one group or microbatch, or recompute.
+        PlanError: an unknown schedule, fewer than one group or microbatch, cuts that are no list, or recompute.
     """
     names = DEFAULT_SCHEDULES if schedule is None else [schedule] if isinstance(schedule, str) else list(schedule)
     for name in names:
         if name not in SCHEDULES:
             raise PlanError(f"no schedule '{name}'; use {', '.join(SCHEDULES)}")
+    if isinstance(cuts, str) or not all(isinstance(c, str) for c in cuts or ()):
+        raise PlanError(f"cuts is {cuts!r}; give a list of what stages begin with, such as ['layers.12']")
     groups = None if stages in (None, "auto") else stages
     if groups is not None and (isinstance(groups, str) or groups < 1):
         raise PlanError(f"stages is {groups!r}; give a number of groups of devices from 1 on, or 'auto'")
@@ -86,7 +91,21 @@ def planned(captured: Captured, cluster: Cluster, n: int, asked: PipelineOptions
         raise MeshError(f"{n} devices are wanted, cluster '{cluster.name}' has {cluster.n_devices}")
     if captured.graph.loss is None:
         raise PlanError("a pipeline trains a model that returns its loss; give loss_fn= and targets=")
-    return plan_pipeline(captured.graph, cluster, n, asked, cluster_name=name)
+    check(captured.graph, asked.options, asked.mesh)
+    counts = [asked.groups] if asked.groups else [g for g in range(1, n + 1) if n % g == 0]
+    sizes = [m for g in counts for m in mesh_shapes(max(1, n // g))]
+    deep = {schedule: PER_RANK.get(schedule, 1) for schedule in asked.schedules}
+    check_counts(asked.groups, asked.starts or (), n, deep, asked.mesh, asked.options, sizes)
+    starts = starts_of(captured.graph, asked.starts) if asked.starts else None
+    found = plan_pipeline(captured.graph, cluster, n, replace(asked, starts=starts), cluster_name=name)
+    return replace(found, plan=replace(found.plan, pins=wishes(asked)))
+
+
+def wishes(asked: PipelineOptions) -> PipelinePins:
+    """What a plan remembers of what was asked."""
+    schedules = () if tuple(asked.schedules) == tuple(DEFAULT_SCHEDULES) else tuple(asked.schedules)
+    cuts = tuple(asked.starts or ())
+    return PipelinePins(asked.groups, cuts, schedules, asked.microbatches, asked.mesh, pins_of(asked.options))
 
 
 def is_pipeline_file(plan: Any) -> bool:
@@ -141,4 +160,4 @@ def run_on_ranks(
     return result
 
 
-__all__ = ["asked_for", "groups_of", "is_pipeline_file", "planned", "run_on_ranks"]
+__all__ = ["asked_for", "groups_of", "is_pipeline_file", "planned", "run_on_ranks", "wishes"]

@@ -176,7 +176,7 @@ def cluster_of(path: Path) -> str:
 
 def make(
     loaded: Loaded, captured: Captured, hardware: Any, cluster: str, stages: str, schedule: list[str] | None,
-    microbatches: int, mesh: Any, options: Any, output: Path | None, as_json: bool,
+    cuts: list[str] | None, microbatches: int, mesh: Any, options: Any, output: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """``autopar plan --stages``."""
     import sys
@@ -186,7 +186,7 @@ def make(
 
     if stages != "auto" and not stages.isdigit():
         raise UsageError(f"--stages is '{stages}'; give a number of groups of devices, or auto")
-    asked = asked_for("auto" if stages == "auto" else int(stages), schedule or None, microbatches, mesh, options)
+    asked = asked_for("auto" if stages == "auto" else int(stages), schedule or None, microbatches, mesh, options, cuts)
     with progress("planning stages"):
         found = planned(captured, hardware, hardware.n_devices, asked, cluster)
     text = files.dumps(found.plan, captured.graph, loaded.named(output.parent if output else Path()))

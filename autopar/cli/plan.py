@@ -91,6 +91,13 @@ def plan(
         list[str] | None,
         typer.Option("--schedule", help="gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-v, dualpipe-v. Repeatable."),
     ] = None,
+    cut: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--cut",
+            help="What a stage begins with: path of a module, or module:op. Once for every stage but the first.",
+        ),
+    ] = None,
     time_limit: Annotated[float, typer.Option("--time-limit", help="Seconds for one run of the solver.")] = 120.0,
     as_json: Json = False,
 ) -> None:
@@ -103,6 +110,8 @@ def plan(
     autopar plan hf:llama/config.json --batch 8 --seq 2048 --cluster dgx-h100-x8 --memory-limit 70GiB -o plan.json
 
     autopar plan gpt.py:make -c local-x4 --stages 2 --microbatches 8 --schedule 1f1b -o plan.json
+
+    autopar plan gpt.py:make -c local-x4 --stages 2 --cut layers.1 --microbatches 8 -o plan.json
 
     autopar plan gpt.py:make -c local-x4 --pin 'layers.*.mlp.up:tensor=n' --keep-replicated '*.norm.weight'
     """
@@ -136,7 +145,7 @@ def plan(
     folder = output.parent if output else Path()
     if cluster.endswith((".toml", ".json")):
         cluster = Path(os.path.relpath(Path(cluster).resolve(), folder.resolve())).as_posix()
-    if stages is not None or schedule:
+    if stages is not None or schedule or cut:
         from autopar.cli import pipeline
 
         pipeline.make(
@@ -146,6 +155,7 @@ def plan(
             cluster,
             stages or "auto",
             schedule,
+            cut,
             microbatches,
             wanted,
             options,

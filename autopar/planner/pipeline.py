@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -27,6 +27,7 @@ from autopar.planner.fold import fold
 from autopar.planner.phases import Phases, phases
 from autopar.planner.price import Pricer, pricer
 from autopar.planner.search import MEMORY_FRACTION, Options, plan_graph
+from autopar.planner.stage_pins import allows, of_stage
 from autopar.planner.transplant import structure, transplant
 from autopar.planner.unequal import SCHEDULES as UNEQUAL_SCHEDULES
 from autopar.planner.unequal import Unequal
@@ -209,7 +210,8 @@ class _Search:
     def _shapes(self, size: int) -> list[Mesh]:
         """Mesh shapes of a group. The last axis joins neighbours; one larger than a node is better split in two."""
         near = max(1, self.cluster.n_devices // self.cluster.n_nodes)
-        return [m for m in mesh_shapes(size) if len(m) == 1 or m[-1][1] <= near]
+        shapes = [m for m in mesh_shapes(size) if len(m) == 1 or m[-1][1] <= near]
+        return [m for m in shapes if allows(m, self.asked.options)]
 
     def _cut(self, groups: int, mesh: Mesh, per_rank: int) -> Candidate | None:
         stages = groups * per_rank
@@ -299,14 +301,14 @@ class _Search:
             limit = self.asked.options.memory_limit_bytes
             if limit is None:
                 limit = MEMORY_FRACTION * min(self.cluster.device(d).memory_bytes for d in devices)
-            pins = dict(self.asked.options.params or {})
+            own = of_stage(self.asked.options, stage, mesh)
+            pins = dict(own.params or {})
             names = {n.target for _, n in stage.graph.of_kind("param")}
             pins.update({n: how for (g, n), how in stored.items() if g == group[stage.number] and n in names})
             options = replace(
-                self.asked.options, in_flight=live[stage.number], params=pins or None,
+                own, in_flight=live[stage.number], params=pins or None,
                 microbatches=self.asked.microbatches,
                 memory_limit_bytes=limit / len(shares[group[stage.number]]),
-                constraints=_there(self.asked.options.constraints, stage.graph),
             )  # fmt: skip
             plan = self._stage_plan(stage.graph, mesh, options, devices)
             stored.update({(group[stage.number], n): ",".join(c.stored) for n, c in plan.params.items()})
@@ -317,8 +319,7 @@ class _Search:
 
     def _stage_plan(self, graph: Graph, mesh: Mesh, options: Options, devices: tuple[int, ...]) -> Plan:
         """The plan of a stage; stages alike in all but names, on devices alike, are solved once."""
-        named = options.constraints or options.params
-        if named:
+        if options.constraints or options.params or options.inputs or options.outputs:
             return plan_graph(graph, self.cluster, mesh, options, devices=devices)
         kinds = tuple(self.cluster.device(d).name for d in devices)
         key = structure(graph), mesh, kinds, options.in_flight, options.memory_limit_bytes
@@ -348,17 +349,6 @@ def timing_of(
         activation_bytes=[c.plan.price.activation_bytes / live[s] for s, c in enumerate(choices)],
     )  # fmt: skip
     return timing, max(sum(own[s].step_seconds for s in held) for held in schedule.stages_of_rank)
-
-
-def _there(constraints: Mapping[str, Mapping[str, str]] | None, graph: Graph) -> Mapping[str, Mapping[str, str]] | None:
-    """The pins that concern a stage."""
-    if not constraints:
-        return None
-    from autopar.planner.search import matches, op_labels
-
-    labels = op_labels(graph)
-    ops = [n for n in graph.nodes if n.kind == "op"]
-    return {p: c for p, c in constraints.items() if any(matches(p, n, labels[n.name]) for n in ops)} or None
 
 
 def _one_group(n_stages: int, microbatches: int) -> Schedule:
