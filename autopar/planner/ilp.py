@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,11 @@ import pulp
 
 from autopar.errors import InfeasibleError
 from autopar.planner.problem import Choice, Problem
+
+try:
+    import highspy
+except ImportError:  # CBC solves then
+    highspy = None  # type: ignore[assignment]
 
 
 def solve(problem: Problem, *, time_limit_seconds: float = 120.0, solver: str = "auto", gap: float = 0.0) -> Choice:
@@ -32,129 +36,271 @@ def solve(problem: Problem, *, time_limit_seconds: float = 120.0, solver: str = 
     Raises:
         InfeasibleError: no choice satisfies the memory limit and the reach of reshards.
     """
-    name = _pick(solver)
-    if name != "highs" or gap == 0.0 or problem.limit_bytes is None:
-        return _solve_at_once(problem, name, time_limit_seconds, gap)
-    return _solve_by_prices(problem, time_limit_seconds, gap)
+    return program(problem, time_limit_seconds=time_limit_seconds, solver=solver).solve(gap)
 
 
-def _solve_at_once(problem: Problem, name: str, time_limit_seconds: float, gap: float) -> Choice:
-    model, x, _, scale = _build(problem)
-    if name == "highs":
-        backend = _highs(time_limit_seconds, gap)
-    else:
-        backend = _cbc()(msg=False, timeLimit=time_limit_seconds, gapRel=gap, threads=1)
-    model.solve(backend)
-    values = [[v.varValue for v in row] for row in x]
-    if pulp.LpStatus[model.status] == "Infeasible" or any(v is None for row in values for v in row):
-        raise InfeasibleError("no choice of strategies satisfies the constraints")
-    objective = pulp.value(model.objective) / scale
-    bound = objective
-    proven = pulp.LpStatus[model.status] == "Optimal"
-    if name == "highs":
-        info = model.solverModel.getInfo()
-        if abs(info.mip_dual_bound) < 1e300:
-            bound = min(objective, info.mip_dual_bound / scale)
-        proven = model.solverModel.getModelStatus().name == "kOptimal"
-    return _choice(problem, _picked(values), objective, bound, proven, name)
+def program(problem: Problem, *, time_limit_seconds: float = 120.0, solver: str = "auto") -> Program | ByCbc:
+    """A problem that is solved several times, with several limits."""
+    return (Program if _pick(solver) == "highs" else ByCbc)(problem, time_limit_seconds)
 
 
-def _solve_by_prices(problem: Problem, time_limit_seconds: float, gap: float) -> Choice:
-    r"""Lagrangian relaxation of the memory limit: bytes get a price, and the easy problem without limit is solved.
+@dataclass(frozen=True)
+class _Point:
+    """A solution, in scaled seconds; ``whole`` if every item picks exactly one strategy."""
 
-    For a price p of a byte, ``L(p) = min seconds + p (bytes - limit)`` is a lower bound, and the minimiser is a good
-    choice. Two choices, one within the limit and one beyond, give the next price, at which both cost the same; when
-    neither is beaten there, p maximises L. (Everett, Operations Research 11, 1963; Handler and Zang, Networks 10,
-    1980.) What is left of the gap is closed by branch and bound on the problem with its limit, from the best choice.
+    picked: tuple[int, ...]
+    seconds: float
+    n_bytes: float
+    bound: float
+    whole: bool = True
+    gap: float = 0.0
+    byte_price: float = 0.0  # what one byte more of the limit would save
+    values: Any = None
+
+
+class Program:
+    """A problem in HiGHS.
+
+    The relaxation is solved first: without a memory limit that binds its vertices are almost always whole choices,
+    which are then optimal. Branch and bound is for the rest.
     """
-    limit = problem.limit_bytes
-    assert limit is not None
-    room = limit - problem.fixed_bytes
-    model, x, common, scale = _build(replace(problem, limit_bytes=None))
-    backend = _highs(time_limit_seconds, 0.0)
-    model.solve(backend)
-    if pulp.LpStatus[model.status] == "Infeasible":
-        raise InfeasibleError("no choice of strategies satisfies the constraints")
-    engine = model.solverModel
-    flat = [(v.index, cost * scale, n) for row, item in zip(x, problem.items, strict=True)
-            for v, cost, n in zip(row, item.seconds, item.n_bytes, strict=True)]  # fmt: skip
-    flat.extend((v.index, 0.0, n) for v, n in common)
-    columns = np.array([f[0] for f in flat], dtype=np.int32)
-    seconds, n_bytes = np.array([f[1] for f in flat]), np.array([f[2] for f in flat])
 
-    def at(price: float) -> tuple[tuple[int, ...], float, float]:
-        """``(choice, seconds, bytes)`` at a price of a byte, in scaled seconds."""
-        engine.changeColsCost(len(columns), columns, seconds + price * n_bytes)
+    def __init__(self, problem: Problem, time_limit_seconds: float) -> None:
+        self.problem, self.time_limit_seconds = problem, time_limit_seconds
+        model, x, common, self.scale = _build(problem)
+        backend = _Bulk(msg=False, timeLimit=time_limit_seconds, threads=1, random_seed=0)
+        backend.createAndConfigureSolver(model)
+        backend.buildSolverModel(model)
+        self.engine = model.solverModel
+        self.rows = [np.array([v.index for v in row], dtype=np.int32) for row in x]
+        flat = [(v.index, n) for row, item in zip(x, problem.items, strict=True)
+                for v, n in zip(row, item.n_bytes, strict=True) if n]  # fmt: skip
+        flat.extend((v.index, n) for v, n in common)
+        self.columns = np.array([f[0] for f in flat], dtype=np.int32)
+        self.n_bytes = np.array([f[1] for f in flat], dtype=np.float64)
+        self.costs = np.array(self.engine.getLp().col_cost_)[self.columns]
+        self.peak = (common[0][0].index, common[0][1]) if any(any(i.peak_bytes) for i in problem.items) else None
+        self.memory_row = self.engine.getNumRow() - 1
+        self.unit = max(problem.limit_bytes or 1.0, 1.0)
+        self.price = 0.0
+        self.limit(problem.limit_bytes)
+
+    def limit(self, n_bytes: float | None) -> None:
+        """Another limit; a problem that was given none keeps none."""
+        self.room = math.inf if n_bytes is None else n_bytes - self.problem.fixed_bytes
+        self._relaxed: _Point | None = None
+        if self.problem.limit_bytes is not None:
+            self.engine.changeRowBounds(self.memory_row, -math.inf, self.room / self.unit)
+
+    def whole(self) -> Choice | None:
+        """The optimum, if the relaxation is whole.
+
+        Raises:
+            InfeasibleError: nothing satisfies the limit.
+        """
+        self._relaxed = self._relaxed or self.relaxed()
+        return self.choice(self._relaxed) if self._relaxed is not None and self._relaxed.whole else None
+
+    def pair(self) -> tuple[Choice, Choice] | None:
+        """The two choices whose mixture solves the relaxation under the limit: a faster, larger one and a smaller.
+
+        A class of folded blocks that picks one strategy by 0.3 and another by 0.7 means that 0.3 of its blocks pick
+        the one: so blocks that mix the two choices come close to the bound, where one choice for all blocks may be far
+        from it. Both choices carry the bound, in seconds, that no plan within the limit beats, whether its blocks
+        differ or not: the mean over the blocks of any plan is a solution of the relaxation.
+
+        Returns:
+            ``(faster, smaller)``; None if the relaxation is whole, or was not solved in time.
+        """
+        if self.whole() is not None or self._relaxed is None or self.problem.limit_bytes is None:
+            return None
+        faster, smaller = self.around(self._relaxed)
+        return self.choice(faster), self.choice(smaller)
+
+    def solve(self, gap: float = 0.0) -> Choice:
+        """As :func:`solve`."""
+        whole = self.whole()
+        if whole is not None:
+            return whole
+        if self.problem.limit_bytes is None:
+            return self.choice(self.best(0.0))
+        start: _Point | None = None
+        if gap > 0.0 and self._relaxed is not None:
+            _, start = self.around(self._relaxed)
+            if start.n_bytes <= self.room and start.seconds - start.bound <= gap * start.seconds:
+                return self.choice(replace(start, gap=gap))
+        return self.choice(self.best(gap, start))
+
+    def relaxed(self) -> _Point | None:
+        """The optimum of the relaxation; None if the solver stopped before it."""
+        engine = self.engine
+        engine.setOptionValue("solve_relaxation", True)
+        engine.setOptionValue("presolve", "off")  # the problem is small enough to be slower with it
         engine.run()
-        solution = np.asarray(engine.getSolution().col_value)
-        values = [[solution[v.index] for v in row] for row in x]
-        picked = _picked(values)
-        total = float(solution[columns] @ n_bytes)
-        return picked, engine.getObjectiveValue() - price * total, total
+        status = engine.getModelStatus().name
+        if status == "kInfeasible":
+            raise InfeasibleError("no choice of strategies satisfies the constraints")
+        if status != "kOptimal":
+            return None
+        price = 0.0
+        if self.problem.limit_bytes is not None:
+            price = max(0.0, -engine.getSolution().row_dual[self.memory_row]) / self.unit
+        return replace(self._point(engine.getObjectiveValue()), byte_price=price)
 
-    fast = at(0.0)
-    if fast[2] <= room:
-        return _choice(problem, fast[0], fast[1] / scale, fast[1] / scale, True, "highs")
-    small = at(1e3 * max(1.0, fast[1]) / max(1.0, fast[2]))
-    if small[2] > room:
-        small = at(1e6 * max(1.0, fast[1]) / max(1.0, fast[2]))
-    if small[2] > room:
-        raise InfeasibleError("no choice of strategies satisfies the memory limit")
-    best, bound = small, fast[1]
-    for _ in range(40):
-        price = (small[1] - fast[1]) / (fast[2] - small[2])
-        here = at(price)
-        bound = max(bound, here[1] + price * (here[2] - room))
-        if here[2] <= room and here[1] < best[1]:
-            best = here
-        if here[1] + price * here[2] >= small[1] + price * small[2] - 1e-9 * abs(small[1]):
-            break
-        if best[1] - bound <= gap * best[1]:
-            break
-        small, fast = (here, fast) if here[2] <= room else (small, here)
-    proven = best[1] - bound <= gap * best[1]
-    if not proven:
-        best, bound, proven = _close(engine, x, columns, seconds, n_bytes, room, best, bound, time_limit_seconds, gap)
-    return _choice(problem, best[0], best[1] / scale, bound / scale, proven, "highs")
+    def around(self, relaxed: _Point) -> tuple[_Point, _Point]:
+        """The whole choices that are best a little below and a little above the relaxation's price of a byte."""
+        engine = self.engine
+        price = relaxed.byte_price
+        engine.changeRowBounds(self.memory_row, -math.inf, math.inf)
+        found = []
+        for factor in (1 - 1e-3, 1 + 1e-3):
+            self._charge(price * factor)
+            point = self.relaxed()
+            if point is not None and not point.whole:
+                point = self._below_peak(point.picked)
+            if point is None or not point.whole:
+                point = self.best(0.0)
+            found.append(replace(point, bound=relaxed.bound))
+        self._charge(0.0)
+        engine.changeRowBounds(self.memory_row, -math.inf, self.room / self.unit)
+        return found[0], found[1]
+
+    def _below_peak(self, picked: tuple[int, ...]) -> _Point | None:
+        """The relaxation with no peak above that of a choice: the peak is what makes a vertex not whole, mostly."""
+        items = self.problem.items
+        peaks = [i.peak_bytes or (0.0,) * len(i.n_bytes) for i in items]
+        most = max(own[k] for own, k in zip(peaks, picked, strict=True))
+        above = np.array([r[k] for r, own in zip(self.rows, peaks, strict=True) for k, n in enumerate(own) if n > most])
+        if self.peak is None or not most:
+            return None
+        column, largest = self.peak
+        engine, zeros, ones = self.engine, np.zeros(len(above)), np.ones(len(above))
+        engine.changeColsBounds(len(above), above, zeros, zeros)
+        engine.changeColBounds(column, most / largest, math.inf)
+        try:
+            return self.relaxed()
+        except InfeasibleError:
+            return None
+        finally:
+            engine.changeColsBounds(len(above), above, zeros, ones)
+            engine.changeColBounds(column, 0.0, math.inf)
+
+    def best(self, gap: float, start: _Point | None = None) -> _Point:
+        """By branch and bound, from a choice that is known already."""
+        engine = self.engine
+        engine.setOptionValue("solve_relaxation", False)
+        engine.setOptionValue("presolve", "choose")
+        engine.setOptionValue("mip_rel_gap", gap)
+        engine.setOptionValue("time_limit", engine.getRunTime() + self.time_limit_seconds)  # counts all runs
+        if start is not None and start.n_bytes <= self.room:
+            known = highspy.HighsSolution()
+            known.col_value = list(start.values)
+            engine.setSolution(known)
+        engine.run()
+        info, status = engine.getInfo(), engine.getModelStatus().name
+        if info.primal_solution_status != 2:
+            if status == "kInfeasible":
+                raise InfeasibleError("no choice of strategies satisfies the constraints")
+            raise InfeasibleError(
+                f"no choice of strategies was found within {self.time_limit_seconds:g} seconds; give the solver more"
+            )
+        point = self._point(min(info.objective_function_value, info.mip_dual_bound))
+        return replace(point, gap=gap if status == "kOptimal" else -1.0)
+
+    def choice(self, point: _Point) -> Choice:
+        """As seconds."""
+        fixed, off = self.problem.fixed_seconds, point.seconds - point.bound
+        status = "time limit" if point.gap < 0 else "optimal"
+        if point.gap >= 0 and off > 1e-6 * abs(point.seconds):
+            status = "within gap"
+        return Choice(
+            point.picked, point.seconds / self.scale + fixed, point.bound / self.scale + fixed, status, "highs",
+            {"bytes": point.n_bytes + self.problem.fixed_bytes},
+        )  # fmt: skip
+
+    def _charge(self, price: float) -> None:
+        self.price = price
+        self.engine.changeColsCost(len(self.columns), self.columns, self.costs + price * self.n_bytes)
+
+    def _point(self, bound: float) -> _Point:
+        values = np.asarray(self.engine.getSolution().col_value)
+        total = float(values[self.columns] @ self.n_bytes)
+        picked = tuple(int(values[row].argmax()) for row in self.rows)
+        whole = all(values[row[k]] > 1 - 1e-6 for row, k in zip(self.rows, picked, strict=True))
+        paid = self.price * total
+        return _Point(picked, self.engine.getObjectiveValue() - paid, total, bound - paid, whole, values=values)
 
 
-def _close(
-    engine: Any, x: list[list[pulp.LpVariable]], columns: Any, seconds: Any, n_bytes: Any, room: float,
-    best: tuple[tuple[int, ...], float, float], bound: float, time_limit_seconds: float, gap: float,
-) -> tuple[tuple[tuple[int, ...], float, float], float, bool]:  # fmt: skip
-    """Branch and bound with the limit as a constraint, started at the best choice known."""
-    unit = max(room, 1.0)
-    engine.changeColsCost(len(columns), columns, seconds)
-    used = np.nonzero(n_bytes)[0]
-    engine.addRow(-1e30, 1.0, len(used), columns[used], n_bytes[used] / unit)
-    engine.setOptionValue("mip_rel_gap", gap)
-    engine.setOptionValue("objective_bound", best[1])
-    engine.setOptionValue("time_limit", time_limit_seconds)
-    engine.run()
-    info = engine.getInfo()
-    bound = max(bound, min(info.mip_dual_bound, best[1]))
-    if info.primal_solution_status == 2 and info.objective_function_value < best[1]:
-        solution = np.asarray(engine.getSolution().col_value)
-        picked = _picked([[solution[v.index] for v in row] for row in x])
-        best = (picked, info.objective_function_value, float(solution[columns] @ n_bytes))
-    return best, bound, best[1] - bound <= max(gap, 1e-9) * best[1]
+class _Bulk(pulp.HiGHS):
+    """PuLP's HiGHS, which is given the model at once: row by row takes longer than the solution."""
+
+    def buildSolverModel(self, lp: pulp.LpProblem) -> None:
+        """Pass the columns and rows of a model that is minimised."""
+        variables = lp.variables()
+        for k, v in enumerate(variables):
+            v.index = k
+        model = highspy.HighsLp()
+        model.num_col_ = len(variables)
+        cost = lp.objective
+        model.col_cost_ = np.array([cost.get(v, 0.0) for v in variables])
+        model.col_lower_ = np.array([-math.inf if v.lowBound is None else v.lowBound for v in variables])
+        model.col_upper_ = np.array([math.inf if v.upBound is None else v.upBound for v in variables])
+        kinds = highspy.HighsVarType
+        whole = pulp.LpInteger
+        model.integrality_ = [kinds.kInteger if v.cat == whole else kinds.kContinuous for v in variables]
+        start, columns, values, lower, upper = [0], [], [], [], []
+        for k, row in enumerate(lp.constraints()):
+            row.index = k
+            columns.extend([v.index for v in row])
+            values.extend(row.values())
+            start.append(len(columns))
+            low, high = row.getLb(), row.getUb()
+            lower.append(-math.inf if low is None else low)
+            upper.append(math.inf if high is None else high)
+        model.num_row_ = len(lower)
+        model.row_lower_, model.row_upper_ = np.array(lower), np.array(upper)
+        model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        model.a_matrix_.num_col_, model.a_matrix_.num_row_ = len(variables), len(lower)
+        model.a_matrix_.start_ = np.array(start, dtype=np.int32)
+        model.a_matrix_.index_ = np.array(columns, dtype=np.int32)
+        model.a_matrix_.value_ = np.array(values, dtype=np.float64)
+        lp.solverModel.passModel(model)
 
 
-def _choice(
-    problem: Problem, picked: tuple[int, ...], objective: float, bound: float, proven: bool, name: str
-) -> Choice:
-    status = "time limit"
-    if proven:
-        status = "optimal" if objective - bound <= 1e-6 * abs(objective) else "within gap"
-    return Choice(picked, objective + problem.fixed_seconds, bound + problem.fixed_seconds, status, name)
+class ByCbc:
+    """A problem for CBC: solved at once, whatever it is."""
 
+    def __init__(self, problem: Problem, time_limit_seconds: float) -> None:
+        self.problem, self.time_limit_seconds = problem, time_limit_seconds
 
-def _picked(values: Sequence[Sequence[float]]) -> tuple[int, ...]:
-    return tuple(row.index(max(row)) for row in map(list, values))
+    def limit(self, n_bytes: float | None) -> None:
+        """As in :class:`Program`."""
+        if self.problem.limit_bytes is not None:
+            self.problem = replace(self.problem, limit_bytes=n_bytes)
 
+    def whole(self) -> Choice | None:
+        """Not known before the problem is solved."""
+        return None
 
-def _highs(time_limit_seconds: float, gap: float) -> Any:
-    return pulp.HiGHS(msg=False, timeLimit=time_limit_seconds, gapRel=gap, threads=1, random_seed=0)
+    def pair(self) -> tuple[Choice, Choice] | None:
+        """Not known."""
+        return None
+
+    def solve(self, gap: float = 0.0) -> Choice:
+        """As :func:`solve`."""
+        problem = self.problem
+        model, x, _, scale = _build(problem)
+        model.solve(_cbc()(msg=False, timeLimit=self.time_limit_seconds, gapRel=gap, threads=1))
+        values = [[v.varValue for v in row] for row in x]
+        if pulp.LpStatus[model.status] == "Infeasible" or any(v is None for row in values for v in row):
+            raise InfeasibleError("no choice of strategies satisfies the constraints")
+        objective = pulp.value(model.objective) / scale
+        picked = tuple(row.index(max(row)) for row in values)
+        proven = pulp.LpStatus[model.status] == "Optimal"
+        exact = gap == 0.0 or problem.limit_bytes is None
+        status = "time limit" if not proven else "optimal" if exact else "within gap"
+        bound = objective if status == "optimal" else objective * (1 - gap)
+        return Choice(picked, objective + problem.fixed_seconds, bound + problem.fixed_seconds, status, "cbc")
 
 
 def _pick(solver: str) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
@@ -15,10 +17,11 @@ from autopar.planner import ilp
 from autopar.planner.build import Builder, Decoder
 from autopar.planner.complete import complete
 from autopar.planner.fold import Fold, fold, unfolded
+from autopar.planner.mixture import Decided, mixture
 from autopar.planner.price import pricer
-from autopar.planner.problem import Item, Problem
+from autopar.planner.problem import Choice, Item, Problem
 from autopar.planner.recompute import segments_of
-from autopar.planner.space import Strategy, node_options
+from autopar.planner.space import Strategy, combine, node_options
 from autopar.rules.notation import Rule
 from autopar.rules.registry import ops_without_rule, rules_of
 from hardware_profiles import Cluster
@@ -82,6 +85,20 @@ def matches(pattern: str, node: Node, label: str) -> bool:
     return fnmatchcase(label, pattern) or fnmatchcase(node.module, pattern) or node.name == pattern
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No cyclic garbage collection: planning makes many small objects and no cycles, and a captured model is a large
+    heap to walk. Without it, planning 126 layers takes two thirds of the time."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+@_no_collection()
 def plan_graph(
     graph: Graph, cluster: Cluster, mesh: Mesh, options: Options | None = None, *, cluster_name: str = "",
     devices: Sequence[int] | None = None,
@@ -106,95 +123,126 @@ def plan_graph(
     if limit is None:
         limit = MEMORY_FRACTION * min(cluster.device(i).memory_bytes for i in devices or range(n))
 
-    def builder(keep_memory: bool) -> Builder:
-        return Builder(
-            graph, rules, folding, priced, options.optimizer, options.microbatches, pins.op if pins.ops else None,
-            pins.param if pins.params else None, dict(options.outputs or {}), keep_memory, bool(cluster.abstract),
-            options.in_flight, again,
+    builder = Builder(
+        graph, rules, folding, priced, options.optimizer, options.microbatches, pins.op if pins.ops else None,
+        pins.param if pins.params else None, dict(options.outputs or {}), limit < float("inf"), bool(cluster.abstract),
+        options.in_flight, again,
+    )  # fmt: skip
+
+    def realise(decided: Decided) -> Plan:
+        ops, params, outputs, arriving = decided
+        return complete(
+            graph, rules, priced, ops, params, outputs, inputs={**arriving, **(options.inputs or {})},
+            cluster=cluster_name or cluster.name, optimizer=options.optimizer, microbatches=options.microbatches,
+            in_flight=options.in_flight, recompute=again,
         )  # fmt: skip
 
-    def finish(problem: Problem, decoder: Decoder) -> Plan:
-        choice = ilp.solve(
-            problem, time_limit_seconds=options.time_limit_seconds, solver=options.solver, gap=options.memory_gap
-        )
-        decided, params, outputs = decoder.decode(choice.picked, folding)
-        arriving = {**decoder.inputs(choice.picked), **(options.inputs or {})}
-        plan = complete(
-            graph, rules, priced, decided, params, outputs, inputs=arriving, cluster=cluster_name or cluster.name,
-            optimizer=options.optimizer, microbatches=options.microbatches, in_flight=options.in_flight,
-            recompute=again,
-        )  # fmt: skip
-        solution = Solution(choice.solver, choice.status, choice.objective, choice.gap)
-        return replace(plan, solution=solution)
+    def decided_seconds(plan: Plan) -> float:
+        """Without the operators that follow demand, which the problem leaves out."""
+        follow = 0.0
+        for node, rule in zip(graph.nodes, rules, strict=True):
+            if node.kind == "op" and not node.hot and rule is not None:
+                options_of = {o.name: o for o in node_options(graph, node, rule)}
+                strategy = combine([options_of[name] for name in plan.ops[node.name]])
+                follow += sum(priced.op(graph, node, rule, strategy))
+        return plan.price.seconds - follow * options.microbatches
 
-    problem, decoder = builder(False).build()
+    problem, decoder = builder.build()
     pins.require(problem)
-    plan = finish(problem, decoder)
-    if plan.price.memory_bytes > limit:
-        plan = _within_memory(builder(True), finish, plan, limit, options.memory_gap)
+    plan = _Solving(graph, folding, problem, decoder, realise, decided_seconds, options, limit).plan()
     missing = ops_without_rule(graph)
     notes = tuple(f"no rule for {name}: kept whole on every rank" for name in missing)
     return replace(plan, notes=notes)
 
 
-def _within_memory(
-    builder: Builder, finish: Callable[[Problem, Decoder], Plan], fastest: Plan, limit: float, gap: float
-) -> Plan:
-    """The cheapest plan whose bytes, counted in full, stay within the limit.
+@dataclass
+class _Solving:
+    """The cheapest plan of a problem whose bytes, counted in full, stay within the limit.
 
-    The problem counts a tensor that several readers keep by shares, so a choice may come out larger than the solver
-    counted; then it is solved again with less. The gap reported is to the bound at the full limit, as the solver
-    counts bytes.
+    The problem may count fewer bytes than the finished plan has (see :meth:`Builder._kept`); then it is solved again
+    with a lower limit. The gap reported is to the bound at the full limit, as the solver counts bytes.
     """
-    problem, decoder = builder.build()
-    tried = [fastest]
-    best: Plan | None = None
-    bound = 0.0
-    fits_at, too_much, target, refined = 0.0, limit, limit, 0
-    for attempt in range(8):
-        try:
-            plan = finish(replace(problem, limit_bytes=target), decoder)
-        except InfeasibleError:
-            break
-        tried.append(plan)
-        assert plan.solution is not None
-        if attempt == 0:
-            bound = plan.solution.objective_seconds * (1 - plan.solution.gap)
-        over = plan.price.memory_bytes - limit
-        if over > 0:
-            too_much = target
-        else:
-            fits_at = max(fits_at, target)
-            if best is None or plan.price.seconds < best.price.seconds:
-                best = plan
-        if best is None:
-            target -= over
-            continue
-        best = replace(best, solution=_against(bound, best, gap))
-        assert best.solution is not None
-        refined += 1
-        if attempt == 0 or best.solution.gap <= max(gap, 1e-6) or refined > 2 or too_much - fits_at <= 1e-3 * limit:
-            break
-        target = (fits_at + too_much) / 2
-    if best is not None:
-        return best
-    smallest = replace(
-        problem,
-        items=tuple(_by_bytes(item) for item in problem.items),
-        held=tuple(replace(h, seconds=h.n_bytes) for h in problem.held),
-    )
-    tight = finish(
-        replace(
-            smallest,
-            tensors=tuple(replace(t, steps=tuple((a, b, 0.0) for a, b, _ in t.steps)) for t in smallest.tensors),
-        ),
-        decoder,
-    )
-    smallest_plan = min([*tried, tight], key=lambda p: p.price.memory_bytes)
-    if smallest_plan.price.memory_bytes > limit:
-        raise InfeasibleError(_too_big(builder.graph, fastest, smallest_plan, limit))
-    found = Solution("smallest", "best found", smallest_plan.price.seconds, 0.0)
-    return replace(smallest_plan, solution=_against(bound, replace(smallest_plan, solution=found), gap))
+
+    graph: Graph
+    folding: Fold
+    problem: Problem
+    decoder: Decoder
+    realise: Callable[[Decided], Plan]
+    decided_seconds: Callable[[Plan], float]
+    options: Options
+    limit: float
+
+    def plan(self) -> Plan:
+        """The plan.
+
+        Raises:
+            InfeasibleError: nothing fits.
+        """
+        limit, gap = self.limit, self.options.memory_gap
+        program = self._program(replace(self.problem, limit_bytes=limit if limit < float("inf") else None))
+        tried: list[Plan] = []
+        best: Plan | None = None
+        bound = 0.0
+        fits_at, too_much, target, refined = 0.0, limit, limit, 0
+        for attempt in range(8):
+            try:
+                if attempt == 0 and gap > 0.0:
+                    plan = mixture(
+                        self.graph, self.folding, program, self.decoder, limit, self.realise, self.decided_seconds, gap
+                    )
+                    tried += [plan] if plan is not None else []
+                    if plan is not None and plan.solution is not None and plan.solution.gap <= gap:
+                        return plan
+                plan = self._finish(program.solve(gap))
+            except InfeasibleError:
+                break
+            tried.append(plan)
+            assert plan.solution is not None
+            if attempt == 0:
+                bound = plan.solution.objective_seconds * (1 - plan.solution.gap)
+            over = plan.price.memory_bytes - limit
+            if over > 0:
+                too_much = target
+            else:
+                fits_at = max(fits_at, target)
+                if best is None or plan.price.seconds < best.price.seconds:
+                    best = plan
+            if best is None:
+                target -= over
+                program.limit(target)
+                continue
+            if attempt == 0:
+                return best
+            best = replace(best, solution=_against(bound, best, gap))
+            assert best.solution is not None
+            refined += 1
+            if best.solution.gap <= max(gap, 1e-6) or refined > 2 or too_much - fits_at <= 1e-3 * limit:
+                break
+            target = (fits_at + too_much) / 2
+            program.limit(target)
+        return best if best is not None else self._smallest(tried, bound)
+
+    def _program(self, problem: Problem) -> ilp.Program | ilp.ByCbc:
+        return ilp.program(problem, time_limit_seconds=self.options.time_limit_seconds, solver=self.options.solver)
+
+    def _finish(self, choice: Choice) -> Plan:
+        plan = self.realise((*self.decoder.decode(choice.picked, self.folding), self.decoder.inputs(choice.picked)))
+        return replace(plan, solution=Solution(choice.solver, choice.status, choice.objective, choice.gap))
+
+    def _smallest(self, tried: list[Plan], bound: float) -> Plan:
+        """The plan of the fewest bytes, when the limit was not met otherwise."""
+        smallest = replace(
+            self.problem,
+            items=tuple(_by_bytes(item) for item in self.problem.items),
+            held=tuple(replace(h, seconds=h.n_bytes) for h in self.problem.held),
+            tensors=tuple(replace(t, steps=tuple((a, b, 0.0) for a, b, _ in t.steps)) for t in self.problem.tensors),
+        )
+        plan = min([*tried, self._finish(self._program(smallest).solve())], key=lambda p: p.price.memory_bytes)
+        if plan.price.memory_bytes > self.limit:
+            fastest = self._finish(self._program(self.problem).solve())
+            raise InfeasibleError(_too_big(self.graph, fastest, plan, self.limit))
+        found = Solution("smallest", "best found", plan.price.seconds, 0.0)
+        return replace(plan, solution=_against(bound, replace(plan, solution=found), self.options.memory_gap))
 
 
 def _against(bound: float, plan: Plan, gap: float) -> Solution:

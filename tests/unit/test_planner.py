@@ -7,6 +7,8 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 from zoo import ZOO
 
 from autopar.capture import capture
@@ -126,3 +128,25 @@ def test_a_first_block_without_gradient_into_it_is_not_like_the_others() -> None
             grads = [[nodes[ref.node].needs_grad for ref in nodes[k].refs] for k in (i, r)]
             assert grads[0] == grads[1]
     assert fold(graph).blocks == ()
+
+
+def test_blocks_differ_where_one_choice_for_all_would_waste_memory() -> None:
+    config = LlamaConfig(
+        hidden_size=1024, intermediate_size=2816, num_hidden_layers=24, num_attention_heads=8, num_key_value_heads=8,
+        vocab_size=4096,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model, ids = LlamaForCausalLM(config), torch.zeros(8, 256, dtype=torch.long)
+    graph = capture(model, (), {"input_ids": ids, "labels": ids, "use_cache": False}).graph
+    cluster, mesh = load_cluster("dgx-h100"), (("data", 8),)
+    limit = 0.6 * plan_graph(graph, cluster, mesh).price.memory_bytes
+    mixed = plan_graph(graph, cluster, mesh, Options(memory_limit_bytes=limit))
+    alike = plan_graph(graph, cluster, mesh, Options(memory_limit_bytes=limit, memory_gap=0.0))
+    assert alike.solution is not None and mixed.solution is not None
+    names = [n.removeprefix("model.layers.1.") for n in mixed.params if n.startswith("model.layers.1.")]
+    ways = [len({mixed.params[f"model.layers.{k}.{name}"] for k in range(1, 24)}) for name in names]
+    assert max(ways) == 2, "some blocks keep a weight in one way, the others in another"
+    assert mixed.price.memory_bytes <= limit and check(mixed, graph, cluster).ok
+    assert mixed.solution.gap <= 0.01
+    assert mixed.price.seconds < alike.price.seconds, "the best plan of blocks that are all alike is slower"
+    assert mixed.price.seconds * (1 - mixed.solution.gap) <= alike.price.seconds, "the bound holds for it too"
