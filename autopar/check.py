@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -147,7 +147,9 @@ def _recount(
             grad = slot.kind == "param" and graph.nodes[graph.index[slot.name]].needs_grad
             values.append(value.requires_grad_(grad))
         counter = _Count()
-        flops = FlopCounterMode(display=False)
+        # the attention of this process's device is not in torch's table
+        own = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+        flops = FlopCounterMode(display=False, custom_mapping=own)
         pricer = _Priced(program, graph, device, flops)
         with counter, flops:
             flat = pricer.run(*values)
@@ -158,6 +160,11 @@ def _recount(
         axis = names[group]
         report.collectives[axis, kind] += 1
         report.activation_seconds += plan.microbatches * axes[axis].seconds(kind, n_bytes)
+
+
+def _attention_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
+    """Multiplications and additions of both products, for shapes (batch, heads, length, dim)."""
+    return 2 * q[0] * q[1] * q[2] * k[2] * (q[3] + v[3])
 
 
 class _Priced(torch.fx.Interpreter):
