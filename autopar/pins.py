@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from autopar.errors import PlanError
 from autopar.graph import Graph
+from autopar.pipeline import PipelinePlan
 from autopar.placements import Mesh, format_state, parse_state
 from autopar.plan import LIFETIMES, Pins, Plan
 from autopar.planner.search import Options, plan_graph
@@ -63,6 +64,16 @@ def options_of(plan: Plan) -> Options:
     )  # fmt: skip
 
 
+def pipeline_options(plan: PipelinePlan) -> Options:
+    """The same for a pipelined plan: wishes for the whole model, of which stages get their part."""
+    p = plan.pins.plan
+    return Options(
+        constraints=p.ops or None, params=p.params or None, inputs=p.inputs or None, outputs=p.outputs or None,
+        memory_limit_bytes=p.memory_limit_bytes, optimizer=plan.optimizer, microbatches=plan.microbatches,
+        recompute=p.recompute,
+    )  # fmt: skip
+
+
 def pin_lines(pins: Pins) -> list[str]:
     """One line of text for each pin but the memory limit."""
     return [
@@ -74,4 +85,4 @@ def pin_lines(pins: Pins) -> list[str]:
     ]
 
 
-__all__ = ["options_of", "parse_kept", "pin_lines", "pins_of", "plan_pinned"]
+__all__ = ["options_of", "parse_kept", "pin_lines", "pins_of", "pipeline_options", "plan_pinned"]

@@ -98,7 +98,15 @@ def planned(captured: Captured, cluster: Cluster, n: int, asked: PipelineOptions
     check_counts(asked.groups, asked.starts or (), n, deep, asked.mesh, asked.options, sizes)
     starts = starts_of(captured.graph, asked.starts) if asked.starts else None
     found = plan_pipeline(captured.graph, cluster, n, replace(asked, starts=starts), cluster_name=name)
-    return replace(found, plan=replace(found.plan, pins=wishes(asked)))
+    return replace(found, plan=replace(found.plan, pins=wishes(asked), notes=(*found.plan.notes, *_others(found))))
+
+
+def _others(found: Planned) -> list[str]:
+    """What came next, for those who read the plan later."""
+    best = found.plan.seconds
+    others = dict(reversed([t for t in found.tried if t[1] > best * (1 + 1e-9)]))
+    ways = sorted(others.items(), key=lambda t: t[1])[:3]
+    return [f"next best: {what}, {1e3 * seconds:.4g} ms a step ({seconds / best - 1:+.1%})" for what, seconds in ways]
 
 
 def wishes(asked: PipelineOptions) -> PipelinePins:

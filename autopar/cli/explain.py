@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,10 +24,22 @@ from autopar.cli.common import (
     show_seconds,
 )
 
+if TYPE_CHECKING:
+    from autopar.graph import Graph
+    from autopar.plan import Plan
+    from autopar.planner.price import Pricer
+    from autopar.planner.search import Options
+
 
 def explain(
     path: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
-    op: Annotated[str, typer.Argument(help="The op: path of its module, module:op as in the file, or a pattern.")],
+    op: Annotated[
+        str,
+        typer.Argument(
+            help="The op: path of its module, module:op as in the file, or a pattern. Of a pipelined plan also "
+            "stage:1, the cut at which that stage begins."
+        ),
+    ],
     instead: Annotated[
         str | None, typer.Option("--instead", help="Another cut, such as tensor=k: what the best plan with it costs.")
     ] = None,
@@ -44,59 +57,116 @@ def explain(
     other ops may change too; what was asked for when the plan was made (pins, memory limit) still holds, where the
     wish does not say otherwise. The difference is what that wish costs.
 
-    Examples: autopar explain plan.json layers.3.mlp.up; autopar explain plan.json layers.3.mlp.up --instead tensor=k
+    Of a pipelined plan, an op is explained within its stage, and --instead solves that stage again and simulates the
+    whole step with it. stage:1 says why that stage begins where it does: what the step spends where, and what it would
+    take with the cut one block earlier or later, the stages on both sides solved again.
+
+    Examples: autopar explain plan.json layers.3.mlp.up; autopar explain plan.json layers.3.mlp.up --instead tensor=k;
+    autopar explain plan.json stage:1
     """
-    document = open_plan(path)
     wanted = None
     if instead is not None:
         wanted = parse_choices(instead)
         if wanted is None:
             raise UsageError(f"--instead '{instead}' is no axis=factor; write it like tensor=k or tensor=replicate")
     limit = parse_bytes(memory_limit) if memory_limit is not None else None
+    from autopar.cli import explain_pipeline, pipeline
+
+    if pipeline.is_pipeline(path):
+        explain_pipeline.explain(path, op, wanted, limit, top, model, as_json)
+        return
+    document = open_plan(path)
     _, captured = model_of(document, path, model)
     graph = captured.graph
-    from autopar.planfile.form import closest
+    from autopar.pins import options_of
     from autopar.planner.price import pricer
-    from autopar.planner.search import op_labels
-    from autopar.report.tables import alternatives_table
-    from autopar.report.why import alternatives, find_ops, possible
-    from autopar.rules.registry import rules_of
+    from autopar.planner.search import op_labels, plan_graph
 
     plan, cluster = bound(document, captured)
     labels = op_labels(graph)
+    numbers = found_ops(graph, op)
+    results = priced_ops(graph, plan, pricer(cluster, plan.mesh), numbers)
+    best: dict[str, Any] | None = None
+    if wanted is not None:
+        targets = copies_able(graph, numbers, wanted)
+        named = [_escape(labels[graph.nodes[i].name]) for i in targets]
+        options = wishing(options_of(plan), named, wanted, limit)
+        with progress("solving again"):
+            other = plan_graph(graph, cluster, plan.mesh, options, cluster_name=plan.cluster)
+        best = {
+            "wanted": wanted, "ops": len(targets), "seconds": other.price.seconds,
+            "memory_bytes": other.price.memory_bytes, "plan_seconds": plan.price.seconds,
+            "plan_memory_bytes": plan.price.memory_bytes, "price": asdict(other.price),
+        }  # fmt: skip
+    if as_json:
+        print_json({"ops": [as_facts(graph, r, labels) for r in results], "instead": best})
+        return
+    print_ops(graph, plan, results, labels, top)
+    if best is not None:
+        out().print(
+            f"With {instead} on {best['ops']} op{'s' if best['ops'] != 1 else ''} the best plan takes "
+            f"[bold]{show_seconds(best['seconds'])}[/bold] a step and {show_bytes(best['memory_bytes'])}; this plan "
+            f"{show_seconds(best['plan_seconds'])} and {show_bytes(best['plan_memory_bytes'])}: "
+            f"{best['seconds'] / best['plan_seconds'] - 1:+.1%} time."
+        )
+
+
+def found_ops(graph: Graph, op: str) -> list[int]:
+    """Numbers of the ops that are named.
+
+    Raises:
+        UsageError: there is none.
+    """
+    from autopar.planfile.form import closest
+    from autopar.planner.search import op_labels
+    from autopar.report.why import find_ops
+
     numbers = find_ops(graph, op)
     if not numbers:
-        names = [*dict.fromkeys(n.module for n in graph.nodes if n.kind == "op" and n.module), *labels.values()]
-        raise UsageError(f"'{op}' matches no op of the model; {closest(op, names)}")
-    priced = pricer(cluster, plan.mesh)
-    rules = rules_of(graph)
-    shown = _distinct(graph, plan, numbers)
+        modules = dict.fromkeys(n.module for n in graph.nodes if n.kind == "op" and n.module)
+        raise UsageError(f"'{op}' matches no op of the model; {closest(op, [*modules, *op_labels(graph).values()])}")
+    return numbers
+
+
+def priced_ops(graph: Graph, plan: Plan, priced: Pricer, numbers: list[int]) -> list[dict[str, Any]]:
+    """Every way to cut each op; ops of equal blocks with the same cut once."""
+    from autopar.report.why import alternatives
+
     results: list[dict[str, Any]] = []
-    for i, count in shown:
-        with progress(f"pricing {labels[graph.nodes[i].name]}"):
-            found = alternatives(graph, plan, priced, i)
-        results.append({"number": i, "count": count, "rows": found})
-    best = _instead(graph, plan, cluster, numbers, wanted, limit, labels) if wanted is not None else None
-    if as_json:
-        print_json(
-            {
-                "ops": [
-                    {
-                        "op": labels[graph.nodes[r["number"]].name], "copies": r["count"],
-                        "rule": str(rules[r["number"]]), "source": graph.nodes[r["number"]].source,
-                        "strategies": [{**asdict(a), "seconds": a.seconds} for a in r["rows"]],
-                    }
-                    for r in results
-                ],
-                "instead": best,
-            }
-        )  # fmt: skip
-        return
-    console = out()
+    for i, count in _distinct(graph, plan, numbers):
+        with progress(f"pricing {graph.nodes[i].name}"):
+            results.append({"number": i, "count": count, "rows": alternatives(graph, plan, priced, i)})
+    return results
+
+
+def as_facts(graph: Graph, result: dict[str, Any], labels: Mapping[str, str]) -> dict[str, Any]:
+    """One op for JSON."""
+    from autopar.rules.registry import rules_of
+
+    node = graph.nodes[result["number"]]
+    return {
+        "op": labels[node.name], "copies": result["count"], "rule": str(rules_of(graph)[result["number"]]),
+        "source": node.source, "strategies": [{**asdict(a), "seconds": a.seconds} for a in result["rows"]],
+    }  # fmt: skip
+
+
+def print_ops(
+    graph: Graph, plan: Plan, results: list[dict[str, Any]], labels: Mapping[str, str], top: int, where: str = ""
+) -> None:
+    """One table for each op.
+
+    Args:
+        where: what is said behind the op's name.
+    """
+    from autopar.report.tables import alternatives_table
+    from autopar.report.why import possible
+    from autopar.rules.registry import rules_of
+
+    console, rules = out(), rules_of(graph)
     for r in results:
         node = graph.nodes[r["number"]]
         copies = f" and {r['count'] - 1} like it" if r["count"] > 1 else ""
-        console.print(f"[bold]{labels[node.name]}[/bold]{copies}: {node.out}  {node.source}", markup=True)
+        console.print(f"[bold]{labels[node.name]}[/bold]{copies}{where}: {node.out}  {node.source}", markup=True)
         console.print(f"  rule: {rules[r['number']]}", markup=False)
         rows = possible(r["rows"])
         cut = rows[:top]
@@ -111,16 +181,9 @@ def explain(
                 f"  The first would save {show_seconds(mine.seconds - rows[0].seconds)} here with its neighbours as "
                 "they are; the solver weighs the whole model and its memory. --instead prices that."
             )
-    if best is not None:
-        console.print(
-            f"With {instead} on {best['ops']} op{'s' if best['ops'] != 1 else ''} the best plan takes "
-            f"[bold]{show_seconds(best['seconds'])}[/bold] a step and {show_bytes(best['memory_bytes'])}; this plan "
-            f"{show_seconds(best['plan_seconds'])} and {show_bytes(best['plan_memory_bytes'])}: "
-            f"{best['seconds'] / best['plan_seconds'] - 1:+.1%} time."
-        )
 
 
-def _distinct(graph: Any, plan: Any, numbers: list[int]) -> list[tuple[int, int]]:
+def _distinct(graph: Graph, plan: Plan, numbers: list[int]) -> list[tuple[int, int]]:
     """``(op, copies)``: ops of equal blocks with the same cut once."""
     from autopar.planner.fold import fold
 
@@ -131,13 +194,9 @@ def _distinct(graph: Any, plan: Any, numbers: list[int]) -> list[tuple[int, int]
     return [(members[0], len(members)) for members in groups.values()]
 
 
-def _instead(
-    graph: Any, plan: Any, cluster: Any, numbers: list[int], wanted: dict[str, str], limit: float | None, labels: Any
-) -> dict[str, Any]:
-    """The best plan with the ops and their copies cut as wanted."""
-    from autopar.pins import options_of
+def copies_able(graph: Graph, numbers: list[int], wanted: dict[str, str]) -> list[int]:
+    """Those of the ops that have the factors (all, if none has), and their copies in equal blocks."""
     from autopar.planner.fold import fold
-    from autopar.planner.search import plan_graph
     from autopar.planner.space import node_options
     from autopar.rules.registry import rules_of
 
@@ -148,23 +207,17 @@ def _instead(
         rule = rules[i]
         return rule is not None and factors <= {o.name for o in node_options(graph, graph.nodes[i], rule)}
 
-    targets = [i for i in numbers if able(i)] or numbers
-    classes = {rep[i] for i in targets}
-    copies = [i for i, node in enumerate(graph.nodes) if node.kind == "op" and rep[i] in classes]
-    constraints = dict(plan.pins.ops)
-    for i in copies:  # behind what was asked for before: there, later patterns override
-        pattern = _escape(labels[graph.nodes[i].name])
+    classes = {rep[i] for i in [i for i in numbers if able(i)] or numbers}
+    return [i for i, node in enumerate(graph.nodes) if node.kind == "op" and rep[i] in classes]
+
+
+def wishing(options: Options, patterns: list[str], wanted: dict[str, str], limit: float | None) -> Options:
+    """Options with one more wish, which overrides what was asked for before."""
+    constraints: dict[str, dict[str, str]] = {p: dict(axes) for p, axes in (options.constraints or {}).items()}
+    for pattern in patterns:  # later patterns override
         constraints[pattern] = {**constraints.pop(pattern, {}), **wanted}
-    options = replace(options_of(plan), constraints=constraints)
-    if limit is not None:
-        options = replace(options, memory_limit_bytes=limit)
-    with progress("solving again"):
-        other = plan_graph(graph, cluster, plan.mesh, options, cluster_name=plan.cluster)
-    return {
-        "wanted": wanted, "ops": len(copies), "seconds": other.price.seconds,
-        "memory_bytes": other.price.memory_bytes, "plan_seconds": plan.price.seconds,
-        "plan_memory_bytes": plan.price.memory_bytes, "price": asdict(other.price),
-    }  # fmt: skip
+    options = replace(options, constraints=constraints)
+    return options if limit is None else replace(options, memory_limit_bytes=limit)
 
 
 def _escape(label: str) -> str:

@@ -18,16 +18,15 @@ from autopar.cli.common import (
     out,
     print_json,
     progress,
-    show_bytes,
-    show_mesh,
-    show_seconds,
 )
+from autopar.cli.stages import describe
 
 if TYPE_CHECKING:
     from autopar.capture import Captured
     from autopar.models import Loaded
     from autopar.pipeline import PipelinePlan
-    from cost_models.pipeline import Timeline
+    from autopar.planner.replan import Replanner
+    from hardware_profiles import Cluster
 
 
 def is_pipeline(path: Path) -> bool:
@@ -55,75 +54,20 @@ def opened(path: Path, model: str | None = None, device: str = "meta") -> tuple[
     return loaded, captured, files.load(path, captured.graph)
 
 
-def simulated(captured: Captured, plan: PipelinePlan) -> Timeline:
-    """The plan's step, action by action, priced anew on its cluster."""
-    from autopar.planner.pipeline import timing_of
-    from autopar.staging import cut
-    from cost_models.pipeline import simulate as run
-    from hardware_profiles import load_cluster
+def hardware_of(path: Path, plan: PipelinePlan) -> Cluster:
+    """The cluster that a plan file names; a file of one's own is looked up beside the plan, then from here."""
+    from autopar.clusters import FILES, get_cluster
 
-    timing, _ = timing_of(cut(captured.graph, plan.starts), plan.stages, plan.schedule, load_cluster(plan.cluster))
-    return run(plan.schedule, timing)
+    beside = path.parent / plan.cluster
+    return get_cluster(beside if plan.cluster.endswith(FILES) and beside.is_file() else plan.cluster)
 
 
-def describe(captured: Captured, plan: PipelinePlan, timeline: Timeline, as_json: bool, more: dict[str, Any]) -> None:
-    """Tables of the stages, the schedule as a grid, the bubble."""
-    from cost_models.pipeline import grid
+def what_if(path: Path, captured: Captured, plan: PipelinePlan) -> Replanner:
+    """The plan to be asked "what if", and to be simulated."""
+    from autopar.pins import pipeline_options
+    from autopar.planner.replan import Replanner
 
-    live = timeline.live_per_stage
-    t = timeline.times
-    stages: list[dict[str, Any]] = []
-    for number, choice in enumerate(plan.stages):
-        price = choice.plan.price
-        stages.append({
-            "stage": number, "first": choice.first, "devices": list(choice.devices), "mesh": dict(choice.mesh),
-            "forward_seconds": t.forward_seconds[number], "input_seconds": t.input_seconds[number],
-            "weight_seconds": t.weight_seconds[number], "step_seconds": price.parameter_seconds,
-            "in_flight": live[number], "parameter_bytes": price.parameter_bytes,
-            "gradient_bytes": price.gradient_bytes, "optimizer_bytes": price.optimizer_bytes,
-            "gathered_bytes": price.gathered_bytes, "activation_bytes": price.activation_bytes,
-        })  # fmt: skip
-    facts = {
-        "schedule": plan.schedule.name, "microbatches": plan.microbatches, "devices": plan.n_devices,
-        "cluster": plan.cluster, "seconds": plan.seconds, "makespan_seconds": timeline.makespan_seconds,
-        "bubble_fraction": timeline.bubble_fraction, "idle_seconds": list(timeline.idle_seconds), "stages": stages,
-        "transfers": [
-            {"source": e.source, "target": e.target, "forward_seconds": e.forward_seconds,
-             "backward_seconds": e.backward_seconds} for e in t.edges
-        ], **more,
-    }  # fmt: skip
-    if as_json:
-        print_json(facts)
-        return
-    from rich.table import Table
-
-    console = out()
-    groups = plan.schedule.n_ranks
-    console.print(
-        f"[bold]{groups} group{'s' if groups != 1 else ''}[/bold] of devices on {plan.cluster}, schedule "
-        f"{plan.schedule.name}, {plan.microbatches} microbatches, {plan.n_devices} devices"
-    )
-    table = Table("stage", "begins at", "devices", "mesh", "forward", "backward: inputs", "weights", "in flight",
-                  "state", "activations", header_style="bold")  # fmt: skip
-    for s in stages:
-        state = s["parameter_bytes"] + s["gradient_bytes"] + s["optimizer_bytes"] + s["gathered_bytes"]
-        held = s["devices"]
-        table.add_row(
-            str(s["stage"]), s["first"], f"{held[0]}..{held[-1]}" if len(held) > 2 else ",".join(map(str, held)),
-            show_mesh(tuple(s["mesh"].items())), show_seconds(s["forward_seconds"]), show_seconds(s["input_seconds"]),
-            show_seconds(s["weight_seconds"]), str(s["in_flight"]), show_bytes(state),
-            show_bytes(s["activation_bytes"]),
-        )  # fmt: skip
-    console.print(table)
-    text = grid(timeline)
-    if max(map(len, text.splitlines()), default=0) <= 400:
-        console.print(text, markup=False, soft_wrap=True)
-    console.print(
-        f"a step: {show_seconds(plan.seconds)}; schedule {show_seconds(timeline.makespan_seconds)}, of which "
-        f"{timeline.bubble_fraction:.1%} idle"
-    )
-    for what, seconds in more.get("tried", ())[:8]:
-        console.print(f"  tried: {show_seconds(seconds):>8}  {what}", markup=False)
+    return Replanner(captured.graph, plan, hardware_of(path, plan), pipeline_options(plan))
 
 
 def simulate(
@@ -141,13 +85,14 @@ def simulate(
     if not is_pipeline(path):
         raise UsageError(f"{path} is no pipelined plan; make one with autopar plan --stages")
     _, captured, plan = opened(path, model)
+    asked = what_if(path, captured, plan)
     with progress("simulating"):
-        timeline = simulated(captured, plan)
+        plan, timeline = asked.simulated()
     if trace is not None:
         from autopar.report import trace as traces
 
         traces.write(trace, traces.predicted(timeline))
-    describe(captured, plan, timeline, as_json, {"trace": str(trace) if trace else None})
+    describe(captured, plan, timeline, asked.cluster, as_json, {"trace": str(trace) if trace else None})
 
 
 def show(path: Path, model: str | None, code: bool, as_json: bool) -> None:
@@ -164,7 +109,8 @@ def show(path: Path, model: str | None, code: bool, as_json: bool) -> None:
         else:
             print("\n".join(f"# stage {i}\n{t}" for i, t in enumerate(text)))
         return
-    describe(captured, plan, simulated(captured, plan), as_json, {})
+    asked = what_if(path, captured, plan)
+    describe(captured, *asked.simulated(), asked.cluster, as_json, {})
 
 
 def cluster_of(path: Path) -> str:
@@ -195,7 +141,7 @@ def make(
     if as_json:
         sys.stdout.write(text)
     else:
-        describe(captured, found.plan, found.timeline, False, {"tried": found.tried})
+        describe(captured, found.plan, found.timeline, hardware, False, {"tried": found.tried})
         if output is not None:
             out().print(f"written to {output}")
 
@@ -228,9 +174,8 @@ def run(path: Path, steps: int, lr: float, model: str | None, timeout: float, tr
     if trace is not None:
         from autopar.report import trace as traces
 
-        traces.write(
-            trace, [*traces.predicted(simulated(captured, plan)), *traces.measured([r["spans"] for r in ranks])]
-        )
+        _, timeline = what_if(path, captured, plan).simulated()
+        traces.write(trace, [*traces.predicted(timeline), *traces.measured([r["spans"] for r in ranks])])
     return {**ranks[0], "predicted_seconds": plan.seconds}
 
 

@@ -147,10 +147,16 @@ def diff(
     """Show in what two plans differ: ops, parameters, routes, price.
 
     If both are for one model, decisions are compared op by op, so that the way the patterns are written does not
-    matter; else entry by entry.
+    matter; else entry by entry. Of pipelined plans also the number of stages, the cuts (and by how many blocks they
+    moved), meshes, schedule, microbatches, and times and memory of every stage.
 
     Example: autopar diff plan.json edited.json
     """
+    from autopar.cli import diff_pipeline, pipeline
+
+    if pipeline.is_pipeline(a) or pipeline.is_pipeline(b):
+        _print_diff(a, b, diff_pipeline.rows_of(a, b, model), as_json)
+        return
     first, second = open_plan(a), open_plan(b)
     same_model = first.raw["fingerprint"] == second.raw["fingerprint"] and first.mesh == second.mesh
     rows = None
@@ -164,6 +170,10 @@ def diff(
         from autopar.report.rows import differences
 
         rows = [r for r in differences(first.raw, second.raw) if not r[0].startswith(("checksum", "solution.solver"))]
+    _print_diff(a, b, rows, as_json)
+
+
+def _print_diff(a: Path, b: Path, rows: list[tuple[str, Any, Any]], as_json: bool) -> None:
     if as_json:
         print_json([{"what": what, "a": x, "b": y} for what, x, y in rows])
         return
@@ -183,8 +193,10 @@ def diff(
 def _cell(what: str, value: Any) -> str:
     if value is None:
         return "-"
-    if what.startswith("price.") and isinstance(value, (int, float)):
+    if isinstance(value, (int, float)) and what.endswith(("_seconds", ".seconds", "_bytes")):
         return show_seconds(value) if what.endswith("seconds") else show_bytes(value)
+    if what.endswith("_fraction"):
+        return f"{value:.1%}"
     if isinstance(value, (list, tuple)):
         return "\n".join(map(str, value))
     return str(value)

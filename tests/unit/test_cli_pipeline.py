@@ -80,6 +80,107 @@ def test_simulate_and_run_write_one_trace(folder: Path) -> None:
     }
 
 
+def test_why_the_cut(folder: Path) -> None:
+    """The parts of a step and of a device's memory add up, and are in the tables."""
+    _, out, _ = autopar("show", folder / "plan.json", "--json")
+    facts: dict[str, Any] = json.loads(out)
+    step = facts["step"]
+    parts = [step[f"{part}_seconds"] for part in ("even", "uneven", "waiting", "once")]
+    assert sum(parts) == pytest.approx(facts["seconds"]) and min(parts) >= 0
+    assert step["busy_seconds"][step["busiest_group"]] == max(step["busy_seconds"])
+    for s in facts["stages"]:
+        kept = ("parameter", "gradient", "optimizer", "gathered", "activation")
+        assert s["memory_bytes"] == sum(s[f"{part}_bytes"] for part in kept) <= s["limit_bytes"]
+        assert s["activation_bytes"] == s["in_flight"] * s["microbatch_bytes"]
+    assert facts["pins"]["stages"] == 2 and facts["pins"]["schedules"] == ["1f1b"]
+    _, out, _ = autopar("show", folder / "plan.json")
+    for part in ("asked for: 2 groups; schedule 1f1b; 4 microbatches", "slowest: group", "fullest: stage", "2 x "):
+        assert part in out
+
+
+def test_plan_with_cuts(folder: Path) -> None:
+    words = ("plan", folder / "net.py:make", "-c", "local-x2", "--microbatches", 4, "--schedule", "1f1b")
+    code, out, err = autopar(*words, "--cut", "layers.2", "-o", folder / "cut.json")
+    assert code == 0, err
+    assert "layers.2.norm:layer_norm" in out and "asked for: cut at layers.2" in out
+    _, out, _ = autopar("plan", folder / "net.py:make", "-c", "local-x2", "--microbatches", 4, "--stages", 2)
+    assert "tried:" in out
+    _, out, _ = autopar(*words, "--stages", "auto", "-o", folder / "auto.json")
+    _, out, _ = autopar("show", folder / "auto.json")
+    assert "next best: " in out
+
+
+def test_explain_an_op(folder: Path) -> None:
+    """Its own stage is solved again, and the step simulated with it: that is what planning with the pin gives."""
+    words = ("explain", folder / "wide.json", "layers.0.up", "--instead", "data=n")
+    four = ("-c", "local-x4", "--stages", 2, "--microbatches", 4, "--schedule", "1f1b", "--cut", "layers.1")
+    autopar("plan", folder / "net.py:make", *four, "--mesh", "data=2", "-o", folder / "wide.json")
+    _, out, _ = autopar(*words)
+    assert "layers.0.up:linear, stage 0" in out and "the best plan of stage 0 takes" in out and "the whole step" in out
+    code, out, err = autopar(*words, "--json")
+    assert code == 0, err
+    facts = json.loads(out)
+    assert [(o["op"], o["stage"]) for o in facts["ops"]] == [("layers.0.up:linear", 0)]
+    found = facts["instead"]
+    assert found["seconds"] > found["plan_seconds"] and found["ops"] == 1
+    pin = ("--mesh", "data=2", "--pin", "layers.0.up:data=n", "-o", folder / "other.json")
+    autopar("plan", folder / "net.py:make", *four, *pin)
+    assert json.loads((folder / "other.json").read_text())["seconds"] == pytest.approx(found["seconds"], rel=1e-9)
+    _, out, _ = autopar("explain", folder / "other.json", "layers.0.up", "--instead", "data=replicate", "--json")
+    assert json.loads(out)["instead"]["seconds"] == pytest.approx(found["plan_seconds"], rel=1e-9), "overrides a pin"
+
+
+def test_explain_a_cut(folder: Path) -> None:
+    """What moving it costs is what planning with that cut gives."""
+    code, out, err = autopar("explain", folder / "plan.json", "stage:1", "--json")
+    assert code == 0, err
+    cut = json.loads(out)["cut"]
+    assert [o["blocks"] for o in cut["instead"]] == [-1, 1] and cut["arriving_bytes"] > 0
+    words = ("plan", folder / "net.py:make", "-c", "local-x2", "--microbatches", 4, "--schedule", "1f1b", "--json")
+    for other in cut["instead"]:
+        if other["seconds"] is not None:
+            _, out, _ = autopar(*words, "--stages", 2, "--cut", other["begins_at"])
+            assert json.loads(out)["seconds"] == pytest.approx(other["seconds"], rel=1e-9)
+    assert any(o["seconds"] is not None for o in cut["instead"])
+    _, out, _ = autopar("explain", folder / "plan.json", "stage:1")
+    assert f"stage 1 begins at {cut['begins_at']}" in out and "with the cut one block earlier" in out
+
+
+def test_diff(folder: Path) -> None:
+    plan = folder / "plan.json"
+    assert "the plans are the same" in autopar("diff", plan, plan)[1]
+    words = ("plan", folder / "net.py:make", "-c", "local-x2", "--microbatches", 8, "--schedule", "zb-h1")
+    autopar(*words, "--stages", 2, "--cut", "layers.0", "-o", folder / "b.json")
+    code, out, err = autopar("diff", plan, folder / "b.json", "--json")
+    assert code == 0, err
+    rows = {r["what"]: (r["a"], r["b"]) for r in json.loads(out)}
+    assert rows["schedule"] == ("1f1b", "zb-h1") and rows["microbatches"] == (4, 8)
+    assert "earlier" in rows["stage 1 begins at"][1] and rows["asked for"][1].startswith("2 groups; cut at layers.0")
+    assert rows["price.seconds"][0] == pytest.approx(json.loads(plan.read_text())["seconds"])
+    assert "stage 0 memory_bytes" in rows and "stages" not in rows
+    autopar("plan", folder / "net.py:make", "-c", "local-x2", "--mesh", "tensor=2", "-o", folder / "mesh2.json")
+    rows = {r["what"]: (r["a"], r["b"]) for r in json.loads(autopar("diff", plan, folder / "mesh2.json", "--json")[1])}
+    assert rows["stages"] == (2, 1) and rows["stage 0 mesh"] == ("data=1", "tensor=2")
+    assert rows["price.seconds"][1] == pytest.approx(_seconds(folder / "mesh2.json"))
+    assert "price.bubble_fraction" in autopar("diff", plan, folder / "b.json")[1]
+
+
+def _seconds(path: Path) -> float:
+    price: dict[str, float] = json.loads(path.read_text())["price"]
+    return sum(seconds for name, seconds in price.items() if name.endswith("_seconds"))
+
+
+def test_a_cluster_file_beside_the_plan(folder: Path) -> None:
+    text = '[[node]]\ndevice = "cpu-core"\nn_devices = 2\n\n[[node.level]]\nlink = "nvlink4"\n'
+    (folder / "mine.toml").write_text(text)
+    words = ("plan", folder / "net.py:make", "-c", folder / "mine.toml", "--stages", 2, "--microbatches", 2)
+    code, _, err = autopar(*words, "--schedule", "1f1b", "-o", folder / "own.json")
+    assert code == 0, err
+    assert json.loads((folder / "own.json").read_text())["cluster"] == "mine.toml"
+    code, _, err = autopar("simulate", folder / "own.json")
+    assert code == 0, err
+
+
 def test_verify(folder: Path) -> None:
     code, out, err = autopar("verify", folder / "net.py:make", "--plan", folder / "plan.json", "--json")
     assert code == 0, err

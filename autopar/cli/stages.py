@@ -1,0 +1,145 @@
+"""Pipelined plans as tables: stages, memory, the schedule as a grid, and why the cut is where it is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from autopar.cli.common import out, print_json, show_bytes, show_mesh, show_pins, show_seconds
+
+if TYPE_CHECKING:
+    from autopar.capture import Captured
+    from autopar.pipeline import PipelinePins, PipelinePlan
+    from cost_models.pipeline import Timeline
+    from hardware_profiles import Cluster
+
+WIDEST = 400
+"""Columns of a grid that is still drawn."""
+
+
+def facts_of(captured: Captured, plan: PipelinePlan, timeline: Timeline, cluster: Cluster) -> dict[str, Any]:
+    """What there is to say of a pipelined plan, as values."""
+    from autopar.report.stages import stage_rows, step_anatomy
+
+    stages = stage_rows(captured.graph, plan, timeline, cluster)
+    return {
+        "schedule": plan.schedule.name, "microbatches": plan.microbatches, "devices": plan.n_devices,
+        "groups": plan.schedule.n_ranks, "cluster": plan.cluster, "pins": plan.pins, "seconds": plan.seconds,
+        "makespan_seconds": timeline.makespan_seconds, "bubble_fraction": timeline.bubble_fraction,
+        "idle_seconds": list(timeline.idle_seconds), "step": step_anatomy(plan, timeline), "stages": stages,
+        "transfers": [
+            {"source": e.source, "target": e.target, "forward_seconds": e.forward_seconds,
+             "backward_seconds": e.backward_seconds} for e in timeline.times.edges
+        ], "notes": list(plan.notes),
+    }  # fmt: skip
+
+
+def describe(
+    captured: Captured, plan: PipelinePlan, timeline: Timeline, cluster: Cluster, as_json: bool, more: dict[str, Any]
+) -> None:
+    """Tables of the stages and their memory, the schedule as a grid, what limits the step."""
+    from cost_models.pipeline import grid
+
+    facts = facts_of(captured, plan, timeline, cluster)
+    if as_json:
+        print_json({**facts, **more})
+        return
+    console, stages = out(), facts["stages"]
+    groups = facts["groups"]
+    console.print(
+        f"[bold]{groups} group{'s' if groups != 1 else ''}[/bold] of devices on {plan.cluster}, schedule "
+        f"{plan.schedule.name}, {plan.microbatches} microbatches, {plan.n_devices} devices"
+    )
+    if asked := asked_for(plan.pins):
+        console.print(f"asked for: {asked}", markup=False)
+    console.print(times_table(stages))
+    console.print(memory_table(stages))
+    text = grid(timeline)
+    if max(map(len, text.splitlines()), default=0) <= WIDEST:
+        console.print(text, markup=False, soft_wrap=True)
+    for line in why(facts):
+        console.print(line, markup=False)
+    for what, seconds in more.get("tried", ())[:8]:
+        console.print(f"  tried: {show_seconds(seconds):>8}  {what}", markup=False)
+    for note in plan.notes if "tried" not in more else ():
+        console.print(f"  {note}", markup=False)
+
+
+def times_table(stages: list[dict[str, Any]]) -> Any:
+    """Where stages are, and what a microbatch takes there."""
+    from rich.table import Table
+
+    table = Table("stage", "begins at", "devices", "mesh", header_style="bold")
+    for name in ("forward", "backward: inputs", "weights", "once a step", "in flight"):
+        table.add_column(name, justify="right")
+    for s in stages:
+        seconds = (s[f"{part}_seconds"] for part in ("forward", "input", "weight", "step"))
+        table.add_row(
+            str(s["stage"]), s["begins_at"], show_devices(s["devices"]), show_mesh(tuple(s["mesh"].items())),
+            *map(show_seconds, seconds), str(s["in_flight"]),
+        )  # fmt: skip
+    return table
+
+
+def memory_table(stages: list[dict[str, Any]]) -> Any:
+    """What fills the memory of one device of each stage."""
+    from rich.table import Table
+
+    parts = ("parameter", "gradient", "optimizer", "gathered")
+    table = Table("stage", header_style="bold")
+    for name in ("parameters", "gradients", "optimizer", "gathered", "activations", "sum", "limit"):
+        table.add_column(name, justify="right")
+    for s in stages:
+        again = s["activation_bytes"] - s["in_flight"] * s["microbatch_bytes"]
+        held = f"{s['in_flight']} x {show_bytes(s['microbatch_bytes'])}" + (f" + {show_bytes(again)}" if again else "")
+        table.add_row(
+            str(s["stage"]), *(show_bytes(s[f"{p}_bytes"]) for p in parts), held, show_bytes(s["memory_bytes"]),
+            show_bytes(s["limit_bytes"]),
+        )  # fmt: skip
+    return table
+
+
+def show_devices(held: list[int]) -> str:
+    """``0..3``, or ``0,2,5`` where they are no range."""
+    whole = len(held) > 2 and held == list(range(held[0], held[-1] + 1))
+    return f"{held[0]}..{held[-1]}" if whole else ",".join(map(str, held))
+
+
+def why(facts: dict[str, Any]) -> list[str]:
+    """Where the seconds of a step go, who is slowest, and whether memory is short: what decides the cut."""
+    from autopar.report.stages import fullest
+
+    step, stages = facts["step"], facts["stages"]
+    busiest = step["busiest_group"]
+    held = [str(s["stage"]) for s in stages if s["group"] == busiest]
+    own = f"stage{'s' if len(held) > 1 else ''} {', '.join(held)}"
+    full = fullest(stages)
+    share = full["memory_bytes"] / full["limit_bytes"]
+    lines = [
+        f"a step: {show_seconds(facts['seconds'])}; schedule {show_seconds(facts['makespan_seconds'])}, of which "
+        f"{facts['bubble_fraction']:.1%} idle",
+        f"  {show_seconds(step['even_seconds'])} if all groups computed equally long, "
+        f"{show_seconds(step['uneven_seconds'])} more in the slowest, {show_seconds(step['waiting_seconds'])} waiting "
+        f"for others and transfers, {show_seconds(step['once_seconds'])} once a step",
+    ]
+    if facts["groups"] > 1:
+        lines.append(
+            f"  slowest: group {busiest} ({own}) computes {show_seconds(max(step['busy_seconds']))}, the mean is "
+            f"{show_seconds(step['even_seconds'])}"
+        )
+    lines.append(
+        f"  fullest: stage {full['stage']} with {show_bytes(full['memory_bytes'])} of {show_bytes(full['limit_bytes'])}"
+        f" ({share:.1%}): memory {'limits' if share > 0.95 else 'does not limit'} the plan"
+    )
+    return lines
+
+
+def asked_for(pins: PipelinePins) -> str:
+    """``2 stages; cut at layers.1; schedule 1f1b; 8 microbatches; layers.*.up: tensor=n``."""
+    words = [
+        *([f"{pins.stages} group{'s' if pins.stages > 1 else ''}"] if pins.stages else []),
+        *([f"mesh {show_mesh(pins.mesh)}"] if pins.mesh else []),
+        *([f"cut at {', '.join(pins.cuts)}"] if pins.cuts else []),
+        *([f"schedule {' or '.join(pins.schedules)}"] if pins.schedules else []),
+        *([f"{pins.microbatches} microbatches"] if pins.microbatches else []),
+    ]
+    return "; ".join([*words, *([show_pins(pins.plan)] if show_pins(pins.plan) else [])])

@@ -1,0 +1,143 @@
+"""In what two plans for one model differ, where at least one of them is a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from autopar.graph import Graph
+from autopar.pipeline import PipelinePlan, StageChoice
+from autopar.placements import format_state
+from autopar.plan import Plan
+from autopar.planfile.form import format_mesh
+from autopar.planfile.patterns import compress
+from autopar.planfile.write import written
+from autopar.planner.replan import Replanner
+from autopar.planner.search import op_labels
+from autopar.staging import hot_ops
+from cost_models.pipeline import Action, Schedule
+
+Row = tuple[str, Any, Any]
+
+
+def as_pipeline(graph: Graph, plan: Plan) -> PipelinePlan:
+    """A plan without pipeline as one of one stage."""
+    row = tuple(Action(0, kind, k) for k in range(plan.microbatches) for kind in "FB")
+    first = graph.nodes[hot_ops(graph)[0]].name
+    return PipelinePlan(
+        graph.fingerprint, plan.cluster, (StageChoice(first, tuple(range(plan.n_devices)), plan),),
+        Schedule("none", 1, plan.microbatches, ((0,),), (row,)), plan.optimizer, plan.price.seconds,
+    )  # fmt: skip
+
+
+def differences(graph: Graph, a: Replanner, b: Replanner, pins: tuple[str, str]) -> list[Row]:
+    """Rows ``(what, in a, in b)``: numbers of stages, cuts, meshes, schedule, operators, times and memory.
+
+    Args:
+        pins: what was asked for, in words.
+    """
+    x, y = a.plan, b.plan
+    rows: list[Row] = [
+        ("cluster", x.cluster, y.cluster), ("optimizer", x.optimizer, y.optimizer),
+        ("asked for", pins[0] or None, pins[1] or None), ("devices", x.n_devices, y.n_devices),
+        ("groups", x.schedule.n_ranks, y.schedule.n_ranks), ("stages", len(x.stages), len(y.stages)),
+        ("schedule", x.schedule.name, y.schedule.name), ("microbatches", x.microbatches, y.microbatches),
+    ]  # fmt: skip
+    if all(left == right for _, left, right in rows[-4:]):  # a schedule that was edited
+        left, right = (p.schedule.text().splitlines()[1:] for p in (x, y))
+        rows.append(("order of actions", left, right))
+    rows += _cuts(graph, a, b)
+    for number in range(max(len(x.stages), len(y.stages))):
+        rows += _stage(number, *(p.stages[number] if number < len(p.stages) else None for p in (x, y)))
+    rows += _decisions(graph, x, y)
+    rows += _prices(a, b)
+    return [row for row in rows if row[1] != row[2]]
+
+
+def _cuts(graph: Graph, a: Replanner, b: Replanner) -> list[Row]:
+    """Where stages begin, and how many blocks that is from where they begin in the other plan."""
+    labels = op_labels(graph)
+    place = {graph.nodes[i].name: p for p, i in enumerate(hot_ops(graph))}
+    known = sorted(place[name] for name in a.bounds)
+
+    def block(first: str) -> int:
+        return sum(p <= place[first] for p in known) - 1
+
+    rows: list[Row] = []
+    for number in range(1, max(len(a.plan.stages), len(b.plan.stages))):
+        firsts = [p.stages[number].first if number < len(p.stages) else None for p in (a.plan, b.plan)]
+        words = [None if f is None else f"{labels[f]} (block {block(f)} of {len(known)})" for f in firsts]
+        if firsts[0] is not None and firsts[1] is not None and (by := block(firsts[1]) - block(firsts[0])):
+            words[1] = f"{words[1]}, {abs(by)} block{'s' if abs(by) > 1 else ''} {'later' if by > 0 else 'earlier'}"
+        rows.append((f"stage {number} begins at", words[0], words[1]))
+    return rows
+
+
+def _stage(number: int, x: StageChoice | None, y: StageChoice | None) -> list[Row]:
+    def both(value: Callable[[StageChoice], Any]) -> tuple[Any, Any]:
+        return None if x is None else value(x), None if y is None else value(y)
+
+    return [
+        (f"stage {number} mesh", *both(lambda s: format_mesh(s.mesh))),
+        (f"stage {number} devices", *both(lambda s: ",".join(map(str, s.devices)))),
+        (f"stage {number} recompute", *both(lambda s: [f"{p} to {q}" for p, q in s.plan.recompute] or None)),
+    ]
+
+
+def _decisions(graph: Graph, x: PipelinePlan, y: PipelinePlan) -> list[Row]:
+    """How operators are cut and parameters kept, by pattern; of what several stages hold, the first one's."""
+    labels = op_labels(graph)
+    rows: list[Row] = []
+    ops = {labels[n.name]: n.name for n in graph.nodes if n.kind == "op" and n.hot}
+    params = {n.target: n.target for _, n in graph.of_kind("param")}
+    for section, names, text in (("op", ops, _op_texts), ("parameter", params, _param_texts)):
+        left, right = text(x), text(y)
+        pairs = {label: (left.get(name), right.get(name)) for label, name in names.items()}
+        changed = {label for label, (p, q) in pairs.items() if p != q}
+        rows += [
+            (f"{section} {pattern}", p, q) for pattern, (p, q) in compress(list(names), pairs.__getitem__, changed)
+        ]
+    return rows
+
+
+def _op_texts(plan: PipelinePlan) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for choice in reversed(plan.stages):
+        for name, names in choice.plan.ops.items():
+            cuts = zip(choice.mesh, names, strict=True)
+            found[name] = " ".join(f"{axis}={written(n)}" for (axis, size), n in cuts if size > 1) or "on one device"
+    return found
+
+
+def _param_texts(plan: PipelinePlan) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for choice in reversed(plan.stages):
+        for name, c in choice.plan.params.items():
+            life = f", per {c.lifetime}" if c.stored != c.used else ""
+            found[name] = f"stored {format_state(c.stored)}, used {format_state(c.used)}{life}"
+    return found
+
+
+def _prices(a: Replanner, b: Replanner) -> list[Row]:
+    """Predicted times of a step and of each stage's microbatch, and the memory of a device of each stage."""
+    left, right = (_price(r) for r in (a, b))
+    return [(key, left.get(key), right.get(key)) for key in {**left, **right}]
+
+
+def _price(asked: Replanner) -> Mapping[str, Any]:
+    plan, timeline = asked.simulated()
+    t = timeline.times
+    found: dict[str, Any] = {}
+    for number, choice in enumerate(plan.stages):
+        found[f"stage {number} forward_seconds"] = t.forward_seconds[number]
+        found[f"stage {number} backward_seconds"] = t.backward_seconds[number]
+        found[f"stage {number} step_seconds"] = choice.plan.price.parameter_seconds
+        found[f"stage {number} memory_bytes"] = choice.plan.price.memory_bytes
+    found["price.makespan_seconds"] = timeline.makespan_seconds
+    found["price.bubble_fraction"] = timeline.bubble_fraction
+    found["price.seconds"] = plan.seconds
+    found["price.memory_bytes"] = max(choice.plan.price.memory_bytes for choice in plan.stages)
+    return found
+
+
+__all__ = ["as_pipeline", "differences"]

@@ -1,0 +1,67 @@
+"""A pipelined plan as rows: stages with times and memory, and where the seconds of a step go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from autopar.graph import Graph
+from autopar.pipeline import PipelinePlan
+from autopar.planner.search import MEMORY_FRACTION, op_labels
+from cost_models.pipeline import Timeline
+from hardware_profiles import Cluster
+
+
+def stage_rows(graph: Graph, plan: PipelinePlan, timeline: Timeline, cluster: Cluster) -> list[dict[str, Any]]:
+    """One row a stage: seconds of one microbatch, and the bytes of a device.
+
+    ``limit_bytes`` is what the stage may fill: the limit that was asked for, or nine tenths of the memory, shared by
+    the stages of a group.
+    """
+    labels, live, t = op_labels(graph), timeline.live_per_stage, timeline.times
+    group = plan.schedule.rank_of_stage
+    rows = []
+    for number, choice in enumerate(plan.stages):
+        price, held = choice.plan.price, len(plan.schedule.stages_of_rank[group[number]])
+        limit: float | None = plan.pins.plan.memory_limit_bytes
+        if limit is None:
+            limit = MEMORY_FRACTION * min(cluster.device(d).memory_bytes for d in choice.devices)
+        rows.append({
+            "stage": number, "group": group[number], "first": choice.first, "begins_at": labels[choice.first],
+            "devices": list(choice.devices), "mesh": dict(choice.mesh),
+            "forward_seconds": t.forward_seconds[number], "input_seconds": t.input_seconds[number],
+            "weight_seconds": t.weight_seconds[number], "backward_seconds": t.backward_seconds[number],
+            "step_seconds": price.parameter_seconds, "in_flight": live[number],
+            "parameter_bytes": price.parameter_bytes, "gradient_bytes": price.gradient_bytes,
+            "optimizer_bytes": price.optimizer_bytes, "gathered_bytes": price.gathered_bytes,
+            "activation_bytes": price.activation_bytes, "microbatch_bytes": price.activation_bytes // live[number],
+            "memory_bytes": price.memory_bytes, "limit_bytes": limit / held,
+        })  # fmt: skip
+    return rows
+
+
+def step_anatomy(plan: PipelinePlan, timeline: Timeline) -> dict[str, Any]:
+    """Where the seconds of a step go; the four parts add up to it.
+
+    ``even_seconds`` would be enough if all groups computed equally long; ``uneven_seconds`` more does the one that
+    computes longest; ``waiting_seconds`` it waits for others and for transfers; ``once_seconds`` are the gradients and
+    gathers that follow.
+    """
+    busy = timeline.busy_seconds
+    mean, longest = sum(busy) / len(busy), max(busy)
+    once = max(
+        sum(plan.stages[s].plan.price.parameter_seconds for s in held) for held in plan.schedule.stages_of_rank
+    )  # fmt: skip
+    return {
+        "seconds": timeline.makespan_seconds + once, "even_seconds": mean, "uneven_seconds": longest - mean,
+        "waiting_seconds": timeline.makespan_seconds - longest, "once_seconds": once,
+        "bubble_fraction": timeline.bubble_fraction, "busy_seconds": list(busy), "busiest_group": busy.index(longest),
+    }  # fmt: skip
+
+
+def fullest(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The stage that fills most of the memory that it may fill."""
+    return max(rows, key=lambda r: r["memory_bytes"] / r["limit_bytes"])
+
+
+__all__ = ["fullest", "stage_rows", "step_anatomy"]
