@@ -55,8 +55,6 @@ def asked_for(
         raise PlanError(f"stages is {groups!r}; give a number of groups of devices from 1 on, or 'auto'")
     if microbatches < 1:
         raise PlanError(f"microbatches is {microbatches}; give 1 or more")
-    if options.recompute:
-        raise PlanError("recompute is not planned for pipelines; plan without stages, or without recompute")
     return PipelineOptions(microbatches, groups, tuple(names), mesh, tuple(cuts) if cuts else None, options)
 
 

@@ -8,7 +8,7 @@ predicted to cost. It holds no tensors and no code.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.graph import Graph, Ref
 from autopar.placements import Mesh, State
@@ -43,8 +43,9 @@ class Price:
         parameter_seconds: gradient reductions and parameter gathers.
         parameter_bytes, gradient_bytes, optimizer_bytes: stored state of one rank; exact.
         gathered_bytes: copies of parameters (and their gradients) in the used placement, alive at once.
-        activation_bytes: what autograd keeps for the backward; of recomputed segments their inputs, and the rest of
-            the largest one while it lives again.
+        activation_bytes: what autograd keeps for the backward of all microbatches in flight; of recomputed segments
+            their inputs, and the rest of the largest one while it lives again.
+        again_bytes: of these, the rest of that largest segment: there once, however many microbatches are in flight.
     """
 
     compute_seconds: float = 0.0
@@ -55,6 +56,7 @@ class Price:
     optimizer_bytes: int = 0
     gathered_bytes: int = 0
     activation_bytes: int = 0
+    again_bytes: int = 0
 
     @property
     def seconds(self) -> float:
@@ -123,6 +125,7 @@ class Plan:
         pins: what the user asked for, so that the plan can be solved again with the same wishes.
         recompute: segments ``(first op, last op)``, runs of operators in execution order that keep only their inputs
             and run again in the backward.
+        in_flight: microbatches whose activations the price counts: more than one in a stage of a pipeline.
     """
 
     fingerprint: str
@@ -142,6 +145,19 @@ class Plan:
     notes: tuple[str, ...] = ()
     pins: Pins = field(default_factory=Pins)
     recompute: tuple[tuple[str, str], ...] = ()
+    in_flight: int = 1
+
+    @property
+    def kept_bytes(self) -> int:
+        """What one microbatch keeps from its forward to its backward."""
+        return (self.price.activation_bytes - self.price.again_bytes) // self.in_flight
+
+    def with_in_flight(self, n: int) -> Plan:
+        """The same decisions where ``n`` microbatches are in flight."""
+        if n == self.in_flight:
+            return self
+        held = n * self.kept_bytes + self.price.again_bytes
+        return replace(self, in_flight=n, price=replace(self.price, activation_bytes=held))
 
     @property
     def n_devices(self) -> int:

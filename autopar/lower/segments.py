@@ -33,13 +33,26 @@ def on_mesh(device_mesh: DeviceMesh) -> Iterator[None]:
         _MESH.reset(token)
 
 
+class _OnMesh(contextlib.ExitStack):
+    """:func:`on_mesh`, entered as often as a segment runs again: twice where a backward is split."""
+
+    def __init__(self, device_mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.device_mesh = device_mesh
+
+    def __enter__(self) -> _OnMesh:
+        self.enter_context(on_mesh(self.device_mesh))
+        return self
+
+
 def again_in_backward(
     run: Callable[..., tuple[Any, ...]], inputs: Sequence[Any], changing: Collection[int] = (),
     renewed: Collection[int] = (),
 ) -> tuple[Any, ...]:  # fmt: skip
-    """``run(*inputs)``, of which autograd keeps the inputs alone; it runs a second time in the backward.
+    """``run(*inputs)``, of which autograd keeps the inputs alone; it runs a second time in the backward, and a third
+    time where the backward is split: nothing of the second is kept for the gradients of the weights.
 
-    The second time it runs to its end, however little of it is still wanted: so it costs what plans say, and all ranks
+    Then it runs to its end, however little of it is still wanted: so it costs what plans say, and all ranks
     make the same collectives.
 
     Args:
@@ -63,7 +76,7 @@ def again_in_backward(
         return run(*values)
 
     def contexts() -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
-        return contextlib.nullcontext(), contextlib.nullcontext() if mesh is None else on_mesh(mesh)
+        return contextlib.nullcontext(), contextlib.nullcontext() if mesh is None else _OnMesh(mesh)
 
     return checkpoint(  # type: ignore[no-any-return]
         with_held, *(x for k, x in enumerate(inputs) if k not in changing), use_reentrant=False,

@@ -391,6 +391,7 @@ class _Binder:
             {graph.nodes[i].target: choice for i, choice in sorted(params.items())},
             held, tuple(out_states), {}, inputs, raw["optimizer"], 1, raw["microbatches"],
             notes=tuple(raw.get("notes", ())), pins=pins, recompute=again,
+            in_flight=raw.get("in_flight", 1),
         )  # fmt: skip
         edited = decisions(plan) != checksum.get("decisions")
         kept: dict[str, Route] = {}
@@ -427,7 +428,7 @@ class _Binder:
             done = complete(
                 self.graph, self.rules, priced, decided, params, outputs, inputs=plan.inputs, buffers=buffers,
                 cluster=plan.cluster, optimizer=plan.optimizer, microbatches=plan.microbatches,
-                recompute=plan.recompute,
+                recompute=plan.recompute, in_flight=plan.in_flight,
             )  # fmt: skip
         except PlanError as error:
             raise PlanError(f"{self.where}: {error}") from error

@@ -19,7 +19,8 @@ from hardware_profiles import Cluster
 
 KEYS = (
     "autopar_plan", "model", "fingerprint", "cluster", "mesh", "optimizer", "microbatches", "pipeline", "pins", "ops",
-    "params", "buffers", "inputs", "outputs", "routes", "recompute", "price", "solution", "notes", "checksum",
+    "params", "buffers", "inputs", "outputs", "routes", "recompute", "in_flight", "price", "solution", "notes",
+    "checksum",
 )  # fmt: skip
 OPTIONAL = set(KEYS) - {"autopar_plan", "fingerprint", "cluster", "mesh", "optimizer", "microbatches", "ops", "params",
                         "outputs"}  # fmt: skip
@@ -134,6 +135,7 @@ def parse(text: str, where: str = "plan", folder: Path | None = None) -> Documen
     if bad.type("optimizer", raw.get("optimizer", "adamw"), str) and raw.get("optimizer", "adamw") not in OPTIMIZERS:
         bad.add("optimizer", f"unknown optimizer '{raw['optimizer']}'; {closest(raw['optimizer'], OPTIMIZERS)}")
     bad.count("microbatches", raw.get("microbatches", 1))
+    bad.count("in_flight", raw.get("in_flight", 1))
     pipeline = raw.get("pipeline", {"stages": 1})
     if bad.type("pipeline", pipeline, dict):
         for key in pipeline:
@@ -217,7 +219,7 @@ def _check_sections(raw: Mapping[str, Any], bad: Failures) -> None:
                 else:
                     bad.type(f"{section}.{key}", item, types[key])
             for key in types:
-                if key not in value:
+                if key not in value and key != "again_bytes":
                     bad.add(f"{section}.{key}", f"is missing; add it, or remove '{section}'")
     value = raw.get("checksum")
     if value is not None and bad.type("checksum", value, dict):

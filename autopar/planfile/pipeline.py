@@ -34,7 +34,7 @@ from autopar.planfile.form import Failures, _check_pins, closest, format_mesh, p
 from autopar.planfile.write import _pins as stage_pins
 from autopar.planfile.write import dumps as dumps_stage
 from autopar.staging import cut
-from cost_models.pipeline import parse
+from cost_models.pipeline import live_per_stage, parse
 from hardware_profiles import Cluster
 
 VERSION = 1
@@ -157,13 +157,16 @@ def loads(text: str, graph: Graph, cluster: Cluster | None = None, *, where: str
     except ValueError as error:
         raise PlanError(f"{where}: schedule: {error}") from None
     graphs = cut(graph, [str(s["first"]) for s in raw["stages"][1:]])
+    live = live_per_stage(schedule)
+    if len(live) != len(graphs):
+        raise PlanError(f"{where}: the schedule has {len(live)} stages, the plan {len(graphs)}")
     choices = []
     for i, (entry, stage) in enumerate(zip(raw["stages"], graphs, strict=True)):
         try:
             own = loads_stage(json.dumps(entry["plan"]), stage.graph, cluster, where=f"{where}, stages[{i}].plan")
         except AutoparError as error:
             raise type(error)(str(error)) from None
-        choices.append(StageChoice(str(entry["first"]), tuple(entry["devices"]), own))
+        choices.append(StageChoice(str(entry["first"]), tuple(entry["devices"]), own.with_in_flight(live[i])))
     return PipelinePlan(
         raw["fingerprint"], raw["cluster"], tuple(choices), schedule, raw["optimizer"],
         float(raw.get("seconds") or 0.0), tuple(raw.get("notes") or ()),

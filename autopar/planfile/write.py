@@ -42,6 +42,7 @@ def dumps(plan: Plan, graph: Graph, model: Mapping[str, Any] | None = None) -> s
         "mesh": format_mesh(plan.mesh),
         "optimizer": plan.optimizer,
         "microbatches": plan.microbatches,
+        **({"in_flight": plan.in_flight} if plan.in_flight != 1 else {}),
         "pipeline": {"stages": plan.stages},
         "pins": _pins(plan.pins),
         "ops": _ops(plan, graph),
@@ -60,7 +61,7 @@ def dumps(plan: Plan, graph: Graph, model: Mapping[str, Any] | None = None) -> s
             for pattern, route in compress(list(keys), lambda key: plan.routes.get(keys[key], ()), routed)
         },
         **({"recompute": [[labels[first], labels[last]] for first, last in plan.recompute]} if plan.recompute else {}),
-        "price": asdict(plan.price),
+        "price": _price(plan),
         "solution": asdict(plan.solution) if plan.solution else None,
         "notes": list(plan.notes),
         "checksum": {"decisions": decisions(plan), "rest": rest(plan)},
@@ -104,6 +105,14 @@ def _pins(pins: Pins) -> dict[str, Any]:
         "recompute": list(pins.recompute),
     }
     return {key: value for key, value in document.items() if value}
+
+
+def _price(plan: Plan) -> dict[str, Any]:
+    """The price; what only recomputing has is left out without it."""
+    price = asdict(plan.price)
+    if not price["again_bytes"]:
+        del price["again_bytes"]
+    return price
 
 
 def _ops(plan: Plan, graph: Graph) -> dict[str, dict[str, str]]:
@@ -171,8 +180,9 @@ def decisions(plan: Plan) -> str:
 def rest(plan: Plan) -> str:
     """Checksum of what else decides the price, of the price, and of the wishes under which it was proven best."""
     return _digest(
-        plan.cluster, plan.optimizer, plan.microbatches, sorted(plan.routes.items()), asdict(plan.price),
+        plan.cluster, plan.optimizer, plan.microbatches, sorted(plan.routes.items()), _price(plan),
         asdict(plan.solution) if plan.solution else None, *([_pins(plan.pins)] if _pins(plan.pins) else ()),
+        *([plan.in_flight] if plan.in_flight != 1 else ()),
     )  # fmt: skip
 
 

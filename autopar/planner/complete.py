@@ -162,7 +162,7 @@ def complete(
         {node.name: chosen[i].names for i, node in enumerate(graph.nodes) if node.kind == "op"},
         {graph.nodes[i].target: choice for i, choice in owned.items()},
         held, tuple(out_states), routes, dict(inputs or {}), optimizer, 1, microbatches, price,
-        recompute=recompute,
+        recompute=recompute, in_flight=in_flight,
     )  # fmt: skip
 
 
@@ -217,9 +217,10 @@ def _price(
         for k, n in enumerate((cost.parameter_bytes, cost.gradient_bytes, cost.optimizer_bytes, cost.gathered_bytes)):
             totals[k] += n
         peak = max(peak, cost.peak_bytes)
+    lives_again = max((sum(own.values()) for own in again.values()), default=0)
     return Price(
         compute * microbatches, (reshard_seconds + inside) * microbatches, parameter_seconds, totals[0],
         totals[1], totals[2],
         totals[3] + peak,
-        in_flight * sum(kept.values()) + max((sum(own.values()) for own in again.values()), default=0),
+        in_flight * sum(kept.values()) + lives_again, lives_again,
     )  # fmt: skip

@@ -18,12 +18,17 @@ from autopar.rules.registry import rules_of
 
 @dataclass(frozen=True)
 class Phases:
-    """Seconds of one microbatch on one stage, and of what happens once a step."""
+    """Seconds of one microbatch on one stage, and of what happens once a step.
+
+    ``again_seconds`` are those of recomputed forwards: part of ``input_seconds``, and spent once more if the backward
+    is split, since nothing of what is recomputed for the inputs' gradients waits for those of the weights.
+    """
 
     forward_seconds: float
     input_seconds: float
     weight_seconds: float
     step_seconds: float
+    again_seconds: float = 0.0
 
     @property
     def backward_seconds(self) -> float:
@@ -62,8 +67,9 @@ def phases(graph: Graph, plan: Plan, pricer: Pricer) -> Phases:
                 there, back = pricer.step_parts(spec, grad, src, dst)
                 forward, total = forward + there, total + there + back
     segments = contents(graph, rules, chosen, plan.routes, plan.recompute)
-    total += sum(seconds_again(graph, rules, pricer, chosen, segments))
-    return Phases(forward, total - forward - weights, weights, plan.price.parameter_seconds)
+    again = sum(seconds_again(graph, rules, pricer, chosen, segments))
+    total += again
+    return Phases(forward, total - forward - weights, weights, plan.price.parameter_seconds, again)
 
 
 __all__ = ["Phases", "phases"]

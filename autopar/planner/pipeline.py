@@ -26,6 +26,7 @@ from autopar.planner.blocks import Block, blocks
 from autopar.planner.fold import fold
 from autopar.planner.phases import Phases, phases
 from autopar.planner.price import Pricer, pricer
+from autopar.planner.recompute import patterns_in, segments_of
 from autopar.planner.search import MEMORY_FRACTION, Options, plan_graph
 from autopar.planner.stage_pins import allows, of_stage
 from autopar.planner.transplant import structure, transplant
@@ -118,6 +119,8 @@ def plan_pipeline(
         raise PlanError(f"no schedule '{wrong[0]}'; use {', '.join(SCHEDULES)}")
     if asked.groups is not None and not 1 <= asked.groups <= n_devices:
         raise PlanError(f"{n_devices} devices cannot be cut into {asked.groups} groups; use 1 to {n_devices}")
+    if asked.options.recompute:  # the patterns are those of the whole model
+        segments_of(graph, rules_of(graph, fold(graph).representative), asked.options.recompute)
     found: list[tuple[float, str, PipelinePlan, Timeline]] = []
     for candidate in search.candidates():
         try:
@@ -250,7 +253,7 @@ class _Search:
             options = replace(
                 options, memory_limit_bytes=share * limit / per_rank, constraints=None, params=None, inputs=None,
                 outputs=None, microbatches=self.asked.microbatches, in_flight=min(groups, self.asked.microbatches),
-                memory_gap=0.05,
+                memory_gap=0.05, recompute=patterns_in(graph, options.recompute),
             )  # fmt: skip
             try:
                 plan = plan_graph(graph, self.cluster, mesh, options)
@@ -309,6 +312,7 @@ class _Search:
                 own, in_flight=live[stage.number], params=pins or None,
                 microbatches=self.asked.microbatches,
                 memory_limit_bytes=limit / len(shares[group[stage.number]]),
+                recompute=patterns_in(stage.graph, own.recompute),
             )  # fmt: skip
             plan = self._stage_plan(stage.graph, mesh, options, devices)
             stored.update({(group[stage.number], n): ",".join(c.stored) for n, c in plan.params.items()})
@@ -322,7 +326,9 @@ class _Search:
         if options.constraints or options.params or options.inputs or options.outputs:
             return plan_graph(graph, self.cluster, mesh, options, devices=devices)
         kinds = tuple(self.cluster.device(d).name for d in devices)
-        key = structure(graph), mesh, kinds, options.in_flight, options.memory_limit_bytes
+        again = segments_of(graph, rules_of(graph), options.recompute) if options.recompute else ()
+        places = tuple((graph.index[first], graph.index[last]) for first, last in again)
+        key = structure(graph), mesh, kinds, options.in_flight, options.memory_limit_bytes, places
         if key not in self._plans:
             self._plans[key] = graph, plan_graph(graph, self.cluster, mesh, options, devices=devices)
         first, plan = self._plans[key]
@@ -342,13 +348,24 @@ def timing_of(
         phases(stage.graph, choice.plan, pricer(cluster, choice.mesh, choice.devices))
         for stage, choice in zip(graphs, choices, strict=True)
     ]
-    live = live_per_stage(schedule)
     timing = times(
         len(graphs), [p.forward_seconds for p in own], [p.input_seconds for p in own],
-        [p.weight_seconds for p in own], edges=_edges(graphs, choices, cluster),
-        activation_bytes=[c.plan.price.activation_bytes / live[s] for s, c in enumerate(choices)],
+        [p.weight_seconds + _twice(g, p) for g, p in zip(graphs, own, strict=True)], [p.backward_seconds for p in own],
+        edges=_edges(graphs, choices, cluster), activation_bytes=[c.plan.kept_bytes for c in choices],
+        static_bytes=[_static_bytes([choices[s].plan for s in held]) for held in schedule.stages_of_rank],
     )  # fmt: skip
     return timing, max(sum(own[s].step_seconds for s in held) for held in schedule.stages_of_rank)
+
+
+def _twice(stage: StageGraph, spent: Phases) -> float:
+    """Seconds that a split backward recomputes once more; where no input wants a gradient nothing is split."""
+    return spent.again_seconds if any(n.needs_grad for _, n in stage.graph.of_kind("input")) else 0.0
+
+
+def _static_bytes(plans: Sequence[Plan]) -> float:
+    """What a group's stages hold all the time, and the segment that runs again: one at a time."""
+    held = sum(p.price.memory_bytes - p.price.activation_bytes for p in plans)
+    return held + max(p.price.again_bytes for p in plans)
 
 
 def _one_group(n_stages: int, microbatches: int) -> Schedule:

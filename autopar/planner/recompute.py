@@ -34,10 +34,7 @@ def segments_of(graph: Graph, rules: Sequence[Rule | None], patterns: Sequence[s
         PlanError: a pattern matches no module, or the operators of a module are not one contiguous run.
     """
     ops = [i for i, node in enumerate(graph.nodes) if node.kind == "op"]
-    modules: dict[str, None] = {}
-    for i in ops:
-        parts = graph.nodes[i].module.split(".")
-        modules.update(dict.fromkeys(".".join(parts[: k + 1]) for k in range(len(parts)) if parts[0]))
+    modules = _modules(graph)
     chosen: set[str] = set()
     for pattern in patterns:
         found = {path for path in modules if fnmatchcase(path, pattern)}
@@ -59,8 +56,24 @@ def segments_of(graph: Graph, rules: Sequence[Rule | None], patterns: Sequence[s
             )
         while last > first and not _keeps(graph, rules, ops[last]):
             last -= 1
-        segments.append((first, last))
+        if _keeps(graph, rules, ops[last]):
+            segments.append((first, last))
     return tuple((graph.nodes[ops[a]].name, graph.nodes[ops[b]].name) for a, b in sorted(segments))
+
+
+def _modules(graph: Graph) -> dict[str, None]:
+    """Paths of the modules that have operators, those around them included."""
+    found: dict[str, None] = {}
+    for node in graph.nodes:
+        parts = node.module.split(".") if node.kind == "op" else [""]
+        found.update(dict.fromkeys(".".join(parts[: k + 1]) for k in range(len(parts)) if parts[0]))
+    return found
+
+
+def patterns_in(graph: Graph, patterns: Sequence[str]) -> tuple[str, ...]:
+    """Those of the patterns that match a module of a part of a model."""
+    modules = _modules(graph) if patterns else {}
+    return tuple(p for p in patterns if any(fnmatchcase(path, p) for path in modules))
 
 
 def _outer(path: str) -> set[str]:
@@ -186,4 +199,4 @@ def seconds_again(
     return compute, moved
 
 
-__all__ = ["Recompute", "Segment", "contents", "numbered", "seconds_again", "segments_of"]
+__all__ = ["Recompute", "Segment", "contents", "numbered", "patterns_in", "seconds_again", "segments_of"]

@@ -42,6 +42,7 @@ def transplant(plan: Plan, source: Graph, target: Graph) -> Plan:
         buffers={held["buffer"][name]: state for name, state in plan.buffers.items()},
         inputs={held["input"][name]: state for name, state in plan.inputs.items()},
         routes={routes[key]: steps for key, steps in plan.routes.items()},
+        recompute=tuple((ops[first], ops[last]) for first, last in plan.recompute),
     )
 
 

@@ -17,6 +17,7 @@ from autopar.placements import Mesh, mesh_shapes
 from autopar.planner.blocks import Block
 from autopar.planner.phases import phases
 from autopar.planner.price import pricer
+from autopar.planner.recompute import patterns_in
 from autopar.planner.search import MEMORY_FRACTION, Options, plan_graph
 from cost_models import mesh_axes
 from cost_models.staging import NothingFits, Pool, Problem, StageCost, Submesh, stage
@@ -129,11 +130,11 @@ class Unequal:
             limit = LEAN_SHARE * (fast.static_bytes + fast.activation_bytes)
         mesh = self._mesh(submesh)
         devices = self.ranks[submesh.device_type][: submesh.n_devices]
+        graph = self.graph_of(block)
         options = replace(
             self.options, memory_limit_bytes=limit, constraints=None, params=None, inputs=None, outputs=None,
-            recompute=(), microbatches=self.microbatches, memory_gap=0.05,
+            recompute=patterns_in(graph, self.options.recompute), microbatches=self.microbatches, memory_gap=0.05,
         )  # fmt: skip
-        graph = self.graph_of(block)
         try:
             plan = plan_graph(graph, self.cluster, mesh, options, devices=devices)
         except InfeasibleError:

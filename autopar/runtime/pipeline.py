@@ -193,7 +193,7 @@ class PipelineModule(torch.nn.Module):
         self._post.end()
         self._tie()
         dist.all_reduce(total)
-        object.__setattr__(self, "steps", self._steps + 1)
+        object.__setattr__(self, "_steps", self._steps + 1)
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()

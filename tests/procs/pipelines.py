@@ -20,8 +20,10 @@ from autopar.pipeline import PipelinePlan, StageChoice
 from autopar.placements import Mesh
 from autopar.planner.draw import random_plan
 from autopar.planner.price import pricer
-from autopar.planner.search import plan_graph
+from autopar.planner.recompute import patterns_in, segments_of
+from autopar.planner.search import Options, plan_graph
 from autopar.rules.registry import rules_of
+from autopar.runtime.executor import mixed_seed
 from autopar.runtime.pipeline import PipelineModule
 from autopar.staging import cut as stages_of
 from autopar.staging import hot_ops
@@ -46,6 +48,7 @@ class Config:
     lifetime: str = ""
     clip: float = 0.0
     evaluate: bool = False
+    recompute: tuple[str, ...] = ()
 
 
 def size(mesh: Mesh) -> int:
@@ -81,10 +84,12 @@ def make_plan(captured: Captured, config: Config) -> PipelinePlan:
         group = schedule.rank_of_stage[number]
         mesh = config.meshes[group]
         if config.seed is None:
-            plan = plan_graph(stage.graph, cluster, mesh)
+            again = patterns_in(stage.graph, config.recompute)
+            plan = plan_graph(stage.graph, cluster, mesh, Options(recompute=again))
         else:
-            priced = pricer(cluster, mesh)
-            plan = random_plan(stage.graph, rules_of(stage.graph), priced, config.seed + number)
+            rules, priced = rules_of(stage.graph), pricer(cluster, mesh)
+            segments = segments_of(stage.graph, rules, patterns_in(stage.graph, config.recompute))
+            plan = random_plan(stage.graph, rules, priced, config.seed + number, recompute=segments)
         params = dict(plan.params)
         for name, choice in params.items():
             if config.lifetime:
@@ -115,11 +120,12 @@ def compare_one(config: Config) -> dict[str, Any]:
     ours = torch.optim.AdamW(pm.parameters(), lr=LR)
     theirs = torch.optim.AdamW(reference.model.parameters(), lr=LR)
     found: dict[str, Any] = {"loss": 0.0, "gradient": (0.0, ""), "clip": 0.0}
-    for batch in (case.batch, case.batch2):
+    for step, batch in enumerate((case.batch, case.batch2)):
         loss = pm.train_step(*batch[0], **batch[1])
         want = torch.zeros(())
         for i in range(k):
             args, kwargs = cut(batch, k, i)
+            reference.seed = mixed_seed(pm._seed, step * k + i)
             part = loss_of(reference(*args, **kwargs)) / k
             part.backward()
             want = want + part.detach()

@@ -41,6 +41,23 @@ def test_two_ranks() -> None:
     ])  # fmt: skip
 
 
+def test_recompute() -> None:
+    """Blocks that run again, in whole and split backwards, cut anywhere; gathered again where parameters are."""
+    check(2, [
+        Config("gpt2", "1f1b", TWO, 4, recompute=("*.h.*",), clip=0.1),
+        Config("gpt2", "zb-h1", TWO, 4, cuts=3, recompute=("*.h.*",), zoo={"dropout": 0.1}),
+        Config("llama", "zb-v", TWO, 4, stages=4, cuts=1, recompute=("*.layers.*",)),
+        Config("resnet", "zb-h1", TWO, 2, recompute=("*layer?",)),  # running statistics move once
+    ])  # fmt: skip
+
+
+def test_recompute_on_groups() -> None:
+    check(4, [
+        Config("gpt2", "zb-h1", (PAIR, PAIR), 4, seed=1, recompute=("*.h.*",), lifetime="use"),
+        Config("t5", "1f1b", (PAIR, ONE, ONE), 4, seed=2, recompute=("*.block.*",)),
+    ])  # fmt: skip
+
+
 def test_a_rank_that_fails_ends_the_job() -> None:
     start = time.monotonic()
     with pytest.raises(RunError, match="trouble in stage 1"):

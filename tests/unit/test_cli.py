@@ -152,8 +152,8 @@ def test_recompute(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "recompute" in autopar("diff", "cut.json", file)
     autopar("plan", "net.py:make", *MESH, "--recompute", "blocks.*", code=2)
     assert "recompute 'blocks.*' matches no module; modules are first, layers" in capsys.readouterr().err
-    autopar("plan", "net.py:make", "-c", "local-x2", "--stages", "2", "--recompute", "layers.*", code=2)
-    assert "recompute is not planned for pipelines" in capsys.readouterr().err
+    autopar("plan", "net.py:make", "-c", "local-x2", "--stages", "2", "--recompute", "blocks.*", code=2)
+    assert "recompute 'blocks.*' matches no module; modules are first, layers" in capsys.readouterr().err
 
 
 def test_show_code_is_python() -> None:

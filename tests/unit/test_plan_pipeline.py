@@ -151,6 +151,47 @@ def test_activations_in_flight_count() -> None:
         assert a.plan.price.activation_bytes / n == b.plan.price.activation_bytes / 8
 
 
+def test_recompute_shrinks_what_is_in_flight() -> None:
+    """The price of every stage has the inputs of its blocks for each microbatch, and the largest block once."""
+    graph, cluster = graph_of("gpt2"), load_cluster("local-x4")
+
+    def planned(schedule: str, *patterns: str):  # type: ignore[no-untyped-def]
+        starts = tuple(n.name for n in graph.nodes if n.name == "layer_norm_2")  # the second block
+        options = Options(recompute=patterns)
+        asked = PipelineOptions(8, groups=2, schedules=(schedule,), starts=starts, options=options)
+        return plan_pipeline(graph, cluster, 4, asked)
+
+    for schedule in ("1f1b", "zb-h1", "gpipe"):
+        free, again = planned(schedule), planned(schedule, "*.h.*")
+        live = simulate_live(again.plan)
+        for a, b, n in zip(free.plan.stages, again.plan.stages, live, strict=True):
+            price = b.plan.price
+            assert b.plan.in_flight == n and len(b.plan.recompute) == 1
+            assert price.activation_bytes == n * b.plan.kept_bytes + price.again_bytes
+            assert 0 < b.plan.kept_bytes < 0.6 * a.plan.kept_bytes
+        for mine, other, n in zip(again.timeline.peak_bytes, free.timeline.peak_bytes, live, strict=True):
+            assert mine < other or n == 1, "of the only microbatch, the only block lives again"
+        # a split backward runs the block again in both halves, but on the first stage, which splits nothing
+        t, u = again.timeline.times, free.timeline.times
+        spent = [x - y for x, y in zip(t.backward_seconds, u.backward_seconds, strict=True)]
+        assert all(s > 0 for s in spent)
+        twice = [t.input_seconds[s] + t.weight_seconds[s] - t.backward_seconds[s] for s in (0, 1)]
+        assert twice == pytest.approx([0, spent[1]], rel=1e-6, abs=1e-12)
+        assert files.loads(files.dumps(again.plan, graph), graph) == again.plan
+    with pytest.raises(PlanError, match="recompute 'blocks' matches no module"):
+        planned("1f1b", "blocks")
+
+
+def test_rows_edited_by_hand_change_what_is_in_flight() -> None:
+    graph = graph_of("mlp")
+    plan = plan_pipeline(graph, load_cluster("local-x2"), 2, PipelineOptions(4, groups=2, schedules=("1f1b",))).plan
+    document = json.loads(files.dumps(plan, graph))
+    document["schedule"][1] = "rank 0 holds 0: 0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3"
+    edited = files.loads(json.dumps(document), graph)
+    assert [s.plan.in_flight for s in edited.stages] == [4, 1]
+    assert edited.stages[0].plan.price.activation_bytes == 2 * plan.stages[0].plan.price.activation_bytes
+
+
 def simulate_live(plan) -> list[int]:  # type: ignore[no-untyped-def]
     from cost_models.pipeline import times
 

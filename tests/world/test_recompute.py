@@ -26,6 +26,7 @@ from autopar.planner.price import pricer
 from autopar.planner.recompute import segments_of
 from autopar.planner.search import Options, plan_graph
 from autopar.rules.registry import rules_of
+from autopar.staging import cut, hot_ops
 from hardware_profiles import load_cluster
 
 MESH: Mesh = (("data", 2), ("tensor", 2))
@@ -113,6 +114,35 @@ def test_less_is_kept(name: str) -> None:
     # two blocks' insides are gone; the price has those of one, which live again one at a time. It counts casts, which
     # change nothing in float64
     assert before - after == pytest.approx(2 * (priced_before - priced_after), rel=0.2)
+
+
+def test_each_microbatch_of_a_stage_keeps_less() -> None:
+    """What every microbatch in flight adds falls by what the plan of the stage says: nothing of a block but inputs."""
+    captured, model, inputs = captured_of("gpt2")
+    hot = [captured.graph.nodes[i] for i in hot_ops(captured.graph)]
+    stage = cut(captured.graph, [next(n.name for n in hot if ".h.1." in n.module)])[1]
+    rules, priced = rules_of(stage.graph), pricer(CLUSTER, (("one", 1),))
+    weights, buffers = V.state_of(captured, model)
+    known = {**V.doubled(weights), **V.doubled(buffers), **V.doubled(inputs)}
+    arriving = {n.target: n.out for _, n in stage.graph.of_kind("input") if n.hot}
+    made: dict[bool, tuple[list[int], int]] = {}
+    for again in (False, True):
+        segments = segments_of(stage.graph, rules, ["*.h.*"]) if again else ()
+        states = dict.fromkeys(arriving, ("I",))
+        plan = complete(stage.graph, rules, priced, {}, {}, {}, inputs=states, recompute=segments, in_flight=3)
+        program, held, kept = lower(stage.graph, plan), [], []
+        for _ in range(3):
+            new = {n: torch.randn(s.shape, dtype=torch.float64, requires_grad=True) for n, s in arriving.items()}
+            values = [new.get(s.name, known.get(s.name, torch.tensor(0))) for s in program.slots]
+            with _Made() as made_now:
+                held.append(program.runnable(*values))
+                kept.append(made_now.live_bytes)
+        made[again] = kept, plan.kept_bytes
+        assert plan.price.activation_bytes == 3 * plan.kept_bytes + plan.price.again_bytes
+    (before, priced_before), (after, priced_after) = made[False], made[True]
+    assert len(set(before)) == len(set(after)) == 1, "every microbatch adds the same"
+    # the price has casts, which change nothing in float64, and the tensor that arrives, which is made elsewhere
+    assert before[0] - after[0] == pytest.approx(priced_before - priced_after, rel=0.25)
 
 
 def test_which_blocks() -> None:
