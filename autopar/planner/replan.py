@@ -15,6 +15,7 @@ from autopar.pipeline import PipelinePlan, StageChoice
 from autopar.planner.blocks import blocks
 from autopar.planner.fold import fold
 from autopar.planner.pipeline import timing_of
+from autopar.planner.recompute import patterns_in
 from autopar.planner.search import MEMORY_FRACTION, Options, plan_graph
 from autopar.planner.stage_pins import of_stage
 from autopar.rules.registry import rules_of
@@ -77,6 +78,7 @@ class Replanner:
         own = replace(
             own, params={**(own.params or {}), **shared} or None, in_flight=self._live[number],
             microbatches=self.plan.microbatches, memory_limit_bytes=self.limit_bytes(number, options),
+            recompute=patterns_in(stage.graph, own.recompute),
         )  # fmt: skip
         plan = plan_graph(
             stage.graph, self.cluster, choice.mesh, own, cluster_name=choice.plan.cluster, devices=choice.devices

@@ -34,7 +34,7 @@ def stage_rows(graph: Graph, plan: PipelinePlan, timeline: Timeline, cluster: Cl
             "step_seconds": price.parameter_seconds, "in_flight": live[number],
             "parameter_bytes": price.parameter_bytes, "gradient_bytes": price.gradient_bytes,
             "optimizer_bytes": price.optimizer_bytes, "gathered_bytes": price.gathered_bytes,
-            "activation_bytes": price.activation_bytes, "microbatch_bytes": price.activation_bytes // live[number],
+            "activation_bytes": price.activation_bytes, "microbatch_bytes": choice.plan.kept_bytes,
             "memory_bytes": price.memory_bytes, "limit_bytes": limit / held,
         })  # fmt: skip
     return rows
