@@ -87,8 +87,8 @@ class PipelinePlan:
         """Itself.
 
         Raises:
-            PlanError: stages and schedule do not agree, a mesh does not have as many devices as it names, stages of a
-                group are on different devices, or groups share a device.
+            PlanError: stages and schedule do not agree, a mesh does not have as many devices as it names or names one
+                twice, stages of a group are on different devices, or groups share a device.
         """
         if self.schedule.n_stages != len(self.stages):
             raise PlanError(f"the schedule has {self.schedule.n_stages} stages, the plan {len(self.stages)}")
@@ -97,6 +97,8 @@ class PipelinePlan:
                 raise PlanError(
                     f"stage {number} is planned for {stage.plan.n_devices} devices and placed on {len(stage.devices)}"
                 )
+            if len({*stage.devices}) != len(stage.devices):
+                raise PlanError(f"stage {number} names a device twice: {', '.join(map(str, stage.devices))}")
         owner: dict[int, int] = {}
         for group, held in enumerate(self.schedule.stages_of_rank):
             sets = {frozenset(self.stages[s].devices) for s in held}

@@ -85,6 +85,10 @@ def planned(captured: Captured, cluster: Cluster, n: int, asked: PipelineOptions
         raise MeshError(
             f"{asked.groups} stages on a mesh of {size} devices each need {asked.groups * size} devices, there are {n}"
         )
+    if asked.mesh is not None and asked.groups is None and n % (size := prod(k for _, k in asked.mesh)):
+        raise MeshError(
+            f"a mesh of {size} devices for every group does not divide {n} devices; use one whose size divides {n}"
+        )
     if n > cluster.n_devices:
         raise MeshError(f"{n} devices are wanted, cluster '{cluster.name}' has {cluster.n_devices}")
     if captured.graph.loss is None:
@@ -112,6 +116,17 @@ def wishes(asked: PipelineOptions) -> PipelinePins:
     schedules = () if tuple(asked.schedules) == tuple(DEFAULT_SCHEDULES) else tuple(asked.schedules)
     cuts = tuple(asked.starts or ())
     return PipelinePins(asked.groups, cuts, schedules, asked.microbatches, asked.mesh, pins_of(asked.options))
+
+
+def check_ranks(plan: PipelinePlan, n: int, there: str) -> None:
+    """Refuse a plan that names ranks beyond those that are there.
+
+    Raises:
+        MeshError: with the stage, the rank, and how many there are.
+    """
+    for number, stage in enumerate(plan.stages):
+        if max(stage.devices) >= n:
+            raise MeshError(f"stage {number} is on rank {max(stage.devices)}, {n} {there}: 0 to {n - 1}")
 
 
 def is_pipeline_file(plan: Any) -> bool:
@@ -144,6 +159,7 @@ def run_on_ranks(
                     f"the plan is for {plan.n_devices} ranks, {dist.get_world_size()} are running; start them with "
                     f"torchrun --nproc-per-node {plan.n_devices}, or plan for as many as there are"
                 )
+            check_ranks(plan, dist.get_world_size(), "ranks are running")
             text = files.dumps(plan, captured.graph)
     except Exception as e:
         error = e
@@ -166,4 +182,4 @@ def run_on_ranks(
     return result
 
 
-__all__ = ["asked_for", "groups_of", "is_pipeline_file", "planned", "run_on_ranks", "wishes"]
+__all__ = ["asked_for", "check_ranks", "groups_of", "is_pipeline_file", "planned", "run_on_ranks", "wishes"]

@@ -76,6 +76,8 @@ def explain(
         explain_pipeline.explain(path, op, wanted, limit, top, model, as_json)
         return
     document = open_plan(path)
+    if op.startswith("stage:"):
+        raise UsageError(f"{path} is no pipelined plan, so it has no cut '{op}'; name an op")
     _, captured = model_of(document, path, model)
     graph = captured.graph
     from autopar.pins import options_of

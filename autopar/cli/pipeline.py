@@ -14,6 +14,7 @@ from autopar.cli.common import (
     UsageError,
     check_values,
     load_and_capture,
+    open_plan,
     optimizer_of,
     out,
     print_json,
@@ -65,9 +66,12 @@ def hardware_of(path: Path, plan: PipelinePlan) -> Cluster:
 def what_if(path: Path, captured: Captured, plan: PipelinePlan) -> Replanner:
     """The plan to be asked "what if", and to be simulated."""
     from autopar.pins import pipeline_options
+    from autopar.pipelines import check_ranks
     from autopar.planner.replan import Replanner
 
-    return Replanner(captured.graph, plan, hardware_of(path, plan), pipeline_options(plan))
+    cluster = hardware_of(path, plan)
+    check_ranks(plan, cluster.n_devices, f"devices are in cluster '{plan.cluster}'")
+    return Replanner(captured.graph, plan, cluster, pipeline_options(plan))
 
 
 def simulate(
@@ -83,8 +87,10 @@ def simulate(
     Example: autopar simulate plan.json --trace out.json
     """
     if not is_pipeline(path):
+        open_plan(path)
         raise UsageError(f"{path} is no pipelined plan; make one with autopar plan --stages")
     _, captured, plan = opened(path, model)
+    check_trace(trace)
     asked = what_if(path, captured, plan)
     with progress("simulating"):
         plan, timeline = asked.simulated()
@@ -137,13 +143,43 @@ def make(
         found = planned(captured, hardware, hardware.n_devices, asked, cluster)
     text = files.dumps(found.plan, captured.graph, loaded.named(output.parent if output else Path()))
     if output is not None:
-        output.write_text(text, encoding="utf-8")
+        written(output, text)
     if as_json:
         sys.stdout.write(text)
     else:
         describe(captured, found.plan, found.timeline, hardware, False, {"tried": found.tried})
         if output is not None:
             out().print(f"written to {output}")
+
+
+def written(path: Path, text: str) -> None:
+    """Write a plan file.
+
+    Raises:
+        PlanError: the folder is not there, or cannot be written to.
+    """
+    from autopar.errors import PlanError
+
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"cannot write the plan to {path}: {error.strerror}; choose a folder that exists") from error
+
+
+def check_trace(path: Path | None) -> None:
+    """Refuse a trace file that could not be written, before anything takes its time.
+
+    Raises:
+        UsageError: there is no such folder, or the file is no trace.
+    """
+    from autopar.report import trace as traces
+
+    try:
+        if path is not None:
+            traces.known(path)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"--trace {path}: {why}; give a new file, or a trace, in a folder that exists") from error
 
 
 def verified(model: str, batch: int | None, seq: int | None, path: Path) -> list[dict[str, Any]]:
@@ -167,6 +203,7 @@ def run(path: Path, steps: int, lr: float, model: str | None, timeout: float, tr
         return train(str(path), model, steps, lr)
     loaded, captured, plan = opened(path, model)
     check_values(loaded, str(model or path))
+    check_trace(trace)
     from autopar.runtime.launch import run_local
 
     with progress(f"training {steps} steps on {plan.n_devices} processes"):

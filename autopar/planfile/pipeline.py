@@ -23,23 +23,27 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from autopar.errors import AutoparError, MeshError, PlanError
+from autopar.errors import MeshError, PlanError
 from autopar.graph import Graph
 from autopar.pins import parse_kept
 from autopar.pipeline import PipelinePins, PipelinePlan, StageChoice
 from autopar.placements import Mesh, parse_state
 from autopar.plan import Pins
 from autopar.planfile.bind import loads as loads_stage
-from autopar.planfile.form import Failures, _check_pins, closest, format_mesh, parse_mesh
+from autopar.planfile.form import OPTIMIZERS, Failures, _check_pins, closest, format_mesh, parse_mesh
 from autopar.planfile.write import _pins as stage_pins
 from autopar.planfile.write import dumps as dumps_stage
-from autopar.staging import cut
-from cost_models.pipeline import live_per_stage, parse
+from autopar.staging import StageGraph, cut
+from cost_models.pipeline import Schedule, live_per_stage, parse, simulate, times
 from hardware_profiles import Cluster
 
 VERSION = 1
-KEYS = ("autopar_pipeline", "model", "fingerprint", "cluster", "optimizer", "seconds", "pins", "schedule", "stages",
-        "notes")  # fmt: skip
+TYPES: dict[str, type] = {
+    "model": dict, "fingerprint": str, "cluster": str, "optimizer": str, "seconds": float, "pins": dict,
+    "schedule": list, "stages": list, "notes": list,
+}  # fmt: skip
+OPTIONAL = ("model", "notes", "pins", "seconds")
+KEYS = ("autopar_pipeline", *TYPES)
 
 
 def dumps(plan: PipelinePlan, graph: Graph, model: Mapping[str, Any] | None = None) -> str:
@@ -119,25 +123,49 @@ def read(text: str, where: str = "plan") -> dict[str, Any]:
         raw = json.loads(text)
     except json.JSONDecodeError as error:
         raise PlanError(f"{where}: no JSON at line {error.lineno}, column {error.colno}: {error.msg}") from None
-    bad = [f"unknown key '{k}'; {closest(k, KEYS)}" for k in raw if k not in KEYS]
-    bad += [f"'{k}' is missing" for k in KEYS[2:] if k not in raw and k not in ("model", "notes", "pins", "seconds")]
+    if not isinstance(raw, dict):
+        raise PlanError(f"{where}: no plan file; make one with 'autopar plan --stages'")
     if raw.get("autopar_pipeline") != VERSION:
-        bad.append(f"'autopar_pipeline' is {raw.get('autopar_pipeline')!r}, this version reads {VERSION}")
-    kinds = {"fingerprint": str, "cluster": str, "optimizer": str, "schedule": list, "stages": list}
-    bad += [
-        f"'{k}' is a {type(raw[k]).__name__}, expected a {kind.__name__}"
-        for k, kind in kinds.items() if k in raw and not isinstance(raw[k], kind)
-    ]  # fmt: skip
-    stages = raw.get("stages")
-    for i, stage in enumerate(stages if isinstance(stages, list) else []):
-        if not isinstance(stage, dict) or set(stage) != {"first", "devices", "plan"}:
-            bad.append(f"stages[{i}] must have first, devices and plan")
-        elif not isinstance(stage["devices"], list) or not all(type(d) is int and d >= 0 for d in stage["devices"]):
-            bad.append(f"stages[{i}].devices must be a list of rank numbers")
-    bad += _bad_pins(raw.get("pins", {}))
-    if bad:
-        raise PlanError(f"{where}:\n  " + "\n  ".join(bad))
+        raise PlanError(
+            f"{where}: 'autopar_pipeline' is {raw.get('autopar_pipeline')!r}, this version reads {VERSION}; plan "
+            "again, or use the autopar that wrote it"
+        )
+    bad = Failures(where)
+    for key in raw:
+        if key not in KEYS:
+            bad.add(key, f"unknown key '{key}'; {closest(key, KEYS)}")
+    for key, kind in TYPES.items():
+        if key not in raw and key not in OPTIONAL:
+            bad.add(key, "is missing; add it, or plan again")
+        elif raw.get(key) is not None:
+            bad.type(key, raw[key], kind)
+    if isinstance(raw.get("optimizer"), str) and raw["optimizer"] not in OPTIMIZERS:
+        bad.add("optimizer", f"unknown optimizer '{raw['optimizer']}'; {closest(raw['optimizer'], OPTIMIZERS)}")
+    for key in ("schedule", "notes"):
+        for k, item in enumerate(raw[key]) if isinstance(raw.get(key), list) else ():
+            bad.type(f"{key}[{k}]", item, str)
+    if isinstance(raw.get("model"), dict) and "spec" in raw["model"]:
+        bad.type("model.spec", raw["model"]["spec"], str)
+    for i, stage in enumerate(raw["stages"] if isinstance(raw.get("stages"), list) else ()):
+        if bad.type(f"stages[{i}]", stage, dict):
+            _check_stage(f"stages[{i}]", stage, bad)
+    bad.lines += _bad_pins(raw.get("pins", {}))
+    bad.raise_if_any()
     return dict(raw)
+
+
+def _check_stage(at: str, stage: Mapping[str, Any], bad: Failures) -> None:
+    known = {"first": str, "devices": list, "plan": dict}
+    for key in stage:
+        if key not in known:
+            bad.add(f"{at}.{key}", f"unknown key; {closest(key, known)}")
+    for key, kind in known.items():
+        if key not in stage:
+            bad.add(f"{at}.{key}", "is missing; a stage has first, devices and plan")
+        elif bad.type(f"{at}.{key}", stage[key], kind) and key == "devices":
+            for k, device in enumerate(stage[key]):
+                if bad.type(f"{at}.devices[{k}]", device, int) and device < 0:
+                    bad.add(f"{at}.devices[{k}]", f"got {device}; ranks count from 0")
 
 
 def loads(text: str, graph: Graph, cluster: Cluster | None = None, *, where: str = "plan") -> PipelinePlan:
@@ -152,26 +180,63 @@ def loads(text: str, graph: Graph, cluster: Cluster | None = None, *, where: str
             f"{where}: the plan is for a model with fingerprint {raw['fingerprint']}, this one has {graph.fingerprint} "
             "(operators, shapes or names differ); plan this model again"
         )
+    schedule = _schedule(raw, where)
     try:
-        schedule = parse("\n".join(map(str, raw["schedule"])))
-    except ValueError as error:
-        raise PlanError(f"{where}: schedule: {error}") from None
-    graphs = cut(graph, [str(s["first"]) for s in raw["stages"][1:]])
+        graphs = cut(graph, [s["first"] for s in raw["stages"][1:]])
+    except PlanError as error:
+        raise PlanError(f"{where}: {error}") from None
     live = live_per_stage(schedule)
-    if len(live) != len(graphs):
-        raise PlanError(f"{where}: the schedule has {len(live)} stages, the plan {len(graphs)}")
-    choices = []
-    for i, (entry, stage) in enumerate(zip(raw["stages"], graphs, strict=True)):
-        try:
-            own = loads_stage(json.dumps(entry["plan"]), stage.graph, cluster, where=f"{where}, stages[{i}].plan")
-        except AutoparError as error:
-            raise type(error)(str(error)) from None
-        choices.append(StageChoice(str(entry["first"]), tuple(entry["devices"]), own.with_in_flight(live[i])))
-    return PipelinePlan(
+    choices = [
+        _stage(raw, stage, live[stage.number], schedule.n_microbatches, cluster, f"{where}, stages[{stage.number}]")
+        for stage in graphs
+    ]
+    plan = PipelinePlan(
         raw["fingerprint"], raw["cluster"], tuple(choices), schedule, raw["optimizer"],
         float(raw.get("seconds") or 0.0), tuple(raw.get("notes") or ()),
         _asked(raw.get("pins", {}), choices[0].mesh, where),
-    ).validate()  # fmt: skip
+    )  # fmt: skip
+    try:
+        return plan.validate()
+    except PlanError as error:
+        raise PlanError(f"{where}: {error}") from None
+
+
+def _schedule(raw: Mapping[str, Any], where: str) -> Schedule:
+    """The schedule of a file, which comes to an end and has as many stages as the file."""
+    try:
+        schedule = parse("\n".join(raw["schedule"]))
+        simulate(schedule, times(schedule.n_stages))
+    except ValueError as error:
+        raise PlanError(f"{where}: schedule: {error}") from None
+    if schedule.n_stages != len(raw["stages"]):
+        raise PlanError(
+            f"{where}: the schedule has {schedule.n_stages} stages, the plan {len(raw['stages'])}; they must agree, so "
+            "plan again with --stages and --schedule"
+        )
+    return schedule
+
+
+def _stage(
+    raw: Mapping[str, Any], stage: StageGraph, live: int, microbatches: int, cluster: Cluster | None, where: str
+) -> StageChoice:
+    """One stage of a file, whose plan is for the operators between its cut and the next."""
+    entry = raw["stages"][stage.number]
+    first = next(n.name for n in stage.graph.nodes if n.kind == "op" and n.hot)
+    if entry["first"] != first:
+        raise PlanError(f"{where}: 'first' is '{entry['first']}', the model begins at '{first}'; write that")
+    made_for = entry["plan"].get("fingerprint")
+    if made_for not in (None, stage.graph.fingerprint):
+        raise PlanError(
+            f"{where}: the stage has fingerprint {stage.graph.fingerprint}, its plan is for {made_for}; a cut is moved "
+            "by planning again: autopar plan --cut"
+        )
+    own = loads_stage(json.dumps(entry["plan"]), stage.graph, cluster, where=f"{where}.plan")
+    for name, mine, all_ in (
+        ("optimizer", own.optimizer, raw["optimizer"]), ("microbatches", own.microbatches, microbatches),
+    ):  # fmt: skip
+        if mine != all_:
+            raise PlanError(f"{where}.plan: {name} is {mine}, that of the whole plan {all_}; write the same in both")
+    return StageChoice(first, tuple(entry["devices"]), own.with_in_flight(live))
 
 
 def load(path: str | Path, graph: Graph, cluster: Cluster | None = None) -> PipelinePlan:

@@ -77,12 +77,31 @@ def rows(process: str, pid: int, tid: int, label: str, spans: Iterable[Span]) ->
 
 def write(path: str | Path, events: Sequence[Event]) -> None:
     """Write a trace file, or add to the events of one that is there."""
+    pids = {e["pid"] for e in events}
+    kept = [e for e in known(path) if e["pid"] not in pids]
+    Path(path).write_text(json.dumps({"traceEvents": [*kept, *events], "displayTimeUnit": "ms"}), encoding="utf-8")
+
+
+def known(path: str | Path) -> list[Event]:
+    """The events of a trace file, none of one that is not there.
+
+    Raises:
+        OSError: it cannot be read, or its folder is not there.
+        ValueError: it is no trace.
+    """
     path = Path(path)
-    known: list[Event] = []
-    if path.exists():
-        pids = {e["pid"] for e in events}
-        known = [e for e in json.loads(path.read_text(encoding="utf-8")).get("traceEvents", []) if e["pid"] not in pids]
-    path.write_text(json.dumps({"traceEvents": [*known, *events], "displayTimeUnit": "ms"}), encoding="utf-8")
+    if not path.exists():
+        if not path.parent.is_dir():
+            raise FileNotFoundError(2, f"no folder {path.parent}")
+        return []
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        raw = None
+    events = raw.get("traceEvents") if isinstance(raw, dict) else None
+    if not isinstance(events, list) or not all(isinstance(e, dict) and "pid" in e for e in events):
+        raise ValueError("the file is no trace")
+    return events
 
 
-__all__ = ["Span", "measured", "predicted", "write"]
+__all__ = ["Span", "known", "measured", "predicted", "write"]

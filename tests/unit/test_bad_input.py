@@ -101,6 +101,7 @@ def not_a_model():
     return {"model": MLP()}, (torch.zeros(8, 12),)
 """
 PLAN = "autopar plan models.py:make --cluster dgx-h100 --mesh data=2,tensor=2"
+PIPE = "autopar plan models.py:make --cluster local-x4 --stages 2 --mesh data=2 --microbatches 4 --schedule 1f1b"
 CLUSTER = '[[node]]\ndevice = "mine"\nn_devices = 4\n\n[[node.level]]\nlink = "nvlink4"\n'
 DEVICE = """
 [devices.mine]
@@ -147,9 +148,9 @@ def cli(line: str) -> str:
     return text.removeprefix("error: ").rstrip("\n")
 
 
-def on_plan(change: Callable[[dict], object]) -> str:
+def on_plan(change: Callable[[dict], object], name: str) -> str:
     """The error of showing a plan file after an edit."""
-    document = json.loads(Path("plan.json").read_text())
+    document = json.loads(Path(name).read_text())
     change(document)
     Path("edited.json").write_text(json.dumps(document))
     return cli("autopar show edited.json")
@@ -287,6 +288,57 @@ TABLE: list[tuple[str, list[tuple[str, str, Any]]]] = [
         ("reshard that is impossible", "put", [(("routes",), {"down:linear": ["I,I -> S1,I", "S1,I -> P,I", "P,I -> Q,I"]})]),
         ("several mistakes at once", "put", [(("optimizer",), "lion"), (("mesh",), "data=2,data=2"), (("colour",), "green")]),
     ]),
+    ("Pipelines", [
+        ("a word for the number of stages", "cli", PIPE.replace("--stages 2", "--stages two")),
+        ("more stages than devices", "cli", PIPE.replace("--stages 2 --mesh data=2", "--stages 9")),
+        ("stages and a mesh that need more devices", "cli", PIPE.replace("data=2", "data=4")),
+        ("mesh of a group that does not divide the devices", "cli", PIPE.replace("--stages 2 --mesh data=2", "--stages auto --mesh data=3")),
+        ("unknown schedule", "cli", PIPE.replace("1f1b", "1f2b")),
+        ("schedule that wants more microbatches", "cli", PIPE.replace("1f1b", "dualpipe-v").replace("microbatches 4", "microbatches 1")),
+        ("pipeline of a model without a loss", "cli", PIPE.replace(":make", ":no_loss")),
+        ("cut at a module that is not there", "cli", PIPE + " --cut dwn"),
+        ("cut where the model begins", "cli", PIPE + " --cut up"),
+        ("more cuts than stages", "cli", PIPE + " --cut :relu --cut down"),
+        ("cuts out of order", "cli", PIPE.replace("--stages 2 --mesh data=2", "--stages 4") + " --cut down --cut :relu --cut :mse_loss"),
+        ("cuts of unequal groups", "cli", PIPE.replace("--stages 2 --mesh data=2", "--stages 3") + " --cut :relu --cut down"),
+        ("pin on an axis that no group has", "cli", PIPE.replace(" --mesh data=2", "") + " --pin up:tensor=n"),
+        ("pin on an axis that the groups lack", "cli", PIPE + " --pin up:tensor=n"),
+        ("pin that matches no op of any stage", "cli", PIPE + " --pin layers.*.up:data=n"),
+        ("pattern that matches no parameter of any stage", "cli", PIPE + " --keep-replicated *.gamma"),
+        ("output that no stage has", "cli", PIPE + " --pin-output 3=I"),
+        ("pipelined plan into a folder that does not exist", "cli", PIPE + " -o absent/pipe.json"),
+        ("cuts that are no list, in Python", "python", "import models\nautopar.plan(*(models.make()[0], 'local-x4', models.make()[1]), stages=2, cuts='down')"),
+        ("unknown key in a pipelined plan", "pipe", [(("opz",), {})]),
+        ("missing key in a pipelined plan", "pipe", [(("schedule",), None)]),
+        ("wrong types in a pipelined plan", "pipe", [(("stages", 1, "devices"), [2, -3]), (("seconds",), "long"), (("pins", "stages"), 0)]),
+        ("pipelined plan of another version", "pipe", [(("autopar_pipeline",), 7)]),
+        ("pipelined plan that is cut short", "text", '{"autopar_pipeline": 1,'),
+        ("pipelined plan for another model", "pipe", [(("fingerprint",), "fedcba9876543210")]),
+        ("schedule that is none", "pipe", [(("schedule",), ["rank 0 holds 0: 0F0 0B0"])]),
+        ("schedule that lacks an action", "pipe", [(("schedule", 1), "rank 0 holds 0: 0F0 0F1 0B0 0F2 0B1 0F3 0B2")]),
+        ("schedule that waits for itself", "pipe", [(("schedule", 1), "rank 0 holds 0: 0F0 0B0 0F1 0B1 0F2 0B2 0F3 0B3"), (("schedule", 2), "rank 1 holds 1: 1F3 1B3 1F2 1B2 1F1 1B1 1F0 1B0")]),
+        ("schedule of more stages", "pipe", [(("schedule",), ["schedule mine stages 3 microbatches 1", "rank 0 holds 0: 0F0 0B0", "rank 1 holds 1: 1F0 1B0", "rank 2 holds 2: 2F0 2B0"])]),
+        ("stage that begins at no operator", "pipe", [(("stages", 1, "first"), "conv")]),
+        ("cut that is moved by hand", "pipe", [(("stages", 1, "first"), "relu")]),
+        ("groups that share a device", "pipe", [(("stages", 1, "devices"), [1, 2])]),
+        ("stage on more devices than it is planned for", "pipe", [(("stages", 1, "devices"), [1, 2, 3])]),
+        ("stage on a device that the cluster lacks", "pipe", [(("stages", 1, "devices"), [2, 4])]),
+        ("stage with another optimizer", "pipe", [(("stages", 1, "plan", "optimizer"), "sgd")]),
+        ("op that is not in the stage", "pipe", [(("stages", 1, "plan", "ops", "up:linear"), {"data": "b"})]),
+        ("explaining an op that no stage has", "cli", "autopar explain pipe.json uq"),
+        ("an alternative that the op of a stage lacks", "cli", "autopar explain pipe.json up --instead data=h"),
+        ("an alternative on an axis that the stage lacks", "cli", "autopar explain pipe.json up --instead tensor=n"),
+        ("explaining the cut of the first stage", "cli", "autopar explain pipe.json stage:0"),
+        ("an alternative for a cut", "cli", "autopar explain pipe.json stage:1 --instead data=b"),
+        ("explaining a cut of a plan without pipeline", "cli", "autopar explain plan.json stage:1"),
+        ("comparing with a plan that is not there", "cli", "autopar diff pipe.json absent.json"),
+        ("simulating a plan without pipeline", "cli", "autopar simulate plan.json"),
+        ("simulating a plan that is not there", "cli", "autopar simulate absent.json"),
+        ("timeline into a folder that does not exist", "cli", "autopar simulate pipe.json --trace absent/trace.json"),
+        ("timeline into a file that is none", "cli", "autopar run pipe.json --trace models.py"),
+        ("timeline of a plan without pipeline", "cli", "autopar run plan.json --trace trace.json"),
+        ("random plans for a pipelined plan", "cli", "autopar verify models.py:make --plan pipe.json --random-plans 3"),
+    ]),
     ("Other commands", [
         ("explaining an op that is not there", "cli", "autopar explain plan.json uq"),
         ("an alternative that is none", "cli", "autopar explain plan.json up --instead k"),
@@ -332,21 +384,21 @@ def message(kind: str, how: Any) -> str:
                 else:
                     at[path[-1]] = value
 
-        text = on_plan(change)
+        text = on_plan(change, "plan.json" if kind == "put" else "pipe.json")
     text = text.replace(os.getcwd() + "/", "").replace(os.path.realpath(os.getcwd()) + "/", "")
     if text.startswith("no plan fits"):  # what the planner reaches may improve: the sizes are not what is tested here
         text = re.sub(r"(?<=[a-z] )\d+(\.\d+)? (GiB|MiB|KiB|bytes)(?! per device:)", "1.00 KiB", text)
-    text = re.sub(r"this one has [0-9a-f]{16}", "this one has 0123456789abcdef", text)
+    text = re.sub(r"(this one has|has fingerprint|its plan is for) [0-9a-f]{16}", r"\1 0123456789abcdef", text)
     return re.sub(r"transformers \d+\.\d+\.\d+", "transformers 5.0.0", text)
 
 
 def shown(kind: str, how: Any) -> str:
     """How a mistake is made, for the page."""
-    if kind == "put":
-        edits = []
+    if kind in ("put", "pipe"):
+        edits, name = [], {"put": "plan", "pipe": "pipe"}[kind]
         for path, value in how:
             at = "".join(f"[{json.dumps(k)}]" for k in path)
-            edits.append(f"del plan{at}" if value is None else f"plan{at} = {json.dumps(value)}")
+            edits.append(f"del {name}{at}" if value is None else f"{name}{at} = {json.dumps(value)}")
         return "```python\n" + "\n".join(edits) + "\n```"
     return {"cli": "```sh\n", "text": "```json\n"}.get(kind, "```python\n") + how + "\n```"
 
@@ -359,7 +411,7 @@ def page(messages: dict[str, str]) -> str:
         "of them at once. The command line prints it without a traceback and ends with exit code 2; in Python each is an "
         "`autopar.AutoparError`. This page is made by "
         "`python tests/unit/test_bad_input.py`, and a test holds every message to the letter. Commands stand for a "
-        "folder with `models.py` (shown at the end) and a `plan.json` made from it.", "",
+        "folder with `models.py` (shown at the end), a `plan.json` made from it, and a pipelined `pipe.json`.", "",
     ]  # fmt: skip
     for section, rows in TABLE:
         lines += [f"## {section}", ""]
@@ -390,9 +442,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def prepare() -> None:
     files()
-    with mock.patch.object(sys, "argv", shlex.split(PLAN + " -o plan.json")):
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
-            main()
+    for command in (PLAN + " -o plan.json", PIPE + " -o pipe.json"):
+        with mock.patch.object(sys, "argv", shlex.split(command)):
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+                main()
 
 
 @pytest.fixture(scope="module")

@@ -114,7 +114,7 @@ def test_bad_files() -> None:
     assert "unknown key 'stagez'; did you mean 'stages'?" in error(stagez=1)
     assert "'autopar_pipeline' is 2, this version reads 1" in error(autopar_pipeline=2)
     assert f"this one has {graph.fingerprint}" in error(fingerprint="0" * 16)
-    assert "'stages' is a int, expected a list" in error(stages=3)
+    assert "stages: got 3; expected a list" in error(stages=3)
     assert "is on no rank" in error(schedule=[line.replace("holds 1:", "holds:") for line in good["schedule"]])
     second = {**good["stages"][1], "first": "nothing"}
     assert "stage begins at 'nothing'" in error(stages=[good["stages"][0], second])
