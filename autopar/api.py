@@ -219,8 +219,8 @@ def plan(
         microbatches: how often the batch is run per optimizer step.
         stages: pipeline over so many groups of devices (``"auto"``: the best number); ``mesh`` is then that of a group,
             ``inputs`` are one microbatch, and the plan is a :class:`~autopar.pipeline.PipelinePlan`.
-        schedule: the pipeline's: ``gpipe``, ``1f1b``, ``interleaved-1f1b``, ``zb-h1``, ``zb-v``, ``dualpipe-v``, or
-            several to choose from.
+        schedule: the pipeline's: ``gpipe``, ``1f1b``, ``interleaved-1f1b``, ``zb-h1``, ``zb-v``, ``dualpipe-v``,
+            ``searched`` (an order found for the stages' own times, within the memory), or several to choose from.
         cuts: where the pipeline is cut: what all stages but the first begin with, such as ``["layers.12"]`` (the path
             of a module, or an operator as ``module:op``); by default the planner cuts.
         captured: what :func:`capture` gave, to plan several meshes without capturing again.

@@ -18,12 +18,12 @@ from autopar.pins import pins_of
 from autopar.pipeline import PipelinePins, PipelinePlan
 from autopar.placements import Mesh, mesh_shapes
 from autopar.planfile import pipeline as files
+from autopar.planner.order import check_name
 from autopar.planner.pipeline import PER_RANK, PipelineOptions, Planned, plan_pipeline
 from autopar.planner.search import Options
 from autopar.planner.stage_pins import check, check_counts, starts_of
 from autopar.runtime.agree import share, together
 from autopar.runtime.pipeline import PipelineModule
-from cost_models.pipeline import SCHEDULES
 from hardware_profiles import Cluster
 
 DEFAULT_SCHEDULES = PipelineOptions(1).schedules
@@ -46,8 +46,7 @@ def asked_for(
     """
     names = DEFAULT_SCHEDULES if schedule is None else [schedule] if isinstance(schedule, str) else list(schedule)
     for name in names:
-        if name not in SCHEDULES:
-            raise PlanError(f"no schedule '{name}'; use {', '.join(SCHEDULES)}")
+        check_name(name)
     if isinstance(cuts, str) or not all(isinstance(c, str) for c in cuts or ()):
         raise PlanError(f"cuts is {cuts!r}; give a list of what stages begin with, such as ['layers.12']")
     groups = None if stages in (None, "auto") else stages

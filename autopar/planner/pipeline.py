@@ -24,6 +24,7 @@ from autopar.placements import Mesh, local_shape, mesh_shapes
 from autopar.plan import Plan
 from autopar.planner.blocks import Block, blocks
 from autopar.planner.fold import fold
+from autopar.planner.order import SEARCHED, START, better_order, check_name
 from autopar.planner.phases import Phases, phases
 from autopar.planner.price import Pricer, pricer
 from autopar.planner.recompute import patterns_in, segments_of
@@ -35,7 +36,7 @@ from autopar.planner.unequal import Unequal
 from autopar.rules.registry import rules_of
 from autopar.staging import StageGraph, cut, hot_ops
 from cost_models import mesh_axes
-from cost_models.pipeline import SCHEDULES, Edge, Schedule, Timeline, Times, build, live_per_stage, simulate, times
+from cost_models.pipeline import Edge, Schedule, Timeline, Times, build, live_per_stage, simulate, times
 from hardware_profiles import Cluster
 
 PER_RANK = {"interleaved-1f1b": 2, "zb-v": 2, "dualpipe-v": 2}
@@ -114,9 +115,8 @@ def plan_pipeline(
         InfeasibleError: nothing fits the devices' memory.
     """
     search = _Search(graph, cluster, n_devices, asked, cluster_name)
-    wrong = [name for name in asked.schedules if name not in SCHEDULES]
-    if wrong:
-        raise PlanError(f"no schedule '{wrong[0]}'; use {', '.join(SCHEDULES)}")
+    for name in asked.schedules:
+        check_name(name)
     if asked.groups is not None and not 1 <= asked.groups <= n_devices:
         raise PlanError(f"{n_devices} devices cannot be cut into {asked.groups} groups; use 1 to {n_devices}")
     if asked.options.recompute:  # the patterns are those of the whole model
@@ -187,7 +187,8 @@ class _Search:
     def _unequal(self) -> list[Candidate]:
         """Ways to cut over unequal groups, where these are worth a search: devices that differ, or divide badly."""
         asked, n = self.asked, self.n_devices
-        names = [name for name in asked.schedules if name in UNEQUAL_SCHEDULES]
+        names = [START if name == SEARCHED else name for name in asked.schedules]
+        names = [name for name in names if name in UNEQUAL_SCHEDULES]
         divides = sum(n % g == 0 for g in range(1, n + 1)) > 2
         if asked.mesh or asked.starts or not names or n != self.cluster.n_devices or n < 3:
             return []
@@ -270,7 +271,8 @@ class _Search:
         starts = self.asked.starts or [self.name(p) for p in candidate.bounds]
         graphs = cut(self.graph, starts)
         found = []
-        for name in self.asked.schedules if candidate.groups > 1 else self.asked.schedules[:1]:
+        for asked in self.asked.schedules if candidate.groups > 1 else self.asked.schedules[:1]:
+            name = START if asked == SEARCHED else asked
             if candidate.groups > 1 and PER_RANK.get(name, 1) != candidate.per_rank:
                 continue
             try:
@@ -282,6 +284,9 @@ class _Search:
             if candidate.groups == 1:
                 schedule = _one_group(len(graphs), self.asked.microbatches)
             choices, timing, step = self._stages(graphs, schedule, candidate)
+            if asked == SEARCHED and candidate.groups > 1:
+                limits = [self._limit(own) for own in candidate.devices]
+                choices, schedule = better_order(choices, schedule, timing, limits)
             timeline = simulate(schedule, timing)
             seconds = timeline.makespan_seconds + step
             plan = PipelinePlan(
@@ -290,6 +295,13 @@ class _Search:
             ).validate()  # fmt: skip
             found.append((seconds, f"{candidate}, {schedule.name}", plan, timeline))
         return found
+
+    def _limit(self, devices: Sequence[int]) -> float:
+        """Bytes that a device of a group may hold."""
+        limit = self.asked.options.memory_limit_bytes
+        if limit is None:
+            limit = MEMORY_FRACTION * min(self.cluster.device(d).memory_bytes for d in devices)
+        return limit
 
     def _stages(
         self, graphs: Sequence[StageGraph], schedule: Schedule, candidate: Candidate
@@ -301,9 +313,7 @@ class _Search:
         stored: dict[tuple[int, str], str] = {}
         for stage in graphs:
             mesh, devices = candidate.meshes[group[stage.number]], candidate.devices[group[stage.number]]
-            limit = self.asked.options.memory_limit_bytes
-            if limit is None:
-                limit = MEMORY_FRACTION * min(self.cluster.device(d).memory_bytes for d in devices)
+            limit = self._limit(devices)
             own = of_stage(self.asked.options, stage, mesh)
             pins = dict(own.params or {})
             names = {n.target for _, n in stage.graph.of_kind("param")}

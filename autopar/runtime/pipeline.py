@@ -27,6 +27,7 @@ from autopar.pipeline import PipelinePlan
 from autopar.placements import State
 from autopar.runtime.backward import Halves, Handle
 from autopar.runtime.executor import ParallelModule, device_of, mixed_seed, same_literal
+from autopar.runtime.rows import check_rows
 from autopar.runtime.wires import Post, Wire
 from autopar.staging import StageGraph, cut
 from cost_models.pipeline import forward_only
@@ -106,6 +107,7 @@ class PipelineModule(torch.nn.Module):
         put(self, "_captured", captured)
         put(self, "_rank", dist.get_rank())
         graphs = cut(captured.graph, plan.starts)
+        check_rows(plan.schedule, graphs)
         meshes = [
             DeviceMesh(
                 device_type, torch.tensor(s.devices).reshape([n for _, n in s.mesh]),

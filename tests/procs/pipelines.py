@@ -27,10 +27,12 @@ from autopar.runtime.executor import mixed_seed
 from autopar.runtime.pipeline import PipelineModule
 from autopar.staging import cut as stages_of
 from autopar.staging import hot_ops
+from cost_models.pipeline import parse, search, times
 from cost_models.pipeline.builders import build
 from hardware_profiles import load_cluster
 
 ONE: Mesh = (("data", 1),)
+TWO = (ONE, ONE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Config:
     clip: float = 0.0
     evaluate: bool = False
     recompute: tuple[str, ...] = ()
+    rows: str = ""  # of the schedule, instead of a name
 
 
 def size(mesh: Mesh) -> int:
@@ -61,7 +64,12 @@ def size(mesh: Mesh) -> int:
 def make_plan(captured: Captured, config: Config) -> PipelinePlan:
     graph = captured.graph
     n_stages = config.stages or len(config.meshes)
-    schedule = build(config.schedule, n_stages, len(config.meshes), config.microbatches)
+    if config.schedule == "searched":
+        schedule = search(times(n_stages, 1.0, 1.2, 0.5, transfer_seconds=0.1), config.microbatches).schedule
+    elif config.rows:
+        schedule = parse(config.rows)
+    else:
+        schedule = build(config.schedule, n_stages, len(config.meshes), config.microbatches)
     ops = [graph.nodes[i].name for i in hot_ops(graph)]
     rng = random.Random(config.cuts)
     for _ in range(50):
@@ -172,6 +180,40 @@ def fails_in_the_middle() -> None:
 
         object.__setattr__(stage, "_run", trouble)
     pm.train_step(*case.batch[0], **case.batch[1])
+
+
+def searched_from_a_script(recompute: tuple[str, ...]) -> tuple[list[float], str, str]:
+    """What a script does that asks for the best order: losses, the schedule's name, and what asking for 2BW says."""
+    torch.manual_seed(0)
+    case = ZOO["gpt2"]()
+    micro = cut(case.batch, 4, 0)[1]
+    pm = autopar.parallelize(
+        case.model, 2, micro, stages=2, schedule="searched", microbatches=4, recompute=recompute
+    )  # fmt: skip
+    optimizer = torch.optim.SGD(pm.parameters(), lr=0.1)
+    losses = [float(pm.train_step(*case.batch[0], optimizer=optimizer, **case.batch[1])) for _ in range(3)]
+    try:
+        autopar.parallelize(case.model, 2, micro, stages=2, schedule="pipedream-2bw", microbatches=4)
+    except PlanError as error:
+        return losses, pm.plan.schedule.name, str(error)
+    raise AssertionError("2BW was planned")
+
+
+def refused_rows() -> list[str]:
+    """What rows say that cannot be run."""
+    captured = capture(ZOO["resnet"]().model, *cut(ZOO["resnet"]().batch, 2, 0))
+    plan = make_plan(captured, Config("resnet", "1f1b", TWO, 2))
+    found = []
+    for rows in (
+        "rank 0 holds 0: 0F0 0B0 0F1 0B1\nrank 1 holds 1: 1F0 1F1 1B0 1B1",
+        "rank 0 holds 0: 0F1 0F0 0B0 0B1\nrank 1 holds 1: 1F0 1F1 1B0 1B1",
+    ):
+        schedule = parse("schedule mine stages 2 microbatches 2\n" + rows)
+        try:
+            PipelineModule(ZOO["resnet"]().model, captured, dataclasses.replace(plan, schedule=schedule))
+        except PlanError as error:
+            found.append(str(error))
+    return found
 
 
 def planned_on_three() -> list[float]:

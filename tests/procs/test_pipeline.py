@@ -6,12 +6,20 @@ import time
 from typing import Any
 
 import pytest
-from procs.pipelines import ONE, Config, compare, fails_in_the_middle, planned_on_three
+from procs.pipelines import (
+    ONE,
+    TWO,
+    Config,
+    compare,
+    fails_in_the_middle,
+    planned_on_three,
+    refused_rows,
+    searched_from_a_script,
+)
 
 from autopar.errors import RunError
 from autopar.runtime.launch import run_local
 
-TWO = (ONE, ONE)
 PAIR = (("data", 2),)
 MINIMUM = {"dualpipe-v": 4, "zb-v": 2, "interleaved-1f1b": 2}
 
@@ -56,6 +64,33 @@ def test_recompute_on_groups() -> None:
         Config("gpt2", "zb-h1", (PAIR, PAIR), 4, seed=1, recompute=("*.h.*",), lifetime="use"),
         Config("t5", "1f1b", (PAIR, ONE, ONE), 4, seed=2, recompute=("*.block.*",)),
     ])  # fmt: skip
+
+
+MIXED = """
+schedule mine stages 2 microbatches 4
+rank 0 holds 0: 0F0 0F1 0B0 0F2 0I1 0F3 0I2 0W2 0W1 0B3
+rank 1 holds 1: 1F0 1B0 1F1 1I1 1F2 1I2 1W1 1F3 1W2 1B3
+"""
+
+
+def test_rows_of_actions() -> None:
+    """Searched ones, and any written by hand: whole and split backwards may stand in one row."""
+    check(2, [
+        Config("gpt2", "searched", TWO, 4, cuts=2, clip=0.1),
+        Config("gpt2", "mine", TWO, 4, cuts=2, rows=MIXED),
+        Config("unet", "mine", TWO, 4, cuts=1, rows=MIXED),
+    ])  # fmt: skip
+    waiting, disordered = run_local(refused_rows, 2, timeout=120)[1]
+    assert "the schedule never ends" in waiting and "rank 0 waits at action 1, 0B0, for 1B0" in waiting
+    assert "stage 0 runs microbatches [1, 0] forward and changes buffers" in disordered
+
+
+def test_searched_from_a_script() -> None:
+    plain, name, error = run_local(searched_from_a_script, 2, (), timeout=300)[0]
+    again, _, _ = run_local(searched_from_a_script, 2, ("*.h.*",), timeout=300)[1]
+    assert name == "searched" and plain[-1] < plain[0]
+    assert again == pytest.approx(plain, rel=1e-5)
+    assert "updates weights while microbatches are in flight" in error
 
 
 def test_a_rank_that_fails_ends_the_job() -> None:

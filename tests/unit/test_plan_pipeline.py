@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,9 @@ def test_what_cannot_be() -> None:
         plan_pipeline(graph, cluster, 4, PipelineOptions(4, groups=5))
     with pytest.raises(PlanError, match="no schedule 'fifo'; use gpipe"):
         plan_pipeline(graph, cluster, 4, PipelineOptions(4, schedules=("fifo",)))
+    for name in ("pipedream", "pipedream-2bw"):
+        with pytest.raises(PlanError, match=f"'{name}' updates weights while microbatches are in flight"):
+            plan_pipeline(graph, cluster, 4, PipelineOptions(4, schedules=(name,)))
     with pytest.raises(InfeasibleError, match="no plan fits"):
         plan_pipeline(graph, cluster, 4, PipelineOptions(4, options=Options(memory_limit_bytes=1000)))
 
@@ -180,6 +184,23 @@ def test_recompute_shrinks_what_is_in_flight() -> None:
         assert files.loads(files.dumps(again.plan, graph), graph) == again.plan
     with pytest.raises(PlanError, match="recompute 'blocks' matches no module"):
         planned("1f1b", "blocks")
+
+
+def test_searched_schedules() -> None:
+    """The quickest of all on the same stages; less memory leaves fewer microbatches in flight."""
+    graph, cluster = graph_of("gpt2"), load_cluster("local-x4")
+    asked = PipelineOptions(8, groups=4, schedules=("1f1b", "zb-h1", "gpipe", "searched"))
+    found = plan_pipeline(graph, cluster, 4, asked)
+    assert found.plan.schedule.name == "searched" and found.tried[0][1] < 0.8 * found.tried[-1][1]
+    assert files.loads(files.dumps(found.plan, graph), graph) == found.plan
+    free = plan_pipeline(graph, cluster, 4, replace(asked, schedules=("searched",)))
+    peak = max(free.timeline.peak_bytes)
+    assert max(s.plan.price.memory_bytes for s in free.plan.stages) == peak
+    options = Options(memory_limit_bytes=0.9 * peak)
+    tight = plan_pipeline(graph, cluster, 4, replace(asked, schedules=("searched",), options=options))
+    assert max(s.plan.price.memory_bytes for s in tight.plan.stages) <= 0.9 * peak
+    assert sum(simulate_live(tight.plan)) < sum(simulate_live(free.plan))
+    assert tight.plan.seconds >= free.plan.seconds
 
 
 def test_rows_edited_by_hand_change_what_is_in_flight() -> None:

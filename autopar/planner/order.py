@@ -1,0 +1,52 @@
+"""Schedules that the planner searches for: the best order for the planned stages' own times, within their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autopar.errors import PlanError
+from autopar.pipeline import StageChoice
+from cost_models.pipeline import SCHEDULES, Schedule, Times, live_per_stage, search
+from cost_models.pipeline.asynchronous import ASYNCHRONOUS
+
+SEARCHED = "searched"
+"""The name of a schedule that is searched for, one stage a group."""
+START = "1f1b"
+"""Stages of a searched schedule are planned for this one, which keeps the fewest microbatches in flight."""
+SMALL = 48
+"""Actions up to which the exact solve is worth its time, and the states that it may visit."""
+STATES = 2000
+
+
+def check_name(name: str) -> None:
+    """Refuse what is no schedule that can be asked for.
+
+    Raises:
+        PlanError: an unknown name, or an asynchronous schedule, which changes the training result.
+    """
+    if name in ASYNCHRONOUS:
+        raise PlanError(
+            f"schedule '{name}' updates weights while microbatches are in flight, which changes the training result; "
+            f"it can be simulated (cost_models.pipeline.asynchronous) and is not run; use {', '.join(SCHEDULES)} or "
+            f"{SEARCHED}"
+        )
+    if name not in SCHEDULES and name != SEARCHED:
+        raise PlanError(f"no schedule '{name}'; use {', '.join(SCHEDULES)} or {SEARCHED}")
+
+
+def better_order(
+    stages: Sequence[StageChoice], start: Schedule, timing: Times, limits: Sequence[float]
+) -> tuple[tuple[StageChoice, ...], Schedule]:
+    """A schedule at least as good as ``start``, whose groups hold no more bytes than their limits; the stages' prices
+    then count the microbatches that it keeps in flight."""
+    actions = 3 * start.n_stages * start.n_microbatches
+    found = search(
+        timing, start.n_microbatches, start.stages_of_rank, limit_bytes=limits,
+        exact_nodes=STATES if actions <= SMALL else 0,
+    ).schedule  # fmt: skip
+    live = live_per_stage(found)
+    return tuple(replace(s, plan=s.plan.with_in_flight(n)) for s, n in zip(stages, live, strict=True)), found
+
+
+__all__ = ["SEARCHED", "START", "better_order", "check_name"]

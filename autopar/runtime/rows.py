@@ -1,0 +1,43 @@
+"""Whether the rows of a schedule can be run: by whom they were written does not matter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.errors import PlanError
+from autopar.staging import StageGraph
+from cost_models.pipeline import Deadlock, Edge, Schedule, simulate, times
+from cost_models.pipeline.asynchronous import ASYNCHRONOUS
+
+
+def check_rows(schedule: Schedule, graphs: Sequence[StageGraph]) -> None:
+    """Refuse a schedule that a step of training cannot follow.
+
+    Raises:
+        PlanError: an action is missing or twice, ranks wait for each other, there is no backward, weights would change
+            with microbatches in flight, or a stage whose buffers follow the batches takes these in another order.
+    """
+    if schedule.name in ASYNCHRONOUS:
+        raise PlanError(
+            f"schedule '{schedule.name}' updates weights while microbatches are in flight, which changes the training "
+            "result: it can be simulated and is not run; name the rows otherwise to run them with one update a step"
+        )
+    if schedule.forward_only:
+        raise PlanError(f"schedule '{schedule.name}' has no backward, so it trains nothing; evaluate() needs no plan")
+    pairs = sorted({(source, g.number) for g in graphs for _, source in g.takes})
+    try:
+        simulate(schedule.validate(), times(len(graphs), edges=[Edge(a, b) for a, b in pairs]))
+    except Deadlock as error:
+        raise PlanError(f"the schedule never ends; change the order of its rows\n{error}") from None
+    except ValueError as error:
+        raise PlanError(str(error)) from None
+    for graph in graphs:
+        order = [a.microbatch for _, a in schedule.actions() if a.stage == graph.number and a.kind == "F"]
+        if graph.graph.updates and order != sorted(order):
+            raise PlanError(
+                f"stage {graph.number} runs microbatches {order} forward and changes buffers "
+                f"({next(iter(graph.graph.updates))}, ..), which follow the batches in order; order them"
+            )
+
+
+__all__ = ["check_rows"]
