@@ -89,7 +89,7 @@ def plan(
     ] = None,
     schedule: Annotated[
         list[str] | None,
-        typer.Option("--schedule", help="gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-v, dualpipe-v, searched; repeatable."),
+        typer.Option("--schedule", help="gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-v, dualpipe-v, searched. Repeatable"),
     ] = None,
     cut: Annotated[
         list[str] | None,
