@@ -3,6 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.stamp
 
+# Processes that share the tests; a test with ranks of its own starts more.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
+
 # One thread each: worker processes share few cores, and sums come out in the same order every time.
 export OMP_NUM_THREADS := 1
 
@@ -17,10 +21,10 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q
+	$(PYTEST)
 
 test-all: $(STAMP)
-	$(BIN)/python -m pytest -q -m ""
+	$(PYTEST) -m ""
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -88,7 +88,7 @@ def test_ranks_with_different_models_are_refused(two: list[dict[str, Any]]) -> N
 def test_a_rank_that_cannot_be_built_stops_the_others(two: list[dict[str, Any]], when: str) -> None:
     texts, seconds = zip(*(results["build"][when] for results in two), strict=True)
     assert texts == ("AutoparError: on rank 1: out of memory", "RuntimeError: out of memory")
-    assert max(seconds) < 10
+    assert max(seconds) < 60, "a rank waited for its timeout"
 
 
 def test_a_rank_that_raises_ends_the_others() -> None:
@@ -97,7 +97,7 @@ def test_a_rank_that_raises_ends_the_others() -> None:
         run_local(cases.raise_on, 2, 1)
     with pytest.raises(RunError, match="exit code 7"):
         run_local(cases.die_on, 2, 0)
-    assert time.monotonic() - start < 40
+    assert time.monotonic() - start < 120
 
 
 def test_time_limit_leaves_no_process() -> None:

@@ -194,12 +194,12 @@ def test_faster_links_are_never_slower(name):
 
 def test_laying_a_mesh_is_fast():
     cluster, large = load_cluster("dgx-h100-x8"), load_cluster("dgx-h100-x2048")
-    start = time.perf_counter()
+    start = time.process_time()
     mesh_axes(cluster, {"data": 8, "tensor": 8})
-    assert time.perf_counter() - start < 0.1
-    start = time.perf_counter()
+    assert time.process_time() - start < 0.1
+    start = time.process_time()
     axes = mesh_axes(large, {"pipeline": 16, "data": 128, "tensor": 8})
-    assert time.perf_counter() - start < 3
+    assert time.process_time() - start < 3
     assert axes["data"].seconds("all_reduce", 1e9) > axes["tensor"].seconds("all_reduce", 1e9)
 
 

@@ -110,10 +110,10 @@ def test_a_cut_op_is_never_slower_than_the_whole():
 
 def test_one_price_takes_microseconds():
     device = load_device("H100-SXM-80GB")
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(20_000):
         op_seconds(device, "matmul", 2e12, 4e6, "bfloat16", (8192, 128, 256))
-    assert (time.perf_counter() - start) / 20_000 < 10e-6  # 0.5 us alone, but machines are shared
+    assert (time.process_time() - start) / 20_000 < 10e-6  # 0.5 us measured
 
 
 def test_op_details():
