@@ -23,6 +23,9 @@ try:
 except ImportError:  # CBC solves then
     highspy = None  # type: ignore[assignment]
 
+PRICES = (0.3, 2.0, 10.0)
+"""Of all bytes of the fastest choice, in multiples of its seconds."""
+
 
 def solve(problem: Problem, *, time_limit_seconds: float = 120.0, solver: str = "auto", gap: float = 0.0) -> Choice:
     """The cheapest strategies.
@@ -117,6 +120,31 @@ class Program:
         faster, smaller = self.around(self._relaxed)
         return self.choice(faster), self.choice(smaller)
 
+    def hull(self) -> list[Choice]:
+        """The fastest choice and smaller ones, without limit: the best at rising prices of a byte.
+
+        At price p all bytes of the fastest choice cost p times its seconds, for p in ``PRICES``.
+
+        Raises:
+            InfeasibleError: there is no choice at all.
+        """
+        self.engine.changeRowBounds(self.memory_row, -math.inf, math.inf)
+        found = [self._at(0.0)]
+        unit = max(1.0, found[0].seconds) / max(1.0, found[0].n_bytes)
+        found += [self._at(price * unit) for price in PRICES]
+        self._charge(0.0)
+        self.limit(self.problem.limit_bytes)
+        ordered = sorted({p.picked: p for p in found}.values(), key=lambda p: (p.seconds, p.n_bytes))
+        return [self.choice(replace(p, bound=p.seconds)) for p in ordered]
+
+    def _at(self, price: float) -> _Point:
+        """The best choice at a price of a byte, in scaled seconds."""
+        self._charge(price)
+        point = self.relaxed()
+        if point is not None and not point.whole:
+            point = self._below_peak(point.picked)
+        return point if point is not None and point.whole else self.best(0.0)
+
     def solve(self, gap: float = 0.0) -> Choice:
         """As :func:`solve`."""
         whole = self.whole()
@@ -154,13 +182,7 @@ class Program:
         engine.changeRowBounds(self.memory_row, -math.inf, math.inf)
         found = []
         for factor in (1 - 1e-3, 1 + 1e-3):
-            self._charge(price * factor)
-            point = self.relaxed()
-            if point is not None and not point.whole:
-                point = self._below_peak(point.picked)
-            if point is None or not point.whole:
-                point = self.best(0.0)
-            found.append(replace(point, bound=relaxed.bound))
+            found.append(replace(self._at(price * factor), bound=relaxed.bound))
         self._charge(0.0)
         engine.changeRowBounds(self.memory_row, -math.inf, self.room / self.unit)
         return found[0], found[1]
@@ -285,6 +307,11 @@ class ByCbc:
     def pair(self) -> tuple[Choice, Choice] | None:
         """Not known."""
         return None
+
+    def hull(self) -> list[Choice]:
+        """The fastest alone."""
+        self.limit(None)
+        return [self.solve()]
 
     def solve(self, gap: float = 0.0) -> Choice:
         """As :func:`solve`."""

@@ -1,12 +1,11 @@
 """Where to cut the pipeline, and which schedule to run: stages of blocks on groups of devices.
 
-1. Blocks are found in the graph; every kind of block is planned alone on every mesh shape of every group size.
-2. For every number of groups, a dynamic program over the blocks finds the cuts that minimise Alpa's estimate
-   (Zheng et al., OSDI 2022, section 5): the sum of the stages' times and (microbatches - 1) times the slowest.
-   Where devices differ, or their number divides badly, another one cuts over unequal groups
-   (:mod:`autopar.planner.unequal`).
-3. The best few are planned exactly, stage by stage, with the activations that the schedule keeps in flight, and
-   simulated under every schedule that they allow. The simulated best is the plan.
+1. Blocks are found in the graph; every kind of block is planned alone on every mesh shape of every group size: a menu
+   from the fastest way to a small one, with and without recomputing (:mod:`autopar.planner.menu`).
+2. For every number of groups, mesh shape and schedule, stages are filled with blocks within the memory that the
+   microbatches in flight leave (:mod:`autopar.planner.equal`). Where devices differ, or their number divides badly, a
+   dynamic program cuts over unequal groups (:mod:`autopar.planner.unequal`). Both have an estimate of the step.
+3. The best few are planned exactly, stage by stage, and simulated. The simulated best is the plan.
 """
 
 from __future__ import annotations
@@ -23,11 +22,13 @@ from autopar.pipeline import PipelinePlan, StageChoice
 from autopar.placements import Mesh, local_shape, mesh_shapes
 from autopar.plan import Plan
 from autopar.planner.blocks import Block, blocks
+from autopar.planner.equal import Equal
 from autopar.planner.fold import fold
+from autopar.planner.menu import Menus
 from autopar.planner.order import SEARCHED, START, better_order, check_name
 from autopar.planner.phases import Phases, phases
 from autopar.planner.price import Pricer, pricer
-from autopar.planner.recompute import patterns_in, segments_of
+from autopar.planner.recompute import Recompute, patterns_in, segment, segments_of
 from autopar.planner.search import MEMORY_FRACTION, Options, plan_graph
 from autopar.planner.stage_pins import allows, of_stage
 from autopar.planner.transplant import structure, transplant
@@ -42,11 +43,14 @@ from hardware_profiles import Cluster
 PER_RANK = {"interleaved-1f1b": 2, "zb-v": 2, "dualpipe-v": 2}
 """Stages that each group holds in a schedule; one in the others."""
 CANDIDATES = 3
-"""Shapes that are planned exactly and simulated."""
-
-
+"""Ways to cut that are planned exactly and simulated."""
+SMALL = 16
+"""Devices up to which more ways are looked at: exact plans of few stages cost little."""
+LARGE_GAP = 0.06
+"""The gap that is good enough for stages on more devices than that, where memory binds."""
 WORTH_A_LOOK = 2.0
-"""The best way for every number of groups is planned exactly too, if its estimate is within this factor of the best."""
+"""The best way of every number of groups is planned exactly too, on few devices, if its estimate is within this factor
+of the best; and so is every schedule of the best cuts."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,8 @@ class PipelineOptions:
         mesh: of every group; None tries every shape.
         starts: names of the first operators of all stages but the first; None lets the planner cut.
         options: for the plan of each stage.
+        may_recompute: blocks may run again in the backward, where memory is short or time is saved by it. Where
+            ``options.recompute`` names what runs again, that and nothing else does.
     """
 
     microbatches: int
@@ -68,17 +74,22 @@ class PipelineOptions:
     mesh: Mesh | None = None
     starts: Sequence[str] | None = None
     options: Options = field(default_factory=Options)
+    may_recompute: bool = True
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to cut: positions of the stages' first operators, the groups, and an estimate of the step."""
+    """A way to cut: positions of the stages' first operators, the groups, and an estimate of the step.
+
+    ``recomputed`` counts the blocks of each stage that run again; empty for none.
+    """
 
     meshes: tuple[Mesh, ...]
     devices: tuple[tuple[int, ...], ...]
-    per_rank: int
+    schedule: str
     bounds: tuple[int, ...]
     seconds: float
+    recomputed: tuple[int, ...] = ()
 
     @property
     def groups(self) -> int:
@@ -90,10 +101,12 @@ class Candidate:
         return ", ".join(f"{n} group{'s' if n > 1 else ''} of {shape}" for shape, n in runs)
 
 
-def _equal(groups: int, mesh: Mesh, per_rank: int, bounds: tuple[int, ...], seconds: float) -> Candidate:
+def _equal(
+    groups: int, mesh: Mesh, schedule: str, bounds: tuple[int, ...], seconds: float, recomputed: tuple[int, ...] = ()
+) -> Candidate:
     size = prod(k for _, k in mesh)
     devices = tuple(tuple(range(g * size, (g + 1) * size)) for g in range(groups))
-    return Candidate((mesh,) * groups, devices, per_rank, bounds, seconds)
+    return Candidate((mesh,) * groups, devices, schedule, bounds, seconds, recomputed)
 
 
 @dataclass(frozen=True)
@@ -124,9 +137,11 @@ def plan_pipeline(
     found: list[tuple[float, str, PipelinePlan, Timeline]] = []
     for candidate in search.candidates():
         try:
-            found.extend(search.exact(candidate))
+            one = search.exact(candidate)
         except InfeasibleError as error:
             search.infeasible = error
+            continue
+        found += [one] if one is not None else []
     if not found:
         raise search.infeasible or PlanError(
             f"no schedule of {', '.join(asked.schedules)} allows {asked.microbatches} microbatches on "
@@ -144,9 +159,8 @@ class _Search:
     n_devices: int
     asked: PipelineOptions
     cluster_name: str
-    _solved: dict[tuple[tuple[int, ...], Mesh, int, int], Phases | None] = field(default_factory=dict)
     infeasible: InfeasibleError | None = None
-    _plans: dict[tuple[object, ...], tuple[Graph, Plan]] = field(default_factory=dict)
+    _plans: dict[tuple[object, ...], dict[int, tuple[Graph, Plan]]] = field(default_factory=dict)
 
     @cached_property
     def blocks(self) -> list[Block]:
@@ -163,46 +177,71 @@ class _Search:
     # -- candidates
 
     def candidates(self) -> list[Candidate]:
-        """The most promising ways to cut, by estimate; ways with one group are always among them."""
-        found: list[Candidate] = []
-        n, asked = self.n_devices, self.asked
-        counts = [g for g in range(1, n + 1) if n % g == 0 and asked.groups in (None, g)]
-        counts = [g for g in counts if g <= len(self.blocks) or asked.groups or asked.starts]
-        deep = sorted({PER_RANK.get(name, 1) for name in asked.schedules})
-        for groups in counts:
-            for mesh in [asked.mesh] if asked.mesh else self._shapes(n // groups):
-                if prod(size for _, size in mesh) != n // groups:
-                    continue
-                for per_rank in deep if groups > 1 else [1]:
-                    one = self._cut(groups, mesh, per_rank)
-                    if one is not None:
-                        found.append(one)
-        found.sort(key=lambda c: (c.seconds, c.groups, c.meshes))
+        """The most promising ways to cut, by estimate."""
+        if self.asked.starts is not None:
+            return self._pinned(self.asked.starts)
+        asked = self.asked
+        names = {START if name == SEARCHED else name: name for name in asked.schedules}
+        search = Equal(
+            self.cluster, self.n_devices, self.blocks, self.menus, self._shapes, tuple(names),
+            asked.microbatches, self._limit(range(self.n_devices)), asked.groups,
+        )  # fmt: skip
+        found = search.cuts()
+        self.infeasible = self.infeasible or search.infeasible
         best = found[:CANDIDATES]
-        for groups in sorted({c.groups for c in found}):  # the estimate knows no schedule and no memory
-            own = [c for c in found if c.groups == groups and c.seconds <= WORTH_A_LOOK * found[0].seconds]
-            best += [c for c in own[:1] if c not in best]
-        return [*best, *self._unequal()]
+        if self.n_devices <= SMALL and found:  # the estimate knows neither the order of actions nor the exact plans
+            near = [c for c in found if c.seconds <= WORTH_A_LOOK * found[0].seconds]
+            for groups in sorted({c.groups for c in near}):
+                best += [c for c in near if c.groups == groups][:1]
+            best += [c for c in near if any((c.groups, c.mesh) == (d.groups, d.mesh) for d in found[:CANDIDATES])]
+        cuts = [
+            _equal(
+                c.groups, c.mesh, names[c.schedule], tuple(self.blocks[b].first for b in c.bounds), c.seconds,
+                c.recomputed,
+            )
+            for c in dict.fromkeys(best)
+        ]  # fmt: skip
+        return [*cuts, *self._unequal()]
+
+    def _pinned(self, starts: Sequence[str]) -> list[Candidate]:
+        """All groups, shapes and schedules for which the user's cuts are right."""
+        positions = {self.name(p): p for p in range(len(self.ops))}
+        bounds = tuple(positions.get(s, 0) for s in starts)
+        found = []
+        for name in self.asked.schedules:
+            groups, rest = divmod(len(starts) + 1, PER_RANK.get(name, 1))
+            if rest or self.n_devices % groups or self.asked.groups not in (None, groups):
+                continue
+            found += [_equal(groups, mesh, name, bounds, 0.0) for mesh in self._shapes(self.n_devices // groups)]
+        return found
+
+    @cached_property
+    def menus(self) -> Menus:
+        """What blocks can cost."""
+        options = replace(self.asked.options, microbatches=self.asked.microbatches)
+        may = self.asked.may_recompute and not options.recompute
+        return Menus(self.cluster, self._graph_of, options, may)
 
     def _unequal(self) -> list[Candidate]:
         """Ways to cut over unequal groups, where these are worth a search: devices that differ, or divide badly."""
         asked, n = self.asked, self.n_devices
-        names = [START if name == SEARCHED else name for name in asked.schedules]
-        names = [name for name in names if name in UNEQUAL_SCHEDULES]
+        names = [name for name in asked.schedules if name in UNEQUAL_SCHEDULES]
         divides = sum(n % g == 0 for g in range(1, n + 1)) > 2
-        if asked.mesh or asked.starts or not names or n != self.cluster.n_devices or n < 3:
+        if asked.mesh or not names or n != self.cluster.n_devices or n < 3:
             return []
         if divides and not self._uneven and not (asked.groups and n % asked.groups):
             return []
-        search = Unequal(self.cluster, n, self.blocks, self._graph_of, asked.options, asked.microbatches)
+        search = Unequal(self.cluster, n, self.blocks, self.menus, asked.options, asked.microbatches)
         try:
             ways = search.candidates(names[0], CANDIDATES, asked.groups)
         except InfeasibleError as error:
             self.infeasible = self.infeasible or error
             return []
         return [
-            Candidate(w.meshes, w.devices, 1, tuple(self.blocks[b].first for b in w.bounds), w.seconds)
-            for w in ways if len(w.meshes) > 1
+            Candidate(
+                w.meshes, w.devices, name, tuple(self.blocks[b].first for b in w.bounds), w.seconds, w.recomputed
+            )
+            for w in ways if len(w.meshes) > 1 for name in names
         ]  # fmt: skip
 
     def _graph_of(self, block: Block) -> Graph:
@@ -213,88 +252,37 @@ class _Search:
 
     def _shapes(self, size: int) -> list[Mesh]:
         """Mesh shapes of a group. The last axis joins neighbours; one larger than a node is better split in two."""
+        if self.asked.mesh:
+            return [self.asked.mesh] if prod(k for _, k in self.asked.mesh) == size else []
         near = max(1, self.cluster.n_devices // self.cluster.n_nodes)
         shapes = [m for m in mesh_shapes(size) if len(m) == 1 or m[-1][1] <= near]
         return [m for m in shapes if allows(m, self.asked.options)]
 
-    def _cut(self, groups: int, mesh: Mesh, per_rank: int) -> Candidate | None:
-        stages = groups * per_rank
-        if self.asked.starts is not None:
-            if len(self.asked.starts) + 1 != stages:
-                return None
-            positions = {self.name(p): p for p in range(len(self.ops))}
-            bounds = tuple(positions.get(s, 0) for s in self.asked.starts)
-            return _equal(groups, mesh, per_rank, bounds, 0.0)
-        if stages > len(self.blocks):
-            return None
-        costs = [self._block(b, mesh, groups, per_rank) for b in self.blocks]
-        if any(c is None for c in costs):
-            return None
-        seconds = [c.forward_seconds + c.backward_seconds for c in costs if c is not None]
-        step = [c.step_seconds for c in costs if c is not None]
-        ends, estimate = partition(seconds, step, stages, self.asked.microbatches)
-        bounds = tuple(self.blocks[e].first for e in ends)
-        return _equal(groups, mesh, per_rank, bounds, estimate / (per_rank if groups > 1 else 1))
-
-    def _block(self, block: Block, mesh: Mesh, groups: int, per_rank: int) -> Phases | None:
-        """The block alone on a mesh, within its share of the memory; None if it does not fit.
-
-        A stage's memory is shared out by the bytes of the blocks' parameters, but no block gets less than an equal
-        share. The first stage of 1F1B keeps as many microbatches as there are groups.
-        """
-        stages, options = groups * per_rank, self.asked.options
-        equal = min(1.0, stages / len(self.blocks))
-        share = min(1.0, max(equal, block.param_bytes * stages / max(1, sum(b.param_bytes for b in self.blocks))))
-        limit = options.memory_limit_bytes
-        if limit is None:
-            limit = MEMORY_FRACTION * min(self.cluster.device(d).memory_bytes for d in range(self.n_devices))
-        key = block.kind, mesh, groups, per_rank
-        if key not in self._solved:
-            graph = self._graph_of(block)
-            options = replace(
-                options, memory_limit_bytes=share * limit / per_rank, constraints=None, params=None, inputs=None,
-                outputs=None, microbatches=self.asked.microbatches, in_flight=min(groups, self.asked.microbatches),
-                memory_gap=0.05, recompute=patterns_in(graph, options.recompute),
-            )  # fmt: skip
-            try:
-                plan = plan_graph(graph, self.cluster, mesh, options)
-                self._solved[key] = phases(graph, plan, pricer(self.cluster, mesh))
-            except InfeasibleError as error:
-                self._solved[key] = None
-                self.infeasible = self.infeasible or error
-        return self._solved[key]
-
     # -- exact
 
-    def exact(self, candidate: Candidate) -> list[tuple[float, str, PipelinePlan, Timeline]]:
-        """Plans of the stages, and the simulation of every schedule that fits."""
+    def exact(self, candidate: Candidate) -> tuple[float, str, PipelinePlan, Timeline] | None:
+        """Plans of the stages, and the simulation; None if the schedule does not allow these counts."""
         starts = self.asked.starts or [self.name(p) for p in candidate.bounds]
         graphs = cut(self.graph, starts)
-        found = []
-        for asked in self.asked.schedules if candidate.groups > 1 else self.asked.schedules[:1]:
-            name = START if asked == SEARCHED else asked
-            if candidate.groups > 1 and PER_RANK.get(name, 1) != candidate.per_rank:
-                continue
-            try:
-                schedule = build(
-                    name if candidate.groups > 1 else "gpipe", len(graphs), candidate.groups, self.asked.microbatches
-                )
-            except ValueError:
-                continue  # this schedule does not allow these counts
-            if candidate.groups == 1:
-                schedule = _one_group(len(graphs), self.asked.microbatches)
-            choices, timing, step = self._stages(graphs, schedule, candidate)
-            if asked == SEARCHED and candidate.groups > 1:
-                limits = [self._limit(own) for own in candidate.devices]
-                choices, schedule = better_order(choices, schedule, timing, limits)
-            timeline = simulate(schedule, timing)
-            seconds = timeline.makespan_seconds + step
-            plan = PipelinePlan(
-                self.graph.fingerprint, self.cluster_name or self.cluster.name, choices, schedule,
-                self.asked.options.optimizer, seconds,
-            ).validate()  # fmt: skip
-            found.append((seconds, f"{candidate}, {schedule.name}", plan, timeline))
-        return found
+        asked, n = candidate.schedule, candidate.groups
+        try:
+            schedule = build(START if asked == SEARCHED else asked, len(graphs), n, self.asked.microbatches)
+        except ValueError:
+            if n > 1:
+                return None  # this schedule does not allow these counts
+        if n == 1:
+            schedule = _one_group(len(graphs), self.asked.microbatches)
+        choices, timing, step = self._stages(graphs, schedule, candidate)
+        if asked == SEARCHED and n > 1:
+            limits = [self._limit(own) for own in candidate.devices]
+            choices, schedule = better_order(choices, schedule, timing, limits)
+        timeline = simulate(schedule, timing)
+        seconds = timeline.makespan_seconds + step
+        plan = PipelinePlan(
+            self.graph.fingerprint, self.cluster_name or self.cluster.name, choices, schedule,
+            self.asked.options.optimizer, seconds,
+        ).validate()  # fmt: skip
+        return seconds, f"{candidate}, {schedule.name}", plan, timeline
 
     def _limit(self, devices: Sequence[int]) -> float:
         """Bytes that a device of a group may hold."""
@@ -318,31 +306,76 @@ class _Search:
             pins = dict(own.params or {})
             names = {n.target for _, n in stage.graph.of_kind("param")}
             pins.update({n: how for (g, n), how in stored.items() if g == group[stage.number] and n in names})
+            if self.n_devices > SMALL:
+                own = replace(own, memory_gap=max(own.memory_gap, LARGE_GAP))
             options = replace(
                 own, in_flight=live[stage.number], params=pins or None,
                 microbatches=self.asked.microbatches,
                 memory_limit_bytes=limit / len(shares[group[stage.number]]),
                 recompute=patterns_in(stage.graph, own.recompute),
             )  # fmt: skip
-            plan = self._stage_plan(stage.graph, mesh, options, devices)
+            plan = self._fitting(stage, candidate, mesh, options, devices)
             stored.update({(group[stage.number], n): ",".join(c.stored) for n, c in plan.params.items()})
             begin = next(n.name for n in stage.graph.nodes if n.kind == "op" and n.hot)
             choices.append(StageChoice(begin, devices, plan))
         timing, step = timing_of(graphs, choices, schedule, self.cluster)
         return tuple(choices), timing, step
 
+    def _fitting(
+        self, stage: StageGraph, candidate: Candidate, mesh: Mesh, options: Options, devices: tuple[int, ...]
+    ) -> Plan:
+        """The plan of a stage with as many blocks recomputed as the estimate says; with all of them if that is not
+        enough."""
+        blocks = self._segments(stage, candidate)
+        n = candidate.recomputed[stage.number] if candidate.recomputed else 0
+        last = blocks if self.asked.may_recompute and not self.asked.options.recompute else blocks[:n]
+        for again in dict.fromkeys((blocks[:n], last)):
+            try:
+                return self._stage_plan(stage.graph, mesh, replace(options, segments=again), devices)
+            except InfeasibleError:
+                if again == last:
+                    raise
+        raise AssertionError
+
+    def _segments(self, stage: StageGraph, candidate: Candidate) -> Recompute:
+        """What would run again of a stage, block by block."""
+        bounds = (0, *candidate.bounds, len(self.ops))
+        first, end = bounds[stage.number], bounds[stage.number + 1]
+        graph, found = stage.graph, []
+        rules = rules_of(graph)
+        for block in self.blocks:
+            if first <= block.first and block.end <= end:
+                a, b = (graph.index[self.name(p)] for p in (block.first, block.end - 1))
+                found.append(segment(graph, rules, a, b))
+        return tuple(s for s in found if s is not None)
+
     def _stage_plan(self, graph: Graph, mesh: Mesh, options: Options, devices: tuple[int, ...]) -> Plan:
-        """The plan of a stage; stages alike in all but names, on devices alike, are solved once."""
+        """The plan of a stage; stages alike in all but names, on devices alike, are solved once.
+
+        A plan for more microbatches in flight serves for fewer too, if its memory does not bind; where it does, it is
+        solved for a round number of them, and so for few different ones.
+        """
         if options.constraints or options.params or options.inputs or options.outputs:
             return plan_graph(graph, self.cluster, mesh, options, devices=devices)
         kinds = tuple(self.cluster.device(d).name for d in devices)
-        again = segments_of(graph, rules_of(graph), options.recompute) if options.recompute else ()
+        again = options.segments or segments_of(graph, rules_of(graph), options.recompute)
         places = tuple((graph.index[first], graph.index[last]) for first, last in again)
-        key = structure(graph), mesh, kinds, options.in_flight, options.memory_limit_bytes, places
-        if key not in self._plans:
-            self._plans[key] = graph, plan_graph(graph, self.cluster, mesh, options, devices=devices)
-        first, plan = self._plans[key]
-        return plan if first is graph else transplant(plan, first, graph)
+        key = structure(graph), mesh, kinds, options.memory_limit_bytes, places
+        known = self._plans.setdefault(key, {})
+        wanted = options.in_flight
+        for n, (first, plan) in sorted(known.items()):
+            if n == _rounded(wanted) or (n > wanted and _is_free(plan, options)):
+                own = plan if first is graph else transplant(plan, first, graph)
+                return own.with_in_flight(wanted)
+        n = _rounded(wanted)
+        try:
+            plan = plan_graph(graph, self.cluster, mesh, replace(options, in_flight=n), devices=devices)
+        except InfeasibleError:
+            if n == wanted:
+                raise
+            n, plan = wanted, plan_graph(graph, self.cluster, mesh, options, devices=devices)
+        known[n] = graph, plan
+        return plan.with_in_flight(wanted)
 
     @cached_property
     def _uneven(self) -> bool:
@@ -378,74 +411,26 @@ def _static_bytes(plans: Sequence[Plan]) -> float:
     return held + max(p.price.again_bytes for p in plans)
 
 
+def _rounded(in_flight: int) -> int:
+    """The next of 1, 2, 3, 4, 6, 8, 12, 16, ...: at most half as much again."""
+    power = 1 << (in_flight - 1).bit_length()  # the next power of two
+    between = power * 3 // 4
+    return between if power >= 4 and between >= in_flight else power
+
+
+def _is_free(plan: Plan, options: Options) -> bool:
+    """Whether a plan is the optimum with memory to spare."""
+    limit = options.memory_limit_bytes
+    said = plan.solution
+    return said is not None and said.status == "optimal" and (limit is None or plan.price.memory_bytes < limit)
+
+
 def _one_group(n_stages: int, microbatches: int) -> Schedule:
     """No pipeline: forward and backward of each microbatch in turn."""
     from cost_models.pipeline import Action
 
     row = tuple(Action(0, kind, k) for k in range(microbatches) for kind in "FB")
     return Schedule("none", n_stages, microbatches, (tuple(range(n_stages)),), (row,)).validate()
-
-
-def partition(
-    seconds: Sequence[float], step: Sequence[float], stages: int, microbatches: int
-) -> tuple[tuple[int, ...], float]:
-    """First blocks of all stages but the first, and the estimate ``sum + (m - 1) slowest + step``.
-
-    The slowest stage is enumerated over all sums of consecutive blocks, from the shortest possible on, and cuts are
-    filled greedily from the left; the sum of all stages is the same for every cut of a chain.
-    """
-    n = len(seconds)
-    total = [0.0]
-    for s in seconds:
-        total.append(total[-1] + s)
-    longest = max(total[i + 1] - total[i] for i in range(n))
-    sums = sorted({t for i in range(n) for j in range(i + 1, n + 1) if (t := total[j] - total[i]) >= longest})
-    low, high = 0, len(sums) - 1
-    while low < high:  # the least slowest stage: filling greedily, fewer cuts are never worse
-        middle = (low + high) // 2
-        if len(_fill(total, sums[middle] * (1 + 1e-12))) <= stages:
-            high = middle
-        else:
-            low = middle + 1
-    limit = sums[low] * (1 + 1e-12)
-    bounds = _even(total, stages, limit)
-    stretches = list(zip((0, *bounds), (*bounds, n), strict=True))
-    slowest = max(total[b] - total[a] for a, b in stretches)
-    once = max(sum(step[a:b]) for a, b in stretches)
-    return tuple(bounds), total[-1] + (microbatches - 1) * slowest + once
-
-
-def _fill(total: Sequence[float], limit: float) -> list[int]:
-    """Ends of stages filled from the left up to a limit, which is at least the longest block."""
-    ends, start = [], 0
-    for i in range(1, len(total)):
-        if total[i] - total[start] > limit:
-            ends.append(i - 1)
-            start = i - 1
-    return [*ends, len(total) - 1]
-
-
-def _even(total: Sequence[float], stages: int, limit: float) -> list[int]:
-    """Exactly ``stages`` stages within the limit, with the least sum of squares: the most even of the fastest cuts."""
-    n = len(total) - 1
-    inf = float("inf")
-    best = [[inf] * (n + 1) for _ in range(stages + 1)]
-    back = [[0] * (n + 1) for _ in range(stages + 1)]
-    best[0][0] = 0.0
-    for k in range(1, stages + 1):
-        for j in range(k, n + 1):
-            for i in range(j - 1, k - 2, -1):
-                t = total[j] - total[i]
-                if t > limit:
-                    break
-                if best[k - 1][i] + t * t < best[k][j]:
-                    best[k][j], back[k][j] = best[k - 1][i] + t * t, i
-    bounds: list[int] = []
-    j = n
-    for k in range(stages, 1, -1):
-        j = back[k][j]
-        bounds.append(j)
-    return bounds[::-1]
 
 
 def _edges(graphs: Sequence[StageGraph], choices: Sequence[StageChoice], cluster: Cluster) -> list[Edge]:
@@ -479,4 +464,4 @@ def _gather(
     return sum(priced.axes[a].seconds("all_gather", n_bytes) for a in axes)
 
 
-__all__ = ["PipelineOptions", "Planned", "partition", "plan_pipeline", "timing_of"]
+__all__ = ["PipelineOptions", "Planned", "plan_pipeline", "timing_of"]

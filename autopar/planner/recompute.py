@@ -44,7 +44,7 @@ def segments_of(graph: Graph, rules: Sequence[Rule | None], patterns: Sequence[s
             raise PlanError(f"recompute '{pattern}' matches no module; modules are {shown or 'none'}")
         chosen |= found
     outermost = [path for path in modules if path in chosen and not _outer(path) & chosen]
-    segments = []
+    segments: list[tuple[str, str] | None] = []
     for path in outermost:
         own = [p for p, i in enumerate(ops) if f"{graph.nodes[i].module}.".startswith(f"{path}.")]
         first, last = own[0], own[-1]
@@ -54,11 +54,16 @@ def segments_of(graph: Graph, rules: Sequence[Rule | None], patterns: Sequence[s
                 f"recompute: the operators of module '{path}' are not one contiguous run ({stranger.where} is between "
                 "them); name modules inside it, or one around it"
             )
-        while last > first and not _keeps(graph, rules, ops[last]):
-            last -= 1
-        if _keeps(graph, rules, ops[last]):
-            segments.append((first, last))
-    return tuple((graph.nodes[ops[a]].name, graph.nodes[ops[b]].name) for a, b in sorted(segments))
+        segments.append(segment(graph, rules, ops[first], ops[last]))
+    known = [s for s in segments if s is not None]
+    return tuple(sorted(known, key=lambda s: graph.index[s[0]]))
+
+
+def segment(graph: Graph, rules: Sequence[Rule | None], first: int, last: int) -> tuple[str, str] | None:
+    """Operators from node ``first`` to ``last``, but for those at the end that keep nothing; None if none keeps any."""
+    while last > first and not (graph.nodes[last].kind == "op" and _keeps(graph, rules, last)):
+        last -= 1
+    return (graph.nodes[first].name, graph.nodes[last].name) if _keeps(graph, rules, last) else None
 
 
 def _modules(graph: Graph) -> dict[str, None]:
@@ -199,4 +204,4 @@ def seconds_again(
     return compute, moved
 
 
-__all__ = ["Recompute", "Segment", "contents", "numbered", "patterns_in", "seconds_again", "segments_of"]
+__all__ = ["Recompute", "Segment", "contents", "numbered", "patterns_in", "seconds_again", "segment", "segments_of"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -20,7 +20,7 @@ from autopar.planner.fold import Fold, fold, unfolded
 from autopar.planner.mixture import Decided, mixture
 from autopar.planner.price import pricer
 from autopar.planner.problem import Choice, Item, Problem
-from autopar.planner.recompute import segments_of
+from autopar.planner.recompute import Recompute, segments_of
 from autopar.planner.space import Strategy, combine, node_options
 from autopar.rules.notation import Rule
 from autopar.rules.registry import ops_without_rule, rules_of
@@ -50,6 +50,7 @@ class Options:
         in_flight: microbatches whose activations are kept at once: more than one in a stage of a pipeline.
         recompute: patterns of module paths (``layers.*``); each module that matches keeps only its inputs for the
             backward, and runs again there.
+        segments: the same as ``(first op, last op)``, for whoever knows them; instead of ``recompute``.
     """
 
     constraints: Mapping[str, Mapping[str, str]] | None = None
@@ -65,6 +66,7 @@ class Options:
     fold: bool = True
     in_flight: int = 1
     recompute: Sequence[str] = ()
+    segments: Recompute = ()
 
 
 def op_labels(graph: Graph) -> dict[str, str]:
@@ -110,49 +112,91 @@ def plan_graph(
         InfeasibleError: the pins or the memory limit leave no plan; the message names the culprits.
     """
     options = options or Options()
-    check_mesh(mesh, cluster)
-    priced = pricer(cluster, mesh, devices)
-    folding = fold(graph) if options.fold else unfolded(graph)
-    rules = rules_of(graph, folding.representative)
-    pins = _Pins(graph, rules, mesh, options)
-    again = segments_of(graph, rules, options.recompute)
-    if not pins.uniform(folding):
-        folding = unfolded(graph)  # blocks that are pinned differently are different blocks
-    n = prod(size for _, size in mesh)
+    setting = _Setting(graph, cluster, mesh, options, cluster_name, devices)
     limit = options.memory_limit_bytes
     if limit is None:
+        n = prod(size for _, size in mesh)
         limit = MEMORY_FRACTION * min(cluster.device(i).memory_bytes for i in devices or range(n))
-
-    builder = Builder(
-        graph, rules, folding, priced, options.optimizer, options.microbatches, pins.op if pins.ops else None,
-        pins.param if pins.params else None, dict(options.outputs or {}), limit < float("inf"), bool(cluster.abstract),
-        options.in_flight, again,
-    )  # fmt: skip
-
-    def realise(decided: Decided) -> Plan:
-        ops, params, outputs, arriving = decided
-        return complete(
-            graph, rules, priced, ops, params, outputs, inputs={**arriving, **(options.inputs or {})},
-            cluster=cluster_name or cluster.name, optimizer=options.optimizer, microbatches=options.microbatches,
-            in_flight=options.in_flight, recompute=again,
-        )  # fmt: skip
-
-    def decided_seconds(plan: Plan) -> float:
-        """Without the operators that follow demand, which the problem leaves out."""
-        follow = 0.0
-        for node, rule in zip(graph.nodes, rules, strict=True):
-            if node.kind == "op" and not node.hot and rule is not None:
-                options_of = {o.name: o for o in node_options(graph, node, rule)}
-                strategy = combine([options_of[name] for name in plan.ops[node.name]])
-                follow += sum(priced.op(graph, node, rule, strategy))
-        return plan.price.seconds - follow * options.microbatches
-
-    problem, decoder = builder.build()
-    pins.require(problem)
-    plan = _Solving(graph, folding, problem, decoder, realise, decided_seconds, options, limit).plan()
+    problem, decoder = setting.problem(limit < float("inf"))
+    plan = _Solving(setting, problem, decoder, limit).plan()
     missing = ops_without_rule(graph)
     notes = tuple(f"no rule for {name}: kept whole on every rank" for name in missing)
     return replace(plan, notes=notes)
+
+
+@_no_collection()
+def plans_by_memory(
+    graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, *, devices: Sequence[int] | None = None
+) -> list[Plan]:
+    """The fastest plan, a small one, and good ones between them: no other has less of both.
+
+    They are the optima at rising prices of a byte, so they lie on the convex hull of seconds over bytes. With a solver
+    that cannot price bytes there is only the fastest.
+
+    Raises:
+        MeshError, InfeasibleError: as for :func:`plan_graph`, but for memory.
+    """
+    setting = _Setting(graph, cluster, mesh, options, "", devices)
+    problem, decoder = setting.problem(True)
+    program = ilp.program(
+        replace(problem, limit_bytes=UNLIMITED), time_limit_seconds=options.time_limit_seconds, solver=options.solver
+    )
+    choices = program.hull()
+    return [setting.realise((*decoder.decode(c.picked, setting.folding), decoder.inputs(c.picked))) for c in choices]
+
+
+UNLIMITED = 1e18
+"""Bytes that no device has."""
+
+
+class _Setting:
+    """A graph on a mesh with what is asked of it: where problems come from, and what makes plans of their solutions."""
+
+    def __init__(
+        self, graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, cluster_name: str,
+        devices: Sequence[int] | None,
+    ) -> None:  # fmt: skip
+        check_mesh(mesh, cluster)
+        self.graph, self.cluster, self.options = graph, cluster, options
+        self.cluster_name = cluster_name or cluster.name
+        self.priced = pricer(cluster, mesh, devices)
+        folding = fold(graph) if options.fold else unfolded(graph)
+        self.rules = rules_of(graph, folding.representative)
+        self.pins = _Pins(graph, self.rules, mesh, options)
+        self.again = options.segments or segments_of(graph, self.rules, options.recompute)
+        # blocks that are pinned differently are different blocks
+        self.folding = folding if self.pins.uniform(folding) else unfolded(graph)
+
+    def problem(self, keep_memory: bool) -> tuple[Problem, Decoder]:
+        """The problem, with strategies that only help where memory is short if that is asked."""
+        pins, options = self.pins, self.options
+        problem, decoder = Builder(
+            self.graph, self.rules, self.folding, self.priced, options.optimizer, options.microbatches,
+            pins.op if pins.ops else None, pins.param if pins.params else None, dict(options.outputs or {}),
+            keep_memory, bool(self.cluster.abstract), options.in_flight, self.again,
+        ).build()  # fmt: skip
+        pins.require(problem)
+        return problem, decoder
+
+    def realise(self, decided: Decided) -> Plan:
+        """The plan of what was decided."""
+        ops, params, outputs, arriving = decided
+        options = self.options
+        return complete(
+            self.graph, self.rules, self.priced, ops, params, outputs, inputs={**arriving, **(options.inputs or {})},
+            cluster=self.cluster_name, optimizer=options.optimizer, microbatches=options.microbatches,
+            in_flight=options.in_flight, recompute=self.again,
+        )  # fmt: skip
+
+    def decided_seconds(self, plan: Plan) -> float:
+        """The seconds of a plan without the operators that follow demand, which the problem leaves out."""
+        follow = 0.0
+        for node, rule in zip(self.graph.nodes, self.rules, strict=True):
+            if node.kind == "op" and not node.hot and rule is not None:
+                options_of = {o.name: o for o in node_options(self.graph, node, rule)}
+                strategy = combine([options_of[name] for name in plan.ops[node.name]])
+                follow += sum(self.priced.op(self.graph, node, rule, strategy))
+        return plan.price.seconds - follow * self.options.microbatches
 
 
 @dataclass
@@ -163,13 +207,9 @@ class _Solving:
     with a lower limit. The gap reported is to the bound at the full limit, as the solver counts bytes.
     """
 
-    graph: Graph
-    folding: Fold
+    setting: _Setting
     problem: Problem
     decoder: Decoder
-    realise: Callable[[Decided], Plan]
-    decided_seconds: Callable[[Plan], float]
-    options: Options
     limit: float
 
     def plan(self) -> Plan:
@@ -178,7 +218,7 @@ class _Solving:
         Raises:
             InfeasibleError: nothing fits.
         """
-        limit, gap = self.limit, self.options.memory_gap
+        limit, gap = self.limit, self.setting.options.memory_gap
         program = self._program(replace(self.problem, limit_bytes=limit if limit < float("inf") else None))
         tried: list[Plan] = []
         best: Plan | None = None
@@ -188,8 +228,9 @@ class _Solving:
             try:
                 if attempt == 0 and gap > 0.0:
                     plan = mixture(
-                        self.graph, self.folding, program, self.decoder, limit, self.realise, self.decided_seconds, gap
-                    )
+                        self.setting.graph, self.setting.folding, program, self.decoder, limit, self.setting.realise,
+                        self.setting.decided_seconds, gap,
+                    )  # fmt: skip
                     tried += [plan] if plan is not None else []
                     if plan is not None and plan.solution is not None and plan.solution.gap <= gap:
                         return plan
@@ -223,10 +264,12 @@ class _Solving:
         return best if best is not None else self._smallest(tried, bound)
 
     def _program(self, problem: Problem) -> ilp.Program | ilp.ByCbc:
-        return ilp.program(problem, time_limit_seconds=self.options.time_limit_seconds, solver=self.options.solver)
+        options = self.setting.options
+        return ilp.program(problem, time_limit_seconds=options.time_limit_seconds, solver=options.solver)
 
     def _finish(self, choice: Choice) -> Plan:
-        plan = self.realise((*self.decoder.decode(choice.picked, self.folding), self.decoder.inputs(choice.picked)))
+        decided = self.decoder.decode(choice.picked, self.setting.folding)
+        plan = self.setting.realise((*decided, self.decoder.inputs(choice.picked)))
         return replace(plan, solution=Solution(choice.solver, choice.status, choice.objective, choice.gap))
 
     def _smallest(self, tried: list[Plan], bound: float) -> Plan:
@@ -240,9 +283,9 @@ class _Solving:
         plan = min([*tried, self._finish(self._program(smallest).solve())], key=lambda p: p.price.memory_bytes)
         if plan.price.memory_bytes > self.limit:
             fastest = self._finish(self._program(self.problem).solve())
-            raise InfeasibleError(_too_big(self.graph, fastest, plan, self.limit))
+            raise InfeasibleError(_too_big(self.setting.graph, fastest, plan, self.limit))
         found = Solution("smallest", "best found", plan.price.seconds, 0.0)
-        return replace(plan, solution=_against(bound, replace(plan, solution=found), self.options.memory_gap))
+        return replace(plan, solution=_against(bound, replace(plan, solution=found), self.setting.options.memory_gap))
 
 
 def _against(bound: float, plan: Plan, gap: float) -> Solution:
@@ -269,16 +312,16 @@ def _too_big(graph: Graph, fastest: Plan, tight: Plan, limit: float) -> str:
     )  # fmt: skip
     biggest = sorted(graph.of_kind("param"), key=lambda e: -e[1].out.n_bytes)[:3]
     return (
-        f"no plan fits {_size(limit)} per device: the smallest needs {_size(p.memory_bytes)}, the fastest "
-        f"{_size(fastest.price.memory_bytes)}\n  of the smallest: "
-        + ", ".join(f"{name} {_size(n)}" for name, n in parts)
+        f"no plan fits {size_text(limit)} per device: the smallest needs {size_text(p.memory_bytes)}, the fastest "
+        f"{size_text(fastest.price.memory_bytes)}\n  of the smallest: "
+        + ", ".join(f"{name} {size_text(n)}" for name, n in parts)
         + "\n  largest parameters: "
-        + ", ".join(f"{node.target} {_size(node.out.n_bytes)}" for _, node in biggest)
-        + f"\n  it would fit with {_size(p.memory_bytes - limit)} more per device, more devices, or a smaller batch"
+        + ", ".join(f"{node.target} {size_text(node.out.n_bytes)}" for _, node in biggest)
+        + f"\n  it would fit with {size_text(p.memory_bytes - limit)} more per device, more devices, or a smaller batch"
     )
 
 
-def _size(n_bytes: float) -> str:
+def size_text(n_bytes: float) -> str:
     """``1.50 GiB``."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if n_bytes >= size:
@@ -457,4 +500,4 @@ def _kept(how: str) -> tuple[str, str]:
     return "".join(words), lifetime
 
 
-__all__ = ["Options", "check_mesh", "matches", "op_labels", "plan_graph"]
+__all__ = ["Options", "check_mesh", "matches", "op_labels", "plan_graph", "plans_by_memory", "size_text"]

@@ -1,56 +1,50 @@
 """Stages on unequal groups of devices: the staging search of :mod:`cost_models.staging`, fed with planned blocks.
 
 For clusters of several device types, and for numbers of devices that few numbers divide. Schedules with one stage a
-group only. Every block is planned alone in every shape, as fast as it can be and in less memory; the search takes
-whichever of the two a stage has room for.
+group only. The search takes one of the ways of its menu for all blocks of a stage, and recomputes as many of them as it
+must.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autopar.errors import InfeasibleError
-from autopar.graph import Graph
 from autopar.placements import Mesh, mesh_shapes
 from autopar.planner.blocks import Block
-from autopar.planner.phases import phases
-from autopar.planner.price import pricer
-from autopar.planner.recompute import patterns_in
-from autopar.planner.search import MEMORY_FRACTION, Options, plan_graph
+from autopar.planner.menu import WAYS, Menus, Way
+from autopar.planner.search import MEMORY_FRACTION, Options
 from cost_models import mesh_axes
 from cost_models.staging import NothingFits, Pool, Problem, StageCost, Submesh, stage
 from cost_models.staging.submeshes import place, pools_of, sizes, submeshes
 from hardware_profiles import Cluster
 
 SCHEDULES = ("gpipe", "1f1b", "zb-h1")
-LEAN = " in less memory"
-LEAN_SHARE = 0.6
-"""Of the memory of a block's fastest plan, what its second plan may take."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """Cuts (block numbers) with the mesh and the ranks of every stage."""
+    """Cuts (block numbers) with the mesh and the ranks of every stage, and how many of its blocks run again."""
 
     bounds: tuple[int, ...]
     meshes: tuple[Mesh, ...]
     devices: tuple[tuple[int, ...], ...]
+    recomputed: tuple[int, ...]
     seconds: float
 
 
 @dataclass
 class Unequal:
-    """A search; ``graph_of`` gives the graph of one block."""
+    """A search over what the menus offer."""
 
     cluster: Cluster
     n_devices: int
     blocks: Sequence[Block]
-    graph_of: Callable[[Block], Graph]
+    menus: Menus
     options: Options
     microbatches: int
-    _solved: dict[tuple[tuple[int, ...], Submesh], StageCost | None] = field(default_factory=dict)
 
     @cached_property
     def pools(self) -> tuple[Pool, ...]:
@@ -77,7 +71,7 @@ class Unequal:
         problem = Problem(
             len(self.blocks), self.pools, places, self._cost, self._transfer,
             classes=[b.kind for b in self.blocks], place=lambda s: (s.device_type, s.n_devices), all_devices=True,
-            recompute="never", max_stages=groups,
+            recompute="blocks" if self.menus.recompute else "never", max_stages=groups,
         )  # fmt: skip
         try:
             best = stage(problem, self.microbatches, schedule, n_candidates=n)
@@ -95,57 +89,48 @@ class Unequal:
                 tuple(self.ranks[c.submesh.device_type][i] for i in own) for c, own in zip(chosen, numbers, strict=True)
             )
             meshes = tuple(self._mesh(c.submesh) for c in chosen)
-            found.append(Found(tuple(c.first for c in chosen[1:]), meshes, devices, candidate.seconds))
+            again = tuple(c.n_recomputed for c in chosen)
+            found.append(Found(tuple(c.first for c in chosen[1:]), meshes, devices, again, candidate.seconds))
         return found
 
     def _labels(self, n: int) -> list[str]:
         near = max(1, self.cluster.n_devices // self.cluster.n_nodes)
         shapes = [m for m in mesh_shapes(n) if len(m) == 1 or m[-1][1] <= near]
-        return [",".join(f"{a}={k}" for a, k in m) + lean for m in shapes for lean in ("", LEAN)]
+        return [",".join(f"{a}={k}" for a, k in m) + f" {w}" for m in shapes for w in range(WAYS)]
 
     @staticmethod
     def _mesh(submesh: Submesh) -> Mesh:
-        parts = (p.partition("=") for p in submesh.shape.removesuffix(LEAN).split(","))
+        parts = (p.partition("=") for p in submesh.shape.partition(" ")[0].split(","))
         return tuple((name, int(size)) for name, _, size in parts)
 
     def _cost(self, first: int, last: int, submesh: Submesh) -> StageCost | None:
-        costs = [self._block(self.blocks[i], submesh) for i in range(first, last + 1)]
-        if any(c is None for c in costs):
+        known = [self._way(self.blocks[i], submesh) for i in range(first, last + 1)]
+        if any(pair is None for pair in known):
             return None
-        known = [c for c in costs if c is not None]
+        pairs = [pair for pair in known if pair is not None]
+        plain, again = [p[0] for p in pairs], [p[1] for p in pairs]
+        least = sum(w.kept_bytes for w in again)
         return StageCost(
-            sum(c.forward_seconds for c in known), sum(c.backward_seconds for c in known),
-            sum(c.step_seconds for c in known), sum(c.static_bytes for c in known),
-            sum(c.activation_bytes for c in known),
+            sum(w.forward_seconds for w in plain), sum(w.backward_seconds for w in plain),
+            sum(w.step_seconds for w in plain), sum(w.static_bytes for w in plain),
+            sum(w.kept_bytes for w in plain), least, sum(w.forward_seconds for w in again if w.recomputed),
         )  # fmt: skip
 
-    def _block(self, block: Block, submesh: Submesh) -> StageCost | None:
-        key = block.kind, submesh
-        if key in self._solved:
-            return self._solved[key]
-        limit = float("inf")
-        if submesh.shape.endswith(LEAN):
-            fast = self._block(block, replace(submesh, shape=submesh.shape.removesuffix(LEAN)))
-            assert fast is not None
-            limit = LEAN_SHARE * (fast.static_bytes + fast.activation_bytes)
-        mesh = self._mesh(submesh)
+    def _way(self, block: Block, submesh: Submesh) -> tuple[Way, Way] | None:
+        """The way that a submesh names, and the same with the block run again if that saves bytes."""
         devices = self.ranks[submesh.device_type][: submesh.n_devices]
-        graph = self.graph_of(block)
-        options = replace(
-            self.options, memory_limit_bytes=limit, constraints=None, params=None, inputs=None, outputs=None,
-            recompute=patterns_in(graph, self.options.recompute), microbatches=self.microbatches, memory_gap=0.05,
-        )  # fmt: skip
         try:
-            plan = plan_graph(graph, self.cluster, mesh, options, devices=devices)
+            ways = self.menus.ways(block, self._mesh(submesh), devices)
         except InfeasibleError:
-            self._solved[key] = None
             return None
-        spent, p = phases(graph, plan, pricer(self.cluster, mesh, devices)), plan.price
-        static = p.memory_bytes - p.activation_bytes
-        self._solved[key] = StageCost(
-            spent.forward_seconds, spent.backward_seconds, spent.step_seconds, static, p.activation_bytes
-        )
-        return self._solved[key]
+        plain = [w for w in ways if not w.recomputed]
+        number = int(submesh.shape.partition(" ")[2])
+        if number >= len(plain):
+            return None
+        own = plain[number]
+        static, kept = own.static_bytes, own.kept_bytes
+        again = [w for w in ways if w.recomputed and (w.static_bytes, w.again_bytes) == (static, kept)]
+        return own, (again or [own])[0]
 
     def _transfer(self, at: int, source: Submesh, target: Submesh) -> float:
         a = self.ranks[source.device_type][0]

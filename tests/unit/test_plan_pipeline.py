@@ -18,14 +18,17 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.graph import Graph
 from autopar.planfile import pipeline as files
 from autopar.planner.blocks import blocks
+from autopar.planner.equal import Places
 from autopar.planner.fold import fold
+from autopar.planner.menu import Filler, Way
 from autopar.planner.phases import phases
-from autopar.planner.pipeline import PipelineOptions, partition, plan_pipeline
+from autopar.planner.pipeline import PipelineOptions, plan_pipeline
 from autopar.planner.price import pricer
 from autopar.planner.search import Options, plan_graph
 from autopar.rules.registry import rules_of
 from autopar.staging import hot_ops
 from cost_models.pipeline import simulate
+from cost_models.staging.fill import FILLS
 from hardware_profiles import load_cluster
 
 MESH = (("data", 2), ("tensor", 2))
@@ -47,19 +50,78 @@ def gpt(layers: int, hidden: int, heads: int, batch: int, seq: int) -> Graph:
     return capture(model, (), {"input_ids": ids, "labels": ids}).graph
 
 
-def test_partition_equals_brute_force() -> None:
+def random_way(rng: random.Random) -> Way:
+    forward, kept = rng.uniform(1, 4), rng.uniform(2, 6)
+    way = Way(forward, 2 * forward, rng.uniform(0, 2), rng.uniform(1, 8), kept)
+    if rng.random() < 0.4:
+        way = replace(
+            way, backward_seconds=3 * forward, kept_bytes=kept / 4, again_bytes=kept, again_seconds=forward,
+            recomputed=True,
+        )  # fmt: skip
+    return way
+
+
+def random_filler(rng: random.Random) -> Filler:
+    n = rng.randint(3, 8)
+    kinds = [rng.randrange(2) for _ in range(n)]
+    menus = {k: tuple(random_way(rng) for _ in range(rng.randint(1, 3))) for k in set(kinds)}
+    return Filler(kinds, menus, rng.randint(1, 6), rng.random() < 0.3)
+
+
+def test_stages_are_filled_within_memory_and_near_the_best_choice_of_ways() -> None:
     rng = random.Random(0)
-    for _ in range(400):
-        n = rng.randint(1, 8)
-        seconds = [rng.choice([0.0, 0.5, 1.0, rng.random()]) for _ in range(n)]
-        stages, m = rng.randint(1, n), rng.randint(1, 6)
-        bounds, estimate = partition(seconds, [0.0] * n, stages, m)
-        assert len(bounds) == stages - 1 and list(bounds) == sorted(set(bounds)) and all(0 < b < n for b in bounds)
-        best = min(
-            max(sum(seconds[a:b]) for a, b in itertools.pairwise((0, *cuts, n)))
-            for cuts in itertools.combinations(range(1, n), stages - 1)
-        )
-        assert estimate == pytest.approx(sum(seconds) + (m - 1) * best)
+    fitting = 0
+    for _ in range(300):
+        filler, in_flight = random_filler(rng), rng.choice([1.0, 2.0, 5.5])
+        end = rng.randint(1, min(5, len(filler.kinds)))
+        memory = rng.uniform(3, 25) * end
+
+        def bytes_of(ways: tuple[Way, ...], in_flight: float = in_flight) -> float:
+            again = max(w.again_bytes for w in ways)
+            return again + sum(w.static_bytes + in_flight * w.kept_bytes for w in ways)
+
+        def total_of(ways: tuple[Way, ...], filler: Filler = filler) -> float:
+            return sum(filler.microbatches * w.seconds(filler.split) + w.step_seconds for w in ways)
+
+        every = itertools.product(*(filler.menus[k] for k in filler.kinds[:end]))
+        possible = [ways for ways in every if bytes_of(ways) <= memory]
+        filled = filler.stage(0, end, in_flight, memory)
+        if filled is None:
+            continue
+        fitting += 1
+        assert filled.n_bytes <= memory * (1 + 1e-9)
+        total = filler.microbatches * filled.seconds + filled.step_seconds
+        assert possible, "what was filled fits, so some choice does"
+        least = min(map(total_of, possible))
+        dearest = max(total_of((w,)) for k in filler.kinds[:end] for w in filler.menus[k])
+        assert least - 1e-9 <= total <= least + 2 * dearest, "off by what the last steps leave over at most"
+    assert fitting > 100
+
+
+def test_the_pace_equals_that_of_the_best_of_all_cuts() -> None:
+    rng = random.Random(1)
+    compared = 0
+    for _ in range(200):
+        filler = random_filler(rng)
+        n, groups = len(filler.kinds), rng.randint(2, 3)
+        name = rng.choice(["gpipe", "1f1b", "zb-h1"])
+        memory = rng.uniform(10, 60) * n / groups
+        places = Places(groups, FILLS[name], filler.microbatches, memory, filler, n)
+        paces = []
+        for cuts in itertools.combinations(range(1, n), groups - 1):
+            stages = [
+                filler.stage(a, b, places.in_flight[s], memory)
+                for s, (a, b) in enumerate(itertools.pairwise((0, *cuts, n)))
+            ]
+            if all(s is not None for s in stages):
+                paces.append(max(s.seconds for s in stages if s is not None))
+        found = places.best()
+        assert (found is None) == (not paces)
+        if found is not None:
+            compared += 1
+            assert found[0][0] == 0 and len(found) == groups
+            assert min(paces) - 1e-9 <= max(s.seconds for _, s in found) <= min(paces) * 1.01 + 1e-9
+    assert compared > 60
 
 
 @pytest.mark.parametrize("name", ["gpt2", "resnet", "llama", "t5"])

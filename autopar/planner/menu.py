@@ -1,0 +1,246 @@
+"""What a block can cost on a mesh: a few plans from the fastest to the smallest, each with and without recomputing.
+
+Stages are put together from these before any stage is planned: a stage that has room takes the fast ways of its blocks,
+one that keeps many microbatches in flight takes smaller ones for as many blocks as it must.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from autopar.errors import InfeasibleError
+from autopar.graph import Graph
+from autopar.placements import Mesh
+from autopar.planner.blocks import Block
+from autopar.planner.ilp import PRICES
+from autopar.planner.phases import phases
+from autopar.planner.price import pricer
+from autopar.planner.recompute import patterns_in
+from autopar.planner.search import Options, plans_by_memory
+from hardware_profiles import Cluster
+
+WAYS = 1 + len(PRICES)
+"""Plans of a block on a mesh, at most."""
+IN_FLIGHT = 4
+"""Microbatches in flight for which the bytes of a block's plans are weighed."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run a block; seconds of one microbatch (but for ``step_seconds``), bytes of one device.
+
+    Attributes:
+        step_seconds: once a step.
+        static_bytes: whatever does not grow with the microbatches in flight.
+        kept_bytes: of one microbatch in flight.
+        again_bytes: what lives while the block runs again, where it is recomputed: once for all blocks of a stage.
+        again_seconds: of what runs again: a part of the backward, and added once more where the backward is split.
+    """
+
+    forward_seconds: float
+    backward_seconds: float
+    step_seconds: float
+    static_bytes: float
+    kept_bytes: float
+    again_bytes: float = 0.0
+    again_seconds: float = 0.0
+    recomputed: bool = False
+
+    def seconds(self, split: bool) -> float:
+        """Forward and backward of a microbatch; ``split``: in halves, each of which makes again what it needs."""
+        return self.forward_seconds + self.backward_seconds + (self.again_seconds if split else 0.0)
+
+
+@dataclass
+class Menus:
+    """Ways of every kind of block on every mesh.
+
+    Attributes:
+        graph_of: the graph of one block.
+        options: for its plans; those that name operators or placements are left out.
+        recompute: whether running a block again may be offered.
+    """
+
+    cluster: Cluster
+    graph_of: Callable[[Block], Graph]
+    options: Options
+    recompute: bool
+    _graphs: dict[tuple[int, ...], Graph] = field(default_factory=dict)
+    _known: dict[tuple[object, ...], tuple[Way, ...]] = field(default_factory=dict)
+
+    def ways(self, block: Block, mesh: Mesh, devices: Sequence[int] | None = None) -> tuple[Way, ...]:
+        """From the fastest to the smallest, those that keep what they need first.
+
+        Raises:
+            InfeasibleError: the block cannot be planned on the mesh at all.
+        """
+        numbers = tuple(devices) if devices is not None else None
+        key = block.kind, mesh, numbers
+        if key not in self._known:
+            self._known[key] = self._solve(block, mesh, numbers)
+        return self._known[key]
+
+    def _solve(self, block: Block, mesh: Mesh, devices: tuple[int, ...] | None) -> tuple[Way, ...]:
+        if block.kind not in self._graphs:
+            self._graphs[block.kind] = self.graph_of(block)
+        graph = self._graphs[block.kind]
+        in_flight = min(IN_FLIGHT, self.options.microbatches)
+        options = replace(
+            self.options, constraints=None, params=None, inputs=None, outputs=None, in_flight=in_flight,
+            recompute=patterns_in(graph, self.options.recompute),
+        )  # fmt: skip
+        priced = pricer(self.cluster, mesh, devices)
+        plain, again = [], []
+        for plan in plans_by_memory(graph, self.cluster, mesh, options, devices=devices):
+            spent, price = phases(graph, plan, priced), plan.price
+            way = Way(
+                spent.forward_seconds, spent.backward_seconds, spent.step_seconds,
+                price.memory_bytes - price.activation_bytes, plan.kept_bytes, price.again_bytes, spent.again_seconds,
+            )  # fmt: skip
+            plain.append(way)
+            arriving = sum(
+                priced.local_bytes(node.out, plan.inputs[node.target])
+                for _, node in graph.of_kind("input") if node.hot and node.target in plan.inputs
+            )  # fmt: skip
+            if self.recompute and arriving < way.kept_bytes:
+                again.append(
+                    replace(
+                        way, backward_seconds=way.backward_seconds + way.forward_seconds, kept_bytes=float(arriving),
+                        again_bytes=way.kept_bytes, again_seconds=way.forward_seconds, recomputed=True,
+                    )
+                )  # fmt: skip
+        return (*plain, *again)
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A stage put together from ways.
+
+    Attributes:
+        seconds: of a microbatch.
+        step_seconds: once a step.
+        recomputed: how many blocks run again.
+    """
+
+    seconds: float
+    step_seconds: float
+    n_bytes: float
+    recomputed: int
+
+
+@dataclass
+class Filler:
+    """Stages of a chain of blocks on one kind of mesh: the least time for which a stage fits its memory.
+
+    Between the leanest ways and the fastest ones, blocks go step by step along the convex hull of seconds over bytes,
+    the best ratio first: optimal but for what is left over by the last step.
+
+    Attributes:
+        kinds: number of the kind of every block.
+        menus: ways of each kind.
+        split: whether the schedule computes gradients of inputs and of weights apart.
+    """
+
+    kinds: Sequence[int]
+    menus: Mapping[int, tuple[Way, ...]]
+    microbatches: int
+    split: bool = False
+    _count: list[list[int]] = field(init=False)
+    _hulls: dict[tuple[int, float], list[Way]] = field(default_factory=dict)
+    _known: dict[tuple[tuple[int, ...], float, float], Filled | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._names = sorted(self.menus)
+        self._count = [[0] for _ in self._names]
+        for kind in self.kinds:
+            for own, name in zip(self._count, self._names, strict=True):
+                own.append(own[-1] + (kind == name))
+
+    def stage(self, first: int, end: int, in_flight: float, memory_bytes: float) -> Filled | None:
+        """Blocks ``first`` to ``end``; None if not even the leanest ways fit."""
+        counts = tuple(own[end] - own[first] for own in self._count)
+        key = counts, in_flight, memory_bytes
+        if key not in self._known:
+            reserved, needed = 0.0, 0.0
+            filled = self._fill(counts, in_flight, memory_bytes)
+            while filled is not None and filled[1] > reserved:
+                reserved = filled[1]
+                filled = self._fill(counts, in_flight, memory_bytes - reserved)
+            if filled is not None:
+                needed = filled[0].n_bytes + filled[1]
+            self._known[key] = replace(filled[0], n_bytes=needed) if filled is not None else None
+        return self._known[key]
+
+    def _fill(self, counts: tuple[int, ...], in_flight: float, memory_bytes: float) -> tuple[Filled, float] | None:
+        """The stage, and the bytes that live while a block of it runs again."""
+        hulls = [self._hull(name, in_flight) for name in self._names]
+        used = [(n, hull) for n, hull in zip(counts, hulls, strict=True) if n]
+        taken = [[0] * (len(hull) - 1) + [n] for n, hull in used]  # all start with the leanest
+        left = memory_bytes - sum(n * self._bytes(hull[-1], in_flight) for n, hull in used)
+        if left < 0:
+            return None
+        steps = []
+        for k, (_, hull) in enumerate(used):
+            for w in range(len(hull) - 1, 0, -1):
+                more = self._bytes(hull[w - 1], in_flight) - self._bytes(hull[w], in_flight)
+                steps.append((-(self._total(hull[w]) - self._total(hull[w - 1])) / max(more, 1e-9), k, w, more))
+        for _, k, w, more in sorted(steps):
+            n = taken[k][w] if more <= 0 else min(taken[k][w], int(left / more))
+            taken[k][w] -= n
+            taken[k][w - 1] += n
+            left -= n * more
+        picked = [(n, w) for own, (_, hull) in zip(taken, used, strict=True) for n, w in zip(own, hull, strict=True)]
+        picked = [(n, w) for n, w in picked if n]
+        filled = Filled(
+            sum(n * w.seconds(self.split) for n, w in picked), sum(n * w.step_seconds for n, w in picked),
+            memory_bytes - left, sum(n for n, w in picked if w.recomputed),
+        )  # fmt: skip
+        return filled, max((w.again_bytes for _, w in picked), default=0.0)
+
+    def _total(self, way: Way) -> float:
+        return self.microbatches * way.seconds(self.split) + way.step_seconds
+
+    @staticmethod
+    def _bytes(way: Way, in_flight: float) -> float:
+        return way.static_bytes + in_flight * way.kept_bytes
+
+    def _hull(self, kind: int, in_flight: float) -> list[Way]:
+        """Ways on the lower convex hull of total seconds over bytes, the fastest first."""
+        if (kind, in_flight) not in self._hulls:
+            points = sorted(self.menus[kind], key=lambda w: (self._bytes(w, in_flight), self._total(w)))
+            hull: list[Way] = []
+            for way in points:
+                if hull and self._total(way) >= self._total(hull[-1]):
+                    continue
+                while len(hull) > 1 and self._slope(hull[-2], hull[-1], in_flight) >= self._slope(
+                    hull[-2], way, in_flight
+                ):
+                    hull.pop()
+                hull.append(way)
+            self._hulls[kind, in_flight] = hull[::-1]
+        return self._hulls[kind, in_flight]
+
+    def _slope(self, a: Way, b: Way, in_flight: float) -> float:
+        return (self._total(b) - self._total(a)) / (self._bytes(b, in_flight) - self._bytes(a, in_flight))
+
+
+def menus_of(menus: Menus, blocks: Sequence[Block], mesh: Mesh) -> dict[int, tuple[Way, ...]] | None:
+    """Ways of every kind, numbered as :func:`kinds_of` does; None if a block has none on this mesh."""
+    found = {}
+    for number, block in zip(kinds_of(blocks), blocks, strict=True):
+        if number not in found:
+            try:
+                found[number] = menus.ways(block, mesh)
+            except InfeasibleError:
+                return None
+    return found
+
+
+def kinds_of(blocks: Sequence[Block]) -> list[int]:
+    """The number of every block's kind, in order of appearance."""
+    known: dict[tuple[int, ...], int] = {}
+    return [known.setdefault(b.kind, len(known)) for b in blocks]
+
+
+__all__ = ["Filled", "Filler", "Menus", "Way", "kinds_of", "menus_of"]
