@@ -6,6 +6,10 @@ traceback; everything that is not an :class:`AutoparError` is a defect of autopa
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
 
 class AutoparError(ValueError):
     """Base of every error that bad input can cause."""
@@ -41,3 +45,12 @@ class InfeasibleError(AutoparError):
 
 class RunError(AutoparError):
     """A program was called with inputs or state that it was not built for."""
+
+
+def closest(word: str, known: Sequence[str] | Mapping[str, Any]) -> str:
+    """A hint for a mistyped word."""
+    near = get_close_matches(word, list(known), n=1, cutoff=0.6)
+    if near:
+        return f"did you mean '{near[0]}'?"
+    names = list(known)
+    return f"known: {', '.join(names[:8])}" + (", ..." if len(names) > 8 else "") if names else "there is none"

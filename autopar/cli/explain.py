@@ -119,7 +119,7 @@ def found_ops(graph: Graph, op: str) -> list[int]:
     Raises:
         UsageError: there is none.
     """
-    from autopar.planfile.form import closest
+    from autopar.errors import closest
     from autopar.planner.search import op_labels
     from autopar.report.why import find_ops
 

@@ -10,12 +10,12 @@ from fnmatch import fnmatchcase, translate
 from pathlib import Path
 from typing import Any
 
-from autopar.errors import AutoparError, MeshError, PlanError
+from autopar.errors import AutoparError, MeshError, PlanError, closest
 from autopar.graph import Graph, Ref
 from autopar.pins import parse_kept
 from autopar.placements import State, fits, format_state, parse_state, step_is_legal
 from autopar.plan import ParamChoice, Pins, Plan, Price, Solution, route_key
-from autopar.planfile.form import Document, Failures, closest, format_mesh, parse
+from autopar.planfile.form import Document, Failures, format_mesh, parse
 from autopar.planfile.write import decisions, rest, route_keys
 from autopar.planner import params as P
 from autopar.planner.complete import complete, demand, needs

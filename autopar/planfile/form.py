@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -262,12 +261,3 @@ class Failures:
         if self.lines:
             count = "1 problem" if len(self.lines) == 1 else f"{len(self.lines)} problems"
             raise PlanError(f"{self.where}: {count} in this plan\n" + "\n".join(f"  - {line}" for line in self.lines))
-
-
-def closest(word: str, known: Sequence[str] | Mapping[str, Any]) -> str:
-    """A hint for a mistyped word."""
-    near = get_close_matches(word, list(known), n=1, cutoff=0.6)
-    if near:
-        return f"did you mean '{near[0]}'?"
-    names = list(known)
-    return f"known: {', '.join(names[:8])}" + (", ..." if len(names) > 8 else "") if names else "there is none"

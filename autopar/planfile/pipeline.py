@@ -23,14 +23,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from autopar.errors import MeshError, PlanError
+from autopar.errors import MeshError, PlanError, closest
 from autopar.graph import Graph
 from autopar.pins import parse_kept
 from autopar.pipeline import PipelinePins, PipelinePlan, StageChoice
 from autopar.placements import Mesh, parse_state
 from autopar.plan import Pins
 from autopar.planfile.bind import loads as loads_stage
-from autopar.planfile.form import OPTIMIZERS, Failures, _check_pins, closest, format_mesh, parse_mesh
+from autopar.planfile.form import OPTIMIZERS, Failures, _check_pins, format_mesh, parse_mesh
 from autopar.planfile.write import _pins as stage_pins
 from autopar.planfile.write import dumps as dumps_stage
 from autopar.staging import StageGraph, cut

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 
 from autopar.graph import Graph, Node, Spec
@@ -168,6 +169,11 @@ def _gemm(rule: Rule, pieces: Mapping[str, int]) -> tuple[int, int, int] | None:
 
 def pricer(cluster: Cluster, mesh: Mesh, devices: Sequence[int] | None = None) -> Pricer:
     """The :class:`Pricer` of a mesh on a cluster; on its first devices, or on those given, in row-major order."""
+    return _pricer(cluster, mesh, None if devices is None else tuple(devices))
+
+
+@lru_cache(maxsize=4096)
+def _pricer(cluster: Cluster, mesh: Mesh, devices: tuple[int, ...] | None) -> Pricer:
     from cost_models import mesh_axes
 
     axes = mesh_axes(cluster, dict(mesh), devices)

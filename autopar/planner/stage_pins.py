@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from autopar.errors import InfeasibleError, MeshError, PlanError
+from autopar.errors import InfeasibleError, MeshError, PlanError, closest
 from autopar.graph import Graph
 from autopar.placements import Mesh
-from autopar.planfile.form import closest
 from autopar.planner.search import Options, _Pins, matches, op_labels
 from autopar.planner.space import node_options
 from autopar.rules.registry import rules_of
