@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.clusters import FILES, get_cluster
-from autopar.errors import MeshError, PlanError
+from autopar.errors import MeshError, PlanError, closest
 from autopar.placements import Mesh
 from autopar.plan import LIFETIMES, VERSION, Price, Solution
 from hardware_profiles import Cluster
