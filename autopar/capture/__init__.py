@@ -29,6 +29,25 @@ from autopar.graph import Graph
 
 
 @dataclass(frozen=True)
+class Example:
+    """How a model was called when it was captured, without values."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    loss_fn: Callable[..., torch.Tensor] | None
+    targets: tuple[Any, ...]
+
+    def capture(self, model: torch.nn.Module) -> Captured:
+        """The same call of another model of that kind, such as one in eval mode."""
+        device = next((p.device for p in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
+        args, kwargs, targets = pytree.tree_map_only(
+            torch.Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=device),
+            (self.args, dict(self.kwargs), self.targets),
+        )  # fmt: skip
+        return capture(model, args, kwargs, loss_fn=self.loss_fn, targets=targets)
+
+
+@dataclass(frozen=True)
 class Captured:
     """A graph with what is needed to call it like the model.
 
@@ -38,6 +57,7 @@ class Captured:
         inputs: for every leaf, the graph node that holds it (None for a literal or an unused input).
         out_spec: pytree of the model's output, whose leaves are ``graph.outputs``.
         constants: tensors that the model's code makes and that are no registered buffers, by buffer name.
+        example: the call that was captured.
     """
 
     graph: Graph
@@ -46,6 +66,7 @@ class Captured:
     inputs: tuple[int | None, ...]
     out_spec: pytree.TreeSpec
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    example: Example | None = field(default=None, compare=False, repr=False)
 
 
 class WithLoss(torch.nn.Module):
@@ -83,6 +104,8 @@ def capture(
         raise CaptureError(f"expected a torch.nn.Module, got {type(model).__name__}; pass the model object itself")
     kwargs = dict(kwargs or {})
     prefix = ""
+    shapes = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().to("meta"), (tuple(args), kwargs, tuple(targets)))
+    example = Example(shapes[0], shapes[1], loss_fn, shapes[2])
     module: torch.nn.Module = model
     if loss_fn is not None:
         module, args, prefix = WithLoss(model, loss_fn, len(args)), (*args, *targets), "model."
@@ -97,7 +120,7 @@ def capture(
     if len(user_inputs) != len(leaves):
         raise CaptureError(f"the model takes {len(leaves)} input leaves, the captured graph {len(user_inputs)}")
     inputs = tuple(None if i in literals else user_inputs[i] for i in range(len(leaves)))
-    return Captured(graph, in_spec, literals, inputs, exported.call_spec.out_spec, builder.constants)
+    return Captured(graph, in_spec, literals, inputs, exported.call_spec.out_spec, builder.constants, example)
 
 
 def _without_aliases(inputs: Any) -> Any:

@@ -34,7 +34,7 @@ def on_mesh(device_mesh: DeviceMesh) -> Iterator[None]:
 
 
 class _OnMesh(contextlib.ExitStack):
-    """:func:`on_mesh`, entered as often as a segment runs again: twice where a backward is split."""
+    """:func:`on_mesh`, entered as often as a segment runs again: once for every backward of its graph."""
 
     def __init__(self, device_mesh: DeviceMesh) -> None:
         super().__init__()
@@ -49,8 +49,7 @@ def again_in_backward(
     run: Callable[..., tuple[Any, ...]], inputs: Sequence[Any], changing: Collection[int] = (),
     renewed: Collection[int] = (),
 ) -> tuple[Any, ...]:  # fmt: skip
-    """``run(*inputs)``, of which autograd keeps the inputs alone; it runs a second time in the backward, and a third
-    time where the backward is split: nothing of the second is kept for the gradients of the weights.
+    """``run(*inputs)``, of which autograd keeps the inputs alone; it runs again in every backward.
 
     Then it runs to its end, however little of it is still wanted: so it costs what plans say, and all ranks
     make the same collectives.

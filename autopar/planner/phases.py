@@ -20,8 +20,8 @@ from autopar.rules.registry import rules_of
 class Phases:
     """Seconds of one microbatch on one stage, and of what happens once a step.
 
-    ``again_seconds`` are those of recomputed forwards: part of ``input_seconds``, and spent once more if the backward
-    is split, since nothing of what is recomputed for the inputs' gradients waits for those of the weights.
+    ``again_seconds`` are those of recomputed forwards: part of ``input_seconds``. The runtime does not split a
+    backward that recomputes: what is made again for the inputs' gradients would have to wait for those of the weights.
     """
 
     forward_seconds: float

@@ -26,7 +26,7 @@ from autopar.planner.equal import Equal
 from autopar.planner.fold import fold
 from autopar.planner.menu import Menus
 from autopar.planner.order import SEARCHED, START, better_order, check_name
-from autopar.planner.phases import Phases, phases
+from autopar.planner.phases import phases
 from autopar.planner.price import Pricer, pricer
 from autopar.planner.recompute import Recompute, patterns_in, segment, segments_of
 from autopar.planner.search import MEMORY_FRACTION, Options, plan_graph
@@ -391,18 +391,15 @@ def timing_of(
         phases(stage.graph, choice.plan, pricer(cluster, choice.mesh, choice.devices))
         for stage, choice in zip(graphs, choices, strict=True)
     ]
+    whole = [bool(c.plan.recompute) for c in choices]  # a backward that recomputes is not split
     timing = times(
-        len(graphs), [p.forward_seconds for p in own], [p.input_seconds for p in own],
-        [p.weight_seconds + _twice(g, p) for g, p in zip(graphs, own, strict=True)], [p.backward_seconds for p in own],
+        len(graphs), [p.forward_seconds for p in own],
+        [p.backward_seconds if w else p.input_seconds for w, p in zip(whole, own, strict=True)],
+        [0.0 if w else p.weight_seconds for w, p in zip(whole, own, strict=True)],
         edges=_edges(graphs, choices, cluster), activation_bytes=[c.plan.kept_bytes for c in choices],
         static_bytes=[_static_bytes([choices[s].plan for s in held]) for held in schedule.stages_of_rank],
     )  # fmt: skip
     return timing, max(sum(own[s].step_seconds for s in held) for held in schedule.stages_of_rank)
-
-
-def _twice(stage: StageGraph, spent: Phases) -> float:
-    """Seconds that a split backward recomputes once more; where no input wants a gradient nothing is split."""
-    return spent.again_seconds if any(n.needs_grad for _, n in stage.graph.of_kind("input")) else 0.0
 
 
 def _static_bytes(plans: Sequence[Plan]) -> float:

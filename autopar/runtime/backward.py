@@ -1,87 +1,168 @@
 """A backward in two halves: gradients of the inputs first, those of the weights whenever there is time.
 
-torch's own pipelining splits an autograd graph where the paths of inputs and weights meet, and keeps the gradients that
-arrive there (``torch.distributed.pipelining._backward``). That works for weights whose paths meet those of the inputs;
-the gradients of the others are computed with the first half.
+The autograd graph is cut where paths to weights leave the paths to the inputs (the idea of zero bubble, and of
+``torch.distributed.pipelining._backward``). The first half runs the latter and keeps the gradients that arrive at the
+cuts; the second starts there. Weights that one cut leads to are computed together; so are weights that several cuts
+lead to, such as a position bias that all layers read, and then nothing runs from one cut into another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 import torch
-from torch.distributed.pipelining._backward import (
-    _get_grad_fn_or_grad_acc,
-    construct_reverse_graph,
-    get_param_groups,
-    stage_backward_input,
-    stage_backward_weight,
-)
+from torch.autograd.graph import GradientEdge, Node
+
+Grads = tuple[torch.Tensor | None, ...]
+Before = Mapping[Node, list[Node]]
 
 
-class Handle(torch.autograd.Function):
-    """The same values as a tensor of its own: the first half detaches outputs in place, which a view or a tensor that
-    the graph has saved does not allow."""
+@dataclass(eq=False)
+class _Group:
+    """Numbers of weights, and what their gradients follow from: those at cuts, by node, and those of outputs that no
+    input leads to."""
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad
+    leaves: list[int] = field(default_factory=list)
+    cuts: dict[Node, Grads] = field(default_factory=dict)
+    ends: set[Node] = field(default_factory=set)
+    roots: list[tuple[GradientEdge, torch.Tensor]] = field(default_factory=list)
 
 
 class Halves:
     """The first halves of microbatches whose second half is still to come."""
 
     def __init__(self) -> None:
-        self.waiting: dict[int, tuple[list[dict[str, Any]], list[torch.Tensor], Any]] = {}
-        self.alone: set[int] | None = None
+        self.waiting: dict[int, tuple[list[_Group], set[Node]]] = {}
 
     def inputs(
-        self, microbatch: int, roots: list[torch.Tensor], grads: list[torch.Tensor], wanted: Sequence[torch.Tensor],
-        leaves: Sequence[torch.Tensor],
+        self, microbatch: int, roots: Sequence[torch.Tensor], grads: Sequence[torch.Tensor],
+        wanted: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor],
     ) -> None:  # fmt: skip
         """Add the gradients of ``wanted`` to their ``grad``; remember the rest."""
-        if not wanted:  # the first stage: there is no first half
-            self.waiting[microbatch] = [], [], (roots, grads)
-            return
-        if self.alone is None:
-            self.alone = _alone(roots, wanted, leaves)
-        apart = [leaf for i, leaf in enumerate(leaves) if i in self.alone]
-        rest = [leaf for i, leaf in enumerate(leaves) if i not in self.alone]
-        if apart:
-            found = torch.autograd.grad(roots, apart, grads, retain_graph=True, allow_unused=True)
-            _accumulate(apart, found)
-        _, groups = stage_backward_input(roots, grads, list(wanted), iter(rest))  # type: ignore[arg-type]
-        self.waiting[microbatch] = groups, rest, None
+        ends = [_node(root) for root in roots]
+        before = _before(ends)
+        inside = _closure([_node(x) for x in wanted], before, set())[0]
+        groups = _groups([_node(leaf) for leaf in leaves], inside, set(ends), before)
+        for group in groups:
+            for root, end, grad in zip(roots, ends, grads, strict=True):
+                if end in group.ends:
+                    group.roots.append((GradientEdge(end, root.output_nr), grad))
+        if wanted and roots:
+            with ExitStack() as hooks:
+                for group in groups:
+                    for node in group.cuts:
+                        hooks.callback(node.register_prehook(_keeper(group.cuts, node)).remove)
+                found = torch.autograd.grad(roots, list(wanted), grads, retain_graph=True, allow_unused=True)
+            _accumulate(wanted, found)
+        self.waiting[microbatch] = groups, inside
 
     def weights(self, microbatch: int, leaves: Sequence[torch.Tensor]) -> None:
         """Add the gradients of the weights."""
-        groups, rest, whole = self.waiting.pop(microbatch)
-        if whole is not None:
-            roots, grads = whole
-            _accumulate(leaves, torch.autograd.grad(roots, list(leaves), grads, allow_unused=True))
-            return
-        stage_backward_weight(iter(rest), groups)  # type: ignore[arg-type]
+        groups, inside = self.waiting.pop(microbatch)
+        for group in groups:
+            own = [leaves[i] for i in group.leaves]
+            kept = [(GradientEdge(node, k), g) for node, gs in group.cuts.items() for k, g in enumerate(gs)]
+            given = [(edge, g) for edge, g in [*kept, *group.roots] if g is not None]
+            if not given:
+                continue
+            with ExitStack() as hooks:
+                for node, hook in _fences(group, inside) if len(group.cuts) > 1 else ():
+                    hooks.callback(node.register_prehook(hook).remove)
+                edges, grads = zip(*given, strict=True)
+                found = torch.autograd.grad(edges, own, grads, retain_graph=True, allow_unused=True)
+            _accumulate(own, found)
 
 
-def _accumulate(leaves: Sequence[torch.Tensor], found: Sequence[torch.Tensor | None]) -> None:
-    for leaf, grad in zip(leaves, found, strict=True):
+def _accumulate(tensors: Sequence[torch.Tensor], found: Sequence[torch.Tensor | None]) -> None:
+    for x, grad in zip(tensors, found, strict=True):
         if grad is not None:
-            leaf.grad = grad if leaf.grad is None else leaf.grad + grad
+            x.grad = grad if x.grad is None else x.grad + grad
 
 
-def _alone(roots: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> set[int]:
-    """Numbers of the leaves whose paths do not meet those of the inputs."""
-    ends = [n for n in map(_get_grad_fn_or_grad_acc, roots) if n is not None]
-    starts = [n for n in map(_get_grad_fn_or_grad_acc, wanted) if n is not None]
-    own = [_get_grad_fn_or_grad_acc(leaf) for leaf in leaves]
-    groups = get_param_groups(starts, [n for n in own if n is not None], construct_reverse_graph(ends))
-    met = {id(n) for group in groups for n in group["params"]}
-    return {i for i, n in enumerate(own) if id(n) not in met}
+def _node(x: torch.Tensor) -> Node:
+    """Where the gradient of a tensor arrives."""
+    if x.grad_fn is not None:
+        return x.grad_fn
+    with torch.enable_grad():
+        made = x.view_as(x).grad_fn
+    assert made is not None
+    accumulate = made.next_functions[0][0]
+    assert accumulate is not None
+    return accumulate
 
 
-__all__ = ["Halves", "Handle"]
+def _before(ends: Iterable[Node]) -> Before:
+    """Of every node that a backward reaches, the nodes that it comes from."""
+    found: dict[Node, list[Node]] = {node: [] for node in ends}
+    todo = list(found)
+    while todo:
+        node = todo.pop()
+        for after, _ in node.next_functions:
+            if after is not None:
+                if after not in found:
+                    found[after] = []
+                    todo.append(after)
+                found[after].append(node)
+    return found
+
+
+def _closure(starts: Iterable[Node], before: Before, stop: set[Node]) -> tuple[set[Node], set[Node]]:
+    """All nodes that lead to ``starts`` without passing ``stop``, and the nodes of ``stop`` that are met."""
+    found = {node for node in starts if node in before}
+    met: set[Node] = set()
+    todo = list(found)
+    while todo:
+        for node in before[todo.pop()]:
+            if node in stop:
+                met.add(node)
+            elif node not in found:
+                found.add(node)
+                todo.append(node)
+    return found, met
+
+
+def _groups(leaves: Sequence[Node], inside: set[Node], ends: set[Node], before: Before) -> list[_Group]:
+    """The weights that a backward reaches, those together that have a cut or an output in common."""
+    group_of: dict[Node, _Group] = {}
+    groups: list[_Group] = []
+    for i, leaf in enumerate(leaves):
+        outside, cuts = _closure([leaf], before, inside)
+        own_ends = outside & ends
+        if not cuts and not own_ends:
+            continue
+        merged = _Group([i], dict.fromkeys(cuts, ()), own_ends)
+        for other in dict.fromkeys(group_of[node] for node in (*cuts, *own_ends) if node in group_of):
+            groups.remove(other)
+            merged = _Group([*other.leaves, *merged.leaves], {**other.cuts, **merged.cuts}, other.ends | merged.ends)
+        groups.append(merged)
+        group_of.update(dict.fromkeys((*merged.cuts, *merged.ends), merged))
+    return groups
+
+
+Hook = Callable[[Grads], Grads | None]
+
+
+def _keeper(cuts: dict[Node, Grads], node: Node) -> Hook:
+    def keep(grads: Grads) -> None:
+        cuts[node] = grads
+
+    return keep
+
+
+def _putter(kept: Grads) -> Hook:
+    return lambda _: kept
+
+
+def _fences(group: _Group, inside: set[Node]) -> list[tuple[Node, Hook]]:
+    """Hooks under which every cut has what it kept, whatever arrives there, and no path towards inputs is walked."""
+    found: list[tuple[Node, Hook]] = []
+    for node, kept in group.cuts.items():
+        found.append((node, _putter(kept)))
+        after = {n for n, _ in node.next_functions if n is not None and n in inside and n not in group.cuts}
+        found.extend((n, lambda grads: (None,) * len(grads)) for n in after)
+    return found
+
+
+__all__ = ["Halves"]

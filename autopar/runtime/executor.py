@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -21,12 +22,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autopar.capture import Captured
+from autopar.capture.evaluation import Skeleton, evaluated
 from autopar.errors import MeshError, RunError
 from autopar.lower.emit import Program, Slot, lower
 from autopar.lower.segments import on_mesh
 from autopar.placements import Mesh, State, format_state, local_shape
 from autopar.plan import Plan
 from autopar.runtime import prefetch
+from autopar.runtime.calls import describe, example_leaves, flatten_call, leaf_name, same_literal
 from autopar.runtime.reduce import Reducer, bucket_bytes
 from autopar.runtime.state import Held, Unit, as_dtensor, local_piece, make_units, torch_placements
 
@@ -80,6 +83,9 @@ class ParallelModule(torch.nn.Module):
     _param_slots: list[tuple[int, Held]]
     _leaf_names: list[str]
     _distributed: bool
+    _skeleton: Skeleton | None
+    _captured_training: bool
+    _evaluation: tuple[Program, Callable[..., tuple[Any, ...]]] | None
 
     def __init__(
         self, model: torch.nn.Module, captured: Captured, plan: Plan, device_mesh: DeviceMesh,
@@ -105,6 +111,9 @@ class ParallelModule(torch.nn.Module):
         put(self, "_program", lower(captured.graph, plan, self._device))
         put(self, "_signature", inspect.signature(model.forward))
         put(self, "training", model.training)
+        put(self, "_captured_training", model.training)
+        put(self, "_skeleton", Skeleton(model) if model.training and shared is None else None)
+        put(self, "_evaluation", None)
         put(self, "_helds", {})
         put(self, "_held_buffers", {})
         put(self, "_seed", _agreed_seed(device_mesh) if seed is None else seed)
@@ -219,9 +228,9 @@ class ParallelModule(torch.nn.Module):
                 self._template[i] = self._held_buffers[slot.name][0]
             elif slot.kind == "param":
                 self._attach(i, self._helds[slot.name])
-        leaves, spec = _template_leaves(self._captured)
+        leaves, spec = example_leaves(self._captured)
         paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(leaves, spec))
-        put(self, "_leaf_names", [_leaf_name(path) for path, _ in paths])
+        put(self, "_leaf_names", [leaf_name(path) for path, _ in paths])
         tail = [a for a, s in program.mesh if s > 1]
         put(self, "_distributed", bool(tail))
 
@@ -252,14 +261,24 @@ class ParallelModule(torch.nn.Module):
         return self._mesh
 
     def train(self, mode: bool = True) -> ParallelModule:
-        """Programs are made for the mode in which the model was captured; another one is an error."""
-        if bool(mode) != self.training:
-            now, wanted = ("training", "eval") if self.training else ("eval", "training")
-            raise RunError(
-                f"this program was captured in {now} mode; for {wanted} mode call "
-                f"model.{'train' if mode else 'eval'}(), parallelize the model again, and load this state_dict()"
-            )
+        """Training mode, or eval mode: dropout off, batch norm by its running statistics, buffers unchanged.
+
+        Raises:
+            RunError: the model was captured in eval mode, or ``eval()`` changes more of it.
+        """
+        check_mode(mode, self._captured_training, self._skeleton, self._captured, self._evaluation is not None)
+        if not mode and self._captured_training and self._evaluation is None:
+            self.prepare_evaluation()
+        super().train(mode)
         return self
+
+    def prepare_evaluation(self) -> None:
+        """Make the program of eval mode, which reads the same parameters and buffers."""
+        graph = evaluated(self._captured.graph)
+        program = lower(graph, replace(self._plan, fingerprint=graph.fingerprint, recompute=()), self._device)
+        assert program.slots == self._program.slots[: len(program.slots)]
+        run = prefetch.with_gathers(program, self._helds, self._schedule)
+        object.__setattr__(self, "_evaluation", (program, run))
 
     def _apply(self, fn: Any, recurse: bool = True) -> ParallelModule:
         probe = torch.zeros(1, device=self._device)
@@ -289,14 +308,20 @@ class ParallelModule(torch.nn.Module):
         """
         mixed = mixed_seed(self._seed, self._calls)
         object.__setattr__(self, "_calls", self._calls + 1)
-        return self._outputs(self.run_local(self._inputs(args, kwargs), mixed, same_step=self._accumulating))
+        flat = self.run_local(
+            self._inputs(args, kwargs), mixed, same_step=self._accumulating, evaluating=not self.training
+        )
+        return self._outputs(flat)
 
-    def run_local(self, inputs: Mapping[str, torch.Tensor], seed: int, *, same_step: bool) -> tuple[Any, ...]:
+    def run_local(
+        self, inputs: Mapping[str, torch.Tensor], seed: int, *, same_step: bool, evaluating: bool = False
+    ) -> tuple[Any, ...]:
         """Outputs and new buffers of the program, local as it makes them, from local inputs by name.
 
-        ``same_step`` says that parameters have not changed since the last call, so gathered copies may be used again.
+        ``same_step`` says that parameters have not changed since the last call, so gathered copies may be used again;
+        ``evaluating`` that the program of eval mode is meant.
         """
-        template = self._template
+        program, run, template = self._program, self._run, self._template
         for name, value in inputs.items():
             template[self._input_slots[name]] = value
         for slot, held in self._param_slots:
@@ -305,16 +330,19 @@ class ParallelModule(torch.nn.Module):
         if self._seed_slot is not None:
             template[self._seed_slot] = torch.tensor(seed, dtype=torch.int64, device=self._device)
         self._schedule.begin(same_step=same_step)
-        values = [self._schedule, *template] if self._units else template
+        if evaluating and self._evaluation is not None:
+            program, run = self._evaluation
+        given = template[: len(program.slots)]
+        values = [self._schedule, *given] if self._units else given
         if self._distributed:
             with on_mesh(self._mesh):
-                flat = self._run(*values)
+                flat = run(*values)
         else:
-            flat = self._run(*values)
+            flat = run(*values)
         for i in self._input_slots.values():
             template[i] = None
         with torch.no_grad():
-            for name, new in zip(self._program.updates, flat[len(self._program.outputs) :], strict=True):
+            for name, new in zip(program.updates, flat[len(program.outputs) :], strict=True):
                 kept = self._held_buffers[name][0]
                 if new is not kept:
                     kept.copy_(new)
@@ -340,7 +368,7 @@ class ParallelModule(torch.nn.Module):
 
     def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Local values of the program's inputs, by name."""
-        leaves = self._flatten(args, kwargs)
+        leaves = flatten_call(self._captured, self._signature, args, kwargs)
         found: dict[str, torch.Tensor] = {}
         captured = self._captured
         for i, (leaf, number) in enumerate(zip(leaves, captured.inputs, strict=True)):
@@ -348,7 +376,7 @@ class ParallelModule(torch.nn.Module):
                 literal = captured.literals.get(i)
                 if i in captured.literals and not same_literal(literal, leaf):
                     raise RunError(
-                        f"input {self._leaf_names[i]}: captured with {literal!r}, called with {_describe(leaf)}; such "
+                        f"input {self._leaf_names[i]}: captured with {literal!r}, called with {describe(leaf)}; such "
                         "values are part of the program; parallelize again with the new value"
                     )
                 continue
@@ -361,7 +389,7 @@ class ParallelModule(torch.nn.Module):
         name = self._leaf_names[i]
         if not isinstance(leaf, torch.Tensor):
             raise RunError(
-                f"input {name}: captured as a {slot.dtype} tensor of shape {slot.shape}, called with {_describe(leaf)}"
+                f"input {name}: captured as a {slot.dtype} tensor of shape {slot.shape}, called with {describe(leaf)}"
             )
         if str(leaf.dtype) != "torch." + slot.dtype:
             raise RunError(
@@ -385,32 +413,6 @@ class ParallelModule(torch.nn.Module):
         if shape and slot.shape and shape[0] != slot.shape[0] and shape[1:] == slot.shape[1:]:
             hint = "; pass the whole batch on every rank, drop a last batch that is smaller, or use train_step for more"
         raise RunError(f"input {name}: captured with shape {slot.shape}{pinned}, called with {shape}{hint}")
-
-    def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        spec = self._captured.in_spec
-        leaves, have = pytree.tree_flatten((args, kwargs))
-        if have == spec:
-            return leaves
-        example_args, example_kwargs = pytree.tree_unflatten(_template_leaves(self._captured)[0], spec)
-        try:  # the same call spelled otherwise: keywords for positions, another order of keywords
-            bound = self._signature.bind(*args, **kwargs)
-            known = self._signature.bind(*example_args, **example_kwargs)
-        except TypeError:
-            bound = known = None  # type: ignore[assignment]
-        if bound is not None and known is not None and set(bound.arguments) == set(known.arguments):
-            by_name = dict(bound.arguments)
-            by_name.update(by_name.pop("kwargs", {}) if isinstance(by_name.get("kwargs"), dict) else {})
-            names = list(known.arguments)
-            if all(k in by_name for k in example_kwargs) and len(example_args) <= len(names):
-                positional = tuple(by_name[n] for n in names[: len(example_args)])
-                leaves, have = pytree.tree_flatten((positional, {k: by_name[k] for k in example_kwargs}))
-                if have == spec:
-                    return leaves
-        raise RunError(
-            "the call does not have the structure of the example inputs\n"
-            f"  captured: {_structure(example_args, example_kwargs)}\n  called:   {_structure(args, kwargs)}\n"
-            "  call it as the model was captured, or parallelize again with these inputs"
-        )
 
     # -- for a pipeline, which runs the parts of a step itself
 
@@ -538,7 +540,7 @@ class ParallelModule(torch.nn.Module):
     def _microbatches(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int | None
     ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        leaves = self._flatten(args, kwargs)
+        leaves = flatten_call(self._captured, self._signature, args, kwargs)
         shapes: list[tuple[int, ...] | None] = []
         factors: dict[str, int] = {}
         for i, (leaf, number) in enumerate(zip(leaves, self._captured.inputs, strict=True)):
@@ -584,6 +586,23 @@ class ParallelModule(torch.nn.Module):
 # --- helpers ---------------------------------------------------------------------------------------------------------
 
 
+def check_mode(mode: bool, trained: bool, skeleton: Skeleton | None, captured: Captured, ready: bool) -> None:
+    """Refuse a mode that a module has no program for.
+
+    Args:
+        trained: the model was captured in training mode.
+        ready: its eval mode was checked before.
+    """
+    if mode and not trained:
+        raise RunError(
+            "this program was captured in eval mode; for training mode call model.train(), parallelize the model "
+            "again, and load this state_dict()"
+        )
+    if not mode and trained and not ready:
+        assert skeleton is not None
+        skeleton.check(captured)
+
+
 def mixed_seed(seed: int, call: int) -> int:
     """The seed of random ops in one forward: another one for every forward, the same on every rank."""
     return (seed + call * _GOLDEN) % (1 << 62)
@@ -612,56 +631,6 @@ def _agreed_seed(device_mesh: DeviceMesh) -> int:
             group = device_mesh.get_group(axis)
             dist.broadcast(seed, group=group, group_src=0)
     return int(seed.item())
-
-
-def _template_leaves(captured: Captured) -> tuple[list[Any], pytree.TreeSpec]:
-    """Example leaves without values: literals, and the spec of each tensor as text."""
-    leaves: list[Any] = []
-    for i, number in enumerate(captured.inputs):
-        if i in captured.literals:
-            leaves.append(captured.literals[i])
-        else:
-            leaves.append(None if number is None else _Shown(str(captured.graph.nodes[number].out)))
-    return leaves, captured.in_spec
-
-
-class _Shown(str):
-    """Text that stands for a tensor."""
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-def _leaf_name(path: Sequence[Any]) -> str:
-    kind, *rest = path
-    text = pytree.keystr(tuple(rest))
-    is_args = getattr(kind, "idx", 0) == 0
-    if not is_args and rest:
-        return f"'{rest[0].key}'" + pytree.keystr(tuple(rest[1:]))
-    return f"args{text}"
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
-    return f"{value!r} of type {type(value).__name__}"
-
-
-def _structure(args: Any, kwargs: Mapping[str, Any]) -> str:
-    def show(value: Any) -> str:
-        if isinstance(value, torch.Tensor):
-            return f"{str(value.dtype).removeprefix('torch.')}[{' '.join(map(str, value.shape))}]"
-        if isinstance(value, (tuple, list)):
-            return "(" + ", ".join(map(show, value)) + ")"
-        if isinstance(value, Mapping):
-            return "{" + ", ".join(f"{k}: {show(v)}" for k, v in value.items()) + "}"
-        return repr(value)
-
-    return "(" + ", ".join([*map(show, args), *(f"{k}={show(v)}" for k, v in kwargs.items())]) + ")"
-
-
-def same_literal(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and (a == b or (a != a and b != b))
 
 
 __all__ = ["ParallelModule", "Unit", "check_device_mesh"]

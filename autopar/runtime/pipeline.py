@@ -7,8 +7,9 @@ crosses all of them: the loss, tied parameters, the norm of all gradients.
 
 from __future__ import annotations
 
+import inspect
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,18 +21,23 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autopar.capture import Captured
+from autopar.capture.evaluation import Skeleton
 from autopar.errors import PlanError, RunError
-from autopar.graph import Spec
+from autopar.graph import Ref, Spec
 from autopar.lower.transfer import Side, transfer
 from autopar.pipeline import PipelinePlan
 from autopar.placements import State
-from autopar.runtime.backward import Halves, Handle
-from autopar.runtime.executor import ParallelModule, device_of, mixed_seed, same_literal
+from autopar.runtime.backward import Halves
+from autopar.runtime.calls import flatten_call, same_literal
+from autopar.runtime.executor import ParallelModule, check_mode, device_of, mixed_seed
 from autopar.runtime.rows import check_rows
+from autopar.runtime.state import as_dtensor
 from autopar.runtime.wires import Post, Wire
 from autopar.staging import StageGraph, cut
 from cost_models.pipeline import forward_only
 from cost_models.pipeline.actions import KINDS, Action
+
+_Made = tuple[torch.Tensor | None, tuple[Any, ...]]
 
 
 class _Stage:
@@ -46,7 +52,7 @@ class _Stage:
         self.last = gradient_kinds[-1] if gradient_kinds else None
         self.arrived: dict[int, dict[str, torch.Tensor]] = {}
         self.made: dict[int, tuple[list[torch.Tensor], list[torch.Tensor | None]]] = {}
-        self.splits = any(a.stage == graph.number and a.kind == "I" for a in row)
+        self.whole = bool(module.plan.recompute)  # a split backward would run segments again in both halves
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -77,6 +83,10 @@ class PipelineModule(torch.nn.Module):
     _tied: dict[str, tuple[int, ...]]
     _tie_wires: tuple[Wire, ...]
     _tie_post: Post
+    _signature: inspect.Signature
+    _captured_training: bool
+    _skeleton: Skeleton | None
+    _evaluates: bool
 
     def __init__(
         self, model: torch.nn.Module, captured: Captured, plan: PipelinePlan, device_type: str = "cpu",
@@ -106,6 +116,11 @@ class PipelineModule(torch.nn.Module):
         put(self, "_plan", plan)
         put(self, "_captured", captured)
         put(self, "_rank", dist.get_rank())
+        put(self, "_signature", inspect.signature(model.forward))
+        put(self, "training", model.training)
+        put(self, "_captured_training", model.training)
+        put(self, "_skeleton", Skeleton(model) if model.training else None)
+        put(self, "_evaluates", False)
         graphs = cut(captured.graph, plan.starts)
         check_rows(plan.schedule, graphs)
         meshes = [
@@ -171,6 +186,8 @@ class PipelineModule(torch.nn.Module):
         """
         if self._captured.graph.loss is None:
             raise RunError("the model has no scalar loss to train on; give loss_fn= and targets= when planning")
+        if self._captured_training and not self.training:
+            raise RunError("the module is in eval mode, so a step would train without dropout; call train() first")
         batches = self._microbatches(args, kwargs)
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for stage in self._stages.values():
@@ -183,7 +200,7 @@ class PipelineModule(torch.nn.Module):
             began = time.perf_counter() if spans is not None else 0.0
             with spmd.set_current_mesh(stage.mesh):
                 if action.kind == "F":
-                    loss = self._forward(stage, action.microbatch, batches[action.microbatch])
+                    loss, _ = self._forward(stage, action.microbatch, batches[action.microbatch])
                     if loss is not None and self._rank == self._plan.stages[action.stage].devices[0]:
                         total += loss.detach().double() / self._plan.microbatches
                 elif action.kind == "W":
@@ -201,15 +218,68 @@ class PipelineModule(torch.nn.Module):
             optimizer.zero_grad()
         return total.to(getattr(torch, self._captured.graph.spec(self._loss).dtype))
 
-    @torch.no_grad()
-    def evaluate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The mean loss of a batch without gradients, in the mode (training or eval) in which the model was captured.
+    def train(self, mode: bool = True) -> PipelineModule:
+        """Training mode, or eval mode: dropout off, batch norm by its running statistics, buffers unchanged.
 
-        Buffers that a forward changes are changed, as the model would.
+        Raises:
+            RunError: the model was captured in eval mode, or ``eval()`` changes more of it.
         """
+        check_mode(mode, self._captured_training, self._skeleton, self._captured, self._evaluates)
+        if not mode and self._captured_training and not self._evaluates:
+            for stage in self._stages.values():
+                stage.module.prepare_evaluation()
+            object.__setattr__(self, "_evaluates", True)
+        super().train(mode)
+        return self
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The mean loss of a batch without gradients, in the mode (:meth:`train`, ``eval()``) that is set.
+
+        In training mode buffers that a forward changes are changed, as the model would.
+        """
+        return self._forwards(self._microbatches(args, kwargs), None)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """In eval mode, the model's output for a whole batch on every rank, without gradients: the mean loss, and of
+        other tensors those of all microbatches one after the other (of scalars the mean).
+
+        Raises:
+            RunError: in training mode; it says what to call.
+        """
+        if self.training:
+            raise RunError(
+                "a pipelined model trains in whole steps: call train_step(*batch); for outputs call eval() first, for "
+                "a loss without gradients evaluate(*batch)"
+            )
+        made: dict[int, list[torch.Tensor]] = {}
+        loss = self._forwards(self._microbatches(args, kwargs), made)
+        graph = self._captured.graph
+        outputs: list[Any] = []
+        for position, out in enumerate(graph.outputs):
+            if position == graph.loss or not isinstance(out, Ref):
+                outputs.append(loss if position == graph.loss else out)
+            else:
+                outputs.append(self._everywhere(position, graph.spec(out), made.get(position)))
+        return pytree.tree_unflatten(outputs, self._captured.out_spec)
+
+    def _everywhere(self, position: int, spec: Spec, parts: list[torch.Tensor] | None) -> torch.Tensor:
+        """An output of the model, on every rank; ``parts`` are those of the microbatches, where it is made."""
+        k = self._plan.microbatches
+        shape = (k * spec.shape[0], *spec.shape[1:]) if spec.shape else ()
+        value = torch.empty(shape, dtype=getattr(torch, spec.dtype), device=self._device)
+        if parts is not None:
+            value.copy_(torch.cat(parts) if spec.shape else torch.stack(parts).to(torch.float64).mean())
+        maker = next(g.number for g in self._graphs if position in g.outputs)
+        dist.broadcast(value, src=self._plan.stages[maker].devices[0])
+        return value
+
+    @torch.no_grad()
+    def _forwards(
+        self, batches: list[dict[str, torch.Tensor]], made: dict[int, list[torch.Tensor]] | None
+    ) -> torch.Tensor:
+        """The mean loss; into ``made`` go whole outputs of this rank's stages by position, if they are other ones."""
         if self._captured.graph.loss is None:
             raise RunError("the model has no scalar loss; give loss_fn= and targets= when planning")
-        batches = self._microbatches(args, kwargs)
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         schedule = forward_only(len(self._graphs), self._plan.microbatches, self._plan.schedule.stages_of_rank)
         group = schedule.rank_of_stage[next(iter(self._stages))]
@@ -222,17 +292,29 @@ class PipelineModule(torch.nn.Module):
             for action in schedule.flat_rows[group]:
                 stage = self._stages[action.stage]
                 with spmd.set_current_mesh(stage.mesh):
-                    loss = self._forward(stage, action.microbatch, batches[action.microbatch])
+                    loss, flat = self._forward(stage, action.microbatch, batches[action.microbatch])
                     if loss is not None and self._rank == self._plan.stages[action.stage].devices[0]:
                         total += loss.double() / self._plan.microbatches
+                if made is not None:
+                    for position, whole in self._other_outputs(stage, flat):
+                        made.setdefault(position, []).append(whole)
                 stage.arrived.clear()
                 stage.made.clear()
             self_post.end()
         finally:
             object.__setattr__(self, "_post", main)
         dist.all_reduce(total)
-        object.__setattr__(self, "_steps", self._steps + 1)
+        if self.training:
+            object.__setattr__(self, "_steps", self._steps + 1)
         return total.to(getattr(torch, self._captured.graph.spec(self._loss).dtype))
+
+    def _other_outputs(self, stage: _Stage, flat: Sequence[Any]) -> Iterator[tuple[int, torch.Tensor]]:
+        """The model's outputs beside the loss that a stage makes, whole, by position."""
+        graph, states = stage.graph, stage.module.program.outputs
+        for k, position in enumerate(graph.outputs, len(graph.gives)):
+            state, out = states[k], graph.graph.outputs[k]
+            if position != self._captured.graph.loss and state is not None and isinstance(out, Ref):
+                yield position, as_dtensor(flat[k], state, graph.graph.spec(out).shape, stage.mesh).full_tensor()
 
     def record(self, on: bool = True) -> list[tuple[str, str, float, float]]:
         """Start to record what the next steps do on this rank (or stop): ``(action, kind, start, end)`` in seconds of
@@ -247,15 +329,8 @@ class PipelineModule(torch.nn.Module):
         assert loss is not None
         return self._captured.graph.outputs[loss]
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Not how a pipeline is called.
-
-        Raises:
-            RunError: always; it says what to call.
-        """
-        raise RunError("a pipelined model runs whole steps: call train_step(*batch), or evaluate(*batch)")
-
-    def _forward(self, stage: _Stage, microbatch: int, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    def _forward(self, stage: _Stage, microbatch: int, batch: Mapping[str, torch.Tensor]) -> _Made:
+        """The loss, if the stage makes it, and all that the stage makes."""
         graph = stage.graph
         inputs = {}
         slots = {slot.name: slot for slot in stage.module.program.slots if slot.kind == "input"}
@@ -267,18 +342,18 @@ class PipelineModule(torch.nn.Module):
         for name in graph.inputs:
             inputs[name] = stage.module.local_input(name, slots[name], batch[name])
         number = self._steps * self._plan.microbatches + microbatch
-        flat = stage.module.run_local(inputs, mixed_seed(self._seed, number), same_step=stage.begun)
+        flat = stage.module.run_local(
+            inputs, mixed_seed(self._seed, number), same_step=stage.begun, evaluating=not self.training
+        )
         stage.begun = True
-        outputs = [Handle.apply(x) if stage.splits else x for x in flat[: len(graph.gives)]]
+        outputs = list(flat[: len(graph.gives)])
         loss = None if graph.graph.loss is None else flat[graph.graph.loss]
-        if loss is not None and stage.splits:
-            loss = Handle.apply(loss)
         for wire in self._wires:
             if wire.source == graph.number:
                 self._post.send(wire, False, microbatch, outputs[graph.gives.index(wire.name)])
         stage.arrived[microbatch] = arrived
         stage.made[microbatch] = outputs, [loss]
-        return loss
+        return loss, flat
 
     def _roots(self, stage: _Stage, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Outputs with gradients, and these."""
@@ -303,7 +378,7 @@ class PipelineModule(torch.nn.Module):
         roots, grads = self._roots(stage, action.microbatch)
         arrived = stage.arrived.pop(action.microbatch)
         wanted = [x for x in arrived.values() if x.requires_grad]
-        if action.kind == "B":
+        if action.kind == "B" or stage.whole:
             with stage.module.reducing(last=action == stage.last):
                 torch.autograd.backward(roots, grads)
         else:
@@ -316,7 +391,8 @@ class PipelineModule(torch.nn.Module):
 
     def _weights(self, stage: _Stage, action: Action) -> None:
         with stage.module.reducing(last=action == stage.last, by_hand=True):
-            stage.halves.weights(action.microbatch, stage.module.leaves())
+            if not stage.whole:
+                stage.halves.weights(action.microbatch, stage.module.leaves())
 
     # -- what crosses stages
 
@@ -394,9 +470,7 @@ class PipelineModule(torch.nn.Module):
 
     def _microbatches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
         captured, k = self._captured, self._plan.microbatches
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        if spec != captured.in_spec:
-            raise RunError("the call does not have the structure of the example inputs; call it as it was captured")
+        leaves = flatten_call(captured, self._signature, args, kwargs)
         found: list[dict[str, torch.Tensor]] = [{} for _ in range(k)]
         for i, (leaf, number) in enumerate(zip(leaves, captured.inputs, strict=True)):
             if number is None:

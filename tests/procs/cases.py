@@ -371,6 +371,31 @@ def full_round_trip(name: str, mesh: Mesh, seed: int) -> dict[str, Any]:
     }
 
 
+def eval_modes(names: Sequence[str]) -> list[float]:
+    """Worst differences to the model itself in eval mode, after a step in training mode, and in training again."""
+    return [_eval_mode(name) for name in names]
+
+
+def _eval_mode(name: str) -> float:
+    torch.manual_seed(3)
+    case = as_float64(ZOO[name](**({} if name in ("resnet", "bert") else {"dropout": 0.1})))
+    pm = autopar.parallelize(copy.deepcopy(case.model), dist.get_world_size(), case.args, example_kwargs=case.kwargs)
+    optimizer = torch.optim.SGD(pm.parameters(), lr=0.01)
+    pm.train_step(*case.args, optimizer=optimizer, **case.kwargs)
+    state = {k: v.full_tensor() if isinstance(v, DTensor) else v.clone() for k, v in pm.state_dict().items()}
+    case.model.load_state_dict(state)
+    args, kwargs = case.batch2
+    with torch.no_grad():
+        want = float(loss_of(case.model.eval()(*args, **kwargs)))
+        found = [float(loss_of(pm.eval()(*args, **kwargs))) for _ in range(2)]
+    after = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in pm.state_dict().items()}
+    assert all(torch.equal(after[k], state[k]) for k in state), "eval mode changes no buffers"
+    pm.train()
+    again = [float(loss_of(pm(*args, **kwargs))) for _ in range(2)]
+    assert again[0] != again[1] or name in ("resnet", "bert"), "dropout is on again"
+    return max(abs(x - want) / abs(want) for x in found)
+
+
 def bad_calls() -> dict[str, str]:
     """What a program says to calls that it was not made for."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5))
@@ -381,7 +406,7 @@ def bad_calls() -> dict[str, str]:
         "structure": lambda: pm(x),
         "dtype": lambda: pm(x.double(), y),
         "type": lambda: pm(x, 3),
-        "eval": lambda: pm.eval(),
+        "train": lambda: autopar.parallelize(torch.nn.Linear(4, 4).eval(), 1, x).train(),
         "half": lambda: pm.half(),
         "uneven microbatches": lambda: pm.train_step(torch.ones(4, 4), torch.ones(6, 4)),
         "wrong microbatches": lambda: pm.train_step(torch.ones(4, 4), torch.ones(4, 4), microbatches=3),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from procs.cases import LR, OneDevice, cut, difference, whole
@@ -15,7 +17,7 @@ from zoo import ZOO, as_float64, loss_of
 import autopar
 from autopar import verify
 from autopar.capture import Captured, capture
-from autopar.errors import PlanError
+from autopar.errors import PlanError, RunError
 from autopar.pipeline import PipelinePlan, StageChoice
 from autopar.placements import Mesh
 from autopar.planner.draw import random_plan
@@ -160,6 +162,82 @@ def compare_one(config: Config) -> dict[str, Any]:
         assert set(state) == set(wanted_state), set(state) ^ set(wanted_state)
         found["weight"] = difference(state, wanted_state)
     return found
+
+
+def evaluates(configs: Sequence[Config]) -> list[dict[str, Any]]:
+    return [evaluates_one(config) for config in configs]
+
+
+def evaluates_one(config: Config) -> dict[str, Any]:
+    """A step of training, eval mode, training again: losses, outputs and weights, against one device in each mode."""
+    torch.manual_seed(5)
+    case = as_float64(ZOO[config.name](**config.zoo))
+    k, double = config.microbatches, verify.promoted
+    captured = capture(case.model, *cut(case.batch, k, 0))
+    captured = dataclasses.replace(double(captured), constants=verify.doubled(captured.constants))
+    reference = OneDevice(case.model, captured)
+    pm = PipelineModule(case.model, captured, make_plan(captured, config))
+    ours = torch.optim.SGD(pm.parameters(), lr=0.1)
+    theirs = torch.optim.SGD(reference.model.parameters(), lr=0.1)
+    found: dict[str, Any] = {"loss": 0.0, "output": 0.0}
+    for step in range(2):
+        pm.train_step(*case.batch[0], optimizer=ours, **case.batch[1])
+        for i in range(k):
+            args, kwargs = cut(case.batch, k, i)
+            reference.seed = mixed_seed(pm._seed, step * k + i)
+            (loss_of(reference(*args, **kwargs)) / k).backward()
+        theirs.step()
+        theirs.zero_grad()
+        model = reference.model.eval()
+        other = capture(model, *cut(case.batch2, k, 0))
+        other = dataclasses.replace(double(other), constants=verify.doubled(other.constants))
+        alone = OneDevice(model, other)
+        with torch.no_grad():
+            wanted = [alone(*args, **kwargs) for args, kwargs in (cut(case.batch2, k, i) for i in range(k))]
+        reference.model.train()
+        want = sum(float(loss_of(w)) for w in wanted) / k
+        pm.eval()
+        losses = [pm.evaluate(*case.batch2[0], **case.batch2[1])]
+        names = list(inspect.signature(case.model.forward).parameters)
+        if "args" not in names:  # the same call by keywords
+            losses.append(pm.evaluate(**dict(zip(names, case.batch2[0], strict=False)), **case.batch2[1]))
+        whole_output = pm(*case.batch2[0], **case.batch2[1])
+        losses.append(loss_of(whole_output))
+        found["loss"] = max(found["loss"], *(abs(float(x) - want) / abs(want) for x in losses))
+        leaves = zip(*(torch.utils._pytree.tree_leaves(x) for x in (whole_output, *wanted)), strict=True)
+        for mine, *parts in leaves:
+            if isinstance(mine, torch.Tensor) and mine.ndim:
+                assert not mine.requires_grad
+                found["output"] = max(found["output"], float((mine - torch.cat(parts)).abs().max()))
+        with pytest.raises(RunError, match="call train"):
+            pm.train_step(*case.batch[0], **case.batch[1])
+        pm.train()
+        with pytest.raises(RunError, match="train_step"):
+            pm(*case.batch[0], **case.batch[1])
+    state = pm.full_state_dict()
+    found["weight"] = difference(state, reference.model.state_dict()) if state else (0.0, "")
+    return found
+
+
+class _Odd(torch.nn.Module):
+    """Eval mode leaves out more than dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x) * 2 if self.training else self.a(x)).square().mean()
+
+
+def odd_eval() -> str:
+    """What eval() says of a model whose code asks for the mode."""
+    pm = autopar.parallelize(_Odd(), 2, (torch.ones(2, 4),), stages=2, schedule="1f1b", microbatches=2)
+    try:
+        pm.eval()
+    except RunError as error:
+        return str(error)
+    raise AssertionError("eval() passed")
 
 
 def fails_in_the_middle() -> None:

@@ -11,7 +11,9 @@ from procs.pipelines import (
     TWO,
     Config,
     compare,
+    evaluates,
     fails_in_the_middle,
+    odd_eval,
     planned_on_three,
     refused_rows,
     searched_from_a_script,
@@ -64,6 +66,30 @@ def test_recompute_on_groups() -> None:
         Config("gpt2", "zb-h1", (PAIR, PAIR), 4, seed=1, recompute=("*.h.*",), lifetime="use"),
         Config("t5", "1f1b", (PAIR, ONE, ONE), 4, seed=2, recompute=("*.block.*",)),
     ])  # fmt: skip
+
+
+def test_eval_mode() -> None:
+    """Dropout off, running statistics used and left alone; the model's outputs whole on every rank."""
+    ranks = run_local(evaluates, 2, [
+        Config("gpt2", "zb-h1", TWO, 4, zoo={"dropout": 0.1}, recompute=("*.h.*",)),
+        Config("resnet", "1f1b", TWO, 2),
+        Config("transformer_encoder", "1f1b", TWO, 2, zoo={"dropout": 0.1}),
+        Config("t5", "zb-v", TWO, 2, stages=4, zoo={"dropout": 0.1}),
+    ], timeout=300)  # fmt: skip
+    for rank in ranks:
+        for row in rank:
+            assert max(row["loss"], row["output"], row["weight"][0]) < 1e-9, row
+    assert "in eval mode the model computes something else from" in run_local(odd_eval, 2, timeout=120)[1]
+
+
+def test_eval_mode_on_groups() -> None:
+    ranks = run_local(evaluates, 4, [
+        Config("gpt2", "1f1b", (PAIR, PAIR), 4, seed=1, lifetime="use", zoo={"dropout": 0.1}),
+        Config("resnet", "1f1b", (PAIR, ONE, ONE), 2, seed=2),
+    ], timeout=300)  # fmt: skip
+    for rank in ranks:
+        for row in rank:
+            assert max(row["loss"], row["output"], row["weight"][0]) < 1e-9, row
 
 
 MIXED = """

@@ -125,7 +125,7 @@ def test_time_limit_leaves_no_process() -> None:
             "type",
             r"RunError: input args\[1\]: captured as a float32 tensor of shape \(2, 4\), called with 3 of type int",
         ),
-        ("eval", r"RunError: this program was captured in training mode; for eval mode call model.eval\(\)"),
+        ("train", r"RunError: this program was captured in eval mode; for training mode call model.train\(\)"),
         ("half", r"RunError: the program was made for cpu and its dtypes"),
         ("uneven microbatches", r"RunError: train_step: inputs must be the same number of times as long"),
         ("wrong microbatches", r"RunError: train_step: inputs must be 3 times as long[^;]*; found args\[0\]: 2"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from procs.cases import Config, compare, recomputed_in_another_thread
+from procs.cases import Config, compare, eval_modes, recomputed_in_another_thread
 
 from autopar.runtime.launch import run_local
 
@@ -34,6 +34,12 @@ def of(name: str, mesh: Any, **more: Any) -> Config:
 
 def test_one_rank_equals_eager() -> None:
     check(1, [of(name, ONE, eager=True) for name in ("mlp", "gpt2", "resnet")])
+
+
+def test_eval_mode() -> None:
+    """Dropout off, running statistics instead of the batch's; then training again."""
+    for worst in run_local(eval_modes, 2, ["gpt2", "resnet", "mlp"], timeout=300):
+        assert max(worst) < 1e-9, worst
 
 
 def test_two_ranks() -> None:

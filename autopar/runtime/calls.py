@@ -1,0 +1,103 @@
+"""How a module is called: the captured call's leaves, in whatever way the same call is spelled."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from autopar.capture import Captured
+from autopar.errors import RunError
+
+
+def flatten_call(
+    captured: Captured, signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[Any]:
+    """The leaves of a call, in the order of the captured one.
+
+    Args:
+        signature: of the model's forward; by it keywords may stand for positions.
+
+    Raises:
+        RunError: the call has another structure.
+    """
+    spec = captured.in_spec
+    leaves, have = pytree.tree_flatten((args, dict(kwargs)))
+    if have == spec:
+        return leaves
+    example_args, example_kwargs = pytree.tree_unflatten(example_leaves(captured)[0], spec)
+    try:  # the same call spelled otherwise: keywords for positions, another order of keywords
+        bound = signature.bind(*args, **kwargs)
+        known = signature.bind(*example_args, **example_kwargs)
+    except TypeError:
+        bound = known = None  # type: ignore[assignment]
+    if bound is not None and known is not None and set(bound.arguments) == set(known.arguments):
+        by_name = dict(bound.arguments)
+        by_name.update(by_name.pop("kwargs", {}) if isinstance(by_name.get("kwargs"), dict) else {})
+        names = list(known.arguments)
+        if all(k in by_name for k in example_kwargs) and len(example_args) <= len(names):
+            positional = tuple(by_name[n] for n in names[: len(example_args)])
+            leaves, have = pytree.tree_flatten((positional, {k: by_name[k] for k in example_kwargs}))
+            if have == spec:
+                return leaves
+    raise RunError(
+        "the call does not have the structure of the example inputs\n"
+        f"  captured: {_structure(example_args, example_kwargs)}\n  called:   {_structure(args, kwargs)}\n"
+        "  call it as the model was captured, or parallelize again with these inputs"
+    )
+
+
+def example_leaves(captured: Captured) -> tuple[list[Any], pytree.TreeSpec]:
+    """Example leaves without values: literals, and the spec of each tensor as text."""
+    leaves: list[Any] = []
+    for i, number in enumerate(captured.inputs):
+        if i in captured.literals:
+            leaves.append(captured.literals[i])
+        else:
+            leaves.append(None if number is None else Shown(str(captured.graph.nodes[number].out)))
+    return leaves, captured.in_spec
+
+
+class Shown(str):
+    """Text that stands for a tensor."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def leaf_name(path: Sequence[Any]) -> str:
+    kind, *rest = path
+    text = pytree.keystr(tuple(rest))
+    is_args = getattr(kind, "idx", 0) == 0
+    if not is_args and rest:
+        return f"'{rest[0].key}'" + pytree.keystr(tuple(rest[1:]))
+    return f"args{text}"
+
+
+def describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
+    return f"{value!r} of type {type(value).__name__}"
+
+
+def _structure(args: Any, kwargs: Mapping[str, Any]) -> str:
+    def show(value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            return f"{str(value.dtype).removeprefix('torch.')}[{' '.join(map(str, value.shape))}]"
+        if isinstance(value, (tuple, list)):
+            return "(" + ", ".join(map(show, value)) + ")"
+        if isinstance(value, Mapping):
+            return "{" + ", ".join(f"{k}: {show(v)}" for k, v in value.items()) + "}"
+        return repr(value)
+
+    return "(" + ", ".join([*map(show, args), *(f"{k}={show(v)}" for k, v in kwargs.items())]) + ")"
+
+
+def same_literal(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and (a == b or (a != a and b != b))
+
+
+__all__ = ["describe", "example_leaves", "flatten_call", "leaf_name", "same_literal"]
