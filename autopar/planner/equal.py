@@ -1,23 +1,25 @@
-"""Stages on equal groups of devices: for every group size, mesh shape and schedule, the cut with the best estimate.
+"""Stages on groups of devices: for every group size, mesh shape and schedule, the cut with the best estimate.
 
-The estimate is that of :mod:`cost_models.staging.estimate`. For a pace (seconds that no stage may exceed) blocks are
-filled in from the last stage to the first, as many as fit the pace and the memory with the microbatches that the place
-in the schedule keeps in flight; the least pace at which all blocks find room is found by bisection. Greedy filling is
-optimal here: a stage that takes fewer blocks never helps those before it.
+Groups are equal, or, on large clusters of several device types, equal among those of a type. The estimate is that of
+:mod:`cost_models.staging.estimate`. For a pace (seconds that no stage may exceed) blocks are filled in from the last
+stage to the first, as many as fit the pace and the memory with the microbatches that the place in the schedule keeps
+in flight; the least pace at which all blocks find room is found by bisection. Greedy filling is optimal here: a stage
+that takes fewer blocks never helps those before it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import inf
+from itertools import product
+from math import inf, prod
 
 from autopar.errors import InfeasibleError
 from autopar.placements import Mesh
 from autopar.planner.blocks import Block
 from autopar.planner.menu import Filled, Filler, Menus, kinds_of, menus_of
 from autopar.planner.search import size_text
-from cost_models import mesh_axes
+from cost_models import AxisCost, mesh_axes
 from cost_models.pipeline import build
 from cost_models.staging.fill import FILLS, Fill
 from hardware_profiles import Cluster
@@ -26,16 +28,25 @@ FAR = 1.3
 """A mesh is looked at further if its lower bound is within this factor of the best estimate."""
 SPLIT = ("zb-h1", "zb-v", "dualpipe-v")
 """Schedules that compute gradients of inputs and of weights apart."""
+MOST_PLACES = 64
+"""Meshes, or pairs of them for two device types, that are filled at most."""
 PRECISE = 0.01
 """Relative precision of the pace."""
+
+
+@dataclass(frozen=True, order=True)
+class Group:
+    """Devices in row-major order of a mesh."""
+
+    mesh: Mesh
+    devices: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Cut:
     """A cut with its estimate: the first block of every stage but the first, how many of each stage's run again."""
 
-    groups: int
-    mesh: Mesh
+    groups: tuple[Group, ...]
     schedule: str
     bounds: tuple[int, ...]
     recomputed: tuple[int, ...]
@@ -44,82 +55,127 @@ class Cut:
 
 @dataclass
 class Equal:
-    """A search over equal groups.
+    """A search over groups that are equal, all or those of one device type.
 
     Attributes:
+        pools: devices by type; several only where groups may differ by type.
         shapes: meshes of a group of so many devices.
-        memory_bytes: of a device, what may be filled.
+        memory_bytes: of a device of each type, what may be filled.
+        groups: how many; None for any number.
     """
 
     cluster: Cluster
-    n_devices: int
+    pools: Sequence[Sequence[int]]
     blocks: Sequence[Block]
     menus: Menus
     shapes: Callable[[int], Sequence[Mesh]]
     schedules: Sequence[str]
     microbatches: int
-    memory_bytes: float
+    memory_bytes: Sequence[float]
     groups: int | None = None
     infeasible: InfeasibleError | None = field(default=None, init=False)
+    _fillers: dict[tuple[int, Mesh, bool], Filler | None] = field(default_factory=dict, init=False)
+    _wires: dict[tuple[int, int], AxisCost] = field(default_factory=dict, init=False)
 
     def cuts(self) -> list[Cut]:
         """All that are worth a further look, best first."""
-        n = self.n_devices
-        counts = [g for g in range(1, n + 1) if n % g == 0 and self.groups in (None, g) and g <= len(self.blocks)]
-        places = [(self._least(mesh, g), g, mesh) for g in counts for mesh in self.shapes(n // g)]
+        places = self._places()
         found: list[Cut] = []
         allowed = False
-        for least, groups, mesh in sorted(places):
+        for least, meshes in sorted(places)[:MOST_PLACES]:
             best = min((c.seconds for c in found), default=inf)
             if least > FAR * best:
                 break
-            known = menus_of(self.menus, self.blocks, mesh)
-            if known is None:
-                continue
-            fillers = [Filler(kinds_of(self.blocks), known, self.microbatches, split) for split in (False, True)]
-            names = dict.fromkeys(self.schedules) if groups > 1 else {self.schedules[0]: None}
-            for name in names:
-                if self._allows(name, groups):
-                    allowed = True
-                    one = self._cut(groups, mesh, name, fillers[groups > 1 and name in SPLIT])
-                    found += [one] if one is not None else []
+            for groups in self._orders(meshes):
+                n = len(groups)
+                for name in self.schedules if n > 1 else self.schedules[:1]:
+                    if self._allows(name, n):
+                        allowed = True
+                        one = self._cut(groups, name)
+                        found += [one] if one is not None else []
         if not found and allowed and self.infeasible is None:
             self.infeasible = self._too_small(places)
-        return sorted(found, key=lambda c: (c.seconds, c.groups, c.mesh))
+        return sorted(found, key=lambda c: (c.seconds, len(c.groups), c.groups))
 
-    def _too_small(self, places: Sequence[tuple[float, int, Mesh]]) -> InfeasibleError | None:
+    def _places(self) -> list[tuple[float, tuple[Mesh, ...]]]:
+        """A mesh for the groups of every pool, with a bound: the commonest blocks at full pace, and the bubble."""
+        kinds = kinds_of(self.blocks)
+        common = max(set(kinds), key=lambda k: (kinds.count(k), -k))
+        rates: list[list[tuple[int, float, Mesh]]] = []
+        for number, pool in enumerate(self.pools):
+            own = []
+            for size in (k for k in range(1, len(pool) + 1) if len(pool) % k == 0):
+                for mesh in self.shapes(size) if len(pool) // size <= len(self.blocks) else ():
+                    seconds = self._fastest(number, mesh, kinds.index(common))
+                    if seconds < inf:
+                        own.append((len(pool) // size, 1 / seconds if seconds else inf, mesh))
+            rates.append(own)
+        found = []
+        for combination in product(*rates):
+            n = sum(count for count, _, _ in combination)
+            if n <= len(self.blocks) and self.groups in (None, n):
+                rate = sum(count * r for count, r, _ in combination)
+                waits = min(FILLS[name].bubble for name in self.schedules) * (n - 1)
+                least = kinds.count(common) * (self.microbatches + waits) / rate if rate else inf
+                found.append((least, tuple(mesh for _, _, mesh in combination)))
+        return found
+
+    def _fastest(self, pool: int, mesh: Mesh, block: int) -> float:
+        try:
+            ways = self.menus.ways(self.blocks[block], mesh, self._first(pool, mesh))
+        except InfeasibleError as error:
+            self.infeasible = self.infeasible or error
+            return inf
+        return min(w.seconds(False) for w in ways)
+
+    def _first(self, pool: int, mesh: Mesh) -> Sequence[int] | None:
+        """The first devices of a pool for a mesh; None where they are the cluster's first."""
+        own = self.pools[pool][: prod(n for _, n in mesh)]
+        return None if list(own) == list(range(len(own))) else own
+
+    def _orders(self, meshes: tuple[Mesh, ...]) -> list[list[Group]]:
+        """The groups, the pools in order and in reverse."""
+        by_pool = []
+        for pool, mesh in zip(self.pools, meshes, strict=True):
+            size = prod(n for _, n in mesh)
+            by_pool.append([Group(mesh, tuple(pool[k : k + size])) for k in range(0, len(pool), size)])
+        orders = [[g for own in by_pool for g in own]]
+        if len(by_pool) > 1:
+            orders.append([g for own in reversed(by_pool) for g in own])
+        return orders
+
+    def _filler(self, pool: int, mesh: Mesh, split: bool) -> Filler | None:
+        key = pool, mesh, split
+        if key not in self._fillers:
+            known = menus_of(self.menus, self.blocks, mesh, self._first(pool, mesh))
+            filler = Filler(kinds_of(self.blocks), known, self.microbatches, split) if known is not None else None
+            self._fillers[key] = filler
+        return self._fillers[key]
+
+    def _too_small(self, places: Sequence[tuple[float, tuple[Mesh, ...]]]) -> InfeasibleError | None:
         """What the leanest cut would need, spread evenly."""
         needs = []
-        for _, groups, mesh in places:
-            known = menus_of(self.menus, self.blocks, mesh)
+        for _, (mesh, *_others) in places:
+            known = menus_of(self.menus, self.blocks, mesh, self._first(0, mesh))
             if known is not None:
                 least = {k: min(w.static_bytes + w.kept_bytes for w in ways) for k, ways in known.items()}
-                needs.append((sum(least[k] for k in kinds_of(self.blocks)) / groups, groups, mesh))
+                groups = sum(map(len, self.pools)) // prod(n for _, n in mesh)
+                needs.append((sum(least[k] for k in kinds_of(self.blocks)) / max(1, groups), groups, mesh))
         if not needs:
             return None
         n_bytes, groups, mesh = min(needs)
-        if n_bytes <= self.memory_bytes:
+        memory = min(self.memory_bytes)
+        if n_bytes <= memory:
             return InfeasibleError(
-                f"no plan fits {size_text(self.memory_bytes)} per device with {self.microbatches} microbatches under "
+                f"no plan fits {size_text(memory)} per device with {self.microbatches} microbatches under "
                 f"{', '.join(self.schedules)}: stages are too large, or too many microbatches are in flight; use more "
                 "devices, smaller microbatches or other schedules"
             )
         shape = " x ".join(f"{a}={k}" for a, k in mesh)
         return InfeasibleError(
-            f"no plan fits {size_text(self.memory_bytes)} per device: the leanest, {groups} group(s) of {shape}, needs "
+            f"no plan fits {size_text(memory)} per device: the leanest, {groups} group(s) of {shape}, needs "
             f"about {size_text(n_bytes)} with one microbatch in flight; use more devices or smaller microbatches"
         )
-
-    def _least(self, mesh: Mesh, groups: int) -> float:
-        """A lower bound of the step: the blocks of the commonest kind, as fast as they can be, at full pace."""
-        kinds = kinds_of(self.blocks)
-        common = max(set(kinds), key=lambda k: (kinds.count(k), -k))
-        try:
-            ways = self.menus.ways(self.blocks[kinds.index(common)], mesh)
-        except InfeasibleError as error:
-            self.infeasible = self.infeasible or error
-            return inf
-        return kinds.count(common) * min(w.seconds(False) for w in ways) * self.microbatches / groups
 
     def _allows(self, name: str, groups: int) -> bool:
         fill = FILLS[name]
@@ -133,54 +189,63 @@ class Equal:
             return False
         return True
 
-    def _cut(self, groups: int, mesh: Mesh, name: str, filler: Filler) -> Cut | None:
-        fill = FILLS[name] if groups > 1 else FILLS["1f1b"]
-        places = Places(groups, fill, self.microbatches, self.memory_bytes, filler, len(self.blocks))
-        stages = places.best()
+    def _cut(self, groups: Sequence[Group], name: str) -> Cut | None:
+        n = len(groups)
+        fill = FILLS[name] if n > 1 else FILLS["1f1b"]
+        pool_of = {d: k for k, pool in enumerate(self.pools) for d in pool}
+        pools = [pool_of[g.devices[0]] for g in groups]
+        fillers = [self._filler(k, g.mesh, n > 1 and name in SPLIT) for k, g in zip(pools, groups, strict=True)]
+        known = [f for f in fillers if f is not None]
+        if len(known) < n:
+            return None
+        memory = [self.memory_bytes[k] for k in pools]
+        stages = Places(fill, self.microbatches, memory, known, len(self.blocks)).best()
         if stages is None:
             return None
-        chunks = fill.chunks if groups > 1 else 1
-        held = [[s for _, s in stages[g::groups]] for g in range(groups)]
-        if fill.chunks > 1 and not name.startswith("interleaved"):
-            held = [[stages[g][1], stages[-1 - g][1]] for g in range(groups)]
+        chunks = fill.chunks if n > 1 else 1
+        held = [[s for _, s in stages[g::n]] for g in range(n)]
+        if chunks > 1 and not name.startswith("interleaved"):
+            held = [[stages[g][1], stages[-1 - g][1]] for g in range(n)]
         crossing = [self._transfer(first, groups) for first, _ in stages[1:]]
         times = [sum(s.seconds for s in own) for own in held]
         pace = max(*times, *(chunks * c for c in crossing)) if crossing else max(times)
         step = max(sum(s.step_seconds for s in own) for own in held)
-        bubble = fill.bubble if groups > 1 else 1.0
-        seconds = bubble * (sum(times) + 2 * sum(crossing)) + (self.microbatches - bubble) * pace + step
-        if groups == 1:
+        seconds = fill.bubble * (sum(times) + 2 * sum(crossing)) + (self.microbatches - fill.bubble) * pace + step
+        if n == 1:
             seconds = self.microbatches * times[0] + step
-        return Cut(
-            groups, mesh, name, tuple(first for first, _ in stages[1:]), tuple(s.recomputed for _, s in stages), seconds
-        )
+        recomputed = tuple(s.recomputed for _, s in stages)
+        return Cut(tuple(groups), name, tuple(first for first, _ in stages[1:]), recomputed, seconds)
 
-    def _transfer(self, block: int, groups: int) -> float:
-        size = self.n_devices // groups
-        wire = mesh_axes(self.cluster, {"pair": 2}, [0, size])["pair"]
-        return wire.seconds("send_recv", self.blocks[block].crossing_bytes / size)
+    def _transfer(self, block: int, groups: Sequence[Group]) -> float:
+        """Of what crosses, between the first two groups: they are alike, or near enough for an estimate."""
+        a, b = groups[0].devices[0], groups[1].devices[0]
+        if (a, b) not in self._wires:
+            self._wires[a, b] = mesh_axes(self.cluster, {"pair": 2}, [a, b])["pair"]
+        size = min(len(g.devices) for g in groups)
+        return self._wires[a, b].seconds("send_recv", self.blocks[block].crossing_bytes / size)
 
 
 @dataclass
 class Places:
-    """The stages of one schedule on so many groups, to be filled.
+    """The stages of one schedule, to be filled.
 
     Attributes:
-        memory_bytes: of a device; stages of a group share it equally.
+        memory_bytes: of a device of each group; stages of a group share it equally.
+        fillers: what stages of each group cost.
         in_flight: microbatches, by stage, counted for all that a group holds.
     """
 
-    groups: int
     fill: Fill
     microbatches: int
-    memory_bytes: float
-    filler: Filler
+    memory_bytes: Sequence[float]
+    fillers: Sequence[Filler]
     n_blocks: int
 
     def __post_init__(self) -> None:
+        self.groups = len(self.fillers)
         chunks = self.fill.chunks if self.groups > 1 else 1
         self.n_stages = self.groups * chunks
-        self.memory = self.memory_bytes / chunks
+        self.memory = [n / chunks for n in self.memory_bytes]
         self.in_flight = [
             self.fill.in_flight(self._group(s), self.groups, self.microbatches) if self.groups > 1 else 1.0
             for s in range(self.n_stages)
@@ -212,18 +277,22 @@ class Places:
         end, found = self.n_blocks, []
         for s in range(self.n_stages - 1, -1, -1):
             first = self._first(s, end, pace)
-            stage = self.filler.stage(first, end, self.in_flight[s], self.memory) if first is not None else None
+            stage = self._stage(s, first, end) if first is not None else None
             if first is None or stage is None:
                 return None
             found.append((first, stage))
             end = first
         return found[::-1] if end == 0 else None
 
+    def _stage(self, s: int, first: int, end: int) -> Filled | None:
+        group = self._group(s)
+        return self.fillers[group].stage(first, end, self.in_flight[s], self.memory[group])
+
     def _first(self, s: int, end: int, pace: float) -> int | None:
         """The first block of stage ``s`` that ends at ``end``: as early as it may be. Earlier stages get one each."""
 
         def fits(first: int) -> bool:
-            stage = self.filler.stage(first, end, self.in_flight[s], self.memory)
+            stage = self._stage(s, first, end)
             return stage is not None and stage.seconds <= pace
 
         if end - 1 < s or not fits(end - 1):
@@ -240,4 +309,4 @@ class Places:
 
 
 
-__all__ = ["Cut", "Equal", "Places"]
+__all__ = ["Cut", "Equal", "Group", "Places"]

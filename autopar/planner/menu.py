@@ -225,13 +225,15 @@ class Filler:
         return (self._total(b) - self._total(a)) / (self._bytes(b, in_flight) - self._bytes(a, in_flight))
 
 
-def menus_of(menus: Menus, blocks: Sequence[Block], mesh: Mesh) -> dict[int, tuple[Way, ...]] | None:
+def menus_of(
+    menus: Menus, blocks: Sequence[Block], mesh: Mesh, devices: Sequence[int] | None = None
+) -> dict[int, tuple[Way, ...]] | None:
     """Ways of every kind, numbered as :func:`kinds_of` does; None if a block has none on this mesh."""
     found = {}
     for number, block in zip(kinds_of(blocks), blocks, strict=True):
         if number not in found:
             try:
-                found[number] = menus.ways(block, mesh)
+                found[number] = menus.ways(block, mesh, devices)
             except InfeasibleError:
                 return None
     return found

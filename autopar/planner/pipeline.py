@@ -101,12 +101,10 @@ class Candidate:
         return ", ".join(f"{n} group{'s' if n > 1 else ''} of {shape}" for shape, n in runs)
 
 
-def _equal(
-    groups: int, mesh: Mesh, schedule: str, bounds: tuple[int, ...], seconds: float, recomputed: tuple[int, ...] = ()
-) -> Candidate:
+def _equal(groups: int, mesh: Mesh, schedule: str, bounds: tuple[int, ...]) -> Candidate:
     size = prod(k for _, k in mesh)
     devices = tuple(tuple(range(g * size, (g + 1) * size)) for g in range(groups))
-    return Candidate((mesh,) * groups, devices, schedule, bounds, seconds, recomputed)
+    return Candidate((mesh,) * groups, devices, schedule, bounds, 0.0)
 
 
 @dataclass(frozen=True)
@@ -182,22 +180,23 @@ class _Search:
             return self._pinned(self.asked.starts)
         asked = self.asked
         names = {START if name == SEARCHED else name: name for name in asked.schedules}
+        pools = self._pools
         search = Equal(
-            self.cluster, self.n_devices, self.blocks, self.menus, self._shapes, tuple(names),
-            asked.microbatches, self._limit(range(self.n_devices)), asked.groups,
+            self.cluster, pools, self.blocks, self.menus, self._shapes, tuple(names), asked.microbatches,
+            [self._limit(pool) for pool in pools], asked.groups,
         )  # fmt: skip
         found = search.cuts()
         self.infeasible = self.infeasible or search.infeasible
         best = found[:CANDIDATES]
         if self.n_devices <= SMALL and found:  # the estimate knows neither the order of actions nor the exact plans
             near = [c for c in found if c.seconds <= WORTH_A_LOOK * found[0].seconds]
-            for groups in sorted({c.groups for c in near}):
-                best += [c for c in near if c.groups == groups][:1]
-            best += [c for c in near if any((c.groups, c.mesh) == (d.groups, d.mesh) for d in found[:CANDIDATES])]
+            for groups in sorted({len(c.groups) for c in near}):
+                best += [c for c in near if len(c.groups) == groups][:1]
+            best += [c for c in near if any(c.groups == d.groups for d in found[:CANDIDATES])]
         cuts = [
-            _equal(
-                c.groups, c.mesh, names[c.schedule], tuple(self.blocks[b].first for b in c.bounds), c.seconds,
-                c.recomputed,
+            Candidate(
+                tuple(g.mesh for g in c.groups), tuple(g.devices for g in c.groups), names[c.schedule],
+                tuple(self.blocks[b].first for b in c.bounds), c.seconds, c.recomputed,
             )
             for c in dict.fromkeys(best)
         ]  # fmt: skip
@@ -212,7 +211,7 @@ class _Search:
             groups, rest = divmod(len(starts) + 1, PER_RANK.get(name, 1))
             if rest or self.n_devices % groups or self.asked.groups not in (None, groups):
                 continue
-            found += [_equal(groups, mesh, name, bounds, 0.0) for mesh in self._shapes(self.n_devices // groups)]
+            found += [_equal(groups, mesh, name, bounds) for mesh in self._shapes(self.n_devices // groups)]
         return found
 
     @cached_property
@@ -227,7 +226,7 @@ class _Search:
         asked, n = self.asked, self.n_devices
         names = [name for name in asked.schedules if name in UNEQUAL_SCHEDULES]
         divides = sum(n % g == 0 for g in range(1, n + 1)) > 2
-        if asked.mesh or not names or n != self.cluster.n_devices or n < 3:
+        if asked.mesh or not names or n != self.cluster.n_devices or n < 3 or len(self._pools) > 1:
             return []
         if divides and not self._uneven and not (asked.groups and n % asked.groups):
             return []
@@ -376,6 +375,14 @@ class _Search:
             n, plan = wanted, plan_graph(graph, self.cluster, mesh, options, devices=devices)
         known[n] = graph, plan
         return plan.with_in_flight(wanted)
+
+    @cached_property
+    def _pools(self) -> list[list[int]]:
+        """Devices whose groups are alike: those of each type on many devices; on few, unequal groups are searched."""
+        by_type: dict[str, list[int]] = {}
+        for d in range(self.n_devices):
+            by_type.setdefault(self.cluster.device(d).name, []).append(d)
+        return list(by_type.values()) if self.n_devices > SMALL else [list(range(self.n_devices))]
 
     @cached_property
     def _uneven(self) -> bool:

@@ -106,7 +106,7 @@ def test_the_pace_equals_that_of_the_best_of_all_cuts() -> None:
         n, groups = len(filler.kinds), rng.randint(2, 3)
         name = rng.choice(["gpipe", "1f1b", "zb-h1"])
         memory = rng.uniform(10, 60) * n / groups
-        places = Places(groups, FILLS[name], filler.microbatches, memory, filler, n)
+        places = Places(FILLS[name], filler.microbatches, [memory] * groups, [filler] * groups, n)
         paces = []
         for cuts in itertools.combinations(range(1, n), groups - 1):
             stages = [
