@@ -21,6 +21,7 @@ CASES = {
     "llama-8b": ("llama", 32, "dgx-h100-x8", (("data", 8), ("tensor", 8)), 16, 8192, None),
     "llama-8b-32-layers-free": ("llama", 32, "dgx-h100-x8", (("data", 8), ("tensor", 8)), 16, 8192, 1e15),
     "llama-126-layers-free": ("llama", 126, "dgx-h100-x8", (("data", 8), ("tensor", 8)), 16, 8192, 1e15),
+    "llama-126-layers": ("llama", 126, "dgx-h100-x8", (("data", 8), ("tensor", 8)), 16, 8192, None),
     "llama-8b-in-24-GiB": ("llama", 32, "dgx-h100-x8", (("data", 8), ("tensor", 8)), 16, 8192, 24 * 2.0**30),
     "gpt2-8": ("gpt2", 12, "dgx-h100", (("data", 8),), 8, 1024, None),
     "gpt2-2x4": ("gpt2", 12, "dgx-h100", (("data", 2), ("tensor", 4)), 8, 1024, None),
