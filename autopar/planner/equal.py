@@ -74,7 +74,7 @@ class Equal:
     memory_bytes: Sequence[float]
     groups: int | None = None
     infeasible: InfeasibleError | None = field(default=None, init=False)
-    _fillers: dict[tuple[int, Mesh, bool], Filler | None] = field(default_factory=dict, init=False)
+    _fillers: dict[tuple[int, Mesh], Filler | None] = field(default_factory=dict, init=False)
     _wires: dict[tuple[int, int], AxisCost] = field(default_factory=dict, init=False)
 
     def cuts(self) -> list[Cut]:
@@ -126,7 +126,7 @@ class Equal:
         except InfeasibleError as error:
             self.infeasible = self.infeasible or error
             return inf
-        return min(w.seconds(False) for w in ways)
+        return min(w.seconds for w in ways)
 
     def _first(self, pool: int, mesh: Mesh) -> Sequence[int] | None:
         """The first devices of a pool for a mesh; None where they are the cluster's first."""
@@ -144,11 +144,11 @@ class Equal:
             orders.append([g for own in reversed(by_pool) for g in own])
         return orders
 
-    def _filler(self, pool: int, mesh: Mesh, split: bool) -> Filler | None:
-        key = pool, mesh, split
+    def _filler(self, pool: int, mesh: Mesh) -> Filler | None:
+        key = pool, mesh
         if key not in self._fillers:
             known = menus_of(self.menus, self.blocks, mesh, self._first(pool, mesh))
-            filler = Filler(kinds_of(self.blocks), known, self.microbatches, split) if known is not None else None
+            filler = Filler(kinds_of(self.blocks), known, self.microbatches) if known is not None else None
             self._fillers[key] = filler
         return self._fillers[key]
 
@@ -194,7 +194,7 @@ class Equal:
         fill = FILLS[name] if n > 1 else FILLS["1f1b"]
         pool_of = {d: k for k, pool in enumerate(self.pools) for d in pool}
         pools = [pool_of[g.devices[0]] for g in groups]
-        fillers = [self._filler(k, g.mesh, n > 1 and name in SPLIT) for k, g in zip(pools, groups, strict=True)]
+        fillers = [self._filler(k, g.mesh) for k, g in zip(pools, groups, strict=True)]
         known = [f for f in fillers if f is not None]
         if len(known) < n:
             return None
@@ -210,7 +210,9 @@ class Equal:
         times = [sum(s.seconds for s in own) for own in held]
         pace = max(*times, *(chunks * c for c in crossing)) if crossing else max(times)
         step = max(sum(s.step_seconds for s in own) for own in held)
-        seconds = fill.bubble * (sum(times) + 2 * sum(crossing)) + (self.microbatches - fill.bubble) * pace + step
+        again = any(s.recomputed for _, s in stages)
+        bubble = 1 / chunks if again and name in SPLIT else fill.bubble  # a backward that recomputes is not split
+        seconds = bubble * (sum(times) + 2 * sum(crossing)) + (self.microbatches - bubble) * pace + step
         if n == 1:
             seconds = self.microbatches * times[0] + step
         recomputed = tuple(s.recomputed for _, s in stages)

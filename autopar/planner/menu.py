@@ -35,7 +35,6 @@ class Way:
         static_bytes: whatever does not grow with the microbatches in flight.
         kept_bytes: of one microbatch in flight.
         again_bytes: what lives while the block runs again, where it is recomputed: once for all blocks of a stage.
-        again_seconds: of what runs again: a part of the backward, and added once more where the backward is split.
     """
 
     forward_seconds: float
@@ -44,12 +43,12 @@ class Way:
     static_bytes: float
     kept_bytes: float
     again_bytes: float = 0.0
-    again_seconds: float = 0.0
     recomputed: bool = False
 
-    def seconds(self, split: bool) -> float:
-        """Forward and backward of a microbatch; ``split``: in halves, each of which makes again what it needs."""
-        return self.forward_seconds + self.backward_seconds + (self.again_seconds if split else 0.0)
+    @property
+    def seconds(self) -> float:
+        """Forward and backward of a microbatch."""
+        return self.forward_seconds + self.backward_seconds
 
 
 @dataclass
@@ -96,7 +95,7 @@ class Menus:
             spent, price = phases(graph, plan, priced), plan.price
             way = Way(
                 spent.forward_seconds, spent.backward_seconds, spent.step_seconds,
-                price.memory_bytes - price.activation_bytes, plan.kept_bytes, price.again_bytes, spent.again_seconds,
+                price.memory_bytes - price.activation_bytes, plan.kept_bytes, price.again_bytes,
             )  # fmt: skip
             plain.append(way)
             arriving = sum(
@@ -107,7 +106,7 @@ class Menus:
                 again.append(
                     replace(
                         way, backward_seconds=way.backward_seconds + way.forward_seconds, kept_bytes=float(arriving),
-                        again_bytes=way.kept_bytes, again_seconds=way.forward_seconds, recomputed=True,
+                        again_bytes=way.kept_bytes, recomputed=True,
                     )
                 )  # fmt: skip
         return (*plain, *again)
@@ -139,13 +138,11 @@ class Filler:
     Attributes:
         kinds: number of the kind of every block.
         menus: ways of each kind.
-        split: whether the schedule computes gradients of inputs and of weights apart.
     """
 
     kinds: Sequence[int]
     menus: Mapping[int, tuple[Way, ...]]
     microbatches: int
-    split: bool = False
     _count: list[list[int]] = field(init=False)
     _hulls: dict[tuple[int, float], list[Way]] = field(default_factory=dict)
     _known: dict[tuple[tuple[int, ...], float, float], Filled | None] = field(default_factory=dict)
@@ -193,13 +190,13 @@ class Filler:
         picked = [(n, w) for own, (_, hull) in zip(taken, used, strict=True) for n, w in zip(own, hull, strict=True)]
         picked = [(n, w) for n, w in picked if n]
         filled = Filled(
-            sum(n * w.seconds(self.split) for n, w in picked), sum(n * w.step_seconds for n, w in picked),
+            sum(n * w.seconds for n, w in picked), sum(n * w.step_seconds for n, w in picked),
             memory_bytes - left, sum(n for n, w in picked if w.recomputed),
         )  # fmt: skip
         return filled, max((w.again_bytes for _, w in picked), default=0.0)
 
     def _total(self, way: Way) -> float:
-        return self.microbatches * way.seconds(self.split) + way.step_seconds
+        return self.microbatches * way.seconds + way.step_seconds
 
     @staticmethod
     def _bytes(way: Way, in_flight: float) -> float:

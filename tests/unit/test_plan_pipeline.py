@@ -55,8 +55,7 @@ def random_way(rng: random.Random) -> Way:
     way = Way(forward, 2 * forward, rng.uniform(0, 2), rng.uniform(1, 8), kept)
     if rng.random() < 0.4:
         way = replace(
-            way, backward_seconds=3 * forward, kept_bytes=kept / 4, again_bytes=kept, again_seconds=forward,
-            recomputed=True,
+            way, backward_seconds=3 * forward, kept_bytes=kept / 4, again_bytes=kept, recomputed=True,
         )  # fmt: skip
     return way
 
@@ -65,7 +64,7 @@ def random_filler(rng: random.Random) -> Filler:
     n = rng.randint(3, 8)
     kinds = [rng.randrange(2) for _ in range(n)]
     menus = {k: tuple(random_way(rng) for _ in range(rng.randint(1, 3))) for k in set(kinds)}
-    return Filler(kinds, menus, rng.randint(1, 6), rng.random() < 0.3)
+    return Filler(kinds, menus, rng.randint(1, 6))
 
 
 def test_stages_are_filled_within_memory_and_near_the_best_choice_of_ways() -> None:
@@ -81,7 +80,7 @@ def test_stages_are_filled_within_memory_and_near_the_best_choice_of_ways() -> N
             return again + sum(w.static_bytes + in_flight * w.kept_bytes for w in ways)
 
         def total_of(ways: tuple[Way, ...], filler: Filler = filler) -> float:
-            return sum(filler.microbatches * w.seconds(filler.split) + w.step_seconds for w in ways)
+            return sum(filler.microbatches * w.seconds + w.step_seconds for w in ways)
 
         every = itertools.product(*(filler.menus[k] for k in filler.kinds[:end]))
         possible = [ways for ways in every if bytes_of(ways) <= memory]

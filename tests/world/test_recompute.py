@@ -15,13 +15,14 @@ from zoo import ZOO
 from autopar import verify as V
 from autopar.capture import Captured, capture
 from autopar.check import check
-from autopar.errors import PlanError
+from autopar.errors import InfeasibleError, PlanError
 from autopar.lower.emit import lower
 from autopar.placements import Mesh
 from autopar.plan import Plan
 from autopar.planner.complete import complete
 from autopar.planner.draw import random_plan
 from autopar.planner.phases import phases
+from autopar.planner.pipeline import PipelineOptions, plan_pipeline
 from autopar.planner.price import pricer
 from autopar.planner.recompute import segments_of
 from autopar.planner.search import Options, plan_graph
@@ -186,3 +187,21 @@ def test_a_memory_limit_that_only_recomputing_meets() -> None:
     tight = plan_graph(graph, CLUSTER, mesh, Options(recompute=(BLOCKS["llama"],), memory_limit_bytes=limit))
     assert tight.price.memory_bytes <= limit
     assert check(tight, graph, CLUSTER).ok
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_the_planner_recomputes_blocks_of_a_pipeline_where_memory_is_short(schedule: str) -> None:
+    case, cluster = ZOO["llama"](layers=6), load_cluster("local-x4")
+    captured = capture(case.model, case.args, case.kwargs)
+    free = plan_pipeline(captured.graph, cluster, 4, PipelineOptions(4, 2, (schedule,))).plan
+    assert not any(s.plan.recompute for s in free.stages), "recomputing costs time"
+    most = max(s.plan.price.memory_bytes for s in free.stages)
+    limit = 0.6 * most * len(free.schedule.stages_of_rank[0])
+    asked = PipelineOptions(4, 2, (schedule,), options=Options(memory_limit_bytes=limit))
+    plan = plan_pipeline(captured.graph, cluster, 4, asked).plan
+    assert any(s.plan.recompute for s in plan.stages)
+    for held in plan.schedule.stages_of_rank:
+        assert sum(plan.stages[s].plan.price.memory_bytes for s in held) <= limit
+    assert V.verify_pipeline(captured, case.model, case.args, case.kwargs, plan).worst < 1e-9
+    with pytest.raises(InfeasibleError, match="no plan fits"):
+        plan_pipeline(captured.graph, cluster, 4, replace(asked, may_recompute=False))
