@@ -6,7 +6,7 @@ autograd. It is slow and exact: what ``autopar verify`` and most tests use.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 
+from autopar.errors import RunError
 from autopar.graph import Graph
 from autopar.lower.collectives import step
 from autopar.lower.emit import Program
@@ -22,6 +23,7 @@ from autopar.plan import ParamChoice, Plan
 from autopar.planner.params import path
 from autopar.rules.pieces import fake_world, join, piece
 from autopar.staging import StageGraph
+from cost_models.pipeline.actions import Action, Schedule
 
 
 def along(x: torch.Tensor, src: State, dst: State, mesh: Mesh) -> torch.Tensor:
@@ -155,39 +157,83 @@ def _same_copies(pieces: Sequence[torch.Tensor], state: State, mesh: Mesh, name:
 
 
 def pipeline_step(
-    graphs: Sequence[StageGraph], plans: Sequence[Plan], programs: Sequence[Program],
+    graphs: Sequence[StageGraph], plans: Sequence[Plan], programs: Sequence[Program], schedule: Schedule,
     weights: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
     microbatches: Sequence[Mapping[str, torch.Tensor]], loss: int, *, seeds: Sequence[int],
 ) -> WorldStep:  # fmt: skip
     """One training step of a pipeline, every stage on all ranks of its mesh, in this process.
 
-    Every stage runs forward for its outputs, and once more with its backward: ranks of other stages cannot be alive at
-    the same time here. Every schedule that respects the order of data gives these numbers.
+    The actions are done one at a time, in an order that the rows of the schedule allow; gradients of weights count
+    when the schedule says so. Every stage runs forward for its outputs, and once more with its backward: ranks of other
+    stages cannot be alive at the same time here.
+
+    Raises:
+        RunError: the rows wait for each other.
     """
     held = dict(buffers)
+    share = 1 / len(microbatches)
     total: torch.Tensor | None = None
     sums: dict[str, torch.Tensor] = {}
-    for batch, seed in zip(microbatches, seeds, strict=True):
-        made: dict[str, torch.Tensor] = {}
-        before = dict(held)
-        for stage, plan, program in zip(graphs, plans, programs, strict=True):
-            known = {**batch, **made}
-            done = run_step(stage.graph, plan, program, weights, held, known, seed=seed, backward=False)
-            made.update(zip(stage.gives, done.outputs, strict=False))
+    made: list[dict[str, torch.Tensor]] = [{} for _ in microbatches]
+    grads: list[dict[str, torch.Tensor]] = [{} for _ in microbatches]
+    before: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
+    late: dict[tuple[int, int], Mapping[str, torch.Tensor]] = {}
+
+    def add(into: dict[str, torch.Tensor], more: Mapping[str, torch.Tensor]) -> None:
+        for name, grad in more.items():
+            into[name] = into[name] + grad if name in into else grad
+
+    for s, kind, k in _in_order(graphs, schedule):
+        stage, plan, program = graphs[s], plans[s], programs[s]
+        known = {**microbatches[k], **made[k]}
+        if kind == "F":
+            before[s, k] = dict(held)
+            done = run_step(stage.graph, plan, program, weights, held, known, seed=seeds[k], backward=False)
+            made[k].update(zip(stage.gives, done.outputs, strict=False))
             held.update(done.buffers)
             if stage.graph.loss is not None:
-                part = done.outputs[stage.graph.loss] / len(microbatches)
+                part = done.outputs[stage.graph.loss] * share
                 total = part if total is None else total + part
-        grads: dict[str, torch.Tensor] = {}
-        for stage, plan, program in reversed(list(zip(graphs, plans, programs, strict=True))):
-            leaving = {k: grads[name] for k, name in enumerate(stage.gives) if name in grads}
+        elif kind == "W":
+            add(sums, late.pop((s, k)))
+        else:
+            leaving = {i: grads[k][name] for i, name in enumerate(stage.gives) if name in grads[k]}
             done = run_step(
-                stage.graph, plan, program, weights, before, {**batch, **made}, seed=seed, leaving=leaving,
-                loss_weight=1 / len(microbatches),
+                stage.graph, plan, program, weights, before.pop((s, k)), known, seed=seeds[k], leaving=leaving,
+                loss_weight=share,
             )  # fmt: skip
-            for into, more in ((grads, done.arriving), (sums, done.gradients)):
-                for name, grad in more.items():
-                    into[name] = into[name] + grad if name in into else grad
+            add(grads[k], done.arriving)
+            if kind == "B":
+                add(sums, done.gradients)
+            else:
+                late[s, k] = done.gradients
     outputs: list[Any] = [None] * (loss + 1)
     outputs[loss] = total
     return WorldStep(outputs, sums, held)
+
+
+def _in_order(graphs: Sequence[StageGraph], schedule: Schedule) -> Iterator[Action]:
+    """The actions of a schedule, each after those whose tensors it takes and after those before it in its row."""
+    sources = [{source for _, source in stage.takes} for stage in graphs]
+    readers = [{t for t, found in enumerate(sources) if s in found} for s in range(len(graphs))]
+    done: set[Action] = set()
+
+    def ready(action: Action) -> bool:
+        s, kind, k = action
+        if kind == "F":
+            return all(Action(source, "F", k) in done for source in sources[s])
+        if kind == "W":
+            return Action(s, "I", k) in done
+        back = all(Action(t, "B", k) in done or Action(t, "I", k) in done for t in readers[s])
+        return back and Action(s, "F", k) in done
+
+    rows = [list(reversed(row)) for row in schedule.flat_rows]
+    while any(rows):
+        before = len(done)
+        for row in rows:
+            while row and ready(row[-1]):
+                done.add(row[-1])
+                yield row.pop()
+        if len(done) == before:
+            waiting = ", ".join(str(row[-1]) for row in rows if row)
+            raise RunError(f"schedule {schedule.name}: its rows wait for each other, at {waiting}")
