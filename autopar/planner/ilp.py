@@ -214,6 +214,7 @@ class Program:
         engine.setOptionValue("presolve", "choose")
         engine.setOptionValue("mip_rel_gap", gap)
         engine.setOptionValue("time_limit", engine.getRunTime() + self.time_limit_seconds)  # counts all runs
+        engine.clearSolver()  # presolve may hang on the relaxation's values, which HiGHS would complete to a solution
         if start is not None and start.n_bytes <= self.room:
             known = highspy.HighsSolution()
             known.col_value = list(start.values)
