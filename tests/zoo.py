@@ -5,7 +5,8 @@ family allows it, every dim that could be cut (batch 8, sequence 16, 8 heads, hi
 is divisible by 8, so that meshes such as 2x2x2 and 2x4 have legal cuts; what is not divisible (3 colours, the 17
 tokens of an image with a class token) is there on purpose. Dropout is 0 unless a test passes ``dropout=0.1``.
 
-``ZOO[name](device="meta")`` gives the same case without storage, weights and inputs alike.
+``ZOO[name](device="meta")`` gives the same case without storage, weights and inputs alike. ``ZOO[name](rows=12)`` has
+batches of 12, for meshes of 3.
 """
 
 from __future__ import annotations
@@ -92,12 +93,17 @@ def _register(recipe: Callable[..., _Recipe]) -> Callable[..., Case]:
     name = recipe.__name__
 
     @functools.wraps(recipe)
-    def make(device: str = "cpu", **options: Any) -> Case:
+    def make(device: str = "cpu", rows: int = 0, **options: Any) -> Case:
         made = recipe(**options)
 
         def batch(seed: int) -> Batch:
             args, kwargs = made.batch(torch.Generator().manual_seed(seed))
-            return tuple(a.to(device) for a in args), {k: v.to(device) for k, v in kwargs.items()}
+            for more in range(1, -(-rows // BATCH)):
+                other_args, other = made.batch(torch.Generator().manual_seed(seed + 100 * more))
+                args = tuple(torch.cat(pair) for pair in zip(args, other_args, strict=True))
+                kwargs = {k: torch.cat([v, other[k]]) for k, v in kwargs.items()}
+            some = slice(rows or None)
+            return tuple(a[some].to(device) for a in args), {k: v[some].to(device) for k, v in kwargs.items()}
 
         with torch.random.fork_rng(devices=[]), torch.device(device):
             torch.manual_seed(0)
@@ -141,12 +147,12 @@ def _causal_batch(g: torch.Generator) -> Batch:
 
 
 @_register
-def gpt2(dropout: float = 0.0, layers: int = 2) -> _Recipe:
+def gpt2(dropout: float = 0.0, layers: int = 2, hidden: int = HIDDEN, heads: int = HEADS) -> _Recipe:
     """Tied embeddings, learned positions, a fused query-key-value projection."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        vocab_size=VOCAB, n_positions=SEQ, n_embd=HIDDEN, n_layer=layers, n_head=HEADS, n_inner=FFN,
+        vocab_size=VOCAB, n_positions=SEQ, n_embd=hidden, n_layer=layers, n_head=heads, n_inner=2 * hidden,
         resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=0, eos_token_id=0,
         use_cache=False, attn_implementation="sdpa",
     )  # fmt: skip

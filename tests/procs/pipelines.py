@@ -18,6 +18,7 @@ import autopar
 from autopar import verify
 from autopar.capture import Captured, capture
 from autopar.errors import PlanError, RunError
+from autopar.graph import Graph
 from autopar.pipeline import PipelinePlan, StageChoice
 from autopar.placements import Mesh
 from autopar.planner.draw import random_plan
@@ -27,14 +28,19 @@ from autopar.planner.search import Options, plan_graph
 from autopar.rules.registry import rules_of
 from autopar.runtime.executor import mixed_seed
 from autopar.runtime.pipeline import PipelineModule
+from autopar.staging import StageGraph, hot_ops
 from autopar.staging import cut as stages_of
-from autopar.staging import hot_ops
 from cost_models.pipeline import parse, search, times
+from cost_models.pipeline.actions import Schedule
 from cost_models.pipeline.builders import build
 from hardware_profiles import load_cluster
 
 ONE: Mesh = (("data", 1),)
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved-1f1b": 2, "zb-h1": 1, "zb-v": 2, "dualpipe-v": 2}
+"""The synchronous schedules, and how many stages a group holds."""
+MODELS = ("gpt2", "llama", "t5", "unet", "resnet", "vit")
 TWO = (ONE, ONE)
+THREE: Mesh = (("data", 3),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,13 +53,30 @@ class Config:
     microbatches: int
     stages: int = 0
     seed: int | None = None  # of the stages' plans; None for optimal ones
-    cuts: int = 0
+    cuts: int = 0  # seed of the places
+    even: bool = False  # stages of as many operators each, instead
     zoo: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     lifetime: str = ""
     clip: float = 0.0
     evaluate: bool = False
     recompute: tuple[str, ...] = ()
     rows: str = ""  # of the schedule, instead of a name
+
+
+def microbatches_from(schedule: str, groups: int, wanted: int) -> int:
+    """The smallest number from ``wanted`` on that the schedule can do."""
+    for k in range(wanted, 100):
+        try:
+            build(schedule, groups * SCHEDULES[schedule], groups, k)
+        except ValueError:
+            continue
+        return k
+    raise AssertionError(f"{schedule} on {groups} groups")
+
+
+def by_three(name: str, microbatches: int) -> dict[str, Any]:
+    """Options of a model that a mesh of three can cut."""
+    return {"rows": 3 * microbatches, **({"hidden": 48, "heads": 6} if name == "gpt2" else {})}
 
 
 def size(mesh: Mesh) -> int:
@@ -72,16 +95,7 @@ def make_plan(captured: Captured, config: Config) -> PipelinePlan:
         schedule = parse(config.rows)
     else:
         schedule = build(config.schedule, n_stages, len(config.meshes), config.microbatches)
-    ops = [graph.nodes[i].name for i in hot_ops(graph)]
-    rng = random.Random(config.cuts)
-    for _ in range(50):
-        starts = [ops[p] for p in sorted(rng.sample(range(1, len(ops)), n_stages - 1))]
-        try:
-            graphs = stages_of(graph, starts)
-        except PlanError:  # a cut through a batch norm's counter, say
-            continue
-        if all(any(n.kind == "param" for n in g.graph.nodes) for g in graphs):  # torch.optim wants parameters
-            break
+    starts, graphs = cut_stages(graph, schedule, config)
     cluster = load_cluster(f"local-x{max(map(size, config.meshes))}")
     first = 0
     devices = []
@@ -90,26 +104,51 @@ def make_plan(captured: Captured, config: Config) -> PipelinePlan:
         first += size(mesh)
     stored: dict[tuple[int, str], Any] = {}
     choices = []
-    for number, (begin, stage) in enumerate(zip([ops[0], *starts], graphs, strict=True)):
+    for number, (begin, stage) in enumerate(zip(starts, graphs, strict=True)):
         group = schedule.rank_of_stage[number]
         mesh = config.meshes[group]
-        if config.seed is None:
-            again = patterns_in(stage.graph, config.recompute)
-            plan = plan_graph(stage.graph, cluster, mesh, Options(recompute=again))
+        again = patterns_in(stage.graph, config.recompute)
+        rules, priced = rules_of(stage.graph), pricer(cluster, mesh)
+        segments = segments_of(stage.graph, rules, again)
+        for attempt in range(100):
+            if config.seed is None:
+                plan = plan_graph(stage.graph, cluster, mesh, Options(recompute=again))
+            else:
+                seed = config.seed + number + 1000 * attempt
+                plan = random_plan(stage.graph, rules, priced, seed, recompute=segments)
+            if all(stored.get((group, name), c.stored) == c.stored for name, c in plan.params.items()):
+                break  # a parameter of two stages of one group is stored once
         else:
-            rules, priced = rules_of(stage.graph), pricer(cluster, mesh)
-            segments = segments_of(stage.graph, rules, patterns_in(stage.graph, config.recompute))
-            plan = random_plan(stage.graph, rules, priced, config.seed + number, recompute=segments)
-        params = dict(plan.params)
-        for name, choice in params.items():
-            if config.lifetime:
-                choice = dataclasses.replace(choice, lifetime=config.lifetime)
-            assert stored.setdefault((group, name), choice.stored) == choice.stored, (
-                "two stages of a group, one storage"
-            )
-            params[name] = choice
+            raise AssertionError(f"stage {number}: no plan stores its parameters like the other stage of group {group}")
+        stored.update({(group, name): choice.stored for name, choice in plan.params.items()})
+        params = {
+            name: dataclasses.replace(choice, lifetime=config.lifetime or choice.lifetime)
+            for name, choice in plan.params.items()
+        }
         choices.append(StageChoice(begin, devices[group], dataclasses.replace(plan, params=params)))
     return PipelinePlan(graph.fingerprint, cluster.name, tuple(choices), schedule)
+
+
+def cut_stages(graph: Graph, schedule: Schedule, config: Config) -> tuple[list[str], Sequence[StageGraph]]:
+    """First operators of all stages, and the stages: of even numbers of operators, or cut at random places."""
+    ops = [graph.nodes[i].name for i in hot_ops(graph)]
+    n = schedule.n_stages
+    rng = random.Random(config.cuts)
+    for attempt in range(1000):
+        if config.even:
+            places = [p * len(ops) // n + attempt for p in range(1, n)]
+        else:
+            places = sorted(rng.sample(range(1, len(ops)), n - 1))
+        try:
+            graphs = stages_of(graph, [ops[p] for p in places])
+        except PlanError as error:
+            if "is changed in stage" not in str(error):  # a cut through a batch norm
+                raise
+            continue
+        trained = {schedule.rank_of_stage[g.number] for g in graphs if any(n.kind == "param" for n in g.graph.nodes)}
+        if len(trained) == schedule.n_ranks:  # torch.optim wants parameters on every rank
+            return [ops[p] for p in (0, *places)], graphs
+    raise AssertionError(f"no cut found for {config}")
 
 
 def compare(configs: Sequence[Config]) -> list[dict[str, Any]]:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from procs.pipelines import (
+    MODELS,
     ONE,
+    SCHEDULES,
+    THREE,
     TWO,
     Config,
+    by_three,
     compare,
     evaluates,
     fails_in_the_middle,
+    microbatches_from,
     odd_eval,
     planned_on_three,
     refused_rows,
@@ -20,14 +26,15 @@ from procs.pipelines import (
 )
 
 from autopar.errors import RunError
+from autopar.placements import Mesh
 from autopar.runtime.launch import run_local
 
 PAIR = (("data", 2),)
-MINIMUM = {"dualpipe-v": 4, "zb-v": 2, "interleaved-1f1b": 2}
+FOUR = {"2+2": (PAIR, PAIR), "3+1": (THREE, ONE), "2+1+1": (PAIR, ONE, ONE), "1+1+1+1": (ONE,) * 4}
 
 
 def check(n: int, configs: list[Config]) -> None:
-    ranks: list[Any] = run_local(compare, n, configs, timeout=600)
+    ranks: list[Any] = run_local(compare, n, configs, timeout=1200)
     problems = []
     for i, config in enumerate(configs):
         for rank, found in enumerate(ranks):
@@ -136,32 +143,45 @@ def test_four_ranks() -> None:
     check(4, [
         Config("gpt2", "1f1b", (PAIR, PAIR), 4, seed=1, clip=0.1),
         Config("mlp", "zb-h1", (PAIR, ONE, ONE), 4, seed=2),
-        Config("mlp", "1f1b", ((("data", 3),), ONE), 2, seed=3, zoo={"hidden": 24, "batch": 12}),
+        Config("gpt2", "zb-v", (THREE, ONE), 2, stages=4, even=True, seed=3, zoo=by_three("gpt2", 2)),
         Config("t5", "1f1b", (PAIR, PAIR), 4, seed=4, lifetime="use"),
         Config("unet", "zb-v", (PAIR, PAIR), 4, stages=4, seed=5),
         Config("llama", "1f1b", (ONE,) * 4, 4, seed=6, clip=0.1),
     ])  # fmt: skip
 
 
-SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2), ("zb-h1", 1), ("zb-v", 2), ("dualpipe-v", 2)]
-MODELS = ("gpt2", "llama", "t5", "unet", "resnet", "vit")
+def wide(name: str, meshes: tuple[Mesh, ...], wanted: Sequence[int]) -> list[Config]:
+    """Every schedule, with every number of microbatches that is wanted and that it can do; every other one has stages
+    of even numbers of operators."""
+    found = []
+    for i, (schedule, per_group) in enumerate(SCHEDULES.items()):
+        for k in sorted({microbatches_from(schedule, len(meshes), k) for k in wanted}):
+            zoo = by_three(name, k) if THREE in meshes else {"rows": 2 * k if 8 % k else 0}
+            found.append(
+                Config(
+                    name, schedule, meshes, k, stages=len(meshes) * per_group, cuts=i + k, seed=i + k, zoo=zoo,
+                    even=(i + k) % 2 == 0, clip=0.1,
+                )
+            )  # fmt: skip
+    return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_two_ranks_wide(name: str) -> None:
-    check(2, [
-        Config(name, schedule, TWO, k, stages=2 * per_rank, cuts=k, seed=k)
-        for schedule, per_rank in SCHEDULES for k in (1, 2, 4, 8) if k >= MINIMUM.get(schedule, 1)
-    ])  # fmt: skip
+    odd = (3, 5, 6, 7)[MODELS.index(name) % 4]
+    check(2, wide(name, TWO, (1, 2, 4, 8, odd)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_four_ranks_wide(name: str) -> None:
-    groups = [(PAIR, PAIR), ((("data", 3),), ONE), (PAIR, ONE, ONE), (ONE,) * 4]
-    check(4, [
-        Config(name, schedule, meshes, 4, stages=len(meshes) * per_rank, cuts=i, seed=i, clip=0.1)
-        for i, (schedule, per_rank) in enumerate(SCHEDULES) for meshes in groups
-        if schedule != "dualpipe-v" or len(meshes) == 2
-    ])  # fmt: skip
+def test_three_ranks_wide(name: str) -> None:
+    check(3, wide(name, (PAIR, ONE), (2,)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("groups", FOUR)
+@pytest.mark.parametrize("name", MODELS)
+def test_four_ranks_wide(name: str, groups: str) -> None:
+    meshes = FOUR[groups]
+    check(4, wide(name, meshes, ((1, 2, 4)[MODELS.index(name) % 3], 8)))

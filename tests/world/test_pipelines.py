@@ -2,100 +2,116 @@
 
 from __future__ import annotations
 
-import random
+from dataclasses import replace
 
 import pytest
 import torch
+from procs.pipelines import MODELS, ONE, SCHEDULES, THREE, Config, by_three, make_plan, microbatches_from, size
 from zoo import ZOO
 
 from autopar import verify as V
 from autopar.capture import capture
-from autopar.errors import PlanError
+from autopar.errors import RunError
 from autopar.pipeline import PipelinePlan, StageChoice
-from autopar.planner.draw import random_plan
-from autopar.planner.price import pricer
-from autopar.rules.registry import rules_of
-from autopar.staging import cut, hot_ops
+from autopar.staging import cut
+from cost_models.pipeline import parse
 from cost_models.pipeline.builders import build
-from hardware_profiles import load_cluster
 
-A, B, C, D = (("data", 1),), (("data", 2),), (("data", 2), ("tensor", 2)), (("data", 2), ("tensor", 4))
+PAIR, SQUARE, EIGHT = (("data", 2),), (("data", 2), ("tensor", 2)), (("data", 2), ("tensor", 4))
 GROUPS = {
-    "2": (A, A), "2+1": (B, A), "4": (B, B), "2+4": (B, C), "1+2+4": (A, B, C), "8": (B, B, B, B), "16": (C, C, C, C),
-    "8+8": (D, D),
+    "2": (ONE, ONE), "2+1": (PAIR, ONE), "3+1": (THREE, ONE), "4": (PAIR, PAIR), "2+1+1": (PAIR, ONE, ONE),
+    "2+4": (PAIR, SQUARE), "1+2+4": (ONE, PAIR, SQUARE), "8": (PAIR,) * 4, "16": (SQUARE,) * 4, "8+8": (EIGHT, EIGHT),
 }  # fmt: skip
-MODELS = ["gpt2", "llama", "t5", "unet", "resnet", "vit"]
 
 
 def pieces(batch: dict[str, torch.Tensor], k: int) -> list[dict[str, torch.Tensor]]:
     return [{n: x.chunk(k, 0)[i] for n, x in batch.items()} for i in range(k)]
 
 
-def _first(k: int, x: torch.Tensor) -> torch.Tensor:
-    return x.chunk(k, 0)[0]
-
-
-def check(name: str, groups: str, microbatches: int, seed: int, **zoo: float) -> None:
+def check(
+    name: str, groups: str, schedule: str, microbatches: int, seed: int, *, even: bool = False, **zoo: float
+) -> None:
+    meshes = GROUPS[groups]
+    if THREE in meshes:
+        zoo = {**by_three(name, microbatches), **zoo}
     case = ZOO[name](**zoo)
     first = torch.utils._pytree.tree_map_only(
         torch.Tensor, lambda x: x.chunk(microbatches, 0)[0], (case.args, case.kwargs)
     )
     captured = V.promoted(capture(case.model, *first))
-    graph = captured.graph
     weights, buffers = V.state_of(captured, case.model)
     weights, buffers = V.doubled(weights), V.doubled(buffers)
     batches = pieces(V.doubled(V.inputs_of(captured, case.args, case.kwargs)), microbatches)
-    ops = [graph.nodes[i].name for i in hot_ops(graph)]
-    meshes = GROUPS[groups]
-
-    def plan(starts: list[str], meshes: tuple, seed: int | None) -> PipelinePlan:  # type: ignore[type-arg]
-        graphs = cut(graph, starts)
-        choices, at = [], 0
-        for number, (stage, mesh) in enumerate(zip(graphs, meshes, strict=True)):
-            own = V.one_device(stage.graph)
-            if seed is not None:
-                priced = pricer(load_cluster("dgx-h100"), mesh)
-                own = random_plan(stage.graph, rules_of(stage.graph), priced, seed + number)
-            choices.append(StageChoice([ops[0], *starts][number], tuple(range(at, at + own.n_devices)), own))
-            at += own.n_devices
-        schedule = build("1f1b", len(meshes), len(meshes), microbatches)
-        return PipelinePlan(graph.fingerprint, "", tuple(choices), schedule)
-
-    reference = V.train_pipeline(captured, plan([], (A,), None), weights, buffers, batches)
-    rng = random.Random(f"{name} {groups} {seed}")
-    for _ in range(20):
-        starts = [ops[p] for p in sorted(rng.sample(range(1, len(ops)), len(meshes) - 1))]
-        try:
-            mine = V.train_pipeline(captured, plan(starts, meshes, seed), weights, buffers, batches)
-        except PlanError as error:
-            if "is changed in stage" in str(error):
-                continue
-            raise
-        found = V.compare("", mine, reference)
-        assert found.worst < 1e-9, (starts, found)
-        return
-    raise AssertionError("no cut found")
+    stages = len(meshes) * SCHEDULES[schedule]
+    config = Config(name, schedule, meshes, microbatches, stages, seed, cuts=seed, even=even)
+    mine = V.train_pipeline(captured, make_plan(captured, config), weights, buffers, batches)
+    alone = StageChoice("", (0,), V.one_device(cut(captured.graph, [])[0].graph))
+    whole = PipelinePlan(captured.graph.fingerprint, "", (alone,), build("1f1b", 1, 1, microbatches))
+    found = V.compare("", mine, V.train_pipeline(captured, whole, weights, buffers, batches))
+    assert found.worst < 1e-9, (config, found)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_two_unequal_groups(name: str) -> None:
-    check(name, "2+1", 2, 0)
+    check(name, "2+1", "1f1b", 2, 0)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules(schedule: str) -> None:
+    check("gpt2", "2+1", schedule, 4, 1)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "unet"])
 def test_sixteen_ranks(name: str) -> None:
-    check(name, "16", 2, 1)
+    check(name, "16", "1f1b", 2, 1, even=True)
+
+
+def test_groups_of_three_and_one() -> None:
+    check("gpt2", "3+1", "zb-v", 2, 2)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "transformer_encoder"])
 def test_dropout_does_not_depend_on_the_cut(name: str) -> None:
-    check(name, "2+1", 2, 3, dropout=0.1)
+    check(name, "2+1", "1f1b", 2, 3, dropout=0.1)
+
+
+def test_rows_that_wait_for_each_other_are_named() -> None:
+    case = ZOO["mlp"]()
+    captured = capture(case.model, case.args, case.kwargs)
+    plan = make_plan(captured, Config("mlp", "1f1b", (ONE, ONE), 2))
+    rows = ("rank 0 holds 0: 0F0 0B0 0F1 0B1", "rank 1 holds 1: 1F1 1B1 1F0 1B0")
+    stuck = parse("\n".join(("schedule stuck stages 2 microbatches 2", *rows)))
+    weights, buffers = V.state_of(captured, case.model)
+    batch = V.inputs_of(captured, case.args, case.kwargs)
+    with pytest.raises(RunError, match="wait for each other, at 0B0, 1F1"):
+        V.train_pipeline(captured, replace(plan, schedule=stuck), weights, buffers, [batch, batch])
+
+
+def _cases() -> list[tuple[str, str, str, int]]:
+    found = []
+    for n, name in enumerate(MODELS):
+        for g, (groups, meshes) in enumerate(GROUPS.items()):
+            for s, schedule in enumerate(SCHEDULES):
+                wanted = (1, 2, 4, 8)[(n + g + s) % 4]
+                k = microbatches_from(schedule, len(meshes), wanted)
+                if sum(map(size, meshes)) <= 8 or k <= 4 or schedule == "dualpipe-v":
+                    found.append((name, groups, schedule, k))
+    return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("microbatches", [1, 2, 4])
-@pytest.mark.parametrize("groups", list(GROUPS))
-@pytest.mark.parametrize("name", MODELS)
-def test_sweep(name: str, groups: str, microbatches: int) -> None:
-    for seed in range(3):
-        check(name, groups, microbatches, 10 * seed)
+@pytest.mark.parametrize(("name", "groups", "schedule", "microbatches"), _cases())
+def test_sweep(name: str, groups: str, schedule: str, microbatches: int) -> None:
+    """All models, groups and schedules; every other plan has stages of even numbers of operators."""
+    seed = len(groups) + len(schedule) + microbatches
+    check(name, groups, schedule, microbatches, seed, even=seed % 2 == 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("microbatches", range(1, 9))
+def test_numbers_of_microbatches(microbatches: int, schedule: str) -> None:
+    name = MODELS[(microbatches + list(SCHEDULES).index(schedule)) % len(MODELS)]
+    if microbatches_from(schedule, 2, microbatches) != microbatches:
+        pytest.skip(f"{schedule} of two groups has no step of {microbatches} microbatches")
+    check(name, "2+1", schedule, microbatches, microbatches, rows=2 * microbatches)
