@@ -72,9 +72,11 @@ def fold(graph: Graph) -> Fold:
 
 
 def _signature(graph: Graph, node: Node) -> object:
-    args = map_refs((node.args, node.kwargs), lambda r: graph.spec(r))
+    args: list[object] = []
+    for value in (*node.args, node.kwargs):  # most arguments are tensors: no text is made of these
+        args.append(graph.spec(value) if isinstance(value, Ref) else repr(map_refs(value, graph.spec)))
     grads = tuple(graph.nodes[r.node].needs_grad for r in node.refs)
-    return node.target, repr(args), node.outs, node.hot, node.needs_grad, grads
+    return node.target, tuple(args), node.outs, node.hot, node.needs_grad, grads
 
 
 def _periods(signs: list[int], gram: int = 4) -> list[int]:

@@ -33,6 +33,8 @@ def segments_of(graph: Graph, rules: Sequence[Rule | None], patterns: Sequence[s
     Raises:
         PlanError: a pattern matches no module, or the operators of a module are not one contiguous run.
     """
+    if not patterns:
+        return ()
     ops = [i for i, node in enumerate(graph.nodes) if node.kind == "op"]
     modules = _modules(graph)
     chosen: set[str] = set()
