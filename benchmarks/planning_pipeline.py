@@ -18,7 +18,10 @@ import time
 import warnings
 from pathlib import Path
 
-TWO_KINDS = Path(__file__).parent / "clusters" / "h100-a100-512.toml"
+HERE = Path(__file__).parent
+TWO_KINDS = HERE / "clusters" / "h100-a100-512.toml"
+ETHERNET = HERE.parent / "examples" / "clusters" / "v100-8x8-25g.toml"
+NVLINK = HERE / "clusters" / "v100-8x8-nvlink.toml"
 
 CASES = {
     # name: (hidden, ffn, heads, kv heads, layers, sequence, sequences of a microbatch, microbatches, cluster, devices)
@@ -32,31 +35,49 @@ CASES = {
     "405b-128": (16384, 53248, 128, 8, 126, 8192, 4, 16, "dgx-h100-x16", 128),
     "70b-64": (8192, 28672, 64, 8, 80, 8192, 8, 16, "dgx-h100-x8", 64),
 }
+GPT_39B = {
+    # GPT-39B (Alpa's shape: 48 layers, 8192, 64 heads, 1,024 tokens), a batch of 1,024 sequences, 1F1B:
+    # name: (cluster, sequences of a microbatch, microbatches)
+    f"gpt-39b-{name}-{m}": (str(cluster), 1024 // m, m)
+    for name, cluster, counts in (("25-gbit", ETHERNET, (64, 16, 4)), ("nvlink", NVLINK, (64, 32, 16, 8, 4)))
+    for m in counts
+}
 
 
 def measure(case: str) -> dict[str, float | str]:
     """Plan one case in this process."""
     warnings.simplefilter("ignore")
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     import autopar.rules  # noqa: F401
     from autopar.capture import capture
+    from autopar.pipelines import DEFAULT_SCHEDULES as SCHEDULES
     from autopar.planner.pipeline import PipelineOptions, plan_pipeline
     from hardware_profiles import load_cluster
 
-    hidden, ffn, heads, kv_heads, layers, seq, batch, microbatches, cluster, n = CASES[case]
-    config = LlamaConfig(
-        hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, vocab_size=128256, max_position_embeddings=seq, use_cache=False,
-    )  # fmt: skip
+    gpt = case in GPT_39B
+    if gpt:
+        cluster, batch, microbatches = GPT_39B[case]
+        n, seq = 64, 1024
+        shape = GPT2Config(
+            vocab_size=51200, n_positions=seq, n_embd=8192, n_layer=48, n_head=64, resid_pdrop=0.0, embd_pdrop=0.0,
+            attn_pdrop=0.0, use_cache=False,
+        )  # fmt: skip
+    else:
+        hidden, ffn, heads, kv_heads, layers, seq, batch, microbatches, cluster, n = CASES[case]
+        config = LlamaConfig(
+            hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=layers, num_attention_heads=heads,
+            num_key_value_heads=kv_heads, vocab_size=128256, max_position_embeddings=seq, use_cache=False,
+        )  # fmt: skip
     with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        model = GPT2LMHeadModel(shape).to(torch.float16) if gpt else LlamaForCausalLM(config).to(torch.bfloat16)
         ids = torch.zeros(batch, seq, dtype=torch.long)
     start = time.process_time()
     graph = capture(model, (), {"input_ids": ids, "labels": ids, "use_cache": False}).graph
     captured = time.process_time()
-    found = plan_pipeline(graph, load_cluster(cluster), n, PipelineOptions(microbatches=microbatches))
+    asked = PipelineOptions(microbatches, schedules=("1f1b",) if gpt else SCHEDULES)
+    found = plan_pipeline(graph, load_cluster(cluster), n, asked)
     planned = time.process_time()
     return {
         "case": case,
@@ -74,7 +95,7 @@ def main() -> None:
     if len(sys.argv) > 1:
         print(json.dumps(measure(sys.argv[1])))
         return
-    for case in CASES:
+    for case in (*CASES, *GPT_39B):
         done = subprocess.run([sys.executable, __file__, case], capture_output=True, text=True)
         print(done.stdout.strip() or f"{case}: {done.stderr.strip().splitlines()[-1]}", flush=True)
 
