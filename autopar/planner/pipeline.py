@@ -386,8 +386,8 @@ class _Search:
 
     @cached_property
     def _uneven(self) -> bool:
-        """Whether groups of equal size can differ: devices of several types, or nodes of several sizes."""
-        return len({self.cluster.device(d) for d in range(self.n_devices)}) > 1
+        """Whether groups of equal size can differ: devices of several types."""
+        return len({self.cluster.device(d).name for d in range(self.n_devices)}) > 1
 
 
 def timing_of(
