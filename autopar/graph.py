@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
@@ -20,8 +20,7 @@ ITEM_BYTES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Spec:
+class Spec(NamedTuple):  # a tuple is hashed and compared without Python code: blocks are found by it
     """Global shape and dtype (``"float32"``) of one tensor."""
 
     shape: tuple[int, ...]
@@ -53,6 +52,9 @@ class Ref:
 
     node: int
     out: int = 0
+
+    def __repr__(self) -> str:  # as a dataclass would, at a third of the time: fingerprints are made of these
+        return f"Ref(node={self.node}, out={self.out})"
 
 
 def refs_in(value: Any) -> Iterator[Ref]:
@@ -110,7 +112,13 @@ class Node:
     @cached_property
     def refs(self) -> tuple[Ref, ...]:
         """Tensor inputs in argument order; a tensor used twice stands twice."""
-        return (*refs_in(self.args), *refs_in(self.kwargs))
+        found: list[Ref] = []
+        for value in self.args:
+            if isinstance(value, Ref):
+                found.append(value)
+            elif isinstance(value, (tuple, list, dict)):
+                found.extend(refs_in(value))
+        return (*found, *refs_in(self.kwargs)) if self.kwargs else tuple(found)
 
     @property
     def out(self) -> Spec:

@@ -118,7 +118,7 @@ def promoted(captured: Captured) -> Captured:
         return torch.float64 if x in LOW else x
 
     def spec(s: Spec | None) -> Spec | None:
-        return replace(s, dtype="float64") if s is not None and s.dtype in low else s
+        return s._replace(dtype="float64") if s is not None and s.dtype in low else s
 
     def node(n: Node) -> Node:
         return replace(

@@ -188,7 +188,7 @@ class Builder:
 
     def _groups(self) -> dict[int, list[_Group]]:
         """Hot tensors by representative of their producer, those with the same readers together."""
-        graph, rep = self.graph, self.fold.representative
+        graph, rep, again = self.graph, self.fold.representative, self._segment_of
         found: dict[int, dict[object, _Group]] = {}
         out_of: dict[Ref, list[int]] = {}
         for number, out in enumerate(graph.outputs):
@@ -204,14 +204,19 @@ class Builder:
                 if spec is None:
                     continue
                 ref = Ref(i, k)
-                readers = tuple(sorted({(rep[c], p) for c, p in graph.consumers.get(ref, ())}))
+                read = graph.consumers.get(ref, [])
+                if len(read) == 1:
+                    ((c, p),) = read
+                    readers: tuple[tuple[int, int], ...] = ((rep[c], p),)
+                else:
+                    readers = tuple(sorted({(rep[c], p) for c, p in read}))
                 outs, updates = tuple(out_of.get(ref, ())), tuple(update_of.get(ref, ()))
                 own = found.setdefault(rep[i], {})
                 key = (k, readers, outs, updates)
-                group = own.setdefault(key, _Group(Ref(rep[i], k), 0, 0, readers, outs, updates))
-                group.count += 1
-                first = graph.consumers.get(ref, ())[:1]
-                group.again += any(c in self._segment_of for c, _ in first)
+                if key not in own:
+                    own[key] = _Group(Ref(rep[i], k), 0, 0, readers, outs, updates)
+                own[key].count += 1
+                own[key].again += 1 if read and read[0][0] in again else 0
         return {i: list(g.values()) for i, g in found.items()}
 
     def _tensor(
@@ -353,7 +358,7 @@ class Builder:
         """Nodes whose value depends on an input of the model: activations, as opposed to functions of parameters."""
         found: set[int] = set()
         for i, node in enumerate(self.graph.nodes):
-            if node.kind == "input" or any(r.node in found for r in node.refs):
+            if node.kind == "input" or not found.isdisjoint([r.node for r in node.refs]):
                 found.add(i)
         return found
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from autopar.errors import PlanError
-from autopar.graph import Graph, Ref
+from autopar.graph import Graph, Node, Ref
 from autopar.placements import State, format_state
 from autopar.plan import ParamChoice, Plan, Price, route_key
 from autopar.planner import params as P
@@ -77,10 +77,17 @@ def needs(
     wanted: dict[Ref, dict[State, None]] = {}
     for i, node in enumerate(graph.nodes):
         if node.kind == "op":
-            states = iter(chosen[i].outs)
-            made.update({Ref(i, k): next(states) for k, spec in enumerate(node.outs) if spec is not None})
-            for ref, state in zip(node.refs, chosen[i].ins, strict=True):
-                wanted.setdefault(ref, {})[state] = None
+            own = chosen[i]
+            if len(node.outs) == len(own.outs) == 1:
+                made[Ref(i)] = own.outs[0]
+            else:
+                held = (k for k, spec in enumerate(node.outs) if spec is not None)
+                made.update({Ref(i, k): state for k, state in zip(held, own.outs, strict=True)})
+            for ref, state in zip(node.refs, own.ins, strict=True):
+                if ref in wanted:
+                    wanted[ref][state] = None
+                else:
+                    wanted[ref] = {state: None}
         elif node.kind == "param":
             made[Ref(i)] = params[i].used
         else:
@@ -141,6 +148,8 @@ def complete(
     seconds = 0.0
     cache: dict[object, tuple[float, tuple[Edge, ...]] | None] = {}
     for ref, goals in wanted.items():
+        if len(goals) == 1 and made[ref] in goals:
+            continue
         node, spec = graph.nodes[ref.node], graph.spec(ref)
         grad = node.needs_grad and spec.is_float
         key = (spec, grad, made[ref], tuple(sorted(goals)))
@@ -175,29 +184,29 @@ def _price(
     segment_of = {i: segment for segment in segments if segment.active for i in segment.ops}
     kept: dict[tuple[Ref, int], int] = {}
     again: dict[int, dict[tuple[Ref, int], int]] = {}  # by segment: what lives while it runs again
-    memo: dict[object, tuple[float, float]] = {}
+    memo: dict[object, tuple[float, float, list[tuple[int, State, int]]]] = {}
     root: dict[Ref, Ref] = {}
-    for i, node in enumerate(graph.nodes):
+    nodes = graph.nodes
+    for i, node in enumerate(nodes):
         if node.kind != "op":
             continue
         rule, strategy = rules[i], chosen[i]
         assert rule is not None
-        key = (id(rule), strategy.names, node.needs_grad, tuple(graph.nodes[r.node].needs_grad for r in node.refs))
+        # equal calls share a rule, and so the shapes
+        key = (id(rule), id(strategy), node.needs_grad, tuple([nodes[r.node].needs_grad for r in node.refs]))
         if key not in memo:
-            memo[key] = pricer.op(graph, node, rule, strategy)
-        compute += memo[key][0]
-        inside += memo[key][1]
+            memo[key] = (*pricer.op(graph, node, rule, strategy), _saved(graph, node, rule, strategy, pricer))
+        own_compute, own_inside, saved = memo[key]
+        compute += own_compute
+        inside += own_inside
         if rule.kind == "none" and len(node.outs) == 1 and node.refs:
             root[Ref(i)] = root.get(node.refs[0], node.refs[0])
         if not node.needs_grad:
             continue
-        saved = [(node.refs[p], strategy.ins[p]) for p in rule.saves]
-        if rule.saves_out:
-            saved.append((Ref(i), strategy.outs[0]))
         segment = segment_of.get(i)
-        for ref, state in saved:
-            if graph.nodes[ref.node].kind != "param" and graph.nodes[ref.node].hot:
-                n = pricer.local_bytes(graph.spec(ref), state)
+        for position, state, n in saved:
+            ref = Ref(i) if position < 0 else node.refs[position]
+            if nodes[ref.node].kind != "param" and nodes[ref.node].hot:
                 if segment is not None and (ref, state) in segment.own:
                     again.setdefault(id(segment), {})[root.get(ref, ref), n] = n
                 elif segment is None:
@@ -224,3 +233,12 @@ def _price(
         totals[3] + peak,
         in_flight * sum(kept.values()) + lives_again, lives_again,
     )  # fmt: skip
+
+
+def _saved(
+    graph: Graph, node: Node, rule: Rule, strategy: Strategy, pricer: Pricer
+) -> list[tuple[int, State, int]]:
+    """What autograd keeps of an op: positions among its inputs (-1: the output), layouts, bytes on one rank."""
+    kept = [(p, graph.spec(node.refs[p]), strategy.ins[p]) for p in rule.saves]
+    kept += [(-1, node.out, strategy.outs[0])] if rule.saves_out else []
+    return [(p, state, pricer.local_bytes(spec, state)) for p, spec, state in kept]

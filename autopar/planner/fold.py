@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from autopar.graph import Graph, Node, Ref, map_refs
+from autopar.graph import Graph, Node, Ref, Spec, map_refs
 
 MIN_CONTRACTIONS = 4
 """A block has at least this many operators with a parameter of two or more dims: neighbouring layers of a plain MLP
@@ -53,6 +53,9 @@ def fold(graph: Graph) -> Fold:
     for period in _periods(signs):
         start = 0
         while start + period < len(ops):
+            if taken[start] or signs[start] != signs[start + period]:
+                start += 1
+                continue
             run = _run(graph, ops, position, signs, taken, start, period)
             if run is None:
                 start += 1
@@ -72,11 +75,20 @@ def fold(graph: Graph) -> Fold:
 
 
 def _signature(graph: Graph, node: Node) -> object:
-    args: list[object] = []
-    for value in (*node.args, node.kwargs):  # most arguments are tensors: no text is made of these
-        args.append(graph.spec(value) if isinstance(value, Ref) else repr(map_refs(value, graph.spec)))
-    grads = tuple(graph.nodes[r.node].needs_grad for r in node.refs)
-    return node.target, tuple(args), node.outs, node.hot, node.needs_grad, grads
+    nodes, args, plain = graph.nodes, [], 0
+    for value in node.args:  # most arguments are tensors: no text is made of these
+        if isinstance(value, Ref):
+            args.append(nodes[value.node].outs[value.out])
+            plain += 1
+        else:
+            args.append(value)
+    nested = plain < len(node.refs)
+    texts = [
+        value if isinstance(value, Spec) else repr(map_refs(value, graph.spec) if nested else value) for value in args
+    ]
+    kwargs = repr(map_refs(node.kwargs, graph.spec)) if node.kwargs else ""
+    grads = tuple([nodes[r.node].needs_grad for r in node.refs])
+    return node.target, tuple(texts), kwargs, node.outs, node.hot, node.needs_grad, grads
 
 
 def _periods(signs: list[int], gram: int = 4) -> list[int]:
@@ -111,7 +123,7 @@ def _run(
 def _same_inputs(graph: Graph, ops: list[int], position: dict[int, int], start: int, at: int, period: int) -> bool:
     first = at - start < period
     for mine, other in zip(graph.nodes[ops[at]].refs, graph.nodes[ops[at + period]].refs, strict=True):
-        if mine == other:
+        if mine.node == other.node and mine.out == other.out:
             continue
         a, b = position.get(mine.node), position.get(other.node)
         if a is None and b is None:
@@ -134,12 +146,13 @@ def _contractions(graph: Graph, ops: list[int]) -> int:
 
 
 def _merge(graph: Graph, ops: list[int], representative: list[int], first: int, length: int, repeats: int) -> None:
+    nodes = graph.nodes
     for block in range(1, repeats):
         for offset in range(length):
             base, other = ops[first + offset], ops[first + block * length + offset]
             representative[other] = base
-            for a, b in zip(graph.nodes[base].refs, graph.nodes[other].refs, strict=True):
-                if a != b and graph.nodes[b.node].kind in ("param", "buffer") and representative[b.node] == b.node:
+            for a, b in zip(nodes[base].refs, nodes[other].refs, strict=True):
+                if a.node != b.node and nodes[b.node].kind in ("param", "buffer") and representative[b.node] == b.node:
                     representative[b.node] = representative[a.node]
 
 

@@ -76,6 +76,9 @@ class Program:
         backend.buildSolverModel(model)
         self.engine = model.solverModel
         self.rows = [np.array([v.index for v in row], dtype=np.int32) for row in x]
+        self.lengths = np.array([len(row) for row in self.rows])
+        self.starts = np.concatenate(([0], np.cumsum(self.lengths)[:-1]))
+        self.flat, self.row_of = np.concatenate(self.rows), np.repeat(np.arange(len(self.rows)), self.lengths)
         flat = [(v.index, n) for row, item in zip(x, problem.items, strict=True)
                 for v, n in zip(row, item.n_bytes, strict=True) if n]  # fmt: skip
         flat.extend((v.index, n) for v, n in common)
@@ -180,12 +183,13 @@ class Program:
         engine = self.engine
         price = relaxed.byte_price
         engine.changeRowBounds(self.memory_row, -math.inf, math.inf)
-        found = []
-        for factor in (1 - 1e-3, 1 + 1e-3):
-            found.append(replace(self._at(price * factor), bound=relaxed.bound))
+        self._charge(price * (1 - 1e-3))
+        near = self._below_peak(relaxed.picked)  # almost always the peak of both, and whole at once
+        faster = near if near is not None and near.whole else self._at(price * (1 - 1e-3))
+        smaller = self._at(price * (1 + 1e-3))
         self._charge(0.0)
         engine.changeRowBounds(self.memory_row, -math.inf, self.room / self.unit)
-        return found[0], found[1]
+        return replace(faster, bound=relaxed.bound), replace(smaller, bound=relaxed.bound)
 
     def _below_peak(self, picked: tuple[int, ...]) -> _Point | None:
         """The relaxation with no peak above that of a choice: the peak is what makes a vertex not whole, mostly."""
@@ -248,8 +252,12 @@ class Program:
     def _point(self, bound: float) -> _Point:
         values = np.asarray(self.engine.getSolution().col_value)
         total = float(values[self.columns] @ self.n_bytes)
-        picked = tuple(int(values[row].argmax()) for row in self.rows)
-        whole = all(values[row[k]] > 1 - 1e-6 for row, k in zip(self.rows, picked, strict=True))
+        own = values[self.flat]
+        most = np.maximum.reduceat(own, self.starts)
+        largest = np.flatnonzero(own == np.repeat(most, self.lengths))
+        _, first = np.unique(self.row_of[largest], return_index=True)
+        picked = tuple((largest[first] - self.starts).tolist())
+        whole = bool((most > 1 - 1e-6).all())
         paid = self.price * total
         return _Point(picked, self.engine.getObjectiveValue() - paid, total, bound - paid, whole, values=values)
 

@@ -452,7 +452,7 @@ class _Pins:
     def uniform(self, folding: Fold) -> bool:
         """Whether all nodes of every fold class are pinned alike."""
         nodes = self.graph.nodes
-        return all(
+        return not (self.ops or self.params) or all(
             self.ops.get(nodes[i].name) == self.ops.get(nodes[r].name)
             and self.params.get(nodes[i].target) == self.params.get(nodes[r].target)
             for i, r in enumerate(folding.representative)
