@@ -9,8 +9,10 @@ that takes fewer blocks never helps those before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, cached_property
+from heapq import heapify, heappop, heappush
 from itertools import product
 from math import inf, prod
 
@@ -26,10 +28,14 @@ from hardware_profiles import Cluster
 
 FAR = 1.3
 """A mesh is looked at further if its lower bound is within this factor of the best estimate."""
+NEAR = 1.1
+"""The same where numbers of microbatches compete, so that there are more ways to come close."""
 SPLIT = ("zb-h1", "zb-v", "dualpipe-v")
 """Schedules that compute gradients of inputs and of weights apart."""
 MOST_PLACES = 64
 """Meshes, or pairs of them for two device types, that are filled at most."""
+ALONE: Mesh = (("data", 1),)
+"""The mesh of one device."""
 PRECISE = 0.01
 """Relative precision of the pace."""
 
@@ -62,6 +68,11 @@ class Equal:
         shapes: meshes of a group of so many devices.
         memory_bytes: of a device of each type, what may be filled.
         groups: how many; None for any number.
+        floors: by number of the pool and mesh, seconds that the commonest block takes at least, where they are known:
+            what is too slow at that is not planned at all.
+        best_known: the seconds of a step found elsewhere, with which cuts compete.
+        far: a mesh is looked at further if its bound is within this factor of the best estimate.
+        fastest: like ``floors``, what was found.
     """
 
     cluster: Cluster
@@ -73,60 +84,100 @@ class Equal:
     microbatches: int
     memory_bytes: Sequence[float]
     groups: int | None = None
+    floors: Mapping[tuple[int, Mesh], float] = field(default_factory=dict)
+    best_known: float = inf
+    far: float = FAR
     infeasible: InfeasibleError | None = field(default=None, init=False)
+    fastest: dict[tuple[int, Mesh], float] = field(default_factory=dict, init=False)
     _fillers: dict[tuple[int, Mesh], Filler | None] = field(default_factory=dict, init=False)
     _wires: dict[tuple[int, int], AxisCost] = field(default_factory=dict, init=False)
 
     def cuts(self) -> list[Cut]:
         """All that are worth a further look, best first."""
-        places = self._places()
+        places = [(self._bound(meshes), meshes) for meshes in self._places()]
+        heapify(places)
         found: list[Cut] = []
-        allowed = False
-        for least, meshes in sorted(places)[:MOST_PLACES]:
-            best = min((c.seconds for c in found), default=inf)
-            if least > FAR * best:
+        seen: list[tuple[Mesh, ...]] = []
+        while places and len(seen) < MOST_PLACES:
+            least, meshes = heappop(places)
+            if least == inf or least > self.far * min([self.best_known, *(c.seconds for c in found)]):
                 break
+            if any((pool, mesh) not in self.fastest for pool, mesh in enumerate(meshes)):
+                for pool, mesh in enumerate(meshes):
+                    self._solve(pool, mesh)
+                heappush(places, (self._bound(meshes), meshes))
+                continue
+            seen.append(meshes)  # so some schedule allows so many groups
             for groups in self._orders(meshes):
                 n = len(groups)
                 for name in self.schedules if n > 1 else self.schedules[:1]:
                     if self._allows(name, n):
-                        allowed = True
                         one = self._cut(groups, name)
                         found += [one] if one is not None else []
-        if not found and allowed and self.infeasible is None:
-            self.infeasible = self._too_small(places)
+        self.menus.forget()
+        if not found and seen and self.infeasible is None:
+            self.infeasible = self._too_small(seen)
         return sorted(found, key=lambda c: (c.seconds, len(c.groups), c.groups))
 
-    def _places(self) -> list[tuple[float, tuple[Mesh, ...]]]:
-        """A mesh for the groups of every pool, with a bound: the commonest blocks at full pace, and the bubble."""
+    def _places(self) -> list[tuple[Mesh, ...]]:
+        """A mesh for the groups of every pool."""
+        most = len(self.blocks)
+        own = [
+            [m for k in range(1, len(p) + 1) if len(p) % k == 0 and len(p) // k <= most for m in self.shapes(k)]
+            for p in self.pools
+        ]
+        found = [
+            (sum(len(p) // prod(k for _, k in m) for p, m in zip(self.pools, meshes, strict=True)), meshes)
+            for meshes in product(*own)
+        ]
+        return [meshes for n, meshes in found if n <= most and self.groups in (None, n)]
+
+    def _bound(self, meshes: tuple[Mesh, ...]) -> float:
+        """Less than any step takes: the commonest blocks at full pace, and the bubble."""
+        n, rate = 0, 0.0
+        for pool, mesh in enumerate(meshes):
+            size = prod(k for _, k in mesh)
+            count = len(self.pools[pool]) // size
+            ideal = max(self.floors.get((pool, mesh), 0.0), self._alone[pool] / size)
+            seconds = self.fastest.get((pool, mesh), ideal)
+            if seconds == inf:
+                return inf
+            n, rate = n + count, rate + (count / seconds if seconds else inf)
+        bubbles = [FILLS[name].bubble for name in self.schedules if self._allows(name, n)]
+        if not bubbles:
+            return inf
+        # with few microbatches no schedule hides that the first must go all the way and back (two thirds of its time)
+        microbatches = max(self.microbatches + min(bubbles) * (n - 1), 1 + (n - 1) * 2 / 3)
+        return self._common[1] * microbatches / rate
+
+    @cached_property
+    def _common(self) -> tuple[int, int]:
+        """Number of the first block of the commonest kind, and how many there are."""
         kinds = kinds_of(self.blocks)
         common = max(set(kinds), key=lambda k: (kinds.count(k), -k))
-        rates: list[list[tuple[int, float, Mesh]]] = []
-        for number, pool in enumerate(self.pools):
-            own = []
-            for size in (k for k in range(1, len(pool) + 1) if len(pool) % k == 0):
-                for mesh in self.shapes(size) if len(pool) // size <= len(self.blocks) else ():
-                    seconds = self._fastest(number, mesh, kinds.index(common))
-                    if seconds < inf:
-                        own.append((len(pool) // size, 1 / seconds if seconds else inf, mesh))
-            rates.append(own)
+        return kinds.index(common), kinds.count(common)
+
+    @cached_property
+    def _alone(self) -> list[float]:
+        """What the commonest block takes on one device of each pool: a part of a cut operator never takes less than
+        its share (see :mod:`cost_models.compute`)."""
         found = []
-        for combination in product(*rates):
-            n = sum(count for count, _, _ in combination)
-            if n <= len(self.blocks) and self.groups in (None, n):
-                rate = sum(count * r for count, r, _ in combination)
-                waits = min(FILLS[name].bubble for name in self.schedules) * (n - 1)
-                least = kinds.count(common) * (self.microbatches + waits) / rate if rate else inf
-                found.append((least, tuple(mesh for _, _, mesh in combination)))
+        for pool in range(len(self.pools)):
+            self._solve(pool, ALONE)
+            seconds = self.fastest[pool, ALONE]
+            found.append(seconds if seconds < inf else 0.0)
         return found
 
-    def _fastest(self, pool: int, mesh: Mesh, block: int) -> float:
+    def _solve(self, pool: int, mesh: Mesh) -> None:
+        """Find what the commonest block takes at least; for ever if it cannot be planned."""
+        if (pool, mesh) in self.fastest:
+            return
         try:
-            ways = self.menus.ways(self.blocks[block], mesh, self._first(pool, mesh))
+            block = self.blocks[self._common[0]]
+            self.fastest[pool, mesh] = self.menus.fastest(block, mesh, self._first(pool, mesh))
         except InfeasibleError as error:
             self.infeasible = self.infeasible or error
-            return inf
-        return min(w.seconds for w in ways)
+            self.fastest[pool, mesh] = inf
 
     def _first(self, pool: int, mesh: Mesh) -> Sequence[int] | None:
         """The first devices of a pool for a mesh; None where they are the cluster's first."""
@@ -152,10 +203,10 @@ class Equal:
             self._fillers[key] = filler
         return self._fillers[key]
 
-    def _too_small(self, places: Sequence[tuple[float, tuple[Mesh, ...]]]) -> InfeasibleError | None:
+    def _too_small(self, places: Sequence[tuple[Mesh, ...]]) -> InfeasibleError | None:
         """What the leanest cut would need, spread evenly."""
         needs = []
-        for _, (mesh, *_others) in places:
+        for mesh, *_ in places:
             known = menus_of(self.menus, self.blocks, mesh, self._first(0, mesh))
             if known is not None:
                 least = {k: min(w.static_bytes + w.kept_bytes for w in ways) for k, ways in known.items()}
@@ -183,11 +234,7 @@ class Equal:
             return True
         if groups * fill.chunks > len(self.blocks) or self.microbatches < fill.least(groups):
             return False
-        try:
-            build(name, groups * fill.chunks, groups, self.microbatches)
-        except ValueError:
-            return False
-        return True
+        return _can_be_built(name, groups * fill.chunks, groups, self.microbatches)
 
     def _cut(self, groups: Sequence[Group], name: str) -> Cut | None:
         n = len(groups)
@@ -225,6 +272,15 @@ class Equal:
             self._wires[a, b] = mesh_axes(self.cluster, {"pair": 2}, [a, b])["pair"]
         size = min(len(g.devices) for g in groups)
         return self._wires[a, b].seconds("send_recv", self.blocks[block].crossing_bytes / size)
+
+
+@cache
+def _can_be_built(name: str, stages: int, groups: int, microbatches: int) -> bool:
+    try:
+        build(name, stages, groups, microbatches)
+    except ValueError:
+        return False
+    return True
 
 
 @dataclass

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +26,8 @@ except ImportError:  # CBC solves then
 
 PRICES = (0.3, 2.0, 10.0)
 """Of all bytes of the fastest choice, in multiples of its seconds."""
+HULL_GAP = 0.01
+"""How far a choice at a price may be from the best, where branch and bound is needed to find it."""
 
 
 def solve(problem: Problem, *, time_limit_seconds: float = 120.0, solver: str = "auto", gap: float = 0.0) -> Choice:
@@ -123,30 +126,30 @@ class Program:
         faster, smaller = self.around(self._relaxed)
         return self.choice(faster), self.choice(smaller)
 
-    def hull(self) -> list[Choice]:
+    def hull(self, prices: Sequence[float] = PRICES) -> list[Choice]:
         """The fastest choice and smaller ones, without limit: the best at rising prices of a byte.
 
-        At price p all bytes of the fastest choice cost p times its seconds, for p in ``PRICES``.
+        At price p all bytes of the fastest choice cost p times its seconds.
 
         Raises:
             InfeasibleError: there is no choice at all.
         """
         self.engine.changeRowBounds(self.memory_row, -math.inf, math.inf)
-        found = [self._at(0.0)]
+        found = [self._at(0.0, HULL_GAP)]
         unit = max(1.0, found[0].seconds) / max(1.0, found[0].n_bytes)
-        found += [self._at(price * unit) for price in PRICES]
+        found += [self._at(price * unit, HULL_GAP) for price in prices]
         self._charge(0.0)
         self.limit(self.problem.limit_bytes)
         ordered = sorted({p.picked: p for p in found}.values(), key=lambda p: (p.seconds, p.n_bytes))
         return [self.choice(replace(p, bound=p.seconds)) for p in ordered]
 
-    def _at(self, price: float) -> _Point:
+    def _at(self, price: float, gap: float = 0.0) -> _Point:
         """The best choice at a price of a byte, in scaled seconds."""
         self._charge(price)
         point = self.relaxed()
         if point is not None and not point.whole:
             point = self._below_peak(point.picked)
-        return point if point is not None and point.whole else self.best(0.0)
+        return point if point is not None and point.whole else self.best(gap)
 
     def solve(self, gap: float = 0.0) -> Choice:
         """As :func:`solve`."""
@@ -317,7 +320,7 @@ class ByCbc:
         """Not known."""
         return None
 
-    def hull(self) -> list[Choice]:
+    def hull(self, prices: Sequence[float] = PRICES) -> list[Choice]:
         """The fastest alone."""
         self.limit(None)
         return [self.solve()]

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field, replace
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
 from autopar.placements import Mesh
+from autopar.plan import Plan
 from autopar.planner.blocks import Block
 from autopar.planner.ilp import PRICES
 from autopar.planner.phases import phases
 from autopar.planner.price import pricer
 from autopar.planner.recompute import patterns_in
-from autopar.planner.search import Options, plans_by_memory
+from autopar.planner.search import Options, PlansByMemory
 from hardware_profiles import Cluster
 
 WAYS = 1 + len(PRICES)
@@ -67,6 +68,7 @@ class Menus:
     recompute: bool
     _graphs: dict[tuple[int, ...], Graph] = field(default_factory=dict)
     _known: dict[tuple[object, ...], tuple[Way, ...]] = field(default_factory=dict)
+    _begun: dict[tuple[object, ...], PlansByMemory] = field(default_factory=dict)
 
     def ways(self, block: Block, mesh: Mesh, devices: Sequence[int] | None = None) -> tuple[Way, ...]:
         """From the fastest to the smallest, those that keep what they need first.
@@ -74,24 +76,53 @@ class Menus:
         Raises:
             InfeasibleError: the block cannot be planned on the mesh at all.
         """
-        numbers = tuple(devices) if devices is not None else None
-        key = block.kind, mesh, numbers
+        key = self._key(block, mesh, devices)
         if key not in self._known:
-            self._known[key] = self._solve(block, mesh, numbers)
+            plans = self._plans(block, mesh, devices)
+            self._known[key] = self._ways(self._graphs[block.kind], plans.every(), mesh, devices)
+            del self._begun[key]
         return self._known[key]
 
-    def _solve(self, block: Block, mesh: Mesh, devices: tuple[int, ...] | None) -> tuple[Way, ...]:
-        if block.kind not in self._graphs:
-            self._graphs[block.kind] = self.graph_of(block)
-        graph = self._graphs[block.kind]
-        in_flight = min(IN_FLIGHT, self.options.microbatches)
-        options = replace(
-            self.options, constraints=None, params=None, inputs=None, outputs=None, in_flight=in_flight,
-            recompute=patterns_in(graph, self.options.recompute),
-        )  # fmt: skip
+    def fastest(self, block: Block, mesh: Mesh, devices: Sequence[int] | None = None) -> float:
+        """Seconds of a microbatch in the fastest way, which is found before the others.
+
+        Raises:
+            InfeasibleError: as for :meth:`ways`.
+        """
+        key = self._key(block, mesh, devices)
+        if key not in self._known:
+            plan = self._plans(block, mesh, devices).fastest()
+            return self._ways(self._graphs[block.kind], [plan], mesh, devices)[0].seconds
+        return min(w.seconds for w in self._known[key])
+
+    def forget(self) -> None:
+        """Let go of what was begun for :meth:`fastest` and not needed since."""
+        self._begun.clear()
+
+    @staticmethod
+    def _key(block: Block, mesh: Mesh, devices: Sequence[int] | None) -> tuple[object, ...]:
+        return block.kind, mesh, tuple(devices) if devices is not None else None
+
+    def _plans(self, block: Block, mesh: Mesh, devices: Sequence[int] | None) -> PlansByMemory:
+        key = self._key(block, mesh, devices)
+        if key not in self._begun:
+            if block.kind not in self._graphs:
+                self._graphs[block.kind] = self.graph_of(block)
+            graph = self._graphs[block.kind]
+            options = replace(
+                self.options, constraints=None, params=None, inputs=None, outputs=None,
+                in_flight=min(IN_FLIGHT, self.options.microbatches),
+                recompute=patterns_in(graph, self.options.recompute),
+            )  # fmt: skip
+            self._begun[key] = PlansByMemory(graph, self.cluster, mesh, options, devices=devices)
+        return self._begun[key]
+
+    def _ways(
+        self, graph: Graph, plans: Sequence[Plan], mesh: Mesh, devices: Sequence[int] | None
+    ) -> tuple[Way, ...]:
         priced = pricer(self.cluster, mesh, devices)
         plain, again = [], []
-        for plan in plans_by_memory(graph, self.cluster, mesh, options, devices=devices):
+        for plan in plans:
             spent, price = phases(graph, plan, priced), plan.price
             way = Way(
                 spent.forward_seconds, spent.backward_seconds, spent.step_seconds,

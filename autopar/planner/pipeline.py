@@ -2,19 +2,20 @@
 
 1. Blocks are found in the graph; every kind of block is planned alone on every mesh shape of every group size: a menu
    from the fastest way to a small one, with and without recomputing (:mod:`autopar.planner.menu`).
-2. For every number of groups, mesh shape and schedule, stages are filled with blocks within the memory that the
-   microbatches in flight leave (:mod:`autopar.planner.equal`). Where devices differ, or their number divides badly, a
-   dynamic program cuts over unequal groups (:mod:`autopar.planner.unequal`). Both have an estimate of the step.
+2. For every number of microbatches, number of groups, mesh shape and schedule, stages are filled with blocks within
+   the memory that the microbatches in flight leave (:mod:`autopar.planner.equal`). Where devices differ, or their
+   number divides badly, a dynamic program cuts over unequal groups (:mod:`autopar.planner.unequal`). Both have an
+   estimate of the step.
 3. The best few are planned exactly, stage by stage, and simulated. The simulated best is the plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
-from math import prod
+from math import inf, prod
 
 from autopar.errors import InfeasibleError, PlanError
 from autopar.graph import Graph
@@ -22,7 +23,7 @@ from autopar.pipeline import PipelinePlan, StageChoice
 from autopar.placements import Mesh, local_shape, mesh_shapes
 from autopar.plan import Plan
 from autopar.planner.blocks import Block, blocks
-from autopar.planner.equal import Equal
+from autopar.planner.equal import FAR, NEAR, Equal
 from autopar.planner.fold import fold
 from autopar.planner.menu import Menus
 from autopar.planner.order import SEARCHED, START, better_order, check_name
@@ -46,6 +47,8 @@ CANDIDATES = 3
 """Ways to cut that are planned exactly and simulated."""
 SMALL = 16
 """Devices up to which more ways are looked at: exact plans of few stages cost little."""
+NUMBERS = 4
+"""Numbers of microbatches of which the best few ways are planned exactly; of the best two, all that are near."""
 LARGE_GAP = 0.06
 """The gap that is good enough for stages on more devices than that, where memory binds."""
 WORTH_A_LOOK = 2.0
@@ -117,32 +120,43 @@ class Planned:
 
 
 def plan_pipeline(
-    graph: Graph, cluster: Cluster, n_devices: int, asked: PipelineOptions, *, cluster_name: str = ""
-) -> Planned:
+    graph: Graph | Mapping[int, Graph], cluster: Cluster, n_devices: int, asked: PipelineOptions, *,
+    cluster_name: str = "",
+) -> Planned:  # fmt: skip
     """The best pipelined plan on the first ``n_devices`` of a cluster; one group of all of them is among the choices.
+
+    Args:
+        graph: of a microbatch; or graphs by number of microbatches, all of the same batch, to choose the number too
+            (that of ``asked`` does not matter then).
 
     Raises:
         PlanError: a schedule, a number of groups or cuts that cannot be.
         InfeasibleError: nothing fits the devices' memory.
     """
-    search = _Search(graph, cluster, n_devices, asked, cluster_name)
+    graphs = dict(sorted(graph.items())) if isinstance(graph, Mapping) else {asked.microbatches: graph}
     for name in asked.schedules:
         check_name(name)
     if asked.groups is not None and not 1 <= asked.groups <= n_devices:
         raise PlanError(f"{n_devices} devices cannot be cut into {asked.groups} groups; use 1 to {n_devices}")
+    searches = [
+        _Search(own, cluster, n_devices, replace(asked, microbatches=m), cluster_name) for m, own in graphs.items()
+    ]
     if asked.options.recompute:  # the patterns are those of the whole model
-        segments_of(graph, rules_of(graph, fold(graph).representative), asked.options.recompute)
+        first = searches[0].graph
+        segments_of(first, rules_of(first, fold(first).representative), asked.options.recompute)
     found: list[tuple[float, str, PipelinePlan, Timeline]] = []
-    for candidate in search.candidates():
+    infeasible: InfeasibleError | None = None
+    for search, candidate in _promising(searches):
         try:
             one = search.exact(candidate)
         except InfeasibleError as error:
-            search.infeasible = error
+            infeasible = error
             continue
         found += [one] if one is not None else []
     if not found:
-        raise search.infeasible or PlanError(
-            f"no schedule of {', '.join(asked.schedules)} allows {asked.microbatches} microbatches on "
+        counts = " or ".join(map(str, graphs))
+        raise infeasible or next((s.infeasible for s in searches if s.infeasible), None) or PlanError(
+            f"no schedule of {', '.join(asked.schedules)} allows {counts} microbatches on "
             f"{asked.groups or 'any number of'} groups of {n_devices} devices; change the microbatches or the schedules"
         )
     found.sort(key=lambda f: f[0])
@@ -150,7 +164,55 @@ def plan_pipeline(
     return Planned(plan, timeline, tuple((what, seconds) for seconds, what, _, _ in found))
 
 
-@dataclass
+def _promising(searches: Sequence[_Search]) -> list[tuple[_Search, Candidate]]:
+    """What is planned exactly, of searches from the fewest microbatches to the most.
+
+    A smaller microbatch never takes less time a row, so what was too slow with a larger one is not planned again.
+    """
+    if len(searches) == 1 or searches[0].asked.starts is not None:
+        return [(s, c) for s in searches for c in s.candidates()]
+    found: list[tuple[float, int, _Search, Candidate]] = []
+    whole: dict[tuple[int, int, Mesh], float] = {}  # what the commonest block takes for the whole batch, by search
+
+    def look(number: int) -> bool:
+        """Whether going on in this direction is worth while."""
+        search, m = searches[number], searches[number].asked.microbatches
+        best = min((f[0] for f in found), default=inf)
+        known: dict[tuple[int, Mesh], float] = {}
+        for (n, pool, mesh), seconds in whole.items():
+            if n <= number:
+                known[pool, mesh] = max(known.get((pool, mesh), 0.0), seconds / m)
+        own = search.candidates(known, best, NEAR)
+        found.extend((c.seconds, k, search, c) for k, c in enumerate(own))
+        whole.update({(number, pool, mesh): s * m for (pool, mesh), s in search.fastest.items() if s < inf})
+        return few or not own or own[0].seconds <= NEAR * best
+
+    # from the middle, where a good plan is expected, so that others can be left alone; every number on few devices,
+    # every second on many, and then those next to the best
+    few = searches[0].n_devices <= SMALL
+    middle, step = len(searches) // 2, 1 if few else 2
+    looked = set()
+    for order in (range(middle, len(searches), step), range(middle - step, -1, -step)):
+        for number in order:
+            looked.add(number)
+            if not look(number):
+                break
+    if found:
+        best_one = searches.index(min(found, key=lambda f: f[:2])[2])
+        for number in {best_one - 1, best_one + 1} & set(range(len(searches))) - looked:
+            look(number)
+    found.sort(key=lambda f: f[:2])
+    if not found or searches[0].n_devices > SMALL:
+        return [(s, c) for _, _, s, c in found[:CANDIDATES]]
+    near = [f for f in found if f[0] <= WORTH_A_LOOK * found[0][0]]
+    counts = list(dict.fromkeys(id(f[2]) for f in near))  # by the best estimate of each number of microbatches
+    return [
+        (s, c) for _, k, s, c in near
+        if id(s) in counts[:2] or (id(s) in counts[:NUMBERS] and k < CANDIDATES)
+    ]  # fmt: skip
+
+
+@dataclass(eq=False)
 class _Search:
     graph: Graph
     cluster: Cluster
@@ -158,6 +220,7 @@ class _Search:
     asked: PipelineOptions
     cluster_name: str
     infeasible: InfeasibleError | None = None
+    fastest: Mapping[tuple[int, Mesh], float] = field(default_factory=dict)
     _plans: dict[tuple[object, ...], dict[int, tuple[Graph, Plan]]] = field(default_factory=dict)
 
     @cached_property
@@ -174,8 +237,14 @@ class _Search:
 
     # -- candidates
 
-    def candidates(self) -> list[Candidate]:
-        """The most promising ways to cut, by estimate."""
+    def candidates(
+        self, floors: Mapping[tuple[int, Mesh], float] | None = None, best_known: float = inf, far: float = FAR
+    ) -> list[Candidate]:
+        """The most promising ways to cut, by estimate.
+
+        Args:
+            floors, best_known, far: as for :class:`Equal`.
+        """
         if self.asked.starts is not None:
             return self._pinned(self.asked.starts)
         asked = self.asked
@@ -183,9 +252,10 @@ class _Search:
         pools = self._pools
         search = Equal(
             self.cluster, pools, self.blocks, self.menus, self._shapes, tuple(names), asked.microbatches,
-            [self._limit(pool) for pool in pools], asked.groups,
+            [self._limit(pool) for pool in pools], asked.groups, floors or {}, best_known, far,
         )  # fmt: skip
         found = search.cuts()
+        self.fastest = search.fastest
         self.infeasible = self.infeasible or search.infeasible
         best = found[:CANDIDATES]
         if self.n_devices <= SMALL and found:  # the estimate knows neither the order of actions nor the exact plans
@@ -281,7 +351,7 @@ class _Search:
             self.graph.fingerprint, self.cluster_name or self.cluster.name, choices, schedule,
             self.asked.options.optimizer, seconds,
         ).validate()  # fmt: skip
-        return seconds, f"{candidate}, {schedule.name}", plan, timeline
+        return seconds, f"{candidate}, {schedule.name}, {plan.microbatches} microbatches", plan, timeline
 
     def _limit(self, devices: Sequence[int]) -> float:
         """Bytes that a device of a group may hold."""

@@ -1,0 +1,116 @@
+"""The batch in parts: which inputs are cut into microbatches, and the graph of a microbatch of any size.
+
+Capturing a model once for every size that a search looks at would take longer than the search. Two captures are enough
+where all sizes in the graph are linear in the number of rows, as they are in almost every model: the others lie on the
+line. What runs is always captured, so a graph that is not what was expected is found out there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from autopar.errors import CaptureError
+from autopar.graph import Graph, Node, Spec
+
+MOST = 256
+"""Microbatches that are tried at most."""
+
+
+def rows_of(example: Any) -> int:
+    """Rows of a batch: the first dim of the first tensor that has one.
+
+    Raises:
+        CaptureError: no input has a dim.
+    """
+    for leaf in pytree.tree_leaves(example):
+        if isinstance(leaf, torch.Tensor) and leaf.dim():
+            return int(leaf.shape[0])
+    raise CaptureError("no example input has a dim that could be cut into microbatches; give microbatches=1")
+
+
+def first_part(example: Any, parts: int) -> Any:
+    """The first of equal parts of a batch: tensors with the batch's rows are cut, the others belong to every part.
+
+    Raises:
+        CaptureError: the rows do not divide.
+    """
+    rows = rows_of(example)
+    if rows % parts:
+        raise CaptureError(f"a batch of {rows} rows cannot be cut into {parts} microbatches; use a divisor of {rows}")
+
+    def part(leaf: Any) -> Any:
+        whole = isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == rows
+        return leaf[: rows // parts] if whole else leaf
+
+    return pytree.tree_map(part, example)
+
+
+def numbers_of_parts(rows: int) -> list[int]:
+    """Numbers of microbatches to try: divisors of the rows, each at least twice the one before."""
+    found: list[int] = []
+    for n in range(1, min(rows, MOST) + 1):
+        if rows % n == 0 and (not found or n >= 2 * found[-1]):
+            found.append(n)
+    return found
+
+
+class NotLinear(Exception):
+    """Two graphs of one model differ in more than sizes."""
+
+
+def resized(a: Graph, b: Graph, rows_a: int, rows_b: int, rows: int) -> Graph:
+    """The graph of a batch of ``rows``, from those of two other sizes: every integer on the line through both.
+
+    Raises:
+        NotLinear: the graphs differ in something else, or a size would be no integer.
+    """
+    share = Fraction(rows - rows_a, rows_b - rows_a)
+
+    def value(x: Any, y: Any) -> Any:
+        if type(x) is not type(y):
+            raise NotLinear(f"{x!r} and {y!r}")
+        if isinstance(x, int) and not isinstance(x, bool) and x != y:
+            made = x + (y - x) * share
+            if made.denominator != 1:
+                raise NotLinear(f"{x} and {y}")
+            return int(made)
+        if isinstance(x, (tuple, list)):
+            if len(x) != len(y):
+                raise NotLinear(f"{x!r} and {y!r}")
+            return type(x)(value(p, q) for p, q in zip(x, y, strict=True))
+        if isinstance(x, Mapping):
+            if list(x) != list(y):
+                raise NotLinear(f"{x!r} and {y!r}")
+            return {k: value(x[k], y[k]) for k in x}
+        if x != y:
+            raise NotLinear(f"{x!r} and {y!r}")
+        return x
+
+    def spec(x: Spec | None, y: Spec | None) -> Spec | None:
+        if x is None or y is None or x.dtype != y.dtype:
+            if x is not y:
+                raise NotLinear(f"{x} and {y}")
+            return None
+        return x if x == y else Spec(value(x.shape, y.shape), x.dtype)
+
+    def node(x: Node, y: Node) -> Node:
+        if (x.name, x.kind, x.target, x.needs_grad, x.hot) != (y.name, y.kind, y.target, y.needs_grad, y.hot):
+            raise NotLinear(f"{x.name} and {y.name}")
+        if len(x.outs) != len(y.outs):
+            raise NotLinear(f"outputs of {x.name}")
+        outs = tuple(spec(p, q) for p, q in zip(x.outs, y.outs, strict=True))
+        return replace(x, args=value(x.args, y.args), kwargs=value(x.kwargs, y.kwargs), outs=outs)
+
+    if len(a.nodes) != len(b.nodes) or a.loss != b.loss or a.tied != b.tied or a.updates != b.updates:
+        raise NotLinear("nodes")
+    nodes = tuple(node(x, y) for x, y in zip(a.nodes, b.nodes, strict=True))
+    return replace(a, nodes=nodes, outputs=value(a.outputs, b.outputs))
+
+
+__all__ = ["NotLinear", "first_part", "numbers_of_parts", "resized", "rows_of"]
