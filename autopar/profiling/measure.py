@@ -1,0 +1,188 @@
+"""Seconds of local ops, measured in the order and the circumstances in which a program runs them.
+
+A round runs a sequence of ops as a stage runs a microbatch: every op once forward, its outputs kept; then every op once
+backward, last first, each with its autograd graph. Inputs were just written, as by the op before; parameters were last
+read a round ago; outputs are fresh memory. What is measured is the call from Python, as an emitted program makes it.
+Of a backward, the price of entering autograd's engine (once a microbatch in a program) is taken off. All processes
+measure the same sequence at the same time, since they share memory and its bandwidth when they train.
+
+Every third round runs the backward in two halves, first of everything that earlier ops made, then of parameters.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.profiling.ops import LocalOp, Tensor, values_of
+from autopar.rules.local import Seed, resolve
+from autopar.rules.notation import In
+
+LEAST_ROUNDS, MOST_ROUNDS = 4, 24
+"""Rounds of a sequence after the first, which is not counted."""
+
+
+@dataclass
+class Taken:
+    """Seconds of one op, every time that it was measured."""
+
+    forward: list[float] = field(default_factory=list)
+    backward: list[float] = field(default_factory=list)
+    inputs: list[float] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+
+    def medians(self) -> tuple[float, float, float, float]:
+        """Of forward, backward, and its halves; 0 for what is not there."""
+        rows = (self.forward, self.backward, self.inputs, self.weights)
+        return tuple(median(row) if row else 0.0 for row in rows)  # type: ignore[return-value]
+
+
+class _Live:
+    """An op in a round: its tensors, and what its forward made."""
+
+    def __init__(self, op: LocalOp, params: dict[int, torch.Tensor], sources: dict[Tensor, torch.Tensor]) -> None:
+        self.op, self.sources = op, sources
+        self.fn = resolve(op.fn) if isinstance(op.fn, str) else op.fn
+        self.kept: Any = None
+        self.params = params
+        self.roots: list[torch.Tensor] = []
+        self.leaves: list[torch.Tensor] = []
+
+    def forward(self) -> float:
+        """Seconds of the forward."""
+        op, values, seed = self.op, [], torch.tensor(7)
+        self.leaves = []
+        for i, tensor in enumerate(op.ins):
+            if i in self.params:
+                values.append(self.params[i])
+                continue
+            value = self.sources[tensor].clone()
+            if tensor.grad:
+                value.requires_grad_(True)
+                self.leaves.append(value)
+            values.append(value)
+
+        def fill(value: Any) -> Any:
+            if isinstance(value, In):
+                return values[value.position]
+            if isinstance(value, Seed):
+                return seed
+            if isinstance(value, (tuple, list)):
+                return type(value)(fill(v) for v in value)
+            return value
+
+        args, kwargs = fill(op.args), {k: fill(v) for k, v in op.kwargs.items()}
+        fn = self.fn
+        start = time.perf_counter()
+        made = fn(*args, **kwargs)
+        seconds = time.perf_counter() - start
+        outs = made if isinstance(made, (tuple, list)) else (made,)
+        self.roots = [x for x in outs if isinstance(x, torch.Tensor) and x.requires_grad]
+        self.kept = made
+        return seconds
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Of the outputs that have any, just written."""
+        return [torch.full_like(x, 1e-3) for x in self.roots]
+
+    def backward(self) -> float:
+        """Seconds of the whole backward, with the memory that it gives back."""
+        roots, grads = self.roots, self.gradients()
+        self.roots, self.kept = [], None
+        start = time.perf_counter()
+        torch.autograd.backward(roots, grads)
+        del roots, grads
+        seconds = time.perf_counter() - start
+        self.leaves = []
+        for param in self.params.values():
+            param.grad = None
+        return seconds
+
+    def half(self, wanted: Sequence[torch.Tensor]) -> float:
+        """Seconds of the gradients of some inputs alone."""
+        grads = self.gradients()
+        start = time.perf_counter()
+        found = torch.autograd.grad(self.roots, list(wanted), grads, retain_graph=True, allow_unused=True)
+        del grads
+        seconds = time.perf_counter() - start
+        del found
+        return seconds
+
+
+def measure_pass(ops: Sequence[LocalOp], seconds: float) -> dict[str, Taken]:
+    """Measure a sequence of ops on this rank, together with all other ranks, for about so many seconds."""
+    sources = {t: values_of(t) for op in ops for t in op.ins}
+    lives = []
+    for op in ops:
+        params = {
+            i: values_of(t).requires_grad_(t.grad) for i, t in enumerate(op.ins) if t.param
+        }  # fmt: skip
+        lives.append(_Live(op, params, sources))
+    entry = engine_seconds()
+    taken = {op.key: Taken() for op in ops}
+    began = time.perf_counter()
+    for number in range(-1, MOST_ROUNDS):
+        if dist.is_initialized():
+            spent = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+            dist.all_reduce(spent, dist.ReduceOp.MAX)  # all stop at once, and start each round at once
+            over = spent.item() > seconds
+        else:
+            over = time.perf_counter() - began > seconds
+        if number >= LEAST_ROUNDS and over:
+            break
+        _round(lives, taken if number >= 0 else {op.key: Taken() for op in ops}, entry, split=number % 3 == 2)
+    return taken
+
+
+def _round(lives: Sequence[_Live], taken: dict[str, Taken], entry: float, *, split: bool) -> None:
+    for live in lives:
+        taken[live.op.key].forward.append(live.forward())
+    if not split:
+        for live in reversed(lives):
+            if live.roots:
+                taken[live.op.key].backward.append(max(0.0, live.backward() - entry))
+            live.kept = None
+        return
+    for live in reversed(lives):
+        if live.roots and live.leaves:
+            taken[live.op.key].inputs.append(max(0.0, live.half(live.leaves) - entry))
+    for live in reversed(lives):
+        params = [p for p in live.params.values() if p.requires_grad]
+        if live.roots and params:
+            taken[live.op.key].weights.append(max(0.0, live.half(params) - entry))
+        live.roots, live.leaves, live.kept = [], [], None
+
+
+def engine_seconds() -> float:
+    """Entering autograd for a backward of almost nothing."""
+    times = []
+    for _ in range(200):
+        x = torch.zeros(1, requires_grad=True)
+        y, grad = x.view_as(x), torch.ones(1)
+        start = time.perf_counter()
+        torch.autograd.backward([y], [grad])
+        times.append(time.perf_counter() - start)
+    return median(times) - view_seconds()
+
+
+def view_seconds() -> float:
+    """One more node in the backward: what a view costs there."""
+    times: dict[int, list[float]] = {1: [], 65: []}
+    for n in [1, 65] * 50:
+        y = x = torch.zeros(1, requires_grad=True)
+        for _ in range(n):
+            y = y.view_as(x)
+        grad = torch.ones(1)
+        start = time.perf_counter()
+        torch.autograd.backward([y], [grad])
+        times[n].append(time.perf_counter() - start)
+    return max(0.0, (median(times[65]) - median(times[1])) / 64)
+
+
+__all__ = ["Taken", "engine_seconds", "measure_pass"]
