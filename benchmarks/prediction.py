@@ -34,6 +34,7 @@ from autopar.planfile import pipeline as files
 from autopar.planner.replan import Replanner
 from autopar.planner.search import Options
 from autopar.profiling import document as profiles
+from autopar.profiling.quiet import Watch, quietest, until_quiet
 from autopar.runtime.pipeline import PipelineModule
 from hardware_profiles import load_cluster
 
@@ -114,8 +115,8 @@ def made(name: str) -> Made:
     return MODELS[name]()
 
 
-def rank(name: str, texts: list[str], steps: int) -> list[dict[str, Any]]:
-    """Seconds of every step and of every action, of all plans in turn."""
+def rank(name: str, texts: list[str], steps: int, patience: float) -> list[dict[str, Any]]:
+    """Seconds of every step and of every action, of all plans in turn; waits for a quiet machine, ``patience`` in all."""
     model, kwargs = made(name)
     captured = autopar.capture(model, (), example_kwargs=kwargs)
     runs = []
@@ -125,26 +126,38 @@ def rank(name: str, texts: list[str], steps: int) -> list[dict[str, Any]]:
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
         batch = {k: v.repeat(plan.microbatches, *[1] * (v.dim() - 1)) for k, v in kwargs.items()}
         runs.append((module, optimizer, batch))
-    found: list[dict[str, Any]] = [{"seconds": [], "spans": {}} for _ in runs]
+    found: list[list[tuple[float, float, Any]]] = [[] for _ in runs]
     for step in range(-2, steps):
         for (module, optimizer, batch), own in zip(runs, found, strict=True):
             spans = module.record()
+            patience -= until_quiet(patience) if step >= 0 else 0.0
             dist.barrier()
-            start = time.perf_counter()
+            watch, start = Watch(), time.perf_counter()
             module.train_step(**batch, optimizer=optimizer)
             dist.barrier()
-            if step < 0:
-                continue
-            own["seconds"].append(time.perf_counter() - start)
-            for what, _, begin, end in spans:
-                kind = next(c for c in what if c in "FBIW")
-                own["spans"].setdefault(what[: what.index(kind) + 1], []).append(end - begin)
-    for own in found:
-        own["spans"] = {k: [statistics.median(v), statistics.quantiles(v, n=4)[0]] for k, v in own["spans"].items()}
-    return found
+            seconds = time.perf_counter() - start
+            others, _ = watch.others()
+            if step >= 0:
+                own.append((seconds, others, spans))
+    return [of_steps(own) for own in found]
 
 
-def measure(name: str, seconds: float, steps: int) -> dict[str, Any]:
+def of_steps(rows: list[tuple[float, float, Any]]) -> dict[str, Any]:
+    """Medians over the steps during which the machine did nothing else (or the quietest three)."""
+    kept = quietest(rows, lambda row: row[1], 3)
+    actions: dict[str, list[float]] = {}
+    for _, _, spans in kept:
+        for what, _, begin, end in spans:
+            kind = next(c for c in what if c in "FBIW")
+            actions.setdefault(what[: what.index(kind) + 1], []).append(end - begin)
+    return {
+        "seconds": statistics.median(row[0] for row in kept), "of_all": statistics.median(row[0] for row in rows),
+        "steps": len(kept), "others": max(row[1] for row in kept),
+        "actions": {k: [statistics.median(v), statistics.quantiles(v, n=4)[0]] for k, v in actions.items()},
+    }  # fmt: skip
+
+
+def measure(name: str, seconds: float, steps: int, patience: float) -> dict[str, Any]:
     """One model: profile, plan, run."""
     model, kwargs = made(name)
     captured = autopar.capture(model, (), example_kwargs=kwargs)
@@ -170,15 +183,14 @@ def measure(name: str, seconds: float, steps: int) -> dict[str, Any]:
             "model": name, "schedule": schedule, "microbatches": count, "simulated_seconds": found.plan.seconds,
             "simulated_without": old.seconds, "simulated_actions": predicted,
         })  # fmt: skip
-    ranks = autopar.run_local(rank, 2, name, texts, steps, timeout=1200)
+    ranks = autopar.run_local(rank, 2, name, texts, steps, patience, timeout=1200 + patience)
     for i, row in enumerate(rows):
-        row["measured_seconds"] = statistics.median(ranks[0][i]["seconds"])
-        row["measured_least"] = min(ranks[0][i]["seconds"])
-        row["measured_actions"] = {k: v for r in ranks for k, v in r[i]["spans"].items()}
+        row.update({f"measured_{k}": ranks[0][i][k] for k in ("seconds", "of_all", "steps", "others")})
+        row["measured_actions"] = {k: v for r in ranks for k, v in r[i]["actions"].items()}
         row["error"] = row["measured_seconds"] / row["simulated_seconds"] - 1
         print(
-            f"{name:9} {row['schedule']:6} {row['microbatches']} microbatches: measured "
-            f"{1e3 * row['measured_seconds']:7.1f} ms, simulated {1e3 * row['simulated_seconds']:7.1f} ({row['error']:+.1%}; "
+            f"{name:8} {row['schedule']:5} {row['microbatches']}: measured {1e3 * row['measured_seconds']:6.1f} ms "
+            f"({row['measured_steps']} steps beside {row['measured_others']:.2f} others), simulated {1e3 * row['simulated_seconds']:7.1f} ({row['error']:+.1%}; "
             f"fitted cluster {row['measured_seconds'] / row['simulated_without'] - 1:+.1%})  "
             + "  ".join(f"{k} {1e3 * v[0]:.1f}/{1e3 * row['simulated_actions'][k]:.1f}"
                         for k, v in sorted(row["measured_actions"].items())), flush=True)  # fmt: skip
@@ -190,11 +202,12 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--seconds", type=float, default=30.0, help="for measuring a model's ops")
     parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for a quiet machine, a model")
     parser.add_argument("--out", type=Path, help=f"where to write the numbers; for all models {OUT.name}")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
-    found = [measure(name, asked.seconds, asked.steps) for name in asked.models]
+    found = [measure(name, asked.seconds, asked.steps, asked.patience) for name in asked.models]
     rows = [row for one in found for row in one["rows"]]
     errors = [abs(row["error"]) for row in rows]
     old = [abs(row["measured_seconds"] / row["simulated_without"] - 1) for row in rows]

@@ -8,7 +8,7 @@
      "corrections": {"matmul": {"forward": [2e-06, 1.1], "backward": [3e-06, 1.2]}, "other": ...},
      "transfers": {"send_recv": [[1024, 0.0002], [1048576, 0.0011]], ...},
      "overheads": {"forward_seconds": 0.0001, ...},
-     "accumulate": [[1024, 2e-06], ...],
+     "accumulate": [[1024, 2e-06], ...], "accumulate_new": [[1024, 3e-06], ...],
      "optimizers": {"adamw": {"tensor_seconds": 0.0002, "byte_seconds": 1e-09}}}
 
 All times are seconds, all sizes bytes. Reading is strict: whatever is unknown, missing, negative or not finite is told.
@@ -30,7 +30,8 @@ KEY = "autopar_profile"
 KINDS = ("matmul", "conv", "attention", "pointwise", "reduce", "copy", "none")
 OTHER = "other"
 """The correction of kinds of which nothing was measured."""
-PROVENANCE = ("date", "torch", "processor", "threads", "processes", "rounds", "load", "model", "meshes", "left_out")
+PROVENANCE = (
+    "date", "torch", "processor", "threads", "processes", "rounds", "load", "others", "model", "meshes", "left_out")
 NOT_IN_KEYS = ("seed", "site", "cut", "device")
 """Arguments of a local call that change nothing about its time."""
 
@@ -97,7 +98,7 @@ class Measured:
         ops: seconds by :func:`op_key`.
         corrections: by kind of op, for ops that were not measured.
         transfers: ``(bytes, seconds)`` by collective, between two devices; sizes rise.
-        accumulate: ``(bytes, seconds)`` of adding one gradient to another.
+        accumulate: ``(bytes, seconds)`` of adding one gradient to another; ``accumulate_new``: of making their sum anew.
         optimizers: by the name that plans use.
         provenance: when, where and how.
     """
@@ -106,6 +107,7 @@ class Measured:
     corrections: Mapping[str, Correction]
     transfers: Mapping[str, Points]
     accumulate: Points
+    accumulate_new: Points
     overheads: Overheads
     optimizers: Mapping[str, OptimizerSeconds]
     provenance: Mapping[str, Any]
@@ -162,7 +164,7 @@ def read_measured(root: Table) -> Measured:
         if kind not in COLLECTIVES:
             failures.add(f"transfers.{kind}", f"is no collective: known are {', '.join(COLLECTIVES)}")
         transfers[kind] = _points(moves, kind)
-    accumulate = _points(root, "accumulate")
+    accumulate, accumulate_new = _points(root, "accumulate"), _points(root, "accumulate_new")
     own = root.table("overheads")
     overheads = Overheads(*(_seconds(own, name) for name in Overheads.__dataclass_fields__))
     own.close()
@@ -175,7 +177,7 @@ def read_measured(root: Table) -> Measured:
     said = root.table("provenance")
     provenance = {key: said.take(key, expected="where the numbers come from") for key in PROVENANCE}
     said.close()
-    return Measured(ops, corrections, transfers, accumulate, overheads, optimizers, provenance)
+    return Measured(ops, corrections, transfers, accumulate, accumulate_new, overheads, optimizers, provenance)
 
 
 def _op(table: Table) -> OpSeconds:

@@ -26,13 +26,15 @@ from cost_models.measured import between
 
 @dataclass(frozen=True)
 class Extra:
-    """Seconds of one microbatch on one stage (``step_seconds``: of a step), beside the ops."""
+    """Seconds of one microbatch on one stage (``step_seconds``: of a step), beside the ops. ``summed_seconds``, for
+    gradients that arrive over several ways, are in ``backward_seconds`` and in neither half."""
 
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     input_seconds: float = 0.0
     weight_seconds: float = 0.0
     step_seconds: float = 0.0
+    summed_seconds: float = 0.0
 
 
 def extra_of(graph: Graph, plan: Plan, pricer: Pricer, chosen: Mapping[int, Strategy]) -> Extra:
@@ -44,7 +46,7 @@ def extra_of(graph: Graph, plan: Plan, pricer: Pricer, chosen: Mapping[int, Stra
     known = pricer.measured
     if known is None:
         return Extra()
-    own, summed, held = known.overheads, 0.0, 0.0
+    own, summed, held, held_new = known.overheads, 0.0, 0.0, 0.0
     for ref, readers in graph.consumers.items():
         spec = graph.spec(ref)
         node = graph.nodes[ref.node]
@@ -60,17 +62,17 @@ def extra_of(graph: Graph, plan: Plan, pricer: Pricer, chosen: Mapping[int, Stra
         if not node.needs_grad:
             continue
         choice = plan.params[node.target]
-        used, stored = (
-            prod(local_shape(node.out.shape, s, pricer.mesh)) * node.out.item_bytes for s in (choice.used, choice.stored)
-        )
+        shapes = (local_shape(node.out.shape, s, pricer.mesh) for s in (choice.used, choice.stored))
+        used, stored = (prod(shape) * node.out.item_bytes for shape in shapes)
         held += often * between(known.accumulate, used)
+        held_new += often * between(known.accumulate_new, used)  # the halves of a backward sum up anew
         if optimizer is not None:
             step += optimizer.tensor_seconds + optimizer.byte_seconds * stored
     n_ops = sum(n.kind == "op" and n.needs_grad for n in graph.nodes)
     return Extra(
         own.forward_seconds, own.backward_seconds + summed + held,
-        own.input_seconds + n_ops * own.input_op_seconds + summed,
-        own.weight_seconds + n_ops * own.weight_op_seconds + held, step,
+        own.input_seconds + n_ops * own.input_op_seconds,
+        own.weight_seconds + n_ops * own.weight_op_seconds + held_new, step, summed,
     )  # fmt: skip
 
 

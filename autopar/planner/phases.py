@@ -88,9 +88,10 @@ def _with_overheads(
     if any(node.needs_grad for _, node in graph.of_kind("input")):
         again = sum(pricer.split(graph, graph.nodes[i], rules[i], s) for i, s in chosen.items())
         weights = found.weight_seconds + extra.weight_seconds
-        inputs = found.input_seconds + again + extra.input_seconds
+        inputs = found.input_seconds + again + extra.input_seconds + extra.summed_seconds
     else:  # nobody waits for a gradient of this stage: all of its backward is that of its weights
-        inputs, weights = extra.input_seconds, backward
+        inputs = extra.input_seconds
+        weights = found.backward_seconds + extra.weight_seconds + extra.summed_seconds
     return Phases(
         found.forward_seconds + extra.forward_seconds, inputs, weights, found.step_seconds + extra.step_seconds,
         found.again_seconds, inputs + weights - backward,

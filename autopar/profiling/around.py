@@ -34,8 +34,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def accumulate_points() -> list[list[float]]:
-    """``[bytes, seconds]`` of adding a fresh gradient to one that was last touched long ago."""
+def accumulate_points(*, in_place: bool) -> list[list[float]]:
+    """``[bytes, seconds]`` of adding a fresh gradient to one that was last touched long ago, or of making their sum
+    anew."""
     found = []
     for n_bytes in ADDED:
         n = n_bytes // 4
@@ -43,10 +44,11 @@ def accumulate_points() -> list[list[float]]:
         times = []
         for k in range(3 * len(held) if len(held) < 8 else len(held)):
             fresh = torch.ones(n)
-            start = time.perf_counter()
-            held[k % len(held)].add_(fresh)
+            start = time.thread_time()
+            at = k % len(held)
+            held[at] = held[at].add_(fresh) if in_place else held[at] + fresh
             del fresh
-            times.append(time.perf_counter() - start)
+            times.append(time.thread_time() - start)
         found.append([n_bytes, median(times)])
     return found
 
@@ -128,10 +130,10 @@ def optimizer_seconds() -> dict[str, tuple[float, float]]:
                 for p in params:
                     p.grad = sharded(n)
                 dist.barrier()
-                start = time.perf_counter()
+                start = time.thread_time()
                 optimizer.step()
                 optimizer.zero_grad()
-                times.append((time.perf_counter() - start) / len(params))
+                times.append((time.thread_time() - start) / len(params))
             rows.append((4.0 * n, median(times[1:])))
         tensor = rows[0][1]
         found[name] = tensor, max(0.0, (rows[-1][1] - tensor) / rows[-1][0])

@@ -67,11 +67,12 @@ def profile(graph: Graph, cluster: Cluster, name: str, model: str, asked: Asked)
         "provenance": {
             "date": datetime.date.today().isoformat(), "torch": torch.__version__, "processor": processor(),
             "threads": 1, "processes": asked.processes, "rounds": min(ranks[0]["rounds"], default=0),
-            "load": round(before, 2), "model": model,
+            "load": round(before, 2), "others": ranks[0]["others"], "model": model,
             "meshes": ["x".join(f"{a}={n}" for a, n in mesh) for mesh in asked.meshes], "left_out": list(passes.left_out),
         },
         "corrections": _corrections(ops, seconds),
-        "overheads": _overheads(ranks), "accumulate": _mean_points([r["around"]["accumulate"] for r in ranks]),
+        "overheads": _overheads(ranks),
+        **{k: _mean_points([r["around"][k] for r in ranks]) for k in ("accumulate", "accumulate_new")},
         "transfers": around["transfers"], "optimizers": _optimizers(ranks),
         "ops": {
             key: {"kind": op.kind, **dict(zip(
@@ -87,20 +88,26 @@ def _measure(passes: Passes, seconds: float, cluster: Cluster) -> dict[str, Any]
     import torch.distributed as dist
 
     from autopar.profiling import around
-    from autopar.profiling.measure import measure_pass
+    from autopar.profiling.measure import PATIENCE, measure_pass
+    from autopar.profiling.quiet import until_quiet
 
     warnings.filterwarnings("ignore", category=FutureWarning)  # newer names of the same collectives
     torch.manual_seed(0)
     ops: dict[str, Any] = {}
     rounds: list[int] = []
+    others: list[float] = []
     costs = [sum(sum(op.seconds) + 5e-5 for op in one) for one in passes.passes]
     for one, cost in zip(passes.passes, costs, strict=True):
-        taken = measure_pass(one, seconds * cost / sum(costs))
+        taken, busy = measure_pass(one, seconds * cost / sum(costs))
+        others.append(busy)
         rounds.append(min(len(t.forward) for t in taken.values()))
         for key, value in taken.items():
             ops.setdefault(key, value.medians())
-    found: dict[str, Any] = {"accumulate": around.accumulate_points(), "optimizers": around.optimizer_seconds()}
+    until_quiet(PATIENCE * seconds)
+    found: dict[str, Any] = {"accumulate": around.accumulate_points(in_place=True), "optimizers": around.optimizer_seconds()}
+    found["accumulate_new"] = around.accumulate_points(in_place=False)
     found["transfers"] = around.collective_points() if dist.get_world_size() > 1 else {}
+    until_quiet(PATIENCE * seconds)
     if dist.get_world_size() > 1:
         found["transfers"]["send_recv"] = around.send_points()
     if dist.get_world_size() == 2:
@@ -108,7 +115,7 @@ def _measure(passes: Passes, seconds: float, cluster: Cluster) -> dict[str, Any]
             f"{schedule} {layers}": around.executor_spans(cluster, layers, schedule)
             for schedule in ("1f1b", "zb-h1") for layers in (1, 9)
         }  # fmt: skip
-    return {"ops": ops, "rounds": rounds, "around": found}
+    return {"ops": ops, "rounds": rounds, "others": max(others, default=0.0), "around": found}
 
 
 def _corrections(ops: Mapping[str, LocalOp], seconds: Mapping[str, tuple[float, ...]]) -> dict[str, Any]:

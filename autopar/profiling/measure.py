@@ -3,7 +3,8 @@
 A round runs a sequence of ops as a stage runs a microbatch: every op once forward, its outputs kept; then every op once
 backward, last first, each with its autograd graph. Inputs were just written, as by the op before; parameters were last
 read a round ago; outputs are fresh memory. What is measured is the call from Python, as an emitted program makes it.
-Of a backward, the price of entering autograd's engine (once a microbatch in a program) is taken off. All processes
+Seconds are those that the calling thread has worked, so what else the machine does counts only as
+far as it takes caches and bandwidth. Of a backward, the price of entering autograd's engine (once a microbatch in a program) is taken off. All processes
 measure the same sequence at the same time, since they share memory and its bandwidth when they train.
 
 Every third round runs the backward in two halves, first of everything that earlier ops made, then of parameters.
@@ -18,14 +19,16 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from autopar.profiling.ops import LocalOp, Tensor, values_of
+from autopar.profiling.quiet import QUIET, Watch, quietest, until_quiet
 from autopar.rules.local import Seed, resolve
 from autopar.rules.notation import In
 
-LEAST_ROUNDS, MOST_ROUNDS = 4, 24
+LEAST_ROUNDS, MOST_ROUNDS = 6, 30
 """Rounds of a sequence after the first, which is not counted."""
+PATIENCE = 3.0
+"""How many times as long as asked for is measured, or waited, while the machine is busy with something else."""
 
 
 @dataclass
@@ -36,6 +39,12 @@ class Taken:
     backward: list[float] = field(default_factory=list)
     inputs: list[float] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
+
+    def add(self, other: Taken) -> None:
+        """Count what was measured in another round too."""
+        for own, more in ((self.forward, other.forward), (self.backward, other.backward),
+                          (self.inputs, other.inputs), (self.weights, other.weights)):  # fmt: skip
+            own.extend(more)
 
     def medians(self) -> tuple[float, float, float, float]:
         """Of forward, backward, and its halves; 0 for what is not there."""
@@ -79,9 +88,9 @@ class _Live:
 
         args, kwargs = fill(op.args), {k: fill(v) for k, v in op.kwargs.items()}
         fn = self.fn
-        start = time.perf_counter()
+        start = time.thread_time()
         made = fn(*args, **kwargs)
-        seconds = time.perf_counter() - start
+        seconds = time.thread_time() - start
         outs = made if isinstance(made, (tuple, list)) else (made,)
         self.roots = [x for x in outs if isinstance(x, torch.Tensor) and x.requires_grad]
         self.kept = made
@@ -95,10 +104,10 @@ class _Live:
         """Seconds of the whole backward, with the memory that it gives back."""
         roots, grads = self.roots, self.gradients()
         self.roots, self.kept = [], None
-        start = time.perf_counter()
+        start = time.thread_time()
         torch.autograd.backward(roots, grads)
         del roots, grads
-        seconds = time.perf_counter() - start
+        seconds = time.thread_time() - start
         self.leaves = []
         for param in self.params.values():
             param.grad = None
@@ -107,16 +116,17 @@ class _Live:
     def half(self, wanted: Sequence[torch.Tensor]) -> float:
         """Seconds of the gradients of some inputs alone."""
         grads = self.gradients()
-        start = time.perf_counter()
+        start = time.thread_time()
         found = torch.autograd.grad(self.roots, list(wanted), grads, retain_graph=True, allow_unused=True)
         del grads
-        seconds = time.perf_counter() - start
+        seconds = time.thread_time() - start
         del found
         return seconds
 
 
-def measure_pass(ops: Sequence[LocalOp], seconds: float) -> dict[str, Taken]:
-    """Measure a sequence of ops on this rank, together with all other ranks, for about so many seconds."""
+def measure_pass(ops: Sequence[LocalOp], seconds: float) -> tuple[dict[str, Taken], float]:
+    """Measure a sequence of ops on this rank, together with all other ranks, for about so many seconds; longer while
+    others keep the machine busy. Also the processors that others kept busy in the busiest round that counts."""
     sources = {t: values_of(t) for op in ops for t in op.ins}
     lives = []
     for op in ops:
@@ -125,19 +135,27 @@ def measure_pass(ops: Sequence[LocalOp], seconds: float) -> dict[str, Taken]:
         }  # fmt: skip
         lives.append(_Live(op, params, sources))
     entry = engine_seconds()
-    taken = {op.key: Taken() for op in ops}
-    began = time.perf_counter()
+    rounds: list[tuple[bool, float, dict[str, Taken]]] = []
+    began, waited = Watch(), 0.0
     for number in range(-1, MOST_ROUNDS):
-        if dist.is_initialized():
-            spent = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
-            dist.all_reduce(spent, dist.ReduceOp.MAX)  # all stop at once, and start each round at once
-            over = spent.item() > seconds
-        else:
-            over = time.perf_counter() - began > seconds
-        if number >= LEAST_ROUNDS and over:
+        split, left = number % 3 == 2, PATIENCE * seconds - waited
+        waited += until_quiet(left) if number >= 0 and left > 0 and rounds and rounds[-1][1] > QUIET else 0.0
+        watch = Watch()
+        own = {op.key: Taken() for op in ops}
+        _round(lives, own, entry, split=split)
+        others, _ = watch.others()  # all ranks wait here, so they start rounds at once
+        if number >= 0:
+            rounds.append((split, others, own))
+        quiet = sum(others <= QUIET for _, others, _ in rounds)
+        spent = began.others()[1] - waited
+        if number + 1 >= LEAST_ROUNDS and spent > (seconds if quiet >= LEAST_ROUNDS else PATIENCE * seconds):
             break
-        _round(lives, taken if number >= 0 else {op.key: Taken() for op in ops}, entry, split=number % 3 == 2)
-    return taken
+    taken = {op.key: Taken() for op in ops}
+    kept = [r for way in (False, True) for r in quietest([r for r in rounds if r[0] is way], lambda r: r[1], 2)]
+    for _, _, own in kept:
+        for key, row in own.items():
+            taken[key].add(row)
+    return taken, max(r[1] for r in kept)
 
 
 def _round(lives: Sequence[_Live], taken: dict[str, Taken], entry: float, *, split: bool) -> None:
@@ -165,9 +183,9 @@ def engine_seconds() -> float:
     for _ in range(200):
         x = torch.zeros(1, requires_grad=True)
         y, grad = x.view_as(x), torch.ones(1)
-        start = time.perf_counter()
+        start = time.thread_time()
         torch.autograd.backward([y], [grad])
-        times.append(time.perf_counter() - start)
+        times.append(time.thread_time() - start)
     return median(times) - view_seconds()
 
 
@@ -179,9 +197,9 @@ def view_seconds() -> float:
         for _ in range(n):
             y = y.view_as(x)
         grad = torch.ones(1)
-        start = time.perf_counter()
+        start = time.thread_time()
         torch.autograd.backward([y], [grad])
-        times[n].append(time.perf_counter() - start)
+        times[n].append(time.thread_time() - start)
     return max(0.0, (median(times[65]) - median(times[1])) / 64)
 
 
