@@ -4,8 +4,8 @@
 
 Of every model: its ops, the transfers and the executor are profiled on two processes (`autopar profile`), plans in two
 stages are made with that profile for several schedules and numbers of microbatches, and run on two gloo ranks with one
-thread each. Plans take turns, step by step. What stands in the profile was measured of ops and transfers alone, never of
-the steps. Writes `hardware_profiles/measured/prediction_local.json`: all numbers, with those of each stage.
+thread each. Plans take turns, step by step. What stands in the profile was measured of ops and transfers, never of the
+steps. Writes `hardware_profiles/measured/prediction_local.json`: all numbers, with those of each stage.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ from autopar.runtime.pipeline import PipelineModule
 from hardware_profiles import load_cluster
 
 OUT = Path(__file__).parent.parent / "hardware_profiles" / "measured" / "prediction_local.json"
-CASES = [
-    ("gpipe", 2), ("gpipe", 4), ("gpipe", 8), ("1f1b", 2), ("1f1b", 4), ("1f1b", 8), ("zb-h1", 2), ("zb-h1", 4), ("zb-h1", 8),
-]  # fmt: skip
+CASES = [(schedule, count) for schedule in ("gpipe", "1f1b", "zb-h1") for count in (2, 4, 8)]
 Made = tuple[nn.Module, dict[str, Any]]
 
 
@@ -116,7 +114,7 @@ def made(name: str) -> Made:
 
 
 def rank(name: str, texts: list[str], steps: int, patience: float) -> list[dict[str, Any]]:
-    """Seconds of every step and of every action, of all plans in turn; waits for a quiet machine, ``patience`` in all."""
+    """Seconds of every step and action, of plans in turn; waits ``patience`` seconds in all for a quiet machine."""
     model, kwargs = made(name)
     captured = autopar.capture(model, (), example_kwargs=kwargs)
     runs = []
@@ -188,13 +186,23 @@ def measure(name: str, seconds: float, steps: int, patience: float) -> dict[str,
         row.update({f"measured_{k}": ranks[0][i][k] for k in ("seconds", "of_all", "steps", "others")})
         row["measured_actions"] = {k: v for r in ranks for k, v in r[i]["actions"].items()}
         row["error"] = row["measured_seconds"] / row["simulated_seconds"] - 1
-        print(
-            f"{name:8} {row['schedule']:5} {row['microbatches']}: measured {1e3 * row['measured_seconds']:6.1f} ms "
-            f"({row['measured_steps']} steps beside {row['measured_others']:.2f} others), simulated {1e3 * row['simulated_seconds']:7.1f} ({row['error']:+.1%}; "
-            f"fitted cluster {row['measured_seconds'] / row['simulated_without'] - 1:+.1%})  "
-            + "  ".join(f"{k} {1e3 * v[0]:.1f}/{1e3 * row['simulated_actions'][k]:.1f}"
-                        for k, v in sorted(row["measured_actions"].items())), flush=True)  # fmt: skip
+        tell(row)
     return {"model": name, "profile_seconds": took, "load": document["provenance"]["load"], "rows": rows}
+
+
+def tell(row: dict[str, Any]) -> None:
+    """One line of a plan: its step, and every stage's actions, measured over simulated."""
+    own, other = row["measured_seconds"], row["simulated_seconds"]
+    actions = (
+        f"{k} {1e3 * v[0]:.1f}/{1e3 * row['simulated_actions'][k]:.1f}"
+        for k, v in sorted(row["measured_actions"].items())
+    )
+    print(
+        f"{row['model']:8} {row['schedule']:5} {row['microbatches']}: measured {1e3 * own:6.1f} ms "
+        f"({row['measured_steps']} steps beside {row['measured_others']:.2f} others), simulated {1e3 * other:6.1f} "
+        f"({row['error']:+.1%}; fitted cluster {own / row['simulated_without'] - 1:+.1%})  " + "  ".join(actions),
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -212,14 +220,16 @@ def main() -> None:
     errors = [abs(row["error"]) for row in rows]
     old = [abs(row["measured_seconds"] / row["simulated_without"] - 1) for row in rows]
     print(
-        f"{len(rows)} plans: average absolute error {statistics.mean(errors):.1%}, median {statistics.median(errors):.1%}, "
-        f"worst {max(errors):.1%}; with the fitted cluster {statistics.mean(old):.1%} on average; load before {load:.1f}"
+        f"{len(rows)} plans: average absolute error {statistics.mean(errors):.1%}, median "
+        f"{statistics.median(errors):.1%}, worst {max(errors):.1%}; with the fitted cluster {statistics.mean(old):.1%} "
+        f"on average; load before {load:.1f}"
     )
     if asked.out is not None or len(asked.models) == len(MODELS):
         document = {
             "date": datetime.date.today().isoformat(), "torch": torch.__version__, "processor": profiles.processor(),
-            "processors": len(os.sched_getaffinity(0)), "load_before": round(load, 2), "load_after": round(os.getloadavg()[0], 2),
-            "steps": asked.steps, "mean_absolute_error": statistics.mean(errors), "models": found,
+            "processors": len(os.sched_getaffinity(0)), "load_before": round(load, 2),
+            "load_after": round(os.getloadavg()[0], 2), "steps": asked.steps,
+            "mean_absolute_error": statistics.mean(errors), "models": found,
         }  # fmt: skip
         text = json.dumps(json.loads(json.dumps(document), parse_float=lambda x: float(f"{float(x):.4g}")))
         (asked.out or OUT).write_text(text.replace('{"model"', '\n{"model"') + "\n", encoding="utf-8")

@@ -76,8 +76,10 @@ def mesh_axes(
 def _measured_axes(cluster: Cluster, axes: Mapping[str, AxisCost]) -> dict[str, AxisCost]:
     """The axes of a cluster of which transfers between two devices were measured."""
     pair = _axis(cluster, "pair", np.asarray([[0, 1]]), {}) if cluster.n_devices > 1 else None
+    if pair is None:
+        return dict(axes)
     return {
-        name: axis if pair is None else MeasuredAxis(name, axis.size, axis.terms, axis.bottleneck, cluster.measured, pair)
+        name: MeasuredAxis(name, axis.size, axis.terms, axis.bottleneck, cluster.measured, pair)
         for name, axis in axes.items()
     }
 

@@ -98,7 +98,7 @@ class Measured:
         ops: seconds by :func:`op_key`.
         corrections: by kind of op, for ops that were not measured.
         transfers: ``(bytes, seconds)`` by collective, between two devices; sizes rise.
-        accumulate: ``(bytes, seconds)`` of adding one gradient to another; ``accumulate_new``: of making their sum anew.
+        accumulate: ``(bytes, seconds)`` of adding one gradient to another; ``accumulate_new``: of making the sum anew.
         optimizers: by the name that plans use.
         provenance: when, where and how.
     """
@@ -229,6 +229,6 @@ def is_measured(document: Mapping[str, Any]) -> bool:
 
 
 __all__ = [
-    "KEY", "KINDS", "OTHER", "VERSION", "Correction", "Measured", "OpSeconds", "OptimizerSeconds", "Overheads", "Points",
-    "is_measured", "op_key", "read_measured", "tensor_text",
+    "KEY", "KINDS", "OTHER", "VERSION", "Correction", "Measured", "OpSeconds", "OptimizerSeconds", "Overheads",
+    "Points", "is_measured", "op_key", "read_measured", "tensor_text",
 ]  # fmt: skip

@@ -35,7 +35,7 @@ def profile(
     seq: Seq = None,
     seconds: Annotated[float, typer.Option("--seconds", help="For measuring the ops, about.")] = 60.0,
     processes: Annotated[
-        int | None, typer.Option("--processes", help="That measure at once. Default: 2, or 1 on a cluster of one device.")
+        int | None, typer.Option("--processes", help="That measure at once. Default: 2; 1 on a cluster of one device.")
     ] = None,
     most_ops: Annotated[int, typer.Option("--most-ops", help="Distinct ops that are measured, at most.")] = 4000,
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds for everything.")] = 1800.0,
@@ -84,7 +84,8 @@ def profile(
         return
     console = out()
     console.print(
-        f"{report['ops']} ops measured, at least {found['provenance']['rounds']} times each, in {count} processes at once"
+        f"{report['ops']} ops measured by {count} processes at once, each {report['provenance']['rounds']} times or "
+        "more"
     )
     for kind, row in report["kinds"].items():
         console.print(

@@ -68,7 +68,8 @@ def profile(graph: Graph, cluster: Cluster, name: str, model: str, asked: Asked)
             "date": datetime.date.today().isoformat(), "torch": torch.__version__, "processor": processor(),
             "threads": 1, "processes": asked.processes, "rounds": min(ranks[0]["rounds"], default=0),
             "load": round(before, 2), "others": ranks[0]["others"], "model": model,
-            "meshes": ["x".join(f"{a}={n}" for a, n in mesh) for mesh in asked.meshes], "left_out": list(passes.left_out),
+            "meshes": [",".join(f"{a}={n}" for a, n in mesh) for mesh in asked.meshes],
+            "left_out": list(passes.left_out),
         },
         "corrections": _corrections(ops, seconds),
         "overheads": _overheads(ranks),
@@ -104,7 +105,8 @@ def _measure(passes: Passes, seconds: float, cluster: Cluster) -> dict[str, Any]
         for key, value in taken.items():
             ops.setdefault(key, value.medians())
     until_quiet(PATIENCE * seconds)
-    found: dict[str, Any] = {"accumulate": around.accumulate_points(in_place=True), "optimizers": around.optimizer_seconds()}
+    found: dict[str, Any] = {"optimizers": around.optimizer_seconds()}
+    found["accumulate"] = around.accumulate_points(in_place=True)
     found["accumulate_new"] = around.accumulate_points(in_place=False)
     found["transfers"] = around.collective_points() if dist.get_world_size() > 1 else {}
     until_quiet(PATIENCE * seconds)

@@ -3,9 +3,9 @@
 A round runs a sequence of ops as a stage runs a microbatch: every op once forward, its outputs kept; then every op once
 backward, last first, each with its autograd graph. Inputs were just written, as by the op before; parameters were last
 read a round ago; outputs are fresh memory. What is measured is the call from Python, as an emitted program makes it.
-Seconds are those that the calling thread has worked, so what else the machine does counts only as
-far as it takes caches and bandwidth. Of a backward, the price of entering autograd's engine (once a microbatch in a program) is taken off. All processes
-measure the same sequence at the same time, since they share memory and its bandwidth when they train.
+Seconds are those that the calling thread has worked, so what else the machine does counts only as far as it takes
+caches and bandwidth. Of a backward, the price of entering autograd's engine (once a microbatch in a program) is taken
+off. All processes measure the same sequence at the same time: they share memory and its bandwidth when they train.
 
 Every third round runs the backward in two halves, first of everything that earlier ops made, then of parameters.
 """
