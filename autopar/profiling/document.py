@@ -57,7 +57,9 @@ def profile(graph: Graph, cluster: Cluster, name: str, model: str, asked: Asked)
     passes = passes_of(graph, cluster, asked.meshes, asked.most_ops, asked.most_bytes)
     before = os.getloadavg()[0]
     ranks = run_local(_measure, asked.processes, passes, asked.seconds, cluster, timeout=asked.timeout)
-    ops = {op.key: op for one in passes.passes for op in one}
+    known = set.intersection(*(set(rank["ops"]) for rank in ranks))
+    ops = {op.key: op for one in passes.passes for op in one if op.key in known}
+    left_out = [*passes.left_out, *(f"{key}: {why}" for key, why in sorted(ranks[0]["failed"].items()))]
     seconds = {
         key: tuple(mean(rank["ops"][key][i] for rank in ranks) for i in range(4)) for key in ops
     }  # fmt: skip
@@ -69,7 +71,7 @@ def profile(graph: Graph, cluster: Cluster, name: str, model: str, asked: Asked)
             "threads": 1, "processes": asked.processes, "rounds": min(ranks[0]["rounds"], default=0),
             "load": round(before, 2), "others": ranks[0]["others"], "model": model,
             "meshes": [",".join(f"{a}={n}" for a, n in mesh) for mesh in asked.meshes],
-            "left_out": list(passes.left_out),
+            "left_out": left_out,
         },
         "corrections": _corrections(ops, seconds),
         "overheads": _overheads(ranks),
@@ -95,13 +97,14 @@ def _measure(passes: Passes, seconds: float, cluster: Cluster) -> dict[str, Any]
     warnings.filterwarnings("ignore", category=FutureWarning)  # newer names of the same collectives
     torch.manual_seed(0)
     ops: dict[str, Any] = {}
+    failed: dict[str, str] = {}
     rounds: list[int] = []
     others: list[float] = []
     costs = [sum(sum(op.seconds) + 5e-5 for op in one) for one in passes.passes]
     for one, cost in zip(passes.passes, costs, strict=True):
-        taken, busy = measure_pass(one, seconds * cost / sum(costs))
+        taken, busy = measure_pass(one, seconds * cost / sum(costs), failed)
         others.append(busy)
-        rounds.append(min(len(t.forward) for t in taken.values()))
+        rounds.append(min((len(t.forward) for t in taken.values()), default=0))
         for key, value in taken.items():
             ops.setdefault(key, value.medians())
     until_quiet(PATIENCE * seconds)
@@ -113,11 +116,12 @@ def _measure(passes: Passes, seconds: float, cluster: Cluster) -> dict[str, Any]
     if dist.get_world_size() > 1:
         found["transfers"]["send_recv"] = around.send_points()
     if dist.get_world_size() == 2:
+        until_quiet(PATIENCE * seconds)
         found["spans"] = {
             f"{schedule} {layers}": around.executor_spans(cluster, layers, schedule)
             for schedule in ("1f1b", "zb-h1") for layers in (1, 9)
         }  # fmt: skip
-    return {"ops": ops, "rounds": rounds, "others": max(others, default=0.0), "around": found}
+    return {"ops": ops, "failed": failed, "rounds": rounds, "others": max(others, default=0.0), "around": found}
 
 
 def _corrections(ops: Mapping[str, LocalOp], seconds: Mapping[str, tuple[float, ...]]) -> dict[str, Any]:

@@ -96,6 +96,18 @@ class _Live:
         self.kept = made
         return seconds
 
+    def runs(self, failed: dict[str, str]) -> bool:
+        """Whether the op runs on values that are made up."""
+        try:
+            self.forward()
+            if self.roots:
+                self.backward()
+        except Exception as error:  # of any kernel, for any reason: it is told, and the op left out
+            failed[self.op.key] = str(error).strip().split("\n")[0]
+            return False
+        self.roots, self.leaves, self.kept = [], [], None
+        return True
+
     def gradients(self) -> list[torch.Tensor]:
         """Of the outputs that have any, just written."""
         return [torch.full_like(x, 1e-3) for x in self.roots]
@@ -124,16 +136,26 @@ class _Live:
         return seconds
 
 
-def measure_pass(ops: Sequence[LocalOp], seconds: float) -> tuple[dict[str, Taken], float]:
+def measure_pass(
+    ops: Sequence[LocalOp], seconds: float, failed: dict[str, str]
+) -> tuple[dict[str, Taken], float]:
     """Measure a sequence of ops on this rank, together with all other ranks, for about so many seconds; longer while
-    others keep the machine busy. Also the processors that others kept busy in the busiest round that counts."""
+    others keep the machine busy. Also the processors that others kept busy in the busiest round that counts.
+
+    Args:
+        failed: gets why an op does not run alone, by its key.
+    """
     sources = {t: values_of(t) for op in ops for t in op.ins}
-    lives = []
+    lives: list[_Live] = []
+    tried: set[str] = set()
     for op in ops:
         params = {
             i: values_of(t).requires_grad_(t.grad) for i, t in enumerate(op.ins) if t.param
         }  # fmt: skip
-        lives.append(_Live(op, params, sources))
+        live = _Live(op, params, sources)
+        if op.key not in failed and (op.key in tried or live.runs(failed)):
+            lives.append(live)
+        tried.add(op.key)
     entry = engine_seconds()
     rounds: list[tuple[bool, float, dict[str, Taken]]] = []
     began, waited = Watch(), 0.0
@@ -141,7 +163,7 @@ def measure_pass(ops: Sequence[LocalOp], seconds: float) -> tuple[dict[str, Take
         split, left = number % 3 == 2, PATIENCE * seconds - waited
         waited += until_quiet(left) if number >= 0 and left > 0 and rounds and rounds[-1][1] > QUIET else 0.0
         watch = Watch()
-        own = {op.key: Taken() for op in ops}
+        own = {live.op.key: Taken() for live in lives}
         _round(lives, own, entry, split=split)
         others, _ = watch.others()  # all ranks wait here, so they start rounds at once
         if number >= 0:
@@ -150,7 +172,7 @@ def measure_pass(ops: Sequence[LocalOp], seconds: float) -> tuple[dict[str, Take
         spent = began.others()[1] - waited
         if number + 1 >= LEAST_ROUNDS and spent > (seconds if quiet >= LEAST_ROUNDS else PATIENCE * seconds):
             break
-    taken = {op.key: Taken() for op in ops}
+    taken = {live.op.key: Taken() for live in lives}
     kept = [r for way in (False, True) for r in quietest([r for r in rounds if r[0] is way], lambda r: r[1], 2)]
     for _, _, own in kept:
         for key, row in own.items():
