@@ -34,7 +34,7 @@ from autopar.planfile import pipeline as files
 from autopar.planner.replan import Replanner
 from autopar.planner.search import Options
 from autopar.profiling import document as profiles
-from autopar.profiling.quiet import Watch, quietest, until_quiet
+from autopar.profiling.quiet import QUIET, Watch, quietest, until_quiet
 from autopar.runtime.pipeline import PipelineModule
 from hardware_profiles import load_cluster
 
@@ -215,24 +215,31 @@ def main() -> None:
     asked = parser.parse_args()
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
-    found = [measure(name, asked.seconds, asked.steps, asked.patience) for name in asked.models]
-    rows = [row for one in found for row in one["rows"]]
-    errors = [abs(row["error"]) for row in rows]
-    old = [abs(row["measured_seconds"] / row["simulated_without"] - 1) for row in rows]
-    print(
-        f"{len(rows)} plans: average absolute error {statistics.mean(errors):.1%}, median "
-        f"{statistics.median(errors):.1%}, worst {max(errors):.1%}; with the fitted cluster {statistics.mean(old):.1%} "
-        f"on average; load before {load:.1f}"
-    )
-    if asked.out is not None or len(asked.models) == len(MODELS):
+    target = asked.out or (OUT if len(asked.models) == len(MODELS) else None)
+    found: list[dict[str, Any]] = []
+    for name in asked.models:
+        found.append(measure(name, asked.seconds, asked.steps, asked.patience))
         document = {
             "date": datetime.date.today().isoformat(), "torch": torch.__version__, "processor": profiles.processor(),
-            "processors": len(os.sched_getaffinity(0)), "load_before": round(load, 2),
-            "load_after": round(os.getloadavg()[0], 2), "steps": asked.steps,
-            "mean_absolute_error": statistics.mean(errors), "models": found,
+            "processors": len(os.sched_getaffinity(0)), "load_before": round(load, 2), "steps": asked.steps,
+            **summary([row for one in found for row in one["rows"]]), "models": found,
         }  # fmt: skip
-        text = json.dumps(json.loads(json.dumps(document), parse_float=lambda x: float(f"{float(x):.4g}")))
-        (asked.out or OUT).write_text(text.replace('{"model"', '\n{"model"') + "\n", encoding="utf-8")
+        if target is not None:
+            text = json.dumps(json.loads(json.dumps(document), parse_float=lambda x: float(f"{float(x):.4g}")))
+            target.write_text(text.replace('{"model"', '\n{"model"') + "\n", encoding="utf-8")
+    said = summary([row for one in found for row in one["rows"]])
+    print(", ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in said.items()))
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Errors over plans: of all, and of those whose steps were measured on a quiet machine."""
+    quiet = [row for row in rows if row["measured_others"] <= QUIET]
+    return {
+        "plans": len(rows), "mean_absolute_error": statistics.mean(abs(row["error"]) for row in rows),
+        "worst_error": max((row["error"] for row in rows), key=abs), "quiet_plans": len(quiet),
+        "quiet_mean_absolute_error": statistics.mean(abs(row["error"]) for row in quiet) if quiet else None,
+        "without_profile": statistics.mean(abs(r["measured_seconds"] / r["simulated_without"] - 1) for r in rows),
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -152,8 +152,8 @@ class _Tiny(torch.nn.Module):
 
 
 def executor_spans(cluster: Cluster, layers: int, schedule: str) -> dict[str, float]:
-    """Seconds of the actions of a tiny model in two stages, and of a step beside its actions: lower quartiles, since what
-    else the machine does only ever adds.
+    """Seconds of the actions of a tiny model in two stages, and of a step beside its actions: lower quartiles, since
+    whatever else the machine does only adds.
 
     The forward is that of the first stage and everything else of the last: these wait for nobody's tensors.
     """
