@@ -164,4 +164,7 @@ class Cluster:
             lines.append(
                 f"  {count} x {name}: {bandwidth / 1e9:.4g} GB/s per direction, {latency * 1e6:.3g} us"
             )
+        if self.measured is not None:
+            said, n_ops = self.measured.provenance, len(self.measured.ops)
+            lines.append(f"  measured {said['date']} on {said['processor']}: {n_ops} ops of {said['model']}")
         return "\n".join(lines)
