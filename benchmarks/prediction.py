@@ -125,24 +125,38 @@ def rank(name: str, texts: list[str], steps: int, patience: float) -> list[dict[
         batch = {k: v.repeat(plan.microbatches, *[1] * (v.dim() - 1)) for k, v in kwargs.items()}
         runs.append((module, optimizer, batch))
     found: list[list[tuple[float, float, Any]]] = [[] for _ in runs]
-    for step in range(-2, steps):
-        for (module, optimizer, batch), own in zip(runs, found, strict=True):
-            spans = module.record()
-            patience -= until_quiet(patience) if step >= 0 else 0.0
-            dist.barrier()
-            watch, start = Watch(), time.perf_counter()
-            module.train_step(**batch, optimizer=optimizer)
-            dist.barrier()
-            seconds = time.perf_counter() - start
-            others, _ = watch.others()
-            if step >= 0:
-                own.append((seconds, others, spans))
+    for i in range(len(runs)):
+        one_step(*runs[i])
+    while patience > 0:  # all ranks see the same numbers, so they go the same way
+        counts = [sum(row[1] <= QUIET for row in own) for own in found]
+        if min(counts) >= steps:
+            break
+        i = counts.index(min(counts))
+        patience -= until_quiet(patience)
+        found[i].append(one_step(*runs[i]))
+        patience -= found[i][-1][0] if found[i][-1][1] > QUIET else 0.0
+    for i, own in enumerate(found):
+        while len(own) < 3:
+            own.append(one_step(*runs[i]))
     return [of_steps(own) for own in found]
 
 
+def one_step(module: PipelineModule, optimizer: Any, batch: dict[str, Any]) -> tuple[float, float, Any]:
+    """Seconds of a step, processors that others kept busy meanwhile, and when the actions were."""
+    spans = module.record()
+    dist.barrier()
+    watch, start = Watch(), time.perf_counter()
+    module.train_step(**batch, optimizer=optimizer)
+    dist.barrier()
+    seconds = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+    others, _ = watch.others()
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return float(seconds), others, spans
+
+
 def of_steps(rows: list[tuple[float, float, Any]]) -> dict[str, Any]:
-    """Medians over the steps during which the machine did nothing else (or the quietest three)."""
-    kept = quietest(rows, lambda row: row[1], 3)
+    """Medians over the steps during which the machine did nothing else (or the quietest)."""
+    kept = quietest(rows, lambda row: row[1], 1)
     actions: dict[str, list[float]] = {}
     for _, _, spans in kept:
         for what, _, begin, end in spans:
@@ -151,7 +165,7 @@ def of_steps(rows: list[tuple[float, float, Any]]) -> dict[str, Any]:
     return {
         "seconds": statistics.median(row[0] for row in kept), "of_all": statistics.median(row[0] for row in rows),
         "steps": len(kept), "others": max(row[1] for row in kept),
-        "actions": {k: [statistics.median(v), statistics.quantiles(v, n=4)[0]] for k, v in actions.items()},
+        "actions": {k: [statistics.median(v), min(v)] for k, v in actions.items()},
     }  # fmt: skip
 
 
@@ -209,7 +223,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--seconds", type=float, default=30.0, help="for measuring a model's ops")
-    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=3, help="quiet ones, of every plan")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for a quiet machine, a model")
     parser.add_argument("--out", type=Path, help=f"where to write the numbers; for all models {OUT.name}")
     asked = parser.parse_args()

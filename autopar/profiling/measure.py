@@ -5,7 +5,8 @@ backward, last first, each with its autograd graph. Inputs were just written, as
 read a round ago; outputs are fresh memory. What is measured is the call from Python, as an emitted program makes it.
 Seconds are those that the calling thread has worked, so what else the machine does counts only as far as it takes
 caches and bandwidth. Of a backward, the price of entering autograd's engine (once a microbatch in a program) is taken
-off. All processes measure the same sequence at the same time: they share memory and its bandwidth when they train.
+off. All processes measure at the same time, since they share memory and its bandwidth when they train, each from another
+place of the sequence on, since then too they run different ops.
 
 Every third round runs the backward in two halves, first of everything that earlier ops made, then of parameters.
 """
@@ -19,6 +20,7 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from autopar.profiling.ops import LocalOp, Tensor, values_of
 from autopar.profiling.quiet import QUIET, Watch, quietest, until_quiet
@@ -27,7 +29,7 @@ from autopar.rules.notation import In
 
 LEAST_ROUNDS, MOST_ROUNDS = 6, 30
 """Rounds of a sequence after the first, which is not counted."""
-PATIENCE = 3.0
+PATIENCE = 1.5
 """How many times as long as asked for is measured, or waited, while the machine is busy with something else."""
 
 
@@ -156,6 +158,7 @@ def measure_pass(
         if op.key not in failed and (op.key in tried or live.runs(failed)):
             lives.append(live)
         tried.add(op.key)
+    lives = _turned(lives)
     entry = engine_seconds()
     rounds: list[tuple[bool, float, dict[str, Taken]]] = []
     began, waited = Watch(), 0.0
@@ -178,6 +181,18 @@ def measure_pass(
         for key, row in own.items():
             taken[key].add(row)
     return taken, max(r[1] for r in kept)
+
+
+def _turned(lives: list[_Live]) -> list[_Live]:
+    """The sequence from this rank's own place on: while ranks train, their neighbours do other ops than they do."""
+    if not dist.is_initialized():
+        return lives
+    share = sum(sum(live.op.seconds) for live in lives) * dist.get_rank() / dist.get_world_size()
+    for first, live in enumerate(lives):
+        share -= sum(live.op.seconds)
+        if share < 0:
+            return [*lives[first:], *lives[:first]]
+    return lives
 
 
 def _round(lives: Sequence[_Live], taken: dict[str, Taken], entry: float, *, split: bool) -> None:
