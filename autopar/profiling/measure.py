@@ -5,8 +5,8 @@ backward, last first, each with its autograd graph. Inputs were just written, as
 read a round ago; outputs are fresh memory. What is measured is the call from Python, as an emitted program makes it.
 Seconds are those that the calling thread has worked, so what else the machine does counts only as far as it takes
 caches and bandwidth. Of a backward, the price of entering autograd's engine (once a microbatch in a program) is taken
-off. All processes measure at the same time, since they share memory and its bandwidth when they train, each from another
-place of the sequence on, since then too they run different ops.
+off. All processes measure at the same time, since they share memory and its bandwidth when they train, each from
+another place of the sequence on, since then too they run different ops.
 
 Every third round runs the backward in two halves, first of everything that earlier ops made, then of parameters.
 """
