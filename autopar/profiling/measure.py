@@ -220,9 +220,9 @@ def _round(lives: Sequence[_Live], taken: dict[str, Taken], entry: float, *, spl
 def keep_heap() -> None:
     """Have the C library keep memory that was freed, as it does for a program after its first steps.
 
-    By itself it learns which sizes to keep from what is freed, and gives back whatever lies at the end of the heap. Between
-    ops that run alone this happens again and again by chance, and every page is then paid for anew: 2.5 times the seconds
-    of a ResNet's largest convolutions. What is larger than 32 MiB is fresh in programs too, and stays so.
+    By itself it learns which sizes to keep from what is freed, and gives back whatever lies at the end of the heap.
+    Between ops that run alone this happens again and again by chance, and every page is then paid for anew: 2.5 times
+    the seconds of a ResNet's largest convolutions. What is larger than 32 MiB is fresh in programs too, and stays so.
     """
     with contextlib.suppress(OSError, AttributeError):  # another C library
         libc = ctypes.CDLL(None)
