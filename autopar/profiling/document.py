@@ -91,12 +91,11 @@ def _measure(passes: Passes, seconds: float, cluster: Cluster) -> dict[str, Any]
     import torch.distributed as dist
 
     from autopar.profiling import around
-    from autopar.profiling.measure import PATIENCE, keep_heap, measure_pass
+    from autopar.profiling.measure import PATIENCE, measure_pass
     from autopar.profiling.quiet import until_quiet
 
     warnings.filterwarnings("ignore", category=FutureWarning)  # newer names of the same collectives
     torch.manual_seed(0)
-    keep_heap()
     ops: dict[str, Any] = {}
     failed: dict[str, str] = {}
     rounds: list[int] = []

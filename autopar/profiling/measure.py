@@ -13,8 +13,6 @@ Every third round runs the backward in two halves, first of everything that earl
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,7 +27,6 @@ from autopar.profiling.quiet import QUIET, Watch, quietest, until_quiet
 from autopar.rules.local import Seed, resolve
 from autopar.rules.notation import In
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 LEAST_ROUNDS, MOST_ROUNDS = 6, 30
 """Rounds of a sequence after the first, which is not counted."""
 PATIENCE = 1.5
@@ -217,19 +214,6 @@ def _round(lives: Sequence[_Live], taken: dict[str, Taken], entry: float, *, spl
         live.roots, live.leaves, live.kept = [], [], None
 
 
-def keep_heap() -> None:
-    """Have the C library keep memory that was freed, as it does for a program after its first steps.
-
-    By itself it learns which sizes to keep from what is freed, and gives back whatever lies at the end of the heap.
-    Between ops that run alone this happens again and again by chance, and every page is then paid for anew: 2.5 times
-    the seconds of a ResNet's largest convolutions. What is larger than 32 MiB is fresh in programs too, and stays so.
-    """
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        libc = ctypes.CDLL(None)
-        libc.mallopt(M_MMAP_THRESHOLD, 32 * 2**20)
-        libc.mallopt(M_TRIM_THRESHOLD, 2**30)
-
-
 def engine_seconds() -> float:
     """Entering autograd for a backward of almost nothing."""
     times = []
@@ -256,4 +240,4 @@ def view_seconds() -> float:
     return max(0.0, (median(times[65]) - median(times[1])) / 64)
 
 
-__all__ = ["Taken", "engine_seconds", "keep_heap", "measure_pass"]
+__all__ = ["Taken", "engine_seconds", "measure_pass"]
