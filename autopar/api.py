@@ -17,8 +17,8 @@ import autopar.rules  # noqa: F401  (registers the rules)
 from autopar import pipelines, planfile
 from autopar.capture import Captured
 from autopar.capture import capture as _capture
-from autopar.clusters import get_cluster, reference
-from autopar.errors import AutoparError, CaptureError, InfeasibleError, MeshError
+from autopar.clusters import get_cluster, profile_of, reference
+from autopar.errors import AutoparError, CaptureError, ClusterError, InfeasibleError, MeshError
 from autopar.pins import parse_kept, plan_pinned
 from autopar.pipeline import PipelinePlan
 from autopar.placements import Mesh, mesh_shapes, parse_state
@@ -178,7 +178,7 @@ def plan_captured(
 
 def plan(
     model: torch.nn.Module,
-    cluster: str | Path | Cluster,
+    cluster: str | Path | Cluster | None,
     inputs: Any,
     *,
     example_kwargs: Mapping[str, Any] | None = None,
@@ -198,6 +198,7 @@ def plan(
     max_axes: int = 2,
     time_limit: float = 120.0,
     captured: Captured | None = None,
+    profile: str | Path | None = None,
 ) -> Plan | PipelinePlan:
     """Plan a model on a cluster. Needs no process group and no accelerator.
 
@@ -224,7 +225,12 @@ def plan(
         cuts: where the pipeline is cut: what all stages but the first begin with, such as ``["layers.12"]`` (the path
             of a module, or an operator as ``module:op``); by default the planner cuts.
         captured: what :func:`capture` gave, to plan several meshes without capturing again.
+        profile: what ``autopar profile`` measured; ``cluster`` may then be None, or is checked to be the one measured.
     """
+    if profile is not None:
+        cluster = profile_of(profile, cluster)
+    if cluster is None:
+        raise ClusterError("plan needs a cluster, or profile= with the file that autopar profile wrote")
     found = captured or capture(model, inputs, example_kwargs=example_kwargs, loss_fn=loss_fn, targets=targets)
     where = get_cluster(cluster)
     shape = parse_mesh(mesh)
@@ -307,6 +313,7 @@ def parallelize(
     time_limit: float = 120.0,
     init: Init | None = None,
     timeout: float = TIMEOUT_SECONDS,
+    profile: str | Path | None = None,
 ) -> Any:
     """Spread a model over a mesh; every rank calls it with the same arguments.
 
@@ -325,11 +332,17 @@ def parallelize(
         cluster: hardware profile of a DeviceMesh or rank count; on the CPU ``local-x<ranks>`` by default.
         init: for a meta model: ``init(module)`` sets the parameters and buffers that one module owns.
         timeout: seconds to wait for other ranks, if the process group is made here.
+        profile: what ``autopar profile`` measured, which then is the cluster.
 
     The other arguments are those of :func:`plan`.
     """
     ensure_process_group(timeout)
     device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
+    if profile is not None:
+        if isinstance(mesh, DeviceMesh | int):
+            cluster = profile_of(profile, cluster)
+        else:
+            mesh = profile_of(profile, mesh)
     group = mesh_group(device_mesh) if device_mesh is not None else dist.group.WORLD
     captured: Captured | None = None
     error: BaseException | None = None

@@ -32,7 +32,9 @@ from autopar.rules.notation import Rule
 from autopar.rules.pieces import fake_world
 from autopar.rules.registry import rules_of
 from cost_models import AxisCost, mesh_axes, op_seconds, optimizer_state_bytes
+from cost_models.measured import corrected
 from hardware_profiles import Cluster
+from hardware_profiles.measured import Measured, op_key, tensor_text
 
 COLLECTIVES = {
     "all_reduce": "all_reduce",
@@ -123,7 +125,7 @@ def check(plan: Plan, graph: Graph, cluster: Cluster, *, tolerance: float = 0.01
     )
     with fake_world(plan.mesh) as mesh:
         names = {str(mesh.get_group(name).group_name): name for name, _ in plan.mesh}
-        _recount(program, plan, graph, device, axes, names, report)
+        _recount(program, plan, graph, device, cluster.measured, axes, names, report)
     _stored(plan, graph, report)
     _parameters(plan, graph, axes, 0.0 if cluster.abstract else 25 * 2**20, report)
     _claims(plan, report, tolerance)
@@ -135,6 +137,7 @@ def _recount(
     plan: Plan,
     graph: Graph,
     device: Any,
+    measured: Measured | None,
     axes: Mapping[str, AxisCost],
     names: Mapping[str, str],
     report: Report,
@@ -150,7 +153,7 @@ def _recount(
         # the attention of this process's device is not in torch's table
         own = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
         flops = FlopCounterMode(display=False, custom_mapping=own)
-        pricer = _Priced(program, graph, device, flops)
+        pricer = _Priced(program, graph, device, flops, measured)
         with counter, flops:
             flat = pricer.run(*values)
             if graph.loss is not None and flat[graph.loss].requires_grad:
@@ -170,11 +173,15 @@ def _attention_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: A
 class _Priced(torch.fx.Interpreter):
     """Runs a program and prices every operator from the shapes that it really gets, flops counted by torch."""
 
-    def __init__(self, program: Program, graph: Graph, device: Any, flops: FlopCounterMode) -> None:
+    def __init__(
+        self, program: Program, graph: Graph, device: Any, flops: FlopCounterMode, measured: Measured | None
+    ) -> None:
         super().__init__(program.runnable)
+        self.measured = measured
         self.source, self.device, self.flops = graph, device, flops
         self.mesh, self.again = program.mesh, False
         self.seconds: list[float] = []
+        self.targets = {node.name: node.target for node in graph.nodes}
         self.kinds = {
             node.name: rule for node, rule in zip(graph.nodes, rules_of(graph), strict=True) if rule is not None
         }
@@ -202,14 +209,46 @@ class _Priced(torch.fx.Interpreter):
             ins = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
             outs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
             flops = self.flops.get_total_flops() - before
-            self.seconds.append(self._op(self.kinds[meta["node"]], n, ins, outs, flops))
+            known = self._known(n, meta, args, kwargs, outs)
+            self.seconds.append(self._op(self.kinds[meta["node"]], n, ins, outs, flops) if known is None else known)
         elif n.op == "call_function" and "step" in meta:
             self.seconds.append(self._copy(meta, result))
         return result
 
+    def _known(
+        self, n: torch.fx.Node, meta: Mapping[str, Any], args: Any, kwargs: Mapping[str, Any], outs: list[Any]
+    ) -> float | None:
+        """Seconds of an operator that a profile has measured on the tensors that it really gets."""
+        rule = self.kinds[meta["node"]]
+        cut = set(meta["options"]) & set(rule.sizes) if any(size > 1 for _, size in self.mesh) else set()
+        if self.measured is None or (not isinstance(n.target, torch._ops.OpOverload) and (not rule.random or cut)):
+            return None
+        differentiable = any(t.requires_grad for t in outs)
+
+        def text(value: Any) -> str | None:
+            if not isinstance(value, torch.Tensor):
+                return None
+            dtype = str(value.dtype).removeprefix("torch.")
+            return tensor_text(dtype, value.shape, value.requires_grad and differentiable)
+
+        known = self.measured.ops.get(op_key(self.targets[meta["node"]], args, kwargs, text))
+        if known is None:
+            return None
+        return known.forward_seconds + (known.backward_seconds if differentiable and not self.again else 0.0)
+
     def _op(self, rule: Rule, n: torch.fx.Node, ins: list[Any], outs: list[Any], flops: float) -> float:
+        differentiable = any(t.requires_grad for t in outs) and not self.again
+        forward, both = self._formula(rule, n, ins, outs, flops)
+        if self.measured is None:
+            return both if differentiable else forward
+        return sum(corrected(self.measured, rule.kind, forward, both - forward, differentiable))
+
+    def _formula(
+        self, rule: Rule, n: torch.fx.Node, ins: list[Any], outs: list[Any], flops: float
+    ) -> tuple[float, float]:
+        """Seconds of the forward, and of forward and backward."""
         if rule.kind == "none":
-            return 0.0
+            return 0.0, 0.0
         if rule.random:
             ins = ins[:-1]  # the seed
         n_bytes = sum(t.numel() * t.element_size() for t in (*ins, *outs))
@@ -226,11 +265,9 @@ class _Priced(torch.fx.Interpreter):
             flops = 0.0
         dtype = str(outs[0].dtype).removeprefix("torch.")
         forward = op_seconds(self.device, rule.kind, flops, n_bytes, dtype, gemm)
-        if self.again or not any(t.requires_grad for t in outs):
-            return forward
         if rule.kind in ("matmul", "conv"):
-            return forward * (1 + sum(t.requires_grad for i, t in enumerate(ins) if i not in rule.additive))
-        return forward * (3.5 if rule.kind == "attention" else 2)
+            return forward, forward * (1 + sum(t.requires_grad for i, t in enumerate(ins) if i not in rule.additive))
+        return forward, forward * (3.5 if rule.kind == "attention" else 2)
 
     def _copy(self, meta: dict[str, Any], result: torch.Tensor) -> float:
         src, dst = meta["step"]

@@ -35,3 +35,26 @@ def reference(cluster: str | Path | Cluster) -> str:
     if isinstance(cluster, Cluster):
         return cluster.name
     return Path(cluster).resolve().as_posix() if str(cluster).endswith(FILES) else str(cluster)
+
+
+def profile_of(profile: str | Path, cluster: str | Path | Cluster | None = None) -> str:
+    """The path of a profile file, which is a cluster with measurements, where one may be given beside a cluster.
+
+    Raises:
+        ClusterError: it is no profile, or one of another cluster than the one given.
+    """
+    found = get_cluster(profile)
+    if found.measured is None:
+        raise ClusterError(f"{profile} is a cluster without measurements; make a profile with autopar profile")
+    wanted = get_cluster(cluster) if cluster is not None else None
+    if wanted is not None and (wanted.n_devices, kinds(wanted)) != (found.n_devices, kinds(found)):
+        raise ClusterError(
+            f"profile {profile} is of {found.n_devices} devices ({', '.join(sorted(set(kinds(found))))}), the cluster "
+            f"given has {wanted.n_devices} ({', '.join(sorted(set(kinds(wanted))))}); leave the cluster out"
+        )
+    return str(profile)
+
+
+def kinds(cluster: Cluster) -> tuple[str, ...]:
+    """Names of a cluster's devices, by rank."""
+    return tuple(device.name for device in cluster.devices)

@@ -14,6 +14,7 @@ import networkx as nx
 from .abstract import read_abstract
 from .errors import ProfileError
 from .load import DATA, builtin_curves, builtin_devices, builtin_links, read_curves, read_device, read_link
+from .measured import is_measured, read_measured
 from .model import Cluster, Device, Link
 from .reader import Failures, Table, closest, read_document
 
@@ -33,8 +34,26 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
     text = str(name_or_path)
     if text.endswith((".toml", ".json")):
         path = Path(text)
-        return build_cluster(read_document(path), str(path), default_name=path.stem)
+        document = read_document(path)
+        if is_measured(document):
+            return _measured_cluster(document, path)
+        return build_cluster(document, str(path), default_name=path.stem)
     return _builtin_cluster(text)
+
+
+def _measured_cluster(document: Mapping[str, Any], path: Path) -> Cluster:
+    """A profile file: the cluster that it names, by another name, with what was measured."""
+    failures = Failures(str(path))
+    root = Table(dict(document), "", failures)
+    name = root.text("cluster")
+    measured = read_measured(root)
+    root.close()
+    failures.raise_if_any()
+    beside = path.parent / name
+    base = load_cluster(beside if name.endswith((".toml", ".json")) and beside.is_file() else name)
+    if base.measured is not None:
+        raise ProfileError(str(path), [f"cluster: '{name}' is a profile itself, name the cluster that it is of"])
+    return dataclasses.replace(base, name=path.stem, measured=measured)
 
 
 @functools.lru_cache(maxsize=64)

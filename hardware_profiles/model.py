@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import networkx as nx
+
+if TYPE_CHECKING:
+    from .measured import Measured
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
 OP_KINDS = ("matmul", "conv", "attention", "pointwise")
@@ -104,7 +108,7 @@ class Cluster:
     direction. `node_of[rank]` says which machine a rank sits in; collectives go around inside a machine
     before they leave it. `curves[link.curve][collective]` prices traffic. `overlap` is False where
     collectives use the computing cores. `abstract` lists the axes of an abstract mesh; the graph then has no
-    edges and compute is free.
+    edges and compute is free. `measured` holds the tables of a profile file, where the cluster came from one.
     """
 
     name: str
@@ -115,6 +119,7 @@ class Cluster:
     overlap: bool = True
     abstract: tuple[AbstractAxis, ...] = ()
     description: str = ""
+    measured: Measured | None = None
 
     @property
     def n_devices(self) -> int:
@@ -159,4 +164,7 @@ class Cluster:
             lines.append(
                 f"  {count} x {name}: {bandwidth / 1e9:.4g} GB/s per direction, {latency * 1e6:.3g} us"
             )
+        if self.measured is not None:
+            said, n_ops = self.measured.provenance, len(self.measured.ops)
+            lines.append(f"  measured {said['date']} on {said['processor']}: {n_ops} ops of {said['model']}")
         return "\n".join(lines)

@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 
 def plan(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="PATH.py:factory, or hf:PATH/config.json.")],
-    cluster: Annotated[str, typer.Option("--cluster", "-c", help="Name of a cluster, or a .toml or .json file.")],
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", "-c", help="Name of a cluster, or a .toml or .json file.")
+    ] = None,
     mesh: Annotated[
         str | None,
         typer.Option("--mesh", "-m", help="Axes and sizes: data=8,tensor=8. Default: the fastest of several."),
@@ -99,6 +101,9 @@ def plan(
         ),
     ] = None,
     time_limit: Annotated[float, typer.Option("--time-limit", help="Seconds for one run of the solver.")] = 120.0,
+    profile: Annotated[
+        Path | None, typer.Option("--profile", help="What autopar profile measured: stands for --cluster.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Find the fastest way to spread a model over a cluster, and write it to a plan file.
@@ -115,9 +120,13 @@ def plan(
 
     autopar plan gpt.py:make -c local-x4 --pin 'layers.*.mlp.up:tensor=n' --keep-replicated '*.norm.weight'
     """
+    from autopar.clusters import profile_of
     from autopar.planfile import dumps, parse_mesh, save
     from hardware_profiles import load_cluster
 
+    if cluster is None and profile is None:
+        raise UsageError("give the cluster to plan for with --cluster (autopar clusters lists them), or a --profile")
+    cluster = profile_of(profile, cluster) if profile is not None else str(cluster)
     hardware = load_cluster(cluster)
     wanted = parse_mesh(mesh) if mesh is not None else None
     pins: dict[str, dict[str, str]] = {}
@@ -171,6 +180,10 @@ def plan(
         sys.stdout.write(dumps(found, captured.graph, named))
     else:
         summary(found, output)
+        if hardware.measured is not None:
+            from autopar.report.measured import coverage, line
+
+            out().print("  " + line(coverage([captured.graph], [found], hardware, [None]) or {}), markup=False)
 
 
 def check_options(optimizer: str, microbatches: int, time_limit: float) -> None:

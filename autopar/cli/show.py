@@ -68,7 +68,7 @@ def show(
             print(text)
         return
     from autopar.planner.price import pricer
-    from autopar.report import rows, tables
+    from autopar.report import measured, rows, tables
 
     with progress("pricing"):
         priced = pricer(cluster, found.mesh)
@@ -76,6 +76,7 @@ def show(
         params = rows.param_rows(graph, found, priced)
         counts = rows.collective_counts(found, graph, priced)
         again_seconds = rows.recomputed_seconds(graph, found, priced)
+        known = measured.coverage([graph], [found], cluster, [None])
     if as_json:
         print_json(
             {
@@ -83,6 +84,7 @@ def show(
                 "blocks": blocks, "parameters": params, **rows.totals(found), "collectives": counts,
                 "solution": found.solution, "pins": found.pins, "notes": found.notes,
                 "recompute": {"segments": found.recompute, "seconds": again_seconds},
+                **({"profile": known} if known else {}),
             }
         )  # fmt: skip
         return
@@ -100,6 +102,8 @@ def show(
     if counts:
         console.print("collectives of a step: " + ", ".join(f"{n} {name}" for name, n in counts.items()))
     console.print(show_solution(found.solution))
+    if known:
+        console.print(measured.line(known), markup=False)
     for note in found.notes:
         console.print(f"[yellow]note:[/yellow] {note}")
 

@@ -18,9 +18,15 @@ WIDEST = 400
 
 def facts_of(captured: Captured, plan: PipelinePlan, timeline: Timeline, cluster: Cluster) -> dict[str, Any]:
     """What there is to say of a pipelined plan, as values."""
+    from autopar.report.measured import coverage
     from autopar.report.stages import stage_rows, step_anatomy
+    from autopar.staging import cut
 
     stages = stage_rows(captured.graph, plan, timeline, cluster)
+    known = None
+    if cluster.measured is not None:
+        graphs = [stage.graph for stage in cut(captured.graph, plan.starts)]
+        known = coverage(graphs, [s.plan for s in plan.stages], cluster, [s.devices for s in plan.stages])
     return {
         "schedule": plan.schedule.name, "microbatches": plan.microbatches, "devices": plan.n_devices,
         "groups": plan.schedule.n_ranks, "cluster": plan.cluster, "pins": plan.pins, "seconds": plan.seconds,
@@ -29,7 +35,7 @@ def facts_of(captured: Captured, plan: PipelinePlan, timeline: Timeline, cluster
         "transfers": [
             {"source": e.source, "target": e.target, "forward_seconds": e.forward_seconds,
              "backward_seconds": e.backward_seconds} for e in timeline.times.edges
-        ], "notes": list(plan.notes),
+        ], "notes": list(plan.notes), **({"profile": known} if known else {}),
     }  # fmt: skip
 
 
@@ -58,6 +64,10 @@ def describe(
         console.print(text, markup=False, soft_wrap=True)
     for line in why(facts):
         console.print(line, markup=False)
+    if "profile" in facts:
+        from autopar.report.measured import line as known
+
+        console.print(f"  {known(facts['profile'])}", markup=False)
     for what, seconds in more.get("tried", ())[:8]:
         console.print(f"  tried: {show_seconds(seconds):>8}  {what}", markup=False)
     for note in plan.notes if "tried" not in more else ():

@@ -473,6 +473,7 @@ def timing_of(
         len(graphs), [p.forward_seconds for p in own],
         [p.backward_seconds if w else p.input_seconds for w, p in zip(whole, own, strict=True)],
         [0.0 if w else p.weight_seconds for w, p in zip(whole, own, strict=True)],
+        backward_seconds=[p.backward_seconds for p in own],
         edges=_edges(graphs, choices, cluster), activation_bytes=[c.plan.kept_bytes for c in choices],
         static_bytes=[_static_bytes([choices[s].plan for s in held]) for held in schedule.stages_of_rank],
     )  # fmt: skip

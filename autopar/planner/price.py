@@ -14,10 +14,12 @@ from math import prod
 from autopar.graph import Graph, Node, Spec
 from autopar.placements import Mesh, State, local_shape, step_collectives
 from autopar.planner.space import Strategy, grads_of
-from autopar.rules.local import cuts_of
-from autopar.rules.notation import Rule
+from autopar.rules.local import cuts_of, local_call
+from autopar.rules.notation import In, Rule, call_of
 from cost_models import AxisCost, op_seconds
+from cost_models.measured import corrected
 from hardware_profiles import Cluster, Device
+from hardware_profiles.measured import Measured, OpSeconds, op_key, tensor_text
 
 
 @dataclass
@@ -29,12 +31,14 @@ class Pricer:
         axes: collective costs by axis name.
         device: the slowest device of the mesh stands for all.
         bucket_bytes: parameter collectives share buckets of about this size; 0 prices each on its own.
+        measured: of a profile: seconds of ops that were measured, corrections for others.
     """
 
     mesh: Mesh
     axes: Mapping[str, AxisCost]
     device: Device
     bucket_bytes: float = 25 * 2**20
+    measured: Measured | None = None
     _steps: dict[tuple[Spec, bool, State, State], float] = field(default_factory=dict)
 
     # -- reshards
@@ -109,14 +113,34 @@ class Pricer:
                 for i, (grad, ref) in enumerate(zip(in_grads, node.refs, strict=True))
             )
             weights = compute[0] * held
+        if both and self.measured is not None:
+            known = self.known(graph, node, rule, strategy)
+            if known is not None:
+                weights = min(known.weight_seconds, known.backward_seconds)
+            elif weights:
+                times = sum(1 for i, g in enumerate(in_grads) if g and i not in rule.additive)
+                weights *= (compute[1] - compute[0]) / (compute[0] * times) if compute[0] else 0.0
         return compute[0] + inside[0], compute[1] + inside[1], weights
 
     def _compute(
         self, graph: Graph, node: Node, rule: Rule, strategy: Strategy, pieces: Mapping[str, int],
         in_grads: Sequence[bool], differentiable: bool,
     ) -> float:  # fmt: skip
+        if self.measured is not None:
+            known = self.known(graph, node, rule, strategy)
+            if known is not None:
+                return known.forward_seconds + (known.backward_seconds if differentiable else 0.0)
+            forward, both = self.formula(graph, node, rule, strategy, pieces, in_grads, differentiable)
+            return sum(corrected(self.measured, rule.kind, forward, both - forward, differentiable))
+        return self.formula(graph, node, rule, strategy, pieces, in_grads, differentiable)[1]
+
+    def formula(
+        self, graph: Graph, node: Node, rule: Rule, strategy: Strategy, pieces: Mapping[str, int],
+        in_grads: Sequence[bool], differentiable: bool,
+    ) -> tuple[float, float]:  # fmt: skip
+        """Seconds of the forward of one op, and of forward and backward, by the roofline of the device."""
         if rule.kind == "none":
-            return 0.0
+            return 0.0, 0.0
         n_bytes = 0
         for ref, state in zip(node.refs, strategy.ins, strict=True):
             n_bytes += self.local_bytes(graph.spec(ref), state)
@@ -128,13 +152,34 @@ class Pricer:
         gemm = _gemm(rule, pieces) if rule.kind in ("matmul", "conv") else None
         forward = op_seconds(self.device, rule.kind, flops, n_bytes, dtype, gemm)
         if not differentiable:
-            return forward
+            return forward, forward
         if rule.kind in ("matmul", "conv"):
             times = sum(1 for i, g in enumerate(in_grads) if g and i not in rule.additive)
-            return forward * (1 + times)
+            return forward, forward * (1 + times)
         if rule.kind == "attention":
-            return forward * 3.5
-        return forward * 2
+            return forward, forward * 3.5
+        return forward, forward * 2
+
+    def known(self, graph: Graph, node: Node, rule: Rule, strategy: Strategy) -> OpSeconds | None:
+        """What the profile has of an op at these local shapes."""
+        if self.measured is None:
+            return None
+        key = key_of(graph, node, rule, strategy, self.mesh)
+        return self.measured.ops.get(key) if key is not None else None
+
+    def split(self, graph: Graph, node: Node, rule: Rule | None, strategy: Strategy) -> float:
+        """Seconds that the backward of an op takes more in two halves than whole, as far as it was measured."""
+        known = self.known(graph, node, rule, strategy) if rule is not None else None
+        if known is None or not known.weight_seconds or not known.input_seconds:
+            return 0.0
+        return max(0.0, known.input_seconds + known.weight_seconds - known.backward_seconds)
+
+    def shares(self, graph: Graph, node: Node, rule: Rule, strategy: Strategy) -> tuple[float, float]:
+        """``(measured, computed)`` seconds of an op, forward and backward: one of them is 0."""
+        pieces, _ = cuts_of(rule, strategy.options, self.mesh)
+        in_grads, out_grads = grads_of(graph, node)
+        seconds = self._compute(graph, node, rule, strategy, pieces, in_grads, any(out_grads))
+        return (seconds, 0.0) if self.known(graph, node, rule, strategy) is not None else (0.0, seconds)
 
     def _inside(
         self, rule: Rule, pieces: Mapping[str, int], axes: Mapping[str, tuple[str, ...]], differentiable: bool
@@ -167,6 +212,19 @@ def _gemm(rule: Rule, pieces: Mapping[str, int]) -> tuple[int, int, int] | None:
     return size(out - (second - first)), size((second & out) - first), size((first | second) - out)
 
 
+def key_of(graph: Graph, node: Node, rule: Rule, strategy: Strategy, mesh: Mesh) -> str | None:
+    """By what a profile knows an op under a strategy; None for one that communicates inside."""
+    call = local_call(call_of(node, graph.spec), rule, strategy.options, mesh)
+    if call.distributed and (not rule.random or cuts_of(rule, strategy.options, mesh)[0]):
+        return None
+    in_grads, _ = grads_of(graph, node)
+    texts = [
+        tensor_text(graph.spec(ref).dtype, local_shape(graph.spec(ref).shape, state, mesh), grad)
+        for ref, state, grad in zip(node.refs, strategy.ins, in_grads, strict=True)
+    ]
+    return op_key(node.target, call.args, call.kwargs, lambda v: texts[v.position] if isinstance(v, In) else None)
+
+
 def pricer(cluster: Cluster, mesh: Mesh, devices: Sequence[int] | None = None) -> Pricer:
     """The :class:`Pricer` of a mesh on a cluster; on its first devices, or on those given, in row-major order."""
     return _pricer(cluster, mesh, None if devices is None else tuple(devices))
@@ -180,4 +238,4 @@ def _pricer(cluster: Cluster, mesh: Mesh, devices: tuple[int, ...] | None) -> Pr
     n = prod(size for _, size in mesh)
     numbers = range(n) if devices is None else devices
     slowest = min(map(cluster.device, numbers), key=lambda d: (max(d.peak_flops.values()), d.memory_bytes_per_second))
-    return Pricer(mesh, axes, slowest, 0.0 if cluster.abstract else 25 * 2**20)
+    return Pricer(mesh, axes, slowest, 0.0 if cluster.abstract else 25 * 2**20, cluster.measured)

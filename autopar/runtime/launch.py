@@ -25,6 +25,11 @@ import torch.distributed as dist
 from autopar.errors import AutoparError, RunError
 
 GRACE_SECONDS = 2.0
+KEPT_HEAP = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
+"""Has glibc keep freed memory up to 1 GiB: else large gradients are given back and paged in anew, or not, by chance.
+
+A backward of ResNet-18's last stage took 24 or 55 ms.
+"""
 
 
 def run_local(
@@ -56,6 +61,7 @@ def run_local(
     }  # fmt: skip
     if sys.platform.startswith("linux"):
         shared["GLOO_SOCKET_IFNAME"] = "lo"
+        shared |= {name: os.environ.get(name, value) for name, value in KEPT_HEAP.items()}
     shared.update(env or {})
     context = multiprocessing.get_context("spawn")
     processes: list[Any] = []

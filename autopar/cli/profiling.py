@@ -1,0 +1,115 @@
+"""``autopar profile``: measure a model's ops, transfers and the executor on this machine, as a cluster file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from autopar.cli.common import (
+    Batch,
+    Json,
+    Seq,
+    UsageError,
+    load_and_capture,
+    out,
+    print_json,
+    progress,
+    show_seconds,
+)
+
+
+def profile(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="PATH.py:factory, or hf:PATH/config.json.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the profile: a .json file.")],
+    cluster: Annotated[
+        str, typer.Option("--cluster", "-c", help="The cluster that this machine is: a name or a file.")
+    ] = "local-x2",
+    mesh: Annotated[
+        list[str] | None,
+        typer.Option("--mesh", "-m", help="Also measure ops as cut on this mesh: data=2. Repeatable."),
+    ] = None,
+    batch: Batch = None,
+    seq: Seq = None,
+    seconds: Annotated[float, typer.Option("--seconds", help="For measuring the ops, about.")] = 60.0,
+    processes: Annotated[
+        int | None, typer.Option("--processes", help="That measure at once. Default: 2; 1 on a cluster of one device.")
+    ] = None,
+    most_ops: Annotated[int, typer.Option("--most-ops", help="Distinct ops that are measured, at most.")] = 4000,
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds for everything.")] = 1800.0,
+    as_json: Json = False,
+) -> None:
+    """Measure on this machine what a model's plans are priced with, and write it to a profile file.
+
+    The example batch is one microbatch, as for autopar plan --stages. The file is a cluster: wherever a cluster can be
+    named, it can be too. Measured are the distinct local ops of the model, whole and as cut on the meshes asked for,
+    forward and backward; transfers; the optimizer; the executor. Other sizes get the formulas' prices, corrected.
+
+    Example: autopar profile gpt.py:make --cluster local-x2 -o profile.json
+
+    Then: autopar plan gpt.py:make --cluster profile.json --stages 2 --microbatches 8 -o plan.json
+    """
+    from autopar.clusters import get_cluster
+    from autopar.planfile import parse_mesh
+    from autopar.profiling import document as documents
+    from hardware_profiles import list_devices
+
+    hardware = get_cluster(cluster)
+    if hardware.measured is not None:
+        raise UsageError(f"{cluster} is a profile itself; name the cluster that it is of")
+    if (kind := hardware.device(0).name) in list_devices() and not kind.startswith("cpu"):
+        raise UsageError(f"{cluster} has devices {kind}; autopar profile measures processors only, such as local-x2")
+    count = processes or min(2, hardware.n_devices)
+    if processes is not None and not 1 <= processes <= 2:
+        raise UsageError(f"--processes is {processes}; it is 1 or 2: transfers are measured between two")
+    if seconds <= 0 or most_ops < 1:
+        raise UsageError(f"--seconds is {seconds:g} and --most-ops {most_ops}; both are more than 0")
+    if output.suffix != ".json":
+        raise UsageError(f"the profile is {output}; give a name that ends in .json, by which it is a cluster")
+    if not output.parent.is_dir():
+        raise UsageError(f"there is no folder {output.parent}; give one that exists")
+    meshes = tuple(m for m in (parse_mesh(text) for text in mesh or ()) if m is not None)
+    loaded, captured = load_and_capture(model, batch, seq)
+    if cluster.endswith((".toml", ".json")):
+        cluster = Path(os.path.relpath(Path(cluster).resolve(), output.parent.resolve())).as_posix()
+    asked = documents.Asked(seconds, count, meshes, most_ops, timeout=timeout)
+    with progress(f"measuring in {count} processes, about {seconds + 20:.0f} s"):
+        found = documents.profile(captured.graph, hardware, cluster, str(loaded.named(output.parent)["spec"]), asked)
+    documents.save(output, found)
+    report = summary(found)
+    if as_json:
+        print_json({"profile": str(output), **report})
+        return
+    console = out()
+    console.print(
+        f"{report['ops']} ops measured by {count} processes at once, each {report['provenance']['rounds']} times or "
+        "more"
+    )
+    for kind, row in report["kinds"].items():
+        console.print(
+            f"  {kind:9} {row['ops']:4} ops: forward {show_seconds(row['forward_seconds'])}, backward "
+            f"{show_seconds(row['backward_seconds'])} together; other sizes: {_line(row['forward'])} forward, "
+            f"{_line(row['backward'])} backward"
+        )
+    for what in found["provenance"]["left_out"]:
+        console.print(f"  [yellow]left out:[/yellow] {what}")
+    console.print(f"written to {output}; plan with it: autopar plan {model} --cluster {output}")
+
+
+def _line(pair: list[float]) -> str:
+    return f"{show_seconds(pair[0])} + {pair[1]:.2f} x formula"
+
+
+def summary(document: dict[str, Any]) -> dict[str, Any]:
+    """What a profile holds, in numbers."""
+    kinds: dict[str, Any] = {}
+    for op in document["ops"].values():
+        row = kinds.setdefault(op["kind"], {"ops": 0, "forward_seconds": 0.0, "backward_seconds": 0.0})
+        row["ops"] += 1
+        for way in ("forward_seconds", "backward_seconds"):
+            row[way] += op[way]
+    for kind, row in kinds.items():
+        row.update(document["corrections"][kind])
+    return {"ops": len(document["ops"]), "kinds": dict(sorted(kinds.items())), "provenance": document["provenance"]}

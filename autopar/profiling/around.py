@@ -1,0 +1,185 @@
+"""What a step does beside ops, measured on a few ranks at once: transfers, collectives, gradients that add up, the
+optimizer, and the pipeline's executor itself on a model of almost no work."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from math import ceil
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from autopar.capture import capture
+from autopar.graph import Spec
+from autopar.lower.transfer import Side, transfer
+from autopar.planner.pipeline import PipelineOptions, plan_pipeline
+from autopar.runtime.pipeline import PipelineModule
+from autopar.runtime.wires import Post, Wire
+from cost_models.pipeline.actions import Action
+from hardware_profiles import Cluster
+
+SIZES = tuple(4**k for k in range(5, 13))  # 1 KiB to 16 MiB
+ADDED = tuple(4**k for k in range(5, 14))
+OPTIMIZED = (256, 65536, 1048576)
+"""Elements of the parameters with which optimizers are measured, several tensors of each."""
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-3),
+    "sgd_momentum": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9),
+}
+
+
+def accumulate_points(*, in_place: bool) -> list[list[float]]:
+    """``[bytes, seconds]`` of adding a fresh gradient to one that was last touched long ago, or of making their sum
+    anew."""
+    found = []
+    for n_bytes in ADDED:
+        n = n_bytes // 4
+        held = [torch.ones(n) for _ in range(max(2, min(64, 2**26 // n_bytes)))]
+        times = []
+        for k in range(3 * len(held) if len(held) < 8 else len(held)):
+            fresh = torch.ones(n)
+            start = time.thread_time()
+            at = k % len(held)
+            held[at] = held[at].add_(fresh) if in_place else held[at] + fresh
+            del fresh
+            times.append(time.thread_time() - start)
+        found.append([n_bytes, median(times)])
+    return found
+
+
+def send_points() -> list[list[float]]:
+    """``[bytes, seconds]`` of one message between two ranks, there and back, as a pipeline sends it."""
+    rank, repeats = dist.get_rank(), 20
+    found = []
+    for n_bytes in SIZES:
+        spec = Spec((n_bytes // 4,), "float32")
+        mesh = (("data", 1),)
+        here, there = Side(("I",), mesh, (0,)), Side(("I",), mesh, (1,))
+        wire = Wire(0, "x", 0, 1, transfer(spec, here, there), transfer(spec, there, here))
+        rows = {r: [Action(r, kind, k) for k in range(repeats) for kind in "FB"] for r in (0, 1)}
+        times = []
+        if rank < 2:
+            post = Post.of(rank, torch.device("cpu"), (wire,), rows, repeats)
+            post.begin()
+            value = torch.ones(spec.shape)
+            for k in range(repeats):
+                start = time.perf_counter()
+                if rank == 0:
+                    post.send(wire, False, k, value)
+                    post.take(wire, True, k)
+                else:
+                    value = post.take(wire, False, k)
+                    post.send(wire, True, k, value)
+                times.append((time.perf_counter() - start) / 2)
+            post.end()
+        dist.barrier()
+        found.append([n_bytes, median(times[2:]) if times else 0.0])
+    return found
+
+
+def collective_points() -> dict[str, list[list[float]]]:
+    """``[bytes, seconds]`` of each collective among all ranks, until the last has it."""
+    world = dist.get_world_size()
+    found: dict[str, list[list[float]]] = {}
+    for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+        rows = []
+        for n_bytes in SIZES:
+            n = ceil(n_bytes / 4 / world) * world
+            whole, part, other = torch.ones(n), torch.ones(n // world), torch.empty(n)
+            call: dict[str, Callable[[], Any]] = {
+                "all_reduce": lambda w=whole: dist.all_reduce(w),  # type: ignore[misc]
+                "all_gather": lambda w=whole, p=part: dist.all_gather_into_tensor(w, p),  # type: ignore[misc]
+                "reduce_scatter": lambda w=whole, p=part: dist.reduce_scatter_tensor(p, w),  # type: ignore[misc]
+                "all_to_all": lambda w=whole, o=other: dist.all_to_all_single(o, w),  # type: ignore[misc]
+            }
+            times = []
+            for _ in range(12 if n_bytes < 2**21 else 6):
+                dist.barrier()
+                start = time.perf_counter()
+                call[kind]()
+                took = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+                dist.all_reduce(took, dist.ReduceOp.MAX)
+                times.append(took.item())
+            rows.append([n_bytes, median(times)])
+        found[kind] = rows
+    return found
+
+
+def optimizer_seconds() -> dict[str, tuple[float, float]]:
+    """``(seconds per tensor, seconds per byte)`` of a step and ``zero_grad`` on stored parameters."""
+    meshes = [
+        DeviceMesh("cpu", torch.tensor([r]), mesh_dim_names=("data",)) for r in range(dist.get_world_size())
+    ]  # fmt: skip
+    mesh, found = meshes[dist.get_rank()], {}
+
+    def sharded(n: int) -> DTensor:  # ones: pages of zeros are not there before they are read
+        return DTensor.from_local(torch.ones(n), mesh, [Replicate()], run_check=False)
+
+    for name, make in OPTIMIZERS.items():
+        rows = []
+        for n in OPTIMIZED:
+            params = [torch.nn.Parameter(sharded(n)) for _ in range(max(4, min(24, 2**22 // n)))]
+            optimizer, times = make(params), []
+            for _ in range(6):
+                for p in params:
+                    p.grad = sharded(n)
+                dist.barrier()
+                start = time.thread_time()
+                optimizer.step()
+                optimizer.zero_grad()
+                times.append((time.thread_time() - start) / len(params))
+            rows.append((4.0 * n, median(times[1:])))
+        tensor = rows[0][1]
+        found[name] = tensor, max(0.0, (rows[-1][1] - tensor) / rows[-1][0])
+    return found
+
+
+class _Tiny(torch.nn.Module):
+    """Layers of almost no work, with a loss."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(layers)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+def executor_spans(cluster: Cluster, layers: int, schedule: str) -> dict[str, float]:
+    """Seconds of the actions of a tiny model in two stages, and of a step beside its actions: lower quartiles, since
+    whatever else the machine does only adds.
+
+    The forward is that of the first stage and everything else of the last: these wait for nobody's tensors.
+    """
+    torch.manual_seed(0)
+    model, x, count = _Tiny(2 * layers), torch.ones(2, 4), 4
+    captured = capture(model, (x,))
+    starts = (next(n.name for n in captured.graph.nodes if n.kind == "op" and n.module == f"layers.{layers}"),)
+    asked = PipelineOptions(count, 2, (schedule,), (("data", 1),), starts, may_recompute=False)
+    found = plan_pipeline(captured.graph, cluster, 2, asked)
+    module = PipelineModule(model, captured, found.plan)
+    batch = x.repeat(count, 1)
+    spans: dict[str, list[float]] = {}
+    for _ in range(30):
+        own = module.record()
+        dist.barrier()
+        start = time.perf_counter()
+        module.train_step(batch)
+        whole = time.perf_counter() - start
+        for what, _, begin, end in own:
+            spans.setdefault(next(c for c in what if c in "FBIW"), []).append(end - begin)
+        spans.setdefault("step", []).append(max(0.0, whole - (own[-1][3] - own[0][2])))
+        for p in module.parameters():
+            p.grad = None
+    return {k: quantiles(v[len(v) // 5 :], n=4)[0] for k, v in spans.items()}
+
+
+__all__ = [
+    "accumulate_points", "collective_points", "executor_spans", "optimizer_seconds", "send_points",
+]  # fmt: skip

@@ -1,0 +1,221 @@
+"""From a model and a cluster to a profile file: processes measure, this one fits and writes."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+
+from autopar.errors import PlanError
+from autopar.graph import Graph
+from autopar.placements import Mesh
+from autopar.profiling.ops import LocalOp, Passes, passes_of
+from autopar.runtime.launch import run_local
+from cost_models.measured import fit_correction
+from hardware_profiles import Cluster
+from hardware_profiles.measured import KEY, OTHER, VERSION
+
+MOST_OPS = 4000
+MOST_BYTES = 2e9
+"""What a process may hold of one sequence of ops."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How to measure.
+
+    Attributes:
+        seconds: for the ops, about; what is around them takes a quarter of a minute more.
+        processes: that measure at the same time.
+        meshes: whose cuts are measured, beside whole ops.
+    """
+
+    seconds: float = 60.0
+    processes: int = 2
+    meshes: tuple[Mesh, ...] = ()
+    most_ops: int = MOST_OPS
+    most_bytes: float = MOST_BYTES
+    timeout: float = 1800.0
+
+
+def profile(graph: Graph, cluster: Cluster, name: str, model: str, asked: Asked) -> dict[str, Any]:
+    """The document of a profile of ``graph`` on this machine.
+
+    Args:
+        name: by which the profile finds the cluster, a name or a file beside it.
+        model: what was profiled, in words.
+    """
+    passes = passes_of(graph, cluster, asked.meshes, asked.most_ops, asked.most_bytes)
+    before = os.getloadavg()[0]
+    ranks = run_local(_measure, asked.processes, passes, asked.seconds, cluster, timeout=asked.timeout)
+    known = set.intersection(*(set(rank["ops"]) for rank in ranks))
+    ops = {op.key: op for one in passes.passes for op in one if op.key in known}
+    left_out = [*passes.left_out, *(f"{key}: {why}" for key, why in sorted(ranks[0]["failed"].items()))]
+    seconds = {
+        key: tuple(mean(rank["ops"][key][i] for rank in ranks) for i in range(4)) for key in ops
+    }  # fmt: skip
+    around = ranks[0]["around"]
+    document: dict[str, Any] = {
+        KEY: VERSION, "cluster": name,
+        "provenance": {
+            "date": datetime.date.today().isoformat(), "torch": torch.__version__, "processor": processor(),
+            "threads": 1, "processes": asked.processes, "rounds": min(ranks[0]["rounds"], default=0),
+            "load": round(before, 2), "others": ranks[0]["others"], "model": model,
+            "meshes": [",".join(f"{a}={n}" for a, n in mesh) for mesh in asked.meshes],
+            "left_out": left_out,
+        },
+        "corrections": _corrections(ops, seconds),
+        "overheads": _overheads(ranks),
+        **{k: _mean_points([r["around"][k] for r in ranks]) for k in ("accumulate", "accumulate_new")},
+        "transfers": around["transfers"], "optimizers": _optimizers(ranks),
+        "ops": {
+            key: {"kind": op.kind, **dict(zip(
+                ("forward_seconds", "backward_seconds", "input_seconds", "weight_seconds"), seconds[key], strict=True))}
+            for key, op in sorted(ops.items())
+        },
+    }  # fmt: skip
+    return document
+
+
+def _measure(passes: Passes, seconds: float, cluster: Cluster) -> dict[str, Any]:
+    """What one rank does."""
+    import torch.distributed as dist
+
+    from autopar.profiling import around
+    from autopar.profiling.measure import PATIENCE, measure_pass
+    from autopar.profiling.quiet import until_quiet
+
+    warnings.filterwarnings("ignore", category=FutureWarning)  # newer names of the same collectives
+    torch.manual_seed(0)
+    ops: dict[str, Any] = {}
+    failed: dict[str, str] = {}
+    rounds: list[int] = []
+    others: list[float] = []
+    costs = [sum(sum(op.seconds) + 5e-5 for op in one) for one in passes.passes]
+    for one, cost in zip(passes.passes, costs, strict=True):
+        taken, busy = measure_pass(one, seconds * cost / sum(costs), failed)
+        others.append(busy)
+        rounds.append(min((len(t.forward) for t in taken.values()), default=0))
+        for key, value in taken.items():
+            ops.setdefault(key, value.medians())
+    until_quiet(PATIENCE * seconds)
+    found: dict[str, Any] = {"optimizers": around.optimizer_seconds()}
+    found["accumulate"] = around.accumulate_points(in_place=True)
+    found["accumulate_new"] = around.accumulate_points(in_place=False)
+    found["transfers"] = around.collective_points() if dist.get_world_size() > 1 else {}
+    until_quiet(PATIENCE * seconds)
+    if dist.get_world_size() > 1:
+        found["transfers"]["send_recv"] = around.send_points()
+    if dist.get_world_size() == 2:
+        until_quiet(PATIENCE * seconds)
+        found["spans"] = {
+            f"{schedule} {layers}": around.executor_spans(cluster, layers, schedule)
+            for schedule in ("1f1b", "zb-h1") for layers in (1, 9)
+        }  # fmt: skip
+    return {"ops": ops, "failed": failed, "rounds": rounds, "others": max(others, default=0.0), "around": found}
+
+
+def _corrections(ops: Mapping[str, LocalOp], seconds: Mapping[str, tuple[float, ...]]) -> dict[str, Any]:
+    """Lines from computed to measured seconds, by kind of op."""
+    found: dict[str, Any] = {}
+    for kind in [*sorted({op.kind for op in ops.values()}), OTHER]:
+        own = [(op.seconds, seconds[key]) for key, op in ops.items() if kind in (op.kind, OTHER)]
+        with_grad = [(c, m) for c, m in own if m[1] > 0]
+        found[kind] = {
+            "forward": list(fit_correction([c[0] for c, _ in own], [m[0] for _, m in own])),
+            "backward": list(fit_correction([c[1] for c, _ in with_grad], [m[1] for _, m in with_grad])),
+        }  # fmt: skip
+    return found
+
+
+def _overheads(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The executor's own seconds, from tiny models of two depths: what is left at no depth, and what halves cost an
+    op."""
+    if "spans" not in ranks[0]["around"]:
+        return dict.fromkeys(("forward_seconds", "backward_seconds", "input_seconds", "weight_seconds",
+                              "input_op_seconds", "weight_op_seconds", "step_seconds"), 0.0)  # fmt: skip
+    first, last = (rank["around"]["spans"] for rank in (ranks[0], ranks[-1]))
+
+    def line(spans: Any, schedule: str, kind: str) -> tuple[float, float]:
+        few, many = (spans[f"{schedule} {layers}"][kind] for layers in (1, 9))
+        slope = max(0.0, (many - few) / 8)
+        return max(0.0, few - slope), slope
+
+    forward, _ = line(first, "1f1b", "F")
+    backward, each = line(last, "1f1b", "B")
+    inputs, each_input = line(last, "zb-h1", "I")
+    weights, each_weight = line(last, "zb-h1", "W")
+    return {
+        "forward_seconds": forward, "backward_seconds": backward, "input_seconds": inputs, "weight_seconds": weights,
+        "input_op_seconds": max(0.0, each_input - each / 2), "weight_op_seconds": max(0.0, each_weight - each / 2),
+        "step_seconds": first["1f1b 1"]["step"],
+    }  # fmt: skip
+
+
+def _optimizers(ranks: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    names = ranks[0]["around"]["optimizers"]
+    found = {}
+    for name in sorted(names):
+        tensor, byte = (mean(r["around"]["optimizers"][name][i] for r in ranks) for i in (0, 1))
+        found[name] = {"tensor_seconds": tensor, "byte_seconds": byte}
+    return found
+
+
+def _mean_points(rows: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
+    return [[points[0][0], mean(p[1] for p in points)] for points in zip(*rows, strict=True)]
+
+
+def processor() -> str:
+    """The name of the processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    return next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.processor())
+
+
+def dumps(document: Mapping[str, Any]) -> str:
+    """The text of a profile: seconds with four digits, an op a line; the same document gives the same bytes."""
+    rounded = _rounded(document)
+    lines = []
+    for key, value in rounded.items():
+        if key in ("ops", "corrections", "transfers", "optimizers") and value:
+            rows = [f"  {json.dumps(k)}: {json.dumps(v, allow_nan=False)}" for k, v in sorted(value.items())]
+            lines.append(f'"{key}": {{\n' + ",\n".join(rows) + "\n}")
+        else:
+            lines.append(f'"{key}": {json.dumps(value, allow_nan=False)}')
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    if isinstance(value, Mapping):
+        return {k: _rounded(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_rounded(v) for v in value]
+    return value
+
+
+def save(path: Path, document: Mapping[str, Any]) -> None:
+    """Write a profile file.
+
+    Raises:
+        PlanError: the folder is not there, or cannot be written to.
+    """
+    try:
+        path.write_text(dumps(document), encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"cannot write the profile to {path}: {error.strerror}; choose a folder that exists") from error
+
+
+__all__ = ["Asked", "dumps", "processor", "profile", "save"]

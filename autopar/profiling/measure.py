@@ -1,0 +1,243 @@
+"""Seconds of local ops, measured in the order and the circumstances in which a program runs them.
+
+A round runs a sequence of ops as a stage runs a microbatch: every op once forward, its outputs kept; then every op once
+backward, last first, each with its autograd graph. Inputs were just written, as by the op before; parameters were last
+read a round ago; outputs are fresh memory. What is measured is the call from Python, as an emitted program makes it.
+Seconds are those that the calling thread has worked, so what else the machine does counts only as far as it takes
+caches and bandwidth. Of a backward, the price of entering autograd's engine (once a microbatch in a program) is taken
+off. All processes measure at the same time, since they share memory and its bandwidth when they train, each from
+another place of the sequence on, since then too they run different ops.
+
+Every third round runs the backward in two halves, first of everything that earlier ops made, then of parameters.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.profiling.ops import LocalOp, Tensor, values_of
+from autopar.profiling.quiet import QUIET, Watch, quietest, until_quiet
+from autopar.rules.local import Seed, resolve
+from autopar.rules.notation import In
+
+LEAST_ROUNDS, MOST_ROUNDS = 6, 30
+"""Rounds of a sequence after the first, which is not counted."""
+PATIENCE = 1.5
+"""How many times as long as asked for is measured, or waited, while the machine is busy with something else."""
+
+
+@dataclass
+class Taken:
+    """Seconds of one op, every time that it was measured."""
+
+    forward: list[float] = field(default_factory=list)
+    backward: list[float] = field(default_factory=list)
+    inputs: list[float] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+
+    def add(self, other: Taken) -> None:
+        """Count what was measured in another round too."""
+        for own, more in ((self.forward, other.forward), (self.backward, other.backward),
+                          (self.inputs, other.inputs), (self.weights, other.weights)):  # fmt: skip
+            own.extend(more)
+
+    def medians(self) -> tuple[float, float, float, float]:
+        """Of forward, backward, and its halves; 0 for what is not there."""
+        rows = (self.forward, self.backward, self.inputs, self.weights)
+        return tuple(median(row) if row else 0.0 for row in rows)  # type: ignore[return-value]
+
+
+class _Live:
+    """An op in a round: its tensors, and what its forward made."""
+
+    def __init__(self, op: LocalOp, params: dict[int, torch.Tensor], sources: dict[Tensor, torch.Tensor]) -> None:
+        self.op, self.sources = op, sources
+        self.fn = resolve(op.fn) if isinstance(op.fn, str) else op.fn
+        self.kept: Any = None
+        self.params = params
+        self.roots: list[torch.Tensor] = []
+        self.leaves: list[torch.Tensor] = []
+
+    def forward(self) -> float:
+        """Seconds of the forward."""
+        op, values, seed = self.op, [], torch.tensor(7)
+        self.leaves = []
+        for i, tensor in enumerate(op.ins):
+            if i in self.params:
+                values.append(self.params[i])
+                continue
+            value = self.sources[tensor].clone()
+            if tensor.grad:
+                value.requires_grad_(True)
+                self.leaves.append(value)
+            values.append(value)
+
+        def fill(value: Any) -> Any:
+            if isinstance(value, In):
+                return values[value.position]
+            if isinstance(value, Seed):
+                return seed
+            if isinstance(value, (tuple, list)):
+                return type(value)(fill(v) for v in value)
+            return value
+
+        args, kwargs = fill(op.args), {k: fill(v) for k, v in op.kwargs.items()}
+        fn = self.fn
+        start = time.thread_time()
+        made = fn(*args, **kwargs)
+        seconds = time.thread_time() - start
+        outs = made if isinstance(made, (tuple, list)) else (made,)
+        self.roots = [x for x in outs if isinstance(x, torch.Tensor) and x.requires_grad]
+        self.kept = made
+        return seconds
+
+    def runs(self, failed: dict[str, str]) -> bool:
+        """Whether the op runs on values that are made up."""
+        try:
+            self.forward()
+            if self.roots:
+                self.backward()
+        except Exception as error:  # of any kernel, for any reason: it is told, and the op left out
+            failed[self.op.key] = str(error).strip().split("\n")[0]
+            return False
+        self.roots, self.leaves, self.kept = [], [], None
+        return True
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Of the outputs that have any, just written."""
+        return [torch.full_like(x, 1e-3) for x in self.roots]
+
+    def backward(self) -> float:
+        """Seconds of the whole backward, with the memory that it gives back."""
+        roots, grads = self.roots, self.gradients()
+        self.roots, self.kept = [], None
+        start = time.thread_time()
+        torch.autograd.backward(roots, grads)
+        del roots, grads
+        seconds = time.thread_time() - start
+        self.leaves = []
+        for param in self.params.values():
+            param.grad = None
+        return seconds
+
+    def half(self, wanted: Sequence[torch.Tensor]) -> float:
+        """Seconds of the gradients of some inputs alone."""
+        grads = self.gradients()
+        start = time.thread_time()
+        found = torch.autograd.grad(self.roots, list(wanted), grads, retain_graph=True, allow_unused=True)
+        del grads
+        seconds = time.thread_time() - start
+        del found
+        return seconds
+
+
+def measure_pass(
+    ops: Sequence[LocalOp], seconds: float, failed: dict[str, str]
+) -> tuple[dict[str, Taken], float]:
+    """Measure a sequence of ops on this rank, together with all other ranks, for about so many seconds; longer while
+    others keep the machine busy. Also the processors that others kept busy in the busiest round that counts.
+
+    Args:
+        failed: gets why an op does not run alone, by its key.
+    """
+    sources = {t: values_of(t) for op in ops for t in op.ins}
+    lives: list[_Live] = []
+    tried: set[str] = set()
+    for op in ops:
+        params = {
+            i: values_of(t).requires_grad_(t.grad) for i, t in enumerate(op.ins) if t.param
+        }  # fmt: skip
+        live = _Live(op, params, sources)
+        if op.key not in failed and (op.key in tried or live.runs(failed)):
+            lives.append(live)
+        tried.add(op.key)
+    lives = _turned(lives)
+    entry = engine_seconds()
+    rounds: list[tuple[bool, float, dict[str, Taken]]] = []
+    began, waited = Watch(), 0.0
+    for number in range(-1, MOST_ROUNDS):
+        split, left = number % 3 == 2, PATIENCE * seconds - waited
+        waited += until_quiet(left) if number >= 0 and left > 0 and rounds and rounds[-1][1] > QUIET else 0.0
+        watch = Watch()
+        own = {live.op.key: Taken() for live in lives}
+        _round(lives, own, entry, split=split)
+        others, _ = watch.others()  # all ranks wait here, so they start rounds at once
+        if number >= 0:
+            rounds.append((split, others, own))
+        quiet = sum(others <= QUIET for _, others, _ in rounds)
+        spent = began.others()[1] - waited
+        if number + 1 >= LEAST_ROUNDS and spent > (seconds if quiet >= LEAST_ROUNDS else PATIENCE * seconds):
+            break
+    taken = {live.op.key: Taken() for live in lives}
+    kept = [r for way in (False, True) for r in quietest([r for r in rounds if r[0] is way], lambda r: r[1], 2)]
+    for _, _, own in kept:
+        for key, row in own.items():
+            taken[key].add(row)
+    return taken, max(r[1] for r in kept)
+
+
+def _turned(lives: list[_Live]) -> list[_Live]:
+    """The sequence from this rank's own place on: while ranks train, their neighbours do other ops than they do."""
+    if not dist.is_initialized():
+        return lives
+    share = sum(sum(live.op.seconds) for live in lives) * dist.get_rank() / dist.get_world_size()
+    for first, live in enumerate(lives):
+        share -= sum(live.op.seconds)
+        if share < 0:
+            return [*lives[first:], *lives[:first]]
+    return lives
+
+
+def _round(lives: Sequence[_Live], taken: dict[str, Taken], entry: float, *, split: bool) -> None:
+    for live in lives:
+        taken[live.op.key].forward.append(live.forward())
+    if not split:
+        for live in reversed(lives):
+            if live.roots:
+                taken[live.op.key].backward.append(max(0.0, live.backward() - entry))
+            live.kept = None
+        return
+    for live in reversed(lives):
+        if live.roots and live.leaves:
+            taken[live.op.key].inputs.append(max(0.0, live.half(live.leaves) - entry))
+    for live in reversed(lives):
+        params = [p for p in live.params.values() if p.requires_grad]
+        if live.roots and params:
+            taken[live.op.key].weights.append(max(0.0, live.half(params) - entry))
+        live.roots, live.leaves, live.kept = [], [], None
+
+
+def engine_seconds() -> float:
+    """Entering autograd for a backward of almost nothing."""
+    times = []
+    for _ in range(200):
+        x = torch.zeros(1, requires_grad=True)
+        y, grad = x.view_as(x), torch.ones(1)
+        start = time.thread_time()
+        torch.autograd.backward([y], [grad])
+        times.append(time.thread_time() - start)
+    return median(times) - view_seconds()
+
+
+def view_seconds() -> float:
+    """One more node in the backward: what a view costs there."""
+    times: dict[int, list[float]] = {1: [], 65: []}
+    for n in [1, 65] * 50:
+        y = x = torch.zeros(1, requires_grad=True)
+        for _ in range(n):
+            y = y.view_as(x)
+        grad = torch.ones(1)
+        start = time.thread_time()
+        torch.autograd.backward([y], [grad])
+        times[n].append(time.thread_time() - start)
+    return max(0.0, (median(times[65]) - median(times[1])) / 64)
+
+
+__all__ = ["Taken", "engine_seconds", "measure_pass"]
