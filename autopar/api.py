@@ -17,6 +17,7 @@ import autopar.rules  # noqa: F401  (registers the rules)
 from autopar import pipelines, planfile
 from autopar.capture import Captured
 from autopar.capture import capture as _capture
+from autopar.capture.parts import first_part
 from autopar.clusters import get_cluster, profile_of, reference
 from autopar.errors import AutoparError, CaptureError, ClusterError, InfeasibleError, MeshError
 from autopar.pins import parse_kept, plan_pinned
@@ -83,12 +84,9 @@ def capture(
         inputs: a tuple of args, a dict of kwargs, or a tensor.
         example_kwargs: keyword arguments, for a model that takes both.
     """
-    args, kwargs = split_inputs(inputs, example_kwargs)
     if loss_fn is not None and not callable(loss_fn):
         raise AutoparError(f"loss_fn is {loss_fn!r}; give a function of the model's output and the targets")
-    targets = (targets,) if isinstance(targets, torch.Tensor) else tuple(targets)
-    if isinstance(model, torch.nn.Module) and is_meta(model):
-        args, kwargs, targets = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, kwargs, targets))
+    args, kwargs, targets = _example(model, inputs, example_kwargs, targets)
     try:
         return _capture(model, args, kwargs, loss_fn=loss_fn, targets=targets)
     except CaptureError as error:
@@ -98,6 +96,17 @@ def capture(
             f"{error}\n  a pair (args, kwargs) is two positional arguments; pass args as the example inputs, and "
             "example_kwargs=kwargs beside them"
         ) from error
+
+
+def _example(
+    model: torch.nn.Module, inputs: Any, example_kwargs: Mapping[str, Any] | None, targets: Sequence[Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
+    """``(args, kwargs, targets)`` on the meta device if the model is there."""
+    args, kwargs = split_inputs(inputs, example_kwargs)
+    found = args, kwargs, (targets,) if isinstance(targets, torch.Tensor) else tuple(targets)
+    if isinstance(model, torch.nn.Module) and is_meta(model):
+        found = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), found)
+    return found
 
 
 def parse_mesh(mesh: MeshLike) -> Mesh | None:
@@ -191,7 +200,7 @@ def plan(
     recompute: Sequence[str] = (),
     memory_limit: float | str | None = None,
     optimizer: str = "adamw",
-    microbatches: int = 1,
+    microbatches: int | str | Sequence[int] = 1,
     stages: int | str | None = None,
     schedule: str | Sequence[str] | None = None,
     cuts: Sequence[str] | None = None,
@@ -217,7 +226,8 @@ def plan(
             for the backward, and runs again there (activation checkpointing).
         memory_limit: per device, in bytes or as ``"40GiB"``; None for nine tenths of the device's memory.
         optimizer: ``adamw``, ``sgd`` or ``sgd_momentum``, for the bytes of its state.
-        microbatches: how often the batch is run per optimizer step.
+        microbatches: how often the batch is run per optimizer step. For a pipeline also ``"auto"``, or several numbers
+            to choose from: ``inputs`` are then the batch of a step, which is cut into the best number of microbatches.
         stages: pipeline over so many groups of devices (``"auto"``: the best number); ``mesh`` is then that of a group,
             ``inputs`` are one microbatch, and the plan is a :class:`~autopar.pipeline.PipelinePlan`.
         schedule: the pipeline's: ``gpipe``, ``1f1b``, ``interleaved-1f1b``, ``zb-h1``, ``zb-v``, ``dualpipe-v``,
@@ -231,16 +241,33 @@ def plan(
         cluster = profile_of(profile, cluster)
     if cluster is None:
         raise ClusterError("plan needs a cluster, or profile= with the file that autopar profile wrote")
+    piped = stages is not None or schedule is not None or cuts is not None
+    one, numbers = _microbatches(microbatches, piped)
     found = captured or capture(model, inputs, example_kwargs=example_kwargs, loss_fn=loss_fn, targets=targets)
     where = get_cluster(cluster)
     shape = parse_mesh(mesh)
-    asked = _options(
-        constraints, params, placements, recompute, memory_limit, optimizer, microbatches, time_limit, shape
-    )
-    if stages is not None or schedule is not None or cuts is not None:
-        wanted = pipelines.asked_for(stages, schedule, microbatches, shape, asked, cuts)
+    asked = _options(constraints, params, placements, recompute, memory_limit, optimizer, one, time_limit, shape)
+    if piped:
+        wanted = pipelines.asked_for(stages, schedule, one, shape, asked, cuts)
+        if numbers is not None:
+            example = _example(model, inputs, example_kwargs, targets)
+            return pipelines.planned_in_parts(
+                model, found, example, where, where.n_devices, wanted, numbers, reference(cluster)
+            )[1].plan
         return pipelines.planned(found, where, where.n_devices, wanted, reference(cluster)).plan
     return plan_captured(found, where, shape, asked, max_axes=max_axes, name=reference(cluster))
+
+
+def _microbatches(asked: Any, piped: bool) -> tuple[int, tuple[int, ...] | None]:
+    """The number of microbatches; and where it is to be chosen, from which (none for all that divide the batch)."""
+    if isinstance(asked, int):
+        return asked, None
+    several = isinstance(asked, (list, tuple)) and asked and all(isinstance(m, int) and m > 0 for m in asked)
+    if asked != "auto" and not several:
+        raise AutoparError(f"microbatches is {asked!r}; give a number from 1 on, several to choose from, or 'auto'")
+    if not piped:
+        raise AutoparError(f"microbatches={asked!r} is for pipelines: give stages= too, or one number")
+    return 1, () if asked == "auto" else tuple(asked)
 
 
 def _options(
@@ -305,7 +332,7 @@ def parallelize(
     recompute: Sequence[str] = (),
     memory_limit: float | str | None = None,
     optimizer: str = "adamw",
-    microbatches: int = 1,
+    microbatches: int | str | Sequence[int] = 1,
     stages: int | str | None = None,
     schedule: str | Sequence[str] | None = None,
     cuts: Sequence[str] | None = None,
@@ -355,24 +382,38 @@ def parallelize(
     _same_model(captured, model, group)
     piped = device_mesh is not None and "pipe" in (device_mesh.mesh_dim_names or ())
     asked = stages is not None or schedule is not None or cuts is not None or piped
-    if asked or isinstance(plan, PipelinePlan) or pipelines.is_pipeline_file(plan):
+    asked = asked or pipelines.is_pipeline_file(plan)
+    one, numbers = _microbatches(microbatches, asked or isinstance(plan, PipelinePlan))
+    if asked or isinstance(plan, PipelinePlan):
         known = captured
 
-        def make() -> PipelinePlan:
-            if isinstance(plan, PipelinePlan):
-                return plan
-            if plan is not None and not isinstance(plan, Plan):
-                return pipelines.files.load(plan, known.graph, get_cluster(cluster) if cluster is not None else None)
+        def wanted(captured: Captured) -> tuple[Captured, PipelinePlan]:
             where, shape, n, name = _where(model, mesh, cluster)
             options = _options(
-                constraints, params, placements, recompute, memory_limit, optimizer, microbatches, time_limit, shape
+                constraints, params, placements, recompute, memory_limit, optimizer, one, time_limit, shape
             )
             groups, shape = pipelines.groups_of(device_mesh, stages)
-            wanted = pipelines.asked_for(groups, schedule, microbatches, shape, options, cuts)
-            return pipelines.planned(known, where, n, wanted, name).plan
+            want = pipelines.asked_for(groups, schedule, one, shape, options, cuts)
+            if numbers is None:
+                return captured, pipelines.planned(captured, where, n, want, name).plan
+            batch = _example(model, example_inputs, example_kwargs, targets)
+            part, found = pipelines.planned_in_parts(model, captured, batch, where, n, want, numbers, name)
+            return part, found.plan
+
+        given = plan
+        if numbers is not None:
+            batch = _example(model, example_inputs, example_kwargs, targets)
+            known, given = _in_parts(model, captured, batch, plan, wanted, group)
+
+        def make() -> PipelinePlan:
+            if isinstance(given, PipelinePlan):
+                return given
+            if given is not None and not isinstance(given, Plan):
+                return pipelines.files.load(given, known.graph, get_cluster(cluster) if cluster is not None else None)
+            return wanted(known)[1]
 
         values = _values(model, group, None, init)
-        return pipelines.run_on_ranks(model, captured, make, _device_type(model), values)
+        return pipelines.run_on_ranks(model, known, make, _device_type(model), values)
     text: str | None = None
     try:
         if dist.get_rank(group) == 0:
@@ -381,7 +422,7 @@ def parallelize(
             if plan is None:
                 where, shape, n, name = _where(model, mesh, cluster)
                 options = _options(
-                    constraints, params, placements, recompute, memory_limit, optimizer, microbatches, time_limit, shape
+                    constraints, params, placements, recompute, memory_limit, optimizer, one, time_limit, shape
                 )
                 plan = plan_captured(captured, where, shape, options, max_axes=max_axes, n=n, name=name)
             _check_size(plan.mesh, group)
@@ -417,6 +458,33 @@ def parallelize(
     together(group, error)
     assert result is not None
     return result
+
+
+def _in_parts(
+    model: torch.nn.Module, captured: Captured, batch: tuple[Any, ...], plan: Any,
+    decide: Callable[[Captured], tuple[Captured, PipelinePlan]], group: Any,
+) -> tuple[Captured, Any]:  # fmt: skip
+    """One microbatch as captured, on all ranks, and the plan that rank 0 has for it: the given one, or its own."""
+    part: Captured | None = None
+    number: str | None = None
+    error: BaseException | None = None
+    try:
+        if dist.get_rank(group) == 0:
+            if plan is None or isinstance(plan, Plan):
+                part, plan = decide(captured)
+            number = str(pipelines.microbatches_of(plan))
+    except Exception as e:
+        error = e
+    number = share(group, number, error)
+    try:
+        args, kwargs, targets = first_part(batch, int(number))
+        loss_fn = captured.example.loss_fn if captured.example is not None else None
+        part = part or _capture(model, args, kwargs, loss_fn=loss_fn, targets=targets)
+    except Exception as e:
+        error = e
+    together(group, error)
+    assert part is not None
+    return part, plan
 
 
 def _same_model(captured: Captured, model: torch.nn.Module, group: Any) -> None:

@@ -34,7 +34,10 @@ DEFAULT_BATCH, DEFAULT_SEQ = 8, 2048
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model with its example inputs, and the words with which a plan file names it."""
+    """A model with its example inputs, and the words with which a plan file names it.
+
+    ``parts``: into how many microbatches the example batch was cut before it was captured; None for not at all.
+    """
 
     model: torch.nn.Module
     args: tuple[Any, ...]
@@ -42,13 +45,14 @@ class Loaded:
     spec: str
     batch: int | None = None
     seq: int | None = None
+    parts: int | None = None
 
     def named(self, folder: Path) -> dict[str, Any]:
         """For a plan file in ``folder``: the spec with its path relative to that folder."""
         prefix, path, factory = _split(self.spec)
         relative = os.path.relpath(Path(path).resolve(), folder.resolve())
         named: dict[str, Any] = {"spec": prefix + Path(relative).as_posix() + (f":{factory}" if factory else "")}
-        for key, value in (("batch", self.batch), ("seq", self.seq)):
+        for key, value in (("batch", self.batch), ("seq", self.seq), ("parts", self.parts)):
             if value is not None:
                 named[key] = value
         return named

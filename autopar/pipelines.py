@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.capture import Captured
+from autopar.capture import Captured, capture
+from autopar.capture.parts import NotLinear, first_part, numbers_of_parts, resized, rows_of
 from autopar.errors import MeshError, PlanError
+from autopar.graph import Graph
 from autopar.pins import pins_of
 from autopar.pipeline import PipelinePins, PipelinePlan
 from autopar.placements import Mesh, mesh_shapes
@@ -24,6 +26,7 @@ from autopar.planner.search import Options
 from autopar.planner.stage_pins import check, check_counts, starts_of
 from autopar.runtime.agree import share, together
 from autopar.runtime.pipeline import PipelineModule
+from cost_models.pipeline import parse
 from hardware_profiles import Cluster
 
 DEFAULT_SCHEDULES = PipelineOptions(1).schedules
@@ -77,8 +80,65 @@ def groups_of(mesh: DeviceMesh | None, stages: int | str | None) -> tuple[int | 
     return mesh.size(0), inner or (("data", 1),)
 
 
-def planned(captured: Captured, cluster: Cluster, n: int, asked: PipelineOptions, name: str = "") -> Planned:
-    """The best pipelined plan of a captured microbatch on ``n`` devices of a cluster."""
+def planned_in_parts(
+    model: torch.nn.Module, captured: Captured, example: Any, cluster: Cluster, n: int, asked: PipelineOptions,
+    numbers: Sequence[int] = (), name: str = "",
+) -> tuple[Captured, Planned]:  # fmt: skip
+    """The best pipelined plan of a batch on ``n`` devices, the number of microbatches chosen too.
+
+    Args:
+        captured: of the whole batch.
+        example: ``(args, kwargs)``, or ``(args, kwargs, targets)`` if there is a loss function: the whole batch.
+        numbers: to choose from; all that divide the batch if there are none.
+
+    Returns:
+        One microbatch as captured, and its plan.
+
+    Raises:
+        CaptureError: the rows of the batch do not divide, or there are none.
+    """
+    rows = rows_of(example)
+    counts = sorted(set(numbers)) or numbers_of_parts(rows)
+    for m in counts:
+        first_part(example, m)  # refuses what does not divide before anything takes its time
+    loss_fn = captured.example.loss_fn if captured.example is not None else None
+
+    def part(m: int) -> Captured:
+        args, kwargs, *targets = first_part(example, m)
+        return capture(model, args, kwargs, loss_fn=loss_fn, targets=targets[0] if targets else ())
+
+    known = {1: captured}
+    between = [m for m in counts if m > 1]
+    if between:
+        known[between[0]] = part(between[0])
+    graphs: dict[int, Graph] = {}
+    for m in counts:
+        try:
+            if m not in known:
+                pair = known[1].graph, known[between[0]].graph
+                graphs[m] = resized(*pair, rows, rows // between[0], rows // m)
+        except NotLinear:
+            known[m] = part(m)
+        graphs[m] = graphs[m] if m in graphs else known[m].graph
+    found = planned(graphs, cluster, n, asked, name)
+    m = found.plan.microbatches
+    chosen = known[m] if m in known else part(m)
+    if chosen.graph.fingerprint != found.plan.fingerprint:  # the model treats this size in another way
+        found = planned({m: chosen.graph}, cluster, n, asked, name)
+    notes = found.plan.notes
+    if chosen.graph.updates and len(counts) > 1:
+        notes = (*notes, "batch statistics are those of a microbatch: with another number of them, training differs")
+    free = replace(found.plan.pins, microbatches=None)
+    return chosen, replace(found, plan=replace(found.plan, pins=free, notes=notes))
+
+
+def planned(
+    captured: Captured | Mapping[int, Graph], cluster: Cluster, n: int, asked: PipelineOptions, name: str = ""
+) -> Planned:
+    """The best pipelined plan of a captured microbatch on ``n`` devices of a cluster; or of one of several sizes, by
+    the number of microbatches that make up a batch."""
+    graphs = captured if isinstance(captured, Mapping) else {asked.microbatches: captured.graph}
+    graph = next(iter(graphs.values()))
     if asked.mesh is not None and asked.groups is not None and prod(k for _, k in asked.mesh) * asked.groups != n:
         size = prod(k for _, k in asked.mesh)
         raise MeshError(
@@ -90,15 +150,15 @@ def planned(captured: Captured, cluster: Cluster, n: int, asked: PipelineOptions
         )
     if n > cluster.n_devices:
         raise MeshError(f"{n} devices are wanted, cluster '{cluster.name}' has {cluster.n_devices}")
-    if captured.graph.loss is None:
+    if graph.loss is None:
         raise PlanError("a pipeline trains a model that returns its loss; give loss_fn= and targets=")
-    check(captured.graph, asked.options, asked.mesh)
+    check(graph, asked.options, asked.mesh)
     counts = [asked.groups] if asked.groups else [g for g in range(1, n + 1) if n % g == 0]
     sizes = [m for g in counts for m in mesh_shapes(max(1, n // g))]
     deep = {schedule: PER_RANK.get(schedule, 1) for schedule in asked.schedules}
     check_counts(asked.groups, asked.starts or (), n, deep, asked.mesh, asked.options, sizes)
-    starts = starts_of(captured.graph, asked.starts) if asked.starts else None
-    found = plan_pipeline(captured.graph, cluster, n, replace(asked, starts=starts), cluster_name=name)
+    starts = starts_of(graph, asked.starts) if asked.starts else None
+    found = plan_pipeline(graphs, cluster, n, replace(asked, starts=starts), cluster_name=name)
     return replace(found, plan=replace(found.plan, pins=wishes(asked), notes=(*found.plan.notes, *_others(found))))
 
 
@@ -136,6 +196,14 @@ def is_pipeline_file(plan: Any) -> bool:
         return files.is_pipeline(Path(plan).read_text(encoding="utf-8"))
     except OSError:
         return False
+
+
+def microbatches_of(plan: PipelinePlan | str | Path) -> int:
+    """Of a plan, or a plan file."""
+    if isinstance(plan, PipelinePlan):
+        return plan.microbatches
+    raw = files.read(Path(plan).read_text(encoding="utf-8"), str(plan))
+    return parse("\n".join(raw["schedule"])).n_microbatches
 
 
 def run_on_ranks(
@@ -181,4 +249,7 @@ def run_on_ranks(
     return result
 
 
-__all__ = ["asked_for", "check_ranks", "groups_of", "is_pipeline_file", "planned", "run_on_ranks", "wishes"]
+__all__ = [
+    "asked_for", "check_ranks", "groups_of", "is_pipeline_file", "microbatches_of", "planned", "planned_in_parts",
+    "run_on_ranks", "wishes",
+]  # fmt: skip

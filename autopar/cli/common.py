@@ -136,16 +136,21 @@ def parse_place(text: str, mesh: Mesh, option: str) -> tuple[str, tuple[str, ...
 
 
 def load_and_capture(
-    spec: str, batch: int | None = None, seq: int | None = None, *, folder: Path | None = None, device: str = "meta"
-) -> tuple[Loaded, Captured]:
-    """The model that ``spec`` names, and its graph."""
+    spec: str, batch: int | None = None, seq: int | None = None, *, folder: Path | None = None, device: str = "meta",
+    parts: int | None = None,
+) -> tuple[Loaded, Captured]:  # fmt: skip
+    """The model that ``spec`` names, and its graph; of one microbatch, if its example inputs are that of ``parts``."""
     with progress(f"loading {spec}"):
+        from dataclasses import replace
+
         from autopar.capture import capture
+        from autopar.capture.parts import first_part
         from autopar.models import load_model
 
-        loaded = load_model(spec, batch, seq, folder=folder, device=device)
+        loaded = replace(load_model(spec, batch, seq, folder=folder, device=device), parts=parts)
     with progress(f"capturing {type(loaded.model).__name__}"):
-        return loaded, capture(loaded.model, loaded.args, loaded.kwargs)
+        args, kwargs = first_part((loaded.args, loaded.kwargs), parts or 1)
+        return loaded, capture(loaded.model, args, kwargs)
 
 
 def check_values(loaded: Loaded, name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -51,7 +52,9 @@ def opened(path: Path, model: str | None = None, device: str = "meta") -> tuple[
     if spec is None:
         raise UsageError(f"{path} does not say which model it is for; give it with --model PATH.py:factory")
     folder = path.parent if model is None else None
-    loaded, captured = load_and_capture(spec, named.get("batch"), named.get("seq"), folder=folder, device=device)
+    loaded, captured = load_and_capture(
+        spec, named.get("batch"), named.get("seq"), folder=folder, device=device, parts=named.get("parts")
+    )
     return loaded, captured, files.load(path, captured.graph)
 
 
@@ -128,19 +131,33 @@ def cluster_of(path: Path) -> str:
 
 def make(
     loaded: Loaded, captured: Captured, hardware: Any, cluster: str, stages: str, schedule: list[str] | None,
-    cuts: list[str] | None, microbatches: int, mesh: Any, options: Any, output: Path | None, as_json: bool,
+    cuts: list[str] | None, microbatches: Sequence[int], mesh: Any, options: Any, output: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """``autopar plan --stages``."""
-    import sys
+    """``autopar plan --stages``.
 
-    from autopar.pipelines import asked_for, planned
+    Args:
+        microbatches: their number, the example inputs being one of them; or numbers to choose from, the example inputs
+            being the batch; none for all that divide it.
+    """
+    import sys
+    from dataclasses import replace
+
+    from autopar.pipelines import asked_for, planned, planned_in_parts
     from autopar.planfile import pipeline as files
 
     if stages != "auto" and not stages.isdigit():
         raise UsageError(f"--stages is '{stages}'; give a number of groups of devices, or auto")
-    asked = asked_for("auto" if stages == "auto" else int(stages), schedule or None, microbatches, mesh, options, cuts)
+    one = microbatches[0] if len(microbatches) == 1 else 1
+    asked = asked_for("auto" if stages == "auto" else int(stages), schedule or None, one, mesh, options, cuts)
     with progress("planning stages"):
-        found = planned(captured, hardware, hardware.n_devices, asked, cluster)
+        if len(microbatches) == 1:
+            found = planned(captured, hardware, hardware.n_devices, asked, cluster)
+        else:
+            captured, found = planned_in_parts(
+                loaded.model, captured, (loaded.args, loaded.kwargs), hardware, hardware.n_devices, asked,
+                microbatches, cluster,
+            )  # fmt: skip
+            loaded = replace(loaded, parts=found.plan.microbatches)
     text = files.dumps(found.plan, captured.graph, loaded.named(output.parent if output else Path()))
     if output is not None:
         written(output, text)
@@ -186,14 +203,17 @@ def verified(model: str, batch: int | None, seq: int | None, path: Path) -> list
     """``autopar verify --plan`` of a pipelined plan."""
     from dataclasses import asdict
 
+    from autopar.capture.parts import first_part
     from autopar.planfile import pipeline as files
     from autopar.verify import verify_pipeline
 
-    loaded, captured = load_and_capture(model, batch, seq, device="cpu")
+    named = files.read(path.read_text(encoding="utf-8"), str(path)).get("model") or {}
+    loaded, captured = load_and_capture(model, batch, seq, device="cpu", parts=named.get("parts"))
     check_values(loaded, model)
     plan = files.load(path, captured.graph)
+    args, kwargs = first_part((loaded.args, loaded.kwargs), loaded.parts or 1)
     with progress("verifying"):
-        found = verify_pipeline(captured, loaded.model, loaded.args, loaded.kwargs, plan)
+        found = verify_pipeline(captured, loaded.model, args, kwargs, plan)
     return [{**asdict(found), "worst": found.worst}]
 
 

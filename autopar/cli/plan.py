@@ -82,7 +82,14 @@ def plan(
         ),
     ] = None,
     optimizer: Annotated[str, typer.Option("--optimizer", help="adamw, sgd or sgd_momentum.")] = "adamw",
-    microbatches: Annotated[int, typer.Option("--microbatches", help="Pieces that a step cuts its batch into.")] = 1,
+    microbatches: Annotated[
+        str,
+        typer.Option(
+            "--microbatches",
+            help="Pieces that a step cuts its batch into. With --stages: how many batches like the example are a step; "
+            "or auto, or several such as 4,8,16: the example is the batch of a step, and their number is chosen.",
+        ),
+    ] = "1",
     stages: Annotated[
         str | None,
         typer.Option(
@@ -116,6 +123,8 @@ def plan(
 
     autopar plan gpt.py:make -c local-x4 --stages 2 --microbatches 8 --schedule 1f1b -o plan.json
 
+    autopar plan gpt.py:make -c local-x4 --stages auto --microbatches auto -o plan.json
+
     autopar plan gpt.py:make -c local-x4 --stages 2 --cut layers.1 --microbatches 8 -o plan.json
 
     autopar plan gpt.py:make -c local-x4 --pin 'layers.*.mlp.up:tensor=n' --keep-replicated '*.norm.weight'
@@ -136,7 +145,10 @@ def plan(
     limit = parse_bytes(memory_limit) if memory_limit is not None else None
     if wanted is None and (pin_input or pin_output or pin_param):
         raise UsageError("--pin-param, --pin-input and --pin-output need --mesh: a placement has one part per axis")
-    check_options(optimizer, microbatches, time_limit)
+    counts = numbers_of(microbatches)
+    check_options(optimizer, min(counts, default=1), time_limit)
+    if len(counts) != 1 and stages is None and not schedule and not cut:
+        raise UsageError(f"--microbatches {microbatches} is for pipelines: give --stages too, or one number")
     from autopar.planner.search import Options
 
     options = Options(
@@ -146,7 +158,7 @@ def plan(
         outputs=_outputs(pin_output, wanted or ()),
         memory_limit_bytes=limit,
         optimizer=optimizer,
-        microbatches=microbatches,
+        microbatches=counts[0] if len(counts) == 1 else 1,
         time_limit_seconds=time_limit,
         recompute=tuple(recompute or ()),
     )
@@ -165,7 +177,7 @@ def plan(
             stages or "auto",
             schedule,
             cut,
-            microbatches,
+            counts,
             wanted,
             options,
             output,
@@ -184,6 +196,14 @@ def plan(
             from autopar.report.measured import coverage, line
 
             out().print("  " + line(coverage([captured.graph], [found], hardware, [None]) or {}), markup=False)
+
+
+def numbers_of(text: str) -> tuple[int, ...]:
+    """Of ``--microbatches``: one number, several, or none for auto."""
+    parts = [p.strip() for p in text.split(",")]
+    if text != "auto" and not all(p.isdigit() for p in parts):
+        raise UsageError(f"--microbatches is '{text}'; give a number, several such as 4,8,16, or auto")
+    return () if text == "auto" else tuple(dict.fromkeys(map(int, parts)))
 
 
 def check_options(optimizer: str, microbatches: int, time_limit: float) -> None:

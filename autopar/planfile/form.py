@@ -126,9 +126,9 @@ def parse(text: str, where: str = "plan", folder: Path | None = None) -> Documen
         bad.type(key, raw.get(key, ""), str)
     if raw.get("model") is not None and bad.type("model", raw["model"], dict):
         for key, value in raw["model"].items():
-            kind = {"spec": str, "batch": int, "seq": int}.get(key)
+            kind = {"spec": str, "batch": int, "seq": int, "parts": int}.get(key)
             if kind is None:
-                bad.add(f"model.{key}", f"unknown key; {closest(key, ('spec', 'batch', 'seq'))}")
+                bad.add(f"model.{key}", f"unknown key; {closest(key, ('spec', 'batch', 'seq', 'parts'))}")
             elif value is not None:
                 bad.type(f"model.{key}", value, kind)
     if bad.type("optimizer", raw.get("optimizer", "adamw"), str) and raw.get("optimizer", "adamw") not in OPTIMIZERS:

@@ -144,8 +144,12 @@ def read(text: str, where: str = "plan") -> dict[str, Any]:
     for key in ("schedule", "notes"):
         for k, item in enumerate(raw[key]) if isinstance(raw.get(key), list) else ():
             bad.type(f"{key}[{k}]", item, str)
-    if isinstance(raw.get("model"), dict) and "spec" in raw["model"]:
-        bad.type("model.spec", raw["model"]["spec"], str)
+    for key, value in raw["model"].items() if isinstance(raw.get("model"), dict) else ():
+        known = {"spec": str, "batch": int, "seq": int, "parts": int}
+        if key not in known:
+            bad.add(f"model.{key}", f"unknown key; {closest(key, tuple(known))}")
+        elif bad.type(f"model.{key}", value, known[key]) and key == "parts":
+            bad.count("model.parts", value)
     for i, stage in enumerate(raw["stages"] if isinstance(raw.get("stages"), list) else ()):
         if bad.type(f"stages[{i}]", stage, dict):
             _check_stage(f"stages[{i}]", stage, bad)

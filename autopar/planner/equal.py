@@ -160,7 +160,9 @@ class Equal:
     @cached_property
     def _alone(self) -> list[float]:
         """What the commonest block takes on one device of each pool: a part of a cut operator never takes less than
-        its share (see :mod:`cost_models.compute`)."""
+        its share (see :mod:`cost_models.compute`). What was measured may do otherwise."""
+        if self.cluster.measured is not None:
+            return [0.0] * len(self.pools)
         found = []
         for pool in range(len(self.pools)):
             self._solve(pool, ALONE)

@@ -180,7 +180,7 @@ def _promising(searches: Sequence[_Search]) -> list[tuple[_Search, Candidate]]:
         best = min((f[0] for f in found), default=inf)
         known: dict[tuple[int, Mesh], float] = {}
         for (n, pool, mesh), seconds in whole.items():
-            if n <= number:
+            if n <= number and search.cluster.measured is None:  # what was measured may do otherwise
                 known[pool, mesh] = max(known.get((pool, mesh), 0.0), seconds / m)
         own = search.candidates(known, best, NEAR)
         found.extend((c.seconds, k, search, c) for k, c in enumerate(own))
@@ -351,7 +351,8 @@ class _Search:
             self.graph.fingerprint, self.cluster_name or self.cluster.name, choices, schedule,
             self.asked.options.optimizer, seconds,
         ).validate()  # fmt: skip
-        return seconds, f"{candidate}, {schedule.name}, {plan.microbatches} microbatches", plan, timeline
+        count = f"{plan.microbatches} microbatch{'es' if plan.microbatches > 1 else ''}"
+        return seconds, f"{candidate}, {schedule.name}, {count}", plan, timeline
 
     def _limit(self, devices: Sequence[int]) -> float:
         """Bytes that a device of a group may hold."""

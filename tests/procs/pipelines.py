@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import random
@@ -314,6 +315,25 @@ def searched_from_a_script(recompute: tuple[str, ...]) -> tuple[list[float], str
     except PlanError as error:
         return losses, pm.plan.schedule.name, str(error)
     raise AssertionError("2BW was planned")
+
+
+def chosen_microbatches() -> tuple[list[float], list[float], int]:
+    """Losses of a pipeline whose number of microbatches was chosen, those of one device, and the number."""
+    torch.manual_seed(0)
+    case = ZOO["gpt2"]()
+    alone = copy.deepcopy(case.model)
+    args, kwargs = case.batch
+    pm = autopar.parallelize(case.model, 2, kwargs, stages=2, microbatches=[2, 4])
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (pm, alone)]
+    mine, reference = [], []
+    for _ in range(3):
+        mine.append(float(pm.train_step(*args, optimizer=optimizers[0], **kwargs)))
+        loss = alone(*args, **kwargs)["loss"]
+        loss.backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+        reference.append(float(loss))
+    return mine, reference, pm.plan.microbatches
 
 
 def refused_rows() -> list[str]:

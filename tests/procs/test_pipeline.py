@@ -15,6 +15,7 @@ from procs.pipelines import (
     TWO,
     Config,
     by_three,
+    chosen_microbatches,
     compare,
     evaluates,
     fails_in_the_middle,
@@ -124,6 +125,13 @@ def test_searched_from_a_script() -> None:
     assert name == "searched" and plain[-1] < plain[0]
     assert again == pytest.approx(plain, rel=1e-5)
     assert "updates weights while microbatches are in flight" in error
+
+
+def test_the_number_of_microbatches_is_chosen() -> None:
+    ranks = run_local(chosen_microbatches, 2, timeout=300)
+    mine, reference, number = ranks[1]
+    assert number in (2, 4) and ranks[0] == ranks[1]
+    assert mine == pytest.approx(reference, rel=1e-5)
 
 
 def test_a_rank_that_fails_ends_the_job() -> None:
