@@ -3,9 +3,10 @@
     python benchmarks/planning_pipeline.py              all cases, each in a process of its own
     python benchmarks/planning_pipeline.py 405b-512     one case
 
-The search is over the number of groups, mesh shapes of 1 and 2 axes, the schedules 1F1B, ZB-H1, interleaved 1F1B and
-ZB-V, what is recomputed, and how every parameter and gradient is kept (ZeRO). The number of microbatches is given. The
-models are on the meta device: nothing is allocated.
+The search is over the number of microbatches (what divides the batch, in powers of two), the number of groups, mesh
+shapes of 1 and 2 axes, the schedules 1F1B, ZB-H1, interleaved 1F1B and ZB-V, what is recomputed, and how every
+parameter and gradient is kept (ZeRO). The models are on the meta device: nothing is allocated. The graphs of other
+sizes than the two captured ones are made within the time of planning.
 """
 
 from __future__ import annotations
@@ -24,23 +25,20 @@ ETHERNET = HERE.parent / "examples" / "clusters" / "v100-8x8-25g.toml"
 NVLINK = HERE / "clusters" / "v100-8x8-nvlink.toml"
 
 CASES = {
-    # name: (hidden, ffn, heads, kv heads, layers, sequence, sequences of a microbatch, microbatches, cluster, devices)
-    "405b-512": (16384, 53248, 128, 8, 126, 8192, 16, 16, "dgx-h100-x64", 512),
-    "405b-512-more-microbatches": (16384, 53248, 128, 8, 126, 8192, 8, 32, "dgx-h100-x64", 512),
-    "405b-2048": (16384, 53248, 128, 8, 126, 8192, 64, 16, "dgx-h100-x256", 2048),
-    "405b-16384": (16384, 53248, 128, 8, 126, 8192, 128, 16, "dgx-h100-x2048", 16384),
-    "405b-two-kinds-512": (16384, 53248, 128, 8, 126, 8192, 16, 16, str(TWO_KINDS), 512),
-    "32-layers-512": (16384, 53248, 128, 8, 32, 8192, 16, 16, "dgx-h100-x64", 512),
-    "64-layers-512": (16384, 53248, 128, 8, 64, 8192, 16, 16, "dgx-h100-x64", 512),
-    "405b-128": (16384, 53248, 128, 8, 126, 8192, 4, 16, "dgx-h100-x16", 128),
-    "70b-64": (8192, 28672, 64, 8, 80, 8192, 8, 16, "dgx-h100-x8", 64),
+    # name: (hidden, ffn, heads, kv heads, layers, sequence, sequences of a batch, cluster, devices)
+    "405b-512": (16384, 53248, 128, 8, 126, 8192, 256, "dgx-h100-x64", 512),
+    "405b-2048": (16384, 53248, 128, 8, 126, 8192, 1024, "dgx-h100-x256", 2048),
+    "405b-16384": (16384, 53248, 128, 8, 126, 8192, 2048, "dgx-h100-x2048", 16384),
+    "405b-two-kinds-512": (16384, 53248, 128, 8, 126, 8192, 256, str(TWO_KINDS), 512),
+    "32-layers-512": (16384, 53248, 128, 8, 32, 8192, 256, "dgx-h100-x64", 512),
+    "64-layers-512": (16384, 53248, 128, 8, 64, 8192, 256, "dgx-h100-x64", 512),
+    "405b-128": (16384, 53248, 128, 8, 126, 8192, 64, "dgx-h100-x16", 128),
+    "70b-64": (8192, 28672, 64, 8, 80, 8192, 128, "dgx-h100-x8", 64),
 }
 GPT_39B = {
-    # GPT-39B (Alpa's shape: 48 layers, 8192, 64 heads, 1,024 tokens), a batch of 1,024 sequences, 1F1B:
-    # name: (cluster, sequences of a microbatch, microbatches)
-    f"gpt-39b-{name}-{m}": (str(cluster), 1024 // m, m)
-    for name, cluster, counts in (("25-gbit", ETHERNET, (64, 16, 4)), ("nvlink", NVLINK, (64, 32, 16, 8, 4)))
-    for m in counts
+    # GPT-39B (Alpa's shape: 48 layers, 8192, 64 heads, 1,024 tokens), a batch of 1,024 sequences, 1F1B
+    "gpt-39b-25-gbit": str(ETHERNET),
+    "gpt-39b-nvlink": str(NVLINK),
 }
 
 
@@ -52,32 +50,39 @@ def measure(case: str) -> dict[str, float | str]:
 
     import autopar.rules  # noqa: F401
     from autopar.capture import capture
+    from autopar.capture.parts import numbers_of_parts, resized
+    from autopar.graph import Graph
     from autopar.pipelines import DEFAULT_SCHEDULES as SCHEDULES
     from autopar.planner.pipeline import PipelineOptions, plan_pipeline
     from hardware_profiles import load_cluster
 
     gpt = case in GPT_39B
     if gpt:
-        cluster, batch, microbatches = GPT_39B[case]
+        cluster, batch = GPT_39B[case], 1024
         n, seq = 64, 1024
         shape = GPT2Config(
             vocab_size=51200, n_positions=seq, n_embd=8192, n_layer=48, n_head=64, resid_pdrop=0.0, embd_pdrop=0.0,
             attn_pdrop=0.0, use_cache=False,
         )  # fmt: skip
     else:
-        hidden, ffn, heads, kv_heads, layers, seq, batch, microbatches, cluster, n = CASES[case]
+        hidden, ffn, heads, kv_heads, layers, seq, batch, cluster, n = CASES[case]
         config = LlamaConfig(
             hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=layers, num_attention_heads=heads,
             num_key_value_heads=kv_heads, vocab_size=128256, max_position_embeddings=seq, use_cache=False,
         )  # fmt: skip
     with torch.device("meta"):
         model = GPT2LMHeadModel(shape).to(torch.float16) if gpt else LlamaForCausalLM(config).to(torch.bfloat16)
-        ids = torch.zeros(batch, seq, dtype=torch.long)
+
+    def graph(rows: int) -> Graph:
+        ids = torch.zeros(rows, seq, dtype=torch.long, device="meta")
+        return capture(model, (), {"input_ids": ids, "labels": ids, "use_cache": False}).graph
+
     start = time.process_time()
-    graph = capture(model, (), {"input_ids": ids, "labels": ids, "use_cache": False}).graph
+    whole, half = graph(batch), graph(batch // 2)
     captured = time.process_time()
-    asked = PipelineOptions(microbatches, schedules=("1f1b",) if gpt else SCHEDULES)
-    found = plan_pipeline(graph, load_cluster(cluster), n, asked)
+    graphs = {m: resized(whole, half, batch, batch // 2, batch // m) for m in numbers_of_parts(batch)}
+    asked = PipelineOptions(1, schedules=("1f1b",) if gpt else SCHEDULES)
+    found = plan_pipeline(graphs, load_cluster(cluster), n, asked)
     planned = time.process_time()
     return {
         "case": case,

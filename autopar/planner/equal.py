@@ -28,7 +28,7 @@ from hardware_profiles import Cluster
 
 FAR = 1.3
 """A mesh is looked at further if its lower bound is within this factor of the best estimate."""
-NEAR = 1.1
+NEAR = 1.05
 """The same where numbers of microbatches compete, so that there are more ways to come close."""
 SPLIT = ("zb-h1", "zb-v", "dualpipe-v")
 """Schedules that compute gradients of inputs and of weights apart."""

@@ -137,7 +137,10 @@ class Program:
         self.engine.changeRowBounds(self.memory_row, -math.inf, math.inf)
         found = [self._at(0.0, HULL_GAP)]
         unit = max(1.0, found[0].seconds) / max(1.0, found[0].n_bytes)
-        found += [self._at(price * unit, HULL_GAP) for price in prices]
+        for price in prices:
+            # choices between others are worth a relaxation, not a search
+            point = self._whole_at(price * unit) if price < max(prices) else self._at(price * unit, HULL_GAP)
+            found += [point] if point is not None else []
         self._charge(0.0)
         self.limit(self.problem.limit_bytes)
         ordered = sorted({p.picked: p for p in found}.values(), key=lambda p: (p.seconds, p.n_bytes))
@@ -145,11 +148,15 @@ class Program:
 
     def _at(self, price: float, gap: float = 0.0) -> _Point:
         """The best choice at a price of a byte, in scaled seconds."""
+        return self._whole_at(price) or self.best(gap)
+
+    def _whole_at(self, price: float) -> _Point | None:
+        """The same, if relaxations find it."""
         self._charge(price)
         point = self.relaxed()
         if point is not None and not point.whole:
             point = self._below_peak(point.picked)
-        return point if point is not None and point.whole else self.best(gap)
+        return point if point is not None and point.whole else None
 
     def solve(self, gap: float = 0.0) -> Choice:
         """As :func:`solve`."""

@@ -18,7 +18,7 @@ from autopar.planner.ilp import PRICES
 from autopar.planner.phases import phases
 from autopar.planner.price import pricer
 from autopar.planner.recompute import patterns_in
-from autopar.planner.search import Options, PlansByMemory
+from autopar.planner.search import Options, PlansByMemory, priced_again
 from hardware_profiles import Cluster
 
 WAYS = 1 + len(PRICES)
@@ -60,12 +60,15 @@ class Menus:
         graph_of: the graph of one block.
         options: for its plans; those that name operators or placements are left out.
         recompute: whether running a block again may be offered.
+        decided: plans of the same blocks at another size, by kind, mesh and devices: these are priced at this size,
+            which takes a tenth of the time of finding the best ones here. What is decided here is added.
     """
 
     cluster: Cluster
     graph_of: Callable[[Block], Graph]
     options: Options
     recompute: bool
+    decided: dict[tuple[object, ...], list[Plan]] = field(default_factory=dict)
     _graphs: dict[tuple[int, ...], Graph] = field(default_factory=dict)
     _known: dict[tuple[object, ...], tuple[Way, ...]] = field(default_factory=dict)
     _begun: dict[tuple[object, ...], PlansByMemory] = field(default_factory=dict)
@@ -78,9 +81,11 @@ class Menus:
         """
         key = self._key(block, mesh, devices)
         if key not in self._known:
-            plans = self._plans(block, mesh, devices)
-            self._known[key] = self._ways(self._graphs[block.kind], plans.every(), mesh, devices)
-            del self._begun[key]
+            plans = self._again(block, mesh, devices)
+            if plans is None:
+                plans = self.decided[key] = self._plans(block, mesh, devices).every()
+                del self._begun[key]
+            self._known[key] = self._ways(self._graph(block), plans, mesh, devices)
         return self._known[key]
 
     def fastest(self, block: Block, mesh: Mesh, devices: Sequence[int] | None = None) -> float:
@@ -90,10 +95,23 @@ class Menus:
             InfeasibleError: as for :meth:`ways`.
         """
         key = self._key(block, mesh, devices)
+        if key not in self._known and key in self.decided:
+            plans = self._again(block, mesh, devices)
+            if plans is not None:
+                self._known[key] = self._ways(self._graph(block), plans, mesh, devices)
         if key not in self._known:
             plan = self._plans(block, mesh, devices).fastest()
-            return self._ways(self._graphs[block.kind], [plan], mesh, devices)[0].seconds
+            return self._ways(self._graph(block), [plan], mesh, devices)[0].seconds
         return min(w.seconds for w in self._known[key])
+
+    def _again(self, block: Block, mesh: Mesh, devices: Sequence[int] | None) -> list[Plan] | None:
+        """What was decided at another size, if it is possible here."""
+        plans = self.decided.get(self._key(block, mesh, devices))
+        if plans is None:
+            return None
+        return priced_again(
+            self._graph(block), self.cluster, mesh, self._options(self._graph(block)), plans, devices=devices
+        )
 
     def forget(self) -> None:
         """Let go of what was begun for :meth:`fastest` and not needed since."""
@@ -106,16 +124,21 @@ class Menus:
     def _plans(self, block: Block, mesh: Mesh, devices: Sequence[int] | None) -> PlansByMemory:
         key = self._key(block, mesh, devices)
         if key not in self._begun:
-            if block.kind not in self._graphs:
-                self._graphs[block.kind] = self.graph_of(block)
-            graph = self._graphs[block.kind]
-            options = replace(
-                self.options, constraints=None, params=None, inputs=None, outputs=None,
-                in_flight=min(IN_FLIGHT, self.options.microbatches),
-                recompute=patterns_in(graph, self.options.recompute),
-            )  # fmt: skip
-            self._begun[key] = PlansByMemory(graph, self.cluster, mesh, options, devices=devices)
+            graph = self._graph(block)
+            self._begun[key] = PlansByMemory(graph, self.cluster, mesh, self._options(graph), devices=devices)
         return self._begun[key]
+
+    def _graph(self, block: Block) -> Graph:
+        if block.kind not in self._graphs:
+            self._graphs[block.kind] = self.graph_of(block)
+        return self._graphs[block.kind]
+
+    def _options(self, graph: Graph) -> Options:
+        return replace(
+            self.options, constraints=None, params=None, inputs=None, outputs=None,
+            in_flight=min(IN_FLIGHT, self.options.microbatches),
+            recompute=patterns_in(graph, self.options.recompute),
+        )  # fmt: skip
 
     def _ways(
         self, graph: Graph, plans: Sequence[Plan], mesh: Mesh, devices: Sequence[int] | None

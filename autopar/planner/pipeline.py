@@ -171,6 +171,10 @@ def _promising(searches: Sequence[_Search]) -> list[tuple[_Search, Candidate]]:
     """
     if len(searches) == 1 or searches[0].asked.starts is not None:
         return [(s, c) for s in searches for c in s.candidates()]
+    if searches[0].n_devices > SMALL:
+        decided: dict[tuple[object, ...], list[Plan]] = {}
+        for search in searches:
+            search.decided = decided
     found: list[tuple[float, int, _Search, Candidate]] = []
     whole: dict[tuple[int, int, Mesh], float] = {}  # what the commonest block takes for the whole batch, by search
 
@@ -221,6 +225,7 @@ class _Search:
     cluster_name: str
     infeasible: InfeasibleError | None = None
     fastest: Mapping[tuple[int, Mesh], float] = field(default_factory=dict)
+    decided: dict[tuple[object, ...], list[Plan]] = field(default_factory=dict)
     _plans: dict[tuple[object, ...], dict[int, tuple[Graph, Plan]]] = field(default_factory=dict)
 
     @cached_property
@@ -289,7 +294,7 @@ class _Search:
         """What blocks can cost."""
         options = replace(self.asked.options, microbatches=self.asked.microbatches)
         may = self.asked.may_recompute and not options.recompute
-        return Menus(self.cluster, self._graph_of, options, may)
+        return Menus(self.cluster, self._graph_of, options, may, self.decided)
 
     def _unequal(self) -> list[Candidate]:
         """Ways to cut over unequal groups, where these are worth a search: devices that differ, or divide badly."""

@@ -21,7 +21,7 @@ from autopar.planner.mixture import Decided, mixture
 from autopar.planner.price import pricer
 from autopar.planner.problem import Choice, Item, Problem
 from autopar.planner.recompute import Recompute, segments_of
-from autopar.planner.space import Strategy, combine, node_options
+from autopar.planner.space import Strategy, combine, node_options, strategy_of
 from autopar.rules.notation import Rule
 from autopar.rules.registry import ops_without_rule, rules_of
 from hardware_profiles import Cluster
@@ -158,6 +158,36 @@ class PlansByMemory:
     def _plan(self, choice: Choice) -> Plan:
         decided = self.decoder.decode(choice.picked, self.setting.folding)
         return self.setting.realise((*decided, self.decoder.inputs(choice.picked)))
+
+
+@_no_collection()
+def priced_again(
+    graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, plans: Sequence[Plan], *,
+    devices: Sequence[int] | None = None,
+) -> list[Plan] | None:  # fmt: skip
+    """The plans of a graph that differs from another in sizes only, decided as those of the other; None if the sizes
+    do not allow it."""
+    setting = _Setting(graph, cluster, mesh, options, "", devices)
+    found = []
+    for plan in plans:
+        ops: dict[int, Strategy] = {}
+        params: dict[int, ParamChoice] = {}
+        for i, (node, rule) in enumerate(zip(graph.nodes, setting.rules, strict=True)):
+            if node.kind == "param" and node.target in plan.params:
+                params[i] = plan.params[node.target]
+            elif node.kind == "op" and node.hot:
+                assert rule is not None
+                names = plan.ops.get(node.name)
+                strategy = strategy_of(graph, node, rule, mesh, names) if names is not None else None
+                if strategy is None:
+                    return None
+                ops[i] = strategy
+        outputs = {k: state for k, state in enumerate(plan.outputs) if state is not None}
+        try:
+            found.append(setting.realise((ops, params, outputs, dict(plan.inputs))))
+        except (PlanError, MeshError):
+            return None
+    return found
 
 
 UNLIMITED = 1e18
@@ -515,4 +545,4 @@ def _kept(how: str) -> tuple[str, str]:
     return "".join(words), lifetime
 
 
-__all__ = ["Options", "PlansByMemory", "check_mesh", "matches", "op_labels", "plan_graph", "size_text"]
+__all__ = ["Options", "PlansByMemory", "check_mesh", "matches", "op_labels", "plan_graph", "priced_again", "size_text"]

@@ -51,18 +51,27 @@ def strategies(graph: Graph, node: Node, rule: Rule, mesh: Mesh) -> list[Strateg
     """Every strategy of one op whose pieces are equal; on an axis of size 1 the op is whole."""
     options = node_options(graph, node, rule)
     choices = [options if size > 1 else options[:1] for _, size in mesh]
+    made = (_strategy(graph, node, rule, mesh, picked) for picked in product(*choices))
+    return [strategy for strategy in made if strategy is not None]
+
+
+def strategy_of(graph: Graph, node: Node, rule: Rule, mesh: Mesh, names: Sequence[str]) -> Strategy | None:
+    """The strategy of an op whose options have these names, one per axis; None if its pieces would not be equal."""
+    options = {option.name: option for option in node_options(graph, node, rule)}
+    if any(name not in options for name in names):
+        return None
+    return _strategy(graph, node, rule, mesh, [options[name] for name in names])
+
+
+def _strategy(graph: Graph, node: Node, rule: Rule, mesh: Mesh, picked: Sequence[Option]) -> Strategy | None:
+    cut: dict[str, int] = {}
+    for option, (_, size) in zip(picked, mesh, strict=True):
+        if option.name in rule.sizes:
+            cut[option.name] = cut.get(option.name, 1) * size
+    if any(rule.sizes[f] % n for f, n in cut.items()):
+        return None
+    strategy = combine(picked)
     outs = [o for o in node.outs if o is not None]
     shapes = [*(graph.spec(r).shape for r in node.refs), *(o.shape for o in outs)]
-    found = []
-    for picked in product(*choices):
-        cut: dict[str, int] = {}
-        for option, (_, size) in zip(picked, mesh, strict=True):
-            if option.name in rule.sizes:
-                cut[option.name] = cut.get(option.name, 1) * size
-        if any(rule.sizes[f] % n for f, n in cut.items()):
-            continue
-        strategy = combine(picked)
-        states = (*strategy.ins, *strategy.outs)
-        if all(fits(shape, state, mesh) for shape, state in zip(shapes, states, strict=True)):
-            found.append(strategy)
-    return found
+    states = (*strategy.ins, *strategy.outs)
+    return strategy if all(fits(shape, s, mesh) for shape, s in zip(shapes, states, strict=True)) else None
