@@ -41,7 +41,9 @@ def captured_of(name: str, **options: float) -> tuple[Captured, torch.nn.Module,
     return V.promoted(captured), case.model, V.inputs_of(captured, case.args, case.kwargs)
 
 
-@pytest.mark.parametrize("name", [*BLOCKS, "gpt2 with dropout"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(n, marks=pytest.mark.slow) if n == "llama" else n for n in BLOCKS), "gpt2 with dropout"]
+)
 def test_same_numbers(name: str) -> None:
     """Random plans; buffers are compared too, so a batch norm that counts its batch twice would show."""
     dropout = {"dropout": 0.1} if "dropout" in name else {}
@@ -189,7 +191,7 @@ def test_a_memory_limit_that_only_recomputing_meets() -> None:
     assert check(tight, graph, CLUSTER).ok
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb-v", marks=pytest.mark.slow)])
 def test_the_planner_recomputes_blocks_of_a_pipeline_where_memory_is_short(schedule: str) -> None:
     case, cluster = ZOO["llama"](layers=6), load_cluster("local-x4")
     captured = capture(case.model, case.args, case.kwargs)

@@ -76,7 +76,9 @@ def test_every_operator_has_a_rule(name: str) -> None:
     assert ops_without_rule(_prepared(name)[0].graph) == []
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n == "unet_upsample" else n for n in MODELS]
+)
 def test_on_2x2(name: str) -> None:
     _check(name, "2x2", range(2), optimal=True)
 
