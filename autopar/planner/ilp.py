@@ -27,7 +27,7 @@ except ImportError:  # CBC solves then
 PRICES = (0.3, 2.0, 10.0)
 """Of all bytes of the fastest choice, in multiples of its seconds."""
 HULL_GAP = 0.01
-"""How far a choice at a price may be from the best, where branch and bound is needed to find it."""
+"""How far the fastest choice may be from the best, where branch and bound is needed to find it."""
 
 
 def solve(problem: Problem, *, time_limit_seconds: float = 120.0, solver: str = "auto", gap: float = 0.0) -> Choice:
@@ -138,8 +138,10 @@ class Program:
         found = [self._at(0.0, HULL_GAP)]
         unit = max(1.0, found[0].seconds) / max(1.0, found[0].n_bytes)
         for price in prices:
-            # choices between others are worth a relaxation, not a search
-            point = self._whole_at(price * unit) if price < max(prices) else self._at(price * unit, HULL_GAP)
+            self._charge(price * unit)
+            point = self.relaxed()
+            if point is not None and not point.whole:  # the largest share of each is good enough, and no search
+                point = self._below_peak(point.picked) or point
             found += [point] if point is not None else []
         self._charge(0.0)
         self.limit(self.problem.limit_bytes)
@@ -148,15 +150,11 @@ class Program:
 
     def _at(self, price: float, gap: float = 0.0) -> _Point:
         """The best choice at a price of a byte, in scaled seconds."""
-        return self._whole_at(price) or self.best(gap)
-
-    def _whole_at(self, price: float) -> _Point | None:
-        """The same, if relaxations find it."""
         self._charge(price)
         point = self.relaxed()
         if point is not None and not point.whole:
             point = self._below_peak(point.picked)
-        return point if point is not None and point.whole else None
+        return point if point is not None and point.whole else self.best(gap)
 
     def solve(self, gap: float = 0.0) -> Choice:
         """As :func:`solve`."""

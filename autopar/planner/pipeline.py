@@ -191,19 +191,25 @@ def _promising(searches: Sequence[_Search]) -> list[tuple[_Search, Candidate]]:
         whole.update({(number, pool, mesh): s * m for (pool, mesh), s in search.fastest.items() if s < inf})
         return few or not own or own[0].seconds <= NEAR * best
 
-    # from the middle, where a good plan is expected, so that others can be left alone; every number on few devices,
-    # every second on many, and then those next to the best
+    # From the middle, where a good plan is expected, so that others can be left alone. On few devices all numbers are
+    # looked at. On many, the best step is taken to fall and then rise with the number: every second one is looked at,
+    # on as long as it gets no worse, and then those on both sides of a best one in between.
     few = searches[0].n_devices <= SMALL
     middle, step = len(searches) // 2, 1 if few else 2
-    looked = set()
+    looked: list[int] = []
+
+    def best_number() -> int:
+        return searches.index(min(found, key=lambda f: f[:2])[2])
+
     for order in (range(middle, len(searches), step), range(middle - step, -1, -step)):
+        if not few and found and order.step < 0 and best_number() > middle:
+            break
         for number in order:
-            looked.add(number)
+            looked.append(number)
             if not look(number):
                 break
-    if found:
-        best_one = searches.index(min(found, key=lambda f: f[:2])[2])
-        for number in {best_one - 1, best_one + 1} & set(range(len(searches))) - looked:
+    if found and min(looked) < best_number() < max(looked):
+        for number in sorted({best_number() - 1, best_number() + 1} - set(looked)):
             look(number)
     found.sort(key=lambda f: f[:2])
     if not found or searches[0].n_devices > SMALL:

@@ -153,7 +153,14 @@ class PlansByMemory:
     @_no_collection()
     def every(self) -> list[Plan]:
         """All of them, the fastest first."""
-        return [self._plan(choice) for choice in self.program.hull()]
+        fastest, *others = self.program.hull()
+        found = [self._plan(fastest)]
+        for choice in others:
+            try:
+                found.append(self._plan(choice))
+            except PlanError:  # rounded to strategies between which there is no way
+                continue
+        return found
 
     def _plan(self, choice: Choice) -> Plan:
         decided = self.decoder.decode(choice.picked, self.setting.folding)
