@@ -166,9 +166,10 @@ def complete(
             seconds += found[0]
     segments = contents(graph, rules, chosen, routes, recompute)
     price = _price(graph, rules, pricer, chosen, owned, seconds, optimizer, microbatches, in_flight, segments)
+    names_of = {key: s.names for key, s in {id(s): s for s in chosen.values()}.items()}  # blocks share strategies
     return Plan(
         graph.fingerprint, cluster, mesh,
-        {node.name: chosen[i].names for i, node in enumerate(graph.nodes) if node.kind == "op"},
+        {node.name: names_of[id(chosen[i])] for i, node in enumerate(graph.nodes) if node.kind == "op"},
         {graph.nodes[i].target: choice for i, choice in owned.items()},
         held, tuple(out_states), routes, dict(inputs or {}), optimizer, 1, microbatches, price,
         recompute=recompute, in_flight=in_flight,

@@ -122,7 +122,9 @@ def _mixed(graph: Graph, decoder: Decoder, folding: Fold, before: Choice, after:
         a, b = one[which], other[which]
         return {key: (a if place(node_of(key)) < cut else b)[key] for key in a}
 
-    return pick(0, int), pick(1, int), pick(2, lambda k: outputs[k].node), pick(3, lambda name: inputs[name])
+    ops, others = one[0], other[0]
+    mixed = {node: strategy if node < cut else others[node] for node, strategy in ops.items()}
+    return mixed, pick(1, int), pick(2, lambda k: outputs[k].node), pick(3, lambda name: inputs[name])
 
 
 __all__ = ["Decided", "boundaries", "mixture"]
