@@ -122,7 +122,7 @@ def test_of_a_model() -> None:
     with pytest.raises(AutoparError, match="64 rows cannot be cut into 3"):
         autopar.plan(model, "local-x4", batch, stages=2, microbatches=[3, 4])
     for wrong in ("many", [], [0], 1.5):
-        with pytest.raises(AutoparError, match="give a number from 1 on"):
+        with pytest.raises(AutoparError, match="give a whole number of 1 or more"):
             autopar.plan(model, "local-x4", batch, stages=2, microbatches=wrong)
 
 
