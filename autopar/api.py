@@ -264,7 +264,9 @@ def _microbatches(asked: Any, piped: bool) -> tuple[int, tuple[int, ...] | None]
         return asked, None
     several = isinstance(asked, (list, tuple)) and asked and all(isinstance(m, int) and m > 0 for m in asked)
     if asked != "auto" and not several:
-        raise AutoparError(f"microbatches is {asked!r}; give a whole number of 1 or more, several to choose from, or 'auto'")
+        raise AutoparError(
+            f"microbatches is {asked!r}; give a whole number of 1 or more, several to choose from, or 'auto'"
+        )
     if not piped:
         raise AutoparError(f"microbatches={asked!r} is for pipelines: give stages= too, or one number")
     return 1, () if asked == "auto" else tuple(asked)
