@@ -17,7 +17,6 @@ import autopar.rules  # noqa: F401  (registers the rules)
 from autopar import pipelines, planfile
 from autopar.capture import Captured
 from autopar.capture import capture as _capture
-from autopar.capture.parts import first_part
 from autopar.clusters import get_cluster, profile_of, reference
 from autopar.errors import AutoparError, CaptureError, ClusterError, InfeasibleError, MeshError
 from autopar.pins import parse_kept, plan_pinned
@@ -387,7 +386,7 @@ def parallelize(
     asked = asked or pipelines.is_pipeline_file(plan)
     one, numbers = _microbatches(microbatches, asked or isinstance(plan, PipelinePlan))
     if asked or isinstance(plan, PipelinePlan):
-        known = captured
+        known, batch = captured, _example(model, example_inputs, example_kwargs, targets)
 
         def wanted(captured: Captured) -> tuple[Captured, PipelinePlan]:
             where, shape, n, name = _where(model, mesh, cluster)
@@ -398,13 +397,11 @@ def parallelize(
             want = pipelines.asked_for(groups, schedule, one, shape, options, cuts)
             if numbers is None:
                 return captured, pipelines.planned(captured, where, n, want, name).plan
-            batch = _example(model, example_inputs, example_kwargs, targets)
             part, found = pipelines.planned_in_parts(model, captured, batch, where, n, want, numbers, name)
             return part, found.plan
 
         given = plan
         if numbers is not None:
-            batch = _example(model, example_inputs, example_kwargs, targets)
             known, given = _in_parts(model, captured, batch, plan, wanted, group)
 
         def make() -> PipelinePlan:
@@ -479,9 +476,7 @@ def _in_parts(
         error = e
     number = share(group, number, error)
     try:
-        args, kwargs, targets = first_part(batch, int(number))
-        loss_fn = captured.example.loss_fn if captured.example is not None else None
-        part = part or _capture(model, args, kwargs, loss_fn=loss_fn, targets=targets)
+        part = part or pipelines.part_of(model, captured, batch, int(number))
     except Exception as e:
         error = e
     together(group, error)

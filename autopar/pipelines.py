@@ -80,6 +80,17 @@ def groups_of(mesh: DeviceMesh | None, stages: int | str | None) -> tuple[int | 
     return mesh.size(0), inner or (("data", 1),)
 
 
+def part_of(model: torch.nn.Module, captured: Captured, example: Any, parts: int) -> Captured:
+    """One of so many parts of a batch, captured as the whole of it was.
+
+    Args:
+        example: ``(args, kwargs)``, or ``(args, kwargs, targets)`` if there is a loss function: the whole batch.
+    """
+    args, kwargs, *targets = first_part(example, parts)
+    loss_fn = captured.example.loss_fn if captured.example is not None else None
+    return capture(model, args, kwargs, loss_fn=loss_fn, targets=targets[0] if targets else ())
+
+
 def planned_in_parts(
     model: torch.nn.Module, captured: Captured, example: Any, cluster: Cluster, n: int, asked: PipelineOptions,
     numbers: Sequence[int] = (), name: str = "",
@@ -88,7 +99,7 @@ def planned_in_parts(
 
     Args:
         captured: of the whole batch.
-        example: ``(args, kwargs)``, or ``(args, kwargs, targets)`` if there is a loss function: the whole batch.
+        example: the whole batch, as for :func:`part_of`.
         numbers: to choose from; all that divide the batch if there are none.
 
     Returns:
@@ -101,30 +112,27 @@ def planned_in_parts(
     counts = sorted(set(numbers)) or numbers_of_parts(rows)
     for m in counts:
         first_part(example, m)  # refuses what does not divide before anything takes its time
-    loss_fn = captured.example.loss_fn if captured.example is not None else None
+    known = {1: captured}
 
     def part(m: int) -> Captured:
-        args, kwargs, *targets = first_part(example, m)
-        return capture(model, args, kwargs, loss_fn=loss_fn, targets=targets[0] if targets else ())
+        if m not in known:
+            known[m] = part_of(model, captured, example, m)
+        return known[m]
 
-    known = {1: captured}
-    between = [m for m in counts if m > 1]
-    if between:
-        known[between[0]] = part(between[0])
-    graphs: dict[int, Graph] = {}
-    for m in counts:
+    second = next((m for m in counts if m > 1), 1)
+
+    def graph(m: int) -> Graph:
+        if m in (1, second):
+            return part(m).graph
         try:
-            if m not in known:
-                pair = known[1].graph, known[between[0]].graph
-                graphs[m] = resized(*pair, rows, rows // between[0], rows // m)
+            return resized(captured.graph, part(second).graph, rows, rows // second, rows // m)
         except NotLinear:
-            known[m] = part(m)
-        graphs[m] = graphs[m] if m in graphs else known[m].graph
-    found = planned(graphs, cluster, n, asked, name)
-    m = found.plan.microbatches
-    chosen = known[m] if m in known else part(m)
+            return part(m).graph
+
+    found = planned({m: graph(m) for m in counts}, cluster, n, asked, name)
+    chosen = part(found.plan.microbatches)
     if chosen.graph.fingerprint != found.plan.fingerprint:  # the model treats this size in another way
-        found = planned({m: chosen.graph}, cluster, n, asked, name)
+        found = planned({found.plan.microbatches: chosen.graph}, cluster, n, asked, name)
     notes = found.plan.notes
     if chosen.graph.updates and len(counts) > 1:
         notes = (*notes, "batch statistics are those of a microbatch: with another number of them, training differs")
@@ -250,6 +258,6 @@ def run_on_ranks(
 
 
 __all__ = [
-    "asked_for", "check_ranks", "groups_of", "is_pipeline_file", "microbatches_of", "planned", "planned_in_parts",
-    "run_on_ranks", "wishes",
+    "asked_for", "check_ranks", "groups_of", "is_pipeline_file", "microbatches_of", "part_of", "planned",
+    "planned_in_parts", "run_on_ranks", "wishes",
 ]  # fmt: skip

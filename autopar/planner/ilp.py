@@ -138,10 +138,7 @@ class Program:
         found = [self._at(0.0, HULL_GAP)]
         unit = max(1.0, found[0].seconds) / max(1.0, found[0].n_bytes)
         for price in prices:
-            self._charge(price * unit)
-            point = self.relaxed()
-            if point is not None and not point.whole:  # the largest share of each is good enough, and no search
-                point = self._below_peak(point.picked) or point
+            point = self._relaxed_at(price * unit)  # the largest share of each is good enough, and no search
             found += [point] if point is not None else []
         self._charge(0.0)
         self.limit(self.problem.limit_bytes)
@@ -150,11 +147,16 @@ class Program:
 
     def _at(self, price: float, gap: float = 0.0) -> _Point:
         """The best choice at a price of a byte, in scaled seconds."""
+        point = self._relaxed_at(price)
+        return point if point is not None and point.whole else self.best(gap)
+
+    def _relaxed_at(self, price: float) -> _Point | None:
+        """The relaxation at a price of a byte: whole, if it is with its peak fixed."""
         self._charge(price)
         point = self.relaxed()
         if point is not None and not point.whole:
-            point = self._below_peak(point.picked)
-        return point if point is not None and point.whole else self.best(gap)
+            point = self._below_peak(point.picked) or point
+        return point
 
     def solve(self, gap: float = 0.0) -> Choice:
         """As :func:`solve`."""

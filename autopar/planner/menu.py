@@ -80,12 +80,10 @@ class Menus:
             InfeasibleError: the block cannot be planned on the mesh at all.
         """
         key = self._key(block, mesh, devices)
-        if key not in self._known:
-            plans = self._again(block, mesh, devices)
-            if plans is None:
-                plans = self.decided[key] = self._plans(block, mesh, devices).every()
-                del self._begun[key]
+        if not self._know(block, mesh, devices):
+            plans = self.decided[key] = self._plans(block, mesh, devices).every()
             self._known[key] = self._ways(self._graph(block), plans, mesh, devices)
+            del self._begun[key]
         return self._known[key]
 
     def fastest(self, block: Block, mesh: Mesh, devices: Sequence[int] | None = None) -> float:
@@ -94,24 +92,22 @@ class Menus:
         Raises:
             InfeasibleError: as for :meth:`ways`.
         """
-        key = self._key(block, mesh, devices)
-        if key not in self._known and key in self.decided:
-            plans = self._again(block, mesh, devices)
-            if plans is not None:
-                self._known[key] = self._ways(self._graph(block), plans, mesh, devices)
-        if key not in self._known:
-            plan = self._plans(block, mesh, devices).fastest()
-            return self._ways(self._graph(block), [plan], mesh, devices)[0].seconds
-        return min(w.seconds for w in self._known[key])
+        if self._know(block, mesh, devices):
+            return min(w.seconds for w in self.ways(block, mesh, devices))
+        plan = self._plans(block, mesh, devices).fastest()
+        return self._ways(self._graph(block), [plan], mesh, devices)[0].seconds
 
-    def _again(self, block: Block, mesh: Mesh, devices: Sequence[int] | None) -> list[Plan] | None:
-        """What was decided at another size, if it is possible here."""
-        plans = self.decided.get(self._key(block, mesh, devices))
-        if plans is None:
-            return None
-        return priced_again(
-            self._graph(block), self.cluster, mesh, self._options(self._graph(block)), plans, devices=devices
-        )
+    def _know(self, block: Block, mesh: Mesh, devices: Sequence[int] | None) -> bool:
+        """Whether the ways are known: by what was decided at another size, if that is possible here."""
+        key = self._key(block, mesh, devices)
+        if key not in self._known and key in self.decided and key not in self._begun:  # begun: it was not possible
+            graph = self._graph(block)
+            plans = priced_again(
+                graph, self.cluster, mesh, self._options(graph), self.decided[key], devices=devices
+            )  # fmt: skip
+            if plans is not None:
+                self._known[key] = self._ways(graph, plans, mesh, devices)
+        return key in self._known
 
     def forget(self) -> None:
         """Let go of what was begun for :meth:`fastest` and not needed since."""

@@ -7,7 +7,7 @@
                 searched for the cuts and run in two parts
     step        the optimizer, and what is done once a step
 
-Without a profile all of these are 0.
+Only a profile knows any of these.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ class Extra:
     """Seconds of one microbatch on one stage (``step_seconds``: of a step), beside the ops. ``summed_seconds``, for
     gradients that arrive over several ways, are in ``backward_seconds`` and in neither half."""
 
-    forward_seconds: float = 0.0
-    backward_seconds: float = 0.0
-    input_seconds: float = 0.0
-    weight_seconds: float = 0.0
-    step_seconds: float = 0.0
-    summed_seconds: float = 0.0
+    forward_seconds: float
+    backward_seconds: float
+    input_seconds: float
+    weight_seconds: float
+    step_seconds: float
+    summed_seconds: float
 
 
 def extra_of(graph: Graph, plan: Plan, pricer: Pricer, chosen: Mapping[int, Strategy]) -> Extra:
     """What the executor adds to a stage.
 
     Args:
+        pricer: one with a measured profile.
         chosen: what every op does.
     """
     known = pricer.measured
-    if known is None:
-        return Extra()
+    assert known is not None
     own, summed, held, held_new = known.overheads, 0.0, 0.0, 0.0
     for ref, readers in graph.consumers.items():
         spec = graph.spec(ref)

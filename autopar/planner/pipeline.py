@@ -20,25 +20,23 @@ from math import inf, prod
 from autopar.errors import InfeasibleError, PlanError
 from autopar.graph import Graph
 from autopar.pipeline import PipelinePlan, StageChoice
-from autopar.placements import Mesh, local_shape, mesh_shapes
+from autopar.placements import Mesh, mesh_shapes
 from autopar.plan import Plan
 from autopar.planner.blocks import Block, blocks
 from autopar.planner.equal import FAR, NEAR, Equal
 from autopar.planner.fold import fold
 from autopar.planner.menu import Menus
 from autopar.planner.order import SEARCHED, START, better_order, check_name
-from autopar.planner.phases import phases
-from autopar.planner.price import Pricer, pricer
 from autopar.planner.recompute import Recompute, patterns_in, segment, segments_of
 from autopar.planner.search import MEMORY_FRACTION, Options, plan_graph
 from autopar.planner.stage_pins import allows, of_stage
+from autopar.planner.timing import timing_of
 from autopar.planner.transplant import structure, transplant
 from autopar.planner.unequal import SCHEDULES as UNEQUAL_SCHEDULES
 from autopar.planner.unequal import Unequal
 from autopar.rules.registry import rules_of
 from autopar.staging import StageGraph, cut, hot_ops
-from cost_models import mesh_axes
-from cost_models.pipeline import Edge, Schedule, Timeline, Times, build, live_per_stage, simulate, times
+from cost_models.pipeline import Schedule, Timeline, Times, build, live_per_stage, simulate
 from hardware_profiles import Cluster
 
 PER_RANK = {"interleaved-1f1b": 2, "zb-v": 2, "dualpipe-v": 2}
@@ -472,32 +470,6 @@ class _Search:
         return len({self.cluster.device(d).name for d in range(self.n_devices)}) > 1
 
 
-def timing_of(
-    graphs: Sequence[StageGraph], choices: Sequence[StageChoice], schedule: Schedule, cluster: Cluster
-) -> tuple[Times, float]:
-    """What a schedule is simulated with, and the seconds that follow it once a step (gradients, gathers)."""
-    own = [
-        phases(stage.graph, choice.plan, pricer(cluster, choice.mesh, choice.devices))
-        for stage, choice in zip(graphs, choices, strict=True)
-    ]
-    whole = [bool(c.plan.recompute) for c in choices]  # a backward that recomputes is not split
-    timing = times(
-        len(graphs), [p.forward_seconds for p in own],
-        [p.backward_seconds if w else p.input_seconds for w, p in zip(whole, own, strict=True)],
-        [0.0 if w else p.weight_seconds for w, p in zip(whole, own, strict=True)],
-        backward_seconds=[p.backward_seconds for p in own],
-        edges=_edges(graphs, choices, cluster), activation_bytes=[c.plan.kept_bytes for c in choices],
-        static_bytes=[_static_bytes([choices[s].plan for s in held]) for held in schedule.stages_of_rank],
-    )  # fmt: skip
-    return timing, max(sum(own[s].step_seconds for s in held) for held in schedule.stages_of_rank)
-
-
-def _static_bytes(plans: Sequence[Plan]) -> float:
-    """What a group's stages hold all the time, and the segment that runs again: one at a time."""
-    held = sum(p.price.memory_bytes - p.price.activation_bytes for p in plans)
-    return held + max(p.price.again_bytes for p in plans)
-
-
 def _rounded(in_flight: int) -> int:
     """The next of 1, 2, 3, 4, 6, 8, 12, 16, ...: at most half as much again."""
     power = 1 << (in_flight - 1).bit_length()  # the next power of two
@@ -520,35 +492,4 @@ def _one_group(n_stages: int, microbatches: int) -> Schedule:
     return Schedule("none", n_stages, microbatches, (tuple(range(n_stages)),), (row,)).validate()
 
 
-def _edges(graphs: Sequence[StageGraph], choices: Sequence[StageChoice], cluster: Cluster) -> list[Edge]:
-    """Seconds on the wire between stages: every piece crosses once, and is gathered where it is wanted whole."""
-    found: dict[tuple[int, int], list[float]] = {}
-    for graph in graphs:
-        here = choices[graph.number]
-        for name, source in graph.takes:
-            there = choices[source]
-            node = next(n for _, n in graph.graph.of_kind("input") if n.target == name)
-            out = there.plan.outputs[graphs[source].gives.index(name)]
-            assert out is not None
-            arriving = here.plan.inputs[name]
-            row = found.setdefault((source, graph.number), [0.0, 0.0])
-            if there.devices != here.devices:
-                pair = mesh_axes(cluster, {"pair": 2}, [there.devices[0], here.devices[0]])["pair"]
-                wire = pair.seconds("send_recv", node.out.n_bytes / min(len(there.devices), len(here.devices)))
-                row[0] += wire
-                row[1] += wire if node.needs_grad else 0.0
-            row[0] += _gather(node.out.shape, node.out.item_bytes, arriving, here, cluster)
-            row[1] += _gather(node.out.shape, node.out.item_bytes, out, there, cluster) if node.needs_grad else 0.0
-    return [Edge(a, b, forward, backward) for (a, b), (forward, backward) in sorted(found.items())]
-
-
-def _gather(
-    shape: tuple[int, ...], item_bytes: int, state: tuple[str, ...], choice: StageChoice, cluster: Cluster
-) -> float:
-    priced: Pricer = pricer(cluster, choice.mesh, choice.devices)
-    n_bytes = prod(local_shape(shape, state, choice.mesh)) * item_bytes
-    axes = [a for p, (a, size) in zip(state, choice.mesh, strict=True) if p[0] != "S" and size > 1]
-    return sum(priced.axes[a].seconds("all_gather", n_bytes) for a in axes)
-
-
-__all__ = ["PipelineOptions", "Planned", "plan_pipeline", "timing_of"]
+__all__ = ["PipelineOptions", "Planned", "plan_pipeline"]

@@ -14,10 +14,10 @@ from autopar.graph import Graph
 from autopar.pipeline import PipelinePlan, StageChoice
 from autopar.planner.blocks import blocks
 from autopar.planner.fold import fold
-from autopar.planner.pipeline import timing_of
 from autopar.planner.recompute import patterns_in
 from autopar.planner.search import MEMORY_FRACTION, Options, plan_graph
 from autopar.planner.stage_pins import of_stage
+from autopar.planner.timing import timing_of
 from autopar.rules.registry import rules_of
 from autopar.staging import StageGraph, cut, hot_ops
 from cost_models.pipeline import Timeline, live_per_stage, simulate

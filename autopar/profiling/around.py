@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from math import ceil
 from statistics import median, quantiles
 from typing import Any
@@ -93,10 +94,10 @@ def collective_points() -> dict[str, list[list[float]]]:
             n = ceil(n_bytes / 4 / world) * world
             whole, part, other = torch.ones(n), torch.ones(n // world), torch.empty(n)
             call: dict[str, Callable[[], Any]] = {
-                "all_reduce": lambda w=whole: dist.all_reduce(w),  # type: ignore[misc]
-                "all_gather": lambda w=whole, p=part: dist.all_gather_into_tensor(w, p),  # type: ignore[misc]
-                "reduce_scatter": lambda w=whole, p=part: dist.reduce_scatter_tensor(p, w),  # type: ignore[misc]
-                "all_to_all": lambda w=whole, o=other: dist.all_to_all_single(o, w),  # type: ignore[misc]
+                "all_reduce": partial(dist.all_reduce, whole),
+                "all_gather": partial(dist.all_gather_into_tensor, whole, part),
+                "reduce_scatter": partial(dist.reduce_scatter_tensor, part, whole),
+                "all_to_all": partial(dist.all_to_all_single, other, whole),
             }
             times = []
             for _ in range(12 if n_bytes < 2**21 else 6):

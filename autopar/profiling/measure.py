@@ -51,7 +51,8 @@ class Taken:
     def medians(self) -> tuple[float, float, float, float]:
         """Of forward, backward, and its halves; 0 for what is not there."""
         rows = (self.forward, self.backward, self.inputs, self.weights)
-        return tuple(median(row) if row else 0.0 for row in rows)  # type: ignore[return-value]
+        forward, backward, inputs, weights = (median(row) if row else 0.0 for row in rows)
+        return forward, backward, inputs, weights
 
 
 class _Live:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -38,10 +39,7 @@ class Tensor:
     @property
     def n_bytes(self) -> int:
         """Of its values."""
-        n = ITEM_BYTES[self.dtype]
-        for size in self.shape:
-            n *= size
-        return n
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)

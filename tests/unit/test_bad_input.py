@@ -34,6 +34,17 @@ from autopar.errors import AutoparError
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN, PAGE = ROOT / "tests" / "golden" / "errors.json", ROOT / "docs" / "errors.md"
 
+
+def put(document: Any, path: tuple[Any, ...], value: Any) -> None:
+    """Change one value of a nested document, or, for None, take it out."""
+    for key in path[:-1]:
+        document = document[key]
+    if value is None:
+        del document[path[-1]]
+    else:
+        document[path[-1]] = value
+
+
 MODELS = """
 import torch
 from torch import nn
@@ -376,13 +387,7 @@ def message(kind: str, how: Any) -> str:
 
         def change(document: dict) -> None:
             for path, value in how:
-                at = document
-                for key in path[:-1]:
-                    at = at[key]
-                if value is None:
-                    del at[path[-1]]
-                else:
-                    at[path[-1]] = value
+                put(document, path, value)
 
         text = on_plan(change, "plan.json" if kind == "put" else "pipe.json")
     text = text.replace(os.getcwd() + "/", "").replace(os.path.realpath(os.getcwd()) + "/", "")

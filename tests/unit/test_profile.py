@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import io
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from unit.test_bad_input import put
+from unit.test_cli_pipeline import autopar as command
 
 import autopar
 from autopar.check import check
-from autopar.cli import main
 from autopar.clusters import profile_of
 from autopar.errors import ClusterError
 from autopar.graph import Graph
@@ -128,13 +125,7 @@ def test_a_profile_is_a_cluster(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_reading_is_strict(tmp_path: Path, path: tuple[str, ...], value: Any, said: str) -> None:
     document = copy.deepcopy(DOCUMENT)
-    at = document
-    for key in path[:-1]:
-        at = at[key]
-    if value is None:
-        del at[path[-1]]
-    else:
-        at[path[-1]] = value
+    put(document, path, value)
     with pytest.raises(ProfileError) as error:
         loaded(tmp_path, document)
     assert said in str(error.value)
@@ -317,15 +308,6 @@ class Net(nn.Module):
 def make():
     return Net(), (torch.ones(4, 16), torch.zeros(4, dtype=torch.long))
 """
-
-
-def command(*words: Any) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of a command."""
-    out, err = io.StringIO(), io.StringIO()
-    with mock.patch.object(sys, "argv", ["autopar", *map(str, words)]), pytest.raises(SystemExit) as end:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            main()
-    return int(end.value.code or 0), out.getvalue(), err.getvalue()
 
 
 def test_profile_then_plan(tmp_path: Path) -> None:
