@@ -180,6 +180,33 @@ class Graph:
         return found
 
     @cached_property
+    def alike(self) -> tuple[int, ...]:
+        """For every node the number of the first that makes the same call: operator, literals, specs of its tensors,
+        whether gradients flow into and out of it, and whether it is hot. A node that is no operator is like no other.
+        """
+        first: dict[object, int] = {}
+        return tuple(
+            [first.setdefault(self._call(n) if n.kind == "op" else i, i) for i, n in enumerate(self.nodes)]
+        )
+
+    def _call(self, node: Node) -> object:
+        nodes, args, plain = self.nodes, [], 0
+        for value in node.args:  # most arguments are tensors: no text is made of these
+            if isinstance(value, Ref):
+                args.append(nodes[value.node].outs[value.out])
+                plain += 1
+            else:
+                args.append(value)
+        nested = plain < len(node.refs)
+        texts = [
+            value if isinstance(value, Spec) else repr(map_refs(value, self.spec) if nested else value)
+            for value in args
+        ]
+        kwargs = repr(map_refs(node.kwargs, self.spec)) if node.kwargs else ""
+        grads = tuple([nodes[r.node].needs_grad for r in node.refs])
+        return node.target, tuple(texts), kwargs, node.outs, node.hot, node.needs_grad, grads
+
+    @cached_property
     def fingerprint(self) -> str:
         """Hash of everything that decides whether a plan fits: operators, arguments, shapes, names."""
         digest = hashlib.sha256()

@@ -116,7 +116,7 @@ def capture(
     leaves, in_spec = pytree.tree_flatten((args, kwargs))
     builder = Builder(module, exported, prefix)
     graph, user_inputs = builder.build()
-    _ = graph.fingerprint  # of the model, not of a plan: computed once, for all meshes
+    _ = graph.fingerprint, graph.alike, graph.consumers  # of the model, not of a plan: once, for all meshes
     literals = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
     if len(user_inputs) != len(leaves):
         raise CaptureError(f"the model takes {len(leaves)} input leaves, the captured graph {len(user_inputs)}")

@@ -422,36 +422,37 @@ class Builder:
         root: dict[Ref, Ref] = {}
         keepers: dict[Ref, list[tuple[int, int, Ref]]] = {}
         inner: dict[int, dict[Ref, list[tuple[int, int, Ref]]]] = {}  # the same, by segment
+        counted = [node.kind != "param" and node.hot for node in graph.nodes]
         for i, node in enumerate(graph.nodes):
-            rule = self.rules[rep[i]]
-            if node.kind != "op" or rule is None:
+            mine = rep[i]
+            rule = self.rules[mine]
+            if rule is None:
                 continue
             if rule.kind == "none" and len(node.outs) == 1 and node.refs:
                 root[Ref(i)] = root.get(node.refs[0], node.refs[0])
-            if rep[i] not in row_of:
+            if mine not in row_of:
                 continue
             segment = self._segment_of.get(i)
             for position, ref in enumerate(node.refs if segment is not None else ()):
-                made = graph.nodes[ref.node]
-                if made.hot and made.kind != "param" and self._segment_of.get(ref.node) != segment:
-                    plain = made.kind == "op" and ref.out == 0
-                    keeper = (rep[ref.node], OUT) if plain else (rep[i], position)
+                if counted[ref.node] and self._segment_of.get(ref.node) != segment:
+                    plain = graph.nodes[ref.node].kind == "op" and ref.out == 0
+                    keeper = (rep[ref.node], OUT) if plain else (mine, position)
                     keepers.setdefault(root.get(ref, ref), []).append((*keeper, Ref(rep[ref.node], ref.out)))
             if not node.needs_grad:
                 continue
-            for position in (*rule.saves, *((OUT,) if rule.saves_out else ())):
+            for position in (*rule.saves, OUT) if rule.saves_out else rule.saves:
                 ref = Ref(i) if position == OUT else node.refs[position]
-                if graph.nodes[ref.node].kind != "param" and graph.nodes[ref.node].hot:
+                if counted[ref.node]:
                     kept = root.get(ref, ref)
                     if segment is not None and self._segment_of.get(kept.node) != segment:
                         continue  # an input: counted above
                     into = keepers if segment is None else inner.setdefault(segment, {})
-                    into.setdefault(kept, []).append((rep[i], position, Ref(rep[ref.node], ref.out)))
+                    into.setdefault(kept, []).append((mine, position, Ref(rep[ref.node], ref.out)))
         classes: dict[tuple[tuple[int, int, Ref], ...], int] = {}
         largest = max(inner.values(), key=lambda own: sum(graph.spec(ref).n_bytes for ref in own), default={})
         for every, times in ((keepers, self.in_flight), (largest, 1)):
             for own in every.values():
-                key = tuple(sorted(set(own)))
+                key = tuple(sorted(set(own))) if len(own) > 1 else tuple(own)
                 classes[key] = classes.get(key, 0) + times
         held: list[Held] = []
         for key, count in classes.items():

@@ -185,36 +185,40 @@ def _price(
     segment_of = {i: segment for segment in segments if segment.active for i in segment.ops}
     kept: dict[tuple[Ref, int], int] = {}
     again: dict[int, dict[tuple[Ref, int], int]] = {}  # by segment: what lives while it runs again
-    memo: dict[object, tuple[float, float, list[tuple[int, State, int]]]] = {}
+    memo: dict[tuple[int, int], tuple[float, float, list[tuple[int, State, int]], bool]] = {}
     root: dict[Ref, Ref] = {}
-    nodes = graph.nodes
+    nodes, alike = graph.nodes, graph.alike
+    counted = [node.kind != "param" and node.hot for node in nodes]
     for i, node in enumerate(nodes):
         if node.kind != "op":
             continue
-        rule, strategy = rules[i], chosen[i]
-        assert rule is not None
-        # equal calls share a rule, and so the shapes
-        key = (id(rule), id(strategy), node.needs_grad, tuple([nodes[r.node].needs_grad for r in node.refs]))
-        if key not in memo:
-            memo[key] = (*pricer.op(graph, node, rule, strategy), _saved(graph, node, rule, strategy, pricer))
-        own_compute, own_inside, saved = memo[key]
+        strategy = chosen[i]
+        key = (alike[i], id(strategy))
+        known = memo.get(key)
+        if known is None:
+            rule = rules[i]
+            assert rule is not None
+            held = _saved(graph, node, rule, strategy, pricer) if node.needs_grad else []
+            view = rule.kind == "none" and len(node.outs) == 1 and bool(node.refs)
+            known = memo[key] = (*pricer.op(graph, node, rule, strategy), held, view)
+        own_compute, own_inside, saved, view = known
         compute += own_compute
         inside += own_inside
-        if rule.kind == "none" and len(node.outs) == 1 and node.refs:
+        if view:
             root[Ref(i)] = root.get(node.refs[0], node.refs[0])
-        if not node.needs_grad:
+        if not saved:
             continue
         segment = segment_of.get(i)
         for position, state, n in saved:
             ref = Ref(i) if position < 0 else node.refs[position]
-            if nodes[ref.node].kind != "param" and nodes[ref.node].hot:
-                if segment is not None and (ref, state) in segment.own:
-                    again.setdefault(id(segment), {})[root.get(ref, ref), n] = n
-                elif segment is None:
+            if counted[ref.node]:
+                if segment is None:
                     kept[root.get(ref, ref), n] = n
+                elif (ref, state) in segment.own:
+                    again.setdefault(id(segment), {})[root.get(ref, ref), n] = n
     for segment in segments:
         for ref, state in segment.inputs if segment.active else ():
-            if graph.nodes[ref.node].kind != "param" and graph.nodes[ref.node].hot:
+            if counted[ref.node]:
                 n = pricer.local_bytes(graph.spec(ref), state)
                 kept[root.get(ref, ref), n] = n
     totals = [0] * 4

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from autopar.graph import Graph, Node, Ref, Spec, map_refs
+from autopar.graph import Graph
 
 MIN_CONTRACTIONS = 4
 """A block has at least this many operators with a parameter of two or more dims: neighbouring layers of a plain MLP
@@ -44,9 +44,10 @@ def unfolded(graph: Graph) -> Fold:
 def fold(graph: Graph) -> Fold:
     """Find the repeated blocks of a graph."""
     ops = [i for i, n in enumerate(graph.nodes) if n.kind == "op"]
-    position = {i: p for p, i in enumerate(ops)}
-    signature: dict[object, int] = {}
-    signs = [signature.setdefault(_signature(graph, graph.nodes[i]), len(signature)) for i in ops]
+    position = [-1] * len(graph.nodes)
+    for p, i in enumerate(ops):
+        position[i] = p
+    signs = [graph.alike[i] for i in ops]
     representative = list(range(len(graph.nodes)))
     taken = [False] * len(ops)
     blocks = []
@@ -74,23 +75,6 @@ def fold(graph: Graph) -> Fold:
     return Fold(tuple(representative), tuple(sorted(blocks)))
 
 
-def _signature(graph: Graph, node: Node) -> object:
-    nodes, args, plain = graph.nodes, [], 0
-    for value in node.args:  # most arguments are tensors: no text is made of these
-        if isinstance(value, Ref):
-            args.append(nodes[value.node].outs[value.out])
-            plain += 1
-        else:
-            args.append(value)
-    nested = plain < len(node.refs)
-    texts = [
-        value if isinstance(value, Spec) else repr(map_refs(value, graph.spec) if nested else value) for value in args
-    ]
-    kwargs = repr(map_refs(node.kwargs, graph.spec)) if node.kwargs else ""
-    grads = tuple([nodes[r.node].needs_grad for r in node.refs])
-    return node.target, tuple(texts), kwargs, node.outs, node.hot, node.needs_grad, grads
-
-
 def _periods(signs: list[int], gram: int = 4) -> list[int]:
     """Distances at which the sequence of signatures repeats, most frequent first."""
     last: dict[tuple[int, ...], int] = {}
@@ -104,7 +88,7 @@ def _periods(signs: list[int], gram: int = 4) -> list[int]:
 
 
 def _run(
-    graph: Graph, ops: list[int], position: dict[int, int], signs: list[int], taken: list[bool], start: int, period: int
+    graph: Graph, ops: list[int], position: list[int], signs: list[int], taken: list[bool], start: int, period: int
 ) -> tuple[int, int] | None:
     """``(first operator, repeats)`` of the repeated stretch that begins at ``start``, if there is one."""
     end = start
@@ -120,18 +104,16 @@ def _run(
     return (start, repeats) if repeats >= MIN_REPEATS else None
 
 
-def _same_inputs(graph: Graph, ops: list[int], position: dict[int, int], start: int, at: int, period: int) -> bool:
+def _same_inputs(graph: Graph, ops: list[int], position: list[int], start: int, at: int, period: int) -> bool:
     first = at - start < period
     for mine, other in zip(graph.nodes[ops[at]].refs, graph.nodes[ops[at + period]].refs, strict=True):
-        if mine.node == other.node and mine.out == other.out:
+        a, b = position[mine.node], position[other.node]  # -1: no operator
+        if mine.out == other.out and (mine.node == other.node or (b - a == period and a >= 0)):
             continue
-        a, b = position.get(mine.node), position.get(other.node)
-        if a is None and b is None:
+        if a < 0 and b < 0:
             if graph.nodes[mine.node].kind != graph.nodes[other.node].kind or graph.nodes[mine.node].kind == "input":
                 return False
-        elif b is not None and a is not None and b - a == period and mine.out == other.out:
-            continue
-        elif first and b is not None and start <= b < start + period and (a is None or a < start):
+        elif first and start <= b < start + period and a < start:
             continue  # the first block is fed from before the blocks, the others from the block before
         else:
             return False
@@ -147,15 +129,12 @@ def _contractions(graph: Graph, ops: list[int]) -> int:
 
 def _merge(graph: Graph, ops: list[int], representative: list[int], first: int, length: int, repeats: int) -> None:
     nodes = graph.nodes
-    for block in range(1, repeats):
-        for offset in range(length):
-            base, other = ops[first + offset], ops[first + block * length + offset]
+    for offset in range(length):
+        base = ops[first + offset]
+        owned = any(nodes[r.node].kind in ("param", "buffer") for r in nodes[base].refs)
+        for block in range(1, repeats):
+            other = ops[first + block * length + offset]
             representative[other] = base
-            for a, b in zip(nodes[base].refs, nodes[other].refs, strict=True):
+            for a, b in zip(nodes[base].refs, nodes[other].refs, strict=True) if owned else ():
                 if a.node != b.node and nodes[b.node].kind in ("param", "buffer") and representative[b.node] == b.node:
                     representative[b.node] = representative[a.node]
-
-
-def ref_in(fold_: Fold, ref: Ref) -> Ref:
-    """The tensor of the representative."""
-    return Ref(fold_.representative[ref.node], ref.out)

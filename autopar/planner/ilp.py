@@ -193,10 +193,17 @@ class Program:
         engine = self.engine
         price = relaxed.byte_price
         engine.changeRowBounds(self.memory_row, -math.inf, math.inf)
-        self._charge(price * (1 - 1e-3))
-        near = self._below_peak(relaxed.picked)  # almost always the peak of both, and whole at once
-        faster = near if near is not None and near.whole else self._at(price * (1 - 1e-3))
-        smaller = self._at(price * (1 + 1e-3))
+        least = relaxed.seconds + price * self.room  # of seconds and bytes together, at the price
+
+        def near(price: float, fewer: bool) -> _Point:
+            self._charge(price)
+            point = self._below_peak(relaxed.picked)  # mostly the peak of both, and whole at once
+            if point is not None and point.whole and (point.n_bytes < self.room) == fewer:
+                if point.seconds + price * point.n_bytes <= least * (1 + 2e-3):
+                    return point
+            return self._at(price)
+
+        faster, smaller = near(price * (1 - 1e-3), False), near(price * (1 + 1e-3), True)
         self._charge(0.0)
         engine.changeRowBounds(self.memory_row, -math.inf, self.room / self.unit)
         return replace(faster, bound=relaxed.bound), replace(smaller, bound=relaxed.bound)

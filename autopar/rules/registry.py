@@ -105,8 +105,10 @@ def rules_of(graph: Graph, representative: Sequence[int] | None = None) -> list[
         if node.kind != "op":
             result.append(None)
             continue
-        if representative is not None and representative[i] != i:
-            result.append(result[representative[i]])
+        known = i if representative is None else representative[i]
+        known = graph.alike[i] if known == i else known
+        if known != i:
+            result.append(result[known])
             continue
         call = call_of(node, graph.spec)
         key = (call.target, repr(call.args), repr(sorted(call.kwargs.items())), call.ins, call.outs)
