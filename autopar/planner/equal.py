@@ -50,13 +50,20 @@ class Group:
 
 @dataclass(frozen=True)
 class Cut:
-    """A cut with its estimate: the first block of every stage but the first, how many of each stage's run again."""
+    """A cut with its estimate: the first block of every stage but the first, every stage's times, and the seconds of a
+    transfer over every bound."""
 
     groups: tuple[Group, ...]
     schedule: str
     bounds: tuple[int, ...]
-    recomputed: tuple[int, ...]
+    stages: tuple[Filled, ...]
+    crossing: tuple[float, ...]
     seconds: float
+
+    @property
+    def recomputed(self) -> tuple[int, ...]:
+        """How many blocks of each stage run again."""
+        return tuple(s.recomputed for s in self.stages)
 
 
 @dataclass
@@ -72,6 +79,7 @@ class Equal:
             what is too slow at that is not planned at all.
         best_known: the seconds of a step found elsewhere, with which cuts compete.
         far: a mesh is looked at further if its bound is within this factor of the best estimate.
+        common_first: whether a mesh is filled with the commonest blocks alone before the others are planned on it.
         fastest: like ``floors``, what was found.
     """
 
@@ -87,9 +95,10 @@ class Equal:
     floors: Mapping[tuple[int, Mesh], float] = field(default_factory=dict)
     best_known: float = inf
     far: float = FAR
+    common_first: bool = True
     infeasible: InfeasibleError | None = field(default=None, init=False)
     fastest: dict[tuple[int, Mesh], float] = field(default_factory=dict, init=False)
-    _fillers: dict[tuple[int, Mesh], Filler | None] = field(default_factory=dict, init=False)
+    _fillers: dict[tuple[int, Mesh, int | None], Filler | None] = field(default_factory=dict, init=False)
     _wires: dict[tuple[int, int], AxisCost] = field(default_factory=dict, init=False)
 
     def cuts(self) -> list[Cut]:
@@ -98,26 +107,44 @@ class Equal:
         heapify(places)
         found: list[Cut] = []
         seen: list[tuple[Mesh, ...]] = []
-        while places and len(seen) < MOST_PLACES:
+        filled: set[tuple[Mesh, ...]] = set()  # with the commonest blocks alone
+        looked = 0
+        while places and looked < MOST_PLACES:
             least, meshes = heappop(places)
-            if least == inf or least > self.far * min([self.best_known, *(c.seconds for c in found)]):
+            near = self.far * min([self.best_known, *(c.seconds for c in found)])
+            if least == inf or least > near:
                 break
-            if any((pool, mesh) not in self.fastest for pool, mesh in enumerate(meshes)):
-                for pool, mesh in enumerate(meshes):
-                    self._solve(pool, mesh)
+            unsolved = [(pool, mesh) for pool, mesh in enumerate(meshes) if (pool, mesh) not in self.fastest]
+            if unsolved:
+                self._solve(*unsolved[0])
                 heappush(places, (self._bound(meshes), meshes))
                 continue
+            if self.common_first and meshes not in filled:  # others are planned where the commonest alone come near
+                filled.add(meshes)
+                own = self._cuts_on(meshes, near, self._common[0])
+                if own:
+                    heappush(places, (max(least, (1 - PRECISE) * min(c.seconds for c in own)), meshes))
+                else:
+                    seen.append(meshes)
+                continue
             seen.append(meshes)  # so some schedule allows so many groups
-            for groups in self._orders(meshes):
-                n = len(groups)
-                for name in self.schedules if n > 1 else self.schedules[:1]:
-                    if self._allows(name, n):
-                        one = self._cut(groups, name)
-                        found += [one] if one is not None else []
+            looked += 1
+            found += self._cuts_on(meshes, near)
         self.menus.forget()
         if not found and seen and self.infeasible is None:
             self.infeasible = self._too_small(seen)
         return sorted(found, key=lambda c: (c.seconds, len(c.groups), c.groups))
+
+    def _cuts_on(self, meshes: tuple[Mesh, ...], near: float, only: int | None = None) -> list[Cut]:
+        """The best cut of every schedule that may take less than ``near`` seconds; ``only`` as for :func:`menus_of`."""
+        found = []
+        for groups in self._orders(meshes):
+            n = len(groups)
+            for name in self.schedules if n > 1 else self.schedules[:1]:
+                if self._allows(name, n) and self._least(meshes, FILLS[name].bubble) <= near:
+                    one = self._cut(groups, name, near, only)
+                    found += [one] if one is not None else []
+        return found
 
     def _places(self) -> list[tuple[Mesh, ...]]:
         """A mesh for the groups of every pool."""
@@ -126,36 +153,40 @@ class Equal:
             [m for k in range(1, len(p) + 1) if len(p) % k == 0 and len(p) // k <= most for m in self.shapes(k)]
             for p in self.pools
         ]
-        found = [
-            (sum(len(p) // prod(k for _, k in m) for p, m in zip(self.pools, meshes, strict=True)), meshes)
-            for meshes in product(*own)
-        ]
+        found = [(self._count(meshes), meshes) for meshes in product(*own)]
         return [meshes for n, meshes in found if n <= most and self.groups in (None, n)]
 
     def _bound(self, meshes: tuple[Mesh, ...]) -> float:
         """Less than any step takes: the commonest blocks at full pace, and the bubble."""
-        n, rate = 0, 0.0
+        n = self._count(meshes)
+        bubbles = [FILLS[name].bubble for name in self.schedules if self._allows(name, n)]
+        return self._least(meshes, min(bubbles)) if bubbles else inf
+
+    def _count(self, meshes: tuple[Mesh, ...]) -> int:
+        """Groups of all pools."""
+        return sum(len(p) // prod(k for _, k in m) for p, m in zip(self.pools, meshes, strict=True))
+
+    def _least(self, meshes: tuple[Mesh, ...], bubble: float) -> float:
+        """The same with the bubble of one schedule."""
+        rate = 0.0
         for pool, mesh in enumerate(meshes):
             size = prod(k for _, k in mesh)
-            count = len(self.pools[pool]) // size
             ideal = max(self.floors.get((pool, mesh), 0.0), self._alone[pool] / size)
             seconds = self.fastest.get((pool, mesh), ideal)
             if seconds == inf:
                 return inf
-            n, rate = n + count, rate + (count / seconds if seconds else inf)
-        bubbles = [FILLS[name].bubble for name in self.schedules if self._allows(name, n)]
-        if not bubbles:
-            return inf
+            rate += len(self.pools[pool]) // size / seconds if seconds else inf
         # with few microbatches no schedule hides that the first must go all the way and back (two thirds of its time)
-        microbatches = max(self.microbatches + min(bubbles) * (n - 1), 1 + (n - 1) * 2 / 3)
-        return self._common[1] * microbatches / rate
+        n = self._count(meshes)
+        microbatches = max(self.microbatches + bubble * (n - 1), 1 + (n - 1) * 2 / 3)
+        return self._common[2] * microbatches / rate
 
     @cached_property
-    def _common(self) -> tuple[int, int]:
-        """Number of the first block of the commonest kind, and how many there are."""
+    def _common(self) -> tuple[int, int, int]:
+        """The number of the commonest kind, of its first block, and how many blocks there are of it."""
         kinds = kinds_of(self.blocks)
         common = max(set(kinds), key=lambda k: (kinds.count(k), -k))
-        return kinds.index(common), kinds.count(common)
+        return common, kinds.index(common), kinds.count(common)
 
     @cached_property
     def _alone(self) -> list[float]:
@@ -175,7 +206,7 @@ class Equal:
         if (pool, mesh) in self.fastest:
             return
         try:
-            block = self.blocks[self._common[0]]
+            block = self.blocks[self._common[1]]
             self.fastest[pool, mesh] = self.menus.fastest(block, mesh, self._first(pool, mesh))
         except InfeasibleError as error:
             self.infeasible = self.infeasible or error
@@ -197,10 +228,10 @@ class Equal:
             orders.append([g for own in reversed(by_pool) for g in own])
         return orders
 
-    def _filler(self, pool: int, mesh: Mesh) -> Filler | None:
-        key = pool, mesh
+    def _filler(self, pool: int, mesh: Mesh, only: int | None) -> Filler | None:
+        key = pool, mesh, only
         if key not in self._fillers:
-            known = menus_of(self.menus, self.blocks, mesh, self._first(pool, mesh))
+            known = menus_of(self.menus, self.blocks, mesh, self._first(pool, mesh), only)
             filler = Filler(kinds_of(self.blocks), known, self.microbatches) if known is not None else None
             self._fillers[key] = filler
         return self._fillers[key]
@@ -238,17 +269,17 @@ class Equal:
             return False
         return _can_be_built(name, groups * fill.chunks, groups, self.microbatches)
 
-    def _cut(self, groups: Sequence[Group], name: str) -> Cut | None:
+    def _cut(self, groups: Sequence[Group], name: str, near: float, only: int | None) -> Cut | None:
         n = len(groups)
         fill = FILLS[name] if n > 1 else FILLS["1f1b"]
         pool_of = {d: k for k, pool in enumerate(self.pools) for d in pool}
         pools = [pool_of[g.devices[0]] for g in groups]
-        fillers = [self._filler(k, g.mesh) for k, g in zip(pools, groups, strict=True)]
+        fillers = [self._filler(k, g.mesh, only) for k, g in zip(pools, groups, strict=True)]
         known = [f for f in fillers if f is not None]
         if len(known) < n:
             return None
         memory = [self.memory_bytes[k] for k in pools]
-        stages = Places(fill, self.microbatches, memory, known, len(self.blocks)).best()
+        stages = Places(fill, self.microbatches, memory, known, len(self.blocks)).best(near / self.microbatches)
         if stages is None:
             return None
         chunks = fill.chunks if n > 1 else 1
@@ -264,8 +295,8 @@ class Equal:
         seconds = bubble * (sum(times) + 2 * sum(crossing)) + (self.microbatches - bubble) * pace + step
         if n == 1:
             seconds = self.microbatches * times[0] + step
-        recomputed = tuple(s.recomputed for _, s in stages)
-        return Cut(tuple(groups), name, tuple(first for first, _ in stages[1:]), recomputed, seconds)
+        bounds, filled = tuple(first for first, _ in stages[1:]), tuple(s for _, s in stages)
+        return Cut(tuple(groups), name, bounds, filled, tuple(crossing), seconds)
 
     def _transfer(self, block: int, groups: Sequence[Group]) -> float:
         """Of what crosses, between the first two groups: they are alike, or near enough for an estimate."""
@@ -316,9 +347,9 @@ class Places:
             return stage % self.groups
         return min(stage, self.n_stages - 1 - stage)
 
-    def best(self) -> list[tuple[int, Filled]] | None:
-        """``(first block, stage)`` of every stage, at the least pace."""
-        widest = self._filled(inf)
+    def best(self, most: float = inf) -> list[tuple[int, Filled]] | None:
+        """``(first block, stage)`` of every stage, at the least pace; None if that is more than ``most``."""
+        widest = self._filled(most)
         if widest is None:
             return None
         high = max(s.seconds for _, s in widest)
@@ -334,39 +365,42 @@ class Places:
 
     def _filled(self, pace: float) -> list[tuple[int, Filled]] | None:
         """Stages that no one is slower than a pace."""
-        end, found = self.n_blocks, []
+        end, guess, found = self.n_blocks, 1, []
         for s in range(self.n_stages - 1, -1, -1):
-            first = self._first(s, end, pace)
-            stage = self._stage(s, first, end) if first is not None else None
-            if first is None or stage is None:
+            one = self._longest(s, end, pace, guess)
+            if one is None:
                 return None
-            found.append((first, stage))
-            end = first
+            found.append(one)
+            guess, end = end - one[0], one[0]
         return found[::-1] if end == 0 else None
 
-    def _stage(self, s: int, first: int, end: int) -> Filled | None:
-        group = self._group(s)
-        return self.fillers[group].stage(first, end, self.in_flight[s], self.memory[group])
+    def _longest(self, s: int, end: int, pace: float, guess: int) -> tuple[int, Filled] | None:
+        """Stage ``s`` that ends at ``end`` with as many blocks as may be, looked for around a guess of their number,
+        and its first block. Earlier stages get one each."""
+        group, most = self._group(s), end - s
+        filler, in_flight, memory = self.fillers[group], self.in_flight[s], self.memory[group]
+        best: Filled | None = None
 
-    def _first(self, s: int, end: int, pace: float) -> int | None:
-        """The first block of stage ``s`` that ends at ``end``: as early as it may be. Earlier stages get one each."""
+        def fits(n: int) -> bool:
+            nonlocal best
+            stage = filler.stage(end - n, end, in_flight, memory)
+            if stage is None or stage.seconds > pace:
+                return False
+            best = stage
+            return True
 
-        def fits(first: int) -> bool:
-            stage = self._stage(s, first, end)
-            return stage is not None and stage.seconds <= pace
-
-        if end - 1 < s or not fits(end - 1):
-            return None
-        low, high = s - 1, end - 1  # high fits
+        low, high, step, n = 0, most + 1, 1, max(1, min(guess, most))  # low fits, high does not
         while high - low > 1:
-            middle = (low + high) // 2
-            if fits(middle):
-                high = middle
+            if fits(n):
+                low, n = n, min(n + step, high - 1)
             else:
-                low = middle
-        return high
-
-
+                high, n = n, max(n - step, low + 1)
+            step *= 2
+            if low and high <= most:
+                n = (low + high) // 2
+        if best is None or not low:
+            return None
+        return end - low, best
 
 
 __all__ = ["Cut", "Equal", "Group", "Places"]

@@ -394,7 +394,7 @@ def _build(
         )
     for t, tensor in enumerate(problem.tensors):
         shared = len(tensor.consumers) > 1
-        y: list[pulp.LpVariable] = []
+        y: dict[int, pulp.LpVariable] = {}  # by step, of those that cost anything
         for c, (consumer, wanted) in enumerate(tensor.consumers):
             flow = [model.add_variable(f"f{t}_{c}_{a}", 0) for a in range(len(tensor.steps))]
             if not shared:
@@ -415,15 +415,14 @@ def _build(
                 )
             if shared:
                 if not y:
-                    y = [model.add_variable(f"y{t}_{a}", 0) for a in range(len(tensor.steps))]
-                    cost.extend((v, scaled(step[2])) for v, step in zip(y, tensor.steps, strict=True) if step[2])
-                for a, (v, f) in enumerate(zip(y, flow, strict=True)):
-                    if tensor.steps[a][2]:
-                        model.addConstraint(
-                            pulp.LpConstraint(
-                                pulp.LpAffineExpression([(v, 1), (f, -1)]), pulp.LpConstraintGE, f"y{t}_{c}_{a}", 0
-                            )
+                    y = {a: model.add_variable(f"y{t}_{a}", 0) for a, step in enumerate(tensor.steps) if step[2]}
+                    cost.extend((v, scaled(tensor.steps[a][2])) for a, v in y.items())
+                for a, v in y.items():
+                    model.addConstraint(
+                        pulp.LpConstraint(
+                            pulp.LpAffineExpression([(v, 1), (flow[a], -1)]), pulp.LpConstraintGE, f"y{t}_{c}_{a}", 0
                         )
+                    )
     common: list[tuple[pulp.LpVariable, float]] = []
     largest = max((max(item.peak_bytes) for item in problem.items if item.peak_bytes), default=0.0)
     if largest:

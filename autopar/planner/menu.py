@@ -23,6 +23,8 @@ from hardware_profiles import Cluster
 
 WAYS = 1 + len(PRICES)
 """Plans of a block on a mesh, at most."""
+RARE_PRICES = (2.0,)
+"""Like :data:`PRICES`, for blocks that hardly count."""
 IN_FLIGHT = 4
 """Microbatches in flight for which the bytes of a block's plans are weighed."""
 
@@ -33,6 +35,7 @@ class Way:
 
     Attributes:
         step_seconds: once a step.
+        weight_seconds: of the backward, what is for gradients of weights and may run later.
         static_bytes: whatever does not grow with the microbatches in flight.
         kept_bytes: of one microbatch in flight.
         again_bytes: what lives while the block runs again, where it is recomputed: once for all blocks of a stage.
@@ -45,6 +48,7 @@ class Way:
     kept_bytes: float
     again_bytes: float = 0.0
     recomputed: bool = False
+    weight_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -60,18 +64,23 @@ class Menus:
         graph_of: the graph of one block.
         options: for its plans; those that name operators or placements are left out.
         recompute: whether running a block again may be offered.
+        rare: kinds of which there are so few that one smaller way is enough.
         decided: plans of the same blocks at another size, by kind, mesh and devices: these are priced at this size,
             which takes a tenth of the time of finding the best ones here. What is decided here is added.
+        share: whether what is decided for some devices serves for others too.
     """
 
     cluster: Cluster
     graph_of: Callable[[Block], Graph]
     options: Options
     recompute: bool
+    rare: frozenset[tuple[int, ...]] = frozenset()
     decided: dict[tuple[object, ...], list[Plan]] = field(default_factory=dict)
+    share: bool = False
     _graphs: dict[tuple[int, ...], Graph] = field(default_factory=dict)
     _known: dict[tuple[object, ...], tuple[Way, ...]] = field(default_factory=dict)
     _begun: dict[tuple[object, ...], PlansByMemory] = field(default_factory=dict)
+    _fastest: dict[tuple[object, ...], Plan] = field(default_factory=dict)  # by kind and mesh
 
     def ways(self, block: Block, mesh: Mesh, devices: Sequence[int] | None = None) -> tuple[Way, ...]:
         """From the fastest to the smallest, those that keep what they need first.
@@ -81,7 +90,8 @@ class Menus:
         """
         key = self._key(block, mesh, devices)
         if not self._know(block, mesh, devices):
-            plans = self.decided[key] = self._plans(block, mesh, devices).every()
+            prices = RARE_PRICES if block.kind in self.rare else PRICES
+            plans = self.decided[key] = self._plans(block, mesh, devices).every(prices)
             self._known[key] = self._ways(self._graph(block), plans, mesh, devices)
             del self._begun[key]
         return self._known[key]
@@ -94,20 +104,31 @@ class Menus:
         """
         if self._know(block, mesh, devices):
             return min(w.seconds for w in self.ways(block, mesh, devices))
-        plan = self._plans(block, mesh, devices).fastest()
-        return self._ways(self._graph(block), [plan], mesh, devices)[0].seconds
+        key, known = self._key(block, mesh, devices), self._fastest.get((block.kind, mesh))
+        plans = self._again(block, mesh, devices, [known]) if known is not None and key not in self._begun else None
+        if plans is None:
+            plans = [self._plans(block, mesh, devices).fastest()]
+            if self.share:
+                self._fastest[block.kind, mesh] = plans[0]
+        return self._ways(self._graph(block), plans, mesh, devices)[0].seconds
 
     def _know(self, block: Block, mesh: Mesh, devices: Sequence[int] | None) -> bool:
-        """Whether the ways are known: by what was decided at another size, if that is possible here."""
+        """Whether the ways are known: by what was decided at another size, or on others, if that is possible here."""
         key = self._key(block, mesh, devices)
-        if key not in self._known and key in self.decided and key not in self._begun:  # begun: it was not possible
-            graph = self._graph(block)
-            plans = priced_again(
-                graph, self.cluster, mesh, self._options(graph), self.decided[key], devices=devices
-            )  # fmt: skip
+        if key not in self._known and key not in self._begun:  # begun: it was not possible
+            decided = self.decided.get(key)
+            if decided is None and self.share:
+                decided = next((p for k, p in self.decided.items() if k[:2] == key[:2]), None)
+            plans = self._again(block, mesh, devices, decided) if decided is not None else None
             if plans is not None:
-                self._known[key] = self._ways(graph, plans, mesh, devices)
+                self._known[key] = self._ways(self._graph(block), plans, mesh, devices)
         return key in self._known
+
+    def _again(
+        self, block: Block, mesh: Mesh, devices: Sequence[int] | None, plans: Sequence[Plan]
+    ) -> list[Plan] | None:
+        graph = self._graph(block)
+        return priced_again(graph, self.cluster, mesh, self._options(graph), plans, devices=devices)
 
     def forget(self) -> None:
         """Let go of what was begun for :meth:`fastest` and not needed since."""
@@ -146,6 +167,7 @@ class Menus:
             way = Way(
                 spent.forward_seconds, spent.backward_seconds, spent.step_seconds,
                 price.memory_bytes - price.activation_bytes, plan.kept_bytes, price.again_bytes,
+                weight_seconds=min(spent.weight_seconds, spent.backward_seconds),
             )  # fmt: skip
             plain.append(way)
             arriving = sum(
@@ -170,12 +192,20 @@ class Filled:
         seconds: of a microbatch.
         step_seconds: once a step.
         recomputed: how many blocks run again.
+        forward_seconds: the part of a microbatch's seconds that is forward.
+        weight_seconds: the part of its backward that may run later: none where a block runs again.
+        kept_bytes: of one microbatch in flight; the rest of ``n_bytes`` is there all the time.
+        static_bytes: that rest.
     """
 
     seconds: float
     step_seconds: float
     n_bytes: float
     recomputed: int
+    forward_seconds: float = 0.0
+    weight_seconds: float = 0.0
+    kept_bytes: float = 0.0
+    static_bytes: float = 0.0
 
 
 @dataclass
@@ -216,7 +246,11 @@ class Filler:
                 filled = self._fill(counts, in_flight, memory_bytes - reserved)
             if filled is not None:
                 needed = filled[0].n_bytes + filled[1]
-            self._known[key] = replace(filled[0], n_bytes=needed) if filled is not None else None
+            if filled is None:
+                self._known[key] = None
+            else:
+                static = needed - in_flight * filled[0].kept_bytes
+                self._known[key] = replace(filled[0], n_bytes=needed, static_bytes=static)
         return self._known[key]
 
     def _fill(self, counts: tuple[int, ...], in_flight: float, memory_bytes: float) -> tuple[Filled, float] | None:
@@ -239,9 +273,11 @@ class Filler:
             left -= n * more
         picked = [(n, w) for own, (_, hull) in zip(taken, used, strict=True) for n, w in zip(own, hull, strict=True)]
         picked = [(n, w) for n, w in picked if n]
+        again = sum(n for n, w in picked if w.recomputed)
         filled = Filled(
             sum(n * w.seconds for n, w in picked), sum(n * w.step_seconds for n, w in picked),
-            memory_bytes - left, sum(n for n, w in picked if w.recomputed),
+            memory_bytes - left, again, sum(n * w.forward_seconds for n, w in picked),
+            0.0 if again else sum(n * w.weight_seconds for n, w in picked), sum(n * w.kept_bytes for n, w in picked),
         )  # fmt: skip
         return filled, max((w.again_bytes for _, w in picked), default=0.0)
 
@@ -272,13 +308,23 @@ class Filler:
         return (self._total(b) - self._total(a)) / (self._bytes(b, in_flight) - self._bytes(a, in_flight))
 
 
+FREE = Way(0.0, 0.0, 0.0, 0.0, 0.0)
+"""Of a block that is left out of account."""
+
+
 def menus_of(
-    menus: Menus, blocks: Sequence[Block], mesh: Mesh, devices: Sequence[int] | None = None
+    menus: Menus, blocks: Sequence[Block], mesh: Mesh, devices: Sequence[int] | None = None, only: int | None = None
 ) -> dict[int, tuple[Way, ...]] | None:
-    """Ways of every kind, numbered as :func:`kinds_of` does; None if a block has none on this mesh."""
-    found = {}
+    """Ways of every kind, numbered as :func:`kinds_of` does; None if a block has none on this mesh.
+
+    Args:
+        only: the number of the one kind that is taken into account; the others are free.
+    """
+    found: dict[int, tuple[Way, ...]] = {}
     for number, block in zip(kinds_of(blocks), blocks, strict=True):
-        if number not in found:
+        if only is not None and number != only:
+            found[number] = (FREE,)
+        elif number not in found:
             try:
                 found[number] = menus.ways(block, mesh, devices)
             except InfeasibleError:

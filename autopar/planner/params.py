@@ -90,9 +90,9 @@ def bucketed_seconds(cost: AxisCost, kind: str, n_bytes: float, bucket_bytes: fl
 
 def collectives(
     spec: Spec, grad: bool, choice: ParamChoice, mesh: Mesh, microbatches: int
-) -> list[tuple[str, str, int]]:
-    """``(axis, kind, bytes)`` of every collective that a parameter costs per step, by its lifetime."""
-    found: list[tuple[str, str, int]] = []
+) -> list[tuple[str, str, int, int]]:
+    """``(axis, kind, bytes, times)`` of the collectives that a parameter costs per step, by its lifetime."""
+    found: list[tuple[str, str, int, int]] = []
     steps = path(choice.stored, choice.used)
     assert steps is not None
     per_use = choice.lifetime == "use"
@@ -103,9 +103,9 @@ def collectives(
         whole = max(prod(local_shape(spec.shape, s, mesh)) for s in (src, dst)) * spec.item_bytes
         forward, backward = step_collectives(src[axis], dst[axis])
         if forward:
-            found.extend([(name, forward, whole)] * (2 * microbatches if per_use and grad else 1))
+            found.append((name, forward, whole, 2 * microbatches if per_use and grad else 1))
         if backward and grad:
-            found.extend([(name, backward, whole)] * (microbatches if per_use else 1))
+            found.append((name, backward, whole, microbatches if per_use else 1))
     return found
 
 
@@ -113,8 +113,8 @@ def cost(spec: Spec, grad: bool, choice: ParamChoice, pricer: Pricer, optimizer:
     """Price of one parameter."""
     mesh = pricer.mesh
     seconds = sum(
-        bucketed_seconds(pricer.axes[axis], kind, n, pricer.bucket_bytes)
-        for axis, kind, n in collectives(spec, grad, choice, mesh, microbatches)
+        times * bucketed_seconds(pricer.axes[axis], kind, n, pricer.bucket_bytes)
+        for axis, kind, n, times in collectives(spec, grad, choice, mesh, microbatches)
     )
     elements = prod(local_shape(spec.shape, choice.stored, mesh))
     stored = elements * spec.item_bytes

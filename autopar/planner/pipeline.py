@@ -11,17 +11,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
-from math import inf, prod
+from math import ceil, inf, prod
 
 from autopar.errors import InfeasibleError, PlanError
 from autopar.graph import Graph
 from autopar.pipeline import PipelinePlan, StageChoice
 from autopar.placements import Mesh, mesh_shapes
 from autopar.plan import Plan
+from autopar.planner import trial
 from autopar.planner.blocks import Block, blocks
 from autopar.planner.equal import FAR, NEAR, Equal
 from autopar.planner.fold import fold
@@ -42,9 +44,17 @@ from hardware_profiles import Cluster
 PER_RANK = {"interleaved-1f1b": 2, "zb-v": 2, "dualpipe-v": 2}
 """Stages that each group holds in a schedule; one in the others."""
 CANDIDATES = 3
-"""Ways to cut that are planned exactly and simulated."""
+"""Ways to cut that are planned exactly and simulated, at most."""
+TRIALS = 16
+"""Cuts for every number of microbatches that are simulated with the times of their estimates."""
 SMALL = 16
 """Devices up to which more ways are looked at: exact plans of few stages cost little."""
+RARE = 32
+"""A kind of block of which there is at most one among so many is rare, on more devices than that."""
+CLOSE = 0.005
+"""On more devices than that, the next is planned exactly only if it looks better by this much than the best so far."""
+SHARES = 16
+"""Parts into which a group's memory is divided among its stages: so that many stages get the same limit."""
 NUMBERS = 4
 """Numbers of microbatches of which the best few ways are planned exactly; of the best two, all that are near."""
 LARGE_GAP = 0.06
@@ -82,7 +92,8 @@ class PipelineOptions:
 class Candidate:
     """A way to cut: positions of the stages' first operators, the groups, and an estimate of the step.
 
-    ``recomputed`` counts the blocks of each stage that run again; empty for none.
+    ``recomputed`` counts the blocks of each stage that run again; empty for none. ``n_bytes`` are estimates for each
+    stage of what it holds all the time and of what it keeps of a microbatch; empty where they are not known.
     """
 
     meshes: tuple[Mesh, ...]
@@ -91,6 +102,7 @@ class Candidate:
     bounds: tuple[int, ...]
     seconds: float
     recomputed: tuple[int, ...] = ()
+    n_bytes: tuple[tuple[float, float], ...] = ()
 
     @property
     def groups(self) -> int:
@@ -145,6 +157,8 @@ def plan_pipeline(
     found: list[tuple[float, str, PipelinePlan, Timeline]] = []
     infeasible: InfeasibleError | None = None
     for search, candidate in _promising(searches):
+        if n_devices > SMALL and any(seconds * (1 - CLOSE) <= candidate.seconds for seconds, *_ in found):
+            break  # simulated with the times of the estimate, which are seldom too long
         try:
             one = search.exact(candidate)
         except InfeasibleError as error:
@@ -262,10 +276,13 @@ class _Search:
         search = Equal(
             self.cluster, pools, self.blocks, self.menus, self._shapes, tuple(names), asked.microbatches,
             [self._limit(pool) for pool in pools], asked.groups, floors or {}, best_known, far,
+            self.n_devices > SMALL,
         )  # fmt: skip
         found = search.cuts()
         self.fastest = search.fastest
         self.infeasible = self.infeasible or search.infeasible
+        if self.n_devices > SMALL:
+            found = [replace(c, seconds=s) for s, c in trial.best(found, asked.microbatches, TRIALS)]
         best = found[:CANDIDATES]
         if self.n_devices <= SMALL and found:  # the estimate knows neither the order of actions nor the exact plans
             near = [c for c in found if c.seconds <= WORTH_A_LOOK * found[0].seconds]
@@ -276,6 +293,7 @@ class _Search:
             Candidate(
                 tuple(g.mesh for g in c.groups), tuple(g.devices for g in c.groups), names[c.schedule],
                 tuple(self.blocks[b].first for b in c.bounds), c.seconds, c.recomputed,
+                tuple((s.static_bytes, s.kept_bytes) for s in c.stages),
             )
             for c in dict.fromkeys(best)
         ]  # fmt: skip
@@ -298,7 +316,11 @@ class _Search:
         """What blocks can cost."""
         options = replace(self.asked.options, microbatches=self.asked.microbatches)
         may = self.asked.may_recompute and not options.recompute
-        return Menus(self.cluster, self._graph_of, options, may, self.decided)
+        counts = Counter(b.kind for b in self.blocks)
+        rare = [k for k, n in counts.items() if RARE * n <= len(self.blocks) and self.n_devices > SMALL]
+        return Menus(
+            self.cluster, self._graph_of, options, may, frozenset(rare), self.decided, self.n_devices > SMALL
+        )
 
     def _unequal(self) -> list[Candidate]:
         """Ways to cut over unequal groups, where these are worth a search: devices that differ, or divide badly."""
@@ -390,7 +412,7 @@ class _Search:
             options = replace(
                 own, in_flight=live[stage.number], params=pins or None,
                 microbatches=self.asked.microbatches,
-                memory_limit_bytes=limit / len(shares[group[stage.number]]),
+                memory_limit_bytes=limit * self._share(stage.number, shares[group[stage.number]], live, candidate),
                 recompute=patterns_in(stage.graph, own.recompute),
             )  # fmt: skip
             plan = self._fitting(stage, candidate, mesh, options, devices)
@@ -399,6 +421,16 @@ class _Search:
             choices.append(StageChoice(begin, devices, plan))
         timing, step = timing_of(graphs, choices, schedule, self.cluster)
         return tuple(choices), timing, step
+
+    @staticmethod
+    def _share(stage: int, held: Sequence[int], live: Sequence[int], candidate: Candidate) -> float:
+        """A stage's share of its group's memory: by what is estimated that each stage needs, or else equal."""
+        if not candidate.n_bytes or len(held) == 1:
+            return 1 / len(held)
+        needs = {s: candidate.n_bytes[s][0] + live[s] * candidate.n_bytes[s][1] for s in held}
+        most = max(held, key=lambda s: (needs[s], s))
+        parts = {s: ceil(SHARES * needs[s] / sum(needs.values())) for s in held if s != most}
+        return parts.get(stage, SHARES - sum(parts.values())) / SHARES
 
     def _fitting(
         self, stage: StageGraph, candidate: Candidate, mesh: Mesh, options: Options, devices: tuple[int, ...]

@@ -151,9 +151,9 @@ class PlansByMemory:
         return self._plan(self.program.hull(())[0])
 
     @_no_collection()
-    def every(self) -> list[Plan]:
-        """All of them, the fastest first."""
-        fastest, *others = self.program.hull()
+    def every(self, prices: Sequence[float] = ilp.PRICES) -> list[Plan]:
+        """All of them, the fastest first; prices as for :meth:`autopar.planner.ilp.Program.hull`."""
+        fastest, *others = self.program.hull(prices)
         found = [self._plan(fastest)]
         for choice in others:
             try:

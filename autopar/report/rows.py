@@ -248,7 +248,8 @@ def param_rows(graph: Graph, plan: Plan, priced: Pricer) -> list[ParamRow]:
         cost = P.cost(node.out, node.needs_grad, choice, priced, plan.optimizer, plan.microbatches)
         collectives = tuple(
             _collective(kind, axis, kind != "all_gather", n)
-            for axis, kind, n in P.collectives(node.out, node.needs_grad, choice, plan.mesh, plan.microbatches)
+            for axis, kind, n, times in P.collectives(node.out, node.needs_grad, choice, plan.mesh, plan.microbatches)
+            for _ in range(times)
         )
         rows.append(
             ParamRow(

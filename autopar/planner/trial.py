@@ -1,0 +1,48 @@
+"""A cut that is only estimated so far, run in the simulator: what its schedule really makes of the stages' times.
+
+The estimate of :mod:`autopar.planner.equal` is a formula for stages that are much alike. The simulation knows the order
+of actions, and that a backward which recomputes is not split; it costs a hundredth of planning the stages exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.planner.equal import Cut
+from cost_models.pipeline import Edge, build, simulate, times
+
+STEADY = 2
+"""Microbatches for every group after which each more costs the same."""
+
+
+def simulated(cut: Cut, microbatches: int) -> float:
+    """Seconds of a step of the cut. With many microbatches those of two smaller numbers are carried on: beyond the
+    ramps, the time grows by the same for each group of microbatches."""
+    n = len(cut.groups)
+    step = max(sum(s.step_seconds for s in cut.stages[g::n]) for g in range(n))
+    if n == 1:
+        return microbatches * cut.stages[0].seconds + step
+    few, more = STEADY * n, (STEADY + 1) * n
+    if microbatches <= more:
+        return _makespan(cut, microbatches) + step
+    first, second = _makespan(cut, few), _makespan(cut, more)
+    return second + (second - first) * (microbatches - more) / n + step
+
+
+def _makespan(cut: Cut, microbatches: int) -> float:
+    stages = cut.stages
+    timing = times(
+        len(stages), [s.forward_seconds for s in stages],
+        [s.seconds - s.forward_seconds - s.weight_seconds for s in stages], [s.weight_seconds for s in stages],
+        edges=[Edge(s, s + 1, wire, wire) for s, wire in enumerate(cut.crossing)],
+    )  # fmt: skip
+    return simulate(build(cut.schedule, len(stages), len(cut.groups), microbatches), timing).makespan_seconds
+
+
+def best(cuts: Sequence[Cut], microbatches: int, most: int) -> list[tuple[float, Cut]]:
+    """Up to ``most`` cuts of those with the best estimates, with their simulated seconds, the best first."""
+    found = [(simulated(c, microbatches), c) for c in cuts[:most]]
+    return sorted(found, key=lambda f: f[0])
+
+
+__all__ = ["best", "simulated"]
