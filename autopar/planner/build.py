@@ -420,8 +420,8 @@ class Builder:
         """
         graph, rep = self.graph, self.fold.representative
         root: dict[Ref, Ref] = {}
-        keepers: dict[Ref, list[tuple[int, int, Ref]]] = {}
-        inner: dict[int, dict[Ref, list[tuple[int, int, Ref]]]] = {}  # the same, by segment
+        keepers: dict[Ref, list[tuple[int, int]]] = {}  # operators and positions of what they keep, -1 for the output
+        inner: dict[int, dict[Ref, list[tuple[int, int]]]] = {}  # the same, by segment
         counted = [node.kind != "param" and node.hot for node in graph.nodes]
         for i, node in enumerate(graph.nodes):
             mine = rep[i]
@@ -437,7 +437,7 @@ class Builder:
                 if counted[ref.node] and self._segment_of.get(ref.node) != segment:
                     plain = graph.nodes[ref.node].kind == "op" and ref.out == 0
                     keeper = (rep[ref.node], OUT) if plain else (mine, position)
-                    keepers.setdefault(root.get(ref, ref), []).append((*keeper, Ref(rep[ref.node], ref.out)))
+                    keepers.setdefault(root.get(ref, ref), []).append(keeper)
             if not node.needs_grad:
                 continue
             for position in (*rule.saves, OUT) if rule.saves_out else rule.saves:
@@ -447,8 +447,8 @@ class Builder:
                     if segment is not None and self._segment_of.get(kept.node) != segment:
                         continue  # an input: counted above
                     into = keepers if segment is None else inner.setdefault(segment, {})
-                    into.setdefault(kept, []).append((mine, position, Ref(rep[ref.node], ref.out)))
-        classes: dict[tuple[tuple[int, int, Ref], ...], int] = {}
+                    into.setdefault(kept, []).append((mine, position))
+        classes: dict[tuple[tuple[int, int], ...], int] = {}
         largest = max(inner.values(), key=lambda own: sum(graph.spec(ref).n_bytes for ref in own), default={})
         for every, times in ((keepers, self.in_flight), (largest, 1)):
             for own in every.values():
@@ -457,11 +457,13 @@ class Builder:
         held: list[Held] = []
         for key, count in classes.items():
             layouts: dict[int, dict[int, set[int]]] = {}  # bytes -> item -> rows
-            for node_number, position, ref in key:
+            for node_number, position in key:
                 rows, k = row_of[node_number]
+                node = graph.nodes[node_number]
+                spec = node.out if position == OUT else graph.spec(node.refs[position])
                 for r, row in enumerate(rows):
                     state = row[k].outs[0] if position == OUT else row[k].ins[position]
-                    n = self.pricer.local_bytes(graph.spec(ref), state)
+                    n = self.pricer.local_bytes(spec, state)
                     layouts.setdefault(n, {}).setdefault(item_of[node_number], set()).add(r)
             for n, users in layouts.items():
                 if len(users) > 1:

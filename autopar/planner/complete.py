@@ -57,7 +57,8 @@ def demand(
                 pick = next((s for s in options if s.outs[0] == goal and _plain(s)), pick)
             chosen[i] = pick
         for ref, state in zip(node.refs, chosen[i].ins, strict=True):
-            wanted.setdefault(ref, set()).add(state)
+            if ref.node not in decided:  # what is decided does not follow
+                wanted.setdefault(ref, set()).add(state)
     return chosen, buffers
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -110,21 +110,53 @@ class Program:
         self._relaxed = self._relaxed or self.relaxed()
         return self.choice(self._relaxed) if self._relaxed is not None and self._relaxed.whole else None
 
-    def pair(self) -> tuple[Choice, Choice] | None:
-        """The two choices whose mixture solves the relaxation under the limit: a faster, larger one and a smaller.
+    def pairs(self) -> Iterator[tuple[Choice, Choice]]:
+        """Two choices whose mixture solves the relaxation under the limit: a faster, larger one and a smaller.
 
         A class of folded blocks that picks one strategy by 0.3 and another by 0.7 means that 0.3 of its blocks pick
         the one: so blocks that mix the two choices come close to the bound, where one choice for all blocks may be far
         from it. Both choices carry the bound, in seconds, that no plan within the limit beats, whether its blocks
         differ or not: the mean over the blocks of any plan is a solution of the relaxation.
 
-        Returns:
-            ``(faster, smaller)``; None if the relaxation is whole, or was not solved in time.
+        Yields:
+            ``(faster, smaller)``, first as read from the relaxation itself, if it is like a mixture of two choices
+            (their seconds are then what their bytes are worth at its price, and more in truth), then those found a
+            little below and above its price of a byte. None if the relaxation is whole, or was not solved in time.
         """
         if self.whole() is not None or self._relaxed is None or self.problem.limit_bytes is None:
-            return None
+            return
+        parts = self._parts(self._relaxed)
+        if parts is not None:
+            yield self.choice(parts[0]), self.choice(parts[1])
         faster, smaller = self.around(self._relaxed)
-        return self.choice(faster), self.choice(smaller)
+        yield self.choice(faster), self.choice(smaller)
+
+    def _parts(self, relaxed: _Point) -> tuple[_Point, _Point] | None:
+        """A faster and a smaller choice between which a fractional solution lies: the larger shares of its items, and
+        the smaller ones. None if an item has more than two, or if the limit is not between the two."""
+        own = relaxed.values[self.flat]
+        many = np.add.reduceat((own > 1e-6).astype(int), self.starts)
+        if many.max() != 2:
+            return None
+        first, second = relaxed.picked, list(relaxed.picked)
+        for i in np.flatnonzero(many == 2):
+            row = own[self.starts[i] : self.starts[i] + self.lengths[i]].copy()
+            row[first[i]] = 0.0
+            second[i] = int(row.argmax())
+        points = []
+        for picked in (first, tuple(second)):
+            n_bytes = self._bytes(picked)
+            seconds = relaxed.seconds - relaxed.byte_price * (n_bytes - self.room)
+            points.append(replace(relaxed, picked=picked, whole=True, n_bytes=n_bytes, seconds=seconds, values=None))
+        smaller, faster = sorted(points, key=lambda p: p.n_bytes)
+        return (faster, smaller) if smaller.n_bytes <= self.room <= faster.n_bytes else None
+
+    def _bytes(self, picked: Sequence[int]) -> float:
+        """Bytes of a whole choice, but for those that all choices have."""
+        items = self.problem.items
+        peak = max((i.peak_bytes[k] for i, k in zip(items, picked, strict=True) if i.peak_bytes), default=0.0)
+        kept = sum(h.n_bytes for h in self.problem.held if any(picked[i] in rows for i, rows in h.users))
+        return sum(i.n_bytes[k] for i, k in zip(items, picked, strict=True)) + peak + kept
 
     def hull(self, prices: Sequence[float] = PRICES) -> list[Choice]:
         """The fastest choice and smaller ones, without limit: the best at rising prices of a byte.
@@ -330,9 +362,9 @@ class ByCbc:
         """Not known before the problem is solved."""
         return None
 
-    def pair(self) -> tuple[Choice, Choice] | None:
+    def pairs(self) -> Iterator[tuple[Choice, Choice]]:
         """Not known."""
-        return None
+        return iter(())
 
     def hull(self, prices: Sequence[float] = PRICES) -> list[Choice]:
         """The fastest alone."""

@@ -42,12 +42,24 @@ def mixture(
     cuts = boundaries(graph, folding)
     if not cuts:
         return None
-    pair = program.pair()
-    if pair is None:
-        return None
+    best: Plan | None = None
+    for faster, smaller in program.pairs():
+        if smaller.gap <= gap:
+            return None  # all blocks alike are good enough
+        plan = _between(graph, folding, decoder, (faster, smaller), cuts, limit, realise, seconds_of, gap)
+        if plan is not None and (best is None or plan.price.seconds < best.price.seconds):
+            best = plan
+        if best is not None and best.solution is not None and best.solution.gap <= gap:
+            break
+    return best
+
+
+def _between(
+    graph: Graph, folding: Fold, decoder: Decoder, pair: tuple[Choice, Choice], cuts: Sequence[int], limit: float,
+    realise: Callable[[Decided], Plan], seconds_of: Callable[[Plan], float], gap: float,
+) -> Plan | None:  # fmt: skip
+    """The best mixture of two choices; None if none fits."""
     faster, smaller = pair
-    if smaller.gap <= gap:
-        return None  # all blocks alike are good enough
     guess = _guess(faster, smaller, limit, len(cuts))
     best: Plan | None = None
     for first in (True, False):  # whether the smaller choice comes first

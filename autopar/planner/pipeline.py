@@ -53,6 +53,8 @@ RARE = 32
 """A kind of block of which there is at most one among so many is rare, on more devices than that."""
 CLOSE = 0.005
 """On more devices than that, the next is planned exactly only if it looks better by this much than the best so far."""
+REFINED = 4
+"""Times that the slowest stages are planned again."""
 SHARES = 16
 """Parts into which a group's memory is divided among its stages: so that many stages get the same limit."""
 NUMBERS = 4
@@ -399,6 +401,7 @@ class _Search:
         group = schedule.rank_of_stage
         shares = {g: [s for s in range(len(graphs)) if group[s] == g] for g in set(group.values())}
         choices: list[StageChoice] = []
+        asked: list[Options] = []
         stored: dict[tuple[int, str], str] = {}
         for stage in graphs:
             mesh, devices = candidate.meshes[group[stage.number]], candidate.devices[group[stage.number]]
@@ -419,8 +422,30 @@ class _Search:
             stored.update({(group[stage.number], n): ",".join(c.stored) for n, c in plan.params.items()})
             begin = next(n.name for n in stage.graph.nodes if n.kind == "op" and n.hot)
             choices.append(StageChoice(begin, devices, plan))
+            asked.append(options)
+        self._refine(graphs, choices, asked, schedule, candidate)
         timing, step = timing_of(graphs, choices, schedule, self.cluster)
         return tuple(choices), timing, step
+
+    def _refine(
+        self, graphs: Sequence[StageGraph], choices: list[StageChoice], asked: Sequence[Options], schedule: Schedule,
+        candidate: Candidate,
+    ) -> None:  # fmt: skip
+        """Plan the slowest stages again for just the microbatches that they keep in flight, where memory made them
+        slow: plans are shared between stages by counting up to a round number."""
+        owners = Counter(n.target for stage in graphs for _, n in stage.graph.of_kind("param"))
+        for _ in range(REFINED):
+            slowest = max(schedule.stages_of_rank, key=lambda held: sum(_pace(choices[s].plan) for s in held))
+            better = False
+            for s in slowest:
+                graph, choice = graphs[s], choices[s]
+                if any(owners[n.target] > 1 for _, n in graph.graph.of_kind("param")):
+                    continue  # stages that share a parameter store it alike
+                plan = self._fitting(graph, candidate, choice.mesh, asked[s], choice.devices, exact=True)
+                if _pace(plan) < _pace(choice.plan):
+                    choices[s], better = replace(choice, plan=plan), True
+            if not better:
+                return
 
     @staticmethod
     def _share(stage: int, held: Sequence[int], live: Sequence[int], candidate: Candidate) -> float:
@@ -433,8 +458,9 @@ class _Search:
         return parts.get(stage, SHARES - sum(parts.values())) / SHARES
 
     def _fitting(
-        self, stage: StageGraph, candidate: Candidate, mesh: Mesh, options: Options, devices: tuple[int, ...]
-    ) -> Plan:
+        self, stage: StageGraph, candidate: Candidate, mesh: Mesh, options: Options, devices: tuple[int, ...],
+        exact: bool = False,
+    ) -> Plan:  # fmt: skip
         """The plan of a stage with as many blocks recomputed as the estimate says; with all of them if that is not
         enough."""
         blocks = self._segments(stage, candidate)
@@ -442,7 +468,7 @@ class _Search:
         last = blocks if self.asked.may_recompute and not self.asked.options.recompute else blocks[:n]
         for again in dict.fromkeys((blocks[:n], last)):
             try:
-                return self._stage_plan(stage.graph, mesh, replace(options, segments=again), devices)
+                return self._stage_plan(stage.graph, mesh, replace(options, segments=again), devices, exact)
             except InfeasibleError:
                 if again == last:
                     raise
@@ -460,11 +486,13 @@ class _Search:
                 found.append(segment(graph, rules, a, b))
         return tuple(s for s in found if s is not None)
 
-    def _stage_plan(self, graph: Graph, mesh: Mesh, options: Options, devices: tuple[int, ...]) -> Plan:
+    def _stage_plan(
+        self, graph: Graph, mesh: Mesh, options: Options, devices: tuple[int, ...], exact: bool = False
+    ) -> Plan:
         """The plan of a stage; stages alike in all but names, on devices alike, are solved once.
 
         A plan for more microbatches in flight serves for fewer too, if its memory does not bind; where it does, it is
-        solved for a round number of them, and so for few different ones.
+        solved for a round number of them, and so for few different ones; or for just as many as there are (``exact``).
         """
         if options.constraints or options.params or options.inputs or options.outputs:
             return plan_graph(graph, self.cluster, mesh, options, devices=devices)
@@ -474,11 +502,12 @@ class _Search:
         key = structure(graph), mesh, kinds, options.memory_limit_bytes, places
         known = self._plans.setdefault(key, {})
         wanted = options.in_flight
+        target = wanted if exact else _rounded(wanted)
         for n, (first, plan) in sorted(known.items()):
-            if n == _rounded(wanted) or (n > wanted and _is_free(plan, options)):
+            if n == target or (n > wanted and _is_free(plan, options)):
                 own = plan if first is graph else transplant(plan, first, graph)
                 return own.with_in_flight(wanted)
-        n = _rounded(wanted)
+        n = target
         try:
             plan = plan_graph(graph, self.cluster, mesh, replace(options, in_flight=n), devices=devices)
         except InfeasibleError:
@@ -507,6 +536,11 @@ def _rounded(in_flight: int) -> int:
     power = 1 << (in_flight - 1).bit_length()  # the next power of two
     between = power * 3 // 4
     return between if power >= 4 and between >= in_flight else power
+
+
+def _pace(plan: Plan) -> float:
+    """Seconds of a microbatch, forward and backward."""
+    return (plan.price.compute_seconds + plan.price.activation_seconds) / plan.microbatches
 
 
 def _is_free(plan: Plan, options: Options) -> bool:

@@ -12,21 +12,23 @@ from autopar.planner.equal import Cut
 from cost_models.pipeline import Edge, build, simulate, times
 
 STEADY = 2
-"""Microbatches for every group after which each more costs the same."""
+"""Microbatches for every group after which each more costs about the same."""
 
 
 def simulated(cut: Cut, microbatches: int) -> float:
     """Seconds of a step of the cut. With many microbatches those of two smaller numbers are carried on: beyond the
-    ramps, the time grows by the same for each group of microbatches."""
+    ramps, the time grows by the same with each microbatch, at least by that of the slowest group."""
     n = len(cut.groups)
-    step = max(sum(s.step_seconds for s in cut.stages[g::n]) for g in range(n))
     if n == 1:
-        return microbatches * cut.stages[0].seconds + step
+        return microbatches * cut.stages[0].seconds + cut.stages[0].step_seconds
     few, more = STEADY * n, (STEADY + 1) * n
+    held = build(cut.schedule, len(cut.stages), n, min(microbatches, few)).stages_of_rank
+    step = max(sum(cut.stages[s].step_seconds for s in own) for own in held)
     if microbatches <= more:
         return _makespan(cut, microbatches) + step
+    slowest = max(sum(cut.stages[s].seconds for s in own) for own in held)
     first, second = _makespan(cut, few), _makespan(cut, more)
-    return second + (second - first) * (microbatches - more) / n + step
+    return second + max((second - first) / n, slowest) * (microbatches - more) + step
 
 
 def _makespan(cut: Cut, microbatches: int) -> float:

@@ -1,0 +1,94 @@
+"""Cuts over many devices: simulated before they are planned, looked for with the commonest blocks first."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from autopar.capture import capture
+from autopar.graph import Graph
+from autopar.planner.equal import Cut, Equal, Group
+from autopar.planner.menu import Filled
+from autopar.planner.pipeline import PipelineOptions, _Search, plan_pipeline
+from autopar.planner.search import Options
+from autopar.planner.trial import STEADY, best, simulated
+from cost_models.pipeline import Edge, build, simulate, times
+from hardware_profiles import load_cluster
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
+
+
+@cache
+def llama() -> Graph:
+    config = LlamaConfig(
+        hidden_size=1024, intermediate_size=2816, num_hidden_layers=24, num_attention_heads=8, num_key_value_heads=8,
+        vocab_size=4096,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model, ids = LlamaForCausalLM(config), torch.zeros(4, 512, dtype=torch.long)
+    return capture(model, (), {"input_ids": ids, "labels": ids, "use_cache": False}).graph
+
+
+def random_cut(rng: random.Random, schedule: str, groups: int) -> Cut:
+    chunks = 2 if schedule in ("interleaved-1f1b", "zb-v") else 1
+    stages = []
+    for _ in range(groups * chunks):
+        forward, inputs, weights = (rng.uniform(0.9, 1.3) for _ in range(3))
+        stages.append(Filled(forward + inputs + weights, rng.uniform(0, 1), 1.0, 0, forward, weights))
+    places = tuple(Group((("data", 1),), (g,)) for g in range(groups))
+    crossing = tuple(rng.uniform(0, 0.2) for _ in stages[1:])
+    return Cut(places, schedule, tuple(range(1, len(stages))), tuple(stages), crossing, 0.0)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_many_microbatches_are_carried_on_from_fewer(schedule: str) -> None:
+    rng = random.Random(0)
+    for groups, microbatches in ((2, 6), (4, 12), (4, 64), (6, 48), (8, 128)):
+        cut = random_cut(rng, schedule, groups)
+        stages = cut.stages
+        timing = times(
+            len(stages), [s.forward_seconds for s in stages],
+            [s.seconds - s.forward_seconds - s.weight_seconds for s in stages], [s.weight_seconds for s in stages],
+            edges=[Edge(k, k + 1, wire, wire) for k, wire in enumerate(cut.crossing)],
+        )  # fmt: skip
+        every = build(schedule, len(stages), groups, microbatches)
+        whole = simulate(every, timing).makespan_seconds
+        step = max(sum(stages[s].step_seconds for s in held) for held in every.stages_of_rank)
+        exact = microbatches <= (STEADY + 1) * groups
+        assert simulated(cut, microbatches) == pytest.approx(whole + step, rel=1e-9 if exact else 0.02)
+    assert [s for s, _ in best([cut, random_cut(rng, schedule, 8)], 16, 1)] == [simulated(cut, 16)]
+
+
+def test_filling_the_commonest_blocks_first_finds_the_same_cut() -> None:
+    graph, cluster, microbatches = llama(), load_cluster("dgx-h100-x4"), 32
+    found = []
+    for common_first in (False, True):
+        search = _Search(graph, cluster, 32, PipelineOptions(microbatches), "")
+        limits = [2.0 * 2**30] * len(search._pools)
+        equal = Equal(
+            cluster, search._pools, search.blocks, search.menus, search._shapes, ("1f1b", "zb-v"), microbatches, limits,
+            common_first=common_first,
+        )  # fmt: skip
+        found.append(equal.cuts())
+    every, fewer = found
+    assert fewer[0] == every[0]
+    assert set(fewer) <= set(every), "what is not near is not planned"
+
+
+def test_stages_of_a_group_share_its_memory() -> None:
+    """ZB-V keeps many more microbatches of a group's first stage than of its last."""
+    graph, cluster = llama(), load_cluster("dgx-h100-x4")
+    asked = PipelineOptions(32, groups=8, schedules=("zb-v",))
+    free = plan_pipeline(graph, cluster, 32, asked).plan
+    limit = 0.8 * max(sum(free.stages[s].plan.price.memory_bytes for s in own) for own in free.schedule.stages_of_rank)
+    asked = replace(asked, options=Options(memory_limit_bytes=limit))
+    tight = plan_pipeline(graph, cluster, 32, asked).plan
+    for own in tight.schedule.stages_of_rank:
+        assert sum(tight.stages[s].plan.price.memory_bytes for s in own) <= limit
+    first, last = tight.schedule.stages_of_rank[0]
+    assert tight.stages[first].plan.in_flight > 4 * tight.stages[last].plan.in_flight
