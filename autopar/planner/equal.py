@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from heapq import heapify, heappop, heappush
 from itertools import product
 from math import inf, prod
@@ -22,7 +22,7 @@ from autopar.planner.blocks import Block
 from autopar.planner.menu import Filled, Filler, Menus, kinds_of, menus_of
 from autopar.planner.search import size_text
 from cost_models import AxisCost, mesh_axes
-from cost_models.pipeline import build
+from cost_models.pipeline import allows
 from cost_models.staging.fill import FILLS, Fill
 from hardware_profiles import Cluster
 
@@ -267,7 +267,7 @@ class Equal:
             return True
         if groups * fill.chunks > len(self.blocks) or self.microbatches < fill.least(groups):
             return False
-        return _can_be_built(name, groups * fill.chunks, groups, self.microbatches)
+        return allows(name, groups * fill.chunks, groups, self.microbatches)
 
     def _cut(self, groups: Sequence[Group], name: str, near: float, only: int | None) -> Cut | None:
         n = len(groups)
@@ -307,15 +307,6 @@ class Equal:
         return self._wires[a, b].seconds("send_recv", self.blocks[block].crossing_bytes / size)
 
 
-@cache
-def _can_be_built(name: str, stages: int, groups: int, microbatches: int) -> bool:
-    try:
-        build(name, stages, groups, microbatches)
-    except ValueError:
-        return False
-    return True
-
-
 @dataclass
 class Places:
     """The stages of one schedule, to be filled.
@@ -353,7 +344,7 @@ class Places:
         if widest is None:
             return None
         high = max(s.seconds for _, s in widest)
-        low, found = 0.0, widest
+        low, found = min(f.least_seconds for f in self.fillers) / self.n_stages, widest
         while high - low > PRECISE * high:
             middle = (low + high) / 2
             stages = self._filled(middle)

@@ -52,7 +52,7 @@ SMALL = 16
 RARE = 32
 """A kind of block of which there is at most one among so many is rare, on more devices than that."""
 CLOSE = 0.005
-"""On more devices than that, the next is planned exactly only if it looks better by this much than the best so far."""
+"""On more devices than that, the next is planned exactly if it looks at most this much worse than the best so far."""
 REFINED = 4
 """Times that the slowest stages are planned again."""
 SHARES = 16
@@ -159,8 +159,8 @@ def plan_pipeline(
     found: list[tuple[float, str, PipelinePlan, Timeline]] = []
     infeasible: InfeasibleError | None = None
     for search, candidate in _promising(searches):
-        if n_devices > SMALL and any(seconds * (1 - CLOSE) <= candidate.seconds for seconds, *_ in found):
-            break  # simulated with the times of the estimate, which are seldom too long
+        if n_devices > SMALL and any(seconds * (1 + CLOSE) < candidate.seconds for seconds, *_ in found):
+            break  # simulated with the times of the estimate, which are seldom much too long
         try:
             one = search.exact(candidate)
         except InfeasibleError as error:

@@ -7,10 +7,13 @@ of actions, and that a backward which recomputes is not split; it costs a hundre
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 from autopar.planner.equal import Cut
 from cost_models.pipeline import Edge, build, simulate, times
 
+BEYOND = 1.02
+"""Estimates are this much too long at most, or nearly always."""
 STEADY = 2
 """Microbatches for every group after which each more costs about the same."""
 
@@ -42,8 +45,13 @@ def _makespan(cut: Cut, microbatches: int) -> float:
 
 
 def best(cuts: Sequence[Cut], microbatches: int, most: int) -> list[tuple[float, Cut]]:
-    """Up to ``most`` cuts of those with the best estimates, with their simulated seconds, the best first."""
-    found = [(simulated(c, microbatches), c) for c in cuts[:most]]
+    """Up to ``most`` cuts of those with the best estimates, with their simulated seconds, the best first. Those whose
+    estimates are beyond what was simulated already are left out: estimates are seldom too long."""
+    found: list[tuple[float, Cut]] = []
+    for own in cuts[:most]:
+        if own.seconds > BEYOND * min((s for s, _ in found), default=inf):
+            break
+        found.append((simulated(own, microbatches), own))
     return sorted(found, key=lambda f: f[0])
 
 

@@ -67,16 +67,9 @@ def zero_bubble_h1(n_stages: int, n_ranks: int, n_microbatches: int) -> Schedule
 
 def _rounds(name: str, n_stages: int, n_ranks: int, n_microbatches: int, hop: int, split: bool) -> Schedule:
     """Rank r runs `hop` forwards ahead for each rank behind it, and a full round for each further stage it holds."""
-    _counts(name, n_stages, n_ranks, n_microbatches)
+    a_round = n_microbatches // _equal_rounds(name, n_stages, n_ranks, n_microbatches)
     placement = loop_placement(n_stages, n_ranks)
     n_local = n_stages // n_ranks
-    n_rounds = max(1, n_microbatches // n_ranks) if n_local > 1 or not split else 1
-    if n_microbatches % n_rounds:
-        raise ValueError(
-            f"{name} runs {n_microbatches} microbatches on {n_ranks} ranks in {n_rounds} rounds, which must be equal: "
-            f"use {n_microbatches - n_microbatches % n_ranks} or {-(-n_microbatches // n_ranks) * n_ranks} microbatches"
-        )
-    a_round = n_microbatches // n_rounds
     total = n_local * n_microbatches
 
     def order(stages: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -159,12 +152,7 @@ class _Row:
 
 def dualpipe_v(n_stages: int, n_ranks: int, n_microbatches: int) -> Schedule:
     """The V half of DualPipe (github.com/deepseek-ai/DualPipe, dualpipev.py), in its eight steps."""
-    _two_a_rank("dualpipe-v", n_stages, n_ranks, n_microbatches)
-    if n_microbatches < n_stages:
-        raise ValueError(
-            f"dualpipe-v needs at least as many microbatches as stages, not {n_microbatches} for {n_stages} stages: "
-            f"use {n_stages} microbatches, or zb-v"
-        )
+    _as_many_as_stages("dualpipe-v", n_stages, n_ranks, n_microbatches)
     placement = v_placement(n_stages, n_ranks)
     rows = []
     for rank, (down, up) in enumerate(placement):
@@ -258,6 +246,16 @@ def build(name: str, n_stages: int, n_ranks: int, n_microbatches: int) -> Schedu
     return SCHEDULES[name](n_stages, n_ranks, n_microbatches)
 
 
+def allows(name: str, n_stages: int, n_ranks: int, n_microbatches: int) -> bool:
+    """Whether `build` would give a schedule for these counts; without building it. Raises KeyError for an unknown
+    name."""
+    try:
+        _CHECKS[name](name, n_stages, n_ranks, n_microbatches)
+    except ValueError:
+        return False
+    return True
+
+
 def _schedule(
     name: str, n_stages: int, n_microbatches: int, placement: tuple[tuple[int, ...], ...], rows: list
 ) -> Schedule:
@@ -286,3 +284,35 @@ def _two_a_rank(name: str, n_stages: int, n_ranks: int, n_microbatches: int) -> 
         raise ValueError(
             f"{name} holds two stages a rank, not {n_stages} stages on {n_ranks} ranks: use {2 * n_ranks} stages"
         )
+
+
+def _equal_rounds(name: str, n_stages: int, n_ranks: int, n_microbatches: int) -> int:
+    """How many rounds the microbatches are run in."""
+    _counts(name, n_stages, n_ranks, n_microbatches)
+    loop_placement(n_stages, n_ranks)
+    n_rounds = max(1, n_microbatches // n_ranks) if n_stages > n_ranks or name != "zb-h1" else 1
+    if n_microbatches % n_rounds:
+        raise ValueError(
+            f"{name} runs {n_microbatches} microbatches on {n_ranks} ranks in {n_rounds} rounds, which must be equal: "
+            f"use {n_microbatches - n_microbatches % n_ranks} or {-(-n_microbatches // n_ranks) * n_ranks} microbatches"
+        )
+    return n_rounds
+
+
+def _as_many_as_stages(name: str, n_stages: int, n_ranks: int, n_microbatches: int) -> None:
+    _two_a_rank(name, n_stages, n_ranks, n_microbatches)
+    if n_microbatches < n_stages:
+        raise ValueError(
+            f"{name} needs at least as many microbatches as stages, not {n_microbatches} for {n_stages} stages: "
+            f"use {n_stages} microbatches, or zb-v"
+        )
+
+
+_CHECKS: dict[str, Callable[[str, int, int, int], object]] = {
+    "gpipe": _one_a_rank,
+    "1f1b": _one_a_rank,
+    "interleaved-1f1b": _equal_rounds,
+    "zb-h1": _equal_rounds,
+    "zb-v": _two_a_rank,
+    "dualpipe-v": _as_many_as_stages,
+}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 from torch.distributed.pipelining import schedules as theirs
@@ -13,6 +14,7 @@ from cost_models.pipeline import (
     Action,
     Overlap,
     Schedule,
+    allows,
     build,
     forward_only,
     loop_placement,
@@ -252,3 +254,17 @@ def test_validate_lists_everything():
 def test_counts_that_do_not_go(name, counts, message):
     with pytest.raises(ValueError, match=message):
         build(name, *counts)
+
+
+@pytest.mark.parametrize("name", list(SCHEDULES))
+def test_what_is_allowed_can_be_built(name):
+    seen = set()
+    for counts in itertools.product(range(10), range(6), range(13)):
+        try:
+            build(name, *counts)
+            built = True
+        except ValueError:
+            built = False
+        assert allows(name, *counts) == built, counts
+        seen.add(built)
+    assert seen == {True, False}
