@@ -79,7 +79,8 @@ class Equal:
             what is too slow at that is not planned at all.
         best_known: the seconds of a step found elsewhere, with which cuts compete.
         far: a mesh is looked at further if its bound is within this factor of the best estimate.
-        common_first: whether a mesh is filled with the commonest blocks alone before the others are planned on it.
+        thorough: all cuts of a mesh that is looked at are of interest; without it, a mesh is filled with the commonest
+            blocks alone before the others are planned on it, and what is far from the best is dropped.
         fastest: like ``floors``, what was found.
     """
 
@@ -95,7 +96,7 @@ class Equal:
     floors: Mapping[tuple[int, Mesh], float] = field(default_factory=dict)
     best_known: float = inf
     far: float = FAR
-    common_first: bool = True
+    thorough: bool = False
     infeasible: InfeasibleError | None = field(default=None, init=False)
     fastest: dict[tuple[int, Mesh], float] = field(default_factory=dict, init=False)
     _fillers: dict[tuple[int, Mesh, int | None], Filler | None] = field(default_factory=dict, init=False)
@@ -119,7 +120,7 @@ class Equal:
                 self._solve(*unsolved[0])
                 heappush(places, (self._bound(meshes), meshes))
                 continue
-            if self.common_first and meshes not in filled:  # others are planned where the commonest alone come near
+            if not self.thorough and meshes not in filled:  # others are planned where the commonest alone come near
                 filled.add(meshes)
                 own = self._cuts_on(meshes, near, self._common[0])
                 if own:
@@ -129,7 +130,7 @@ class Equal:
                 continue
             seen.append(meshes)  # so some schedule allows so many groups
             looked += 1
-            found += self._cuts_on(meshes, near)
+            found += self._cuts_on(meshes, inf if self.thorough else near)
         self.menus.forget()
         if not found and seen and self.infeasible is None:
             self.infeasible = self._too_small(seen)

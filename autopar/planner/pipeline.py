@@ -278,7 +278,7 @@ class _Search:
         search = Equal(
             self.cluster, pools, self.blocks, self.menus, self._shapes, tuple(names), asked.microbatches,
             [self._limit(pool) for pool in pools], asked.groups, floors or {}, best_known, far,
-            self.n_devices > SMALL,
+            self.n_devices <= SMALL,
         )  # fmt: skip
         found = search.cuts()
         self.fastest = search.fastest
@@ -439,6 +439,8 @@ class _Search:
             better = False
             for s in slowest:
                 graph, choice = graphs[s], choices[s]
+                if _is_pinned(asked[s]) or _rounded(asked[s].in_flight) == asked[s].in_flight:
+                    continue  # planned for just these
                 if any(owners[n.target] > 1 for _, n in graph.graph.of_kind("param")):
                     continue  # stages that share a parameter store it alike
                 plan = self._fitting(graph, candidate, choice.mesh, asked[s], choice.devices, exact=True)
@@ -494,7 +496,7 @@ class _Search:
         A plan for more microbatches in flight serves for fewer too, if its memory does not bind; where it does, it is
         solved for a round number of them, and so for few different ones; or for just as many as there are (``exact``).
         """
-        if options.constraints or options.params or options.inputs or options.outputs:
+        if _is_pinned(options):
             return plan_graph(graph, self.cluster, mesh, options, devices=devices)
         kinds = tuple(self.cluster.device(d).name for d in devices)
         again = options.segments or segments_of(graph, rules_of(graph), options.recompute)
@@ -536,6 +538,11 @@ def _rounded(in_flight: int) -> int:
     power = 1 << (in_flight - 1).bit_length()  # the next power of two
     between = power * 3 // 4
     return between if power >= 4 and between >= in_flight else power
+
+
+def _is_pinned(options: Options) -> bool:
+    """Whether the plan of a stage is its own: pins may name what is in it."""
+    return bool(options.constraints or options.params or options.inputs or options.outputs)
 
 
 def _pace(plan: Plan) -> float:

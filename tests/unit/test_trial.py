@@ -67,12 +67,12 @@ def test_many_microbatches_are_carried_on_from_fewer(schedule: str) -> None:
 def test_filling_the_commonest_blocks_first_finds_the_same_cut() -> None:
     graph, cluster, microbatches = llama(), load_cluster("dgx-h100-x4"), 32
     found = []
-    for common_first in (False, True):
+    for thorough in (True, False):
         search = _Search(graph, cluster, 32, PipelineOptions(microbatches), "")
         limits = [2.0 * 2**30] * len(search._pools)
         equal = Equal(
             cluster, search._pools, search.blocks, search.menus, search._shapes, ("1f1b", "zb-v"), microbatches, limits,
-            common_first=common_first,
+            thorough=thorough,
         )  # fmt: skip
         found.append(equal.cuts())
     every, fewer = found
