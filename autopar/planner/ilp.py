@@ -89,6 +89,7 @@ class Program:
         self.n_bytes = np.array([f[1] for f in flat], dtype=np.float64)
         self.costs = np.array(self.engine.getLp().col_cost_)[self.columns]
         self.peak = (common[0][0].index, common[0][1]) if any(any(i.peak_bytes) for i in problem.items) else None
+        self._weigh_peak(1.0)
         self.memory_row = self.engine.getNumRow() - 1
         self.unit = max(problem.limit_bytes or 1.0, 1.0)
         self.price = 0.0
@@ -158,21 +159,26 @@ class Program:
         kept = sum(h.n_bytes for h in self.problem.held if any(picked[i] in rows for i, rows in h.users))
         return sum(i.n_bytes[k] for i, k in zip(items, picked, strict=True)) + peak + kept
 
-    def hull(self, prices: Sequence[float] = PRICES) -> list[Choice]:
+    def hull(self, prices: Sequence[float] = PRICES, peak_share: float = 1.0) -> list[Choice]:
         """The fastest choice and smaller ones, without limit: the best at rising prices of a byte.
 
         At price p all bytes of the fastest choice cost p times its seconds.
+
+        Args:
+            peak_share: of the peak's bytes that have a price: where other blocks have the same peak, they share it.
 
         Raises:
             InfeasibleError: there is no choice at all.
         """
         self.engine.changeRowBounds(self.memory_row, -math.inf, math.inf)
+        self._weigh_peak(peak_share)
         found = [self._at(0.0, HULL_GAP)]
         unit = max(1.0, found[0].seconds) / max(1.0, found[0].n_bytes)
         for price in prices:
             point = self._relaxed_at(price * unit)  # the largest share of each is good enough, and no search
             found += [point] if point is not None else []
         self._charge(0.0)
+        self._weigh_peak(1.0)
         self.limit(self.problem.limit_bytes)
         ordered = sorted({p.picked: p for p in found}.values(), key=lambda p: (p.seconds, p.n_bytes))
         return [self.choice(replace(p, bound=p.seconds)) for p in ordered]
@@ -296,7 +302,13 @@ class Program:
 
     def _charge(self, price: float) -> None:
         self.price = price
-        self.engine.changeColsCost(len(self.columns), self.columns, self.costs + price * self.n_bytes)
+        self.engine.changeColsCost(len(self.columns), self.columns, self.costs + price * self.priced)
+
+    def _weigh_peak(self, share: float) -> None:
+        """Let that share of the peak's bytes have a price."""
+        self.priced = self.n_bytes.copy()
+        if self.peak is not None:
+            self.priced[self.columns == self.peak[0]] *= share
 
     def _point(self, bound: float) -> _Point:
         values = np.asarray(self.engine.getSolution().col_value)
@@ -307,7 +319,7 @@ class Program:
         _, first = np.unique(self.row_of[largest], return_index=True)
         picked = tuple((largest[first] - self.starts).tolist())
         whole = bool((most > 1 - 1e-6).all())
-        paid = self.price * total
+        paid = self.price * float(values[self.columns] @ self.priced)
         return _Point(picked, self.engine.getObjectiveValue() - paid, total, bound - paid, whole, values=values)
 
 
@@ -366,7 +378,7 @@ class ByCbc:
         """Not known."""
         return iter(())
 
-    def hull(self, prices: Sequence[float] = PRICES) -> list[Choice]:
+    def hull(self, prices: Sequence[float] = PRICES, peak_share: float = 1.0) -> list[Choice]:
         """The fastest alone."""
         self.limit(None)
         return [self.solve()]

@@ -16,6 +16,7 @@ from autopar.placements import Mesh
 from autopar.plan import Plan
 from autopar.planner.blocks import Block
 from autopar.planner.ilp import PRICES
+from autopar.planner.params import peak_bytes
 from autopar.planner.phases import phases
 from autopar.planner.price import pricer
 from autopar.planner.recompute import patterns_in
@@ -37,9 +38,10 @@ class Way:
     Attributes:
         step_seconds: once a step.
         weight_seconds: of the backward, what is for gradients of weights and may run later.
-        static_bytes: whatever does not grow with the microbatches in flight.
+        static_bytes: whatever does not grow with the microbatches in flight, but for ``peak_bytes``.
         kept_bytes: of one microbatch in flight.
         again_bytes: what lives while the block runs again, where it is recomputed: once for all blocks of a stage.
+        peak_bytes: of parameters that are gathered for each use: once for all blocks of a stage, too.
     """
 
     forward_seconds: float
@@ -50,6 +52,7 @@ class Way:
     again_bytes: float = 0.0
     recomputed: bool = False
     weight_seconds: float = 0.0
+    peak_bytes: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -165,9 +168,10 @@ class Menus:
         plain, again = [], []
         for plan in plans:
             spent, price = phases(graph, plan, priced), plan.price
+            peak = peak_bytes(graph, plan, priced)
             way = Way(
                 spent.forward_seconds, spent.backward_seconds, spent.step_seconds,
-                price.memory_bytes - price.activation_bytes, plan.kept_bytes, price.again_bytes,
+                price.memory_bytes - price.activation_bytes - peak, plan.kept_bytes, price.again_bytes, peak_bytes=peak,
                 weight_seconds=min(spent.weight_seconds, spent.backward_seconds),
             )  # fmt: skip
             plain.append(way)
@@ -261,7 +265,7 @@ class Filler:
         return self._known[key]
 
     def _fill(self, counts: tuple[int, ...], in_flight: float, memory_bytes: float) -> tuple[Filled, float] | None:
-        """The stage, and the bytes that live while a block of it runs again."""
+        """The stage, and the bytes that it needs once: while a block runs again, and for what a use gathers."""
         hulls = [self._hull(name, in_flight) for name in self._names]
         used = [(n, hull) for n, hull in zip(counts, hulls, strict=True) if n]
         taken = [[0] * (len(hull) - 1) + [n] for n, hull in used]  # all start with the leanest
@@ -286,7 +290,9 @@ class Filler:
             memory_bytes - left, again, sum(n * w.forward_seconds for n, w in picked),
             0.0 if again else sum(n * w.weight_seconds for n, w in picked), sum(n * w.kept_bytes for n, w in picked),
         )  # fmt: skip
-        return filled, max((w.again_bytes for _, w in picked), default=0.0)
+        ways = [w for _, w in picked]
+        once = max((w.again_bytes for w in ways), default=0.0) + max((w.peak_bytes for w in ways), default=0.0)
+        return filled, once
 
     def _total(self, way: Way) -> float:
         return self.microbatches * way.seconds + way.step_seconds

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from autopar.graph import Spec
+from autopar.graph import Graph, Spec
 from autopar.placements import Mesh, State, fits, local_shape, step_collectives, step_is_legal
-from autopar.plan import ParamChoice
+from autopar.plan import ParamChoice, Plan
 from autopar.planner.price import Pricer
 from cost_models import AxisCost, optimizer_state_bytes
 
@@ -141,3 +141,15 @@ def cheapest(options: Sequence[tuple[float, float]], keep_memory: bool) -> list[
             if not keep_memory:
                 break
     return kept
+
+
+def peak_bytes(graph: Graph, plan: Plan, pricer: Pricer) -> int:
+    """Of a plan's bytes, those of copies that are gathered for one use."""
+    nodes = {node.target: node for _, node in graph.of_kind("param")}
+    return max(
+        (
+            cost(nodes[name].out, nodes[name].needs_grad, choice, pricer, plan.optimizer, plan.microbatches).peak_bytes
+            for name, choice in plan.params.items()
+        ),
+        default=0,
+    )

@@ -124,6 +124,10 @@ def plan_graph(
     return replace(plan, notes=notes)
 
 
+PEAK_SHARE = 0.125
+"""Of what a block gathers for a use, where its bytes are weighed: the blocks of a stage share it."""
+
+
 class PlansByMemory:
     """The fastest plan of a graph on a mesh, and smaller ones: of these plans, no other has less of both.
 
@@ -153,7 +157,7 @@ class PlansByMemory:
     @_no_collection()
     def every(self, prices: Sequence[float] = ilp.PRICES) -> list[Plan]:
         """All of them, the fastest first; prices as for :meth:`autopar.planner.ilp.Program.hull`."""
-        fastest, *others = self.program.hull(prices)
+        fastest, *others = self.program.hull(prices, PEAK_SHARE)
         found = [self._plan(fastest)]
         for choice in others:
             try:

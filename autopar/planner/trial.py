@@ -12,7 +12,7 @@ from math import inf
 from autopar.planner.equal import Cut
 from cost_models.pipeline import Edge, build, simulate, times
 
-BEYOND = 1.02
+BEYOND = 1.1
 """Estimates are this much too long at most, or nearly always."""
 STEADY = 2
 """Microbatches for every group after which each more costs about the same."""

@@ -112,7 +112,8 @@ class Unequal:
         least = sum(w.kept_bytes for w in again)
         return StageCost(
             sum(w.forward_seconds for w in plain), sum(w.backward_seconds for w in plain),
-            sum(w.step_seconds for w in plain), sum(w.static_bytes for w in plain),
+            sum(w.step_seconds for w in plain),
+            sum(w.static_bytes for w in plain) + max(w.peak_bytes for w in plain),
             sum(w.kept_bytes for w in plain), least, sum(w.forward_seconds for w in again if w.recomputed),
         )  # fmt: skip
 
