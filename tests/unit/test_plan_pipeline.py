@@ -303,8 +303,15 @@ def test_three_devices_make_two_unequal_groups() -> None:
 
 @pytest.mark.slow
 def test_pipelines_cross_slow_links() -> None:
-    """GPT-39B (Alpa's shape) on 8 nodes of 8 V100: stages lie inside nodes where 25 Gb/s join them."""
-    graph = gpt(48, 8192, 64, 4, 1024)
+    """GPT-39B (Alpa's shape) on 8 nodes of 8 V100: stages lie inside nodes where 25 Gb/s join them. Where all links are
+    NVLink and microbatches are large, so that a pipeline would have a bubble, there is none."""
     slow = load_cluster(CLUSTERS / "v100-8x8-25g.toml")
-    plan = plan_pipeline(graph, slow, 64, PipelineOptions(64, schedules=("1f1b",))).plan
+    fast = load_cluster(Path(__file__).parents[2] / "benchmarks/clusters/v100-8x8-nvlink.toml")
+    small = gpt(48, 8192, 64, 4, 1024)
+    plan = plan_pipeline(small, slow, 64, PipelineOptions(64, schedules=("1f1b",))).plan
     assert plan.schedule.n_ranks >= 8, "no stage spans two nodes"
+    assert all(dict(stage.mesh)["tensor"] > 1 for stage in plan.stages)
+    large = gpt(48, 8192, 64, 256, 1024)
+    asked = PipelineOptions(4, schedules=("1f1b",))
+    assert plan_pipeline(large, slow, 64, asked).plan.schedule.n_ranks > 1
+    assert plan_pipeline(large, fast, 64, asked).plan.schedule.n_ranks == 1

@@ -72,7 +72,7 @@ def test_filling_the_commonest_blocks_first_finds_the_same_cut() -> None:
         limits = [2.0 * 2**30] * len(search._pools)
         equal = Equal(
             cluster, search._pools, search.blocks, search.menus, search._shapes, ("1f1b", "zb-v"), microbatches, limits,
-            thorough=thorough,
+            groups=4, thorough=thorough,
         )  # fmt: skip
         found.append(equal.cuts())
     every, fewer = found
@@ -83,7 +83,7 @@ def test_filling_the_commonest_blocks_first_finds_the_same_cut() -> None:
 def test_stages_of_a_group_share_its_memory() -> None:
     """ZB-V keeps many more microbatches of a group's first stage than of its last."""
     graph, cluster = llama(), load_cluster("dgx-h100-x4")
-    asked = PipelineOptions(32, groups=8, schedules=("zb-v",))
+    asked = PipelineOptions(32, groups=8, schedules=("zb-v",), mesh=(("data", 4),))
     free = plan_pipeline(graph, cluster, 32, asked).plan
     limit = 0.8 * max(sum(free.stages[s].plan.price.memory_bytes for s in own) for own in free.schedule.stages_of_rank)
     asked = replace(asked, options=Options(memory_limit_bytes=limit))
