@@ -223,8 +223,8 @@ class Held:
     def bind(self) -> bool:
         """Follow the stored parameter; whether the leaf is a new tensor."""
         param = self.param
-        local = param._local_tensor  # type: ignore[attr-defined]
-        new = local is not self.local
+        local = param._local_tensor if isinstance(param, DTensor) else param
+        new = local is not self.local or (local is param and local.data_ptr() != self.leaf.data_ptr())
         if new:
             self.local = local
             if self.alias:
@@ -241,8 +241,9 @@ class Held:
         """Add a reduced gradient to the stored parameter's."""
         param = self.param
         if param.grad is None:
-            spec = param._spec  # type: ignore[attr-defined]
-            param.grad = DTensor(grad, spec, requires_grad=False)  # type: ignore[call-arg]
+            if isinstance(param, DTensor):
+                grad = DTensor(grad, param._spec, requires_grad=False)  # type: ignore[call-arg]
+            param.grad = grad
         else:
             held = param.grad
             (held._local_tensor if isinstance(held, DTensor) else held).add_(grad)
