@@ -1,7 +1,8 @@
 """The executor: a program with its parameters, called like the model.
 
 ``pm(*batch)`` takes the whole batch on every rank and returns the model's own output structure; ``loss.backward()``
-leaves reduced gradients as DTensors in ``param.grad``; any ``torch.optim`` optimizer updates the stored parameters.
+leaves reduced gradients in ``param.grad``, placed as the parameters are; any ``torch.optim`` optimizer updates the
+stored parameters.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 """How a rank holds parameters: stored as DTensors for the optimizer, used as plain local tensors by the program.
+On a mesh of one device they are stored as plain tensors, too.
 
 Between the two stand *hops*: the plan's steps from the stored to the used placement, neighbouring axes merged into one
 collective over their common group. A :class:`Held` parameter has a *used leaf*, a plain tensor on which autograd
