@@ -97,6 +97,7 @@ def _no_collection() -> Iterator[None]:
         yield
     finally:
         if was:
+            gc.collect(0)  # what was made here; else the next allocation may set off a walk through the whole heap
             gc.enable()
 
 
