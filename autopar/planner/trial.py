@@ -24,24 +24,21 @@ def simulated(cut: Cut, microbatches: int) -> float:
     n = len(cut.groups)
     if n == 1:
         return microbatches * cut.stages[0].seconds + cut.stages[0].step_seconds
-    few, more = STEADY * n, (STEADY + 1) * n
-    held = build(cut.schedule, len(cut.stages), n, min(microbatches, few)).stages_of_rank
-    step = max(sum(cut.stages[s].step_seconds for s in own) for own in held)
-    if microbatches <= more:
-        return _makespan(cut, microbatches) + step
-    slowest = max(sum(cut.stages[s].seconds for s in own) for own in held)
-    first, second = _makespan(cut, few), _makespan(cut, more)
-    return second + max((second - first) / n, slowest) * (microbatches - more) + step
-
-
-def _makespan(cut: Cut, microbatches: int) -> float:
     stages = cut.stages
     timing = times(
         len(stages), [s.forward_seconds for s in stages],
         [s.seconds - s.forward_seconds - s.weight_seconds for s in stages], [s.weight_seconds for s in stages],
         edges=[Edge(s, s + 1, wire, wire) for s, wire in enumerate(cut.crossing)],
     )  # fmt: skip
-    return simulate(build(cut.schedule, len(stages), len(cut.groups), microbatches), timing).makespan_seconds
+    few, more = STEADY * n, (STEADY + 1) * n
+    schedule = build(cut.schedule, len(stages), n, min(microbatches, more))
+    step = max(sum(stages[s].step_seconds for s in held) for held in schedule.stages_of_rank)
+    last = simulate(schedule, timing).makespan_seconds
+    if microbatches <= more:
+        return last + step
+    first = simulate(build(cut.schedule, len(stages), n, few), timing).makespan_seconds
+    slowest = max(sum(stages[s].seconds for s in held) for held in schedule.stages_of_rank)
+    return last + max((last - first) / n, slowest) * (microbatches - more) + step
 
 
 def best(cuts: Sequence[Cut], microbatches: int, most: int) -> list[tuple[float, Cut]]:
