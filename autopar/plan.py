@@ -97,13 +97,15 @@ class Solution:
     """What the solver said.
 
     ``status`` is ``optimal`` (proven), ``within gap`` (proven to be no further from the optimum than was asked),
-    ``best found`` (further from the bound than that) or ``time limit``; ``gap`` is relative to the bound.
+    ``best found`` (further from the bound than that) or ``time limit``; ``gap`` is relative to the bound. ``binds``:
+    with more memory there may be a faster plan; without it, a larger limit would change nothing.
     """
 
     solver: str
     status: str
     objective_seconds: float
     gap: float
+    binds: bool = False
 
 
 @dataclass(frozen=True)

@@ -275,7 +275,8 @@ def show_solution(solution: Solution | None) -> str:
         f"{solution.gap:.2%}" if solution.status == "optimal" or solution.gap >= 1e-3 else f"{100 * solution.gap:.1g}%"
     )
     said = f"{solution.solver}: {solution.status}, gap {gap}"
-    return said if solution.status == "optimal" else f"{said}: no plan is faster by more than that"
+    said += "" if solution.status == "optimal" else ": no plan is faster by more than that"
+    return f"{said}; more memory may allow a faster one" if solution.binds else said
 
 
 def show_pins(pins: Pins) -> str:

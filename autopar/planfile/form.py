@@ -6,7 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,10 @@ KEYS = (
 OPTIONAL = set(KEYS) - {"autopar_plan", "fingerprint", "cluster", "mesh", "optimizer", "microbatches", "ops", "params",
                         "outputs"}  # fmt: skip
 OPTIMIZERS = ("adamw", "adam", "sgd", "sgd_momentum")
+TYPES = {
+    dict: "a table", list: "a list", str: "a string", int: "a whole number", float: "a number", bool: "true or false",
+}  # fmt: skip
+"""What a reader calls the types of a file."""
 
 
 def format_mesh(mesh: Mesh) -> str:
@@ -211,14 +215,14 @@ def _check_sections(raw: Mapping[str, Any], bad: Failures) -> None:
     for section, cls in (("price", Price), ("solution", Solution)):
         value = raw.get(section)
         if value is not None and bad.type(section, value, dict):
-            types = {f.name: {"int": int, "float": float, "str": str}[str(f.type)] for f in fields(cls)}
+            types = {f.name: {"int": int, "float": float, "str": str, "bool": bool}[str(f.type)] for f in fields(cls)}
             for key, item in value.items():
                 if key not in types:
                     bad.add(f"{section}.{key}", f"unknown key; {closest(key, types)}")
                 else:
                     bad.type(f"{section}.{key}", item, types[key])
-            for key in types:
-                if key not in value and key != "again_bytes":
+            for key in (f.name for f in fields(cls) if f.default is MISSING):
+                if key not in value:
                     bad.add(f"{section}.{key}", f"is missing; add it, or remove '{section}'")
     value = raw.get("checksum")
     if value is not None and bad.type("checksum", value, dict):
@@ -244,10 +248,9 @@ class Failures:
 
     def type(self, path: str, value: Any, kind: type) -> bool:
         """Whether a value has the type; if not, that is a failure."""
-        fine = isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
+        fine = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (kind is bool)
         if not fine:
-            name = {dict: "a table", list: "a list", str: "a string", int: "a whole number", float: "a number"}[kind]
-            self.add(path, f"got {json.dumps(value)}; expected {name}")
+            self.add(path, f"got {json.dumps(value)}; expected {TYPES[kind]}")
         return fine
 
     def count(self, path: str, value: Any) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 import pulp
 
 from autopar.errors import InfeasibleError
-from autopar.planner.problem import Choice, Problem
+from autopar.planner.problem import Beaten, Choice, Problem
 
 try:
     import highspy
@@ -196,8 +196,12 @@ class Program:
             point = self._below_peak(point.picked) or point
         return point
 
-    def solve(self, gap: float = 0.0) -> Choice:
-        """As :func:`solve`."""
+    def solve(self, gap: float = 0.0, worth_seconds: float = math.inf) -> Choice:
+        """As :func:`solve`.
+
+        Raises:
+            Beaten: branch and bound would be needed, for what takes at least ``worth_seconds``.
+        """
         whole = self.whole()
         if whole is not None:
             return whole
@@ -208,6 +212,8 @@ class Program:
             _, start = self.around(self._relaxed)
             if start.n_bytes <= self.room and start.seconds - start.bound <= gap * start.seconds:
                 return self.choice(replace(start, gap=gap))
+        if self._relaxed and self.choice(self._relaxed).bound >= worth_seconds:
+            raise Beaten
         return self.choice(self.best(gap, start))
 
     def relaxed(self) -> _Point | None:
@@ -297,6 +303,7 @@ class Program:
             status = "within gap"
         return Choice(
             point.picked, point.seconds / self.scale + fixed, point.bound / self.scale + fixed, status, "highs",
+            self.room < math.inf and not (self._relaxed and self._relaxed.byte_price == 0.0),
             {"bytes": point.n_bytes + self.problem.fixed_bytes},
         )  # fmt: skip
 
@@ -383,7 +390,7 @@ class ByCbc:
         self.limit(None)
         return [self.solve()]
 
-    def solve(self, gap: float = 0.0) -> Choice:
+    def solve(self, gap: float = 0.0, worth_seconds: float = math.inf) -> Choice:
         """As :func:`solve`."""
         problem = self.problem
         model, x, _, scale = _build(problem)
@@ -397,7 +404,8 @@ class ByCbc:
         exact = gap == 0.0 or problem.limit_bytes is None
         status = "time limit" if not proven else "optimal" if exact else "within gap"
         bound = objective if status == "optimal" else objective * (1 - gap)
-        return Choice(picked, objective + problem.fixed_seconds, bound + problem.fixed_seconds, status, "cbc")
+        fixed, limited = problem.fixed_seconds, problem.limit_bytes is not None
+        return Choice(picked, objective + fixed, bound + fixed, status, "cbc", limited)
 
 
 def _pick(solver: str) -> str:

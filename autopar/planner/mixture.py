@@ -85,7 +85,7 @@ def _between(
         return None
     seconds = seconds_of(best)
     off = max(0.0, 1 - smaller.bound / seconds)
-    return replace(best, solution=Solution("highs", "within gap" if off <= gap else "best found", seconds, off))
+    return replace(best, solution=Solution("highs", "within gap" if off <= gap else "best found", seconds, off, True))
 
 
 def boundaries(graph: Graph, folding: Fold) -> list[int]:

@@ -29,6 +29,7 @@ from autopar.planner.equal import FAR, NEAR, Equal
 from autopar.planner.fold import fold
 from autopar.planner.menu import Menus
 from autopar.planner.order import SEARCHED, START, better_order, check_name
+from autopar.planner.problem import Beaten
 from autopar.planner.recompute import Recompute, patterns_in, segment, segments_of
 from autopar.planner.search import MEMORY_FRACTION, Options, plan_graph
 from autopar.planner.stage_pins import allows, of_stage
@@ -59,6 +60,8 @@ SHARES = 16
 """Parts into which a group's memory is divided among its stages: so that many stages get the same limit."""
 NUMBERS = 4
 """Numbers of microbatches of which the best few ways are planned exactly; of the best two, all that are near."""
+WORTH = 1.1
+"""On few devices, a stage is not searched to its end if it alone takes this factor of the best step so far."""
 LARGE_GAP = 0.06
 """The gap that is good enough for stages on more devices than that, where memory binds."""
 WORTH_A_LOOK = 2.0
@@ -156,13 +159,16 @@ def plan_pipeline(
     if asked.options.recompute:  # the patterns are those of the whole model
         first = searches[0].graph
         segments_of(first, rules_of(first, fold(first).representative), asked.options.recompute)
-    found: list[tuple[float, str, PipelinePlan, Timeline]] = []
+    found: list[_Exact] = []
     infeasible: InfeasibleError | None = None
     for search, candidate in _promising(searches):
-        if n_devices > SMALL and any(seconds * (1 + CLOSE) < candidate.seconds for seconds, *_ in found):
+        least = min((f.seconds for f in found), default=inf)
+        if n_devices > SMALL and least * (1 + CLOSE) < candidate.seconds:
             break  # simulated with the times of the estimate, which are seldom much too long
         try:
-            one = search.exact(candidate)
+            one = search.exact(candidate, least)
+        except Beaten:
+            continue
         except InfeasibleError as error:
             infeasible = error
             continue
@@ -173,9 +179,13 @@ def plan_pipeline(
             f"no schedule of {', '.join(asked.schedules)} allows {counts} microbatches on "
             f"{asked.groups or 'any number of'} groups of {n_devices} devices; change the microbatches or the schedules"
         )
-    found.sort(key=lambda f: f[0])
-    _, _, plan, timeline = found[0]
-    return Planned(plan, timeline, tuple((what, seconds) for seconds, what, _, _ in found))
+    best = min(found, key=lambda f: f.seconds)
+    if n_devices <= SMALL and best.binds:
+        found += best.search.improved(best)
+    found.sort(key=lambda f: f.seconds)
+    best = found[0]
+    tried = {f.what: f.seconds for f in reversed(found)}
+    return Planned(best.plan, best.timeline, tuple(sorted(tried.items(), key=lambda t: t[1])))
 
 
 def _promising(searches: Sequence[_Search]) -> list[tuple[_Search, Candidate]]:
@@ -234,6 +244,23 @@ def _promising(searches: Sequence[_Search]) -> list[tuple[_Search, Candidate]]:
         (s, c) for _, k, s, c in near
         if id(s) in counts[:2] or (id(s) in counts[:NUMBERS] and k < CANDIDATES)
     ]  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class _Exact:
+    """An exact plan of a candidate, with its simulation."""
+
+    seconds: float
+    what: str
+    plan: PipelinePlan
+    timeline: Timeline
+    search: _Search
+    candidate: Candidate
+
+    @property
+    def binds(self) -> bool:
+        """Whether memory made a stage slower."""
+        return any(s.plan.recompute or not _is_free(s.plan) for s in self.plan.stages)
 
 
 @dataclass(eq=False)
@@ -362,8 +389,54 @@ class _Search:
 
     # -- exact
 
-    def exact(self, candidate: Candidate) -> tuple[float, str, PipelinePlan, Timeline] | None:
-        """Plans of the stages, and the simulation; None if the schedule does not allow these counts."""
+    def improved(self, best: _Exact) -> list[_Exact]:
+        """Plans of cuts like the best so far, with as many blocks recomputed as is best: what the estimate knows least
+        about where memory binds. Cuts that differ by one block at one bound are tried as long as that is better."""
+        found: list[_Exact] = []
+        near = [best.candidate]
+        tried = set()
+        for _ in range(REFINED):
+            new = []
+            for candidate in near:
+                tried.add(candidate.bounds)
+                try:
+                    one = self.exact(candidate, best.seconds, thorough=True)
+                except (InfeasibleError, Beaten):
+                    continue
+                new += [one] if one is not None else []
+            found += new
+            fastest = min(new, key=lambda f: f.seconds, default=best)
+            if fastest.seconds >= best.seconds and len(tried) > 1:
+                break
+            best = min(best, fastest, key=lambda f: f.seconds)
+            near = [c for c in self._moved(best.candidate) if c.bounds not in tried]
+        return found
+
+    def _moved(self, candidate: Candidate) -> list[Candidate]:
+        """Cuts that differ by one block at one bound."""
+        if self.asked.starts is not None:
+            return []
+        firsts = [b.first for b in self.blocks]
+        found = []
+        for k, bound in enumerate(candidate.bounds):
+            for step in (-1, 1):
+                number = firsts.index(bound) + step
+                new = firsts[number] if 0 < number < len(firsts) else None
+                if new is not None and new not in candidate.bounds:
+                    found.append(replace(candidate, bounds=(*candidate.bounds[:k], new, *candidate.bounds[k + 1 :])))
+        return found
+
+    def exact(self, candidate: Candidate, best_known: float = inf, thorough: bool = False) -> _Exact | None:
+        """Plans of the stages, and the simulation; None if the schedule does not allow these counts.
+
+        Args:
+            best_known: seconds of a step.
+            thorough: as for :meth:`_fitting`.
+
+        Raises:
+            InfeasibleError: a stage does not fit.
+            Beaten: a stage alone takes longer than the best known, and by how much is not worth the search.
+        """
         starts = self.asked.starts or [self.name(p) for p in candidate.bounds]
         graphs = cut(self.graph, starts)
         asked, n = candidate.schedule, candidate.groups
@@ -374,7 +447,7 @@ class _Search:
                 return None  # this schedule does not allow these counts
         if n == 1:
             schedule = _one_group(len(graphs), self.asked.microbatches)
-        choices, timing, step = self._stages(graphs, schedule, candidate)
+        choices, timing, step = self._stages(graphs, schedule, candidate, best_known, thorough)
         if asked == SEARCHED and n > 1:
             limits = [self._limit(own) for own in candidate.devices]
             choices, schedule = better_order(choices, schedule, timing, limits)
@@ -385,7 +458,7 @@ class _Search:
             self.asked.options.optimizer, seconds,
         ).validate()  # fmt: skip
         count = f"{plan.microbatches} microbatch{'es' if plan.microbatches > 1 else ''}"
-        return seconds, f"{candidate}, {schedule.name}, {count}", plan, timeline
+        return _Exact(seconds, f"{candidate}, {schedule.name}, {count}", plan, timeline, self, candidate)
 
     def _limit(self, devices: Sequence[int]) -> float:
         """Bytes that a device of a group may hold."""
@@ -395,7 +468,8 @@ class _Search:
         return limit
 
     def _stages(
-        self, graphs: Sequence[StageGraph], schedule: Schedule, candidate: Candidate
+        self, graphs: Sequence[StageGraph], schedule: Schedule, candidate: Candidate, best_known: float,
+        thorough: bool,
     ) -> tuple[tuple[StageChoice, ...], Times, float]:
         live = live_per_stage(schedule)
         group = schedule.rank_of_stage
@@ -412,13 +486,15 @@ class _Search:
             pins.update({n: how for (g, n), how in stored.items() if g == group[stage.number] and n in names})
             if self.n_devices > SMALL:
                 own = replace(own, memory_gap=max(own.memory_gap, LARGE_GAP))
+            else:
+                own = replace(own, worth_seconds=WORTH * best_known)
             options = replace(
                 own, in_flight=live[stage.number], params=pins or None,
                 microbatches=self.asked.microbatches,
                 memory_limit_bytes=limit * self._share(stage.number, shares[group[stage.number]], live, candidate),
                 recompute=patterns_in(stage.graph, own.recompute),
             )  # fmt: skip
-            plan = self._fitting(stage, candidate, mesh, options, devices)
+            plan = self._fitting(stage, candidate, mesh, options, devices, thorough=thorough)
             stored.update({(group[stage.number], n): ",".join(c.stored) for n, c in plan.params.items()})
             begin = next(n.name for n in stage.graph.nodes if n.kind == "op" and n.hot)
             choices.append(StageChoice(begin, devices, plan))
@@ -461,20 +537,43 @@ class _Search:
 
     def _fitting(
         self, stage: StageGraph, candidate: Candidate, mesh: Mesh, options: Options, devices: tuple[int, ...],
-        exact: bool = False,
+        exact: bool = False, thorough: bool = False,
     ) -> Plan:  # fmt: skip
         """The plan of a stage with as many blocks recomputed as the estimate says; with all of them if that is not
-        enough."""
+        enough; or (``thorough``), where memory binds, with the number of them at which the stage is fastest."""
         blocks = self._segments(stage, candidate)
         n = candidate.recomputed[stage.number] if candidate.recomputed else 0
-        last = blocks if self.asked.may_recompute and not self.asked.options.recompute else blocks[:n]
-        for again in dict.fromkeys((blocks[:n], last)):
-            try:
-                return self._stage_plan(stage.graph, mesh, replace(options, segments=again), devices, exact)
-            except InfeasibleError:
-                if again == last:
-                    raise
-        raise AssertionError
+        free = self.asked.may_recompute and not self.asked.options.recompute
+        failed: InfeasibleError | Beaten | None = None
+        plans: dict[int, Plan | None] = {}
+
+        def seconds(count: int) -> float:
+            """What the plan with so many blocks recomputed would make of a step if all stages took as long; infinite
+            if none fits."""
+            nonlocal failed
+            if count not in plans:
+                try:
+                    again = replace(options, segments=blocks[:count])
+                    plans[count] = self._stage_plan(stage.graph, mesh, again, devices, exact)
+                except (InfeasibleError, Beaten) as error:
+                    plans[count], failed = None, error
+            plan = plans[count]
+            return plan.price.seconds + (candidate.groups - 1) * _pace(plan) if plan else inf
+
+        best = n = min(n, len(blocks))
+        if seconds(n) == inf and free and not isinstance(failed, Beaten):
+            best = len(blocks)
+        known = plans[0] if n == 0 else None
+        if free and thorough and not (known and _is_free(known)):
+            best = min(dict.fromkeys((best, 0, len(blocks))), key=seconds)
+            for step in (-1, 1):  # seconds fall and rise again: each block less costs memory, each more costs time
+                while 0 <= best + step <= len(blocks) and seconds(best + step) < seconds(best):
+                    best += step
+        if seconds(best) == inf and failed:
+            raise failed
+        plan = plans[best]
+        assert plan is not None
+        return plan
 
     def _segments(self, stage: StageGraph, candidate: Candidate) -> Recompute:
         """What would run again of a stage, block by block."""
@@ -501,12 +600,12 @@ class _Search:
         kinds = tuple(self.cluster.device(d).name for d in devices)
         again = options.segments or segments_of(graph, rules_of(graph), options.recompute)
         places = tuple((graph.index[first], graph.index[last]) for first, last in again)
-        key = structure(graph), mesh, kinds, options.memory_limit_bytes, places
+        key = structure(graph), mesh, kinds, options.memory_limit_bytes, places, options.worth_seconds
         known = self._plans.setdefault(key, {})
         wanted = options.in_flight
         target = wanted if exact else _rounded(wanted)
         for n, (first, plan) in sorted(known.items()):
-            if n == target or (n > wanted and _is_free(plan, options)):
+            if n == target or (n > wanted and _is_free(plan)):
                 own = plan if first is graph else transplant(plan, first, graph)
                 return own.with_in_flight(wanted)
         n = target
@@ -550,11 +649,9 @@ def _pace(plan: Plan) -> float:
     return (plan.price.compute_seconds + plan.price.activation_seconds) / plan.microbatches
 
 
-def _is_free(plan: Plan, options: Options) -> bool:
-    """Whether a plan is the optimum with memory to spare."""
-    limit = options.memory_limit_bytes
-    said = plan.solution
-    return said is not None and said.status == "optimal" and (limit is None or plan.price.memory_bytes < limit)
+def _is_free(plan: Plan) -> bool:
+    """Whether a plan is the optimum, and would be with more memory too."""
+    return plan.solution is not None and plan.solution.status == "optimal" and not plan.solution.binds
 
 
 def _one_group(n_stages: int, microbatches: int) -> Schedule:

@@ -76,15 +76,20 @@ class Problem:
     fixed_bytes: float = 0.0
 
 
+class Beaten(Exception):
+    """What is searched is proven to take longer than what is known already, before it is found."""
+
+
 @dataclass(frozen=True)
 class Choice:
-    """One strategy number per item, with what the solver said of it."""
+    """One strategy number per item, and what the solver said of it; ``binds`` if more memory may allow a better one."""
 
     picked: tuple[int, ...]
     objective: float
     bound: float
     status: str
     solver: str
+    binds: bool
     stats: dict[str, float] = field(default_factory=dict)
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from math import prod
+from math import inf, prod
 
 from autopar.errors import InfeasibleError, MeshError, PlanError
 from autopar.graph import Graph, Node, Ref
@@ -46,6 +46,7 @@ class Options:
         time_limit_seconds: for one run of the solver.
         memory_gap: how far from the proven optimum a plan may be where the memory limit binds (the plan reports its
             gap); without a binding limit, plans are optimal. 0 asks for the optimum always, which can take minutes.
+        worth_seconds: where memory binds, a plan that is proven to take as long is not searched to its end.
         fold: decide identical blocks once.
         in_flight: microbatches whose activations are kept at once: more than one in a stage of a pipeline.
         recompute: patterns of module paths (``layers.*``); each module that matches keeps only its inputs for the
@@ -63,6 +64,7 @@ class Options:
     time_limit_seconds: float = 120.0
     solver: str = "auto"
     memory_gap: float = 0.01
+    worth_seconds: float = inf
     fold: bool = True
     in_flight: int = 1
     recompute: Sequence[str] = ()
@@ -111,6 +113,7 @@ def plan_graph(
     Raises:
         MeshError: the mesh does not fit the cluster.
         InfeasibleError: the pins or the memory limit leave no plan; the message names the culprits.
+        Beaten: the plan is not worth the search (see ``worth_seconds``).
     """
     options = options or Options()
     setting = _Setting(graph, cluster, mesh, options, cluster_name, devices)
@@ -274,6 +277,7 @@ class _Solving:
 
         Raises:
             InfeasibleError: nothing fits.
+            Beaten: it is not worth the search.
         """
         limit, gap = self.limit, self.setting.options.memory_gap
         program = self._program(replace(self.problem, limit_bytes=limit if limit < float("inf") else None))
@@ -291,7 +295,7 @@ class _Solving:
                     tried += [plan] if plan is not None else []
                     if plan is not None and plan.solution is not None and plan.solution.gap <= gap:
                         return plan
-                plan = self._finish(program.solve(gap))
+                plan = self._finish(program.solve(gap, self.setting.options.worth_seconds))
             except InfeasibleError:
                 break
             tried.append(plan)
@@ -327,7 +331,8 @@ class _Solving:
     def _finish(self, choice: Choice) -> Plan:
         decided = self.decoder.decode(choice.picked, self.setting.folding)
         plan = self.setting.realise((*decided, self.decoder.inputs(choice.picked)))
-        return replace(plan, solution=Solution(choice.solver, choice.status, choice.objective, choice.gap))
+        said = Solution(choice.solver, choice.status, choice.objective, choice.gap, choice.binds)
+        return replace(plan, solution=said)
 
     def _smallest(self, tried: list[Plan], bound: float) -> Plan:
         """The plan of the fewest bytes, when the limit was not met otherwise."""
@@ -341,7 +346,7 @@ class _Solving:
         if plan.price.memory_bytes > self.limit:
             fastest = self._finish(self._program(self.problem).solve())
             raise InfeasibleError(_too_big(self.setting.graph, fastest, plan, self.limit))
-        found = Solution("smallest", "best found", plan.price.seconds, 0.0)
+        found = Solution("smallest", "best found", plan.price.seconds, 0.0, True)
         return replace(plan, solution=_against(bound, replace(plan, solution=found), self.setting.options.memory_gap))
 
 

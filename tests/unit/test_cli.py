@@ -296,6 +296,7 @@ def test_the_proof_is_said_in_words() -> None:
         text = show_solution(Solution("highs", status, 1.0, 0.0123))
         assert text == f"highs: {status}, gap 1.23%: no plan is faster by more than that"
     assert "gap 0.002%" in show_solution(Solution("highs", "within gap", 1.0, 2e-5))
+    assert show_solution(Solution("highs", "optimal", 1.0, 0.0, True)).endswith("; more memory may allow a faster one")
 
 
 def test_help_needs_no_torch() -> None:
