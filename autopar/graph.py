@@ -53,6 +53,9 @@ class Ref:
     node: int
     out: int = 0
 
+    def __hash__(self) -> int:  # planning looks up a hundred thousand of these
+        return self.node << 6 ^ self.out
+
     def __repr__(self) -> str:  # as a dataclass would, at a third of the time: fingerprints are made of these
         return f"Ref(node={self.node}, out={self.out})"
 

@@ -197,6 +197,7 @@ class Builder:
         update_of: dict[Ref, list[str]] = {}
         for name, ref in graph.updates.items():
             update_of.setdefault(ref, []).append(name)
+        leaving = {ref.node for ref in (*out_of, *update_of)}
         for i, node in enumerate(graph.nodes):
             if not node.hot:
                 continue
@@ -204,13 +205,14 @@ class Builder:
                 if spec is None:
                     continue
                 ref = Ref(i, k)
-                read = graph.consumers.get(ref, [])
+                read = graph.consumers.get(ref, ())
                 if len(read) == 1:
                     ((c, p),) = read
                     readers: tuple[tuple[int, int], ...] = ((rep[c], p),)
                 else:
                     readers = tuple(sorted({(rep[c], p) for c, p in read}))
-                outs, updates = tuple(out_of.get(ref, ())), tuple(update_of.get(ref, ()))
+                outs = tuple(out_of.get(ref, ())) if i in leaving else ()
+                updates = tuple(update_of.get(ref, ())) if i in leaving else ()
                 own = found.setdefault(rep[i], {})
                 key = (k, readers, outs, updates)
                 if key not in own:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from autopar.errors import PlanError
-from autopar.graph import Graph, Node, Ref
+from autopar.graph import Graph, Node, Ref, Spec
 from autopar.placements import State, format_state
 from autopar.plan import ParamChoice, Plan, Price, route_key
 from autopar.planner import params as P
@@ -85,10 +85,11 @@ def needs(
                 held = (k for k, spec in enumerate(node.outs) if spec is not None)
                 made.update({Ref(i, k): state for k, state in zip(held, own.outs, strict=True)})
             for ref, state in zip(node.refs, own.ins, strict=True):
-                if ref in wanted:
-                    wanted[ref][state] = None
-                else:
+                goals = wanted.get(ref)
+                if goals is None:
                     wanted[ref] = {state: None}
+                else:
+                    goals[state] = None
         elif node.kind == "param":
             made[Ref(i)] = params[i].used
         else:
@@ -149,13 +150,14 @@ def complete(
     seconds = 0.0
     cache: dict[object, tuple[float, tuple[Edge, ...]] | None] = {}
     for ref, goals in wanted.items():
-        if len(goals) == 1 and made[ref] in goals:
+        state = made[ref]
+        if len(goals) == 1 and state in goals:
             continue
         node, spec = graph.nodes[ref.node], graph.spec(ref)
         grad = node.needs_grad and spec.is_float
-        key = (spec, grad, made[ref], tuple(sorted(goals)))
+        key = (spec, grad, state, tuple(sorted(goals)))
         if key not in cache:
-            cache[key] = route(spec.shape, mesh, grad, made[ref], list(goals), partial(pricer.step, spec, grad))
+            cache[key] = route(spec.shape, mesh, grad, state, list(goals), partial(pricer.step, spec, grad))
         found = cache[key]
         if found is None:
             raise PlanError(
@@ -225,9 +227,10 @@ def _price(
     totals = [0] * 4
     parameter_seconds = 0.0
     peak = 0
+    cost_of: dict[tuple[Spec, bool, ParamChoice], P.ParamCost] = {}  # repeated blocks have the same parameters
     for i, choice in owned.items():
-        node = graph.nodes[i]
-        cost = P.cost(node.out, node.needs_grad, choice, pricer, optimizer, microbatches)
+        key = nodes[i].out, nodes[i].needs_grad, choice
+        cost = cost_of.get(key) or cost_of.setdefault(key, P.cost(*key, pricer, optimizer, microbatches))
         parameter_seconds += cost.seconds
         for k, n in enumerate((cost.parameter_bytes, cost.gradient_bytes, cost.optimizer_bytes, cost.gathered_bytes)):
             totals[k] += n

@@ -1,6 +1,6 @@
 """The only file that knows a solver: a :class:`~autopar.planner.problem.Problem` becomes an integer program.
 
-PuLP builds it; HiGHS solves it in process (highspy), CBC is the fallback. One thread and a fixed seed: same problem,
+HiGHS solves it in process (highspy); CBC, through PuLP, is the fallback. One thread and a fixed seed: same problem,
 same answer. See :mod:`autopar.planner.problem` for the mathematics; the names here are the names there.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +16,7 @@ import numpy as np
 import pulp
 
 from autopar.errors import InfeasibleError
+from autopar.planner.matrix import Matrix, matrix
 from autopar.planner.problem import Beaten, Choice, Problem
 
 try:
@@ -73,25 +73,23 @@ class Program:
 
     def __init__(self, problem: Problem, time_limit_seconds: float) -> None:
         self.problem, self.time_limit_seconds = problem, time_limit_seconds
-        model, x, common, self.scale = _build(problem)
-        backend = _Bulk(msg=False, timeLimit=time_limit_seconds, threads=1, random_seed=0)
-        backend.createAndConfigureSolver(model)
-        backend.buildSolverModel(model)
-        self.engine = model.solverModel
-        self.rows = [np.array([v.index for v in row], dtype=np.int32) for row in x]
+        found = matrix(problem)
+        self.scale, common = found.scale, found.common
+        self.engine = _engine(found, time_limit_seconds)
+        self.rows = [np.array(own, dtype=np.int32) for own in found.picks]
         self.lengths = np.array([len(row) for row in self.rows])
         self.starts = np.concatenate(([0], np.cumsum(self.lengths)[:-1]))
         self.flat, self.row_of = np.concatenate(self.rows), np.repeat(np.arange(len(self.rows)), self.lengths)
-        flat = [(v.index, n) for row, item in zip(x, problem.items, strict=True)
-                for v, n in zip(row, item.n_bytes, strict=True) if n]  # fmt: skip
-        flat.extend((v.index, n) for v, n in common)
+        flat = [(v, n) for own, item in zip(found.picks, problem.items, strict=True)
+                for v, n in zip(own, item.n_bytes, strict=True) if n]  # fmt: skip
+        flat.extend(common)
         self.columns = np.array([f[0] for f in flat], dtype=np.int32)
         self.n_bytes = np.array([f[1] for f in flat], dtype=np.float64)
-        self.costs = np.array(self.engine.getLp().col_cost_)[self.columns]
-        self.peak = (common[0][0].index, common[0][1]) if any(any(i.peak_bytes) for i in problem.items) else None
+        self.costs = np.array(found.cost)[self.columns]
+        self.peak = common[0] if any(any(i.peak_bytes) for i in problem.items) else None
         self._weigh_peak(1.0)
-        self.memory_row = self.engine.getNumRow() - 1
-        self.unit = max(problem.limit_bytes or 1.0, 1.0)
+        self.memory_row = len(found.low) - 1
+        self.unit = found.unit
         self.price = 0.0
         self.limit(problem.limit_bytes)
 
@@ -330,40 +328,26 @@ class Program:
         return _Point(picked, self.engine.getObjectiveValue() - paid, total, bound - paid, whole, values=values)
 
 
-class _Bulk(pulp.HiGHS):
-    """PuLP's HiGHS, which is given the model at once: row by row takes longer than the solution."""
-
-    def buildSolverModel(self, lp: pulp.LpProblem) -> None:
-        """Pass the columns and rows of a model that is minimised."""
-        variables = lp.variables()
-        for k, v in enumerate(variables):
-            v.index = k
-        model = highspy.HighsLp()
-        model.num_col_ = len(variables)
-        cost = lp.objective
-        model.col_cost_ = np.array([cost.get(v, 0.0) for v in variables])
-        model.col_lower_ = np.array([-math.inf if v.lowBound is None else v.lowBound for v in variables])
-        model.col_upper_ = np.array([math.inf if v.upBound is None else v.upBound for v in variables])
-        kinds = highspy.HighsVarType
-        whole = pulp.LpInteger
-        model.integrality_ = [kinds.kInteger if v.cat == whole else kinds.kContinuous for v in variables]
-        start, columns, values, lower, upper = [0], [], [], [], []
-        for k, row in enumerate(lp.constraints()):
-            row.index = k
-            columns.extend([v.index for v in row])
-            values.extend(row.values())
-            start.append(len(columns))
-            low, high = row.getLb(), row.getUb()
-            lower.append(-math.inf if low is None else low)
-            upper.append(math.inf if high is None else high)
-        model.num_row_ = len(lower)
-        model.row_lower_, model.row_upper_ = np.array(lower), np.array(upper)
-        model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        model.a_matrix_.num_col_, model.a_matrix_.num_row_ = len(variables), len(lower)
-        model.a_matrix_.start_ = np.array(start, dtype=np.int32)
-        model.a_matrix_.index_ = np.array(columns, dtype=np.int32)
-        model.a_matrix_.value_ = np.array(values, dtype=np.float64)
-        lp.solverModel.passModel(model)
+def _engine(found: Matrix, time_limit_seconds: float) -> Any:
+    """HiGHS with the program."""
+    n, m, kinds = len(found.cost), len(found.low), highspy.HighsVarType
+    model = highspy.HighsLp()
+    model.num_col_, model.num_row_ = n, m
+    model.col_cost_, model.col_lower_, model.col_upper_ = np.array(found.cost), np.zeros(n), np.array(found.upper)
+    model.integrality_ = [kinds.kInteger if w else kinds.kContinuous for w in found.whole]
+    model.row_lower_, model.row_upper_ = np.array(found.low), np.array(found.high)
+    model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    model.a_matrix_.num_col_, model.a_matrix_.num_row_ = n, m
+    model.a_matrix_.start_ = np.array(found.start, dtype=np.int32)
+    model.a_matrix_.index_ = np.array(found.columns, dtype=np.int32)
+    model.a_matrix_.value_ = np.array(found.values, dtype=np.float64)
+    engine = highspy.Highs()
+    for name, value in (
+        ("output_flag", False), ("threads", 1), ("random_seed", 0), ("time_limit", float(time_limit_seconds))
+    ):  # fmt: skip
+        engine.setOptionValue(name, value)
+    engine.passModel(model)
+    return engine
 
 
 class ByCbc:
@@ -393,12 +377,13 @@ class ByCbc:
     def solve(self, gap: float = 0.0, worth_seconds: float = math.inf) -> Choice:
         """As :func:`solve`."""
         problem = self.problem
-        model, x, _, scale = _build(problem)
+        found = matrix(problem)
+        model, columns = _pulp(found)
         model.solve(_cbc()(msg=False, timeLimit=self.time_limit_seconds, gapRel=gap, threads=1))
-        values = [[v.varValue for v in row] for row in x]
+        values = [[columns[v].varValue for v in own] for own in found.picks]
         if pulp.LpStatus[model.status] == "Infeasible" or any(v is None for row in values for v in row):
             raise InfeasibleError("no choice of strategies satisfies the constraints")
-        objective = pulp.value(model.objective) / scale
+        objective = pulp.value(model.objective) / found.scale
         picked = tuple(row.index(max(row)) for row in values)
         proven = pulp.LpStatus[model.status] == "Optimal"
         exact = gap == 0.0 or problem.limit_bytes is None
@@ -411,7 +396,7 @@ class ByCbc:
 def _pick(solver: str) -> str:
     if solver != "auto":
         return solver
-    return "highs" if pulp.HiGHS(msg=False).available() else "cbc"
+    return "highs" if highspy is not None else "cbc"
 
 
 def _cbc() -> type:
@@ -422,88 +407,17 @@ def _cbc() -> type:
     return pulp.PULP_CBC_CMD
 
 
-def _build(
-    problem: Problem,
-) -> tuple[pulp.LpProblem, list[list[pulp.LpVariable]], list[tuple[pulp.LpVariable, float]], float]:
-    """The model, ``x`` by item and strategy, other variables that stand for bytes, and the scale of seconds."""
+def _pulp(found: Matrix) -> tuple[pulp.LpProblem, list[pulp.LpVariable]]:
+    """The program in PuLP, with its columns."""
     model = pulp.LpProblem("autopar", pulp.LpMinimize)
-    # Solvers have absolute tolerances, so seconds are scaled to about a thousand in all. The scale is a power of two,
-    # and costs are rounded to multiples of 2**-20 (one part in 10**9 of the total), so that their sums are exact.
-    total = sum(min(i.seconds) for i in problem.items) or max((max(i.seconds) for i in problem.items), default=0.0)
-    scale = 2.0 ** round(math.log2(1e3 / total)) if total > 0 else 1.0
-
-    def scaled(value: float) -> float:
-        return round(value * scale * 2**20) / 2**20
-
-    cost: list[tuple[pulp.LpVariable, float]] = []
-    x: list[list[pulp.LpVariable]] = []
-    for i, item in enumerate(problem.items):
-        row = [model.add_variable(f"x{i}_{s}", 0, 1, cat=pulp.LpInteger) for s in range(len(item.seconds))]
-        x.append(row)
-        cost.extend((v, scaled(c)) for v, c in zip(row, item.seconds, strict=True) if c)
-        model.addConstraint(
-            pulp.LpConstraint(pulp.LpAffineExpression([(v, 1) for v in row]), pulp.LpConstraintEQ, f"one{i}", 1)
-        )
-    for t, tensor in enumerate(problem.tensors):
-        shared = len(tensor.consumers) > 1
-        y: dict[int, pulp.LpVariable] = {}  # by step, of those that cost anything
-        for c, (consumer, wanted) in enumerate(tensor.consumers):
-            flow = [model.add_variable(f"f{t}_{c}_{a}", 0) for a in range(len(tensor.steps))]
-            if not shared:
-                cost.extend((v, scaled(step[2])) for v, step in zip(flow, tensor.steps, strict=True) if step[2])
-            balance: dict[int, list[tuple[pulp.LpVariable, float]]] = defaultdict(list)
-            for v, (src, dst, _) in zip(flow, tensor.steps, strict=True):
-                balance[src].append((v, -1))
-                balance[dst].append((v, 1))
-            for s, state in enumerate(tensor.made):
-                balance[state].append((x[tensor.producer][s], 1))
-            for s, state in enumerate(wanted):
-                balance[state].append((x[consumer][s], -1))
-            # one balance follows from the others, since as much is made as wanted; HiGHS 1.15 was seen to loop for
-            # ever in presolve when it was there too
-            for state, terms in list(balance.items())[:-1]:
-                model.addConstraint(
-                    pulp.LpConstraint(pulp.LpAffineExpression(terms), pulp.LpConstraintEQ, f"b{t}_{c}_{state}", 0)
-                )
-            if shared:
-                if not y:
-                    y = {a: model.add_variable(f"y{t}_{a}", 0) for a, step in enumerate(tensor.steps) if step[2]}
-                    cost.extend((v, scaled(tensor.steps[a][2])) for a, v in y.items())
-                for a, v in y.items():
-                    model.addConstraint(
-                        pulp.LpConstraint(
-                            pulp.LpAffineExpression([(v, 1), (flow[a], -1)]), pulp.LpConstraintGE, f"y{t}_{c}_{a}", 0
-                        )
-                    )
-    common: list[tuple[pulp.LpVariable, float]] = []
-    largest = max((max(item.peak_bytes) for item in problem.items if item.peak_bytes), default=0.0)
-    if largest:
-        peak = model.add_variable("peak", 0)
-        common.append((peak, largest))
-        for i, (row, item) in enumerate(zip(x, problem.items, strict=True)):
-            if any(item.peak_bytes):
-                terms = [(peak, 1.0), *((v, -b / largest) for v, b in zip(row, item.peak_bytes, strict=True) if b)]
-                model.addConstraint(
-                    pulp.LpConstraint(pulp.LpAffineExpression(terms), pulp.LpConstraintGE, f"peak{i}", 0)
-                )
-    for h, held in enumerate(problem.held):
-        kept = model.add_variable(f"h{h}", 0)
-        common.append((kept, held.n_bytes))
-        if held.seconds:
-            cost.append((kept, scaled(held.seconds)))
-        for i, rows in held.users:
-            terms = [(kept, 1), *((x[i][s], -1) for s in rows)]
-            model.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(terms), pulp.LpConstraintGE, f"h{h}_{i}", 0))
-    if problem.limit_bytes is not None:
-        unit = max(problem.limit_bytes, 1.0)
-        terms = [
-            (v, b / unit)
-            for row, item in zip(x, problem.items, strict=True)
-            for v, b in zip(row, item.n_bytes, strict=True)
-            if b
-        ]
-        terms.extend((v, b / unit) for v, b in common)
-        right = (problem.limit_bytes - problem.fixed_bytes) / unit
-        model.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(terms), pulp.LpConstraintLE, "memory", right))
-    model.setObjective(pulp.LpAffineExpression(cost))
-    return model, x, common, scale
+    columns = [
+        model.add_variable(f"v{k}", 0, None if up == math.inf else up, pulp.LpInteger if whole else pulp.LpContinuous)
+        for k, (up, whole) in enumerate(zip(found.upper, found.whole, strict=True))
+    ]
+    for r, (low, high) in enumerate(zip(found.low, found.high, strict=True)):
+        entries = range(found.start[r], found.start[r + 1])
+        terms = pulp.LpAffineExpression([(columns[found.columns[e]], found.values[e]) for e in entries])
+        sense = pulp.LpConstraintEQ if low == high else pulp.LpConstraintLE if low == -math.inf else pulp.LpConstraintGE
+        model.addConstraint(pulp.LpConstraint(terms, sense, f"r{r}", high if low == -math.inf else low))
+    model.setObjective(pulp.LpAffineExpression([(v, c) for v, c in zip(columns, found.cost, strict=True) if c]))
+    return model, columns

@@ -430,7 +430,7 @@ class _Pins:
 
     def _ops(self, rules: Sequence[Rule | None]) -> None:
         axes = {name: a for a, (name, _) in enumerate(self.mesh)}
-        labels = op_labels(self.graph)
+        labels = op_labels(self.graph) if self.options.constraints else {}
         for pattern, wanted in (self.options.constraints or {}).items():
             hit: set[str] = set()
             offered: dict[str, None] = {}
