@@ -106,12 +106,6 @@ class Exact:
     search: ExactPlans
     candidate: Candidate
 
-    @property
-    def binds(self) -> bool:
-        """Whether memory made a stage slower."""
-        return any(s.plan.recompute or not _is_free(s.plan) for s in self.plan.stages)
-
-
 @dataclass(eq=False)
 class ExactPlans:
     """Plans of a microbatch's graph on the first devices of a cluster, cut in any way."""
@@ -136,8 +130,8 @@ class ExactPlans:
         return self.graph.nodes[self.ops[position]].name
 
     def improved(self, best: Exact) -> list[Exact]:
-        """Plans of cuts like the best so far, with as many blocks recomputed as is best: what the estimate knows least
-        about where memory binds. Cuts that differ by one block at one bound are tried as long as that is better."""
+        """Plans of cuts like the best so far, with what the estimate knows least about: as many blocks recomputed as is
+        best, where memory binds, and cuts that differ by one block at one bound, as long as that is better."""
         found: list[Exact] = []
         near = [best.candidate]
         tried = set()
@@ -346,7 +340,7 @@ class ExactPlans:
         kinds = tuple(self.cluster.device(d).name for d in devices)
         again = options.segments or segments_of(graph, rules_of(graph), options.recompute)
         places = tuple((graph.index[first], graph.index[last]) for first, last in again)
-        key = structure(graph), mesh, kinds, options.memory_limit_bytes, places, options.worth_seconds
+        key = structure(graph), mesh, kinds, options.memory_limit_bytes, places
         known = self._plans.setdefault(key, {})
         wanted = options.in_flight
         target = wanted if exact else _rounded(wanted)

@@ -117,7 +117,7 @@ def plan_pipeline(
             f"{asked.groups or 'any number of'} groups of {n_devices} devices; change the microbatches or the schedules"
         )
     best = min(found, key=lambda f: f.seconds)
-    if n_devices <= SMALL and best.binds:
+    if n_devices <= SMALL:
         found += best.search.improved(best)
     found.sort(key=lambda f: f.seconds)
     best = found[0]
