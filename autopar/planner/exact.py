@@ -106,6 +106,7 @@ class Exact:
     search: ExactPlans
     candidate: Candidate
 
+
 @dataclass(eq=False)
 class ExactPlans:
     """Plans of a microbatch's graph on the first devices of a cluster, cut in any way."""
