@@ -69,6 +69,7 @@ def test_recompute() -> None:
     ])  # fmt: skip
 
 
+@pytest.mark.slow
 def test_recompute_on_groups() -> None:
     check(4, [
         Config("gpt2", "zb-h1", (PAIR, PAIR), 4, seed=1, recompute=("*.h.*",), lifetime="use"),
@@ -90,6 +91,7 @@ def test_eval_mode() -> None:
     assert "in eval mode the model computes something else from" in run_local(odd_eval, 2, timeout=120)[1]
 
 
+@pytest.mark.slow
 def test_eval_mode_on_groups() -> None:
     ranks = run_local(evaluates, 4, [
         Config("gpt2", "1f1b", (PAIR, PAIR), 4, seed=1, lifetime="use", zoo={"dropout": 0.1}),
