@@ -197,7 +197,6 @@ class Builder:
         update_of: dict[Ref, list[str]] = {}
         for name, ref in graph.updates.items():
             update_of.setdefault(ref, []).append(name)
-        leaving = {ref.node for ref in (*out_of, *update_of)}
         for i, node in enumerate(graph.nodes):
             if not node.hot:
                 continue
@@ -211,8 +210,7 @@ class Builder:
                     readers: tuple[tuple[int, int], ...] = ((rep[c], p),)
                 else:
                     readers = tuple(sorted({(rep[c], p) for c, p in read}))
-                outs = tuple(out_of.get(ref, ())) if i in leaving else ()
-                updates = tuple(update_of.get(ref, ())) if i in leaving else ()
+                outs, updates = tuple(out_of.get(ref, ())), tuple(update_of.get(ref, ()))
                 own = found.setdefault(rep[i], {})
                 key = (k, readers, outs, updates)
                 if key not in own:

@@ -116,13 +116,14 @@ def plan_pipeline(
             f"no schedule of {', '.join(asked.schedules)} allows {counts} microbatches on "
             f"{asked.groups or 'any number of'} groups of {n_devices} devices; change the microbatches or the schedules"
         )
-    best = min(found, key=lambda f: f.seconds)
     if n_devices <= SMALL:
+        best = min(found, key=lambda f: f.seconds)
         found += best.search.improved(best)
     found.sort(key=lambda f: f.seconds)
-    best = found[0]
-    tried = {f.what: f.seconds for f in reversed(found)}
-    return Planned(best.plan, best.timeline, tuple(sorted(tried.items(), key=lambda t: t[1])))
+    tried: dict[str, float] = {}
+    for f in found:
+        tried.setdefault(f.what, f.seconds)
+    return Planned(found[0].plan, found[0].timeline, tuple(tried.items()))
 
 
 def _promising(searches: Sequence[_Search]) -> list[tuple[_Search, Candidate]]:
