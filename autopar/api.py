@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils import _pytree as pytree
 
 import autopar.rules  # noqa: F401  (registers the rules)
-from autopar import pipelines, planfile
+from autopar import arguments, pipelines, planfile
 from autopar.capture import Captured
 from autopar.capture import capture as _capture
 from autopar.clusters import get_cluster, profile_of, reference
@@ -36,6 +36,7 @@ from autopar.runtime.agree import (
 )
 from autopar.runtime.executor import ParallelModule, check_device_mesh
 from autopar.runtime.init import Init, MetaValues, is_meta
+from autopar.runtime.optimizers import Move, replaced
 from hardware_profiles import Cluster, ProfileError, list_clusters, load_cluster
 
 MeshLike = Mesh | Mapping[str, int] | str | None
@@ -83,8 +84,8 @@ def capture(
         inputs: a tuple of args, a dict of kwargs, or a tensor.
         example_kwargs: keyword arguments, for a model that takes both.
     """
-    if loss_fn is not None and not callable(loss_fn):
-        raise AutoparError(f"loss_fn is {loss_fn!r}; give a function of the model's output and the targets")
+    arguments.check_model(model)
+    arguments.check(example_kwargs=example_kwargs, loss_fn=loss_fn, targets=targets)
     args, kwargs, targets = _example(model, inputs, example_kwargs, targets)
     try:
         return _capture(model, args, kwargs, loss_fn=loss_fn, targets=targets)
@@ -198,7 +199,7 @@ def plan(
     placements: Mapping[str | int, str] | None = None,
     recompute: Sequence[str] = (),
     memory_limit: float | str | None = None,
-    optimizer: str = "adamw",
+    optimizer: str | torch.optim.Optimizer = "adamw",
     microbatches: int | str | Sequence[int] = 1,
     stages: int | str | None = None,
     schedule: str | Sequence[str] | None = None,
@@ -224,7 +225,8 @@ def plan(
         recompute: patterns of module paths, such as ``["layers.*"]``; each module that matches keeps only its inputs
             for the backward, and runs again there (activation checkpointing).
         memory_limit: per device, in bytes or as ``"40GiB"``; None for nine tenths of the device's memory.
-        optimizer: ``adamw``, ``sgd`` or ``sgd_momentum``, for the bytes of its state.
+        optimizer: ``adamw``, ``sgd`` or ``sgd_momentum``, for the bytes of its state; or an optimizer, whose class
+            says which.
         microbatches: how often the batch is run per optimizer step. For a pipeline also ``"auto"``, or several numbers
             to choose from: ``inputs`` are then the batch of a step, which is cut into the best number of microbatches.
         stages: pipeline over so many groups of devices (``"auto"``: the best number); ``mesh`` is then that of a group,
@@ -236,6 +238,7 @@ def plan(
         captured: what :func:`capture` gave, to plan several meshes without capturing again.
         profile: what ``autopar profile`` measured; ``cluster`` may then be None, or is checked to be the one measured.
     """
+    arguments.check(**locals())
     if profile is not None:
         cluster = profile_of(profile, cluster)
     if cluster is None:
@@ -273,11 +276,10 @@ def _microbatches(asked: Any, piped: bool) -> tuple[int, tuple[int, ...] | None]
 
 def _options(
     constraints: Any, params: Mapping[str, str] | None, placements: Mapping[str | int, str] | None,
-    recompute: Sequence[str], memory_limit: float | str | None, optimizer: str, microbatches: int, time_limit: float,
-    mesh: Mesh | None,
+    recompute: Sequence[str], memory_limit: float | str | None, optimizer: str | torch.optim.Optimizer,
+    microbatches: int, time_limit: float, mesh: Mesh | None,
 ) -> Options:  # fmt: skip
-    if optimizer not in ("adamw", "adam", "sgd", "sgd_momentum"):
-        raise AutoparError(f"optimizer '{optimizer}' is unknown; use adamw, adam, sgd or sgd_momentum")
+    optimizer = arguments.check_optimizer(optimizer)
     if not isinstance(microbatches, int) or microbatches < 1:
         raise AutoparError(f"microbatches is {microbatches}; give a whole number of 1 or more")
     if time_limit <= 0:
@@ -332,7 +334,7 @@ def parallelize(
     placements: Mapping[str | int, str] | None = None,
     recompute: Sequence[str] = (),
     memory_limit: float | str | None = None,
-    optimizer: str = "adamw",
+    optimizer: str | torch.optim.Optimizer = "adamw",
     microbatches: int | str | Sequence[int] = 1,
     stages: int | str | None = None,
     schedule: str | Sequence[str] | None = None,
@@ -358,20 +360,24 @@ def parallelize(
         example_kwargs: keyword arguments of that call, if it has positional ones too.
         plan: run this plan (or plan file) instead of making one.
         cluster: hardware profile of a DeviceMesh or rank count; on the CPU ``local-x<ranks>`` by default.
+        optimizer: an optimizer of the model's parameters goes on with those of the result: its groups, options and
+            state are kept, so learning rate schedulers that hold it work on. Or its name, as for :func:`plan`.
         init: for a meta model: ``init(module)`` sets the parameters and buffers that one module owns.
         timeout: seconds to wait for other ranks, if the process group is made here.
         profile: what ``autopar profile`` measured, which then is the cluster.
 
     The other arguments are those of :func:`plan`.
     """
-    ensure_process_group(timeout)
+    given = dict(locals())
+    ensure_process_group(timeout if arguments.is_right("timeout", timeout) else TIMEOUT_SECONDS)
     device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
+    group = mesh_group(device_mesh) if device_mesh is not None else dist.group.WORLD
+    move = arguments.check_call(group, given)
     if profile is not None:
         if isinstance(mesh, DeviceMesh | int):
             cluster = profile_of(profile, cluster)
         else:
             mesh = profile_of(profile, mesh)
-    group = mesh_group(device_mesh) if device_mesh is not None else dist.group.WORLD
     captured: Captured | None = None
     error: BaseException | None = None
     try:
@@ -412,7 +418,7 @@ def parallelize(
             return wanted(known)[1]
 
         values = _values(model, group, None, init)
-        return pipelines.run_on_ranks(model, known, make, _device_type(model), values)
+        return _replacing(model, pipelines.run_on_ranks(model, known, make, _device_type(model), values), move, group)
     text: str | None = None
     try:
         if dist.get_rank(group) == 0:
@@ -456,7 +462,15 @@ def parallelize(
         pass
     together(group, error)
     assert result is not None
-    return result
+    return _replacing(model, result, move, group)
+
+
+def _replacing(model: torch.nn.Module, pm: torch.nn.Module, move: Move | None, group: Any) -> Any:
+    """``pm``, once the optimizer that was given holds its parameters and the model's own are known as replaced."""
+    if move is not None:
+        move.to(pm, group)
+    replaced(dict(model.named_parameters(remove_duplicate=False)))
+    return pm
 
 
 def _in_parts(

@@ -62,6 +62,18 @@ def as_dtensor(local: torch.Tensor, state: State, shape: Sequence[int], device_m
     )
 
 
+def like(held: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """This rank's share of ``whole``, placed as ``held`` is: a DTensor of its placements, or a plain tensor."""
+    whole = whole.detach().to(held.device)
+    if not isinstance(held, DTensor):
+        return whole.contiguous()
+    state = tuple(f"S{p.dim}" if isinstance(p, Shard) else "R" for p in held.placements)
+    piece = local_piece(whole, state, held.device_mesh)
+    if piece is not whole:  # a share of its own, so that the whole can go
+        piece = piece.clone(memory_format=torch.contiguous_format)
+    return as_dtensor(piece.contiguous(), state, whole.shape, held.device_mesh)
+
+
 # --- hops ------------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,271 @@
+"""The arguments of :func:`~autopar.api.capture`, ``plan`` and ``parallelize``: of the right types, and alike on ranks.
+
+What is wrong is said here, by the name of the argument, before anything is done with it: the code behind may then rely
+on types. What an argument *means* (a pattern that matches nothing, a mesh that does not fit) is checked where it is
+used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from autopar.capture import Captured
+from autopar.errors import AutoparError, CaptureError, MeshError
+from autopar.pipeline import PipelinePlan
+from autopar.plan import Plan
+from autopar.runtime.agree import together
+from autopar.runtime.executor import ParallelModule
+from autopar.runtime.optimizers import Move, name_of
+from autopar.runtime.pipeline import PipelineModule
+from hardware_profiles import Cluster
+
+OPTIMIZERS = ("adamw", "adam", "sgd", "sgd_momentum")
+
+_Check = tuple[Callable[[Any], bool], str]
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(text, str) for text in value)
+
+
+def _table(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _optional(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or check(value)
+
+
+def _mesh_like(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        value = list(value.items())
+    if isinstance(value, str):
+        return True
+    return isinstance(value, (list, tuple)) and all(
+        isinstance(pair, (list, tuple)) and len(pair) == 2 and isinstance(pair[0], str) and _whole(pair[1])
+        for pair in value
+    )
+
+
+def _counts(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(_whole(m) for m in value)
+    return _whole(value) or value == "auto"
+
+
+_CHECKS: dict[str, _Check] = {
+    "example_kwargs": (_optional(lambda v: _table(v) and all(isinstance(k, str) for k in v)),
+                       "a dict of keyword arguments"),
+    "loss_fn": (_optional(callable), "a function of the model's output and the targets"),
+    "targets": (lambda v: isinstance(v, (torch.Tensor, tuple, list)),
+                "a tuple of what loss_fn takes after the output, or one tensor"),
+    "captured": (_optional(lambda v: isinstance(v, Captured)), "what capture() gave"),
+    "mesh": (_optional(_mesh_like), "axes and their sizes, such as 'data=2,tensor=4' or {'data': 8}"),
+    "cluster": (_optional(lambda v: isinstance(v, (str, Path, Cluster))), "a cluster's name, or the path of a profile"),
+    "profile": (_optional(lambda v: isinstance(v, (str, Path))), "the path of what autopar profile wrote"),
+    "plan": (_optional(lambda v: isinstance(v, (Plan, PipelinePlan, str, Path))), "a plan, or the path of a plan file"),
+    "constraints": (_optional(_table), "a dict such as {'layers.*.up': {'tensor': 'n'}}"),
+    "params": (_optional(_table), "a dict such as {'*.weight': 'S0,I'}"),
+    "placements": (_optional(lambda v: _table(v) and all(isinstance(k, str) or _whole(k) for k in v)),
+                   "a dict such as {'x': 'S0,R'}, by names of inputs or numbers of outputs"),
+    "recompute": (_texts, "a list of patterns of module paths, such as ['layers.*']"),
+    "memory_limit": (_optional(lambda v: isinstance(v, str) or _number(v)), "bytes, or such as '40GiB'"),
+    "microbatches": (_counts, "a whole number of 1 or more, several to choose from, or 'auto'"),
+    "stages": (_optional(lambda v: _whole(v) or v == "auto"), "a number of groups of devices from 1 on, or 'auto'"),
+    "schedule": (_optional(lambda v: isinstance(v, str) or (_texts(v) and len(v) > 0)),
+                 "a schedule's name, or several to choose from"),
+    "cuts": (_optional(_texts), "a list of what stages begin with, such as ['layers.12']"),
+    "max_axes": (_whole, "a whole number of 1 or more"),
+    "time_limit": (_number, "seconds, more than 0"),
+    "init": (_optional(callable), "a function that sets the parameters and buffers of the module that it is given"),
+    "timeout": (lambda v: _number(v) and 0 < v < math.inf, "seconds, more than 0"),
+}  # fmt: skip
+
+
+def check(**given: Any) -> None:
+    """Refuse arguments of the wrong types.
+
+    Raises:
+        AutoparError: with the argument's name, what it holds and what is wanted.
+    """
+    for name, value in given.items():
+        if name not in _CHECKS:
+            continue
+        right, wanted = _CHECKS[name]
+        if not right(value):
+            raise (MeshError if name == "mesh" else AutoparError)(f"{name} is {shown(value)}; give {wanted}")
+
+
+def is_right(name: str, value: Any) -> bool:
+    """Whether an argument has the right type."""
+    return _CHECKS[name][0](value)
+
+
+def check_ranks(mesh: Any) -> None:
+    """Refuse a mesh for :func:`~autopar.api.parallelize` that is no mesh.
+
+    Raises:
+        MeshError: with what it is.
+    """
+    if not isinstance(mesh, (DeviceMesh, str, Path, Cluster)) and not _whole(mesh):
+        raise MeshError(f"mesh is {shown(mesh)}; give a DeviceMesh, the name of a cluster, or a number of ranks")
+
+
+def check_model(model: Any) -> None:
+    """Refuse what is no module, or is spread over ranks already.
+
+    Raises:
+        CaptureError: with the path of the module inside that is.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise CaptureError(f"expected a torch.nn.Module, got {type(model).__name__}; pass the model object itself")
+    for path, module in model.named_modules():
+        where = f"its module '{path}'" if path else "the model"
+        if isinstance(module, (ParallelModule, PipelineModule)):
+            raise CaptureError(
+                f"{where} is a {type(module).__name__} already, made by parallelize; parallelize the whole model once, "
+                "before any part of it"
+            )
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+            raise CaptureError(f"{where} is a DistributedDataParallel; pass the model inside it, .module")
+    for name, param in model.named_parameters():
+        if isinstance(param, DTensor):
+            raise CaptureError(
+                f"parameter '{name}' is a DTensor on {param.device_mesh}: the model is spread already (by fully_shard "
+                "or parallelize_module); pass it as it was before"
+            )
+
+
+def check_optimizer(optimizer: Any) -> str:
+    """The name of an optimizer for the planner.
+
+    Raises:
+        AutoparError: it is neither a name nor an optimizer.
+    """
+    if not isinstance(optimizer, (str, torch.optim.Optimizer)):
+        what = " (a class; make one of the model's parameters)" if isinstance(optimizer, type) else ""
+        raise AutoparError(
+            f"optimizer is {shown(optimizer)}{what}; give {', '.join(OPTIMIZERS)}, or a torch.optim.Optimizer"
+        )
+    name = name_of(optimizer)
+    if name not in OPTIMIZERS:
+        raise AutoparError(f"optimizer '{name}' is unknown; use adamw, adam, sgd or sgd_momentum")
+    return name
+
+
+def shown(value: Any) -> str:
+    """A value in a message, not longer than a line."""
+    if isinstance(value, torch.Tensor):
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 80 else f"a {type(value).__name__}, {text[:60]}..."
+
+
+# --- alike on all ranks ----------------------------------------------------------------------------------------------
+
+
+def check_call(group: Any, given: Mapping[str, Any]) -> Move | None:
+    """Check the arguments of :func:`~autopar.api.parallelize` on all ranks; every rank of ``group`` calls it.
+
+    Returns:
+        The optimizer that is to be moved, if one is given.
+
+    Raises:
+        AutoparError: on all ranks, where an argument is wrong on one of them or differs between two.
+    """
+    move: Move | None = None
+    error: BaseException | None = None
+    try:
+        check_model(given["model"])
+        check_ranks(given["mesh"])
+        check(**{name: value for name, value in given.items() if name != "mesh"})
+        check_optimizer(given["optimizer"])
+        if isinstance(given["optimizer"], torch.optim.Optimizer):
+            move = Move(given["optimizer"], given["model"])
+            move.check()
+    except Exception as e:
+        error = e
+    agree(group, error, {**given, "optimizer": move or given["optimizer"]})
+    return move
+
+
+def agree(group: Any, error: BaseException | None, given: Mapping[str, Any]) -> None:
+    """Compare the arguments of a call on all ranks of ``group``; each calls it, with its own error if it has one.
+
+    Tensors count by type and shape, functions by name: what they compute is compared as a graph, later.
+
+    Raises:
+        AutoparError: the error of this rank or of the lowest rank with one, or the first argument that differs, with
+            both values; on all ranks.
+    """
+    if dist.get_world_size(group) == 1:
+        if error is not None:
+            raise error
+        return
+    together(group, error)
+    mine = {name: _described(value) for name, value in given.items()}
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    for name in given:
+        values = [theirs.get(name) for theirs in everyone]
+        for rank, value in enumerate(values):
+            if value != values[0]:
+                raise AutoparError(
+                    f"{name} differs between ranks: it is {values[0]} on rank 0 and {value} on rank "
+                    f"{rank}; every rank calls parallelize with the same arguments"
+                )
+
+
+def _described(value: Any) -> str:
+    """A text that is the same where the argument is; a long one by its beginning and a hash."""
+    text = re.sub(r" at 0x[0-9a-f]+", "", _text(value))
+    if len(text) <= 300:
+        return text
+    return f"{text[:150]}... (hash {hashlib.sha256(text.encode()).hexdigest()[:12]})"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, DeviceMesh):
+        return f"a DeviceMesh of {value.device_type} {value.mesh.tolist()} with axes {value.mesh_dim_names}"
+    if isinstance(value, Move):
+        return str(value)
+    if isinstance(value, torch.nn.Module):
+        return f"{type(value).__name__} in {'training' if value.training else 'eval'} mode"
+    if callable(value) and not isinstance(value, type):
+        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__name__)}"
+    if isinstance(value, (torch.Tensor, list, tuple, dict)):
+        return repr(pytree.tree_map(lambda leaf: _Text(_leaf(leaf)), value))
+    return repr(value)
+
+
+def _leaf(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return f"{str(leaf.dtype).removeprefix('torch.')}[{' '.join(map(str, leaf.shape))}]"
+    return _text(leaf) if callable(leaf) else repr(leaf)
+
+
+class _Text(str):
+    def __repr__(self) -> str:
+        return str(self)
+
+
+__all__ = ["OPTIMIZERS", "agree", "check", "check_call", "check_model", "check_optimizer", "is_right"]
