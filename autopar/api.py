@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 import autopar.rules  # noqa: F401  (registers the rules)
 from autopar import arguments, pipelines, planfile
-from autopar.capture import Captured
+from autopar.capture import Captured, on_meta
 from autopar.capture import capture as _capture
 from autopar.clusters import get_cluster, profile_of, reference
 from autopar.errors import AutoparError, CaptureError, ClusterError, InfeasibleError, MeshError
@@ -105,7 +105,7 @@ def _example(
     args, kwargs = split_inputs(inputs, example_kwargs)
     found = args, kwargs, (targets,) if isinstance(targets, torch.Tensor) else tuple(targets)
     if isinstance(model, torch.nn.Module) and is_meta(model):
-        found = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), found)
+        found = pytree.tree_map_only(torch.Tensor, on_meta, found)
     return found
 
 

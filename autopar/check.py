@@ -147,8 +147,7 @@ def _recount(
         for slot in program.slots:
             dtype = getattr(torch, slot.dtype)
             value = torch.empty(used_shape(slot, program.mesh), dtype=dtype)
-            grad = slot.kind == "param" and graph.nodes[graph.index[slot.name]].needs_grad
-            values.append(value.requires_grad_(grad))
+            values.append(value.requires_grad_(slot.needs_grad))
         counter = _Count()
         # the attention of this process's device is not in torch's table
         own = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}

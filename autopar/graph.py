@@ -96,7 +96,8 @@ class Node:
         module: path of the module whose code made this node, such as ``layers.0.mlp.up``.
         source: the user's source line, ``file.py:12``, where known.
         needs_grad: gradients flow through this node's outputs.
-        hot: the value depends on a parameter. Only hot nodes are planned by the ILP; the others follow demand.
+        hot: the value depends on a parameter, or on an input that wants a gradient. Only hot nodes are planned by the
+            ILP; the others follow demand.
         site: number of the node in the model's graph, where this one is part of a stage: random ops draw by it.
     """
 
@@ -149,6 +150,7 @@ class Graph:
         tied: other qualified names of a parameter, ``{alias: name in the graph}``.
         updates: buffers that the forward changes, ``{buffer name: new value}``.
         sends: how many of the first outputs are tensors for later pipeline stages.
+        arriving: inputs that are tensors of earlier pipeline stages, by name.
     """
 
     nodes: tuple[Node, ...]
@@ -157,6 +159,7 @@ class Graph:
     tied: dict[str, str] = field(default_factory=dict)
     updates: dict[str, Ref] = field(default_factory=dict)
     sends: int = 0
+    arriving: frozenset[str] = frozenset()
 
     def spec(self, ref: Ref) -> Spec:
         """Spec of the tensor that ``ref`` names."""
@@ -215,6 +218,8 @@ class Graph:
         digest = hashlib.sha256()
         for node in self.nodes:
             digest.update(f"{node.name}|{node.kind}|{node.target}|{node.args}|{node.kwargs}|{node.outs}\n".encode())
+            if node.kind == "input" and node.needs_grad:
+                digest.update(b"and its gradient\n")
         digest.update(f"{self.outputs}|{sorted(self.tied.items())}|{sorted(self.updates.items())}".encode())
         return digest.hexdigest()[:16]
 

@@ -37,7 +37,7 @@ class StageGraph:
     @property
     def inputs(self) -> tuple[str, ...]:
         """Names of the model's own inputs that this stage reads."""
-        return tuple(n.target for _, n in self.graph.of_kind("input") if not n.hot)
+        return tuple(n.target for _, n in self.graph.of_kind("input") if n.target not in self.graph.arriving)
 
 
 def hot_ops(graph: Graph) -> list[int]:
@@ -52,9 +52,15 @@ def cut(graph: Graph, starts: Sequence[str]) -> tuple[StageGraph, ...]:
         starts: name of the first operator of every stage but the first, in execution order.
 
     Raises:
-        PlanError: an unknown operator, an order that is not that of execution, or a buffer that one stage changes and
-            another reads.
+        PlanError: an unknown operator, an order that is not that of execution, a buffer that one stage changes and
+            another reads, or an input that wants a gradient.
     """
+    wanted_grads = [n.target for _, n in graph.of_kind("input") if n.needs_grad]
+    if wanted_grads:
+        raise PlanError(
+            f"input '{wanted_grads[0]}' requires grad in the example: a pipeline computes gradients of parameters, not "
+            "of inputs; detach() it, or plan without stages"
+        )
     ops = hot_ops(graph)
     position = {graph.nodes[i].name: p for p, i in enumerate(ops)}
     for name in starts:
@@ -167,6 +173,7 @@ def _stage(
         {alias: name for alias, name in graph.tied.items() if name in names},
         {name: renumbered[graph.updates[name]] for name, s in made_at.items() if s == number},
         len(leaving),
+        frozenset(key for key, _ in takes),
     )
     gives = tuple(route_key(graph, ref) for ref in leaving)
     return StageGraph(number, cut_graph, tuple(takes), gives, tuple(positions))

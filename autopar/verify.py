@@ -7,7 +7,7 @@ graph on one device, and that with the model itself in eager mode, so a differen
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,7 +58,10 @@ class Difference:
 
 @dataclass
 class Trained:
-    """Steps of AdamW: every step's loss, the first step's gradients, the weights and buffers after the last."""
+    """Steps of AdamW: every step's loss, the first step's gradients, the weights and buffers after the last.
+
+    Gradients of inputs stand among the gradients, as ``input <name>``.
+    """
 
     losses: list[torch.Tensor]
     gradients: dict[str, torch.Tensor]
@@ -149,7 +152,7 @@ def train(
             typecheck(program)
     now = {k: v.detach().clone().requires_grad_(v.requires_grad) for k, v in weights.items()}
     held = dict(buffers)
-    optimizer = torch.optim.AdamW([v for v in now.values() if v.requires_grad], **ADAMW)
+    optimizer = _optimizer(now.values())
     losses, first = [], {}
     for step in range(steps):
         done = run_step(graph, plan, program, now, held, inputs, seed=seed + step)
@@ -159,9 +162,20 @@ def train(
         for name, leaf in now.items():
             leaf.grad = done.gradients.get(name)
         if step == 0:
-            first = done.gradients
+            first = {**done.gradients, **{input_name(k): g for k, g in done.arriving.items()}}
         optimizer.step()
     return Trained(losses, first, {k: v.detach() for k, v in now.items()}, held)
+
+
+def _optimizer(params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """AdamW; of a model that is frozen, with nothing to do."""
+    trained = [p for p in params if p.requires_grad]
+    return torch.optim.AdamW(trained or [torch.zeros(())], **ADAMW)
+
+
+def input_name(name: str) -> str:
+    """How the gradient of an input is called among those of parameters."""
+    return f"input {name}"
 
 
 def train_pipeline(
@@ -183,7 +197,7 @@ def train_pipeline(
                 typecheck(program)
     now = {k: v.detach().clone().requires_grad_(v.requires_grad) for k, v in weights.items()}
     held = dict(buffers)
-    optimizer = torch.optim.AdamW([v for v in now.values() if v.requires_grad], **ADAMW)
+    optimizer = _optimizer(now.values())
     losses, first = [], {}
     for step in range(steps):
         seeds = [step * len(microbatches) + i for i in range(len(microbatches))]
@@ -318,8 +332,11 @@ def train_eager(
     model = copy.deepcopy(model)
     names = [node.target for _, node in captured.graph.of_kind("param")]
     params = dict(model.named_parameters(remove_duplicate=False))
-    optimizer = torch.optim.AdamW([params[n] for n in names if params[n].requires_grad], **ADAMW)
+    optimizer = _optimizer(params[n] for n in names)
     losses, first = [], {}
+    given, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    given = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in given]
+    args, kwargs = pytree.tree_unflatten(given, spec)
     for step in range(steps):
         optimizer.zero_grad()
         out = model(*args, **kwargs)
@@ -328,6 +345,9 @@ def train_eager(
         losses.append(loss.detach())
         if step == 0:
             first = {n: g.detach().clone() for n in names if (g := params[n].grad) is not None}
+            for node, x in zip(captured.inputs, given, strict=True):
+                if node is not None and x.grad is not None:
+                    first[input_name(captured.graph.nodes[node].target)] = x.grad.detach().clone()
         optimizer.step()
     held = dict(model.named_buffers(remove_duplicate=False))
     buffers = {n.target: held[n.target] for _, n in captured.graph.of_kind("buffer") if n.target in held}

@@ -41,7 +41,7 @@ class Example:
         """The same call of another model of that kind, such as one in eval mode."""
         device = next((p.device for p in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
         args, kwargs, targets = pytree.tree_map_only(
-            torch.Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=device),
+            torch.Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=device, requires_grad=t.requires_grad),
             (self.args, dict(self.kwargs), self.targets),
         )  # fmt: skip
         return capture(model, args, kwargs, loss_fn=self.loss_fn, targets=targets)
@@ -104,7 +104,7 @@ def capture(
         raise CaptureError(f"expected a torch.nn.Module, got {type(model).__name__}; pass the model object itself")
     kwargs = dict(kwargs or {})
     prefix = ""
-    shapes = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().to("meta"), (tuple(args), kwargs, tuple(targets)))
+    shapes = pytree.tree_map_only(torch.Tensor, on_meta, (tuple(args), kwargs, tuple(targets)))
     example = Example(shapes[0], shapes[1], loss_fn, shapes[2])
     module: torch.nn.Module = model
     if loss_fn is not None:
@@ -124,6 +124,11 @@ def capture(
     return Captured(graph, in_spec, literals, inputs, exported.call_spec.out_spec, builder.constants, example)
 
 
+def on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """Its shape and dtype without values; it wants a gradient if ``tensor`` does."""
+    return tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
+
+
 def _without_aliases(inputs: Any) -> Any:
     """Copies of tensors that stand in several places: else the graph would read one place for all."""
     seen: set[int] = set()
@@ -131,11 +136,11 @@ def _without_aliases(inputs: Any) -> Any:
     def fresh(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             if id(leaf) in seen:
-                return leaf.clone()
+                return leaf.detach().clone().requires_grad_(leaf.requires_grad)
             seen.add(id(leaf))
         return leaf
 
     return pytree.tree_map(fresh, inputs)
 
 
-__all__ = ["Captured", "WithLoss", "capture"]
+__all__ = ["Captured", "WithLoss", "capture", "on_meta"]

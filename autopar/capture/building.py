@@ -75,7 +75,11 @@ class Builder:
             elif kind == "USER_INPUT":
                 if isinstance(val, torch.Tensor):
                     name = fx.name
-                    self.value[fx] = self._add(Node(name, "input", name, outs=(spec_of(val),)))
+                    grad = bool(val.requires_grad) and val.is_floating_point()
+                    # an input that wants a gradient is planned like what depends on parameters
+                    self.value[fx] = self._add(
+                        Node(name, "input", name, outs=(spec_of(val),), needs_grad=grad, hot=grad)
+                    )
                     user.append(self.value[fx].node)
                 else:
                     self.value[fx] = val

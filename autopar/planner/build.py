@@ -89,6 +89,7 @@ class Builder:
         allowed: what pins leave of an op's strategies; None allows all.
         allowed_params: the same for parameters, given the node and the choice.
         output_states: pinned placements by output position.
+        input_states: pinned placements by input name.
         cut_contractions: a contraction or attention must be cut on every axis, where it can be. For clusters that state
             no compute speed: there, computing everything everywhere would be free (Alpa does the same).
         in_flight: microbatches whose activations are kept at once.
@@ -105,6 +106,7 @@ class Builder:
     allowed: Allowed | None = None
     allowed_params: Callable[[Node, ParamChoice], bool] | None = None
     output_states: Mapping[int, State] = field(default_factory=dict)
+    input_states: Mapping[str, State] = field(default_factory=dict)
     keep_memory: bool = False
     cut_contractions: bool = False
     in_flight: int = 1
@@ -266,15 +268,22 @@ class Builder:
     # -- tensors of earlier stages
 
     def _arrivals(self, node: Node) -> list[State]:
-        """States in which a tensor of an earlier stage may arrive: whole, or sharded on one of its first dims."""
+        """States in which a tensor of an earlier stage may arrive: whole, or sharded on one of its first dims.
+
+        An input of the model that wants a gradient is whole, and so is its gradient: both are the caller's.
+        """
         whole = "I" if node.needs_grad else "R"
+        if node.target not in self.graph.arriving:
+            return [self.input_states.get(node.target, (whole,) * len(self.pricer.mesh))]
         shards = [f"S{d}" for d in range(min(3, len(node.out.shape)))]
         mesh = self.pricer.mesh
         options = [[whole] if size == 1 else [whole, *shards] for _, size in mesh]
         return [s for s in product(*options) if fits(node.out.shape, s, mesh)]
 
     def _arrival_seconds(self, node: Node, state: State) -> float:
-        """A whole tensor is sent in pieces and gathered on this side."""
+        """A whole tensor of an earlier stage is sent in pieces and gathered on this side."""
+        if node.target not in self.graph.arriving:
+            return 0.0
         n_bytes = self.pricer.local_bytes(node.out, state)
         axes = [name for p, (name, size) in zip(state, self.pricer.mesh, strict=True) if p[0] != "S" and size > 1]
         return self.microbatches * sum(self.pricer.axes[a].seconds("all_gather", n_bytes) for a in axes)

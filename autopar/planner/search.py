@@ -233,7 +233,7 @@ class _Setting:
         problem, decoder = Builder(
             self.graph, self.rules, self.folding, self.priced, options.optimizer, options.microbatches,
             pins.op if pins.ops else None, pins.param if pins.params else None, dict(options.outputs or {}),
-            keep_memory, bool(self.cluster.abstract), options.in_flight, self.again,
+            dict(options.inputs or {}), keep_memory, bool(self.cluster.abstract), options.in_flight, self.again,
         ).build()  # fmt: skip
         pins.require(problem)
         return problem, decoder
@@ -487,7 +487,7 @@ class _Pins:
                 raise PlanError(
                     f"no input '{name}'; inputs are {', '.join(n.target for _, n in self.graph.of_kind('input'))}"
                 )
-            self._place(f"input '{name}'", node.out.shape, state, "SR")
+            self._place(f"input '{name}'", node.out.shape, state, "SI" if node.needs_grad else "SR")
         for number, state in (self.options.outputs or {}).items():
             outputs = self.graph.outputs
             if not 0 <= number < len(outputs):

@@ -1,0 +1,101 @@
+"""Inputs that want gradients: under the cheapest plan and random ones they get those of one device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+from zoo import ZOO
+
+from autopar import verify as V
+from autopar.capture import Captured, capture
+from autopar.check import check
+from autopar.errors import PlanError
+from autopar.planner.draw import random_plan
+from autopar.planner.price import pricer
+from autopar.planner.search import Options, plan_graph
+from autopar.rules.registry import rules_of
+from autopar.staging import cut
+from hardware_profiles import abstract_cluster
+
+MESH = (("data", 2), ("tensor", 2))
+CLUSTER = abstract_cluster(dict(MESH), alpha=(1e-6,) * 2, beta=(1e-9,) * 2)
+
+
+def wanting(example: Any) -> Any:
+    """The same inputs; those that can want gradients do."""
+    return pytree.tree_map_only(
+        torch.Tensor, lambda t: t.detach().requires_grad_() if t.is_floating_point() else t, example
+    )
+
+
+def prepared(name: str, frozen: bool) -> tuple[Captured, tuple[Any, ...], V.Trained]:
+    case = ZOO[name]()
+    case.model.requires_grad_(not frozen)
+    args, kwargs = wanting((case.args, case.kwargs))
+    captured = capture(case.model, args, kwargs)
+    weights, buffers = V.state_of(captured, case.model)
+    state = weights, buffers, V.inputs_of(captured, args, kwargs)
+    eager = V.train_eager(captured, case.model, args, kwargs)
+    found = V.compare(name, V.train(captured, V.one_device(captured.graph), *state), eager)
+    assert found.worst < 1e-4, found
+    promoted = V.promoted(captured)
+    doubled = tuple(V.doubled(part) for part in state)
+    return promoted, doubled, V.train(promoted, V.one_device(promoted.graph), *doubled)
+
+
+@pytest.mark.parametrize(
+    "name, frozen",
+    [
+        ("mlp", False),
+        ("mlp", True),
+        pytest.param("mlp_mixer", True, marks=pytest.mark.slow),
+        pytest.param("resnet", False, marks=pytest.mark.slow),
+    ],
+)
+def test_same_numbers(name: str, frozen: bool) -> None:
+    captured, state, reference = prepared(name, frozen)
+    graph = captured.graph
+    wanted = [n.target for _, n in graph.of_kind("input") if n.needs_grad]
+    assert wanted and all(V.input_name(n) in reference.gradients for n in wanted)
+    cheapest = plan_graph(graph, CLUSTER, MESH)
+    assert all(cheapest.inputs[n] == ("I", "I") for n in wanted), "the caller's tensor is whole, and so its gradient"
+    assert any("S" in p for steps in cheapest.routes.values() for _, dst in steps for p in dst)
+    certificate = check(cheapest, graph, CLUSTER)
+    assert not certificate.failures, certificate
+    for label, plan in [("cheapest", cheapest)] + [
+        (f"random {s}", random_plan(graph, rules_of(graph), pricer(CLUSTER, MESH), s)) for s in range(3)
+    ]:
+        found = V.compare(label, V.train(captured, plan, *state), reference)
+        assert found.worst < 1e-9, found
+
+
+def test_a_pinned_input_has_its_piece_of_the_gradient() -> None:
+    captured, state, reference = prepared("mlp", False)
+    name = next(n.target for _, n in captured.graph.of_kind("input") if n.needs_grad)
+    plan = plan_graph(captured.graph, CLUSTER, MESH, Options(inputs={name: ("S0", "I")}))
+    assert plan.inputs[name] == ("S0", "I")
+    assert V.compare("pinned", V.train(captured, plan, *state), reference).worst < 1e-9
+    with pytest.raises(PlanError, match="use S<dim>, I, and"):
+        plan_graph(captured.graph, CLUSTER, MESH, Options(inputs={name: ("S0", "R")}))
+
+
+def test_plans_tell_gradients_of_inputs_apart() -> None:
+    case = ZOO["mlp"]()
+    without = capture(case.model, case.args, case.kwargs).graph
+    args, kwargs = wanting((case.args, case.kwargs))
+    graph = capture(case.model, args, kwargs).graph
+    assert graph.fingerprint != without.fingerprint
+    plan = plan_graph(without, CLUSTER, MESH)
+    with pytest.raises(PlanError, match="fingerprint"):
+        check(replace(plan), graph, CLUSTER)
+
+
+def test_a_pipeline_refuses_them() -> None:
+    case = ZOO["mlp"]()
+    args, kwargs = wanting((case.args, case.kwargs))
+    with pytest.raises(PlanError, match="requires grad in the example: a pipeline"):
+        cut(capture(case.model, args, kwargs).graph, ())
