@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 import torch
 
+from autopar.runtime import launch
+
 torch.set_num_threads(1)
+launch.PRELOADED += [
+    f"transformers.models.{name}.modeling_{name}"
+    for name in ("gpt2", "llama", "bert", "t5", "vit", "resnet", "whisper")
+]
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -25,6 +25,14 @@ import torch.distributed as dist
 from autopar.errors import AutoparError, RunError
 
 GRACE_SECONDS = 2.0
+PRELOADED = [
+    "torch.distributed.tensor", "torch.export._trace", "torch._dynamo", "torch.distributed._local_tensor",
+    "spmd_types", "highspy", "pulp", "networkx", "numpy", "rich", "typer",
+]  # fmt: skip
+"""Modules of others that are imported once for all ranks; more may be added before the first start.
+
+Not autopar itself: the server does not know of changes to ``sys.path``, and might find another copy.
+"""
 KEPT_HEAP = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
 """Has glibc keep freed memory up to 1 GiB: else large gradients are given back and paged in anew, or not, by chance.
 
@@ -63,7 +71,7 @@ def run_local(
         shared["GLOO_SOCKET_IFNAME"] = "lo"
         shared |= {name: os.environ.get(name, value) for name, value in KEPT_HEAP.items()}
     shared.update(env or {})
-    context = multiprocessing.get_context("spawn")
+    context = _context(env)
     processes: list[Any] = []
     pipes: dict[Connection, int] = {}
     deadline = time.monotonic() + timeout
@@ -84,6 +92,19 @@ def run_local(
         for pipe in pipes:
             pipe.close()
         del store
+
+
+def _context(env: Mapping[str, str] | None) -> Any:
+    """How ranks start: forked from a server process that has imported torch once and done nothing else.
+
+    A fresh interpreter for every rank imports torch again, which takes 1.6 CPU-seconds. Variables of the caller's own
+    may have to be there at the start of the interpreter, so with them, and where there is no fork, ranks are spawned.
+    """
+    if env or not sys.platform.startswith("linux"):
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOADED])
+    return context
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -103,10 +104,22 @@ def test_a_rank_that_raises_ends_the_others() -> None:
 def test_time_limit_leaves_no_process() -> None:
     with pytest.raises(RunError, match="did not finish within 6 s"):
         run_local(cases.sleep, 2, 60.0, timeout=6)
-    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
-    if children.exists():
-        for pid in children.read_text().split():
-            assert b"spawn_main" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    for pid in _children(os.getpid()):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        assert b"spawn_main" not in command
+        if b"forkserver" in command:  # ranks are its children
+            assert not _children(pid)
+
+
+def _children(parent: int) -> list[int]:
+    """Processes that a process has started and that still run."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            state, ppid = stat.read_text().rpartition(")")[2].split()[:2]
+            if int(ppid) == parent and state != "Z":
+                found.append(int(stat.parent.name))
+    return found
 
 
 @pytest.mark.parametrize(
