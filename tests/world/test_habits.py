@@ -1,0 +1,50 @@
+"""What people write in models trains as in eager mode, on one rank and on two under forced cuts, or is refused.
+
+Three batches with other values, padding and labels, a step of plain SGD after each: what the first batch bakes in, or
+what a buffer should have carried over, shows. Everything is in double precision and compared to 1e-9.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from habits import HABITS
+from habits.today import TODAY
+from habits.training import LIMIT_SECONDS, Step, differences, eager, one_rank, two_ranks, within
+
+from autopar.errors import AutoparError
+
+SEEDS = range(2)
+
+
+def _marks(name: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.xfail(strict=True, reason=TODAY[name])] if name in TODAY else []
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in HABITS])
+def test_trains_as_eager_or_is_refused(name: str) -> None:
+    kind = HABITS[name]
+    truth = [] if kind.refused else eager(kind)
+    steps: list[Step] = []
+    try:
+        with within(LIMIT_SECONDS):
+            captured = one_rank(kind, steps)
+            others = {seed: two_ranks(kind, captured, seed) for seed in SEEDS}
+    except AutoparError as error:
+        assert kind.refused, f"refused: {error}"
+        assert re.search(kind.refused, str(error)), str(error)
+        assert not differences(steps, eager(kind)[: len(steps)])
+        return
+    assert not kind.refused, "it was accepted" + str(differences(steps, eager(kind)))
+    if kind.random:
+        truth = two_ranks(kind, captured, None)
+    else:
+        assert not differences(steps, truth)
+    for seed, found in others.items():
+        listed = any(node.needs_grad for _, node in captured.graph.of_kind("input"))
+        assert not differences(found, truth, of_inputs=listed), f"two ranks, plan {seed}"
+
+
+def test_there_are_many() -> None:
+    assert len(HABITS) >= 120
