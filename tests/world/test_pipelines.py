@@ -51,7 +51,7 @@ def check(
     assert found.worst < 1e-9, (config, found)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n == "t5" else n for n in MODELS])
 def test_two_unequal_groups(name: str) -> None:
     check(name, "2+1", "1f1b", 2, 0)
 
