@@ -143,8 +143,8 @@ def two_ranks(kind: type[Habit], captured: Captured, seed: int | None) -> list[S
     return steps
 
 
-def differences(mine: list[Step], truth: list[Step], *, of_inputs: bool = True) -> list[str]:
-    """What is not equal, in words; nothing where all is. ``of_inputs``: their gradients too."""
+def differences(mine: list[Step], truth: list[Step]) -> list[str]:
+    """What is not equal, in words; nothing where all is."""
     said = []
     for i, (a, b) in enumerate(zip(mine, truth, strict=True)):
         pairs: list[tuple[str, dict[Any, Tensor], dict[Any, Tensor]]] = [
@@ -152,8 +152,6 @@ def differences(mine: list[Step], truth: list[Step], *, of_inputs: bool = True) 
             ("gradient of input", a.inputs, b.inputs), ("buffer", a.buffers, b.buffers),
         ]  # fmt: skip
         for what, ours, theirs in pairs:
-            if what == "gradient of input" and not of_inputs:
-                continue
             extra = [] if what == "buffer" else [n for n in ours if n not in theirs]  # constants are buffers of graphs
             for name in [*theirs, *extra]:
                 x, y = ours.get(name), theirs.get(name)
