@@ -9,6 +9,10 @@ one spelling for each thing, so that rules see few operators:
 * ``no_grad`` regions are inlined with their inputs detached;
 * tied parameters are one node with their other names in ``Graph.tied``.
 
+Plain values that the model's Python code reads on the way (:mod:`~autopar.capture.reads`) are kept in
+``Captured.guards``; what it writes, and random numbers that it draws outside torch, are refused where the next call
+would see them.
+
 While tracing, Python branches on tensors that are the same for every input (position ids, say) are answered by
 evaluating them, so libraries take the same path as in eager mode; a branch on data is an error that names the line.
 """
@@ -22,8 +26,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from autopar.capture.building import Builder
-from autopar.capture.tracing import export
+from autopar.capture.guards import Guards
+from autopar.capture.recorded import traced
 from autopar.errors import CaptureError
 from autopar.graph import Graph
 
@@ -58,6 +62,7 @@ class Captured:
         out_spec: pytree of the model's output, whose leaves are ``graph.outputs``.
         constants: tensors that the model's code makes and that are no registered buffers, by buffer name.
         example: the call that was captured.
+        guards: what Python code read while it was traced, and must still be so when the program runs.
     """
 
     graph: Graph
@@ -67,6 +72,7 @@ class Captured:
     out_spec: pytree.TreeSpec
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
     example: Example | None = field(default=None, compare=False, repr=False)
+    guards: Guards = field(default_factory=Guards, compare=False, repr=False)
 
 
 class WithLoss(torch.nn.Module):
@@ -112,16 +118,14 @@ def capture(
     elif targets:
         raise CaptureError(f"{len(targets)} targets were given without a loss_fn; pass loss_fn(output, *targets)")
     args, kwargs = _without_aliases((tuple(args), kwargs))
-    exported = export(module, args, kwargs)
+    guards, exported, builder, (graph, user_inputs) = traced(module, args, kwargs, prefix, loss_fn)
     leaves, in_spec = pytree.tree_flatten((args, kwargs))
-    builder = Builder(module, exported, prefix)
-    graph, user_inputs = builder.build()
     _ = graph.fingerprint, graph.alike, graph.consumers  # of the model, not of a plan: once, for all meshes
     literals = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
     if len(user_inputs) != len(leaves):
         raise CaptureError(f"the model takes {len(leaves)} input leaves, the captured graph {len(user_inputs)}")
     inputs = tuple(None if i in literals else user_inputs[i] for i in range(len(leaves)))
-    return Captured(graph, in_spec, literals, inputs, exported.call_spec.out_spec, builder.constants, example)
+    return Captured(graph, in_spec, literals, inputs, exported.call_spec.out_spec, builder.constants, example, guards)
 
 
 def on_meta(tensor: torch.Tensor) -> torch.Tensor:

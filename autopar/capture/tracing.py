@@ -16,7 +16,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 
-from autopar.errors import CaptureError
+from autopar.errors import AutoparError, CaptureError
 
 
 def _constant(tensor: Any, read: Callable[[torch.Tensor], Any] = lambda t: t) -> Any:
@@ -93,6 +93,8 @@ def export(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         try:
             with _like_eager(), _quiet():
                 return torch.export.export(module, args, kwargs, strict=False)
+        except AutoparError:
+            raise
         except Exception as error:
             raise CaptureError(_explain(error, module)) from error
 

@@ -309,6 +309,7 @@ class ParallelModule(torch.nn.Module):
         The loss is a plain tensor, the same on all ranks. Beside a loss, other outputs are DTensors without
         gradient; without one, all outputs are whole plain tensors.
         """
+        self._captured.guards.check()
         mixed = mixed_seed(self._seed, self._calls)
         object.__setattr__(self, "_calls", self._calls + 1)
         flat = self.run_local(

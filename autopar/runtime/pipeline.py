@@ -470,6 +470,7 @@ class PipelineModule(torch.nn.Module):
 
     def _microbatches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
         captured, k = self._captured, self._plan.microbatches
+        captured.guards.check()
         leaves = flatten_call(captured, self._signature, args, kwargs)
         found: list[dict[str, torch.Tensor]] = [{} for _ in range(k)]
         for i, (leaf, number) in enumerate(zip(leaves, captured.inputs, strict=True)):

@@ -1,0 +1,346 @@
+"""What a program took from Python, and whether it still is so.
+
+A graph is captured once. Numbers, flags and names that ``forward`` read from modules, from objects that hang on them
+(a config, a dict), from globals and closures are part of it from then on. Here they are kept with the places where they
+were read. A check compares them in a few microseconds; it holds no module alive, and a value whose owner is gone can
+change no more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import enum
+import operator
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autopar.errors import RunError
+
+PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
+         slice, range, enum.Enum, type(...))  # fmt: skip
+"""Types of values that are compared with ``==``."""
+NAMED = (types.FunctionType, types.BuiltinFunctionType, type)
+"""Functions and classes, such as an activation that was chosen: compared by identity, and they keep no module alive."""
+_MOST = 256
+"""Values in a container that is compared as a whole; a larger one is data."""
+
+
+class _Other:
+    """Stands for a value in a container that is no plain one: a tensor, a module."""
+
+    def __repr__(self) -> str:
+        return "..."
+
+
+OTHER = _Other()
+
+
+class Same:
+    """Stands for an object whose attributes were read: it must stay that object."""
+
+    def __init__(self, value: Any) -> None:
+        self.kind = type(value).__name__
+        self.ref: Callable[[], Any]
+        try:
+            self.ref = weakref.ref(value)
+        except TypeError:
+            self.ref = lambda: value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.ref() is other.ref()
+
+    def __hash__(self) -> int:
+        return hash(self.kind)
+
+    def __repr__(self) -> str:
+        return f"a {self.kind} object"
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is compared as it is."""
+    if isinstance(value, types.BuiltinFunctionType) and not isinstance(value.__self__, types.ModuleType | type(None)):
+        return False  # a method of some object
+    return isinstance(value, PLAIN) or isinstance(value, NAMED)
+
+
+def frozen(value: Any, depth: int = 4) -> Any:
+    """A copy of a container in which only plain values stand; :data:`OTHER` where there is none."""
+    if is_plain(value):
+        return value
+    if depth and isinstance(value, (tuple, list, set, frozenset)) and len(value) <= _MOST:
+        items = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
+        return tuple([type(value).__name__, *(frozen(v, depth - 1) for v in items)])
+    if depth and isinstance(value, Mapping) and len(value) <= _MOST:
+        return tuple(["dict", *((k if is_plain(k) else OTHER, frozen(v, depth - 1)) for k, v in value.items())])
+    if depth and type(value) is types.SimpleNamespace:
+        return frozen(vars(value), depth)
+    return OTHER
+
+
+def show(value: Any) -> str:
+    """A value for messages: a frozen container as it was written."""
+    if isinstance(value, tuple) and value and isinstance(value[0], str):
+        kind, *items = value
+        if kind == "dict":
+            return "{" + ", ".join(f"{k!r}: {show(v)}" for k, v in items) + "}"
+        if kind in ("list", "tuple", "set", "frozenset"):
+            return {"list": "[", "tuple": "("}.get(kind, "{") + ", ".join(map(show, items)) + {
+                "list": "]", "tuple": ")"}.get(kind, "}")  # fmt: skip
+    if isinstance(value, NAMED):
+        return getattr(value, "__qualname__", repr(value))
+    return repr(value)
+
+
+@dataclass(frozen=True)
+class Read:
+    """A value that tracing read.
+
+    Attributes:
+        path: whose it is, as the user would write it: ``layers.0``, ``layers.0.config``, or the file of a global.
+        name: the attribute, or the global; of a free variable ``cell_contents``, and its name is in the path.
+        value: what it was; of a container :func:`frozen`.
+        where: ``file.py:12`` of the first read, where known.
+        kind: ``attribute``, ``global`` or ``cell``.
+    """
+
+    path: str
+    name: str
+    value: Any
+    where: str = ""
+    kind: str = "attribute"
+
+    @property
+    def label(self) -> str:
+        """``'layers.0.scale'`` for messages."""
+        if self.kind == "cell":
+            return self.path
+        if self.kind == "global":
+            return f"global '{self.name}' of {self.path}"
+        return f"'{self.path}.{self.name}'" if self.path else f"'{self.name}'"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A value that is not what it was when the model was captured."""
+
+    read: Read
+    now: str
+
+    def __str__(self) -> str:
+        at = f" (read at {self.read.where})" if self.read.where else ""
+        return f"{self.read.label} is {self.now}, and was {show(self.read.value)} when the model was captured{at}"
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "gone"
+
+
+_MISSING = _Missing()
+
+
+class _Alike:
+    """Owners of which the same names are compared: one call fetches the values of all of them."""
+
+    def __init__(self, names: tuple[str, ...], lookup: Any) -> None:
+        self.get = lookup(*names)
+        self.owners: list[Any] = []
+        self.values: list[Any] = []
+
+    def same(self) -> bool:
+        return list(map(self.get, self.owners)) == self.values
+
+    def bury(self) -> None:
+        """Leave out owners that are no more."""
+        alive = []
+        for owner, value in zip(self.owners, self.values, strict=True):
+            with contextlib.suppress(ReferenceError):
+                owner.__class__  # noqa: B018  (of a dead proxy this raises)
+                alive.append((owner, value))
+        self.owners, self.values = [o for o, _ in alive], [v for _, v in alive]
+
+
+class Guards:
+    """What tracing read outside of tensors; empty for a model that reads nothing."""
+
+    def __init__(self) -> None:
+        self.reads: list[Read] = []
+        self.filled: tuple[str, ...] = ()
+        """Dicts to which the forward added tensors: caches that later calls read."""
+        self._by_path: dict[str, Callable[[], Any]] = {}
+        self._entries: list[tuple[Callable[[], Any], list[Read]]] = []
+        self._alike: dict[tuple[str, ...], _Alike] = {}
+        self._partly: list[tuple[Callable[[], Any], Read]] = []  # containers of which only a part is compared
+
+    def __reduce__(self) -> Any:
+        return Guards, ()  # in another process there is nothing that could change
+
+    def __len__(self) -> int:
+        return len(self.reads)
+
+    def __iter__(self) -> Iterator[Read]:
+        return iter(self.reads)
+
+    def add(self, owner: Any, reads: list[Read]) -> None:
+        """Guard values of one owner: an object for its attributes, a dict for globals, a cell for what it holds."""
+        if not reads:
+            return
+        self.reads.extend(reads)
+        kind = reads[0].kind
+        weak: Any
+        ref: Callable[[], Any]
+        try:
+            ref, weak = weakref.ref(owner), weakref.proxy(owner)
+        except TypeError:
+            weak = owner
+
+            def ref(owner: Any = owner) -> Any:
+                return owner
+
+        if kind == "attribute":
+            self._by_path[reads[0].path] = ref
+        self._entries.append((ref, reads))
+        names, values = [], []
+        for read in sorted(reads, key=lambda r: r.name):
+            now = _fetch(owner, read)
+            if _holds_other(read.value) or frozen(now) != read.value:
+                self._partly.append((ref, read))
+            else:
+                names.append(read.name)
+                values.append(copy.deepcopy(now) if isinstance(read.value, tuple) else read.value)
+        if names:
+            lookup = operator.itemgetter if kind == "global" else operator.attrgetter
+            key = ("global" if kind == "global" else "", *names)
+            alike = self._alike.setdefault(key, _Alike(tuple(names), lookup))
+            alike.owners.append(weak)
+            alike.values.append(values[0] if len(values) == 1 else tuple(values))
+
+    def owner(self, path: str) -> Any:
+        """The object at a path, if it is alive."""
+        ref = self._by_path.get(path)
+        return ref() if ref is not None else None
+
+    def read(self, path: str, name: str) -> Read | None:
+        """The guarded attribute of a module, if it is one."""
+        return next((r for r in self.reads if (r.path, r.name, r.kind) == (path, name, "attribute")), None)
+
+    def same(self) -> bool:
+        """Whether all values are what they were."""
+        try:
+            for alike in self._alike.values():
+                try:
+                    if not alike.same():
+                        return False
+                except ReferenceError:
+                    alike.bury()
+                    if not alike.same():
+                        return False
+            for ref, read in self._partly:
+                owner = ref()
+                if owner is not None and _now(owner, read) != read.value:
+                    return False
+        except (AttributeError, KeyError, ValueError, RuntimeError):  # it is gone, or a tensor now
+            return False
+        return True
+
+    def changes(self) -> list[Change]:
+        """The values that are not what they were."""
+        found: list[Change] = []
+        for ref, reads in self._entries:
+            owner = ref()
+            for read in reads if owner is not None else ():
+                now = _now(owner, read)
+                if now is not read.value and now != read.value:
+                    found.append(Change(read, "another object" if isinstance(now, Same) else show(now)))
+        return found
+
+    def check(self) -> None:
+        """Refuse to run a program that computes with values that are no longer so.
+
+        Raises:
+            RunError: it names them, with what they were.
+        """
+        if not self.same():
+            raise RunError(refusal(self.changes()))
+
+
+def refusal(changes: list[Change]) -> str:
+    """What to say of changed values."""
+    more = f"\n  and {len(changes) - 8} more" if len(changes) > 8 else ""
+    return (
+        "the program was captured with other values than the model has now:"
+        + "".join(f"\n  {change}" for change in changes[:8]) + more
+        + "\n  set them back, parallelize again, or pass on_change='recapture' to parallelize"
+    )  # fmt: skip
+
+
+def _now(owner: Any, read: Read) -> Any:
+    """The value of a read as it is, to be compared with what it was."""
+    value = _fetch(owner, read)
+    return Same(value) if isinstance(read.value, Same) else frozen(value)
+
+
+def _holds_other(value: Any) -> bool:
+    return value is OTHER or isinstance(value, Same) or (isinstance(value, tuple) and any(map(_holds_other, value)))
+
+
+def _fetch(owner: Any, read: Read) -> Any:
+    try:
+        return owner[read.name] if read.kind == "global" else getattr(owner, read.name)
+    except (AttributeError, KeyError, ValueError):
+        return _MISSING
+
+
+def _below(path: str, root: str) -> bool:
+    return not root or path == root or path.startswith(root + ".")
+
+
+def _moved(path: str, one: str, other: str) -> str:
+    """A path below ``one`` as it is below ``other``."""
+    return f"{other}.{path[len(one) :].lstrip('.')}".strip(".")
+
+
+def first_difference(guards: Guards, one: str, other: str, modules: Mapping[str, torch.nn.Module]) -> str | None:
+    """A value that tracing read in the module at path ``one`` and that is another one in the module at ``other``.
+
+    A block that is not traced because it is like another must be like it in what its Python code reads, too.
+
+    Args:
+        modules: of the model, by path.
+
+    Returns:
+        the attribute's path below the two modules; None where all are the same.
+    """
+    for read in guards.reads:
+        if read.kind != "attribute" or not _below(read.path, one):
+            continue
+        path = _moved(read.path, one, other)
+        owner: Any = modules.get(path)
+        if owner is None:  # an object that hangs on a module
+            owner = modules.get(other)
+            for part in path[len(other) :].strip(".").split("."):
+                owner = getattr(owner, part, None)
+        if not isinstance(read.value, Same) and _now(owner, read) != read.value:
+            return f"{_moved(read.path, one, '')}.{read.name}".lstrip(".")
+    return None
+
+
+def repeated(guards: Guards, one: str, other: str, modules: Mapping[str, torch.nn.Module]) -> None:
+    """Guard in the module at path ``other`` what was read in that at path ``one``: its trace stands for both."""
+    own: dict[str, list[Read]] = {}
+    for read in list(guards.reads):
+        if read.kind == "attribute" and _below(read.path, one) and not isinstance(read.value, Same):
+            path = _moved(read.path, one, other)
+            own.setdefault(path, []).append(Read(path, read.name, read.value, read.where))
+    for path, reads in own.items():
+        if path in modules:  # objects that hang on modules are mostly shared, and then guarded already
+            guards.add(modules[path], reads)
+
+
+__all__ = ["Change", "Guards", "Read", "first_difference", "frozen", "is_plain", "refusal", "repeated", "show"]

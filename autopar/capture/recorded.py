@@ -1,0 +1,118 @@
+"""A trace with what the model's Python code read on the way, and a refusal where the next call would be another one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from autopar.capture.building import Builder
+from autopar.capture.generators import draw_place
+from autopar.capture.guards import Guards
+from autopar.capture.reads import Recorder, Written, undone
+from autopar.capture.tracing import export
+from autopar.errors import AutoparError, CaptureError
+
+
+def traced(
+    module: torch.nn.Module, args: Any, kwargs: Any, prefix: str, loss_fn: Callable[..., Any] | None
+) -> tuple[Guards, Any, Builder, Any]:
+    """``(guards, exported program, builder, what it built)`` of a call of ``module``.
+
+    Raises:
+        CaptureError: it cannot be traced, changes what it reads at every call, or draws random numbers outside torch.
+    """
+    functions = (loss_fn,) if loss_fn is not None else ()
+
+    def once() -> tuple[Recorder, Any]:
+        recorder = Recorder(module, prefix, functions)
+        with undone(recorder):
+            with recorder:
+                exported = export(module, args, kwargs)
+            drawn = recorder.drew()
+            if drawn:
+                place = draw_place(lambda: export(module, args, kwargs), recorder.states)
+                recorder.set_back()
+                _refuse_draws(drawn, place)
+        return recorder, exported
+
+    recorder, exported = once()
+    builder = Builder(module, exported, prefix)
+    built = build(builder)
+    changed = recorder.changed
+    if changed:  # a flag that the first call sets is fine; a counter is not: see what the second call does
+        recorder.apply()
+        with undone(recorder):
+            second, exported = once()
+            if second.changed:
+                second.undo()
+                _refuse_changes(second.changed)
+            builder = Builder(module, exported, prefix)
+            again = build(builder)
+            if again[0].fingerprint != built[0].fingerprint:
+                _refuse_first_call(changed)
+        recorder, built = second, again
+    guards = recorder.guards()
+    guards.filled = recorder.filled
+    return guards, exported, builder, built
+
+
+def build(builder: Builder) -> Any:
+    """The graph; what goes wrong on the way is told with the place in the model.
+
+    Raises:
+        CaptureError: an operator is used in a way that the graph cannot express.
+    """
+    try:
+        return builder.build()
+    except AutoparError:
+        raise
+    except Exception as error:
+        where = ""
+        trace = error.__traceback__
+        while trace is not None:
+            for value in trace.tb_frame.f_locals.values():
+                if isinstance(value, torch.fx.Node) and value.op == "call_function":
+                    where = _at(value)
+            trace = trace.tb_next
+        raise CaptureError(
+            f"cannot capture{where}: {type(error).__name__}: {error}\n  this use of the operator is not known to "
+            "capture; write that line in another way"
+        ) from error
+
+
+def _at(fx: torch.fx.Node) -> str:
+    from autopar.capture.exported import at, module_of
+
+    return f" {fx.target} in '{module_of(fx)}'{at(fx)}"
+
+
+def _refuse_draws(drawn: Sequence[str], place: str) -> None:
+    if not place:
+        return  # something else in this process drew, or torch itself
+    at = f" at {place}" if place else ""
+    raise CaptureError(
+        f"forward draws a random number outside torch, from {' and '.join(drawn)}{at}: the program would use the same "
+        "one at every step\n  draw with torch (torch.rand, torch.bernoulli) and compute with it (torch.where), or draw "
+        "before the call and pass a tensor"
+    )
+
+
+def _refuse_changes(changed: Sequence[Written]) -> None:
+    lines = "".join(f"\n  {written}" for written in changed[:8])
+    raise CaptureError(
+        f"forward changes what it reads, at every call:{lines}\n  a program is captured once and would keep the first "
+        "value: count in a buffer (register_buffer, and a tensor operation on it), or set the value outside of forward"
+    )
+
+
+def _refuse_first_call(changed: Sequence[Written]) -> None:
+    lines = "".join(f"\n  {written}" for written in changed[:8])
+    raise CaptureError(
+        f"the first call of forward computes something else than later ones, as it changes what it reads:{lines}\n"
+        "  call the model once on real data, so that it is as it will be, and capture it then"
+    )
+
+
+__all__ = ["build", "traced"]

@@ -1,0 +1,272 @@
+"""What ``forward`` reads and writes outside of tensors: guarded, or refused with the place."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import random
+import types
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autopar
+from autopar.capture.guards import first_difference, repeated
+from autopar.errors import CaptureError, RunError
+
+TEMPERATURE = 1.0
+SETTINGS = types.SimpleNamespace(scale=2.0)
+GENERATOR = np.random.default_rng(0)
+COUNT = 0
+X = torch.arange(12.0).reshape(3, 4) / 7
+
+
+class Config:
+    def __init__(self) -> None:
+        self.alpha, self.unread = 0.5, 1
+
+
+class Part(nn.Module):
+    gain = 3.0
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(4, 4), nn.Dropout(0.0)
+        self.config, self.act, self.mode, self.unread = config, F.relu, "plus", 4
+        self.options = {"a": 1.0, "sizes": [1, 2]}
+
+    @property
+    def half(self) -> float:
+        return self.gain / 2
+
+    def forward(self, x):
+        x = self.act(self.linear(x)) * self.config.alpha * self.options["a"] * self.half
+        if self.mode == "plus":
+            x = x + 1
+        return self.drop(x)
+
+
+class Whole(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        config = Config()
+        self.first, self.second, self.temperature = Part(config), Part(config), 1.0
+
+    def forward(self, x):
+        return (self.second(self.first(x)) / self.temperature * TEMPERATURE * SETTINGS.scale).sum()
+
+
+class Made(nn.Module):
+    """A module with a forward and attributes of a test's own."""
+
+    def __init__(self, forward, **attributes) -> None:
+        super().__init__()
+        self.linear, self.own = nn.Linear(4, 4), forward
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x):
+        return self.own(self, self.linear(x)).sum()
+
+
+CHANGES = {
+    "number": (lambda m: (m, "temperature", 2.0), "'temperature' is 2.0, and was 1.0 when"),
+    "config": (lambda m: (m.second.config, "alpha", 1.0), "'first.config.alpha' is 1.0, and was 0.5"),
+    "another config": (lambda m: (m.first, "config", Config()), "'first.config' is another object, and was a Config"),
+    "of the class": (lambda m: (m.first, "gain", 1.0), "'first.gain' is 1.0, and was 3.0"),
+    "text": (lambda m: (m.second, "mode", "minus"), "'second.mode' is 'minus', and was 'plus'"),
+    "function": (lambda m: (m.second, "act", F.gelu), "'second.act' is gelu, and was relu"),
+    "dropout": (lambda m: (m.first.drop, "p", 0.5), "'first.drop.p' is 0.5, and was 0.0"),
+    "another dict": (lambda m: (m.first, "options", {"a": 2.0}), "'first.options' is {'a': 2.0}, and was {'a': 1.0,"),
+    "dict": (lambda m: (m.second.options, "a", 2.0), "'second.options' is {'a': 2.0, 'sizes': [1, 2]}, and was"),
+    "list in a dict": (lambda m: (m.second.options["sizes"], 0, 5), "'sizes': [5, 2]}, and was"),
+    "global": (lambda m: (globals(), "TEMPERATURE", 3.0), "global 'TEMPERATURE' of test_guards.py is 3.0, and was 1.0"),
+    "global settings": (lambda m: (vars(SETTINGS), "scale", 1.0), "'SETTINGS' of test_guards.py is {'scale': 1.0}"),
+    "type": (lambda m: (m, "temperature", torch.full((1,), 2.0)), "'temperature' is ..., and was 1.0"),
+}
+
+
+@functools.cache
+def whole():
+    model = Whole()
+    return model, autopar.capture(model, X)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_changed_value_is_named(name):
+    model, captured = whole()
+    captured.guards.check()
+    owner, key, value = CHANGES[name][0](model)
+    inside = isinstance(owner, dict | list)
+    before = owner[key] if inside else getattr(owner, key)
+    try:
+        owner.__setitem__(key, value) if inside else setattr(owner, key, value)
+        with pytest.raises(RunError) as caught:
+            captured.guards.check()
+    finally:
+        owner.__setitem__(key, before) if inside else setattr(owner, key, before)
+    assert CHANGES[name][1] in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 3  # one change, and what to do
+    captured.guards.check()
+
+
+def test_only_what_is_read_is_guarded():
+    model, captured = whole()
+    model.first.unread = model.first.config.unread = 17
+    model.new = 3
+    captured.guards.check()
+    read = captured.guards.read("first.config", "alpha")
+    assert read is not None and read.where.startswith("test_guards.py:")
+    assert "half" not in {r.name for r in captured.guards}  # computed from what is guarded
+    assert "training" not in {r.name for r in captured.guards}  # train() and eval() see to it
+
+
+def test_a_model_that_is_gone_changes_no_more():
+    model = Whole()
+    captured = autopar.capture(model, X)
+    config = model.first.config
+    del model
+    gc.collect()
+    captured.guards.check()
+    assert captured.guards.owner("first") is None
+    config.alpha = 7.0  # still held here
+    with pytest.raises(RunError, match="alpha"):
+        captured.guards.check()
+
+
+def test_capture_leaves_classes_and_containers_as_they_were():
+    model, _ = whole()
+    for cls in (Whole, Part, Config, nn.Linear, nn.Dropout):
+        assert "__getattribute__" not in vars(cls) and "__setattr__" not in vars(cls)
+    options = model.first.options
+    autopar.capture(model, X)
+    assert model.first.options is options
+
+
+def test_closures_of_a_loss_function():
+    weight = 2.0
+
+    def loss(out, y):
+        return ((out - y) ** 2).mean() * weight
+
+    captured = autopar.capture(nn.Linear(4, 4), X, loss_fn=loss, targets=X)
+    captured.guards.check()
+    weight = 3.0
+    with pytest.raises(RunError, match=r"variable 'weight' of .*loss is 3.0, and was 2.0"):
+        captured.guards.check()
+
+
+def test_blocks_that_read_other_values_differ():
+    model, captured = whole()
+    modules = dict(model.named_modules())
+    assert first_difference(captured.guards, "first", "second", modules) is None
+    model.second.drop.p = 0.25
+    assert first_difference(captured.guards, "first", "second", modules) == "drop.p"
+    model.second.drop.p = 0.0
+    one = autopar.capture(nn.ModuleDict({"block": Part(Config())})["block"], X, loss_fn=torch.sum).guards
+    repeated(one, "", "second", modules)
+    assert one.read("second.drop", "p") is not None
+    model.second.mode = "minus"
+    with pytest.raises(RunError, match=r"'second.mode' is 'minus'"):
+        one.check()
+    model.second.mode = "plus"
+
+
+# --- what forward writes ---------------------------------------------------------------------------------------------
+
+
+def count(self, x):
+    self.step += 1
+    return x * min(1.0, self.step / 10)
+
+
+def count_in_a_dict(self, x):
+    self.seen["n"] += 1
+    return x
+
+
+def append(self, x):
+    self.lengths.append(len(x))
+    return x
+
+
+def count_globally(self, x):
+    global COUNT
+    COUNT += 1
+    return x * COUNT
+
+
+def first_call(self, x):
+    if not self.ready:
+        self.ready = True
+        return x * 2
+    return x
+
+
+CHANGING = {
+    "counter": (count, {"step": 0}, r"'step', from 1 to 2 at test_guards.py:\d+"),
+    "counter in a dict": (count_in_a_dict, {"seen": {"n": 0}}, r"'seen', from {'n': 0} to {'n': 1} at test_guards.py"),
+    "list": (append, {"lengths": []}, r"'lengths', from \[\] to \[3\] at test_guards.py"),
+    "global": (count_globally, {}, "global 'COUNT' of test_guards.py, from 1 to 2"),
+    "first call": (first_call, {"ready": False}, "first call of forward.*\n.*'ready', from False to True"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_what_changes_at_every_call_is_refused(name):
+    forward, attributes, message = CHANGING[name]
+    model = Made(forward, **attributes)
+    with pytest.raises(CaptureError, match=message):
+        autopar.capture(model, X)
+    for key, value in attributes.items():
+        assert getattr(model, key) in (value, type(value)())  # as it was
+    assert COUNT == 0
+
+
+def test_a_flag_that_changes_nothing_settles():
+    def warn_once(self, x):
+        if not self.warned:
+            self.warned = True
+        self.last_rows = x.shape[0]
+        return x
+
+    model = Made(warn_once, warned=False)
+    captured = autopar.capture(model, X)
+    assert model.warned is True
+    captured.guards.check()
+
+
+def test_a_cache_of_tensors_is_left_empty():
+    def cached(self, x):
+        if len(x) not in self.masks:
+            self.masks[len(x)] = torch.ones(len(x), 1)
+        return x * self.masks[len(x)]
+
+    model = Made(cached, masks={})
+    captured = autopar.capture(model, X)
+    assert model.masks == {} and captured.guards.filled == ("'masks'",)
+    captured.guards.check()
+
+
+# --- random numbers outside torch ------------------------------------------------------------------------------------
+
+DRAWS = {
+    "random": (lambda self, x: x * random.random(), {}, "from random at"),
+    "randint": (lambda self, x: x * random.randint(1, 4), {}, "from random at"),
+    "numpy": (lambda self, x: x * float(np.random.rand()), {}, "from numpy.random at"),
+    "own numpy": (lambda self, x: x * float(self.draw.random()), {"draw": np.random.default_rng(0)}, "from 'draw' at"),
+    "own random": (lambda self, x: x * self.draw.random(), {"draw": random.Random(0)}, "from 'draw' at"),
+    "global": (lambda self, x: x * float(GENERATOR.random()), {}, "from global 'GENERATOR' of test_guards.py at"),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_random_numbers_outside_torch_are_refused(name):
+    forward, attributes, message = DRAWS[name]
+    before = random.getstate(), GENERATOR.bit_generator.state
+    with pytest.raises(CaptureError, match=f"draws a random number outside torch, {message} test_guards.py:\\d+"):
+        autopar.capture(Made(forward, **attributes), X)
+    assert (random.getstate(), GENERATOR.bit_generator.state) == before
