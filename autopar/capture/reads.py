@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dis
 import functools
 import sys
 import types
@@ -77,6 +78,7 @@ class Recorder:
         self.first: dict[tuple[int, str], tuple[Any, Read]] = {}
         self.raw: dict[tuple[int, str], Any] = {}
         self.before: dict[tuple[int, str], Any] = {}
+        self.counted: dict[tuple[int, str], tuple[Any, Read, Any]] = {}
         self.written: dict[tuple[int, str], Written] = {}
         self.fresh: set[tuple[int, str]] = set()
         self.generators: dict[int, tuple[Any, str, Any]] = {}
@@ -159,6 +161,14 @@ class Recorder:
             self.generators.setdefault(id(value), (value, Read(path, name, None).label, state_of(value)))
             return
         held = frozen(value)
+        if key in self.counted:  # not only counted: what the next call reads is another value
+            if not _only_counts(frame, name):
+                read, value = self.counted[key][1:]
+                self.first[key], self.raw[key] = (owner, read), value
+            return
+        if is_plain(value) and _only_counts(frame, name):
+            self.counted[key] = owner, Read(path, name, held, where), value
+            return
         if held is OTHER:
             if not isinstance(value, types.MethodType) and self._adopt(value, f"{path}.{name}".lstrip(".")):
                 self.first[key] = owner, Read(path, name, Same(value), where)
@@ -201,20 +211,20 @@ class Recorder:
         if known is None or known[0] is not owner:
             return
         key = id(owner), name
-        if key not in self.first:  # what is read later is the forward's own
+        if key not in self.first and key not in self.counted:  # what is read later is the forward's own
             self.fresh.add(key)
             return
         frame = sys._getframe(2)
         if from_machinery(frame):
             return
-        _, read = self.first[key]
+        read = self.first[key][1] if key in self.first else self.counted[key][1]
         self.written[key] = Written(owner, read, value, user_line(frame))
 
     # -- after a trace
 
     def _ended(self) -> None:
         """Note what the trace changed; containers get back what they held, and torch's copies of them make way."""
-        found = [w for w in self.written.values() if frozen(w.value) != w.read.value]
+        found = [w for key, w in self.written.items() if key in self.first and frozen(w.value) != w.read.value]
         filled = []
         for key, (owner, read) in self.first.items():
             container = self.raw[key]
@@ -243,7 +253,8 @@ class Recorder:
     def undo(self) -> None:
         """Give the attributes that a forward wrote the values that they had."""
         for key, written in self.written.items():
-            _restored(written.owner, written.read.name, self.raw[key])
+            before = self.raw[key] if key in self.raw else self.counted[key][2]
+            _restored(written.owner, written.read.name, before)
         for value in self.free:
             if is_plain(value.value):
                 value.restore()
@@ -299,6 +310,24 @@ def _stored(owner: Any, name: str, value: Any) -> bool:
             raw = vars(cls)[name]
             return raw is value or isinstance(raw, types.MemberDescriptorType)
     return False
+
+
+def _only_counts(frame: Any, name: str) -> bool:
+    """Whether a frame reads an attribute for ``self.name += 1``, which reads it for nothing else."""
+    return frame.f_lasti in _counts(frame.f_code).get(name, ())
+
+
+@functools.lru_cache(maxsize=4096)
+def _counts(code: types.CodeType) -> dict[str, list[int]]:
+    """Where code loads an attribute, by name, to add to it: it keeps the owner, to store the sum there again."""
+    found: dict[str, list[int]] = {}
+    before = ""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "LOAD_ATTR" and before == "COPY":
+            found.setdefault(instruction.argval, []).append(instruction.offset)
+        if instruction.opname not in ("CACHE", "EXTENDED_ARG"):
+            before = instruction.opname
+    return found
 
 
 def _only_more(before: Any, now: Any) -> bool:

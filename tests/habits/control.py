@@ -105,6 +105,8 @@ class BranchOnWrittenConstant(Habit):
 class PythonCounter(Habit):
     """``self.step += 1`` in forward, read in the same forward."""
 
+    refused = "'step', from 1 to 2"
+
     def __init__(self) -> None:
         super().__init__()
         self.step = 0
@@ -131,6 +133,8 @@ class PythonCounterUnread(Habit):
 class TemperatureSchedule(Habit):
     """A temperature that forward lowers at every call."""
 
+    refused = "'temperature', from"
+
     def __init__(self) -> None:
         super().__init__()
         self.temperature = 2.0
@@ -146,6 +150,8 @@ class TemperatureSchedule(Habit):
 class EveryOtherStep(Habit):
     """A branch on a counter."""
 
+    refused = "'step', from"
+
     def __init__(self) -> None:
         super().__init__()
         self.step = 0
@@ -158,6 +164,8 @@ class EveryOtherStep(Habit):
 @habit
 class FirstCallOnly(Habit):
     """Lazy initialization by a flag."""
+
+    refused = "first call of forward"
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,6 +182,8 @@ class FirstCallOnly(Habit):
 class CounterInADict(Habit):
     """State in a dict that belongs to the module."""
 
+    refused = "'state', from"
+
     def __init__(self) -> None:
         super().__init__()
         self.state = {"step": 0}
@@ -186,6 +196,8 @@ class CounterInADict(Habit):
 @habit
 class CounterInAConfig(Habit):
     """State in an object that is no module."""
+
+    refused = "'config.scale', from"
 
     class Config:
         scale = 1.0
@@ -201,6 +213,8 @@ class CounterInAConfig(Habit):
 
 @habit
 class CounterInAList(Habit):
+    refused = "'seen', from"
+
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[int] = []
@@ -215,6 +229,8 @@ _CALLS = [0]
 
 @habit
 class CounterInAGlobal(Habit):
+    refused = "global '_CALLS'"
+
     def __init__(self) -> None:
         super().__init__()
         _CALLS[0] = 0
