@@ -88,7 +88,7 @@ def capture(
     arguments.check(example_kwargs=example_kwargs, loss_fn=loss_fn, targets=targets)
     args, kwargs, targets = _example(model, inputs, example_kwargs, targets)
     try:
-        return _capture(model, args, kwargs, loss_fn=loss_fn, targets=targets)
+        found = _capture(model, args, kwargs, loss_fn=loss_fn, targets=targets)
     except CaptureError as error:
         if kwargs or len(args) != 2 or not isinstance(args[0], (tuple, list)) or not isinstance(args[1], Mapping):
             raise
@@ -96,6 +96,9 @@ def capture(
             f"{error}\n  a pair (args, kwargs) is two positional arguments; pass args as the example inputs, and "
             "example_kwargs=kwargs beside them"
         ) from error
+    if loss_fn is not None:
+        arguments.check_loss(found)
+    return found
 
 
 def _example(

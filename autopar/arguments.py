@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture import Captured
 from autopar.errors import AutoparError, CaptureError, MeshError
+from autopar.graph import Ref
 from autopar.pipeline import PipelinePlan
 from autopar.plan import Plan
 from autopar.runtime.agree import together
@@ -35,8 +36,12 @@ OPTIMIZERS = ("adamw", "adam", "sgd", "sgd_momentum")
 _Check = tuple[Callable[[Any], bool], str]
 
 
+MOST = 1 << 24
+"""No count of ranks, stages or microbatches is larger: it would only take time."""
+
+
 def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int) and not isinstance(value, bool) and value <= MOST
 
 
 def _number(value: Any) -> bool:
@@ -69,7 +74,11 @@ def _mesh_like(value: Any) -> bool:
 def _counts(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return bool(value) and all(_whole(m) for m in value)
-    return _whole(value) or value == "auto"
+    return _whole(value) or _auto(value)
+
+
+def _auto(value: Any) -> bool:
+    return isinstance(value, str) and value == "auto"
 
 
 _CHECKS: dict[str, _Check] = {
@@ -88,9 +97,10 @@ _CHECKS: dict[str, _Check] = {
     "placements": (_optional(lambda v: _table(v) and all(isinstance(k, str) or _whole(k) for k in v)),
                    "a dict such as {'x': 'S0,R'}, by names of inputs or numbers of outputs"),
     "recompute": (_texts, "a list of patterns of module paths, such as ['layers.*']"),
-    "memory_limit": (_optional(lambda v: isinstance(v, str) or _number(v)), "bytes, or such as '40GiB'"),
+    "memory_limit": (_optional(lambda v: isinstance(v, str) or (_number(v) and v < math.inf)),
+                     "bytes, or such as '40GiB'"),
     "microbatches": (_counts, "a whole number of 1 or more, several to choose from, or 'auto'"),
-    "stages": (_optional(lambda v: _whole(v) or v == "auto"), "a number of groups of devices from 1 on, or 'auto'"),
+    "stages": (_optional(lambda v: _whole(v) or _auto(v)), "a number of groups of devices from 1 on, or 'auto'"),
     "schedule": (_optional(lambda v: isinstance(v, str) or (_texts(v) and len(v) > 0)),
                  "a schedule's name, or several to choose from"),
     "cuts": (_optional(_texts), "a list of what stages begin with, such as ['layers.12']"),
@@ -155,6 +165,31 @@ def check_model(model: Any) -> None:
             )
 
 
+def check_loss(captured: Captured) -> None:
+    """Refuse a loss function that returned no loss.
+
+    Raises:
+        CaptureError: with what it returned.
+    """
+    graph = captured.graph
+    if graph.loss is not None:
+        return
+    trains = any(node.needs_grad for _, node in graph.of_kind("param"))
+    specs = [graph.nodes[o.node].outs[o.out] if isinstance(o, Ref) else None for o in graph.outputs]
+    made = [
+        f"a {spec.dtype} tensor of shape {spec.shape}" if spec else "a number" if isinstance(o, Ref) else shown(o)
+        for o, spec in zip(graph.outputs, specs, strict=True)
+    ]
+    scalars = [spec for spec in specs if spec is not None and spec.shape == ()]
+    if scalars and not trains:
+        return
+    why = ", through which no gradient flows back to the parameters" if scalars else ""
+    raise CaptureError(
+        f"loss_fn returned {', '.join(made) or 'nothing'}{why}; it must return a tensor of no dims (such as a mean) "
+        "that is computed from the model's output by torch, without .item(), float() or detach()"
+    )
+
+
 def check_optimizer(optimizer: Any) -> str:
     """The name of an optimizer for the planner.
 
@@ -176,7 +211,9 @@ def shown(value: Any) -> str:
     """A value in a message, not longer than a line."""
     if isinstance(value, torch.Tensor):
         return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
-    text = repr(value)
+    if isinstance(value, torch.nn.Module):
+        return f"a {type(value).__name__}"
+    text = " ".join(repr(value).split())
     return text if len(text) <= 80 else f"a {type(value).__name__}, {text[:60]}..."
 
 

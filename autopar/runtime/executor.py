@@ -32,7 +32,8 @@ from autopar.plan import Plan
 from autopar.runtime import prefetch
 from autopar.runtime.calls import describe, example_leaves, flatten_call, leaf_name, same_literal
 from autopar.runtime.reduce import Reducer, bucket_bytes
-from autopar.runtime.state import Held, Unit, as_dtensor, local_piece, make_units, torch_placements
+from autopar.runtime.spread import Part, SpreadModule, check_mode
+from autopar.runtime.state import Followed, Held, Unit, as_dtensor, local_piece, make_units, torch_placements
 
 warnings.filterwarnings("ignore", category=FutureWarning, module="spmd_types")  # it calls torch 2.12's names
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -53,7 +54,7 @@ def check_device_mesh(device_mesh: DeviceMesh, mesh: Mesh) -> None:
         raise MeshError(f"the plan is for mesh {show[0]}, the DeviceMesh is {show[1]}; plan again for this mesh")
 
 
-class ParallelModule(torch.nn.Module):
+class ParallelModule(SpreadModule):
     """What :func:`autopar.parallelize` returns: the model, spread over a mesh.
 
     Parameters are DTensors under the names that they have in the model; on a mesh of one device plain tensors, for
@@ -68,6 +69,7 @@ class ParallelModule(torch.nn.Module):
     _signature: inspect.Signature
     _helds: dict[str, Held]
     _held_buffers: dict[str, tuple[torch.Tensor, State]]
+    _followed: list[tuple[int, Followed]]
     _seed: int
     _calls: int
     _defer: bool
@@ -111,7 +113,7 @@ class ParallelModule(torch.nn.Module):
         put(self, "_device", torch.device(device_of(device_mesh)))
         put(self, "_program", lower(captured.graph, plan, self._device))
         put(self, "_signature", inspect.signature(model.forward))
-        put(self, "training", model.training)
+        put(self, "_mode", model.training)
         put(self, "_captured_training", model.training)
         put(self, "_skeleton", Skeleton(model) if model.training and shared is None else None)
         put(self, "_evaluation", None)
@@ -123,6 +125,7 @@ class ParallelModule(torch.nn.Module):
         put(self, "_accumulating", False)
         put(self, "_in_backward", False)
         self._register(model, values, shared)
+        self._set_mode_of(model)
         self._prepare()
 
     # -- state
@@ -197,7 +200,7 @@ class ParallelModule(torch.nn.Module):
         owner: torch.nn.Module = self
         for part in parents:
             if part not in owner._modules:
-                owner._modules[part] = torch.nn.Module()
+                owner._modules[part] = Part()
             child = owner._modules[part]
             assert child is not None
             owner = child
@@ -226,9 +229,13 @@ class ParallelModule(torch.nn.Module):
         put(self, "_input_slots", {s.name: i for i, s in enumerate(program.slots) if s.kind == "input"})
         put(self, "_seed_slot", next((i for i, s in enumerate(program.slots) if s.kind == "seed"), None))
         put(self, "_param_slots", [(i, self._helds[s.name]) for i, s in enumerate(program.slots) if s.kind == "param"])
+        put(self, "_followed", [])
+        registered = dict(self.named_buffers(remove_duplicate=False))
         for i, slot in enumerate(program.slots):
             if slot.kind == "buffer":
                 self._template[i] = self._held_buffers[slot.name][0]
+                if slot.name in registered:  # no constant of the model's code
+                    self._followed.append((i, Followed(slot.name, *self._owner(slot.name))))
             elif slot.kind == "param":
                 self._attach(i, self._helds[slot.name])
         leaves, spec = example_leaves(self._captured)
@@ -263,17 +270,10 @@ class ParallelModule(torch.nn.Module):
         """The ranks."""
         return self._mesh
 
-    def train(self, mode: bool = True) -> ParallelModule:
-        """Training mode, or eval mode: dropout off, batch norm by its running statistics, buffers unchanged.
-
-        Raises:
-            RunError: the model was captured in eval mode, or ``eval()`` changes more of it.
-        """
+    def _change_mode(self, mode: bool) -> None:
         check_mode(mode, self._captured_training, self._skeleton, self._captured, self._evaluation is not None)
         if not mode and self._captured_training and self._evaluation is None:
             self.prepare_evaluation()
-        super().train(mode)
-        return self
 
     def prepare_evaluation(self) -> None:
         """Make the program of eval mode, which reads the same parameters and buffers."""
@@ -282,16 +282,6 @@ class ParallelModule(torch.nn.Module):
         assert program.slots == self._program.slots[: len(program.slots)]
         run = prefetch.with_gathers(program, self._helds, self._schedule)
         object.__setattr__(self, "_evaluation", (program, run))
-
-    def _apply(self, fn: Any, recurse: bool = True) -> ParallelModule:
-        probe = torch.zeros(1, device=self._device)
-        moved = fn(probe)
-        if moved.device != probe.device or moved.dtype != probe.dtype:
-            raise RunError(
-                f"the program was made for {probe.device} and its dtypes; convert the model with .to() before "
-                "parallelize"
-            )
-        return self
 
     # -- running
 
@@ -331,6 +321,10 @@ class ParallelModule(torch.nn.Module):
         for slot, held in self._param_slots:
             if held.bind():
                 self._attach(slot, held)
+        for slot, buffer in self._followed:
+            if buffer.replaced():
+                template[slot] = buffer.local
+                self._held_buffers[buffer.name] = buffer.local, self._held_buffers[buffer.name][1]
         if self._seed_slot is not None:
             template[self._seed_slot] = torch.tensor(seed, dtype=torch.int64, device=self._device)
         self._schedule.begin(same_step=same_step)
@@ -519,6 +513,7 @@ class ParallelModule(torch.nn.Module):
         graph = self._captured.graph
         if graph.loss is None:
             raise RunError("the model has no scalar loss; pass loss_fn= and targets=, or call loss.backward() yourself")
+        self.check_trains()
         pieces = self._microbatches(args, kwargs, microbatches)
         total: torch.Tensor | None = None
         put = object.__setattr__
@@ -588,23 +583,6 @@ class ParallelModule(torch.nn.Module):
 
 
 # --- helpers ---------------------------------------------------------------------------------------------------------
-
-
-def check_mode(mode: bool, trained: bool, skeleton: Skeleton | None, captured: Captured, ready: bool) -> None:
-    """Refuse a mode that a module has no program for.
-
-    Args:
-        trained: the model was captured in training mode.
-        ready: its eval mode was checked before.
-    """
-    if mode and not trained:
-        raise RunError(
-            "this program was captured in eval mode; for training mode call model.train(), parallelize the model "
-            "again, and load this state_dict()"
-        )
-    if not mode and trained and not ready:
-        assert skeleton is not None
-        skeleton.check(captured)
 
 
 def mixed_seed(seed: int, call: int) -> int:

@@ -29,14 +29,17 @@ from autopar.pipeline import PipelinePlan
 from autopar.placements import State
 from autopar.runtime.backward import Halves
 from autopar.runtime.calls import flatten_call, same_literal
-from autopar.runtime.executor import ParallelModule, check_mode, device_of, mixed_seed
+from autopar.runtime.executor import ParallelModule, device_of, mixed_seed
+from autopar.runtime.norms import refuse_norms_on
 from autopar.runtime.rows import check_rows
+from autopar.runtime.spread import Part, SpreadModule, check_mode
 from autopar.runtime.state import as_dtensor
 from autopar.runtime.wires import Post, Wire
 from autopar.staging import StageGraph, cut
 from cost_models.pipeline import forward_only
 from cost_models.pipeline.actions import KINDS, Action
 
+_Shown = tuple[dict[str, Any], dict[str, Any], str]
 _Made = tuple[torch.Tensor | None, tuple[Any, ...]]
 
 
@@ -59,7 +62,7 @@ class _Stage:
         return self.module.device_mesh
 
 
-class PipelineModule(torch.nn.Module):
+class PipelineModule(SpreadModule):
     """A model in stages on several groups of ranks. Every rank holds the parameters of its own stages.
 
     Names of parameters are those of the model. ``train_step(*batch)`` takes the whole batch, which is as many
@@ -77,6 +80,7 @@ class PipelineModule(torch.nn.Module):
     _row: tuple[Action, ...]
     _spans: list[tuple[str, str, float, float]] | None
     _stages: dict[int, _Stage]
+    _shown: list[_Shown]
     _device: torch.device
     _post: Post
     _forward_post: Post
@@ -117,7 +121,7 @@ class PipelineModule(torch.nn.Module):
         put(self, "_captured", captured)
         put(self, "_rank", dist.get_rank())
         put(self, "_signature", inspect.signature(model.forward))
-        put(self, "training", model.training)
+        put(self, "_mode", model.training)
         put(self, "_captured_training", model.training)
         put(self, "_skeleton", Skeleton(model) if model.training else None)
         put(self, "_evaluates", False)
@@ -130,6 +134,9 @@ class PipelineModule(torch.nn.Module):
             )
             for s in plan.stages
         ]  # fmt: skip
+        if len({s.devices for s in plan.stages}) > 1:
+            for mesh in meshes:
+                refuse_norms_on(mesh)
         put(self, "_graphs", graphs)
         put(self, "_wires", _wires(graphs, plan))
         mine = [s for s, stage in enumerate(plan.stages) if self._rank in stage.devices]
@@ -143,14 +150,17 @@ class PipelineModule(torch.nn.Module):
         put(self, "_row", row)
         held: dict[str, torch.nn.Parameter] = {}
         stages: dict[int, _Stage] = {}
+        shown: list[_Shown] = []
         for s in mine:
             module = ParallelModule(
                 model, _captured(captured, graphs[s]), plan.stages[s].plan, meshes[s], given.__getitem__,
                 seed=self._seed, shared=held,
             )  # fmt: skip
             stages[s] = _Stage(module, graphs[s], row)
-            _adopt(self, module)
+            shown.extend(_adopt(self, module))
         put(self, "_stages", stages)
+        put(self, "_shown", shown)
+        self._set_mode_of(model)
         rows = {d: plan.schedule.flat_rows[plan.schedule.rank_of_stage[s]] for s, stage in enumerate(plan.stages)
                 for d in stage.devices}  # fmt: skip
         device = torch.device(device_of(meshes[mine[0]]))
@@ -173,6 +183,12 @@ class PipelineModule(torch.nn.Module):
         """The plan that this module runs."""
         return self._plan
 
+    def _follow(self) -> None:
+        """Have the stages read the parameters and buffers that are registered here."""
+        for there, here, key in self._shown:
+            if here[key] is not there[key]:
+                here[key] = there[key]
+
     # -- a step
 
     def train_step(self, *args: Any, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any) -> torch.Tensor:
@@ -186,9 +202,9 @@ class PipelineModule(torch.nn.Module):
         """
         if self._captured.graph.loss is None:
             raise RunError("the model has no scalar loss to train on; give loss_fn= and targets= when planning")
-        if self._captured_training and not self.training:
-            raise RunError("the module is in eval mode, so a step would train without dropout; call train() first")
+        self.check_trains()
         batches = self._microbatches(args, kwargs)
+        self._follow()
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for stage in self._stages.values():
             stage.module.forget_gradients()
@@ -218,19 +234,12 @@ class PipelineModule(torch.nn.Module):
             optimizer.zero_grad()
         return total.to(getattr(torch, self._captured.graph.spec(self._loss).dtype))
 
-    def train(self, mode: bool = True) -> PipelineModule:
-        """Training mode, or eval mode: dropout off, batch norm by its running statistics, buffers unchanged.
-
-        Raises:
-            RunError: the model was captured in eval mode, or ``eval()`` changes more of it.
-        """
+    def _change_mode(self, mode: bool) -> None:
         check_mode(mode, self._captured_training, self._skeleton, self._captured, self._evaluates)
         if not mode and self._captured_training and not self._evaluates:
             for stage in self._stages.values():
                 stage.module.prepare_evaluation()
             object.__setattr__(self, "_evaluates", True)
-        super().train(mode)
-        return self
 
     def evaluate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The mean loss of a batch without gradients, in the mode (:meth:`train`, ``eval()``) that is set.
@@ -281,6 +290,7 @@ class PipelineModule(torch.nn.Module):
         if self._captured.graph.loss is None:
             raise RunError("the model has no scalar loss; give loss_fn= and targets= when planning")
         total = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._follow()
         schedule = forward_only(len(self._graphs), self._plan.microbatches, self._plan.schedule.stages_of_rank)
         group = schedule.rank_of_stage[next(iter(self._stages))]
         for stage in self._stages.values():
@@ -454,6 +464,7 @@ class PipelineModule(torch.nn.Module):
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Whole parameters and buffers by the model's names, on rank 0; empty elsewhere."""
+        self._follow()
         own: dict[str, torch.Tensor] = {}
         for number, stage in self._stages.items():
             for name, value in stage.module.state_dict().items():
@@ -564,19 +575,27 @@ def _agreed(seed: int) -> int:
     return box[0]
 
 
-def _adopt(whole: torch.nn.Module, stage: torch.nn.Module) -> None:
-    """Let the pipeline show a stage's parameters and buffers under the model's names."""
+def _adopt(whole: torch.nn.Module, stage: torch.nn.Module) -> list[_Shown]:
+    """Let the pipeline show a stage's parameters and buffers under the model's names.
+
+    Returns:
+        Where each is shown and where the stage has it: someone may put another one where it is shown.
+    """
+    shown: list[_Shown] = []
     for path, module in stage.named_modules():
         owner = whole
         for part in path.split(".") if path else []:
             if part not in owner._modules:
-                owner._modules[part] = torch.nn.Module()
+                owner._modules[part] = Part()
             child = owner._modules[part]
             assert child is not None
             owner = child
         owner._parameters.update(module._parameters)
         owner._buffers.update(module._buffers)
         owner._non_persistent_buffers_set |= module._non_persistent_buffers_set
+        shown.extend((owner._parameters, module._parameters, key) for key in module._parameters)
+        shown.extend((owner._buffers, module._buffers, key) for key in module._buffers)
+    return shown
 
 
 def _ties(graphs: Sequence[StageGraph], plan: PipelinePlan) -> tuple[dict[str, tuple[int, ...]], tuple[Wire, ...]]:

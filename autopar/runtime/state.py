@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from autopar.errors import PlanError
+from autopar.errors import PlanError, RunError
 from autopar.placements import Mesh, State, format_state, local_shape, shard_dim
 from autopar.plan import ParamChoice
 from autopar.planner.params import path
@@ -194,6 +194,32 @@ def apply(kind: str, x: torch.Tensor, hop: Hop, backward: bool = False) -> torch
     return x
 
 
+# --- what may be replaced ---------------------------------------------------------------------------------------------
+
+Form = tuple[tuple[int, ...], torch.dtype, Any]
+
+
+def same_form(name: str, held: torch.Tensor, form: Form | None) -> Form:
+    """Shape, dtype and placement of a stored tensor, which a tensor that is put in its place must have too.
+
+    Raises:
+        RunError: it has others.
+    """
+    at = (held.device_mesh, tuple(held.placements)) if isinstance(held, DTensor) else None
+    now = tuple(held.shape), held.dtype, at
+    if form is not None and now != form:
+        show = [
+            f"{str(dtype).removeprefix('torch.')} of shape {shape}, "
+            + ("a plain tensor" if at is None else f"a DTensor placed {', '.join(map(str, at[1]))}")
+            for shape, dtype, at in (now, form)
+        ]
+        raise RunError(
+            f"{name} was replaced by another one that does not fit: {show[0]}; the program reads {show[1]}. Copy new "
+            "values into the one that there is, or use load_state_dict, which places them"
+        )
+    return now
+
+
 # --- parameters ------------------------------------------------------------------------------------------------------
 
 
@@ -220,6 +246,7 @@ class Held:
         self.local: torch.Tensor | None = None
         self.leaf: torch.Tensor = torch.empty(0)
         self.unit: Unit | None = None
+        self.form: Form | None = None
 
     @property
     def param(self) -> torch.nn.Parameter:
@@ -234,11 +261,13 @@ class Held:
         return not self.alias and self.choice.lifetime == "use"
 
     def bind(self) -> bool:
-        """Follow the stored parameter; whether the leaf is a new tensor."""
+        """Follow the stored parameter; whether the leaf is a new tensor, which nobody hears of yet."""
         param = self.param
         local = param._local_tensor if isinstance(param, DTensor) else param
         new = local is not self.local or (local is param and local.data_ptr() != self.leaf.data_ptr())
+        before = self.leaf
         if new:
+            self.form = same_form(f"parameter '{self.name}'", param, self.form)
             self.local = local
             if self.alias:
                 self.leaf = local.detach()
@@ -248,7 +277,7 @@ class Held:
                     self.leaf.untyped_storage().resize_(0)
         if self.leaf.requires_grad is not param.requires_grad:
             self.leaf.requires_grad_(param.requires_grad)
-        return new
+        return self.leaf is not before
 
     def give(self, grad: torch.Tensor) -> None:
         """Add a reduced gradient to the stored parameter's."""
@@ -260,6 +289,37 @@ class Held:
         else:
             held = param.grad
             (held._local_tensor if isinstance(held, DTensor) else held).add_(grad)
+
+
+class Followed:
+    """A buffer of the program, which is read where it is registered: someone may put another tensor there."""
+
+    def __init__(self, name: str, owner: torch.nn.Module, key: str) -> None:
+        self.name, self.owner, self.key = name, owner, key
+        self.seen = owner._buffers[key]
+        assert self.seen is not None
+        self.form = same_form(f"buffer '{name}'", self.seen, None)
+
+    def replaced(self) -> bool:
+        """Whether there is another tensor than at the last call.
+
+        Raises:
+            RunError: it has another shape, dtype or placement, or is no tensor.
+        """
+        now = self.owner._buffers.get(self.key)
+        if now is self.seen:
+            return False
+        if not isinstance(now, torch.Tensor):
+            raise RunError(f"buffer '{self.name}' is {now!r} now; the program reads a tensor of shape {self.form[0]}")
+        same_form(f"buffer '{self.name}'", now, self.form)
+        self.seen = now
+        return True
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's part, as the program reads it."""
+        assert self.seen is not None
+        return self.seen._local_tensor if isinstance(self.seen, DTensor) else self.seen
 
 
 class Unit:

@@ -20,6 +20,8 @@ import autopar
 
 CUT = {"constraints": {"*up": {"data": "b"}}}
 """The batch is cut over the ranks."""
+TOTAL_NORM = torch.nn.utils.get_total_norm
+"""A reference from before a pipeline is made."""
 PIPED = {"stages": 2, "schedule": "1f1b", "microbatches": 2, "cuts": ["down"]}
 
 
@@ -54,6 +56,7 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 
 
 def step(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> float:
+    """One step of training; returns the loss."""
     if hasattr(model, "train_step"):
         return float(model.train_step(x, optimizer=optimizer))
     loss = model(x)
@@ -120,6 +123,114 @@ def old_optimizer(piped: bool) -> str:
     optimizer = torch.optim.AdamW(model.parameters())
     pm = spread(model, piped, x)
     return said(lambda: pm.train_step(x, optimizer=optimizer))
+
+
+class Weighted(Net):
+    """The loss reads a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.linspace(0.5, 2.0, 6, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ((self.down(self.up(x).relu()) - x).square() * self.weight).mean()
+
+
+def loaded(piped: bool, assign: bool) -> float:
+    """Whole state dicts, with new values of buffers, are loaded on the way; optimizers are made anew (for assign)."""
+    xs, worst = batches(4), 0.0
+    model = Weighted()
+    alone = copy.deepcopy(model)
+    used: Any = spread(model, piped, xs[0], params=None if piped else {"*.weight": "S0 use"})
+    for i, x in enumerate(xs):
+        if i % 2 == 0:
+            for m in (used, alone):  # of a pipeline, each rank holds a part
+                state = {k: v * (2 + i) + 0.1 for k, v in Weighted().state_dict().items()}
+                m.load_state_dict(state, assign=assign, strict=not piped)
+            optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (used, alone)]
+        losses = [step(m, o, x) for m, o in zip((used, alone), optimizers)]
+        worst = max(worst, difference(*losses), weights(used, alone))
+    return worst
+
+
+def buffer_by_hand() -> list[Any]:
+    """Another tensor is put in a buffer's place: it counts, or is refused where it does not fit."""
+    x = batches(1)[0]
+    model = Weighted()
+    alone = copy.deepcopy(model)
+    pm = spread(model, False, x)
+    new = torch.linspace(3.0, 4.0, 6, dtype=torch.float64)
+    pm.weight, alone.weight = new, new.clone()
+    worst = difference(pm(x), alone(x))
+    pm.weight = new.float()
+    return [worst, said(lambda: pm(x))]
+
+
+def mode_by_hand(piped: bool) -> float:
+    """``pm.training = False`` is ``eval()``, and back."""
+    x, model = batches(1)[0], Net(0.5)
+    alone = copy.deepcopy(model).eval()
+    pm = spread(model, piped, x)
+    pm.training = False
+    with torch.no_grad():
+        found = difference(pm(x), alone(x))
+    pm.training = True
+    losses = [pm.train_step(x) for _ in range(2)]
+    assert losses[0] != losses[1], "dropout is on again"
+    return found
+
+
+def refused(what: str, piped: bool) -> str:
+    """What is said to a call."""
+    x, model = batches(1)[0], Net(0.5)
+    pm = spread(model, piped, x)
+    if what == "eval step":
+        pm.eval()
+        return said(lambda: pm.train_step(x))
+    if what == "clip":
+        from torch.nn.utils import clip_grad_norm_
+
+        pm.train_step(x)
+        return said(lambda: clip_grad_norm_(pm.parameters(), 1.0))
+    if what == "total norm":
+        pm.train_step(x)
+        return said(lambda: TOTAL_NORM([p.grad for p in pm.parameters()]))
+    if what == "part":
+        return said(lambda: next(iter(pm.children())).eval())
+    return said(lambda: getattr(pm, what)())
+
+
+def clips(piped: bool) -> float:
+    """The norm of all stages is right; torch's own stays right for everything else."""
+    x, model = batches(1)[0], Net()
+    alone = copy.deepcopy(model)
+    pm = spread(model, piped, x)
+    pm.train_step(x)
+    alone(x).backward()
+    wanted = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+    found = pm.clip_grad_norm_(0.1) if piped else whole(torch.nn.utils.clip_grad_norm_(pm.parameters(), 0.1))
+    grads = dict(alone.named_parameters())
+    return max(difference(found, wanted), *(difference(whole(p.grad), grads[n].grad) for n, p in pm.named_parameters()))
+
+
+DIFFERING: dict[str, list[dict[str, Any]]] = {
+    "constraints": [{"constraints": CUT["constraints"]}, {"constraints": None}],
+    "microbatches": [{"microbatches": 1}, {"microbatches": 2}],
+    "memory_limit": [{"memory_limit": "1GB"}, {"memory_limit": "2GB"}],
+    "example_inputs": [{"example_inputs": torch.zeros(8, 6)}, {"example_inputs": torch.zeros(4, 6)}],
+    "optimizer": [{"optimizer": "sgd"}, {"optimizer": "adamw"}],
+    "stages": [{"stages": 2}, {"stages": None}],
+    "mesh": [{"mesh": 2}, {"mesh": "local-x2"}],
+    "model": [{}, {"model": Net().eval()}],
+    "wrong type on one": [{}, {"cuts": "down"}],
+}
+
+
+def differing(what: str) -> str:
+    """Ranks that call parallelize with different arguments."""
+    call = {"model": Net(), "mesh": 2, "example_inputs": torch.zeros(8, 6, dtype=torch.float64)}
+    call.update(DIFFERING[what][dist.get_rank()])
+    return said(lambda: autopar.parallelize(**call))
 
 
 def several(calls: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:

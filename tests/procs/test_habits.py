@@ -14,11 +14,41 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
     **{f"an optimizer made before, {kind}, {'pipeline' if piped else 'cut'}": ("optimizer_before", kind, piped)
        for kind, piped in (("sgd", False), ("momentum", False), ("adamw", False), ("amsgrad", True), ("named", False),
                            ("named", True), ("adamw", True))},
+    **{f"load_state_dict, {'pipeline' if piped else 'cut'}{', assign' if assign else ''}": ("loaded", piped, assign)
+       for piped in (False, True) for assign in (False, True)},
+    **{f"training = False, {'pipeline' if piped else 'cut'}": ("mode_by_hand", piped) for piped in (False, True)},
+    **{f"clipped gradients, {'pipeline' if piped else 'cut'}": ("clips", piped) for piped in (False, True)},
     "an optimizer made before, ZeRO": ("optimizer_before", "adamw", False, {"*.weight": "S0 use", "*.bias": "S0 step"}),
 }  # fmt: skip
 """Cases that train as in eager mode."""
 
+WORDS = {
+    "eval step": "RunError: the module is in eval mode, so a step would train without dropout; call train",
+    "part": "RunError: eval.. of a part of a parallel module",
+    "half": "RunError: the program was made for cpu and its dtypes, and would need torch.float64 on cpu turned into",
+    "float": "RunError: the program was made for cpu",
+    "cuda": "RunError: the program cannot be moved from cpu",
+}
 ERRORS: dict[str, tuple[tuple[Any, ...], str]] = {
+    **{
+        f"{what}, {'pipeline' if piped else 'cut'}": (("refused", what, piped), text)
+        for what, text in WORDS.items()
+        for piped in (False, True)
+    },
+    "torch's clip_grad_norm_, pipeline": (
+        ("refused", "clip", True),
+        "RunError: torch's norm of the gradients of a pip",
+    ),
+    "torch's total norm, pipeline": (("refused", "total norm", True), "RunError: torch's norm of the gradients of a"),
+    **{
+        f"other {what} on another rank": (("differing", what), f"AutoparError: {what} differs between ranks: it is ")
+        for what in habits.DIFFERING
+        if what != "wrong type on one"
+    },
+    "a wrong type on one rank": (
+        ("differing", "wrong type on one"),
+        "AutoparError: (on rank 1: )?cuts is 'down'; give",
+    ),
     "an optimizer left behind, cut": (("old_optimizer", False), "RunError: .*holds 4 of 4 parameters that parallelize"),
     "an optimizer left behind, pipeline": (("old_optimizer", True), "RunError: .*parallelize.model, ..., optimizer="),
 }
@@ -28,7 +58,13 @@ ERRORS: dict[str, tuple[tuple[Any, ...], str]] = {
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
     """Results of all cases on two ranks, in one start of processes."""
-    return run_local(habits.several, 2, {**NUMBERS, **{name: call for name, (call, _) in ERRORS.items()}})
+    more = {"a buffer by hand": ("buffer_by_hand",)}
+    return run_local(habits.several, 2, {**more, **NUMBERS, **{name: call for name, (call, _) in ERRORS.items()}})
+
+
+def test_a_buffer_put_in_by_hand(found: list[dict[str, Any]]) -> None:
+    for difference, text in (rank["a buffer by hand"] for rank in found):
+        assert difference < 1e-9 and text.startswith("RunError: buffer 'weight' was replaced by another one that"), text
 
 
 @pytest.mark.parametrize("name", NUMBERS)

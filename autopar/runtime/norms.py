@@ -1,0 +1,69 @@
+"""``torch.nn.utils.clip_grad_norm_`` on the parameters of a pipeline is refused.
+
+A rank holds the gradients of its own stages, so the norm that torch computes from them would be that of these stages,
+another one on every group of ranks: gradients would be scaled apart without a word. The sum over all stages needs every
+rank, and torch's function does nothing on a rank whose stages have no gradients; ``PipelineModule.clip_grad_norm_``
+does it. All of torch's functions get their norm from one, so that is what is wrapped, however they were imported. Only
+gradients on the mesh of a stage are looked for; all others go to torch as they came.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad
+
+from autopar.errors import RunError
+
+_meshes: dict[int, weakref.ref[DeviceMesh]] = {}
+
+
+def refuse_norms_on(mesh: DeviceMesh) -> None:
+    """From now on, torch's norm of gradients on ``mesh``, one of several of a pipeline, is an error."""
+    key = id(mesh)
+    _meshes[key] = weakref.ref(mesh, lambda _: _meshes.pop(key, None))
+    _wrap()
+
+
+def _of_a_stage(tensor: Any) -> bool:
+    if not isinstance(tensor, DTensor):
+        return False
+    found = _meshes.get(id(tensor.device_mesh))
+    return found is not None and found() is tensor.device_mesh
+
+
+def _wrap() -> None:
+    """Put the refusal into torch's function itself, of which scripts may hold references from before."""
+    total_norm: Any = clip_grad._get_total_norm
+    if hasattr(total_norm, "_refuses_stages"):
+        return
+    inner = dict(zip(total_norm.__code__.co_freevars, total_norm.__closure__ or (), strict=True)).get("func")
+    if inner is not None:
+        inner.cell_contents = _refusing(inner.cell_contents)
+        total_norm._refuses_stages = True
+    else:
+        clip_grad._get_total_norm = torch.nn.utils.get_total_norm = _refusing(total_norm)
+
+
+def _refusing(real: Any) -> Any:
+    @functools.wraps(real)
+    def total_norm(tensors: Iterable[torch.Tensor] | torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        if any(map(_of_a_stage, tensors)):
+            raise RunError(
+                "torch's norm of the gradients of a pipeline would be that of this rank's stages alone, another one on "
+                "every rank; call pm.clip_grad_norm_(max_norm) on all ranks, which counts all stages"
+            )
+        return real(tensors, *args, **kwargs)
+
+    total_norm._refuses_stages = True  # type: ignore[attr-defined]
+    return total_norm
+
+
+__all__ = ["refuse_norms_on"]

@@ -1,0 +1,205 @@
+"""What parallel modules share as ``torch.nn.Module``: the mode, dtypes and devices, and loading a state dict.
+
+A parallel module has the names of the model's parameters and buffers, not its submodules: :class:`Part` stands where
+one was. What would be done to a submodule alone (its mode, its dtype, a call) has no effect on a program that was
+captured whole, so it is refused there.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from autopar.capture import Captured
+from autopar.capture.evaluation import Skeleton
+from autopar.errors import RunError
+from autopar.runtime.state import like
+
+
+class Part(torch.nn.Module):
+    """Holds the parameters of a submodule under its name, and runs only with the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        object.__setattr__(self, "_part_trained", True)
+
+    def train(self, mode: bool = True) -> Part:
+        """The mode of the whole, or the one that the submodule was captured in.
+
+        Raises:
+            RunError: another one.
+        """
+        if mode != self.training:
+            raise RunError(
+                f"{'train' if mode else 'eval'}() of a part of a parallel module: the program was captured as a whole; "
+                "set the submodule's mode before parallelize, or call train() or eval() on the parallel module"
+            )
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Always an error: there is no program of a part."""
+        raise RunError(
+            "a part of a parallel module cannot be called alone: the program was captured as a whole; call the "
+            "parallel module, or parallelize the submodule"
+        )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Part:
+        tensors = [*self.parameters(), *self.buffers()]
+        _check_conversion(fn, tensors, tensors[0].device if tensors else torch.device("cpu"))
+        return self
+
+
+class SpreadModule(torch.nn.Module):
+    """A model that was captured in one mode, with given dtypes, and is placed on devices."""
+
+    _captured: Captured
+    _captured_training: bool
+    _skeleton: Skeleton | None
+    _device: torch.device
+    _mode: bool = True
+
+    @property
+    def training(self) -> bool:  # type: ignore[override]
+        """The mode. Setting it is the same as calling :meth:`train`."""
+        return self._mode
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "_captured_training" not in self.__dict__:  # while it is made
+            return
+        if mode != self._mode:
+            self._change_mode(bool(mode))
+        object.__setattr__(self, "_mode", bool(mode))
+        for part in self.modules():
+            if isinstance(part, Part):
+                object.__setattr__(part, "training", bool(mode) and part.__dict__["_part_trained"])
+
+    def train(self, mode: bool = True) -> Any:
+        """Training mode, or eval mode: dropout off, batch norm by its running statistics, buffers unchanged.
+
+        Raises:
+            RunError: the model was captured in eval mode, or ``eval()`` changes more of it.
+        """
+        if not isinstance(mode, bool):
+            raise RunError(f"train: the mode is {mode!r}; give True or False")
+        self.training = mode
+        return self
+
+    def _change_mode(self, mode: bool) -> None:
+        """Have a program for the other mode, or refuse it."""
+        raise NotImplementedError
+
+    def _set_mode_of(self, model: torch.nn.Module) -> None:
+        """Begin in the modes of the model and of its submodules."""
+        object.__setattr__(self, "_mode", model.training)
+        modules = dict(model.named_modules(remove_duplicate=False))
+        for path, part in self.named_modules():
+            if isinstance(part, Part) and path in modules:
+                object.__setattr__(part, "_part_trained", modules[path].training or not model.training)
+                object.__setattr__(part, "training", modules[path].training)
+
+    def check_trains(self) -> None:
+        """Refuse a training step of a module that was put into eval mode.
+
+        Raises:
+            RunError: it says what to call.
+        """
+        if self._captured_training and not self.training:
+            raise RunError("the module is in eval mode, so a step would train without dropout; call train() first")
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        _check_conversion(fn, [*self.parameters(), *self.buffers()], self._device)
+        return self
+
+    def apply(self, fn: Callable[[torch.nn.Module], None]) -> Any:
+        """Always an error: ``fn`` would not meet the model's submodules.
+
+        Raises:
+            RunError: it says what to do instead.
+        """
+        raise RunError(
+            "apply() of a parallel module would not meet the model's own submodules, only names of their parameters; "
+            "apply it to the model before parallelize, or pass init= for a model on the meta device"
+        )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As of any module; a whole tensor, or a DTensor in another placement, is placed as what it replaces.
+
+        Raises:
+            RunError: with ``assign``, a tensor of another dtype: the program was made for the one that there is.
+        """
+        if not isinstance(state_dict, Mapping):
+            raise RunError(f"load_state_dict: expected a dict of tensors by name, got {type(state_dict).__name__}")
+        own = {
+            **dict(self.named_parameters(remove_duplicate=False)),
+            **dict(self.named_buffers(remove_duplicate=False)),
+        }
+        placed: OrderedDict[str, Any] = OrderedDict()
+        for name, value in state_dict.items():
+            held = own.get(name)
+            if isinstance(held, torch.Tensor) and isinstance(value, torch.Tensor) and value.shape == held.shape:
+                if assign and value.dtype != held.dtype:
+                    raise RunError(
+                        f"load_state_dict: '{name}' is {value.dtype} in the state dict and {held.dtype} in the "
+                        "program, which was made for that; load without assign=True, or parallelize a model of that "
+                        "dtype"
+                    )
+                value = _placed(value, held)
+            placed[name] = value
+        if hasattr(state_dict, "_metadata"):
+            placed._metadata = state_dict._metadata  # type: ignore[attr-defined]
+        return super().load_state_dict(placed, strict=strict, assign=assign)
+
+
+def _placed(value: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
+    if not isinstance(value, DTensor):
+        return like(held, value) if isinstance(held, DTensor) else value
+    if not isinstance(held, DTensor):
+        return value.full_tensor()
+    if value.device_mesh == held.device_mesh and value.placements != held.placements:
+        return value.redistribute(held.device_mesh, held.placements)
+    return value
+
+
+def _check_conversion(fn: Any, tensors: list[torch.Tensor], device: torch.device) -> None:
+    """Refuse ``.half()``, ``.to()`` and the like where they would change a dtype or a device.
+
+    Raises:
+        RunError: with what the program was made for.
+    """
+    kinds = {(t.dtype, t.device) for t in tensors} or {(torch.get_default_dtype(), device)}
+    for dtype, where in sorted(kinds, key=str):
+        probe = torch.zeros(1, device=where, dtype=dtype)
+        try:
+            moved = fn(probe)
+        except Exception as error:
+            raise RunError(f"the program cannot be moved from {where}: {error}") from error
+        if moved.device != where or moved.dtype != dtype:
+            raise RunError(
+                f"the program was made for {where} and its dtypes, and would need {dtype} on {where} turned into "
+                f"{moved.dtype} on {moved.device}; convert the model with .to() before parallelize"
+            )
+
+
+def check_mode(mode: bool, trained: bool, skeleton: Skeleton | None, captured: Captured, ready: bool) -> None:
+    """Refuse a mode that a module has no program for.
+
+    Args:
+        trained: the model was captured in training mode.
+        ready: its eval mode was checked before.
+    """
+    if mode and not trained:
+        raise RunError(
+            "this program was captured in eval mode; for training mode call model.train(), parallelize the model "
+            "again, and load this state_dict()"
+        )
+    if not mode and trained and not ready:
+        assert skeleton is not None
+        skeleton.check(captured)
+
+
+__all__ = ["Part", "SpreadModule", "check_mode"]

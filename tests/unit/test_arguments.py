@@ -1,0 +1,141 @@
+"""Every public argument of capture, plan and parallelize, given things of the wrong types: right, or an AutoparError
+that names the argument."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar import arguments
+
+X = torch.zeros(4, 4)
+
+
+class Something:
+    """Is nothing that anyone asked for."""
+
+    def __repr__(self) -> str:
+        return "Something()"
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return (self.up(x) * scale).square().mean()
+
+
+WRONG: dict[str, Any] = {
+    "None": None, "True": True, "minus one": -1, "zero": 0, "nan": float("nan"), "half": 0.5, "infinite": float("inf"),
+    "text": "no such thing", "no text": "", "bytes": b"abc", "empty tuple": (), "empty list": [], "numbers": [1, 2],
+    "texts": ["a", "b"], "nothings": [None], "pair": ("a", 1), "empty dict": {}, "dict": {"a": 1},
+    "by number": {1: "a"}, "dict of dicts": {"a": {"b": None}}, "set": {1}, "tensor": torch.zeros(2),
+    "class": nn.Linear, "module": nn.Linear(1, 1), "function": lambda: None, "something": Something(),
+    "path": Path("no/such/file"), "mesh": (("data", 2),),
+    "array": torch.zeros(2).numpy(), "dtype": torch.float32, "optimizer class": torch.optim.SGD,
+    "optimizer": torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), "complex": 1j, "huge": 10**30,
+}  # fmt: skip
+
+CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "capture": (autopar.capture, {"model": Net(), "inputs": X}),
+    "plan": (autopar.plan, {"model": Net(), "cluster": "local-x2", "inputs": X, "mesh": "data=2"}),
+    "plan in stages": (autopar.plan, {"model": Net(), "cluster": "local-x2", "inputs": X, "stages": 1}),
+    "parallelize": (autopar.parallelize, {"model": Net(), "mesh": 1, "example_inputs": X}),
+}
+OF_PIPELINES = ("mesh", "microbatches", "stages", "schedule", "cuts", "memory_limit")
+ROWS = [
+    (call, name) for call, (fn, _) in CALLS.items() for name in inspect.signature(fn).parameters
+    if call != "plan in stages" or name in OF_PIPELINES
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "name"), ROWS, ids=[f"{call}-{name}" for call, name in ROWS])
+def test_wrong_types(call: str, name: str) -> None:
+    fn, right = CALLS[call]
+    if name == "model":
+        right = {**right, "cluster": "local-x2"} if "plan" in call else right
+    for kind, wrong in WRONG.items():
+        try:
+            fn(**{**right, name: wrong})
+        except autopar.AutoparError as error:
+            assert len(str(error)) > 20, (kind, error)
+        except Exception as error:
+            raise AssertionError(f"{name} = {kind}: {type(error).__name__}: {error}") from error
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (
+            {"optimizer": torch.optim.SGD},
+            r"optimizer is <class .*SGD'> \(a class; make one of the model's parameters\)",
+        ),
+        ({"optimizer": 3}, "optimizer is 3; give adamw, adam, sgd, sgd_momentum, or a torch.optim.Optimizer"),
+        ({"cuts": "up"}, "cuts is 'up'; give a list"),
+        ({"stages": 2.0}, "stages is 2.0; give a number of groups"),
+        ({"schedule": 3}, "schedule is 3; give a schedule's name"),
+        ({"targets": 3}, "targets is 3; give a tuple"),
+        ({"captured": Net()}, "captured is .*; give what capture"),
+        ({"time_limit": "soon"}, "time_limit is 'soon'; give seconds"),
+        ({"memory_limit": True}, "memory_limit is True; give bytes"),
+        ({"recompute": [3]}, r"recompute is \[3\]; give a list of patterns"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_words(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(autopar.AutoparError, match=said):
+        autopar.plan(Net(), "local-x2", X, **{"mesh": "data=2", **wrong})
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "said"),
+    [
+        (lambda out, t: (out - t).square().mean(1), r"loss_fn returned a float32 tensor of shape \(4,\); it must"),
+        (lambda out, t: (out - t).square().mean().item(), "loss_fn returned"),
+        (lambda out, t: 3.0, "loss_fn returned 3.0"),
+        (lambda out, t: None, "loss_fn returned None"),
+        (lambda out, t: (out > t).sum(), r"int64 tensor of shape \(\), through which no gradient flows"),
+        (lambda out, t: (out - t).square().mean().detach(), "through which no gradient flows"),
+        (lambda out, t: (out - t).square().mean().reshape(1), r"of shape \(1,\)"),
+    ],
+    ids=["vector", "number", "constant", "nothing", "count", "detached", "one element"],
+)
+def test_loss_functions_that_return_no_loss(loss_fn: Any, said: str) -> None:
+    for call in (
+        lambda: autopar.capture(nn.Linear(4, 4), X, loss_fn=loss_fn, targets=X),
+        lambda: autopar.parallelize(nn.Linear(4, 4), 1, X, loss_fn=loss_fn, targets=X),
+    ):
+        with pytest.raises(autopar.CaptureError, match=said):
+            call()
+
+
+def test_a_frozen_model_may_have_a_loss_without_gradient() -> None:
+    model = nn.Linear(4, 4).requires_grad_(False)
+    pm = autopar.parallelize(model, 1, X, loss_fn=nn.functional.mse_loss, targets=X + 1)
+    assert torch.allclose(pm(X, X + 1), nn.functional.mse_loss(model(X), X + 1))
+
+
+def test_parallel_modules_inside() -> None:
+    inner = autopar.parallelize(nn.Linear(4, 4), 1, X)
+    with pytest.raises(autopar.CaptureError, match="its module 'body' is a ParallelModule already"):
+        autopar.parallelize(nn.Sequential(torch.nn.modules.container.OrderedDict(body=inner)), 1, X)
+    with pytest.raises(autopar.CaptureError, match="the model is a ParallelModule already"):
+        autopar.plan(inner, "local-x2", X)
+
+
+def test_descriptions_are_equal_where_arguments_are() -> None:
+    same = arguments._described
+    assert same([torch.zeros(2, 3), 1]) == same([torch.ones(2, 3), 1]) != same([torch.ones(2, 3), 2])
+    assert same(lambda: 1) == same(lambda: 1)
+    assert same(object()) == same(object())
+    assert same({"a": X}) != same({"b": X})
+    assert len(same("x" * 1000)) < 250 and same("x" * 1000) != same("x" * 999 + "y")
