@@ -99,6 +99,7 @@ class Node:
         hot: the value depends on a parameter, or on an input that wants a gradient. Only hot nodes are planned by the
             ILP; the others follow demand.
         site: number of the node in the model's graph, where this one is part of a stage: random ops draw by it.
+        again: number of the region under activation checkpointing whose code made it; -1 for none.
     """
 
     name: str
@@ -112,6 +113,7 @@ class Node:
     needs_grad: bool = False
     hot: bool = False
     site: int = -1
+    again: int = -1
 
     @cached_property
     def refs(self) -> tuple[Ref, ...]:

@@ -12,7 +12,7 @@ from autopar.graph import Ref, Spec
 
 DROPPED = frozenset({
     "aten._assert_tensor_metadata.default", "aten._assert_async.msg", "aten.alias.default", "aten.contiguous.default",
-    "aten.lift_fresh_copy.default", "aten.lift_fresh.default", "aten.clone.default", "aten.detach_.default",
+    "aten.lift_fresh_copy.default", "aten.lift_fresh.default", "aten.clone.default",
     "aten._assert_scalar.default", "aten.sym_constrain_range_for_size.default", "aten.positive.default",
     "aten.feature_dropout.none",
 })  # fmt: skip

@@ -21,7 +21,7 @@ from autopar.lower.emit import lower
 from autopar.lower.typecheck import typecheck
 from autopar.pipeline import PipelinePlan, StageChoice
 from autopar.placements import Mesh
-from autopar.plan import ParamChoice, Plan
+from autopar.plan import ParamChoice, Plan, route_key
 from autopar.planner.draw import random_plan
 from autopar.planner.price import pricer
 from autopar.planner.search import plan_graph
@@ -102,9 +102,16 @@ def one_device(graph: Graph) -> Plan:
         {n.name: ("I",) for n in graph.nodes if n.kind == "op"},
         {n.target: ParamChoice(*(("I" if n.needs_grad else "R",),) * 2) for _, n in graph.of_kind("param")},
         {n.target: ("R",) for _, n in graph.of_kind("buffer")},
-        tuple(_whole(graph, o) if isinstance(o, Ref) else None for o in graph.outputs), {},
+        tuple(_whole(graph, o) if isinstance(o, Ref) else None for o in graph.outputs), _read_without_gradient(graph),
         {n.target: ("I",) for _, n in graph.of_kind("input") if n.needs_grad},
     )  # fmt: skip
+
+
+def _read_without_gradient(graph: Graph) -> dict[str, tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]]:
+    """Routes of the tensors that have a gradient and are also read where none flows: by a detach, into a buffer."""
+    read = [(ref, node.needs_grad) for node in graph.nodes for ref in node.refs]
+    read += [(ref, False) for ref in graph.updates.values()]
+    return {route_key(graph, ref): ((("I",), ("R",)),) for ref, flows in read if not flows and _whole(graph, ref) == ("I",)}
 
 
 def _whole(graph: Graph, ref: Ref) -> tuple[str, ...]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from autopar.capture.exported import at, flat, get, is_inplace, is_random, module_of, source_of, spec_of
+from autopar.capture.own import own_operator
 from autopar.capture.pruning import without_dead
 from autopar.errors import CaptureError
-from autopar.graph import Graph, Node, Ref, Spec, refs_in
+from autopar.graph import Graph, Node, Ref, Spec, map_refs, refs_in
 from autopar.normalize import DROPPED, FUNCTIONAL, normalize
 
 _VIEW_WRITES = frozenset(
@@ -38,6 +41,8 @@ class Builder:
         self.now: dict[Ref, Ref] = {}
         self.cse: dict[Any, int] = {}
         self.constants: dict[str, torch.Tensor] = {}
+        self.detached: dict[Ref, Ref] = {}
+        self.region = -1
 
     # -- placeholders
 
@@ -103,8 +108,8 @@ class Builder:
         while name in self.names:
             name, count = f"{node.name}_{count}", count + 1
         self.names.add(name)
-        if name != node.name:
-            node = Node(**{**node.__dict__, "name": name})
+        if name != node.name or (self.region >= 0 and node.kind == "op"):
+            node = replace(node, name=name, again=self.region if node.kind == "op" else -1)
         self.nodes.append(node)
         return Ref(len(self.nodes) - 1)
 
@@ -143,7 +148,7 @@ class Builder:
             item = container[fx.args[1]]  # type: ignore[index]
             self.value[fx] = item
             return
-        name = str(target)
+        name = str(target).replace("detach_.", "detach.")  # from there on the tensor is another, and only that is read
         if "wrap_with_set_grad_enabled" in name:
             self._region(fx, bool(fx.args[0]))
             return
@@ -154,6 +159,11 @@ class Builder:
             )
         args = torch.fx.node.map_arg(fx.args, self._look)
         kwargs = dict(torch.fx.node.map_arg(fx.kwargs, self._look))
+        if no_grad:
+            args, kwargs = (map_refs(v, self._without_grad(fx)) for v in (args, kwargs))
+        if name.startswith("autopar."):
+            self.value[fx] = own_operator(self, fx, name, args, no_grad)
+            return
         if name in DROPPED:
             self.value[fx] = args[0] if args and not name.startswith("aten._assert") else None
             return
@@ -183,9 +193,9 @@ class Builder:
     def _emit(self, fx: torch.fx.Node, name: str, args: Any, kwargs: Any, val: Any, no_grad: bool) -> Any:
         mutated: Ref | None = None
         if is_inplace(fx.target) and name in FUNCTIONAL:
-            mutated = args[0]
+            mutated = self._look(fx.args[0])  # type: ignore[arg-type]
             name = FUNCTIONAL[name]
-        elif is_inplace(fx.target):
+        elif is_inplace(fx.target) and name != "aten.detach.default":
             raise CaptureError(f"in-place '{name}' in '{module_of(fx)}'" + at(fx) + "\n  write it out of place")
         outs = tuple(spec_of(v) if isinstance(v, torch.Tensor) else None for v in flat(val))
         form = normalize(name, args, kwargs, outs, self._spec_of)
@@ -235,16 +245,22 @@ class Builder:
     def _region(self, fx: torch.fx.Node, enabled: bool) -> None:
         body = self.value[fx.args[1]]  # type: ignore[index]
         inputs = [self._look(a) if isinstance(a, torch.fx.Node) else a for a in fx.args[2:]]
-        if not enabled:
-            inputs = [
-                self._op(fx, "aten.detach.default", (v,), {}, (self._spec_of(v),), True)
-                if isinstance(v, Ref) and self.nodes[v.node].needs_grad else v
-                for v in inputs
-            ]  # fmt: skip
         placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
         for placeholder, v in zip(placeholders, inputs, strict=True):
             self.value[placeholder] = v
         self.value[fx] = self._walk(body, not enabled)
+
+    def _without_grad(self, fx: torch.fx.Node) -> Callable[[Ref], Ref]:
+        """What an operator without gradients reads: what is only passed on in such a region keeps its own."""
+
+        def detached(ref: Ref) -> Ref:
+            if not self.nodes[ref.node].needs_grad or not self._spec_of(ref).is_float:
+                return ref
+            if ref not in self.detached:
+                self.detached[ref] = self._op(fx, "aten.detach.default", (ref,), {}, (self._spec_of(ref),), True)
+            return self.detached[ref]
+
+        return detached
 
     # -- writes
 

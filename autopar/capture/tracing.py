@@ -16,6 +16,10 @@ import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 
+from autopar.capture.functions import whole_functions
+from autopar.capture.hooks import as_in_eager
+from autopar.capture.recording import recording
+from autopar.capture.regions import marked_regions
 from autopar.errors import AutoparError, CaptureError
 
 
@@ -88,15 +92,20 @@ def _like_eager() -> Iterator[None]:
 
 
 def export(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            with _like_eager(), _quiet():
-                return torch.export.export(module, args, kwargs, strict=False)
-        except AutoparError:
-            raise
-        except Exception as error:
-            raise CaptureError(_explain(error, module)) from error
+    """The exported program; its ``recording`` says what autopar's own operators in it stand for."""
+    with recording() as record:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                with _like_eager(), whole_functions(module), marked_regions(), as_in_eager(module), _quiet():
+                    exported = torch.export.export(module, args, kwargs, strict=False)
+            except AutoparError as error:  # it says what and where
+                raise type(error)(str(error)) from None
+            except Exception as error:
+                raise CaptureError(_explain(error, module)) from error
+        record.tell()
+    exported.recording = record
+    return exported
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from autopar.placements import Mesh, local_shape
+from autopar.rules.function import PREFIX
 from autopar.rules.notation import Call, Option, Rule
 
 
@@ -61,6 +62,9 @@ def local_call(call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh, si
         shape = list(local_shape(call.out.shape, state, mesh))
         position, name = rule.shape_arg
         args, kwargs = Call(call.target, args, kwargs, call.ins, call.outs).replaced(position, name, shape)
+    if call.target.startswith(PREFIX):
+        callee, *leaves = args
+        return LocalCall(callee, tuple(leaves), {"seed": Seed(), "site": site} if rule.random else {}, False)
     distributed: Mapping[str, tuple[str, ...]] = {f: a for f, a in axes.items() if f in rule.distributed_factors}
     if rule.random:
         assert rule.distributed is not None

@@ -128,6 +128,7 @@ class Rule:
         random: draws random numbers: ``distributed`` replaces the operator always, on every mesh, and also gets
             ``seed`` (int64 tensor without dims), ``site`` (int), ``shape`` (the global output shape) and ``shards``
             (per output dim, the axis names that cut it), so that the draw does not depend on the mesh.
+        whole_gradients: the backward may not be linear in the gradient, so no rank runs it on a term of a sum.
     """
 
     sizes: Mapping[str, int]
@@ -148,6 +149,7 @@ class Rule:
     saves: tuple[int, ...] = ()
     saves_out: bool = False
     random: bool = False
+    whole_gradients: bool = False
 
     @cached_property
     def cuttable(self) -> tuple[str, ...]:
@@ -318,7 +320,7 @@ def axis_options(rule: Rule, in_grads: Sequence[bool], out_grads: Sequence[bool]
         summed = "P" in outs
         ins = [_place(t, factor, "P" if summed and i in rule.additive else "R") for i, t in enumerate(rule.inputs)]
         options.append(option(factor, rule.in_as.get(factor, ins), rule.out_as.get(factor, outs)))
-    if any(out_grads):
+    if any(out_grads) and not rule.whole_gradients:
         options.append(option("R", ["R"] * n_in, ["R"] * n_out))
     for number, group in enumerate(rule.linear):
         options.append(option(f"P{number}", ["P" if i in group else "R" for i in range(n_in)], ["P"] * n_out))

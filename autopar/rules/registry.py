@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.errors import RuleError
-from autopar.graph import Graph
+from autopar.graph import Graph, Node
+from autopar.rules.function import PREFIX, has_rule, rule_of_function
 from autopar.rules.notation import Call, Rule, Term, call_of
 
 RuleFn = Callable[[Call], Rule]
@@ -63,7 +64,8 @@ def prove_with(target: str, *samples: Sample) -> None:
 
 
 def replicated(call: Call) -> Rule:
-    """The rule of an operator without a rule: nothing may be cut."""
+    """The rule of an operator without a rule: nothing may be cut. Of one that is not torch's own nothing is known of
+    the backward either, which may be no linear function of the gradient."""
     sizes: dict[str, int] = {}
 
     def term(shape: tuple[int, ...]) -> Term:
@@ -76,7 +78,10 @@ def replicated(call: Call) -> Rule:
 
     inputs = tuple(term(s.shape) for s in call.ins)
     outputs = tuple(term(o.shape) for o in call.outs if o is not None)
-    return Rule(sizes, inputs, outputs, whole=frozenset(sizes), saves=tuple(range(len(inputs))), saves_out=True)
+    return Rule(
+        sizes, inputs, outputs, whole=frozenset(sizes), saves=tuple(range(len(inputs))), saves_out=True,
+        whole_gradients=not call.target.startswith("aten."),
+    )  # fmt: skip
 
 
 def rule_for(call: Call) -> Rule:
@@ -86,10 +91,10 @@ def rule_for(call: Call) -> Rule:
         RuleError: the operator's rule does not understand this call; the message names the operator.
     """
     fn = RULES.get(call.target)
-    if fn is None:
+    if fn is None and not call.target.startswith(PREFIX):
         return replicated(call)
     try:
-        return fn(call)
+        return rule_of_function(call, replicated) if fn is None else fn(call)
     except RuleError as error:
         raise RuleError(f"{call.target}: {error}") from error
 
@@ -123,4 +128,8 @@ def rules_of(graph: Graph, representative: Sequence[int] | None = None) -> list[
 
 def ops_without_rule(graph: Graph) -> list[str]:
     """Names of the operators in the graph that have no rule."""
-    return sorted({n.target for n in graph.nodes if n.kind == "op" and n.target not in RULES})
+
+    def known(node: Node) -> bool:
+        return has_rule(node.args[0]) if node.target.startswith(PREFIX) else node.target in RULES
+
+    return sorted({n.target for n in graph.nodes if n.kind == "op" and not known(n)})

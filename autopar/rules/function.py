@@ -1,0 +1,299 @@
+"""What a user's own forward and backward become: one operator that calls them, on every rank.
+
+A :class:`torch.autograd.Function` and a tensor hook are Python code that no rule knows. A graph names such a call
+``function.<qualified name>``; the first argument of the node is a :class:`Callee`, which holds the code, and the others
+are what it was called with. The operator is kept whole, values and gradients: on every rank the user's own code sees
+what it would see on one device. :func:`function_rule` says in one line of notation what may be cut.
+
+Whole gradients are more than whole values. Every rule of a torch operator may be run with a pending gradient (each rank
+has a term of the sum), since its backward is linear in the gradient; a user's backward may clip or normalize it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+from autopar.errors import RuleError, RunError
+from autopar.rules.notation import Call, Rule, line
+
+PREFIX = "function."
+_DRAWS = 0x9E3779B97F4A7C15
+
+
+@dataclass(frozen=True)
+class Read:
+    """A parameter or buffer that the code reads from a module and that is not among its arguments."""
+
+    module: torch.nn.Module
+    key: str
+    name: str
+
+    @property
+    def table(self) -> dict[str, Any]:
+        """Where the module keeps it."""
+        return self.module._parameters if self.key in self.module._parameters else self.module._buffers
+
+
+@dataclass(frozen=True, eq=False)
+class Callee:
+    """The code of one ``function`` node: called with the leaves of its arguments, it gives a tuple of tensors.
+
+    Attributes:
+        name: qualified name of the Function.
+        fn: ``apply`` of the Function, or whatever else is called with the user's arguments.
+        identity: hash of the code, of the numbers in its closure and of the modes of the modules that it reads.
+        spec: tree of ``(args, kwargs)``.
+        objects: leaves that are neither tensors nor plain values, by position.
+        hidden: positions of tensors that stand in a list or tuple, where autograd does not look for them.
+        written: positions of tensors that the code writes to; it gets copies, and their new values follow its outputs.
+        reads: parameters and buffers that follow the leaves, and that the modules have while the code runs.
+        random: the code draws numbers: it does so alike on all ranks, and again when it runs again.
+        opaque: the code cannot run on tensors without values (it leaves torch).
+        double: results are cast to float64, for a comparison in double precision.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    identity: str
+    spec: pytree.TreeSpec
+    objects: tuple[tuple[int, Any], ...] = ()
+    hidden: tuple[int, ...] = ()
+    written: tuple[int, ...] = ()
+    reads: tuple[Read, ...] = ()
+    random: bool = False
+    opaque: bool = False
+    double: bool = False
+
+    def __repr__(self) -> str:  # stands in fingerprints
+        return f"{self.name}#{self.identity}"
+
+    def __post_init__(self) -> None:  # torch.fx writes programs with these
+        word = re.sub(r"\W+", "_", self.name.replace("<locals>", ""))
+        for key, value in (("__name__", word), ("__qualname__", word), ("__module__", "function")):
+            object.__setattr__(self, key, value)
+
+    def doubled(self) -> Callee:
+        """The same in double precision."""
+        return replace(self, double=True)
+
+    def __call__(self, *leaves: Any, seed: torch.Tensor | None = None, site: int = 0) -> Any:
+        """One tensor, or a tuple of several; ``seed`` of the step and ``site`` of the call are for code that draws."""
+        with contextlib.nullcontext() if seed is None or isinstance(seed, FakeTensor) else _drawing(seed, site, leaves):
+            if self.opaque and any(isinstance(x, FakeTensor) for x in leaves):
+                results = _OnZeros.apply(self, *leaves)
+            elif self.reads:
+                results = _WithReads.apply(self, *leaves)
+            else:
+                results = self.run(leaves)
+        if self.double:
+            results = tuple(x.double() if x.is_floating_point() else x for x in results)
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def run(self, leaves: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+        """The user's code: its outputs that are tensors, then the new values of what it writes to without saying so."""
+        values = list(leaves[: self.spec.num_leaves])
+        for k, value in self.objects:
+            values[k] = value
+        for k in self.hidden:
+            values[k] = values[k].detach()
+        for k in self.written:
+            values[k] = values[k].clone()
+        args, kwargs = pytree.tree_unflatten(values, self.spec)
+        outs = tensors_of(self.fn(*args, **kwargs))
+        ids = {id(x) for x in outs}
+        return (*outs, *(values[k].detach() for k in self.written if id(values[k]) not in ids))
+
+
+def tensors_of(result: Any) -> tuple[torch.Tensor, ...]:
+    """The tensors among what a Function returns: one value, or a tuple of them."""
+    return tuple(x for x in (result if isinstance(result, (tuple, list)) else (result,)) if isinstance(x, torch.Tensor))
+
+
+# --- code that reads modules, and code that leaves torch -------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def swapped(reads: Sequence[Read], values: Sequence[Any]) -> Iterator[None]:
+    """The modules have these values of the parameters and buffers that are read."""
+    tables = [(read.table, read.key) for read in reads]
+    before = [table[key] for table, key in tables]
+    try:
+        for (table, key), value in zip(tables, values, strict=True):
+            table[key] = value
+        yield
+    finally:
+        for (table, key), value in zip(tables, before, strict=True):
+            table[key] = value
+
+
+class _WithReads(torch.autograd.Function):
+    """Code that reads parameters of modules, such as a reversible network, whose backward calls ``backward()`` itself:
+    what arrives in ``grad`` of a parameter that way becomes the gradient of an input."""
+
+    @staticmethod
+    def forward(ctx: Any, callee: Callee, *leaves: Any) -> Any:
+        n = callee.spec.num_leaves
+        own = [
+            x.detach().requires_grad_(x.requires_grad and x.is_floating_point()) if isinstance(x, torch.Tensor) else x
+            for x in leaves
+        ]
+        with torch.enable_grad(), swapped(callee.reads, own[n:]):
+            outs = callee.run(own)
+        ctx.callee, ctx.own, ctx.outs = callee, own, outs
+        plain = tuple(x.detach() for x in outs)
+        ctx.mark_non_differentiable(*(d for d, x in zip(plain, outs, strict=True) if not x.requires_grad))
+        return plain
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        own, callee = ctx.own, ctx.callee
+        pairs = [(x, g) for x, g in zip(ctx.outs, grads, strict=True) if x.requires_grad and g is not None]
+        for x in own:
+            if isinstance(x, torch.Tensor):
+                x.grad = None
+        with torch.enable_grad(), swapped(callee.reads, own[callee.spec.num_leaves :]):
+            torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs], retain_graph=True)
+        return (None, *(x.grad if isinstance(x, torch.Tensor) else None for x in own))
+
+
+class _OnZeros(torch.autograd.Function):
+    """Shapes of code that needs values: it runs on zeros, and gradients are zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, callee: Callee, *leaves: Any) -> Any:
+        ctx.leaves = leaves
+        outs = on_zeros(callee.run, leaves)
+        fake = next(x for x in leaves if isinstance(x, FakeTensor))
+        made = tuple(fake.new_empty(tuple(x.shape), dtype=x.dtype) for x in outs)
+        ctx.mark_non_differentiable(*(m for m, x in zip(made, outs, strict=True) if not x.requires_grad))
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return (None, *(
+            torch.zeros_like(x) if isinstance(x, torch.Tensor) and x.requires_grad else None for x in ctx.leaves
+        ))  # fmt: skip
+
+
+def on_zeros(run: Callable[[Sequence[Any]], tuple[torch.Tensor, ...]], leaves: Sequence[Any]) -> Any:
+    """``run(leaves)`` with zeros on the CPU in place of tensors without values."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), unset_fake_temporarily(), torch.enable_grad():
+        real = [
+            torch.zeros(tuple(x.shape), dtype=x.dtype).requires_grad_(x.requires_grad)
+            if isinstance(x, torch.Tensor) else x
+            for x in leaves
+        ]  # fmt: skip
+        return run(real)
+
+
+# --- draws -----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _drawing(seed: torch.Tensor, site: int, leaves: Sequence[Any]) -> Iterator[None]:
+    """Torch's generators start from the step's seed and the number of the call, and go on as before afterwards."""
+    number = (int(seed.item()) ^ (site + 1) * _DRAWS) % (1 << 62)
+    devices = [x.device for x in leaves if isinstance(x, torch.Tensor) and x.device.type != "cpu"]
+    with torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda"):
+        torch.manual_seed(number)
+        with mock.patch.object(torch, "seed", lambda: number):  # a new seed of its own would be another on each rank
+            yield
+
+
+# --- rules -----------------------------------------------------------------------------------------------------------
+
+_LINES: dict[Any, tuple[str, dict[str, Any]]] = {}
+
+
+def function_rule(function: type[torch.autograd.Function], text: str, **options: Any) -> None:
+    """Say how calls of a :class:`torch.autograd.Function` may be cut: ``function_rule(Scale, "... k, k -> ... k")``.
+
+    The terms before the arrow are the tensor arguments in order (parameters that the code reads from modules follow
+    them), those behind it the tensor outputs. A cut promises that the forward of a piece of the inputs is the piece of
+    the outputs, and the backward of a piece of the gradients the piece of theirs, summed for an input without the cut
+    factor: ``"... -> ..."`` for what works element by element, ``"b ... -> b ..."`` is one name more for the same with
+    sizes that differ; a dim that must stay whole is named in ``whole="k"``. ``autopar verify`` tries it on numbers.
+
+    Args:
+        options: more about the rule, as for :func:`autopar.rules.notation.line`; ``whole_gradients=False`` says that
+            the backward is linear in the gradient.
+    """
+    if not (isinstance(function, type) and issubclass(function, torch.autograd.Function)):
+        raise RuleError(f"function_rule: {function!r} is no torch.autograd.Function; pass the class")
+    if not isinstance(text, str) or "->" not in text:
+        raise RuleError(f"function_rule: '{text}' is no rule; write it like '... k, k -> ... k'")
+    _LINES[function] = (text, options)
+
+
+def has_rule(callee: Callee) -> bool:
+    """Whether a user has said how calls of it may be cut."""
+    return getattr(callee.fn, "__self__", None) in _LINES and not callee.random
+
+
+def rule_of_function(call: Call, otherwise: Callable[[Call], Rule]) -> Rule:
+    """The rule of a ``function`` node: the user's line, or ``otherwise``."""
+    callee: Callee = call.args[0]
+    if has_rule(callee):
+        text, options = _LINES[callee.fn.__self__]  # type: ignore[attr-defined]
+        given = {"whole_gradients": True, "saves": tuple(range(len(call.ins))), "saves_out": True, **options}
+        return line(text, call, **given)
+    rule = replace(otherwise(call), whole_gradients=True)
+    return replace(rule, random=True) if callee.random else rule
+
+
+# --- identity --------------------------------------------------------------------------------------------------------
+
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout,
+         torch.memory_format)  # fmt: skip
+"""Types of values that stand in a node as they are."""
+
+
+def identity_of(functions: Sequence[Any], modules: Sequence[torch.nn.Module] = ()) -> str:
+    """A hash of the source of functions, of the plain values that they close over, and of the modes of modules."""
+    digest = hashlib.sha256()
+    for function in functions:
+        if function is None:
+            continue
+        try:
+            digest.update(textwrap.dedent(inspect.getsource(function)).encode())
+        except (OSError, TypeError):
+            code = getattr(function, "__code__", None)
+            digest.update(code.co_code if code is not None else type(function).__qualname__.encode())
+        for cell in getattr(function, "__closure__", None) or ():
+            with contextlib.suppress(ValueError):  # an empty cell
+                if isinstance(cell.cell_contents, PLAIN):
+                    digest.update(repr(cell.cell_contents).encode())
+    for module in modules:
+        digest.update("".join("t" if m.training else "e" for m in module.modules()).encode())
+    return digest.hexdigest()[:8]
+
+
+def refuse_fake(value: Any, what: str) -> None:
+    """A hook that kept a tensor of the time of capture gives back one without values.
+
+    Raises:
+        RunError: it did.
+    """
+    if isinstance(value, FakeTensor):
+        raise RunError(
+            f"{what} returned a tensor that was made from one of the time of capture; it closes over a tensor of the "
+            "forward, which the program cannot give it: compute with the gradient alone"
+        )
+
+
+__all__ = ["PLAIN", "PREFIX", "Callee", "Read", "function_rule", "has_rule", "identity_of", "rule_of_function", "swapped"]
