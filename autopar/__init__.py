@@ -26,6 +26,7 @@ from autopar.errors import (
 if TYPE_CHECKING:
     from autopar.api import capture, parallelize, plan
     from autopar.plan import Plan
+    from autopar.rules.function import function_rule
     from autopar.runtime.checkpoint import full_state_dict, load_full_state_dict
     from autopar.runtime.executor import ParallelModule
     from autopar.runtime.launch import run_local
@@ -34,6 +35,7 @@ _WHERE = {
     "parallelize": "autopar.api", "plan": "autopar.api", "capture": "autopar.api", "Plan": "autopar.plan",
     "ParallelModule": "autopar.runtime.executor", "full_state_dict": "autopar.runtime.checkpoint",
     "load_full_state_dict": "autopar.runtime.checkpoint", "run_local": "autopar.runtime.launch",
+    "function_rule": "autopar.rules.function",
 }  # fmt: skip
 
 
@@ -62,6 +64,6 @@ if not TYPE_CHECKING:
 
 __all__ = [
     "AutoparError", "CaptureError", "ClusterError", "InfeasibleError", "MeshError", "ParallelModule", "Plan",
-    "PlanError", "RuleError", "RunError", "capture", "full_state_dict", "load_full_state_dict", "parallelize", "plan",
-    "run_local",
+    "PlanError", "RuleError", "RunError", "capture", "full_state_dict", "function_rule", "load_full_state_dict",
+    "parallelize", "plan", "run_local",
 ]  # fmt: skip

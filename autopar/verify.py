@@ -111,7 +111,8 @@ def _read_without_gradient(graph: Graph) -> dict[str, tuple[tuple[tuple[str, ...
     """Routes of the tensors that have a gradient and are also read where none flows: by a detach, into a buffer."""
     read = [(ref, node.needs_grad) for node in graph.nodes for ref in node.refs]
     read += [(ref, False) for ref in graph.updates.values()]
-    return {route_key(graph, ref): ((("I",), ("R",)),) for ref, flows in read if not flows and _whole(graph, ref) == ("I",)}
+    ends = [ref for ref, flows in read if not flows and _whole(graph, ref) == ("I",)]
+    return {route_key(graph, ref): ((("I",), ("R",)),) for ref in ends}
 
 
 def _whole(graph: Graph, ref: Ref) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from autopar.capture.guards import Guards
+from autopar.capture.losses import check_loss
 from autopar.capture.recorded import traced
 from autopar.errors import CaptureError
 from autopar.graph import Graph
@@ -104,7 +105,7 @@ def capture(
 
     Raises:
         CaptureError: the model branches on tensor values, has data-dependent shapes, or uses what cannot be traced;
-            the message names the source line and what to change.
+            the message names the source line and what to change. Or it is to be trained, and its loss has no gradient.
     """
     if not isinstance(model, torch.nn.Module):
         raise CaptureError(f"expected a torch.nn.Module, got {type(model).__name__}; pass the model object itself")
@@ -120,6 +121,7 @@ def capture(
     args, kwargs = _without_aliases((tuple(args), kwargs))
     guards, exported, builder, (graph, user_inputs) = traced(module, args, kwargs, prefix, loss_fn)
     leaves, in_spec = pytree.tree_flatten((args, kwargs))
+    check_loss(graph, module, loss_fn is not None)
     _ = graph.fingerprint, graph.alike, graph.consumers  # of the model, not of a plan: once, for all meshes
     literals = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
     if len(user_inputs) != len(leaves):

@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from autopar.capture.exported import at, flat, get, is_inplace, is_random, module_of, source_of, spec_of
-from autopar.capture.own import own_operator
+from autopar.capture.own import DETACHED, own_operator, refuse_write_to_data
 from autopar.capture.pruning import without_dead
 from autopar.errors import CaptureError
 from autopar.graph import Graph, Node, Ref, Spec, map_refs, refs_in
@@ -148,7 +148,9 @@ class Builder:
             item = container[fx.args[1]]  # type: ignore[index]
             self.value[fx] = item
             return
-        name = str(target).replace("detach_.", "detach.")  # from there on the tensor is another, and only that is read
+        name = str(target)
+        if name in DETACHED:  # after detach_() the tensor is another, and only that is read
+            name = "aten.detach.default"
         if "wrap_with_set_grad_enabled" in name:
             self._region(fx, bool(fx.args[0]))
             return
@@ -161,7 +163,7 @@ class Builder:
         kwargs = dict(torch.fx.node.map_arg(fx.kwargs, self._look))
         if no_grad:
             args, kwargs = (map_refs(v, self._without_grad(fx)) for v in (args, kwargs))
-        if name.startswith("autopar."):
+        if name.startswith("autopar.") and name not in DETACHED:
             self.value[fx] = own_operator(self, fx, name, args, no_grad)
             return
         if name in DROPPED:
@@ -192,6 +194,7 @@ class Builder:
 
     def _emit(self, fx: torch.fx.Node, name: str, args: Any, kwargs: Any, val: Any, no_grad: bool) -> Any:
         mutated: Ref | None = None
+        refuse_write_to_data(fx)
         if is_inplace(fx.target) and name in FUNCTIONAL:
             mutated = self._look(fx.args[0])  # type: ignore[arg-type]
             name = FUNCTIONAL[name]

@@ -242,7 +242,7 @@ def _record(callee: Callee, leaves: list[Any], read: list[torch.Tensor], trial: 
     made = [*outs, *(trial.own[k] for k in silent)]
     if not made:
         raise refuse(f"the autograd.Function {name}: it returns no tensor,", "return what it computes")
-    number = recording.call(callee, leaves, [_without_values(x) for x in made] if trial.opaque else made)
+    number = recording.call(callee, leaves, made)
     apart = {*callee.hidden, *trial.without}
     tensors = [(k, x) for k, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
     values = torch.ops.autopar.function([*(x.detach() if k in apart else x for k, x in tensors), *read], number)
@@ -262,10 +262,6 @@ def _record(callee: Callee, leaves: list[Any], read: list[torch.Tensor], trial: 
     if isinstance(trial.result, (tuple, list)):
         return tuple(give(x) for x in trial.result)
     return give(trial.result)
-
-
-def _without_values(x: torch.Tensor) -> torch.Tensor:
-    return x.detach().to("meta")
 
 
 __all__ = ["whole_functions"]

@@ -62,8 +62,8 @@ class _Gradients(TorchFunctionMode):
                     "register_hook to look at a gradient"
                 ] = None
                 return None
-            if func == torch.Tensor.data.__get__:  # torch gives a tensor that the trace does not know
-                return args[0].detach()
+            if func == _DATA:  # torch gives a tensor that the trace does not know
+                return torch.ops.autopar.data(args[0])
             if func is torch.autograd.grad:
                 raise refuse(
                     "torch.autograd.grad inside a forward", "write the gradient out, or put it into an "
@@ -72,15 +72,15 @@ class _Gradients(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-_ASKED = (
-    torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.autograd.grad, torch.Tensor.data.__get__,
-)  # fmt: skip
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_ASKED = (torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.autograd.grad, _DATA)
 
 
 @contextlib.contextmanager
 def as_in_eager(model: torch.nn.Module) -> Iterator[None]:
     """Hooks are recorded; what no program can do is refused."""
     backward, enter = torch.autograd.backward, torch.autograd.graph.saved_tensors_hooks.__enter__
+    inference = torch.inference_mode.__enter__, torch.inference_mode.__exit__
 
     def no_backward(*args: Any, **kwargs: Any) -> None:
         if now() is not None:
@@ -97,8 +97,25 @@ def as_in_eager(model: torch.nn.Module) -> Iterator[None]:
             )
         return enter(self)
 
+    def no_gradients(self: Any) -> None:  # what inference mode is beyond that makes eager mode faster, not different
+        if now() is None:
+            inference[0](self)
+            return
+        self.gradients_before = torch.is_grad_enabled()
+        if self.mode:
+            torch.set_grad_enabled(False)
+
+    def gradients(self: Any, *error: Any) -> None:
+        if hasattr(self, "gradients_before"):
+            torch.set_grad_enabled(self.gradients_before)
+            del self.gradients_before
+        else:
+            inference[1](self, *error)
+
     with (
         mock.patch.object(torch.autograd, "backward", no_backward),
+        mock.patch.object(torch.inference_mode, "__enter__", no_gradients),
+        mock.patch.object(torch.inference_mode, "__exit__", gradients),
         mock.patch.object(torch.autograd.graph.saved_tensors_hooks, "__enter__", no_saved),
         _Gradients(model),
     ):
@@ -133,7 +150,7 @@ def _hook(recording: Recording, model: torch.nn.Module, x: torch.Tensor, hook: C
     made = torch.ops.autopar.hook(x, number)
     new = tracker[made].proxy.node
     if node.target is torch.ops.autopar.hook.default:  # hooks run in the order in which they came
-        base = node.args[0]
+        base: Any = node.args[0]
         _after(base, new)
         new.args = (base, number)
         node.args = (new, node.args[1])

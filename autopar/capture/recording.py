@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from autopar.errors import CaptureError
 from autopar.rules.function import Callee
 
-FUNCTION, HOOK, BEGIN, END = (f"autopar.{n}.default" for n in ("function", "hook", "begin", "end"))
+FUNCTION, HOOK, DATA, BEGIN, END = (f"autopar.{n}.default" for n in ("function", "hook", "data", "begin", "end"))
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Recording:
 
     Attributes:
         calls: the code of ``autopar::function`` and ``autopar::hook``, by number.
-        made: what each call gives, tensors without values.
+        made: shape, strides and dtype of what each call gives.
         leaves: the leaves of each call's arguments: ``(True, None)`` for a tensor, or ``(False, value)``.
         regions: how many regions the model runs under activation checkpointing.
         depth: of regions inside each other that the trace is in.
@@ -39,7 +39,7 @@ class Recording:
     """
 
     calls: list[Callee] = field(default_factory=list)
-    made: list[list[torch.Tensor]] = field(default_factory=list)
+    made: list[list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]] = field(default_factory=list)
     leaves: list[list[tuple[bool, Any]]] = field(default_factory=list)
     regions: int = 0
     depth: int = 0
@@ -48,7 +48,7 @@ class Recording:
     def call(self, callee: Callee, leaves: Sequence[Any], made: Sequence[torch.Tensor]) -> int:
         """A number for a call."""
         self.calls.append(callee)
-        self.made.append(list(made))
+        self.made.append([(tuple(x.shape), x.stride(), x.dtype) for x in made])
         tensors = [isinstance(x, torch.Tensor) for x in leaves]
         self.leaves.append([(t, None if t else x) for t, x in zip(tensors, leaves, strict=True)])
         return len(self.calls) - 1
@@ -105,6 +105,7 @@ def refuse(what: str, do: str) -> CaptureError:
 _LIBRARY = torch.library.Library("autopar", "DEF")
 _LIBRARY.define("function(Tensor[] xs, int number) -> Tensor[]")
 _LIBRARY.define("hook(Tensor x, int number) -> Tensor")
+_LIBRARY.define("data(Tensor(a) x) -> Tensor(a)")
 _LIBRARY.define("begin(int number) -> ()")
 _LIBRARY.define("end(int number) -> ()")
 
@@ -113,12 +114,14 @@ def _function(xs: Sequence[torch.Tensor], number: int) -> list[torch.Tensor]:
     known = _NOW.get()
     assert known is not None
     return [
-        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in known.made[number]
-    ]  # fmt: skip
+        torch.empty_strided(shape, stride, dtype=dtype, device=xs[0].device)
+        for shape, stride, dtype in known.made[number]
+    ]
 
 
 torch.library.register_fake("autopar::function", _function, lib=_LIBRARY)
 torch.library.register_fake("autopar::hook", lambda x, number: torch.empty_like(x), lib=_LIBRARY)
+torch.library.impl("autopar::data", "CompositeImplicitAutograd", lambda x: x.detach(), lib=_LIBRARY)
 for _name in ("begin", "end"):
     torch.library.register_fake(f"autopar::{_name}", lambda number: None, lib=_LIBRARY)
     torch.fx.node.has_side_effect(getattr(torch.ops.autopar, _name).default)

@@ -104,7 +104,7 @@ def export(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
             except Exception as error:
                 raise CaptureError(_explain(error, module)) from error
         record.tell()
-    exported.recording = record
+    exported.recording = record  # type: ignore[attr-defined]
     return exported
 
 

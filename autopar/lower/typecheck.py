@@ -64,7 +64,7 @@ class _Checked(torch.fx.Interpreter):
         try:
             if "node" not in meta:
                 return self._checked_outs(super().run_node(n), meta["outs"]) if "step" in meta else super().run_node(n)
-            if isinstance(n.target, Callee):  # a user's own code: it gets what the plan says, and the rule answers for it
+            if isinstance(n.target, Callee):  # a user's own code, for which its rule answers
                 with spmd.no_typecheck():
                     return self._checked_outs(super().run_node(n), meta["outs"])
             try:

@@ -296,4 +296,14 @@ def refuse_fake(value: Any, what: str) -> None:
         )
 
 
-__all__ = ["PLAIN", "PREFIX", "Callee", "Read", "function_rule", "has_rule", "identity_of", "rule_of_function", "swapped"]
+__all__ = [
+    "PLAIN",
+    "PREFIX",
+    "Callee",
+    "Read",
+    "function_rule",
+    "has_rule",
+    "identity_of",
+    "rule_of_function",
+    "swapped",
+]

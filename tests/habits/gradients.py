@@ -134,8 +134,6 @@ class _InPlace(Function):
 class DirtyFunction(Habit):
     """A function that writes to its input and says so; the whole gradient is another."""
 
-    refused = "mark_dirty|in.place|autograd.Function"
-
     def body(self, x: Tensor) -> Tensor:
         h = self.a(x) + 0.0
         _InPlace.apply(h)
@@ -214,8 +212,6 @@ class _Couple(Function):
 @habit
 class ReversibleBlock(Habit):
     """Its parameters are no inputs of the function: they get their gradients inside ``backward``."""
-
-    refused = "autograd.Function|parameter"
 
     def body(self, x: Tensor) -> Tensor:
         y1, y2 = _Couple.apply(x, x * 0.5, self.a, self.b)
@@ -351,8 +347,6 @@ class WriteUnderNoGrad(Habit):
 
 @habit
 class InferenceMode(Habit):
-    refused = "inference_mode|no_grad"
-
     def body(self, x: Tensor) -> Tensor:
         with torch.inference_mode():
             scale = self.b(x).abs().mean().clone()
@@ -383,8 +377,6 @@ class InputRequiresGradInForward(Habit):
 class TensorHook(Habit):
     """A hook that scales the gradient of an activation."""
 
-    refused = "hook"
-
     def body(self, x: Tensor) -> Tensor:
         h = self.a(x)
         h.register_hook(lambda g: g * 0.5)
@@ -394,8 +386,6 @@ class TensorHook(Habit):
 @habit
 class TensorHookIfNeeded(Habit):
     """The usual guard around it."""
-
-    refused = "hook"
 
     def body(self, x: Tensor) -> Tensor:
         h = self.a(x)

@@ -1,13 +1,11 @@
 """Gradients that a model's own code makes: every module here trains as in eager mode, or is refused with its place.
 
-Each module is compared with eager mode on one device and on two ranks in this process, over three batches, under a plan
-that cuts every contraction and under random ones: loss, gradients and buffers.
+Each module is compared with eager mode over three batches on one device, and over one on two ranks in this process,
+under a plan that cuts every contraction and a random one: loss, gradients and buffers.
 """
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +21,7 @@ import autopar.rules  # noqa: F401
 from autopar import verify as V
 from autopar.capture import Captured, capture
 from autopar.check import check
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, RuleError
 from autopar.placements import Mesh
 from autopar.planner.draw import random_plan
 from autopar.planner.price import pricer
@@ -36,12 +34,23 @@ from hardware_profiles import abstract_cluster, load_cluster
 MESH: Mesh = (("data", 2),)
 CLUSTER = abstract_cluster(dict(MESH), alpha=(1e-6,), beta=(1e-9,))
 MODULES: dict[str, Callable[[], nn.Module]] = {}
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {}
 
 
 def works(make: Any) -> Any:
     """A module that must train as in eager mode; its forward takes x [4 8] and gives the loss."""
     MODULES[make.__name__] = make
     return make
+
+
+def refused(text: str) -> Any:
+    """A module that must be refused with an error that says so."""
+
+    def register(make: Any) -> Any:
+        REFUSED[make.__name__] = make, text
+        return make
+
+    return register
 
 
 class Net(nn.Module):
@@ -142,7 +151,7 @@ class MemoryEfficientSwish(Net):
 
 
 class Scaled(Function):
-    """The style with ``setup_context``, two tensors, a keyword with a default and a gradient that is wrong on purpose."""
+    """The style with ``setup_context``, two tensors, a keyword, and a gradient that is not the true one."""
 
     @staticmethod
     def forward(x: Tensor, w: Tensor, power: int = 2, mode: str = "mul") -> Tensor:
@@ -379,7 +388,7 @@ class FunctionInALoss(Net):
 
 
 class Split(Function):
-    """Reversible: keeps its outputs, makes its inputs again from them, and calls ``backward()`` on parts of the model."""
+    """Reversible: makes its inputs again from its outputs, and calls ``backward()`` on parts of the model."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, f: nn.Module, g: nn.Module) -> Tensor:
@@ -654,6 +663,200 @@ class VectorQuantized(Net):
         return self.b(h + (q - h).detach()).pow(2).mean() + commit
 
 
+@works
+class Inference(Net):
+    def between(self, h: Tensor) -> Tensor:
+        with torch.inference_mode():
+            scale = self.a(h).norm().clone()
+        return h + scale
+
+
+@works
+class KeptGradient(Net):
+    def between(self, h: Tensor) -> Tensor:
+        h.retain_grad()
+        return h
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+@refused(r"autograd.Function ClosesOver.between.<locals>.Masked: it uses a tensor of shape \[4 8\] that was made in")
+class ClosesOver(Net):
+    def between(self, h: Tensor) -> Tensor:
+        mask = h.detach().abs()
+
+        class Masked(Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor) -> Tensor:
+                return x * mask
+
+            @staticmethod
+            def backward(ctx: Any, grad: Tensor) -> Tensor:
+                return grad * mask
+
+        return Masked.apply(h)
+
+
+class Silent(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x.mul_(2)
+        return x + 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+@refused("Silent: it writes to an argument that has a gradient, and does not say so")
+class WritesInSilence(Net):
+    def between(self, h: Tensor) -> Tensor:
+        return Silent.apply(h * 1.0)
+
+
+@refused("Count: it changes a tensor that is not among its arguments")
+class ChangesABuffer(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+
+    def between(self, h: Tensor) -> Tensor:
+        model = self
+
+        class Count(Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor) -> Tensor:
+                model.count.add_(1)
+                return x * model.count
+
+            @staticmethod
+            def backward(ctx: Any, grad: Tensor) -> Tensor:
+                return grad
+
+        return Count.apply(h)
+
+
+class Noisy(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad + torch.randn_like(grad)
+
+
+@refused("Noisy: its backward draws random numbers")
+class DrawsInBackward(Net):
+    def between(self, h: Tensor) -> Tensor:
+        return Noisy.apply(h)
+
+
+class Listed(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Any:
+        return x * 1.0, [x * 2]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, rest: Any) -> Tensor:
+        return grad
+
+
+@refused("Listed: it returns tensors inside a container")
+class ReturnsAList(Net):
+    def between(self, h: Tensor) -> Tensor:
+        return Listed.apply(h)[0]
+
+
+class Picky(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        assert x.sum().item() != 0, "all zero"
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+@refused("Picky: its forward cannot run on tensors without values .* nor on zeros .AssertionError: all zero")
+class NeedsValues(Net):
+    def between(self, h: Tensor) -> Tensor:
+        return Picky.apply(h)
+
+
+@refused(r"the hook HookOverATensor.between.<locals>.<lambda>: it closes over a tensor of shape \[4 8\] of the forward")
+class HookOverATensor(Net):
+    def between(self, h: Tensor) -> Tensor:
+        mask = h.detach() > 0
+        h.register_hook(lambda g: g * mask)
+        return h
+
+
+@refused("a hook on a parameter inside a forward")
+class HookOnAParameter(Net):
+    def between(self, h: Tensor) -> Tensor:
+        self.b.weight.register_hook(lambda g: g * 2)
+        return h
+
+
+@refused("cannot capture the backward hooks of a module in 'a' at ")
+class ModuleHook(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a.register_full_backward_hook(lambda *_: None)
+
+
+@refused("cannot capture saved_tensors_hooks inside a forward: .* in '<model>' at test_gradients.py:")
+class SavedTensors(Net):
+    def between(self, h: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x.half(), lambda x: x.double()):
+            return self.a(h)
+
+
+@refused(r"cannot capture torch.autograd.grad inside a forward in '<model>' at test_gradients.py:\d+")
+class GradientTakenInside(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        (force,) = torch.autograd.grad(self.b(torch.tanh(self.a(x))).sum(), x, create_graph=True)
+        return force.pow(2).mean()
+
+
+@refused(r"cannot capture backward\(\) inside a forward in '<model>' at test_gradients.py:\d+")
+class BackwardInside(Net):
+    def between(self, h: Tensor) -> Tensor:
+        h.sum().backward(retain_graph=True)
+        return h
+
+
+@refused("cannot capture a write through .data in '' at test_gradients.py:")
+class WritesToData(Net):
+    def between(self, h: Tensor) -> Tensor:
+        h.data[:, 2:].mul_(2)
+        return h
+
+
+@refused(
+    r"the loss of LossDetached does not require a gradient.*its gradient ends in '<model>' at test_gradients.py:\d+"
+)
+class LossDetached(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).detach() * 2
+
+
+@refused("the loss of LossOfCounts .*: gt .* has no gradient")
+class LossOfCounts(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.a(x) > 0).double().mean()
+
+
+@refused("the loss of LossOfConstants .*: it depends on no parameter that requires a gradient")
+class LossOfConstants(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean()
+
+
 # --- the comparison --------------------------------------------------------------------------------------------------
 
 
@@ -684,9 +887,9 @@ def compare(model: nn.Module, captured: Captured, n_random: int = 1) -> None:
     priced, rules = pricer(CLUSTER, MESH), rules_of(graph)
     plans = [V.one_device(graph), plan_graph(graph, CLUSTER, MESH)]
     plans += [random_plan(graph, rules, priced, seed) for seed in range(n_random)]
-    for x in batches():
+    for k, x in enumerate(batches()):
         loss, gradients, changed = eager(model, x)
-        for plan in plans:
+        for plan in plans if k == 2 else plans[:1]:
             program = V.lower(graph, plan)
             done = run_step(graph, plan, program, weights, buffers, V.inputs_of(captured, (x,), {}))
             close("loss", done.outputs[0], loss)
@@ -706,3 +909,142 @@ def test_as_in_eager(name: str) -> None:
     compare(model, captured)
     with V.fake_world(MESH):
         V.typecheck(V.lower(captured.graph, plan_graph(captured.graph, CLUSTER, MESH)))
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_is_refused(name: str) -> None:
+    make, text = REFUSED[name]
+    with pytest.raises(CaptureError, match=text):
+        capture(make().double(), (batches()[0],))
+
+
+def test_a_loss_without_gradient_where_none_is_wanted() -> None:
+    x = batches()[0]
+    assert capture(LossDetached().double().eval(), (x,)).graph.loss is None
+    assert capture(LossDetached().double().requires_grad_(False), (x,)).graph.loss is None
+    with pytest.raises(CaptureError, match="the loss of Net with its loss_fn does not require a gradient"):
+        capture(Net().double().eval(), (x,), loss_fn=lambda out: out.detach())
+
+
+def test_what_is_told() -> None:
+    with pytest.warns(UserWarning, match=r"retain_grad\(\) in '<model>' at test_gradients.py:\d+ has no effect"):
+        capture(KeptGradient().double(), (batches()[0],))
+
+
+def test_code_that_leaves_torch() -> None:
+    """It runs as it is, on zeros where there are no values: one device, since ranks in one process are no arrays."""
+
+    class Numpy(Net):
+        def between(self, h: Tensor) -> Tensor:
+            return ByNumpy.apply(h)
+
+    model = Numpy().double()
+    captured = capture(model, (batches()[0],))
+    graph = captured.graph
+    weights, _ = V.state_of(captured, model)
+    for x in batches():
+        loss, gradients, _ = eager(model, x)
+        program = V.lower(graph, V.one_device(graph))
+        values = {**weights, "x": x}
+        flat = program.module(*(values[slot.name] for slot in program.slots))
+        names = [n for n in weights if weights[n].requires_grad]
+        close("loss", flat[0].detach(), loss)
+        for name, g in zip(names, torch.autograd.grad(flat[0], [weights[n] for n in names]), strict=True):
+            close(name, g, gradients[name])
+    plan = plan_graph(graph, load_cluster("dgx-h100"), MESH)
+    assert check(plan, graph, load_cluster("dgx-h100")).ok
+
+
+class Cubed(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x**3 * w
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        return grad * w, (grad * x).sum(0)
+
+
+def test_a_rule_in_one_line() -> None:
+    """With it a Function is cut like an operator; without, it is kept whole, and the plan says so."""
+
+    class Cubes(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+
+        def between(self, h: Tensor) -> Tensor:
+            return Cubed.apply(h, self.w)
+
+    model = Cubes().double()
+    captured = capture(model, (batches()[0],))
+    plan = plan_graph(captured.graph, CLUSTER, MESH)
+    assert plan.ops["function"] == ("I",)
+    assert plan.notes == ("no rule for function.Cubed: kept whole on every rank",)
+    function_rule(Cubed, "b k, k -> b k")
+    rule = next(r for r in rules_of(captured.graph) if r is not None and r.whole_gradients)
+    assert str(rule) == "b k, k -> b k"
+    plan = plan_graph(captured.graph, CLUSTER, MESH)
+    assert plan.ops["function"] in (("b",), ("k",))
+    assert not plan.notes
+    compare(model, captured, n_random=4)
+    assert check(plan, captured.graph, CLUSTER).ok
+    with pytest.raises(RuleError, match=r"is no torch.autograd.Function; pass the class"):
+        function_rule(Cubed.apply, "... -> ...")
+    with pytest.raises(RuleError, match="is no rule; write it like"):
+        function_rule(Cubed, "pointwise")
+
+
+class Jitter(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        noise = torch.rand_like(x)
+        ctx.save_for_backward(noise)
+        return x * noise
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad * ctx.saved_tensors[0]
+
+
+def test_random_numbers_are_drawn_alike() -> None:
+    """On all ranks and in every plan, others in each step; and no draw outside is changed by it."""
+
+    class Jitters(Net):
+        def between(self, h: Tensor) -> Tensor:
+            return Jitter.apply(h) + Jitter.apply(h)
+
+    model = Jitters().double()
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    captured = capture(model, (batches()[0],))
+    assert torch.equal(torch.get_rng_state(), before)
+    weights, buffers = V.state_of(captured, model)
+    inputs = V.inputs_of(captured, (batches()[0],), {})
+    reference = V.train(captured, V.one_device(captured.graph), weights, buffers, inputs)
+    assert not torch.equal(reference.losses[0], V.train(
+        captured, V.one_device(captured.graph), weights, buffers, inputs, seed=5).losses[0])  # fmt: skip
+    for seed in range(2):
+        plan = random_plan(captured.graph, rules_of(captured.graph), pricer(CLUSTER, MESH), seed)
+        found = V.compare(str(seed), V.train(captured, plan, weights, buffers, inputs), reference)
+        assert found.worst < 1e-9, found
+
+
+def test_functions_are_told_apart() -> None:
+    """By their code, by what they close over and by their literals; the same model has the same fingerprint."""
+
+    def graph(fn: Any) -> str:
+        class Any_(Net):
+            def between(self, h: Tensor) -> Tensor:
+                return fn(h)
+
+        torch.manual_seed(0)
+        return capture(Any_(), (torch.randn(4, 8),)).graph.fingerprint
+
+    found = [graph(f) for f in (
+        made(0.1).apply, made(0.2).apply, Clip.apply, lambda h: Reverse.apply(h, 1.0), lambda h: Reverse.apply(h, 2.0),
+    )]  # fmt: skip
+    assert len(set(found)) == 5
+    assert graph(made(0.1).apply) == found[0]
