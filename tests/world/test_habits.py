@@ -34,7 +34,7 @@ def test_trains_as_eager_or_is_refused(name: str) -> None:
     except AutoparError as error:
         assert kind.refused, f"refused: {error}"
         assert re.search(kind.refused, str(error)), str(error)
-        assert not differences(steps, eager(kind)[: len(steps)])
+        assert not steps or not differences(steps, eager(kind)[: len(steps)])
         return
     assert not kind.refused, "it was accepted" + str(differences(steps, eager(kind)))
     if kind.random:
