@@ -20,6 +20,8 @@ from autopar.capture.functions import whole_functions
 from autopar.capture.hooks import as_in_eager
 from autopar.capture.recording import recording
 from autopar.capture.regions import marked_regions
+from autopar.capture.repeated import Repeats
+from autopar.capture.written_out import Unlike, write_out
 from autopar.errors import AutoparError, CaptureError
 
 
@@ -93,8 +95,23 @@ def _like_eager() -> Iterator[None]:
 
 def export(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
     """The exported program; its ``recording`` says what autopar's own operators in it stand for."""
+    repeats = Repeats(module)
+    try:
+        exported = _export(module, args, kwargs, repeats)
+        if not repeats.doubt:
+            write_out(exported, repeats)
+            return exported
+    except Unlike:
+        pass
+    except AutoparError:
+        if not repeats.skipped:
+            raise
+    return _export(module, args, kwargs, None)  # what was skipped may have been wrong: all of it
+
+
+def _export(module: torch.nn.Module, args: Any, kwargs: Any, repeats: Repeats | None) -> Any:
     with recording() as record:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.nullcontext() if repeats is None else repeats.watching():
             warnings.simplefilter("ignore")
             try:
                 with _like_eager(), whole_functions(module), marked_regions(), as_in_eager(module), _quiet():
@@ -103,7 +120,8 @@ def export(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
                 raise type(error)(str(error)) from None
             except Exception as error:
                 raise CaptureError(_explain(error, module)) from error
-        record.tell()
+        if repeats is None or not repeats.doubt:
+            record.tell()
     exported.recording = record  # type: ignore[attr-defined]
     return exported
 

@@ -1,0 +1,111 @@
+"""Blocks that were one node each while the model was traced, written out operator by operator.
+
+The program is then the one that tracing everything would have given, names included: each name follows from those that
+were asked for before it, so the list of what was asked for, with that of the traced block in place of each call that
+was skipped, gives them all.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx.graph import _Namespace
+
+from autopar.capture.repeated import BLOCK, HERE, Ext, Int, Repeats, Skipped
+
+
+class Unlike(Exception):
+    """The program cannot be told from what tracing the whole model would give."""
+
+
+def write_out(exported: Any, repeats: Repeats) -> None:
+    """Replace every skipped call in an exported program by its operators, and give all nodes their names.
+
+    Raises:
+        Unlike: a name is not known, so the whole model must be traced.
+    """
+    old, new = _names(repeats)
+    placeholders = {n.name for n in exported.graph.nodes if n.op == "placeholder"}
+    if not placeholders.isdisjoint(old) or not placeholders.isdisjoint(old.values()):
+        raise Unlike("an input has the name of an operator")
+    _write(exported.graph_module, repeats, old, new)
+
+
+def _names(repeats: Repeats) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """Names in the whole program, by the names in the traced one; and for every skipped call those of its operators."""
+    names = repeats.names
+    assert names is not None
+    space = _Namespace()
+    space._used_names, space._base_count = set(names.used_before), dict(names.count_before)
+    create = space.create_name
+    made: list[str] = []
+    inside: dict[str, list[str]] = {}
+    keys = iter(repeats.skipped)
+    for entry in names.log:
+        if isinstance(entry, Skipped):
+            given = [create(candidate, None) for candidate in entry.like.names]
+            inside[next(keys)] = [given[i] for i in entry.like.named]
+            made.append("")
+        else:
+            made.append(create(entry, None))
+    old = {name: made[position] for name, position in names.given.items()}
+    for key, skipped in repeats.skipped.items():  # a region without gradients has the name of its result
+        old |= {name: inside[key][n] for name, n in zip(skipped.results, skipped.like.made, strict=True)}
+    return old, inside
+
+
+def _write(gm: torch.fx.GraphModule, repeats: Repeats, old: dict[str, str], new: dict[str, list[str]]) -> None:
+    graph = gm.graph
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target is BLOCK:
+            key = node.args[1]
+            _expand(graph, node, repeats.skipped[key], new[key])
+        elif node.op == "get_attr":
+            inner = getattr(gm, str(node.target), None)
+            if isinstance(inner, torch.fx.GraphModule):
+                _write(inner, repeats, old, new)
+        elif node.op != "placeholder" and node.name in old:
+            node.name = old[node.name]
+        elif node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+            raise Unlike(f"{node.name} has another name than when it was traced")
+
+
+def _expand(graph: torch.fx.Graph, call: torch.fx.Node, skipped: Skipped, names: list[str]) -> None:
+    """Put a block's operators before its call, and their results in place of the call's."""
+    external: Any = call.args[0]
+    like, made = skipped.like, list[torch.fx.Node]()
+    path = skipped.path.removeprefix("_export_root").removeprefix(".")
+    stacks: dict[Any, Any] = {}
+
+    def value(token: Any) -> Any:
+        if type(token) is Int:
+            return made[token.number]
+        if type(token) is Ext:
+            return external[token.number]
+        if isinstance(token, (list, tuple)):
+            return type(token)([value(t) for t in token])
+        return {k: value(v) for k, v in token.items()} if isinstance(token, dict) else token
+
+    before = call.prepend
+    for op, meta, name in zip(like.ops, like.metas, names, strict=True):
+        node = torch.fx.Node(graph, name, "call_function", op.target, value(op.args), value(op.kwargs))
+        before(node)
+        if op.stack not in stacks:
+            stacks[op.stack] = {_there(k, path): (_there(v[0], path), v[1]) for k, v in op.stack}
+        node.meta = {**meta, "nn_module_stack": stacks[op.stack]}
+        made.append(node)
+    results = list(like.made)
+    for user in list(call.users):
+        assert user.target is operator.getitem
+        user.replace_all_uses_with(made[results[user.args[1]]])
+        graph.erase_node(user)
+    graph.erase_node(call)
+
+
+def _there(path: str, block: str) -> str:
+    """The path of a module in another block of the same kind."""
+    if path.startswith(HERE):
+        return block + path[len(HERE) :]
+    return path.removeprefix("_export_root").removeprefix(".")
