@@ -14,7 +14,7 @@ import enum
 import operator
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -331,16 +331,21 @@ def first_difference(guards: Guards, one: str, other: str, modules: Mapping[str,
     return None
 
 
-def repeated(guards: Guards, one: str, other: str, modules: Mapping[str, torch.nn.Module]) -> None:
-    """Guard in the module at path ``other`` what was read in that at path ``one``: its trace stands for both."""
-    own: dict[str, list[Read]] = {}
-    for read in list(guards.reads):
-        if read.kind == "attribute" and _below(read.path, one) and not isinstance(read.value, Same):
+def repeated(guards: Guards, one: str, others: Iterable[str], modules: Mapping[str, torch.nn.Module]) -> None:
+    """Guard in the modules at paths ``others`` what was read in that at path ``one``: its trace stands for all."""
+    found = [
+        read
+        for read in guards.reads
+        if read.kind == "attribute" and _below(read.path, one) and not isinstance(read.value, Same)
+    ]
+    for other in others:
+        own: dict[str, list[Read]] = {}
+        for read in found:
             path = _moved(read.path, one, other)
             own.setdefault(path, []).append(Read(path, read.name, read.value, read.where))
-    for path, reads in own.items():
-        if path in modules:  # objects that hang on modules are mostly shared, and then guarded already
-            guards.add(modules[path], reads)
+        for path, reads in own.items():
+            if path in modules:  # objects that hang on modules are mostly shared, and then guarded already
+                guards.add(modules[path], reads)
 
 
 __all__ = ["Change", "Guards", "Read", "first_difference", "frozen", "is_plain", "refusal", "repeated", "show"]

@@ -9,7 +9,7 @@ import torch
 
 from autopar.capture.building import Builder
 from autopar.capture.generators import draw_place
-from autopar.capture.guards import Guards
+from autopar.capture.guards import Guards, repeated
 from autopar.capture.reads import Recorder, Written, undone
 from autopar.capture.tracing import export
 from autopar.errors import AutoparError, CaptureError
@@ -55,6 +55,9 @@ def traced(
         recorder, built = second, again
     guards = recorder.guards()
     guards.filled = recorder.filled
+    modules = {path.removeprefix(prefix): m for path, m in module.named_modules()}
+    for one, others in getattr(exported, "alike", {}).items():
+        repeated(guards, one.removeprefix(prefix), [path.removeprefix(prefix) for path in others], modules)
     return guards, exported, builder, built
 
 

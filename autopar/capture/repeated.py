@@ -1,12 +1,12 @@
 """Repeated blocks are traced twice; the others are one opaque call each, which is written out afterwards.
 
 A transformer's layers run the same Python code on tensors of the same shapes. Tracing an operator takes a millisecond,
-so a deep model takes long for nothing new. While ``torch.export`` traces, the call of a module that is built like others
-is looked at: its arguments, its tensors and the Python state that its code can see (:mod:`autopar.capture.state`). The
-first two calls that look the same are traced, and compared operator by operator; if they are the same up to the names
-of their parameters, each further call that looks the same becomes one node ``autopar::block``, whose outputs are empty
-tensors like those that were traced. :mod:`autopar.capture.written_out` puts the operators back, with the names that
-tracing all of them would have given.
+so a deep model takes long for nothing new. While ``torch.export`` traces, the call of a module that is built like
+others is looked at: its arguments, its tensors and the Python state that its code can see
+(:mod:`autopar.capture.state`). The first two calls that look the same are traced, and compared operator by operator; if
+they are the same up to the names of their parameters, each further call that looks the same becomes one node
+``autopar::block``, whose outputs are empty tensors like those that were traced. :mod:`autopar.capture.written_out` puts
+the operators back, with the names that tracing all of them would have given.
 
 A block is traced as often as it is called when its code writes to Python state, draws from Python's random numbers,
 takes or returns objects, makes constants, switches modes, writes to its inputs or buffers, has hooks, or reads a plain
@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +29,31 @@ from torch.fx.experimental.proxy_tensor import _ModuleStackTracer, disable_proxy
 from torch.fx.graph import _Namespace
 from torch.utils import _pytree as pytree
 
+from autopar.capture.calls import (
+    FAKE,
+    PLAIN,
+    Call,
+    Ext,
+    Int,
+    Op,
+    Traced,
+    callers,
+    empty,
+    flatten,
+    global_state,
+    is_dense,
+    is_operator,
+    last_node,
+    look_of,
+    modes,
+    nodes_after,
+    own_state,
+    pattern,
+    relative_stack,
+    storage,
+    tensors_of,
+    written,
+)  # fmt: skip
 from autopar.capture.state import Same, Structures, Unknown, named_state, plain, random_state, seen, shape_of
 
 LIBRARY = torch.library.Library("autopar", "FRAGMENT")
@@ -37,80 +61,6 @@ LIBRARY.define("block(Tensor[] tensors, str key) -> Tensor[]", tags=(torch.Tag.n
 BLOCK = torch.ops.autopar.block.default
 FEWEST, MOST_TRACED = 3, 6
 """Instances that make a block worth looking at; calls that are traced at most before a block is given up."""
-
-
-@dataclass(frozen=True)
-class Int:
-    """In a pattern: the result of the block's operator of this number."""
-
-    number: int
-
-
-@dataclass(frozen=True)
-class Ext:
-    """In a pattern: a tensor that the block did not make, by its number in ``Traced.external``."""
-
-    number: int
-
-
-@dataclass(frozen=True)
-class Op:
-    """One operator of a traced block."""
-
-    target: Any
-    args: Any
-    kwargs: Any
-    stack: tuple[tuple[str, tuple[str, Any]], ...]
-    trace: str
-    out: Any
-
-    def same(self, other: Op) -> bool:
-        return (
-            self.target is other.target
-            and self.trace == other.trace
-            and self.stack == other.stack
-            and self.out == other.out
-            and repr((self.args, self.kwargs)) == repr((other.args, other.kwargs))
-        )
-
-
-@dataclass
-class Traced:
-    """A call of a block as it was traced.
-
-    Attributes:
-        ops: its operators in order, their module paths relative to the block.
-        metas: what tracing noted for each of them.
-        names: names that were asked for meanwhile, and for every operator the position of its own.
-        external: tensors that it did not make: numbers of the call's tensors, or nodes that every call reads.
-        outputs: of the flat result, ``("tensor", number)`` of a call's tensor, ``("made", number of an operator)`` or
-            ``("value", plain)``.
-        made: for every operator in ``outputs`` what its tensor looks like.
-    """
-
-    path: str
-    ops: list[Op]
-    metas: list[dict[str, Any]]
-    names: list[str]
-    named: list[int]
-    external: list[Any]
-    outputs: list[tuple[str, Any]]
-    made: dict[int, Any]
-    spec: Any
-    state: Any
-    own: dict[tuple[str, str], Any]
-    reads: frozenset[tuple[str, str]]
-    nodes: list[torch.fx.Node]
-    verified: bool = False
-
-    def same(self, other: Traced) -> bool:
-        """Whether two calls did the same, up to the instances' own tensors."""
-        return (
-            self.names == other.names and self.named == other.named and self.outputs == other.outputs
-            and self.made == other.made and self.spec == other.spec and self.external == other.external
-            and self.reads == other.reads and len(self.ops) == len(other.ops)
-            and all(a.same(b) for a, b in zip(self.ops, other.ops, strict=True))
-        )  # fmt: skip
 
 
 @dataclass
@@ -290,7 +240,7 @@ class Repeats:
         if call is None:
             return run()
         for traced in group.traced.get(call.key, ()):
-            if traced.verified and call.fits(traced, group):
+            if traced.verified and call.fits(traced, group.varying):
                 return self._skip(traced, call)
         if group.count >= MOST_TRACED and not any(t.verified for ts in group.traced.values() for t in ts):
             group.refused = "no two calls are alike"
@@ -301,39 +251,39 @@ class Repeats:
     def _describe(self, group: Group, module: torch.nn.Module, m: Any, args: Any, kwargs: Any) -> Call | None:
         memo: dict[int, Any] = {}
         try:
-            leaves, spec = _flatten((args, kwargs))
+            leaves, spec = flatten((args, kwargs))
             values = tuple([None if isinstance(v, torch.Tensor) else seen(v, memo) for v in leaves])
             own = own_state(module, memo)
-            outer = [plain(m, memo) for m in self.outer], [_global(g, n, memo) for g, n in group.globals]
+            outer = [plain(m, memo) for m in self.outer], [global_state(g, n, memo) for g, n in group.globals]
         except Unknown:
             return None
         path = str(self.tracer.path_of_module(m))
-        tensors = _tensors(leaves, module)
+        tensors = tensors_of(leaves, module)
         slots = [self.tracer.tensor_tracker.get(t) for t in tensors]
         if any(slot is None for slot in slots):
             return None
         nodes = [slot.proxy.node for slot in slots]
-        looks = tuple([(shape_of(t), t.is_leaf, tuple(sorted(vars(t).keys() - _FAKE))) for t in tensors])
+        looks = tuple([(shape_of(t), t.is_leaf, tuple(sorted(vars(t).keys() - FAKE))) for t in tensors])
         calls = self.tracer.num_calls.get(path, 0)
-        key = (repr(spec), values, looks, _pattern(map(id, tensors)), _pattern(nodes), calls, modes(), callers())
+        key = (repr(spec), values, looks, pattern(map(id, tensors)), pattern(nodes), calls, modes(), callers())
         return Call(path, key, (args, kwargs), tensors, nodes, values, own, outer, module)
 
     def _all_state(self, group: Group) -> Any:
         memo: dict[int, Any] = {}
         state = [plain(m, memo) for m in self.all]
-        return state, [_global(g, n, memo) for g, n in group.globals], random_state(), modes()
+        return state, [global_state(g, n, memo) for g, n in group.globals], random_state(), modes()
 
     def _trace(self, group: Group, call: Call, run: Any) -> Any:
         assert self.names is not None
         before = self._all_state(group)
-        last, logged = _last(self.tracer.graph), len(self.names.log)
+        last, logged = last_node(self.tracer.graph), len(self.names.log)
         self.reads.clear()
         self.active = True
         try:
             result = run()
         finally:
             self.active = False
-        nodes = list(_after(self.tracer.graph, last))
+        nodes = list(nodes_after(self.tracer.graph, last))
         paths = {id(m.__dict__): p for p, m in call.module.named_modules()}
         reads = frozenset((paths.get(i, "?"), n) for i, n in self.reads)
         if group.looks_inside:  # attributes may be read without their names
@@ -348,7 +298,7 @@ class Repeats:
             return result
         known = group.traced.setdefault(call.key, [])
         for other in known:
-            if not other.verified and call.fits(other, group) and traced.same(other):
+            if not other.verified and call.fits(other, group.varying) and traced.same(other):
                 other.verified = True
                 self.trusted += [other, traced]
                 return result
@@ -359,7 +309,7 @@ class Repeats:
         names = self.names
         assert names is not None
         numbers = {n: i for i, n in enumerate(nodes)}
-        of_call = {}
+        of_call: dict[Any, int] = {}
         for i, n in enumerate(call.nodes):
             of_call.setdefault(n, i)
         external: dict[Any, int] = {}
@@ -367,17 +317,17 @@ class Repeats:
         def token(n: torch.fx.Node) -> Any:
             return Int(numbers[n]) if n in numbers else Ext(external.setdefault(of_call.get(n, n), len(external)))
 
-        storages = {_storage(t) for t in call.tensors}
+        storages = {storage(t) for t in call.tensors}
         ops, named = [], []
         for n in nodes:
-            if n.op != "call_function" or not (n.target is operator.getitem or _allowed(n.target)):
+            if n.op != "call_function" or not (n.target is operator.getitem or is_operator(n.target)):
                 raise Unknown(f"it uses {n.target}")
             if n.target is not operator.getitem and n.target._schema.is_mutable:
-                if any(w not in numbers or _storage(w.meta.get("val")) in storages for w in _written(n)):
+                if any(w not in numbers or storage(w.meta.get("val")) in storages for w in written(n)):
                     raise Unknown(f"{n.target} writes to what it did not make")
             args, kwargs = torch.fx.node.map_arg((n.args, n.kwargs), token)
-            ops.append(Op(n.target, args, kwargs, _relative(n.meta.get("nn_module_stack"), call.path),
-                          n.meta.get("stack_trace") or "", _out(n.meta.get("val"))))  # fmt: skip
+            ops.append(Op(n.target, args, kwargs, relative_stack(n.meta.get("nn_module_stack"), call.path),
+                          n.meta.get("stack_trace") or "", look_of(n.meta.get("val"))))  # fmt: skip
             if n.name not in names.given:
                 raise Unknown("a name was not asked for")
             named.append(names.given[n.name] - logged)
@@ -385,7 +335,7 @@ class Repeats:
         if any(isinstance(entry, Skipped) for entry in log) or any(i < 0 for i in named):
             raise Unknown("names")
         leaves, spec = pytree.tree_flatten(result)
-        of_tensor = {}
+        of_tensor: dict[int, int] = {}
         for i, t in enumerate(call.tensors):
             of_tensor.setdefault(id(t), i)
         outputs: list[tuple[str, Any]] = []
@@ -404,7 +354,7 @@ class Repeats:
             if slot is None or slot.proxy.node not in numbers:
                 raise Unknown("its result is not its own")
             number = numbers[slot.proxy.node]
-            if made_by.setdefault(number, id(leaf)) != id(leaf) or not _dense(leaf):
+            if made_by.setdefault(number, id(leaf)) != id(leaf) or not is_dense(leaf):
                 raise Unknown("its result is several faces of one tensor")
             if ops[number].target is torch.ops.aten.detach.default:  # it may be dropped where nobody reads it
                 raise Unknown("its result is detached")
@@ -430,7 +380,7 @@ class Repeats:
                 "call_function", BLOCK, ([torch.fx.Proxy(n, tracer) for n in nodes], key), {}, name="block"
             )
             with disable_proxy_modes_tracing():
-                fresh = {n: _empty(shape) for n, shape in traced.made.items()}
+                fresh = {n: empty(shape) for n, shape in traced.made.items()}
             track_tensor_tree(list(fresh.values()), proxy, constant=None, tracer=tracer)
             skipped.results = [tracer.tensor_tracker.get(t).proxy.node.name for t in fresh.values()]
         finally:
@@ -457,157 +407,6 @@ class Repeats:
                     self.doubt = f"{node.name} of {traced.path} is used outside"
 
 
-@dataclass
-class Call:
-    """One call of a block: all that its code can see."""
-
-    path: str
-    key: Any
-    inputs: Any
-    tensors: list[torch.Tensor]
-    nodes: list[torch.fx.Node]
-    values: Any
-    own: dict[tuple[str, str], Any]
-    outer: Any
-    module: torch.nn.Module
-
-    def fits(self, traced: Traced, group: Group) -> bool:
-        """Whether what the traced call read is the same here."""
-        keys = {k for k in self.own.keys() | traced.own.keys() if k not in group.varying} | traced.reads
-        missing = object()
-        return self.outer == traced.state and all(
-            self.own.get(k, missing) == traced.own.get(k, missing) for k in keys
-        )
-
-    def check_arguments(self) -> None:
-        """Whether the containers among the arguments hold what they held.
-
-        Raises:
-            Unknown: one does not.
-        """
-        leaves, _ = _flatten(self.inputs)
-        now, memo = _tensors(leaves, self.module), dict[int, Any]()
-        values = tuple([None if isinstance(v, torch.Tensor) else seen(v, memo) for v in leaves])
-        alike = len(now) == len(self.tensors) and all(a is b for a, b in zip(now, self.tensors, strict=True))
-        if not alike or values != self.values:
-            raise Unknown("it changes what its arguments hold")
-
-
 def _is_deep(module: torch.nn.Module) -> bool:
     """Whether there is something to save in a module: it has several others inside."""
     return next(itertools.islice(module.modules(), 3, None), None) is not None
-
-
-# -- what can be seen of a call
-
-
-PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
-_FAKE = frozenset({"fake_device", "fake_mode", "constant", "pytype", "dispatch_keys", "real_tensor"})
-
-
-def own_state(module: torch.nn.Module, memo: dict[int, Any]) -> dict[tuple[str, str], Any]:
-    """The plain attributes of a block and of the modules inside it, by path and name."""
-    return {(path, k): v for path, m in module.named_modules() for k, v in plain(m, memo).items()}
-
-
-def modes() -> Any:
-    """What Python code around a call sets and operators see."""
-    cpu, gpu = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
-    autocast = (cpu and torch.get_autocast_dtype("cpu"), gpu and torch.get_autocast_dtype("cuda"))
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), cpu, gpu, autocast, torch.get_default_dtype()
-
-
-def callers() -> Any:
-    """Lines of the functions that run, from the call of a block outwards."""
-    frame, found = sys._getframe(1), []
-    while frame is not None:
-        found.append((frame.f_code, frame.f_lineno))
-        frame = frame.f_back  # type: ignore[assignment]
-    return tuple(found)
-
-
-def _flatten(value: Any) -> tuple[list[Any], Any]:
-    """Leaves of arguments in containers of Python's own; any other object is a leaf."""
-    return pytree.tree_flatten(value, is_leaf=lambda v: not isinstance(v, (tuple, list, dict)))
-
-
-def _tensors(leaves: list[Any], module: torch.nn.Module) -> list[torch.Tensor]:
-    """The tensors of a call: those among the arguments, then all parameters and buffers."""
-    held = [t for m in module.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
-    return [t for t in leaves if isinstance(t, torch.Tensor)] + held
-
-
-def _pattern(values: Any) -> tuple[int, ...]:
-    """Which of several values are one."""
-    first: dict[Any, int] = {}
-    return tuple([first.setdefault(v, i) for i, v in enumerate(values)])
-
-
-def _global(where: Any, name: str, memo: dict[int, Any]) -> Any:
-    return seen(where.get(name), memo)
-
-
-# -- what tracing made of it
-
-
-def _last(graph: torch.fx.Graph) -> torch.fx.Node:
-    return graph._root._prev
-
-
-def _after(graph: torch.fx.Graph, node: torch.fx.Node) -> Iterator[torch.fx.Node]:
-    node = node._next
-    while node is not graph._root:
-        yield node
-        node = node._next
-
-
-def _allowed(target: Any) -> bool:
-    return isinstance(target, torch._ops.OpOverload) and target.namespace != "autopar"
-
-
-def _written(node: torch.fx.Node) -> list[Any]:
-    """Arguments that an operator writes to."""
-    schema = node.target._schema.arguments  # type: ignore[union-attr]
-    values = [node.args[i] if i < len(node.args) else node.kwargs.get(a.name) for i, a in enumerate(schema)]
-    written = [v for a, v in zip(schema, values, strict=True) if a.alias_info is not None and a.alias_info.is_write]
-    return [v for v in pytree.tree_leaves(written) if v is not None]
-
-
-def _storage(value: Any) -> int | None:
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
-
-
-def _out(value: Any) -> Any:
-    """What a result looks like."""
-    if isinstance(value, torch.Tensor):
-        return shape_of(value)
-    if isinstance(value, (tuple, list)):
-        return tuple([_out(v) for v in value])
-    if isinstance(value, PLAIN):
-        return (type(value), value)
-    raise Unknown(f"an operator gives a {type(value).__name__}")
-
-
-HERE = "\0"
-"""Stands for the path of the block in paths of modules."""
-
-
-def relative(path: str, block: str) -> str:
-    """The path of a module inside a block, from the block on; of another one as it is."""
-    rest = path.removeprefix(block)
-    return HERE + rest if rest != path and rest[:1] in ("", ".", "@") else path
-
-
-def _relative(stack: Any, block: str) -> Any:
-    return tuple([(relative(k, block), (relative(v[0], block), v[1])) for k, v in (stack or {}).items()])
-
-
-def _empty(shape: Any) -> torch.Tensor:
-    """A tensor without a value, as the one that was traced looked."""
-    made = torch.empty_strided(shape.shape, shape.stride, dtype=shape.dtype, device=shape.device)
-    return made.requires_grad_().clone() if shape.requires_grad else made
-
-
-def _dense(t: torch.Tensor) -> bool:
-    """Whether a copy of a tensor has its strides."""
-    return tuple(torch.empty_like(t, device="meta").stride()) == tuple(t.stride())

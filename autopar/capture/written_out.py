@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.fx.graph import _Namespace
 
-from autopar.capture.repeated import BLOCK, HERE, Ext, Int, Repeats, Skipped
+from autopar.capture.calls import HERE, Ext, Int
+from autopar.capture.repeated import BLOCK, Repeats, Skipped
 
 
 class Unlike(Exception):
@@ -23,6 +24,8 @@ class Unlike(Exception):
 def write_out(exported: Any, repeats: Repeats) -> None:
     """Replace every skipped call in an exported program by its operators, and give all nodes their names.
 
+    ``exported.alike`` becomes the paths of blocks that were not traced, by that of the block which stands for them.
+
     Raises:
         Unlike: a name is not known, so the whole model must be traced.
     """
@@ -31,6 +34,10 @@ def write_out(exported: Any, repeats: Repeats) -> None:
     if not placeholders.isdisjoint(old) or not placeholders.isdisjoint(old.values()):
         raise Unlike("an input has the name of an operator")
     _write(exported.graph_module, repeats, old, new)
+    alike: dict[str, list[str]] = {}
+    for skipped in repeats.skipped.values():
+        alike.setdefault(in_model(skipped.like.path), []).append(in_model(skipped.path))
+    exported.alike = alike
 
 
 def _names(repeats: Repeats) -> tuple[dict[str, str], dict[str, list[str]]]:
@@ -76,7 +83,7 @@ def _expand(graph: torch.fx.Graph, call: torch.fx.Node, skipped: Skipped, names:
     """Put a block's operators before its call, and their results in place of the call's."""
     external: Any = call.args[0]
     like, made = skipped.like, list[torch.fx.Node]()
-    path = skipped.path.removeprefix("_export_root").removeprefix(".")
+    path = in_model(skipped.path)
     stacks: dict[Any, Any] = {}
 
     def value(token: Any) -> Any:
@@ -99,7 +106,7 @@ def _expand(graph: torch.fx.Graph, call: torch.fx.Node, skipped: Skipped, names:
     results = list(like.made)
     for user in list(call.users):
         assert user.target is operator.getitem
-        user.replace_all_uses_with(made[results[user.args[1]]])
+        user.replace_all_uses_with(made[results[int(user.args[1])]])  # type: ignore[arg-type]
         graph.erase_node(user)
     graph.erase_node(call)
 
@@ -108,4 +115,9 @@ def _there(path: str, block: str) -> str:
     """The path of a module in another block of the same kind."""
     if path.startswith(HERE):
         return block + path[len(HERE) :]
+    return in_model(path)
+
+
+def in_model(path: str) -> str:
+    """A module's path in the model, from that in what ``torch.export`` traces."""
     return path.removeprefix("_export_root").removeprefix(".")

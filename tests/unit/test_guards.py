@@ -167,7 +167,7 @@ def test_blocks_that_read_other_values_differ():
     assert first_difference(captured.guards, "first", "second", modules) == "drop.p"
     model.second.drop.p = 0.0
     one = autopar.capture(nn.ModuleDict({"block": Part(Config())})["block"], X, loss_fn=torch.sum).guards
-    repeated(one, "", "second", modules)
+    repeated(one, "", ["second"], modules)
     assert one.read("second.drop", "p") is not None
     model.second.mode = "minus"
     with pytest.raises(RunError, match=r"'second.mode' is 'minus'"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from unittest import mock
 
@@ -12,6 +13,10 @@ from torch import nn
 from zoo import ZOO
 
 from autopar.capture import capture, repeated
+from autopar.capture.building import Builder
+from autopar.capture.recorded import build
+from autopar.capture.tracing import export
+from autopar.errors import RunError
 
 D = 8
 
@@ -45,13 +50,28 @@ def same(a, b):
 
 
 def check(make, skipped, *args, **kwargs):
-    """Two fresh models, since one that counts its calls is another the second time."""
+    """Two fresh models, since one that counts its calls is another the second time; without guards, which refuse it."""
     args = args or (torch.randn(2, 4, D),)
-    torch.manual_seed(0)
-    found, n = counted(make(), args, kwargs)
-    torch.manual_seed(0)
-    same(found, whole(make(), args, kwargs))
-    assert n == skipped
+    found = []
+    made = []
+    begin = repeated.Repeats.__init__
+
+    def init(self, model):
+        begin(self, model)
+        made.append(self)
+
+    for all_of_it in (False, True):
+        torch.manual_seed(0)
+        model = make()
+        with mock.patch.object(repeated.Repeats, "__init__", init), contextlib.ExitStack() as stack:
+            if all_of_it:
+                stack.enter_context(mock.patch.object(repeated.Repeats, "_find", lambda self, model: None))
+            found.append(build(Builder(model, export(model, args, kwargs), "")))
+    for x, y in zip(found[0][0].nodes, found[1][0].nodes, strict=True):
+        assert x == y, f"\n{x}\n{y}"
+    assert found[0] == found[1]
+    assert len(made) == 2 and not made[1].skipped
+    assert skipped == (0 if made[0].doubt else len(made[0].skipped))
 
 
 # -- models of libraries
@@ -535,3 +555,21 @@ def test_a_tensor_that_leaves_where_nobody_looks(monkeypatch):
 
     monkeypatch.setattr(torch, "leaked", None, raising=False)
     check(lambda: Using(Leaking), 0)
+
+
+def test_what_a_block_reads_is_guarded_in_all_of_them():
+    class Scaled(Plain):
+        def __init__(self, i=0):
+            super().__init__(i)
+            self.scale = 2.0
+
+        def forward(self, x):
+            return super().forward(x) * self.scale
+
+    model = Stack(Scaled)
+    captured, skipped = counted(model, (torch.randn(2, 4, D),))
+    assert skipped == N - 2
+    captured.guards.check()
+    model.blocks[4].scale = 3.0
+    with pytest.raises(RunError, match=r"'blocks.4.scale' is 3.0, and was 2.0"):
+        captured.guards.check()
