@@ -95,18 +95,27 @@ def _like_eager() -> Iterator[None]:
 
 def export(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
     """The exported program; its ``recording`` says what autopar's own operators in it stand for."""
+    exported = _with_repeats(module, args, kwargs) or _export(module, args, kwargs, None)
+    exported.recording.tell()
+    return exported
+
+
+def _with_repeats(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    """The program with its repeated blocks traced twice; None where the whole model must be traced."""
     repeats = Repeats(module)
     try:
         exported = _export(module, args, kwargs, repeats)
-        if not repeats.doubt:
+        if repeats.doubt:
+            return None
+        if repeats.skipped:
             write_out(exported, repeats)
-            return exported
+        return exported
     except Unlike:
-        pass
+        return None
     except AutoparError:
         if not repeats.skipped:
             raise
-    return _export(module, args, kwargs, None)  # what was skipped may have been wrong: all of it
+        return None  # perhaps only because of what was skipped
 
 
 def _export(module: torch.nn.Module, args: Any, kwargs: Any, repeats: Repeats | None) -> Any:
@@ -120,8 +129,6 @@ def _export(module: torch.nn.Module, args: Any, kwargs: Any, repeats: Repeats | 
                 raise type(error)(str(error)) from None
             except Exception as error:
                 raise CaptureError(_explain(error, module)) from error
-        if repeats is None or not repeats.doubt:
-            record.tell()
     exported.recording = record  # type: ignore[attr-defined]
     return exported
 

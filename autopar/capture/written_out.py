@@ -14,6 +14,7 @@ import torch
 from torch.fx.graph import _Namespace
 
 from autopar.capture.calls import HERE, Ext, Int
+from autopar.capture.recording import HOOK
 from autopar.capture.repeated import BLOCK, Repeats, Skipped
 
 
@@ -106,6 +107,8 @@ def _expand(graph: torch.fx.Graph, call: torch.fx.Node, skipped: Skipped, names:
     results = list(like.made)
     for user in list(call.users):
         assert user.target is operator.getitem
+        if any(str(reader.target) == HOOK for reader in user.users):
+            raise Unlike("a hook stands right behind what it changes")
         user.replace_all_uses_with(made[results[int(user.args[1])]])  # type: ignore[arg-type]
         graph.erase_node(user)
     graph.erase_node(call)
