@@ -7,33 +7,13 @@ from typing import Any
 
 import torch
 
-from autopar.errors import CaptureError
 from autopar.graph import Ref, Spec
 
-DROPPED = frozenset({
-    "aten._assert_tensor_metadata.default", "aten._assert_async.msg", "aten.alias.default", "aten.contiguous.default",
-    "aten.lift_fresh_copy.default", "aten.lift_fresh.default", "aten.clone.default",
-    "aten._assert_scalar.default", "aten.sym_constrain_range_for_size.default", "aten.positive.default",
-    "aten.feature_dropout.none",
-})  # fmt: skip
-"""Operators whose result is their first argument, and asserts."""
+FRESH = frozenset({"aten.clone.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default"})
+"""Operators whose result has the values of their first argument and memory of its own."""
 
-_INPLACE = (
-    "add.Tensor add.Scalar sub.Tensor sub.Scalar mul.Tensor mul.Scalar div.Tensor div.Scalar relu.default "
-    "masked_fill.Scalar masked_fill.Tensor clamp.default clamp_min.default clamp_max.default neg.default exp.default "
-    "sigmoid.default tanh.default silu.default gelu.default leaky_relu.default hardtanh.default hardswish.default "
-    "elu.default pow.Scalar pow.Tensor logical_or.default logical_and.default logical_not.default "
-    "bitwise_and.Tensor bitwise_or.Tensor dropout.default sqrt.default rsqrt.default log.default abs.default "
-    "index_put.default scatter.src scatter.value index_add.default lerp.Scalar lerp.Tensor addcmul.default "
-    "addcdiv.default threshold.default round.default floor.default ceil.default eq.Tensor eq.Scalar ne.Tensor "
-    "ne.Scalar fill.Scalar fill.Tensor copy.default zero.default tril.default triu.default baddbmm.default "
-    "addmm.default"
-).split()
-_RENAMED = {"pow.Scalar": "pow.Tensor_Scalar", "pow.Tensor": "pow.Tensor_Tensor"}
-FUNCTIONAL = {
-    f"aten.{name.split('.')[0]}_.{name.split('.')[1]}": f"aten.{_RENAMED.get(name, name)}" for name in _INPLACE
-}
-"""In-place operator -> functional operator."""
+DROPPED = FRESH | {"aten.alias.default", "aten.contiguous.default", "aten.positive.default"}
+"""Operators whose result has the values of their first argument."""
 
 _VIEWS = frozenset(
     f"aten.{n}"
@@ -54,6 +34,11 @@ _FULLS: dict[str, float | None] = {
 _CASTS = frozenset({
     "aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten.to.other", "aten.type_as.default",
     "aten._to_copy.default", "aten.to.prim_Device", "aten.cuda.default",
+})  # fmt: skip
+
+DROPOUTS = frozenset({
+    "aten.dropout.default", "aten.feature_dropout.default", "aten.alpha_dropout.default",
+    "aten.feature_alpha_dropout.default",
 })  # fmt: skip
 
 Form = tuple[str, tuple[Any, ...], dict[str, Any]]
@@ -163,29 +148,10 @@ def normalize(
         assert out is not None
         d = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % len(out.shape)
         return target.replace("concat", "cat"), (list(args[0]), d), {}
-    if target == "aten.dropout.default":
+    if target in DROPOUTS:
         return None if not args[2] or args[1] == 0 else (target, args, kwargs)
-    if target == "aten.copy.default":
-        return _as(args[1], outs, spec_of)
-    if target == "aten.fill.Tensor":
-        return _as(args[1], outs, spec_of)
     if target == "aten.mean.default":
         return target, args, kwargs
     if target == "aten.scaled_dot_product_attention.default" and len(args) > 3 and args[3] is None:
         return target, args[:3] if len(args) == 4 else args, kwargs
     return target, args, kwargs
-
-
-def _as(value: Any, outs: tuple[Spec | None, ...], spec_of: Callable[[Ref], Spec]) -> Form:
-    """``value`` broadcast and cast to the output: what ``x.copy_(value)`` leaves in ``x``."""
-    out = outs[0]
-    assert out is not None
-    source = spec_of(value)
-    if source.dtype != out.dtype:
-        if source.shape != out.shape:
-            raise CaptureError(
-                f"copy_ of a {source.dtype} tensor of shape {source.shape} into a {out.dtype} one of shape {out.shape} "
-                "casts and broadcasts at once; cast the source first"
-            )
-        return "aten.to.dtype", (value, _dtype(out.dtype)), {}
-    return "aten.expand.default", (value, list(out.shape)), {}

@@ -19,15 +19,54 @@ def spec_of(val: Any) -> Spec:
     return Spec(tuple(int(n) for n in val.shape), str(val.dtype).removeprefix("torch."))
 
 
-def is_inplace(target: Any) -> bool:
-    """Whether an operator writes to its first argument, by its name."""
-    name = target._schema.name.split("::")[-1]
-    return name.endswith("_") and not name.endswith("__")
+def storage_of(val: Any) -> int | None:
+    """Identity of the memory of a traced tensor; None for what has none."""
+    try:
+        return int(val.untyped_storage()._cdata)
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return None
 
 
-def is_random(target: str) -> bool:
-    """Whether an operator draws numbers, by its name: two calls are not one."""
-    return any(word in target for word in ("dropout", "bernoulli", "rand", "normal"))
+def really_alias(fx: torch.fx.Node, op: torch._ops.OpOverload) -> list[tuple[torch.fx.Node | None, bool]]:
+    """For every output of a call the input whose memory it shares in eager mode, and whether it is that very tensor.
+
+    The operator runs once more, on tensors without values: tracing decomposes some operators otherwise than eager mode
+    does, and a traced value may have been copied with the call.
+    """
+    made: dict[int, tuple[torch.fx.Node, torch.Tensor]] = {}
+
+    def empty(node: torch.fx.Node) -> Any:
+        def one(val: Any) -> Any:
+            if not isinstance(val, torch.Tensor):
+                return val
+            x = torch.empty_strided(tuple(val.size()), tuple(val.stride()), dtype=val.dtype, device="meta")
+            key = storage_of(x)
+            assert key is not None
+            made[key] = node, x
+            return x
+
+        val = node.meta.get("val")
+        return [one(v) for v in val] if isinstance(val, (list, tuple)) else one(val)
+
+    args = torch.fx.node.map_arg(fx.args, empty)
+    kwargs = dict(torch.fx.node.map_arg(fx.kwargs, empty))
+    vals = flat(fx.meta.get("val"))
+    try:
+        with torch.no_grad():
+            outs = flat(op(*_on_meta(args), **{k: _on_meta(v) for k, v in kwargs.items()}))
+    except (RuntimeError, NotImplementedError, TypeError):
+        return [(None, False)] * len(vals)
+    found: list[tuple[torch.fx.Node | None, bool]] = []
+    for out in outs:
+        node, x = made.get(storage_of(out) or -1, (None, None))
+        found.append((node, out is x))
+    return found
+
+
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, torch.device):
+        return torch.device("meta")
+    return tuple(map(_on_meta, value)) if isinstance(value, tuple) else value
 
 
 def module_of(fx: torch.fx.Node) -> str:

@@ -12,7 +12,7 @@ def without_dead(graph: Graph, user: list[Any]) -> tuple[Graph, list[Any]]:
     alive = {r.node for r in refs_in(graph.outputs)} | {r.node for r in graph.updates.values()}
     for i in range(len(graph.nodes) - 1, -1, -1):
         node = graph.nodes[i]
-        if node.kind != "op" or _has_effect(node.target):
+        if node.kind != "op" or has_effect(node.target):
             alive.add(i)
         if i in alive:
             alive.update(r.node for r in node.refs)
@@ -35,6 +35,6 @@ def _fields(node: Node) -> dict[str, Any]:
     return {name: getattr(node, name) for name in Node.__dataclass_fields__}
 
 
-def _has_effect(target: str) -> bool:
+def has_effect(target: str) -> bool:
     """Operators that write to their inputs though their schema does not say so."""
-    return target == "aten.batch_norm.default"
+    return target in ("aten.batch_norm.default", "aten.instance_norm.default")

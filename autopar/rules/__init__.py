@@ -6,7 +6,7 @@ import importlib
 
 FAMILIES = (
     "pointwise", "shape", "image", "reduce", "factory", "index", "contraction", "conv", "pool", "attention", "norm",
-    "loss", "embed", "random",
+    "loss", "embed", "random", "history",
 )  # fmt: skip
 
 for _family in FAMILIES:

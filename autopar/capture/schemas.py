@@ -1,0 +1,137 @@
+"""What the schema of an operator says: what it writes, what it gives without writing, whether it draws numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, reduce
+from typing import Any
+
+import torch
+
+from autopar.rules.registry import RULES
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is true of every call of an operator.
+
+    Attributes:
+        writes: ``(position, name)`` of the arguments that are written; a position of -1 stands for keyword only.
+        pure: the operator without writes: ``foo`` for ``foo_``, for ``__ifoo__`` and for the ``out=`` variants of
+            ``foo``. It gives one result per written argument. None where there is none.
+        renames: it writes shape, strides or history of its first argument, never values (``unsqueeze_``); ``pure`` is
+            a view then.
+        may_alias: an output may share memory with an input.
+        drawn: ``pure`` draws new values over the old ones, which do not matter (``normal_``).
+    """
+
+    writes: tuple[tuple[int, str], ...]
+    pure: torch._ops.OpOverload | None
+    renames: bool
+    may_alias: bool
+    drawn: bool
+
+
+@cache
+def facts(op: torch._ops.OpOverload) -> Facts:
+    """The :class:`Facts` of an operator, from its schema and its tags."""
+    schema = op._schema
+    writes = tuple(
+        (-1 if a.kwarg_only else i, a.name)
+        for i, a in enumerate(schema.arguments)
+        if a.alias_info is not None and a.alias_info.is_write
+    )
+    may_alias = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    pure = _pure(op) if writes else None
+    drawn = pure is not None and torch.Tag.nondeterministic_seeded in pure.tags and "dropout" not in str(pure)
+    return Facts(writes, pure, torch.Tag.inplace_view in op.tags, may_alias, drawn and "rrelu" not in str(pure))
+
+
+def _pure(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    namespace, name = op._schema.name.split("::")
+    written = [a for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    is_out = all(a.is_out for a in written)
+    if is_out:
+        bases = [name]
+    elif name.startswith("__i") and name.endswith("__"):
+        bases = ["__" + name.removeprefix("__i")]
+    elif name.endswith("_"):
+        bases = [name[:-1], name[:-1] + "_functional"]
+    else:
+        return None
+    wanted = _types(op._schema.arguments, skip_out=is_out)
+    count = len(written)
+    found: list[torch._ops.OpOverload] = []
+    for base in bases:
+        packet = getattr(getattr(torch.ops, namespace), base, None)
+        if not isinstance(packet, torch._ops.OpOverloadPacket):
+            continue
+        for overload in packet.overloads():
+            other = getattr(packet, overload)
+            schema = other._schema
+            if any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
+                continue
+            if _types(schema.arguments) == wanted and len(schema.returns) == count:
+                found.append(other)
+        if found:
+            break
+    same = [f for f in found if f._overloadname == op._overloadname]
+    return (same or found or [None])[0]
+
+
+def _types(arguments: Sequence[Any], skip_out: bool = False) -> list[str]:
+    return [str(a.type) for a in arguments if not (skip_out and a.is_out)]
+
+
+def argument(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
+    """The value of a named argument of a call, or its default; None where the schema has no such argument."""
+    for position, a in enumerate(op._schema.arguments):
+        if a.name == name:
+            if not a.kwarg_only and position < len(args):
+                return args[position]
+            return kwargs.get(name, a.default_value if a.has_default_value() else None)
+    return None
+
+
+def with_defaults(
+    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call with trailing positional arguments that were left out, where ``pure`` has no default for them."""
+    full, pure = list(args), facts(op).pure
+    assert pure is not None
+    for position, (own, other) in enumerate(zip(op._schema.arguments, pure._schema.arguments, strict=False)):
+        if own.kwarg_only or position < len(full) or own.name in kwargs:
+            continue
+        if own.has_default_value() and not other.has_default_value():
+            full += [a.default_value for a in op._schema.arguments[len(full) : position + 1]]
+    return tuple(full), dict(kwargs)
+
+
+@cache
+def named(target: str) -> torch._ops.OpOverload | None:
+    """The operator of a name such as ``aten.linear.default``; None for a name that torch does not know."""
+    try:
+        op = reduce(getattr, target.split("."), torch.ops)
+    except AttributeError:
+        return None
+    return op if isinstance(op, torch._ops.OpOverload) else None
+
+
+@cache
+def seeded(target: str) -> bool:
+    """Whether an operator may draw random numbers, as its tags say; one that torch does not know may."""
+    op = named(target)
+    return op is None or torch.Tag.nondeterministic_seeded in op.tags
+
+
+def draws_by_itself(target: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call draws random numbers by torch's generator: no rule draws them alike on all ranks."""
+    op = named(target)
+    if op is None or target in RULES or torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    names = {a.name for a in op._schema.arguments}
+    for name in names & {"dropout", "dropout_p", "p"}:
+        if argument(op, args, kwargs, name) == 0:
+            return False
+    return not any(argument(op, args, kwargs, name) is False for name in names & {"train", "training"})
