@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from autopar.capture.exported import at, flat, get, module_of, really_alias, source_of, spec_of, storage_of
+from autopar.capture.exported import at, flat, get, module_of, really_alias, source_of, spec_of, storage_of, without_values
 from autopar.capture.merging import merged
 from autopar.capture.pruning import has_effect, without_dead
-from autopar.capture.schemas import Facts, argument, draws_by_itself, facts, with_defaults
+from autopar.capture.schemas import Facts, argument, draws_by_itself, facts, parts_of, with_defaults
 from autopar.capture.storages import Alias, CannotInvert, Geometry, Memory, Place, Step, Storage
 from autopar.errors import CaptureError
 from autopar.graph import Graph, Node, Ref, Spec, map_refs, refs_in
@@ -350,14 +350,15 @@ class Builder:
     def _writing(self, fx: torch.fx.Node, op: torch._ops.OpOverload, known: Facts) -> Any:
         """An operator that writes: its functional form, and its results put where the written arguments lie."""
         if known.pure is None:
-            names = ", ".join(name for _, name in known.writes)
-            raise self._refused(fx, f"writes its argument {names} and has no form that does not", "write it out of place")
+            return self._in_parts(fx, op, known)
         nodes = [fx.kwargs[name] if p < 0 else fx.args[p] for p, name in known.writes]
         written: list[Alias] = [self.value[n] for n in pytree.tree_leaves(nodes)]
         args, kwargs = with_defaults(op, fx.args, fx.kwargs)
         args = torch.fx.node.map_arg(args, self._look)
         out = {name for p, name in known.writes if p < 0}
         kwargs = dict(torch.fx.node.map_arg({k: v for k, v in kwargs.items() if k not in out}, self._look))
+        if out and any(a.name == "dtype" for a in known.pure._schema.arguments):
+            kwargs.setdefault("dtype", getattr(torch, written[0].place.spec.dtype))
         if known.drawn and not out:
             first = written[0].place.spec
             kind = {"dtype": getattr(torch, first.dtype)}
@@ -371,6 +372,23 @@ class Builder:
         if spec_of(val) != written[0].place.spec:
             raise self._refused(fx, "changes the size of a tensor", "give it an output of the right size")
         return written[0]
+
+    def _in_parts(self, fx: torch.fx.Node, op: torch._ops.OpOverload, known: Facts) -> Any:
+        """An operator that has no form without writes: the operators that it is made of."""
+        inputs = [a for a in fx.args if isinstance(a, torch.fx.Node)]
+        body = None
+        if not fx.kwargs and all(isinstance(self.value[n], Alias) for n in inputs):
+            body = parts_of(op, [without_values(a) if isinstance(a, torch.fx.Node) else a for a in fx.args])
+        if body is None:
+            names = ", ".join(name for _, name in known.writes)
+            raise self._refused(fx, f"writes its argument {names} and has no form that does not", "write it out of place")
+        for node in body.graph.nodes:
+            node.meta.update({k: v for k, v in fx.meta.items() if k != "val"})
+        for placeholder, n in zip((n for n in body.graph.nodes if n.op == "placeholder"), inputs, strict=True):
+            self.value[placeholder] = self.value[n]
+        made = self._walk(body, self.no_grad)
+        self.at = fx
+        return made
 
     def _functional(
         self, pure: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], spec: Spec
@@ -456,7 +474,8 @@ class Builder:
                 kind, _ = storage.origin or ("", "")
                 if kind != "buffer" or alias.place is not storage.root or storage.version or storage.shared:
                     raise self._refused(
-                        fx, f"keeps its {name} in a tensor that is no buffer of its own", "register it as a buffer"
+                        fx, f"keeps its {name} in a tensor that is no buffer of its own, or is written elsewhere",
+                        "register it as a buffer that only batch norm writes",
                     )
                 storage.changing = True
 

@@ -27,6 +27,18 @@ def storage_of(val: Any) -> int | None:
         return None
 
 
+def without_values(fx: torch.fx.Node) -> Any:
+    """What a node gives, on tensors without values of the same sizes and strides."""
+
+    def one(val: Any) -> Any:
+        if not isinstance(val, torch.Tensor):
+            return val
+        return torch.empty_strided(tuple(val.size()), tuple(val.stride()), dtype=val.dtype, device="meta")
+
+    val = fx.meta.get("val")
+    return [one(v) for v in val] if isinstance(val, (list, tuple)) else one(val)
+
+
 def really_alias(fx: torch.fx.Node, op: torch._ops.OpOverload) -> list[tuple[torch.fx.Node | None, bool]]:
     """For every output of a call the input whose memory it shares in eager mode, and whether it is that very tensor.
 
@@ -36,17 +48,13 @@ def really_alias(fx: torch.fx.Node, op: torch._ops.OpOverload) -> list[tuple[tor
     made: dict[int, tuple[torch.fx.Node, torch.Tensor]] = {}
 
     def empty(node: torch.fx.Node) -> Any:
-        def one(val: Any) -> Any:
-            if not isinstance(val, torch.Tensor):
-                return val
-            x = torch.empty_strided(tuple(val.size()), tuple(val.stride()), dtype=val.dtype, device="meta")
-            key = storage_of(x)
-            assert key is not None
-            made[key] = node, x
-            return x
-
-        val = node.meta.get("val")
-        return [one(v) for v in val] if isinstance(val, (list, tuple)) else one(val)
+        given = without_values(node)
+        for x in flat(given):
+            if isinstance(x, torch.Tensor):
+                key = storage_of(x)
+                assert key is not None
+                made[key] = node, x
+        return given
 
     args = torch.fx.node.map_arg(fx.args, empty)
     kwargs = dict(torch.fx.node.map_arg(fx.kwargs, empty))

@@ -8,6 +8,7 @@ from functools import cache, reduce
 from typing import Any
 
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.rules.registry import RULES
 
@@ -72,12 +73,27 @@ def _pure(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
             schema = other._schema
             if any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
                 continue
-            if _types(schema.arguments) == wanted and len(schema.returns) == count:
+            own = {a.name for a in op._schema.arguments}
+            like = [a for a in schema.arguments if a.name in own or not (is_out and a.kwarg_only)]  # dtype of factories
+            if _types(like) == wanted and len(schema.returns) == count:
                 found.append(other)
         if found:
             break
     same = [f for f in found if f._overloadname == op._overloadname]
-    return (same or found or [None])[0]
+    return next(iter(same or found), None)
+
+
+def parts_of(op: torch._ops.OpOverload, args: Sequence[Any]) -> torch.fx.GraphModule | None:
+    """What a composite operator does, traced on tensors without values, as a program of their nodes; None where it is
+    no composite."""
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+
+    def run(*given: torch.Tensor) -> Any:
+        rest = iter(given)
+        return op(*(next(rest) if isinstance(a, torch.Tensor) else a for a in args))
+
+    module = make_fx(run, tracing_mode="fake")(*tensors)
+    return None if any(n.target is op for n in module.graph.nodes) else module
 
 
 def _types(arguments: Sequence[Any], skip_out: bool = False) -> list[str]:

@@ -104,7 +104,7 @@ def a_cache_grows_by_slices(s: Habit, x: Tensor) -> Tensor:
     total = x.sum()
     for t in range(0, 6, 2):
         k[:, t : t + 2] = s.a(x).unsqueeze(1)
-        total = total + (k[:, : t + 2] * s.b(x).unsqueeze(1)).sum()
+        total = total + (k[:, : t + 2].clone() * s.b(x).unsqueeze(1)).sum()
     return total
 
 
@@ -269,7 +269,7 @@ def through_chunks(s: Habit, x: Tensor) -> Tensor:
 def through_narrow_and_select(s: Habit, x: Tensor) -> Tensor:
     h = s.a(x)
     h.narrow(1, 2, 3).mul_(2)
-    h.select(0, 1).exp_()
+    h.select(0, 1).sin_()
     h[2:][:, 1:][0].add_(s.b(x)[0, 1:])
     h.view(-1)[5:21].view(4, 4)[1:3] = -1
     return h.square().sum()
@@ -305,7 +305,7 @@ def through_unfold_without_overlap(s: Habit, x: Tensor) -> Tensor:
 def through_complex_views(s: Habit, x: Tensor) -> Tensor:
     h = s.a(x)
     c = torch.view_as_complex(h.view(4, 4, 2))
-    c.mul_(2j)
+    c.mul_(torch.tensor(2j, dtype=torch.complex128))
     c.real.add_(1)
     c.imag[1] = 3
     torch.view_as_real(c)[..., 0].mul_(2)
@@ -323,9 +323,12 @@ def through_another_dtype(s: Habit, x: Tensor) -> Tensor:
 def relu_of_a_view(s: Habit, x: Tensor) -> Tensor:
     h = s.a(x)
     F.relu(h[:, :4], inplace=True)
+    h = h.clone()
     F.leaky_relu_(h[:, 4:])
-    F.silu(h[0], inplace=True)
-    return (h * s.b(x)).sum()
+    g = s.b(x)
+    F.silu(g[0], inplace=True)
+    F.gelu(g[1:2, 3])
+    return (h * g).sum()
 
 
 @habit
@@ -359,11 +362,11 @@ def a_view_taken_before(s: Habit, x: Tensor) -> Tensor:
 def views_of_views_taken_before(s: Habit, x: Tensor) -> Tensor:
     h = s.a(x)
     v, w = h.view(2, 16), h.t()[3:]
-    q, k = v.chunk(2, 1)
+    q, k = v[:, :8], v[:, 8:].unfold(1, 2, 2)
     h[1] += s.b(x)[0]
     w[0].mul_(3)
     v.neg_()
-    return (v.square().sum() + (w * torch.arange(4)).sum()) * (q * k.sin()).sum()
+    return (v.square().sum() + (w * torch.arange(4)).sum()) * q.cos().sum() * (k.sin() * torch.arange(4)[:, None]).sum()
 
 
 @habit
@@ -407,14 +410,13 @@ def many_in_place_operators(s: Habit, x: Tensor) -> Tensor:
     h = s.a(x)
     for f in (Tensor.sigmoid_, Tensor.tanh_, Tensor.exp_, Tensor.sqrt_, Tensor.atan_, Tensor.sin_, Tensor.expm1_):
         h = f(h.clone())
-    F.hardsigmoid(h, inplace=True)
-    F.mish(h, inplace=True)
-    F.elu_(h)
-    F.hardswish(h, inplace=True)
+    for g in (F.hardsigmoid, F.mish, F.elu, F.hardswish, F.selu, F.celu, F.relu6, F.silu, F.hardtanh):
+        h = g(h.clone() - 0.3, inplace=True)
     F.threshold_(h, 0.01, 0.02)
+    h = h.clone()
     h.clamp_(min=-0.9).clamp_max_(0.9).addcmul_(x, x, value=0.1).addcdiv_(x, x.square() + 1).lerp_(x, 0.3)
-    h.pow_(2).add_(x, alpha=3).sub_(1).div_(3).rsub(1)
-    h.cumsum_(1).tril_().renorm_(2, 0, 5.0)
+    h = h.clone().pow_(2).add_(x, alpha=3).sub_(1).div_(3)
+    h.cumsum_(1).tril_()
     return h.square().sum()
 
 
@@ -430,7 +432,6 @@ def scattered_in_place(s: Habit, x: Tensor) -> Tensor:
     h.index_put_((torch.tensor([0, 1]),), x[:2], accumulate=True)
     h.masked_scatter_(x > 1, x)
     h.scatter_reduce_(1, i, x[:2, :3], "sum")
-    h.put_(torch.tensor([3]), x[0, :1])
     return h.square().sum()
 
 
@@ -553,8 +554,8 @@ def straight_through(s: Habit, x: Tensor) -> Tensor:
 @habit
 def straight_through_by_data(s: Habit, x: Tensor) -> Tensor:
     h = s.a(x)
-    h.data = h.data if False else h.data
     h.data.round_()
+    h.view(-1).data[3] = 2
     return (h * s.b(x)).square().sum()
 
 
@@ -601,7 +602,7 @@ def masked_under_no_grad(s: Habit, x: Tensor) -> Tensor:
 @habit
 def a_counter(s: Habit, x: Tensor) -> Tensor:
     s.count += 1
-    h = s.a(x) * s.count
+    h = s.a(x) * s.count.clone()
     s.count.add_(2)
     return h.square().sum()
 
@@ -699,7 +700,7 @@ def two_buffers_of_one_memory(s: Habit, x: Tensor) -> Tensor:
     return (s.a(x)[:, :4] * s.part_of).sum()
 
 
-@refused("batch norm writes too")
+@refused("register it as a buffer that only batch norm writes")
 def statistics_reset(s: Habit, x: Tensor) -> Tensor:
     s.norm.running_mean.zero_()
     return s.norm(s.a(x)).square().sum()
@@ -729,7 +730,9 @@ def drawn_without_a_rule(s: Habit, x: Tensor) -> Tensor:
 
 def made(forward: Forward, seed: int = 0) -> Habit:
     torch.manual_seed(seed)
-    return Habit(forward).double()
+    module = Habit(forward).double()
+    module.part_of = module.part[:4]
+    return module
 
 
 def captured_of(module: Habit) -> Captured:
