@@ -8,7 +8,17 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from autopar.capture.exported import at, flat, get, module_of, really_alias, source_of, spec_of, storage_of, without_values
+from autopar.capture.exported import (
+    at,
+    flat,
+    get,
+    module_of,
+    really_alias,
+    source_of,
+    spec_of,
+    storage_of,
+    without_values,
+)
 from autopar.capture.merging import merged
 from autopar.capture.pruning import has_effect, without_dead
 from autopar.capture.schemas import Facts, argument, draws_by_itself, facts, parts_of, with_defaults
@@ -209,7 +219,7 @@ class Builder:
         vals = flat(val)
         if name == "aten.as_strided.default":
             return self._strided(fx, val)
-        args = torch.fx.node.map_arg(fx.args, self._look)
+        args: tuple[Any, ...] = torch.fx.node.map_arg(fx.args, self._look)
         kwargs = dict(torch.fx.node.map_arg(fx.kwargs, self._look))
         outs = tuple(spec_of(v) if isinstance(v, torch.Tensor) else None for v in vals)
         if name == "aten.broadcast_tensors.default":
@@ -381,7 +391,9 @@ class Builder:
             body = parts_of(op, [without_values(a) if isinstance(a, torch.fx.Node) else a for a in fx.args])
         if body is None:
             names = ", ".join(name for _, name in known.writes)
-            raise self._refused(fx, f"writes its argument {names} and has no form that does not", "write it out of place")
+            raise self._refused(
+                fx, f"writes its argument {names} and has no form that does not", "write it out of place"
+            )
         for node in body.graph.nodes:
             node.meta.update({k: v for k, v in fx.meta.items() if k != "val"})
         for placeholder, n in zip((n for n in body.graph.nodes if n.op == "placeholder"), inputs, strict=True):
@@ -426,19 +438,25 @@ class Builder:
         storage, spec = alias.place.storage, alias.place.spec
         kind, name = storage.origin or ("", "")
         if kind == "param":
-            raise self._refused(fx, f"writes parameter '{name}' in forward", "keep it as a buffer, or change it outside")
+            raise self._refused(
+                fx, f"writes parameter '{name}' in forward", "keep it as a buffer, or change it outside"
+            )
         if kind == "input":
             raise self._refused(fx, f"writes the model's input '{name}'", "write a clone: x = x.clone()")
         if storage.shared:
             raise self._refused(
-                fx, f"writes '{name}', which has the memory of '{storage.shared}' too", "register one of them, or a clone"
+                fx,
+                f"writes '{name}', which has the memory of '{storage.shared}' too",
+                "register one of them, or a clone",
             )
         if storage.changing:
             raise self._refused(fx, f"writes '{name}', which batch norm writes too", "let one of them write it")
         try:
             self.memory.write(alias, self._filled(ref, spec), no_grad=self.no_grad)
         except CannotInvert as error:
-            raise self._refused(fx, f"writes through a view that cannot be followed: {error}", "write a clone") from None
+            raise self._refused(
+                fx, f"writes through a view that cannot be followed: {error}", "write a clone"
+            ) from None
 
     def _filled(self, ref: Ref, spec: Spec) -> Ref:
         """A value cast and broadcast to what it is put into."""
@@ -474,7 +492,8 @@ class Builder:
                 kind, _ = storage.origin or ("", "")
                 if kind != "buffer" or alias.place is not storage.root or storage.version or storage.shared:
                     raise self._refused(
-                        fx, f"keeps its {name} in a tensor that is no buffer of its own, or is written elsewhere",
+                        fx,
+                        f"keeps its {name} in a tensor that is no buffer of its own, or is written elsewhere",
                         "register it as a buffer that only batch norm writes",
                     )
                 storage.changing = True
@@ -483,7 +502,9 @@ class Builder:
 
     def _updates(self) -> dict[str, Ref]:
         return {
-            s.origin[1]: s.value for s in self.storages if s.version and s.origin is not None and s.origin[0] == "buffer"
+            s.origin[1]: s.value
+            for s in self.storages
+            if s.version and s.origin is not None and s.origin[0] == "buffer"
         }
 
     def _outputs(self) -> tuple[tuple[Any, ...], int | None]:

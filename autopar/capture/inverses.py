@@ -1,8 +1,8 @@
 """A view turned round: the base's new value from its old one and the view's new value.
 
-Views in their one spelling have an inverse of their own: a reshape is another reshape, a slice is ``slice_scatter``. All
-others are picks of elements by strides, and are written by index into the flat base; so is ``as_strided`` read. No
-layout of memory is needed for that but the traced one, which a sharded program need not have.
+Views in their one spelling have an inverse of their own: that of a reshape is another reshape, that of a slice is
+``slice_scatter``. All others are picks of elements by strides, and are written by index into the flat base; so is
+``as_strided`` read. No layout of memory is needed for that but the traced one, which a sharded program need not have.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OWN_INVERSE = {
 
 
 def written(emit: Emit, target: str, args: tuple[Any, ...], number: int, new: Ref, spec: Spec) -> Ref | None:
-    """The base's value after output ``number`` of the view ``target(*args)`` became ``new``; None where only strides say.
+    """The base's value after output ``number`` of the view ``target(*args)`` became ``new``; None where strides say it.
 
     Args:
         args: of the view, in its one spelling; the first is the base's value until now.
@@ -137,9 +137,7 @@ def picked(emit: Emit, flat: Ref, size: Sequence[int], stride: Sequence[int], of
     return emit("aten.index.Tensor", (flat, [_places(emit, size, stride, offset)]), {}, (spec,), "")[0]
 
 
-def placed(
-    emit: Emit, flat: Ref, size: Sequence[int], stride: Sequence[int], offset: int, new: Ref, spec: Spec
-) -> Ref:
+def placed(emit: Emit, flat: Ref, size: Sequence[int], stride: Sequence[int], offset: int, new: Ref, spec: Spec) -> Ref:
     """``as_strided_scatter`` into flat memory with the elements of ``spec``."""
     where = _places(emit, size, stride, offset)
     whole = Spec((spec.n_elements,), spec.dtype)

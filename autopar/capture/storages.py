@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from autopar.capture.inverses import Emit, Form, flattened, picked, placed, put_back, written
+from autopar.capture.inverses import Form, flattened, picked, placed, put_back, written
 from autopar.graph import Ref, Spec, map_refs
 from autopar.rules.history import WITH_VALUE
 
@@ -126,7 +126,9 @@ class Alias:
 class _Graph(Protocol):
     """What reading and writing make operators with."""
 
-    emit: Emit
+    def emit(
+        self, target: str, args: tuple[Any, ...], kwargs: dict[str, Any], outs: tuple[Spec | None, ...], name: str
+    ) -> list[Ref]: ...
 
     def needs_grad(self, ref: Ref) -> bool: ...
 
@@ -202,19 +204,19 @@ class Memory:
         place, storage = alias.place, alias.place.storage
         history = storage.plain if no_grad else alias.history
         known = {place: new}
-        at: Place = place
-        while at.parent is not None:
-            base = self._base(alias, at.parent, no_grad)
+        at = place
+        while (parent := at.parent) is not None:
+            base = self._base(alias, parent, no_grad)
             made = None
             if at.step is not None:
                 target, args = at.step.form(base)
-                made = written(self.graph.emit, target, args, at.number, new, at.parent.spec)
+                made = written(self.graph.emit, target, args, at.number, new, parent.spec)
             if made is None:  # by strides, from the root
                 base = self._base(alias, storage.root, no_grad)
                 new, at = self._placed(place, base, known[place]), storage.root
                 known = {place: known[place], at: new}
                 break
-            new, at = made, at.parent
+            new, at = made, parent
             known[at] = new
         storage.value = new
         storage.version += 1

@@ -77,8 +77,8 @@ class _AnswerConstants(TorchFunctionMode):
             if func.__name__ == "__get__":
                 return args[0].detach()
             raise CaptureError(
-                f"the model assigns to .data of a tensor{_line()}\n  copy the new values into it: x.detach().copy_(y), or "
-                "go on with the new tensor"
+                f"the model assigns to .data of a tensor{_line()}\n  copy the new values into it: x.detach().copy_(y), "
+                "or go on with the new tensor"
             )
         if func in self.ASKED and args:
             known = _constant(args[0], lambda t: func(t, *args[1:]))

@@ -6,7 +6,7 @@ import importlib
 
 FAMILIES = (
     "pointwise", "shape", "image", "reduce", "factory", "index", "contraction", "conv", "pool", "attention", "norm",
-    "loss", "embed", "random", "history",
+    "loss", "embed", "random", "draws", "history",
 )  # fmt: skip
 
 for _family in FAMILIES:

@@ -1,7 +1,7 @@
 """One tensor's values with another's history: what a write that autograd does not see leaves behind.
 
-``h.detach().mul_(2)`` and ``with torch.no_grad(): h.mul_(2)`` change the values of ``h``, and its gradient goes on as if
-they had not. ``h + (new - h).detach()`` would say the same of finite numbers only.
+``h.detach().mul_(2)`` and ``with torch.no_grad(): h.mul_(2)`` change the values of ``h``, and its gradient goes on as
+if they had not. ``h + (new - h).detach()`` would say the same of finite numbers only.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import torch
 
 from autopar.rules.across import n_pieces, positions
 from autopar.rules.notation import Call, Rule, line
-from autopar.rules.registry import T, prove_with, rule, sample
+from autopar.rules.registry import T, rule, sample
 
 Shards = Sequence[Sequence[str]]
 
@@ -136,34 +136,3 @@ def bernoulli(x: Any, p: Any = None, *, cut: Any, seed: Any, site: int, shape: A
     """``aten.bernoulli``: probabilities ``x``, or one ``p`` in the shape of ``x``."""
     u = uniform(seed, site, shape, shards, x.device, torch.float32)
     return (u < (x.detach() if p is None else p)).to(x.dtype)
-
-
-@rule(
-    "aten.rand.default",
-    "aten.randn.default",
-    "aten.rand_like.default",
-    "aten.randn_like.default",
-    "aten.randint.default",
-    "aten.randint.low",
-    "aten.bernoulli.default",
-    "aten.bernoulli.p",
-)
-def draw(call: Call) -> Rule:
-    name = call.target.split(".")[1].removesuffix("_like")
-    fn = {"rand": rand, "randn": randn, "randint": randint, "bernoulli": bernoulli}[name]
-    if call.ins:
-        return line("... -> ...", call, random=True, distributed=fn)
-    out = " ".join("1" if n == 1 else name for n, name in zip(call.out.shape, "abcdefgh", strict=False))
-    return line(f"-> {out}", call, random=True, distributed=fn)
-
-
-prove_with("aten.feature_dropout.default", sample(T((4, 4, 3, 3)), 0.5, True))
-prove_with("aten.rand.default", sample([4, 8]), sample([8], dtype=torch.float64))
-prove_with("aten.randn.default", sample([4, 8], dtype=torch.float64))
-prove_with("aten.rand_like.default", sample(T((4, 8))))
-prove_with("aten.randn_like.default", sample(T((4, 8))))
-prove_with("aten.randint.default", sample(10, [4, 8]))
-prove_with("aten.randint.low", sample(-3, 10, [4, 8]))
-prove_with("aten.bernoulli.p", sample(T((4, 8), grad=False), 0.3))
-
-prove_with("aten.bernoulli.default", sample(T((4, 6), low=0.1, high=0.9, grad=False)))

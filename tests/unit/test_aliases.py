@@ -7,7 +7,6 @@ two batches: loss, parameter gradients, and the buffers that the batches leave b
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable
 
@@ -19,14 +18,9 @@ from torch import Tensor, nn
 from autopar.capture import Captured, capture
 from autopar.errors import CaptureError
 from autopar.lower.emit import lower
-from autopar.placements import Mesh
 from autopar.plan import Plan
-from autopar.planner.draw import random_plan
-from autopar.planner.price import pricer
-from autopar.rules.registry import rules_of
 from autopar.runtime.world import run_step
 from autopar.verify import inputs_of, one_device, state_of
-from hardware_profiles import Cluster
 
 Forward = Callable[["Habit", Tensor], Tensor]
 HABITS: dict[str, Forward] = {}
@@ -764,9 +758,8 @@ def agree(forward: Forward, captured: Captured, plan: Plan) -> None:
         for name, parameter in module.named_parameters():
             zero = torch.zeros_like(parameter)
             mine = done.gradients.get(name, zero)
-            torch.testing.assert_close(
-                mine, zero if parameter.grad is None else parameter.grad, rtol=1e-9, atol=1e-9, msg=lambda m: f"{name}: {m}"
-            )
+            expected = zero if parameter.grad is None else parameter.grad
+            torch.testing.assert_close(mine, expected, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
         held = {**dict(module.named_buffers()), "plain": module.plain}
         for name, value in buffers.items():
             if name in held:
