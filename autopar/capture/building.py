@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,12 +21,16 @@ from autopar.capture.exported import (
     without_values,
 )
 from autopar.capture.merging import merged
+from autopar.capture.own import own_operator
 from autopar.capture.pruning import has_effect, without_dead
+from autopar.capture.recording import BEGIN, DATA, END, FUNCTION, HOOK
 from autopar.capture.schemas import Facts, argument, draws_by_itself, facts, parts_of, with_defaults
 from autopar.capture.storages import Alias, CannotInvert, Geometry, Memory, Place, Step, Storage
 from autopar.errors import CaptureError
 from autopar.graph import Graph, Node, Ref, Spec, map_refs, refs_in
-from autopar.normalize import DROPPED, FRESH, normalize
+from autopar.normalize import DROPPED, FRESH, Form, normalize
+from autopar.rules.notation import call_of
+from autopar.rules.registry import rule_for
 
 
 class Builder:
@@ -42,6 +47,7 @@ class Builder:
         self.held: dict[int, Alias] = {}
         self.storages: list[Storage] = []
         self.constants: dict[str, torch.Tensor] = {}
+        self.region = -1
         self.at: torch.fx.Node | None = None
         self.no_grad = False
 
@@ -179,6 +185,8 @@ class Builder:
             for placeholder, arg in zip(placeholders, fx.args[2:], strict=True):
                 self.value[placeholder] = self.value[arg] if isinstance(arg, torch.fx.Node) else arg
             self.value[fx] = self._walk(body, not fx.args[0])
+        elif name in (BEGIN, END, FUNCTION, HOOK):
+            self.value[fx] = self._own(fx, name)
         elif not isinstance(target, torch._ops.OpOverload):
             raise CaptureError(
                 f"cannot capture '{name}' in '{module_of(fx)}'" + at(fx) + "\n  higher-order operators "
@@ -197,6 +205,16 @@ class Builder:
                 self.value[fx] = self._writing(fx, target, known)
             else:
                 self.value[fx] = self._pure(fx, target)
+
+    def _own(self, fx: torch.fx.Node, name: str) -> Any:
+        """An operator of autopar's own in the trace."""
+        refs = own_operator(self, fx, name, torch.fx.node.map_arg(fx.args, self._look), self.no_grad)
+        if name == HOOK:  # the tensor stays the same; from here on its gradient passes the hook
+            alias: Alias = self.value[fx.args[0]]  # type: ignore[index]
+            self.memory.passes(alias, refs[0])
+            return alias
+        made = [self._fresh(ref, Geometry.of(val)) for ref, val in zip(refs, flat(fx.meta.get("val")), strict=False)]
+        return [Alias(storage.first, storage.root) for storage in made]
 
     def _refused(self, fx: torch.fx.Node, what: str, instead: str) -> CaptureError:
         return CaptureError(f"'{fx.target}' in '{module_of(fx)}'{at(fx)} {what}\n  {instead}")
@@ -232,7 +250,10 @@ class Builder:
                 self._result(fx, op, v, refs[0], step, position=i)
                 for i, (v, (refs, step)) in enumerate(zip(vals, made, strict=True))
             ]
-        form = None if name in DROPPED else normalize(name, args, kwargs, outs, self._spec_of)
+        if name == DATA:
+            form: Form | None = ("aten.detach.default", args, {})
+        else:
+            form = None if name in DROPPED else normalize(name, args, kwargs, outs, self._spec_of)
         if form is None and self._copies_what_changes(fx, op):
             form = ("aten.clone.default", (args[0],), {})
         if has_effect(name):
@@ -264,18 +285,19 @@ class Builder:
             storage = self._fresh(ref, Geometry.of(val))
             return Alias(storage.first, storage.root)
         parent: Alias = self.value[source]
-        if op in (torch.ops.aten.detach.default,):
-            return self.memory.begin(parent.place, ref)
+        by_data = parent.history.by_data
+        if step is not None and step.target == "aten.detach.default":
+            return self.memory.begin(parent.place, ref, by_data=by_data or str(op) == DATA)
         if step is None or ref == self._read(parent):  # the same elements
             if self.no_grad and not really_alias(fx, op)[position][1]:
-                return self.memory.begin(parent.place, ref)
+                return self.memory.begin(parent.place, ref, by_data=by_data)
             return parent
         if step.parent.node < 0:
             step.parent = self._read(parent)
         place = Place(parent.place.storage, spec_of(val), Geometry.of(val), parent.place, step, number)
         step.places[number] = place
         if self.no_grad:
-            return self.memory.begin(place, ref)
+            return self.memory.begin(place, ref, by_data=by_data)
         parent.history.known[place] = ref
         return Alias(parent.history, place)
 
@@ -345,8 +367,8 @@ class Builder:
         while name in self.names:
             name, count = f"{node.name}_{count}", count + 1
         self.names.add(name)
-        if name != node.name:
-            node = Node(**{**node.__dict__, "name": name})
+        if name != node.name or (self.region >= 0 and node.kind == "op"):
+            node = replace(node, name=name, again=self.region if node.kind == "op" else -1)
         self.nodes.append(node)
         return Ref(len(self.nodes) - 1)
 
@@ -443,6 +465,11 @@ class Builder:
             )
         if kind == "input":
             raise self._refused(fx, f"writes the model's input '{name}'", "write a clone: x = x.clone()")
+        if alias.history.by_data and self._kept(storage, alias):
+            raise CaptureError(
+                f"cannot capture a write through .data in '{module_of(fx)}'{at(fx)}: autograd has kept the values that "
+                "it changes\n  compute a new tensor instead, or write to the tensor itself under torch.no_grad()"
+            )
         if storage.shared:
             raise self._refused(
                 fx,
@@ -457,6 +484,19 @@ class Builder:
             raise self._refused(
                 fx, f"writes through a view that cannot be followed: {error}", "write a clone"
             ) from None
+
+    def _kept(self, storage: Storage, alias: Alias) -> bool:
+        """Whether autograd may have kept values of a storage for the backward, as the rules of their operators say."""
+        histories = (storage.first, storage.plain, alias.history)
+        values = {ref for h in histories if h.version == storage.version for ref in h.known.values()}
+        for i, node in enumerate(self.nodes):
+            if node.needs_grad and node.kind == "op" and node.target != "aten.detach.default":
+                kept = rule_for(call_of(node, self._spec_of))
+                if any(node.refs[k] in values for k in kept.saves):
+                    return True
+                if kept.saves_out and any(Ref(i, k) in values for k in range(len(node.outs))):
+                    return True
+        return False
 
     def _filled(self, ref: Ref, spec: Spec) -> Ref:
         """A value cast and broadcast to what it is put into."""

@@ -64,6 +64,10 @@ class _Gradients(TorchFunctionMode):
                 return None
             if func == _DATA:  # torch gives a tensor that the trace does not know
                 return torch.ops.autopar.data(args[0])
+            if func == _ASSIGNED:
+                raise refuse(
+                    "an assignment to .data", "go on with the new tensor, or copy its values: x.detach().copy_(y)"
+                )
             if func is torch.autograd.grad:
                 raise refuse(
                     "torch.autograd.grad inside a forward", "write the gradient out, or put it into an "
@@ -73,7 +77,8 @@ class _Gradients(TorchFunctionMode):
 
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
-_ASKED = (torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.autograd.grad, _DATA)
+_ASSIGNED = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_ASKED = (torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.autograd.grad, _DATA, _ASSIGNED)
 
 
 @contextlib.contextmanager

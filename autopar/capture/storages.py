@@ -88,13 +88,15 @@ class Place:
 class History:
     """What autograd knows of a storage: ``root`` is the root's value with this gradient, None where there is none.
 
-    ``known`` has the values of places at ``version``.
+    ``known`` has the values of places at ``version``. ``by_data`` says that it came by ``x.data``: autograd does not
+    notice what is written there, not even where it has kept the values.
     """
 
     storage: Storage
     root: Ref | None = None
     version: int = -1
     known: dict[Place, Ref] = field(default_factory=dict)
+    by_data: bool = False
 
 
 class Storage:
@@ -150,9 +152,17 @@ class Memory:
             plain.known[place] = self._detached(history.known[place], place.spec)
         return self._value(plain, place)
 
-    def begin(self, place: Place, ref: Ref) -> Alias:
+    def begin(self, place: Place, ref: Ref, *, by_data: bool = False) -> Alias:
         """A tensor at ``place`` whose history begins here, without gradient, with the value ``ref``."""
-        return Alias(History(place.storage, None, place.storage.version, {place: ref}), place)
+        return Alias(History(place.storage, None, place.storage.version, {place: ref}, by_data), place)
+
+    def passes(self, alias: Alias, ref: Ref) -> None:
+        """From here on a tensor's gradient passes through ``ref``, which has its value."""
+        history = alias.history
+        self._sync(history)
+        if alias.place.parent is None:
+            history.root, history.known = ref, {}
+        history.known[alias.place] = ref
 
     def _sync(self, history: History) -> None:
         storage = history.storage

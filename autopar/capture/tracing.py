@@ -61,8 +61,7 @@ def _constant(tensor: Any, read: Callable[[torch.Tensor], Any] = lambda t: t) ->
 
 
 class _AnswerConstants(TorchFunctionMode):
-    """Answers ``bool(t)``, ``t.item()``, ``int(t)`` for tensors that do not depend on data, and ``t.data``, which the
-    tracer does not see: it is what ``t.detach()`` is."""
+    """Answers ``bool(t)``, ``t.item()``, ``int(t)`` for tensors that do not depend on data."""
 
     ASKED = (
         torch.Tensor.__bool__,
@@ -73,32 +72,11 @@ class _AnswerConstants(TorchFunctionMode):
     )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__self__", None) is _DATA:
-            if func.__name__ == "__get__":
-                return args[0].detach()
-            raise CaptureError(
-                f"the model assigns to .data of a tensor{_line()}\n  copy the new values into it: x.detach().copy_(y), "
-                "or go on with the new tensor"
-            )
         if func in self.ASKED and args:
             known = _constant(args[0], lambda t: func(t, *args[1:]))
             if known is not None:
                 return known
         return func(*args, **(kwargs or {}))
-
-
-_DATA = torch.Tensor.data  # the attribute's descriptor
-
-
-def _line() -> str:
-    """`` at file.py:12``: the innermost line outside torch and autopar that is running."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if "/torch/" not in file and "/autopar/" not in file and not file.startswith("<"):
-            return f" at {file.rsplit('/', 1)[-1]}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
 
 
 @contextlib.contextmanager

@@ -550,6 +550,7 @@ def straight_through_by_data(s: Habit, x: Tensor) -> Tensor:
     h = s.a(x)
     h.data.round_()
     h.view(-1).data[3] = 2
+    s.mean.data.mul_(0.5)
     return (h * s.b(x)).square().sum()
 
 
@@ -670,6 +671,14 @@ def a_parameter_clamped(s: Habit, x: Tensor) -> Tensor:
     return s.a(x).sum()
 
 
+@refused(r"cannot capture a write through .data in '' at test_aliases.py:\d+: autograd has kept")
+def data_that_autograd_has_kept(s: Habit, x: Tensor) -> Tensor:
+    h = s.a(x)
+    g = h * h
+    h.data.mul_(2)
+    return g.sum()
+
+
 @refused("writes parameter 'twin.bias'")
 def parameter_data(s: Habit, x: Tensor) -> Tensor:
     s.twin.bias.data.mul_(0.9).add_(s.a.bias.data)
@@ -707,7 +716,7 @@ def memory_exchanged(s: Habit, x: Tensor) -> Tensor:
     return s.a(x).sum() + h.sum()
 
 
-@refused("assigns to .data")
+@refused("cannot capture an assignment to .data in '<model>' at test_aliases.py")
 def data_assigned(s: Habit, x: Tensor) -> Tensor:
     h = s.a(x)
     h.data = x * 2
