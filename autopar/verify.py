@@ -24,6 +24,7 @@ from autopar.placements import Mesh
 from autopar.plan import ParamChoice, Plan, route_key
 from autopar.planner.draw import random_plan
 from autopar.planner.price import pricer
+from autopar.planner.recompute import segments_of
 from autopar.planner.search import plan_graph
 from autopar.rules.registry import rules_of
 from autopar.runtime.world import fake_world, pipeline_step, run_step
@@ -328,7 +329,7 @@ def verify(
     rules = rules_of(graph)
     for i in range(random_plans):
         say(f"random plan {seed + i}")
-        drawn = random_plan(graph, rules, priced, seed + i)
+        drawn = random_plan(graph, rules, priced, seed + i, recompute=segments_of(graph, rules, ()))
         rows.append(compare(f"random {seed + i}", train(captured, drawn, weights, buffers, inputs), reference))
     return rows
 

@@ -23,7 +23,7 @@ from autopar.planner.blocks import Block, blocks
 from autopar.planner.fold import fold
 from autopar.planner.order import SEARCHED, START, better_order
 from autopar.planner.problem import Beaten
-from autopar.planner.recompute import Recompute, patterns_in, segment, segments_of
+from autopar.planner.recompute import Recompute, is_asked, patterns_in, segment, segments_of
 from autopar.planner.search import MEMORY_FRACTION, Options, plan_graph
 from autopar.planner.stage_pins import of_stage
 from autopar.planner.timing import timing_of
@@ -57,7 +57,8 @@ class PipelineOptions:
         starts: names of the first operators of all stages but the first; None lets the planner cut.
         options: for the plan of each stage.
         may_recompute: blocks may run again in the backward, where memory is short or time is saved by it. Where
-            ``options.recompute`` names what runs again, that and nothing else does.
+            ``options.recompute`` or the model itself (activation checkpointing) says what runs again, that and nothing
+            else does.
     """
 
     microbatches: int
@@ -284,7 +285,7 @@ class ExactPlans:
         enough; or (``thorough``), where memory binds, with the number of them at which the stage is fastest."""
         blocks = self._segments(stage, candidate)
         n = candidate.recomputed[stage.number] if candidate.recomputed else 0
-        free = self.asked.may_recompute and not self.asked.options.recompute
+        free = self.asked.may_recompute and not is_asked(self.graph, self.asked.options.recompute)
         failed: InfeasibleError | Beaten | None = None
         plans: dict[int, Plan | None] = {}
 

@@ -30,7 +30,7 @@ from autopar.planner.fold import fold
 from autopar.planner.menu import Menus
 from autopar.planner.order import SEARCHED, START, check_name
 from autopar.planner.problem import Beaten
-from autopar.planner.recompute import segments_of
+from autopar.planner.recompute import is_asked, segments_of
 from autopar.planner.stage_pins import allows
 from autopar.planner.unequal import SCHEDULES as UNEQUAL_SCHEDULES
 from autopar.planner.unequal import Unequal
@@ -247,7 +247,7 @@ class _Search(ExactPlans):
     def menus(self) -> Menus:
         """What blocks can cost."""
         options = replace(self.asked.options, microbatches=self.asked.microbatches)
-        may = self.asked.may_recompute and not options.recompute
+        may = self.asked.may_recompute and not is_asked(self.graph, options.recompute)
         counts = Counter(b.kind for b in self.blocks)
         rare = [k for k, n in counts.items() if RARE * n <= len(self.blocks) and self.n_devices > SMALL]
         return Menus(

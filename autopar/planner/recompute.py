@@ -24,7 +24,8 @@ Value = tuple[Ref, State]
 
 
 def segments_of(graph: Graph, rules: Sequence[Rule | None], patterns: Sequence[str]) -> Recompute:
-    """The segments ``(first op, last op)`` of the modules whose paths match one of the patterns.
+    """The segments ``(first op, last op)`` of the modules whose paths match one of the patterns, and of the regions
+    that the model itself runs under activation checkpointing.
 
     A module inside another one that matches belongs to that one's segment. Operators at the end of a module that keep
     nothing for the backward (a residual addition, say) are left out: making their result again would serve nobody, and
@@ -33,8 +34,9 @@ def segments_of(graph: Graph, rules: Sequence[Rule | None], patterns: Sequence[s
     Raises:
         PlanError: a pattern matches no module, or the operators of a module are not one contiguous run.
     """
+    regions = _regions(graph)
     if not patterns:
-        return ()
+        return _segments(graph, rules, regions)
     ops = [i for i, node in enumerate(graph.nodes) if node.kind == "op"]
     modules = _modules(graph)
     chosen: set[str] = set()
@@ -46,7 +48,6 @@ def segments_of(graph: Graph, rules: Sequence[Rule | None], patterns: Sequence[s
             raise PlanError(f"recompute '{pattern}' matches no module; modules are {shown or 'none'}")
         chosen |= found
     outermost = [path for path in modules if path in chosen and not _outer(path) & chosen]
-    segments: list[tuple[str, str] | None] = []
     for path in outermost:
         own = [p for p, i in enumerate(ops) if f"{graph.nodes[i].module}.".startswith(f"{path}.")]
         first, last = own[0], own[-1]
@@ -56,9 +57,40 @@ def segments_of(graph: Graph, rules: Sequence[Rule | None], patterns: Sequence[s
                 f"recompute: the operators of module '{path}' are not one contiguous run ({stranger.where} is between "
                 "them); name modules inside it, or one around it"
             )
-        segments.append(segment(graph, rules, ops[first], ops[last]))
-    known = [s for s in segments if s is not None]
-    return tuple(sorted(known, key=lambda s: graph.index[s[0]]))
+        regions.append((ops[first], ops[last]))
+    return _segments(graph, rules, regions)
+
+
+def _segments(graph: Graph, rules: Sequence[Rule | None], runs: list[tuple[int, int]]) -> Recompute:
+    """Runs of operators as segments; those that have operators in common are one."""
+    joined: list[tuple[int, int]] = []
+    for first, last in sorted(runs):
+        if joined and first <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(last, joined[-1][1])
+        else:
+            joined.append((first, last))
+    found = [segment(graph, rules, first, last) for first, last in joined]
+    return tuple(s for s in found if s is not None)
+
+
+def _regions(graph: Graph) -> list[tuple[int, int]]:
+    """Runs of operators of one region under activation checkpointing, first and last."""
+    found: list[tuple[int, int]] = []
+    now = -1
+    for i, node in enumerate(graph.nodes):
+        if node.kind != "op":
+            continue
+        if node.again >= 0 and node.again == now:
+            found[-1] = found[-1][0], i
+        elif node.again >= 0:
+            found.append((i, i))
+        now = node.again
+    return found
+
+
+def is_asked(graph: Graph, patterns: Sequence[str]) -> bool:
+    """Whether it is said what runs again: by patterns, or by the model."""
+    return bool(patterns) or any(node.again >= 0 for node in graph.nodes)
 
 
 def segment(graph: Graph, rules: Sequence[Rule | None], first: int, last: int) -> tuple[str, str] | None:
@@ -206,4 +238,7 @@ def seconds_again(
     return compute, moved
 
 
-__all__ = ["Recompute", "Segment", "contents", "numbered", "patterns_in", "seconds_again", "segment", "segments_of"]
+__all__ = [
+    "Recompute", "Segment", "contents", "is_asked", "numbered", "patterns_in", "seconds_again", "segment",
+    "segments_of",
+]  # fmt: skip

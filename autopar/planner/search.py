@@ -50,7 +50,7 @@ class Options:
         fold: decide identical blocks once.
         in_flight: microbatches whose activations are kept at once: more than one in a stage of a pipeline.
         recompute: patterns of module paths (``layers.*``); each module that matches keeps only its inputs for the
-            backward, and runs again there.
+            backward, and runs again there. So do the regions that the model itself runs under activation checkpointing.
         segments: the same as ``(first op, last op)``, for whoever knows them; instead of ``recompute``.
     """
 

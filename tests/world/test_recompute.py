@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from kept import Made, kept_bytes
 from zoo import ZOO
 
 from autopar import verify as V
@@ -18,7 +15,6 @@ from autopar.check import check
 from autopar.errors import InfeasibleError, PlanError
 from autopar.lower.emit import lower
 from autopar.placements import Mesh
-from autopar.plan import Plan
 from autopar.planner.complete import complete
 from autopar.planner.draw import random_plan
 from autopar.planner.phases import phases
@@ -68,37 +64,6 @@ def test_same_numbers(name: str) -> None:
         assert found.worst < 1e-9, found
 
 
-class _Made(TorchDispatchMode):
-    """Remembers the memory of every tensor that an operator makes, without keeping it alive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            if isinstance(x, torch.Tensor):
-                weak = StorageWeakRef(x.untyped_storage())
-                self.found[weak.cdata] = weak, x.untyped_storage().nbytes()
-        return out
-
-    @property
-    def live_bytes(self) -> int:
-        return sum(n for weak, n in self.found.values() if not weak.expired())
-
-
-def kept_bytes(captured: Captured, plan: Plan, values: dict[str, torch.Tensor]) -> int:
-    """Bytes made by a forward that live until its backward, inputs and parameters apart."""
-    program = lower(captured.graph, plan)
-    inputs = [values[slot.name] if slot.kind != "seed" else torch.tensor(0) for slot in program.slots]
-    with _Made() as made:
-        assert captured.graph.loss is not None
-        loss = program.runnable(*inputs)[captured.graph.loss]
-        assert loss.requires_grad
-        return made.live_bytes
-
-
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_less_is_kept(name: str) -> None:
     """One device: what autograd keeps falls by what the price says, less the block that lives again."""
@@ -137,7 +102,7 @@ def test_each_microbatch_of_a_stage_keeps_less() -> None:
         for _ in range(3):
             new = {n: torch.randn(s.shape, dtype=torch.float64, requires_grad=True) for n, s in arriving.items()}
             values = [new.get(s.name, known.get(s.name, torch.tensor(0))) for s in program.slots]
-            with _Made() as made_now:
+            with Made() as made_now:
                 held.append(program.runnable(*values))
                 kept.append(made_now.live_bytes)
         made[again] = kept, plan.kept_bytes
