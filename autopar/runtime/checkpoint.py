@@ -14,25 +14,27 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError
-from autopar.runtime.agree import mesh_group, same_error
+from autopar.runtime.agree import same_error
 from autopar.runtime.executor import ParallelModule
-from autopar.runtime.state import local_piece
+from autopar.runtime.spread import EXTRA, SpreadModule
+from autopar.runtime.state import like
 
 
-def full_state_dict(pm: ParallelModule, *, all_ranks: bool = False) -> dict[str, torch.Tensor]:
+def full_state_dict(pm: SpreadModule, *, all_ranks: bool = False) -> dict[str, torch.Tensor]:
     """The state dict of the model on one device, on the CPU of rank 0; the other ranks get ``{}``.
 
     Every rank must call it. Parameters are gathered one at a time.
 
     Args:
+        pm: a parallel module, or a pipeline.
         all_ranks: give it to every rank.
     """
-    keep = all_ranks or dist.get_rank() == int(pm.device_mesh.mesh.flatten()[0])
+    if not isinstance(pm, ParallelModule):
+        return pm.full_state_dict(all_ranks=all_ranks)  # type: ignore[operator]
+    keep = all_ranks or dist.get_rank() == pm._ranks()[1]
     seen: dict[int, torch.Tensor] = {}
     found: dict[str, torch.Tensor] = {}
-    named = {**dict(pm.named_parameters(remove_duplicate=False)), **dict(pm.named_buffers(remove_duplicate=False))}
-    for name in pm.state_dict():
-        value = named[name]
+    for name, value in _stored(pm).items():
         if id(value) not in seen:
             value_ = value.detach()
             whole = value_.full_tensor() if isinstance(value_, DTensor) else value_
@@ -42,70 +44,87 @@ def full_state_dict(pm: ParallelModule, *, all_ranks: bool = False) -> dict[str,
     return found
 
 
-def load_full_state_dict(pm: ParallelModule, state: Mapping[str, torch.Tensor] | None, *, strict: bool = True) -> None:
+def load_full_state_dict(pm: SpreadModule, state: Mapping[str, torch.Tensor] | None, *, strict: bool = True) -> None:
     """Load a state dict of the model on one device.
 
     Args:
+        pm: a parallel module, or a pipeline.
         state: on every rank, or on rank 0 alone (None elsewhere), which then sends each tensor in turn.
         strict: missing and unexpected names are errors. One name of a tied parameter is enough.
 
     Raises:
         RunError: names or shapes do not fit; on all ranks alike, and before anything was changed.
     """
-    mesh = pm.device_mesh
-    group, device = mesh_group(mesh), pm._device
-    ranks = mesh.mesh.flatten().tolist()
-    me = dist.get_rank()
-    if me == ranks[0] and state is None:
+    (group, first), device, me = pm._ranks(), pm._device, dist.get_rank()
+    own = _stored(pm)
+    known = _names(pm, own, group)
+    if me == first and state is None:
         problem: str | None = "load_full_state_dict: rank 0 has no state dict; pass it there at least"
     else:
-        problem = _problem(pm, state, strict) if state is not None else None
+        problem = _problem(known, state, strict) if state is not None else None
     same_error(group, problem, RunError)
     have = torch.tensor([state is not None], dtype=torch.int64, device=device)
     dist.all_reduce(have, op=dist.ReduceOp.MIN, group=group)
     everywhere = bool(have.item())
-    params = dict(pm.named_parameters(remove_duplicate=False))
-    named = {**params, **dict(pm.named_buffers(remove_duplicate=False))}
-    names: dict[int, list[str]] = {}
-    for name in pm.state_dict():
-        names.setdefault(id(named[name]), []).append(name)
+    aliases: dict[str, list[str]] = {}
+    for name, (_, _, source) in known.items():
+        aliases.setdefault(source, []).append(name)
     present = [set(state or ())]
-    dist.broadcast_object_list(present, src=ranks[0], group=group)
-    for aliases in names.values():
-        source = next((name for name in aliases if name in present[0]), None)
+    dist.broadcast_object_list(present, src=first, group=group)
+    for names in aliases.values():
+        source = next((name for name in names if name in present[0]), None)
         if source is None:
             continue
-        target = named[source]
+        target = own.get(source)
         if everywhere:
             assert state is not None
             whole = state[source]
         else:
-            whole = torch.empty(target.shape, dtype=target.dtype, device=device)
-            if state is not None and me == ranks[0]:
+            shape, dtype, _ = known[source]
+            whole = torch.empty(shape, dtype=dtype, device=device)
+            if state is not None and me == first:
                 whole.copy_(state[source])
-            dist.broadcast(whole, src=ranks[0], group=group)
-        with torch.no_grad():
-            if isinstance(target, DTensor):
-                placements = [f"S{p.dim}" if p.is_shard() else "R" for p in target.placements]  # type: ignore[attr-defined]
-                target.to_local().copy_(local_piece(whole, tuple(placements), mesh))
-            else:
-                target.copy_(whole)
+            dist.broadcast(whole, src=first, group=group)
+        if target is not None:
+            with torch.no_grad():
+                piece = like(target, whole)
+                (target.to_local() if isinstance(target, DTensor) else target).copy_(
+                    piece.to_local() if isinstance(piece, DTensor) else piece
+                )
 
 
-def _problem(pm: ParallelModule, state: Mapping[str, Any], strict: bool) -> str | None:
-    own = pm.state_dict()
+_Known = dict[str, tuple[tuple[int, ...], torch.dtype, str]]
+
+
+def _stored(pm: SpreadModule) -> dict[str, torch.Tensor]:
+    """What this rank has of the model's state dict."""
     named = {**dict(pm.named_parameters(remove_duplicate=False)), **dict(pm.named_buffers(remove_duplicate=False))}
-    known = {id(named[name]) for name in own if name in state}
-    missing = [name for name in own if name not in state and id(named[name]) not in known]
-    unexpected = [name for name in state if name not in own]
+    return {name: named[name] for name in pm.state_dict() if name in named}
+
+
+def _names(pm: SpreadModule, own: Mapping[str, torch.Tensor], group: Any) -> _Known:
+    """Shape, dtype and the first name of everything in the state dict, on any rank."""
+    firsts: dict[int, str] = {}
+    known = {n: (tuple(t.shape), t.dtype, firsts.setdefault(id(t), n)) for n, t in own.items()}
+    if isinstance(pm, ParallelModule):
+        return known
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, known, group=group)
+    return {name: of for theirs in everyone for name, of in theirs.items()}
+
+
+def _problem(known: _Known, state: Mapping[str, Any], strict: bool) -> str | None:
+    given = {known[name][2] for name in state if name in known}
+    missing = [name for name, (_, _, source) in known.items() if name not in state and source not in given]
+    unexpected = [name for name in state if name not in known and name != EXTRA]
     lines = []
     if strict and missing:
         lines.append(f"{len(missing)} missing: {_some(missing)}")
     if strict and unexpected:
         lines.append(f"{len(unexpected)} unexpected: {_some(unexpected)}")
     for name, value in state.items():
-        if name in own and tuple(value.shape) != tuple(own[name].shape):
-            lines.append(f"{name}: shape {tuple(value.shape)} in the state dict, {tuple(own[name].shape)} in the model")
+        if name in known and tuple(value.shape) != known[name][0]:
+            lines.append(f"{name}: shape {tuple(value.shape)} in the state dict, {known[name][0]} in the model")
     if not lines:
         return None
     return "the state dict is not this model's\n  " + "\n  ".join(lines) + "\n  pass the state_dict() of the same model"

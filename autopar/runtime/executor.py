@@ -30,6 +30,7 @@ from autopar.lower.segments import on_mesh
 from autopar.placements import Mesh, State, format_state, local_shape
 from autopar.plan import Plan
 from autopar.runtime import prefetch
+from autopar.runtime.agree import mesh_group
 from autopar.runtime.calls import describe, example_leaves, flatten_call, leaf_name, same_literal
 from autopar.runtime.reduce import Reducer, bucket_bytes
 from autopar.runtime.spread import Part, SpreadModule, check_mode
@@ -274,6 +275,19 @@ class ParallelModule(SpreadModule):
         check_mode(mode, self._captured_training, self._skeleton, self._captured, self._evaluation is not None)
         if not mode and self._captured_training and self._evaluation is None:
             self.prepare_evaluation()
+
+    def _position(self) -> tuple[int, int]:
+        return self._seed, self._calls
+
+    def _set_position(self, seed: int, calls: int) -> None:
+        object.__setattr__(self, "_seed", seed)
+        object.__setattr__(self, "_calls", calls)
+
+    def _draws(self) -> bool:
+        return self._seed_slot is not None
+
+    def _ranks(self) -> tuple[Any, int]:
+        return mesh_group(self._mesh), int(self._mesh.mesh.flatten()[0])
 
     def prepare_evaluation(self) -> None:
         """Make the program of eval mode, which reads the same parameters and buffers."""

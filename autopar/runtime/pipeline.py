@@ -27,12 +27,14 @@ from autopar.graph import Ref, Spec
 from autopar.lower.transfer import Side, transfer
 from autopar.pipeline import PipelinePlan
 from autopar.placements import State
+from autopar.rules.registry import rules_of
 from autopar.runtime.backward import Halves
 from autopar.runtime.calls import flatten_call, same_literal
+from autopar.runtime.checkpoint import load_full_state_dict
 from autopar.runtime.executor import ParallelModule, device_of, mixed_seed
-from autopar.runtime.norms import refuse_norms_on
+from autopar.runtime.stagewise import flat_optimizer_states, refuse_norms_on
 from autopar.runtime.rows import check_rows
-from autopar.runtime.spread import Part, SpreadModule, check_mode
+from autopar.runtime.spread import EXTRA, Part, SpreadModule, check_mode
 from autopar.runtime.state import as_dtensor
 from autopar.runtime.wires import Post, Wire
 from autopar.staging import StageGraph, cut
@@ -77,6 +79,7 @@ class PipelineModule(SpreadModule):
     _wires: tuple[Wire, ...]
     _seed: int
     _steps: int
+    _random: bool
     _row: tuple[Action, ...]
     _spans: list[tuple[str, str, float, float]] | None
     _stages: dict[int, _Stage]
@@ -137,6 +140,7 @@ class PipelineModule(SpreadModule):
         if len({s.devices for s in plan.stages}) > 1:
             for mesh in meshes:
                 refuse_norms_on(mesh)
+            flat_optimizer_states(PipelineModule)
         put(self, "_graphs", graphs)
         put(self, "_wires", _wires(graphs, plan))
         mine = [s for s, stage in enumerate(plan.stages) if self._rank in stage.devices]
@@ -144,6 +148,7 @@ class PipelineModule(SpreadModule):
         given = _values(model, needed, values)
         put(self, "_seed", _agreed(torch.initial_seed() % (1 << 62) if seed is None else seed))
         put(self, "_steps", 0)
+        put(self, "_random", any(rule is not None and rule.random for rule in rules_of(captured.graph)))
         put(self, "_spans", None)
         group = plan.schedule.rank_of_stage[mine[0]]
         row = plan.schedule.flat_rows[group]
@@ -182,6 +187,19 @@ class PipelineModule(SpreadModule):
     def plan(self) -> PipelinePlan:
         """The plan that this module runs."""
         return self._plan
+
+    def _position(self) -> tuple[int, int]:
+        return self._seed, self._steps * self._plan.microbatches
+
+    def _set_position(self, seed: int, calls: int) -> None:
+        object.__setattr__(self, "_seed", seed)
+        object.__setattr__(self, "_steps", -(-calls // self._plan.microbatches))
+
+    def _draws(self) -> bool:
+        return self._random
+
+    def _ranks(self) -> tuple[Any, int]:
+        return dist.group.WORLD, 0
 
     def _follow(self) -> None:
         """Have the stages read the parameters and buffers that are registered here."""
@@ -462,22 +480,35 @@ class PipelineModule(SpreadModule):
                 param.grad.mul_(scale.to(param.grad.dtype))
         return norm
 
-    def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """Whole parameters and buffers by the model's names, on rank 0; empty elsewhere."""
+    def full_state_dict(self, *, all_ranks: bool = False) -> dict[str, torch.Tensor]:
+        """Whole parameters and buffers by the model's names, on rank 0; empty elsewhere.
+
+        Args:
+            all_ranks: give it to every rank.
+        """
         self._follow()
         own: dict[str, torch.Tensor] = {}
         for number, stage in self._stages.items():
             for name, value in stage.module.state_dict().items():
+                if name == EXTRA:
+                    continue
                 whole = value.full_tensor() if isinstance(value, DTensor) else value
                 if self._rank == self._plan.stages[number].devices[0]:
                     own[name] = whole.detach().cpu()
         gathered: list[Any] = [None] * dist.get_world_size()
-        dist.gather_object(own, gathered if self._rank == 0 else None, dst=0)
+        if all_ranks:
+            dist.all_gather_object(gathered, own)
+        else:
+            dist.gather_object(own, gathered if self._rank == 0 else None, dst=0)
         found: dict[str, torch.Tensor] = {}
-        if self._rank == 0:
+        if self._rank == 0 or all_ranks:
             for part in gathered:
                 found.update(part)
         return found
+
+    def load_full_state_dict(self, state: Mapping[str, torch.Tensor] | None, *, strict: bool = True) -> None:
+        """Load a state dict of the model on one device, as :func:`autopar.load_full_state_dict` does."""
+        load_full_state_dict(self, state, strict=strict)
 
     def _microbatches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
         captured, k = self._captured, self._plan.microbatches

@@ -7,7 +7,6 @@ captured whole, so it is refused there.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +17,9 @@ from autopar.capture import Captured
 from autopar.capture.evaluation import Skeleton
 from autopar.errors import RunError
 from autopar.runtime.state import like
+
+EXTRA = "_extra_state"
+"""Under which torch keeps what is no tensor of the model; checkpoints know it."""
 
 
 class Part(torch.nn.Module):
@@ -46,6 +48,10 @@ class Part(torch.nn.Module):
             "a part of a parallel module cannot be called alone: the program was captured as a whole; call the "
             "parallel module, or parallelize the submodule"
         )
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        _place(self, state_dict, prefix, local_metadata)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Part:
         tensors = [*self.parameters(), *self.buffers()]
@@ -126,6 +132,43 @@ class SpreadModule(torch.nn.Module):
             "apply it to the model before parallelize, or pass init= for a model on the meta device"
         )
 
+    # -- state dicts
+
+    def _position(self) -> tuple[int, int]:
+        """The seed of random operators, and how many forwards have drawn from it."""
+        raise NotImplementedError
+
+    def _set_position(self, seed: int, calls: int) -> None:
+        """Go on from there."""
+        raise NotImplementedError
+
+    def _draws(self) -> bool:
+        """Whether the program has random operators."""
+        raise NotImplementedError
+
+    def _ranks(self) -> tuple[Any, int]:
+        """The process group of all ranks that hold a part, and the first of them."""
+        raise NotImplementedError
+
+    def get_extra_state(self) -> torch.Tensor:
+        """Where dropout stands: the seed and the number of forwards, int64 [2]."""
+        return torch.tensor(self._position(), dtype=torch.int64)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Have dropout go on from there."""
+        if isinstance(state, torch.Tensor) and state.numel() == 2:  # and nothing that stands for it
+            seed, calls = state.flatten().tolist()
+            self._set_position(int(seed), int(calls))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of the model; of a program with random operators also where these stand (``_extra_state``), so that a
+        resumed run draws what an uninterrupted one would. ``full_state_dict`` has only what the model has.
+        """
+        found = super().state_dict(*args, **kwargs)
+        if not self._draws():
+            found.pop(kwargs.get("prefix", args[1] if len(args) > 1 else "") + EXTRA, None)
+        return found
+
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As of any module; a whole tensor, or a DTensor in another placement, is placed as what it replaces.
 
@@ -134,25 +177,27 @@ class SpreadModule(torch.nn.Module):
         """
         if not isinstance(state_dict, Mapping):
             raise RunError(f"load_state_dict: expected a dict of tensors by name, got {type(state_dict).__name__}")
-        own = {
-            **dict(self.named_parameters(remove_duplicate=False)),
-            **dict(self.named_buffers(remove_duplicate=False)),
-        }
-        placed: OrderedDict[str, Any] = OrderedDict()
-        for name, value in state_dict.items():
-            held = own.get(name)
-            if isinstance(held, torch.Tensor) and isinstance(value, torch.Tensor) and value.shape == held.shape:
-                if assign and value.dtype != held.dtype:
-                    raise RunError(
-                        f"load_state_dict: '{name}' is {value.dtype} in the state dict and {held.dtype} in the "
-                        "program, which was made for that; load without assign=True, or parallelize a model of that "
-                        "dtype"
-                    )
-                value = _placed(value, held)
-            placed[name] = value
-        if hasattr(state_dict, "_metadata"):
-            placed._metadata = state_dict._metadata  # type: ignore[attr-defined]
-        return super().load_state_dict(placed, strict=strict, assign=assign)
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        state_dict.setdefault(prefix + EXTRA, self.get_extra_state())  # of a model's own state dict
+        _place(self, state_dict, prefix, local_metadata)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+def _place(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any]) -> None:
+    """Have the values for a module's own parameters and buffers placed as these are."""
+    for key, held in [*module._parameters.items(), *module._buffers.items()]:
+        name = prefix + key
+        value = state_dict.get(name)
+        if isinstance(held, torch.Tensor) and isinstance(value, torch.Tensor) and value.shape == held.shape:
+            if local_metadata.get("assign_to_params_buffers") and value.dtype != held.dtype:
+                raise RunError(
+                    f"load_state_dict: '{name}' is {value.dtype} in the state dict and {held.dtype} in the "
+                    "program, which was made for that; load without assign=True, or parallelize a model of that "
+                    "dtype"
+                )
+            state_dict[name] = _placed(value, held)
 
 
 def _placed(value: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
@@ -202,4 +247,4 @@ def check_mode(mode: bool, trained: bool, skeleton: Skeleton | None, captured: C
         skeleton.check(captured)
 
 
-__all__ = ["Part", "SpreadModule", "check_mode"]
+__all__ = ["EXTRA", "Part", "SpreadModule", "check_mode"]

@@ -180,6 +180,7 @@ def compare_one(config: Config) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
     state, wanted_state = pm.state_dict(), own.state_dict()
+    state.pop("_extra_state", None)  # where dropout stands
     assert list(state) == list(wanted_state), (list(state), list(wanted_state))
     found["weight"] = difference({n: whole(t) for n, t in state.items()}, wanted_state)
     found["stored"] = sorted({f"{c.stored}->{c.used} {c.lifetime}" for c in plan.params.values()})
@@ -383,6 +384,7 @@ def _eval_mode(name: str) -> float:
     optimizer = torch.optim.SGD(pm.parameters(), lr=0.01)
     pm.train_step(*case.args, optimizer=optimizer, **case.kwargs)
     state = {k: v.full_tensor() if isinstance(v, DTensor) else v.clone() for k, v in pm.state_dict().items()}
+    state.pop("_extra_state", None)
     case.model.load_state_dict(state)
     args, kwargs = case.batch2
     with torch.no_grad():

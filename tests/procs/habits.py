@@ -213,6 +213,52 @@ def clips(piped: bool) -> float:
     return max(difference(found, wanted), *(difference(whole(p.grad), grads[n].grad) for n, p in pm.named_parameters()))
 
 
+def resumed(piped: bool, how: str, path: str) -> float:
+    """Three steps with dropout, saved, and two more: as those of another run that loads what was saved."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict as dsd
+
+    xs = batches(5)
+    made = []
+    for _ in range(2):
+        pm = spread(Net(0.5), piped, xs[0])
+        made.append((pm, torch.optim.AdamW(pm.parameters(), lr=0.01)))
+    (pm, optimizer), (other, later) = made
+    torch.manual_seed(dist.get_rank() + 17)
+    for x in xs[:3]:
+        step(pm, optimizer, x)
+    if how == "state_dict":
+        state = {k: v.clone() for k, v in pm.state_dict().items()}
+        steps = copy.deepcopy(optimizer.state_dict())
+    elif how == "dcp":
+        model_state, optimizer_state = dsd.get_state_dict(pm, optimizer)
+        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+    elif how == "full":
+        whole_state = autopar.full_state_dict(pm)
+        assert "_extra_state" not in whole_state
+    losses = [[step(pm, optimizer, x) for x in xs[3:]], []]
+    if how == "state_dict":
+        other.load_state_dict(state)
+        later.load_state_dict(steps)
+    elif how == "dcp":
+        step(other, later, xs[0])
+        model_state, optimizer_state = dsd.get_state_dict(other, later)
+        dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+        dsd.set_state_dict(other, later, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    elif how == "full":
+        plain = Net(0.5)
+        if dist.get_rank() == 0:
+            plain.load_state_dict(whole_state)
+        for given in (whole_state if dist.get_rank() == 0 else None, autopar.full_state_dict(pm, all_ranks=True)):
+            autopar.load_full_state_dict(other, given)
+        return max(
+            difference(v, autopar.full_state_dict(pm, all_ranks=True)[k])
+            for k, v in autopar.full_state_dict(other, all_ranks=True).items()
+        )
+    losses[1] = [step(other, later, x) for x in xs[3:]]
+    return difference(*losses)
+
+
 DIFFERING: dict[str, list[dict[str, Any]]] = {
     "constraints": [{"constraints": CUT["constraints"]}, {"constraints": None}],
     "microbatches": [{"microbatches": 1}, {"microbatches": 2}],

@@ -10,6 +10,7 @@ from procs import habits
 
 from autopar.runtime.launch import run_local
 
+PATH = "where a checkpoint goes"
 NUMBERS: dict[str, tuple[Any, ...]] = {
     **{f"an optimizer made before, {kind}, {'pipeline' if piped else 'cut'}": ("optimizer_before", kind, piped)
        for kind, piped in (("sgd", False), ("momentum", False), ("adamw", False), ("amsgrad", True), ("named", False),
@@ -18,6 +19,8 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
        for piped in (False, True) for assign in (False, True)},
     **{f"training = False, {'pipeline' if piped else 'cut'}": ("mode_by_hand", piped) for piped in (False, True)},
     **{f"clipped gradients, {'pipeline' if piped else 'cut'}": ("clips", piped) for piped in (False, True)},
+    **{f"a run resumed, {how}, {'pipeline' if piped else 'cut'}": ("resumed", piped, how, PATH)
+       for how in ("state_dict", "dcp", "full") for piped in (False, True)},
     "an optimizer made before, ZeRO": ("optimizer_before", "adamw", False, {"*.weight": "S0 use", "*.bias": "S0 step"}),
 }  # fmt: skip
 """Cases that train as in eager mode."""
@@ -56,10 +59,15 @@ ERRORS: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Results of all cases on two ranks, in one start of processes."""
     more = {"a buffer by hand": ("buffer_by_hand",)}
-    return run_local(habits.several, 2, {**more, **NUMBERS, **{name: call for name, (call, _) in ERRORS.items()}})
+    path = str(tmp_path_factory.mktemp("checkpoints"))
+    numbers = {
+        name: tuple(f"{path}/{i}" if arg is PATH else arg for arg in call)
+        for i, (name, call) in enumerate(NUMBERS.items())
+    }
+    return run_local(habits.several, 2, {**more, **numbers, **{name: call for name, (call, _) in ERRORS.items()}})
 
 
 def test_a_buffer_put_in_by_hand(found: list[dict[str, Any]]) -> None:

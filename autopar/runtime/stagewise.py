@@ -1,20 +1,26 @@
-"""``torch.nn.utils.clip_grad_norm_`` on the parameters of a pipeline is refused.
+"""Functions of torch that take the parameters of one rank for all there are, on a pipeline, where they are not.
 
-A rank holds the gradients of its own stages, so the norm that torch computes from them would be that of these stages,
+``torch.nn.utils.clip_grad_norm_`` is refused. A rank holds the gradients of its own stages, so the norm that torch computes from them would be that of these stages,
 another one on every group of ranks: gradients would be scaled apart without a word. The sum over all stages needs every
 rank, and torch's function does nothing on a rank whose stages have no gradients; ``PipelineModule.clip_grad_norm_``
 does it. All of torch's functions get their norm from one, so that is what is wrapped, however they were imported. Only
 gradients on the mesh of a stage are looked for; all others go to torch as they came.
+
+``torch.distributed.checkpoint`` writes the options of an optimizer's groups, and the names in them, once for all ranks,
+unless they are flat, by name of parameter. Of a pipeline they are always flat: else only one rank could load them.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import state_dict as dsd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
@@ -29,6 +35,24 @@ def refuse_norms_on(mesh: DeviceMesh) -> None:
     key = id(mesh)
     _meshes[key] = weakref.ref(mesh, lambda _: _meshes.pop(key, None))
     _wrap()
+
+
+def flat_optimizer_states(kind: type[torch.nn.Module]) -> None:
+    """From now on, torch's state dicts of optimizers of such modules are flat."""
+    real: Any = dsd._verify_options
+    if hasattr(real, "_flat_for"):
+        return
+
+    @functools.wraps(real)
+    def verify(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(real).bind(model, *args, **kwargs)
+        if isinstance(model, kind):
+            options = bound.arguments.get("options") or dsd.StateDictOptions()
+            bound.arguments["options"] = replace(options, flatten_optimizer_state_dict=True)
+        return real(*bound.args, **bound.kwargs)
+
+    verify._flat_for = kind  # type: ignore[attr-defined]
+    dsd._verify_options = verify
 
 
 def _of_a_stage(tensor: Any) -> bool:
@@ -66,4 +90,4 @@ def _refusing(real: Any) -> Any:
     return total_norm
 
 
-__all__ = ["refuse_norms_on"]
+__all__ = ["flat_optimizer_states", "refuse_norms_on"]
