@@ -32,9 +32,9 @@ from autopar.runtime.backward import Halves
 from autopar.runtime.calls import flatten_call, same_literal
 from autopar.runtime.checkpoint import load_full_state_dict
 from autopar.runtime.executor import ParallelModule, device_of, mixed_seed
-from autopar.runtime.stagewise import flat_optimizer_states, refuse_norms_on
 from autopar.runtime.rows import check_rows
 from autopar.runtime.spread import EXTRA, Part, SpreadModule, check_mode
+from autopar.runtime.stagewise import flat_optimizer_states, refuse_norms_on
 from autopar.runtime.state import as_dtensor
 from autopar.runtime.wires import Post, Wire
 from autopar.staging import StageGraph, cut

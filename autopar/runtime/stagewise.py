@@ -1,10 +1,11 @@
 """Functions of torch that take the parameters of one rank for all there are, on a pipeline, where they are not.
 
-``torch.nn.utils.clip_grad_norm_`` is refused. A rank holds the gradients of its own stages, so the norm that torch computes from them would be that of these stages,
-another one on every group of ranks: gradients would be scaled apart without a word. The sum over all stages needs every
-rank, and torch's function does nothing on a rank whose stages have no gradients; ``PipelineModule.clip_grad_norm_``
-does it. All of torch's functions get their norm from one, so that is what is wrapped, however they were imported. Only
-gradients on the mesh of a stage are looked for; all others go to torch as they came.
+``torch.nn.utils.clip_grad_norm_`` is refused. A rank holds the gradients of its own stages, so the norm that torch
+computes from them would be that of these stages, another one on every group of ranks: gradients would be scaled apart
+without a word. The sum over all stages needs every rank, and torch's function does nothing on a rank whose stages have
+no gradients; ``PipelineModule.clip_grad_norm_`` does it. All of torch's functions get their norm from one, so that is
+what is wrapped, however they were imported. Only gradients on the mesh of a stage are looked for; all others go to
+torch as they came.
 
 ``torch.distributed.checkpoint`` writes the options of an optimizer's groups, and the names in them, once for all ranks,
 unless they are flat, by name of parameter. Of a pipeline they are always flat: else only one rank could load them.
