@@ -24,6 +24,7 @@ from autopar.capture.free import Free, free_values
 from autopar.capture.generators import global_states, is_generator, same_state, set_state, state_of
 from autopar.capture.guards import OTHER, Guards, Read, Same, frozen, is_plain, show
 from autopar.capture.places import from_machinery, user_line
+from autopar.capture.tracing import depends_on_data
 
 _OWN = frozenset({*torch.nn.Module().__dict__, *dir(torch.nn.Module)})
 """Attributes that every module has: the machinery's, and ``training``, which is what modes are for."""
@@ -81,6 +82,9 @@ class Recorder:
         self.counted: dict[tuple[int, str], tuple[Any, Read, Any]] = {}
         self.written: dict[tuple[int, str], Written] = {}
         self.fresh: set[tuple[int, str]] = set()
+        self.tensors: set[tuple[int, str]] = set()
+        self.kept: dict[tuple[int, str], str] = {}
+        """Tensors of a call that the next one reads, from an attribute: what it is called, and where it is set."""
         self.generators: dict[int, tuple[Any, str, Any]] = {}
         self.patched: dict[type, tuple[Any, Any]] = {}
         self.active = False
@@ -103,10 +107,12 @@ class Recorder:
             if value.read.value is OTHER:
                 self._adopt(value.value, value.read.path if value.read.kind == "cell" else value.read.name)
         self.drawn = global_states()
+        self.end = self.root.register_forward_hook(self._forward_ends)
         return self
 
     def __exit__(self, *error: Any) -> None:
         self.active = False
+        self.end.remove()
         self._ended()
         for cls, (get, set_) in self.patched.items():
             for name, own in (("__getattribute__", get), ("__setattr__", set_)):
@@ -130,7 +136,7 @@ class Recorder:
             return value
 
         def __setattr__(owner: Any, name: str, value: Any) -> None:
-            if name not in _OWN and self.active and not isinstance(value, torch.Tensor | torch.nn.Module):
+            if name not in _OWN and self.active and not isinstance(value, torch.nn.Module):
                 self._wrote(owner, name, value)
             set_(owner, name, value)
 
@@ -147,7 +153,11 @@ class Recorder:
 
     def _saw(self, owner: Any, name: str, value: Any) -> None:
         key = id(owner), name
-        if key in self.first or key in self.fresh or isinstance(value, torch.Tensor | torch.nn.Module):
+        if key in self.first or key in self.fresh or isinstance(value, torch.nn.Module):
+            return
+        if isinstance(value, torch.Tensor):
+            if not from_machinery(sys._getframe(2)):
+                self.tensors.add(key)
             return
         known = self.owned.get(id(owner))
         if known is None or known[0] is not owner or not _stored(owner, name, value):
@@ -211,6 +221,9 @@ class Recorder:
         if known is None or known[0] is not owner:
             return
         key = id(owner), name
+        if isinstance(value, torch.Tensor):
+            self._kept(key, known[1], name, value)
+            return
         if key not in self.first and key not in self.counted:  # what is read later is the forward's own
             self.fresh.add(key)
             return
@@ -219,6 +232,22 @@ class Recorder:
             return
         read = self.first[key][1] if key in self.first else self.counted[key][1]
         self.written[key] = Written(owner, read, value, user_line(frame))
+
+    def _kept(self, key: tuple[int, str], path: str, name: str, value: torch.Tensor) -> None:
+        """A tensor is put into an attribute: the next call reads it if this one did before."""
+        if key not in self.first and key not in self.tensors:
+            self.fresh.add(key)
+            return
+        frame = sys._getframe(3)
+        if not from_machinery(frame) and depends_on_data(value):
+            self.kept[key] = f"{Read(path, name, None).label} at {user_line(frame)}"
+
+    def _forward_ends(self, *call: Any) -> None:
+        """Look, while the trace still runs, for tensors that were put into containers."""
+        for key, before in self.before.items():
+            read = self.first[key][1]
+            if any(map(depends_on_data, _new_tensors(before, self.raw[key]))):
+                self.kept[key] = f"{read.label} at {read.where or 'its forward'}"
 
     # -- after a trace
 
@@ -328,6 +357,16 @@ def _counts(code: types.CodeType) -> dict[str, list[int]]:
         if instruction.opname not in ("CACHE", "EXTENDED_ARG"):
             before = instruction.opname
     return found
+
+
+def _new_tensors(before: Any, now: Any) -> list[torch.Tensor]:
+    """Tensors in a container that it did not hold before."""
+
+    def held(container: Any) -> list[Any]:
+        return list(container.values() if isinstance(container, dict) else container)
+
+    old = {id(item) for item in held(before)}
+    return [item for item in held(now) if isinstance(item, torch.Tensor) and id(item) not in old]
 
 
 def _only_more(before: Any, now: Any) -> bool:

@@ -30,6 +30,8 @@ def traced(
         with undone(recorder):
             with recorder:
                 exported = export(module, args, kwargs)
+            if recorder.kept:
+                _refuse_kept(list(recorder.kept.values()))
             drawn = recorder.drew()
             if drawn:
                 place = draw_place(lambda: export(module, args, kwargs), recorder.states)
@@ -107,6 +109,14 @@ def _refuse_changes(changed: Sequence[Written]) -> None:
     raise CaptureError(
         f"forward changes what it reads, at every call:{lines}\n  a program is captured once and would keep the first "
         "value: count in a buffer (register_buffer, and a tensor operation on it), or set the value outside of forward"
+    )
+
+
+def _refuse_kept(kept: Sequence[str]) -> None:
+    lines = "".join(f"\n  {attribute}" for attribute in kept[:8])
+    raise CaptureError(
+        f"forward keeps a tensor of one call in an attribute, which the next call reads:{lines}\n  a program would not "
+        "carry it over: keep it in a buffer (register_buffer, and copy_ in forward), or return it and pass it in again"
     )
 
 

@@ -13,9 +13,11 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 
+from autopar.capture.draws import own_draws_refused
 from autopar.capture.functions import whole_functions
 from autopar.capture.hooks import as_in_eager
 from autopar.capture.recording import recording
@@ -58,6 +60,11 @@ def _constant(tensor: Any, read: Callable[[torch.Tensor], Any] = lambda t: t) ->
                 return read(value(slot.proxy.node))
     except LookupError:
         return None
+
+
+def depends_on_data(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of the trace that runs follows from an input, a parameter or a buffer."""
+    return isinstance(tensor, FakeTensor) and _constant(tensor) is None
 
 
 class _AnswerConstants(TorchFunctionMode):
@@ -123,7 +130,10 @@ def _export(module: torch.nn.Module, args: Any, kwargs: Any, repeats: Repeats | 
         with warnings.catch_warnings(), contextlib.nullcontext() if repeats is None else repeats.watching():
             warnings.simplefilter("ignore")
             try:
-                with _like_eager(), whole_functions(module), marked_regions(), as_in_eager(module), _quiet():
+                with (
+                    _like_eager(), whole_functions(module), marked_regions(), as_in_eager(module), own_draws_refused(),
+                    _quiet(),
+                ):  # fmt: skip
                     exported = torch.export.export(module, args, kwargs, strict=False)
             except AutoparError as error:  # it says what and where
                 raise type(error)(str(error)) from None

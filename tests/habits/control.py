@@ -527,3 +527,92 @@ class TrainingSwitched(Habit):
     def body(self, x: Tensor) -> Tensor:
         self.drop.eval()
         return self.drop(self.a(x))
+
+
+@habit
+class HiddenInAnAttribute(Habit):
+    """A hidden state in an attribute, which is None before the first call."""
+
+    refused = "keeps a tensor"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden: Tensor | None = None
+
+    def body(self, x: Tensor) -> Tensor:
+        h = self.a(x) if self.hidden is None else self.a(x) + self.hidden
+        self.hidden = h.detach()
+        return h
+
+
+@habit
+class LastActivationsKept(Habit):
+    """Activations are left in attributes for whoever looks; no forward reads them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: Tensor | None = None
+
+    def body(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.a(x))
+        self.last = h.detach()
+        return self.b(h)
+
+
+@habit
+class CachedInADict(Habit):
+    """Constants by their size, in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.masks: dict[int, Tensor] = {}
+
+    def body(self, x: Tensor) -> Tensor:
+        if WIDTH not in self.masks:
+            self.masks[WIDTH] = torch.ones(WIDTH, WIDTH, dtype=x.dtype).tril()
+        return self.a(x) @ self.masks[WIDTH]
+
+
+@habit
+class StatisticsInADict(Habit):
+    """What is kept there follows from the first batch."""
+
+    refused = "keeps|changes|first call"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, Tensor] = {}
+
+    def body(self, x: Tensor) -> Tensor:
+        if "mean" not in self.seen:
+            self.seen["mean"] = x.detach().mean(0)
+        return self.a(x - self.seen["mean"])
+
+
+@habit
+class SeededInAFork(Habit):
+    """The same noise at every call, without a trace of it outside."""
+
+    refused = "seed"
+
+    def body(self, x: Tensor) -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            noise = torch.randn(WIDTH, dtype=x.dtype)
+        return self.a(x) + noise
+
+
+@habit
+class HiddenInADict(Habit):
+    """A hidden state under a key that is there from the start."""
+
+    refused = "keeps a tensor"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = {"h": torch.zeros(ROWS, WIDTH, dtype=torch.float64)}
+
+    def body(self, x: Tensor) -> Tensor:
+        h = self.a(x) + self.state["h"]
+        self.state["h"] = h.detach()
+        return h

@@ -3,9 +3,6 @@
 TODAY = {
     "BranchOnWrittenConstant": "capture does not end",
     "LayerDropByTorch": "refused: cannot capture LayerDropByTorch: its Python code bran",
-    "OwnTorchGenerator": "another error: the model has an input of kind CUSTOM_OBJ (obj_lifted",
-    "SeededInside": "silently wrong: loss",
-    "CachedFromData": "silently wrong: loss",
     "ItemOfInput": "a raw AssertionError",
     "ToList": "a raw AssertionError",
     "ForwardHook": "it is accepted",

@@ -64,7 +64,7 @@ class Step:
     buffers: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
 
-def _module_step(module: torch.nn.Module, args: tuple[Tensor, ...], loss_of: Any) -> Step:
+def module_step(module: torch.nn.Module, args: tuple[Tensor, ...], loss_of: Any) -> Step:
     """Forward, backward and a step of plain SGD of a module, parallel or not."""
     args = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in args)
     module.zero_grad()
@@ -84,7 +84,7 @@ def _module_step(module: torch.nn.Module, args: tuple[Tensor, ...], loss_of: Any
     return found
 
 
-def _scalar(output: Any) -> Tensor:
+def scalar(output: Any) -> Tensor:
     if dataclasses.is_dataclass(output):
         output = vars(output)
     return next(x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.ndim == 0)
@@ -95,9 +95,9 @@ def eager(kind: type[Habit]) -> list[Step]:
     model, outside = made(kind), loss_fn(kind)
 
     def loss_of(module: torch.nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return outside(module(x), y) if outside else _scalar(module(x, y))
+        return outside(module(x), y) if outside else scalar(module(x, y))
 
-    return [_module_step(model, batch(kind, i), loss_of) for i in range(BATCHES)]
+    return [module_step(model, batch(kind, i), loss_of) for i in range(BATCHES)]
 
 
 def one_rank(kind: type[Habit], steps: list[Step]) -> Captured:
@@ -107,7 +107,7 @@ def one_rank(kind: type[Habit], steps: list[Step]) -> Captured:
         given: dict[str, Any] = {"loss_fn": outside, "targets": (y,)} if outside else {}
         pm = autopar.parallelize(made(kind), 1, (x,) if outside else (x, y), **given)
         for i in range(BATCHES):
-            steps.append(_module_step(pm, batch(kind, i), lambda m, *a: _scalar(m(*a))))
+            steps.append(module_step(pm, batch(kind, i), lambda m, *a: scalar(m(*a))))
         return pm._captured
     finally:
         if dist.is_initialized():
