@@ -345,6 +345,7 @@ def parallelize(
     max_axes: int = 2,
     time_limit: float = 120.0,
     init: Init | None = None,
+    hooks: str = "refuse",
     timeout: float = TIMEOUT_SECONDS,
     profile: str | Path | None = None,
 ) -> Any:
@@ -366,6 +367,9 @@ def parallelize(
         optimizer: an optimizer of the model's parameters goes on with those of the result: its groups, options and
             state are kept, so learning rate schedulers that hold it work on. Or its name, as for :func:`plan`.
         init: for a meta model: ``init(module)`` sets the parameters and buffers that one module owns.
+        hooks: ``"trace"`` for a model with forward hooks that only compute with tensors: they run once, while it is
+            traced, and what they compute is part of the program. By default a model with hooks is refused, because
+            what hooks do beside that would be lost (:mod:`autopar.capture.module_hooks`).
         timeout: seconds to wait for other ranks, if the process group is made here.
         profile: what ``autopar profile`` measured, which then is the cluster.
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autopar.capture import Captured
+from autopar.capture.module_hooks import check_hooks
 from autopar.errors import AutoparError, CaptureError, MeshError
 from autopar.graph import Ref
 from autopar.pipeline import PipelinePlan
@@ -106,6 +107,7 @@ _CHECKS: dict[str, _Check] = {
     "cuts": (_optional(_texts), "a list of what stages begin with, such as ['layers.12']"),
     "max_axes": (_whole, "a whole number of 1 or more"),
     "time_limit": (_number, "seconds, more than 0"),
+    "hooks": (lambda v: v in ("refuse", "trace"), "'refuse', or 'trace' for forward hooks of tensors only"),
     "init": (_optional(callable), "a function that sets the parameters and buffers of the module that it is given"),
     "timeout": (lambda v: _number(v) and 0 < v < math.inf, "seconds, more than 0"),
 }  # fmt: skip
@@ -235,6 +237,9 @@ def check_call(group: Any, given: Mapping[str, Any]) -> Move | None:
         check_model(given["model"])
         check_ranks(given["mesh"])
         check(**{name: value for name, value in given.items() if name != "mesh"})
+        for module in (given["model"], given["loss_fn"]):
+            if isinstance(module, torch.nn.Module):
+                check_hooks(module, traced=given["hooks"] == "trace")
         check_optimizer(given["optimizer"])
         if isinstance(given["optimizer"], torch.optim.Optimizer):
             move = Move(given["optimizer"], given["model"])

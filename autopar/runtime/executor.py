@@ -7,12 +7,11 @@ stored parameters.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from math import prod
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,15 +23,18 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture import Captured
 from autopar.capture.evaluation import Skeleton, evaluated
-from autopar.errors import MeshError, RunError
-from autopar.lower.emit import Program, Slot, lower
+from autopar.errors import AutoparError, MeshError, RunError
+from autopar.lower.emit import Program, lower
 from autopar.lower.segments import on_mesh
-from autopar.placements import Mesh, State, format_state, local_shape
+from autopar.placements import Mesh, State, format_state
 from autopar.plan import Plan
 from autopar.runtime import prefetch
 from autopar.runtime.agree import mesh_group
-from autopar.runtime.calls import describe, example_leaves, flatten_call, leaf_name, same_literal
-from autopar.runtime.reduce import Reducer, bucket_bytes
+from autopar.runtime.batch import Batch
+from autopar.runtime.crossing import crossed
+from autopar.runtime.gradients import Gradients
+from autopar.runtime.outputs import Meeting, unread, with_pending
+from autopar.runtime.same_batch import Seen, compare, is_checked
 from autopar.runtime.spread import Part, SpreadModule, check_mode
 from autopar.runtime.state import Followed, Held, Unit, as_dtensor, local_piece, make_units, torch_placements
 
@@ -73,19 +75,17 @@ class ParallelModule(SpreadModule):
     _followed: list[tuple[int, Followed]]
     _seed: int
     _calls: int
-    _defer: bool
-    _accumulating: bool
-    _in_backward: bool
+    _gradients: Gradients
+    _batch: Batch
+    _probe: torch.Tensor
+    _meeting: Meeting | None
     _units: list[Unit]
     _schedule: prefetch.Schedule
     _run: Callable[..., tuple[Any, ...]]
-    _plain: list[Held]
-    _reducer: Reducer
     _template: list[Any]
     _input_slots: dict[str, int]
     _seed_slot: int | None
     _param_slots: list[tuple[int, Held]]
-    _leaf_names: list[str]
     _distributed: bool
     _skeleton: Skeleton | None
     _captured_training: bool
@@ -122,9 +122,6 @@ class ParallelModule(SpreadModule):
         put(self, "_held_buffers", {})
         put(self, "_seed", _agreed_seed(device_mesh) if seed is None else seed)
         put(self, "_calls", 0)
-        put(self, "_defer", False)
-        put(self, "_accumulating", False)
-        put(self, "_in_backward", False)
         self._register(model, values, shared)
         self._set_mode_of(model)
         self._prepare()
@@ -222,10 +219,7 @@ class ParallelModule(SpreadModule):
                 held.bind()
         put(self, "_schedule", prefetch.Schedule(self._units))
         put(self, "_run", prefetch.with_gathers(program, self._helds, self._schedule))
-        put(self, "_plain", [held for held in self._helds.values() if not held.adjoint])
-        reduced = [held for held in self._helds.values() if held.adjoint]
-        total = sum(prod(held.used_shape) * held.param.element_size() for held in reduced)
-        put(self, "_reducer", Reducer(bucket_bytes(total)))
+        put(self, "_gradients", Gradients(self._helds, self._schedule))
         put(self, "_template", [None] * len(program.slots))
         put(self, "_input_slots", {s.name: i for i, s in enumerate(program.slots) if s.kind == "input"})
         put(self, "_seed_slot", next((i for i, s in enumerate(program.slots) if s.kind == "seed"), None))
@@ -238,23 +232,18 @@ class ParallelModule(SpreadModule):
                 if slot.name in registered:  # no constant of the model's code
                     self._followed.append((i, Followed(slot.name, *self._owner(slot.name))))
             elif slot.kind == "param":
-                self._attach(i, self._helds[slot.name])
-        leaves, spec = example_leaves(self._captured)
-        paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(leaves, spec))
-        put(self, "_leaf_names", [leaf_name(path) for path, _ in paths])
+                self._template[i] = self._helds[slot.name].leaf
+                self._gradients.listen(self._helds[slot.name])
+        put(self, "_batch", Batch(self._captured, program, self._signature, self._mesh, self._device))
+        put(self, "_probe", torch.empty(0, requires_grad=True))
+        in_pieces = [
+            i for i, state in enumerate(program.outputs)
+            if state is not None and i not in self._plan.pins.outputs and any(p[0] in "SP" for p in state)
+        ]  # fmt: skip
+        is_stage = bool(self._captured.graph.arriving or self._captured.graph.sends)
+        put(self, "_meeting", Meeting(self._mesh) if in_pieces and not is_stage and self._mesh.size() > 1 else None)
         tail = [a for a, s in program.mesh if s > 1]
         put(self, "_distributed", bool(tail))
-
-    def _attach(self, slot: int, held: Held) -> None:
-        """Let the program read a leaf, and hear of its gradients."""
-        self._template[slot] = held.leaf
-        if held.adjoint or held.per_use:
-
-            def ready(leaf: torch.Tensor, held: Held = held) -> None:
-                self._ready(held, leaf)
-
-            if held.leaf.requires_grad:
-                held.leaf.register_post_accumulate_grad_hook(ready)
 
     @property
     def plan(self) -> Plan:
@@ -310,16 +299,63 @@ class ParallelModule(SpreadModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for a whole batch, which every rank passes alike.
 
-        The loss is a plain tensor, the same on all ranks. Beside a loss, other outputs are DTensors without
-        gradient; without one, all outputs are whole plain tensors.
+        All outputs are plain and whole, the same on all ranks, and any of them, or a sum of them, can be called
+        ``backward`` on. Large ones beside a loss are put together when their values are first used, on every rank.
+        Outputs that were pinned to pieces (``placements={1: "S0"}``) are DTensors.
+
+        Raises:
+            RunError: the call is not one that was captured; or ranks were called with different batches, which they
+                compare in the first three calls and now and then (:mod:`autopar.runtime.same_batch`).
         """
         self._captured.guards.check()
+        call = self._calls + 1
         mixed = mixed_seed(self._seed, self._calls)
-        object.__setattr__(self, "_calls", self._calls + 1)
-        flat = self.run_local(
-            self._inputs(args, kwargs), mixed, same_step=self._accumulating, evaluating=not self.training
-        )
-        return self._outputs(flat)
+        object.__setattr__(self, "_calls", call)
+        meeting = self._meeting
+        if meeting is not None:
+            meeting.note(f"the forward of call {call}")
+
+        def begun() -> None:
+            if meeting is not None:
+                meeting.note(f"the backward of call {call}")
+
+        def run(inputs: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
+            flat = self.run_local(
+                inputs, mixed, same_step=self._gradients.accumulating, evaluating=not self.training
+            )
+            return flat[: len(self._plan.outputs)]
+
+        return self._outputs(crossed(self._gradients, self._probe, self._inputs(args, kwargs), run, begun), call)
+
+    def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Local inputs by name; now and then the ranks compare what they were called with."""
+        if self._mesh.size() == 1 or not is_checked(self._calls):
+            return self._batch.inputs(args, kwargs)
+        seen, error, found = Seen(self._mesh), None, {}
+        try:
+            found = self._batch.inputs(args, kwargs, seen)
+        except AutoparError as e:
+            error = e
+        compare(mesh_group(self._mesh), seen, error)
+        return found
+
+    def _outputs(self, flat: tuple[Any, ...], call: int) -> Any:
+        graph, plan = self._captured.graph, self._plan
+        results: list[Any] = []
+        for i, (value, state) in enumerate(zip(flat, plan.outputs, strict=True)):
+            if state is None or not isinstance(value, torch.Tensor):
+                results.append(value)
+                continue
+            value = with_pending(value, state, self._mesh)
+            if any(p[0] in "SP" and n > 1 for p, (_, n) in zip(state, plan.mesh, strict=True)):
+                shape = graph.spec(graph.outputs[i]).shape
+                if self._meeting is None or i in plan.pins.outputs:
+                    value = as_dtensor(value, state, shape, self._mesh)
+                else:
+                    meet = partial(self._meeting.meet, f"output {i} of call {call}")
+                    value = unread(value, state, shape, self._mesh, meet)
+            results.append(value)
+        return pytree.tree_unflatten(results, self._captured.out_spec)
 
     def run_local(
         self, inputs: Mapping[str, torch.Tensor], seed: int, *, same_step: bool, evaluating: bool = False
@@ -329,12 +365,25 @@ class ParallelModule(SpreadModule):
         ``same_step`` says that parameters have not changed since the last call, so gathered copies may be used again;
         ``evaluating`` that the program of eval mode is meant.
         """
+        try:
+            return self._run_local(inputs, seed, same_step, evaluating)
+        except BaseException:
+            self._schedule.drop()
+            raise
+        finally:
+            for i in self._input_slots.values():
+                self._template[i] = None
+
+    def _run_local(
+        self, inputs: Mapping[str, torch.Tensor], seed: int, same_step: bool, evaluating: bool
+    ) -> tuple[Any, ...]:
         program, run, template = self._program, self._run, self._template
         for name, value in inputs.items():
             template[self._input_slots[name]] = value
         for slot, held in self._param_slots:
             if held.bind():
-                self._attach(slot, held)
+                template[slot] = held.leaf
+                self._gradients.listen(held)
         for slot, buffer in self._followed:
             if buffer.replaced():
                 template[slot] = buffer.local
@@ -351,8 +400,6 @@ class ParallelModule(SpreadModule):
                 flat = run(*values)
         else:
             flat = run(*values)
-        for i in self._input_slots.values():
-            template[i] = None
         with torch.no_grad():
             for name, new in zip(program.updates, flat[len(program.outputs) :], strict=True):
                 kept = self._held_buffers[name][0]
@@ -360,155 +407,29 @@ class ParallelModule(SpreadModule):
                     kept.copy_(new)
         return flat
 
-    def _outputs(self, flat: tuple[Any, ...]) -> Any:
-        program, graph = self._program, self._captured.graph
-        count = len(program.outputs)
-        results: list[Any] = []
-        for i, (value, state) in enumerate(zip(flat[:count], program.outputs, strict=True)):
-            if state is None or not isinstance(value, torch.Tensor):
-                results.append(value)
-                continue
-            if graph.loss is None or i == graph.loss:
-                if value.requires_grad and not value.is_leaf:
-                    value.register_hook(self._begin_backward)
-                if graph.loss is None and any(p[0] in "SP" for p in state):
-                    value = as_dtensor(value, state, graph.spec(graph.outputs[i]).shape, self._mesh)
-            else:
-                value = as_dtensor(value.detach(), state, graph.spec(graph.outputs[i]).shape, self._mesh)
-            results.append(value)
-        return pytree.tree_unflatten(results, self._captured.out_spec)
-
-    def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Local values of the program's inputs, by name."""
-        leaves = flatten_call(self._captured, self._signature, args, kwargs)
-        found: dict[str, torch.Tensor] = {}
-        captured = self._captured
-        for i, (leaf, number) in enumerate(zip(leaves, captured.inputs, strict=True)):
-            if number is None:
-                literal = captured.literals.get(i)
-                if i in captured.literals and not same_literal(literal, leaf):
-                    raise RunError(
-                        f"input {self._leaf_names[i]}: captured with {literal!r}, called with {describe(leaf)}; such "
-                        "values are part of the program; parallelize again with the new value"
-                    )
-                continue
-            node = captured.graph.nodes[number]
-            slot = self._program.slots[self._input_slots[node.target]]
-            found[node.target] = self._local_input(i, slot, leaf)
-        return found
-
-    def _local_input(self, i: int, slot: Slot, leaf: Any) -> torch.Tensor:
-        name = self._leaf_names[i]
-        if not isinstance(leaf, torch.Tensor):
-            raise RunError(
-                f"input {name}: captured as a {slot.dtype} tensor of shape {slot.shape}, called with {describe(leaf)}"
-            )
-        if str(leaf.dtype) != "torch." + slot.dtype:
-            raise RunError(
-                f"input {name}: captured with dtype {slot.dtype}, called with "
-                f"{str(leaf.dtype).removeprefix('torch.')}; convert it, or parallelize again"
-            )
-        if isinstance(leaf, DTensor):
-            if tuple(leaf.shape) == slot.shape:
-                return leaf.redistribute(self._mesh, torch_placements(slot.state)).to_local()
-        if leaf.device != self._device and leaf.device.type != self._device.type:
-            raise RunError(f"input {name} is on {leaf.device}, the mesh is on {self._device}; move it with .to()")
-        shape = tuple(leaf.shape)
-        if shape == slot.shape and not isinstance(leaf, DTensor):
-            if not any(p[0] == "S" for p in slot.state):
-                return leaf
-            return local_piece(leaf, slot.state, self._mesh).contiguous()
-        if shape == local_shape(slot.shape, slot.state, self._program.mesh):
-            return leaf
-        pinned = f" (or this rank's slice, {format_state(slot.state)})" if "S" in format_state(slot.state) else ""
-        hint = ""
-        if shape and slot.shape and shape[0] != slot.shape[0] and shape[1:] == slot.shape[1:]:
-            hint = "; pass the whole batch on every rank, drop a last batch that is smaller, or use train_step for more"
-        raise RunError(f"input {name}: captured with shape {slot.shape}{pinned}, called with {shape}{hint}")
-
     # -- for a pipeline, which runs the parts of a step itself
 
-    def local_input(self, name: str, slot: Slot, value: Any) -> torch.Tensor:
+    def local_input(self, name: str, value: Any) -> torch.Tensor:
         """This rank's part of an input of the model."""
-        node = self._captured.graph.nodes
-        number = next(i for i, n in enumerate(self._captured.inputs) if n is not None and node[n].target == name)
-        return self._local_input(number, slot, value)
+        return self._batch.local(name, value)
 
     def leaves(self) -> list[torch.Tensor]:
         """The used parameters that want gradients."""
         return [held.leaf for held in self._helds.values() if held.leaf.requires_grad]
 
-    def stored_gradient(self, name: str) -> torch.Tensor:
-        """This rank's part of a stored parameter's gradient; zeros if there is none."""
-        held = self._helds[name]
-        if held.param.grad is None:
-            assert held.local is not None
-            held.give(torch.zeros_like(held.local))
-        grad = held.param.grad
-        return grad._local_tensor if isinstance(grad, DTensor) else grad  # type: ignore[return-value]
+    @property
+    def helds(self) -> Mapping[str, Held]:
+        """The parameters that the program reads, by name."""
+        return self._helds
+
+    @property
+    def gradients(self) -> Gradients:
+        """Those of the step that is under way."""
+        return self._gradients
 
     def free_gathered(self) -> None:
         """Nothing gathered for one use stays."""
         self._schedule.end()
-
-    @contextlib.contextmanager
-    def reducing(self, *, last: bool, by_hand: bool = False) -> Iterator[None]:
-        """Around a backward of one microbatch: gradients add up, and the last one is followed by their reduction.
-
-        ``by_hand`` says that gradients are set without autograd's hooks.
-        """
-        put = object.__setattr__
-        put(self, "_defer", not last)
-        put(self, "_accumulating", True)
-        try:
-            yield
-            if by_hand:
-                for held in self._helds.values():
-                    if held.adjoint and held.leaf.grad is not None and (last or held.per_use):
-                        self._ready(held, held.leaf)
-            self._end_backward()
-        finally:
-            put(self, "_defer", False)
-            put(self, "_accumulating", False)
-
-    # -- backward
-
-    def _begin_backward(self, grad: torch.Tensor) -> None:
-        if self._in_backward:
-            return
-        object.__setattr__(self, "_in_backward", True)
-        if not self._accumulating:
-            self.forget_gradients()
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
-
-    def forget_gradients(self) -> None:
-        """Drop what an earlier step left in the used copies."""
-        for held in self._helds.values():
-            held.leaf.grad = None
-
-    def _ready(self, held: Held, leaf: torch.Tensor) -> None:
-        """A used leaf has its whole gradient of this backward."""
-        if held.per_use:
-            assert held.unit is not None
-            self._schedule.done(held)
-        if (self._defer and not held.per_use) or not held.adjoint:
-            return
-        grad, leaf.grad = leaf.grad, None
-        assert grad is not None
-        self._reducer.add(held, grad)
-
-    def _end_backward(self) -> None:
-        object.__setattr__(self, "_in_backward", False)
-        with torch.no_grad():
-            self._reducer.finish()
-            self._schedule.end()
-            if self._defer:
-                return
-            for held in self._plain:
-                grad = held.leaf.grad
-                if grad is not None:
-                    held.leaf.grad = None
-                    held.give(grad)
 
     def train_step(
         self, *args: Any, optimizer: torch.optim.Optimizer | None = None, microbatches: int | None = None, **kwargs: Any
@@ -528,68 +449,28 @@ class ParallelModule(SpreadModule):
         if graph.loss is None:
             raise RunError("the model has no scalar loss; pass loss_fn= and targets=, or call loss.backward() yourself")
         self.check_trains()
-        pieces = self._microbatches(args, kwargs, microbatches)
+        pieces = self._batch.microbatches(args, kwargs, microbatches)
         total: torch.Tensor | None = None
-        put = object.__setattr__
+        gradients = self._gradients
         try:
             for i, (a, k) in enumerate(pieces):
-                put(self, "_defer", i < len(pieces) - 1)
-                put(self, "_accumulating", i > 0)
+                gradients.defer, gradients.accumulating = i < len(pieces) - 1, i > 0
                 outputs = self.forward(*a, **k)
                 loss = pytree.tree_leaves(outputs)[graph.loss]
                 if len(pieces) > 1:
                     loss = loss / len(pieces)
                 loss.backward()
                 total = loss.detach() if total is None else total + loss.detach()
+        except BaseException:
+            gradients.drop()
+            raise
         finally:
-            put(self, "_defer", False)
-            put(self, "_accumulating", False)
+            gradients.defer = gradients.accumulating = False
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
         assert total is not None
         return total
-
-    def _microbatches(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int | None
-    ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        leaves = flatten_call(self._captured, self._signature, args, kwargs)
-        shapes: list[tuple[int, ...] | None] = []
-        factors: dict[str, int] = {}
-        for i, (leaf, number) in enumerate(zip(leaves, self._captured.inputs, strict=True)):
-            if number is None or not isinstance(leaf, torch.Tensor) or isinstance(leaf, DTensor):
-                shapes.append(None)
-                continue
-            node = self._captured.graph.nodes[number]
-            state = self._plan.inputs.get(node.target)
-            want = node.out.shape
-            if state is not None and leaf.shape[1:] != want[1:]:
-                want = local_shape(want, state, self._plan.mesh)
-            shapes.append(want)
-            have = tuple(leaf.shape)
-            if have != want and have[1:] == want[1:] and want and have[0] % want[0] == 0:
-                factors[self._leaf_names[i]] = have[0] // want[0]
-        found = set(factors.values())
-        k = count or (found.pop() if len(found) == 1 else 1)
-        if k < 1:
-            raise RunError(f"microbatches is {k}; give 1 or more")
-        if k == 1 and not factors:
-            return [(args, kwargs)]
-        wrong = {name: f for name, f in factors.items() if f != k}
-        if wrong or not factors:
-            sizes = ", ".join(f"{name}: {f}" for name, f in factors.items()) or "every input has the captured shape"
-            raise RunError(
-                f"train_step: inputs must be {count or 'the same number of'} times as long in dim 0 as a microbatch "
-                f"(the captured shape); found {sizes}"
-            )
-        pieces = []
-        for j in range(k):
-            cut = [
-                leaf.narrow(0, j * want[0], want[0]) if want is not None and tuple(leaf.shape) != want else leaf
-                for leaf, want in zip(leaves, shapes, strict=True)
-            ]
-            pieces.append(pytree.tree_unflatten(cut, self._captured.in_spec))
-        return [(tuple(a), dict(kw)) for a, kw in pieces]
 
     def __repr__(self) -> str:
         mesh = " x ".join(f"{name}={size}" for name, size in self._plan.mesh)

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture import Captured
 from autopar.capture.evaluation import Skeleton
-from autopar.errors import PlanError, RunError
+from autopar.errors import AutoparError, PlanError, RunError
 from autopar.graph import Ref, Spec
 from autopar.lower.transfer import Side, transfer
 from autopar.pipeline import PipelinePlan
@@ -33,10 +33,11 @@ from autopar.runtime.calls import flatten_call, same_literal
 from autopar.runtime.checkpoint import load_full_state_dict
 from autopar.runtime.executor import ParallelModule, device_of, mixed_seed
 from autopar.runtime.rows import check_rows
+from autopar.runtime.same_batch import Seen, compare, is_checked
 from autopar.runtime.spread import EXTRA, Part, SpreadModule, check_mode
 from autopar.runtime.stagewise import flat_optimizer_states, refuse_norms_on
-from autopar.runtime.state import as_dtensor
-from autopar.runtime.wires import Post, Wire
+from autopar.runtime.state import Held, as_dtensor
+from autopar.runtime.wires import Post, Wire, clear
 from autopar.staging import StageGraph, cut
 from cost_models.pipeline import forward_only
 from cost_models.pipeline.actions import KINDS, Action
@@ -94,6 +95,8 @@ class PipelineModule(SpreadModule):
     _captured_training: bool
     _skeleton: Skeleton | None
     _evaluates: bool
+    _broken: bool
+    _calls: int
 
     def __init__(
         self, model: torch.nn.Module, captured: Captured, plan: PipelinePlan, device_type: str = "cpu",
@@ -128,6 +131,8 @@ class PipelineModule(SpreadModule):
         put(self, "_captured_training", model.training)
         put(self, "_skeleton", Skeleton(model) if model.training else None)
         put(self, "_evaluates", False)
+        put(self, "_broken", False)
+        put(self, "_calls", 0)
         graphs = cut(captured.graph, plan.starts)
         check_rows(plan.schedule, graphs)
         meshes = [
@@ -224,9 +229,9 @@ class PipelineModule(SpreadModule):
         batches = self._microbatches(args, kwargs)
         self._follow()
         total = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._begin()
         for stage in self._stages.values():
-            stage.module.forget_gradients()
-            stage.begun = False
+            stage.module.gradients.forget()
         self._post.begin()
         spans = self._spans
         for action in self._row:
@@ -246,11 +251,31 @@ class PipelineModule(SpreadModule):
         self._post.end()
         self._tie()
         dist.all_reduce(total)
+        object.__setattr__(self, "_broken", False)
+        for stage in self._stages.values():
+            stage.module.gradients.give()
         object.__setattr__(self, "_steps", self._steps + 1)
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
         return total.to(getattr(torch, self._captured.graph.spec(self._loss).dtype))
+
+    def _begin(self) -> None:
+        """A step begins: nothing is left of an earlier one, also if that was broken off by an exception on all ranks.
+
+        Then messages are under way that nobody takes, and receives are posted that nobody answers. The ranks tell each
+        other how far they came; what was sent is received, and what is waited for is sent.
+        """
+        if self._broken:
+            clear([self._post, self._forward_post, self._tie_post])
+            for stage in self._stages.values():
+                stage.module.gradients.drop()
+                stage.halves.waiting.clear()
+                stage.arrived.clear()
+                stage.made.clear()
+        for stage in self._stages.values():
+            stage.begun = False
+        object.__setattr__(self, "_broken", True)
 
     def _change_mode(self, mode: bool) -> None:
         check_mode(mode, self._captured_training, self._skeleton, self._captured, self._evaluates)
@@ -311,8 +336,7 @@ class PipelineModule(SpreadModule):
         self._follow()
         schedule = forward_only(len(self._graphs), self._plan.microbatches, self._plan.schedule.stages_of_rank)
         group = schedule.rank_of_stage[next(iter(self._stages))]
-        for stage in self._stages.values():
-            stage.begun = False
+        self._begin()
         main, self_post = self._post, self._forward_post
         object.__setattr__(self, "_post", self_post)
         try:
@@ -332,6 +356,7 @@ class PipelineModule(SpreadModule):
         finally:
             object.__setattr__(self, "_post", main)
         dist.all_reduce(total)
+        object.__setattr__(self, "_broken", False)
         if self.training:
             object.__setattr__(self, "_steps", self._steps + 1)
         return total.to(getattr(torch, self._captured.graph.spec(self._loss).dtype))
@@ -361,14 +386,13 @@ class PipelineModule(SpreadModule):
         """The loss, if the stage makes it, and all that the stage makes."""
         graph = stage.graph
         inputs = {}
-        slots = {slot.name: slot for slot in stage.module.program.slots if slot.kind == "input"}
         for wire in self._wires:
             if wire.target == graph.number:
                 value = self._post.take(wire, False, microbatch)
                 inputs[wire.name] = value.detach().requires_grad_(wire.back is not None)
         arrived = dict(inputs)
         for name in graph.inputs:
-            inputs[name] = stage.module.local_input(name, slots[name], batch[name])
+            inputs[name] = stage.module.local_input(name, batch[name])
         number = self._steps * self._plan.microbatches + microbatch
         flat = stage.module.run_local(
             inputs, mixed_seed(self._seed, number), same_step=stage.begun, evaluating=not self.training
@@ -407,7 +431,7 @@ class PipelineModule(SpreadModule):
         arrived = stage.arrived.pop(action.microbatch)
         wanted = [x for x in arrived.values() if x.requires_grad]
         if action.kind == "B" or stage.whole:
-            with stage.module.reducing(last=action == stage.last):
+            with stage.module.gradients.reducing(last=action == stage.last):
                 torch.autograd.backward(roots, grads)
         else:
             stage.halves.inputs(action.microbatch, roots, grads, wanted, stage.module.leaves())
@@ -418,7 +442,7 @@ class PipelineModule(SpreadModule):
                 self._post.send(wire, True, action.microbatch, torch.zeros_like(x) if x.grad is None else x.grad)
 
     def _weights(self, stage: _Stage, action: Action) -> None:
-        with stage.module.reducing(last=action == stage.last, by_hand=True):
+        with stage.module.gradients.reducing(last=action == stage.last, by_hand=True):
             if not stage.whole:
                 stage.halves.weights(action.microbatch, stage.module.leaves())
 
@@ -428,6 +452,12 @@ class PipelineModule(SpreadModule):
     def _tie(self) -> None:
         """Sum the gradients of parameters that several groups hold, in the same order everywhere."""
         post = self._tie_post
+        first: dict[int, Held] = {}
+        for _, stage in sorted(self._stages.items()):  # stages of this rank share a parameter: its gradient is one
+            for held in stage.module.helds.values():
+                other = first.setdefault(id(held.param), held)
+                if other is not held and (grad := held.taken()) is not None:
+                    other.add(grad)
         if not self._tied:
             return
         post.begin()
@@ -436,8 +466,11 @@ class PipelineModule(SpreadModule):
             for wire in self._tie_wires:
                 if wire.source == s:
                     key = wire.name, s
-                    if key not in own:  # a copy: the sum is written while messages are still leaving
-                        own[key] = stage.module.stored_gradient(wire.name).clone()
+                    if key not in own:
+                        held = stage.module.helds[wire.name]
+                        grad = held.taken()
+                        assert held.local is not None
+                        own[key] = torch.zeros_like(held.local) if grad is None else grad
                     post.send(wire, False, 0, own[key])
         for name, s in own:
             total: torch.Tensor | None = None
@@ -450,7 +483,7 @@ class PipelineModule(SpreadModule):
                         part = post.take(wire, False, 0)
                     total = part if total is None else total + part
             assert total is not None
-            self._stages[s].module.stored_gradient(name).copy_(total)
+            self._stages[s].module.helds[name].add(total)
         post.end()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -511,6 +544,19 @@ class PipelineModule(SpreadModule):
         load_full_state_dict(self, state, strict=strict)
 
     def _microbatches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
+        """Inputs of every microbatch by name; now and then the ranks compare what they were called with."""
+        object.__setattr__(self, "_calls", self._calls + 1)
+        if not is_checked(self._calls):
+            return self._pieces(args, kwargs, Seen())
+        seen, error, found = Seen(), None, []
+        try:
+            found = self._pieces(args, kwargs, seen)
+        except AutoparError as e:
+            error = e
+        compare(dist.group.WORLD, seen, error)
+        return found
+
+    def _pieces(self, args: tuple[Any, ...], kwargs: dict[str, Any], seen: Seen) -> list[dict[str, torch.Tensor]]:
         captured, k = self._captured, self._plan.microbatches
         captured.guards.check()
         leaves = flatten_call(captured, self._signature, args, kwargs)
@@ -527,7 +573,14 @@ class PipelineModule(SpreadModule):
             want = node.out.shape
             if not isinstance(leaf, torch.Tensor):
                 raise RunError(f"input {node.target}: captured as a tensor, called with {type(leaf).__name__}")
+            if leaf.requires_grad and torch.is_grad_enabled():
+                raise RunError(
+                    f"input {node.target} requires grad: a pipeline computes gradients of parameters, not of inputs; "
+                    "detach() it, or parallelize without stages"
+                )
             have = tuple(leaf.shape)
+            if is_checked(self._calls):
+                seen.add(node.target, node.target, leaf)
             if have == want:
                 pieces = [leaf] * k
             elif want and have[1:] == want[1:] and have[0] == k * want[0]:

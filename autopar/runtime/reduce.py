@@ -7,6 +7,7 @@ buckets. What needs several collectives starts the next one when two later ones 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -57,7 +58,7 @@ class _Travel:
             self.work, self.keep = None, None
 
     def give(self) -> None:
-        """Hand the reduced gradients to the stored parameters."""
+        """Add the reduced gradients to what the parameters are to get."""
         while self.stages or self.work is not None:
             self.launch()
             self.wait()
@@ -65,17 +66,17 @@ class _Travel:
             value = self.value
             if value.shape != self.helds[0].stored_shape or value._base is not None:
                 value = value.contiguous() if not value.is_contiguous() else value
-            self.helds[0].give(value)
+            self.helds[0].add(value)
             return
         offset = 0
         for held in self.helds:
             m = prod(held.stored_shape)
-            held.give(self.value[offset : offset + m].view(held.stored_shape))
+            held.add(self.value[offset : offset + m].view(held.stored_shape))
             offset += m
 
 
 class Reducer:
-    """Takes gradients as they become ready, gives them to the parameters in :meth:`finish`."""
+    """Takes gradients as they become ready; in :meth:`finish` the parameters have them to come (``Held.add``)."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -127,9 +128,10 @@ class Reducer:
 
     def drop(self) -> None:
         """Forget what an interrupted backward left behind."""
-        for travel in self.travels:
-            travel.wait()
-        self.travels, self.open, self.filled = [], {}, {}
+        travels, self.travels, self.open, self.filled = self.travels, [], {}, {}
+        for travel in travels:
+            with contextlib.suppress(RuntimeError):  # a collective that failed may be what has interrupted it
+                travel.wait()
 
 
 def _fits_bucket(stages: Sequence[Hop]) -> bool:

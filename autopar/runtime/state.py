@@ -9,6 +9,7 @@ belongs to a :class:`Unit`, a few parameters that are gathered together, for one
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autopar.errors import PlanError, RunError
 from autopar.placements import Mesh, State, format_state, local_shape, shard_dim
@@ -31,6 +33,19 @@ reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 
 UNIT_BYTES = 8 << 20
 """Small parameters are gathered together up to this size."""
+
+
+_STEPS = "_autopar_steps"
+
+
+def _count_steps(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if isinstance(param, DTensor):
+                setattr(param, _STEPS, getattr(param, _STEPS, 0) + 1)
+
+
+register_optimizer_step_post_hook(_count_steps)
 
 
 def torch_placements(state: State) -> tuple[TorchPlacement, ...]:
@@ -52,6 +67,22 @@ def local_piece(whole: torch.Tensor, state: State, device_mesh: DeviceMesh) -> t
             n = whole.shape[d] // device_mesh.size(axis)
             whole = whole.narrow(d, coordinate[axis] * n, n)
     return whole
+
+
+@torch.no_grad()
+def joined(local: torch.Tensor, state: State, device_mesh: DeviceMesh) -> torch.Tensor:
+    """The whole tensor, on every rank, from the ranks' pieces in ``state``: gathered, and pending sums added up."""
+    for axis in reversed(range(len(state))):
+        n, d = device_mesh.size(axis), shard_dim(state[axis])
+        if n == 1 or state[axis] in ("I", "R"):
+            continue
+        group = device_mesh.get_group(axis)
+        if d is None:
+            local = local.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(local, group=group)
+        else:
+            local = gather(local, d, Hop("gather", "slice", group, n, 0, d))
+    return local
 
 
 def as_dtensor(local: torch.Tensor, state: State, shape: Sequence[int], device_mesh: DeviceMesh) -> DTensor:
@@ -231,6 +262,7 @@ class Held:
         leaf: what the program reads and autograd accumulates on.
         alias: the leaf shares the stored memory.
         adjoint: hops of the gradient's way back that do something, in order.
+        sum: this rank's part of the gradient of the step that is under way, reduced; the parameter gets it at the end.
     """
 
     def __init__(
@@ -247,6 +279,7 @@ class Held:
         self.leaf: torch.Tensor = torch.empty(0)
         self.unit: Unit | None = None
         self.form: Form | None = None
+        self.sum: torch.Tensor | None = None
 
     @property
     def param(self) -> torch.nn.Parameter:
@@ -279,13 +312,36 @@ class Held:
             self.leaf.requires_grad_(param.requires_grad)
         return self.leaf is not before
 
+    @property
+    def version(self) -> tuple[int, int]:
+        """Another one after an in-place change of the stored parameter, or an optimizer's step on it.
+
+        An optimizer that works on lists of DTensors (``foreach``) leaves no trace in the version that autograd counts.
+        """
+        param = self.param
+        return param._version, getattr(param, _STEPS, 0)
+
+    def add(self, grad: torch.Tensor) -> None:
+        """Add a reduced gradient to the step's sum."""
+        self.sum = grad if self.sum is None else self.sum.add_(grad)
+
+    def taken(self) -> torch.Tensor | None:
+        """The step's sum, which is over with that."""
+        grad, self.sum = self.sum, None
+        return grad
+
+    def placed(self, grad: torch.Tensor) -> torch.Tensor:
+        """A reduced gradient as the stored parameter is: a DTensor of its placement, or plain."""
+        param = self.param
+        if isinstance(param, DTensor):
+            return DTensor(grad, param._spec, requires_grad=False)  # type: ignore[call-arg]
+        return grad
+
     def give(self, grad: torch.Tensor) -> None:
         """Add a reduced gradient to the stored parameter's."""
         param = self.param
         if param.grad is None:
-            if isinstance(param, DTensor):
-                grad = DTensor(grad, param._spec, requires_grad=False)  # type: ignore[call-arg]
-            param.grad = grad
+            param.grad = self.placed(grad)
         else:
             held = param.grad
             (held._local_tensor if isinstance(held, DTensor) else held).add_(grad)
@@ -398,6 +454,12 @@ class Unit:
         if self.work is not None:
             self.work.wait()
         self.work, self.flat = None, None
+
+    def drop(self) -> None:
+        """Wait for a gather under way, and forget it."""
+        with contextlib.suppress(RuntimeError):  # it may have failed
+            self.finish_work()
+        self.work, self.flat, self.ready = None, None, False
 
     def free(self) -> None:
         """Give the gathered memory back (lifetime ``use`` only)."""

@@ -75,6 +75,8 @@ class Post:
     wires: Sequence[Wire]
     microbatches: int
     coming: dict[int, list[tuple[Message, Piece]]]
+    going: dict[int, list[tuple[Message, Piece]]] = field(default_factory=dict)
+    sent: dict[int, int] = field(default_factory=dict)
     posted: dict[int, int] = field(default_factory=dict)
     place: dict[Message, tuple[int, int]] = field(default_factory=dict)
     inbox: dict[Message, tuple[Any, torch.Tensor]] = field(default_factory=dict)
@@ -93,7 +95,12 @@ class Post:
                 for message, piece in messages_of(action, wires):
                     if piece.source == sender and piece.target == rank:
                         coming.setdefault(sender, []).append((message, piece))
-        post = Post(rank, device, wires, microbatches, coming)
+        going: dict[int, list[tuple[Message, Piece]]] = {}
+        for action in rows[rank]:
+            for message, piece in messages_of(action, wires):
+                if piece.source == rank != piece.target:
+                    going.setdefault(piece.target, []).append((message, piece))
+        post = Post(rank, device, wires, microbatches, coming, going)
         for sender, own in coming.items():
             for i, (message, _) in enumerate(own):
                 post.place[message] = (sender, i)
@@ -101,7 +108,7 @@ class Post:
 
     def begin(self) -> None:
         """A new step."""
-        self.posted = dict.fromkeys(self.coming, 0)
+        self.posted, self.sent = dict.fromkeys(self.coming, 0), dict.fromkeys(self.going, 0)
         for sender in self.coming:
             self._receive(sender, AHEAD)
 
@@ -115,6 +122,7 @@ class Post:
             work.wait()
         self.outbox = []
         assert not self.inbox, f"rank {self.rank}: nobody took {list(self.inbox)[:3]}"
+        self.posted, self.sent = {}, {}
 
     def _tag(self, message: Message) -> int:
         return ((message.wire * 2 + message.backward) * self.microbatches + message.microbatch) * 256 + message.part
@@ -123,10 +131,13 @@ class Post:
         own = self.coming[sender]
         while self.posted[sender] < min(upto, len(own)):
             message, piece = own[self.posted[sender]]
-            spec = self.wires[message.wire].there.spec
-            buffer = torch.empty([n for _, n in piece.box], dtype=getattr(torch, spec.dtype), device=self.device)
+            buffer = self._buffer(message, piece)
             self.inbox[message] = dist.irecv(buffer, src=sender, tag=self._tag(message)), buffer
             self.posted[sender] += 1
+
+    def _buffer(self, message: Message, piece: Piece) -> torch.Tensor:
+        spec = self.wires[message.wire].there.spec
+        return torch.empty([n for _, n in piece.box], dtype=getattr(torch, spec.dtype), device=self.device)
 
     def send(self, wire: Wire, backward: bool, microbatch: int, value: torch.Tensor) -> None:
         """Send this rank's part of a tensor, as far as this rank is to send it; what stays here is put aside."""
@@ -143,8 +154,29 @@ class Post:
                 self.inbox[message] = None, cut
                 continue
             cut = cut.contiguous()
+            self.sent[piece.target] += 1
             self.outbox.append((dist.isend(cut, dst=piece.target, tag=self._tag(message)), cut))
         self.outbox = [(work, kept) for work, kept in self.outbox if not work.is_completed()]
+
+    def clear(self, posted: Mapping[int, int], sent: Mapping[int, int]) -> None:
+        """Receive all that was sent to this rank, and send what others wait for; then nothing is under way.
+
+        Args:
+            posted: how many receives every other rank has posted for messages of this one.
+            sent: how many messages every other rank has sent to this one.
+        """
+        for target, count in posted.items():
+            for message, piece in self.going.get(target, ())[self.sent.get(target, 0) : count]:
+                nothing = self._buffer(message, piece).zero_()
+                self.outbox.append((dist.isend(nothing, dst=target, tag=self._tag(message)), nothing))
+        for sender, count in sent.items():
+            if sender in self.coming:
+                self.posted.setdefault(sender, 0)
+                self._receive(sender, count)
+        for work, _ in [*self.inbox.values(), *self.outbox]:
+            if work is not None:
+                work.wait()
+        self.inbox, self.outbox, self.posted, self.sent = {}, [], {}, {}
 
     @torch.no_grad()
     def take(self, wire: Wire, backward: bool, microbatch: int) -> torch.Tensor:
@@ -186,4 +218,14 @@ class Post:
         return whole
 
 
-__all__ = ["Message", "Post", "Wire", "messages_of"]
+def clear(posts: Sequence[Post]) -> None:
+    """End a step that broke off, on every rank: nothing stays under way. All ranks call it with their posts, alike."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, [(post.posted, post.sent) for post in posts])
+    for i, post in enumerate(posts):
+        posted = {rank: own[i][0].get(post.rank, 0) for rank, own in enumerate(everyone) if rank != post.rank}
+        sent = {rank: own[i][1].get(post.rank, 0) for rank, own in enumerate(everyone) if rank != post.rank}
+        post.clear(posted, sent)
+
+
+__all__ = ["Message", "Post", "Wire", "clear", "messages_of"]

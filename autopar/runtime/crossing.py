@@ -1,0 +1,170 @@
+"""A forward of the program as one node of the caller's autograd graph.
+
+The program has an autograd graph of its own, from detached inputs and the used leaves to its outputs. The caller's
+graph has one node in its place, with the caller's inputs and the stored parameters before it. When the gradients of
+all outputs that were used have come there, it runs the program's backward and reduces: inputs that want gradients get
+theirs, and stored parameters get the reduced ones. So autograd knows the parameters: ``autograd.grad`` of them,
+``backward(inputs=...)`` and hooks do what they always do. In an ordinary backward a parameter without hooks is given
+its gradient by hand, in a tenth of the time that it takes autograd to add two DTensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node
+
+from autopar.errors import RunError
+from autopar.runtime.gradients import Gradients, has_hooks
+from autopar.runtime.state import Held
+
+Run = Callable[[Mapping[str, torch.Tensor]], tuple[Any, ...]]
+
+TWICE = (
+    "create_graph=True: the program of a parallel module has no backward of its backward, so gradient penalties and "
+    "other second derivatives cannot go through it; compute them on the model before parallelize, or train it without"
+)
+AGAIN = (
+    "a second backward through the same forward of a parallel module, whose intermediate values are freed; pass "
+    "retain_graph=True to the first one, or add the losses up and call backward once"
+)
+CHANGED = (
+    "parameter '{name}' was changed after the forward whose backward runs now (by an optimizer's step, say), and its "
+    "gathered values are gone; call backward before the step, or the forward again after it"
+)
+
+
+class _Call:
+    """One forward: its outputs with their graph, and what its backward is to fill."""
+
+    def __init__(
+        self, gradients: Gradients, run: Run, inputs: Mapping[str, torch.Tensor], begun: Callable[[], None]
+    ) -> None:
+        self.gradients, self.run, self.begun = gradients, run, begun
+        self.wanting = [name for name, x in inputs.items() if x.requires_grad]
+        trained = [held for held in gradients.helds if held.param.requires_grad]
+        self.trains = bool(trained)
+        self.helds = [] if gradients.defer else trained  # in a microbatch that is not the last one they get nothing
+        self.inputs = inputs
+        self.leaves: list[torch.Tensor] = []
+        self.roots: list[torch.Tensor | None] | None = None
+        self.versions: list[Any] = []
+
+    def forward(self) -> tuple[Any, ...]:
+        inner = {name: x.detach().requires_grad_(x.requires_grad) for name, x in self.inputs.items()}
+        self.leaves = [inner[name] for name in self.wanting]
+        self.inputs = {}
+        with torch.enable_grad():
+            made = self.run(inner)
+        self.roots = [x if isinstance(x, torch.Tensor) and x.requires_grad else None for x in made]
+        self.versions = [held.version for held in self.helds]
+        return tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in made)
+
+    def backward(
+        self, grads: Sequence[torch.Tensor | None], keep: bool, wanted: Sequence[Held] | None
+    ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
+        """Gradients of the inputs that want one, and of the stored parameters as far as autograd is to add them.
+
+        Args:
+            wanted: the parameters that gradients are asked of; None for an ordinary backward.
+        """
+        gradients, roots = self.gradients, self.roots
+        if roots is None:
+            raise RunError(AGAIN)
+        for held, version in zip(self.helds, self.versions, strict=True):
+            if held.version != version and not held.alias:
+                raise RunError(CHANGED.format(name=held.name))
+        if not gradients.accumulating:
+            gradients.forget()
+        self.begun()
+        given = [(root, g) for root, g in zip(roots, grads, strict=True) if root is not None and g is not None]
+        used, arriving = [root for root, _ in given], [g for _, g in given]
+        last = not gradients.defer
+        inputs = None if wanted is None else [*self.leaves, *(held.leaf for held in wanted)]
+        for leaf in self.leaves:
+            leaf.grad = None
+        try:
+            with gradients.reducing(last=last):
+                if given and (inputs is None or inputs):
+                    torch.autograd.backward(used, arriving, retain_graph=keep, inputs=inputs or None)
+        except BaseException:
+            gradients.drop()
+            raise
+        if not keep:
+            self.roots = None
+        arrived = [leaf.grad for leaf in self.leaves]
+        for leaf in self.leaves:
+            leaf.grad = None
+        return arrived, [self._reduced(held, wanted is not None) for held in self.helds]
+
+    @staticmethod
+    def _reduced(held: Held, by_autograd: bool) -> torch.Tensor | None:
+        grad = held.taken()
+        if grad is None:
+            assert held.local is not None  # autograd calls hooks in any case, and they expect a tensor
+            return held.placed(torch.zeros_like(held.local)) if has_hooks(held.param) and not by_autograd else None
+        if by_autograd or has_hooks(held.param):
+            return held.placed(grad)
+        held.give(grad)
+        return None
+
+
+class _Crossing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, probe: torch.Tensor, *_: torch.Tensor) -> tuple[Any, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        made = call.forward()
+        assert call.roots is not None
+        ctx.mark_non_differentiable(
+            *(x for x, root in zip(made, call.roots, strict=True) if root is None and isinstance(x, torch.Tensor))
+        )
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RunError(TWICE)
+        call: _Call = ctx.call
+        (probe, _), *before = ctx.next_functions
+        wanted: list[Held] | None = None
+        if not _reached(probe):  # autograd.grad, or backward(inputs=...)
+            params = before[len(call.wanting) :]
+            wanted = [held for held, (node, _) in zip(call.helds, params, strict=True) if _reached(node)]
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        inputs, params = call.backward(grads, keep, wanted)
+        return (None, None, *inputs, *params)
+
+
+def _reached(node: Node | None) -> bool:
+    """Whether the backward that runs now comes to a node."""
+    if node is None:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
+    except RuntimeError:  # what it says of a leaf whose gradient autograd.grad is to return
+        return True
+
+
+def crossed(
+    gradients: Gradients, probe: torch.Tensor, inputs: Mapping[str, torch.Tensor], run: Run,
+    begun: Callable[[], None] = lambda: None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """``run(inputs)`` in the caller's autograd graph.
+
+    Args:
+        probe: an empty leaf that wants a gradient; only an ordinary backward comes to it.
+        inputs: local inputs by name; ``run`` gets detached ones.
+        run: gives a flat tuple of local outputs.
+        begun: called when a backward begins.
+    """
+    call = _Call(gradients, run, inputs, begun)
+    if not torch.is_grad_enabled() or not (call.wanting or call.trains):
+        return run({name: x.detach() for name, x in inputs.items()})
+    wanting = [inputs[name] for name in call.wanting]
+    return _Crossing.apply(call, probe, *wanting, *(held.param for held in call.helds))  # type: ignore[no-any-return]
+
+
+__all__ = ["crossed"]

@@ -1,0 +1,202 @@
+"""What a call gives back: plain, whole tensors in the caller's autograd graph.
+
+The loss, and what is small, comes whole out of the program. A large output beside a loss, such as logits, may be in
+pieces on the ranks; putting it together costs a collective that most callers do not want. So it is an :class:`Unread`
+tensor, put together when its values are first asked for. Its gradient is whole, the same on every rank; each rank takes
+its piece, which costs nothing.
+
+Reading is a collective, so all ranks must do it. That only one does (``if rank == 0: print(logits)``) must not hang:
+ranks first tell each other, through the process group's store, what they are about to do (:class:`Meeting`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
+
+from autopar.errors import RunError
+from autopar.placements import State
+from autopar.runtime.state import joined, local_piece
+
+_MADE: dict[tuple[int, ...], Any] = {}
+POLL_SECONDS = 0.002
+
+
+class Meeting:
+    """What the ranks of a mesh do together, one thing after the other, so that a reader knows whether all read.
+
+    Every rank numbers the forwards, backwards and readings of one module, and writes the last one to the store. All
+    ranks do the same things in the same order: if another one does something else as its ``n``-th thing, it will not
+    come to the reading.
+    """
+
+    def __init__(self, device_mesh: DeviceMesh, timeout_seconds: float | None = None) -> None:
+        ranks = tuple(int(r) for r in device_mesh.mesh.flatten())
+        number = next(_MADE.setdefault(ranks, itertools.count()))
+        name = f"autopar/{'-'.join(map(str, ranks)) if len(ranks) < 9 else hash(ranks)}/{number}"
+        self.store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        self.rank, self.others = dist.get_rank(), [r for r in ranks if r != dist.get_rank()]
+        self.timeout = timeout_seconds or dist.distributed_c10d._get_default_timeout(dist.get_backend()).total_seconds()
+        self.count = 0
+        self.read: deque[str] = deque(maxlen=4)  # an accelerator's collectives let a rank run ahead of one reading
+
+    def note(self, what: str) -> None:
+        """This rank does something in which it will wait for the others, and they for it."""
+        self.count += 1
+        self.store.set(str(self.rank), f"{self.count}|{what}|{';'.join(self.read)}")
+
+    def meet(self, what: str) -> None:
+        """Wait until every rank is about to read ``what``.
+
+        Raises:
+            RunError: another rank does something else, or nothing before the time is out.
+        """
+        mine = f"{self.count + 1} {what}"
+        self.read.append(mine)
+        self.note(what)
+        began = time.monotonic()
+        for other in self.others:
+            while True:
+                known = self.store.check([str(other)])
+                count, at, read = self.store.get(str(other)).decode().split("|") if known else ("0", "", "")
+                if mine in read.split(";"):
+                    break
+                late = time.monotonic() - began > self.timeout
+                if int(count) >= self.count or late:
+                    self.count -= 1
+                    self.read.pop()
+                    done = f"is at {at}" if not late else f"has not come in {self.timeout:g} s"
+                    raise RunError(
+                        f"rank {self.rank} reads {what}, rank {other} {done}: this output is in pieces on the ranks, "
+                        "so all ranks must read it, at the same place in the program; read it on every rank (and print "
+                        "on one), or pin it whole: placements={<output number>: 'I'}, one placement per mesh axis"
+                    )
+                time.sleep(POLL_SECONDS)
+
+
+_ABOUT = frozenset(
+    getattr(torch.Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad_fn", "grad",
+                 "output_nr", "is_meta", "is_cuda", "is_cpu", "is_sparse", "is_quantized", "itemsize", "nbytes")
+) | {
+    torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.element_size, torch.Tensor.is_floating_point,
+    torch.Tensor.is_complex, torch.Tensor.stride, torch.Tensor.is_contiguous, torch.Tensor.register_hook,
+    torch.Tensor.retain_grad, torch.Tensor.__len__, torch.Tensor.__hash__, torch.is_floating_point, torch.is_complex,
+    torch.numel, torch.Tensor.nelement, torch.Tensor.is_same_size, torch.Tensor.get_device,
+}  # fmt: skip
+"""What can be asked of a tensor without its values."""
+
+
+class Unread(torch.Tensor):
+    """A whole tensor that is put together from the ranks' pieces when its values are first used.
+
+    Whatever is done with it is done with the plain tensor; only shape, dtype and the like are known before.
+    """
+
+    _local: torch.Tensor
+    _state: State
+    _mesh: DeviceMesh
+    _meet: Callable[[], None]
+    _plain: torch.Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls, local: torch.Tensor, state: State, shape: Sequence[int], device_mesh: DeviceMesh, meet: Callable[[], None]
+    ) -> Unread:
+        made = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=local.dtype, device=local.device)
+        made._local, made._state, made._mesh, made._meet, made._plain = local, state, device_mesh, meet, None
+        return made  # type: ignore[no-any-return]
+
+    def whole(self) -> torch.Tensor:
+        """The plain tensor, in the caller's autograd graph. A collective, the first time."""
+        if self._plain is None:
+            self._meet()
+            with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
+                self._plain = _Read.apply(self)
+        assert self._plain is not None
+        return self._plain
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ABOUT:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        args, kwargs = pytree.tree_map_only(Unread, Unread.whole, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """What C++ code does without asking Python, such as collectives: below autograd, on the values."""
+        args, kwargs = pytree.tree_map_only(Unread, lambda x: Unread.whole(x).detach(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class _Read(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, unread: Unread) -> torch.Tensor:
+        return joined(unread._local, unread._state, unread._mesh).clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad
+
+
+class _Pending(torch.autograd.Function):
+    """A gradient that is whole on every rank, where ranks' gradients are to be added up: one of them gives it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, gives: bool) -> torch.Tensor:
+        ctx.gives = gives
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return grad if ctx.gives else torch.zeros_like(grad), None
+
+
+def with_pending(x: torch.Tensor, state: State, device_mesh: DeviceMesh) -> torch.Tensor:
+    """An output in ``state`` whose gradient may be whole on every rank also where it counts as pending (``R``)."""
+    pending = [axis for axis, p in enumerate(state) if p == "R" and device_mesh.size(axis) > 1]
+    if not (pending and x.requires_grad):
+        return x
+    coordinate = device_mesh.get_coordinate()
+    assert coordinate is not None
+    return _Pending.apply(x, not any(coordinate[axis] for axis in pending))  # type: ignore[no-any-return]
+
+
+class _Spread(torch.autograd.Function):
+    """A rank's piece of an output becomes the whole, unread."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, local: torch.Tensor, state: State, shape: Sequence[int], mesh: DeviceMesh, meet: Callable[[], None]
+    ) -> Unread:
+        ctx.state, ctx.device_mesh = state, mesh
+        return Unread(local.detach(), state, shape, mesh, meet)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        """A gradient that is whole and the same everywhere, as this rank's piece takes it."""
+        return local_piece(grad, ctx.state, ctx.device_mesh).contiguous(), None, None, None, None
+
+
+def unread(
+    local: torch.Tensor, state: State, shape: Sequence[int], device_mesh: DeviceMesh, meet: Callable[[], None]
+) -> torch.Tensor:
+    """The whole tensor of ``shape`` whose piece in ``state`` is ``local``, put together when it is read.
+
+    Args:
+        meet: called before that; waits for the other ranks.
+    """
+    return _Spread.apply(local, state, tuple(shape), device_mesh, meet)  # type: ignore[no-any-return]
+
+
+__all__ = ["Meeting", "Unread", "unread", "with_pending"]

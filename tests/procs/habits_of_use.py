@@ -1,0 +1,691 @@
+"""What people do with a parallel module, each a function that two ranks run; every one leaves the ranks in step.
+
+Models are small and in float64, cuts are forced, and the same is done to a copy in eager mode on every rank. Functions
+return nothing and assert; docs/what-people-do.md names them.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from procs.cases import TWO, device_mesh, whole
+from torch import nn
+
+import autopar
+from autopar.errors import AutoparError, CaptureError, RunError
+from autopar.runtime.outputs import Unread
+
+CASES: dict[str, Callable[[], None]] = {}
+COLUMN_ROW = {"first": {"data": "n"}, "second": {"data": "k"}}
+ROWS = {"*:linear*": {"data": "b"}}
+CUTS = (COLUMN_ROW, ROWS)
+CLOSE = {"rtol": 1e-9, "atol": 1e-11}
+
+
+def case(fn: Callable[[], None]) -> Callable[[], None]:
+    CASES[fn.__name__] = fn
+    return fn
+
+
+def every() -> dict[str, str]:
+    """Run all cases; what went wrong in each, by name."""
+    torch.set_default_dtype(torch.float64)
+    found = {}
+    for name, fn in CASES.items():
+        torch.manual_seed(0)
+        try:
+            fn()
+            found[name] = ""
+        except (Exception, pytest.fail.Exception):
+            found[name] = traceback.format_exc()
+    return found
+
+
+class Net(nn.Module):
+    """Two layers [b 8] -> [b 4], and what ``give`` makes of the result and the target."""
+
+    def __init__(self, give: Callable[..., Any] | None = None) -> None:
+        super().__init__()
+        self.first, self.second, self.give = nn.Linear(8, 16), nn.Linear(16, 4), give
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> Any:
+        out = self.second(torch.tanh(self.first(x)))
+        return out if self.give is None else self.give(out, y)
+
+
+def mse(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return ((out - y) ** 2).mean()
+
+
+def with_output(out: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return mse(out, y), out
+
+
+def batch(rows: int = 8, grad: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same on every rank."""
+    made = torch.Generator().manual_seed(int(torch.randint(1 << 30, ())))
+    x = torch.randn(rows, 8, generator=made)
+    return x.requires_grad_(grad), torch.randn(rows, 4, generator=made)
+
+
+def pair(model: nn.Module, example: Any, **options: Any) -> tuple[Any, nn.Module]:
+    """The model on both ranks, and a copy of it in eager mode."""
+    eager = copy.deepcopy(model)
+    options.setdefault("constraints", COLUMN_ROW)
+    return autopar.parallelize(model, device_mesh(TWO), example, **options), eager
+
+
+def same(a: torch.Tensor | None, b: torch.Tensor | None) -> None:
+    assert (a is None) == (b is None), (a, b)
+    if a is not None and b is not None:
+        torch.testing.assert_close(whole(a), b, **CLOSE)
+
+
+def same_gradients(module: nn.Module, eager: nn.Module) -> None:
+    mine = dict(module.named_parameters())
+    for name, p in eager.named_parameters():
+        same(mine[name].grad, p.grad)
+
+
+def same_weights(module: nn.Module, eager: nn.Module) -> None:
+    mine = dict(module.named_parameters())
+    for name, p in eager.named_parameters():
+        same(mine[name].detach(), p.detach())
+
+
+# --- gradients of inputs ---------------------------------------------------------------------------------------------
+
+
+@case
+def input_gradients() -> None:
+    for cuts in CUTS:
+        x, y = batch(grad=True)
+        module, eager = pair(Net(mse), (x, y), constraints=cuts)
+        for _ in range(2):
+            x, y = batch(grad=True)
+            module(x, y).backward()
+            mine, x.grad = x.grad, None
+            eager(x, y).backward()
+            same(mine, x.grad)
+            same_gradients(module, eager)
+
+
+@case
+def a_layer_in_front() -> None:
+    front, (x, y) = nn.Linear(8, 8), batch()
+    module, eager = pair(Net(mse), (front(x).detach().requires_grad_(), y), constraints=ROWS)
+    other = copy.deepcopy(front)
+    mine = torch.optim.SGD([*front.parameters(), *module.parameters()], lr=0.1)
+    theirs = torch.optim.SGD([*other.parameters(), *eager.parameters()], lr=0.1)
+    for _ in range(3):
+        x, y = batch()
+        for optimizer, before, model in ((mine, front, module), (theirs, other, eager)):
+            optimizer.zero_grad()
+            model(torch.tanh(before(x)), y).backward()
+            optimizer.step()
+    same_weights(module, eager)
+    same_weights(front, other)
+
+
+@case
+def generator_and_discriminator() -> None:
+    """One of two models is parallel; it is frozen while the other trains."""
+    score = Net(lambda out, _: out)
+    generator, (x, _) = nn.Linear(3, 8), batch()
+    module, eager = pair(score, (x.clone().requires_grad_(),), constraints=ROWS)
+    other = copy.deepcopy(generator)
+    for made, judge in ((generator, module), (other, eager)):
+        torch.manual_seed(1)
+        opt_g, opt_d = torch.optim.SGD(made.parameters(), 0.1), torch.optim.SGD(judge.parameters(), 0.1)
+        for step in range(3):
+            z, real = torch.randn(8, 3), torch.randn(8, 8)
+            judge.requires_grad_(False)
+            opt_g.zero_grad()
+            nn.functional.softplus(-judge(made(z))).mean().backward()
+            opt_g.step()
+            assert all(p.grad is None for p in judge.parameters()) or step, "frozen"
+            judge.requires_grad_(True)
+            opt_d.zero_grad()
+            fake = made(z).detach()
+            loss = nn.functional.softplus(-judge(real)).mean() + nn.functional.softplus(judge(fake)).mean()
+            loss.backward()
+            opt_d.step()
+    same_weights(module, eager)
+    same_weights(generator, other)
+
+
+@case
+def frozen_parameters_for_a_perceptual_loss() -> None:
+    features = Net(mse).requires_grad_(False)
+    x, y = batch(grad=True)
+    for cuts in CUTS:
+        module, eager = pair(copy.deepcopy(features), (x, y), constraints=cuts)
+        (mine,) = torch.autograd.grad(module(x, y), x)
+        (theirs,) = torch.autograd.grad(eager(x, y), x)
+        same(mine, theirs)
+
+
+@case
+def adversarial_training() -> None:
+    x, y = batch(grad=True)
+    module, eager = pair(Net(mse), (x, y))
+    for model in (module, eager):
+        x = x.detach().requires_grad_()
+        (grad,) = torch.autograd.grad(model(x, y), x)
+        assert all(p.grad is None for p in model.parameters()), "autograd.grad accumulates nothing"
+        model((x + 0.1 * grad.sign()).detach(), y).backward()
+    same_gradients(module, eager)
+
+
+@case
+def an_input_that_was_not_to_want_a_gradient() -> None:
+    module, _ = pair(Net(mse), batch())
+    x, y = batch(grad=True)
+    with pytest.raises(RunError, match="its gradient was not planned: pass an example that requires_grad_"):
+        module(x, y)
+    with torch.no_grad():
+        module(x, y)
+
+
+@case
+def a_pinned_input_of_which_all_is_passed() -> None:
+    x, y = batch(grad=True)
+    module, eager = pair(Net(mse), (x, y), constraints=ROWS, placements={"x": "S0", "y": "S0"})
+    module(x, y).backward()
+    mine, x.grad = x.grad, None
+    eager(x, y).backward()
+    same(mine, x.grad)
+    same_gradients(module, eager)
+
+
+# --- derivatives otherwise -------------------------------------------------------------------------------------------
+
+
+@case
+def gradients_of_parameters_by_autograd_grad() -> None:
+    x, y = batch(grad=True)
+    for cuts in CUTS:
+        stored = {"*.weight": "S0"} if cuts is ROWS else None
+        module, eager = pair(Net(mse), (x, y), constraints=cuts, params=stored)
+        mine = torch.autograd.grad(module(x, y), [*module.parameters(), x])
+        theirs = torch.autograd.grad(eager(x, y), [*eager.parameters(), x])
+        for a, b in zip(mine, theirs, strict=True):
+            same(a, b)
+        assert all(p.grad is None for p in module.parameters())
+
+
+@case
+def backward_of_some_inputs() -> None:
+    module, eager = pair(Net(mse), batch(), constraints=ROWS)
+    x, y = batch()
+    module(x, y).backward(inputs=[module.first.weight])
+    eager(x, y).backward(inputs=[eager.first.weight])
+    same_gradients(module, eager)
+
+
+@case
+def backward_twice() -> None:
+    module, eager = pair(Net(with_output), batch())
+    x, y = batch()
+    for model in (module, eager):
+        loss, out = model(x, y)
+        loss.backward(retain_graph=True)
+        out.sin().mean().backward()
+    same_gradients(module, eager)
+    loss, _ = module(x, y)
+    loss.backward()
+    with pytest.raises(RunError, match="retain_graph=True"):
+        loss.backward()
+
+
+@case
+def a_gradient_penalty() -> None:
+    x, y = batch(grad=True)
+    module, eager = pair(Net(mse), (x, y))
+    with pytest.raises(RunError, match="create_graph=True"):
+        torch.autograd.grad(module(x, y), x, create_graph=True)
+    with pytest.raises(RunError, match="create_graph=True"):
+        module(x, y).backward(create_graph=True)
+    module(x, y).backward()
+    x.grad = None
+    eager(x, y).backward()
+    same_gradients(module, eager)
+
+
+@case
+def a_step_between_forward_and_backward() -> None:
+    module, _ = pair(Net(mse), batch(), constraints=ROWS, params={"*": "S0"})
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    early = module(*batch())
+    for foreach in (False, True):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, foreach=foreach)
+        early = module(*batch())
+        module(*batch()).backward()
+        optimizer.step()
+        with pytest.raises(RunError, match="was changed after the forward"):
+            early.backward()
+
+
+# --- hooks -----------------------------------------------------------------------------------------------------------
+
+
+@case
+def a_hook_on_a_parameter() -> None:
+    for cuts in CUTS:
+        module, eager = pair(Net(mse), batch(), constraints=cuts)
+        for model in (module, eager):
+            model.second.weight.register_hook(lambda g: g * 2)
+            model.first.bias.register_hook(lambda g: g.clamp(-0.01, 0.01))
+        for _ in range(2):  # hooks see this backward's gradient, not the sum
+            x, y = batch()
+            module(x, y).backward()
+            eager(x, y).backward()
+            same_gradients(module, eager)
+        seen: list[Any] = []
+        module.first.weight.register_hook(lambda g, seen=seen: seen.append(whole(g)))
+        module.train_step(torch.cat([x, x]), torch.cat([y, y]), microbatches=2)
+        eager.zero_grad()
+        eager(x, y).backward()
+        assert len(seen) == 1, "once a step, on the sum of its microbatches"
+        same(seen[0], eager.first.weight.grad)
+
+
+@case
+def an_optimizer_in_backward() -> None:
+    module, eager = pair(Net(mse), batch(), constraints=ROWS)
+    for model in (module, eager):
+        own = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+        def step(p: torch.Tensor, own: Any = own) -> None:
+            own[p].step()
+            own[p].zero_grad()
+
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(step)
+    for _ in range(3):
+        x, y = batch()
+        module(x, y).backward()
+        eager(x, y).backward()
+    assert all(p.grad is None for p in module.parameters())
+    same_weights(module, eager)
+
+
+@case
+def a_hook_on_a_parameter_before() -> None:
+    model = Net(mse)
+    model.first.weight.register_hook(lambda g: g * 2)
+    with pytest.raises(CaptureError, match=r"of parameter 'first.weight'\n  register them after parallelize"):
+        pair(model, batch())
+
+
+@case
+def hooks_on_modules_before() -> None:
+    for register, text in (
+        ("register_forward_hook", "forward hook .*of module 'first'"),
+        ("register_forward_pre_hook", "forward pre-hook .*of module 'first'"),
+        ("register_full_backward_hook", "backward hook .*of module 'first'"),
+        ("register_full_backward_pre_hook", "backward pre-hook .*of module 'first'"),
+    ):
+        model = Net(mse)
+        getattr(model.first, register)(lambda *_: None)
+        with pytest.raises(CaptureError, match=text):
+            pair(model, batch())
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    with pytest.raises(CaptureError, match=r"forward hook .* of all modules"):
+        pair(Net(mse), batch())
+    handle.remove()
+
+
+@case
+def a_forward_hook_that_is_traced() -> None:
+    model = Net(mse)
+    model.first.register_forward_hook(lambda module, args, out: out * 0.5)
+    module, eager = pair(model, batch(), hooks="trace")
+    x, y = batch()
+    module(x, y).backward()
+    eager(x, y).backward()
+    same_gradients(module, eager)
+
+
+@case
+def weight_norm_and_spectral_norm() -> None:
+    model = Net(mse)
+    nn.utils.parametrizations.weight_norm(model.first)
+    eager = copy.deepcopy(model)
+    module = autopar.parallelize(model, dist.get_world_size(), batch())
+    x, y = batch()
+    module(x, y).backward()
+    eager(x, y).backward()
+    same_gradients(module, eager)
+    old = Net(mse)
+    nn.utils.weight_norm(old.first)
+    eager = Net(mse)
+    nn.utils.weight_norm(eager.first)
+    eager.load_state_dict(old.state_dict())
+    module = autopar.parallelize(old, dist.get_world_size(), batch())
+    module(x, y).backward()
+    eager(x, y).backward()
+    same_gradients(module, eager)
+
+
+# --- outputs ---------------------------------------------------------------------------------------------------------
+
+LARGE = 64
+
+
+def large(**more: Any) -> tuple[Any, nn.Module]:
+    """A module whose second output stays in pieces until it is read: its rows are cut."""
+    x, y = batch(LARGE)
+    module, eager = pair(Net(with_output), (x, y), constraints=ROWS, **more)
+    return module, eager
+
+
+def in_pieces() -> tuple[Any, nn.Module]:
+    """The same, with the second output left in pieces by its plan."""
+    x, y = batch(LARGE)
+    captured = autopar.capture(Net(with_output), (x, y))
+    found = autopar.plan(
+        Net(with_output), "local-x2", (x, y), mesh={"data": 2}, constraints=ROWS, placements={1: "S0"},
+        captured=captured,
+    )  # fmt: skip
+    plan = dataclasses.replace(found, pins=dataclasses.replace(found.pins, outputs={}))
+    module, eager = pair(Net(with_output), (x, y), plan=plan, constraints=None)
+    assert module.plan.outputs[1] == ("S0",), module.plan.outputs
+    return module, eager
+
+
+@case
+def a_term_of_another_output() -> None:
+    for made in (large, in_pieces):
+        module, eager = made()
+        x, y = batch(LARGE)
+        for model in (module, eager):
+            loss, out = model(x, y)
+            assert out.shape == (LARGE, 4)
+            (loss + out.sin().mean() + out.abs().max()).backward()
+        same_gradients(module, eager)
+        loss, out = module(x, y)
+        assert isinstance(out, torch.Tensor) and not hasattr(out, "placements")
+        same(out.mean().detach(), eager(x, y)[1].mean().detach())
+
+
+@case
+def outputs_that_are_not_read_cost_nothing() -> None:
+    module, _ = in_pieces()
+    _, out = module(*batch(LARGE))
+    assert isinstance(out, Unread) and out.requires_grad and out.dtype == torch.float64 and len(out) == LARGE
+    assert out._plain is None, "asking for its shape gathers nothing"
+    numbers = out.detach().numpy()
+    assert numbers.shape == (LARGE, 4) and out._plain is not None
+
+
+@case
+def an_output_is_changed_in_place() -> None:
+    module, eager = in_pieces()
+    x, y = batch(LARGE)
+    for model in (module, eager):
+        loss, out = model(x, y)
+        out = out.clone() if model is eager else out
+        out *= 2
+        out[0] = 0
+        (loss + out.sum()).backward()
+    same_gradients(module, eager)
+
+
+@case
+def one_rank_reads_an_output() -> None:
+    module, eager = in_pieces()
+    x, y = batch(LARGE)
+    loss, out = module(x, y)
+    if dist.get_rank() == 0:
+        with pytest.raises(RunError, match="rank 0 reads output 1 of call 1, rank 1 is at the backward of call 1"):
+            print(out)
+    loss.backward()
+    eager(x, y)[0].backward()
+    same_gradients(module, eager)
+    loss, out = module(x, y)
+    if dist.get_rank() == 1:
+        with pytest.raises(RunError, match="all ranks must read it"):
+            out.sum()
+    loss, out = module(x, y)  # then all goes on
+    same(out.sum().detach(), eager(x, y)[1].sum().detach())
+
+
+@case
+def a_dict_of_losses() -> None:
+    def give(out: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"near": mse(out, y), "small": out.abs().mean(), "all": mse(out, y) + out.abs().mean()}
+
+    for chosen in (("near",), ("small",), ("near", "small"), ("all",)):
+        module, eager = pair(Net(give), batch(), constraints=ROWS)
+        x, y = batch()
+        for model in (module, eager):
+            losses = model(x, y)
+            sum(losses[name] for name in chosen).backward()
+        same_gradients(module, eager)
+
+
+@case
+def a_loss_outside() -> None:
+    module, eager = pair(Net(), (batch()[0],), constraints=ROWS)
+    x, y = batch()
+    for model in (module, eager):
+        mse(model(x), y).backward()
+    same_gradients(module, eager)
+
+
+@case
+def a_loss_is_divided_in_place() -> None:
+    module, eager = pair(Net(mse), batch())
+    for _ in range(2):
+        x, y = batch()
+        for model in (module, eager):
+            loss = model(x, y)
+            loss /= 2
+            loss.backward()
+    same_gradients(module, eager)
+
+
+# --- broken steps ----------------------------------------------------------------------------------------------------
+
+
+class Skip(Exception):
+    """Raised by who skips a batch."""
+
+
+@case
+def a_backward_that_raises() -> None:
+    for more in ({"constraints": COLUMN_ROW}, {"constraints": ROWS, "params": {"*": "S0 use"}}, {"constraints": ROWS}):
+        x, y = batch(grad=True)
+        module, eager = pair(Net(mse), (x, y), **more)
+        breaks = [True]
+
+        def hook(grad: torch.Tensor, breaks: list[bool] = breaks) -> None:
+            if breaks[0]:
+                raise Skip
+
+        module.second.weight.register_hook(hook)
+        x.register_hook(hook)
+        for _ in range(2):
+            with pytest.raises(Skip):
+                module(x, y).backward()
+        module.zero_grad()
+        breaks[0] = False
+        x, y = batch(grad=True)
+        module(x, y).backward()
+        eager(x, y).backward()
+        same_gradients(module, eager)
+
+
+@case
+def a_backward_that_breaks_half_way() -> None:
+    for more in ({"constraints": COLUMN_ROW}, {"constraints": ROWS, "params": {"*": "S0 use"}}, {"constraints": ROWS}):
+        module, eager = pair(Net(mse), batch(), **more)
+        breaks = [True]
+        leaf = module.helds["first.weight"].leaf
+
+        def out_of_memory(_: torch.Tensor, breaks: list[bool] = breaks) -> None:
+            if breaks[0]:
+                raise Skip
+
+        leaf.register_post_accumulate_grad_hook(out_of_memory)
+        with pytest.raises(Skip):
+            module(*batch()).backward()
+        with pytest.raises(Skip):
+            module.train_step(*batch(16), microbatches=2)
+        breaks[0] = False
+        assert all(p.grad is None for p in module.parameters()), "a broken step leaves no gradients"
+        for _ in range(2):
+            x, y = batch()
+            module(x, y).backward()
+            eager(x, y).backward()
+        same_gradients(module, eager)
+        module.zero_grad()
+        eager.zero_grad()
+        x, y = batch(16)
+        module.train_step(x, y, microbatches=2)
+        (sum(eager(a, b) for a, b in zip(x.split(8), y.split(8), strict=True)) / 2).backward()
+        same_gradients(module, eager)
+
+
+@case
+def a_forward_that_raises() -> None:
+    module, eager = pair(Net(mse), batch(), constraints=ROWS, params={"*": "S0 use"})
+    run = module._run
+
+    def breaking(*values: Any) -> tuple[Any, ...]:
+        run(*values)
+        raise Skip
+
+    object.__setattr__(module, "_run", breaking)
+    with pytest.raises(Skip):
+        module(*batch())
+    object.__setattr__(module, "_run", run)
+    x, y = batch()
+    module(x, y).backward()
+    eager(x, y).backward()
+    same_gradients(module, eager)
+
+
+def pipeline(**more: Any) -> tuple[Any, nn.Module]:
+    model = Net(mse)
+    eager = copy.deepcopy(model)
+    return autopar.parallelize(model, 2, batch(), stages=2, microbatches=4, **more), eager
+
+
+@case
+def a_pipeline_whose_step_breaks() -> None:
+    """On every rank after another number of its actions: messages are under way that nobody takes."""
+    for schedule in ("1f1b", "zb-h1"):
+        module, eager = pipeline(schedule=schedule)
+        doing = module._forward, module._backward
+        for at in ((3, 1), (3, 3), (2, 2), (3, 4)):
+            left = at[dist.get_rank()]
+
+            def counted(do: Any) -> Any:
+                def done(*args: Any) -> Any:
+                    nonlocal left
+                    left -= 1
+                    if left == 0:
+                        raise Skip
+                    return do(*args)
+
+                return done
+
+            for name, do in zip(("_forward", "_backward"), doing, strict=True):
+                object.__setattr__(module, name, counted(do))
+            with pytest.raises(Skip):
+                module.train_step(*batch(32))
+            for name, do in zip(("_forward", "_backward"), doing, strict=True):
+                object.__setattr__(module, name, do)
+            x, y = batch(32)
+            loss = module.train_step(x, y)
+            eager.zero_grad()
+            expected = sum(eager(a, b) for a, b in zip(x.split(8), y.split(8), strict=True)) / 4
+            expected.backward()
+            same(loss, expected.detach())
+            own = dict(eager.named_parameters())
+            for name, p in module.named_parameters():
+                same(p.grad, own[name].grad)
+            module.zero_grad()
+
+
+@case
+def hooks_in_a_pipeline() -> None:
+    module, eager = pipeline()
+    own = dict(eager.named_parameters())
+    seen = []
+    for name, p in module.named_parameters():
+        p.register_hook(lambda g: g * 2)
+        p.register_post_accumulate_grad_hook(lambda p, name=name: seen.append(name))
+    x, y = batch(32)
+    module.train_step(x, y)
+    (sum(eager(a, b) for a, b in zip(x.split(8), y.split(8), strict=True)) / 4).backward()
+    for name, p in module.named_parameters():
+        same(p.grad, 2 * own[name].grad)
+    assert sorted(seen) == sorted(n for n, _ in module.named_parameters())
+
+
+@case
+def input_gradients_of_a_pipeline() -> None:
+    x, y = batch(grad=True)
+    with pytest.raises(AutoparError, match="requires grad in the example: a pipeline computes gradients of parameters"):
+        autopar.parallelize(Net(mse), 2, (x, y), stages=2, microbatches=4)
+    module, _ = pipeline()
+    with pytest.raises(RunError, match="requires grad: a pipeline computes gradients of parameters"):
+        module.train_step(*batch(32, grad=True))
+
+
+# --- batches ---------------------------------------------------------------------------------------------------------
+
+
+@case
+def each_rank_passes_its_own_batch() -> None:
+    module, eager = pair(Net(mse), batch(), constraints=ROWS)
+    x, y = batch()
+    for own, input_name in (((x + dist.get_rank(), y), "args[0]"), ((x, y * (1 + dist.get_rank())), "args[1]")):
+        with pytest.raises(RunError, match="has other values on rank 1 than on rank 0") as caught:
+            module(*own)
+        assert input_name in str(caught.value) and "placements={'" in str(caught.value)
+    module(x, y).backward()
+    eager(x, y).backward()
+    same_gradients(module, eager)
+    for _ in range(4, 10):
+        module(x, y)
+    with pytest.raises(RunError, match="has other values"):
+        module(x + dist.get_rank(), y)  # the tenth call
+
+
+@case
+def one_rank_has_a_wrong_batch() -> None:
+    module, _ = pair(Net(mse), batch(), constraints=ROWS)
+    x, y = batch(8 if dist.get_rank() == 0 else 6)
+    with pytest.raises(RunError, match="drop a last batch that is smaller") as caught:
+        module(x, y)
+    assert ("on rank 1: " in str(caught.value)) == (dist.get_rank() == 0)
+
+
+@case
+def each_rank_passes_its_own_rows_of_a_pinned_input() -> None:
+    x, y = batch()
+    module, eager = pair(Net(mse), (x, y), constraints=ROWS, placements={"x": "S0", "y": "S0"})
+    mine = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
+    module(x[mine], y[mine]).backward()
+    eager(x, y).backward()
+    same_gradients(module, eager)
+
+
+@case
+def each_rank_of_a_pipeline_passes_its_own_batch() -> None:
+    module, _ = pipeline()
+    x, y = batch(32)
+    with pytest.raises(RunError, match="has other values on rank 1 than on rank 0"):
+        module.train_step(x + dist.get_rank(), y)
+    module.train_step(x, y)
