@@ -107,7 +107,8 @@ _CHECKS: dict[str, _Check] = {
     "cuts": (_optional(_texts), "a list of what stages begin with, such as ['layers.12']"),
     "max_axes": (_whole, "a whole number of 1 or more"),
     "time_limit": (_number, "seconds, more than 0"),
-    "hooks": (lambda v: v in ("refuse", "trace"), "'refuse', or 'trace' for forward hooks of tensors only"),
+    "hooks": (lambda v: isinstance(v, str) and v in ("refuse", "trace"),
+              "'refuse', or 'trace' for forward hooks that compute with tensors only"),
     "init": (_optional(callable), "a function that sets the parameters and buffers of the module that it is given"),
     "timeout": (lambda v: _number(v) and 0 < v < math.inf, "seconds, more than 0"),
 }  # fmt: skip

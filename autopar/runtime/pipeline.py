@@ -96,7 +96,7 @@ class PipelineModule(SpreadModule):
     _skeleton: Skeleton | None
     _evaluates: bool
     _broken: bool
-    _calls: int
+    _compared: int
 
     def __init__(
         self, model: torch.nn.Module, captured: Captured, plan: PipelinePlan, device_type: str = "cpu",
@@ -132,7 +132,7 @@ class PipelineModule(SpreadModule):
         put(self, "_skeleton", Skeleton(model) if model.training else None)
         put(self, "_evaluates", False)
         put(self, "_broken", False)
-        put(self, "_calls", 0)
+        put(self, "_compared", 0)
         graphs = cut(captured.graph, plan.starts)
         check_rows(plan.schedule, graphs)
         meshes = [
@@ -545,8 +545,8 @@ class PipelineModule(SpreadModule):
 
     def _microbatches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
         """Inputs of every microbatch by name; now and then the ranks compare what they were called with."""
-        object.__setattr__(self, "_calls", self._calls + 1)
-        if not is_checked(self._calls):
+        object.__setattr__(self, "_compared", self._compared + 1)
+        if not is_checked(self._compared):
             return self._pieces(args, kwargs, Seen())
         seen, error, found = Seen(), None, []
         try:
@@ -579,7 +579,7 @@ class PipelineModule(SpreadModule):
                     "detach() it, or parallelize without stages"
                 )
             have = tuple(leaf.shape)
-            if is_checked(self._calls):
+            if is_checked(self._compared):
                 seen.add(node.target, node.target, leaf)
             if have == want:
                 pieces = [leaf] * k

@@ -53,6 +53,20 @@ class Part(torch.nn.Module):
         _place(self, state_dict, prefix, local_metadata)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
+    def _no_hooks(self, *args: Any, **kwargs: Any) -> Any:
+        """Always an error: parts are never called.
+
+        Raises:
+            RunError: it says where to put the hook.
+        """
+        raise RunError(
+            "a hook on a part of a parallel module would never run: the program was captured as a whole and does not "
+            "call its parts; hook the parallel module itself, or its parameters, or return the value from forward()"
+        )
+
+    register_forward_hook = register_forward_pre_hook = _no_hooks
+    register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _no_hooks
+
     def _apply(self, fn: Any, recurse: bool = True) -> Part:
         tensors = [*self.parameters(), *self.buffers()]
         _check_conversion(fn, tensors, tensors[0].device if tensors else torch.device("cpu"))

@@ -262,13 +262,15 @@ class Held:
         leaf: what the program reads and autograd accumulates on.
         alias: the leaf shares the stored memory.
         adjoint: hops of the gradient's way back that do something, in order.
+        trained: its gradient was planned; a parameter that is frozen for a while keeps that.
         sum: this rank's part of the gradient of the step that is under way, reduced; the parameter gets it at the end.
     """
 
     def __init__(
         self, name: str, owner: torch.nn.Module, key: str, choice: ParamChoice, device_mesh: DeviceMesh, mesh: Mesh,
-        shape: tuple[int, ...],
+        shape: tuple[int, ...], trained: bool = True,
     ) -> None:  # fmt: skip
+        self.trained = trained
         self.name, self.owner, self.key, self.choice = name, owner, key, choice
         self.hops = hops(name, choice, device_mesh, mesh)
         self.alias = all(hop.forward == "none" for hop in self.hops)
@@ -309,6 +311,11 @@ class Held:
                 if self.per_use:
                     self.leaf.untyped_storage().resize_(0)
         if self.leaf.requires_grad is not param.requires_grad:
+            if param.requires_grad and not self.trained:
+                raise RunError(
+                    f"parameter '{self.name}' requires grad now and was frozen when the model was captured, so its "
+                    "gradient was not planned; parallelize the model with it trained, and freeze it afterwards"
+                )
             self.leaf.requires_grad_(param.requires_grad)
         return self.leaf is not before
 

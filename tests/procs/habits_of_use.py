@@ -273,6 +273,20 @@ def a_step_between_forward_and_backward() -> None:
             early.backward()
 
 
+@case
+def a_parameter_that_is_thawed() -> None:
+    model = Net(mse)
+    model.first.requires_grad_(False)
+    module, eager = pair(model, batch(), constraints=ROWS)
+    x, y = batch()
+    module(x, y).backward()
+    eager(x, y).backward()
+    same_gradients(module, eager)
+    module.first.weight.requires_grad_(True)
+    with pytest.raises(RunError, match=r"'first.weight' requires grad now and was frozen when the model was captured"):
+        module(x, y)
+
+
 # --- hooks -----------------------------------------------------------------------------------------------------------
 
 
@@ -341,6 +355,19 @@ def hooks_on_modules_before() -> None:
     with pytest.raises(CaptureError, match=r"forward hook .* of all modules"):
         pair(Net(mse), batch())
     handle.remove()
+
+
+@case
+def hooks_on_modules_after() -> None:
+    module, _ = pair(Net(mse), batch())
+    for register in ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"):
+        with pytest.raises(RunError, match="a hook on a part of a parallel module would never run"):
+            getattr(module.first, register)(lambda *_: None)
+    seen: list[Any] = []
+    module.register_forward_hook(lambda module, args, out: seen.append(out.shape))
+    module.register_full_backward_hook(lambda module, before, after: seen.append(after[0]))
+    module(*batch(grad=False)).backward()
+    assert seen[0] == () and seen[1].item() == 1.0
 
 
 @case
