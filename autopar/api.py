@@ -18,6 +18,7 @@ from autopar import arguments, pipelines, planfile
 from autopar.capture import Captured, on_meta
 from autopar.capture import capture as _capture
 from autopar.clusters import get_cluster, profile_of, reference
+from autopar.comparison import compare_with_eager
 from autopar.errors import AutoparError, CaptureError, ClusterError, InfeasibleError, MeshError
 from autopar.pins import parse_kept, plan_pinned
 from autopar.pipeline import PipelinePlan
@@ -348,6 +349,7 @@ def parallelize(
     hooks: str = "refuse",
     timeout: float = TIMEOUT_SECONDS,
     profile: str | Path | None = None,
+    verify_capture: bool = True,
 ) -> Any:
     """Spread a model over a mesh; every rank calls it with the same arguments.
 
@@ -372,6 +374,9 @@ def parallelize(
             what hooks do beside that would be lost (:mod:`autopar.capture.module_hooks`).
         timeout: seconds to wait for other ranks, if the process group is made here.
         profile: what ``autopar profile`` measured, which then is the cluster.
+        verify_capture: compare what was captured with the model itself: loss, gradients and buffers of the example
+            batch, once, on rank 0. A model without values, or one whose forward takes more than some seconds, is not
+            compared.
 
     The other arguments are those of :func:`plan`.
     """
@@ -394,6 +399,8 @@ def parallelize(
     together(group, error)
     assert captured is not None
     _same_model(captured, model, group)
+    if verify_capture:
+        _compare(captured, model, split_inputs(example_inputs, example_kwargs), targets, group)
     piped = device_mesh is not None and "pipe" in (device_mesh.mesh_dim_names or ())
     asked = stages is not None or schedule is not None or cuts is not None or piped
     asked = asked or pipelines.is_pipeline_file(plan)
@@ -514,6 +521,17 @@ def _same_model(captured: Captured, model: torch.nn.Module, group: Any) -> None:
         "model, and give inputs of the same shapes, on every rank"
     )
     together(group, CaptureError(problem) if mine != first else None)
+
+
+def _compare(captured: Captured, model: torch.nn.Module, call: Any, targets: Any, group: Any) -> None:
+    """Refuse a graph that is not what the model does in eager mode; rank 0's values are those that count."""
+    error: BaseException | None = None
+    if dist.get_rank(group) == 0:
+        try:
+            compare_with_eager(captured, model, *call, (targets,) if isinstance(targets, torch.Tensor) else targets)
+        except Exception as e:
+            error = e
+    together(group, error)
 
 
 def _where(

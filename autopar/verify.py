@@ -15,26 +15,30 @@ import torch
 from torch.utils import _pytree as pytree
 
 from autopar.capture import Captured
+from autopar.comparison import LOW as LOW
+from autopar.comparison import compare_with_eager
+from autopar.comparison import doubled as doubled
+from autopar.comparison import promoted as promoted
 from autopar.errors import CaptureError
-from autopar.graph import Graph, Node, Ref, Spec
 from autopar.lower.emit import lower
 from autopar.lower.typecheck import typecheck
 from autopar.pipeline import PipelinePlan, StageChoice
 from autopar.placements import Mesh
-from autopar.plan import ParamChoice, Plan, route_key
+from autopar.plan import Plan
 from autopar.planner.draw import random_plan
 from autopar.planner.price import pricer
 from autopar.planner.recompute import segments_of
 from autopar.planner.search import plan_graph
+from autopar.planner.single import one_device as one_device
 from autopar.rules.registry import rules_of
 from autopar.runtime.world import fake_world, pipeline_step, run_step
 from autopar.staging import cut
 from cost_models.pipeline import Action, Schedule
 from hardware_profiles import Cluster
 
-ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.01}
-LOW = (torch.float32, torch.bfloat16, torch.float16)
-"""Precisions that a comparison in double precision replaces."""
+SGD: dict[str, Any] = {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.01}
+"""A step that is smooth in the gradient. AdamW's is not: it divides a gradient by its own size, and makes a whole step
+of the rounding in a gradient that is truly zero, such as that of a key's bias."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class Difference:
 
 @dataclass
 class Trained:
-    """Steps of AdamW: every step's loss, the first step's gradients, the weights and buffers after the last.
+    """Steps of SGD: every step's loss, the first step's gradients, the weights and buffers after the last.
 
     Gradients of inputs stand among the gradients, as ``input <name>``.
     """
@@ -95,65 +99,11 @@ def inputs_of(captured: Captured, args: Sequence[Any], kwargs: Mapping[str, Any]
     }
 
 
-def one_device(graph: Graph) -> Plan:
-    """The plan for a mesh of one device."""
-    mesh: Mesh = (("one", 1),)
-    return Plan(
-        graph.fingerprint, "", mesh,
-        {n.name: ("I",) for n in graph.nodes if n.kind == "op"},
-        {n.target: ParamChoice(*(("I" if n.needs_grad else "R",),) * 2) for _, n in graph.of_kind("param")},
-        {n.target: ("R",) for _, n in graph.of_kind("buffer")},
-        tuple(_whole(graph, o) if isinstance(o, Ref) else None for o in graph.outputs), _read_without_gradient(graph),
-        {n.target: ("I",) for _, n in graph.of_kind("input") if n.needs_grad},
-    )  # fmt: skip
-
-
-def _read_without_gradient(graph: Graph) -> dict[str, tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]]:
-    """Routes of the tensors that have a gradient and are also read where none flows: by a detach, into a buffer."""
-    read = [(ref, node.needs_grad) for node in graph.nodes for ref in node.refs]
-    read += [(ref, False) for ref in graph.updates.values()]
-    ends = [ref for ref, flows in read if not flows and _whole(graph, ref) == ("I",)]
-    return {route_key(graph, ref): ((("I",), ("R",)),) for ref in ends}
-
-
-def _whole(graph: Graph, ref: Ref) -> tuple[str, ...]:
-    return ("I",) if graph.nodes[ref.node].needs_grad and graph.spec(ref).is_float else ("R",)
-
-
-def promoted(captured: Captured) -> Captured:
-    """The same computation in float64 throughout, casts to less included, so that rounding does not blur a check."""
-    low = {str(d).removeprefix("torch.") for d in LOW}
-
-    def value(x: Any) -> Any:
-        if isinstance(x, (tuple, list)):
-            return type(x)(value(v) for v in x)
-        return torch.float64 if x in LOW else x
-
-    def spec(s: Spec | None) -> Spec | None:
-        return s._replace(dtype="float64") if s is not None and s.dtype in low else s
-
-    def node(n: Node) -> Node:
-        return replace(
-            n, args=value(n.args), kwargs={k: value(v) for k, v in n.kwargs.items()}, outs=tuple(map(spec, n.outs))
-        )
-
-    graph = replace(captured.graph, nodes=tuple(map(node, captured.graph.nodes)))
-    return replace(captured, graph=graph)
-
-
-def doubled(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies in float64 of what had less precision."""
-    return {
-        k: v.detach().to(torch.float64 if v.dtype in LOW else v.dtype).clone().requires_grad_(v.requires_grad)
-        for k, v in tensors.items()
-    }
-
-
 def train(
     captured: Captured, plan: Plan, weights: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
     inputs: Mapping[str, torch.Tensor], steps: int = 2, seed: int = 0,
 ) -> Trained:  # fmt: skip
-    """Two steps of AdamW under a plan; the program also passes the type checker."""
+    """Two steps of SGD under a plan; the program also passes the type checker."""
     graph = captured.graph
     program = lower(graph, plan)
     if plan.n_devices > 1:
@@ -177,9 +127,9 @@ def train(
 
 
 def _optimizer(params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-    """AdamW; of a model that is frozen, with nothing to do."""
+    """SGD; of a model that is frozen, with nothing to do."""
     trained = [p for p in params if p.requires_grad]
-    return torch.optim.AdamW(trained or [torch.zeros(())], **ADAMW)
+    return torch.optim.SGD(trained or [torch.zeros(())], **SGD)
 
 
 def input_name(name: str) -> str:
@@ -191,7 +141,7 @@ def train_pipeline(
     captured: Captured, plan: PipelinePlan, weights: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
     microbatches: Sequence[Mapping[str, torch.Tensor]], steps: int = 2,
 ) -> Trained:  # fmt: skip
-    """Two steps of AdamW in the order of a pipelined plan's schedule; every stage's program passes the type checker.
+    """Two steps of SGD in the order of a pipelined plan's schedule; every stage's program passes the type checker.
 
     With one stage on one device this is the reference for several microbatches.
     """
@@ -230,6 +180,7 @@ def verify_pipeline(
 
     The example inputs are one microbatch; the others are the same with their rows rolled, so that they differ.
     """
+    against_eager(captured, model, args, kwargs)
     double = promoted(captured)
     weights, buffers = state_of(captured, model)
     weights, buffers = doubled(weights), doubled(buffers)
@@ -277,6 +228,23 @@ def _worst(mine: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tenso
     return worst, of
 
 
+def against_eager(
+    captured: Captured, model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Difference]:
+    """The row of the captured graph beside the model itself; none where the model cannot run on these inputs.
+
+    Raises:
+        CaptureError: they differ; it names the first module whose output does.
+    """
+    count = len(captured.example.targets) if captured.example is not None else 0
+    own, targets = tuple(args)[: len(args) - count], tuple(args)[len(args) - count :]
+    found = compare_with_eager(captured, model, own, kwargs, targets, bounded=False)
+    if found.note:
+        return []
+    name = "one device / eager"
+    return [Difference(name, found.loss, found.gradient, found.gradient_of, found.buffer, found.buffer_of)]
+
+
 def verify(
     captured: Captured,
     model: torch.nn.Module,
@@ -293,15 +261,17 @@ def verify(
 ) -> list[Difference]:
     """Compare plans with one device, many ranks in this process.
 
-    The first row is the captured graph on one device against the model in eager mode (in the model's own precision);
-    then the optimal plan (or ``plan``), then ``random_plans`` random ones, against the graph on one device.
+    The first row is the captured graph on one device against the model in eager mode, in the model's own precision and
+    with the same random numbers: loss, gradients, and buffers in the place of weights. Then the optimal plan (or
+    ``plan``), then ``random_plans`` random ones, against the graph on one device.
 
     Args:
         float64: compare in double precision, so that a row above 1e-9 is a defect and not rounding.
         progress: called with the name of each row before it is computed.
 
     Raises:
-        AutoparError: the model cannot be captured or planned; the process is already in a process group.
+        CaptureError: the graph is not what the model does; it names the first module that differs.
+        AutoparError: the model cannot be planned; the process is already in a process group.
     """
     if captured.graph.loss is None:
         raise CaptureError("the model returns no scalar loss, so there is no gradient to compare; give loss_fn")
@@ -312,9 +282,7 @@ def verify(
     rows = []
     say("one device against eager")
     single = one_device(captured.graph)
-    if not any(r is not None and r.random for r in rules_of(captured.graph)):
-        mine = train(captured, single, weights, buffers, inputs)
-        rows.append(compare("one device / eager", mine, train_eager(captured, model, args, kwargs)))
+    rows.extend(against_eager(captured, model, args, kwargs))
     if float64:
         captured = promoted(captured)
         weights, buffers, inputs = doubled(weights), doubled(buffers), doubled(inputs)
@@ -337,7 +305,7 @@ def verify(
 def train_eager(
     captured: Captured, model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], steps: int = 2
 ) -> Trained:
-    """Two steps of AdamW of the model itself, on a copy."""
+    """Two steps of SGD of the model itself, on a copy."""
     model = copy.deepcopy(model)
     names = [node.target for _, node in captured.graph.of_kind("param")]
     params = dict(model.named_parameters(remove_duplicate=False))

@@ -53,7 +53,7 @@ def verify(
     seq: Seq = None,
     as_json: Json = False,
 ) -> None:
-    """Compare plans with one device: loss, every gradient, and the weights after two AdamW steps.
+    """Compare plans with one device: loss, every gradient, and the weights after two steps of SGD.
 
     Many ranks run in this process, in double precision, so that a difference above 1e-9 is a defect and not rounding.
     Random plans cut every op in a random legal way: they show that any plan would do. The exit code is 1 if a
@@ -158,6 +158,7 @@ def _in_processes(
     weights, buffers = v.state_of(captured, loaded.model)
     inputs = v.inputs_of(captured, loaded.args, loaded.kwargs)
     with progress("one device"):
+        v.against_eager(captured, loaded.model, loaded.args, loaded.kwargs)
         reference = v.train(
             double, v.one_device(double.graph), v.doubled(weights), v.doubled(buffers), v.doubled(inputs)
         )
@@ -189,7 +190,7 @@ def _in_processes(
 def _rank(
     spec: str, batch: int | None, seq: int | None, plans: list[Plan], state: Any, inputs: Any
 ) -> list[dict[str, Any]]:
-    """Two steps of AdamW under each plan on one rank, in double precision; whole tensors come back from rank 0.
+    """Two steps of SGD under each plan on one rank, in double precision; whole tensors come back from rank 0.
 
     Args:
         state, inputs: weights and ``(args, kwargs)``, as a factory may draw others in every process.
@@ -215,7 +216,7 @@ def _trained(loaded: Loaded, captured: Captured, plan: Plan, args: Any, kwargs: 
     from autopar import verify as v
 
     pm = on_ranks(loaded, captured, plan)
-    optimizer = torch.optim.AdamW([p for p in pm.parameters() if p.requires_grad], **v.ADAMW)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD([p for p in pm.parameters() if p.requires_grad], **v.SGD)  # type: ignore[arg-type]
     losses, gradients = [], {}
     for step in range(2):
         object.__setattr__(pm, "_seed", step)  # random ops draw what the one device draws in this step

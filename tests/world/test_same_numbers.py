@@ -1,6 +1,6 @@
 """Every model of the zoo, under the optimal plan and under random ones, gives the numbers of one device.
 
-Many ranks in this process, float64: loss, every gradient, and weights and buffers after two AdamW steps within 1e-9.
+Many ranks in this process, float64: loss, every gradient, and weights and buffers after two steps of SGD within 1e-9.
 The models are tiny, so on real hardware their cheapest plan cuts nothing; the cluster here states no compute speed, and
 every contraction is cut. In the sweep, a second plan has less memory than that one takes.
 Every program also passes the spmd-types checker (``verify.train`` runs it).

@@ -1,0 +1,207 @@
+"""A captured graph is compared with the model itself: what differs is named, and the model stays as it was."""
+
+from __future__ import annotations
+
+import copy
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from zoo import ZOO
+
+import autopar
+from autopar import api, comparison
+from autopar.capture import capture
+from autopar.comparison import compare_with_eager
+from autopar.errors import CaptureError
+from autopar.graph import Graph
+
+X, Y = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 8
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3)
+
+    def forward(self, x):
+        noise = 0.9 + 0.2 * torch.rand_like(x) if self.training else 1.0
+        return x + self.drop(F.gelu(self.norm(self.up(x)))) * noise
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = Block(), Block(), nn.Linear(8, 8)
+
+    def forward(self, x, y):
+        return F.cross_entropy(self.head(self.second(self.first(x))), y)
+
+
+class Plain(nn.Module):
+    """Without random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x, y):
+        return F.cross_entropy(self.second(torch.tanh(self.norm(self.first(x)))), y)
+
+
+def changed(graph: Graph, target: str, args) -> Graph:
+    """The graph with other arguments of an operator, as a wrong capture would have."""
+    nodes = list(graph.nodes)
+    i = next(i for i, n in enumerate(nodes) if n.target == target)
+    nodes[i] = replace(nodes[i], args=args(nodes[i].args))
+    return replace(graph, nodes=tuple(nodes))
+
+
+QUICK = ("gpt2", "bert_masked", "resnet", "unet")
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in ZOO])
+def test_the_zoo_on_a_second_batch(name):
+    """Other values, padding and labels than those that it was captured with."""
+    case = ZOO[name]()
+    captured = capture(case.model, case.args, case.kwargs)
+    for args, kwargs in (case.batch, case.batch2):
+        found = compare_with_eager(captured, case.model, args, kwargs, bounded=False)
+        assert not found.note and found.same and found.worst < 1e-6, found
+
+
+@pytest.mark.parametrize("name", ["bert_masked", "transformer_encoder"])
+def test_dropout_draws_the_same_on_both_sides(name):
+    case = ZOO[name](dropout=0.2)
+    captured = capture(case.model, case.args, case.kwargs)
+    found = compare_with_eager(captured, case.model, *case.batch2, bounded=False)
+    assert not found.note and found.worst < 1e-6
+
+
+def test_a_wrong_operator_is_found_in_its_module():
+    model = Plain()
+    captured = capture(model, (X, Y))
+    wrong = changed(captured.graph, "aten.batch_norm.default", lambda a: (*a[:7], 0.5, *a[8:]))  # another epsilon
+    with pytest.raises(
+        CaptureError, match=r"the first module whose output differs is 'norm' \(BatchNorm1d\)"
+    ) as caught:
+        compare_with_eager(replace(captured, graph=wrong), model, (X, Y), {})
+    assert "the loss by" in str(caught.value) and "verify_capture=False" in str(caught.value)
+
+
+def test_a_lost_gradient_is_found():
+    class Reversed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return -grad
+
+    class Reversal(Plain):
+        def forward(self, x, y):
+            return F.cross_entropy(self.second(Reversed.apply(self.first(x))), y)
+
+    captured, model = capture(Plain(), (X, Y)), Reversal()
+
+    class Straight(Plain):
+        def forward(self, x, y):
+            return F.cross_entropy(self.second(self.first(x)), y)
+
+    captured = capture(Straight(), (X, Y))  # what a trace through the backward would give
+    with pytest.raises(
+        CaptureError, match=r"first gradient that differs is that of first\.(weight|bias), in module 'first'"
+    ):
+        compare_with_eager(captured, model, (X, Y), {})
+
+
+def test_a_buffer_that_is_not_updated_is_found():
+    model = Plain()
+    captured = capture(model, (X, Y))
+    wrong = changed(captured.graph, "aten.batch_norm.default", lambda a: (*a[:6], 0.5, *a[7:]))  # another momentum
+    with pytest.raises(CaptureError, match=r"they differ in buffer norm\.running_(mean|var) by"):
+        compare_with_eager(replace(captured, graph=wrong), model, (X, Y), {})
+
+
+def test_nothing_of_the_model_changes():
+    model = Model()
+    model.first.up.weight.grad = torch.ones(8, 8)
+    calls = []
+    model.second.up.weight.register_hook(lambda g: calls.append(1))
+    captured = capture(model, (X, Y))
+    before, states = copy.deepcopy(model.state_dict()), (torch.get_rng_state(), random.getstate())
+    numbers, attributes = np.random.get_state()[1].copy(), {n: dict(vars(m)) for n, m in model.named_modules()}
+    buffers = dict(model.named_buffers())
+    found = compare_with_eager(captured, model, (X, Y), {})
+    assert found.worst < 1e-6 and not found.note
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(b is buffers[n] for n, b in model.named_buffers())
+    assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
+    assert (np.random.get_state()[1] == numbers).all()
+    assert attributes == {n: dict(vars(m)) for n, m in model.named_modules()}
+    assert torch.equal(model.first.up.weight.grad, torch.ones(8, 8)) and model.second.up.weight.grad is None
+    assert not calls
+    (model(X, Y)).backward()
+    assert calls  # hooks are back
+
+
+def test_what_is_not_compared_says_why(monkeypatch):
+    model = Plain()
+    captured = capture(model, (X, Y))
+    assert "no values" in compare_with_eager(captured, copy.deepcopy(model).to("meta"), (X, Y), {}).note
+    assert "IndexError" in compare_with_eager(captured, model, (X, Y + 100), {}).note
+    monkeypatch.setitem(comparison.FLOPS, "cpu", 1.0)
+    assert "take long" in compare_with_eager(captured, model, (X, Y), {}).note
+    assert not compare_with_eager(captured, model, (X, Y), {}, bounded=False).note
+
+
+def test_rounding_alone_is_no_difference(monkeypatch):
+    """In low precision a difference counts only if it does not vanish in double precision."""
+
+    class Rounded(Plain):
+        def forward(self, x, y):
+            return F.cross_entropy(self.second(torch.tanh(self.norm(self.first(x)) * 3 / 7)), y)
+
+    class Otherwise(Plain):
+        def forward(self, x, y):
+            return F.cross_entropy(self.second(torch.tanh(self.norm(self.first(x)) * (3 / 7))), y)
+
+    model = Rounded()
+    captured = capture(Otherwise(), (X, Y))
+    monkeypatch.setitem(comparison.LIMITS, "float32", 2e-9)
+    found = compare_with_eager(captured, model, (X, Y), {})
+    assert found.same and 2e-9 < found.worst < 1e-5
+    wrong = replace(captured, graph=changed(captured.graph, "aten.mul.Tensor", lambda a: (a[0], 0.4286)))
+    with pytest.raises(CaptureError, match="the loss by"):
+        compare_with_eager(wrong, model, (X, Y), {})
+
+
+def test_a_loss_function_and_no_loss():
+    captured = capture(nn.Linear(8, 8), (X,), loss_fn=F.mse_loss, targets=(X,))
+    assert compare_with_eager(captured, nn.Linear(8, 8), (X,), {}, (X,)).worst == 0
+    weighted = nn.CrossEntropyLoss(weight=torch.arange(8.0))
+    assert compare_with_eager(capture(nn.Linear(8, 8), (X,), loss_fn=weighted, targets=(Y,)), nn.Linear(8, 8), (X,), {},
+                              (Y,)).worst < 1e-6  # fmt: skip
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    assert compare_with_eager(capture(model, (X,)), model, (X,), {}).worst == 0
+    wrong = changed(capture(model, (X,)).graph, "aten.linear.default", lambda a: a[:2])
+    with pytest.raises(CaptureError, match=r"module whose output differs is '0' \(Linear\)"):
+        compare_with_eager(replace(capture(model, (X,)), graph=wrong), model, (X,), {})
+
+
+def test_parallelize_refuses_a_wrong_capture(monkeypatch):
+    model = Plain()
+    captured = capture(model, (X, Y))
+    wrong = changed(captured.graph, "aten.batch_norm.default", lambda a: (*a[:7], 0.5, *a[8:]))
+    monkeypatch.setattr(api, "capture", lambda *a, **k: replace(captured, graph=wrong))
+    try:
+        with pytest.raises(CaptureError, match="differs is 'norm'"):
+            autopar.parallelize(model, 1, (X, Y))
+        autopar.parallelize(model, 1, (X, Y), verify_capture=False)
+    finally:
+        torch.distributed.destroy_process_group()
