@@ -528,7 +528,8 @@ def _compare(captured: Captured, model: torch.nn.Module, call: Any, targets: Any
     error: BaseException | None = None
     if dist.get_rank(group) == 0:
         try:
-            compare_with_eager(captured, model, *call, (targets,) if isinstance(targets, torch.Tensor) else targets)
+            given = (targets,) if isinstance(targets, torch.Tensor) else targets
+            compare_with_eager(captured, model, call[0], call[1], given)
         except Exception as e:
             error = e
     together(group, error)

@@ -39,6 +39,7 @@ FLOPS = {"cpu": 2e10, "cuda": 1e14}
 BYTES = 4 * 2**30
 """Bytes of parameters up to which a model is compared unasked: their gradients are made twice."""
 _SEED = 20240229
+_AFTER = "_post_accumulate_grad_hooks"
 
 
 @dataclass(frozen=True)
@@ -225,8 +226,15 @@ class _Sides:
         roots = [r for r in roots if r.requires_grad]
         if not roots or not wanted:
             return {}
-        found = torch.autograd.grad(sum(roots[1:], roots[0]), list(wanted.values()), allow_unused=True)
-        return {n: g.detach() for n, g in zip(wanted, found, strict=True) if g is not None}
+        before = {n: x.grad for n, x in wanted.items()}
+        try:  # not autograd.grad: a backward of the model's own may call backward inside
+            for x in wanted.values():
+                x.grad = None
+            sum(roots[1:], roots[0]).backward()
+            return {n: x.grad.detach() for n, x in wanted.items() if x.grad is not None}
+        finally:
+            for n, x in wanted.items():
+                x.grad = before[n]
 
     # -- where they differ
 
@@ -371,14 +379,16 @@ def _kept(*roots: Any) -> Iterator[None]:
         inside = {k: copy.copy(v) for k, v in own.items() if isinstance(v, (dict, list, set)) and not is_plain(v)}
         attributes.append((module, own, inside, dict(module._buffers)))
     values = [(b, b.detach().clone()) for *_, own in attributes for b in own.values() if b is not None]
-    hooked = [(p, p._backward_hooks) for m in modules for p in m._parameters.values() if p is not None]
-    for param, _ in hooked:  # they belong to the reduced gradient, not to this comparison
-        param._backward_hooks = None
+    params = [p for m in modules for p in m._parameters.values() if p is not None]
+    hooked: list[Any] = [hooks for p in params for hooks in (p._backward_hooks, getattr(p, _AFTER, None)) if hooks]
+    removed = [dict(hooks) for hooks in hooked]
+    for hooks in hooked:  # they belong to the reduced gradient, not to this comparison
+        hooks.clear()
     try:
         yield
     finally:
-        for param, hooks in hooked:
-            param._backward_hooks = hooks
+        for hooks, own in zip(hooked, removed, strict=True):
+            hooks.update(own)
         for module, own, inside, buffers in attributes:
             for name in [k for k in vars(module) if k not in own and k not in ("_parameters", "_buffers", "_modules")]:
                 del module.__dict__[name]
