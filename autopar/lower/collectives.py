@@ -63,6 +63,10 @@ def convert(x: torch.Tensor, axis: str, src: str, dst: str) -> torch.Tensor:
     return _contiguous_gradient(spmd.convert(x, axis, src=source, dst=_TYPE[dst], expert_mode=True))
 
 
+FRESH: frozenset[Any] = frozenset({all_gather, all_reduce, reduce_scatter, all_to_all})
+"""Those whose result is memory of its own, on an axis of more than one rank."""
+
+
 def step(src: str, dst: str) -> tuple[object, tuple[object, ...]]:
     """``(function, arguments after the axis)`` for one step from ``src`` to ``dst``."""
     pair = src[0] + dst[0]

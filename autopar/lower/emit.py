@@ -23,7 +23,7 @@ import torch.fx
 from autopar.errors import PlanError
 from autopar.graph import Graph, Node, Ref
 from autopar.lower.code import code_of
-from autopar.lower.collectives import step
+from autopar.lower.collectives import FRESH, step
 from autopar.lower.segments import with_segments
 from autopar.placements import Mesh, State, format_state, local_shape
 from autopar.plan import Plan, route_key
@@ -32,6 +32,7 @@ from autopar.planner.space import Strategy, combine, node_options
 from autopar.rules.local import Seed, local_call
 from autopar.rules.notation import In, Rule, call_of
 from autopar.rules.registry import rules_of
+from autopar.rules.views import may_alias
 
 FACTORIES = frozenset({"aten.full.default", "aten.arange.start_step", "aten.scalar_tensor.default"})
 """Operators that make a tensor from nothing: lowering gives them the device."""
@@ -198,7 +199,9 @@ class _Emitter:
         else:
             fn, args = step(src[axis], state[axis])
             fx = self.fx.call_function(fn, (x, name, *args))  # type: ignore[arg-type]
-            fx.meta["autopar"] = {"step": (src, state), "outs": [state], "ins": [src], "ref": ref}
+            fx.meta["autopar"] = {
+                "step": (src, state), "outs": [state], "ins": [src], "ref": ref, "alias": fn not in FRESH,
+            }  # fmt: skip
         self.value[ref, state] = fx
         return fx
 
@@ -215,9 +218,8 @@ class _Emitter:
             raise PlanError(f"the plan does not say how {node.where} is cut")
         strategy = strategy_of(self.graph, node, rule, names, self.mesh)
         inputs = [self._get(ref, state) for ref, state in zip(node.refs, strategy.ins, strict=True)]
-        call = local_call(
-            call_of(node, self.graph.spec), rule, strategy.options, self.mesh, site=node.site if node.site >= 0 else i
-        )
+        whole = call_of(node, self.graph.spec)
+        call = local_call(whole, rule, strategy.options, self.mesh, site=node.site if node.site >= 0 else i)
 
         def fill(value: Any) -> Any:
             if isinstance(value, In):
@@ -237,6 +239,7 @@ class _Emitter:
         fx = self.fx.create_node("call_function", call.fn, tuple(fill(a) for a in call.args), kwargs, name=name)
         fx.meta["autopar"] = {
             "node": node.name, "ins": list(strategy.ins), "outs": list(strategy.outs), "options": strategy.names,
+            "alias": may_alias(whole),
         }  # fmt: skip
         if len(node.outs) == 1:
             self._made(Ref(i), strategy.outs[0], fx)

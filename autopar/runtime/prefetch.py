@@ -209,18 +209,11 @@ def with_gathers(program: Program, helds: Mapping[str, Held], schedule: Schedule
     return with_segments(torch.fx.GraphModule(torch.nn.Module(), graph, class_name="ProgramWithGathers"))
 
 
-_VIEWS = (
-    "permute", "view", "reshape", "transpose", "expand", "slice", "select", "alias", "detach", "unsqueeze",
-    "squeeze", "split", "chunk", "unbind", "getitem", "narrow", "shard", "convert", "aten.t.", "unsafe",
-)  # fmt: skip
-
-
 def _readers(node: torch.fx.Node) -> set[torch.fx.Node]:
     """Ops that read a tensor or a view of it."""
     found: set[torch.fx.Node] = set()
     for user in node.users:
         found.add(user)
-        name = str(user.target) if not callable(user.target) else f"{getattr(user.target, '__name__', '')}{user.target}"
-        if any(word in name for word in _VIEWS):
+        if user.meta.get("autopar", {}).get("alias", True):  # what nothing is known of may be a view
             found |= _readers(user)
     return found

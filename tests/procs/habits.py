@@ -259,6 +259,43 @@ def resumed(piped: bool, how: str, path: str) -> float:
     return difference(*losses)
 
 
+class Viewed(nn.Module):
+    """Reads parameters through views long after it has made them."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.how = how
+        self.table, self.up, self.down = nn.Parameter(torch.randn(6, 6)), nn.Linear(6, 12), nn.Linear(12, 6)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "diagonal":
+            seen = self.table.diagonal()
+        elif self.how == "unfold":
+            seen = self.table.unfold(1, 6, 6)[2, 0]
+        elif self.how == "einsum":
+            seen = torch.einsum("ij->ji", self.table)[1]
+        elif self.how == "dropout":
+            seen = nn.functional.dropout(self.table, 0.0, self.training)[3]
+        else:
+            seen = self.table.T.movedim(0, 1).swapaxes(0, 1).unflatten(0, (2, 3))[1, 2].expand(8, 6)
+        h = self.down(self.up(x).relu())
+        return (h * seen.sigmoid() * seen - x).square().mean()
+
+
+VIEWS = ("diagonal", "unfold", "einsum", "dropout", "many")
+
+
+def viewed(how: str) -> float:
+    """ZeRO-3: a gathered parameter is not freed while a view of it is to be read."""
+    model, xs = Viewed(how), batches(3)
+    alone = copy.deepcopy(model)
+    pm = spread(model, False, xs[0], params={"*": "I use", "*.weight": "S0 use", "table": "S0 use"})
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (pm, alone)]
+    return max(difference(*(step(m, o, x) for m, o in zip((pm, alone), optimizers))) for x in xs)
+
+
 DIFFERING: dict[str, list[dict[str, Any]]] = {
     "constraints": [{"constraints": CUT["constraints"]}, {"constraints": None}],
     "microbatches": [{"microbatches": 1}, {"microbatches": 2}],

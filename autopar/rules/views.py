@@ -1,0 +1,57 @@
+"""Whether the result of a call may lie in the memory of what it reads: a property of the call, by schema.
+
+Operators say in their schema what their results alias. Those that torch composes of others need not (``einsum`` of one
+operand, ``dropout`` that is off, ``type_as``): such a call is made once, on tensors without values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autopar.rules.local import resolve
+from autopar.rules.notation import Call, In
+
+_known: dict[Any, bool] = {}
+
+
+def may_alias(call: Call) -> bool:
+    """Whether an output of the call may share storage with one of its tensor inputs; where nobody can say, yes."""
+    try:
+        op = resolve(call.target)
+    except Exception:
+        return True
+    if not isinstance(op, torch._ops.OpOverload):
+        return True
+    if any(out.alias_info is not None for out in op._schema.returns):
+        return True
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"):
+        return False  # torch's own tests hold kernels to their schema
+    key = call.target, repr(call.args), repr(sorted(call.kwargs.items())), call.ins
+    if key not in _known:
+        _known[key] = _shares(op, call)
+    return _known[key]
+
+
+def _shares(op: Any, call: Call) -> bool:
+    tensors = [torch.empty(s.shape, dtype=getattr(torch, s.dtype), device="meta") for s in call.ins]
+
+    def fill(value: Any) -> Any:
+        if isinstance(value, In):
+            return tensors[value.position]
+        if isinstance(value, (tuple, list)):
+            return type(value)(fill(v) for v in value)
+        return value
+
+    try:
+        with torch.no_grad():
+            made = op(*map(fill, call.args), **{name: fill(value) for name, value in call.kwargs.items()})
+    except Exception:
+        return True
+    storages = {t.untyped_storage()._cdata for t in tensors}
+    outs = torch.utils._pytree.tree_leaves(made)
+    return any(isinstance(t, torch.Tensor) and t.untyped_storage()._cdata in storages for t in outs)
+
+
+__all__ = ["may_alias"]
