@@ -24,7 +24,7 @@ from autopar.planner.order import check_name
 from autopar.planner.pipeline import PER_RANK, PipelineOptions, Planned, plan_pipeline
 from autopar.planner.search import Options
 from autopar.planner.stage_pins import check, check_counts, starts_of
-from autopar.runtime.agree import share, together
+from autopar.runtime.agree import Meeting, Stopped, first_seed, share, together
 from autopar.runtime.pipeline import PipelineModule
 from cost_models.pipeline import parse
 from hardware_profiles import Cluster
@@ -248,10 +248,18 @@ def run_on_ranks(
         error = e
     together(group, error)
     assert decided is not None
+    seed = first_seed(group)
+    meeting = values if isinstance(values, Meeting) else Meeting(group, torch.device(device_type))
     try:
-        result = PipelineModule(model, captured, decided, device_type, values)
-    except Exception as e:
-        error = e
+        try:
+            result = PipelineModule(model, captured, decided, device_type, values, seed=seed, meeting=meeting)
+        except Stopped:
+            raise
+        except Exception as e:
+            error = e
+        meeting.close(error is not None)
+    except Stopped:
+        pass
     together(group, error)
     assert result is not None
     return result

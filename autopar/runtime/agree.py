@@ -89,16 +89,47 @@ class Stopped(RunError):
     """Another rank failed; :func:`together` has its error."""
 
 
-class FirstRankValues:
+class Meeting:
+    """Ranks that do the same steps tell each other before each whether all is well, and once at the end
+    (:meth:`close`), so that no rank waits for one that has failed."""
+
+    def __init__(self, group: Any, device: torch.device | None = None) -> None:
+        self.group, self.open = group, True
+        self.device = device or torch.device("cpu")
+
+    def tell(self, failed: bool = False) -> None:
+        """Hear whether all is well.
+
+        Raises:
+            Stopped: another rank failed.
+        """
+        any_failed = torch.tensor([int(failed)], device=self.device)
+        dist.all_reduce(any_failed, op=dist.ReduceOp.MAX, group=self.group)
+        if any_failed.item():
+            self.open = False
+            if not failed:
+                raise Stopped("another rank failed while it took its share of the model")
+
+    def close(self, failed: bool) -> None:
+        """Tell the others that this rank comes no more; call it on every rank.
+
+        Raises:
+            Stopped: another rank failed.
+        """
+        if self.open:
+            self.tell(failed)
+            self.open = False
+
+
+class FirstRankValues(Meeting):
     """The first rank's tensors by name, on every rank: models that were built without a common seed differ.
 
-    Ranks ask for the same names in the same order. Before each name, and once at the end (:meth:`close`), they tell
-    each other whether all is well, so that no rank waits in a broadcast for one that has failed.
+    Ranks ask for the same names in the same order, and meet before each.
     """
 
     def __init__(self, named: Mapping[str, torch.Tensor], group: Any, first: int) -> None:
-        self.named, self.group, self.first, self.open = named, group, first, True
-        self.device = next((t.device for t in named.values()), torch.device("cpu"))
+        super().__init__(group, next((t.device for t in named.values()), None))
+        self.named, self.first = named, first
 
     def __call__(self, name: str) -> torch.Tensor:
         """The whole value of a parameter or buffer.
@@ -107,27 +138,9 @@ class FirstRankValues:
             Stopped: another rank failed.
         """
         whole = self.named[name].detach().to(self.device, copy=True).contiguous()
-        self._tell(False)
+        self.tell()
         dist.broadcast(whole, src=self.first, group=self.group)
         return whole
-
-    def close(self, failed: bool) -> None:
-        """Tell the others that this rank asks for no more; call it on every rank.
-
-        Raises:
-            Stopped: another rank failed.
-        """
-        if self.open:
-            self._tell(failed)
-            self.open = False
-
-    def _tell(self, failed: bool) -> None:
-        any_failed = torch.tensor([int(failed)], device=self.device)
-        dist.all_reduce(any_failed, op=dist.ReduceOp.MAX, group=self.group)
-        if any_failed.item():
-            self.open = False
-            if not failed:
-                raise Stopped("another rank failed while it took its share of the model")
 
 
 def first_seed(group: Any) -> int:

@@ -28,6 +28,7 @@ from autopar.lower.transfer import Side, transfer
 from autopar.pipeline import PipelinePlan
 from autopar.placements import State
 from autopar.rules.registry import rules_of
+from autopar.runtime.agree import Meeting
 from autopar.runtime.backward import Halves
 from autopar.runtime.calls import flatten_call, same_literal
 from autopar.runtime.checkpoint import load_full_state_dict
@@ -36,7 +37,7 @@ from autopar.runtime.rows import check_rows
 from autopar.runtime.same_batch import Seen, compare, is_checked
 from autopar.runtime.spread import EXTRA, Part, SpreadModule, check_mode
 from autopar.runtime.stagewise import flat_optimizer_states, refuse_norms_on
-from autopar.runtime.state import Held, as_dtensor
+from autopar.runtime.state import Held, as_dtensor, hops
 from autopar.runtime.wires import Post, Wire, clear
 from autopar.staging import StageGraph, cut
 from cost_models.pipeline import forward_only
@@ -100,7 +101,7 @@ class PipelineModule(SpreadModule):
 
     def __init__(
         self, model: torch.nn.Module, captured: Captured, plan: PipelinePlan, device_type: str = "cpu",
-        values: Callable[[str], torch.Tensor] | None = None, seed: int | None = None,
+        values: Callable[[str], torch.Tensor] | None = None, seed: int | None = None, meeting: Meeting | None = None,
     ) -> None:  # fmt: skip
         """Every rank calls this with the same arguments.
 
@@ -109,6 +110,8 @@ class PipelineModule(SpreadModule):
             captured: of one microbatch.
             values: gives the whole value of a parameter or buffer by name; called on every rank for every name in the
                 same order, so it may communicate.
+            seed: of random ops, the same on all ranks; by default rank 0's ``torch.initial_seed()``.
+            meeting: where ranks hear of one that fails here; whoever gives it closes it.
 
         Raises:
             PlanError: the plan is for another model. RunError: not as many ranks as devices in the plan.
@@ -135,6 +138,8 @@ class PipelineModule(SpreadModule):
         put(self, "_compared", 0)
         graphs = cut(captured.graph, plan.starts)
         check_rows(plan.schedule, graphs)
+        well = meeting.tell if meeting is not None else lambda: None
+        well()
         meshes = [
             DeviceMesh(
                 device_type, torch.tensor(s.devices).reshape([n for _, n in s.mesh]),
@@ -151,7 +156,11 @@ class PipelineModule(SpreadModule):
         mine = [s for s, stage in enumerate(plan.stages) if self._rank in stage.devices]
         needed = {n.target for s in mine for n in graphs[s].graph.nodes if n.kind in ("param", "buffer")}
         given = _values(model, needed, values)
-        put(self, "_seed", _agreed(torch.initial_seed() % (1 << 62) if seed is None else seed))
+        put(self, "_seed", _agreed(torch.initial_seed() % (1 << 62)) if seed is None else seed)
+        well()
+        for s in mine:  # groups of several axes are made together; nothing after this waits for other ranks
+            for name, choice in plan.stages[s].plan.params.items():
+                hops(name, choice, meshes[s], plan.stages[s].mesh)
         put(self, "_steps", 0)
         put(self, "_random", any(rule is not None and rule.random for rule in rules_of(captured.graph)))
         put(self, "_spans", None)

@@ -7,8 +7,12 @@ relative difference, or what was said.
 from __future__ import annotations
 
 import copy
+import importlib
+import itertools
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -314,6 +318,37 @@ def differing(what: str) -> str:
     call = {"model": Net(), "mesh": 2, "example_inputs": torch.zeros(8, 6, dtype=torch.float64)}
     call.update(DIFFERING[what][dist.get_rank()])
     return said(lambda: autopar.parallelize(**call))
+
+
+BUILDS = {
+    "the stages": ("pipeline", "cut", 1), "a parameter": ("executor", "as_dtensor", 2),
+    "the last step": ("executor", "make_units", 1), "the messages": ("pipeline", "_ties", 1), "values": ("", "", 0),
+}  # fmt: skip
+
+
+def built(where: str, failing: int) -> list[Any]:
+    """Building a pipeline fails on one rank: what this rank hears, and after how many seconds."""
+    file, name, call = BUILDS[where]
+    x, start = batches(1)[0], time.monotonic()
+
+    def init(module: nn.Module) -> None:
+        if dist.get_rank() == failing:
+            raise RuntimeError("out of memory")
+        for p in module.parameters(recurse=False):
+            nn.init.zeros_(p)
+
+    if not file:
+        return [said(lambda: spread(Net().to("meta"), True, x, init=init)), time.monotonic() - start]
+    there = importlib.import_module(f"autopar.runtime.{file}")
+    real, count = getattr(there, name), itertools.count(1)
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        if dist.get_rank() == failing and next(count) == call:
+            raise RuntimeError("out of memory")
+        return real(*args, **kwargs)
+
+    with mock.patch.object(there, name, fails):
+        return [said(lambda: spread(Net(), True, x)), time.monotonic() - start]
 
 
 def several(calls: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:

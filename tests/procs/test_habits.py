@@ -62,7 +62,8 @@ ERRORS: dict[str, tuple[tuple[Any, ...], str]] = {
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Results of all cases on two ranks, in one start of processes."""
-    more = {"a buffer by hand": ("buffer_by_hand",)}
+    more: dict[str, tuple[Any, ...]] = {"a buffer by hand": ("buffer_by_hand",)}
+    more |= {f"{where} fail on {rank}": ("built", where, rank) for where in habits.BUILDS for rank in (0, 1)}
     path = str(tmp_path_factory.mktemp("checkpoints"))
     numbers = {
         name: tuple(f"{path}/{i}" if arg is PATH else arg for arg in call)
@@ -74,6 +75,17 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_a_buffer_put_in_by_hand(found: list[dict[str, Any]]) -> None:
     for difference, text in (rank["a buffer by hand"] for rank in found):
         assert difference < 1e-9 and text.startswith("RunError: buffer 'weight' was replaced by another one that"), text
+
+
+@pytest.mark.parametrize("where", habits.BUILDS)
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_cannot_build_its_stage_stops_the_others(
+    found: list[dict[str, Any]], where: str, failing: int
+) -> None:
+    texts, seconds = zip(*(rank[f"{where} fail on {failing}"] for rank in found), strict=True)
+    assert texts[failing] == "RuntimeError: out of memory"
+    assert texts[1 - failing] == f"AutoparError: on rank {failing}: out of memory"
+    assert max(seconds) < 60, "a rank waited for its timeout"
 
 
 @pytest.mark.parametrize("name", NUMBERS)
