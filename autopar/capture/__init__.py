@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.guards import Guards
 from autopar.capture.losses import check_loss
+from autopar.capture.quick import uncollected
 from autopar.capture.recorded import traced
 from autopar.errors import CaptureError
 from autopar.graph import Graph
@@ -119,7 +120,8 @@ def capture(
     elif targets:
         raise CaptureError(f"{len(targets)} targets were given without a loss_fn; pass loss_fn(output, *targets)")
     args, kwargs = _without_aliases((tuple(args), kwargs))
-    guards, exported, builder, (graph, user_inputs) = traced(module, args, kwargs, prefix, loss_fn)
+    with uncollected():
+        guards, exported, builder, (graph, user_inputs) = traced(module, args, kwargs, prefix, loss_fn)
     leaves, in_spec = pytree.tree_flatten((args, kwargs))
     check_loss(graph, module, loss_fn is not None)
     _ = graph.fingerprint, graph.alike, graph.consumers  # of the model, not of a plan: once, for all meshes

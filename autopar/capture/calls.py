@@ -64,6 +64,7 @@ class Traced:
         outputs: of the flat result, ``("tensor", number)`` of a call's tensor, ``("made", number of an operator)`` or
             ``("value", plain)``.
         made: for every operator in ``outputs`` what its tensor looks like.
+        memory: the external tensors.
     """
 
     path: str
@@ -79,6 +80,7 @@ class Traced:
     own: dict[tuple[str, str], Any]
     reads: frozenset[tuple[str, str]]
     nodes: list[torch.fx.Node]
+    memory: list[Any]
     verified: bool = False
 
     def same(self, other: Traced) -> bool:

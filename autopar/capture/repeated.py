@@ -236,12 +236,13 @@ class Repeats:
                 setattr(kind, name, before)
 
     def _call(self, group: Group, module: Any, m: Any, run: Any, args: Any, kwargs: Any) -> Any:
-        call = self._describe(group, module, m, args, kwargs)
+        with torch._C.DisableTorchFunction():  # looking at a tensor is not the model's doing, and is dear in a trace
+            call = self._describe(group, module, m, args, kwargs)
+            for traced in group.traced.get(call.key, ()) if call is not None else ():
+                if call is not None and traced.verified and call.fits(traced, group.varying):
+                    return self._skip(traced, call)
         if call is None:
             return run()
-        for traced in group.traced.get(call.key, ()):
-            if traced.verified and call.fits(traced, group.varying):
-                return self._skip(traced, call)
         if group.count >= MOST_TRACED and not any(t.verified for ts in group.traced.values() for t in ts):
             group.refused = "no two calls are alike"
             return run()
@@ -283,7 +284,12 @@ class Repeats:
             result = run()
         finally:
             self.active = False
-        nodes = list(nodes_after(self.tracer.graph, last))
+        with torch._C.DisableTorchFunction():
+            self._look(group, call, before, list(nodes_after(self.tracer.graph, last)), logged, result)
+        return result
+
+    def _look(self, group: Group, call: Call, before: Any, nodes: list[Any], logged: int, result: Any) -> None:
+        """Compare a call that was traced with those before it."""
         paths = {id(m.__dict__): p for p, m in call.module.named_modules()}
         reads = frozenset((paths.get(i, "?"), n) for i, n in self.reads)
         if group.looks_inside:  # attributes may be read without their names
@@ -295,15 +301,14 @@ class Repeats:
             traced = self._pattern(call, nodes, logged, result, reads)
         except Unknown as why:
             group.refused = str(why)
-            return result
+            return
         known = group.traced.setdefault(call.key, [])
         for other in known:
             if not other.verified and call.fits(other, group.varying) and traced.same(other):
                 other.verified = True
                 self.trusted += [other, traced]
-                return result
+                return
         known.append(traced)
-        return result
 
     def _pattern(self, call: Call, nodes: list[Any], logged: int, result: Any, reads: Any) -> Traced:
         names = self.names
@@ -362,9 +367,10 @@ class Repeats:
             made[number] = shape_of(leaf)
         if not made:
             raise Unknown("it makes nothing")
+        memory = [(e if isinstance(e, torch.fx.Node) else call.nodes[e]).meta.get("val") for e in external]
         return Traced(
             call.path, ops, [n.meta for n in nodes], [str(c) for c in log], named, list(external), outputs, made, spec,
-            call.outer, call.own, reads, nodes,
+            call.outer, call.own, reads, nodes, memory,
         )  # fmt: skip
 
     def _skip(self, traced: Traced, call: Call) -> Any:

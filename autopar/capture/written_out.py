@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx.graph import _Namespace
 
-from autopar.capture.calls import HERE, Ext, Int
+from autopar.capture.calls import HERE, Ext, Int, storage
 from autopar.capture.recording import HOOK
 from autopar.capture.repeated import BLOCK, Repeats, Skipped
 
@@ -86,6 +86,8 @@ def _expand(graph: torch.fx.Graph, call: torch.fx.Node, skipped: Skipped, names:
     like, made = skipped.like, list[torch.fx.Node]()
     path = in_model(skipped.path)
     stacks: dict[Any, Any] = {}
+    there = [(storage(a), n.meta["val"]) for a, n in zip(like.memory, external, strict=True)]
+    memory = {key: val.untyped_storage() for key, val in there if isinstance(val, torch.Tensor)}
 
     def value(token: Any) -> Any:
         if type(token) is Int:
@@ -102,7 +104,7 @@ def _expand(graph: torch.fx.Graph, call: torch.fx.Node, skipped: Skipped, names:
         before(node)
         if op.stack not in stacks:
             stacks[op.stack] = {_there(k, path): (_there(v[0], path), v[1]) for k, v in op.stack}
-        node.meta = {**meta, "nn_module_stack": stacks[op.stack]}
+        node.meta = {**meta, "nn_module_stack": stacks[op.stack], "val": _apart(meta.get("val"), memory)}
         made.append(node)
     results = list(like.made)
     for user in list(call.users):
@@ -112,6 +114,22 @@ def _expand(graph: torch.fx.Graph, call: torch.fx.Node, skipped: Skipped, names:
         user.replace_all_uses_with(made[results[int(user.args[1])]])  # type: ignore[arg-type]
         graph.erase_node(user)
     graph.erase_node(call)
+
+
+def _apart(val: Any, memory: dict[Any, torch.UntypedStorage]) -> Any:
+    """Tensors like those that were traced, in memory of their own; which of them share it is as it was.
+
+    Args:
+        memory: by that of the traced call.
+    """
+    if isinstance(val, (list, tuple)):
+        return type(val)([_apart(v, memory) for v in val])
+    if not isinstance(val, torch.Tensor):
+        return val
+    own = memory.get(storage(val))
+    if own is None:
+        own = memory[storage(val)] = torch.UntypedStorage(val.untyped_storage().nbytes(), device="meta")
+    return torch.empty(0, dtype=val.dtype, device="meta").set_(own, val.storage_offset(), val.shape, val.stride())
 
 
 def _there(path: str, block: str) -> str:
