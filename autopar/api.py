@@ -258,7 +258,7 @@ def plan(
         if numbers is not None:
             example = _example(model, inputs, example_kwargs, targets)
             return pipelines.planned_in_parts(
-                model, found, example, where, where.n_devices, wanted, numbers, reference(cluster)
+                model, found, example, where, where.n_devices, wanted, numbers, reference(cluster), runs=False
             )[1].plan
         return pipelines.planned(found, where, where.n_devices, wanted, reference(cluster)).plan
     return plan_captured(found, where, shape, asked, max_axes=max_axes, name=reference(cluster))

@@ -93,7 +93,7 @@ def part_of(model: torch.nn.Module, captured: Captured, example: Any, parts: int
 
 def planned_in_parts(
     model: torch.nn.Module, captured: Captured, example: Any, cluster: Cluster, n: int, asked: PipelineOptions,
-    numbers: Sequence[int] = (), name: str = "",
+    numbers: Sequence[int] = (), name: str = "", runs: bool = True,
 ) -> tuple[Captured, Planned]:  # fmt: skip
     """The best pipelined plan of a batch on ``n`` devices, the number of microbatches chosen too.
 
@@ -101,9 +101,11 @@ def planned_in_parts(
         captured: of the whole batch.
         example: the whole batch, as for :func:`part_of`.
         numbers: to choose from; all that divide the batch if there are none.
+        runs: the plan is for a program that is made now. A plan for a file is for the graph that follows from two
+            captured ones; whoever runs it captures the model, and a graph that is another one is refused.
 
     Returns:
-        One microbatch as captured, and its plan.
+        One microbatch, as captured if it runs, and its plan.
 
     Raises:
         CaptureError: the rows of the batch do not divide, or there are none.
@@ -129,8 +131,10 @@ def planned_in_parts(
         except NotLinear:
             return part(m).graph
 
-    found = planned({m: graph(m) for m in counts}, cluster, n, asked, name)
-    chosen = part(found.plan.microbatches)
+    graphs = {m: graph(m) for m in counts}
+    found = planned(graphs, cluster, n, asked, name)
+    one = found.plan.microbatches
+    chosen = part(one) if runs or one in known else replace(captured, graph=graphs[one], example=None)
     if chosen.graph.fingerprint != found.plan.fingerprint:  # the model treats this size in another way
         found = planned({found.plan.microbatches: chosen.graph}, cluster, n, asked, name)
     notes = found.plan.notes

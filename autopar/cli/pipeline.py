@@ -155,7 +155,7 @@ def make(
         else:
             captured, found = planned_in_parts(
                 loaded.model, captured, (loaded.args, loaded.kwargs), hardware, hardware.n_devices, asked,
-                microbatches, cluster,
+                microbatches, cluster, runs=False,
             )  # fmt: skip
             loaded = replace(loaded, parts=found.plan.microbatches)
     text = files.dumps(found.plan, captured.graph, loaded.named(output.parent if output else Path()))
