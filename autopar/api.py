@@ -350,6 +350,7 @@ def parallelize(
     timeout: float = TIMEOUT_SECONDS,
     profile: str | Path | None = None,
     verify_capture: bool = True,
+    on_change: str = "error",
 ) -> Any:
     """Spread a model over a mesh; every rank calls it with the same arguments.
 
@@ -377,6 +378,9 @@ def parallelize(
         verify_capture: compare what was captured with the model itself: loss, gradients and buffers of the example
             batch, once, on rank 0. A model without values, or one whose forward takes more than some seconds, is not
             compared.
+        on_change: what a call does when a plain value that ``forward`` reads (a number, flag or name on a module, in a
+            config, in a global) is not what it was: ``"error"`` names it; ``"recapture"`` captures the model again and
+            keeps the plan, where only numbers of the graph change and there is no pipeline. All ranks change it alike.
 
     The other arguments are those of :func:`plan`.
     """
@@ -406,6 +410,8 @@ def parallelize(
     asked = asked or pipelines.is_pipeline_file(plan)
     one, numbers = _microbatches(microbatches, asked or isinstance(plan, PipelinePlan))
     if asked or isinstance(plan, PipelinePlan):
+        if on_change != "error":
+            raise AutoparError(f"on_change={on_change!r} is not for pipelines: set values before parallelize")
         known, batch = captured, _example(model, example_inputs, example_kwargs, targets)
 
         def wanted(captured: Captured) -> tuple[Captured, PipelinePlan]:
@@ -476,6 +482,7 @@ def parallelize(
         pass
     together(group, error)
     assert result is not None
+    object.__setattr__(result, "_on_change", on_change)
     return _replacing(model, result, move, group)
 
 

@@ -276,7 +276,7 @@ def refusal(changes: list[Change]) -> str:
     return (
         "the program was captured with other values than the model has now:"
         + "".join(f"\n  {change}" for change in changes[:8]) + more
-        + "\n  set them back, parallelize again, or pass on_change='recapture' to parallelize"
+        + "\n  set them back, or call parallelize again; with on_change='recapture' it captures again by itself"
     )  # fmt: skip
 
 

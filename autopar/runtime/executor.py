@@ -37,6 +37,7 @@ from autopar.runtime.outputs import Meeting, unread, with_pending
 from autopar.runtime.same_batch import Seen, compare, is_checked
 from autopar.runtime.spread import Part, SpreadModule, check_mode
 from autopar.runtime.state import Followed, Held, Unit, as_dtensor, local_piece, make_units, torch_placements
+from autopar.runtime.values import check_values
 
 warnings.filterwarnings("ignore", category=FutureWarning, module="spmd_types")  # it calls torch 2.12's names
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -312,7 +313,7 @@ class ParallelModule(SpreadModule):
             RunError: the call is not one that was captured; or ranks were called with different batches, which they
                 compare in the first three calls and now and then (:mod:`autopar.runtime.same_batch`).
         """
-        self._captured.guards.check()
+        check_values(self)
         call = self._calls + 1
         mixed = mixed_seed(self._seed, self._calls)
         object.__setattr__(self, "_calls", call)

@@ -7,6 +7,7 @@ captured whole, so it is refused there.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from autopar.capture import Captured
 from autopar.capture.evaluation import Skeleton
 from autopar.errors import RunError
 from autopar.runtime.state import like
+from autopar.runtime.values import assigned
 
 EXTRA = "_extra_state"
 """Under which torch keeps what is no tensor of the model; checkpoints know it."""
@@ -28,6 +30,11 @@ class Part(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         object.__setattr__(self, "_part_trained", True)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        guards, path = self.__dict__.get("_stands_for", (None, ""))
+        if guards is None or not assigned(guards, path, name, value):
+            super().__setattr__(name, value)
 
     def train(self, mode: bool = True) -> Part:
         """The mode of the whole, or the one that the submodule was captured in.
@@ -82,6 +89,11 @@ class SpreadModule(torch.nn.Module):
     _device: torch.device
     _mode: bool = True
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        captured = self.__dict__.get("_captured")
+        if captured is None or not assigned(captured.guards, "", name, value):
+            super().__setattr__(name, value)
+
     @property
     def training(self) -> bool:  # type: ignore[override]
         """The mode. Setting it is the same as calling :meth:`train`."""
@@ -116,8 +128,11 @@ class SpreadModule(torch.nn.Module):
     def _set_mode_of(self, model: torch.nn.Module) -> None:
         """Begin in the modes of the model and of its submodules."""
         object.__setattr__(self, "_mode", model.training)
+        object.__setattr__(self, "_model_ref", weakref.ref(model))
         modules = dict(model.named_modules(remove_duplicate=False))
         for path, part in self.named_modules():
+            if isinstance(part, Part):
+                object.__setattr__(part, "_stands_for", (self._captured.guards, path))
             if isinstance(part, Part) and path in modules:
                 object.__setattr__(part, "_part_trained", modules[path].training or not model.training)
                 object.__setattr__(part, "training", modules[path].training)

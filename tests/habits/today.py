@@ -5,7 +5,6 @@ TODAY = {
     "LayerDropByTorch": "refused: cannot capture LayerDropByTorch: its Python code bran",
     "ItemOfInput": "a raw AssertionError",
     "ToList": "a raw AssertionError",
-    "ForwardHook": "it is accepted",
     "Arithmetic": "refused: in-place 'aten.reciprocal_.default' in '' at base.py:",
     "InPlaceOnInput": "it is accepted",
     "AutocastOff": "refused: cannot capture 'wrap_with_autocast' in '' |   higher-",

@@ -270,3 +270,81 @@ def test_random_numbers_outside_torch_are_refused(name):
     with pytest.raises(CaptureError, match=f"draws a random number outside torch, {message} test_guards.py:\\d+"):
         autopar.capture(Made(forward, **attributes), X)
     assert (random.getstate(), GENERATOR.bit_generator.state) == before
+
+
+# --- on a parallel module --------------------------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.temperature, self.gate = Part(Config()), 1.0, False
+
+    def forward(self, x):
+        out = self.part(x) / self.temperature
+        return (out.tanh() if self.gate else out).square().mean()
+
+
+@pytest.fixture
+def alone():
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def same_as(pm, model):
+    mine, theirs = pm(X), model(X)
+    mine.backward()
+    theirs.backward()
+    torch.testing.assert_close(mine, theirs)
+    for name, p in pm.named_parameters():
+        torch.testing.assert_close(p.grad, model.get_parameter(name).grad)
+    pm.zero_grad()
+    model.zero_grad()
+
+
+def test_a_change_is_an_error_of_the_next_call(alone):
+    model = Scaled()
+    pm = autopar.parallelize(model, 1, X)
+    same_as(pm, model)
+    model.part.drop.p = 0.5
+    with pytest.raises(RunError, match=r"'part\.drop\.p' is 0\.5, and was 0\.0"):
+        pm(X)
+    model.part.drop.p = 0.0
+    pm.temperature = 2.0  # goes to the model
+    assert model.temperature == 2.0
+    with pytest.raises(RunError, match=r"'temperature' is 2.0, and was 1.0"):
+        pm.train_step(X)
+    pm.temperature = 1.0
+    pm.part.mode = "minus"
+    with pytest.raises(RunError, match=r"'part\.mode' is 'minus'"):
+        pm(X)
+    pm.part.mode = "plus"
+    pm.notes = 3  # nobody reads it
+    same_as(pm, model)
+    del model
+    gc.collect()
+    pm.temperature = 1.0
+    with pytest.raises(RunError, match=r"'temperature' was 1.0 when .* the model is gone"):
+        pm.temperature = 2.0
+
+
+def test_a_schedule_is_captured_again(alone):
+    model = Scaled()
+    pm = autopar.parallelize(model, 1, X, on_change="recapture")
+    optimizer = torch.optim.SGD(pm.parameters(), lr=0.1)
+    for step in range(4):
+        pm.temperature = 1.0 / (step + 1)
+        model.load_state_dict(autopar.full_state_dict(pm))
+        same_as(pm, model)
+        pm(X).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    pm.eval()
+    model.eval()
+    torch.testing.assert_close(pm(X), model(X))
+    pm.train()
+    model.train()
+    pm.gate = True  # another operator: the plan does not hold
+    with pytest.raises(RunError, match=r"another one \(.*for which the plan does not hold"):
+        pm(X)
