@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from autopar.capture.draws import own_draws_refused
 from autopar.capture.functions import whole_functions
 from autopar.capture.hooks import as_in_eager
+from autopar.capture.progress import told
 from autopar.capture.quick import quickly
 from autopar.capture.recording import recording
 from autopar.capture.regions import marked_regions
@@ -132,8 +133,8 @@ def _export(module: torch.nn.Module, args: Any, kwargs: Any, repeats: Repeats | 
             warnings.simplefilter("ignore")
             try:
                 with (
-                    _like_eager(), whole_functions(module), marked_regions(), as_in_eager(module), own_draws_refused(),
-                    _quiet(), quickly(),
+                    told(), _like_eager(), whole_functions(module), marked_regions(), as_in_eager(module),
+                    own_draws_refused(), _quiet(), quickly(),
                 ):  # fmt: skip
                     exported = torch.export.export(module, args, kwargs, strict=False)
             except AutoparError as error:  # it says what and where

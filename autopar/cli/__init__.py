@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from autopar.cli import explain, hardware, inspect, pipeline, plan, profiling, run, show, verify
-from autopar.cli.common import print_error
+from autopar.cli.common import err, print_error
 from autopar.errors import AutoparError
 from hardware_profiles.errors import ProfileError
 
@@ -58,5 +58,8 @@ def main() -> None:
     except (AutoparError, ProfileError) as error:
         print_error(error)
         sys.exit(2)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as stop:  # typer makes the one the other
+        if isinstance(stop, SystemExit) and stop.code != 130:
+            raise
+        err().print("interrupted")
         sys.exit(130)

@@ -12,7 +12,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -71,12 +71,13 @@ def print_json(value: Any) -> None:
 
 
 @contextlib.contextmanager
-def progress(what: str) -> Iterator[None]:
-    """A spinner on standard error while something takes its time; nothing where that is no terminal."""
+def progress(what: str) -> Iterator[Callable[[str], None]]:
+    """A spinner on standard error while something takes its time; nothing where that is no terminal. What it gives is
+    told how far that is."""
     console = err()
     start = time.perf_counter()
-    with console.status(what, spinner="dots"):
-        yield
+    with console.status(what, spinner="dots") as status:
+        yield lambda text: status.update(escape(f"{what}: {text}" if text else what))
     seconds = time.perf_counter() - start
     if seconds > 1 and console.is_terminal:
         console.print(f"[dim]{escape(what)}: {seconds:.1f} s[/dim]")
@@ -145,10 +146,11 @@ def load_and_capture(
 
         from autopar.capture import capture
         from autopar.capture.parts import first_part
+        from autopar.capture.progress import heard
         from autopar.models import load_model
 
         loaded = replace(load_model(spec, batch, seq, folder=folder, device=device), parts=parts)
-    with progress(f"capturing {type(loaded.model).__name__}"):
+    with progress(f"capturing {type(loaded.model).__name__}") as say, heard(say):
         args, kwargs = first_part((loaded.args, loaded.kwargs), parts or 1)
         return loaded, capture(loaded.model, args, kwargs)
 

@@ -19,6 +19,7 @@ import torch.fx
 
 from autopar.lower.emit import Program
 from autopar.lower.segments import with_segments
+from autopar.rules.function import Callee
 from autopar.runtime.state import Held, Unit
 
 AHEAD = 2
@@ -205,8 +206,26 @@ def with_gathers(program: Program, helds: Mapping[str, Held], schedule: Schedule
             graph.call_function(guard, (handle,))
         with graph.inserting_after(node):
             graph.call_function(unguard, (handle,))
+    for unit in schedule.units:
+        for held in unit.helds if unit.per_use else ():
+            _copy_for_functions(graph, slot_of[held.name])
     graph.output(output)
     return with_segments(torch.fx.GraphModule(torch.nn.Module(), graph, class_name="ProgramWithGathers"))
+
+
+def _copy_for_functions(graph: torch.fx.Graph, parameter: torch.fx.Node) -> None:
+    """A user's own code gets copies of a parameter that is freed after its use, and of views of it: what such code
+    keeps for its backward outside of ``ctx.save_for_backward`` no guard sees."""
+    faces = {parameter} | {n for n in _readers(parameter) if n.users}
+    for node in _readers(parameter):
+        if not isinstance(node.target, Callee):
+            continue
+        for face in faces.intersection(node.all_input_nodes):
+            with graph.inserting_before(node):
+                copy = graph.call_function(torch.clone, (face,))
+            if "segment" in node.meta:
+                copy.meta["segment"] = node.meta["segment"]
+            node.replace_input_with(face, copy)
 
 
 def _readers(node: torch.fx.Node) -> set[torch.fx.Node]:
