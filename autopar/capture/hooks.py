@@ -13,7 +13,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -33,8 +32,6 @@ class _Hooked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        if isinstance(grad, FakeTensor):  # a program is only being counted
-            return grad, None
         changed = ctx.hook(grad)
         refuse_fake(changed, f"the hook {_called(ctx.hook)}")
         return grad if changed is None else changed, None

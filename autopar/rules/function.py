@@ -16,6 +16,7 @@ import hashlib
 import inspect
 import re
 import textwrap
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -91,8 +92,8 @@ class Callee:
     def __call__(self, *leaves: Any, seed: torch.Tensor | None = None, site: int = 0) -> Any:
         """One tensor, or a tuple of several; ``seed`` of the step and ``site`` of the call are for code that draws."""
         with contextlib.nullcontext() if seed is None or isinstance(seed, FakeTensor) else _drawing(seed, site, leaves):
-            if self.opaque and any(isinstance(x, FakeTensor) for x in leaves):
-                results = _OnZeros.apply(self, *leaves)
+            if any(isinstance(x, FakeTensor) for x in leaves):
+                results = _OnFakes.apply(self, *leaves)
             elif self.reads:
                 results = _WithReads.apply(self, *leaves)
             else:
@@ -168,13 +169,19 @@ class _WithReads(torch.autograd.Function):
         return (None, *(x.grad if isinstance(x, torch.Tensor) else None for x in own))
 
 
-class _OnZeros(torch.autograd.Function):
-    """Shapes of code that needs values: it runs on zeros, and gradients are zeros."""
+class _OnFakes(torch.autograd.Function):
+    """The shapes of what the code gives for tensors without values; its gradients are zeros."""
 
     @staticmethod
     def forward(ctx: Any, callee: Callee, *leaves: Any) -> Any:
         ctx.leaves = leaves
-        outs = on_zeros(callee.run, leaves)
+        n = callee.spec.num_leaves
+        own = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in leaves]
+        if callee.opaque:
+            outs = on_zeros(callee.run, own)
+        else:  # without hooks of those who count, which want more of a module than that it has a shape
+            with torch.enable_grad(), swapped(callee.reads, own[n:]), _no_module_hooks():
+                outs = callee.run(own)
         fake = next(x for x in leaves if isinstance(x, FakeTensor))
         made = tuple(fake.new_empty(tuple(x.shape), dtype=x.dtype) for x in outs)
         ctx.mark_non_differentiable(*(m for m, x in zip(made, outs, strict=True) if not x.requires_grad))
@@ -185,6 +192,16 @@ class _OnZeros(torch.autograd.Function):
         return (None, *(
             torch.zeros_like(x) if isinstance(x, torch.Tensor) and x.requires_grad else None for x in ctx.leaves
         ))  # fmt: skip
+
+
+@contextlib.contextmanager
+def _no_module_hooks() -> Iterator[None]:
+    hooks = torch.nn.modules.module
+    with (
+        mock.patch.object(hooks, "_global_forward_pre_hooks", OrderedDict()),
+        mock.patch.object(hooks, "_global_forward_hooks", OrderedDict()),
+    ):
+        yield
 
 
 def on_zeros(run: Callable[[Sequence[Any]], tuple[torch.Tensor, ...]], leaves: Sequence[Any]) -> Any:
