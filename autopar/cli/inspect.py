@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from autopar.cli.common import Batch, Json, Seq, load_and_capture, out, print_json, progress, show_bytes
+from autopar.cli.common import Batch, Json, Seq, check_values, load_and_capture, out, print_json, progress, show_bytes
 
 
 def inspect(
@@ -15,15 +15,21 @@ def inspect(
     batch: Batch = None,
     seq: Seq = None,
     graph_text: Annotated[bool, typer.Option("--graph", help="Print the whole graph instead.")] = False,
+    verified: Annotated[
+        bool, typer.Option("--verify", help="Also run the graph and the model itself on two batches, and compare.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Show what autopar sees of a model: inputs, parameters, ops with their rules, repeated blocks.
 
-    Ops without a rule are kept whole on every rank; they stand first, because they limit what a plan can do.
+    Ops without a rule are kept whole on every rank; they stand first, because they limit what a plan can do. With
+    --verify the captured graph and the model in eager mode run on the example batch, and on another one with other
+    values, padding and labels: loss, gradients and buffers must be the same, or the first module that differs is named.
 
-    Examples: autopar inspect gpt.py:make; autopar inspect hf:llama/config.json --batch 8 --seq 2048 --graph
+    Examples: autopar inspect gpt.py:make --verify; autopar inspect hf:llama/config.json --batch 8 --seq 2048 --graph
     """
-    loaded, captured = load_and_capture(model, batch, seq)
+    loaded, captured = load_and_capture(model, batch, seq, device="cpu" if verified else "meta")
+    compared = _compared(loaded, captured, model) if verified else []
     graph = captured.graph
     if graph_text and not as_json:
         print(graph)
@@ -68,12 +74,34 @@ def inspect(
         "without rule": {t: {"count": n, "first": where[t]} for t, n in sorted(counts.items()) if t not in RULES},
         "rules": {t: {"count": n, "rules": sorted(lines[t])} for t, n in counts.most_common() if t in RULES},
     }  # fmt: skip
+    if verified:
+        found["compared with eager mode"] = compared
     if graph_text:
         found["graph"] = str(graph).splitlines()
     if as_json:
         print_json(found)
     else:
         _print(found)
+
+
+def _compared(loaded: Any, captured: Any, spec: str) -> list[dict[str, Any]]:
+    """The captured graph beside the model on the example batch and on another one."""
+    from autopar.comparison import compare_with_eager
+    from autopar.other_batch import other_batch
+
+    check_values(loaded, spec)
+    own = loaded.args, loaded.kwargs
+    rows = []
+    for name, tries in (("example batch", [own]),
+                        ("another batch", [other_batch(own), other_batch(own, ignored=False)])):  # fmt: skip
+        with progress(f"comparing with eager mode on the {name}"):
+            for args, kwargs in tries:  # a loss may not take ignored labels
+                found = compare_with_eager(captured, loaded.model, args, kwargs, bounded=False)
+                if not found.note:
+                    break
+        rows.append({"batch": name, "loss": found.loss, "gradients": found.gradient, "worst in": found.gradient_of,
+                     "buffers": found.buffer, "not compared": found.note})  # fmt: skip
+    return rows
 
 
 def _print(found: dict[str, Any]) -> None:
@@ -95,6 +123,11 @@ def _print(found: dict[str, Any]) -> None:
         console.print(f"  without gradient: {', '.join(p['without gradient'])}", markup=False)
     if found["buffers"]:
         console.print(f"  {len(found['buffers'])} buffers, {len(found['updated buffers'])} of them changed by a step")
+    for row in found.get("compared with eager mode", ()):
+        said = f"not compared: {row['not compared']}" if row["not compared"] else (
+            f"loss {row['loss']:.1e}, gradients {row['gradients']:.1e}, buffers {row['buffers']:.1e} off (relative)"
+        )  # fmt: skip
+        console.print(f"  the model in eager mode, {row['batch']}: {said}", markup=False)
     console.print(f"  {found['ops']} ops, {found['ops that depend on no parameter']} of them depend on no parameter")
     for block in found["blocks"]:
         console.print(f"  block of {block['ops']} ops x {block['repeats']}: {block['first']} .. {block['last']}")

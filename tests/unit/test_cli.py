@@ -226,6 +226,13 @@ def test_inspect() -> None:
     assert "return %mse_loss" in autopar("inspect", "net.py:make", "--graph")
 
 
+def test_inspect_compares_with_eager_mode() -> None:
+    found = json.loads(autopar("inspect", "net.py:make", "--verify", "--json"))["compared with eager mode"]
+    assert [row["batch"] for row in found] == ["example batch", "another batch"]
+    assert all(row["loss"] < 1e-6 and row["gradients"] < 1e-6 and not row["not compared"] for row in found)
+    assert "the model in eager mode, another batch: loss" in autopar("inspect", "net.py:make", "--verify")
+
+
 def test_verify() -> None:
     rows = json.loads(autopar("verify", "net.py:make", "--mesh", "tensor=2", "--random-plans", "1", "--json"))
     assert [r["name"] for r in rows] == ["one device / eager", "plan", "random 0"]

@@ -19,6 +19,7 @@ from autopar.capture import capture
 from autopar.comparison import compare_with_eager
 from autopar.errors import CaptureError
 from autopar.graph import Graph
+from autopar.other_batch import other_batch
 
 X, Y = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 8
 
@@ -206,3 +207,41 @@ def test_parallelize_refuses_a_wrong_capture(monkeypatch):
         autopar.parallelize(model, 1, (X, Y), verify_capture=False)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_another_batch():
+    ids, mask, labels = (
+        torch.arange(24).reshape(4, 6),
+        torch.ones(4, 6, dtype=torch.long),
+        torch.arange(24).reshape(4, 6),
+    )
+    batch = (X,), {"input_ids": ids, "attention_mask": mask, "labels": labels, "scale": 2.0, "flags": mask.bool()}
+    (x,), kwargs = other_batch(batch)
+    assert x.shape == X.shape and not torch.equal(x, X) and abs(x.mean() - X.mean()) < 1
+    assert sorted(kwargs["input_ids"].flatten().tolist()) == list(range(24)) and not torch.equal(
+        kwargs["input_ids"], ids
+    )
+    lengths = kwargs["attention_mask"].sum(1)
+    assert 1 <= lengths.min() < 6 and kwargs["attention_mask"].dtype == mask.dtype
+    assert (kwargs["attention_mask"].diff(dim=1) <= 0).all()  # padding is at the end
+    assert kwargs["flags"].dtype == torch.bool and kwargs["scale"] == 2.0
+    assert (kwargs["labels"] == -100).any() and (other_batch(batch, ignored=False)[1]["labels"] >= 0).all()
+
+
+def test_what_the_first_batch_baked_in_shows_on_another():
+    """The mask of the example is all ones, and this capture has lost it."""
+
+    class Masked(nn.Module):
+        def __init__(self, use: bool) -> None:
+            super().__init__()
+            self.linear, self.use = nn.Linear(6, 6), use
+
+        def forward(self, x, mask):
+            return (self.linear(x) * mask if self.use else self.linear(x)).square().mean()
+
+    batch = (torch.randn(4, 6), torch.ones(4, 6, dtype=torch.long)), {}
+    model = Masked(True)
+    lost = capture(Masked(False), *batch)
+    assert compare_with_eager(lost, model, *batch).same
+    with pytest.raises(CaptureError, match="the loss by"):
+        compare_with_eager(lost, model, *other_batch(batch))
