@@ -2,10 +2,12 @@
 
 import random
 import zlib
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from autopar.runtime import launch
 
@@ -23,3 +25,12 @@ def _seed(request: pytest.FixtureRequest) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
+
+
+@pytest.fixture(autouse=True)
+def _no_group_is_left() -> Iterator[None]:
+    """A process group that ``parallelize`` made here would be in the way of tests with many ranks in this process."""
+    before = dist.is_initialized()
+    yield
+    if not before and dist.is_initialized():
+        dist.destroy_process_group()
