@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from autopar.capture.draws import own_draws_refused
 from autopar.capture.functions import whole_functions
 from autopar.capture.hooks import as_in_eager
+from autopar.capture.places import user_line
 from autopar.capture.progress import told
 from autopar.capture.quick import quickly
 from autopar.capture.recording import recording
@@ -29,8 +30,12 @@ from autopar.capture.written_out import Unlike, write_out
 from autopar.errors import AutoparError, CaptureError
 
 
-def _constant(tensor: Any, read: Callable[[torch.Tensor], Any] = lambda t: t) -> Any:
-    """``read(value)`` of a traced tensor that depends on no input, parameter or buffer; None for any other."""
+def _constant(tensor: Any, read: Callable[[torch.Tensor], Any] = lambda t: t, drawn: list[str] | None = None) -> Any:
+    """``read(value)`` of a traced tensor that depends on no input, parameter or buffer; None for any other.
+
+    Args:
+        drawn: takes the name of a random operator that the tensor depends on.
+    """
     proxy_mode = get_proxy_mode()
     if proxy_mode is None or not isinstance(tensor, torch.Tensor):
         return None
@@ -44,6 +49,8 @@ def _constant(tensor: Any, read: Callable[[torch.Tensor], Any] = lambda t: t) ->
             if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
                 raise LookupError
             if torch.Tag.nondeterministic_seeded in node.target.tags:
+                if drawn is not None:
+                    drawn.append(str(node.target))
                 raise LookupError
             a = torch.fx.node.map_arg(node.args, value)
             k = dict(torch.fx.node.map_arg(node.kwargs, value))
@@ -82,9 +89,17 @@ class _AnswerConstants(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self.ASKED and args:
-            known = _constant(args[0], lambda t: func(t, *args[1:]))
+            drawn: list[str] = []
+            known = _constant(args[0], lambda t: func(t, *args[1:]), drawn)
             if known is not None:
                 return known
+            if drawn:
+                raise CaptureError(
+                    f"forward asks for the value of a random number ({drawn[0]}) in Python, at "
+                    f"{user_line(sys._getframe(1)) or 'a place that is not known'}: a program would take the same branch "
+                    "at every step\n  compute both and choose with torch.where(torch.rand(()) < p, x, layer(x)), "
+                    "or turn it off (layerdrop=0)"
+                )
         return func(*args, **(kwargs or {}))
 
 
