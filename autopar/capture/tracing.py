@@ -96,7 +96,7 @@ class _AnswerConstants(TorchFunctionMode):
             if drawn:
                 raise CaptureError(
                     f"forward asks for the value of a random number ({drawn[0]}) in Python, at "
-                    f"{user_line(sys._getframe(1)) or 'a place that is not known'}: a program would take the same branch "
+                    f"{user_line(sys._getframe(1)) or 'an unknown place'}: a program would take the same branch "
                     "at every step\n  compute both and choose with torch.where(torch.rand(()) < p, x, layer(x)), "
                     "or turn it off (layerdrop=0)"
                 )
