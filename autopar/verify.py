@@ -99,6 +99,13 @@ def inputs_of(captured: Captured, args: Sequence[Any], kwargs: Mapping[str, Any]
     }
 
 
+def wanting(example: Any) -> Any:
+    """The same example inputs; all that can want gradients do, so that these are compared, too."""
+    return pytree.tree_map_only(
+        torch.Tensor, lambda t: t.detach().requires_grad_() if t.is_floating_point() else t, example
+    )
+
+
 def train(
     captured: Captured, plan: Plan, weights: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
     inputs: Mapping[str, torch.Tensor], steps: int = 2, seed: int = 0,

@@ -138,9 +138,13 @@ def parse_place(text: str, mesh: Mesh, option: str) -> tuple[str, tuple[str, ...
 
 def load_and_capture(
     spec: str, batch: int | None = None, seq: int | None = None, *, folder: Path | None = None, device: str = "meta",
-    parts: int | None = None,
+    parts: int | None = None, input_gradients: bool = False,
 ) -> tuple[Loaded, Captured]:  # fmt: skip
-    """The model that ``spec`` names, and its graph; of one microbatch, if its example inputs are that of ``parts``."""
+    """The model that ``spec`` names, and its graph; of one microbatch, if its example inputs are that of ``parts``.
+
+    Args:
+        input_gradients: all inputs that can want gradients do.
+    """
     with progress(f"loading {spec}"):
         from dataclasses import replace
 
@@ -150,6 +154,11 @@ def load_and_capture(
         from autopar.models import load_model
 
         loaded = replace(load_model(spec, batch, seq, folder=folder, device=device), parts=parts)
+        if input_gradients:
+            from autopar.verify import wanting
+
+            args, kwargs = wanting((loaded.args, loaded.kwargs))
+            loaded = replace(loaded, args=args, kwargs=kwargs)
     with progress(f"capturing {type(loaded.model).__name__}") as say, heard(say):
         args, kwargs = first_part((loaded.args, loaded.kwargs), parts or 1)
         return loaded, capture(loaded.model, args, kwargs)

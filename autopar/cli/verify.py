@@ -53,7 +53,7 @@ def verify(
     seq: Seq = None,
     as_json: Json = False,
 ) -> None:
-    """Compare plans with one device: loss, every gradient, and the weights after two steps of SGD.
+    """Compare plans with one device: loss, all gradients (of inputs, too), and the weights after two steps of SGD.
 
     Many ranks run in this process, in double precision, so that a difference above 1e-9 is a defect and not rounding.
     Random plans cut every op in a random legal way: they show that any plan would do. The exit code is 1 if a
@@ -92,7 +92,9 @@ def verify(
     from autopar.planner.search import check_mesh
 
     check_mesh(shape, hardware)
-    loaded, captured = load_and_capture(model, batch, seq, device="cpu")
+    loaded, captured = load_and_capture(
+        model, batch, seq, device="cpu", input_gradients=plan is None and not processes
+    )
     check_values(loaded, model)
     given = _read(plan, captured, shape) if plan is not None else None
     if processes:

@@ -50,7 +50,7 @@ class _Call:
         self.inputs = inputs
         self.leaves: list[torch.Tensor] = []
         self.roots: list[torch.Tensor | None] | None = None
-        self.versions: list[Any] = []
+        self.gathered: list[tuple[Held, Any]] = []  # autograd itself knows when what is not gathered has changed
 
     def forward(self) -> tuple[Any, ...]:
         inner = {name: x.detach().requires_grad_(x.requires_grad) for name, x in self.inputs.items()}
@@ -59,7 +59,7 @@ class _Call:
         with torch.enable_grad():
             made = self.run(inner)
         self.roots = [x if isinstance(x, torch.Tensor) and x.requires_grad else None for x in made]
-        self.versions = [held.version for held in self.helds]
+        self.gathered = [(held, held.version) for held in self.helds if not held.alias]
         return tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in made)
 
     def backward(
@@ -73,8 +73,8 @@ class _Call:
         gradients, roots = self.gradients, self.roots
         if roots is None:
             raise RunError(AGAIN)
-        for held, version in zip(self.helds, self.versions, strict=True):
-            if held.version != version and not held.alias:
+        for held, version in self.gathered:
+            if held.version != version:
                 raise RunError(CHANGED.format(name=held.name))
         if not gradients.accumulating:
             gradients.forget()

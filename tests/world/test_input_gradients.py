@@ -6,8 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from torch.utils import _pytree as pytree
 from zoo import ZOO
 
 from autopar import verify as V
@@ -25,17 +23,10 @@ MESH = (("data", 2), ("tensor", 2))
 CLUSTER = abstract_cluster(dict(MESH), alpha=(1e-6,) * 2, beta=(1e-9,) * 2)
 
 
-def wanting(example: Any) -> Any:
-    """The same inputs; those that can want gradients do."""
-    return pytree.tree_map_only(
-        torch.Tensor, lambda t: t.detach().requires_grad_() if t.is_floating_point() else t, example
-    )
-
-
 def prepared(name: str, frozen: bool) -> tuple[Captured, tuple[Any, ...], V.Trained]:
     case = ZOO[name]()
     case.model.requires_grad_(not frozen)
-    args, kwargs = wanting((case.args, case.kwargs))
+    args, kwargs = V.wanting((case.args, case.kwargs))
     captured = capture(case.model, args, kwargs)
     weights, buffers = V.state_of(captured, case.model)
     state = weights, buffers, V.inputs_of(captured, args, kwargs)
@@ -86,7 +77,7 @@ def test_a_pinned_input_has_its_piece_of_the_gradient() -> None:
 def test_plans_tell_gradients_of_inputs_apart() -> None:
     case = ZOO["mlp"]()
     without = capture(case.model, case.args, case.kwargs).graph
-    args, kwargs = wanting((case.args, case.kwargs))
+    args, kwargs = V.wanting((case.args, case.kwargs))
     graph = capture(case.model, args, kwargs).graph
     assert graph.fingerprint != without.fingerprint
     plan = plan_graph(without, CLUSTER, MESH)
@@ -96,6 +87,6 @@ def test_plans_tell_gradients_of_inputs_apart() -> None:
 
 def test_a_pipeline_refuses_them() -> None:
     case = ZOO["mlp"]()
-    args, kwargs = wanting((case.args, case.kwargs))
+    args, kwargs = V.wanting((case.args, case.kwargs))
     with pytest.raises(PlanError, match="requires grad in the example: a pipeline"):
         cut(capture(case.model, args, kwargs).graph, ())

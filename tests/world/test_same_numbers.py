@@ -38,9 +38,10 @@ MODELS = sorted(ZOO)
 @functools.cache
 def _prepared(name: str) -> tuple[Captured, dict, dict, dict, V.Trained]:
     case = ZOO[name]()
-    captured = capture(case.model, case.args, case.kwargs)
+    args, kwargs = V.wanting((case.args, case.kwargs))  # gradients of inputs are compared, too
+    captured = capture(case.model, args, kwargs)
     weights, buffers = V.state_of(captured, case.model)
-    inputs = V.inputs_of(captured, case.args, case.kwargs)
+    inputs = V.inputs_of(captured, args, kwargs)
     promoted = V.promoted(captured)
     state = V.doubled(weights), V.doubled(buffers), V.doubled(inputs)
     return promoted, *state, V.train(promoted, V.one_device(promoted.graph), *state)
