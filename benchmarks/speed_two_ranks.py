@@ -8,6 +8,7 @@ that what else the machine does hits all of them. Ratios are of medians, autopar
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import itertools
 import json
@@ -22,7 +23,15 @@ import torch.nn.functional as F
 from speed_one_device import resnet18
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
@@ -100,12 +109,26 @@ def fsdp2(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> tuple[nn.Module,
 
 
 def by_hand(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """What an expert writes: Megatron's columns and rows, between them the sequence cut (norms, residuals, positions),
+    and embedding, head and loss cut along the vocabulary. Between the layers values are DTensors; attention and the MLP
+    run on local tensors, gathered once for q, k and v."""
     mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
+    columns, rows = ColwiseParallel(), RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
+    gathered = PrepareModuleOutput(
+        output_layouts=Shard(1), desired_output_layouts=Replicate(), use_local_output=False
+    )  # fmt: skip
     for layer in model.layers:
-        columns, rows = ColwiseParallel(), RowwiseParallel()
-        parallelize_module(
-            layer, mesh, {"q": columns, "k": columns, "v": columns, "up": columns, "out": rows, "down": rows}
-        )
+        parallelize_module(layer, mesh, {"norm1": SequenceParallel(), "norm2": SequenceParallel()})
+        parallelize_module(layer, mesh, {
+            "norm1": gathered, "norm2": gathered, "q": columns, "k": columns, "v": columns, "up": columns, "out": rows,
+            "down": rows,
+        })  # fmt: skip
+    parallelize_module(model, mesh, {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+    })  # fmt: skip
+    model.positions = nn.Parameter(distribute_tensor(model.positions.detach(), mesh, [Shard(0)]))
     return model, batch
 
 
@@ -124,6 +147,7 @@ def rank(name: str, ways: list[str], runs: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     steps: dict[str, Callable[[], None]] = {}
     parts: dict[str, list[list[float]]] = {}
+    losses: dict[str, list[float]] = {}
     for way in ways:
         torch.manual_seed(0)
         model, batch = MODELS[name]()
@@ -139,10 +163,13 @@ def rank(name: str, ways: list[str], runs: int) -> dict[str, Any]:
 
         def step(model: Any = model, batch: Any = batch, optimizer: Any = optimizer, way: str = way) -> None:
             times = [time.perf_counter()]
-            loss = model(*batch)
+            with loss_parallel() if way == "by_hand" else contextlib.nullcontext():
+                loss = model(*batch)
+                times.append(time.perf_counter())
+                loss.backward()
             times.append(time.perf_counter())
-            loss.backward()
-            times.append(time.perf_counter())
+            whole = loss.full_tensor() if isinstance(loss, DTensor) else loss
+            losses.setdefault(way, []).append(float(whole.detach()))
             optimizer.step()
             optimizer.zero_grad()
             times.append(time.perf_counter())
@@ -158,6 +185,9 @@ def rank(name: str, ways: list[str], runs: int) -> dict[str, Any]:
             steps[way]()
             if run >= 0:
                 seconds[way].append(time.perf_counter() - start)
+    for way in {"autopar", "by_hand"} & losses.keys():  # the same model: on the whole batch, as autopar's
+        worst = max(abs(a - b) for a, b in zip(losses[way], losses["autopar"]))
+        assert worst < 1e-3, f"{way} trains another model: its losses differ by {worst:.2e}"
     found["seconds"] = {way: statistics.median(s) for way, s in seconds.items()}
     found["minima"] = {way: min(s) for way, s in seconds.items()}
     found["parts"] = {

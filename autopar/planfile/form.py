@@ -82,6 +82,21 @@ class Document:
         return get_cluster(beside if name.endswith(FILES) and beside.is_file() else name)
 
 
+def unique(text: str) -> tuple[Any, list[str]]:
+    """What a JSON text holds, and the keys that stand twice in one object: all but the last would be lost.
+
+    Raises:
+        ValueError: it is no JSON.
+    """
+    twice: list[str] = []
+
+    def pairs_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        twice.extend(key for key, count in Counter(k for k, _ in pairs).items() if count > 1)
+        return dict(pairs)
+
+    return json.loads(text, object_pairs_hook=pairs_of), twice
+
+
 def parse(text: str, where: str = "plan", folder: Path | None = None) -> Document:
     """Check the form of a plan file.
 
@@ -92,16 +107,8 @@ def parse(text: str, where: str = "plan", folder: Path | None = None) -> Documen
     Raises:
         PlanError: no JSON, another version, unknown or missing keys, wrong types: all failures at once.
     """
-    twice: list[str] = []
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        for key, count in Counter(k for k, _ in pairs).items():
-            if count > 1:
-                twice.append(key)
-        return dict(pairs)
-
     try:
-        raw = json.loads(text, object_pairs_hook=unique)
+        raw, twice = unique(text)
     except ValueError as error:
         raise PlanError(f"{where}: no valid JSON ({error}); correct the syntax there") from error
     if not isinstance(raw, dict) or "autopar_plan" not in raw:

@@ -30,7 +30,7 @@ from autopar.pipeline import PipelinePins, PipelinePlan, StageChoice
 from autopar.placements import Mesh, parse_state
 from autopar.plan import Pins
 from autopar.planfile.bind import loads as loads_stage
-from autopar.planfile.form import OPTIMIZERS, Failures, _check_pins, format_mesh, parse_mesh
+from autopar.planfile.form import OPTIMIZERS, Failures, _check_pins, format_mesh, parse_mesh, unique
 from autopar.planfile.write import _pins as stage_pins
 from autopar.planfile.write import dumps as dumps_stage
 from autopar.staging import StageGraph, cut
@@ -120,7 +120,7 @@ def read(text: str, where: str = "plan") -> dict[str, Any]:
         PlanError: no JSON, another version, unknown or missing keys, wrong types.
     """
     try:
-        raw = json.loads(text)
+        raw, twice = unique(text)
     except json.JSONDecodeError as error:
         raise PlanError(f"{where}: no JSON at line {error.lineno}, column {error.colno}: {error.msg}") from None
     if not isinstance(raw, dict):
@@ -131,6 +131,8 @@ def read(text: str, where: str = "plan") -> dict[str, Any]:
             "again, or use the autopar that wrote it"
         )
     bad = Failures(where)
+    for key in twice:
+        bad.add(key, "stands twice in one table; remove one of them")
     for key in raw:
         if key not in KEYS:
             bad.add(key, f"unknown key '{key}'; {closest(key, KEYS)}")

@@ -24,6 +24,22 @@ from cost_models.pipeline import Timeline, live_per_stage, simulate
 from hardware_profiles import Cluster
 
 
+def limit_of_stage(plan: PipelinePlan, number: int, cluster: Cluster, asked: float | None) -> float:
+    """Bytes of a device that a stage of a finished plan may fill: what the other stages of its group leave.
+
+    While a plan is made, stages of a group get their shares by what each is estimated to need; in a finished plan that
+    is what each has, so whatever a stage may grow to, the group fits.
+
+    Args:
+        asked: the limit that was asked for; None for nine tenths of the device.
+    """
+    limit = asked
+    if limit is None:
+        limit = MEMORY_FRACTION * min(cluster.device(d).memory_bytes for d in plan.stages[number].devices)
+    held = plan.schedule.stages_of_rank[plan.schedule.rank_of_stage[number]]
+    return max(1.0, limit - sum(plan.stages[s].plan.price.memory_bytes for s in held if s != number))
+
+
 class Replanner:
     """A pipelined plan with its model and its cluster, to be asked "what if".
 
@@ -49,12 +65,8 @@ class Replanner:
         return replace(self.plan, stages=stages, seconds=timeline.makespan_seconds + step), timeline
 
     def limit_bytes(self, number: int, options: Options | None = None) -> float:
-        """The memory of a device that a stage may fill: stages of a group share it."""
-        limit = (options or self.options).memory_limit_bytes
-        if limit is None:
-            devices = self.plan.stages[number].devices
-            limit = MEMORY_FRACTION * min(self.cluster.device(d).memory_bytes for d in devices)
-        return limit / len(self.plan.schedule.stages_of_rank[self._group[number]])
+        """The memory of a device that a stage may fill; see :func:`limit_of_stage`."""
+        return limit_of_stage(self.plan, number, self.cluster, (options or self.options).memory_limit_bytes)
 
     def solved(self, number: int, options: Options | None = None, stage: StageGraph | None = None) -> StageChoice:
         """A stage solved again.

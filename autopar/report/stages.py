@@ -7,7 +7,8 @@ from typing import Any
 
 from autopar.graph import Graph
 from autopar.pipeline import PipelinePlan
-from autopar.planner.search import MEMORY_FRACTION, op_labels
+from autopar.planner.replan import limit_of_stage
+from autopar.planner.search import op_labels
 from cost_models.pipeline import Timeline
 from hardware_profiles import Cluster
 
@@ -22,10 +23,8 @@ def stage_rows(graph: Graph, plan: PipelinePlan, timeline: Timeline, cluster: Cl
     group = plan.schedule.rank_of_stage
     rows = []
     for number, choice in enumerate(plan.stages):
-        price, held = choice.plan.price, len(plan.schedule.stages_of_rank[group[number]])
-        limit: float | None = plan.pins.plan.memory_limit_bytes
-        if limit is None:
-            limit = MEMORY_FRACTION * min(cluster.device(d).memory_bytes for d in choice.devices)
+        price = choice.plan.price
+        limit = limit_of_stage(plan, number, cluster, plan.pins.plan.memory_limit_bytes)
         rows.append({
             "stage": number, "group": group[number], "first": choice.first, "begins_at": labels[choice.first],
             "devices": list(choice.devices), "mesh": dict(choice.mesh),
@@ -35,7 +34,7 @@ def stage_rows(graph: Graph, plan: PipelinePlan, timeline: Timeline, cluster: Cl
             "parameter_bytes": price.parameter_bytes, "gradient_bytes": price.gradient_bytes,
             "optimizer_bytes": price.optimizer_bytes, "gathered_bytes": price.gathered_bytes,
             "activation_bytes": price.activation_bytes, "microbatch_bytes": choice.plan.kept_bytes,
-            "memory_bytes": price.memory_bytes, "limit_bytes": limit / held,
+            "memory_bytes": price.memory_bytes, "limit_bytes": limit,
         })  # fmt: skip
     return rows
 

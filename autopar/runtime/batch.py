@@ -15,7 +15,7 @@ from autopar.capture import Captured
 from autopar.errors import RunError
 from autopar.lower.emit import Program
 from autopar.placements import State, format_state, local_shape
-from autopar.runtime.calls import describe, example_leaves, flatten_call, leaf_name, same_literal
+from autopar.runtime.calls import describe, example_leaves, flatten_call, leaf_name, same_device, same_literal
 from autopar.runtime.same_batch import Seen
 from autopar.runtime.state import joined, local_piece, torch_placements
 
@@ -102,7 +102,7 @@ class Batch:
         if isinstance(leaf, DTensor):
             if tuple(leaf.shape) == slot.shape:
                 return leaf.redistribute(self.device_mesh, torch_placements(slot.state)).to_local()
-        if leaf.device != self.device and leaf.device.type != self.device.type:
+        if not same_device(leaf.device, self.device):
             raise RunError(f"input {name} is on {leaf.device}, the mesh is on {self.device}; move it with .to()")
         shape = tuple(leaf.shape)
         if shape == slot.shape and not isinstance(leaf, DTensor):

@@ -96,8 +96,16 @@ def _structure(args: Any, kwargs: Mapping[str, Any]) -> str:
     return "(" + ", ".join([*map(show, args), *(f"{k}={show(v)}" for k, v in kwargs.items())]) + ")"
 
 
+def same_device(a: torch.device, b: torch.device) -> bool:
+    """Whether two names mean one device; one without a number means the process's own of its kind."""
+    if a.type != b.type or a.type == "cpu":
+        return a.type == b.type
+    own = torch.accelerator.current_device_index() if None in (a.index, b.index) else 0
+    return (own if a.index is None else a.index) == (own if b.index is None else b.index)
+
+
 def same_literal(a: Any, b: Any) -> bool:
     return type(a) is type(b) and (a == b or (a != a and b != b))
 
 
-__all__ = ["describe", "example_leaves", "flatten_call", "leaf_name", "same_literal"]
+__all__ = ["describe", "example_leaves", "flatten_call", "leaf_name", "same_device", "same_literal"]

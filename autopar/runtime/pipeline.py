@@ -86,6 +86,7 @@ class PipelineModule(SpreadModule):
     _spans: list[tuple[str, str, float, float]] | None
     _stages: dict[int, _Stage]
     _shown: list[_Shown]
+    _none: torch.nn.Parameter
     _device: torch.device
     _post: Post
     _forward_post: Post
@@ -179,6 +180,7 @@ class PipelineModule(SpreadModule):
             shown.extend(_adopt(self, module))
         put(self, "_stages", stages)
         put(self, "_shown", shown)
+        put(self, "_none", torch.nn.Parameter(torch.empty(0, device=device_of(meshes[mine[0]]))))
         self._set_mode_of(model)
         rows = {d: plan.schedule.flat_rows[plan.schedule.rank_of_stage[s]] for s, stage in enumerate(plan.stages)
                 for d in stage.devices}  # fmt: skip
@@ -220,6 +222,12 @@ class PipelineModule(SpreadModule):
         for there, here, key in self._shown:
             if here[key] is not there[key]:
                 here[key] = there[key]
+
+    def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
+        """Those of this rank's stages; if they have none, one without elements and without a name, because optimizers
+        refuse an empty list."""
+        found = list(super().parameters(recurse))
+        yield from found or [self._none]
 
     # -- a step
 

@@ -320,6 +320,21 @@ def differing(what: str) -> str:
     return said(lambda: autopar.parallelize(**call))
 
 
+def stage_without_parameters() -> float:
+    """The last stage is the loss alone: a script's optimizer is made on every rank."""
+    model, xs = Net(), batches(3)
+    alone = copy.deepcopy(model)
+    pm = spread(model, True, xs[0], cuts=["sub"])
+    assert len(dict(pm.named_parameters())) == (4, 0)[dist.get_rank()]
+    worst = 0.0
+    for kind in ("adamw", "momentum"):
+        optimizers = [OPTIMIZERS[kind](m.parameters()) for m in (pm, alone)]
+        for x in xs:
+            worst = max(worst, difference(*(step(m, o, x) for m, o in zip((pm, alone), optimizers))))
+    pm.clip_grad_norm_(1.0)
+    return max(worst, weights(pm, alone))
+
+
 BUILDS = {
     "the stages": ("pipeline", "cut", 1), "a parameter": ("executor", "as_dtensor", 2),
     "the last step": ("executor", "make_units", 1), "the messages": ("pipeline", "_ties", 1), "values": ("", "", 0),

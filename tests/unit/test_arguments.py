@@ -14,6 +14,7 @@ from torch import nn
 
 import autopar
 from autopar import arguments
+from autopar.runtime.calls import same_device
 
 X = torch.zeros(4, 4)
 
@@ -139,3 +140,11 @@ def test_descriptions_are_equal_where_arguments_are() -> None:
     assert same(object()) == same(object())
     assert same({"a": X}) != same({"b": X})
     assert len(same("x" * 1000)) < 250 and same("x" * 1000) != same("x" * 999 + "y")
+
+
+def test_devices_of_one_kind_are_told_apart() -> None:
+    """An input on another accelerator of the same kind is not where the program is."""
+    assert same_device(torch.device("cpu"), torch.device("cpu", 0))
+    assert same_device(torch.device("cuda", 1), torch.device("cuda", 1))
+    assert not same_device(torch.device("cuda", 0), torch.device("cuda", 1))
+    assert not same_device(torch.device("cpu"), torch.device("cuda", 0))

@@ -362,3 +362,12 @@ def test_meshes_as_text() -> None:
     for text in ("", "data", "data=2,,tensor=2", "2=data", "data=2.5"):
         with pytest.raises(MeshError):
             parse_mesh(text)
+
+
+def test_a_key_that_stands_twice_in_a_pipelined_plan_is_refused() -> None:
+    """All but the last would be lost."""
+    from autopar.planfile import pipeline as files
+
+    text = f'{{"autopar_pipeline": {files.VERSION}, "cluster": "local-x2", "cluster": "local-x4"}}'
+    with pytest.raises(PlanError, match="cluster: stands twice in one table; remove one of them"):
+        files.read(text, "pipe.json")
