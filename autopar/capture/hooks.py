@@ -59,6 +59,9 @@ class _Gradients(TorchFunctionMode):
                     "register_hook to look at a gradient"
                 ] = None
                 return None
+            if func == _PAST:
+                node = func(*args)
+                return None if node is None else _Past(node)
             if func == _DATA:  # torch gives a tensor that the trace does not know
                 return torch.ops.autopar.data(args[0])
             if func == _ASSIGNED:
@@ -73,15 +76,29 @@ class _Gradients(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class _Past:
+    """``grad_fn`` of a tensor, on which nothing can be hooked."""
+
+    def __init__(self, node: Any) -> None:
+        self._node = node
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("register_hook", "register_prehook") and now() is not None:
+            raise refuse("a hook on grad_fn inside a forward", "hook the tensor itself with register_hook")
+        return getattr(self._node, name)
+
+
+_PAST = torch.Tensor.grad_fn.__get__  # type: ignore[union-attr]
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _ASSIGNED = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_ASKED = (torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.autograd.grad, _DATA, _ASSIGNED)
+_ASKED = (torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.autograd.grad, _DATA, _ASSIGNED, _PAST)
 
 
 @contextlib.contextmanager
 def as_in_eager(model: torch.nn.Module) -> Iterator[None]:
     """Hooks are recorded; what no program can do is refused."""
     backward, enter = torch.autograd.backward, torch.autograd.graph.saved_tensors_hooks.__enter__
+    past: Any = torch.autograd.graph._get_grad_fn_or_grad_acc
     inference = torch.inference_mode.__enter__, torch.inference_mode.__exit__
 
     def no_backward(*args: Any, **kwargs: Any) -> None:
@@ -98,6 +115,11 @@ def as_in_eager(model: torch.nn.Module) -> Iterator[None]:
                 "use torch.utils.checkpoint, or recompute= of parallelize, to keep less for the backward",
             )
         return enter(self)
+
+    def no_past(x: Any) -> Any:
+        if now() is not None:
+            raise refuse("a hook on grad_fn inside a forward", "hook each tensor itself with register_hook")
+        return past(x)
 
     def no_gradients(self: Any) -> None:  # what inference mode is beyond that makes eager mode faster, not different
         if now() is None:
@@ -116,6 +138,7 @@ def as_in_eager(model: torch.nn.Module) -> Iterator[None]:
 
     with (
         mock.patch.object(torch.autograd, "backward", no_backward),
+        mock.patch.object(torch.autograd.graph, "_get_grad_fn_or_grad_acc", no_past),
         mock.patch.object(torch.inference_mode, "__enter__", no_gradients),
         mock.patch.object(torch.inference_mode, "__exit__", gradients),
         mock.patch.object(torch.autograd.graph.saved_tensors_hooks, "__enter__", no_saved),

@@ -794,6 +794,21 @@ class HookOverATensor(Net):
         return h
 
 
+@refused("a hook on grad_fn inside a forward in '<model>' at test_gradients.py:")
+class HookOnThePast(Net):
+    def between(self, h: Tensor) -> Tensor:
+        assert h.grad_fn is not None
+        h.grad_fn.register_prehook(lambda grads: (grads[0] * 2,))
+        return h
+
+
+@refused("a hook on grad_fn inside a forward")
+class HookOnSeveral(Net):
+    def between(self, h: Tensor) -> Tensor:
+        torch.autograd.graph.register_multi_grad_hook([h, h * 2], lambda grads: None)
+        return h
+
+
 @refused("a hook on a parameter inside a forward")
 class HookOnAParameter(Net):
     def between(self, h: Tensor) -> Tensor:
