@@ -1,6 +1,6 @@
 """What a call gives back: plain, whole tensors in the caller's autograd graph.
 
-The loss, and what is small, comes whole out of the program. A large output beside a loss, such as logits, may be in
+The loss, and all scalars, come whole out of the program. Another output beside a loss, such as logits, may be in
 pieces on the ranks; putting it together costs a collective that most callers do not want. So it is an :class:`Unread`
 tensor, put together when its values are first asked for. Its gradient is whole, the same on every rank; each rank takes
 its piece, which costs nothing.
