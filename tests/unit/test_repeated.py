@@ -141,6 +141,7 @@ def test_blocks_that_are_alike_are_traced_twice():
     check(lambda: Stack(Plain), N - 2)
 
 
+@pytest.mark.slow
 def test_sequential():
     check(lambda: nn.Sequential(nn.Linear(D, D), *[Plain(i) for i in range(N)]), N - 2)
 
@@ -424,6 +425,7 @@ def test_hidden_states_that_the_loop_keeps():
     check(lambda: Keeping(Plain), N - 3)
 
 
+@pytest.mark.slow
 def test_parameters_that_blocks_share():
     def tied():
         model = Stack(Plain)
@@ -442,6 +444,7 @@ def test_parameters_that_blocks_share():
     check(recurrent, 0)
 
 
+@pytest.mark.slow
 def test_some_blocks_are_frozen():
     def frozen():
         model = Stack(Plain, 9)
@@ -452,6 +455,7 @@ def test_some_blocks_are_frozen():
     check(frozen, 5)
 
 
+@pytest.mark.slow
 def test_blocks_inside_blocks():
     class Outer(nn.Module):
         def __init__(self, i):
@@ -498,6 +502,7 @@ def test_no_gradients_through_all_blocks():
     check(lambda: Frozen(Plain), N - 2)
 
 
+@pytest.mark.slow
 def test_branches_of_other_shapes():
     class Pyramid(Stack):
         def forward(self, x):
@@ -511,6 +516,7 @@ def test_branches_of_other_shapes():
     check(lambda: Pyramid(Plain), 2)
 
 
+@pytest.mark.slow
 def test_inputs_with_the_names_of_operators():
     class Named(Stack):
         def forward(self, linear, linear_7):
