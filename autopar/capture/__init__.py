@@ -4,7 +4,8 @@
 one spelling for each thing, so that rules see few operators:
 
 * views are ``reshape`` with the full shape, transposes are ``permute``, factories are ``full`` and ``arange``;
-* in-place operators become functional; buffers that the forward changes are listed in ``Graph.updates``;
+* in-place operators become functional, views are followed through them (:mod:`.storages`), and buffers that the forward
+  changes are listed in ``Graph.updates``;
 * casts that change nothing, ``contiguous``, ``clone``, ``alias``, inactive dropout and metadata asserts vanish;
 * ``no_grad`` regions are inlined with their inputs detached;
 * tied parameters are one node with their other names in ``Graph.tied``.

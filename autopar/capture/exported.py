@@ -39,44 +39,6 @@ def without_values(fx: torch.fx.Node) -> Any:
     return [one(v) for v in val] if isinstance(val, (list, tuple)) else one(val)
 
 
-def really_alias(fx: torch.fx.Node, op: torch._ops.OpOverload) -> list[tuple[torch.fx.Node | None, bool]]:
-    """For every output of a call the input whose memory it shares in eager mode, and whether it is that very tensor.
-
-    The operator runs once more, on tensors without values: tracing decomposes some operators otherwise than eager mode
-    does, and a traced value may have been copied with the call.
-    """
-    made: dict[int, tuple[torch.fx.Node, torch.Tensor]] = {}
-
-    def empty(node: torch.fx.Node) -> Any:
-        given = without_values(node)
-        for x in flat(given):
-            if isinstance(x, torch.Tensor):
-                key = storage_of(x)
-                assert key is not None
-                made[key] = node, x
-        return given
-
-    args = torch.fx.node.map_arg(fx.args, empty)
-    kwargs = dict(torch.fx.node.map_arg(fx.kwargs, empty))
-    vals = flat(fx.meta.get("val"))
-    try:
-        with torch.no_grad():
-            outs = flat(op(*_on_meta(args), **{k: _on_meta(v) for k, v in kwargs.items()}))
-    except (RuntimeError, NotImplementedError, TypeError):
-        return [(None, False)] * len(vals)
-    found: list[tuple[torch.fx.Node | None, bool]] = []
-    for out in outs:
-        node, x = made.get(storage_of(out) or -1, (None, None))
-        found.append((node, out is x))
-    return found
-
-
-def _on_meta(value: Any) -> Any:
-    if isinstance(value, torch.device):
-        return torch.device("meta")
-    return tuple(map(_on_meta, value)) if isinstance(value, tuple) else value
-
-
 def module_of(fx: torch.fx.Node) -> str:
     """Path of the module whose code made a node."""
     stack = fx.meta.get("nn_module_stack") or {}

@@ -30,7 +30,7 @@ class CannotInvert(Exception):
 
 
 class Geometry(NamedTuple):
-    """Where the elements of a traced tensor lie in its storage."""
+    """Where the elements of a traced tensor lie in its storage, from where the root begins."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -39,9 +39,15 @@ class Geometry(NamedTuple):
 
     @staticmethod
     def of(val: torch.Tensor) -> Geometry:
-        return Geometry(
-            tuple(map(int, val.size())), tuple(map(int, val.stride())), int(val.storage_offset()), val.dtype
-        )
+        """That of a root."""
+        return Geometry(tuple(val.size()), tuple(val.stride()), 0, val.dtype)
+
+    @staticmethod
+    def within(outer: Geometry | None, val: torch.Tensor, stride: tuple[int, ...], offset: int) -> Geometry | None:
+        """That of a view which lies in ``outer`` so; None where it reads the memory as another dtype."""
+        if outer is None or outer.dtype != val.dtype or len(stride) != val.dim():
+            return None
+        return Geometry(tuple(val.size()), stride, outer.offset + offset, val.dtype)
 
     @property
     def overlaps(self) -> bool:
@@ -103,7 +109,8 @@ class Storage:
     """One piece of memory; ``value`` is that of the root, last written by anyone.
 
     ``origin`` is ``(kind, name)`` of the parameter, buffer or input that it belongs to; ``shared`` names another one
-    that has the same memory; ``changing`` says that an operator writes it beside its schema.
+    that has the same memory; ``begins`` is where its root begins in memory that was there before; ``changing`` says
+    that an operator writes it beside its schema.
     """
 
     def __init__(self, spec: Spec, geometry: Geometry | None, value: Ref, needs_grad: bool) -> None:
@@ -113,6 +120,7 @@ class Storage:
         self.origin: tuple[str, str] | None = None
         self.shared = ""
         self.changing = False
+        self.begins = 0
         self.first = History(self, value if needs_grad else None, 0, {self.root: value})
         self.plain = History(self)  # what is read and written under no_grad
 
@@ -236,22 +244,22 @@ class Memory:
     def _base(self, alias: Alias, place: Place, no_grad: bool) -> Ref:
         return self.read(Alias(alias.history, place), no_grad=no_grad)
 
-    def _offset(self, place: Place) -> tuple[Geometry, Geometry]:
-        """Strides of a place, its offset that from the root's, and those of the root, which is dense."""
+    def _strides(self, place: Place) -> tuple[Geometry, Geometry]:
+        """How a place and the root lie."""
         own, root = place.geometry, place.storage.root.geometry
         if own is None or root is None or own.dtype != root.dtype:
             raise CannotInvert("its views change how the memory is read")
-        return own._replace(offset=own.offset - root.offset), root
+        return own, root
 
     def _picked(self, place: Place, base: Ref) -> Ref:
-        own, root = self._offset(place)
+        own, root = self._strides(place)
         flat = flattened(self.graph.emit, base, root.size, root.stride, place.storage.root.spec)
         if flat is None:
             raise CannotInvert("it reads memory by strides that the traced tensors do not determine")
         return picked(self.graph.emit, flat, own.size, own.stride, own.offset, place.spec)
 
     def _placed(self, place: Place, base: Ref, new: Ref) -> Ref:
-        own, root = self._offset(place)
+        own, root = self._strides(place)
         if own.overlaps:
             raise CannotInvert("several of its elements are one in memory")
         spec = place.storage.root.spec

@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 
 from autopar.capture.draws import own_draws_refused
+from autopar.capture.exported import flat, storage_of
 from autopar.capture.functions import whole_functions
 from autopar.capture.hooks import as_in_eager
 from autopar.capture.places import user_line
@@ -26,6 +27,7 @@ from autopar.capture.quick import quickly
 from autopar.capture.recording import recording
 from autopar.capture.regions import marked_regions
 from autopar.capture.repeated import Repeats
+from autopar.capture.schemas import facts
 from autopar.capture.written_out import Unlike, write_out
 from autopar.errors import AutoparError, CaptureError
 
@@ -42,22 +44,17 @@ def _constant(tensor: Any, read: Callable[[torch.Tensor], Any] = lambda t: t, dr
     slot = proxy_mode.tracer.tensor_tracker.get(tensor)
     if slot is None:
         return None
-    values: dict[torch.fx.Node, Any] = {}
+    asked = slot.proxy.node
 
-    def value(node: torch.fx.Node) -> Any:
-        if node not in values:
-            if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-                raise LookupError
-            if torch.Tag.nondeterministic_seeded in node.target.tags:
-                if drawn is not None:
-                    drawn.append(str(node.target))
-                raise LookupError
-            a = torch.fx.node.map_arg(node.args, value)
-            k = dict(torch.fx.node.map_arg(node.kwargs, value))
+    def value() -> Any:
+        values: dict[torch.fx.Node, Any] = {}
+        for node in _made_by(asked, [] if drawn is None else drawn):
+            a = torch.fx.node.map_arg(node.args, values.__getitem__)
+            k = dict(torch.fx.node.map_arg(node.kwargs, values.__getitem__))
             if "device" in k:
                 k["device"] = torch.device("cpu")
-            values[node] = node.target(*a, **k)
-        return values[node]
+            values[node] = node.target(*a, **k)  # type: ignore[operator]
+        return values[asked]
 
     try:
         from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -66,7 +63,7 @@ def _constant(tensor: Any, read: Callable[[torch.Tensor], Any] = lambda t: t, dr
 
         with torch._C.DisableTorchFunction(), _disable_current_modes(), disable_proxy_modes_tracing():
             with unset_fake_temporarily():
-                return read(value(slot.proxy.node))
+                return read(value())
     except LookupError:
         return None
 
@@ -74,6 +71,37 @@ def _constant(tensor: Any, read: Callable[[torch.Tensor], Any] = lambda t: t, dr
 def depends_on_data(tensor: torch.Tensor) -> bool:
     """Whether a tensor of the trace that runs follows from an input, a parameter or a buffer."""
     return isinstance(tensor, FakeTensor) and _constant(tensor) is None
+
+
+def _made_by(asked: torch.fx.Node, drawn: list[str]) -> list[torch.fx.Node]:
+    """The operators that a tensor's value comes from, in order: those that made it, and all that have written to its
+    memory since. ``drawn`` takes the name of a random operator among them.
+
+    Raises:
+        LookupError: it depends on an input, a parameter, a buffer or random numbers.
+    """
+    nodes = list(asked.graph.nodes)
+    writers = [n for n in nodes if isinstance(n.target, torch._ops.OpOverload) and facts(n.target).writes]
+    found: set[torch.fx.Node] = set()
+    memory: set[int | None] = set()
+    todo = [asked]
+    while todo:
+        while todo:
+            node = todo.pop()
+            if node in found:
+                continue
+            if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+                raise LookupError
+            if torch.Tag.nondeterministic_seeded in node.target.tags:
+                drawn.append(str(node.target))
+                raise LookupError
+            found.add(node)
+            memory.update(storage_of(v) for v in flat(node.meta.get("val")) if isinstance(v, torch.Tensor))
+            todo.extend(node.all_input_nodes)
+        for writer in writers:
+            if writer not in found and any(storage_of(n.meta.get("val")) in memory for n in writer.all_input_nodes):
+                todo.append(writer)
+    return [n for n in nodes if n in found]
 
 
 class _AnswerConstants(TorchFunctionMode):
@@ -149,7 +177,7 @@ def _export(module: torch.nn.Module, args: Any, kwargs: Any, repeats: Repeats | 
             try:
                 with (
                     told(), _like_eager(), whole_functions(module), marked_regions(), as_in_eager(module),
-                    own_draws_refused(), _quiet(), quickly(),
+                    own_draws_refused(), _quiet(), quickly(), _plain_tensors_kept(module),
                 ):  # fmt: skip
                     exported = torch.export.export(module, args, kwargs, strict=False)
             except AutoparError as error:  # it says what and where
@@ -158,6 +186,25 @@ def _export(module: torch.nn.Module, args: Any, kwargs: Any, repeats: Repeats | 
                 raise CaptureError(_explain(error, module)) from error
     exported.recording = record  # type: ignore[attr-defined]
     return exported
+
+
+@contextlib.contextmanager
+def _plain_tensors_kept(module: torch.nn.Module) -> Iterator[None]:
+    """Tensors of one element that a model has as plain attributes keep their values: the tracer follows such values,
+    and what the model writes to them while it is traced it writes to the tensors themselves."""
+    held = {
+        id(value): (value, value._version, value.detach().clone())
+        for m in module.modules()
+        for value in vars(m).values()
+        if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta
+    }
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for value, version, kept in held.values():
+                if value._version != version:
+                    value.copy_(kept)
 
 
 @contextlib.contextmanager

@@ -34,6 +34,7 @@ from autopar.runtime.batch import Batch
 from autopar.runtime.crossing import crossed
 from autopar.runtime.gradients import Gradients
 from autopar.runtime.outputs import Meeting, unread, with_pending
+from autopar.runtime.renewed import outliving
 from autopar.runtime.same_batch import Seen, compare, is_checked
 from autopar.runtime.spread import Part, SpreadModule, check_mode
 from autopar.runtime.state import Followed, Held, Unit, as_dtensor, local_piece, make_units, torch_placements
@@ -85,6 +86,7 @@ class ParallelModule(SpreadModule):
     _schedule: prefetch.Schedule
     _run: Callable[..., tuple[Any, ...]]
     _template: list[Any]
+    _copied: list[int]
     _input_slots: dict[str, int]
     _seed_slot: int | None
     _param_slots: list[tuple[int, Held]]
@@ -231,6 +233,8 @@ class ParallelModule(SpreadModule):
         put(self, "_seed_slot", next((i for i, s in enumerate(program.slots) if s.kind == "seed"), None))
         put(self, "_param_slots", [(i, self._helds[s.name]) for i, s in enumerate(program.slots) if s.kind == "param"])
         put(self, "_followed", [])
+        copied = outliving(self._captured.graph)
+        put(self, "_copied", [i for i, s in enumerate(program.slots) if s.kind == "buffer" and s.name in copied])
         registered = dict(self.named_buffers(remove_duplicate=False))
         for i, slot in enumerate(program.slots):
             if slot.kind == "buffer":
@@ -401,6 +405,8 @@ class ParallelModule(SpreadModule):
         if evaluating and self._evaluation is not None:
             program, run = self._evaluation
         given = template[: len(program.slots)]
+        for slot in self._copied if program.updates else ():
+            given[slot] = given[slot].clone()
         values = [self._schedule, *given] if self._units else given
         if self._distributed:
             with on_mesh(self._mesh):

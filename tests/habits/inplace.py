@@ -279,8 +279,12 @@ class Arithmetic(Habit):
         h *= 1.5
         h /= x.detach().abs() + 1
         h **= 2
-        h.neg_().exp_().sqrt_().reciprocal_().log1p_()
-        return h.sigmoid_().tanh_() * 2
+        h = h.clone().neg_().exp_()
+        h = h.clone().sqrt_()
+        h = h.clone().reciprocal_()
+        h = h.clone().log1p_()
+        h = h.clone().sigmoid_()
+        return h.clone().tanh_() * 2
 
 
 @habit

@@ -432,6 +432,8 @@ class BufferAliased(Habit):
 class BufferThatIsAView(Habit):
     """One buffer is a view of another."""
 
+    refused = "'row', which has the memory of 'table' too"
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("table", torch.ones(2, WIDTH))

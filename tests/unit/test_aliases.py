@@ -685,7 +685,7 @@ def parameter_data(s: Habit, x: Tensor) -> Tensor:
     return s.a(x).sum() + s.twin(x).sum()
 
 
-@refused(r"at test_aliases.py:\d+ writes the model's input 'x'")
+@refused(r"at test_aliases.py:\d+ writes to its input 'x' in place")
 def the_input(s: Habit, x: Tensor) -> Tensor:
     x[:, 0] = 0
     return s.a(x).sum()
