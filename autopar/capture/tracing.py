@@ -21,6 +21,7 @@ from autopar.capture.draws import own_draws_refused
 from autopar.capture.exported import flat, storage_of
 from autopar.capture.functions import whole_functions
 from autopar.capture.hooks import as_in_eager
+from autopar.capture.memos import memos_forgotten
 from autopar.capture.places import user_line
 from autopar.capture.progress import told
 from autopar.capture.quick import quickly
@@ -177,7 +178,8 @@ def _export(module: torch.nn.Module, args: Any, kwargs: Any, repeats: Repeats | 
             try:
                 with (
                     told(), _like_eager(), whole_functions(module), marked_regions(), as_in_eager(module),
-                    own_draws_refused(), _quiet(), quickly(), _plain_tensors_kept(module),
+                    own_draws_refused(), memos_forgotten(module),
+                    _quiet(), quickly(), _plain_tensors_kept(module),
                 ):  # fmt: skip
                     exported = torch.export.export(module, args, kwargs, strict=False)
             except AutoparError as error:  # it says what and where

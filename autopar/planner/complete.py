@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+from autopar.capture.pruning import has_effect
 from autopar.errors import PlanError
 from autopar.graph import Graph, Node, Ref, Spec
 from autopar.placements import State, format_state
@@ -24,6 +25,9 @@ def demand(
 
     Backwards through the graph: if all readers of a tensor want the same shard, and its op can make just that, it
     does (positions and masks are made sharded); else it is computed whole and sliced, which costs nothing.
+
+    Raises:
+        PlanError: a buffer is written to in different pieces.
     """
     whole = ("R",) * len(mesh)
     chosen = dict(decided)
@@ -35,13 +39,31 @@ def demand(
             wanted.setdefault(out, set()).add(whole)
     cache: dict[int, list[Strategy]] = {}
     buffers: dict[str, State] = {}
+    written: dict[int, set[State]] = {}  # of buffers that operators write to as they run
+    readers: dict[int, list[tuple[int, State]]] = {}
     for i in range(len(graph.nodes) - 1, -1, -1):
         node = graph.nodes[i]
         if node.kind == "buffer":
             states = wanted.get(Ref(i), set())
             only = next(iter(states)) if len(states) == 1 else whole
             updated = node.target in graph.updates
+            inside = written.get(i, set())
+            if len(inside) == 1 and not updated:
+                only = next(iter(inside))
             buffers[node.target] = whole if updated or "P" in only else only
+            moved = [k for k, state in readers.get(i, ()) if state != buffers[node.target]]
+            writers = [k for k, _ in readers.get(i, ()) if inside and has_effect(graph.nodes[k].target)]
+            if any(min(moved) < k < max(moved) for k in writers if moved):
+                raise PlanError(
+                    f"buffer '{node.target}' is read in other pieces before and after an operator that writes to it, "
+                    "and one copy would serve both; constrain that operator to a cut of the batch, or clone it first"
+                )
+            if inside - {buffers[node.target]}:
+                raise PlanError(
+                    f"buffer '{node.target}' is written by operators that hold it in different pieces "
+                    f"({'; '.join(sorted(map(format_state, inside)))}): no placement keeps what all of them write; "
+                    "constrain them to the same cut, such as the batch"
+                )
         if node.kind != "op":
             continue
         if i not in chosen:
@@ -57,6 +79,10 @@ def demand(
                 pick = next((s for s in options if s.outs[0] == goal and _plain(s)), pick)
             chosen[i] = pick
         for ref, state in zip(node.refs, chosen[i].ins, strict=True):
+            if graph.nodes[ref.node].kind == "buffer":
+                if has_effect(node.target):
+                    written.setdefault(ref.node, set()).add(state)
+                readers.setdefault(ref.node, []).append((i, state))
             if ref.node not in decided:  # what is decided does not follow
                 wanted.setdefault(ref, set()).add(state)
     return chosen, buffers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import warnings
@@ -90,7 +91,9 @@ class BranchOnConstantTensor(Habit):
 
 @habit
 class BranchOnWrittenConstant(Habit):
-    """What is asked was written to before: the answer is the value after the write."""
+    """What is asked was written to before, by an element."""
+
+    refused = "value of a tensor"
 
     def body(self, x: Tensor) -> Tensor:
         n = torch.zeros(3)
@@ -270,7 +273,7 @@ class LayerDrop(Habit):
 class LayerDropByTorch(Habit):
     """The same by a random tensor that is asked for its value, as ``transformers`` writes it."""
 
-    random = True
+    refused = "random number"
 
     def body(self, x: Tensor) -> Tensor:
         for layer in (self.a, self.b):
@@ -417,7 +420,7 @@ class CachedFromData(Habit):
 
 @habit
 class ItemOfInput(Habit):
-    refused = "value of a tensor"
+    refused = "depends on the value of a tensor"
 
     def body(self, x: Tensor) -> Tensor:
         return self.a(x) * x.detach().abs().max().item()
@@ -427,7 +430,7 @@ class ItemOfInput(Habit):
 class ToList(Tokens):
     """Lengths as Python numbers."""
 
-    refused = "value of a tensor"
+    refused = "depends on the value of a tensor"
 
     def body(self, ids: Tensor) -> Tensor:
         lengths = (ids != PAD).sum(1).tolist()
@@ -616,3 +619,20 @@ class HiddenInADict(Habit):
         h = self.a(x) + self.state["h"]
         self.state["h"] = h.detach()
         return h
+
+
+@functools.lru_cache(maxsize=4)
+def _table(width: int) -> Tensor:
+    return torch.arange(width, dtype=torch.float64).sin()
+
+
+@habit
+class MemoizedTable(Habit):
+    """A function that remembers its tensors is called while tracing, and later in eager mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        _table.cache_clear()
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.a(x) * _table(WIDTH)

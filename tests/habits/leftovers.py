@@ -200,6 +200,8 @@ class MixedPrecision(Habit):
 class AutocastOff(Habit):
     """A region in which autocast is off, as ``transformers`` writes it around rotary positions."""
 
+    refused = "autocast"
+
     def body(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", enabled=False):
             angle = torch.arange(WIDTH, dtype=torch.float64).sin()
@@ -275,7 +277,10 @@ class LabelsWritten(Tokens):
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         own = ids.clone()
         own[own == PAD] = -100
-        return F.cross_entropy(self.head(self.embed(ids)).flatten(0, 1), own.flatten()) + (labels > 0).sum() * 0.01
+        return (
+            F.cross_entropy(self.head(self.embed(ids)).flatten(0, 1), own.flatten())
+            + (labels > 0).double().sum() * 0.01
+        )
 
 
 @habit

@@ -301,8 +301,6 @@ class SpectralNorm(Habit):
 class OldSpectralNorm(Habit):
     """The older one, by a forward pre-hook that sets an attribute."""
 
-    refused = "hook"
-
     def __init__(self) -> None:
         super().__init__()
         self.a = nn.utils.spectral_norm(self.a)
@@ -432,7 +430,7 @@ class BufferAliased(Habit):
 class BufferThatIsAView(Habit):
     """One buffer is a view of another."""
 
-    refused = "'row', which has the memory of 'table' too"
+    refused = "has the memory of"
 
     def __init__(self) -> None:
         super().__init__()
@@ -480,6 +478,7 @@ class PlainTensorAttribute(Habit):
 @habit
 class PlainTensorWritten(Habit):
     """State in a tensor that is neither parameter nor buffer."""
+
 
     def __init__(self) -> None:
         super().__init__()
@@ -584,3 +583,34 @@ class ActiveStatistic(Habit):
             self.scale.copy_(torch.where(self.ready, self.scale, h.std(0)))
             self.ready.fill_(True)
         return h / self.scale
+
+
+@habit
+class BuffersSwapped(Habit):
+    """Two buffers change places at every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("one", torch.ones(WIDTH))
+        self.register_buffer("two", torch.arange(8.0))
+
+    def body(self, x: Tensor) -> Tensor:
+        h = self.a(x) * self.one.clone()
+        kept = self.one.clone()
+        self.one.copy_(self.two)
+        self.two.copy_(kept)
+        return h
+
+
+@habit
+class StatisticsReadBeforeAndAfter(Habit):
+    """The running statistics are read on both sides of the norm that moves them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def body(self, x: Tensor) -> Tensor:
+        before = self.norm.running_mean * 2
+        h = self.norm(self.a(x))
+        return h + before + self.norm.running_mean * 3
