@@ -142,8 +142,9 @@ def batch_norm_across(
         n = x.numel() // x.shape[1] * n_pieces(axes)
         with torch.no_grad():
             for running, new in ((running_mean, mean), (running_var, var * (n / (n - 1)))):
-                # past the version counter, as torch's own norm does: another call of the module may have saved it
-                running.data.mul_(1 - momentum).add_(new.detach().reshape(-1).to(running.dtype) * momentum)
+                # as torch's own norm does: another call of the module may have saved it, and does not read it
+                with torch.autograd._unsafe_preserve_version_counter(running):
+                    running.mul_(1 - momentum).add_(new.detach().reshape(-1).to(running.dtype) * momentum)
     scale = torch.rsqrt(var + eps)
     per_channel = [1, -1, *[1] * (x.dim() - 2)]
     scale = scale if weight is None else scale * weight.reshape(per_channel)
