@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,6 +31,11 @@ class Builder(Writing):
         self.buffers = dict(module.named_buffers(remove_duplicate=False))
         self.held: dict[int, Alias] = {}
         self.constants: dict[str, torch.Tensor] = {}
+        self.unwritten: dict[str, torch.Tensor] = {}
+        """The constants whose values the program takes from the model's own tensors."""
+        self.registered = {id(p): name.removeprefix(prefix) for name, p in reversed(self.parameters.items())}
+        recording = getattr(exported, "recording", None)
+        self.noted = {p.untyped_storage()._cdata: p for p in recording.kept} if recording is not None else {}
 
     def build(self) -> tuple[Graph, list[Any]]:
         """The graph, and for every input of the exported program its node, or None for a value that is no tensor.
@@ -44,13 +50,35 @@ class Builder(Writing):
         updates = self._updates()
         for name in self.constants.keys() & updates.keys():  # the model's own may change before the program runs
             self.constants[name] = self.constants[name].detach().clone()
-        nodes, moved = merged(self.nodes)
+        self.unwritten = {name: self.constants[name] for name in self.constants.keys() - updates.keys()}
+        nodes, moved = merged(self._without_strangers())
 
         def move(ref: Ref) -> Ref:
             return Ref(moved.get(ref.node, ref.node), ref.out)
 
         outputs, updates = map_refs(outputs, move), map_refs(updates, move)
         return without_dead(Graph(tuple(nodes), outputs, loss, tied, updates), user)
+
+    def _without_strangers(self) -> list[Node]:
+        """The nodes; tensors that want gradients and are no parameters are constants, if no gradient flows to them.
+
+        Raises:
+            CaptureError: one does; nothing would train such a tensor.
+        """
+        strangers = {
+            i for i, n in enumerate(self.nodes) if n.kind == "buffer" and n.needs_grad and n.target in self.constants
+        }
+        for node in self.nodes if strangers else ():
+            for ref in node.refs if node.needs_grad else ():
+                if ref.node in strangers:
+                    shape = tuple(self.nodes[ref.node].out.shape)
+                    raise CaptureError(
+                        f"{node.where} uses a tensor of shape {shape} that requires grad and is no parameter of the "
+                        "model: it is in a list, a dict, a plain attribute or a global, where parameters() does not "
+                        "find it, so nothing would train it\n  register it (nn.Parameter as an attribute, "
+                        "nn.ModuleList, nn.ParameterList), pass it as an input, or requires_grad_(False) it"
+                    )
+        return [replace(n, needs_grad=False) if i in strangers else n for i, n in enumerate(self.nodes)]
 
     # -- placeholders
 
@@ -72,14 +100,20 @@ class Builder(Writing):
                     tensor = self.exported.constants.get(spec.target)
                     if tensor is None:
                         tensor = self.exported.state_dict[spec.target]
-                    self.constants[target] = tensor
+                    noted = self.noted.get(tensor.untyped_storage()._cdata)
+                    if noted is not None and noted.shape == tensor.shape:
+                        tensor = noted
+                    if id(tensor) in self.registered:  # a parameter of the model's, by another way than its name
+                        kind, target = "PARAMETER", self.registered[id(tensor)]
+                    else:
+                        self.constants[target] = tensor
                 if id(tensor) in self.held:
                     alias = self.held[id(tensor)]
                     assert alias.place.storage.origin is not None
                     tied[target] = alias.place.storage.origin[1]
                     self.value[fx] = alias
                     continue
-                grads = kind == "PARAMETER" and bool(tensor.requires_grad)
+                grads = kind != "BUFFER" and bool(tensor.requires_grad)
                 node = Node(target, "param" if kind == "PARAMETER" else "buffer", target, outs=(spec_of(val),),
                             needs_grad=grads, hot=kind == "PARAMETER", module=target.rpartition(".")[0])  # fmt: skip
                 self.value[fx] = self.held[id(tensor)] = self._placeholder(node, val)
@@ -195,7 +229,8 @@ class Builder(Writing):
         if any(isinstance(v, (torch.SymInt, torch.SymFloat, torch.SymBool)) for v in (*given, *read, *shapes)):
             raise CaptureError(
                 f"'{fx.target}' in '{module_of(fx)}' has a size or a number that depends on the value of a tensor"
-                + at(fx) + "\n  use fixed sizes: a mask or torch.where instead of selecting, tensors instead of item()"
+                + at(fx)
+                + "\n  use fixed sizes: a mask or torch.where instead of selecting, tensors instead of item()"
             )
 
     # -- results

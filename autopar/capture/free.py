@@ -91,7 +91,7 @@ def free_values(modules: Sequence[torch.nn.Module], functions: Sequence[Any] = (
 
 
 def _keep(found: dict[tuple[int, str], Free], place: Any, name: str, value: Any, path: str, kind: str) -> None:
-    if isinstance(value, types.FunctionType | type | types.BuiltinFunctionType | types.ModuleType | torch.Tensor):
+    if isinstance(value, types.FunctionType | type | types.BuiltinFunctionType | types.ModuleType):
         return
     state = state_of(value) if is_generator(value) else None
     held = frozen(value)

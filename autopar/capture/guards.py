@@ -62,6 +62,25 @@ class Same:
         return f"a {self.kind} object"
 
 
+class Held:
+    """Stands for a tensor that an object or a container keeps: it must stay that tensor.
+
+    Whether its values are written anew is watched apart (:meth:`Guards.watch`).
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape, self.ref = tuple(tensor.shape), weakref.ref(tensor)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Held) and self.ref() is not None and self.ref() is other.ref()
+
+    def __hash__(self) -> int:
+        return hash(self.shape)
+
+    def __repr__(self) -> str:
+        return f"a tensor of shape {self.shape}"
+
+
 def is_plain(value: Any) -> bool:
     """Whether a value is compared as it is."""
     if isinstance(value, types.BuiltinFunctionType) and not isinstance(value.__self__, types.ModuleType | type(None)):
@@ -70,9 +89,11 @@ def is_plain(value: Any) -> bool:
 
 
 def frozen(value: Any, depth: int = 4) -> Any:
-    """A copy of a container in which only plain values stand; :data:`OTHER` where there is none."""
+    """A copy of a container with plain values as they are, :class:`Held` for tensors and :data:`OTHER` for the rest."""
     if is_plain(value):
         return value
+    if isinstance(value, torch.Tensor):
+        return Held(value)
     if depth and isinstance(value, (tuple, list, set, frozenset)) and len(value) <= _MOST:
         items = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
         return tuple([type(value).__name__, *(frozen(v, depth - 1) for v in items)])
@@ -177,6 +198,7 @@ class Guards:
         self._entries: list[tuple[Callable[[], Any], list[Read]]] = []
         self._alike: dict[tuple[str, ...], _Alike] = {}
         self._partly: list[tuple[Callable[[], Any], Read]] = []  # containers of which only a part is compared
+        self._watched: list[tuple[Callable[[], Any], int, str]] = []
 
     def __reduce__(self) -> Any:
         return Guards, ()  # in another process there is nothing that could change
@@ -221,6 +243,11 @@ class Guards:
             alike.owners.append(weak)
             alike.values.append(values[0] if len(values) == 1 else tuple(values))
 
+    def watch(self, name: str, tensor: torch.Tensor) -> None:
+        """Guard the values of a tensor that is part of the program: a write to it raises its version."""
+        if not tensor.is_inference():
+            self._watched.append((weakref.ref(tensor), tensor._version, name))
+
     def owner(self, path: str) -> Any:
         """The object at a path, if it is alive."""
         ref = self._by_path.get(path)
@@ -245,6 +272,8 @@ class Guards:
                 owner = ref()
                 if owner is not None and _now(owner, read) != read.value:
                     return False
+            if any(map(_is_written, self._watched)):
+                return False
         except (AttributeError, KeyError, ValueError, RuntimeError):  # it is gone, or a tensor now
             return False
         return True
@@ -257,7 +286,17 @@ class Guards:
             for read in reads if owner is not None else ():
                 now = _now(owner, read)
                 if now is not read.value and now != read.value:
-                    found.append(Change(read, "another object" if isinstance(now, Same) else show(now)))
+                    text = "another object" if isinstance(now, Same) else show(now)
+                    both = isinstance(now, Held) and isinstance(read.value, Held)
+                    found.append(Change(read, f"another: {text}" if both else text))
+        for entry in filter(_is_written, self._watched):
+            tensor = Held(entry[0]())
+            found.append(
+                Change(
+                    Read("", entry[2], tensor),
+                    f"{tensor} that was written to since: it is no buffer, so the program keeps its first value",
+                )
+            )
         return found
 
     def check(self) -> None:
@@ -280,6 +319,11 @@ def refusal(changes: list[Change]) -> str:
     )  # fmt: skip
 
 
+def _is_written(watched: tuple[Callable[[], Any], int, str]) -> bool:
+    tensor = watched[0]()
+    return tensor is not None and tensor._version != watched[1]
+
+
 def _now(owner: Any, read: Read) -> Any:
     """The value of a read as it is, to be compared with what it was."""
     value = _fetch(owner, read)
@@ -287,7 +331,9 @@ def _now(owner: Any, read: Read) -> Any:
 
 
 def _holds_other(value: Any) -> bool:
-    return value is OTHER or isinstance(value, Same) or (isinstance(value, tuple) and any(map(_holds_other, value)))
+    if isinstance(value, tuple):
+        return any(map(_holds_other, value))
+    return value is OTHER or isinstance(value, (Same, Held))
 
 
 def _fetch(owner: Any, read: Read) -> Any:
@@ -306,31 +352,6 @@ def _moved(path: str, one: str, other: str) -> str:
     return f"{other}.{path[len(one) :].lstrip('.')}".strip(".")
 
 
-def first_difference(guards: Guards, one: str, other: str, modules: Mapping[str, torch.nn.Module]) -> str | None:
-    """A value that tracing read in the module at path ``one`` and that is another one in the module at ``other``.
-
-    A block that is not traced because it is like another must be like it in what its Python code reads, too.
-
-    Args:
-        modules: of the model, by path.
-
-    Returns:
-        the attribute's path below the two modules; None where all are the same.
-    """
-    for read in guards.reads:
-        if read.kind != "attribute" or not _below(read.path, one):
-            continue
-        path = _moved(read.path, one, other)
-        owner: Any = modules.get(path)
-        if owner is None:  # an object that hangs on a module
-            owner = modules.get(other)
-            for part in path[len(other) :].strip(".").split("."):
-                owner = getattr(owner, part, None)
-        if not isinstance(read.value, Same) and _now(owner, read) != read.value:
-            return f"{_moved(read.path, one, '')}.{read.name}".lstrip(".")
-    return None
-
-
 def repeated(guards: Guards, one: str, others: Iterable[str], modules: Mapping[str, torch.nn.Module]) -> None:
     """Guard in the modules at paths ``others`` what was read in that at path ``one``: its trace stands for all."""
     found = [
@@ -342,10 +363,11 @@ def repeated(guards: Guards, one: str, others: Iterable[str], modules: Mapping[s
         own: dict[str, list[Read]] = {}
         for read in found:
             path = _moved(read.path, one, other)
-            own.setdefault(path, []).append(Read(path, read.name, read.value, read.where))
-        for path, reads in own.items():
             if path in modules:  # objects that hang on modules are mostly shared, and then guarded already
-                guards.add(modules[path], reads)
+                value = _now(modules[path], read) if _holds_other(read.value) else read.value
+                own.setdefault(path, []).append(Read(path, read.name, value, read.where))
+        for path, reads in own.items():
+            guards.add(modules[path], reads)
 
 
-__all__ = ["Change", "Guards", "Read", "first_difference", "frozen", "is_plain", "refusal", "repeated", "show"]
+__all__ = ["Change", "Guards", "Held", "Read", "frozen", "is_plain", "refusal", "repeated", "show"]

@@ -14,7 +14,7 @@ import dis
 import functools
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 
 from autopar.capture.free import Free, free_values
 from autopar.capture.generators import global_states, is_generator, same_state, set_state, state_of
-from autopar.capture.guards import OTHER, Guards, Read, Same, frozen, is_plain, show
+from autopar.capture.guards import OTHER, Guards, Held, Read, Same, frozen, is_plain, show
 from autopar.capture.places import from_machinery, user_line
 from autopar.capture.tracing import depends_on_data
 
@@ -83,6 +83,7 @@ class Recorder:
         self.written: dict[tuple[int, str], Written] = {}
         self.fresh: set[tuple[int, str]] = set()
         self.tensors: set[tuple[int, str]] = set()
+        self.plain: dict[tuple[int, str], tuple[Any, Read, torch.Tensor]] = {}
         self.kept: dict[tuple[int, str], str] = {}
         """Tensors of a call that the next one reads, from an attribute: what it is called, and where it is set."""
         self.generators: dict[int, tuple[Any, str, Any]] = {}
@@ -156,8 +157,10 @@ class Recorder:
         if key in self.first or key in self.fresh or isinstance(value, torch.nn.Module):
             return
         if isinstance(value, torch.Tensor):
-            if not from_machinery(sys._getframe(2)):
+            frame = sys._getframe(2)
+            if not from_machinery(frame):
                 self.tensors.add(key)
+                self._saw_tensor(owner, name, value, frame)
             return
         known = self.owned.get(id(owner))
         if known is None or known[0] is not owner or not _stored(owner, name, value):
@@ -189,6 +192,13 @@ class Recorder:
         if not is_plain(value):
             self.before[key] = copy.copy(value)
             self._inside(value, f"{path}.{name}".lstrip("."))
+
+    def _saw_tensor(self, owner: Any, name: str, value: torch.Tensor, frame: Any) -> None:
+        """A tensor that is no parameter and no buffer, but an attribute like others, is part of the program."""
+        known = self.owned.get(id(owner))
+        if known is not None and known[0] is owner and _stored(owner, name, value):
+            key = id(owner), name
+            self.plain.setdefault(key, (owner, Read(known[1], name, Held(value), user_line(frame)), value))
 
     def _inside(self, container: Any, path: str) -> None:
         """Follow objects that stand in a container."""
@@ -310,20 +320,29 @@ class Recorder:
             get, put = functools.partial(state_of, generator), functools.partial(set_state, generator)
             yield label, get, put, state
 
-    def guards(self) -> Guards:
-        """What was read, to be checked at each call."""
+    def guards(self, constants: Mapping[str, torch.Tensor]) -> Guards:
+        """What was read, to be checked at each call.
+
+        Args:
+            constants: tensors that are part of the program and that it does not write, by name.
+        """
         guards = Guards()
+        memory = {tensor.untyped_storage()._cdata for tensor in constants.values()}
+        plain = [(o, r) for o, r, t in self.plain.values() if t.untyped_storage()._cdata in memory]
         by_owner: dict[int, tuple[Any, list[Read]]] = {}
-        for owner, read in self.first.values():
+        for owner, read in (*self.first.values(), *plain):
             by_owner.setdefault(id(owner), (owner, []))[1].append(read)
         for owner, reads in by_owner.values():
             guards.add(owner, reads)
         by_place: dict[int, tuple[Any, list[Read]]] = {}
         for value in self.free:
-            if value.read.value is not OTHER:
+            own = isinstance(value.value, torch.Tensor) and value.value.untyped_storage()._cdata not in memory
+            if value.read.value is not OTHER and not own:
                 by_place.setdefault(id(value.place), (value.place, []))[1].append(value.read)
         for place, reads in by_place.values():
             guards.add(place, reads)
+        for name, tensor in constants.items():
+            guards.watch(name, tensor)
         return guards
 
 
@@ -373,7 +392,8 @@ def _only_more(before: Any, now: Any) -> bool:
     """Whether a dict has only gained entries that are no plain values: a cache."""
     if not (isinstance(before, tuple) and isinstance(now, tuple) and before[:1] == now[:1] == ("dict",)):
         return False
-    return now[: len(before)] == before and all(v is OTHER for _, v in now[len(before) :])
+    more = now[len(before) :]
+    return now[: len(before)] == before and all(v is OTHER or isinstance(v, Held) for _, v in more)
 
 
 @contextlib.contextmanager

@@ -55,7 +55,7 @@ def traced(
             if again[0].fingerprint != built[0].fingerprint:
                 _refuse_first_call(changed)
         recorder, built = second, again
-    guards = recorder.guards()
+    guards = recorder.guards(builder.unwritten)
     guards.filled = recorder.filled
     modules = {path.removeprefix(prefix): m for path, m in module.named_modules()}
     for one, others in getattr(exported, "alike", {}).items():

@@ -14,10 +14,11 @@ from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.fx
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.proxy_tensor import PythonKeyTracer, get_proxy_mode
 
 from autopar.errors import CaptureError
 from autopar.rules.function import Callee
@@ -36,6 +37,7 @@ class Recording:
         regions: how many regions the model runs under activation checkpointing.
         depth: of regions inside each other that the trace is in.
         notes: what the user is told after the trace, each once.
+        kept: parameters that were used without their name, by way of a list or a global.
     """
 
     calls: list[Callee] = field(default_factory=list)
@@ -44,6 +46,7 @@ class Recording:
     regions: int = 0
     depth: int = 0
     notes: dict[str, None] = field(default_factory=dict)
+    kept: list[torch.nn.Parameter] = field(default_factory=list)
 
     def call(self, callee: Callee, leaves: Sequence[Any], made: Sequence[torch.Tensor]) -> int:
         """A number for a call."""
@@ -75,6 +78,20 @@ def recording() -> Iterator[Recording]:
         yield _NOW.get()  # type: ignore[misc]
     finally:
         _NOW.reset(token)
+
+
+@contextlib.contextmanager
+def parameters_noted(record: Recording) -> Iterator[None]:
+    """Note the parameters that a trace takes for constants, which torch then forgets: those in a list or a global."""
+    create_arg = PythonKeyTracer.create_arg
+
+    def noting(tracer: Any, a: Any) -> Any:
+        if isinstance(a, torch.nn.Parameter):
+            record.kept.append(a)
+        return create_arg(tracer, a)
+
+    with mock.patch.object(PythonKeyTracer, "create_arg", noting):
+        yield
 
 
 def here() -> str:

@@ -25,7 +25,7 @@ from autopar.capture.memos import memos_forgotten
 from autopar.capture.places import user_line
 from autopar.capture.progress import told
 from autopar.capture.quick import quickly
-from autopar.capture.recording import recording
+from autopar.capture.recording import parameters_noted, recording
 from autopar.capture.regions import marked_regions
 from autopar.capture.repeated import Repeats
 from autopar.capture.schemas import facts
@@ -179,7 +179,7 @@ def _export(module: torch.nn.Module, args: Any, kwargs: Any, repeats: Repeats | 
                 with (
                     told(), _like_eager(), whole_functions(module), marked_regions(), as_in_eager(module),
                     own_draws_refused(), memos_forgotten(module),
-                    _quiet(), quickly(), _plain_tensors_kept(module),
+                    _quiet(), quickly(), _plain_tensors_kept(module), parameters_noted(record),
                 ):  # fmt: skip
                     exported = torch.export.export(module, args, kwargs, strict=False)
             except AutoparError as error:  # it says what and where

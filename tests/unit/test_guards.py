@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
-from autopar.capture.guards import first_difference, repeated
+from autopar.capture.guards import repeated
 from autopar.errors import CaptureError, RunError
 
 TEMPERATURE = 1.0
@@ -85,7 +85,7 @@ CHANGES = {
     "list in a dict": (lambda m: (m.second.options["sizes"], 0, 5), "'sizes': [5, 2]}, and was"),
     "global": (lambda m: (globals(), "TEMPERATURE", 3.0), "global 'TEMPERATURE' of test_guards.py is 3.0, and was 1.0"),
     "global settings": (lambda m: (vars(SETTINGS), "scale", 1.0), "'SETTINGS' of test_guards.py is {'scale': 1.0}"),
-    "type": (lambda m: (m, "temperature", torch.full((1,), 2.0)), "'temperature' is ..., and was 1.0"),
+    "type": (lambda m: (m, "temperature", torch.full((1,), 2.0)), "'temperature' is a tensor of shape (1,), and was 1.0"),
 }
 
 
@@ -159,13 +159,9 @@ def test_closures_of_a_loss_function():
         captured.guards.check()
 
 
-def test_blocks_that_read_other_values_differ():
-    model, captured = whole()
+def test_blocks_that_another_stands_for_are_guarded():
+    model, _ = whole()
     modules = dict(model.named_modules())
-    assert first_difference(captured.guards, "first", "second", modules) is None
-    model.second.drop.p = 0.25
-    assert first_difference(captured.guards, "first", "second", modules) == "drop.p"
-    model.second.drop.p = 0.0
     one = autopar.capture(nn.ModuleDict({"block": Part(Config())})["block"], X, loss_fn=torch.sum).guards
     repeated(one, "", ["second"], modules)
     assert one.read("second.drop", "p") is not None
