@@ -85,7 +85,7 @@ CHANGES = {
     "list in a dict": (lambda m: (m.second.options["sizes"], 0, 5), "'sizes': [5, 2]}, and was"),
     "global": (lambda m: (globals(), "TEMPERATURE", 3.0), "global 'TEMPERATURE' of test_guards.py is 3.0, and was 1.0"),
     "global settings": (lambda m: (vars(SETTINGS), "scale", 1.0), "'SETTINGS' of test_guards.py is {'scale': 1.0}"),
-    "type": (lambda m: (m, "temperature", torch.full((1,), 2.0)), "'temperature' is a tensor of shape (1,), and was 1.0"),
+    "type": (lambda m: (m, "temperature", torch.full((1,), 2.0)), "'temperature' is a tensor of shape (1,), and"),
 }
 
 
