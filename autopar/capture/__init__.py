@@ -16,6 +16,23 @@ would see them.
 
 While tracing, Python branches on tensors that are the same for every input (position ids, say) are answered by
 evaluating them, so libraries take the same path as in eager mode; a branch on data is an error that names the line.
+
+What stands where, in the order in which a model passes through:
+
+===================== ==============================================================================================
+:mod:`.recorded`      a trace with what Python code read on the way; the other files are parts of it
+the trace             :mod:`.tracing` (``torch.export``), :mod:`.quick`, :mod:`.progress`; repeated blocks are traced
+                      twice: :mod:`.repeated`, :mod:`.calls`, :mod:`.state`, :mod:`.written_out`
+own operators in it   :mod:`.recording`, :mod:`.functions` (own backwards), :mod:`.hooks`, :mod:`.regions`
+                      (activation checkpointing), :mod:`.own` (what becomes of them in the graph)
+refused in it         :mod:`.module_hooks`, :mod:`.draws`, :mod:`.memos`, :mod:`.losses`
+Python values         :mod:`.reads`, :mod:`.free`, :mod:`.generators` (heard of), :mod:`.guards` (kept and compared),
+                      :mod:`.places` (where)
+the graph             :mod:`.building`, :mod:`.emitting`, :mod:`.exported`; memory: :mod:`.storages`, :mod:`.views`,
+                      :mod:`.writes`, :mod:`.inverses`, :mod:`.schemas`, :mod:`.sharing`; afterwards :mod:`.merging`,
+                      :mod:`.pruning`
+of a captured model   :mod:`.evaluation` (eval mode), :mod:`.parts` (other numbers of rows)
+===================== ==============================================================================================
 """
 
 from __future__ import annotations
