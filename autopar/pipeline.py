@@ -5,7 +5,9 @@ The schedule's ranks are *groups* of devices: all stages of a group run on the s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 from autopar.errors import PlanError
 from autopar.placements import Mesh
@@ -90,24 +92,32 @@ class PipelinePlan:
             PlanError: stages and schedule do not agree, a mesh does not have as many devices as it names or names one
                 twice, stages of a group are on different devices, or groups share a device.
         """
-        if self.schedule.n_stages != len(self.stages):
-            raise PlanError(f"the schedule has {self.schedule.n_stages} stages, the plan {len(self.stages)}")
-        for number, stage in enumerate(self.stages):
-            if stage.plan.n_devices != len(stage.devices):
-                raise PlanError(
-                    f"stage {number} is planned for {stage.plan.n_devices} devices and placed on {len(stage.devices)}"
-                )
-            if len({*stage.devices}) != len(stage.devices):
-                raise PlanError(f"stage {number} names a device twice: {', '.join(map(str, stage.devices))}")
-        owner: dict[int, int] = {}
-        for group, held in enumerate(self.schedule.stages_of_rank):
-            sets = {frozenset(self.stages[s].devices) for s in held}
-            if len(sets) > 1:
-                raise PlanError(f"stages {list(held)} belong together in the schedule but are on different devices")
-            for device in next(iter(sets), frozenset()):
-                if owner.setdefault(device, group) != group:
-                    raise PlanError(f"device {device} is in group {owner[device]} and in group {group}")
+        check_places(self.schedule, [s.mesh for s in self.stages], [s.devices for s in self.stages])
         return self
 
 
-__all__ = ["PipelinePins", "PipelinePlan", "StageChoice"]
+def check_places(schedule: Schedule, meshes: Sequence[Mesh], devices: Sequence[Sequence[int]]) -> None:
+    """Refuse places of stages that cannot be; both lists are by stage.
+
+    Raises:
+        PlanError: as for :meth:`PipelinePlan.validate`.
+    """
+    if schedule.n_stages != len(meshes):
+        raise PlanError(f"the schedule has {schedule.n_stages} stages, the plan {len(meshes)}")
+    for number, (mesh, own) in enumerate(zip(meshes, devices, strict=True)):
+        n = prod(size for _, size in mesh)
+        if n != len(own):
+            raise PlanError(f"stage {number} is planned for {n} devices and placed on {len(own)}")
+        if len({*own}) != len(own):
+            raise PlanError(f"stage {number} names a device twice: {', '.join(map(str, own))}")
+    owner: dict[int, int] = {}
+    for group, held in enumerate(schedule.stages_of_rank):
+        sets = {frozenset(devices[s]) for s in held}
+        if len(sets) > 1:
+            raise PlanError(f"stages {list(held)} belong together in the schedule but are on different devices")
+        for device in next(iter(sets), frozenset()):
+            if owner.setdefault(device, group) != group:
+                raise PlanError(f"device {device} is in group {owner[device]} and in group {group}")
+
+
+__all__ = ["PipelinePins", "PipelinePlan", "StageChoice", "check_places"]

@@ -70,6 +70,20 @@ def step_is_legal(state: State, axis: int, dst: Placement) -> bool:
     return not any(later in moved for later in state[axis + 1 :])
 
 
+def path(src: State, dst: State) -> list[tuple[int, State, State]] | None:
+    """The steps ``(axis, from, to)`` from one state to another, innermost axis first; None if they are not legal."""
+    steps = []
+    state = src
+    for axis in range(len(src) - 1, -1, -1):
+        if state[axis] != dst[axis]:
+            if not step_is_legal(state, axis, dst[axis]):
+                return None
+            after = (*state[:axis], dst[axis], *state[axis + 1 :])
+            steps.append((axis, state, after))
+            state = after
+    return steps
+
+
 def local_shape(shape: Sequence[int], state: State, mesh: Mesh) -> tuple[int, ...]:
     """Shape on one rank of a tensor of global ``shape`` in ``state``.
 

@@ -60,10 +60,9 @@ def opened(path: Path, model: str | None = None, device: str = "meta") -> tuple[
 
 def hardware_of(path: Path, plan: PipelinePlan) -> Cluster:
     """The cluster that a plan file names; a file of one's own is looked up beside the plan, then from here."""
-    from autopar.clusters import FILES, get_cluster
+    from autopar.planfile.form import cluster_named
 
-    beside = path.parent / plan.cluster
-    return get_cluster(beside if plan.cluster.endswith(FILES) and beside.is_file() else plan.cluster)
+    return cluster_named(plan.cluster, path.parent)
 
 
 def what_if(path: Path, captured: Captured, plan: PipelinePlan) -> Replanner:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase, translate
 from pathlib import Path
@@ -14,10 +14,10 @@ from autopar.errors import AutoparError, MeshError, PlanError, closest
 from autopar.graph import Graph, Ref
 from autopar.pins import parse_kept
 from autopar.placements import State, fits, format_state, parse_state, step_is_legal
+from autopar.placements import path as way
 from autopar.plan import ParamChoice, Pins, Plan, Price, Solution, route_key
 from autopar.planfile.form import Document, Failures, format_mesh, parse
 from autopar.planfile.write import decisions, rest, route_keys
-from autopar.planner import params as P
 from autopar.planner.complete import complete, demand, needs
 from autopar.planner.price import pricer
 from autopar.planner.recompute import Recompute, contents, numbered, seconds_again, segments_of
@@ -66,8 +66,17 @@ def loads(text: str, graph: Graph, cluster: Cluster | None = None, *, where: str
     return bind(parse(text, where), graph, cluster)
 
 
-def bind(document: Document, graph: Graph, cluster: Cluster | None = None) -> Plan:
-    """The plan of a parsed file for the model with this graph; see :func:`loads`."""
+def bind(
+    document: Document, graph: Graph, cluster: Cluster | Callable[[], Cluster] | None = None, *,
+    devices: Sequence[int] | None = None, anew: bool = False,
+) -> Plan:  # fmt: skip
+    """The plan of a parsed file for the model with this graph; see :func:`loads`.
+
+    Args:
+        cluster: as for :func:`loads`, or what gives it; called only when it is needed.
+        devices: on which the plan is priced, in row-major order of its mesh; by default the cluster's first.
+        anew: price it even though nothing was edited.
+    """
     raw, bad = document.raw, Failures(document.where)
     if raw["fingerprint"] != graph.fingerprint:
         bad.add(
@@ -77,7 +86,7 @@ def bind(document: Document, graph: Graph, cluster: Cluster | None = None) -> Pl
             "try these decisions on it",
         )
         bad.raise_if_any()
-    reader = _Binder(document, graph, bad)
+    reader = _Binder(document, graph, bad, cluster or document.cluster, devices, anew)
     decided = reader.ops()
     params = reader.params()
     buffers = reader.places("buffers", "buffer")
@@ -87,14 +96,17 @@ def bind(document: Document, graph: Graph, cluster: Cluster | None = None) -> Pl
     pins = reader.pins()
     again = reader.recompute()
     bad.raise_if_any()
-    return replace(reader.plan(decided, params, buffers, inputs, outputs, routes, cluster, pins, again), pins=pins)
+    return replace(reader.plan(decided, params, buffers, inputs, outputs, routes, pins, again), pins=pins)
 
 
 class _Binder:
     """Meets the entries of a file with the nodes of a graph."""
 
-    def __init__(self, document: Document, graph: Graph, bad: Failures) -> None:
-        self.document = document
+    def __init__(
+        self, document: Document, graph: Graph, bad: Failures, cluster: Cluster | Callable[[], Cluster],
+        devices: Sequence[int] | None, anew: bool,
+    ) -> None:  # fmt: skip
+        self.cluster, self.devices, self.anew = cluster, devices, anew
         self.raw, self.mesh, self.where = document.raw, document.mesh, document.where
         self.graph, self.bad = graph, bad
         self.rules = rules_of(graph)
@@ -237,7 +249,7 @@ class _Binder:
             used = self._state(f"{path}.used", entry["used"], shape, "SIR" if node.needs_grad else "SR")
             if stored is None or used is None:
                 continue
-            if P.path(stored, used) is None:
+            if way(stored, used) is None:
                 self.bad.add(
                     path,
                     f"'{name}' cannot go from stored {format_state(stored)} to used {format_state(used)} one axis at a "
@@ -376,8 +388,7 @@ class _Binder:
 
     def plan(
         self, decided: dict[int, Strategy], params: dict[int, ParamChoice], buffers: dict[str, State],
-        inputs: dict[str, State], outputs: dict[int, State], routes: dict[str, Route], cluster: Cluster | None,
-        pins: Pins, again: Recompute,
+        inputs: dict[str, State], outputs: dict[int, State], routes: dict[str, Route], pins: Pins, again: Recompute,
     ) -> Plan:  # fmt: skip
         """The plan of the decisions: as the file has it if nothing was edited, else completed and priced anew."""
         raw, graph = self.raw, self.graph
@@ -410,20 +421,21 @@ class _Binder:
             for key in routes:
                 self.bad.add(f"routes: {key}", "nobody reads that tensor in another placement; remove the entry")
         self.bad.raise_if_any()
-        if not edited and not anew and raw.get("price") is not None:
+        if not edited and not anew and not self.anew and raw.get("price") is not None:
             price = Price(**raw["price"])
             solution = Solution(**raw["solution"]) if raw.get("solution") else None
             asis = replace(plan, routes=kept, price=price, solution=solution)
             if rest(asis) == checksum.get("rest"):
                 return asis
-        return self._anew(plan, decided, params, buffers, outputs, kept, cluster or self.document.cluster())
+        return self._anew(plan, decided, params, buffers, outputs, kept)
 
     def _anew(
         self, plan: Plan, decided: dict[int, Strategy], params: dict[int, ParamChoice], buffers: dict[str, State],
-        outputs: dict[int, State], kept: dict[str, Route], cluster: Cluster,
+        outputs: dict[int, State], kept: dict[str, Route],
     ) -> Plan:  # fmt: skip
+        cluster = self.cluster if isinstance(self.cluster, Cluster) else self.cluster()
         check_mesh(self.mesh, cluster)
-        priced = pricer(cluster, self.mesh)
+        priced = pricer(cluster, self.mesh, self.devices)
         try:
             done = complete(
                 self.graph, self.rules, priced, decided, params, outputs, inputs=plan.inputs, buffers=buffers,

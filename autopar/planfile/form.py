@@ -77,9 +77,17 @@ class Document:
         Raises:
             ClusterError: there is none, or it is malformed.
         """
-        name = str(self.raw["cluster"])
-        beside = self.folder / name
-        return get_cluster(beside if name.endswith(FILES) and beside.is_file() else name)
+        return cluster_named(str(self.raw["cluster"]), self.folder)
+
+
+def cluster_named(name: str, folder: Path) -> Cluster:
+    """The cluster that a plan file in a folder names; a file of one's own is looked up there, then from here.
+
+    Raises:
+        ClusterError: there is none, or it is malformed.
+    """
+    beside = folder / name
+    return get_cluster(beside if name.endswith(FILES) and beside.is_file() else name)
 
 
 def unique(text: str) -> tuple[Any, list[str]]:

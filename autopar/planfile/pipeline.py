@@ -19,20 +19,33 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from autopar.errors import MeshError, PlanError, closest
 from autopar.graph import Graph
 from autopar.pins import parse_kept
-from autopar.pipeline import PipelinePins, PipelinePlan, StageChoice
+from autopar.pipeline import PipelinePins, PipelinePlan, StageChoice, check_places
 from autopar.placements import Mesh, parse_state
-from autopar.plan import Pins
-from autopar.planfile.bind import loads as loads_stage
-from autopar.planfile.form import OPTIMIZERS, Failures, _check_pins, format_mesh, parse_mesh, unique
+from autopar.plan import Pins, Plan
+from autopar.planfile.bind import bind
+from autopar.planfile.form import (
+    OPTIMIZERS,
+    Document,
+    Failures,
+    _check_pins,
+    cluster_named,
+    format_mesh,
+    parse_mesh,
+    unique,
+)
+from autopar.planfile.form import parse as parse_stage
 from autopar.planfile.write import _pins as stage_pins
+from autopar.planfile.write import digest, rest
 from autopar.planfile.write import dumps as dumps_stage
+from autopar.planner.timing import timing_of
 from autopar.staging import StageGraph, cut
 from cost_models.pipeline import Schedule, live_per_stage, parse, simulate, times
 from hardware_profiles import Cluster
@@ -40,9 +53,9 @@ from hardware_profiles import Cluster
 VERSION = 1
 TYPES: dict[str, type] = {
     "model": dict, "fingerprint": str, "cluster": str, "optimizer": str, "seconds": float, "pins": dict,
-    "schedule": list, "stages": list, "notes": list,
+    "schedule": list, "stages": list, "notes": list, "checksum": str,
 }  # fmt: skip
-OPTIONAL = ("model", "notes", "pins", "seconds")
+OPTIONAL = ("model", "notes", "pins", "seconds", "checksum")
 KEYS = ("autopar_pipeline", *TYPES)
 
 
@@ -57,8 +70,16 @@ def dumps(plan: PipelinePlan, graph: Graph, model: Mapping[str, Any] | None = No
         "cluster": plan.cluster, "optimizer": plan.optimizer, "seconds": plan.seconds,
         **({"pins": pinned} if (pinned := _pins(plan.pins)) else {}),
         "schedule": plan.schedule.text().splitlines(), "stages": stages, "notes": list(plan.notes),
+        "checksum": places(plan),
     }  # fmt: skip
     return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
+
+
+def places(plan: PipelinePlan) -> str:
+    """Checksum of what decides the price of stages and step beside the stages' own plans, and of the step's price."""
+    return digest(
+        plan.cluster, [(s.first, s.devices) for s in plan.stages], plan.schedule.text(), float(plan.seconds)
+    )  # fmt: skip
 
 
 def _pins(pins: PipelinePins) -> dict[str, Any]:
@@ -174,11 +195,21 @@ def _check_stage(at: str, stage: Mapping[str, Any], bad: Failures) -> None:
                     bad.add(f"{at}.devices[{k}]", f"got {device}; ranks count from 0")
 
 
-def loads(text: str, graph: Graph, cluster: Cluster | None = None, *, where: str = "plan") -> PipelinePlan:
+def loads(
+    text: str, graph: Graph, cluster: Cluster | None = None, *, where: str = "plan", folder: Path | None = None
+) -> PipelinePlan:  # fmt: skip
     """The pipelined plan in ``text``, for the model with this graph (of one microbatch).
+
+    A stage that was edited by hand is priced anew on its own devices, all stages where devices or the cluster were
+    edited; then the step is simulated anew.
+
+    Args:
+        cluster: prices what has to be priced anew; by default the cluster that the file names, and only when needed.
+        folder: where the file lies; a cluster's file is looked up there first.
 
     Raises:
         PlanError: whatever does not fit, with its place in the file and what to do.
+        ClusterError: the cluster is needed, and there is none of that name.
     """
     raw = read(text, where)
     if raw["fingerprint"] != graph.fingerprint:
@@ -187,24 +218,56 @@ def loads(text: str, graph: Graph, cluster: Cluster | None = None, *, where: str
             "(operators, shapes or names differ); plan this model again"
         )
     schedule = _schedule(raw, where)
+    devices = [tuple(stage["devices"]) for stage in raw["stages"]]
+
+    @cache
+    def hardware() -> Cluster:
+        found = cluster or cluster_named(raw["cluster"], folder or Path())
+        for number, own in enumerate(devices):
+            if max(own, default=0) >= found.n_devices:
+                raise PlanError(
+                    f"{where}: stages[{number}].devices: {max(own)} is no device of cluster '{raw['cluster']}', which "
+                    f"has 0 to {found.n_devices - 1}; name others, or another cluster"
+                )
+        return found
+
     try:
         graphs = cut(graph, [s["first"] for s in raw["stages"][1:]])
     except PlanError as error:
         raise PlanError(f"{where}: {error}") from None
-    live = live_per_stage(schedule)
-    choices = [
-        _stage(raw, stage, live[stage.number], schedule.n_microbatches, cluster, f"{where}, stages[{stage.number}]")
-        for stage in graphs
-    ]
-    plan = PipelinePlan(
-        raw["fingerprint"], raw["cluster"], tuple(choices), schedule, raw["optimizer"],
-        float(raw.get("seconds") or 0.0), tuple(raw.get("notes") or ()),
-        _asked(raw.get("pins", {}), choices[0].mesh, where),
-    )  # fmt: skip
+    documents = [_document(raw, stage, schedule.n_microbatches, where) for stage in graphs]
     try:
-        return plan.validate()
+        check_places(schedule, [d.mesh for d in documents], devices)
     except PlanError as error:
         raise PlanError(f"{where}: {error}") from None
+    live = live_per_stage(schedule)
+    plans = [bind(d, g.graph, hardware, devices=own) for d, g, own in zip(documents, graphs, devices, strict=True)]
+    seconds = float(raw.get("seconds") or 0.0)
+    choices = tuple(
+        StageChoice(raw["stages"][k]["first"], devices[k], own.with_in_flight(live[k])) for k, own in enumerate(plans)
+    )
+    plan = PipelinePlan(
+        raw["fingerprint"], raw["cluster"], choices, schedule, raw["optimizer"], seconds,
+        tuple(raw.get("notes") or ()), _asked(raw.get("pins", {}), choices[0].mesh, where),
+    )  # fmt: skip
+    moved = raw.get("checksum") != places(plan)
+    if moved:
+        for k, (document, stage) in enumerate(zip(documents, graphs, strict=True)):
+            again = bind(document, stage.graph, hardware, devices=devices[k], anew=True)
+            if again.price != plans[k].price:
+                plans[k] = again
+    if moved or any(_priced_anew(d, own) for d, own in zip(documents, plans, strict=True)):
+        choices = tuple(
+            replace(c, plan=own.with_in_flight(n)) for c, own, n in zip(choices, plans, live, strict=True)
+        )
+        timing, step = timing_of(graphs, choices, schedule, hardware())
+        plan = replace(plan, stages=choices, seconds=simulate(schedule, timing).makespan_seconds + step)
+    return plan
+
+
+def _priced_anew(document: Document, plan: Plan) -> bool:
+    """Whether a stage costs something else than its file says."""
+    return (document.raw.get("checksum") or {}).get("rest") != rest(plan)
 
 
 def _schedule(raw: Mapping[str, Any], where: str) -> Schedule:
@@ -222,11 +285,9 @@ def _schedule(raw: Mapping[str, Any], where: str) -> Schedule:
     return schedule
 
 
-def _stage(
-    raw: Mapping[str, Any], stage: StageGraph, live: int, microbatches: int, cluster: Cluster | None, where: str
-) -> StageChoice:
-    """One stage of a file, whose plan is for the operators between its cut and the next."""
-    entry = raw["stages"][stage.number]
+def _document(raw: Mapping[str, Any], stage: StageGraph, microbatches: int, where: str) -> Document:
+    """The part of a file that is a stage's plan, for the operators between its cut and the next."""
+    entry, where = raw["stages"][stage.number], f"{where}, stages[{stage.number}]"
     first = next(n.name for n in stage.graph.nodes if n.kind == "op" and n.hot)
     if entry["first"] != first:
         raise PlanError(f"{where}: 'first' is '{entry['first']}', the model begins at '{first}'; write that")
@@ -236,13 +297,11 @@ def _stage(
             f"{where}: the stage has fingerprint {stage.graph.fingerprint}, its plan is for {made_for}; a cut is moved "
             "by planning again: autopar plan --cut"
         )
-    own = loads_stage(json.dumps(entry["plan"]), stage.graph, cluster, where=f"{where}.plan")
-    for name, mine, all_ in (
-        ("optimizer", own.optimizer, raw["optimizer"]), ("microbatches", own.microbatches, microbatches),
-    ):  # fmt: skip
-        if mine != all_:
+    found = parse_stage(json.dumps({**entry["plan"], "cluster": raw["cluster"]}), f"{where}.plan")
+    for name, default, all_ in (("optimizer", "adamw", raw["optimizer"]), ("microbatches", 1, microbatches)):
+        if (mine := found.raw.get(name, default)) != all_:
             raise PlanError(f"{where}.plan: {name} is {mine}, that of the whole plan {all_}; write the same in both")
-    return StageChoice(first, tuple(entry["devices"]), own.with_in_flight(live))
+    return found
 
 
 def load(path: str | Path, graph: Graph, cluster: Cluster | None = None) -> PipelinePlan:
@@ -251,7 +310,7 @@ def load(path: str | Path, graph: Graph, cluster: Cluster | None = None) -> Pipe
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise PlanError(f"cannot read plan {path}: {error.strerror}") from error
-    return loads(text, graph, cluster, where=str(path))
+    return loads(text, graph, cluster, where=str(path), folder=Path(path).parent)
 
 
 __all__ = ["dumps", "is_pipeline", "load", "loads", "read"]

@@ -169,7 +169,7 @@ def route_keys(graph: Graph) -> dict[str, str]:
 
 def decisions(plan: Plan) -> str:
     """Checksum of everything that is decided, routes apart."""
-    return _digest(
+    return digest(
         plan.fingerprint, plan.mesh, plan.stages, sorted(plan.ops.items()),
         sorted((k, v.stored, v.used, v.lifetime) for k, v in plan.params.items()),
         sorted(plan.buffers.items()), sorted(plan.inputs.items()), plan.outputs,
@@ -179,12 +179,12 @@ def decisions(plan: Plan) -> str:
 
 def rest(plan: Plan) -> str:
     """Checksum of what else decides the price, of the price, and of the wishes under which it was proven best."""
-    return _digest(
+    return digest(
         plan.cluster, plan.optimizer, plan.microbatches, sorted(plan.routes.items()), _price(plan),
         asdict(plan.solution) if plan.solution else None, *([_pins(plan.pins)] if _pins(plan.pins) else ()),
         *([plan.in_flight] if plan.in_flight != 1 else ()),
     )  # fmt: skip
 
 
-def _digest(*values: Any) -> str:
+def digest(*values: Any) -> str:
     return hashlib.sha256(repr(values).encode()).hexdigest()[:16]

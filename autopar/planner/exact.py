@@ -24,7 +24,7 @@ from autopar.planner.fold import fold
 from autopar.planner.order import SEARCHED, START, better_order
 from autopar.planner.problem import Beaten
 from autopar.planner.recompute import Recompute, is_asked, patterns_in, segment, segments_of
-from autopar.planner.search import MEMORY_FRACTION, Options, plan_graph
+from autopar.planner.search import Options, device_limit, plan_graph
 from autopar.planner.stage_pins import of_stage
 from autopar.planner.timing import timing_of
 from autopar.planner.transplant import structure, transplant
@@ -204,10 +204,7 @@ class ExactPlans:
 
     def limit(self, devices: Sequence[int]) -> float:
         """Bytes that a device of a group may hold."""
-        limit = self.asked.options.memory_limit_bytes
-        if limit is None:
-            limit = MEMORY_FRACTION * min(self.cluster.device(d).memory_bytes for d in devices)
-        return limit
+        return device_limit(self.cluster, devices, self.asked.options.memory_limit_bytes)
 
     def _stages(
         self, graphs: Sequence[StageGraph], schedule: Schedule, candidate: Candidate, best_known: float,
@@ -338,8 +335,8 @@ class ExactPlans:
         solved for a round number of them, and so for few different ones; or for just as many as there are (``exact``).
         """
         if _is_pinned(options):
-            return plan_graph(graph, self.cluster, mesh, options, devices=devices)
-        kinds = tuple(self.cluster.device(d).name for d in devices)
+            return plan_graph(graph, self.cluster, mesh, options, cluster_name=self.cluster_name, devices=devices)
+        kinds, name = tuple(self.cluster.device(d).name for d in devices), self.cluster_name
         again = options.segments or segments_of(graph, rules_of(graph), options.recompute)
         places = tuple((graph.index[first], graph.index[last]) for first, last in again)
         key = structure(graph), mesh, kinds, options.memory_limit_bytes, places
@@ -352,11 +349,15 @@ class ExactPlans:
                 return own.with_in_flight(wanted)
         n = target
         try:
-            plan = plan_graph(graph, self.cluster, mesh, replace(options, in_flight=n), devices=devices)
+            plan = plan_graph(
+                graph, self.cluster, mesh, replace(options, in_flight=n), cluster_name=name, devices=devices
+            )
         except InfeasibleError:
             if n == wanted:
                 raise
-            n, plan = wanted, plan_graph(graph, self.cluster, mesh, options, devices=devices)
+            n, plan = wanted, plan_graph(
+                graph, self.cluster, mesh, options, cluster_name=name, devices=devices
+            )
         known[n] = graph, plan
         return plan.with_in_flight(wanted)
 

@@ -13,7 +13,7 @@ from itertools import product
 from math import prod
 
 from autopar.graph import Graph, Spec
-from autopar.placements import Mesh, State, fits, local_shape, step_collectives, step_is_legal
+from autopar.placements import Mesh, State, fits, local_shape, path, step_collectives
 from autopar.plan import ParamChoice, Plan
 from autopar.planner.price import Pricer
 from cost_models import AxisCost, optimizer_state_bytes
@@ -37,20 +37,6 @@ class ParamCost:
     @property
     def n_bytes(self) -> int:
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.gathered_bytes
-
-
-def path(stored: State, used: State) -> list[tuple[int, State, State]] | None:
-    """The steps ``(axis, from, to)`` from stored to used, innermost axis first; None if they are not legal."""
-    steps = []
-    state = stored
-    for axis in range(len(stored) - 1, -1, -1):
-        if state[axis] != used[axis]:
-            if not step_is_legal(state, axis, used[axis]):
-                return None
-            after = (*state[:axis], used[axis], *state[axis + 1 :])
-            steps.append((axis, state, after))
-            state = after
-    return steps
 
 
 def choices(spec: Spec, grad: bool, used: Iterable[State], mesh: Mesh, *, all_dims: bool = False) -> list[ParamChoice]:

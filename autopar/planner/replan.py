@@ -15,7 +15,7 @@ from autopar.pipeline import PipelinePlan, StageChoice
 from autopar.planner.blocks import blocks
 from autopar.planner.fold import fold
 from autopar.planner.recompute import patterns_in
-from autopar.planner.search import MEMORY_FRACTION, Options, plan_graph
+from autopar.planner.search import Options, device_limit, plan_graph
 from autopar.planner.stage_pins import of_stage
 from autopar.planner.timing import timing_of
 from autopar.rules.registry import rules_of
@@ -27,15 +27,14 @@ from hardware_profiles import Cluster
 def limit_of_stage(plan: PipelinePlan, number: int, cluster: Cluster, asked: float | None) -> float:
     """Bytes of a device that a stage of a finished plan may fill: what the other stages of its group leave.
 
-    While a plan is made, stages of a group get their shares by what each is estimated to need; in a finished plan that
-    is what each has, so whatever a stage may grow to, the group fits.
+    While a plan is made, stages of a group get shares of this limit by what each is estimated to need
+    (:mod:`autopar.planner.exact`); in a finished plan that is what each has. So this is never less than the stage's
+    share was, and whatever one stage grows to within it, the group fits.
 
     Args:
         asked: the limit that was asked for; None for nine tenths of the device.
     """
-    limit = asked
-    if limit is None:
-        limit = MEMORY_FRACTION * min(cluster.device(d).memory_bytes for d in plan.stages[number].devices)
+    limit = device_limit(cluster, plan.stages[number].devices, asked)
     held = plan.schedule.stages_of_rank[plan.schedule.rank_of_stage[number]]
     return max(1.0, limit - sum(plan.stages[s].plan.price.memory_bytes for s in held if s != number))
 

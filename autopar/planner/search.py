@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -117,10 +117,7 @@ def plan_graph(
     """
     options = options or Options()
     setting = _Setting(graph, cluster, mesh, options, cluster_name, devices)
-    limit = options.memory_limit_bytes
-    if limit is None:
-        n = prod(size for _, size in mesh)
-        limit = MEMORY_FRACTION * min(cluster.device(i).memory_bytes for i in devices or range(n))
+    limit = device_limit(cluster, devices or range(prod(size for _, size in mesh)), options.memory_limit_bytes)
     problem, decoder = setting.problem(limit < float("inf"))
     plan = _Solving(setting, problem, decoder, limit).plan()
     missing = ops_without_rule(graph)
@@ -395,6 +392,11 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
 
 
+def device_limit(cluster: Cluster, devices: Iterable[int], asked: float | None) -> float:
+    """Bytes that may be filled of each of these devices: what was asked for, or nine tenths of the smallest."""
+    return MEMORY_FRACTION * min(cluster.device(d).memory_bytes for d in devices) if asked is None else asked
+
+
 def check_mesh(mesh: Mesh, cluster: Cluster) -> None:
     """Refuse a mesh that the cluster cannot hold.
 
@@ -562,4 +564,7 @@ def _kept(how: str) -> tuple[str, str]:
     return "".join(words), lifetime
 
 
-__all__ = ["Options", "PlansByMemory", "check_mesh", "matches", "op_labels", "plan_graph", "priced_again", "size_text"]
+__all__ = [
+    "Options", "PlansByMemory", "check_mesh", "device_limit", "matches", "op_labels", "plan_graph", "priced_again",
+    "size_text",
+]  # fmt: skip

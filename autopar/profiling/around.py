@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.capture import capture
 from autopar.graph import Spec
-from autopar.lower.transfer import Side, transfer
 from autopar.planner.pipeline import PipelineOptions, plan_pipeline
 from autopar.runtime.pipeline import PipelineModule
 from autopar.runtime.wires import Post, Wire
+from autopar.transfer import Side, transfer
 from cost_models.pipeline.actions import Action
 from hardware_profiles import Cluster
 

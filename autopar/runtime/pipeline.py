@@ -24,7 +24,6 @@ from autopar.capture import Captured
 from autopar.capture.evaluation import Skeleton
 from autopar.errors import AutoparError, PlanError, RunError
 from autopar.graph import Ref, Spec
-from autopar.lower.transfer import Side, transfer
 from autopar.pipeline import PipelinePlan
 from autopar.placements import State
 from autopar.rules.registry import rules_of
@@ -40,6 +39,7 @@ from autopar.runtime.stagewise import flat_optimizer_states, refuse_norms_on
 from autopar.runtime.state import Held, as_dtensor, hops
 from autopar.runtime.wires import Post, Wire, clear
 from autopar.staging import StageGraph, cut
+from autopar.transfer import Side, transfer
 from cost_models.pipeline import forward_only
 from cost_models.pipeline.actions import KINDS, Action
 

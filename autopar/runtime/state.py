@@ -23,9 +23,8 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autopar.errors import PlanError, RunError
-from autopar.placements import Mesh, State, format_state, local_shape, shard_dim
+from autopar.placements import Mesh, State, format_state, local_shape, path, shard_dim
 from autopar.plan import ParamChoice
-from autopar.planner.params import path
 
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from autopar.lower.collectives import step
-from autopar.lower.transfer import Piece, Transfer, box_of
-from autopar.planner.params import path
+from autopar.placements import path
+from autopar.transfer import Piece, Transfer, box_of
 from cost_models.pipeline.actions import Action
 
 AHEAD = 2

@@ -18,9 +18,8 @@ from autopar.errors import RunError
 from autopar.graph import Graph
 from autopar.lower.collectives import step
 from autopar.lower.emit import Program
-from autopar.placements import Mesh, State, coordinates
+from autopar.placements import Mesh, State, coordinates, path
 from autopar.plan import ParamChoice, Plan
-from autopar.planner.params import path
 from autopar.rules.pieces import fake_world, join, piece
 from autopar.staging import StageGraph
 from cost_models.pipeline.actions import Action, Schedule

@@ -9,8 +9,10 @@ from __future__ import annotations
 import copy
 import importlib
 import itertools
+import tempfile
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -21,6 +23,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autopar
+from autopar.capture import capture
+from autopar.cli.common import optimizer_of
+from autopar.cli.pipeline import train
+from autopar.models import load_model
+from autopar.planfile import pipeline as files
+from autopar.planner.pipeline import PipelineOptions, plan_pipeline
+from autopar.planner.search import Options
+from hardware_profiles import load_cluster
 
 CUT = {"constraints": {"*up": {"data": "b"}}}
 """The batch is cut over the ranks."""
@@ -332,7 +342,51 @@ def stage_without_parameters() -> float:
         for x in xs:
             worst = max(worst, difference(*(step(m, o, x) for m, o in zip((pm, alone), optimizers))))
     pm.clip_grad_norm_(1.0)
-    return max(worst, weights(pm, alone))
+    return max(worst, weights(pm, alone), run_of_a_stage_without_parameters())
+
+
+WITHOUT_PARAMETERS = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.tail = nn.Linear(6, 6), nn.Tanh()
+
+    def forward(self, x):
+        return self.tail(self.body(x)).square().mean()
+
+
+def make():
+    torch.manual_seed(0)
+    return Net().double(), (torch.ones(2, 6, dtype=torch.float64),)
+"""
+
+
+def run_of_a_stage_without_parameters() -> float:
+    """What every rank of ``autopar run`` does with such a plan file: losses as without a plan."""
+    worst = 0.0
+    for name, lr in (("adamw", 1e-2), ("sgd_momentum", 0.1)):
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "net.py").write_text(WITHOUT_PARAMETERS)
+            loaded = load_model("net.py:make", folder=Path(folder))
+            graph = capture(loaded.model, loaded.args, loaded.kwargs).graph
+            second = next(n.name for n in graph.nodes if n.module == "tail")
+            wish = PipelineOptions(2, schedules=("1f1b",), starts=[second], options=Options(optimizer=name))
+            plan = plan_pipeline(graph, load_cluster("local-x2"), 2, wish).plan
+            (Path(folder) / "plan.json").write_text(files.dumps(plan, graph, {"spec": "net.py:make", "parts": 1}))
+            found = train(str(Path(folder) / "plan.json"), None, 3, lr)["losses"]
+            one = load_model("net.py:make", folder=Path(folder), device="cpu")
+        optimizer = optimizer_of(name, list(one.model.parameters()), lr)
+        for loss in found:
+            expected = one.model(*one.args)
+            optimizer.zero_grad()
+            expected.backward()
+            optimizer.step()
+            worst = max(worst, abs(loss - expected.item()))
+    return worst
 
 
 BUILDS = {

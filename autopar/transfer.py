@@ -1,19 +1,22 @@
 """How a tensor gets from one submesh to another: which rank sends which piece to which rank.
 
 Every piece crosses once. A tensor that is whole on several target ranks arrives in slices and is gathered there, on the
-target's own links; a tensor that several source ranks hold is sent by the one that lies nearest, or by all in turn.
+target's own links, unless it does not divide: then every rank receives all of it. A tensor that several source ranks
+hold is sent by the one that lies nearest, or by all in turn. What a rank holds already stays where it is.
+
+The runtime sends what is said here, and the planner prices it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
 
 from autopar.graph import Spec
-from autopar.placements import Mesh, State, coordinates, fits
-from autopar.planner.params import path
+from autopar.placements import Mesh, State, coordinates, fits, path
 
 Box = tuple[tuple[int, int], ...]
 """``(start, length)`` per dim."""
@@ -65,18 +68,49 @@ def box_of(shape: Sequence[int], side: Side, at: int, state: State | None = None
 
 def transfer(spec: Spec, source: Side, target: Side) -> Transfer:
     """The messages that bring a tensor from one side to another. States are made of S, I and R."""
-    landing = _landing(spec, target)
     holders: dict[Box, list[int]] = {}
+    at_home: dict[int, Box] = {}
     for at, device in enumerate(source.devices):
-        holders.setdefault(box_of(spec.shape, source, at), []).append(device)
+        at_home[device] = box_of(spec.shape, source, at)
+        holders.setdefault(at_home[device], []).append(device)
+    landing = target.state
+    wanted = [box_of(spec.shape, target, at) for at in range(len(target.devices))]
+    if not all(d in at_home and _meet(at_home[d], w) == w for d, w in zip(target.devices, wanted, strict=True)):
+        landing = _landing(spec, target)
+        wanted = [box_of(spec.shape, target, at, landing) for at in range(len(target.devices))]
+    sizes = [n for _, n in next(iter(holders))]  # all boxes are alike
     pieces = []
-    for at, device in enumerate(target.devices):
-        want = box_of(spec.shape, target, at, landing)
-        for have, owners in holders.items():
+    for at, (device, want) in enumerate(zip(target.devices, wanted, strict=True)):
+        near = [
+            range(start // size * size, start + n, size) if size else ()
+            for (start, n), size in zip(want, sizes, strict=True)
+        ]
+        for starts in product(*near):
+            have = tuple(zip(starts, sizes, strict=True))
             common = _meet(have, want)
-            if common is not None:
-                pieces.append(Piece(_nearest(owners, device, at), device, common))
+            assert common is not None
+            pieces.append(Piece(_nearest(holders[have], device, at), device, common))
     return Transfer(spec, source, target, landing, tuple(pieces))
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one rank sends, or receives: that many messages, and their bytes together."""
+
+    n_messages: int
+    n_bytes: int
+
+
+def loads(found: Transfer) -> tuple[Load, ...]:
+    """What each rank sends, and what each receives, those that are alike once; nothing where all stays at home."""
+    ends: Counter[tuple[bool, int]] = Counter()
+    n_bytes: Counter[tuple[bool, int]] = Counter()
+    for piece in found.pieces:
+        if piece.source != piece.target:
+            for end in ((True, piece.source), (False, piece.target)):
+                ends[end] += 1
+                n_bytes[end] += piece.n_elements * found.spec.item_bytes
+    return tuple(dict.fromkeys(Load(n, n_bytes[end]) for end, n in ends.items()))
 
 
 def _landing(spec: Spec, target: Side) -> State:
@@ -110,4 +144,4 @@ def _nearest(owners: Sequence[int], device: int, turn: int) -> int:
     return device if device in owners else owners[turn % len(owners)]
 
 
-__all__ = ["Box", "Piece", "Side", "Transfer", "box_of", "transfer"]
+__all__ = ["Box", "Load", "Piece", "Side", "Transfer", "box_of", "loads", "transfer"]
