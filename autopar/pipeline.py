@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from autopar.errors import PlanError
+from autopar.errors import MeshError, PlanError
 from autopar.placements import Mesh
 from autopar.plan import Pins, Plan
 from cost_models.pipeline.actions import Schedule
@@ -120,4 +120,15 @@ def check_places(schedule: Schedule, meshes: Sequence[Mesh], devices: Sequence[S
                 raise PlanError(f"device {device} is in group {owner[device]} and in group {group}")
 
 
-__all__ = ["PipelinePins", "PipelinePlan", "StageChoice", "check_places"]
+def check_within(devices: Sequence[Sequence[int]], n: int, there: str) -> None:
+    """Refuse stages on ranks beyond those that are there; devices are by stage.
+
+    Raises:
+        MeshError: with the stage, the rank, and how many there are.
+    """
+    for number, own in enumerate(devices):
+        if max(own, default=0) >= n:
+            raise MeshError(f"stage {number} is on rank {max(own)}, {n} {there}: 0 to {n - 1}")
+
+
+__all__ = ["PipelinePins", "PipelinePlan", "StageChoice", "check_places", "check_within"]

@@ -17,7 +17,7 @@ from autopar.capture.parts import NotLinear, first_part, numbers_of_parts, resiz
 from autopar.errors import MeshError, PlanError
 from autopar.graph import Graph
 from autopar.pins import pins_of
-from autopar.pipeline import PipelinePins, PipelinePlan
+from autopar.pipeline import PipelinePins, PipelinePlan, check_within
 from autopar.placements import Mesh, mesh_shapes
 from autopar.planfile import pipeline as files
 from autopar.planner.order import check_name
@@ -195,9 +195,7 @@ def check_ranks(plan: PipelinePlan, n: int, there: str) -> None:
     Raises:
         MeshError: with the stage, the rank, and how many there are.
     """
-    for number, stage in enumerate(plan.stages):
-        if max(stage.devices) >= n:
-            raise MeshError(f"stage {number} is on rank {max(stage.devices)}, {n} {there}: 0 to {n - 1}")
+    check_within([s.devices for s in plan.stages], n, there)
 
 
 def is_pipeline_file(plan: Any) -> bool:

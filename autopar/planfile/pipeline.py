@@ -27,7 +27,7 @@ from typing import Any
 from autopar.errors import MeshError, PlanError, closest
 from autopar.graph import Graph
 from autopar.pins import parse_kept
-from autopar.pipeline import PipelinePins, PipelinePlan, StageChoice, check_places
+from autopar.pipeline import PipelinePins, PipelinePlan, StageChoice, check_places, check_within
 from autopar.placements import Mesh, parse_state
 from autopar.plan import Pins, Plan
 from autopar.planfile.bind import bind
@@ -209,7 +209,7 @@ def loads(
 
     Raises:
         PlanError: whatever does not fit, with its place in the file and what to do.
-        ClusterError: the cluster is needed, and there is none of that name.
+        ClusterError, MeshError: the cluster is needed, and there is none of that name, or it lacks a device.
     """
     raw = read(text, where)
     if raw["fingerprint"] != graph.fingerprint:
@@ -223,12 +223,7 @@ def loads(
     @cache
     def hardware() -> Cluster:
         found = cluster or cluster_named(raw["cluster"], folder or Path())
-        for number, own in enumerate(devices):
-            if max(own, default=0) >= found.n_devices:
-                raise PlanError(
-                    f"{where}: stages[{number}].devices: {max(own)} is no device of cluster '{raw['cluster']}', which "
-                    f"has 0 to {found.n_devices - 1}; name others, or another cluster"
-                )
+        check_within(devices, found.n_devices, f"devices are in cluster '{raw['cluster']}'")
         return found
 
     try:
@@ -257,9 +252,7 @@ def loads(
             if again.price != plans[k].price:
                 plans[k] = again
     if moved or any(_priced_anew(d, own) for d, own in zip(documents, plans, strict=True)):
-        choices = tuple(
-            replace(c, plan=own.with_in_flight(n)) for c, own, n in zip(choices, plans, live, strict=True)
-        )
+        choices = tuple(replace(c, plan=own.with_in_flight(n)) for c, own, n in zip(choices, plans, live, strict=True))
         timing, step = timing_of(graphs, choices, schedule, hardware())
         plan = replace(plan, stages=choices, seconds=simulate(schedule, timing).makespan_seconds + step)
     return plan

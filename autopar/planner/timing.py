@@ -66,9 +66,7 @@ class _Crossing:
     backward_seconds: float
 
 
-def _crossings(
-    graphs: Sequence[StageGraph], choices: Sequence[StageChoice], cluster: Cluster
-) -> Iterator[_Crossing]:
+def _crossings(graphs: Sequence[StageGraph], choices: Sequence[StageChoice], cluster: Cluster) -> Iterator[_Crossing]:
     """One of every tensor that a stage takes from another."""
     for graph in graphs:
         here = choices[graph.number]

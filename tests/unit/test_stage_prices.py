@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from autopar.capture import capture
-from autopar.errors import ClusterError, PlanError
+from autopar.errors import ClusterError, MeshError, PlanError
 from autopar.graph import Graph, Spec
 from autopar.pipeline import PipelinePlan, StageChoice
 from autopar.placements import Mesh, local_shape
@@ -135,7 +135,7 @@ def test_stages_on_other_devices_are_priced_there(graph: Graph, made: tuple[Path
     check_prices(graph, plan, load_cluster(folder / "mine.toml"))
     assert plan.stages[0].plan.price != before.stages[0].plan.price
     path = edited(folder, lambda d: d["stages"][1].update(devices=[2, 4]))
-    with pytest.raises(PlanError, match=r"stages\[1\].devices: 4 is no device of cluster .mine.toml., which has 0 to"):
+    with pytest.raises(MeshError, match=r"stage 1 is on rank 4, 4 devices are in cluster 'mine.toml': 0 to 3"):
         files.load(path, graph)
     path = edited(folder, lambda d: d["stages"][1].update(devices=[1, 2]))
     with pytest.raises(PlanError, match="device 1 is in group 0 and in group 1"):
