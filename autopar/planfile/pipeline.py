@@ -11,6 +11,7 @@
 
 A stage begins at its first operator and ends where the next one begins; its plan has the form of a plan without
 pipeline (:mod:`autopar.planfile`), for the operators of the stage. Ranks of the schedule are groups of devices.
+``checksum`` tells whether devices, cluster or schedule were edited: stages are then priced anew where they are.
 ``pins`` is what the user asked for, those about operators and parameters by the names of the whole model: as in a plan
 without pipeline, it decides nothing here, and is for solving again.
 """
