@@ -17,9 +17,10 @@ import torch
 from torch.autograd.graph import Node
 
 from autopar.errors import RunError
-from autopar.runtime.gradients import Gradients, has_hooks
+from autopar.runtime.gradients import Gradients
 from autopar.runtime.state import Held
 
+_ENGINE: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
 Run = Callable[[Mapping[str, torch.Tensor]], tuple[Any, ...]]
 
 TWICE = (
@@ -44,9 +45,11 @@ class _Call:
     ) -> None:
         self.gradients, self.run, self.begun = gradients, run, begun
         self.wanting = [name for name, x in inputs.items() if x.requires_grad]
-        trained = [held for held in gradients.helds if held.param.requires_grad]
+        trained = [(held, param) for held, param in gradients.stored() if param.requires_grad]
         self.trains = bool(trained)
-        self.helds = [] if gradients.defer else trained  # in a microbatch that is not the last one they get nothing
+        trained = [] if gradients.defer else trained  # in a microbatch that is not the last one they get nothing
+        self.helds = [held for held, _ in trained]
+        self.params = [param for _, param in trained]
         self.inputs = inputs
         self.leaves: list[torch.Tensor] = []
         self.roots: list[torch.Tensor | None] | None = None
@@ -88,7 +91,10 @@ class _Call:
         try:
             with gradients.reducing(last=last):
                 if given and (inputs is None or inputs):
-                    torch.autograd.backward(used, arriving, retain_graph=keep, inputs=inputs or None)
+                    _ENGINE.run_backward(  # torch.autograd.backward would check shapes again
+                        tuple(used), tuple(arriving), keep, False, tuple(inputs or ()), allow_unreachable=True,
+                        accumulate_grad=True,
+                    )  # fmt: skip
         except BaseException:
             gradients.drop()
             raise
@@ -97,18 +103,7 @@ class _Call:
         arrived = [leaf.grad for leaf in self.leaves]
         for leaf in self.leaves:
             leaf.grad = None
-        return arrived, [self._reduced(held, wanted is not None) for held in self.helds]
-
-    @staticmethod
-    def _reduced(held: Held, by_autograd: bool) -> torch.Tensor | None:
-        grad = held.taken()
-        if grad is None:
-            assert held.local is not None  # autograd calls hooks in any case, and they expect a tensor
-            return held.placed(torch.zeros_like(held.local)) if has_hooks(held.param) and not by_autograd else None
-        if by_autograd or has_hooks(held.param):
-            return held.placed(grad)
-        held.give(grad)
-        return None
+        return arrived, gradients.handed(self.helds, self.params, by_autograd=wanted is not None)
 
 
 class _Crossing(torch.autograd.Function):
@@ -138,6 +133,10 @@ class _Crossing(torch.autograd.Function):
         return (None, None, *inputs, *params)
 
 
+_apply: Any = super(torch.autograd.Function, _Crossing).apply
+"""Without what torch does for its function transforms: a look at every parameter in Python."""
+
+
 def _reached(node: Node | None) -> bool:
     """Whether the backward that runs now comes to a node."""
     if node is None:
@@ -164,7 +163,9 @@ def crossed(
     if not torch.is_grad_enabled() or not (call.wanting or call.trains):
         return run({name: x.detach() for name, x in inputs.items()})
     wanting = [inputs[name] for name in call.wanting]
-    return _Crossing.apply(call, probe, *wanting, *(held.param for held in call.helds))  # type: ignore[no-any-return]
+    if torch._C._are_functorch_transforms_active():  # it says what it cannot do
+        return _Crossing.apply(call, probe, *wanting, *call.params)  # type: ignore[no-any-return]
+    return _apply(call, probe, *wanting, *call.params)  # type: ignore[no-any-return]
 
 
 __all__ = ["crossed"]

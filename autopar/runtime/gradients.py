@@ -8,7 +8,7 @@ end (:meth:`Gradients.give`): a step that breaks half-way leaves the parameters'
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 import torch
@@ -75,11 +75,40 @@ class Gradients:
                 self.reducer.finish()
                 self.schedule.end()
                 for held in self.plain if last else ():
-                    grad, held.leaf.grad = held.leaf.grad, None
+                    leaf = held.leaf
+                    grad = leaf.grad
                     if grad is not None:
-                        held.add(grad)
+                        leaf.grad = None
+                        held.sum = grad if held.sum is None else held.sum.add_(grad)
         finally:
             self.defer = before
+
+    def stored(self) -> list[tuple[Held, torch.nn.Parameter]]:
+        """The parameters with what is stored of them now."""
+        return [(held, held.owner._parameters[held.key]) for held in self.helds]  # type: ignore[misc]
+
+    @staticmethod
+    def handed(
+        helds: Sequence[Held], params: Sequence[torch.nn.Parameter], *, by_autograd: bool
+    ) -> list[torch.Tensor | None]:
+        """Hand over the sums of the step: the gradients that autograd is to add, None for those that have been added.
+
+        Args:
+            params: what was stored in the forward.
+            by_autograd: autograd is to add all of them; else only those of parameters with hooks.
+        """
+        found: list[torch.Tensor | None] = [None] * len(helds)
+        for i, (held, param) in enumerate(zip(helds, params, strict=True)):
+            grad, held.sum = held.sum, None
+            if by_autograd or param._backward_hooks or param._post_accumulate_grad_hooks:
+                if grad is not None:
+                    found[i] = held.placed(grad)
+                elif not by_autograd:
+                    assert held.local is not None  # autograd calls hooks in any case, and they expect a tensor
+                    found[i] = held.placed(torch.zeros_like(held.local))
+            elif grad is not None:
+                held.give(grad)
+        return found
 
     def give(self) -> None:
         """Add the sums to the parameters' gradients; hooks of parameters get the sum, as if autograd had made it."""

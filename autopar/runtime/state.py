@@ -296,10 +296,10 @@ class Held:
 
     def bind(self) -> bool:
         """Follow the stored parameter; whether the leaf is a new tensor, which nobody hears of yet."""
-        param = self.param
+        param, before = self.owner._parameters[self.key], self.leaf
+        assert param is not None
         local = param._local_tensor if isinstance(param, DTensor) else param
-        new = local is not self.local or (local is param and local.data_ptr() != self.leaf.data_ptr())
-        before = self.leaf
+        new = local is not self.local or (local is param and local.data_ptr() != before.data_ptr())
         if new:
             self.form = same_form(f"parameter '{self.name}'", param, self.form)
             self.local = local
@@ -309,13 +309,14 @@ class Held:
                 self.leaf = local.new_empty(self.used_shape)
                 if self.per_use:
                     self.leaf.untyped_storage().resize_(0)
-        if self.leaf.requires_grad is not param.requires_grad:
-            if param.requires_grad and not self.trained:
+        wanted = param.requires_grad
+        if self.leaf.requires_grad is not wanted:
+            if wanted and not self.trained:
                 raise RunError(
                     f"parameter '{self.name}' requires grad now and was frozen when the model was captured, so its "
                     "gradient was not planned; parallelize the model with it trained, and freeze it afterwards"
                 )
-            self.leaf.requires_grad_(param.requires_grad)
+            self.leaf.requires_grad_(wanted)
         return self.leaf is not before
 
     @property
@@ -346,10 +347,12 @@ class Held:
     def give(self, grad: torch.Tensor) -> None:
         """Add a reduced gradient to the stored parameter's."""
         param = self.param
-        if param.grad is None:
-            param.grad = self.placed(grad)
+        held = param.grad
+        if held is None:
+            if isinstance(param, DTensor):
+                grad = DTensor(grad, param._spec, requires_grad=False)  # type: ignore[call-arg]
+            param.grad = grad
         else:
-            held = param.grad
             (held._local_tensor if isinstance(held, DTensor) else held).add_(grad)
 
 

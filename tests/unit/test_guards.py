@@ -358,3 +358,48 @@ def test_a_schedule_is_captured_again(alone):
     pm.gate = True  # another operator: the plan does not hold
     with pytest.raises(RunError, match=r"another one \(.*for which the plan does not hold"):
         pm(X)
+
+
+class LookedUp:
+    """Finds attributes in Python, as the configs of transformers do."""
+
+    gain = 2.0
+
+    def __init__(self) -> None:
+        self.gain, self.sizes, self.other = 2.0, [1.0, 2.0], 1.0
+
+    def __getattribute__(self, name):
+        return object.__getattribute__(self, name)
+
+    @property
+    def half(self) -> float:
+        return self.other / 2
+
+
+def test_attributes_that_python_looks_up_are_compared():
+    def forward(module, x):
+        config = module.config
+        return x * config.gain * config.sizes[1] * config.half
+
+    model = Made(forward, config=LookedUp())
+    guards, config = autopar.capture(model, X).guards, model.config
+    guards.check()
+    for name in ("gain", "other"):
+        before = getattr(config, name)
+        setattr(config, name, 5.0)
+        with pytest.raises(RunError, match=rf"'config\.{name}' is"):
+            guards.check()
+        setattr(config, name, before)
+        guards.check()
+    config.sizes[1] = 7.0
+    with pytest.raises(RunError, match=r"'config\.sizes' is"):
+        guards.check()
+    config.sizes[1] = 2.0
+    del config.gain  # the class has the same
+    guards.check()
+    config.__dict__ = {"gain": 4.0, "sizes": [1.0, 2.0], "other": 1.0}
+    with pytest.raises(RunError, match=r"'config\.gain' is 4\.0"):
+        guards.check()
+    del config, model
+    gc.collect()
+    guards.check()
