@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -187,10 +188,12 @@ class Builder(Writing):
             self.value[fx] = self.value[fx.args[0]][fx.args[1]]  # type: ignore[index]
         elif "wrap_with_set_grad_enabled" in name:
             body = self.value[fx.args[1]]  # type: ignore[index]
-            placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
-            for placeholder, arg in zip(placeholders, fx.args[2:], strict=True):
-                self.value[placeholder] = self.value[arg] if isinstance(arg, torch.fx.Node) else arg
+            self._pass_in(body, fx.args[2:])
             self.value[fx] = self._walk(body, not fx.args[0])
+        elif "wrap_with_autocast" in name and not fx.args[2] and not torch.is_autocast_enabled(str(fx.args[0])):
+            body = self.value[fx.args[4]]  # type: ignore[index]  # it turns off what is not on
+            self._pass_in(body, fx.args[5:])
+            self.value[fx] = self._walk(body, no_grad)
         elif name in (BEGIN, END, FUNCTION, HOOK):
             self.value[fx] = self._own(fx, name)
         elif not isinstance(target, torch._ops.OpOverload):
@@ -211,6 +214,12 @@ class Builder(Writing):
                 self.value[fx] = self._writing(fx, target, known)
             else:
                 self.value[fx] = self._pure(fx, target)
+
+    def _pass_in(self, body: torch.fx.GraphModule, args: Sequence[Any]) -> None:
+        """Values of the placeholders of a region."""
+        placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
+        for placeholder, arg in zip(placeholders, args, strict=True):
+            self.value[placeholder] = self.value[arg] if isinstance(arg, torch.fx.Node) else arg
 
     def _own(self, fx: torch.fx.Node, name: str) -> Any:
         """An operator of autopar's own in the trace."""

@@ -98,10 +98,32 @@ def frozen(value: Any, depth: int = 4) -> Any:
         items = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
         return tuple([type(value).__name__, *(frozen(v, depth - 1) for v in items)])
     if depth and isinstance(value, Mapping) and len(value) <= _MOST:
-        return tuple(["dict", *((k if is_plain(k) else OTHER, frozen(v, depth - 1)) for k, v in value.items())])
+        items = ((k if is_plain(k) else OTHER, frozen(v, depth - 1)) for k, v in value.items())
+        return tuple(["dict", *(i for i in items if not _by_tensor_class(*i))])
     if depth and type(value) is types.SimpleNamespace:
         return frozen(vars(value), depth)
     return OTHER
+
+
+def autocast() -> tuple[Any, ...]:
+    """The autocast around a call, by kind of device: operators compute in its precision, casts in the model do not."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return ("dict", *((kind, torch.get_autocast_dtype(kind)) for kind in kinds))
+
+
+def _by_tensor_class(key: Any, value: Any) -> bool:
+    """Whether an entry is what a library found out about a class of tensors, such as einops' backend for it.
+
+    Tracing calls the model with tensors of its own classes, so it fills such a table itself.
+    """
+    return value is OTHER and isinstance(key, type) and issubclass(key, torch.Tensor)
+
+
+def _leaves_out(value: Any) -> bool:
+    """Whether :func:`frozen` leaves something out of a dict, or of what is in a container."""
+    if isinstance(value, Mapping):
+        return any(_by_tensor_class(k, frozen(v)) or _leaves_out(v) for k, v in value.items())
+    return isinstance(value, (tuple, list)) and any(map(_leaves_out, value))
 
 
 def show(value: Any) -> str:
@@ -227,6 +249,7 @@ class Guards:
         self.reads: list[Read] = []
         self.filled: tuple[str, ...] = ()
         """Dicts to which the forward added tensors: caches that later calls read."""
+        self.autocast = autocast()
         self._by_path: dict[str, Callable[[], Any]] = {}
         self._entries: list[tuple[Callable[[], Any], list[Read]]] = []
         self._alike: dict[tuple[str, ...], _Alike] = {}
@@ -267,7 +290,7 @@ class Guards:
         own: tuple[list[str], list[Any]] = [], []
         for read in sorted(reads, key=lambda r: r.name):
             now = _fetch(owner, read)
-            if _holds_other(read.value) or frozen(now) != read.value:
+            if _holds_other(read.value) or frozen(now) != read.value or _leaves_out(now):
                 self._partly.append((ref, read))
             else:
                 to = own if kind == "attribute" and _Own.holds(owner, read.name, now) else (names, values)
@@ -298,6 +321,10 @@ class Guards:
 
     def same(self) -> bool:
         """Whether all values are what they were."""
+        return self.autocast == autocast() and (self._equal() or not self.changes())
+
+    def _equal(self) -> bool:
+        """Whether all compare as equal; an empty table that tracing or a call filled by classes of tensors does not."""
         try:
             for alike in self._alike.values():
                 try:
@@ -327,6 +354,8 @@ class Guards:
     def changes(self) -> list[Change]:
         """The values that are not what they were."""
         found: list[Change] = []
+        if (on := autocast()) != self.autocast:
+            found.append(Change(Read("", "torch.autocast", self.autocast), show(on)))
         for ref, reads in self._entries:
             owner = ref()
             for read in reads if owner is not None else ():

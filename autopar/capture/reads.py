@@ -86,6 +86,10 @@ class Recorder:
         self.plain: dict[tuple[int, str], tuple[Any, Read, torch.Tensor]] = {}
         self.kept: dict[tuple[int, str], str] = {}
         """Tensors of a call that the next one reads, from an attribute: what it is called, and where it is set."""
+        self.held: list[tuple[torch.nn.Module, str, dict[str, Any]]] = []
+        """Modules with their buffers before the trace: register_buffer sets none of their attributes."""
+        self.traced: list[tuple[torch.nn.Module, str, dict[str, Any]]] = []
+        """The same with the trace's own tensors, when forward begins."""
         self.generators: dict[int, tuple[Any, str, Any]] = {}
         self.patched: dict[type, tuple[Any, Any]] = {}
         self.active = False
@@ -107,14 +111,23 @@ class Recorder:
         for value in self.free:
             if value.read.value is OTHER:
                 self._adopt(value.value, value.read.path if value.read.kind == "cell" else value.read.name)
+        self.held = [(m, path, dict(m._buffers)) for m, path in self.owned.values() if isinstance(m, torch.nn.Module)]
         self.drawn = global_states()
+        self.begin = self.root.register_forward_pre_hook(self._forward_begins)
         self.end = self.root.register_forward_hook(self._forward_ends)
         return self
 
     def __exit__(self, *error: Any) -> None:
         self.active = False
+        self.begin.remove()
         self.end.remove()
         self._ended()
+        for module, _, buffers in self.held:
+            for name in [name for name in module._buffers if buffers.get(name) is None]:
+                if name in buffers:
+                    module._buffers[name] = None
+                else:
+                    del module._buffers[name]  # the trace's own tensor, which is of no use to anybody
         for cls, (get, set_) in self.patched.items():
             for name, own in (("__getattribute__", get), ("__setattr__", set_)):
                 if own is None:
@@ -252,12 +265,30 @@ class Recorder:
         if not from_machinery(frame) and depends_on_data(value):
             self.kept[key] = f"{Read(path, name, None).label} at {user_line(frame)}"
 
+    def _forward_begins(self, *call: Any) -> None:
+        self.traced = [(m, path, dict(m._buffers)) for m, path, _ in self.held]
+
     def _forward_ends(self, *call: Any) -> None:
         """Look, while the trace still runs, for tensors that were put into containers."""
         for key, before in self.before.items():
             read = self.first[key][1]
             if any(map(depends_on_data, _new_tensors(before, self.raw[key]))):
                 self.kept[key] = f"{read.label} at {read.where or 'its forward'}"
+        held = [b for _, _, buffers in self.traced for b in buffers.values()]
+        assigned: list[tuple[torch.nn.Module, str, torch.Tensor, torch.Tensor]] = []
+        for module, path, buffers in self.traced:
+            for name, value in module._buffers.items():
+                before = buffers.get(name)
+                if before is value or not isinstance(value, torch.Tensor):
+                    continue
+                if before is not None and (before.shape, before.dtype) == (value.shape, value.dtype):
+                    shared = value._is_view() or any(value is b for b in held)  # two buffers may change places
+                    assigned.append((module, name, before, value.detach().clone() if shared else value))
+                elif before is not None or depends_on_data(value):
+                    self.kept[id(module), name] = f"{Read(path, name, None).label}, which forward registers as a buffer"
+        with torch.no_grad():
+            for module, name, before, value in assigned:  # another tensor in a buffer's place: it takes its values
+                module._buffers[name] = before.copy_(value)
 
     # -- after a trace
 

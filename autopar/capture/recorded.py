@@ -116,7 +116,8 @@ def _refuse_kept(kept: Sequence[str]) -> None:
     lines = "".join(f"\n  {attribute}" for attribute in kept[:8])
     raise CaptureError(
         f"forward keeps a tensor of one call in an attribute, which the next call reads:{lines}\n  a program would not "
-        "carry it over: keep it in a buffer (register_buffer, and copy_ in forward), or return it and pass it in again"
+        "carry it over: keep it in a buffer (register_buffer in __init__, and copy_ in forward), or return it and pass "
+        "it in again; of a cache that is always the same, call the model once before, so that it is there"
     )
 
 

@@ -200,8 +200,6 @@ class MixedPrecision(Habit):
 class AutocastOff(Habit):
     """A region in which autocast is off, as ``transformers`` writes it around rotary positions."""
 
-    refused = "autocast"
-
     def body(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", enabled=False):
             angle = torch.arange(WIDTH, dtype=torch.float64).sin()

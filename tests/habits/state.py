@@ -67,6 +67,46 @@ class RunningMeanAssigned(Habit):
         return self.b(h - self.mean)
 
 
+class Mean(torch.nn.Module):
+    """A part that puts other tensors in its buffers' places; an empty buffer stands before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("unused", None)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("last", torch.ones(WIDTH))
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.mean, self.last = self.last, self.mean * 0.9 + 0.1 * h.detach().mean(0)
+        return h - self.mean
+
+
+@habit
+class RunningMeansAssignedInAPart(Habit):
+    """Two buffers of a part change places, one with another value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Mean()
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.b(self.part(self.a(x)))
+
+
+@habit
+class RunningMeanAssignedAfterAnEmptyBuffer(Habit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("unused", None)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("other", torch.zeros(WIDTH))
+
+    def body(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        self.register_buffer("mean", self.mean * 0.9 + 0.1 * h.detach().mean(0))
+        return self.b(h - self.mean)
+
+
 @habit
 class BufferCounter(Habit):
     """A warm-up that counts its calls in a buffer."""

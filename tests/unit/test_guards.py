@@ -247,6 +247,95 @@ def test_a_cache_of_tensors_is_left_empty():
     captured.guards.check()
 
 
+BACKENDS: dict[type, object] = {}
+
+
+class Backend:
+    def __init__(self) -> None:
+        self.framework = torch  # a module, which cannot be copied
+
+
+def test_a_table_by_classes_of_tensors_that_tracing_fills_is_no_change():
+    """einops keeps such a one: the first call of all finds it empty, tracing brings tensors of classes of its own."""
+
+    def looked_up(self, x):
+        if type(x) not in BACKENDS:
+            BACKENDS[type(x)] = Backend()
+        return x * len(BACKENDS[type(x)].framework.ones(2).shape)
+
+    for called_before in (False, True):
+        BACKENDS.clear()
+        model = Made(looked_up)
+        if called_before:
+            model(X)
+        captured = autopar.capture(model, X)
+        model(X)
+        model(X)
+        captured.guards.check()
+
+
+def test_a_change_of_a_table_by_names_is_one_still():
+    def looked_up(self, x):
+        return x * len(BACKENDS)
+
+    BACKENDS.clear()
+    captured = autopar.capture(Made(looked_up), X)
+    BACKENDS[int] = Backend()
+    with pytest.raises(RunError, match="BACKENDS"):
+        captured.guards.check()
+    BACKENDS.clear()
+
+
+def test_a_call_under_another_autocast_than_the_capture_is_refused():
+    """Casts that were nothing in float32 are not in the program, and regions without autocast are not marked in it."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    inside = torch.autocast("cpu", dtype=torch.bfloat16)
+    module = autopar.parallelize(model, 1, X, loss_fn=lambda out: out.float().square().mean())
+    module(X)
+    with inside, pytest.raises(RunError, match=r"torch.autocast' is .*bfloat16.* and was {}"):
+        module(X)
+    with inside:
+        module = autopar.parallelize(model, 1, X, loss_fn=lambda out: out.float().square().mean())
+        eager = model(X).float().square().mean()
+        torch.testing.assert_close(module(X), eager, rtol=0, atol=0)
+    with pytest.raises(RunError, match=r"torch.autocast' is {}, and was .*bfloat16"):
+        module(X)
+
+
+def register(self, x, value):
+    self.register_buffer("mask", value, persistent=False)
+
+
+def put(self, x, value):
+    self._buffers["mask"] = value
+
+
+class InPart(nn.Module):
+    """A part whose buffer is empty until its forward fills it."""
+
+    def __init__(self, fill, value) -> None:
+        super().__init__()
+        self.register_buffer("mask", None)
+        self.fill, self.value = fill, value
+
+    def forward(self, x):
+        before = self.mask
+        if before is None or not before.is_contiguous():
+            self.fill(self, x, self.value(x))
+        return x * 2 if before is None else x + before
+
+
+@pytest.mark.parametrize("fill", (register, put))
+def test_an_empty_buffer_that_forward_fills(fill):
+    model = nn.Sequential(nn.Linear(4, 4), InPart(fill, lambda x: x.detach()))
+    with pytest.raises(CaptureError, match=r"keeps a tensor of one call(.|\n)*'1.mask', which forward registers"):
+        autopar.capture(model, X)
+    assert model[1].mask is None
+    model = nn.Sequential(nn.Linear(4, 4), InPart(fill, lambda x: torch.ones(4)))
+    autopar.capture(model, X, loss_fn=torch.sum)
+    assert model[1].mask is None  # and not what the trace computed
+
+
 # --- random numbers outside torch ------------------------------------------------------------------------------------
 
 DRAWS = {
