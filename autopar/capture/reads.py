@@ -388,7 +388,8 @@ def _stored(owner: Any, name: str, value: Any) -> bool:
         if name in vars(cls):
             raw = vars(cls)[name]
             return raw is value or isinstance(raw, types.MemberDescriptorType)
-    return False
+    # found under another name, as a config's attribute_map has it: by a look-up that is written in Python
+    return isinstance(getattr(type(owner).__getattribute__, "_original", None), types.FunctionType)
 
 
 def _only_counts(frame: Any, name: str) -> bool:

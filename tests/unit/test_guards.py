@@ -492,3 +492,22 @@ def test_attributes_that_python_looks_up_are_compared():
     del config, model
     gc.collect()
     guards.check()
+
+
+class Renamed:
+    """Finds an attribute under another name, as the configs of transformers do (``attribute_map``)."""
+
+    def __init__(self):
+        self.low = 3.0
+
+    def __getattribute__(self, name):
+        return object.__getattribute__(self, "low" if name == "lowest" else name)
+
+
+def test_attributes_that_have_another_name_are_guarded():
+    model = Made(lambda module, x: x * module.config.lowest, config=Renamed())
+    guards = autopar.capture(model, X).guards
+    guards.check()
+    model.config.low = 9.0
+    with pytest.raises(RunError, match=r"'config\.lowest' is 9\.0, and was 3\.0"):
+        guards.check()
