@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
@@ -125,6 +125,12 @@ class Node:
             elif isinstance(value, (tuple, list, dict)):
                 found.extend(refs_in(value))
         return (*found, *refs_in(self.kwargs)) if self.kwargs else tuple(found)
+
+    def moved(self, fn: Callable[[Ref], Ref]) -> Node:
+        """The node with other tensor inputs."""
+        node = replace(self, args=map_refs(self.args, fn), kwargs=map_refs(self.kwargs, fn))
+        node.__dict__["refs"] = tuple(map(fn, self.refs))  # it need not be searched for them again
+        return node
 
     @property
     def out(self) -> Spec:

@@ -84,10 +84,12 @@ def shell(case: str) -> dict[str, float | str]:
         "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": 8, "vocab_size": 128256,
         "max_position_embeddings": 8192, "torch_dtype": "bfloat16",
     }  # fmt: skip
-    import autopar.rules  # noqa: F401
     from autopar.cli import app
+    from autopar.collection import uncollected
 
-    modules = [importlib.import_module(f"autopar.{name}") for name in ("models", "capture", "pipelines")]
+    with uncollected():  # as the command imports them
+        importlib.import_module("autopar.rules")
+        modules = [importlib.import_module(f"autopar.{name}") for name in ("models", "capture", "pipelines")]
     models, capture, pipelines = (vars(module) for module in modules)  # autopar.capture is a function by another name
     importing = time.process_time() - begin
     models["_from_config"] = timed("model", models["_from_config"])
@@ -108,6 +110,7 @@ def shell(case: str) -> dict[str, float | str]:
     row |= {f"{name}_cpu_s": round(seconds, 2) for name, seconds in spent.items()}
     row["plan_cpu_s"] = round(total - importing - sum(spent.values()), 2)
     row |= {"total_cpu_s": round(total, 2), "loop_cpu_s": round(took, 3), "total_loops": round(total / took)}
+    row["peak_gb"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, 2)
     row["fingerprint"] = str(written.get("fingerprint") or written.get("graph", {}).get("fingerprint"))
     return row
 

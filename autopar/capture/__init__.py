@@ -46,8 +46,8 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.guards import Guards
 from autopar.capture.losses import check_loss
-from autopar.capture.quick import uncollected
 from autopar.capture.recorded import traced
+from autopar.collection import uncollected
 from autopar.errors import CaptureError
 from autopar.graph import Graph
 

@@ -8,9 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-from autopar.capture.exported import at, flat, get, module_of, spec_of
+from autopar.capture.exported import at, flat, get, is_symbolic, module_of, name_of, spec_of
 from autopar.capture.merging import merged
 from autopar.capture.own import own_operator
 from autopar.capture.pruning import has_effect, without_dead
@@ -183,7 +182,7 @@ class Builder(Writing):
 
     def _operator(self, fx: torch.fx.Node, no_grad: bool) -> None:
         target = fx.target
-        name = str(target)
+        name = name_of(target)
         if target is operator.getitem:
             self.value[fx] = self.value[fx.args[0]][fx.args[1]]  # type: ignore[index]
         elif "wrap_with_set_grad_enabled" in name:
@@ -232,10 +231,9 @@ class Builder(Writing):
         return [Alias(storage.first, storage.root) for storage in made]
 
     def _sizes_are_known(self, fx: torch.fx.Node) -> None:
-        shapes = [n for v in flat(fx.meta.get("val")) if isinstance(v, torch.Tensor) for n in v.shape]
-        given = [a for a in pytree.tree_leaves((fx.args, fx.kwargs)) if not isinstance(a, torch.fx.Node)]
-        read = [self.value[n] for n in fx.all_input_nodes]
-        if any(isinstance(v, (torch.SymInt, torch.SymFloat, torch.SymBool)) for v in (*given, *read, *shapes)):
+        shapes = [v.shape for v in flat(fx.meta.get("val")) if isinstance(v, torch.Tensor)]
+        read = [v for n in fx.all_input_nodes if type(v := self.value[n]) is not Alias]
+        if is_symbolic((fx.args, fx.kwargs, read, shapes)):
             raise CaptureError(
                 f"'{fx.target}' in '{module_of(fx)}' has a size or a number that depends on the value of a tensor"
                 + at(fx)

@@ -41,7 +41,7 @@ class Emitting:
                 fx, "draws random numbers, and no rule draws them alike on all ranks",
                 "make them from torch.rand, torch.randn or torch.randint, or give the operator a rule (docs/adding.md)",
             )  # fmt: skip
-        refs = [*refs_in(args), *refs_in(kwargs)]
+        refs = list(refs_in((args, kwargs)))
         hot = any(self.nodes[r.node].hot for r in refs)
         grads = target != "aten.detach.default" and not self.no_grad and any(map(self.needs_grad, refs))
         floats = any(o is not None and o.is_float for o in outs)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
 from autopar.graph import Spec
+
+
+@functools.lru_cache(maxsize=4096)
+def name_of(target: Any) -> str:
+    """What a traced node calls, such as ``aten.add.Tensor``."""
+    return str(target)
 
 
 def flat(val: Any) -> list[Any]:
@@ -16,7 +23,12 @@ def flat(val: Any) -> list[Any]:
 
 def spec_of(val: Any) -> Spec:
     """Shape and dtype of a traced tensor."""
-    return Spec(tuple(int(n) for n in val.shape), str(val.dtype).removeprefix("torch."))
+    return Spec(tuple(map(int, val.shape)), _name(val.dtype))
+
+
+@functools.cache
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def storage_of(val: Any) -> int | None:
@@ -39,17 +51,35 @@ def without_values(fx: torch.fx.Node) -> Any:
     return [one(v) for v in val] if isinstance(val, (list, tuple)) else one(val)
 
 
+_KNOWN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.fx.Node})
+
+
+def is_symbolic(value: Any) -> bool:
+    """Whether a size or a number in nested containers is not known when a model is traced."""
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            if type(item) not in _KNOWN and is_symbolic(item):
+                return True
+        return False
+    if isinstance(value, dict):
+        return any(map(is_symbolic, value.values()))
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
 def module_of(fx: torch.fx.Node) -> str:
     """Path of the module whose code made a node."""
     stack = fx.meta.get("nn_module_stack") or {}
-    last = list(stack.values())[-1] if stack else ("", "")
-    path = last[0]
+    path = next(reversed(stack.values()))[0] if stack else ""
     return path.replace("L['self'].", "").replace("L['self']", "")
 
 
 def source_of(fx: torch.fx.Node) -> str:
     """``file.py:12`` of the innermost line outside torch."""
-    trace = fx.meta.get("stack_trace") or ""
+    return _innermost(fx.meta.get("stack_trace") or "")
+
+
+@functools.lru_cache(maxsize=4096)  # nodes of repeated blocks, and all nodes of one line, have the same trace
+def _innermost(trace: str) -> str:
     found = ""
     for text in trace.splitlines():
         text = text.strip()

@@ -8,12 +8,11 @@ schema (running statistics): two reads of it are two values.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from autopar.capture.pruning import has_effect
 from autopar.capture.schemas import seeded
-from autopar.graph import Node, Ref, map_refs
+from autopar.graph import Node, Ref
 
 
 def merged(nodes: Sequence[Node]) -> tuple[list[Node], dict[int, int]]:
@@ -36,7 +35,7 @@ def merged(nodes: Sequence[Node]) -> tuple[list[Node], dict[int, int]]:
             continue
         refs = node.refs
         if any(r.node in moved for r in refs):
-            node = replace(node, args=map_refs(node.args, move), kwargs=map_refs(node.kwargs, move))
+            node = node.moved(move)
         if any(r.node in unsteady for r in refs):
             unsteady.add(i)
         elif not node.hot and not seeded(node.target) and not has_effect(node.target):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autopar.graph import Graph, Node, Ref, map_refs, refs_in
+from autopar.graph import Graph, Ref, map_refs, refs_in
 
 
 def without_dead(graph: Graph, user: list[Any]) -> tuple[Graph, list[Any]]:
@@ -18,21 +18,17 @@ def without_dead(graph: Graph, user: list[Any]) -> tuple[Graph, list[Any]]:
             alive.update(r.node for r in node.refs)
     renumber = {old: new for new, old in enumerate(i for i in range(len(graph.nodes)) if i in alive)}
 
-    def move(value: Any) -> Any:
-        return map_refs(value, lambda r: Ref(renumber[r.node], r.out))
+    def move(ref: Ref) -> Ref:
+        return Ref(renumber[ref.node], ref.out)
 
+    moves = {old for old, new in renumber.items() if old != new}
     nodes = tuple(
-        Node(**{**_fields(node), "args": move(node.args), "kwargs": move(node.kwargs)})
-        for i, node in enumerate(graph.nodes)
-        if i in renumber
-    )
+        node.moved(move) if not moves.isdisjoint([r.node for r in node.refs]) else node
+        for i, node in enumerate(graph.nodes) if i in renumber
+    )  # fmt: skip
     updates = {name: move(ref) for name, ref in graph.updates.items()}
     moved = [None if n is None else renumber[n] for n in user]
-    return Graph(nodes, move(graph.outputs), graph.loss, graph.tied, updates), moved
-
-
-def _fields(node: Node) -> dict[str, Any]:
-    return {name: getattr(node, name) for name in Node.__dataclass_fields__}
+    return Graph(nodes, map_refs(graph.outputs, move), graph.loss, graph.tied, updates), moved
 
 
 def has_effect(target: str) -> bool:

@@ -54,6 +54,7 @@ from autopar.capture.calls import (
     tensors_of,
     written,
 )  # fmt: skip
+from autopar.capture.quick import unstacked
 from autopar.capture.state import Same, Structures, Unknown, named_state, plain, random_state, seen, shape_of
 
 LIBRARY = torch.library.Library("autopar", "FRAGMENT")
@@ -158,7 +159,7 @@ class Repeats:
         modules = list(model.modules())
         for module in modules:
             number = structure(module)
-            if number is not None and next(module.parameters(), None) is not None and _is_deep(module):
+            if number is not None and _is_deep(module) and next(module.parameters(), None) is not None:
                 alike.setdefault(number, []).append(module)
         inside: set[int] = set()
         for instances in alike.values():
@@ -382,12 +383,13 @@ class Repeats:
         nodes = [e if isinstance(e, torch.fx.Node) else call.nodes[e] for e in traced.external]
         names.silent = True
         try:
-            proxy = tracer.create_proxy(
-                "call_function", BLOCK, ([torch.fx.Proxy(n, tracer) for n in nodes], key), {}, name="block"
-            )
-            with disable_proxy_modes_tracing():
-                fresh = {n: empty(shape) for n, shape in traced.made.items()}
-            track_tensor_tree(list(fresh.values()), proxy, constant=None, tracer=tracer)
+            with unstacked(tracer):  # its operators have the lines of those that were traced
+                proxy = tracer.create_proxy(
+                    "call_function", BLOCK, ([torch.fx.Proxy(n, tracer) for n in nodes], key), {}, name="block"
+                )
+                with disable_proxy_modes_tracing():
+                    fresh = {n: empty(shape) for n, shape in traced.made.items()}
+                track_tensor_tree(list(fresh.values()), proxy, constant=None, tracer=tracer)
             skipped.results = [tracer.tensor_tracker.get(t).proxy.node.name for t in fresh.values()]
         finally:
             names.silent = False

@@ -71,42 +71,39 @@ def seen(value: Any, memo: dict[int, Any], depth: int = DEPTH, above: tuple[int,
     kind = type(value)
     if kind in (int, str, bool, type(None)):
         return (kind, value)
-    if isinstance(value, float):
+    sort = _sort(kind)
+    if sort == "value":
         return (kind, repr(value))
-    if isinstance(value, _VALUES):
-        return (kind, repr(value))
-    if isinstance(value, (torch.Tensor, torch.nn.Module)) or isinstance(value, _NAMES):
+    if sort == "same":
         return Same(value)
     if id(value) in above:
         return (kind, "again", above.index(id(value)))
     if depth == 0:
         raise Unknown(f"{kind.__name__} is nested too deeply")
     above = (*above, id(value))
-    if isinstance(value, types.FunctionType):
+    if sort == "function":
         cells = value.__closure__ or ()
         return (Same(value.__code__), tuple([seen(c.cell_contents, memo, depth - 1, above) for c in cells if _full(c)]))
-    if isinstance(value, types.MethodType):
+    if sort == "method":
         return (Same(value.__func__), seen(value.__self__, memo, depth - 1, above))
-    if isinstance(value, functools.partial):
+    if sort == "partial":
         parts = (value.func, value.args, value.keywords)
         return (kind, tuple([seen(part, memo, depth - 1, above) for part in parts]))
-    if isinstance(value, Mapping) and hasattr(value, "__len__") and (kind is dict or hasattr(value, "keys")):
+    if sort == "mapping":
         if len(value) > LENGTH:
             raise Unknown(f"{kind.__name__} of {len(value)} entries")
         held = tuple([(seen(k, memo, depth - 1, above), seen(v, memo, depth - 1, above)) for k, v in value.items()])
         more = _fields(value, memo, depth, above) if hasattr(value, "__dict__") else ()
         return (kind, held, more)
-    if isinstance(value, (list, tuple, collections.deque)):
+    if sort == "sequence":
         if len(value) > LENGTH:
             raise Unknown(f"{kind.__name__} of {len(value)} entries")
         return (kind, tuple([seen(v, memo, depth - 1, above) for v in value]))
-    if isinstance(value, (set, frozenset)):
+    if sort == "set":
         return (kind, frozenset(seen(v, memo, depth - 1, above) for v in value))
-    if isinstance(value, (itertools.count, itertools.repeat)):
+    if sort == "iterator":
         return (kind, repr(value))
-    if isinstance(value, _LOCKS) or kind.__module__ == "weakref":
-        return Same(value)
-    if isinstance(value, functools._lru_cache_wrapper):  # it gives what its function gives
+    if sort == "opaque":
         return Same(value)
     if hasattr(value, "__dict__"):
         if id(value) not in memo:
@@ -115,12 +112,40 @@ def seen(value: Any, memo: dict[int, Any], depth: int = DEPTH, above: tuple[int,
     raise Unknown(f"{kind.__name__} does not show its state")
 
 
+@functools.lru_cache(maxsize=4096)
+def _sort(kind: type) -> str:
+    """How :func:`seen` sees values of a type. Asked of the type and not of each value: a value answers by its
+    ``__class__``, which classes that look up attributes in their own way (configurations do) make dear."""
+    if issubclass(kind, float) or issubclass(kind, _VALUES):
+        return "value"
+    if issubclass(kind, (torch.Tensor, torch.nn.Module)) or issubclass(kind, _NAMES):
+        return "same"
+    if issubclass(kind, types.FunctionType):
+        return "function"
+    if issubclass(kind, types.MethodType):
+        return "method"
+    if issubclass(kind, functools.partial):
+        return "partial"
+    if issubclass(kind, Mapping) and hasattr(kind, "__len__") and (kind is dict or hasattr(kind, "keys")):
+        return "mapping"
+    if issubclass(kind, (list, tuple, collections.deque)):
+        return "sequence"
+    if issubclass(kind, (set, frozenset)):
+        return "set"
+    if issubclass(kind, (itertools.count, itertools.repeat)):
+        return "iterator"
+    # a lock or a reference is itself; a memoized function gives what its function gives
+    opaque = issubclass(kind, (*_LOCKS, functools._lru_cache_wrapper)) or kind.__module__ == "weakref"
+    return "opaque" if opaque else "object"
+
+
 def _fields(value: Any, memo: dict[int, Any], depth: int, above: tuple[int, ...]) -> Any:
     if _slots(type(value)):
         raise Unknown(f"{type(value).__name__} has slots")
     return tuple([(k, seen(v, memo, depth - 1, above)) for k, v in vars(value).items()])
 
 
+@functools.lru_cache(maxsize=4096)
 def _slots(kind: type) -> bool:
     return any(c.__dict__.get("__slots__") for c in kind.__mro__ if c.__module__ not in ("builtins", "abc", "typing"))
 

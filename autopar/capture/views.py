@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from autopar.capture.emitting import Emitting
-from autopar.capture.exported import flat, spec_of, storage_of
+from autopar.capture.exported import flat, name_of, spec_of, storage_of
 from autopar.capture.pruning import has_effect
 from autopar.capture.recording import DATA
 from autopar.capture.schemas import argument, facts
@@ -44,7 +44,7 @@ class Viewing(Emitting):
 
     def _pure(self, fx: torch.fx.Node, op: torch._ops.OpOverload) -> Any:
         """An operator that writes nothing: new values, or views of what it is given."""
-        name, val = str(op), fx.meta["val"]
+        name, val = name_of(op), fx.meta["val"]
         vals = flat(val)
         if name == "aten.as_strided.default":
             return self._strided(fx, val)
@@ -117,7 +117,7 @@ class Viewing(Emitting):
         self, fx: torch.fx.Node, op: torch._ops.OpOverload, val: torch.Tensor, number: int, same: bool
     ) -> Shared:
         """Where an output lies; ``same`` says that it has the values of the first input."""
-        if str(op) in FRESH:
+        if name_of(op) in FRESH:
             return NEW
         inputs = fx.all_input_nodes
         key = storage_of(val)

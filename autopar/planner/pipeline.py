@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf, prod
 
+from autopar.collection import uncollected
 from autopar.errors import InfeasibleError, PlanError
 from autopar.graph import Graph
 from autopar.pipeline import PipelinePlan
@@ -71,6 +72,7 @@ class Planned:
     tried: tuple[tuple[str, float], ...]
 
 
+@uncollected()  # a search plans thousands of blocks
 def plan_pipeline(
     graph: Graph | Mapping[int, Graph], cluster: Cluster, n_devices: int, asked: PipelineOptions, *,
     cluster_name: str = "",

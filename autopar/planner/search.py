@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import inf, prod
 
+from autopar.collection import uncollected
 from autopar.errors import InfeasibleError, MeshError, PlanError
 from autopar.graph import Graph, Node, Ref
 from autopar.placements import Mesh, State, fits, format_state
@@ -89,21 +88,7 @@ def matches(pattern: str, node: Node, label: str) -> bool:
     return fnmatchcase(label, pattern) or fnmatchcase(node.module, pattern) or node.name == pattern
 
 
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """No cyclic garbage collection: planning makes many small objects and no cycles, and a captured model is a large
-    heap to walk. Without it, planning 126 layers takes two thirds of the time."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.collect(0)  # what was made here; else the next allocation may set off a walk through the whole heap
-            gc.enable()
-
-
-@_no_collection()
+@uncollected()
 def plan_graph(
     graph: Graph, cluster: Cluster, mesh: Mesh, options: Options | None = None, *, cluster_name: str = "",
     devices: Sequence[int] | None = None,
@@ -139,7 +124,7 @@ class PlansByMemory:
         MeshError, InfeasibleError: as for :func:`plan_graph`, but for memory.
     """
 
-    @_no_collection()
+    @uncollected()
     def __init__(
         self, graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, *, devices: Sequence[int] | None = None
     ) -> None:
@@ -150,12 +135,12 @@ class PlansByMemory:
             solver=options.solver,
         )  # fmt: skip
 
-    @_no_collection()
+    @uncollected()
     def fastest(self) -> Plan:
         """The fastest plan: for less than a third of what all of them cost to find."""
         return self._plan(self.program.hull(())[0])
 
-    @_no_collection()
+    @uncollected()
     def every(self, prices: Sequence[float] = ilp.PRICES) -> list[Plan]:
         """All of them, the fastest first; prices as for :meth:`autopar.planner.ilp.Program.hull`."""
         fastest, *others = self.program.hull(prices, PEAK_SHARE)
@@ -172,7 +157,7 @@ class PlansByMemory:
         return self.setting.realise((*decided, self.decoder.inputs(choice.picked)))
 
 
-@_no_collection()
+@uncollected()
 def priced_again(
     graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, plans: Sequence[Plan], *,
     devices: Sequence[int] | None = None,
