@@ -21,7 +21,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from hardware_profiles import Cluster
+from hardware_profiles import Cluster, Link
 
 from .collectives import KINDS, AxisCost, abstract_terms
 from .measured import MeasuredAxis
@@ -120,12 +120,14 @@ def _axis(cluster: Cluster, name: str, groups: np.ndarray, routes: dict) -> Axis
         "all_gather": (size - 1) / size,
         "reduce_scatter": (size - 1) / size,
     }  # of a ring per byte of the size; the loads of the other patterns are per byte already
+    alike = {
+        pattern: _alike(cluster, loads[pattern], loads) for pattern in ("ring", "all_to_all", "send_recv")
+    }
     for kind in KINDS:
         pattern = kind if kind in ("all_to_all", "send_recv") else "ring"
         per_byte, sharpness = 0.0, 1.0
         bases, steps_inside, steps_between = [0.0], [0.0], [0.0]
-        for edge, (load, ring) in loads[pattern].items():
-            link = cluster.graph.edges[edge]["link"]
+        for link, load, ring, far in alike[pattern]:
             curve = cluster.curves[link.curve][kind]
             rate = link.bandwidth_bytes_per_second * curve.fraction * (1.0 - curve.ramp / max(ring, 2.0))
             if load / rate > per_byte:
@@ -133,14 +135,27 @@ def _axis(cluster: Cluster, name: str, groups: np.ndarray, routes: dict) -> Axis
                 if kind == "all_reduce":
                     bottleneck = f"{link.name} {link.bandwidth_bytes_per_second / 1e9:.4g} GB/s"
             bases.append(curve.base_seconds)
-            # The step of a link that only rings between nodes cross counts per node, others per member.
-            (
-                steps_between if edge in loads["between"] and edge not in loads["inside"] else steps_inside
-            ).append(curve.step_seconds)
+            (steps_between if far else steps_inside).append(curve.step_seconds)
         inside, between = steps_of(kind, members, nodes)
         latency = max(bases) + inside * max(steps_inside) + between * max(steps_between)
         terms[kind] = (latency, per_byte * volume.get(kind, 1.0), sharpness)
     return AxisCost(name, size, terms, bottleneck)
+
+
+def _alike(
+    cluster: Cluster, crossed: Mapping[Edge, list[float]], loads: Loads
+) -> list[tuple[Link, float, float, bool]]:
+    """The links that a pattern crosses, with load and ring, and whether a step counts per node; equal ones once.
+
+    The step of a link that only rings between nodes cross counts per node, others per member. A mesh crosses
+    thousands of links, of which few differ: what the slowest of them takes is asked of one of each kind.
+    """
+    succ, inside, between = cluster.graph._succ, loads["inside"], loads["between"]
+    found: dict[tuple[int, float, float, bool], Link] = {}
+    for edge, (load, ring) in crossed.items():
+        link = succ[edge[0]][edge[1]]["link"]
+        found.setdefault((id(link), load, ring, edge in between and edge not in inside), link)
+    return [(link, *rest) for (_, *rest), link in found.items()]
 
 
 def steps_of(kind: str, members: int, nodes: int) -> tuple[int, int]:

@@ -68,7 +68,7 @@ def seen(value: Any, memo: dict[int, Any], depth: int = DEPTH, above: tuple[int,
     Raises:
         Unknown: the value may change in a way that cannot be seen, or holds too much.
     """
-    kind = type(value)
+    kind: Any = type(value)
     if kind in (int, str, bool, type(None)):
         return (kind, value)
     sort = _sort(kind)
@@ -140,8 +140,9 @@ def _sort(kind: type) -> str:
 
 
 def _fields(value: Any, memo: dict[int, Any], depth: int, above: tuple[int, ...]) -> Any:
-    if _slots(type(value)):
-        raise Unknown(f"{type(value).__name__} has slots")
+    kind: Any = type(value)
+    if _slots(kind):
+        raise Unknown(f"{kind.__name__} has slots")
     return tuple([(k, seen(v, memo, depth - 1, above)) for k, v in vars(value).items()])
 
 

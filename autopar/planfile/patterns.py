@@ -32,7 +32,7 @@ def compress(every: Sequence[str], value: Callable[[str], V], needed: set[str] |
         groups.setdefault(_template(name), []).append(name)
         by_end.setdefault(_ending(name), []).append(name)
     base = {t: Counter(value(n) for n in names).most_common(1)[0][0] for t, names in groups.items()}
-    hits = {t: [n for n in by_end[_ending(names[0])] if re.match(translate(t), n)] if len(names) > 1 else names
+    hits = {t: list(filter(re.compile(translate(t)).match, by_end[_ending(names[0])])) if len(names) > 1 else names
             for t, names in groups.items()}  # fmt: skip
     template = {n: t for t, names in groups.items() for n in names}
     chosen = {t for t, names in groups.items() if any(n in needed for n in names)}
