@@ -155,7 +155,7 @@ def _alike(
     for edge, (load, ring) in crossed.items():
         link = succ[edge[0]][edge[1]]["link"]
         found.setdefault((id(link), load, ring, edge in between and edge not in inside), link)
-    return [(link, *rest) for (_, *rest), link in found.items()]
+    return [(link, load, ring, far) for (_, load, ring, far), link in found.items()]
 
 
 def steps_of(kind: str, members: int, nodes: int) -> tuple[int, int]:
