@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -536,7 +537,9 @@ def _compare(captured: Captured, model: torch.nn.Module, call: Any, targets: Any
     if dist.get_rank(group) == 0:
         try:
             given = (targets,) if isinstance(targets, torch.Tensor) else targets
-            compare_with_eager(captured, model, call[0], call[1], given)
+            note = compare_with_eager(captured, model, call[0], call[1], given).note
+            if note and not is_meta(model):
+                warnings.warn(f"what was captured was not compared with the model: {note}", stacklevel=3)
         except Exception as e:
             error = e
     together(group, error)

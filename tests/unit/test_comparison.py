@@ -162,6 +162,15 @@ def test_what_is_not_compared_says_why(monkeypatch):
     assert not compare_with_eager(captured, model, (X, Y), {}, bounded=False).note
 
 
+def test_parallelize_says_that_it_did_not_compare(recwarn):
+    with pytest.warns(UserWarning, match="not compared with the model: the model itself fails on these inputs"):
+        autopar.parallelize(Plain(), 1, (X, Y + 100))
+    recwarn.clear()
+    autopar.parallelize(Plain(), 1, (X, Y))
+    autopar.parallelize(Plain(), 1, (X, Y + 100), verify_capture=False)
+    assert not [w for w in recwarn if "not compared" in str(w.message)]
+
+
 def test_rounding_alone_is_no_difference(monkeypatch):
     """In low precision a difference counts only if it does not vanish in double precision."""
 
