@@ -111,7 +111,7 @@ _CHECKS: dict[str, _Check] = {
               "'refuse', or 'trace' for forward hooks that compute with tensors only"),
     "init": (_optional(callable), "a function that sets the parameters and buffers of the module that it is given"),
     "verify_capture": (lambda v: isinstance(v, bool), "True or False"),
-    "on_change": (lambda v: v in ("error", "recapture"), "'error' or 'recapture'"),
+    "on_change": (lambda v: isinstance(v, str) and v in ("error", "recapture"), "'error' or 'recapture'"),
     "timeout": (lambda v: _number(v) and 0 < v < math.inf, "seconds, more than 0"),
 }  # fmt: skip
 
