@@ -109,17 +109,17 @@ class Schedule:
     def end(self) -> None:
         """After a backward: nothing gathered per use stays."""
         self.left = {}
+        for i in self.per_use:
+            self._free(i)
 
     def drop(self) -> None:
         """After a forward or backward that broke: no gather is under way, and nothing that it gathered counts."""
-        self.left = {}
         if self.hooks is not None:
             self.unguard()
         for unit in self.units:
             unit.drop()
         self.storages = {}
-        for i in self.per_use:
-            self._free(i)
+        self.end()
 
 
 def fetch(schedule: Schedule, i: int, last: int | None = None) -> None:
