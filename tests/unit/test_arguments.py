@@ -104,7 +104,7 @@ def test_words(wrong: dict[str, Any], said: str) -> None:
         (lambda out, t: (out - t).square().mean().item(), "loss_fn returned"),
         (lambda out, t: 3.0, "loss_fn returned 3.0"),
         (lambda out, t: None, "loss_fn returned None"),
-        (lambda out, t: (out > t).sum(), r"does not require a gradient, though the model has parameters that do: gt \(aten.gt.Tensor\)"),
+        (lambda out, t: (out > t).sum(), r"though the model has parameters that do: gt \(aten.gt.Tensor\)"),
         (lambda out, t: (out - t).square().mean().detach(), r"its gradient ends in .* by detach\(\)"),
         (lambda out, t: (out - t).square().mean().reshape(1), r"of shape \(1,\)"),
     ],
