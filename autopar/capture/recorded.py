@@ -96,7 +96,7 @@ def _at(fx: torch.fx.Node) -> str:
 def _refuse_draws(drawn: Sequence[str], place: str) -> None:
     if not place:
         return  # something else in this process drew, or torch itself
-    at = f" at {place}" if place else ""
+    at = f" at {place}"
     raise CaptureError(
         f"forward draws a random number outside torch, from {' and '.join(drawn)}{at}: the program would use the same "
         "one at every step\n  draw with torch (torch.rand, torch.bernoulli) and compute with it (torch.where), or draw "
@@ -104,8 +104,13 @@ def _refuse_draws(drawn: Sequence[str], place: str) -> None:
     )
 
 
+def _listed(what: Sequence[object]) -> str:
+    """The first of what is refused, a line each."""
+    return "".join(f"\n  {item}" for item in what[:8])
+
+
 def _refuse_changes(changed: Sequence[Written]) -> None:
-    lines = "".join(f"\n  {written}" for written in changed[:8])
+    lines = _listed(changed)
     raise CaptureError(
         f"forward changes what it reads, at every call:{lines}\n  a program is captured once and would keep the first "
         "value: count in a buffer (register_buffer, and a tensor operation on it), or set the value outside of forward"
@@ -113,7 +118,7 @@ def _refuse_changes(changed: Sequence[Written]) -> None:
 
 
 def _refuse_kept(kept: Sequence[str]) -> None:
-    lines = "".join(f"\n  {attribute}" for attribute in kept[:8])
+    lines = _listed(kept)
     raise CaptureError(
         f"forward keeps a tensor of one call in an attribute, which the next call reads:{lines}\n  a program would not "
         "carry it over: keep it in a buffer (register_buffer in __init__, and copy_ in forward), or return it and pass "
@@ -122,7 +127,7 @@ def _refuse_kept(kept: Sequence[str]) -> None:
 
 
 def _refuse_first_call(changed: Sequence[Written]) -> None:
-    lines = "".join(f"\n  {written}" for written in changed[:8])
+    lines = _listed(changed)
     raise CaptureError(
         f"the first call of forward computes something else than later ones, as it changes what it reads:{lines}\n"
         "  call the model once on real data, so that it is as it will be, and capture it then"
