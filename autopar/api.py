@@ -25,7 +25,7 @@ from autopar.pins import parse_kept, plan_pinned
 from autopar.pipeline import PipelinePlan
 from autopar.placements import Mesh, mesh_shapes, parse_state
 from autopar.plan import Plan
-from autopar.planner.search import Options, check_mesh
+from autopar.planner.intra_op.mesh_plan import Options, check_mesh
 from autopar.runtime.agree import (
     TIMEOUT_SECONDS,
     FirstRankValues,

@@ -22,11 +22,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.capture import Captured
-from autopar.capture.guards import is_plain
+from autopar.capture.python.guards import is_plain
 from autopar.errors import AutoparError, CaptureError
 from autopar.graph import Graph, Node, Spec
 from autopar.lower.emit import Program, lower
-from autopar.planner.single import one_device
+from autopar.planner.intra_op.single import one_device
 from autopar.rules.local import resolve
 from autopar.rules.registry import rules_of
 

@@ -10,7 +10,7 @@ from autopar.graph import Graph
 from autopar.pipeline import PipelinePlan
 from autopar.placements import Mesh, format_state, parse_state
 from autopar.plan import LIFETIMES, Pins, Plan
-from autopar.planner.search import Options, plan_graph
+from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from hardware_profiles import Cluster
 
 
@@ -40,7 +40,7 @@ def parse_kept(text: str, mesh: Mesh | None, where: str) -> str:
 
 
 def plan_pinned(graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, name: str) -> Plan:
-    """:func:`~autopar.planner.search.plan_graph`, whose plan remembers what was asked."""
+    """:func:`~autopar.planner.intra_op.mesh_plan.plan_graph`, whose plan remembers what was asked."""
     return replace(plan_graph(graph, cluster, mesh, options, cluster_name=name), pins=pins_of(options))
 
 

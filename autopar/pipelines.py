@@ -20,10 +20,10 @@ from autopar.pins import pins_of
 from autopar.pipeline import PipelinePins, PipelinePlan, check_within
 from autopar.placements import Mesh, mesh_shapes
 from autopar.planfile import pipeline as files
-from autopar.planner.order import check_name
-from autopar.planner.pipeline import PER_RANK, PipelineOptions, Planned, plan_pipeline
-from autopar.planner.search import Options
-from autopar.planner.stage_pins import check, check_counts, starts_of
+from autopar.planner.inter_op.order import check_name
+from autopar.planner.inter_op.stage_pins import check, check_counts, starts_of
+from autopar.planner.inter_op.stage_search import PER_RANK, PipelineOptions, Planned, plan_pipeline
+from autopar.planner.intra_op.mesh_plan import Options
 from autopar.runtime.agree import Meeting, Stopped, first_seed, share, together
 from autopar.runtime.pipeline import PipelineModule
 from cost_models.pipeline import parse

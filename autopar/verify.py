@@ -25,11 +25,11 @@ from autopar.lower.typecheck import typecheck
 from autopar.pipeline import PipelinePlan, StageChoice
 from autopar.placements import Mesh
 from autopar.plan import Plan
-from autopar.planner.draw import random_plan
-from autopar.planner.price import pricer
-from autopar.planner.recompute import segments_of
-from autopar.planner.search import plan_graph
-from autopar.planner.single import one_device as one_device
+from autopar.planner.intra_op.draw import random_plan
+from autopar.planner.intra_op.mesh_plan import plan_graph
+from autopar.planner.intra_op.price import pricer
+from autopar.planner.intra_op.recompute import segments_of
+from autopar.planner.intra_op.single import one_device as one_device
 from autopar.rules.registry import rules_of
 from autopar.runtime.world import fake_world, pipeline_step, run_step
 from autopar.staging import cut

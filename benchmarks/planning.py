@@ -136,7 +136,7 @@ def measure(case: str) -> dict[str, float | str]:
 
     import autopar.rules  # noqa: F401
     from autopar.capture import capture
-    from autopar.planner.search import Options, plan_graph
+    from autopar.planner.intra_op.mesh_plan import Options, plan_graph
     from hardware_profiles import load_cluster
 
     kind, layers, cluster, mesh, batch, seq, limit = CASES[case]

@@ -53,7 +53,7 @@ def measure(case: str) -> dict[str, float | str]:
     from autopar.capture.parts import numbers_of_parts, resized
     from autopar.graph import Graph
     from autopar.pipelines import DEFAULT_SCHEDULES as SCHEDULES
-    from autopar.planner.pipeline import PipelineOptions, plan_pipeline
+    from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
     from hardware_profiles import load_cluster
 
     gpt = case in GPT_39B

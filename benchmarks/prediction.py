@@ -31,8 +31,8 @@ from torch import nn
 import autopar
 from autopar.pipelines import asked_for, planned
 from autopar.planfile import pipeline as files
-from autopar.planner.replan import Replanner
-from autopar.planner.search import Options
+from autopar.planner.inter_op.replan import Replanner
+from autopar.planner.intra_op.mesh_plan import Options
 from autopar.profiling import document as profiles
 from autopar.profiling.quiet import QUIET, Watch, quietest, until_quiet
 from autopar.runtime.pipeline import PipelineModule

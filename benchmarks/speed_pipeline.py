@@ -24,7 +24,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import autopar
 from autopar.pipelines import asked_for, planned, run_on_ranks
-from autopar.planner.search import Options
+from autopar.planner.intra_op.mesh_plan import Options
 from hardware_profiles import load_cluster
 
 TOKENS = 128

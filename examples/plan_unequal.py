@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import autopar
 from autopar.pipelines import asked_for, planned
-from autopar.planner.search import Options
+from autopar.planner.intra_op.mesh_plan import Options
 from autopar.report import trace
 from autopar.staging import cut
 from cost_models.pipeline import grid

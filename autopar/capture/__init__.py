@@ -4,13 +4,13 @@
 one spelling for each thing, so that rules see few operators:
 
 * views are ``reshape`` with the full shape, transposes are ``permute``, factories are ``full`` and ``arange``;
-* in-place operators become functional, views are followed through them (:mod:`.storages`), and buffers that the forward
+* in-place operators become functional, views are followed through them (:mod:`.memory`), and buffers that the forward
   changes are listed in ``Graph.updates``;
 * casts that change nothing, ``contiguous``, ``clone``, ``alias``, inactive dropout and metadata asserts vanish;
 * ``no_grad`` regions are inlined with their inputs detached;
 * tied parameters are one node with their other names in ``Graph.tied``.
 
-Plain values that the model's Python code reads on the way (:mod:`~autopar.capture.reads`) are kept in
+Plain values that the model's Python code reads on the way (:mod:`~autopar.capture.python.reads`) are kept in
 ``Captured.guards``; what it writes, and random numbers that it draws outside torch, are refused where the next call
 would see them.
 
@@ -20,17 +20,13 @@ evaluating them, so libraries take the same path as in eager mode; a branch on d
 What stands where, in the order in which a model passes through:
 
 ===================== ==============================================================================================
-:mod:`.recorded`      a trace with what Python code read on the way; the other files are parts of it
-the trace             :mod:`.tracing` (``torch.export``), :mod:`.quick`, :mod:`.progress`; repeated blocks are traced
-                      twice: :mod:`.repeated`, :mod:`.calls`, :mod:`.state`, :mod:`.written_out`
-own operators in it   :mod:`.recording`, :mod:`.functions` (own backwards), :mod:`.hooks`, :mod:`.regions`
-                      (activation checkpointing), :mod:`.own` (what becomes of them in the graph)
-refused in it         :mod:`.module_hooks`, :mod:`.draws`, :mod:`.memos`, :mod:`.losses`
-Python values         :mod:`.reads`, :mod:`.free`, :mod:`.generators` (heard of), :mod:`.guards` (kept and compared),
-                      :mod:`.places` (where)
-the graph             :mod:`.building`, :mod:`.emitting`, :mod:`.exported`; memory: :mod:`.storages`, :mod:`.views`,
-                      :mod:`.writes`, :mod:`.inverses`, :mod:`.schemas`, :mod:`.sharing`; afterwards :mod:`.merging`,
-                      :mod:`.pruning`
+:mod:`.recorded`      a trace with what Python code read on the way
+:mod:`.module_hooks`  models with hooks are refused, or the hooks traced
+:mod:`.trace`         ``torch.export``, with operators of autopar's own in it
+:mod:`.repeats`       repeated blocks are traced twice
+:mod:`.python`        plain values that the model's code reads: heard of, kept and compared
+:mod:`.graph`         the exported program becomes a graph; :mod:`.memory`: views and writes are followed
+:mod:`.losses`        a loss without a gradient is refused
 of a captured model   :mod:`.evaluation` (eval mode), :mod:`.parts` (other numbers of rows)
 ===================== ==============================================================================================
 """
@@ -44,8 +40,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from autopar.capture.guards import Guards
 from autopar.capture.losses import check_loss
+from autopar.capture.python.guards import Guards
 from autopar.capture.recorded import traced
 from autopar.collection import uncollected
 from autopar.errors import CaptureError

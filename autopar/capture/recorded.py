@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from autopar.capture.building import Builder
-from autopar.capture.generators import draw_place
-from autopar.capture.guards import Guards, repeated
-from autopar.capture.reads import Recorder, Written, undone
-from autopar.capture.tracing import export
+from autopar.capture.graph.building import Builder
+from autopar.capture.python.generators import draw_place
+from autopar.capture.python.guards import Guards, repeated
+from autopar.capture.python.reads import Recorder, Written, undone
+from autopar.capture.trace.tracing import export
 from autopar.errors import AutoparError, CaptureError
 
 
@@ -88,7 +88,7 @@ def build(builder: Builder) -> Any:
 
 
 def _at(fx: torch.fx.Node) -> str:
-    from autopar.capture.exported import at, module_of
+    from autopar.capture.graph.exported import at, module_of
 
     return f" {fx.target} in '{module_of(fx)}'{at(fx)}"
 

@@ -11,7 +11,7 @@ from autopar.cli.stages import asked_for
 from autopar.errors import ModelError, PlanError
 
 if TYPE_CHECKING:
-    from autopar.planner.replan import Replanner
+    from autopar.planner.inter_op.replan import Replanner
 
 
 def rows_of(a: Path, b: Path, model: str | None) -> list[tuple[str, Any, Any]]:
@@ -42,7 +42,7 @@ def _raw(path: Path) -> dict[str, Any]:
 def _asked(path: Path, model: str | None) -> tuple[Replanner, str]:
     """A plan that can be simulated, and what was asked for."""
     from autopar.pins import options_of
-    from autopar.planner.replan import Replanner
+    from autopar.planner.inter_op.replan import Replanner
     from autopar.report.stage_differences import as_pipeline
 
     if is_pipeline(path):

@@ -27,8 +27,8 @@ from autopar.cli.common import (
 if TYPE_CHECKING:
     from autopar.graph import Graph
     from autopar.plan import Plan
-    from autopar.planner.price import Pricer
-    from autopar.planner.search import Options
+    from autopar.planner.intra_op.mesh_plan import Options
+    from autopar.planner.intra_op.price import Pricer
 
 
 def explain(
@@ -81,8 +81,8 @@ def explain(
     _, captured = model_of(document, path, model)
     graph = captured.graph
     from autopar.pins import options_of
-    from autopar.planner.price import pricer
-    from autopar.planner.search import op_labels, plan_graph
+    from autopar.planner.intra_op.mesh_plan import op_labels, plan_graph
+    from autopar.planner.intra_op.price import pricer
 
     plan, cluster = bound(document, captured)
     labels = op_labels(graph)
@@ -120,7 +120,7 @@ def found_ops(graph: Graph, op: str) -> list[int]:
         UsageError: there is none.
     """
     from autopar.errors import closest
-    from autopar.planner.search import op_labels
+    from autopar.planner.intra_op.mesh_plan import op_labels
     from autopar.report.why import find_ops
 
     numbers = find_ops(graph, op)
@@ -187,7 +187,7 @@ def print_ops(
 
 def _distinct(graph: Graph, plan: Plan, numbers: list[int]) -> list[tuple[int, int]]:
     """``(op, copies)``: ops of equal blocks with the same cut once."""
-    from autopar.planner.fold import fold
+    from autopar.planner.intra_op.fold import fold
 
     rep = fold(graph).representative
     groups: dict[Any, list[int]] = {}
@@ -198,8 +198,8 @@ def _distinct(graph: Graph, plan: Plan, numbers: list[int]) -> list[tuple[int, i
 
 def copies_able(graph: Graph, numbers: list[int], wanted: dict[str, str]) -> list[int]:
     """Those of the ops that have the factors (all, if none has), and their copies in equal blocks."""
-    from autopar.planner.fold import fold
-    from autopar.planner.space import node_options
+    from autopar.planner.intra_op.fold import fold
+    from autopar.planner.intra_op.space import node_options
     from autopar.rules.registry import rules_of
 
     rep, rules = fold(graph).representative, rules_of(graph)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from autopar.capture import Captured
     from autopar.graph import Graph
     from autopar.pipeline import PipelinePlan, StageChoice
-    from autopar.planner.replan import Replanner
+    from autopar.planner.inter_op.replan import Replanner
 
 
 def explain(
@@ -51,9 +51,9 @@ def _op(
     captured: Captured, asked: Replanner, op: str, wanted: dict[str, str] | None, limit: float | None, top: int,
     as_json: bool,
 ) -> None:  # fmt: skip
-    from autopar.planner.price import pricer
-    from autopar.planner.search import Options, op_labels
-    from autopar.planner.stage_pins import check
+    from autopar.planner.inter_op.stage_pins import check
+    from autopar.planner.intra_op.mesh_plan import Options, op_labels
+    from autopar.planner.intra_op.price import pricer
 
     graph, plan = captured.graph, asked.plan
     labels = op_labels(graph)
@@ -170,7 +170,7 @@ def _cut(captured: Captured, asked: Replanner, number: int, as_json: bool) -> No
 def _moved(captured: Captured, asked: Replanner, number: int, by: int) -> dict[str, Any]:
     """The step with the cut one block earlier or later, or why that cannot be."""
     from autopar.errors import AutoparError
-    from autopar.planner.search import op_labels
+    from autopar.planner.intra_op.mesh_plan import op_labels
 
     first = asked.neighbour(number, by)
     found: dict[str, Any] = {"blocks": by, "begins_at": None, "seconds": None, "why_not": None}

@@ -35,7 +35,7 @@ def inspect(
         print(graph)
         return
     with progress("finding blocks"):
-        from autopar.planner.fold import fold
+        from autopar.planner.intra_op.fold import fold
         from autopar.rules.registry import RULES, rules_of
 
         rules, blocks = rules_of(graph), fold(graph).blocks

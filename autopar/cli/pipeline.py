@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from autopar.capture import Captured
     from autopar.models import Loaded
     from autopar.pipeline import PipelinePlan
-    from autopar.planner.replan import Replanner
+    from autopar.planner.inter_op.replan import Replanner
     from hardware_profiles import Cluster
 
 
@@ -69,7 +69,7 @@ def what_if(path: Path, captured: Captured, plan: PipelinePlan) -> Replanner:
     """The plan to be asked "what if", and to be simulated."""
     from autopar.pins import pipeline_options
     from autopar.pipelines import check_ranks
-    from autopar.planner.replan import Replanner
+    from autopar.planner.inter_op.replan import Replanner
 
     cluster = hardware_of(path, plan)
     check_ranks(plan, cluster.n_devices, f"devices are in cluster '{plan.cluster}'")

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from autopar.graph import Graph
     from autopar.placements import Mesh
     from autopar.plan import Plan
-    from autopar.planner.search import Options
+    from autopar.planner.intra_op.mesh_plan import Options
     from hardware_profiles import Cluster
 
 
@@ -151,7 +151,7 @@ def plan(
     check_options(optimizer, min(counts, default=1), time_limit)
     if len(counts) != 1 and stages is None and not schedule and not cut:
         raise UsageError(f"--microbatches {microbatches} is for pipelines: give --stages too, or one number")
-    from autopar.planner.search import Options
+    from autopar.planner.intra_op.mesh_plan import Options
 
     options = Options(
         constraints=pins or None,

@@ -67,7 +67,7 @@ def show(
         else:
             print(text)
         return
-    from autopar.planner.price import pricer
+    from autopar.planner.intra_op.price import pricer
     from autopar.report import measured, rows, tables
 
     with progress("pricing"):
@@ -212,7 +212,7 @@ def _diff_decisions(first: Any, second: Any, a: Path, b: Path, model: str | None
     from autopar.placements import format_state
     from autopar.planfile.patterns import compress
     from autopar.planfile.write import route_keys, written
-    from autopar.planner.search import op_labels
+    from autopar.planner.intra_op.mesh_plan import op_labels
     from autopar.report.rows import recomputed
 
     _, captured = model_of(first, a, model)

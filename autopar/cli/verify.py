@@ -89,7 +89,7 @@ def verify(
     from hardware_profiles import load_cluster
 
     hardware = load_cluster(cluster or f"local-x{n}")
-    from autopar.planner.search import check_mesh
+    from autopar.planner.intra_op.mesh_plan import check_mesh
 
     check_mesh(shape, hardware)
     loaded, captured = load_and_capture(
@@ -148,9 +148,9 @@ def _in_processes(
     import torch
 
     from autopar import verify as v
-    from autopar.planner.draw import random_plan
-    from autopar.planner.price import pricer
-    from autopar.planner.search import plan_graph
+    from autopar.planner.intra_op.draw import random_plan
+    from autopar.planner.intra_op.mesh_plan import plan_graph
+    from autopar.planner.intra_op.price import pricer
     from autopar.rules.registry import rules_of
     from autopar.runtime.launch import run_local
 

@@ -27,8 +27,8 @@ from autopar.lower.collectives import FRESH, step
 from autopar.lower.segments import with_segments
 from autopar.placements import Mesh, State, format_state, local_shape
 from autopar.plan import Plan, route_key
-from autopar.planner.recompute import numbered
-from autopar.planner.space import Strategy, combine, node_options
+from autopar.planner.intra_op.recompute import numbered
+from autopar.planner.intra_op.space import Strategy, combine, node_options
 from autopar.rules.local import Seed, local_call
 from autopar.rules.notation import In, Rule, call_of
 from autopar.rules.registry import rules_of

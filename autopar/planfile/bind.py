@@ -18,11 +18,11 @@ from autopar.placements import path as way
 from autopar.plan import ParamChoice, Pins, Plan, Price, Solution, route_key
 from autopar.planfile.form import Document, Failures, format_mesh, parse
 from autopar.planfile.write import decisions, rest, route_keys
-from autopar.planner.complete import complete, demand, needs
-from autopar.planner.price import pricer
-from autopar.planner.recompute import Recompute, contents, numbered, seconds_again, segments_of
-from autopar.planner.search import check_mesh, matches, op_labels
-from autopar.planner.space import Strategy, combine, node_options
+from autopar.planner.intra_op.complete import complete, demand, needs
+from autopar.planner.intra_op.mesh_plan import check_mesh, matches, op_labels
+from autopar.planner.intra_op.price import pricer
+from autopar.planner.intra_op.recompute import Recompute, contents, numbered, seconds_again, segments_of
+from autopar.planner.intra_op.space import Strategy, combine, node_options
 from autopar.rules.notation import Option
 from autopar.rules.registry import rules_of
 from hardware_profiles import Cluster

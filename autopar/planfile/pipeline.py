@@ -46,7 +46,7 @@ from autopar.planfile.form import parse as parse_stage
 from autopar.planfile.write import _pins as stage_pins
 from autopar.planfile.write import digest, rest
 from autopar.planfile.write import dumps as dumps_stage
-from autopar.planner.timing import timing_of
+from autopar.planner.inter_op.timing import timing_of
 from autopar.staging import StageGraph, cut
 from cost_models.pipeline import Schedule, live_per_stage, parse, simulate, times
 from hardware_profiles import Cluster

@@ -16,9 +16,9 @@ from autopar.placements import format_state
 from autopar.plan import VERSION, Pins, Plan, route_key
 from autopar.planfile.form import format_mesh
 from autopar.planfile.patterns import compress
-from autopar.planner.complete import demand
-from autopar.planner.search import op_labels
-from autopar.planner.space import Strategy, combine, node_options
+from autopar.planner.intra_op.complete import demand
+from autopar.planner.intra_op.mesh_plan import op_labels
+from autopar.planner.intra_op.space import Strategy, combine, node_options
 from autopar.rules.notation import Rule
 from autopar.rules.registry import rules_of
 

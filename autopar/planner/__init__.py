@@ -1,0 +1,6 @@
+"""The planner makes two things, one in each folder.
+
+:mod:`.intra_op` decides how every operator is cut on one mesh (an integer program); :mod:`.inter_op` decides where the
+pipeline is cut and how it is run (a dynamic program over what the first says of blocks). The first knows nothing of the
+second.
+"""

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.capture import capture
 from autopar.graph import Spec
-from autopar.planner.pipeline import PipelineOptions, plan_pipeline
+from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
 from autopar.runtime.pipeline import PipelineModule
 from autopar.runtime.wires import Post, Wire
 from autopar.transfer import Side, transfer

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from autopar.graph import Graph
 from autopar.plan import Plan
-from autopar.planner.price import Pricer, pricer
-from autopar.planner.space import combine, node_options
+from autopar.planner.intra_op.price import Pricer, pricer
+from autopar.planner.intra_op.space import combine, node_options
 from autopar.rules.registry import rules_of
 from hardware_profiles import Cluster
 

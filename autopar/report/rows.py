@@ -14,12 +14,12 @@ from autopar.lower.emit import strategy_of
 from autopar.placements import State, format_state, local_shape, step_collectives
 from autopar.plan import Plan, route_key
 from autopar.planfile.patterns import compress
-from autopar.planner import params as P
-from autopar.planner.fold import fold
-from autopar.planner.price import Pricer
-from autopar.planner.recompute import contents, seconds_again
-from autopar.planner.search import op_labels
-from autopar.planner.space import Strategy, grads_of
+from autopar.planner.intra_op import params as P
+from autopar.planner.intra_op.fold import fold
+from autopar.planner.intra_op.mesh_plan import op_labels
+from autopar.planner.intra_op.price import Pricer
+from autopar.planner.intra_op.recompute import contents, seconds_again
+from autopar.planner.intra_op.space import Strategy, grads_of
 from autopar.rules.local import cuts_of
 from autopar.rules.registry import RULES, rules_of
 

@@ -12,8 +12,8 @@ from autopar.plan import Plan
 from autopar.planfile.form import format_mesh
 from autopar.planfile.patterns import compress
 from autopar.planfile.write import written
-from autopar.planner.replan import Replanner
-from autopar.planner.search import op_labels
+from autopar.planner.inter_op.replan import Replanner
+from autopar.planner.intra_op.mesh_plan import op_labels
 from autopar.staging import hot_ops
 from cost_models.pipeline import Action, Schedule
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from autopar.graph import Graph
 from autopar.pipeline import PipelinePlan
-from autopar.planner.replan import limit_of_stage
-from autopar.planner.search import op_labels
+from autopar.planner.inter_op.replan import limit_of_stage
+from autopar.planner.intra_op.mesh_plan import op_labels
 from cost_models.pipeline import Timeline
 from hardware_profiles import Cluster
 

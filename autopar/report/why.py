@@ -10,12 +10,12 @@ from autopar.graph import Graph, Ref
 from autopar.lower.emit import strategy_of
 from autopar.placements import State
 from autopar.plan import ParamChoice, Plan, route_key
-from autopar.planner import params as P
-from autopar.planner.complete import needs
-from autopar.planner.price import Pricer
-from autopar.planner.reshard import route
-from autopar.planner.search import matches, op_labels
-from autopar.planner.space import Strategy, strategies
+from autopar.planner.intra_op import params as P
+from autopar.planner.intra_op.complete import needs
+from autopar.planner.intra_op.mesh_plan import matches, op_labels
+from autopar.planner.intra_op.price import Pricer
+from autopar.planner.intra_op.reshard import route
+from autopar.planner.intra_op.space import Strategy, strategies
 from autopar.rules.registry import rules_of
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from autopar.capture import Captured
 from autopar.capture.evaluation import Skeleton
-from autopar.capture.guards import Guards, refusal, show
+from autopar.capture.python.guards import Guards, refusal, show
 from autopar.errors import AutoparError, RunError
 from autopar.graph import Graph
 from autopar.lower.emit import lower

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 import autopar
 from autopar.capture import capture
 from autopar.errors import AutoparError
-from autopar.planner.draw import random_plan
-from autopar.planner.price import pricer
+from autopar.planner.intra_op.draw import random_plan
+from autopar.planner.intra_op.price import pricer
 from autopar.rules.registry import rules_of
 from habits import HABITS
 from habits.base import BATCHES, batch, loss_fn, made

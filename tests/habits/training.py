@@ -17,8 +17,8 @@ import autopar
 from autopar.capture import Captured
 from autopar.lower.emit import lower
 from autopar.placements import Mesh
-from autopar.planner.draw import random_plan
-from autopar.planner.price import pricer
+from autopar.planner.intra_op.draw import random_plan
+from autopar.planner.intra_op.price import pricer
 from autopar.rules.registry import rules_of
 from autopar.runtime.world import run_step
 from autopar.verify import inputs_of, one_device, state_of

@@ -31,10 +31,10 @@ from autopar.capture import Captured, capture
 from autopar.lower.emit import lower
 from autopar.placements import Mesh
 from autopar.plan import Plan
-from autopar.planner.draw import random_plan
-from autopar.planner.price import pricer
-from autopar.planner.recompute import segments_of
-from autopar.planner.search import Options
+from autopar.planner.intra_op.draw import random_plan
+from autopar.planner.intra_op.mesh_plan import Options
+from autopar.planner.intra_op.price import pricer
+from autopar.planner.intra_op.recompute import segments_of
 from autopar.rules.registry import rules_of
 from autopar.runtime import executor
 from autopar.runtime.executor import ParallelModule

@@ -28,8 +28,8 @@ from autopar.cli.common import optimizer_of
 from autopar.cli.pipeline import train
 from autopar.models import load_model
 from autopar.planfile import pipeline as files
-from autopar.planner.pipeline import PipelineOptions, plan_pipeline
-from autopar.planner.search import Options
+from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
+from autopar.planner.intra_op.mesh_plan import Options
 from hardware_profiles import load_cluster
 
 CUT = {"constraints": {"*up": {"data": "b"}}}

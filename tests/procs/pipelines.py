@@ -22,10 +22,10 @@ from autopar.errors import PlanError, RunError
 from autopar.graph import Graph
 from autopar.pipeline import PipelinePlan, StageChoice
 from autopar.placements import Mesh
-from autopar.planner.draw import random_plan
-from autopar.planner.price import pricer
-from autopar.planner.recompute import patterns_in, segments_of
-from autopar.planner.search import Options, plan_graph
+from autopar.planner.intra_op.draw import random_plan
+from autopar.planner.intra_op.mesh_plan import Options, plan_graph
+from autopar.planner.intra_op.price import pricer
+from autopar.planner.intra_op.recompute import patterns_in, segments_of
 from autopar.rules.registry import rules_of
 from autopar.runtime.executor import mixed_seed
 from autopar.runtime.pipeline import PipelineModule

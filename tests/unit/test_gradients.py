@@ -23,9 +23,9 @@ from autopar.capture import Captured, capture
 from autopar.check import check
 from autopar.errors import CaptureError, RuleError
 from autopar.placements import Mesh
-from autopar.planner.draw import random_plan
-from autopar.planner.price import pricer
-from autopar.planner.search import plan_graph
+from autopar.planner.intra_op.draw import random_plan
+from autopar.planner.intra_op.mesh_plan import plan_graph
+from autopar.planner.intra_op.price import pricer
 from autopar.rules.function import function_rule
 from autopar.rules.registry import rules_of
 from autopar.runtime.world import run_step

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
-from autopar.capture.guards import repeated
+from autopar.capture.python.guards import repeated
 from autopar.errors import CaptureError, RunError
 
 TEMPERATURE = 1.0

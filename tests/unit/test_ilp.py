@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import pytest
 
 from autopar.errors import InfeasibleError
-from autopar.planner import ilp
-from autopar.planner.problem import Held, Item, Problem, Tensor
+from autopar.planner.intra_op import ilp
+from autopar.planner.intra_op.problem import Held, Item, Problem, Tensor
 
 
 def _random_problem(rng: random.Random, limit: bool) -> Problem:

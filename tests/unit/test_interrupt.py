@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.capture import capture, progress
+from autopar.capture import capture
+from autopar.capture.trace import progress
 from autopar.cli import main
 
 

@@ -19,7 +19,7 @@ from autopar.capture.parts import NotLinear, first_part, numbers_of_parts, resiz
 from autopar.errors import AutoparError, CaptureError
 from autopar.graph import Graph
 from autopar.planfile import pipeline as files
-from autopar.planner.pipeline import PipelineOptions, plan_pipeline
+from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
 from hardware_profiles import load_cluster
 
 MODEL = """

@@ -14,8 +14,8 @@ from autopar.capture import Captured, capture
 from autopar.errors import AutoparError
 from autopar.pipeline import PipelinePlan
 from autopar.planfile import pipeline as files
-from autopar.planner.search import Options, op_labels
-from autopar.planner.stage_pins import of_stage, starts_of
+from autopar.planner.inter_op.stage_pins import of_stage, starts_of
+from autopar.planner.intra_op.mesh_plan import Options, op_labels
 from autopar.staging import cut
 
 

@@ -17,14 +17,14 @@ from autopar.capture import capture
 from autopar.errors import InfeasibleError, PlanError
 from autopar.graph import Graph
 from autopar.planfile import pipeline as files
-from autopar.planner.blocks import blocks
-from autopar.planner.equal import Places
-from autopar.planner.fold import fold
-from autopar.planner.menu import Filler, Way
-from autopar.planner.phases import phases
-from autopar.planner.pipeline import PipelineOptions, plan_pipeline
-from autopar.planner.price import pricer
-from autopar.planner.search import Options, plan_graph
+from autopar.planner.inter_op.blocks import blocks
+from autopar.planner.inter_op.equal import Places
+from autopar.planner.inter_op.menu import Filler, Way
+from autopar.planner.inter_op.phases import phases
+from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
+from autopar.planner.intra_op.fold import fold
+from autopar.planner.intra_op.mesh_plan import Options, plan_graph
+from autopar.planner.intra_op.price import pricer
 from autopar.rules.registry import rules_of
 from autopar.staging import hot_ops
 from cost_models.pipeline import simulate

@@ -21,12 +21,12 @@ from autopar.placements import Mesh
 from autopar.plan import ParamChoice, Pins, Plan, Price, Solution
 from autopar.planfile import dumps, load, loads, parse, parse_mesh, save
 from autopar.planfile.patterns import compress
-from autopar.planner.complete import complete
-from autopar.planner.draw import random_plan
-from autopar.planner.price import pricer
-from autopar.planner.recompute import segments_of
-from autopar.planner.search import op_labels, plan_graph
-from autopar.planner.space import combine, node_options
+from autopar.planner.intra_op.complete import complete
+from autopar.planner.intra_op.draw import random_plan
+from autopar.planner.intra_op.mesh_plan import op_labels, plan_graph
+from autopar.planner.intra_op.price import pricer
+from autopar.planner.intra_op.recompute import segments_of
+from autopar.planner.intra_op.space import combine, node_options
 from autopar.rules.registry import rules_of
 from hardware_profiles import load_cluster
 

@@ -15,11 +15,11 @@ from autopar.capture import capture
 from autopar.check import check
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
-from autopar.planner.draw import random_plan
-from autopar.planner.fold import fold
-from autopar.planner.price import pricer
-from autopar.planner.problem import Beaten
-from autopar.planner.search import Options, plan_graph
+from autopar.planner.intra_op.draw import random_plan
+from autopar.planner.intra_op.fold import fold
+from autopar.planner.intra_op.mesh_plan import Options, plan_graph
+from autopar.planner.intra_op.price import pricer
+from autopar.planner.intra_op.problem import Beaten
 from autopar.rules.registry import rules_of
 from hardware_profiles import abstract_cluster, load_cluster
 

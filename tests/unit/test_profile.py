@@ -19,12 +19,12 @@ from autopar.check import check
 from autopar.clusters import profile_of
 from autopar.errors import ClusterError
 from autopar.graph import Graph
-from autopar.planner.phases import phases
-from autopar.planner.pipeline import PipelineOptions, plan_pipeline
-from autopar.planner.price import key_of, pricer
-from autopar.planner.replan import Replanner
-from autopar.planner.search import Options, plan_graph
-from autopar.planner.space import strategies
+from autopar.planner.inter_op.phases import phases
+from autopar.planner.inter_op.replan import Replanner
+from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
+from autopar.planner.intra_op.mesh_plan import Options, plan_graph
+from autopar.planner.intra_op.price import key_of, pricer
+from autopar.planner.intra_op.space import strategies
 from autopar.profiling.document import dumps
 from autopar.profiling.ops import passes_of
 from autopar.profiling.quiet import quietest

@@ -13,10 +13,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from zoo import ZOO
 
-from autopar.capture import capture, repeated
-from autopar.capture.building import Builder
+from autopar.capture import capture
+from autopar.capture.graph.building import Builder
 from autopar.capture.recorded import build
-from autopar.capture.tracing import export
+from autopar.capture.repeats import repeated
+from autopar.capture.trace.tracing import export
 from autopar.errors import RunError
 
 D = 8

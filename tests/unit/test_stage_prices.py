@@ -22,13 +22,13 @@ from autopar.graph import Graph, Spec
 from autopar.pipeline import PipelinePlan, StageChoice
 from autopar.placements import Mesh, local_shape
 from autopar.planfile import pipeline as files
-from autopar.planner.exact import ExactPlans
-from autopar.planner.phases import Phases, phases
-from autopar.planner.pipeline import PipelineOptions, plan_pipeline
-from autopar.planner.price import pricer
-from autopar.planner.replan import Replanner, limit_of_stage
-from autopar.planner.search import Options
-from autopar.planner.timing import crossing_seconds, timing_of
+from autopar.planner.inter_op.exact import ExactPlans
+from autopar.planner.inter_op.phases import Phases, phases
+from autopar.planner.inter_op.replan import Replanner, limit_of_stage
+from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
+from autopar.planner.inter_op.timing import crossing_seconds, timing_of
+from autopar.planner.intra_op.mesh_plan import Options
+from autopar.planner.intra_op.price import pricer
 from autopar.report.stages import stage_rows
 from autopar.runtime import wires
 from autopar.runtime.pipeline import _wires

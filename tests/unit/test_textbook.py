@@ -18,7 +18,7 @@ from autopar.capture import capture
 from autopar.check import Report, check
 from autopar.graph import Graph
 from autopar.plan import Plan
-from autopar.planner.search import Options, plan_graph
+from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from hardware_profiles import abstract_cluster, load_cluster
 
 CONSTANTS = {"all_reduce": 0.01, "all_gather": 0.1, "reduce_scatter": 0.001, "all_to_all": 0.001}

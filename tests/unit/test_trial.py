@@ -12,11 +12,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from autopar.capture import capture
 from autopar.graph import Graph
-from autopar.planner.equal import Cut, Equal, Group
-from autopar.planner.menu import Filled
-from autopar.planner.pipeline import PipelineOptions, _Search, plan_pipeline
-from autopar.planner.search import Options
-from autopar.planner.trial import STEADY, best, simulated
+from autopar.planner.inter_op.equal import Cut, Equal, Group
+from autopar.planner.inter_op.menu import Filled
+from autopar.planner.inter_op.stage_search import PipelineOptions, _Search, plan_pipeline
+from autopar.planner.inter_op.trial import STEADY, best, simulated
+from autopar.planner.intra_op.mesh_plan import Options
 from cost_models.pipeline import Edge, build, simulate, times
 from hardware_profiles import load_cluster
 

@@ -19,12 +19,12 @@ from autopar.capture import Captured, capture
 from autopar.check import check
 from autopar.placements import Mesh
 from autopar.plan import Plan
-from autopar.planner.complete import complete
-from autopar.planner.draw import random_plan
-from autopar.planner.pipeline import PipelineOptions, plan_pipeline
-from autopar.planner.price import pricer
-from autopar.planner.recompute import segments_of
-from autopar.planner.search import Options, plan_graph
+from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
+from autopar.planner.intra_op.complete import complete
+from autopar.planner.intra_op.draw import random_plan
+from autopar.planner.intra_op.mesh_plan import Options, plan_graph
+from autopar.planner.intra_op.price import pricer
+from autopar.planner.intra_op.recompute import segments_of
 from autopar.rules.registry import rules_of
 from autopar.staging import cut
 from hardware_profiles import load_cluster

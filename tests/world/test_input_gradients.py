@@ -12,9 +12,9 @@ from autopar import verify as V
 from autopar.capture import Captured, capture
 from autopar.check import check
 from autopar.errors import PlanError
-from autopar.planner.draw import random_plan
-from autopar.planner.price import pricer
-from autopar.planner.search import Options, plan_graph
+from autopar.planner.intra_op.draw import random_plan
+from autopar.planner.intra_op.mesh_plan import Options, plan_graph
+from autopar.planner.intra_op.price import pricer
 from autopar.rules.registry import rules_of
 from autopar.staging import cut
 from hardware_profiles import abstract_cluster

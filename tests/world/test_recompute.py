@@ -15,13 +15,13 @@ from autopar.check import check
 from autopar.errors import InfeasibleError, PlanError
 from autopar.lower.emit import lower
 from autopar.placements import Mesh
-from autopar.planner.complete import complete
-from autopar.planner.draw import random_plan
-from autopar.planner.phases import phases
-from autopar.planner.pipeline import PipelineOptions, plan_pipeline
-from autopar.planner.price import pricer
-from autopar.planner.recompute import segments_of
-from autopar.planner.search import Options, plan_graph
+from autopar.planner.inter_op.phases import phases
+from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
+from autopar.planner.intra_op.complete import complete
+from autopar.planner.intra_op.draw import random_plan
+from autopar.planner.intra_op.mesh_plan import Options, plan_graph
+from autopar.planner.intra_op.price import pricer
+from autopar.planner.intra_op.recompute import segments_of
 from autopar.rules.registry import rules_of
 from autopar.staging import cut, hot_ops
 from hardware_profiles import load_cluster

@@ -19,9 +19,9 @@ from autopar.capture import Captured, capture
 from autopar.errors import InfeasibleError
 from autopar.placements import Mesh
 from autopar.plan import Plan
-from autopar.planner.draw import random_plan
-from autopar.planner.price import pricer
-from autopar.planner.search import Options, plan_graph
+from autopar.planner.intra_op.draw import random_plan
+from autopar.planner.intra_op.mesh_plan import Options, plan_graph
+from autopar.planner.intra_op.price import pricer
 from autopar.rules.registry import ops_without_rule, rules_of
 from hardware_profiles import Cluster, abstract_cluster, load_cluster
 

@@ -1,0 +1,155 @@
+"""Operators that write: their functional form, and its result put where the written tensor lies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from autopar.capture.graph.exported import at, flat, module_of, spec_of, without_values
+from autopar.capture.memory.schemas import Facts, parts_of, with_defaults
+from autopar.capture.memory.storages import Alias, CannotInvert, Storage
+from autopar.capture.memory.views import Viewing
+from autopar.errors import CaptureError
+from autopar.graph import Ref, Spec, map_refs
+from autopar.normalize import normalize
+from autopar.rules.notation import call_of
+from autopar.rules.registry import rule_for
+
+
+class Writing(Viewing):
+    """Takes operators into the graph that write."""
+
+    def _walk(self, gm: torch.fx.GraphModule, no_grad: bool = False) -> Any:
+        raise NotImplementedError
+
+    def _writing(self, fx: torch.fx.Node, op: torch._ops.OpOverload, known: Facts) -> Any:
+        """An operator that writes: its functional form, and its results put where the written arguments lie."""
+        if known.pure is None:
+            return self._in_parts(fx, op, known)
+        nodes = [fx.kwargs[name] if p < 0 else fx.args[p] for p, name in known.writes]
+        written: list[Alias] = [self.value[n] for n in pytree.tree_leaves(nodes)]
+        args, kwargs = with_defaults(op, fx.args, fx.kwargs)
+        args = torch.fx.node.map_arg(args, self._look)
+        out = {name for p, name in known.writes if p < 0}
+        kwargs = dict(torch.fx.node.map_arg({k: v for k, v in kwargs.items() if k not in out}, self._look))
+        if out and any(a.name == "dtype" for a in known.pure._schema.arguments):
+            kwargs.setdefault("dtype", getattr(torch, written[0].place.spec.dtype))
+        if known.drawn and not out:
+            first = written[0].place.spec
+            kind = {"dtype": getattr(torch, first.dtype)}
+            args = (self.emit("aten.full.default", (list(first.shape), 0), kind, (first,), "")[0], *args[1:])
+        new = self._functional(known.pure, args, kwargs, written[0].place.spec)
+        for alias, ref in zip(written, new, strict=True):
+            self._write(fx, alias, ref)
+        val = fx.meta.get("val")
+        if not isinstance(val, torch.Tensor):
+            return written if val else None
+        if spec_of(val) != written[0].place.spec:
+            raise self._refused(fx, "changes the size of a tensor", "give it an output of the right size")
+        return written[0]
+
+    def _in_parts(self, fx: torch.fx.Node, op: torch._ops.OpOverload, known: Facts) -> Any:
+        """An operator that has no form without writes: the operators that it is made of."""
+        inputs = [a for a in fx.args if isinstance(a, torch.fx.Node)]
+        body = None
+        if not fx.kwargs and all(isinstance(self.value[n], Alias) for n in inputs):
+            body = parts_of(op, [without_values(a) if isinstance(a, torch.fx.Node) else a for a in fx.args])
+        if body is None:
+            names = ", ".join(name for _, name in known.writes)
+            raise self._refused(
+                fx, f"writes its argument {names} and has no form that does not", "write it out of place"
+            )
+        for node in body.graph.nodes:
+            node.meta.update({k: v for k, v in fx.meta.items() if k != "val"})
+        for placeholder, n in zip((n for n in body.graph.nodes if n.op == "placeholder"), inputs, strict=True):
+            self.value[placeholder] = self.value[n]
+        made = self._walk(body, self.no_grad)
+        self.at = fx
+        return made
+
+    def _functional(
+        self, pure: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], spec: Spec
+    ) -> list[Ref]:
+        """The results of a functional form, with the dtypes that it gives by itself."""
+        name = str(pure)
+        if name in ("aten.copy.default", "aten.fill.Tensor"):
+            return [args[1]]
+        outs = self._specs_of(pure, args, kwargs) or (spec,)
+        form = normalize(name, args, kwargs, outs, self._spec_of)
+        if form is None:
+            return [args[0]]
+        target, args, kwargs = form
+        return self.emit(target, args, kwargs, outs, "")
+
+    def _specs_of(
+        self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Spec | None, ...]:
+        """What an operator gives, asked without values; empty where it does not say."""
+
+        def empty(ref: Ref) -> torch.Tensor:
+            spec = self._spec_of(ref)
+            return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
+
+        try:
+            with torch.no_grad():
+                made = op(*map_refs(args, empty), **map_refs(kwargs, empty))
+        except (RuntimeError, NotImplementedError, TypeError):
+            return ()
+        return tuple(spec_of(v) for v in flat(made))
+
+    def _write(self, fx: torch.fx.Node, alias: Alias, ref: Ref) -> None:
+        if ref == self._read(alias):
+            return
+        storage, spec = alias.place.storage, alias.place.spec
+        kind, name = storage.origin or ("", "")
+        if kind == "param":
+            raise self._refused(
+                fx, f"writes parameter '{name}' in forward", "keep it as a buffer, or change it outside"
+            )
+        if kind == "input":
+            raise self._refused(fx, f"writes to its input '{name}' in place", "write a clone: x = x.clone()")
+        if alias.history.by_data and self._kept(storage, alias):
+            raise CaptureError(
+                f"cannot capture a write through .data in '{module_of(fx)}'{at(fx)}: autograd has kept the values that "
+                "it changes\n  compute a new tensor instead, or write to the tensor itself under torch.no_grad()"
+            )
+        if storage.shared:
+            raise self._refused(
+                fx,
+                f"writes '{name}', which has the memory of '{storage.shared}' too",
+                "register one of them, or a clone",
+            )
+        if storage.changing:
+            raise self._refused(fx, f"writes '{name}', which batch norm writes too", "let one of them write it")
+        try:
+            self.memory.write(alias, self._filled(ref, spec), no_grad=self.no_grad)
+        except CannotInvert as error:
+            raise self._refused(
+                fx, f"writes through a view that cannot be followed: {error}", "write a clone"
+            ) from None
+
+    def _kept(self, storage: Storage, alias: Alias) -> bool:
+        """Whether autograd may have kept values of a storage for the backward, as the rules of their operators say."""
+        histories = (storage.first, storage.plain, alias.history)
+        values = {ref for h in histories if h.version == storage.version for ref in h.known.values()}
+        for i, node in enumerate(self.nodes):
+            if node.needs_grad and node.kind == "op" and node.target != "aten.detach.default":
+                kept = rule_for(call_of(node, self._spec_of))
+                if any(node.refs[k] in values for k in kept.saves):
+                    return True
+                if kept.saves_out and any(Ref(i, k) in values for k in range(len(node.outs))):
+                    return True
+        return False
+
+    def _filled(self, ref: Ref, spec: Spec) -> Ref:
+        """A value cast and broadcast to what it is put into."""
+        own = self._spec_of(ref)
+        if own.dtype != spec.dtype:
+            own = Spec(own.shape, spec.dtype)
+            (ref,) = self.emit("aten.to.dtype", (ref, getattr(torch, spec.dtype)), {}, (own,), "")
+        if own.shape != spec.shape:
+            target = "aten.reshape.default" if len(own.shape) > len(spec.shape) else "aten.expand.default"
+            (ref,) = self.emit(target, (ref, list(spec.shape)), {}, (spec,), "")
+        return ref

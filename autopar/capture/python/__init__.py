@@ -1,0 +1,10 @@
+"""Python values that a model's code reads while it is traced, and what becomes of them.
+
+===================== ==============================================================================================
+:mod:`.reads`         attributes that are read and written, as they are
+:mod:`.free`          globals and free variables, found in the code
+:mod:`.generators`    random numbers from outside torch
+:mod:`.guards`        what was read, compared at each call
+:mod:`.places`        whose code, and which line
+===================== ==============================================================================================
+"""

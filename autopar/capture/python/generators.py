@@ -1,0 +1,97 @@
+"""Random numbers outside torch: a program that was traced past them draws the same ones for ever."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from autopar.capture.python.places import is_users
+from autopar.errors import CaptureError
+
+
+def is_generator(value: Any) -> bool:
+    """Whether a value is a generator of Python's or numpy's random numbers."""
+    numpy = sys.modules.get("numpy")
+    kinds: tuple[Any, ...] = (random.Random,)
+    if numpy is not None:
+        kinds += (numpy.random.Generator, numpy.random.RandomState)
+    return isinstance(value, kinds)
+
+
+def state_of(generator: Any) -> Any:
+    """What tells whether a generator was drawn from."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if hasattr(generator, "bit_generator"):
+        return generator.bit_generator.state
+    return generator.get_state(legacy=False)
+
+
+def set_state(generator: Any, state: Any) -> None:
+    """Set a generator back."""
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+State = tuple[str, Callable[[], Any], Any, Callable[[Any], Any]]
+
+
+def global_states() -> list[State]:
+    """``(name, how to read its state, its state now, how to set it)`` of the generators that modules share."""
+    found: list[State] = [("random", random.getstate, random.getstate(), random.setstate)]
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        own = numpy.random
+        found.append(("numpy.random", own.get_state, own.get_state(), own.set_state))
+    return found
+
+
+def same_state(a: Any, b: Any) -> bool:
+    """Whether a generator was not drawn from between two states."""
+    if isinstance(a, dict):
+        return all(same_state(v, b[k]) for k, v in a.items())
+    if isinstance(a, tuple) and len(a) < 10:
+        return all(map(same_state, a, b))
+    same = a == b
+    return bool(same.all()) if hasattr(same, "all") else bool(same)
+
+
+def draw_place(trace: Callable[[], Any], states: Callable[[], Any]) -> str:
+    """``file.py:12`` of the first line after which generators have another state; empty if no line of the user's does.
+
+    It traces once more and looks after every line, which is slow: only for a message.
+    """
+    found: list[str] = []
+    last = states()
+
+    def line(frame: Any, event: str, _: Any, at: list[str]) -> Any:
+        if not found and not same_state(last, states()):
+            found.append(at[0])
+        at[0] = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+        return None if found else functools.partial(line, at=at)
+
+    def call(frame: Any, event: str, _: Any) -> Any:
+        if found or not is_users(frame.f_code.co_filename):
+            return None
+        return functools.partial(line, at=[f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"])
+
+    before = sys.gettrace()
+    sys.settrace(call)
+    try:
+        with contextlib.suppress(CaptureError):
+            trace()
+    finally:
+        sys.settrace(before)
+    return found[0] if found else ""
+
+
+__all__ = ["draw_place", "global_states", "is_generator", "same_state", "set_state", "state_of"]

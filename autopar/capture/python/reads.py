@@ -1,0 +1,441 @@
+"""What ``forward`` reads and writes outside of tensors while it is traced.
+
+The classes of the model's modules, and of the objects that hang on them, look up attributes through a recorder for as
+long as a trace runs. What it hears of are attribute reads of plain values (they become
+:class:`.guards.Guards`), writes (a value that was read before and is written anew is another one at
+every call), and generators of random numbers outside torch, whose state shows whether they were used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dis
+import functools
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autopar.capture.python.free import Free, free_values
+from autopar.capture.python.generators import global_states, is_generator, same_state, set_state, state_of
+from autopar.capture.python.guards import OTHER, Guards, Held, Read, Same, frozen, is_plain, show
+from autopar.capture.python.places import from_machinery, user_line
+from autopar.capture.trace.tracing import depends_on_data
+
+_OWN = frozenset({*torch.nn.Module().__dict__, *dir(torch.nn.Module)})
+"""Attributes that every module has: the machinery's, and ``training``, which is what modes are for."""
+_HEAP = 1 << 9
+"""Flag of classes that are made in Python, whose attribute lookup can be changed."""
+_FOREIGN = ("torch", "builtins", "numpy", "enum", "types", "functools", "collections", "typing", "threading", "logging",
+            "re", "weakref", "_thread", "abc", "pathlib", "inspect", "contextlib")  # fmt: skip
+"""Packages whose objects are not looked into."""
+
+
+@dataclass
+class Written:
+    """An attribute that a forward read, and then gave another value."""
+
+    owner: Any
+    read: Read
+    value: Any
+    where: str
+
+    def __str__(self) -> str:
+        now = self.value if isinstance(self.value, tuple) else frozen(self.value)
+        return f"{self.read.label}, from {show(self.read.value)} to {show(now)} at {self.where}"
+
+
+def _refill(container: Any, before: Any) -> None:
+    """Give a container that can be changed what it held before."""
+    if isinstance(container, list):
+        container[:] = before
+    elif isinstance(container, (dict, set)):
+        container.clear()
+        container.update(before)
+
+
+def _restored(owner: Any, name: str, value: Any) -> None:
+    """Set an attribute, past what a class makes of it."""
+    with contextlib.suppress(AttributeError):
+        object.__setattr__(owner, name, value)
+
+
+class Recorder:
+    """Around a trace: ``with recorder: export(...)``.
+
+    Args:
+        root: what is traced.
+        prefix: of module paths that users do not see.
+        functions: that are called beside modules, such as a loss function.
+    """
+
+    def __init__(self, root: torch.nn.Module, prefix: str = "", functions: tuple[Any, ...] = ()) -> None:
+        self.root, self.prefix = root, prefix
+        self.owned: dict[int, tuple[Any, str]] = {}
+        self.first: dict[tuple[int, str], tuple[Any, Read]] = {}
+        self.raw: dict[tuple[int, str], Any] = {}
+        self.before: dict[tuple[int, str], Any] = {}
+        self.counted: dict[tuple[int, str], tuple[Any, Read, Any]] = {}
+        self.written: dict[tuple[int, str], Written] = {}
+        self.fresh: set[tuple[int, str]] = set()
+        self.tensors: set[tuple[int, str]] = set()
+        self.plain: dict[tuple[int, str], tuple[Any, Read, torch.Tensor]] = {}
+        self.kept: dict[tuple[int, str], str] = {}
+        """Tensors of a call that the next one reads, from an attribute: what it is called, and where it is set."""
+        self.held: list[tuple[torch.nn.Module, str, dict[str, Any]]] = []
+        """Modules with their buffers before the trace: register_buffer sets none of their attributes."""
+        self.traced: list[tuple[torch.nn.Module, str, dict[str, Any]]] = []
+        """The same with the trace's own tensors, when forward begins."""
+        self.generators: dict[int, tuple[Any, str, Any]] = {}
+        self.patched: dict[type, tuple[Any, Any]] = {}
+        self.active = False
+        self.changed: list[Written] = []
+        """What the next call would read otherwise."""
+        self.filled: tuple[str, ...] = ()
+        """Dicts to which the forward added tensors for its next call."""
+        for path, module in root.named_modules():
+            if path or not prefix:  # with a prefix the root is ours
+                self.owned[id(module)] = module, (path + ".").removeprefix(prefix).removesuffix(".")
+        self.free: list[Free] = free_values([m for m, _ in self.owned.values()], functions)
+
+    # -- around a trace
+
+    def __enter__(self) -> Recorder:
+        self.active = True
+        for module, _ in list(self.owned.values()):
+            self._patch(type(module))
+        for value in self.free:
+            if value.read.value is OTHER:
+                self._adopt(value.value, value.read.path if value.read.kind == "cell" else value.read.name)
+        self.held = [(m, path, dict(m._buffers)) for m, path in self.owned.values() if isinstance(m, torch.nn.Module)]
+        self.drawn = global_states()
+        self.begin = self.root.register_forward_pre_hook(self._forward_begins)
+        self.end = self.root.register_forward_hook(self._forward_ends)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.active = False
+        self.begin.remove()
+        self.end.remove()
+        self._ended()
+        for module, _, buffers in self.held:
+            for name in [name for name in module._buffers if buffers.get(name) is None]:
+                if name in buffers:
+                    module._buffers[name] = None
+                else:
+                    del module._buffers[name]  # the trace's own tensor, which is of no use to anybody
+        for cls, (get, set_) in self.patched.items():
+            for name, own in (("__getattribute__", get), ("__setattr__", set_)):
+                if own is None:
+                    delattr(cls, name)
+                else:
+                    setattr(cls, name, own)
+        self.patched.clear()
+
+    def _patch(self, cls: type) -> None:
+        """Let a class tell of its attributes until the trace ends."""
+        if cls in self.patched or not cls.__flags__ & _HEAP:
+            return
+        get: Any = getattr(cls.__getattribute__, "_original", cls.__getattribute__)  # of a base that tells already
+        set_: Any = getattr(cls.__setattr__, "_original", cls.__setattr__)
+
+        def __getattribute__(owner: Any, name: str) -> Any:
+            value = get(owner, name)
+            if name not in _OWN and self.active and name[:2] != "__":
+                self._saw(owner, name, value)
+            return value
+
+        def __setattr__(owner: Any, name: str, value: Any) -> None:
+            if name not in _OWN and self.active and not isinstance(value, torch.nn.Module):
+                self._wrote(owner, name, value)
+            set_(owner, name, value)
+
+        own = vars(cls).get("__getattribute__"), vars(cls).get("__setattr__")
+        try:
+            for function, original in ((__getattribute__, get), (__setattr__, set_)):
+                function.__dict__["_original"] = original
+                setattr(cls, function.__name__, function)
+        except TypeError:  # a class that cannot be changed
+            return
+        self.patched[cls] = own
+
+    # -- what is heard
+
+    def _saw(self, owner: Any, name: str, value: Any) -> None:
+        key = id(owner), name
+        if key in self.first or key in self.fresh or isinstance(value, torch.nn.Module):
+            return
+        if isinstance(value, torch.Tensor):
+            frame = sys._getframe(2)
+            if not from_machinery(frame):
+                self.tensors.add(key)
+                self._saw_tensor(owner, name, value, frame)
+            return
+        known = self.owned.get(id(owner))
+        if known is None or known[0] is not owner or not _stored(owner, name, value):
+            return
+        frame = sys._getframe(2)
+        if from_machinery(frame):
+            return
+        where = user_line(frame)
+        path = known[1]
+        if is_generator(value):
+            self.generators.setdefault(id(value), (value, Read(path, name, None).label, state_of(value)))
+            return
+        held = frozen(value)
+        if key in self.counted:  # not only counted: what the next call reads is another value
+            if not _only_counts(frame, name):
+                read, value = self.counted[key][1:]
+                self.first[key], self.raw[key] = (owner, read), value
+            return
+        if is_plain(value) and _only_counts(frame, name):
+            self.counted[key] = owner, Read(path, name, held, where), value
+            return
+        if held is OTHER:
+            if not isinstance(value, types.MethodType) and self._adopt(value, f"{path}.{name}".lstrip(".")):
+                self.first[key] = owner, Read(path, name, Same(value), where)
+                self.raw[key] = value
+            return
+        self.first[key] = owner, Read(path, name, held, where)
+        self.raw[key] = value
+        if not is_plain(value):
+            self.before[key] = copy.copy(value)
+            self._inside(value, f"{path}.{name}".lstrip("."))
+
+    def _saw_tensor(self, owner: Any, name: str, value: torch.Tensor, frame: Any) -> None:
+        """A tensor that is no parameter and no buffer, but an attribute like others, is part of the program."""
+        known = self.owned.get(id(owner))
+        if known is not None and known[0] is owner and _stored(owner, name, value):
+            key = id(owner), name
+            self.plain.setdefault(key, (owner, Read(known[1], name, Held(value), user_line(frame)), value))
+
+    def _inside(self, container: Any, path: str) -> None:
+        """Follow objects that stand in a container."""
+        if isinstance(container, dict):
+            for key, item in container.items():
+                self._member(item, f"{path}[{key!r}]")
+        elif isinstance(container, (list, tuple)):
+            for i, item in enumerate(container):
+                self._member(item, f"{path}[{i}]")
+
+    def _member(self, item: Any, path: str) -> None:
+        if isinstance(item, (dict, list, tuple)):
+            self._inside(item, path)
+        elif not is_plain(item):
+            self._adopt(item, path)
+
+    def _adopt(self, value: Any, path: str) -> bool:
+        """Hear of an object that hangs on the model; whether it is the first time."""
+        cls = type(value)
+        if isinstance(value, torch.Tensor) or id(value) in self.owned or not cls.__flags__ & _HEAP:
+            return False
+        if cls.__module__.split(".")[0] in _FOREIGN and not isinstance(value, torch.nn.Module):
+            return False
+        self.owned[id(value)] = value, path
+        self._patch(cls)
+        return True
+
+    def _wrote(self, owner: Any, name: str, value: Any) -> None:
+        known = self.owned.get(id(owner))
+        if known is None or known[0] is not owner:
+            return
+        key = id(owner), name
+        if isinstance(value, torch.Tensor):
+            self._kept(key, known[1], name, value)
+            return
+        if key not in self.first and key not in self.counted:  # what is read later is the forward's own
+            self.fresh.add(key)
+            return
+        frame = sys._getframe(2)
+        if from_machinery(frame):
+            return
+        read = self.first[key][1] if key in self.first else self.counted[key][1]
+        self.written[key] = Written(owner, read, value, user_line(frame))
+
+    def _kept(self, key: tuple[int, str], path: str, name: str, value: torch.Tensor) -> None:
+        """A tensor is put into an attribute: the next call reads it if this one did before."""
+        if key not in self.first and key not in self.tensors:
+            self.fresh.add(key)
+            return
+        frame = sys._getframe(3)
+        if not from_machinery(frame) and depends_on_data(value):
+            self.kept[key] = f"{Read(path, name, None).label} at {user_line(frame)}"
+
+    def _forward_begins(self, *call: Any) -> None:
+        self.traced = [(m, path, dict(m._buffers)) for m, path, _ in self.held]
+
+    def _forward_ends(self, *call: Any) -> None:
+        """Look, while the trace still runs, for tensors that were put into containers."""
+        for key, before in self.before.items():
+            read = self.first[key][1]
+            if any(map(depends_on_data, _new_tensors(before, self.raw[key]))):
+                self.kept[key] = f"{read.label} at {read.where or 'its forward'}"
+        held = [b for _, _, buffers in self.traced for b in buffers.values()]
+        assigned: list[tuple[torch.nn.Module, str, torch.Tensor, torch.Tensor]] = []
+        for module, path, buffers in self.traced:
+            for name, value in module._buffers.items():
+                before = buffers.get(name)
+                if before is value or not isinstance(value, torch.Tensor):
+                    continue
+                if before is not None and (before.shape, before.dtype) == (value.shape, value.dtype):
+                    shared = value._is_view() or any(value is b for b in held)  # two buffers may change places
+                    assigned.append((module, name, before, value.detach().clone() if shared else value))
+                elif before is not None or depends_on_data(value):
+                    self.kept[id(module), name] = f"{Read(path, name, None).label}, which forward registers as a buffer"
+        with torch.no_grad():
+            for module, name, before, value in assigned:  # another tensor in a buffer's place: it takes its values
+                module._buffers[name] = before.copy_(value)
+
+    # -- after a trace
+
+    def _ended(self) -> None:
+        """Note what the trace changed; containers get back what they held, and torch's copies of them make way."""
+        found = [w for key, w in self.written.items() if key in self.first and frozen(w.value) != w.read.value]
+        filled = []
+        for key, (owner, read) in self.first.items():
+            container = self.raw[key]
+            if key in self.before:
+                now = frozen(container)
+                if now != read.value:
+                    if _only_more(read.value, now):
+                        filled.append(read.label)
+                    elif key not in self.written:
+                        found.append(Written(owner, read, now, read.where or "its forward"))
+                    _refill(container, self.before[key])
+                if key not in self.written and isinstance(owner, torch.nn.Module):
+                    _restored(owner, read.name, container)
+        for value in self.free:
+            now = frozen(value.now())
+            if value.read.value is not OTHER and now != value.read.value:
+                found.append(Written(None, value.read, now, f"a call of {type(self.root).__name__}"))
+        self.changed = found
+        self.filled = tuple(filled)
+
+    def apply(self) -> None:
+        """Leave the attributes that a forward wrote as it left them."""
+        for written in self.written.values():
+            _restored(written.owner, written.read.name, written.value)
+
+    def undo(self) -> None:
+        """Give the attributes that a forward wrote the values that they had."""
+        for key, written in self.written.items():
+            before = self.raw[key] if key in self.raw else self.counted[key][2]
+            _restored(written.owner, written.read.name, before)
+        for value in self.free:
+            if is_plain(value.value):
+                value.restore()
+
+    def drew(self) -> list[str]:
+        """Generators of random numbers outside torch that the trace drew from."""
+        return [name for name, get, _, state in self._generators() if not same_state(get(), state)]
+
+    def states(self) -> tuple[Any, ...]:
+        """What tells whether any of them is drawn from."""
+        return tuple(get() for _, get, _, _ in self._generators())
+
+    def set_back(self) -> None:
+        """Give them the states that they had."""
+        for _, _, put, state in self._generators():
+            put(state)
+
+    def _generators(self) -> Iterator[tuple[str, Any, Any, Any]]:
+        for name, get, state, put in self.drawn:
+            yield name, get, put, state
+        own = [(label, generator, state) for generator, label, state in self.generators.values()]
+        free = [(v.read.label, v.value, v.state) for v in self.free if v.state is not None]
+        for label, generator, state in (*own, *free):
+            get, put = functools.partial(state_of, generator), functools.partial(set_state, generator)
+            yield label, get, put, state
+
+    def guards(self, constants: Mapping[str, torch.Tensor]) -> Guards:
+        """What was read, to be checked at each call.
+
+        Args:
+            constants: tensors that are part of the program and that it does not write, by name.
+        """
+        guards = Guards()
+        memory = {tensor.untyped_storage()._cdata for tensor in constants.values()}
+        plain = [(o, r) for o, r, t in self.plain.values() if t.untyped_storage()._cdata in memory]
+        by_owner: dict[int, tuple[Any, list[Read]]] = {}
+        for owner, read in (*self.first.values(), *plain):
+            by_owner.setdefault(id(owner), (owner, []))[1].append(read)
+        for owner, reads in by_owner.values():
+            guards.add(owner, reads)
+        by_place: dict[int, tuple[Any, list[Read]]] = {}
+        for value in self.free:
+            own = isinstance(value.value, torch.Tensor) and value.value.untyped_storage()._cdata not in memory
+            if value.read.value is not OTHER and not own:
+                by_place.setdefault(id(value.place), (value.place, []))[1].append(value.read)
+        for place, reads in by_place.values():
+            guards.add(place, reads)
+        for name, tensor in constants.items():
+            guards.watch(name, tensor)
+        return guards
+
+
+def _stored(owner: Any, name: str, value: Any) -> bool:
+    """Whether an attribute is kept by the object or its class, and not computed."""
+    try:
+        if name in object.__getattribute__(owner, "__dict__"):
+            return True
+    except AttributeError:
+        pass
+    for cls in type(owner).__mro__:
+        if name in vars(cls):
+            raw = vars(cls)[name]
+            return raw is value or isinstance(raw, types.MemberDescriptorType)
+    # found under another name, as a config's attribute_map has it: by a look-up that is written in Python
+    return isinstance(getattr(type(owner).__getattribute__, "_original", None), types.FunctionType)
+
+
+def _only_counts(frame: Any, name: str) -> bool:
+    """Whether a frame reads an attribute for ``self.name += 1``, which reads it for nothing else."""
+    return frame.f_lasti in _counts(frame.f_code).get(name, ())
+
+
+@functools.lru_cache(maxsize=4096)
+def _counts(code: types.CodeType) -> dict[str, list[int]]:
+    """Where code loads an attribute, by name, to add to it: it keeps the owner, to store the sum there again."""
+    found: dict[str, list[int]] = {}
+    before = ""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "LOAD_ATTR" and before == "COPY":
+            found.setdefault(instruction.argval, []).append(instruction.offset)
+        if instruction.opname not in ("CACHE", "EXTENDED_ARG"):
+            before = instruction.opname
+    return found
+
+
+def _new_tensors(before: Any, now: Any) -> list[torch.Tensor]:
+    """Tensors in a container that it did not hold before."""
+
+    def held(container: Any) -> list[Any]:
+        return list(container.values() if isinstance(container, dict) else container)
+
+    old = {id(item) for item in held(before)}
+    return [item for item in held(now) if isinstance(item, torch.Tensor) and id(item) not in old]
+
+
+def _only_more(before: Any, now: Any) -> bool:
+    """Whether a dict has only gained entries that are no plain values: a cache."""
+    if not (isinstance(before, tuple) and isinstance(now, tuple) and before[:1] == now[:1] == ("dict",)):
+        return False
+    more = now[len(before) :]
+    return now[: len(before)] == before and all(v is OTHER or isinstance(v, Held) for _, v in more)
+
+
+@contextlib.contextmanager
+def undone(recorder: Recorder) -> Iterator[None]:
+    """What an attempt that fails wrote to the model is taken back."""
+    try:
+        yield
+    except BaseException:
+        recorder.undo()
+        raise
+
+
+__all__ = ["Recorder", "Written", "undone"]

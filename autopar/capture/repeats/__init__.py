@@ -1,0 +1,9 @@
+"""Repeated blocks are traced twice and then written out with their own names.
+
+===================== ==============================================================================================
+:mod:`.repeated`      which calls look the same, and what becomes of the third one
+:mod:`.calls`         what a call of a block takes and gives
+:mod:`.state`         the Python state that the block's code can see
+:mod:`.written_out`   the operators of skipped calls, as if they had been traced
+===================== ==============================================================================================
+"""

@@ -1,0 +1,242 @@
+"""What tracing sees of one call of a block, and what it made of it.
+
+A :class:`Call` is all that the block's code can see: arguments, parameters and buffers, plain attributes, the state
+around it. A :class:`Traced` is the list of operators that the call became, its tensors told by where they come from.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from autopar.capture.repeats.state import Unknown, plain, seen, shape_of
+
+
+@dataclass(frozen=True)
+class Int:
+    """In a pattern: the result of the block's operator of this number."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Ext:
+    """In a pattern: a tensor that the block did not make, by its number in ``Traced.external``."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operator of a traced block."""
+
+    target: Any
+    args: Any
+    kwargs: Any
+    stack: tuple[tuple[str, tuple[str, Any]], ...]
+    trace: str
+    out: Any
+
+    def same(self, other: Op) -> bool:
+        return (
+            self.target is other.target
+            and self.trace == other.trace
+            and self.stack == other.stack
+            and self.out == other.out
+            and repr((self.args, self.kwargs)) == repr((other.args, other.kwargs))
+        )
+
+
+@dataclass
+class Traced:
+    """A call of a block as it was traced.
+
+    Attributes:
+        ops: its operators in order, their module paths relative to the block.
+        metas: what tracing noted for each of them.
+        names: names that were asked for meanwhile, and for every operator the position of its own.
+        external: tensors that it did not make: numbers of the call's tensors, or nodes that every call reads.
+        outputs: of the flat result, ``("tensor", number)`` of a call's tensor, ``("made", number of an operator)`` or
+            ``("value", plain)``.
+        made: for every operator in ``outputs`` what its tensor looks like.
+        memory: the external tensors.
+    """
+
+    path: str
+    ops: list[Op]
+    metas: list[dict[str, Any]]
+    names: list[str]
+    named: list[int]
+    external: list[Any]
+    outputs: list[tuple[str, Any]]
+    made: dict[int, Any]
+    spec: Any
+    state: Any
+    own: dict[tuple[str, str], Any]
+    reads: frozenset[tuple[str, str]]
+    nodes: list[torch.fx.Node]
+    memory: list[Any]
+    verified: bool = False
+
+    def same(self, other: Traced) -> bool:
+        """Whether two calls did the same, up to the instances' own tensors."""
+        return (
+            self.names == other.names and self.named == other.named and self.outputs == other.outputs
+            and self.made == other.made and self.spec == other.spec and self.external == other.external
+            and self.reads == other.reads and len(self.ops) == len(other.ops)
+            and all(a.same(b) for a, b in zip(self.ops, other.ops, strict=True))
+        )  # fmt: skip
+
+
+@dataclass
+class Call:
+    """One call of a block: all that its code can see."""
+
+    path: str
+    key: Any
+    inputs: Any
+    tensors: list[torch.Tensor]
+    nodes: list[torch.fx.Node]
+    values: Any
+    own: dict[tuple[str, str], Any]
+    outer: Any
+    module: torch.nn.Module
+
+    def fits(self, traced: Traced, varying: frozenset[tuple[str, str]]) -> bool:
+        """Whether what the traced call read is the same here."""
+        keys = {k for k in self.own.keys() | traced.own.keys() if k not in varying} | traced.reads
+        missing = object()
+        return self.outer == traced.state and all(self.own.get(k, missing) == traced.own.get(k, missing) for k in keys)
+
+    def check_arguments(self) -> None:
+        """Whether the containers among the arguments hold what they held.
+
+        Raises:
+            Unknown: one does not.
+        """
+        leaves, _ = flatten(self.inputs)
+        now, memo = tensors_of(leaves, self.module), dict[int, Any]()
+        values = tuple([None if isinstance(v, torch.Tensor) else seen(v, memo) for v in leaves])
+        alike = len(now) == len(self.tensors) and all(a is b for a, b in zip(now, self.tensors, strict=True))
+        if not alike or values != self.values:
+            raise Unknown("it changes what its arguments hold")
+
+
+# -- what can be seen of a call
+
+
+PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
+FAKE = frozenset({"fake_device", "fake_mode", "constant", "pytype", "dispatch_keys", "real_tensor"})
+
+
+def own_state(module: torch.nn.Module, memo: dict[int, Any]) -> dict[tuple[str, str], Any]:
+    """The plain attributes of a block and of the modules inside it, by path and name."""
+    return {(path, k): v for path, m in module.named_modules() for k, v in plain(m, memo).items()}
+
+
+def modes() -> Any:
+    """What Python code around a call sets and operators see."""
+    cpu, gpu = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+    autocast = (cpu and torch.get_autocast_dtype("cpu"), gpu and torch.get_autocast_dtype("cuda"))
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), cpu, gpu, autocast, torch.get_default_dtype()
+
+
+def callers() -> Any:
+    """Lines of the functions that run, from the call of a block outwards."""
+    frame, found = sys._getframe(1), []
+    while frame is not None:
+        found.append((frame.f_code, frame.f_lineno))
+        frame = frame.f_back  # type: ignore[assignment]
+    return tuple(found)
+
+
+def flatten(value: Any) -> tuple[list[Any], Any]:
+    """Leaves of arguments in containers of Python's own; any other object is a leaf."""
+    return pytree.tree_flatten(value, is_leaf=lambda v: not isinstance(v, (tuple, list, dict)))
+
+
+def tensors_of(leaves: list[Any], module: torch.nn.Module) -> list[torch.Tensor]:
+    """The tensors of a call: those among the arguments, then all parameters and buffers."""
+    held = [t for m in module.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
+    return [t for t in leaves if isinstance(t, torch.Tensor)] + held
+
+
+def pattern(values: Any) -> tuple[int, ...]:
+    """Which of several values are one."""
+    first: dict[Any, int] = {}
+    return tuple([first.setdefault(v, i) for i, v in enumerate(values)])
+
+
+def global_state(where: Any, name: str, memo: dict[int, Any]) -> Any:
+    return seen(where.get(name), memo)
+
+
+# -- what tracing made of it
+
+
+def last_node(graph: torch.fx.Graph) -> torch.fx.Node:
+    return graph._root._prev
+
+
+def nodes_after(graph: torch.fx.Graph, node: torch.fx.Node) -> Iterator[torch.fx.Node]:
+    node = node._next
+    while node is not graph._root:
+        yield node
+        node = node._next
+
+
+def is_operator(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and target.namespace != "autopar"
+
+
+def written(node: torch.fx.Node) -> list[Any]:
+    """Arguments that an operator writes to."""
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    values = [node.args[i] if i < len(node.args) else node.kwargs.get(a.name) for i, a in enumerate(schema)]
+    written = [v for a, v in zip(schema, values, strict=True) if a.alias_info is not None and a.alias_info.is_write]
+    return [v for v in pytree.tree_leaves(written) if v is not None]
+
+
+def storage(value: Any) -> int | None:
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+def look_of(value: Any) -> Any:
+    """What a result looks like."""
+    if isinstance(value, torch.Tensor):
+        return shape_of(value)
+    if isinstance(value, (tuple, list)):
+        return tuple([look_of(v) for v in value])
+    if isinstance(value, PLAIN):
+        return (type(value), value)
+    raise Unknown(f"an operator gives a {type(value).__name__}")
+
+
+HERE = "\0"
+"""Stands for the path of the block in paths of modules."""
+
+
+def relative(path: str, block: str) -> str:
+    """The path of a module inside a block, from the block on; of another one as it is."""
+    rest = path.removeprefix(block)
+    return HERE + rest if rest != path and rest[:1] in ("", ".", "@") else path
+
+
+def relative_stack(stack: Any, block: str) -> Any:
+    return tuple([(relative(k, block), (relative(v[0], block), v[1])) for k, v in (stack or {}).items()])
+
+
+def empty(shape: Any) -> torch.Tensor:
+    """A tensor without a value, as the one that was traced looked."""
+    made = torch.empty_strided(shape.shape, shape.stride, dtype=shape.dtype, device=shape.device)
+    return made.requires_grad_().clone() if shape.requires_grad else made
+
+
+def is_dense(t: torch.Tensor) -> bool:
+    """Whether a copy of a tensor has its strides."""
+    return tuple(torch.empty_like(t, device="meta").stride()) == tuple(t.stride())

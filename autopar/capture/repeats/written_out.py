@@ -1,0 +1,144 @@
+"""Blocks that were one node each while the model was traced, written out operator by operator.
+
+The program is then the one that tracing everything would have given, names included: each name follows from those that
+were asked for before it, so the list of what was asked for, with that of the traced block in place of each call that
+was skipped, gives them all.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx.graph import _Namespace
+
+from autopar.capture.repeats.calls import HERE, Ext, Int, storage
+from autopar.capture.repeats.repeated import BLOCK, Repeats, Skipped
+from autopar.capture.trace.recording import HOOK
+
+
+class Unlike(Exception):
+    """The program cannot be told from what tracing the whole model would give."""
+
+
+def write_out(exported: Any, repeats: Repeats) -> None:
+    """Replace every skipped call in an exported program by its operators, and give all nodes their names.
+
+    ``exported.alike`` becomes the paths of blocks that were not traced, by that of the block which stands for them.
+
+    Raises:
+        Unlike: a name is not known, so the whole model must be traced.
+    """
+    old, new = _names(repeats)
+    placeholders = {n.name for n in exported.graph.nodes if n.op == "placeholder"}
+    if not placeholders.isdisjoint(old) or not placeholders.isdisjoint(old.values()):
+        raise Unlike("an input has the name of an operator")
+    _write(exported.graph_module, repeats, old, new)
+    alike: dict[str, list[str]] = {}
+    for skipped in repeats.skipped.values():
+        alike.setdefault(in_model(skipped.like.path), []).append(in_model(skipped.path))
+    exported.alike = alike
+
+
+def _names(repeats: Repeats) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """Names in the whole program, by the names in the traced one; and for every skipped call those of its operators."""
+    names = repeats.names
+    assert names is not None
+    space = _Namespace()
+    space._used_names, space._base_count = set(names.used_before), dict(names.count_before)
+    create = space.create_name
+    made: list[str] = []
+    inside: dict[str, list[str]] = {}
+    keys = iter(repeats.skipped)
+    for entry in names.log:
+        if isinstance(entry, Skipped):
+            given = [create(candidate, None) for candidate in entry.like.names]
+            inside[next(keys)] = [given[i] for i in entry.like.named]
+            made.append("")
+        else:
+            made.append(create(entry, None))
+    old = {name: made[position] for name, position in names.given.items()}
+    for key, skipped in repeats.skipped.items():  # a region without gradients has the name of its result
+        old |= {name: inside[key][n] for name, n in zip(skipped.results, skipped.like.made, strict=True)}
+    return old, inside
+
+
+def _write(gm: torch.fx.GraphModule, repeats: Repeats, old: dict[str, str], new: dict[str, list[str]]) -> None:
+    graph = gm.graph
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target is BLOCK:
+            key = node.args[1]
+            _expand(graph, node, repeats.skipped[key], new[key])
+        elif node.op == "get_attr":
+            inner = getattr(gm, str(node.target), None)
+            if isinstance(inner, torch.fx.GraphModule):
+                _write(inner, repeats, old, new)
+        elif node.op != "placeholder" and node.name in old:
+            node.name = old[node.name]
+        elif node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+            raise Unlike(f"{node.name} has another name than when it was traced")
+
+
+def _expand(graph: torch.fx.Graph, call: torch.fx.Node, skipped: Skipped, names: list[str]) -> None:
+    """Put a block's operators before its call, and their results in place of the call's."""
+    external: Any = call.args[0]
+    like, made = skipped.like, list[torch.fx.Node]()
+    path = in_model(skipped.path)
+    stacks: dict[Any, Any] = {}
+    there = [(storage(a), n.meta["val"]) for a, n in zip(like.memory, external, strict=True)]
+    memory = {key: val.untyped_storage() for key, val in there if isinstance(val, torch.Tensor)}
+
+    def value(token: Any) -> Any:
+        if type(token) is Int:
+            return made[token.number]
+        if type(token) is Ext:
+            return external[token.number]
+        if isinstance(token, (list, tuple)):
+            return type(token)([value(t) for t in token])
+        return {k: value(v) for k, v in token.items()} if isinstance(token, dict) else token
+
+    before = call.prepend
+    for op, meta, name in zip(like.ops, like.metas, names, strict=True):
+        node = torch.fx.Node(graph, name, "call_function", op.target, value(op.args), value(op.kwargs))
+        before(node)
+        if op.stack not in stacks:
+            stacks[op.stack] = {_there(k, path): (_there(v[0], path), v[1]) for k, v in op.stack}
+        node.meta = {**meta, "nn_module_stack": stacks[op.stack], "val": _apart(meta.get("val"), memory)}
+        made.append(node)
+    results = list(like.made)
+    for user in list(call.users):
+        assert user.target is operator.getitem
+        if any(str(reader.target) == HOOK for reader in user.users):
+            raise Unlike("a hook stands right behind what it changes")
+        user.replace_all_uses_with(made[results[int(user.args[1])]])  # type: ignore[arg-type]
+        graph.erase_node(user)
+    graph.erase_node(call)
+
+
+def _apart(val: Any, memory: dict[Any, torch.UntypedStorage]) -> Any:
+    """Tensors like those that were traced, in memory of their own; which of them share it is as it was.
+
+    Args:
+        memory: by that of the traced call.
+    """
+    if isinstance(val, (list, tuple)):
+        return type(val)([_apart(v, memory) for v in val])
+    if not isinstance(val, torch.Tensor):
+        return val
+    own = memory.get(storage(val))
+    if own is None:
+        own = memory[storage(val)] = torch.UntypedStorage(val.untyped_storage().nbytes(), device="meta")
+    return torch.empty(0, dtype=val.dtype, device="meta").set_(own, val.storage_offset(), val.shape, val.stride())
+
+
+def _there(path: str, block: str) -> str:
+    """The path of a module in another block of the same kind."""
+    if path.startswith(HERE):
+        return block + path[len(HERE) :]
+    return in_model(path)
+
+
+def in_model(path: str) -> str:
+    """A module's path in the model, from that in what ``torch.export`` traces."""
+    return path.removeprefix("_export_root").removeprefix(".")

@@ -1,0 +1,11 @@
+"""The trace: ``torch.export`` runs the model's code on tensors without values.
+
+===================== ==============================================================================================
+:mod:`.tracing`       one run of ``torch.export``, with the answers that branches on tensors get
+:mod:`.quick`         what ``torch.export`` may leave out here
+:mod:`.progress`      how far it is, and Ctrl-C
+:mod:`.recording`     operators of autopar's own that stand for what export would take apart or forget
+:mod:`.functions`     ... a user's own backward; :mod:`.hooks` on tensors; :mod:`.regions` of activation checkpointing
+:mod:`.draws`         random numbers from generators of the model's own are refused; :mod:`.memos` are forgotten
+===================== ==============================================================================================
+"""

@@ -1,0 +1,56 @@
+"""Random numbers of torch that a program cannot draw as the model does: by a seed or a generator of the forward's own.
+
+A program draws from one seed and a counter, alike on all ranks and on any mesh. A forward that seeds torch has the same
+numbers at every call, and a generator goes on where its last call ended; a program would do neither.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from autopar.capture.trace.recording import now, refuse
+
+_SEEDING = ((torch, "manual_seed"), (torch.random, "manual_seed"), (torch, "seed"), (torch.random, "seed"))
+
+
+class _Generators(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(kwargs.get("generator"), torch.Generator) and now() is not None:
+            raise refuse(
+                f"{getattr(func, '__name__', 'a draw')} with a torch.Generator inside a forward: a program has a seed "
+                "of its own and would not go on where the generator is,",
+                "draw without generator=, or draw before the call and pass a tensor",
+            )
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def own_draws_refused() -> Iterator[None]:
+    """While a trace runs."""
+    with contextlib.ExitStack() as stack:
+        for place, name in _SEEDING:
+            stack.enter_context(mock.patch.object(place, name, _refusing(name, getattr(place, name))))
+        stack.enter_context(_Generators())
+        yield
+
+
+def _refusing(name: str, seed: Any) -> Any:
+    def seeding(*args: Any, **kwargs: Any) -> Any:
+        if now() is None:
+            return seed(*args, **kwargs)
+        raise refuse(
+            f"torch.{name} inside a forward: a program has a seed of its own and draws other numbers at every step,",
+            "seed before training; for numbers that stay, draw them once and keep them in a buffer (register_buffer)",
+        )
+
+    return seeding
+
+
+__all__ = ["own_draws_refused"]

@@ -1,0 +1,150 @@
+"""What a trace says that torch's operators cannot: calls of a user's own code, and where a region begins and ends.
+
+Such a thing is an operator of autopar's in the traced program (``autopar::function`` and so on) with a number; what the
+number stands for is in the :class:`Recording` of the trace. They are operators like others to ``torch.export``, so
+nothing between tracing and :mod:`autopar.capture.graph.building` needs to know of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.fx
+from torch.fx.experimental.proxy_tensor import PythonKeyTracer, get_proxy_mode
+
+from autopar.errors import CaptureError
+from autopar.rules.function import Callee
+
+FUNCTION, HOOK, DATA, BEGIN, END = (f"autopar.{n}.default" for n in ("function", "hook", "data", "begin", "end"))
+
+
+@dataclass
+class Recording:
+    """What one trace met.
+
+    Attributes:
+        calls: the code of ``autopar::function`` and ``autopar::hook``, by number.
+        made: shape, strides and dtype of what each call gives.
+        leaves: the leaves of each call's arguments: ``(True, None)`` for a tensor, or ``(False, value)``.
+        regions: how many regions the model runs under activation checkpointing.
+        depth: of regions inside each other that the trace is in.
+        notes: what the user is told after the trace, each once.
+        kept: parameters that were used without their name, by way of a list or a global.
+    """
+
+    calls: list[Callee] = field(default_factory=list)
+    made: list[list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]] = field(default_factory=list)
+    leaves: list[list[tuple[bool, Any]]] = field(default_factory=list)
+    regions: int = 0
+    depth: int = 0
+    notes: dict[str, None] = field(default_factory=dict)
+    kept: list[torch.nn.Parameter] = field(default_factory=list)
+
+    def call(self, callee: Callee, leaves: Sequence[Any], made: Sequence[torch.Tensor]) -> int:
+        """A number for a call."""
+        self.calls.append(callee)
+        self.made.append([(tuple(x.shape), x.stride(), x.dtype) for x in made])
+        tensors = [isinstance(x, torch.Tensor) for x in leaves]
+        self.leaves.append([(t, None if t else x) for t, x in zip(tensors, leaves, strict=True)])
+        return len(self.calls) - 1
+
+    def tell(self) -> None:
+        """Warn of what was noted."""
+        for note in self.notes:
+            warnings.warn(note, stacklevel=4)
+
+
+_NOW: ContextVar[Recording | None] = ContextVar("recording", default=None)
+
+
+def now() -> Recording | None:
+    """The recording of the trace under way; None outside a trace, and in code of the trace that is not recorded."""
+    return _NOW.get() if get_proxy_mode() is not None else None
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Recording]:
+    """Around a trace."""
+    token = _NOW.set(Recording())
+    try:
+        yield _NOW.get()  # type: ignore[misc]
+    finally:
+        _NOW.reset(token)
+
+
+@contextlib.contextmanager
+def parameters_noted(record: Recording) -> Iterator[None]:
+    """Note the parameters that a trace takes for constants, which torch then forgets: those in a list or a global."""
+    create_arg = PythonKeyTracer.create_arg
+
+    def noting(tracer: Any, a: Any) -> Any:
+        if isinstance(a, torch.nn.Parameter):
+            record.kept.append(a)
+        return create_arg(tracer, a)
+
+    with mock.patch.object(PythonKeyTracer, "create_arg", noting):
+        yield
+
+
+def here() -> str:
+    """``in 'layers.0' at file.py:12``: where the trace is, for messages."""
+    frame: Any = sys._getframe(1)
+    source = ""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if "/torch/" not in file and "/autopar/" not in file and not file.startswith("<"):
+            source = f" at {file.rsplit('/', 1)[-1]}:{frame.f_lineno}"
+            break
+        frame = frame.f_back
+    mode = get_proxy_mode()
+    stack = getattr(mode.tracer, "module_stack", None) if mode is not None else None
+    path = str(next(reversed(stack.values()))[0]) if stack else ""
+    for root in ("L['self']", "_export_root"):
+        path = path.replace(f"{root}.", "").replace(root, "")
+    return f"in '{path or '<model>'}'{source}"
+
+
+def refuse(what: str, do: str) -> CaptureError:
+    """The error for what a program cannot do, with its place."""
+    return CaptureError(f"cannot capture {what} {here()}\n  {do}")
+
+
+# --- the operators ---------------------------------------------------------------------------------------------------
+
+_LIBRARY = torch.library.Library("autopar", "DEF")
+_LIBRARY.define("function(Tensor[] xs, int number) -> Tensor[]")
+_LIBRARY.define("hook(Tensor x, int number) -> Tensor")
+_LIBRARY.define("data(Tensor(a) x) -> Tensor(a)")
+_LIBRARY.define("begin(int number) -> ()")
+_LIBRARY.define("end(int number) -> ()")
+
+
+def _function(xs: Sequence[torch.Tensor], number: int) -> list[torch.Tensor]:
+    known = _NOW.get()
+    assert known is not None
+    return [
+        torch.empty_strided(shape, stride, dtype=dtype, device=xs[0].device)
+        for shape, stride, dtype in known.made[number]
+    ]
+
+
+torch.library.register_fake("autopar::function", _function, lib=_LIBRARY)
+torch.library.register_fake("autopar::hook", lambda x, number: torch.empty_like(x), lib=_LIBRARY)
+torch.library.impl("autopar::data", "CompositeImplicitAutograd", lambda x: x.detach(), lib=_LIBRARY)
+for _name in ("begin", "end"):
+    torch.library.register_fake(f"autopar::{_name}", lambda number: None, lib=_LIBRARY)
+    torch.fx.node.has_side_effect(getattr(torch.ops.autopar, _name).default)
+# outputs require grad where inputs do, as the model's code may ask; nobody runs this backward
+torch.library.register_autograd("autopar::function", lambda ctx, *grads: (None, None), lib=_LIBRARY)
+torch.library.register_autograd("autopar::hook", lambda ctx, grad: (grad, None), lib=_LIBRARY)
+
+
+__all__ = ["BEGIN", "END", "FUNCTION", "HOOK", "Recording", "here", "now", "recording", "refuse"]

@@ -1,0 +1,269 @@
+"""Tracing: ``torch.export`` along the path that the model takes in eager mode, and one message for what it raises."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import sys
+import sysconfig
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.export._trace as export_trace
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.overrides import TorchFunctionMode
+
+from autopar.capture.graph.exported import flat, storage_of
+from autopar.capture.memory.schemas import facts
+from autopar.capture.python.places import user_line
+from autopar.capture.repeats.repeated import Repeats
+from autopar.capture.repeats.written_out import Unlike, write_out
+from autopar.capture.trace.draws import own_draws_refused
+from autopar.capture.trace.functions import whole_functions
+from autopar.capture.trace.hooks import as_in_eager
+from autopar.capture.trace.memos import memos_forgotten
+from autopar.capture.trace.progress import told
+from autopar.capture.trace.quick import quickly
+from autopar.capture.trace.recording import parameters_noted, recording
+from autopar.capture.trace.regions import marked_regions
+from autopar.errors import AutoparError, CaptureError
+
+
+def _constant(tensor: Any, read: Callable[[torch.Tensor], Any] = lambda t: t, drawn: list[str] | None = None) -> Any:
+    """``read(value)`` of a traced tensor that depends on no input, parameter or buffer; None for any other.
+
+    Args:
+        drawn: takes the name of a random operator that the tensor depends on.
+    """
+    proxy_mode = get_proxy_mode()
+    if proxy_mode is None or not isinstance(tensor, torch.Tensor):
+        return None
+    slot = proxy_mode.tracer.tensor_tracker.get(tensor)
+    if slot is None:
+        return None
+    asked = slot.proxy.node
+
+    def value() -> Any:
+        values: dict[torch.fx.Node, Any] = {}
+        for node in _made_by(asked, [] if drawn is None else drawn):
+            a = torch.fx.node.map_arg(node.args, values.__getitem__)
+            k = dict(torch.fx.node.map_arg(node.kwargs, values.__getitem__))
+            if "device" in k:
+                k["device"] = torch.device("cpu")
+            values[node] = node.target(*a, **k)  # type: ignore[operator]
+        return values[asked]
+
+    try:
+        from torch._subclasses.fake_tensor import unset_fake_temporarily
+        from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        with torch._C.DisableTorchFunction(), _disable_current_modes(), disable_proxy_modes_tracing():
+            with unset_fake_temporarily():
+                return read(value())
+    except LookupError:
+        return None
+
+
+def depends_on_data(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of the trace that runs follows from an input, a parameter or a buffer."""
+    return isinstance(tensor, FakeTensor) and _constant(tensor) is None
+
+
+def _made_by(asked: torch.fx.Node, drawn: list[str]) -> list[torch.fx.Node]:
+    """The operators that a tensor's value comes from, in order: those that made it, and all that have written to its
+    memory since. ``drawn`` takes the name of a random operator among them.
+
+    Raises:
+        LookupError: it depends on an input, a parameter, a buffer or random numbers.
+    """
+    nodes = list(asked.graph.nodes)
+    writers = [n for n in nodes if isinstance(n.target, torch._ops.OpOverload) and facts(n.target).writes]
+    found: set[torch.fx.Node] = set()
+    memory: set[int | None] = set()
+    todo = [asked]
+    while todo:
+        while todo:
+            node = todo.pop()
+            if node in found:
+                continue
+            if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+                raise LookupError
+            if torch.Tag.nondeterministic_seeded in node.target.tags:
+                drawn.append(str(node.target))
+                raise LookupError
+            found.add(node)
+            memory.update(storage_of(v) for v in flat(node.meta.get("val")) if isinstance(v, torch.Tensor))
+            todo.extend(node.all_input_nodes)
+        for writer in writers:
+            if writer not in found and any(storage_of(n.meta.get("val")) in memory for n in writer.all_input_nodes):
+                todo.append(writer)
+    return [n for n in nodes if n in found]
+
+
+class _AnswerConstants(TorchFunctionMode):
+    """Answers ``bool(t)``, ``t.item()``, ``int(t)`` for tensors that do not depend on data."""
+
+    ASKED = (
+        torch.Tensor.__bool__,
+        torch.Tensor.item,
+        torch.Tensor.__int__,
+        torch.Tensor.__float__,
+        torch.Tensor.tolist,
+    )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.ASKED and args:
+            drawn: list[str] = []
+            known = _constant(args[0], lambda t: func(t, *args[1:]), drawn)
+            if known is not None:
+                return known
+            if drawn:
+                raise CaptureError(
+                    f"forward asks for the value of a random number ({drawn[0]}) in Python, at "
+                    f"{user_line(sys._getframe(1)) or 'an unknown place'}: a program would take the same branch "
+                    "at every step\n  compute both and choose with torch.where(torch.rand(()) < p, x, layer(x)), "
+                    "or turn it off (layerdrop=0)"
+                )
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _like_eager() -> Iterator[None]:
+    """Let libraries take their eager path: no 'we are exporting' flags, constants can be asked for their value."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.compiler, "is_exporting", lambda: False))
+        stack.enter_context(mock.patch.object(torch.compiler, "is_compiling", lambda: False))
+        hf = sys.modules.get("transformers.utils.import_utils")
+        if hf is not None and hasattr(hf, "is_fake_tensor"):
+            is_fake = hf.is_fake_tensor
+            stack.enter_context(mock.patch.object(hf, "is_fake_tensor", lambda x: is_fake(x) and _constant(x) is None))
+        stack.enter_context(_AnswerConstants())
+        yield
+
+
+def export(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    """The exported program; its ``recording`` says what autopar's own operators in it stand for."""
+    exported = _with_repeats(module, args, kwargs) or _export(module, args, kwargs, None)
+    exported.recording.tell()
+    return exported
+
+
+def _with_repeats(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    """The program with its repeated blocks traced twice; None where the whole model must be traced."""
+    repeats = Repeats(module)
+    try:
+        exported = _export(module, args, kwargs, repeats)
+        if repeats.doubt:
+            return None
+        if repeats.skipped:
+            write_out(exported, repeats)
+        return exported
+    except Unlike:
+        return None
+    except AutoparError:
+        if not repeats.skipped:
+            raise
+        return None  # perhaps only because of what was skipped
+
+
+def _export(module: torch.nn.Module, args: Any, kwargs: Any, repeats: Repeats | None) -> Any:
+    with recording() as record:
+        with warnings.catch_warnings(), contextlib.nullcontext() if repeats is None else repeats.watching():
+            warnings.simplefilter("ignore")
+            try:
+                with (
+                    told(), _like_eager(), whole_functions(module), marked_regions(), as_in_eager(module),
+                    own_draws_refused(), memos_forgotten(module),
+                    _quiet(), quickly(), _plain_tensors_kept(module), parameters_noted(record),
+                    # the recorder copies what forward puts in a buffer's place: export does it for the root module
+                    # alone, and takes a wrong one where an empty buffer stands before it
+                    mock.patch.object(export_trace, "register_buffer_assignment_hook", lambda *_: _NoHook()),
+                ):  # fmt: skip
+                    exported = torch.export.export(module, args, kwargs, strict=False)
+            except AutoparError as error:  # it says what and where
+                raise type(error)(str(error)) from None
+            except Exception as error:
+                raise CaptureError(_explain(error, module)) from error
+    exported.recording = record  # type: ignore[attr-defined]
+    return exported
+
+
+@contextlib.contextmanager
+def _plain_tensors_kept(module: torch.nn.Module) -> Iterator[None]:
+    """Tensors of one element that a model has as plain attributes keep their values: the tracer follows such values,
+    and what the model writes to them while it is traced it writes to the tensors themselves."""
+    held = {
+        id(value): (value, value._version, value.detach().clone())
+        for m in module.modules()
+        for value in vars(m).values()
+        if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta
+    }
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for value, version, kept in held.values():
+                if value._version != version:
+                    value.copy_(kept)
+
+
+class _NoHook:
+    def remove(self) -> None:
+        """There is nothing to take away."""
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what torch logs and prints about a failed export: the error says it."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    said = io.StringIO()
+    failed = True
+    try:
+        with contextlib.redirect_stderr(said):
+            yield
+        failed = False
+    finally:
+        logging.disable(before)
+        if not failed and said.getvalue():  # of the model itself
+            sys.stderr.write(said.getvalue())
+
+
+_STDLIB = sysconfig.get_path("stdlib")
+
+
+def _explain(error: Exception, module: torch.nn.Module) -> str:
+    """One message for what torch.export raised: what, where in the user's code, what to do."""
+    where = ""
+    trace = error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        own = file.startswith(_STDLIB) and "site-packages" not in file
+        if not own and "/torch/" not in file and not file.startswith("<") and "/autopar/" not in file:
+            where = f"{file}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    kind = type(error).__name__
+    text = str(error).strip().splitlines()
+    first = next((t.strip() for t in text if t.strip()), kind)
+    if "DataDependent" in kind or "data-dependent" in str(error).lower() or "data dependent" in str(error).lower():
+        what = "its Python code branches on the value of a tensor, or a shape depends on one"
+        do = "compute the branch with torch.where, or from sizes or configuration, or move it out of forward()"
+    elif (isinstance(error, TypeError) and "forward" in str(error)) or (
+        "argument" in first and isinstance(error, TypeError)
+    ):
+        what = f"the example inputs do not match its forward(): {first}"
+        do = "pass the inputs that you would call the model with"
+    elif isinstance(error, (RuntimeError, ValueError, IndexError)) and "Dynamo" not in kind:
+        what = f"running it on the example inputs failed: {first}"
+        do = "check that model(*example_inputs) runs, and that no operation leaves torch"
+    else:
+        what = f"{kind}: {first}"
+        do = "replace the construct that torch.export cannot trace"
+    called = getattr(module, "_called", type(module).__name__)  # of a model with its loss: its own name
+    return f"cannot capture {called}: {what}" + (f"\n  at {where}" if where else "") + f"\n  {do}"

@@ -1,0 +1,16 @@
+"""Where the pipeline is cut, on which devices each stage runs, and in which order.
+
+In the order in which a search passes through, driven by :mod:`.stage_search`:
+
+=================== ================================================================================================
+:mod:`.blocks`      where a model may be cut
+:mod:`.menu`        what a block can cost on a mesh: several plans from the fastest to the smallest
+:mod:`.equal`       stages on equal groups of devices, estimated; :mod:`.unequal`: on unequal ones
+:mod:`.trial`       estimates tried in the simulator
+:mod:`.exact`       the best few planned stage by stage and simulated; :mod:`.transplant`: stages that are alike
+:mod:`.order`       schedules that are searched for
+:mod:`.timing`      what a simulator needs to know of planned stages: :mod:`.phases`, :mod:`.overheads`
+:mod:`.stage_pins`  what a user asks of the whole model, for each stage
+:mod:`.replan`      a finished plan with one stage or cut changed
+=================== ================================================================================================
+"""

@@ -1,0 +1,108 @@
+"""Where a pipeline may cut a model: blocks of operators, found in the graph.
+
+Repeated blocks are what folding finds; they begin where in their period the fewest bytes cross. Where nothing repeats,
+a long stretch is cut into pieces of about equal work. Blocks of the same kind cost the same, so they share one solve.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from autopar.graph import Graph, Ref
+from autopar.planner.intra_op.fold import Fold
+from autopar.rules.notation import Rule
+from autopar.staging import hot_ops
+
+MAX_PIECES = 16
+"""Pieces that a stretch without repeats is cut into at most."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Operators ``first`` to ``end`` (positions in :func:`autopar.staging.hot_ops`); equal ``kind``: equal cost."""
+
+    first: int
+    end: int
+    kind: tuple[int, ...]
+    crossing_bytes: int  # of all tensors that flow over its beginning, at global shapes
+    param_bytes: int  # of the parameters that it reads, at global shapes
+
+
+def blocks(graph: Graph, folding: Fold, rules: Sequence[Rule | None], max_pieces: int = MAX_PIECES) -> list[Block]:
+    """The blocks of a graph in execution order; every operator that a stage is made of is in one."""
+    ops = hot_ops(graph)
+    position = {i: p for p, i in enumerate(ops)}
+    crossing = _crossing(graph, ops, position)
+    work = list(accumulate((_work(graph, rules, i) for i in ops), initial=0.0))
+    every = [i for i, n in enumerate(graph.nodes) if n.kind == "op"]
+    cuts = {0, len(ops)}
+    inside: set[int] = set()
+    for first, length, repeats in folding.blocks:
+        second = range(first + length, first + 2 * length)
+        begin = min(second, key=lambda at: (crossing[_hot_from(every, position, at)], at)) - length
+        last = repeats if begin == first else repeats - 1
+        bounds = [_hot_from(every, position, begin + k * length) for k in range(last + 1)]
+        cuts.update(bounds)
+        inside.update(range(bounds[0] + 1, bounds[-1]))
+    known = sorted(cuts)
+    for a, b in pairwise(known):
+        if a not in inside and a + 1 not in inside:
+            share = (work[b] - work[a]) / work[-1] if work[-1] else 0.0
+            cuts.update(_pieces(crossing, work, a, b, round(share * max_pieces)))
+    ends = sorted(cuts)
+    return [
+        Block(a, b, tuple(folding.representative[i] for i in ops[a:b]), crossing[a], _param_bytes(graph, ops[a:b]))
+        for a, b in pairwise(ends)
+        if b > a
+    ]
+
+
+def _param_bytes(graph: Graph, ops: Sequence[int]) -> int:
+    read = {r.node for i in ops for r in graph.nodes[i].refs if graph.nodes[r.node].kind == "param"}
+    return sum(graph.nodes[i].out.n_bytes for i in read)
+
+
+def _hot_from(every: Sequence[int], position: dict[int, int], at: int) -> int:
+    """Position of the first hot operator from operator position ``at`` on."""
+    for i in every[at:]:
+        if i in position:
+            return position[i]
+    return len(position)
+
+
+def _work(graph: Graph, rules: Sequence[Rule | None], i: int) -> float:
+    """Something like seconds: flops, and bytes at a hundred flops each."""
+    node, rule = graph.nodes[i], rules[i]
+    flops = rule.flops_at({}) if rule is not None else 0.0
+    return flops + 100.0 * sum(o.n_bytes for o in node.outs if o is not None)
+
+
+def _crossing(graph: Graph, ops: Sequence[int], position: dict[int, int]) -> list[int]:
+    """Bytes of the tensors made before and read from each position on."""
+    change = [0] * (len(ops) + 2)
+    for i in ops:
+        for out, spec in enumerate(graph.nodes[i].outs):
+            if spec is None:
+                continue
+            readers = [position[c] for c, _ in graph.consumers.get(Ref(i, out), ()) if c in position]
+            if readers:
+                change[position[i] + 1] += spec.n_bytes
+                change[max(readers) + 1] -= spec.n_bytes
+    return list(accumulate(change))[: len(ops) + 1]
+
+
+def _pieces(crossing: Sequence[int], work: Sequence[float], a: int, b: int, n: int) -> list[int]:
+    """Up to ``n - 1`` cuts between ``a`` and ``b``: near equal shares of the work, where the fewest bytes cross."""
+    found = []
+    for k in range(1, n):
+        low, high = (work[a] + (work[b] - work[a]) * (k + d) / n for d in (-0.4, 0.4))
+        start, stop = bisect_left(work, low, a + 1, b), bisect_left(work, high, a + 1, b)
+        if start <= stop < b:
+            found.append(min(range(start, stop + 1), key=lambda p: (crossing[p], p)))
+    return found
+
+
+__all__ = ["Block", "blocks"]

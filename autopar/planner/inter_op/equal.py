@@ -1,0 +1,398 @@
+"""Stages on groups of devices: for every group size, mesh shape and schedule, the cut with the best estimate.
+
+Groups are equal, or, on large clusters of several device types, equal among those of a type. The estimate is that of
+:mod:`cost_models.staging.estimate`. For a pace (seconds that no stage may exceed) blocks are filled in from the last
+stage to the first, as many as fit the pace and the memory with the microbatches that the place in the schedule keeps
+in flight; the least pace at which all blocks find room is found by bisection. Greedy filling is optimal here: a stage
+that takes fewer blocks never helps those before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from heapq import heapify, heappop, heappush
+from itertools import product
+from math import inf, prod
+
+from autopar.errors import InfeasibleError
+from autopar.placements import Mesh
+from autopar.planner.inter_op.blocks import Block
+from autopar.planner.inter_op.menu import Filled, Filler, Menus, kinds_of, menus_of
+from autopar.planner.intra_op.mesh_plan import size_text
+from cost_models import AxisCost, mesh_axes
+from cost_models.pipeline import allows
+from cost_models.staging.fill import FILLS, Fill
+from hardware_profiles import Cluster
+
+FAR = 1.3
+"""A mesh is looked at further if its lower bound is within this factor of the best estimate."""
+NEAR = 1.05
+"""The same where numbers of microbatches compete, so that there are more ways to come close."""
+SPLIT = ("zb-h1", "zb-v", "dualpipe-v")
+"""Schedules that compute gradients of inputs and of weights apart."""
+MOST_PLACES = 64
+"""Meshes, or pairs of them for two device types, that are filled at most."""
+ALONE: Mesh = (("data", 1),)
+"""The mesh of one device."""
+PRECISE = 0.01
+"""Relative precision of the pace."""
+
+
+@dataclass(frozen=True, order=True)
+class Group:
+    """Devices in row-major order of a mesh."""
+
+    mesh: Mesh
+    devices: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A cut with its estimate: the first block of every stage but the first, every stage's times, and the seconds of a
+    transfer over every bound."""
+
+    groups: tuple[Group, ...]
+    schedule: str
+    bounds: tuple[int, ...]
+    stages: tuple[Filled, ...]
+    crossing: tuple[float, ...]
+    seconds: float
+
+    @property
+    def recomputed(self) -> tuple[int, ...]:
+        """How many blocks of each stage run again."""
+        return tuple(s.recomputed for s in self.stages)
+
+
+@dataclass
+class Equal:
+    """A search over groups that are equal, all or those of one device type.
+
+    Attributes:
+        pools: devices by type; several only where groups may differ by type.
+        shapes: meshes of a group of so many devices.
+        memory_bytes: of a device of each type, what may be filled.
+        groups: how many; None for any number.
+        floors: by number of the pool and mesh, seconds that the commonest block takes at least, where they are known:
+            what is too slow at that is not planned at all.
+        best_known: the seconds of a step found elsewhere, with which cuts compete.
+        far: a mesh is looked at further if its bound is within this factor of the best estimate.
+        thorough: all cuts of a mesh that is looked at are of interest; without it, a mesh is filled with the commonest
+            blocks alone before the others are planned on it, and what is far from the best is dropped.
+        fastest: like ``floors``, what was found.
+    """
+
+    cluster: Cluster
+    pools: Sequence[Sequence[int]]
+    blocks: Sequence[Block]
+    menus: Menus
+    shapes: Callable[[int], Sequence[Mesh]]
+    schedules: Sequence[str]
+    microbatches: int
+    memory_bytes: Sequence[float]
+    groups: int | None = None
+    floors: Mapping[tuple[int, Mesh], float] = field(default_factory=dict)
+    best_known: float = inf
+    far: float = FAR
+    thorough: bool = False
+    infeasible: InfeasibleError | None = field(default=None, init=False)
+    fastest: dict[tuple[int, Mesh], float] = field(default_factory=dict, init=False)
+    _fillers: dict[tuple[int, Mesh, int | None], Filler | None] = field(default_factory=dict, init=False)
+    _wires: dict[tuple[int, int], AxisCost] = field(default_factory=dict, init=False)
+
+    def cuts(self) -> list[Cut]:
+        """All that are worth a further look, best first."""
+        places = [(self._bound(meshes), meshes) for meshes in self._places()]
+        heapify(places)
+        found: list[Cut] = []
+        seen: list[tuple[Mesh, ...]] = []
+        filled: set[tuple[Mesh, ...]] = set()  # with the commonest blocks alone
+        looked = 0
+        while places and looked < MOST_PLACES:
+            least, meshes = heappop(places)
+            near = self.far * min([self.best_known, *(c.seconds for c in found)])
+            if least == inf or least > near:
+                break
+            unsolved = [(pool, mesh) for pool, mesh in enumerate(meshes) if (pool, mesh) not in self.fastest]
+            if unsolved:
+                self._solve(*unsolved[0])
+                heappush(places, (self._bound(meshes), meshes))
+                continue
+            if not self.thorough and meshes not in filled:  # others are planned where the commonest alone come near
+                filled.add(meshes)
+                own = self._cuts_on(meshes, near, self._common[0])
+                if own:
+                    heappush(places, (max(least, (1 - PRECISE) * min(c.seconds for c in own)), meshes))
+                else:
+                    seen.append(meshes)
+                continue
+            seen.append(meshes)  # so some schedule allows so many groups
+            looked += 1
+            found += self._cuts_on(meshes, inf if self.thorough else near)
+        self.menus.forget()
+        if not found and seen and self.infeasible is None:
+            self.infeasible = self._too_small(seen)
+        return sorted(found, key=lambda c: (c.seconds, len(c.groups), c.groups))
+
+    def _cuts_on(self, meshes: tuple[Mesh, ...], near: float, only: int | None = None) -> list[Cut]:
+        """The best cut of every schedule that may take less than ``near`` seconds; ``only`` as for :func:`menus_of`."""
+        found = []
+        for groups in self._orders(meshes):
+            n = len(groups)
+            for name in self.schedules if n > 1 else self.schedules[:1]:
+                if self._allows(name, n) and self._least(meshes, FILLS[name].bubble) <= near:
+                    one = self._cut(groups, name, near, only)
+                    found += [one] if one is not None else []
+        return found
+
+    def _places(self) -> list[tuple[Mesh, ...]]:
+        """A mesh for the groups of every pool."""
+        most = len(self.blocks)
+        own = [
+            [m for k in range(1, len(p) + 1) if len(p) % k == 0 and len(p) // k <= most for m in self.shapes(k)]
+            for p in self.pools
+        ]
+        found = [(self._count(meshes), meshes) for meshes in product(*own)]
+        return [meshes for n, meshes in found if n <= most and self.groups in (None, n)]
+
+    def _bound(self, meshes: tuple[Mesh, ...]) -> float:
+        """Less than any step takes: the commonest blocks at full pace, and the bubble."""
+        n = self._count(meshes)
+        bubbles = [FILLS[name].bubble for name in self.schedules if self._allows(name, n)]
+        return self._least(meshes, min(bubbles)) if bubbles else inf
+
+    def _count(self, meshes: tuple[Mesh, ...]) -> int:
+        """Groups of all pools."""
+        return sum(len(p) // prod(k for _, k in m) for p, m in zip(self.pools, meshes, strict=True))
+
+    def _least(self, meshes: tuple[Mesh, ...], bubble: float) -> float:
+        """The same with the bubble of one schedule."""
+        rate = 0.0
+        for pool, mesh in enumerate(meshes):
+            size = prod(k for _, k in mesh)
+            ideal = max(self.floors.get((pool, mesh), 0.0), self._alone[pool] / size)
+            seconds = self.fastest.get((pool, mesh), ideal)
+            if seconds == inf:
+                return inf
+            rate += len(self.pools[pool]) // size / seconds if seconds else inf
+        # with few microbatches no schedule hides that the first must go all the way and back (two thirds of its time)
+        n = self._count(meshes)
+        microbatches = max(self.microbatches + bubble * (n - 1), 1 + (n - 1) * 2 / 3)
+        return self._common[2] * microbatches / rate
+
+    @cached_property
+    def _common(self) -> tuple[int, int, int]:
+        """The number of the commonest kind, of its first block, and how many blocks there are of it."""
+        kinds = kinds_of(self.blocks)
+        common = max(set(kinds), key=lambda k: (kinds.count(k), -k))
+        return common, kinds.index(common), kinds.count(common)
+
+    @cached_property
+    def _alone(self) -> list[float]:
+        """What the commonest block takes on one device of each pool: a part of a cut operator never takes less than
+        its share (see :mod:`cost_models.compute`). What was measured may do otherwise."""
+        if self.cluster.measured is not None:
+            return [0.0] * len(self.pools)
+        found = []
+        for pool in range(len(self.pools)):
+            self._solve(pool, ALONE)
+            seconds = self.fastest[pool, ALONE]
+            found.append(seconds if seconds < inf else 0.0)
+        return found
+
+    def _solve(self, pool: int, mesh: Mesh) -> None:
+        """Find what the commonest block takes at least; for ever if it cannot be planned."""
+        if (pool, mesh) in self.fastest:
+            return
+        try:
+            block = self.blocks[self._common[1]]
+            self.fastest[pool, mesh] = self.menus.fastest(block, mesh, self._first(pool, mesh))
+        except InfeasibleError as error:
+            self.infeasible = self.infeasible or error
+            self.fastest[pool, mesh] = inf
+
+    def _first(self, pool: int, mesh: Mesh) -> Sequence[int] | None:
+        """The first devices of a pool for a mesh; None where they are the cluster's first."""
+        own = self.pools[pool][: prod(n for _, n in mesh)]
+        return None if list(own) == list(range(len(own))) else own
+
+    def _orders(self, meshes: tuple[Mesh, ...]) -> list[list[Group]]:
+        """The groups, the pools in order and in reverse."""
+        by_pool = []
+        for pool, mesh in zip(self.pools, meshes, strict=True):
+            size = prod(n for _, n in mesh)
+            by_pool.append([Group(mesh, tuple(pool[k : k + size])) for k in range(0, len(pool), size)])
+        orders = [[g for own in by_pool for g in own]]
+        if len(by_pool) > 1:
+            orders.append([g for own in reversed(by_pool) for g in own])
+        return orders
+
+    def _filler(self, pool: int, mesh: Mesh, only: int | None) -> Filler | None:
+        key = pool, mesh, only
+        if key not in self._fillers:
+            known = menus_of(self.menus, self.blocks, mesh, self._first(pool, mesh), only)
+            filler = Filler(kinds_of(self.blocks), known, self.microbatches) if known is not None else None
+            self._fillers[key] = filler
+        return self._fillers[key]
+
+    def _too_small(self, places: Sequence[tuple[Mesh, ...]]) -> InfeasibleError | None:
+        """What the leanest cut would need, spread evenly."""
+        needs = []
+        for mesh, *_ in places:
+            known = menus_of(self.menus, self.blocks, mesh, self._first(0, mesh))
+            if known is not None:
+                least = {k: min(w.static_bytes + w.kept_bytes for w in ways) for k, ways in known.items()}
+                groups = sum(map(len, self.pools)) // prod(n for _, n in mesh)
+                needs.append((sum(least[k] for k in kinds_of(self.blocks)) / max(1, groups), groups, mesh))
+        if not needs:
+            return None
+        n_bytes, groups, mesh = min(needs)
+        memory = min(self.memory_bytes)
+        if n_bytes <= memory:
+            return InfeasibleError(
+                f"no plan fits {size_text(memory)} per device with {self.microbatches} microbatches under "
+                f"{', '.join(self.schedules)}: stages are too large, or too many microbatches are in flight; use more "
+                "devices, smaller microbatches or other schedules"
+            )
+        shape = " x ".join(f"{a}={k}" for a, k in mesh)
+        return InfeasibleError(
+            f"no plan fits {size_text(memory)} per device: the leanest, {groups} group(s) of {shape}, needs "
+            f"about {size_text(n_bytes)} with one microbatch in flight; use more devices or smaller microbatches"
+        )
+
+    def _allows(self, name: str, groups: int) -> bool:
+        fill = FILLS[name]
+        if groups == 1:
+            return True
+        if groups * fill.chunks > len(self.blocks) or self.microbatches < fill.least(groups):
+            return False
+        return allows(name, groups * fill.chunks, groups, self.microbatches)
+
+    def _cut(self, groups: Sequence[Group], name: str, near: float, only: int | None) -> Cut | None:
+        n = len(groups)
+        fill = FILLS[name] if n > 1 else FILLS["1f1b"]
+        pool_of = {d: k for k, pool in enumerate(self.pools) for d in pool}
+        pools = [pool_of[g.devices[0]] for g in groups]
+        fillers = [self._filler(k, g.mesh, only) for k, g in zip(pools, groups, strict=True)]
+        known = [f for f in fillers if f is not None]
+        if len(known) < n:
+            return None
+        memory = [self.memory_bytes[k] for k in pools]
+        stages = Places(fill, self.microbatches, memory, known, len(self.blocks)).best(near / self.microbatches)
+        if stages is None:
+            return None
+        chunks = fill.chunks if n > 1 else 1
+        held = [[s for _, s in stages[g::n]] for g in range(n)]
+        if chunks > 1 and not name.startswith("interleaved"):
+            held = [[stages[g][1], stages[-1 - g][1]] for g in range(n)]
+        crossing = [self._transfer(first, groups) for first, _ in stages[1:]]
+        times = [sum(s.seconds for s in own) for own in held]
+        pace = max(*times, *(chunks * c for c in crossing)) if crossing else max(times)
+        step = max(sum(s.step_seconds for s in own) for own in held)
+        again = any(s.recomputed for _, s in stages)
+        bubble = 1 / chunks if again and name in SPLIT else fill.bubble  # a backward that recomputes is not split
+        seconds = bubble * (sum(times) + 2 * sum(crossing)) + (self.microbatches - bubble) * pace + step
+        if n == 1:
+            seconds = self.microbatches * times[0] + step
+        bounds, filled = tuple(first for first, _ in stages[1:]), tuple(s for _, s in stages)
+        return Cut(tuple(groups), name, bounds, filled, tuple(crossing), seconds)
+
+    def _transfer(self, block: int, groups: Sequence[Group]) -> float:
+        """Of what crosses, between the first two groups: they are alike, or near enough for an estimate."""
+        a, b = groups[0].devices[0], groups[1].devices[0]
+        if (a, b) not in self._wires:
+            self._wires[a, b] = mesh_axes(self.cluster, {"pair": 2}, [a, b])["pair"]
+        size = min(len(g.devices) for g in groups)
+        return self._wires[a, b].seconds("send_recv", self.blocks[block].crossing_bytes / size)
+
+
+@dataclass
+class Places:
+    """The stages of one schedule, to be filled.
+
+    Attributes:
+        memory_bytes: of a device of each group; stages of a group share it equally.
+        fillers: what stages of each group cost.
+        in_flight: microbatches, by stage, counted for all that a group holds.
+    """
+
+    fill: Fill
+    microbatches: int
+    memory_bytes: Sequence[float]
+    fillers: Sequence[Filler]
+    n_blocks: int
+
+    def __post_init__(self) -> None:
+        self.groups = len(self.fillers)
+        chunks = self.fill.chunks if self.groups > 1 else 1
+        self.n_stages = self.groups * chunks
+        self.memory = [n / chunks for n in self.memory_bytes]
+        self.in_flight = [
+            self.fill.in_flight(self._group(s), self.groups, self.microbatches) if self.groups > 1 else 1.0
+            for s in range(self.n_stages)
+        ]
+
+    def _group(self, stage: int) -> int:
+        if self.fill.chunks == 1 or self.fill.name.startswith("interleaved"):
+            return stage % self.groups
+        return min(stage, self.n_stages - 1 - stage)
+
+    def best(self, most: float = inf) -> list[tuple[int, Filled]] | None:
+        """``(first block, stage)`` of every stage, at the least pace; None if that is more than ``most``."""
+        widest = self._filled(most)
+        if widest is None:
+            return None
+        high = max(s.seconds for _, s in widest)
+        low, found = min(f.least_seconds for f in self.fillers) / self.n_stages, widest
+        while high - low > PRECISE * high:
+            middle = (low + high) / 2
+            stages = self._filled(middle)
+            if stages is None:
+                low = middle
+            else:
+                found, high = stages, max(s.seconds for _, s in stages)
+        return found
+
+    def _filled(self, pace: float) -> list[tuple[int, Filled]] | None:
+        """Stages that no one is slower than a pace."""
+        end, guess, found = self.n_blocks, 1, []
+        for s in range(self.n_stages - 1, -1, -1):
+            one = self._longest(s, end, pace, guess)
+            if one is None:
+                return None
+            found.append(one)
+            guess, end = end - one[0], one[0]
+        return found[::-1] if end == 0 else None
+
+    def _longest(self, s: int, end: int, pace: float, guess: int) -> tuple[int, Filled] | None:
+        """Stage ``s`` that ends at ``end`` with as many blocks as may be, looked for around a guess of their number,
+        and its first block. Earlier stages get one each."""
+        group, most = self._group(s), end - s
+        filler, in_flight, memory = self.fillers[group], self.in_flight[s], self.memory[group]
+        best: Filled | None = None
+
+        def fits(n: int) -> bool:
+            nonlocal best
+            stage = filler.stage(end - n, end, in_flight, memory)
+            if stage is None or stage.seconds > pace:
+                return False
+            best = stage
+            return True
+
+        low, high, step, n = 0, most + 1, 1, max(1, min(guess, most))  # low fits, high does not
+        while high - low > 1:
+            if fits(n):
+                low, n = n, min(n + step, high - 1)
+            else:
+                high, n = n, max(n - step, low + 1)
+            step *= 2
+            if low and high <= most:
+                n = (low + high) // 2
+        if best is None or not low:
+            return None
+        return end - low, best
+
+
+__all__ = ["Cut", "Equal", "Group", "Places"]

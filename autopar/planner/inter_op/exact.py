@@ -1,0 +1,393 @@
+"""Exact plans of the stages of a way to cut, and the simulation of the step that they make.
+
+Plans of stages are shared: stages alike in all but names are solved once, and microbatches in flight are counted up to
+a round number. A group's memory is divided among its stages by need. Where memory binds, the slowest stages are planned
+again for just what they keep, and on few devices the number of recomputed blocks and the cut itself are searched.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import groupby
+from math import ceil, inf
+
+from autopar.errors import InfeasibleError
+from autopar.graph import Graph
+from autopar.pipeline import PipelinePlan, StageChoice
+from autopar.placements import Mesh
+from autopar.plan import Plan
+from autopar.planner.inter_op.blocks import Block, blocks
+from autopar.planner.inter_op.order import SEARCHED, START, better_order
+from autopar.planner.inter_op.stage_pins import of_stage
+from autopar.planner.inter_op.timing import timing_of
+from autopar.planner.inter_op.transplant import structure, transplant
+from autopar.planner.intra_op.fold import fold
+from autopar.planner.intra_op.mesh_plan import Options, device_limit, plan_graph
+from autopar.planner.intra_op.problem import Beaten
+from autopar.planner.intra_op.recompute import Recompute, is_asked, patterns_in, segment, segments_of
+from autopar.rules.registry import rules_of
+from autopar.staging import StageGraph, cut, hot_ops
+from cost_models.pipeline import Action, Schedule, Timeline, Times, build, live_per_stage, simulate
+from hardware_profiles import Cluster
+
+SMALL = 16
+"""Devices up to which more ways are looked at: exact plans of few stages cost little."""
+REFINED = 4
+"""Times that the slowest stages are planned again, or the bounds are moved."""
+SHARES = 16
+"""Parts into which a group's memory is divided among its stages: so that many stages get the same limit."""
+WORTH = 1.1
+"""On few devices, a stage is not searched to its end if it alone takes this factor of the best step so far."""
+LARGE_GAP = 0.06
+"""The gap that is good enough for stages on more than :data:`SMALL` devices, where memory binds."""
+
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """What a user may ask of a pipeline.
+
+    Attributes:
+        microbatches: per step; the graph is that of one.
+        groups: groups of devices; None tries every number that divides the devices, 1 included.
+        schedules: names to choose from.
+        mesh: of every group; None tries every shape.
+        starts: names of the first operators of all stages but the first; None lets the planner cut.
+        options: for the plan of each stage.
+        may_recompute: blocks may run again in the backward, where memory is short or time is saved by it. Where
+            ``options.recompute`` or the model itself (activation checkpointing) says what runs again, that and nothing
+            else does.
+    """
+
+    microbatches: int
+    groups: int | None = None
+    schedules: Sequence[str] = ("1f1b", "zb-h1", "interleaved-1f1b", "zb-v")
+    mesh: Mesh | None = None
+    starts: Sequence[str] | None = None
+    options: Options = field(default_factory=Options)
+    may_recompute: bool = True
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to cut: positions of the stages' first operators, the groups, and an estimate of the step.
+
+    ``recomputed`` counts the blocks of each stage that run again; empty for none. ``n_bytes`` are estimates for each
+    stage of what it holds all the time and of what it keeps of a microbatch; empty where they are not known.
+    """
+
+    meshes: tuple[Mesh, ...]
+    devices: tuple[tuple[int, ...], ...]
+    schedule: str
+    bounds: tuple[int, ...]
+    seconds: float
+    recomputed: tuple[int, ...] = ()
+    n_bytes: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def groups(self) -> int:
+        return len(self.meshes)
+
+    def __str__(self) -> str:
+        shapes = [" x ".join(f"{a}={k}" for a, k in mesh) for mesh in self.meshes]
+        runs = [(shape, len(list(own))) for shape, own in groupby(shapes)]
+        return ", ".join(f"{n} group{'s' if n > 1 else ''} of {shape}" for shape, n in runs)
+
+
+@dataclass(frozen=True, eq=False)
+class Exact:
+    """An exact plan of a candidate, with its simulation."""
+
+    seconds: float
+    what: str
+    plan: PipelinePlan
+    timeline: Timeline
+    search: ExactPlans
+    candidate: Candidate
+
+
+@dataclass(eq=False)
+class ExactPlans:
+    """Plans of a microbatch's graph on the first devices of a cluster, cut in any way."""
+
+    graph: Graph
+    cluster: Cluster
+    n_devices: int
+    asked: PipelineOptions
+    cluster_name: str
+    _plans: dict[tuple[object, ...], dict[int, tuple[Graph, Plan]]] = field(default_factory=dict, init=False)
+
+    @cached_property
+    def blocks(self) -> list[Block]:
+        folding = fold(self.graph)
+        return blocks(self.graph, folding, rules_of(self.graph, folding.representative))
+
+    @cached_property
+    def ops(self) -> list[int]:
+        return hot_ops(self.graph)
+
+    def name(self, position: int) -> str:
+        return self.graph.nodes[self.ops[position]].name
+
+    def improved(self, best: Exact) -> list[Exact]:
+        """Plans of cuts like the best so far, with what the estimate knows least about: as many blocks recomputed as is
+        best, where memory binds, and cuts that differ by one block at one bound, as long as that is better."""
+        found: list[Exact] = []
+        near = [best.candidate]
+        tried = set()
+        for _ in range(REFINED):
+            new = []
+            for candidate in near:
+                tried.add(candidate.bounds)
+                try:
+                    one = self.exact(candidate, best.seconds, thorough=True)
+                except (InfeasibleError, Beaten):
+                    continue
+                new += [one] if one is not None else []
+            found += new
+            fastest = min(new, key=lambda f: f.seconds, default=best)
+            if fastest.seconds >= best.seconds and len(tried) > 1:
+                break
+            best = min(best, fastest, key=lambda f: f.seconds)
+            near = [c for c in self._moved(best.candidate) if c.bounds not in tried]
+        return found
+
+    def _moved(self, candidate: Candidate) -> list[Candidate]:
+        """Cuts that differ by one block at one bound."""
+        if self.asked.starts is not None:
+            return []
+        firsts = [b.first for b in self.blocks]
+        found = []
+        for k, bound in enumerate(candidate.bounds):
+            for step in (-1, 1):
+                number = firsts.index(bound) + step
+                new = firsts[number] if 0 < number < len(firsts) else None
+                if new is not None and new not in candidate.bounds:
+                    found.append(replace(candidate, bounds=(*candidate.bounds[:k], new, *candidate.bounds[k + 1 :])))
+        return found
+
+    def exact(self, candidate: Candidate, best_known: float = inf, thorough: bool = False) -> Exact | None:
+        """Plans of the stages, and the simulation; None if the schedule does not allow these counts.
+
+        Args:
+            best_known: seconds of a step.
+            thorough: as for :meth:`_fitting`.
+
+        Raises:
+            InfeasibleError: a stage does not fit.
+            Beaten: a stage alone takes longer than the best known, and by how much is not worth the search.
+        """
+        starts = self.asked.starts or [self.name(p) for p in candidate.bounds]
+        graphs = cut(self.graph, starts)
+        asked, n = candidate.schedule, candidate.groups
+        try:
+            schedule = build(START if asked == SEARCHED else asked, len(graphs), n, self.asked.microbatches)
+        except ValueError:
+            if n > 1:
+                return None  # this schedule does not allow these counts
+        if n == 1:
+            schedule = _one_group(len(graphs), self.asked.microbatches)
+        choices, timing, step = self._stages(graphs, schedule, candidate, best_known, thorough)
+        if asked == SEARCHED and n > 1:
+            limits = [self.limit(own) for own in candidate.devices]
+            choices, schedule = better_order(choices, schedule, timing, limits)
+        timeline = simulate(schedule, timing)
+        seconds = timeline.makespan_seconds + step
+        plan = PipelinePlan(
+            self.graph.fingerprint, self.cluster_name or self.cluster.name, choices, schedule,
+            self.asked.options.optimizer, seconds,
+        ).validate()  # fmt: skip
+        count = f"{plan.microbatches} microbatch{'es' if plan.microbatches > 1 else ''}"
+        return Exact(seconds, f"{candidate}, {schedule.name}, {count}", plan, timeline, self, candidate)
+
+    def limit(self, devices: Sequence[int]) -> float:
+        """Bytes that a device of a group may hold."""
+        return device_limit(self.cluster, devices, self.asked.options.memory_limit_bytes)
+
+    def _stages(
+        self, graphs: Sequence[StageGraph], schedule: Schedule, candidate: Candidate, best_known: float,
+        thorough: bool,
+    ) -> tuple[tuple[StageChoice, ...], Times, float]:
+        live = live_per_stage(schedule)
+        group = schedule.rank_of_stage
+        shares = {g: [s for s in range(len(graphs)) if group[s] == g] for g in set(group.values())}
+        choices: list[StageChoice] = []
+        asked: list[Options] = []
+        stored: dict[tuple[int, str], str] = {}
+        for stage in graphs:
+            mesh, devices = candidate.meshes[group[stage.number]], candidate.devices[group[stage.number]]
+            limit = self.limit(devices)
+            own = of_stage(self.asked.options, stage, mesh)
+            pins = dict(own.params or {})
+            names = {n.target for _, n in stage.graph.of_kind("param")}
+            pins.update({n: how for (g, n), how in stored.items() if g == group[stage.number] and n in names})
+            if self.n_devices > SMALL:
+                own = replace(own, memory_gap=max(own.memory_gap, LARGE_GAP))
+            else:
+                own = replace(own, worth_seconds=WORTH * best_known)
+            options = replace(
+                own, in_flight=live[stage.number], params=pins or None,
+                microbatches=self.asked.microbatches,
+                memory_limit_bytes=limit * self._share(stage.number, shares[group[stage.number]], live, candidate),
+                recompute=patterns_in(stage.graph, own.recompute),
+            )  # fmt: skip
+            plan = self._fitting(stage, candidate, mesh, options, devices, thorough=thorough)
+            stored.update({(group[stage.number], n): ",".join(c.stored) for n, c in plan.params.items()})
+            begin = next(n.name for n in stage.graph.nodes if n.kind == "op" and n.hot)
+            choices.append(StageChoice(begin, devices, plan))
+            asked.append(options)
+        self._refine(graphs, choices, asked, schedule, candidate)
+        timing, step = timing_of(graphs, choices, schedule, self.cluster)
+        return tuple(choices), timing, step
+
+    def _refine(
+        self, graphs: Sequence[StageGraph], choices: list[StageChoice], asked: Sequence[Options], schedule: Schedule,
+        candidate: Candidate,
+    ) -> None:  # fmt: skip
+        """Plan the slowest stages again for just the microbatches that they keep in flight, where memory made them
+        slow: plans are shared between stages by counting up to a round number."""
+        owners = Counter(n.target for stage in graphs for _, n in stage.graph.of_kind("param"))
+        for _ in range(REFINED):
+            slowest = max(schedule.stages_of_rank, key=lambda held: sum(_pace(choices[s].plan) for s in held))
+            better = False
+            for s in slowest:
+                graph, choice = graphs[s], choices[s]
+                if _is_pinned(asked[s]) or _rounded(asked[s].in_flight) == asked[s].in_flight:
+                    continue  # planned for just these
+                if any(owners[n.target] > 1 for _, n in graph.graph.of_kind("param")):
+                    continue  # stages that share a parameter store it alike
+                plan = self._fitting(graph, candidate, choice.mesh, asked[s], choice.devices, exact=True)
+                if _pace(plan) < _pace(choice.plan):
+                    choices[s], better = replace(choice, plan=plan), True
+            if not better:
+                return
+
+    @staticmethod
+    def _share(stage: int, held: Sequence[int], live: Sequence[int], candidate: Candidate) -> float:
+        """A stage's share of its group's memory: by what is estimated that each stage needs, or else equal."""
+        if not candidate.n_bytes or len(held) == 1:
+            return 1 / len(held)
+        needs = {s: candidate.n_bytes[s][0] + live[s] * candidate.n_bytes[s][1] for s in held}
+        most = max(held, key=lambda s: (needs[s], s))
+        parts = {s: ceil(SHARES * needs[s] / sum(needs.values())) for s in held if s != most}
+        return parts.get(stage, SHARES - sum(parts.values())) / SHARES
+
+    def _fitting(
+        self, stage: StageGraph, candidate: Candidate, mesh: Mesh, options: Options, devices: tuple[int, ...],
+        exact: bool = False, thorough: bool = False,
+    ) -> Plan:  # fmt: skip
+        """The plan of a stage with as many blocks recomputed as the estimate says; with all of them if that is not
+        enough; or (``thorough``), where memory binds, with the number of them at which the stage is fastest."""
+        blocks = self._segments(stage, candidate)
+        n = candidate.recomputed[stage.number] if candidate.recomputed else 0
+        free = self.asked.may_recompute and not is_asked(self.graph, self.asked.options.recompute)
+        failed: InfeasibleError | Beaten | None = None
+        plans: dict[int, Plan | None] = {}
+
+        def seconds(count: int) -> float:
+            """What the plan with so many blocks recomputed would make of a step if all stages took as long; infinite
+            if none fits."""
+            nonlocal failed
+            if count not in plans:
+                try:
+                    again = replace(options, segments=blocks[:count])
+                    plans[count] = self._stage_plan(stage.graph, mesh, again, devices, exact)
+                except (InfeasibleError, Beaten) as error:
+                    plans[count], failed = None, error
+            plan = plans[count]
+            return plan.price.seconds + (candidate.groups - 1) * _pace(plan) if plan else inf
+
+        best = n = min(n, len(blocks))
+        if seconds(n) == inf and free and not isinstance(failed, Beaten):
+            best = len(blocks)
+        known = plans[0] if n == 0 else None
+        if free and thorough and not (known and _is_free(known)):
+            best = min(dict.fromkeys((best, 0, len(blocks))), key=seconds)
+            for step in (-1, 1):  # seconds fall and rise again: each block less costs memory, each more costs time
+                while 0 <= best + step <= len(blocks) and seconds(best + step) < seconds(best):
+                    best += step
+        if seconds(best) == inf and failed:
+            raise failed
+        plan = plans[best]
+        assert plan is not None
+        return plan
+
+    def _segments(self, stage: StageGraph, candidate: Candidate) -> Recompute:
+        """What would run again of a stage, block by block."""
+        bounds = (0, *candidate.bounds, len(self.ops))
+        first, end = bounds[stage.number], bounds[stage.number + 1]
+        graph, found = stage.graph, []
+        rules = rules_of(graph)
+        for block in self.blocks:
+            if first <= block.first and block.end <= end:
+                a, b = (graph.index[self.name(p)] for p in (block.first, block.end - 1))
+                found.append(segment(graph, rules, a, b))
+        return tuple(s for s in found if s is not None)
+
+    def _stage_plan(
+        self, graph: Graph, mesh: Mesh, options: Options, devices: tuple[int, ...], exact: bool = False
+    ) -> Plan:
+        """The plan of a stage; stages alike in all but names, on devices alike, are solved once.
+
+        A plan for more microbatches in flight serves for fewer too, if its memory does not bind; where it does, it is
+        solved for a round number of them, and so for few different ones; or for just as many as there are (``exact``).
+        """
+        if _is_pinned(options):
+            return plan_graph(graph, self.cluster, mesh, options, cluster_name=self.cluster_name, devices=devices)
+        kinds, name = tuple(self.cluster.device(d).name for d in devices), self.cluster_name
+        again = options.segments or segments_of(graph, rules_of(graph), options.recompute)
+        places = tuple((graph.index[first], graph.index[last]) for first, last in again)
+        key = structure(graph), mesh, kinds, options.memory_limit_bytes, places
+        known = self._plans.setdefault(key, {})
+        wanted = options.in_flight
+        target = wanted if exact else _rounded(wanted)
+        for n, (first, plan) in sorted(known.items()):
+            if n == target or (n > wanted and _is_free(plan)):
+                own = plan if first is graph else transplant(plan, first, graph)
+                return own.with_in_flight(wanted)
+        n = target
+        try:
+            plan = plan_graph(
+                graph, self.cluster, mesh, replace(options, in_flight=n), cluster_name=name, devices=devices
+            )
+        except InfeasibleError:
+            if n == wanted:
+                raise
+            n, plan = wanted, plan_graph(
+                graph, self.cluster, mesh, options, cluster_name=name, devices=devices
+            )
+        known[n] = graph, plan
+        return plan.with_in_flight(wanted)
+
+
+def _rounded(in_flight: int) -> int:
+    """The next of 1, 2, 3, 4, 6, 8, 12, 16, ...: at most half as much again."""
+    power = 1 << (in_flight - 1).bit_length()  # the next power of two
+    between = power * 3 // 4
+    return between if power >= 4 and between >= in_flight else power
+
+
+def _is_pinned(options: Options) -> bool:
+    """Whether the plan of a stage is its own: pins may name what is in it."""
+    return bool(options.constraints or options.params or options.inputs or options.outputs)
+
+
+def _pace(plan: Plan) -> float:
+    """Seconds of a microbatch, forward and backward."""
+    return (plan.price.compute_seconds + plan.price.activation_seconds) / plan.microbatches
+
+
+def _is_free(plan: Plan) -> bool:
+    """Whether a plan is the optimum, and would be with more memory too."""
+    return plan.solution is not None and plan.solution.status == "optimal" and not plan.solution.binds
+
+
+def _one_group(n_stages: int, microbatches: int) -> Schedule:
+    """No pipeline: forward and backward of each microbatch in turn."""
+    row = tuple(Action(0, kind, k) for k in range(microbatches) for kind in "FB")
+    return Schedule("none", n_stages, microbatches, (tuple(range(n_stages)),), (row,)).validate()
+
+
+__all__ = ["SMALL", "Candidate", "Exact", "ExactPlans", "PipelineOptions"]

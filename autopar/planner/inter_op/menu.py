@@ -1,0 +1,354 @@
+"""What a block can cost on a mesh: a few plans from the fastest to the smallest, each with and without recomputing.
+
+Stages are put together from these before any stage is planned: a stage that has room takes the fast ways of its blocks,
+one that keeps many microbatches in flight takes smaller ones for as many blocks as it must.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from autopar.errors import InfeasibleError
+from autopar.graph import Graph
+from autopar.placements import Mesh
+from autopar.plan import Plan
+from autopar.planner.inter_op.blocks import Block
+from autopar.planner.inter_op.phases import phases
+from autopar.planner.intra_op.ilp import PRICES
+from autopar.planner.intra_op.mesh_plan import Options, PlansByMemory, priced_again
+from autopar.planner.intra_op.params import peak_bytes
+from autopar.planner.intra_op.price import pricer
+from autopar.planner.intra_op.recompute import patterns_in
+from hardware_profiles import Cluster
+
+WAYS = 1 + len(PRICES)
+"""Plans of a block on a mesh, at most."""
+RARE_PRICES = (2.0,)
+"""Like :data:`PRICES`, for blocks that hardly count."""
+IN_FLIGHT = 4
+"""Microbatches in flight for which the bytes of a block's plans are weighed."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run a block; seconds of one microbatch (but for ``step_seconds``), bytes of one device.
+
+    Attributes:
+        step_seconds: once a step.
+        weight_seconds: of the backward, what is for gradients of weights and may run later.
+        static_bytes: whatever does not grow with the microbatches in flight, but for ``peak_bytes``.
+        kept_bytes: of one microbatch in flight.
+        again_bytes: what lives while the block runs again, where it is recomputed: once for all blocks of a stage.
+        peak_bytes: of parameters that are gathered for each use: once for all blocks of a stage, too.
+    """
+
+    forward_seconds: float
+    backward_seconds: float
+    step_seconds: float
+    static_bytes: float
+    kept_bytes: float
+    again_bytes: float = 0.0
+    recomputed: bool = False
+    weight_seconds: float = 0.0
+    peak_bytes: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward of a microbatch."""
+        return self.forward_seconds + self.backward_seconds
+
+
+@dataclass
+class Menus:
+    """Ways of every kind of block on every mesh.
+
+    Attributes:
+        graph_of: the graph of one block.
+        options: for its plans; those that name operators or placements are left out.
+        recompute: whether running a block again may be offered.
+        rare: kinds of which there are so few that one smaller way is enough.
+        decided: plans of the same blocks at another size, by kind, mesh and devices: these are priced at this size,
+            which takes a tenth of the time of finding the best ones here. What is decided here is added.
+        share: whether what is decided for some devices serves for others too.
+    """
+
+    cluster: Cluster
+    graph_of: Callable[[Block], Graph]
+    options: Options
+    recompute: bool
+    rare: frozenset[tuple[int, ...]] = frozenset()
+    decided: dict[tuple[object, ...], list[Plan]] = field(default_factory=dict)
+    share: bool = False
+    _graphs: dict[tuple[int, ...], Graph] = field(default_factory=dict)
+    _known: dict[tuple[object, ...], tuple[Way, ...]] = field(default_factory=dict)
+    _begun: dict[tuple[object, ...], PlansByMemory] = field(default_factory=dict)
+    _fastest: dict[tuple[object, ...], Plan] = field(default_factory=dict)  # by kind and mesh
+
+    def ways(self, block: Block, mesh: Mesh, devices: Sequence[int] | None = None) -> tuple[Way, ...]:
+        """From the fastest to the smallest, those that keep what they need first.
+
+        Raises:
+            InfeasibleError: the block cannot be planned on the mesh at all.
+        """
+        key = self._key(block, mesh, devices)
+        if not self._know(block, mesh, devices):
+            prices = RARE_PRICES if block.kind in self.rare else PRICES
+            plans = self.decided[key] = self._plans(block, mesh, devices).every(prices)
+            self._known[key] = self._ways(self._graph(block), plans, mesh, devices)
+            del self._begun[key]
+        return self._known[key]
+
+    def fastest(self, block: Block, mesh: Mesh, devices: Sequence[int] | None = None) -> float:
+        """Seconds of a microbatch in the fastest way, which is found before the others.
+
+        Raises:
+            InfeasibleError: as for :meth:`ways`.
+        """
+        if self._know(block, mesh, devices):
+            return min(w.seconds for w in self.ways(block, mesh, devices))
+        key, known = self._key(block, mesh, devices), self._fastest.get((block.kind, mesh))
+        plans = self._again(block, mesh, devices, [known]) if known is not None and key not in self._begun else None
+        if plans is None:
+            plans = [self._plans(block, mesh, devices).fastest()]
+            if self.share:
+                self._fastest[block.kind, mesh] = plans[0]
+        return self._ways(self._graph(block), plans, mesh, devices)[0].seconds
+
+    def _know(self, block: Block, mesh: Mesh, devices: Sequence[int] | None) -> bool:
+        """Whether the ways are known: by what was decided at another size, or on others, if that is possible here."""
+        key = self._key(block, mesh, devices)
+        if key not in self._known and key not in self._begun:  # begun: it was not possible
+            decided = self.decided.get(key)
+            if decided is None and self.share:
+                decided = next((p for k, p in self.decided.items() if k[:2] == key[:2]), None)
+            plans = self._again(block, mesh, devices, decided) if decided is not None else None
+            if plans is not None:
+                self._known[key] = self._ways(self._graph(block), plans, mesh, devices)
+        return key in self._known
+
+    def _again(
+        self, block: Block, mesh: Mesh, devices: Sequence[int] | None, plans: Sequence[Plan]
+    ) -> list[Plan] | None:
+        graph = self._graph(block)
+        return priced_again(graph, self.cluster, mesh, self._options(graph), plans, devices=devices)
+
+    def forget(self) -> None:
+        """Let go of what was begun for :meth:`fastest` and not needed since."""
+        self._begun.clear()
+
+    @staticmethod
+    def _key(block: Block, mesh: Mesh, devices: Sequence[int] | None) -> tuple[object, ...]:
+        return block.kind, mesh, tuple(devices) if devices is not None else None
+
+    def _plans(self, block: Block, mesh: Mesh, devices: Sequence[int] | None) -> PlansByMemory:
+        key = self._key(block, mesh, devices)
+        if key not in self._begun:
+            graph = self._graph(block)
+            self._begun[key] = PlansByMemory(graph, self.cluster, mesh, self._options(graph), devices=devices)
+        return self._begun[key]
+
+    def _graph(self, block: Block) -> Graph:
+        if block.kind not in self._graphs:
+            self._graphs[block.kind] = self.graph_of(block)
+        return self._graphs[block.kind]
+
+    def _options(self, graph: Graph) -> Options:
+        return replace(
+            self.options, constraints=None, params=None, inputs=None, outputs=None,
+            in_flight=min(IN_FLIGHT, self.options.microbatches),
+            recompute=patterns_in(graph, self.options.recompute),
+        )  # fmt: skip
+
+    def _ways(
+        self, graph: Graph, plans: Sequence[Plan], mesh: Mesh, devices: Sequence[int] | None
+    ) -> tuple[Way, ...]:
+        priced = pricer(self.cluster, mesh, devices)
+        plain, again = [], []
+        for plan in plans:
+            spent, price = phases(graph, plan, priced), plan.price
+            peak = peak_bytes(graph, plan, priced)
+            way = Way(
+                spent.forward_seconds, spent.backward_seconds, spent.step_seconds,
+                price.memory_bytes - price.activation_bytes - peak, plan.kept_bytes, price.again_bytes, peak_bytes=peak,
+                weight_seconds=min(spent.weight_seconds, spent.backward_seconds),
+            )  # fmt: skip
+            plain.append(way)
+            arriving = sum(
+                priced.local_bytes(node.out, plan.inputs[node.target])
+                for _, node in graph.of_kind("input") if node.hot and node.target in plan.inputs
+            )  # fmt: skip
+            if self.recompute and arriving < way.kept_bytes:
+                again.append(
+                    replace(
+                        way, backward_seconds=way.backward_seconds + way.forward_seconds, kept_bytes=float(arriving),
+                        again_bytes=way.kept_bytes, recomputed=True,
+                    )
+                )  # fmt: skip
+        return (*plain, *again)
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A stage put together from ways.
+
+    Attributes:
+        seconds: of a microbatch.
+        step_seconds: once a step.
+        recomputed: how many blocks run again.
+        forward_seconds: the part of a microbatch's seconds that is forward.
+        weight_seconds: the part of its backward that may run later: none where a block runs again.
+        kept_bytes: of one microbatch in flight; the rest of ``n_bytes`` is there all the time.
+        static_bytes: that rest.
+    """
+
+    seconds: float
+    step_seconds: float
+    n_bytes: float
+    recomputed: int
+    forward_seconds: float = 0.0
+    weight_seconds: float = 0.0
+    kept_bytes: float = 0.0
+    static_bytes: float = 0.0
+
+
+@dataclass
+class Filler:
+    """Stages of a chain of blocks on one kind of mesh: the least time for which a stage fits its memory.
+
+    Between the leanest ways and the fastest ones, blocks go step by step along the convex hull of seconds over bytes,
+    the best ratio first: optimal but for what is left over by the last step.
+
+    Attributes:
+        kinds: number of the kind of every block.
+        menus: ways of each kind.
+    """
+
+    kinds: Sequence[int]
+    menus: Mapping[int, tuple[Way, ...]]
+    microbatches: int
+    _count: list[list[int]] = field(init=False)
+    _hulls: dict[tuple[int, float], list[Way]] = field(default_factory=dict)
+    _known: dict[tuple[tuple[int, ...], float, float], Filled | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._names = sorted(self.menus)
+        self._count = [[0] for _ in self._names]
+        for kind in self.kinds:
+            for own, name in zip(self._count, self._names, strict=True):
+                own.append(own[-1] + (kind == name))
+
+    @cached_property
+    def least_seconds(self) -> float:
+        """Of all blocks, each in its fastest way."""
+        counts = {name: own[-1] for name, own in zip(self._names, self._count, strict=True)}
+        return sum(n * min(w.seconds for w in self.menus[name]) for name, n in counts.items())
+
+    def stage(self, first: int, end: int, in_flight: float, memory_bytes: float) -> Filled | None:
+        """Blocks ``first`` to ``end``; None if not even the leanest ways fit."""
+        counts = tuple(own[end] - own[first] for own in self._count)
+        key = counts, in_flight, memory_bytes
+        if key not in self._known:
+            reserved, needed = 0.0, 0.0
+            filled = self._fill(counts, in_flight, memory_bytes)
+            while filled is not None and filled[1] > reserved:
+                reserved = filled[1]
+                filled = self._fill(counts, in_flight, memory_bytes - reserved)
+            if filled is not None:
+                needed = filled[0].n_bytes + filled[1]
+            if filled is None:
+                self._known[key] = None
+            else:
+                static = needed - in_flight * filled[0].kept_bytes
+                self._known[key] = replace(filled[0], n_bytes=needed, static_bytes=static)
+        return self._known[key]
+
+    def _fill(self, counts: tuple[int, ...], in_flight: float, memory_bytes: float) -> tuple[Filled, float] | None:
+        """The stage, and the bytes that it needs once: while a block runs again, and for what a use gathers."""
+        hulls = [self._hull(name, in_flight) for name in self._names]
+        used = [(n, hull) for n, hull in zip(counts, hulls, strict=True) if n]
+        taken = [[0] * (len(hull) - 1) + [n] for n, hull in used]  # all start with the leanest
+        left = memory_bytes - sum(n * self._bytes(hull[-1], in_flight) for n, hull in used)
+        if left < 0:
+            return None
+        steps = []
+        for k, (_, hull) in enumerate(used):
+            for w in range(len(hull) - 1, 0, -1):
+                more = self._bytes(hull[w - 1], in_flight) - self._bytes(hull[w], in_flight)
+                steps.append((-(self._total(hull[w]) - self._total(hull[w - 1])) / max(more, 1e-9), k, w, more))
+        for _, k, w, more in sorted(steps):
+            n = taken[k][w] if more <= 0 else min(taken[k][w], int(left / more))
+            taken[k][w] -= n
+            taken[k][w - 1] += n
+            left -= n * more
+        picked = [(n, w) for own, (_, hull) in zip(taken, used, strict=True) for n, w in zip(own, hull, strict=True)]
+        picked = [(n, w) for n, w in picked if n]
+        again = sum(n for n, w in picked if w.recomputed)
+        filled = Filled(
+            sum(n * w.seconds for n, w in picked), sum(n * w.step_seconds for n, w in picked),
+            memory_bytes - left, again, sum(n * w.forward_seconds for n, w in picked),
+            0.0 if again else sum(n * w.weight_seconds for n, w in picked), sum(n * w.kept_bytes for n, w in picked),
+        )  # fmt: skip
+        ways = [w for _, w in picked]
+        once = max((w.again_bytes for w in ways), default=0.0) + max((w.peak_bytes for w in ways), default=0.0)
+        return filled, once
+
+    def _total(self, way: Way) -> float:
+        return self.microbatches * way.seconds + way.step_seconds
+
+    @staticmethod
+    def _bytes(way: Way, in_flight: float) -> float:
+        return way.static_bytes + in_flight * way.kept_bytes
+
+    def _hull(self, kind: int, in_flight: float) -> list[Way]:
+        """Ways on the lower convex hull of total seconds over bytes, the fastest first."""
+        if (kind, in_flight) not in self._hulls:
+            points = sorted(self.menus[kind], key=lambda w: (self._bytes(w, in_flight), self._total(w)))
+            hull: list[Way] = []
+            for way in points:
+                if hull and self._total(way) >= self._total(hull[-1]):
+                    continue
+                while len(hull) > 1 and self._slope(hull[-2], hull[-1], in_flight) >= self._slope(
+                    hull[-2], way, in_flight
+                ):
+                    hull.pop()
+                hull.append(way)
+            self._hulls[kind, in_flight] = hull[::-1]
+        return self._hulls[kind, in_flight]
+
+    def _slope(self, a: Way, b: Way, in_flight: float) -> float:
+        return (self._total(b) - self._total(a)) / (self._bytes(b, in_flight) - self._bytes(a, in_flight))
+
+
+FREE = Way(0.0, 0.0, 0.0, 0.0, 0.0)
+"""Of a block that is left out of account."""
+
+
+def menus_of(
+    menus: Menus, blocks: Sequence[Block], mesh: Mesh, devices: Sequence[int] | None = None, only: int | None = None
+) -> dict[int, tuple[Way, ...]] | None:
+    """Ways of every kind, numbered as :func:`kinds_of` does; None if a block has none on this mesh.
+
+    Args:
+        only: the number of the one kind that is taken into account; the others are free.
+    """
+    found: dict[int, tuple[Way, ...]] = {}
+    for number, block in zip(kinds_of(blocks), blocks, strict=True):
+        if only is not None and number != only:
+            found[number] = (FREE,)
+        elif number not in found:
+            try:
+                found[number] = menus.ways(block, mesh, devices)
+            except InfeasibleError:
+                return None
+    return found
+
+
+def kinds_of(blocks: Sequence[Block]) -> list[int]:
+    """The number of every block's kind, in order of appearance."""
+    known: dict[tuple[int, ...], int] = {}
+    return [known.setdefault(b.kind, len(known)) for b in blocks]
+
+
+__all__ = ["Filled", "Filler", "Menus", "Way", "kinds_of", "menus_of"]

@@ -1,0 +1,101 @@
+"""When within a step a plan's seconds are spent: the forward of a microbatch, its two backward halves, once a step.
+
+This is what a pipeline is simulated with. The gradients of a contraction's weights can be computed later than those of
+its inputs; everything else of the backward belongs to the first half, recomputed forwards included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.graph import Graph, Ref
+from autopar.plan import Plan, route_key
+from autopar.planner.inter_op.overheads import extra_of
+from autopar.planner.intra_op.price import Pricer
+from autopar.planner.intra_op.recompute import contents, seconds_again
+from autopar.planner.intra_op.space import Strategy, combine, node_options
+from autopar.rules.notation import Rule
+from autopar.rules.registry import rules_of
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Seconds of one microbatch on one stage, and of what happens once a step.
+
+    ``again_seconds`` are those of recomputed forwards: part of ``input_seconds``. The runtime does not split a
+    backward that recomputes: what is made again for the inputs' gradients would have to wait for those of the weights.
+    ``split_seconds`` are what a split backward takes more than a whole one, as far as a profile knows.
+    """
+
+    forward_seconds: float
+    input_seconds: float
+    weight_seconds: float
+    step_seconds: float
+    again_seconds: float = 0.0
+    split_seconds: float = 0.0
+
+    @property
+    def backward_seconds(self) -> float:
+        """The whole backward of a microbatch."""
+        return self.input_seconds + self.weight_seconds - self.split_seconds
+
+
+def phases(graph: Graph, plan: Plan, pricer: Pricer) -> Phases:
+    """The phases of a plan; their sum over a step is the plan's price, and what a profile knows beside it."""
+    forward = total = weights = 0.0
+    rules = rules_of(graph)
+    memo: dict[object, tuple[float, float, float]] = {}
+    chosen: dict[int, Strategy] = {}
+    for i, node in enumerate(graph.nodes):
+        rule = rules[i]
+        if node.kind == "op" and rule is not None:
+            key = (
+                id(rule),
+                plan.ops[node.name],
+                node.needs_grad,
+                tuple(graph.nodes[r.node].needs_grad for r in node.refs),
+            )
+            if key not in memo or plan.recompute or pricer.measured is not None:
+                options = {o.name: o for o in node_options(graph, node, rule)}
+                chosen[i] = combine([options[name] for name in plan.ops[node.name]])
+            if key not in memo:
+                memo[key] = pricer.phases(graph, node, rule, chosen[i])
+            for_forward, for_all, for_weights = memo[key]
+            forward, total, weights = forward + for_forward, total + for_all, weights + for_weights
+    for i, node in enumerate(graph.nodes):
+        for out, spec in enumerate(node.outs):
+            if spec is None:
+                continue
+            grad = node.needs_grad and spec.is_float
+            for src, dst in plan.routes.get(route_key(graph, Ref(i, out)), ()):
+                there, back = pricer.step_parts(spec, grad, src, dst)
+                forward, total = forward + there, total + there + back
+    segments = contents(graph, rules, chosen, plan.routes, plan.recompute)
+    again = sum(seconds_again(graph, rules, pricer, chosen, segments))
+    total += again
+    found = Phases(forward, total - forward - weights, weights, plan.price.parameter_seconds, again)
+    return found if pricer.measured is None else _with_overheads(found, graph, rules, plan, pricer, chosen)
+
+
+def _with_overheads(
+    found: Phases, graph: Graph, rules: Sequence[Rule | None], plan: Plan, pricer: Pricer,
+    chosen: Mapping[int, Strategy],
+) -> Phases:  # fmt: skip
+    """The phases with what the executor does beside the ops, and with halves as they were measured."""
+    extra = extra_of(graph, plan, pricer, chosen)
+    backward = found.backward_seconds + extra.backward_seconds
+    if any(node.needs_grad for _, node in graph.of_kind("input")):
+        again = sum(pricer.split(graph, graph.nodes[i], rules[i], s) for i, s in chosen.items())
+        weights = found.weight_seconds + extra.weight_seconds
+        inputs = found.input_seconds + again + extra.input_seconds + extra.summed_seconds
+    else:  # nobody waits for a gradient of this stage: all of its backward is that of its weights
+        inputs = extra.input_seconds
+        weights = found.backward_seconds + extra.weight_seconds + extra.summed_seconds
+    return Phases(
+        found.forward_seconds + extra.forward_seconds, inputs, weights, found.step_seconds + extra.step_seconds,
+        found.again_seconds, inputs + weights - backward,
+    )  # fmt: skip
+
+
+__all__ = ["Phases", "phases"]

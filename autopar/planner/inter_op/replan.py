@@ -1,0 +1,136 @@
+"""A pipelined plan with one thing changed: a stage solved again with another wish, or a cut moved.
+
+Groups, meshes, devices and the schedule stay as they are; only the stages that change are solved, and the whole step is
+simulated again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from autopar.graph import Graph
+from autopar.pipeline import PipelinePlan, StageChoice
+from autopar.planner.inter_op.blocks import blocks
+from autopar.planner.inter_op.stage_pins import of_stage
+from autopar.planner.inter_op.timing import timing_of
+from autopar.planner.intra_op.fold import fold
+from autopar.planner.intra_op.mesh_plan import Options, device_limit, plan_graph
+from autopar.planner.intra_op.recompute import patterns_in
+from autopar.rules.registry import rules_of
+from autopar.staging import StageGraph, cut, hot_ops
+from cost_models.pipeline import Timeline, live_per_stage, simulate
+from hardware_profiles import Cluster
+
+
+def limit_of_stage(plan: PipelinePlan, number: int, cluster: Cluster, asked: float | None) -> float:
+    """Bytes of a device that a stage of a finished plan may fill: what the other stages of its group leave.
+
+    While a plan is made, stages of a group get shares of this limit by what each is estimated to need
+    (:mod:`.exact`); in a finished plan that is what each has. So this is never less than the stage's
+    share was, and whatever one stage grows to within it, the group fits.
+
+    Args:
+        asked: the limit that was asked for; None for nine tenths of the device.
+    """
+    limit = device_limit(cluster, plan.stages[number].devices, asked)
+    held = plan.schedule.stages_of_rank[plan.schedule.rank_of_stage[number]]
+    return max(1.0, limit - sum(plan.stages[s].plan.price.memory_bytes for s in held if s != number))
+
+
+class Replanner:
+    """A pipelined plan with its model and its cluster, to be asked "what if".
+
+    Args:
+        options: wishes for the whole model, under which stages are solved again.
+    """
+
+    def __init__(self, graph: Graph, plan: PipelinePlan, cluster: Cluster, options: Options) -> None:
+        self.graph, self.plan, self.cluster, self.options = graph, plan, cluster, options
+        self.graphs = cut(graph, plan.starts)
+        self._live = live_per_stage(plan.schedule)
+        self._group = plan.schedule.rank_of_stage
+
+    def simulated(self, stages: Sequence[StageChoice] | None = None) -> tuple[PipelinePlan, Timeline]:
+        """The plan with these stages, where they begin and end as now, and its step action by action."""
+        return self._simulated(self.graphs, tuple(stages or self.plan.stages))
+
+    def _simulated(
+        self, graphs: Sequence[StageGraph], stages: tuple[StageChoice, ...]
+    ) -> tuple[PipelinePlan, Timeline]:
+        timing, step = timing_of(graphs, stages, self.plan.schedule, self.cluster)
+        timeline = simulate(self.plan.schedule, timing)
+        return replace(self.plan, stages=stages, seconds=timeline.makespan_seconds + step), timeline
+
+    def limit_bytes(self, number: int, options: Options | None = None) -> float:
+        """The memory of a device that a stage may fill; see :func:`limit_of_stage`."""
+        return limit_of_stage(self.plan, number, self.cluster, (options or self.options).memory_limit_bytes)
+
+    def solved(self, number: int, options: Options | None = None, stage: StageGraph | None = None) -> StageChoice:
+        """A stage solved again.
+
+        Args:
+            options: wishes for the whole model; by default those of the plan.
+            stage: what it computes, if that is not as now.
+
+        Raises:
+            InfeasibleError, PlanError: the wishes or the memory leave no plan.
+        """
+        options, stage = options or self.options, stage or self.graphs[number]
+        choice = self.plan.stages[number]
+        own = of_stage(options, stage, choice.mesh)
+        names = {n.target for _, n in stage.graph.of_kind("param")}
+        held = [s for s in self.plan.schedule.stages_of_rank[self._group[number]] if s != number]
+        shared = {
+            name: ",".join(how.stored)
+            for s in held for name, how in self.plan.stages[s].plan.params.items() if name in names
+        }  # fmt: skip
+        own = replace(
+            own, params={**(own.params or {}), **shared} or None, in_flight=self._live[number],
+            microbatches=self.plan.microbatches, memory_limit_bytes=self.limit_bytes(number, options),
+            recompute=patterns_in(stage.graph, own.recompute),
+        )  # fmt: skip
+        plan = plan_graph(
+            stage.graph, self.cluster, choice.mesh, own, cluster_name=choice.plan.cluster, devices=choice.devices
+        )
+        return StageChoice(next(n.name for n in stage.graph.nodes if n.kind == "op" and n.hot), choice.devices, plan)
+
+    # -- cuts
+
+    @cached_property
+    def bounds(self) -> list[str]:
+        """First operators of the blocks, of which stages are made."""
+        folding, hot = fold(self.graph), hot_ops(self.graph)
+        found = blocks(self.graph, folding, rules_of(self.graph, folding.representative))
+        return [self.graph.nodes[hot[b.first]].name for b in found]
+
+    def neighbour(self, number: int, by: int) -> str | None:
+        """Where stage ``number`` would begin, ``by`` blocks later (or earlier); None if a stage would be empty."""
+        place = {self.graph.nodes[i].name: p for p, i in enumerate(hot_ops(self.graph))}
+        at = [place[c.first] for c in self.plan.stages] + [len(place)]
+        known = sorted(place[name] for name in self.bounds)
+        ways = [p for p in known if (p > at[number]) == (by > 0) and p != at[number]]
+        ways = ways if by > 0 else ways[::-1]
+        if len(ways) < abs(by) or not at[number - 1] < ways[abs(by) - 1] < at[number + 1]:
+            return None
+        return next(name for name, p in place.items() if p == ways[abs(by) - 1])
+
+    def moved(self, number: int, first: str) -> tuple[PipelinePlan, Timeline]:
+        """The plan with stage ``number`` beginning at another operator; stages that change are solved again.
+
+        Raises:
+            InfeasibleError, PlanError: what a stage would then be cannot be planned.
+        """
+        starts = list(self.plan.starts)
+        starts[number - 1] = first
+        graphs = cut(self.graph, starts)
+        stages = tuple(
+            choice if choice.plan.fingerprint == stage.graph.fingerprint
+            else self.solved(stage.number, stage=stage)
+            for choice, stage in zip(self.plan.stages, graphs, strict=True)
+        )  # fmt: skip
+        return self._simulated(graphs, stages)
+
+
+__all__ = ["Replanner"]

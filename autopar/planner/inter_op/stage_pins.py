@@ -1,0 +1,159 @@
+"""What a user asks of a whole model, for the stages of a pipeline: where they begin, and which wishes are whose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from autopar.errors import InfeasibleError, MeshError, PlanError, closest
+from autopar.graph import Graph
+from autopar.placements import Mesh
+from autopar.planner.intra_op.mesh_plan import Options, _Pins, matches, op_labels
+from autopar.planner.intra_op.space import node_options
+from autopar.rules.registry import rules_of
+from autopar.staging import StageGraph, hot_ops
+
+
+def starts_of(graph: Graph, cuts: Sequence[str]) -> tuple[str, ...]:
+    """First operators of all stages but the first, by name.
+
+    Args:
+        cuts: for each the path of the module that its stage begins with, or an operator as ``module:op``.
+
+    Raises:
+        PlanError: nothing has that name, or the stages would be empty or out of order.
+    """
+    labels = op_labels(graph)
+    hot = [graph.nodes[i] for i in hot_ops(graph)]
+    found: list[int] = []
+    for word in cuts:
+        at = [
+            p for p, n in enumerate(hot)
+            if word in (n.name, labels[n.name], n.module) or n.module.startswith(f"{word}.")
+        ]  # fmt: skip
+        if not at:
+            names = [*dict.fromkeys(n.module for n in hot if n.module), *(labels[n.name] for n in hot)]
+            raise PlanError(f"cut '{word}': no module or operator that depends on a parameter; {closest(word, names)}")
+        if at[0] == 0:
+            raise PlanError(f"cut '{word}' is where the model begins, so stage 0 would be empty; leave it out")
+        if found and at[0] <= found[-1]:
+            raise PlanError(
+                f"cut '{word}' is operator {at[0]} in execution order, '{cuts[len(found) - 1]}' before it operator "
+                f"{found[-1]}; name each once, in execution order"
+            )
+        found.append(at[0])
+    return tuple(hot[p].name for p in found)
+
+
+def check(graph: Graph, options: Options, mesh: Mesh | None) -> None:
+    """Refuse wishes that the model cannot meet, whatever the stages.
+
+    Args:
+        mesh: of every group; None if it is still to be chosen, then only patterns and factors are checked.
+
+    Raises:
+        PlanError, InfeasibleError: as for a plan without pipeline.
+    """
+    if mesh is None:
+        named = {axis: None for axes in (options.constraints or {}).values() for axis in axes}
+        mesh = tuple((axis, 1) for axis in named) or (("data", 1),)
+        params = dict.fromkeys(options.params or {}, "replicate")
+        options = replace(options, params=params, inputs=None, outputs=None)
+    _Pins(graph, rules_of(graph), mesh, options)
+
+
+def allows(mesh: Mesh, options: Options) -> bool:
+    """Whether the wishes can be said of a mesh: it has the axes, and as many as the placements."""
+    axes = {axis for axis, _ in mesh}
+    named = {axis for wanted in (options.constraints or {}).values() for axis in wanted}
+    states: list[Sequence[str]] = [*(options.inputs or {}).values(), *(options.outputs or {}).values()]
+    states += [how.split(",") for how in (options.params or {}).values() if how != "replicate"]
+    return named <= axes and all(len(state) == len(mesh) for state in states)
+
+
+def of_stage(options: Options, stage: StageGraph, mesh: Mesh) -> Options:
+    """The wishes that concern a stage, in its own names.
+
+    Raises:
+        InfeasibleError: they name axes that the stage's mesh has not.
+    """
+    graph = stage.graph
+    names = {n.target for _, n in graph.of_kind("param")}
+    outputs = {
+        len(stage.gives) + stage.outputs.index(k): state
+        for k, state in (options.outputs or {}).items() if k in stage.outputs
+    }  # fmt: skip
+    own = replace(
+        options, constraints=_there(options.constraints, graph) or None, outputs=outputs or None,
+        params={p: how for p, how in (options.params or {}).items() if any(fnmatchcase(n, p) for n in names)} or None,
+        inputs={name: state for name, state in (options.inputs or {}).items() if name in stage.inputs} or None,
+    )  # fmt: skip
+    if not allows(mesh, own):
+        raise InfeasibleError(
+            f"stage {stage.number} on mesh {', '.join(f'{a}={n}' for a, n in mesh)}: what is asked of its operators "
+            "and parameters names other axes; give the mesh of a group with mesh="
+        )
+    return own
+
+
+def _there(constraints: Mapping[str, Mapping[str, str]] | None, graph: Graph) -> dict[str, dict[str, str]]:
+    """The pins of operators that a stage has, with the factors that one of them has."""
+    found: dict[str, dict[str, str]] = {}
+    if not constraints:
+        return found
+    labels, rules = op_labels(graph), rules_of(graph)
+    for pattern, wanted in constraints.items():
+        factors = {
+            option.name
+            for node, rule in zip(graph.nodes, rules, strict=True)
+            if node.kind == "op" and rule is not None and matches(pattern, node, labels[node.name])
+            for option in node_options(graph, node, rule)
+        }
+        kept = {axis: f for axis, f in wanted.items() if ("I" if f == "replicate" else f) in factors}
+        if kept:
+            found[pattern] = kept
+    return found
+
+
+def check_counts(
+    groups: int | None, cuts: Sequence[str], n: int, deep: Mapping[str, int], mesh: Mesh | None, options: Options,
+    sizes: Sequence[Mesh],
+) -> None:  # fmt: skip
+    """Refuse cuts that no number of groups allows, and wishes that no mesh of a group can meet.
+
+    Args:
+        deep: stages that a group holds, by schedule.
+        sizes: the meshes that a group may have.
+
+    Raises:
+        PlanError, MeshError: with the numbers on both sides.
+    """
+    if mesh is None and not any(allows(m, options) for m in sizes):
+        shown = "; ".join(",".join(f"{a}={k}" for a, k in m) for m in sizes[:6])
+        raise MeshError(
+            f"what is asked of operators and parameters fits none of the meshes that a group can have ({shown}); "
+            "give the mesh that you mean, and a number of stages"
+        )
+    if not cuts:
+        return
+    if groups is not None and n % groups:
+        raise PlanError(
+            f"{len(cuts)} cut{'s' if len(cuts) > 1 else ''} and {groups} stages on {n} devices: with cuts, groups "
+            f"have equally many devices; use a number of stages that divides {n}, or leave the cuts to the planner"
+        )
+    stages = len(cuts) + 1
+    counts = [groups] if groups is not None else [g for g in range(1, n + 1) if n % g == 0]
+    held = {g * d if g > 1 else 1 for g in counts for d in deep.values()}
+    if stages not in held:
+        asked = f"{groups} group{'s' if groups > 1 else ''}" if groups is not None else f"equal groups of {n} devices"
+        each = "; ".join(
+            f"{', '.join(name for name in deep if deep[name] == d)}: {d} a group" for d in sorted({*deep.values()})
+        )
+        raise PlanError(
+            f"{len(cuts)} cut{'s make' if len(cuts) > 1 else ' makes'} {stages} stages; {asked} hold "
+            f"{' or '.join(map(str, sorted(held)))} stages ({each}); give one cut less than stages"
+        )
+
+
+__all__ = ["allows", "check", "check_counts", "of_stage", "starts_of"]

@@ -1,0 +1,55 @@
+"""A cut that is only estimated so far, run in the simulator: what its schedule really makes of the stages' times.
+
+The estimate of :mod:`.equal` is a formula for stages that are much alike. The simulation knows the order
+of actions, and that a backward which recomputes is not split; it costs a hundredth of planning the stages exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+from autopar.planner.inter_op.equal import Cut
+from cost_models.pipeline import Edge, build, simulate, times
+
+BEYOND = 1.1
+"""Estimates are this much too long at most, or nearly always."""
+STEADY = 2
+"""Microbatches for every group after which each more costs about the same."""
+
+
+def simulated(cut: Cut, microbatches: int) -> float:
+    """Seconds of a step of the cut. With many microbatches those of two smaller numbers are carried on: beyond the
+    ramps, the time grows by the same with each microbatch, at least by that of the slowest group."""
+    n = len(cut.groups)
+    if n == 1:
+        return microbatches * cut.stages[0].seconds + cut.stages[0].step_seconds
+    stages = cut.stages
+    timing = times(
+        len(stages), [s.forward_seconds for s in stages],
+        [s.seconds - s.forward_seconds - s.weight_seconds for s in stages], [s.weight_seconds for s in stages],
+        edges=[Edge(s, s + 1, wire, wire) for s, wire in enumerate(cut.crossing)],
+    )  # fmt: skip
+    few, more = STEADY * n, (STEADY + 1) * n
+    schedule = build(cut.schedule, len(stages), n, min(microbatches, more))
+    step = max(sum(stages[s].step_seconds for s in held) for held in schedule.stages_of_rank)
+    last = simulate(schedule, timing).makespan_seconds
+    if microbatches <= more:
+        return last + step
+    first = simulate(build(cut.schedule, len(stages), n, few), timing).makespan_seconds
+    slowest = max(sum(stages[s].seconds for s in held) for held in schedule.stages_of_rank)
+    return last + max((last - first) / n, slowest) * (microbatches - more) + step
+
+
+def best(cuts: Sequence[Cut], microbatches: int, most: int) -> list[tuple[float, Cut]]:
+    """Up to ``most`` cuts of those with the best estimates, with their simulated seconds, the best first. Those whose
+    estimates are beyond what was simulated already are left out: estimates are seldom too long."""
+    found: list[tuple[float, Cut]] = []
+    for own in cuts[:most]:
+        if own.seconds > BEYOND * min((s for s, _ in found), default=inf):
+            break
+        found.append((simulated(own, microbatches), own))
+    return sorted(found, key=lambda f: f[0])
+
+
+__all__ = ["best", "simulated"]

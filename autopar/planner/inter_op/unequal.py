@@ -1,0 +1,147 @@
+"""Stages on unequal groups of devices: the staging search of :mod:`cost_models.staging`, fed with planned blocks.
+
+For clusters of several device types, and for numbers of devices that few numbers divide. Schedules with one stage a
+group only. The search takes one of the ways of its menu for all blocks of a stage, and recomputes as many of them as it
+must.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from autopar.errors import InfeasibleError
+from autopar.placements import Mesh, mesh_shapes
+from autopar.planner.inter_op.blocks import Block
+from autopar.planner.inter_op.menu import WAYS, Menus, Way
+from autopar.planner.intra_op.mesh_plan import MEMORY_FRACTION, Options
+from cost_models import mesh_axes
+from cost_models.staging import NothingFits, Pool, Problem, StageCost, Submesh, stage
+from cost_models.staging.submeshes import place, pools_of, sizes, submeshes
+from hardware_profiles import Cluster
+
+SCHEDULES = ("gpipe", "1f1b", "zb-h1")
+
+
+@dataclass(frozen=True)
+class Found:
+    """Cuts (block numbers) with the mesh and the ranks of every stage, and how many of its blocks run again."""
+
+    bounds: tuple[int, ...]
+    meshes: tuple[Mesh, ...]
+    devices: tuple[tuple[int, ...], ...]
+    recomputed: tuple[int, ...]
+    seconds: float
+
+
+@dataclass
+class Unequal:
+    """A search over what the menus offer."""
+
+    cluster: Cluster
+    n_devices: int
+    blocks: Sequence[Block]
+    menus: Menus
+    options: Options
+    microbatches: int
+
+    @cached_property
+    def pools(self) -> tuple[Pool, ...]:
+        """Devices by type, each type's in order of rank."""
+        found = pools_of(self.cluster, MEMORY_FRACTION)
+        limit = self.options.memory_limit_bytes
+        return tuple(replace(p, memory_bytes=limit) for p in found) if limit is not None else found
+
+    @cached_property
+    def ranks(self) -> dict[str, list[int]]:
+        """Ranks of each device type."""
+        found: dict[str, list[int]] = {}
+        for rank, device in enumerate(self.cluster.devices):
+            found.setdefault(device.name, []).append(rank)
+        return found
+
+    def candidates(self, schedule: str, n: int, groups: int | None = None) -> list[Found]:
+        """The best ways to cut, by estimate.
+
+        Args:
+            groups: exactly so many stages; None for any number.
+        """
+        places = submeshes(self.pools, self._labels, sizes)
+        problem = Problem(
+            len(self.blocks), self.pools, places, self._cost, self._transfer,
+            classes=[b.kind for b in self.blocks], place=lambda s: (s.device_type, s.n_devices), all_devices=True,
+            recompute="blocks" if self.menus.recompute else "never", max_stages=groups,
+        )  # fmt: skip
+        try:
+            best = stage(problem, self.microbatches, schedule, n_candidates=n)
+        except NothingFits as error:
+            raise InfeasibleError(str(error)) from None
+        found = []
+        for candidate in best:
+            chosen = [s.choice for s in candidate.stages]
+            if groups is not None and len(chosen) != groups:
+                continue
+            numbers = place(self.pools, [c.submesh for c in chosen])
+            if numbers is None:
+                continue
+            devices = tuple(
+                tuple(self.ranks[c.submesh.device_type][i] for i in own) for c, own in zip(chosen, numbers, strict=True)
+            )
+            meshes = tuple(self._mesh(c.submesh) for c in chosen)
+            again = tuple(c.n_recomputed for c in chosen)
+            found.append(Found(tuple(c.first for c in chosen[1:]), meshes, devices, again, candidate.seconds))
+        return found
+
+    def _labels(self, n: int) -> list[str]:
+        near = max(1, self.cluster.n_devices // self.cluster.n_nodes)
+        shapes = [m for m in mesh_shapes(n) if len(m) == 1 or m[-1][1] <= near]
+        return [",".join(f"{a}={k}" for a, k in m) + f" {w}" for m in shapes for w in range(WAYS)]
+
+    @staticmethod
+    def _mesh(submesh: Submesh) -> Mesh:
+        parts = (p.partition("=") for p in submesh.shape.partition(" ")[0].split(","))
+        return tuple((name, int(size)) for name, _, size in parts)
+
+    def _cost(self, first: int, last: int, submesh: Submesh) -> StageCost | None:
+        known = [self._way(self.blocks[i], submesh) for i in range(first, last + 1)]
+        if any(pair is None for pair in known):
+            return None
+        pairs = [pair for pair in known if pair is not None]
+        plain, again = [p[0] for p in pairs], [p[1] for p in pairs]
+        least = sum(w.kept_bytes for w in again)
+        return StageCost(
+            sum(w.forward_seconds for w in plain), sum(w.backward_seconds for w in plain),
+            sum(w.step_seconds for w in plain),
+            sum(w.static_bytes for w in plain) + max(w.peak_bytes for w in plain),
+            sum(w.kept_bytes for w in plain), least, sum(w.forward_seconds for w in again if w.recomputed),
+        )  # fmt: skip
+
+    def _way(self, block: Block, submesh: Submesh) -> tuple[Way, Way] | None:
+        """The way that a submesh names, and the same with the block run again if that saves bytes."""
+        devices = self.ranks[submesh.device_type][: submesh.n_devices]
+        try:
+            ways = self.menus.ways(block, self._mesh(submesh), devices)
+        except InfeasibleError:
+            return None
+        plain = [w for w in ways if not w.recomputed]
+        number = int(submesh.shape.partition(" ")[2])
+        if number >= len(plain):
+            return None
+        own = plain[number]
+        static, kept = own.static_bytes, own.kept_bytes
+        again = [w for w in ways if w.recomputed and (w.static_bytes, w.again_bytes) == (static, kept)]
+        return own, (again or [own])[0]
+
+    def _transfer(self, at: int, source: Submesh, target: Submesh) -> float:
+        a = self.ranks[source.device_type][0]
+        own = self.ranks[target.device_type]
+        b = own[min(source.n_devices, len(own) - 1)] if source.device_type == target.device_type else own[0]
+        if a == b:
+            return 0.0
+        wire = mesh_axes(self.cluster, {"pair": 2}, [a, b])["pair"]
+        n_bytes = self.blocks[at].crossing_bytes / min(source.n_devices, target.n_devices)
+        return wire.seconds("send_recv", n_bytes)
+
+
+__all__ = ["SCHEDULES", "Found", "Unequal"]

@@ -1,0 +1,519 @@
+"""From a graph to a :class:`~autopar.planner.intra_op.problem.Problem`, and from a choice back to strategies.
+
+Only hot nodes (those that depend on a parameter) are decided here; masks, positions and the like follow demand
+afterwards. A chain of operators is one item where nothing is lost by it: an operator that moves or maps its one input
+follows its producer if it can follow every strategy of the producer and its result is no larger, since a reshard
+after the pair then costs no more than between the two.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import product
+
+from autopar.graph import Graph, Node, Ref
+from autopar.placements import Placement, State, fits, step_collectives
+from autopar.plan import ParamChoice
+from autopar.planner.intra_op import params as P
+from autopar.planner.intra_op.fold import Fold
+from autopar.planner.intra_op.price import Pricer
+from autopar.planner.intra_op.problem import Held, Item, Problem, Tensor
+from autopar.planner.intra_op.recompute import Recompute, numbered
+from autopar.planner.intra_op.reshard import axis_sets, state_graph
+from autopar.planner.intra_op.space import Strategy, strategies
+from autopar.rules.notation import Rule
+
+FOLLOWERS = frozenset({"none", "pointwise", "copy", "reduce"})
+Allowed = Callable[[Node, Strategy], bool]
+OUT = -1
+"""Position that stands for an operator's own output among the tensors that it keeps."""
+
+
+@dataclass
+class _Chain:
+    """Nodes decided as one item; ``rows[s]`` has the strategy of every node."""
+
+    nodes: list[int]
+    rows: list[tuple[Strategy, ...]]
+    seconds: list[float]
+    n_bytes: list[float]
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Reads a choice back."""
+
+    chains: tuple[tuple[int, tuple[int, ...], tuple[tuple[Strategy, ...], ...]], ...]
+    parameters: tuple[tuple[int, int, tuple[ParamChoice, ...]], ...]
+    outputs: tuple[tuple[int, int, tuple[State, ...]], ...]
+    arrivals: tuple[tuple[int, str, tuple[State, ...]], ...] = ()
+
+    def inputs(self, picked: Sequence[int]) -> dict[str, State]:
+        """States in which tensors of earlier pipeline stages arrive, by input."""
+        return {name: states[picked[item]] for item, name, states in self.arrivals}
+
+    def decode(
+        self, picked: Sequence[int], fold: Fold
+    ) -> tuple[dict[int, Strategy], dict[int, ParamChoice], dict[int, State]]:
+        """``(strategy by node, choice by parameter node, state by output position)``, for every node of every class."""
+        ops: dict[int, Strategy] = {}
+        for item, nodes, rows in self.chains:
+            for node, strategy in zip(nodes, rows[picked[item]], strict=True):
+                ops[node] = strategy
+        owned = {node: options[picked[item]] for item, node, options in self.parameters}
+        every_op = {i: ops[r] for i, r in enumerate(fold.representative) if r in ops}
+        every_param = {i: owned[r] for i, r in enumerate(fold.representative) if r in owned}
+        return every_op, every_param, {n: states[picked[item]] for item, n, states in self.outputs}
+
+
+@dataclass
+class _Group:
+    """Tensors of one class with the same readers."""
+
+    ref: Ref
+    count: int = 0
+    again: int = 0  # of these, whose first reader belongs to a segment that is recomputed
+    readers: tuple[tuple[int, int], ...] = ()
+    outputs: tuple[int, ...] = ()
+    updates: tuple[str, ...] = ()
+
+
+@dataclass
+class Builder:
+    """Builds the problem of one graph on one mesh.
+
+    Attributes:
+        allowed: what pins leave of an op's strategies; None allows all.
+        allowed_params: the same for parameters, given the node and the choice.
+        output_states: pinned placements by output position.
+        input_states: pinned placements by input name.
+        cut_contractions: a contraction or attention must be cut on every axis, where it can be. For clusters that state
+            no compute speed: there, computing everything everywhere would be free (Alpa does the same).
+        in_flight: microbatches whose activations are kept at once.
+        recompute: segments that run again in the backward.
+        keep_memory: keep strategies that are slower and smaller; needed when a memory limit binds.
+    """
+
+    graph: Graph
+    rules: Sequence[Rule | None]
+    fold: Fold
+    pricer: Pricer
+    optimizer: str = "adamw"
+    microbatches: int = 1
+    allowed: Allowed | None = None
+    allowed_params: Callable[[Node, ParamChoice], bool] | None = None
+    output_states: Mapping[int, State] = field(default_factory=dict)
+    input_states: Mapping[str, State] = field(default_factory=dict)
+    keep_memory: bool = False
+    cut_contractions: bool = False
+    in_flight: int = 1
+    recompute: Recompute = ()
+
+    def build(self) -> tuple[Problem, Decoder]:
+        """The problem, and what reads its solution."""
+        graph, rep = self.graph, self.fold.representative
+        counts = self.fold.counts
+        groups = self._groups()
+        chains, chain_of = self._chains(groups, counts)
+        items: list[Item] = []
+        item_of: dict[int, int] = {}
+        decoded_chains = []
+        for chain in chains:
+            for node in chain.nodes:
+                item_of[node] = len(items)
+            decoded_chains.append((len(items), tuple(chain.nodes), tuple(chain.rows)))
+            items.append(Item(graph.nodes[chain.nodes[-1]].name, tuple(chain.seconds), tuple(chain.n_bytes)))
+        row_of = {node: (chain.rows, k) for chain in chains for k, node in enumerate(chain.nodes)}
+
+        def wanted(node: int, position: int) -> list[State]:
+            rows, k = row_of[node]
+            return [row[k].ins[position] for row in rows]
+
+        parameters = []
+        made_by_param: dict[int, list[State]] = {}
+        for i, node in enumerate(graph.nodes):
+            if node.kind != "param" or rep[i] != i:
+                continue
+            uses = {
+                _used(s, node.needs_grad)
+                for g in groups.get(i, ()) for reader, position in g.readers for s in wanted(reader, position)
+            }  # fmt: skip
+            options = self._param_options(node, uses, counts[i])
+            parameters.append((len(items), i, tuple(o[0] for o in options)))
+            made_by_param[i] = [o[0].used for o in options]
+            item_of[i] = len(items)
+            peaks = tuple(o[3] for o in options) if self.keep_memory and any(o[3] for o in options) else ()
+            items.append(Item(node.name, tuple(o[1] for o in options), tuple(o[2] for o in options), peaks))
+        arrivals = []
+        for i, node in enumerate(graph.nodes):
+            if node.kind == "input" and node.hot:
+                made_by_param[i] = self._arrivals(node)
+                arrivals.append((len(items), node.target, tuple(made_by_param[i])))
+                item_of[i] = len(items)
+                seconds = tuple(self._arrival_seconds(node, s) for s in made_by_param[i])
+                items.append(Item(node.name, seconds, (0.0,) * len(seconds)))
+        tensors: list[Tensor] = []
+        outputs = []
+        for i, own in sorted(groups.items()):
+            for group in own:
+                made = (
+                    made_by_param[i]
+                    if i in made_by_param
+                    else [row[row_of[i][1]].outs[_position(graph.nodes[i], group.ref.out)] for row in row_of[i][0]]
+                )
+                readers: list[tuple[int, list[State]]] = []
+                for reader, position in group.readers:
+                    if chain_of.get(reader) is not None and chain_of.get(reader) == chain_of.get(i):
+                        continue
+                    entry = (item_of[reader], wanted(reader, position))
+                    if entry not in readers:
+                        readers.append(entry)
+                for number in group.outputs:
+                    states = self._output_states(number, group.ref, made)
+                    outputs.append((len(items), number, tuple(states)))
+                    readers.append((len(items), states))
+                    items.append(Item(f"output{number}", (0.0,) * len(states), (0.0,) * len(states)))
+                for name in group.updates:
+                    states = [("R",) * len(self.pricer.mesh)]
+                    readers.append((len(items), states))
+                    items.append(Item(f"update {name}", (0.0,), (0.0,)))
+                if readers:
+                    tensors.append(self._tensor(group, item_of[i], made, readers))
+        held = self._kept(items, item_of, row_of) if self.keep_memory else ()
+        problem = Problem(tuple(items), tuple(tensors), held)
+        return problem, Decoder(tuple(decoded_chains), tuple(parameters), tuple(outputs), tuple(arrivals))
+
+    # -- tensors
+
+    def _groups(self) -> dict[int, list[_Group]]:
+        """Hot tensors by representative of their producer, those with the same readers together."""
+        graph, rep, again = self.graph, self.fold.representative, self._segment_of
+        found: dict[int, dict[object, _Group]] = {}
+        out_of: dict[Ref, list[int]] = {}
+        for number, out in enumerate(graph.outputs):
+            if isinstance(out, Ref):
+                out_of.setdefault(out, []).append(number)
+        update_of: dict[Ref, list[str]] = {}
+        for name, ref in graph.updates.items():
+            update_of.setdefault(ref, []).append(name)
+        for i, node in enumerate(graph.nodes):
+            if not node.hot:
+                continue
+            for k, spec in enumerate(node.outs):
+                if spec is None:
+                    continue
+                ref = Ref(i, k)
+                read = graph.consumers.get(ref, ())
+                if len(read) == 1:
+                    ((c, p),) = read
+                    readers: tuple[tuple[int, int], ...] = ((rep[c], p),)
+                else:
+                    readers = tuple(sorted({(rep[c], p) for c, p in read}))
+                outs, updates = tuple(out_of.get(ref, ())), tuple(update_of.get(ref, ()))
+                own = found.setdefault(rep[i], {})
+                key = (k, readers, outs, updates)
+                if key not in own:
+                    own[key] = _Group(Ref(rep[i], k), 0, 0, readers, outs, updates)
+                own[key].count += 1
+                own[key].again += 1 if read and read[0][0] in again else 0
+        return {i: list(g.values()) for i, g in found.items()}
+
+    def _tensor(
+        self, group: _Group, producer: int, made: Sequence[State], readers: Sequence[tuple[int, Sequence[State]]]
+    ) -> Tensor:
+        spec = self.graph.spec(group.ref)
+        grad = self.graph.nodes[group.ref.node].needs_grad and spec.is_float
+        mesh = self.pricer.mesh
+        n = len(mesh)
+        whole = ("I", "R") if grad else ("R",)
+        goals = axis_sets([s for _, states in readers for s in states], n)
+        sources = axis_sets(list(made), n)
+        goals = tuple(
+            tuple(dict.fromkeys((*g, *(p for p in s if p in whole)))) for g, s in zip(goals, sources, strict=True)
+        )
+        states, edges = state_graph(spec.shape, mesh, sources, goals)
+        if self.graph.nodes[group.ref.node].kind == "param" and len(readers) == 1:
+            # gathering a parameter is the business of its stored placement and lifetime, not of a reshard
+            edges = tuple((a, b) for a, b in edges if _is_free(a, b))
+        number = {s: k for k, s in enumerate(states)}
+        for s in (*made, *(s for _, all_ in readers for s in all_)):
+            if s not in number:
+                raise AssertionError(f"{self.graph.nodes[group.ref.node].where}: state {s} of {spec} is not legal")
+        price, parts = self.pricer.step, self.pricer.step_parts
+        times, again = group.count * self.microbatches, group.again * self.microbatches
+        steps = tuple(
+            (number[a], number[b], times * price(spec, grad, a, b) + again * (again and parts(spec, grad, a, b)[0]))
+            for a, b in edges
+        )
+        return Tensor(
+            self.graph.nodes[group.ref.node].name, producer, tuple(number[s] for s in made),
+            tuple((item, tuple(number[s] for s in states)) for item, states in readers), len(states), steps,
+        )  # fmt: skip
+
+    def _output_states(self, number: int, ref: Ref, made: Sequence[State]) -> list[State]:
+        graph, mesh = self.graph, self.pricer.mesh
+        if number in self.output_states:
+            return [self.output_states[number]]
+        grad = graph.nodes[ref.node].needs_grad and graph.spec(ref).is_float
+        whole = ("I" if grad else "R",) * len(mesh)
+        sent = number < graph.sends
+        if (not sent and (graph.loss is None or graph.loss == number)) or not graph.spec(ref).shape:
+            return [whole]
+        fixed = {tuple("I" if p in ("P", "R") and grad else "R" if p == "P" else p for p in s) for s in made}
+        return sorted({whole, *fixed})
+
+    # -- tensors of earlier stages
+
+    def _arrivals(self, node: Node) -> list[State]:
+        """States in which a tensor of an earlier stage may arrive: whole, or sharded on one of its first dims.
+
+        An input of the model that wants a gradient is whole, and so is its gradient: both are the caller's.
+        """
+        whole = "I" if node.needs_grad else "R"
+        if node.target not in self.graph.arriving:
+            return [self.input_states.get(node.target, (whole,) * len(self.pricer.mesh))]
+        shards = [f"S{d}" for d in range(min(3, len(node.out.shape)))]
+        mesh = self.pricer.mesh
+        options = [[whole] if size == 1 else [whole, *shards] for _, size in mesh]
+        return [s for s in product(*options) if fits(node.out.shape, s, mesh)]
+
+    def _arrival_seconds(self, node: Node, state: State) -> float:
+        """A whole tensor of an earlier stage is sent in pieces and gathered on this side."""
+        if node.target not in self.graph.arriving:
+            return 0.0
+        n_bytes = self.pricer.local_bytes(node.out, state)
+        axes = [name for p, (name, size) in zip(state, self.pricer.mesh, strict=True) if p[0] != "S" and size > 1]
+        return self.microbatches * sum(self.pricer.axes[a].seconds("all_gather", n_bytes) for a in axes)
+
+    # -- parameters
+
+    def _param_options(self, node: Node, uses: set[State], count: int) -> list[tuple[ParamChoice, float, float, float]]:
+        """``(choice, seconds, bytes, peak bytes)``; seconds and bytes are those of all parameters of the class."""
+        mesh = self.pricer.mesh
+        whole: State = ("I" if node.needs_grad else "R",) * len(mesh)
+        spec = node.out
+        options: list[tuple[ParamChoice, float, float, float]] = []
+        by_use: dict[State, list[tuple[ParamChoice, float, float, float]]] = {}
+        every = self.allowed_params is not None
+        for choice in P.choices(spec, node.needs_grad, uses or {whole}, mesh, all_dims=every):
+            if self.allowed_params is not None and not self.allowed_params(node, choice):
+                continue
+            cost = P.cost(spec, node.needs_grad, choice, self.pricer, self.optimizer, self.microbatches)
+            row = (choice, cost.seconds * count, cost.n_bytes * count, cost.peak_bytes)
+            by_use.setdefault(choice.used, []).append(row)
+        for own in by_use.values():
+            # peaks of several parameters do not add up, so a choice with one is compared by the bytes it adds at least
+            options.extend(own[k] for k in P.cheapest([(o[1], o[2]) for o in own], self.keep_memory))
+        return options
+
+    # -- what is recomputed
+
+    @cached_property
+    def _segment_of(self) -> dict[int, int]:
+        """Segment numbers of the operators that run again."""
+        return numbered(self.graph, self.recompute)
+
+    @cached_property
+    def _recomputed(self) -> Counter[int]:
+        """How many nodes that a representative stands for run again."""
+        return Counter(self.fold.representative[i] for i in self._segment_of)
+
+    # -- chains
+
+    def _chains(
+        self, groups: dict[int, list[_Group]], counts: Mapping[int, int]
+    ) -> tuple[list[_Chain], dict[int, int]]:
+        graph, rep = self.graph, self.fold.representative
+        chains: list[_Chain] = []
+        chain_of: dict[int, int] = {}
+        cache: dict[tuple[int, bool, tuple[bool, ...]], list[Strategy]] = {}
+        for i, node in enumerate(graph.nodes):
+            if node.kind != "op" or not node.hot or rep[i] != i:
+                continue
+            rule = self.rules[i]
+            assert rule is not None
+            key = (id(rule), node.needs_grad, tuple(graph.nodes[r.node].needs_grad for r in node.refs))
+            if key not in cache:
+                cache[key] = strategies(graph, node, rule, self.pricer.mesh)
+            own = cache[key]
+            if self.allowed is not None:
+                own = [s for s in own if self.allowed(node, s)]
+            if rule.kind in ("pointwise", "reduce") and i in self._from_inputs:
+                own = [s for s in own if _is_plain(s, rule)] or own
+            if self.cut_contractions and rule.kind in ("matmul", "conv", "attention"):
+                own = _most_cut(own, rule)
+            times = counts[i] * self.microbatches
+            seconds = [times * sum(self.pricer.op(graph, node, rule, s)) for s in own]
+            again = self._recomputed[i] * self.microbatches
+            if again:
+                more = [again * sum(self.pricer.forward(graph, node, rule, s)) for s in own]
+                seconds = [a + b for a, b in zip(seconds, more, strict=True)]
+            n_bytes = [0.0] * len(own)
+            leader = self._leader(i, node, rule, groups, counts, chain_of)
+            if leader is not None:
+                chain = chains[chain_of[leader[0]]]
+                if chain.nodes[-1] == leader[0] and self._follow(chain, i, leader[1], own, seconds, n_bytes):
+                    chain_of[i] = chain_of[leader[0]]
+                    continue
+            chain_of[i] = len(chains)
+            chains.append(_Chain([i], [(s,) for s in own], seconds, n_bytes))
+        return chains, chain_of
+
+    @cached_property
+    def _from_inputs(self) -> set[int]:
+        """Nodes whose value depends on an input of the model: activations, as opposed to functions of parameters."""
+        found: set[int] = set()
+        for i, node in enumerate(self.graph.nodes):
+            if node.kind == "input" or not found.isdisjoint([r.node for r in node.refs]):
+                found.add(i)
+        return found
+
+    def _leader(
+        self, i: int, node: Node, rule: Rule, groups: dict[int, list[_Group]], counts: Mapping[int, int],
+        chain_of: Mapping[int, int],
+    ) -> tuple[int, int] | None:  # fmt: skip
+        """``(producer, position)`` of the one tensor that node ``i`` alone reads and may follow."""
+        if rule.kind not in FOLLOWERS or len(node.outs) != 1:
+            return None
+        for position, ref in enumerate(node.refs):
+            u = ref.node
+            own = groups.get(u, ())
+            if (
+                u in chain_of and node.out.n_bytes <= self.graph.spec(ref).n_bytes
+                and len(own) == 1 and own[0].readers == ((i, position),) and not own[0].outputs
+                and not own[0].updates and own[0].count == counts[i] and len(self.graph.nodes[u].outs) == 1
+            ):  # fmt: skip
+                return u, position
+        return None
+
+    @staticmethod
+    def _follow(
+        chain: _Chain,
+        i: int,
+        position: int,
+        own: Sequence[Strategy],
+        seconds: Sequence[float],
+        n_bytes: Sequence[float],
+    ) -> bool:
+        """Append node ``i`` to the chain if it can follow every strategy; returns whether it did."""
+        by_in: dict[State, list[int]] = {}
+        for k, s in enumerate(own):
+            by_in.setdefault(s.ins[position], []).append(k)
+        if any(row[-1].outs[0] not in by_in for row in chain.rows):
+            return False
+        pairs = [(r, k) for r, row in enumerate(chain.rows) for k in by_in[row[-1].outs[0]]]
+        if len(pairs) > max(48, 3 * len(chain.rows) // 2):
+            return False
+        chain.rows, chain.seconds, chain.n_bytes = (
+            [(*chain.rows[r], own[k]) for r, k in pairs],
+            [chain.seconds[r] + seconds[k] for r, k in pairs],
+            [chain.n_bytes[r] + n_bytes[k] for r, k in pairs],
+        )
+        chain.nodes.append(i)
+        return True
+
+    def _kept(
+        self, items: list[Item], item_of: Mapping[int, int],
+        row_of: Mapping[int, tuple[list[tuple[Strategy, ...]], int]],
+    ) -> tuple[Held, ...]:  # fmt: skip
+        """What autograd keeps for the backward: added to the items, and returned where several keep it in common.
+
+        One tensor in one layout is kept once however many operators want it; a view is the tensor it looks at.
+
+        Of what is recomputed the inputs count, in the layout in which their producer makes them, and what the segment
+        keeps inside that keeps most (by whole tensors). An input in another layout inside, and another segment that
+        turns out to be the larger one, are not seen here but in the price of the finished plan.
+        """
+        graph, rep = self.graph, self.fold.representative
+        root: dict[Ref, Ref] = {}
+        keepers: dict[Ref, list[tuple[int, int]]] = {}  # operators and positions of what they keep, -1 for the output
+        inner: dict[int, dict[Ref, list[tuple[int, int]]]] = {}  # the same, by segment
+        counted = [node.kind != "param" and node.hot for node in graph.nodes]
+        for i, node in enumerate(graph.nodes):
+            mine = rep[i]
+            rule = self.rules[mine]
+            if rule is None:
+                continue
+            if rule.kind == "none" and len(node.outs) == 1 and node.refs:
+                root[Ref(i)] = root.get(node.refs[0], node.refs[0])
+            if mine not in row_of:
+                continue
+            segment = self._segment_of.get(i)
+            for position, ref in enumerate(node.refs if segment is not None else ()):
+                if counted[ref.node] and self._segment_of.get(ref.node) != segment:
+                    plain = graph.nodes[ref.node].kind == "op" and ref.out == 0
+                    keeper = (rep[ref.node], OUT) if plain else (mine, position)
+                    keepers.setdefault(root.get(ref, ref), []).append(keeper)
+            if not node.needs_grad:
+                continue
+            for position in (*rule.saves, OUT) if rule.saves_out else rule.saves:
+                ref = Ref(i) if position == OUT else node.refs[position]
+                if counted[ref.node]:
+                    kept = root.get(ref, ref)
+                    if segment is not None and self._segment_of.get(kept.node) != segment:
+                        continue  # an input: counted above
+                    into = keepers if segment is None else inner.setdefault(segment, {})
+                    into.setdefault(kept, []).append((mine, position))
+        classes: dict[tuple[tuple[int, int], ...], int] = {}
+        largest = max(inner.values(), key=lambda own: sum(graph.spec(ref).n_bytes for ref in own), default={})
+        for every, times in ((keepers, self.in_flight), (largest, 1)):
+            for own in every.values():
+                key = tuple(sorted(set(own))) if len(own) > 1 else tuple(own)
+                classes[key] = classes.get(key, 0) + times
+        held: list[Held] = []
+        for key, count in classes.items():
+            layouts: dict[int, dict[int, set[int]]] = {}  # bytes -> item -> rows
+            for node_number, position in key:
+                rows, k = row_of[node_number]
+                node = graph.nodes[node_number]
+                spec = node.out if position == OUT else graph.spec(node.refs[position])
+                for r, row in enumerate(rows):
+                    state = row[k].outs[0] if position == OUT else row[k].ins[position]
+                    n = self.pricer.local_bytes(spec, state)
+                    layouts.setdefault(n, {}).setdefault(item_of[node_number], set()).add(r)
+            for n, users in layouts.items():
+                if len(users) > 1:
+                    pairs = tuple((i, tuple(sorted(r))) for i, r in sorted(users.items()))
+                    held.append(Held(float(count * n), pairs))
+                    continue
+                ((i, only),) = users.items()
+                n_bytes = tuple(b + count * n * (r in only) for r, b in enumerate(items[i].n_bytes))
+                items[i] = replace(items[i], n_bytes=n_bytes)
+        return tuple(held)
+
+
+def _is_plain(strategy: Strategy, rule: Rule) -> bool:
+    """Whether a pointwise strategy is worth offering on activations.
+
+    Whole values with pending gradients (``R``), and pending sums through a product, only help tensors that are smaller
+    than what they become, such as position embeddings; on activations the same is to be had a step earlier or later
+    at the same price. Pending sums through an addition stay: they join the all-reduces of parallel branches.
+    """
+    joint = {f"P{k}" for k, group in enumerate(rule.linear) if len(group) > 1}
+    return all(name in rule.sizes or name == "I" or name in joint for name in strategy.names)
+
+
+def _most_cut(own: list[Strategy], rule: Rule) -> list[Strategy]:
+    """The strategies that cut a factor on as many axes as any does."""
+    cuts = [sum(name in rule.sizes for name in s.names) for s in own]
+    return [s for s, n in zip(own, cuts, strict=True) if n == max(cuts)]
+
+
+def _is_free(src: State, dst: State) -> bool:
+    """Whether a step makes no collective, forward or backward."""
+    a, b = next((a, b) for a, b in zip(src, dst, strict=True) if a != b)
+    return step_collectives(a, b) == (None, None)
+
+
+def _position(node: Node, out: int) -> int:
+    """Position of output ``out`` among the outputs that are tensors."""
+    return sum(o is not None for o in node.outs[:out])
+
+
+def _used(state: State, grad: bool) -> State:
+    """The placement in which a parameter is taken for a reader that wants ``state``: pending sums start whole."""
+    whole: Placement = "I" if grad else "R"
+    return tuple(whole if p == "P" else p for p in state)

@@ -1,0 +1,279 @@
+"""From the decided strategies to a whole plan: cold nodes follow demand, routes are found, everything is priced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from autopar.capture.graph.pruning import has_effect
+from autopar.errors import PlanError
+from autopar.graph import Graph, Node, Ref, Spec
+from autopar.placements import State, format_state
+from autopar.plan import ParamChoice, Plan, Price, route_key
+from autopar.planner.intra_op import params as P
+from autopar.planner.intra_op.price import Pricer
+from autopar.planner.intra_op.recompute import Recompute, Segment, contents, seconds_again
+from autopar.planner.intra_op.reshard import Edge, route
+from autopar.planner.intra_op.space import Strategy, strategies
+from autopar.rules.notation import Rule
+
+
+def demand(
+    graph: Graph, rules: Sequence[Rule | None], mesh: tuple[tuple[str, int], ...], decided: Mapping[int, Strategy]
+) -> tuple[dict[int, Strategy], dict[str, State]]:
+    """Strategies of the undecided ops, and placements of buffers.
+
+    Backwards through the graph: if all readers of a tensor want the same shard, and its op can make just that, it
+    does (positions and masks are made sharded); else it is computed whole and sliced, which costs nothing.
+
+    Raises:
+        PlanError: a buffer is written to in different pieces.
+    """
+    whole = ("R",) * len(mesh)
+    chosen = dict(decided)
+    wanted: dict[Ref, set[State]] = {}
+    for ref in graph.updates.values():
+        wanted.setdefault(ref, set()).add(whole)
+    for out in graph.outputs:
+        if isinstance(out, Ref):
+            wanted.setdefault(out, set()).add(whole)
+    cache: dict[int, list[Strategy]] = {}
+    buffers: dict[str, State] = {}
+    written: dict[int, set[State]] = {}  # of buffers that operators write to as they run
+    readers: dict[int, list[tuple[int, State]]] = {}
+    for i in range(len(graph.nodes) - 1, -1, -1):
+        node = graph.nodes[i]
+        if node.kind == "buffer":
+            states = wanted.get(Ref(i), set())
+            only = next(iter(states)) if len(states) == 1 else whole
+            updated = node.target in graph.updates
+            inside = written.get(i, set())
+            if len(inside) == 1 and not updated:
+                only = next(iter(inside))
+            buffers[node.target] = whole if updated or "P" in only else only
+            moved = [k for k, state in readers.get(i, ()) if state != buffers[node.target]]
+            writers = [k for k, _ in readers.get(i, ()) if inside and has_effect(graph.nodes[k].target)]
+            if any(min(moved) < k < max(moved) for k in writers if moved):
+                raise PlanError(
+                    f"buffer '{node.target}' is read in other pieces before and after an operator that writes to it, "
+                    "and one copy would serve both; constrain that operator to a cut of the batch, or clone it first"
+                )
+            if inside - {buffers[node.target]}:
+                raise PlanError(
+                    f"buffer '{node.target}' is written by operators that hold it in different pieces "
+                    f"({'; '.join(sorted(map(format_state, inside)))}): no placement keeps what all of them write; "
+                    "constrain them to the same cut, such as the batch"
+                )
+        if node.kind != "op":
+            continue
+        if i not in chosen:
+            rule = rules[i]
+            assert rule is not None
+            if id(rule) not in cache:
+                cache[id(rule)] = strategies(graph, node, rule, mesh)
+            options = cache[id(rule)]
+            pick = options[0]
+            states = wanted.get(Ref(i), set())
+            if len(node.outs) == 1 and len(states) == 1:
+                goal = next(iter(states))
+                pick = next((s for s in options if s.outs[0] == goal and _plain(s)), pick)
+            chosen[i] = pick
+        for ref, state in zip(node.refs, chosen[i].ins, strict=True):
+            if graph.nodes[ref.node].kind == "buffer":
+                if has_effect(node.target):
+                    written.setdefault(ref.node, set()).add(state)
+                readers.setdefault(ref.node, []).append((i, state))
+            if ref.node not in decided:  # what is decided does not follow
+                wanted.setdefault(ref, set()).add(state)
+    return chosen, buffers
+
+
+def _plain(strategy: Strategy) -> bool:
+    """No pending sums: only those need communication."""
+    return not any("P" in state for state in (*strategy.ins, *strategy.outs))
+
+
+def needs(
+    graph: Graph, mesh: tuple[tuple[str, int], ...], chosen: Mapping[int, Strategy], params: Mapping[int, ParamChoice],
+    buffers: Mapping[str, State], inputs: Mapping[str, State], outputs: Mapping[int, State],
+) -> tuple[dict[Ref, State], dict[Ref, dict[State, None]], list[State | None]]:  # fmt: skip
+    """``(made, wanted, outputs)``: the state in which each tensor is made, those in which it is wanted, and the
+    placement of every output (None for one that is no tensor)."""
+    whole_grad, whole = ("I",) * len(mesh), ("R",) * len(mesh)
+    made: dict[Ref, State] = {}
+    wanted: dict[Ref, dict[State, None]] = {}
+    for i, node in enumerate(graph.nodes):
+        if node.kind == "op":
+            own = chosen[i]
+            if len(node.outs) == len(own.outs) == 1:
+                made[Ref(i)] = own.outs[0]
+            else:
+                held = (k for k, spec in enumerate(node.outs) if spec is not None)
+                made.update({Ref(i, k): state for k, state in zip(held, own.outs, strict=True)})
+            for ref, state in zip(node.refs, own.ins, strict=True):
+                goals = wanted.get(ref)
+                if goals is None:
+                    wanted[ref] = {state: None}
+                else:
+                    goals[state] = None
+        elif node.kind == "param":
+            made[Ref(i)] = params[i].used
+        else:
+            known = buffers if node.kind == "buffer" else inputs
+            made[Ref(i)] = known.get(node.target, whole_grad if node.needs_grad else whole)
+    out_states: list[State | None] = []
+    for number, out in enumerate(graph.outputs):
+        if not isinstance(out, Ref):
+            out_states.append(None)
+            continue
+        grad = graph.nodes[out.node].needs_grad and graph.spec(out).is_float
+        state = outputs.get(number, whole_grad if grad else whole)
+        out_states.append(state)
+        wanted.setdefault(out, {})[state] = None
+    for name, ref in graph.updates.items():
+        wanted.setdefault(ref, {})[buffers.get(name, whole)] = None
+    return made, wanted, out_states
+
+
+def complete(
+    graph: Graph,
+    rules: Sequence[Rule | None],
+    pricer: Pricer,
+    decided: Mapping[int, Strategy],
+    params: Mapping[int, ParamChoice],
+    outputs: Mapping[int, State],
+    *,
+    inputs: Mapping[str, State] | None = None,
+    buffers: Mapping[str, State] | None = None,
+    cluster: str = "",
+    optimizer: str = "adamw",
+    microbatches: int = 1,
+    in_flight: int = 1,
+    recompute: Recompute = (),
+) -> Plan:
+    """The plan of the given decisions, with routes and price.
+
+    Args:
+        decided: strategies by node; ops left out follow demand.
+        params: by parameter node; parameters left out (nobody reads them) are replicated.
+        outputs: placements by output position; the others come out whole.
+        buffers: placements by name; the others follow demand.
+        recompute: segments that run again in the backward.
+
+    Raises:
+        PlanError: a tensor cannot be brought to where it is wanted.
+    """
+    mesh = pricer.mesh
+    chosen, held = demand(graph, rules, mesh, decided)
+    held.update(buffers or {})
+    whole_grad, whole = ("I",) * len(mesh), ("R",) * len(mesh)
+    owned: dict[int, ParamChoice] = {}
+    for i, node in graph.of_kind("param"):
+        state = whole_grad if node.needs_grad else whole
+        owned[i] = params.get(i, ParamChoice(state, state))
+    made, wanted, out_states = needs(graph, mesh, chosen, owned, held, inputs or {}, outputs)
+    routes: dict[str, tuple[Edge, ...]] = {}
+    seconds = 0.0
+    cache: dict[object, tuple[float, tuple[Edge, ...]] | None] = {}
+    for ref, goals in wanted.items():
+        state = made[ref]
+        if len(goals) == 1 and state in goals:
+            continue
+        node, spec = graph.nodes[ref.node], graph.spec(ref)
+        grad = node.needs_grad and spec.is_float
+        key = (spec, grad, state, tuple(sorted(goals)))
+        if key not in cache:
+            cache[key] = route(spec.shape, mesh, grad, state, list(goals), partial(pricer.step, spec, grad))
+        found = cache[key]
+        if found is None:
+            raise PlanError(
+                f"{node.where}: a tensor of shape {spec.shape} made as {format_state(made[ref])} cannot be brought to "
+                f"{' and '.join(format_state(g) for g in goals)}; choose another cut for it or for its readers"
+            )
+        if found[1]:
+            routes[route_key(graph, ref)] = found[1]
+            seconds += found[0]
+    segments = contents(graph, rules, chosen, routes, recompute)
+    price = _price(graph, rules, pricer, chosen, owned, seconds, optimizer, microbatches, in_flight, segments)
+    names_of = {key: s.names for key, s in {id(s): s for s in chosen.values()}.items()}  # blocks share strategies
+    return Plan(
+        graph.fingerprint, cluster, mesh,
+        {node.name: names_of[id(chosen[i])] for i, node in enumerate(graph.nodes) if node.kind == "op"},
+        {graph.nodes[i].target: choice for i, choice in owned.items()},
+        held, tuple(out_states), routes, dict(inputs or {}), optimizer, 1, microbatches, price,
+        recompute=recompute, in_flight=in_flight,
+    )  # fmt: skip
+
+
+def _price(
+    graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, chosen: Mapping[int, Strategy],
+    owned: Mapping[int, ParamChoice], reshard_seconds: float, optimizer: str, microbatches: int,
+    in_flight: int, segments: Sequence[Segment],
+) -> Price:  # fmt: skip
+    compute, inside = seconds_again(graph, rules, pricer, chosen, segments)
+    segment_of = {i: segment for segment in segments if segment.active for i in segment.ops}
+    kept: dict[tuple[Ref, int], int] = {}
+    again: dict[int, dict[tuple[Ref, int], int]] = {}  # by segment: what lives while it runs again
+    memo: dict[tuple[int, int], tuple[float, float, list[tuple[int, State, int]], bool]] = {}
+    root: dict[Ref, Ref] = {}
+    nodes, alike = graph.nodes, graph.alike
+    counted = [node.kind != "param" and node.hot for node in nodes]
+    for i, node in enumerate(nodes):
+        if node.kind != "op":
+            continue
+        strategy = chosen[i]
+        key = (alike[i], id(strategy))
+        known = memo.get(key)
+        if known is None:
+            rule = rules[i]
+            assert rule is not None
+            held = _saved(graph, node, rule, strategy, pricer) if node.needs_grad else []
+            view = rule.kind == "none" and len(node.outs) == 1 and bool(node.refs)
+            known = memo[key] = (*pricer.op(graph, node, rule, strategy), held, view)
+        own_compute, own_inside, saved, view = known
+        compute += own_compute
+        inside += own_inside
+        if view:
+            root[Ref(i)] = root.get(node.refs[0], node.refs[0])
+        if not saved:
+            continue
+        segment = segment_of.get(i)
+        for position, state, n in saved:
+            ref = Ref(i) if position < 0 else node.refs[position]
+            if counted[ref.node]:
+                if segment is None:
+                    kept[root.get(ref, ref), n] = n
+                elif (ref, state) in segment.own:
+                    again.setdefault(id(segment), {})[root.get(ref, ref), n] = n
+    for segment in segments:
+        for ref, state in segment.inputs if segment.active else ():
+            if counted[ref.node]:
+                n = pricer.local_bytes(graph.spec(ref), state)
+                kept[root.get(ref, ref), n] = n
+    totals = [0] * 4
+    parameter_seconds = 0.0
+    peak = 0
+    cost_of: dict[tuple[Spec, bool, ParamChoice], P.ParamCost] = {}  # repeated blocks have the same parameters
+    for i, choice in owned.items():
+        key = nodes[i].out, nodes[i].needs_grad, choice
+        cost = cost_of.get(key) or cost_of.setdefault(key, P.cost(*key, pricer, optimizer, microbatches))
+        parameter_seconds += cost.seconds
+        for k, n in enumerate((cost.parameter_bytes, cost.gradient_bytes, cost.optimizer_bytes, cost.gathered_bytes)):
+            totals[k] += n
+        peak = max(peak, cost.peak_bytes)
+    lives_again = max((sum(own.values()) for own in again.values()), default=0)
+    return Price(
+        compute * microbatches, (reshard_seconds + inside) * microbatches, parameter_seconds, totals[0],
+        totals[1], totals[2],
+        totals[3] + peak,
+        in_flight * sum(kept.values()) + lives_again, lives_again,
+    )  # fmt: skip
+
+
+def _saved(
+    graph: Graph, node: Node, rule: Rule, strategy: Strategy, pricer: Pricer
+) -> list[tuple[int, State, int]]:
+    """What autograd keeps of an op: positions among its inputs (-1: the output), layouts, bytes on one rank."""
+    kept = [(p, graph.spec(node.refs[p]), strategy.ins[p]) for p in rule.saves]
+    kept += [(-1, node.out, strategy.outs[0])] if rule.saves_out else []
+    return [(p, state, pricer.local_bytes(spec, state)) for p, spec, state in kept]

@@ -1,0 +1,74 @@
+"""Random plans, drawn from the whole strategy space, so that every rule meets every other."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from autopar.errors import PlanError
+from autopar.graph import Graph, Ref, Spec
+from autopar.placements import Mesh, State, fits
+from autopar.plan import ParamChoice, Plan
+from autopar.planner.intra_op import params as P
+from autopar.planner.intra_op.complete import complete
+from autopar.planner.intra_op.price import Pricer
+from autopar.planner.intra_op.recompute import Recompute
+from autopar.planner.intra_op.space import Strategy, strategies
+from autopar.rules.notation import Rule
+
+
+def random_plan(
+    graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, seed: int, *, attempts: int = 50,
+    recompute: Recompute = (),
+) -> Plan:  # fmt: skip
+    """A feasible plan with every decision drawn at random: ops (cold ones too), parameters and lifetimes.
+
+    Raises:
+        PlanError: ``attempts`` draws gave no plan in which every tensor can reach its readers.
+    """
+    rng = random.Random(seed)
+    mesh = pricer.mesh
+    options: dict[int, list[Strategy]] = {}
+    error: PlanError | None = None
+    for _ in range(attempts):
+        decided: dict[int, Strategy] = {}
+        uses: dict[int, set[State]] = {}
+        for i, node in enumerate(graph.nodes):
+            rule = rules[i]
+            if rule is None:
+                continue
+            if i not in options:
+                options[i] = strategies(graph, node, rule, mesh)
+            # shards are what is to be tested: an op is whole only when nothing else is there, or one time in eight
+            cut = [s for s in options[i] if any(n in rule.sizes for n in s.names)]
+            decided[i] = rng.choice(cut if cut and rng.random() < 0.875 else options[i])
+            for ref, state in zip(node.refs, decided[i].ins, strict=True):
+                if graph.nodes[ref.node].kind == "param":
+                    whole = "I" if graph.nodes[ref.node].needs_grad else "R"
+                    uses.setdefault(ref.node, set()).add(tuple(whole if p == "P" else p for p in state))
+        params: dict[int, ParamChoice] = {}
+        for i, node in graph.of_kind("param"):
+            whole_state: State = ("I" if node.needs_grad else "R",) * len(mesh)
+            found = P.choices(node.out, node.needs_grad, uses.get(i, {whole_state}), mesh)
+            params[i] = rng.choice(found)
+        inputs, outputs = _at_the_borders(graph, mesh, rng)
+        try:
+            return complete(graph, rules, pricer, decided, params, outputs, inputs=inputs, recompute=recompute)
+        except PlanError as failed:
+            error = failed
+    raise PlanError(f"no random plan in {attempts} draws: {error}")
+
+
+def _at_the_borders(graph: Graph, mesh: Mesh, rng: random.Random) -> tuple[dict[str, State], dict[int, State]]:
+    """Random placements of what comes from earlier pipeline stages and goes to later ones."""
+
+    def drawn(spec: Spec, grad: bool) -> State:
+        whole = "I" if grad else "R"
+        state = tuple(rng.choice([whole, *(f"S{d}" for d in range(len(spec.shape)))]) for _ in mesh)
+        return state if fits(spec.shape, state, mesh) else (whole,) * len(mesh)
+
+    inputs = {n.target: drawn(n.out, n.needs_grad) for _, n in graph.of_kind("input") if n.hot}
+    sent = {k: ref for k, ref in enumerate(graph.outputs[: graph.sends]) if isinstance(ref, Ref)}
+    return inputs, {
+        k: drawn(graph.spec(r), graph.nodes[r.node].needs_grad and graph.spec(r).is_float) for k, r in sent.items()
+    }

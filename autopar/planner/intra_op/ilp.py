@@ -1,0 +1,423 @@
+"""The only file that knows a solver: a :class:`~autopar.planner.intra_op.problem.Problem` becomes an integer program.
+
+HiGHS solves it in process (highspy); CBC, through PuLP, is the fallback. One thread and a fixed seed: same problem,
+same answer. See :mod:`autopar.planner.intra_op.problem` for the mathematics; the names here are the names there.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pulp
+
+from autopar.errors import InfeasibleError
+from autopar.planner.intra_op.matrix import Matrix, matrix
+from autopar.planner.intra_op.problem import Beaten, Choice, Problem
+
+try:
+    import highspy
+except ImportError:  # CBC solves then
+    highspy = None  # type: ignore[assignment]
+
+PRICES = (0.3, 2.0, 10.0)
+"""Of all bytes of the fastest choice, in multiples of its seconds."""
+HULL_GAP = 0.01
+"""How far the fastest choice may be from the best, where branch and bound is needed to find it."""
+
+
+def solve(problem: Problem, *, time_limit_seconds: float = 120.0, solver: str = "auto", gap: float = 0.0) -> Choice:
+    """The cheapest strategies.
+
+    Args:
+        time_limit_seconds: after it, the best solution so far is returned with its gap.
+        gap: relative distance from the proven bound at which the solver may stop; 0 asks for the optimum. It is used
+            only where a memory limit binds, since the problem without one is easy.
+        solver: ``highs``, ``cbc`` or ``auto`` (HiGHS if highspy is installed).
+
+    Raises:
+        InfeasibleError: no choice satisfies the memory limit and the reach of reshards.
+    """
+    return program(problem, time_limit_seconds=time_limit_seconds, solver=solver).solve(gap)
+
+
+def program(problem: Problem, *, time_limit_seconds: float = 120.0, solver: str = "auto") -> Program | ByCbc:
+    """A problem that is solved several times, with several limits."""
+    return (Program if _pick(solver) == "highs" else ByCbc)(problem, time_limit_seconds)
+
+
+@dataclass(frozen=True)
+class _Point:
+    """A solution, in scaled seconds; ``whole`` if every item picks exactly one strategy."""
+
+    picked: tuple[int, ...]
+    seconds: float
+    n_bytes: float
+    bound: float
+    whole: bool = True
+    gap: float = 0.0
+    byte_price: float = 0.0  # what one byte more of the limit would save
+    values: Any = None
+
+
+class Program:
+    """A problem in HiGHS.
+
+    The relaxation is solved first: without a memory limit that binds its vertices are almost always whole choices,
+    which are then optimal. Branch and bound is for the rest.
+    """
+
+    def __init__(self, problem: Problem, time_limit_seconds: float) -> None:
+        self.problem, self.time_limit_seconds = problem, time_limit_seconds
+        found = matrix(problem)
+        self.scale, common = found.scale, found.common
+        self.engine = _engine(found, time_limit_seconds)
+        self.rows = [np.array(own, dtype=np.int32) for own in found.picks]
+        self.lengths = np.array([len(row) for row in self.rows])
+        self.starts = np.concatenate(([0], np.cumsum(self.lengths)[:-1]))
+        self.flat, self.row_of = np.concatenate(self.rows), np.repeat(np.arange(len(self.rows)), self.lengths)
+        flat = [(v, n) for own, item in zip(found.picks, problem.items, strict=True)
+                for v, n in zip(own, item.n_bytes, strict=True) if n]  # fmt: skip
+        flat.extend(common)
+        self.columns = np.array([f[0] for f in flat], dtype=np.int32)
+        self.n_bytes = np.array([f[1] for f in flat], dtype=np.float64)
+        self.costs = np.array(found.cost)[self.columns]
+        self.peak = common[0] if any(any(i.peak_bytes) for i in problem.items) else None
+        self._weigh_peak(1.0)
+        self.memory_row = len(found.low) - 1
+        self.unit = found.unit
+        self.price = 0.0
+        self.limit(problem.limit_bytes)
+
+    def limit(self, n_bytes: float | None) -> None:
+        """Another limit; a problem that was given none keeps none."""
+        self.room = math.inf if n_bytes is None else n_bytes - self.problem.fixed_bytes
+        self._relaxed: _Point | None = None
+        if self.problem.limit_bytes is not None:
+            self.engine.changeRowBounds(self.memory_row, -math.inf, self.room / self.unit)
+
+    def whole(self) -> Choice | None:
+        """The optimum, if the relaxation is whole.
+
+        Raises:
+            InfeasibleError: nothing satisfies the limit.
+        """
+        self._relaxed = self._relaxed or self.relaxed()
+        return self.choice(self._relaxed) if self._relaxed is not None and self._relaxed.whole else None
+
+    def pairs(self) -> Iterator[tuple[Choice, Choice]]:
+        """Two choices whose mixture solves the relaxation under the limit: a faster, larger one and a smaller.
+
+        A class of folded blocks that picks one strategy by 0.3 and another by 0.7 means that 0.3 of its blocks pick
+        the one: so blocks that mix the two choices come close to the bound, where one choice for all blocks may be far
+        from it. Both choices carry the bound, in seconds, that no plan within the limit beats, whether its blocks
+        differ or not: the mean over the blocks of any plan is a solution of the relaxation.
+
+        Yields:
+            ``(faster, smaller)``, first as read from the relaxation itself, if it is like a mixture of two choices
+            (their seconds are then what their bytes are worth at its price, and more in truth), then those found a
+            little below and above its price of a byte. None if the relaxation is whole, or was not solved in time.
+        """
+        if self.whole() is not None or self._relaxed is None or self.problem.limit_bytes is None:
+            return
+        parts = self._parts(self._relaxed)
+        if parts is not None:
+            yield self.choice(parts[0]), self.choice(parts[1])
+        faster, smaller = self.around(self._relaxed)
+        yield self.choice(faster), self.choice(smaller)
+
+    def _parts(self, relaxed: _Point) -> tuple[_Point, _Point] | None:
+        """A faster and a smaller choice between which a fractional solution lies: the larger shares of its items, and
+        the smaller ones. None if an item has more than two, or if the limit is not between the two."""
+        own = relaxed.values[self.flat]
+        many = np.add.reduceat((own > 1e-6).astype(int), self.starts)
+        if many.max() != 2:
+            return None
+        first, second = relaxed.picked, list(relaxed.picked)
+        for i in np.flatnonzero(many == 2):
+            row = own[self.starts[i] : self.starts[i] + self.lengths[i]].copy()
+            row[first[i]] = 0.0
+            second[i] = int(row.argmax())
+        points = []
+        for picked in (first, tuple(second)):
+            n_bytes = self._bytes(picked)
+            seconds = relaxed.seconds - relaxed.byte_price * (n_bytes - self.room)
+            points.append(replace(relaxed, picked=picked, whole=True, n_bytes=n_bytes, seconds=seconds, values=None))
+        smaller, faster = sorted(points, key=lambda p: p.n_bytes)
+        return (faster, smaller) if smaller.n_bytes <= self.room <= faster.n_bytes else None
+
+    def _bytes(self, picked: Sequence[int]) -> float:
+        """Bytes of a whole choice, but for those that all choices have."""
+        items = self.problem.items
+        peak = max((i.peak_bytes[k] for i, k in zip(items, picked, strict=True) if i.peak_bytes), default=0.0)
+        kept = sum(h.n_bytes for h in self.problem.held if any(picked[i] in rows for i, rows in h.users))
+        return sum(i.n_bytes[k] for i, k in zip(items, picked, strict=True)) + peak + kept
+
+    def hull(self, prices: Sequence[float] = PRICES, peak_share: float = 1.0) -> list[Choice]:
+        """The fastest choice and smaller ones, without limit: the best at rising prices of a byte.
+
+        At price p all bytes of the fastest choice cost p times its seconds.
+
+        Args:
+            peak_share: of the peak's bytes that have a price: where other blocks have the same peak, they share it.
+
+        Raises:
+            InfeasibleError: there is no choice at all.
+        """
+        self.engine.changeRowBounds(self.memory_row, -math.inf, math.inf)
+        self._weigh_peak(peak_share)
+        found = [self._at(0.0, HULL_GAP)]
+        unit = max(1.0, found[0].seconds) / max(1.0, found[0].n_bytes)
+        for price in prices:
+            point = self._relaxed_at(price * unit)  # the largest share of each is good enough, and no search
+            found += [point] if point is not None else []
+        self._charge(0.0)
+        self._weigh_peak(1.0)
+        self.limit(self.problem.limit_bytes)
+        ordered = sorted({p.picked: p for p in found}.values(), key=lambda p: (p.seconds, p.n_bytes))
+        return [self.choice(replace(p, bound=p.seconds)) for p in ordered]
+
+    def _at(self, price: float, gap: float = 0.0) -> _Point:
+        """The best choice at a price of a byte, in scaled seconds."""
+        point = self._relaxed_at(price)
+        return point if point is not None and point.whole else self.best(gap)
+
+    def _relaxed_at(self, price: float) -> _Point | None:
+        """The relaxation at a price of a byte: whole, if it is with its peak fixed."""
+        self._charge(price)
+        point = self.relaxed()
+        if point is not None and not point.whole:
+            point = self._below_peak(point.picked) or point
+        return point
+
+    def solve(self, gap: float = 0.0, worth_seconds: float = math.inf) -> Choice:
+        """As :func:`solve`.
+
+        Raises:
+            Beaten: branch and bound would be needed, for what takes at least ``worth_seconds``.
+        """
+        whole = self.whole()
+        if whole is not None:
+            return whole
+        if self.problem.limit_bytes is None:
+            return self.choice(self.best(0.0))
+        start: _Point | None = None
+        if gap > 0.0 and self._relaxed is not None:
+            _, start = self.around(self._relaxed)
+            if start.n_bytes <= self.room and start.seconds - start.bound <= gap * start.seconds:
+                return self.choice(replace(start, gap=gap))
+        if self._relaxed and self.choice(self._relaxed).bound >= worth_seconds:
+            raise Beaten
+        return self.choice(self.best(gap, start))
+
+    def relaxed(self) -> _Point | None:
+        """The optimum of the relaxation; None if the solver stopped before it."""
+        engine = self.engine
+        engine.setOptionValue("solve_relaxation", True)
+        engine.setOptionValue("presolve", "off")  # the problem is small enough to be slower with it
+        engine.run()
+        status = engine.getModelStatus().name
+        if status == "kInfeasible":
+            raise InfeasibleError("no choice of strategies satisfies the constraints")
+        if status != "kOptimal":
+            return None
+        price = 0.0
+        if self.problem.limit_bytes is not None:
+            price = max(0.0, -engine.getSolution().row_dual[self.memory_row]) / self.unit
+        return replace(self._point(engine.getObjectiveValue()), byte_price=price)
+
+    def around(self, relaxed: _Point) -> tuple[_Point, _Point]:
+        """The whole choices that are best a little below and a little above the relaxation's price of a byte."""
+        engine = self.engine
+        price = relaxed.byte_price
+        engine.changeRowBounds(self.memory_row, -math.inf, math.inf)
+        least = relaxed.seconds + price * self.room  # of seconds and bytes together, at the price
+
+        def near(price: float, fewer: bool) -> _Point:
+            self._charge(price)
+            point = self._below_peak(relaxed.picked)  # mostly the peak of both, and whole at once
+            if point is not None and point.whole and (point.n_bytes < self.room) == fewer:
+                if point.seconds + price * point.n_bytes <= least * (1 + 2e-3):
+                    return point
+            return self._at(price)
+
+        faster, smaller = near(price * (1 - 1e-3), False), near(price * (1 + 1e-3), True)
+        self._charge(0.0)
+        engine.changeRowBounds(self.memory_row, -math.inf, self.room / self.unit)
+        return replace(faster, bound=relaxed.bound), replace(smaller, bound=relaxed.bound)
+
+    def _below_peak(self, picked: tuple[int, ...]) -> _Point | None:
+        """The relaxation with no peak above that of a choice: the peak is what makes a vertex not whole, mostly."""
+        items = self.problem.items
+        peaks = [i.peak_bytes or (0.0,) * len(i.n_bytes) for i in items]
+        most = max(own[k] for own, k in zip(peaks, picked, strict=True))
+        above = np.array([r[k] for r, own in zip(self.rows, peaks, strict=True) for k, n in enumerate(own) if n > most])
+        if self.peak is None or not most:
+            return None
+        column, largest = self.peak
+        engine, zeros, ones = self.engine, np.zeros(len(above)), np.ones(len(above))
+        engine.changeColsBounds(len(above), above, zeros, zeros)
+        engine.changeColBounds(column, most / largest, math.inf)
+        try:
+            return self.relaxed()
+        except InfeasibleError:
+            return None
+        finally:
+            engine.changeColsBounds(len(above), above, zeros, ones)
+            engine.changeColBounds(column, 0.0, math.inf)
+
+    def best(self, gap: float, start: _Point | None = None) -> _Point:
+        """By branch and bound, from a choice that is known already."""
+        engine = self.engine
+        engine.setOptionValue("solve_relaxation", False)
+        engine.setOptionValue("presolve", "choose")
+        engine.setOptionValue("mip_rel_gap", gap)
+        engine.setOptionValue("time_limit", engine.getRunTime() + self.time_limit_seconds)  # counts all runs
+        engine.clearSolver()  # presolve may hang on the relaxation's values, which HiGHS would complete to a solution
+        if start is not None and start.n_bytes <= self.room:
+            known = highspy.HighsSolution()
+            known.col_value = list(start.values)
+            engine.setSolution(known)
+        engine.run()
+        info, status = engine.getInfo(), engine.getModelStatus().name
+        if info.primal_solution_status != 2:
+            if status == "kInfeasible":
+                raise InfeasibleError("no choice of strategies satisfies the constraints")
+            raise InfeasibleError(
+                f"no choice of strategies was found within {self.time_limit_seconds:g} seconds; give the solver more"
+            )
+        point = self._point(min(info.objective_function_value, info.mip_dual_bound))
+        return replace(point, gap=gap if status == "kOptimal" else -1.0)
+
+    def choice(self, point: _Point) -> Choice:
+        """As seconds."""
+        fixed, off = self.problem.fixed_seconds, point.seconds - point.bound
+        status = "time limit" if point.gap < 0 else "optimal"
+        if point.gap >= 0 and off > 1e-6 * abs(point.seconds):
+            status = "within gap"
+        return Choice(
+            point.picked, point.seconds / self.scale + fixed, point.bound / self.scale + fixed, status, "highs",
+            self.room < math.inf and not (self._relaxed and self._relaxed.byte_price == 0.0),
+            {"bytes": point.n_bytes + self.problem.fixed_bytes},
+        )  # fmt: skip
+
+    def _charge(self, price: float) -> None:
+        self.price = price
+        self.engine.changeColsCost(len(self.columns), self.columns, self.costs + price * self.priced)
+
+    def _weigh_peak(self, share: float) -> None:
+        """Let that share of the peak's bytes have a price."""
+        self.priced = self.n_bytes.copy()
+        if self.peak is not None:
+            self.priced[self.columns == self.peak[0]] *= share
+
+    def _point(self, bound: float) -> _Point:
+        values = np.asarray(self.engine.getSolution().col_value)
+        total = float(values[self.columns] @ self.n_bytes)
+        own = values[self.flat]
+        most = np.maximum.reduceat(own, self.starts)
+        largest = np.flatnonzero(own == np.repeat(most, self.lengths))
+        _, first = np.unique(self.row_of[largest], return_index=True)
+        picked = tuple((largest[first] - self.starts).tolist())
+        whole = bool((most > 1 - 1e-6).all())
+        paid = self.price * float(values[self.columns] @ self.priced)
+        return _Point(picked, self.engine.getObjectiveValue() - paid, total, bound - paid, whole, values=values)
+
+
+def _engine(found: Matrix, time_limit_seconds: float) -> Any:
+    """HiGHS with the program."""
+    n, m, kinds = len(found.cost), len(found.low), highspy.HighsVarType
+    model = highspy.HighsLp()
+    model.num_col_, model.num_row_ = n, m
+    model.col_cost_, model.col_lower_, model.col_upper_ = np.array(found.cost), np.zeros(n), np.array(found.upper)
+    model.integrality_ = [kinds.kInteger if w else kinds.kContinuous for w in found.whole]
+    model.row_lower_, model.row_upper_ = np.array(found.low), np.array(found.high)
+    model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    model.a_matrix_.num_col_, model.a_matrix_.num_row_ = n, m
+    model.a_matrix_.start_ = np.array(found.start, dtype=np.int32)
+    model.a_matrix_.index_ = np.array(found.columns, dtype=np.int32)
+    model.a_matrix_.value_ = np.array(found.values, dtype=np.float64)
+    engine = highspy.Highs()
+    for name, value in (
+        ("output_flag", False), ("threads", 1), ("random_seed", 0), ("time_limit", float(time_limit_seconds))
+    ):  # fmt: skip
+        engine.setOptionValue(name, value)
+    engine.passModel(model)
+    return engine
+
+
+class ByCbc:
+    """A problem for CBC: solved at once, whatever it is."""
+
+    def __init__(self, problem: Problem, time_limit_seconds: float) -> None:
+        self.problem, self.time_limit_seconds = problem, time_limit_seconds
+
+    def limit(self, n_bytes: float | None) -> None:
+        """As in :class:`Program`."""
+        if self.problem.limit_bytes is not None:
+            self.problem = replace(self.problem, limit_bytes=n_bytes)
+
+    def whole(self) -> Choice | None:
+        """Not known before the problem is solved."""
+        return None
+
+    def pairs(self) -> Iterator[tuple[Choice, Choice]]:
+        """Not known."""
+        return iter(())
+
+    def hull(self, prices: Sequence[float] = PRICES, peak_share: float = 1.0) -> list[Choice]:
+        """The fastest alone."""
+        self.limit(None)
+        return [self.solve()]
+
+    def solve(self, gap: float = 0.0, worth_seconds: float = math.inf) -> Choice:
+        """As :func:`solve`."""
+        problem = self.problem
+        found = matrix(problem)
+        model, columns = _pulp(found)
+        model.solve(_cbc()(msg=False, timeLimit=self.time_limit_seconds, gapRel=gap, threads=1))
+        values = [[columns[v].varValue for v in own] for own in found.picks]
+        if pulp.LpStatus[model.status] == "Infeasible" or any(v is None for row in values for v in row):
+            raise InfeasibleError("no choice of strategies satisfies the constraints")
+        objective = pulp.value(model.objective) / found.scale
+        picked = tuple(row.index(max(row)) for row in values)
+        proven = pulp.LpStatus[model.status] == "Optimal"
+        exact = gap == 0.0 or problem.limit_bytes is None
+        status = "time limit" if not proven else "optimal" if exact else "within gap"
+        bound = objective if status == "optimal" else objective * (1 - gap)
+        fixed, limited = problem.fixed_seconds, problem.limit_bytes is not None
+        return Choice(picked, objective + fixed, bound + fixed, status, "cbc", limited)
+
+
+def _pick(solver: str) -> str:
+    if solver != "auto":
+        return solver
+    return "highs" if highspy is not None else "cbc"
+
+
+def _cbc() -> type:
+    """CBC as its own program (``pulp[cbc]``) if it is installed, else the one that PuLP 3 brings along."""
+    if pulp.COIN_CMD(msg=False).available():
+        return pulp.COIN_CMD
+    warnings.filterwarnings("ignore", message="PULP_CBC_CMD is deprecated")
+    return pulp.PULP_CBC_CMD
+
+
+def _pulp(found: Matrix) -> tuple[pulp.LpProblem, list[pulp.LpVariable]]:
+    """The program in PuLP, with its columns."""
+    model = pulp.LpProblem("autopar", pulp.LpMinimize)
+    columns = [
+        model.add_variable(f"v{k}", 0, None if up == math.inf else up, pulp.LpInteger if whole else pulp.LpContinuous)
+        for k, (up, whole) in enumerate(zip(found.upper, found.whole, strict=True))
+    ]
+    for r, (low, high) in enumerate(zip(found.low, found.high, strict=True)):
+        entries = range(found.start[r], found.start[r + 1])
+        terms = pulp.LpAffineExpression([(columns[found.columns[e]], found.values[e]) for e in entries])
+        sense = pulp.LpConstraintEQ if low == high else pulp.LpConstraintLE if low == -math.inf else pulp.LpConstraintGE
+        model.addConstraint(pulp.LpConstraint(terms, sense, f"r{r}", high if low == -math.inf else low))
+    model.setObjective(pulp.LpAffineExpression([(v, c) for v, c in zip(columns, found.cost, strict=True) if c]))
+    return model, columns

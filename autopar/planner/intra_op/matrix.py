@@ -1,0 +1,134 @@
+"""A :class:`.problem.Problem` as the columns and rows of an integer program, whatever solves it.
+
+Rows are collected as plain numbers: making a variable, an expression and a constraint object for each of them takes
+longer than the solution.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from autopar.planner.intra_op.problem import Problem
+
+
+@dataclass
+class Matrix:
+    """Minimise ``cost @ columns`` such that ``low <= row @ columns <= high`` for every row.
+
+    Attributes:
+        cost: scaled seconds of a column.
+        upper: of a column; all are at least 0.
+        whole: whether a column is 0 or 1.
+        start, columns, values: the rows: row ``r`` has the entries from ``start[r]`` to ``start[r + 1]``.
+        low, high: of a row.
+        picks: the columns of every item, one a strategy.
+        common: columns that stand for bytes that several items share, with those bytes; the peak, if any, first.
+        scale: of seconds.
+        limited: whether the last row is the memory limit, as a share of ``unit`` bytes.
+    """
+
+    scale: float
+    cost: list[float] = field(default_factory=list)
+    upper: list[float] = field(default_factory=list)
+    whole: list[bool] = field(default_factory=list)
+    start: list[int] = field(default_factory=lambda: [0])
+    columns: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    low: list[float] = field(default_factory=list)
+    high: list[float] = field(default_factory=list)
+    picks: list[range] = field(default_factory=list)
+    common: list[tuple[int, float]] = field(default_factory=list)
+    unit: float = 1.0
+
+    def add(self, costs: Iterable[float], upper: float = math.inf, whole: bool = False) -> range:
+        """New columns, one for each of their seconds."""
+        first = len(self.cost)
+        factor = self.scale * 2**20
+        self.cost.extend(round(c * factor) / 2**20 for c in costs)
+        n = len(self.cost) - first
+        self.upper.extend([upper] * n)
+        self.whole.extend([whole] * n)
+        return range(first, first + n)
+
+    def row(self, entries: Mapping[int, float], low: float, high: float) -> None:
+        """A new row."""
+        self.columns.extend(entries)
+        self.values.extend(entries.values())
+        self.start.append(len(self.columns))
+        self.low.append(low)
+        self.high.append(high)
+
+
+def matrix(problem: Problem) -> Matrix:
+    """The integer program of :mod:`autopar.planner.intra_op.problem`.
+
+    Solvers have absolute tolerances, so seconds are scaled to about a thousand in all. The scale is a power of two, and
+    costs are rounded to multiples of 2**-20 (one part in 10**9 of the total), so that their sums are exact.
+    """
+    total = sum(min(i.seconds) for i in problem.items) or max((max(i.seconds) for i in problem.items), default=0.0)
+    found = Matrix(2.0 ** round(math.log2(1e3 / total)) if total > 0 else 1.0)
+    for item in problem.items:
+        found.picks.append(found.add(item.seconds, 1.0, True))
+        found.row(dict.fromkeys(found.picks[-1], 1.0), 1.0, 1.0)
+    _flows(problem, found)
+    _shared_bytes(problem, found)
+    if problem.limit_bytes is not None:
+        found.unit = max(problem.limit_bytes, 1.0)
+        entries = {
+            v: b / found.unit
+            for own, item in zip(found.picks, problem.items, strict=True)
+            for v, b in zip(own, item.n_bytes, strict=True) if b
+        }  # fmt: skip
+        entries.update((v, b / found.unit) for v, b in found.common)
+        found.row(entries, -math.inf, (problem.limit_bytes - problem.fixed_bytes) / found.unit)
+    return found
+
+
+def _flows(problem: Problem, found: Matrix) -> None:
+    """Of every tensor to each of its consumers, and what steps that several of them use cost."""
+    for tensor in problem.tensors:
+        shared = len(tensor.consumers) > 1
+        seconds = [s for _, _, s in tensor.steps]
+        costly = [a for a, s in enumerate(seconds) if s]
+        paid: range | None = None
+        for consumer, wanted in tensor.consumers:
+            flow = found.add([0.0] * len(seconds) if shared else seconds)
+            balance: dict[int, dict[int, float]] = {}
+            for v, (src, dst, _) in zip(flow, tensor.steps, strict=True):
+                balance.setdefault(src, {})[v] = -1.0
+                balance.setdefault(dst, {})[v] = 1.0
+            for v, state in zip(found.picks[tensor.producer], tensor.made, strict=True):
+                balance.setdefault(state, {})[v] = 1.0
+            for v, state in zip(found.picks[consumer], wanted, strict=True):
+                own = balance.setdefault(state, {})
+                own[v] = own.get(v, 0.0) - 1.0  # nothing is left where a class feeds itself
+            # one balance follows from the others, since as much is made as wanted; HiGHS 1.15 was seen to loop for
+            # ever in presolve when it was there too
+            for entries in list(balance.values())[:-1]:
+                found.row(entries, 0.0, 0.0)
+            if shared:
+                paid = paid or found.add(seconds[a] for a in costly)
+                for v, a in zip(paid, costly, strict=True):
+                    found.row({v: 1.0, flow[a]: -1.0}, 0.0, math.inf)
+
+
+def _shared_bytes(problem: Problem, found: Matrix) -> None:
+    """The peak, and what several items keep in common."""
+    largest = max((max(item.peak_bytes) for item in problem.items if item.peak_bytes), default=0.0)
+    if largest:
+        (peak,) = found.add([0.0])
+        found.common.append((peak, largest))
+        for own, item in zip(found.picks, problem.items, strict=True):
+            if any(item.peak_bytes):
+                parts = {v: -b / largest for v, b in zip(own, item.peak_bytes, strict=True) if b}
+                found.row({peak: 1.0, **parts}, 0.0, math.inf)
+    for held in problem.held:
+        (kept,) = found.add([held.seconds])
+        found.common.append((kept, held.n_bytes))
+        for i, rows in held.users:
+            found.row({kept: 1.0, **{found.picks[i][s]: -1.0 for s in rows}}, 0.0, math.inf)
+
+
+__all__ = ["Matrix", "matrix"]

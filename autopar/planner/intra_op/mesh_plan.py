@@ -1,0 +1,555 @@
+"""Planning: fold, build the problem, solve it, complete the plan; more memory-careful only when the limit binds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from math import inf, prod
+
+from autopar.collection import uncollected
+from autopar.errors import InfeasibleError, MeshError, PlanError
+from autopar.graph import Graph, Node, Ref
+from autopar.placements import Mesh, State, fits, format_state
+from autopar.plan import LIFETIMES, ParamChoice, Plan, Solution
+from autopar.planner.intra_op import ilp
+from autopar.planner.intra_op.build import Builder, Decoder
+from autopar.planner.intra_op.complete import complete
+from autopar.planner.intra_op.fold import Fold, fold, unfolded
+from autopar.planner.intra_op.mixture import Decided, mixture
+from autopar.planner.intra_op.price import pricer
+from autopar.planner.intra_op.problem import Choice, Item, Problem
+from autopar.planner.intra_op.recompute import Recompute, segments_of
+from autopar.planner.intra_op.space import Strategy, combine, node_options, strategy_of
+from autopar.rules.notation import Rule
+from autopar.rules.registry import ops_without_rule, rules_of
+from hardware_profiles import Cluster
+
+MEMORY_FRACTION = 0.9
+"""Share of a device's memory that a plan may fill; the rest is for the allocator, kernels and the framework."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user may ask of the planner.
+
+    Attributes:
+        constraints: ``{pattern: {axis: factor}}``; the pattern (``*`` matches anything) names a module path, or one op
+            as ``module:op``; the factor is one of the op's rule, or ``replicate``.
+        params: ``{pattern: "replicate"}`` keeps parameters whole on every rank; or a stored placement ``"S0,I"``; or
+            one with a lifetime, ``"S0,I step"`` (ZeRO-1/2) or ``"S0,I use"`` (ZeRO-3).
+        inputs, outputs: pinned placements by input name and output position.
+        memory_limit_bytes: per device; None for nine tenths of the device's memory.
+        optimizer: ``adamw``, ``sgd`` or ``sgd_momentum``: decides the bytes of optimizer state.
+        microbatches: pieces that ``train_step`` cuts the batch into.
+        time_limit_seconds: for one run of the solver.
+        memory_gap: how far from the proven optimum a plan may be where the memory limit binds (the plan reports its
+            gap); without a binding limit, plans are optimal. 0 asks for the optimum always, which can take minutes.
+        worth_seconds: where memory binds, a plan that is proven to take as long is not searched to its end.
+        fold: decide identical blocks once.
+        in_flight: microbatches whose activations are kept at once: more than one in a stage of a pipeline.
+        recompute: patterns of module paths (``layers.*``); each module that matches keeps only its inputs for the
+            backward, and runs again there. So do the regions that the model itself runs under activation checkpointing.
+        segments: the same as ``(first op, last op)``, for whoever knows them; instead of ``recompute``.
+    """
+
+    constraints: Mapping[str, Mapping[str, str]] | None = None
+    params: Mapping[str, str] | None = None
+    inputs: Mapping[str, State] | None = None
+    outputs: Mapping[int, State] | None = None
+    memory_limit_bytes: float | None = None
+    optimizer: str = "adamw"
+    microbatches: int = 1
+    time_limit_seconds: float = 120.0
+    solver: str = "auto"
+    memory_gap: float = 0.01
+    worth_seconds: float = inf
+    fold: bool = True
+    in_flight: int = 1
+    recompute: Sequence[str] = ()
+    segments: Recompute = ()
+
+
+def op_labels(graph: Graph) -> dict[str, str]:
+    """``{node name: label}`` of every op; a label is ``module:op``, with a number where a module has several."""
+    seen: dict[str, int] = {}
+    labels: dict[str, str] = {}
+    for node in graph.nodes:
+        if node.kind == "op":
+            base = f"{node.module}:{node.target.split('.')[1]}"
+            count = seen.get(base, 0)
+            seen[base] = count + 1
+            labels[node.name] = base if count == 0 else f"{base}.{count}"
+    return labels
+
+
+def matches(pattern: str, node: Node, label: str) -> bool:
+    """Whether a pattern names an op: by label, by the path of its module, or by node name."""
+    return fnmatchcase(label, pattern) or fnmatchcase(node.module, pattern) or node.name == pattern
+
+
+@uncollected()
+def plan_graph(
+    graph: Graph, cluster: Cluster, mesh: Mesh, options: Options | None = None, *, cluster_name: str = "",
+    devices: Sequence[int] | None = None,
+) -> Plan:  # fmt: skip
+    """The cheapest plan of a graph on a mesh: of the cluster's first devices, or of those given, in row-major order.
+
+    Raises:
+        MeshError: the mesh does not fit the cluster.
+        InfeasibleError: the pins or the memory limit leave no plan; the message names the culprits.
+        Beaten: the plan is not worth the search (see ``worth_seconds``).
+    """
+    options = options or Options()
+    setting = _Setting(graph, cluster, mesh, options, cluster_name, devices)
+    limit = device_limit(cluster, devices or range(prod(size for _, size in mesh)), options.memory_limit_bytes)
+    problem, decoder = setting.problem(limit < float("inf"))
+    plan = _Solving(setting, problem, decoder, limit).plan()
+    missing = ops_without_rule(graph)
+    notes = tuple(f"no rule for {name}: kept whole on every rank" for name in missing)
+    return replace(plan, notes=notes)
+
+
+PEAK_SHARE = 0.125
+"""Of what a block gathers for a use, where its bytes are weighed: the blocks of a stage share it."""
+
+
+class PlansByMemory:
+    """The fastest plan of a graph on a mesh, and smaller ones: of these plans, no other has less of both.
+
+    They are the optima at rising prices of a byte, so they lie on the convex hull of seconds over bytes. With a solver
+    that cannot price bytes there is only the fastest.
+
+    Raises:
+        MeshError, InfeasibleError: as for :func:`plan_graph`, but for memory.
+    """
+
+    @uncollected()
+    def __init__(
+        self, graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, *, devices: Sequence[int] | None = None
+    ) -> None:
+        self.setting = _Setting(graph, cluster, mesh, options, "", devices)
+        problem, self.decoder = self.setting.problem(True)
+        self.program = ilp.program(
+            replace(problem, limit_bytes=UNLIMITED), time_limit_seconds=options.time_limit_seconds,
+            solver=options.solver,
+        )  # fmt: skip
+
+    @uncollected()
+    def fastest(self) -> Plan:
+        """The fastest plan: for less than a third of what all of them cost to find."""
+        return self._plan(self.program.hull(())[0])
+
+    @uncollected()
+    def every(self, prices: Sequence[float] = ilp.PRICES) -> list[Plan]:
+        """All of them, the fastest first; prices as for :meth:`autopar.planner.intra_op.ilp.Program.hull`."""
+        fastest, *others = self.program.hull(prices, PEAK_SHARE)
+        found = [self._plan(fastest)]
+        for choice in others:
+            try:
+                found.append(self._plan(choice))
+            except PlanError:  # rounded to strategies between which there is no way
+                continue
+        return found
+
+    def _plan(self, choice: Choice) -> Plan:
+        decided = self.decoder.decode(choice.picked, self.setting.folding)
+        return self.setting.realise((*decided, self.decoder.inputs(choice.picked)))
+
+
+@uncollected()
+def priced_again(
+    graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, plans: Sequence[Plan], *,
+    devices: Sequence[int] | None = None,
+) -> list[Plan] | None:  # fmt: skip
+    """The plans of a graph that differs from another in sizes only, decided as those of the other; None if the sizes
+    do not allow it."""
+    setting = _Setting(graph, cluster, mesh, options, "", devices)
+    found = []
+    for plan in plans:
+        ops: dict[int, Strategy] = {}
+        params: dict[int, ParamChoice] = {}
+        for i, (node, rule) in enumerate(zip(graph.nodes, setting.rules, strict=True)):
+            if node.kind == "param" and node.target in plan.params:
+                params[i] = plan.params[node.target]
+            elif node.kind == "op" and node.hot:
+                assert rule is not None
+                names = plan.ops.get(node.name)
+                strategy = strategy_of(graph, node, rule, mesh, names) if names is not None else None
+                if strategy is None:
+                    return None
+                ops[i] = strategy
+        outputs = {k: state for k, state in enumerate(plan.outputs) if state is not None}
+        try:
+            found.append(setting.realise((ops, params, outputs, dict(plan.inputs))))
+        except (PlanError, MeshError):
+            return None
+    return found
+
+
+UNLIMITED = 1e18
+"""Bytes that no device has."""
+
+
+class _Setting:
+    """A graph on a mesh with what is asked of it: where problems come from, and what makes plans of their solutions."""
+
+    def __init__(
+        self, graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, cluster_name: str,
+        devices: Sequence[int] | None,
+    ) -> None:  # fmt: skip
+        check_mesh(mesh, cluster)
+        self.graph, self.cluster, self.options = graph, cluster, options
+        self.cluster_name = cluster_name or cluster.name
+        self.priced = pricer(cluster, mesh, devices)
+        folding = fold(graph) if options.fold else unfolded(graph)
+        self.rules = rules_of(graph, folding.representative)
+        self.pins = _Pins(graph, self.rules, mesh, options)
+        self.again = options.segments or segments_of(graph, self.rules, options.recompute)
+        # blocks that are pinned differently are different blocks
+        self.folding = folding if self.pins.uniform(folding) else unfolded(graph)
+
+    def problem(self, keep_memory: bool) -> tuple[Problem, Decoder]:
+        """The problem, with strategies that only help where memory is short if that is asked."""
+        pins, options = self.pins, self.options
+        problem, decoder = Builder(
+            self.graph, self.rules, self.folding, self.priced, options.optimizer, options.microbatches,
+            pins.op if pins.ops else None, pins.param if pins.params else None, dict(options.outputs or {}),
+            dict(options.inputs or {}), keep_memory, bool(self.cluster.abstract), options.in_flight, self.again,
+        ).build()  # fmt: skip
+        pins.require(problem)
+        return problem, decoder
+
+    def realise(self, decided: Decided) -> Plan:
+        """The plan of what was decided."""
+        ops, params, outputs, arriving = decided
+        options = self.options
+        return complete(
+            self.graph, self.rules, self.priced, ops, params, outputs, inputs={**arriving, **(options.inputs or {})},
+            cluster=self.cluster_name, optimizer=options.optimizer, microbatches=options.microbatches,
+            in_flight=options.in_flight, recompute=self.again,
+        )  # fmt: skip
+
+    def decided_seconds(self, plan: Plan) -> float:
+        """The seconds of a plan without the operators that follow demand, which the problem leaves out."""
+        follow = 0.0
+        for node, rule in zip(self.graph.nodes, self.rules, strict=True):
+            if node.kind == "op" and not node.hot and rule is not None:
+                options_of = {o.name: o for o in node_options(self.graph, node, rule)}
+                strategy = combine([options_of[name] for name in plan.ops[node.name]])
+                follow += sum(self.priced.op(self.graph, node, rule, strategy))
+        return plan.price.seconds - follow * self.options.microbatches
+
+
+@dataclass
+class _Solving:
+    """The cheapest plan of a problem whose bytes, counted in full, stay within the limit.
+
+    The problem may count fewer bytes than the finished plan has (see :meth:`Builder._kept`); then it is solved again
+    with a lower limit. The gap reported is to the bound at the full limit, as the solver counts bytes.
+    """
+
+    setting: _Setting
+    problem: Problem
+    decoder: Decoder
+    limit: float
+
+    def plan(self) -> Plan:
+        """The plan.
+
+        Raises:
+            InfeasibleError: nothing fits.
+            Beaten: it is not worth the search.
+        """
+        limit, gap = self.limit, self.setting.options.memory_gap
+        program = self._program(replace(self.problem, limit_bytes=limit if limit < float("inf") else None))
+        tried: list[Plan] = []
+        best: Plan | None = None
+        bound = 0.0
+        fits_at, too_much, target, refined = 0.0, limit, limit, 0
+        for attempt in range(8):
+            try:
+                if attempt == 0 and gap > 0.0:
+                    plan = mixture(
+                        self.setting.graph, self.setting.folding, program, self.decoder, limit, self.setting.realise,
+                        self.setting.decided_seconds, gap,
+                    )  # fmt: skip
+                    tried += [plan] if plan is not None else []
+                    if plan is not None and plan.solution is not None and plan.solution.gap <= gap:
+                        return plan
+                plan = self._finish(program.solve(gap, self.setting.options.worth_seconds))
+            except InfeasibleError:
+                break
+            tried.append(plan)
+            assert plan.solution is not None
+            if attempt == 0:
+                bound = plan.solution.objective_seconds * (1 - plan.solution.gap)
+            over = plan.price.memory_bytes - limit
+            if over > 0:
+                too_much = target
+            else:
+                fits_at = max(fits_at, target)
+                if best is None or plan.price.seconds < best.price.seconds:
+                    best = plan
+            if best is None:
+                target -= over
+                program.limit(target)
+                continue
+            if attempt == 0:
+                return best
+            best = replace(best, solution=_against(bound, best, gap))
+            assert best.solution is not None
+            refined += 1
+            if best.solution.gap <= max(gap, 1e-6) or refined > 2 or too_much - fits_at <= 1e-3 * limit:
+                break
+            target = (fits_at + too_much) / 2
+            program.limit(target)
+        return best if best is not None else self._smallest(tried, bound)
+
+    def _program(self, problem: Problem) -> ilp.Program | ilp.ByCbc:
+        options = self.setting.options
+        return ilp.program(problem, time_limit_seconds=options.time_limit_seconds, solver=options.solver)
+
+    def _finish(self, choice: Choice) -> Plan:
+        decided = self.decoder.decode(choice.picked, self.setting.folding)
+        plan = self.setting.realise((*decided, self.decoder.inputs(choice.picked)))
+        said = Solution(choice.solver, choice.status, choice.objective, choice.gap, choice.binds)
+        return replace(plan, solution=said)
+
+    def _smallest(self, tried: list[Plan], bound: float) -> Plan:
+        """The plan of the fewest bytes, when the limit was not met otherwise."""
+        smallest = replace(
+            self.problem,
+            items=tuple(_by_bytes(item) for item in self.problem.items),
+            held=tuple(replace(h, seconds=h.n_bytes) for h in self.problem.held),
+            tensors=tuple(replace(t, steps=tuple((a, b, 0.0) for a, b, _ in t.steps)) for t in self.problem.tensors),
+        )
+        plan = min([*tried, self._finish(self._program(smallest).solve())], key=lambda p: p.price.memory_bytes)
+        if plan.price.memory_bytes > self.limit:
+            fastest = self._finish(self._program(self.problem).solve())
+            raise InfeasibleError(_too_big(self.setting.graph, fastest, plan, self.limit))
+        found = Solution("smallest", "best found", plan.price.seconds, 0.0, True)
+        return replace(plan, solution=_against(bound, replace(plan, solution=found), self.setting.options.memory_gap))
+
+
+def _against(bound: float, plan: Plan, gap: float) -> Solution:
+    """What the solver said of a plan, measured against a bound of the whole search."""
+    said = plan.solution
+    assert said is not None
+    own = max(0.0, 1 - bound / said.objective_seconds) if said.objective_seconds else 0.0
+    status = "optimal" if own <= 1e-6 else "within gap" if own <= gap else "best found"
+    return replace(said, gap=own, status=said.status if own > gap and said.status == "time limit" else status)
+
+
+def _by_bytes(item: Item) -> Item:
+    peaks = item.peak_bytes or (0.0,) * len(item.n_bytes)
+    return Item(
+        item.name, tuple(n + p for n, p in zip(item.n_bytes, peaks, strict=True)), item.n_bytes, item.peak_bytes
+    )
+
+
+def _too_big(graph: Graph, fastest: Plan, tight: Plan, limit: float) -> str:
+    p = tight.price
+    parts = sorted(
+        [("parameters", p.parameter_bytes), ("gradients", p.gradient_bytes), ("optimizer state", p.optimizer_bytes),
+         ("gathered parameters", p.gathered_bytes), ("activations", p.activation_bytes)], key=lambda e: -e[1],
+    )  # fmt: skip
+    biggest = sorted(graph.of_kind("param"), key=lambda e: -e[1].out.n_bytes)[:3]
+    return (
+        f"no plan fits {size_text(limit)} per device: the smallest needs {size_text(p.memory_bytes)}, the fastest "
+        f"{size_text(fastest.price.memory_bytes)}\n  of the smallest: "
+        + ", ".join(f"{name} {size_text(n)}" for name, n in parts)
+        + "\n  largest parameters: "
+        + ", ".join(f"{node.target} {size_text(node.out.n_bytes)}" for _, node in biggest)
+        + f"\n  it would fit with {size_text(p.memory_bytes - limit)} more per device, more devices, or a smaller batch"
+    )
+
+
+def size_text(n_bytes: float) -> str:
+    """``1.50 GiB``."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if n_bytes >= size:
+            return f"{n_bytes / size:.2f} {unit}"
+    return f"{n_bytes:.0f} bytes"
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+
+
+def device_limit(cluster: Cluster, devices: Iterable[int], asked: float | None) -> float:
+    """Bytes that may be filled of each of these devices: what was asked for, or nine tenths of the smallest."""
+    return MEMORY_FRACTION * min(cluster.device(d).memory_bytes for d in devices) if asked is None else asked
+
+
+def check_mesh(mesh: Mesh, cluster: Cluster) -> None:
+    """Refuse a mesh that the cluster cannot hold.
+
+    Raises:
+        MeshError: no axes, a size below one, a repeated name, or more devices than the cluster has.
+    """
+    if not mesh:
+        raise MeshError("the mesh has no axes; give at least one, such as data=2")
+    names = [name for name, _ in mesh]
+    if len(set(names)) != len(names):
+        raise MeshError(f"the mesh names an axis twice: {', '.join(names)}")
+    for name, size in mesh:
+        if size < 1:
+            raise MeshError(f"axis '{name}' has size {size}; sizes are 1 or more")
+    n = prod(size for _, size in mesh)
+    if n > cluster.n_devices:
+        raise MeshError(
+            f"the mesh {' x '.join(f'{a}={s}' for a, s in mesh)} needs {n} devices, cluster '{cluster.name}' has "
+            f"{cluster.n_devices}; use smaller axes or a larger cluster"
+        )
+
+
+class _Pins:
+    """The user's constraints as predicates over strategies and parameter choices."""
+
+    def __init__(self, graph: Graph, rules: Sequence[Rule | None], mesh: Mesh, options: Options) -> None:
+        self.graph, self.mesh, self.options = graph, mesh, options
+        self.ops: dict[str, dict[int, str]] = {}
+        self.params: dict[str, str] = {}
+        self._ops(rules)
+        self._params()
+        self._places()
+
+    def _ops(self, rules: Sequence[Rule | None]) -> None:
+        axes = {name: a for a, (name, _) in enumerate(self.mesh)}
+        labels = op_labels(self.graph) if self.options.constraints else {}
+        for pattern, wanted in (self.options.constraints or {}).items():
+            hit: set[str] = set()
+            offered: dict[str, None] = {}
+            seen = False
+            for axis, factor in wanted.items():
+                if axis not in axes:
+                    raise PlanError(f"constraint '{pattern}' names axis '{axis}'; the mesh has {', '.join(axes)}")
+                name = "I" if factor == "replicate" else factor
+                for node, rule in zip(self.graph.nodes, rules, strict=True):
+                    if node.kind != "op" or rule is None or not matches(pattern, node, labels[node.name]):
+                        continue
+                    seen = True
+                    names = [o.name for o in node_options(self.graph, node, rule)]
+                    offered[f"{labels[node.name]}: {' '.join('replicate' if n == 'I' else n for n in names)}"] = None
+                    if name in names:
+                        size = dict(self.mesh)[axis]
+                        if name in rule.sizes and rule.sizes[name] % size:
+                            raise InfeasibleError(
+                                f"constraint '{pattern}': factor '{name}' of {node.where} has size {rule.sizes[name]}, "
+                                f"which does not divide over axis '{axis}' of {size} ranks; use an axis size that "
+                                f"divides {rule.sizes[name]}"
+                            )
+                        self.ops.setdefault(node.name, {})[axes[axis]] = name
+                        hit.add(axis)
+            if not seen:
+                modules = sorted({n.module for n in self.graph.nodes if n.kind == "op" and n.module})
+                raise PlanError(f"constraint '{pattern}' matches no op; modules are {_some(modules)}")
+            for axis in wanted:
+                if axis not in hit:
+                    lines = "\n  ".join(list(offered)[:6])
+                    raise PlanError(
+                        f"constraint '{pattern}': no op there has factor '{wanted[axis]}'; they offer\n  {lines}"
+                    )
+
+    def _params(self) -> None:
+        for pattern, how in (self.options.params or {}).items():
+            found = [n.target for _, n in self.graph.of_kind("param") if fnmatchcase(n.target, pattern)]
+            if not found:
+                names = [n.target for _, n in self.graph.of_kind("param")]
+                raise PlanError(f"'{pattern}' matches no parameter; parameters are {_some(names)}")
+            placement, _ = _kept(how)
+            if how != "replicate" and len(placement.split(",")) != len(self.mesh):
+                raise PlanError(
+                    f"'{pattern}': '{how}' is neither 'replicate' nor a placement with {len(self.mesh)} parts such as "
+                    + ",".join(["S0", *["I"] * (len(self.mesh) - 1)])
+                    + ", after which may stand a lifetime, 'step' or 'use'"
+                )
+            self.params.update(dict.fromkeys(found, how))
+
+    def _places(self) -> None:
+        for name, state in (self.options.inputs or {}).items():
+            node = next((n for _, n in self.graph.of_kind("input") if n.target == name), None)
+            if node is None:
+                raise PlanError(
+                    f"no input '{name}'; inputs are {', '.join(n.target for _, n in self.graph.of_kind('input'))}"
+                )
+            self._place(f"input '{name}'", node.out.shape, state, "SI" if node.needs_grad else "SR")
+        for number, state in (self.options.outputs or {}).items():
+            outputs = self.graph.outputs
+            if not 0 <= number < len(outputs):
+                raise PlanError(f"no output {number}; the model has {len(outputs)}, counted from 0")
+            out = outputs[number]
+            if not isinstance(out, Ref):
+                raise PlanError(f"output {number} is no tensor and has no placement")
+            grad = self.graph.nodes[out.node].needs_grad and self.graph.spec(out).is_float
+            self._place(f"output {number}", self.graph.spec(out).shape, state, "SIRP" if grad else "SRP")
+
+    def _place(self, what: str, shape: tuple[int, ...], state: State, kinds: str) -> None:
+        if len(state) != len(self.mesh):
+            raise PlanError(
+                f"{what}: {format_state(state)} has {len(state)} placements, the mesh {len(self.mesh)} axes"
+            )
+        if any(p[0] not in kinds for p in state) or not fits(shape, state, self.mesh):
+            mesh = ", ".join(f"{axis}={size}" for axis, size in self.mesh)
+            allowed = ", ".join("S<dim>" if k == "S" else k for k in kinds)
+            raise PlanError(
+                f"{what} of shape {shape} cannot be placed as {format_state(state)} on mesh {mesh}; use {allowed}, and "
+                "shards of dims that exist and divide"
+            )
+
+    def uniform(self, folding: Fold) -> bool:
+        """Whether all nodes of every fold class are pinned alike."""
+        nodes = self.graph.nodes
+        return not (self.ops or self.params) or all(
+            self.ops.get(nodes[i].name) == self.ops.get(nodes[r].name)
+            and self.params.get(nodes[i].target) == self.params.get(nodes[r].target)
+            for i, r in enumerate(folding.representative)
+        )
+
+    def op(self, node: Node, strategy: Strategy) -> bool:
+        """Whether the pins allow a strategy."""
+        wanted = self.ops.get(node.name)
+        return wanted is None or all(
+            strategy.options[a].name == name or self.mesh[a][1] == 1 for a, name in wanted.items()
+        )
+
+    def param(self, node: Node, choice: ParamChoice) -> bool:
+        """Whether the pins allow a way to keep a parameter."""
+        how = self.params.get(node.target)
+        if how is None:
+            return True
+        if how == "replicate":
+            return all(p[0] != "S" for p in choice.stored)
+        placement, lifetime = _kept(how)
+        gathers = any(a[0] == "S" != b[0] for a, b in zip(choice.stored, choice.used, strict=True))
+        return format_state(choice.stored) == placement and (not lifetime or not gathers or choice.lifetime == lifetime)
+
+    def require(self, problem: Problem) -> None:
+        """Name the items that the pins leave without a strategy."""
+        empty = [item.name for item in problem.items if not item.seconds]
+        if not empty:
+            return
+        lines = []
+        for name in empty:
+            node = self.graph.nodes[self.graph.index[name]] if name in self.graph.index else None
+            pinned = {self.mesh[a][0]: f for a, f in self.ops.get(name, {}).items()}
+            pinned_param = self.params.get(node.target) if node else None
+            where = node.where if node else name
+            lines.append(f"{where}: pinned to {pinned or pinned_param or 'what its neighbours were pinned to'}")
+        raise InfeasibleError(
+            "the pins leave no strategy for\n  " + "\n  ".join(lines) + "\n  remove or change one of them"
+        )
+
+
+def _kept(how: str) -> tuple[str, str]:
+    """``"S0, I use"`` as ``("S0,I", "use")``; no lifetime is ``""``."""
+    words = how.split()
+    lifetime = words.pop() if words and words[-1] in LIFETIMES else ""
+    return "".join(words), lifetime
+
+
+__all__ = [
+    "Options", "PlansByMemory", "check_mesh", "device_limit", "matches", "op_labels", "plan_graph", "priced_again",
+    "size_text",
+]  # fmt: skip

@@ -1,0 +1,142 @@
+"""Blocks that differ where the memory limit binds: some take the smaller of two choices, the others the faster.
+
+One choice for all the blocks of a deep model is a coarse tool: 126 layers that keep a parameter whole may be just too
+large, and cutting it in all of them wasteful. The relaxation of the integer program says which two choices to mix
+(:func:`.ilp.Program.pair`); here the boundary between blocks is found at which the mixture fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from math import ceil
+from typing import Any
+
+from autopar.graph import Graph, Ref
+from autopar.placements import State
+from autopar.plan import ParamChoice, Plan, Solution
+from autopar.planner.intra_op import ilp
+from autopar.planner.intra_op.build import Decoder
+from autopar.planner.intra_op.fold import Fold
+from autopar.planner.intra_op.problem import Choice
+from autopar.planner.intra_op.space import Strategy
+
+Decided = tuple[dict[int, Strategy], dict[int, ParamChoice], dict[int, State], dict[str, State]]
+"""Strategies and parameter choices by node, states by output position and by input name."""
+
+
+def mixture(
+    graph: Graph, folding: Fold, program: ilp.Program | ilp.ByCbc, decoder: Decoder, limit: float,
+    realise: Callable[[Decided], Plan], seconds_of: Callable[[Plan], float], gap: float,
+) -> Plan | None:  # fmt: skip
+    """A mixture within the limit, its gap measured against the relaxation; None if there is none.
+
+    Args:
+        seconds_of: the seconds of a plan that the problem counts: of all that is decided by it.
+        gap: one that is good enough, so that no other order of the two choices is tried.
+
+    Raises:
+        InfeasibleError: not even the relaxation satisfies the limit.
+    """
+    cuts = boundaries(graph, folding)
+    if not cuts:
+        return None
+    best: Plan | None = None
+    for faster, smaller in program.pairs():
+        if smaller.gap <= gap:
+            return None  # all blocks alike are good enough
+        plan = _between(graph, folding, decoder, (faster, smaller), cuts, limit, realise, seconds_of, gap)
+        if plan is not None and (best is None or plan.price.seconds < best.price.seconds):
+            best = plan
+        if best is not None and best.solution is not None and best.solution.gap <= gap:
+            break
+    return best
+
+
+def _between(
+    graph: Graph, folding: Fold, decoder: Decoder, pair: tuple[Choice, Choice], cuts: Sequence[int], limit: float,
+    realise: Callable[[Decided], Plan], seconds_of: Callable[[Plan], float], gap: float,
+) -> Plan | None:  # fmt: skip
+    """The best mixture of two choices; None if none fits."""
+    faster, smaller = pair
+    guess = _guess(faster, smaller, limit, len(cuts))
+    best: Plan | None = None
+    for first in (True, False):  # whether the smaller choice comes first
+
+        @cache
+        def plan_at(k: int, first: bool = first) -> Plan:
+            cut = cuts[k] if first else ([0, *cuts[:-1]])[len(cuts) - 1 - k]
+            one, other = (smaller, faster) if first else (faster, smaller)
+            return realise(_mixed(graph, decoder, folding, one, other, cut))
+
+        def fits(k: int, plan_at: Callable[[int], Plan] = plan_at) -> bool:
+            return plan_at(k).price.memory_bytes <= limit
+
+        if fits(guess) and seconds_of(plan_at(guess)) * (1 - gap) <= smaller.bound:
+            best = plan_at(guess)
+            break
+        k = _first(fits, len(cuts), guess)
+        if k is not None and (best is None or plan_at(k).price.seconds < best.price.seconds):
+            best = plan_at(k)
+        if best is not None and seconds_of(best) * (1 - gap) <= smaller.bound:
+            break
+    if best is None:
+        return None
+    seconds = seconds_of(best)
+    off = max(0.0, 1 - smaller.bound / seconds)
+    return replace(best, solution=Solution("highs", "within gap" if off <= gap else "best found", seconds, off, True))
+
+
+def boundaries(graph: Graph, folding: Fold) -> list[int]:
+    """Numbers of the nodes at which repeated blocks begin and end, and of the graph's end; none without repeats."""
+    ops = [i for i, n in enumerate(graph.nodes) if n.kind == "op"]
+    found = {first + k * length for first, length, repeats in folding.blocks for k in range(repeats + 1)}
+    return [*sorted(ops[p] for p in found if p < len(ops)), len(graph.nodes)] if found else []
+
+
+def _guess(faster: Choice, smaller: Choice, limit: float, n: int) -> int:
+    """Where the bytes would reach the limit if they fell evenly from cut to cut."""
+    most, least = faster.stats["bytes"], smaller.stats["bytes"]
+    share = (most - limit) / (most - least) if most > least else 1.0
+    return min(n - 1, max(0, ceil(share * (n - 1))))
+
+
+def _first(fits: Callable[[int], bool], n: int, guess: int) -> int | None:
+    """The least ``k < n`` that fits, where all after one that fits fit too; None if none does."""
+    low, high, step = -1, n, 1  # low does not fit, high does (or is the end)
+    k = guess
+    while high - low > 1:
+        if fits(k):
+            high, k = k, max(low + 1, k - step)
+        else:
+            low, k = k, min(high - 1, k + step)
+        step = step * 2 if (low < 0 or high == n) else max(1, (high - low) // 2)
+        if low >= 0 and high < n:
+            k = (low + high) // 2
+    return high if high < n else None
+
+
+def _mixed(graph: Graph, decoder: Decoder, folding: Fold, before: Choice, after: Choice, cut: int) -> Decided:
+    """Nodes before the cut as in the one choice, the others as in the other; parameters go with their readers."""
+    one: tuple[Any, ...] = (*decoder.decode(before.picked, folding), decoder.inputs(before.picked))
+    other: tuple[Any, ...] = (*decoder.decode(after.picked, folding), decoder.inputs(after.picked))
+
+    def place(node: int) -> int:
+        if graph.nodes[node].kind == "op":
+            return node
+        return min((c for c, _ in graph.consumers.get(Ref(node), ())), default=node)
+
+    inputs = {n.target: i for i, n in graph.of_kind("input")}
+    outputs: Sequence[Any] = graph.outputs
+
+    def pick(which: int, node_of: Callable[[Any], int]) -> dict[Any, Any]:
+        a, b = one[which], other[which]
+        return {key: (a if place(node_of(key)) < cut else b)[key] for key in a}
+
+    ops, others = one[0], other[0]
+    mixed = {node: strategy if node < cut else others[node] for node, strategy in ops.items()}
+    return mixed, pick(1, int), pick(2, lambda k: outputs[k].node), pick(3, lambda name: inputs[name])
+
+
+__all__ = ["Decided", "boundaries", "mixture"]

@@ -1,0 +1,141 @@
+"""How a parameter may be stored and used, and what that costs per step.
+
+Changing a parameter from its stored to its used placement is the same kind of step as a reshard; the backward of the
+step is the gradient's way back. ``I -> R`` is plain data parallelism (all-reduce of the gradient), ``S -> R`` is ZeRO
+(all-gather, reduce-scatter), ``S -> S`` tensor parallelism (nothing).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from autopar.graph import Graph, Spec
+from autopar.placements import Mesh, State, fits, local_shape, path, step_collectives
+from autopar.plan import ParamChoice, Plan
+from autopar.planner.intra_op.price import Pricer
+from cost_models import AxisCost, optimizer_state_bytes
+
+
+@dataclass(frozen=True)
+class ParamCost:
+    """Seconds per step, and bytes on one rank, of a :class:`ParamChoice`.
+
+    ``peak_bytes`` is what copies gathered for one use take while they live: this one and the next, which is fetched
+    ahead. Of all parameters the largest counts.
+    """
+
+    seconds: float
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    gathered_bytes: int
+    peak_bytes: int = 0
+
+    @property
+    def n_bytes(self) -> int:
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.gathered_bytes
+
+
+def choices(spec: Spec, grad: bool, used: Iterable[State], mesh: Mesh, *, all_dims: bool = False) -> list[ParamChoice]:
+    """Every way to store a parameter for the given used placements: replicated or cut on each axis, both lifetimes.
+
+    On an axis where the used placement is a shard, the stored one is the same. Elsewhere it is whole, or sharded on
+    the first dim that divides (``all_dims``: on any dim).
+    """
+    found: list[ParamChoice] = []
+    whole = "I" if grad else "R"
+    for use in sorted(set(used)):
+        options: list[list[str]] = []
+        for a, (_, size) in enumerate(mesh):
+            if use[a][0] == "S" or size == 1:
+                options.append([use[a] if use[a][0] == "S" else whole])
+            else:
+                options.append([whole, *(f"S{d}" for d in range(len(spec.shape)))])
+        seen: set[tuple[bool, ...]] = set()
+        for stored in product(*options):
+            pattern = tuple(p[0] == "S" for p in stored)
+            if (pattern in seen and not all_dims) or not fits(spec.shape, stored, mesh) or path(stored, use) is None:
+                continue
+            seen.add(pattern)
+            gathers = any(stored[a][0] == "S" and use[a][0] != "S" for a in range(len(mesh)))
+            found.append(ParamChoice(stored, use, "step"))
+            if gathers:
+                found.append(ParamChoice(stored, use, "use"))
+    return found
+
+
+def bucketed_seconds(cost: AxisCost, kind: str, n_bytes: float, bucket_bytes: float) -> float:
+    """Seconds of a collective that shares its bucket with others: a share of a full bucket's time."""
+    if n_bytes >= bucket_bytes:
+        return cost.seconds(kind, n_bytes)
+    return cost.seconds(kind, bucket_bytes) * n_bytes / bucket_bytes
+
+
+def collectives(
+    spec: Spec, grad: bool, choice: ParamChoice, mesh: Mesh, microbatches: int
+) -> list[tuple[str, str, int, int]]:
+    """``(axis, kind, bytes, times)`` of the collectives that a parameter costs per step, by its lifetime."""
+    found: list[tuple[str, str, int, int]] = []
+    steps = path(choice.stored, choice.used)
+    assert steps is not None
+    per_use = choice.lifetime == "use"
+    for axis, src, dst in steps:
+        name, size = mesh[axis]
+        if size == 1:
+            continue
+        whole = max(prod(local_shape(spec.shape, s, mesh)) for s in (src, dst)) * spec.item_bytes
+        forward, backward = step_collectives(src[axis], dst[axis])
+        if forward:
+            found.append((name, forward, whole, 2 * microbatches if per_use and grad else 1))
+        if backward and grad:
+            found.append((name, backward, whole, microbatches if per_use else 1))
+    return found
+
+
+def cost(spec: Spec, grad: bool, choice: ParamChoice, pricer: Pricer, optimizer: str, microbatches: int) -> ParamCost:
+    """Price of one parameter."""
+    mesh = pricer.mesh
+    seconds = sum(
+        times * bucketed_seconds(pricer.axes[axis], kind, n, pricer.bucket_bytes)
+        for axis, kind, n, times in collectives(spec, grad, choice, mesh, microbatches)
+    )
+    elements = prod(local_shape(spec.shape, choice.stored, mesh))
+    stored = elements * spec.item_bytes
+    used = prod(local_shape(spec.shape, choice.used, mesh)) * spec.item_bytes
+    gathered = 0
+    if used != stored and choice.lifetime == "step":
+        gathered = used * (2 if grad and microbatches > 1 else 1)
+    return ParamCost(
+        seconds, stored, stored if grad else 0,
+        optimizer_state_bytes(optimizer, elements, spec.item_bytes, 1) if grad else 0, gathered,
+        2 * used if choice.lifetime == "use" and choice.stored != choice.used else 0,
+    )  # fmt: skip
+
+
+def cheapest(options: Sequence[tuple[float, float]], keep_memory: bool) -> list[int]:
+    """Numbers of the options ``(seconds, bytes)`` worth keeping: not beaten in both, or only the fastest."""
+    order = sorted(range(len(options)), key=lambda i: (options[i], i))
+    kept: list[int] = []
+    lowest = float("inf")
+    for i in order:
+        if options[i][1] < lowest:
+            kept.append(i)
+            lowest = options[i][1]
+            if not keep_memory:
+                break
+    return kept
+
+
+def peak_bytes(graph: Graph, plan: Plan, pricer: Pricer) -> int:
+    """Of a plan's bytes, those of copies that are gathered for one use."""
+    nodes = {node.target: node for _, node in graph.of_kind("param")}
+    return max(
+        (
+            cost(nodes[name].out, nodes[name].needs_grad, choice, pricer, plan.optimizer, plan.microbatches).peak_bytes
+            for name, choice in plan.params.items()
+        ),
+        default=0,
+    )

@@ -1,0 +1,244 @@
+"""Recompute (activation checkpointing): which stretches of operators run again in the backward, and what that changes.
+
+A segment is a run of operators in execution order. Its inputs are kept for the backward; everything that autograd would
+keep inside it is made again when the backward arrives there. Reshard steps first needed by an operator of a segment
+belong to the segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from autopar.errors import PlanError
+from autopar.graph import Graph, Ref
+from autopar.placements import State
+from autopar.plan import route_key
+from autopar.planner.intra_op.price import Pricer
+from autopar.planner.intra_op.space import Strategy
+from autopar.rules.notation import Rule
+
+Recompute = tuple[tuple[str, str], ...]
+Value = tuple[Ref, State]
+
+
+def segments_of(graph: Graph, rules: Sequence[Rule | None], patterns: Sequence[str]) -> Recompute:
+    """The segments ``(first op, last op)`` of the modules whose paths match one of the patterns, and of the regions
+    that the model itself runs under activation checkpointing.
+
+    A module inside another one that matches belongs to that one's segment. Operators at the end of a module that keep
+    nothing for the backward (a residual addition, say) are left out: making their result again would serve nobody, and
+    the collectives before them need not be made twice.
+
+    Raises:
+        PlanError: a pattern matches no module, or the operators of a module are not one contiguous run.
+    """
+    regions = _regions(graph)
+    if not patterns:
+        return _segments(graph, rules, regions)
+    ops = [i for i, node in enumerate(graph.nodes) if node.kind == "op"]
+    modules = _modules(graph)
+    chosen: set[str] = set()
+    for pattern in patterns:
+        found = {path for path in modules if fnmatchcase(path, pattern)}
+        if not found:
+            outer = sorted(modules, key=lambda path: (path.count("."), path))
+            shown = ", ".join(outer[:12]) + (", ..." if len(outer) > 12 else "")
+            raise PlanError(f"recompute '{pattern}' matches no module; modules are {shown or 'none'}")
+        chosen |= found
+    outermost = [path for path in modules if path in chosen and not _outer(path) & chosen]
+    for path in outermost:
+        own = [p for p, i in enumerate(ops) if f"{graph.nodes[i].module}.".startswith(f"{path}.")]
+        first, last = own[0], own[-1]
+        if last - first + 1 != len(own):
+            stranger = next(graph.nodes[ops[p]] for p in range(first, last) if p not in set(own))
+            raise PlanError(
+                f"recompute: the operators of module '{path}' are not one contiguous run ({stranger.where} is between "
+                "them); name modules inside it, or one around it"
+            )
+        regions.append((ops[first], ops[last]))
+    return _segments(graph, rules, regions)
+
+
+def _segments(graph: Graph, rules: Sequence[Rule | None], runs: list[tuple[int, int]]) -> Recompute:
+    """Runs of operators as segments; those that have operators in common are one."""
+    joined: list[tuple[int, int]] = []
+    for first, last in sorted(runs):
+        if joined and first <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(last, joined[-1][1])
+        else:
+            joined.append((first, last))
+    found = [segment(graph, rules, first, last) for first, last in joined]
+    return tuple(s for s in found if s is not None)
+
+
+def _regions(graph: Graph) -> list[tuple[int, int]]:
+    """Runs of operators of one region under activation checkpointing, first and last."""
+    found: list[tuple[int, int]] = []
+    now = -1
+    for i, node in enumerate(graph.nodes):
+        if node.kind != "op":
+            continue
+        if node.again >= 0 and node.again == now:
+            found[-1] = found[-1][0], i
+        elif node.again >= 0:
+            found.append((i, i))
+        now = node.again
+    return found
+
+
+def is_asked(graph: Graph, patterns: Sequence[str]) -> bool:
+    """Whether it is said what runs again: by patterns, or by the model."""
+    return bool(patterns) or any(node.again >= 0 for node in graph.nodes)
+
+
+def segment(graph: Graph, rules: Sequence[Rule | None], first: int, last: int) -> tuple[str, str] | None:
+    """Operators from node ``first`` to ``last``, but for those at the end that keep nothing; None if none keeps any."""
+    while last > first and not (graph.nodes[last].kind == "op" and _keeps(graph, rules, last)):
+        last -= 1
+    return (graph.nodes[first].name, graph.nodes[last].name) if _keeps(graph, rules, last) else None
+
+
+def _modules(graph: Graph) -> dict[str, None]:
+    """Paths of the modules that have operators, those around them included."""
+    found: dict[str, None] = {}
+    for node in graph.nodes:
+        parts = node.module.split(".") if node.kind == "op" else [""]
+        found.update(dict.fromkeys(".".join(parts[: k + 1]) for k in range(len(parts)) if parts[0]))
+    return found
+
+
+def patterns_in(graph: Graph, patterns: Sequence[str]) -> tuple[str, ...]:
+    """Those of the patterns that match a module of a part of a model."""
+    modules = _modules(graph) if patterns else {}
+    return tuple(p for p in patterns if any(fnmatchcase(path, p) for path in modules))
+
+
+def _outer(path: str) -> set[str]:
+    """The modules around a module."""
+    parts = path.split(".")
+    return {".".join(parts[:k]) for k in range(1, len(parts))}
+
+
+def _keeps(graph: Graph, rules: Sequence[Rule | None], i: int) -> bool:
+    rule = rules[i]
+    return rule is not None and graph.nodes[i].needs_grad and bool(rule.saves or rule.saves_out)
+
+
+def numbered(graph: Graph, recompute: Recompute) -> dict[int, int]:
+    """``{operator: number of its segment}``.
+
+    Raises:
+        PlanError: a name is no operator, a segment ends before it begins, or segments overlap or are out of order.
+    """
+    found: dict[int, int] = {}
+    end = -1
+    for number, (first, last) in enumerate(recompute):
+        for name in (first, last):
+            if name not in graph.index or graph.nodes[graph.index[name]].kind != "op":
+                raise PlanError(f"recompute[{number}]: '{name}' is no operator of the model; see autopar show --code")
+        a, b = graph.index[first], graph.index[last]
+        if b < a:
+            raise PlanError(f"recompute[{number}]: '{last}' runs before '{first}'; exchange the two")
+        if a <= end:
+            raise PlanError(
+                f"recompute[{number}]: '{first}' does not come after the segment before, which ends with "
+                f"'{recompute[number - 1][1]}'; segments stand in execution order and do not overlap"
+            )
+        found.update((i, number) for i in range(a, b + 1) if graph.nodes[i].kind == "op")
+        end = b
+    return found
+
+
+@dataclass
+class Segment:
+    """What a plan puts into one segment.
+
+    Attributes:
+        ops: numbers of its operators.
+        steps: reshard steps ``(tensor, from, to)``.
+        inputs: values made outside that are used inside.
+        own: values whose memory is made inside.
+        active: some operator keeps something for the backward, so the segment does run again.
+    """
+
+    ops: list[int] = field(default_factory=list)
+    steps: list[tuple[Ref, State, State]] = field(default_factory=list)
+    inputs: dict[Value, None] = field(default_factory=dict)
+    own: set[Value] = field(default_factory=set)
+    active: bool = False
+
+
+def contents(
+    graph: Graph, rules: Sequence[Rule | None], chosen: Mapping[int, Strategy],
+    routes: Mapping[str, Sequence[tuple[State, State]]], recompute: Recompute,
+) -> list[Segment]:  # fmt: skip
+    """The segments of a plan, with the reshard steps where lowering makes them: before the first op that wants them."""
+    number = numbered(graph, recompute)
+    found = [Segment() for _ in recompute]
+    made_in: dict[Value, int] = {}
+    before: dict[Ref, dict[State, State]] = {}
+    for i, node in enumerate(graph.nodes if recompute else ()):
+        if node.kind != "op":
+            continue
+        k = number.get(i, -1)
+        rule = rules[i]
+        for ref, state in zip(node.refs, chosen[i].ins, strict=True):
+            if ref not in before:
+                before[ref] = {dst: src for src, dst in routes.get(route_key(graph, ref), ())}
+            chain = []
+            while (ref, state) not in made_in and state in before[ref]:
+                chain.append((ref, before[ref][state], state))
+                state = before[ref][state]
+            made_in.update(((ref, dst), k) for _, _, dst in chain)
+            if k < 0:
+                continue
+            if made_in.get((ref, state), number.get(ref.node, -1)) != k:
+                found[k].inputs[ref, state] = None
+            for _, src, dst in reversed(chain):
+                found[k].steps.append((ref, src, dst))
+                if not _is_same_memory(src, dst) or (ref, src) in found[k].own:
+                    found[k].own.add((ref, dst))
+        if k >= 0:
+            found[k].ops.append(i)
+            found[k].active |= _keeps(graph, rules, i)
+            view = rule is not None and rule.kind == "none" and len(node.outs) == 1 and bool(node.refs)
+            if not view or (node.refs[0], chosen[i].ins[0]) in found[k].own:
+                refs = [Ref(i, out) for out, spec in enumerate(node.outs) if spec is not None]
+                found[k].own.update(zip(refs, chosen[i].outs, strict=True))
+    return found
+
+
+def _is_same_memory(src: State, dst: State) -> bool:
+    a, b = next((a, b) for a, b in zip(src, dst, strict=True) if a != b)
+    return {a, b} == {"I", "R"}
+
+
+def seconds_again(
+    graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, chosen: Mapping[int, Strategy],
+    segments: Sequence[Segment],
+) -> tuple[float, float]:  # fmt: skip
+    """``(compute, collectives)``: seconds a microbatch that the segments' second forwards take."""
+    compute = moved = 0.0
+    memo: dict[object, tuple[float, float]] = {}
+    for segment in segments:
+        if not segment.active:
+            continue
+        for i in segment.ops:
+            rule = rules[i]
+            assert rule is not None
+            key = (id(rule), chosen[i].names)
+            if key not in memo:
+                memo[key] = pricer.forward(graph, graph.nodes[i], rule, chosen[i])
+            compute += memo[key][0]
+            moved += memo[key][1]
+        for ref, src, dst in segment.steps:
+            moved += pricer.step_parts(graph.spec(ref), False, src, dst)[0]
+    return compute, moved
+
+
+__all__ = [
+    "Recompute", "Segment", "contents", "is_asked", "numbered", "patterns_in", "seconds_again", "segment",
+    "segments_of",
+]  # fmt: skip
