@@ -27,7 +27,7 @@ from autopar.graph import Graph
 from autopar.lower.emit import Program, lower, used_shape
 from autopar.lower.segments import again_in_backward
 from autopar.placements import local_shape, step_collectives
-from autopar.plan import Plan
+from autopar.plan import StagePlan
 from autopar.rules.notation import Rule
 from autopar.rules.pieces import fake_world
 from autopar.rules.registry import rules_of
@@ -110,7 +110,7 @@ def _groups() -> Mapping[str, Any]:
     return {distributed_c10d._world.pg_names[pg]: pg for pg in distributed_c10d._world.pg_names}
 
 
-def check(plan: Plan, graph: Graph, cluster: Cluster, *, tolerance: float = 0.01) -> Report:
+def check(plan: StagePlan, graph: Graph, cluster: Cluster, *, tolerance: float = 0.01) -> Report:
     """Certify a plan. The process must not be in a process group: a fake one is made.
 
     Args:
@@ -134,7 +134,7 @@ def check(plan: Plan, graph: Graph, cluster: Cluster, *, tolerance: float = 0.01
 
 def _recount(
     program: Program,
-    plan: Plan,
+    plan: StagePlan,
     graph: Graph,
     device: Any,
     measured: Measured | None,
@@ -280,7 +280,7 @@ class _Priced(torch.fx.Interpreter):
         return seconds * (2 if result.requires_grad and backward is None and not self.again else 1)
 
 
-def _stored(plan: Plan, graph: Graph, report: Report) -> None:
+def _stored(plan: StagePlan, graph: Graph, report: Report) -> None:
     for _, node in graph.of_kind("param"):
         n = prod(local_shape(node.out.shape, plan.params[node.target].stored, plan.mesh))
         report.parameter_bytes += n * node.out.item_bytes
@@ -289,7 +289,9 @@ def _stored(plan: Plan, graph: Graph, report: Report) -> None:
             report.optimizer_bytes += optimizer_state_bytes(plan.optimizer, n, node.out.item_bytes, 1)
 
 
-def _parameters(plan: Plan, graph: Graph, axes: Mapping[str, AxisCost], bucket_bytes: float, report: Report) -> None:
+def _parameters(
+    plan: StagePlan, graph: Graph, axes: Mapping[str, AxisCost], bucket_bytes: float, report: Report
+) -> None:
     """Collectives between stored and used placements: how often each is made in a step follows from its lifetime."""
     for _, node in graph.of_kind("param"):
         choice, state = plan.params[node.target], list(plan.params[node.target].stored)
@@ -311,7 +313,7 @@ def _parameters(plan: Plan, graph: Graph, axes: Mapping[str, AxisCost], bucket_b
                     report.collectives[name, f"parameter {kind}"] += times
 
 
-def _claims(plan: Plan, report: Report, tolerance: float) -> None:
+def _claims(plan: StagePlan, report: Report, tolerance: float) -> None:
     for what in ("parameter_bytes", "gradient_bytes", "optimizer_bytes"):
         mine, theirs = getattr(report, what), getattr(plan.price, what)
         if mine != theirs:

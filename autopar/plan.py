@@ -109,8 +109,8 @@ class Solution:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Decisions for one model on one mesh.
+class StagePlan:
+    """Decisions for one graph on one mesh: a stage, or a model that is not cut into stages.
 
     Attributes:
         fingerprint: of the graph that this plan is for.
@@ -154,7 +154,7 @@ class Plan:
         """What one microbatch keeps from its forward to its backward."""
         return (self.price.activation_bytes - self.price.again_bytes) // self.in_flight
 
-    def with_in_flight(self, n: int) -> Plan:
+    def with_in_flight(self, n: int) -> StagePlan:
         """The same decisions where ``n`` microbatches are in flight."""
         if n == self.in_flight:
             return self
@@ -167,6 +167,10 @@ class Plan:
         for _, size in self.mesh:
             n *= size
         return n
+
+
+Plan = StagePlan
+"""Until plans on one mesh and pipelined plans are one class."""
 
 
 def route_key(graph: Graph, ref: Ref) -> str:

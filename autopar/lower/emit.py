@@ -26,7 +26,7 @@ from autopar.lower.code import code_of
 from autopar.lower.collectives import FRESH, step
 from autopar.lower.segments import with_segments
 from autopar.placements import Mesh, State, format_state, local_shape
-from autopar.plan import Plan, route_key
+from autopar.plan import StagePlan, route_key
 from autopar.planner.intra_op.recompute import numbered
 from autopar.planner.intra_op.space import Strategy, combine, node_options
 from autopar.rules.local import Seed, local_call
@@ -97,7 +97,7 @@ def strategy_of(graph: Graph, node: Node, rule: Rule, names: tuple[str, ...], me
     return combine([options[name] for name in names])
 
 
-def lower(graph: Graph, plan: Plan, device: str | torch.device = "cpu") -> Program:
+def lower(graph: Graph, plan: StagePlan, device: str | torch.device = "cpu") -> Program:
     """Make the program of ``plan``.
 
     Raises:
@@ -112,7 +112,7 @@ def lower(graph: Graph, plan: Plan, device: str | torch.device = "cpu") -> Progr
 
 
 class _Emitter:
-    def __init__(self, graph: Graph, plan: Plan, device: torch.device) -> None:
+    def __init__(self, graph: Graph, plan: StagePlan, device: torch.device) -> None:
         self.graph, self.plan, self.device = graph, plan, device
         self.mesh = plan.mesh
         self.fx = torch.fx.Graph()

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.graph import Graph
-from autopar.plan import Plan
+from autopar.plan import StagePlan
 from autopar.planner.intra_op.price import Pricer, pricer
 from autopar.planner.intra_op.space import combine, node_options
 from autopar.rules.registry import rules_of
 from hardware_profiles import Cluster
 
 
-def shares(graph: Graph, plan: Plan, priced: Pricer) -> tuple[float, float]:
+def shares(graph: Graph, plan: StagePlan, priced: Pricer) -> tuple[float, float]:
     """``(measured, computed)`` seconds of a microbatch's ops, forward and backward."""
     measured = computed = 0.0
     for node, rule in zip(graph.nodes, rules_of(graph), strict=True):
@@ -25,7 +25,7 @@ def shares(graph: Graph, plan: Plan, priced: Pricer) -> tuple[float, float]:
 
 
 def coverage(
-    graphs: Sequence[Graph], plans: Sequence[Plan], cluster: Cluster, devices: Sequence[tuple[int, ...] | None]
+    graphs: Sequence[Graph], plans: Sequence[StagePlan], cluster: Cluster, devices: Sequence[tuple[int, ...] | None]
 ) -> dict[str, float | str] | None:
     """What a profile knew of a plan (of all stages of a pipelined one); None without a profile."""
     if cluster.measured is None:

@@ -12,7 +12,7 @@ from typing import Any
 from autopar.graph import Graph, Ref
 from autopar.lower.emit import strategy_of
 from autopar.placements import State, format_state, local_shape, step_collectives
-from autopar.plan import Plan, route_key
+from autopar.plan import StagePlan, route_key
 from autopar.planfile.patterns import compress
 from autopar.planner.intra_op import params as P
 from autopar.planner.intra_op.fold import fold
@@ -83,7 +83,7 @@ class ParamRow:
     seconds: float
 
 
-def op_row(graph: Graph, plan: Plan, priced: Pricer, i: int, rules: Sequence[Any], label: str) -> OpRow:
+def op_row(graph: Graph, plan: StagePlan, priced: Pricer, i: int, rules: Sequence[Any], label: str) -> OpRow:
     """The row of node ``i``."""
     node, rule = graph.nodes[i], rules[i]
     strategy = strategy_of(graph, node, rule, plan.ops[node.name], plan.mesh)
@@ -118,7 +118,7 @@ def _collective(kind: str, axis: str, backward: bool, n_bytes: int) -> Collectiv
     return {"kind": kind, "axis": axis, "pass": "backward" if backward else "forward", "bytes": n_bytes}
 
 
-def step_rows(plan: Plan, spec: Any, grad: bool, a: State, b: State) -> list[Collective]:
+def step_rows(plan: StagePlan, spec: Any, grad: bool, a: State, b: State) -> list[Collective]:
     """The collectives of one reshard step, forward and backward."""
     axis = next(k for k in range(len(a)) if a[k] != b[k])
     name, size = plan.mesh[axis]
@@ -133,7 +133,7 @@ def step_rows(plan: Plan, spec: Any, grad: bool, a: State, b: State) -> list[Col
     return found
 
 
-def block_rows(graph: Graph, plan: Plan, priced: Pricer, *, every: bool = False) -> list[BlockRows]:
+def block_rows(graph: Graph, plan: StagePlan, priced: Pricer, *, every: bool = False) -> list[BlockRows]:
     """The ops of a plan, equal blocks once.
 
     Args:
@@ -183,7 +183,7 @@ def block_rows(graph: Graph, plan: Plan, priced: Pricer, *, every: bool = False)
     return result
 
 
-def _arrival(graph: Graph, plan: Plan, priced: Pricer, i: int) -> OpRow | None:
+def _arrival(graph: Graph, plan: StagePlan, priced: Pricer, i: int) -> OpRow | None:
     """The row of an input, buffer or parameter with reshards; None for any other node."""
     node = graph.nodes[i]
     route = plan.routes.get(route_key(graph, Ref(i)), ()) if node.kind != "op" else ()
@@ -198,7 +198,7 @@ def _arrival(graph: Graph, plan: Plan, priced: Pricer, i: int) -> OpRow | None:
     )  # fmt: skip
 
 
-def _alike(graph: Graph, plan: Plan, a: Sequence[int], b: Sequence[int]) -> bool:
+def _alike(graph: Graph, plan: StagePlan, a: Sequence[int], b: Sequence[int]) -> bool:
     for i, j in zip(a, b, strict=True):
         if plan.ops[graph.nodes[i].name] != plan.ops[graph.nodes[j].name]:
             return False
@@ -232,7 +232,7 @@ def _within(label: str, block: str) -> str:
     return label
 
 
-def param_rows(graph: Graph, plan: Plan, priced: Pricer) -> list[ParamRow]:
+def param_rows(graph: Graph, plan: StagePlan, priced: Pricer) -> list[ParamRow]:
     """The parameters of a plan; those of equal name (but for numbers), shape and choice share a row."""
     nodes = {node.target: node for _, node in graph.of_kind("param")}
     kinds = {name: (node.out.shape, node.out.dtype, node.needs_grad, plan.params[name]) for name, node in nodes.items()}
@@ -261,7 +261,7 @@ def param_rows(graph: Graph, plan: Plan, priced: Pricer) -> list[ParamRow]:
     return rows
 
 
-def totals(plan: Plan) -> dict[str, Any]:
+def totals(plan: StagePlan) -> dict[str, Any]:
     """Seconds and bytes of a step on one rank."""
     p = plan.price
     return {
@@ -276,7 +276,7 @@ def totals(plan: Plan) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def collective_counts(plan: Plan, graph: Graph, priced: Pricer) -> dict[str, int]:
+def collective_counts(plan: StagePlan, graph: Graph, priced: Pricer) -> dict[str, int]:
     """``{"all_reduce over tensor": 48}``: how many collectives of each kind a step makes, parameters included."""
     rules, labels = rules_of(graph), op_labels(graph)
     counts: dict[str, int] = {}
@@ -304,20 +304,20 @@ def collective_counts(plan: Plan, graph: Graph, priced: Pricer) -> dict[str, int
     return dict(sorted(counts.items()))
 
 
-def recomputed(graph: Graph, plan: Plan) -> list[str]:
+def recomputed(graph: Graph, plan: StagePlan) -> list[str]:
     """``layers.0.q:linear to layers.0.norm:layer_norm`` of every segment that runs again in the backward."""
     labels = op_labels(graph)
     return [f"{labels[first]} to {labels[last]}" for first, last in plan.recompute]
 
 
-def recomputed_seconds(graph: Graph, plan: Plan, priced: Pricer) -> float:
+def recomputed_seconds(graph: Graph, plan: StagePlan, priced: Pricer) -> float:
     """What the second forwards of these segments take in a step; the rows of ops are without it."""
     rules, chosen = rules_of(graph), _chosen(graph, plan)
     segments = contents(graph, rules, chosen, plan.routes, plan.recompute)
     return plan.microbatches * sum(seconds_again(graph, rules, priced, chosen, segments))
 
 
-def _chosen(graph: Graph, plan: Plan) -> dict[int, Strategy]:
+def _chosen(graph: Graph, plan: StagePlan) -> dict[int, Strategy]:
     """The strategies of a plan with segments; nothing for others, which need none."""
     rules = rules_of(graph)
     return {

@@ -8,7 +8,7 @@ from typing import Any
 from autopar.graph import Graph
 from autopar.pipeline import PipelinePlan, StageChoice
 from autopar.placements import format_state
-from autopar.plan import Plan
+from autopar.plan import StagePlan
 from autopar.planfile.form import format_mesh
 from autopar.planfile.patterns import compress
 from autopar.planfile.write import written
@@ -20,7 +20,7 @@ from cost_models.pipeline import Action, Schedule
 Row = tuple[str, Any, Any]
 
 
-def as_pipeline(graph: Graph, plan: Plan) -> PipelinePlan:
+def as_pipeline(graph: Graph, plan: StagePlan) -> PipelinePlan:
     """A plan without pipeline as one of one stage."""
     row = tuple(Action(0, kind, k) for k in range(plan.microbatches) for kind in "FB")
     first = graph.nodes[hot_ops(graph)[0]].name

@@ -9,7 +9,7 @@ from math import isinf
 from autopar.graph import Graph, Ref
 from autopar.lower.emit import strategy_of
 from autopar.placements import State
-from autopar.plan import ParamChoice, Plan, route_key
+from autopar.plan import ParamChoice, StagePlan, route_key
 from autopar.planner.intra_op import params as P
 from autopar.planner.intra_op.complete import needs
 from autopar.planner.intra_op.mesh_plan import matches, op_labels
@@ -49,7 +49,7 @@ def find_ops(graph: Graph, pattern: str) -> list[int]:
     return [i for i, node in enumerate(graph.nodes) if node.kind == "op" and matches(pattern, node, labels[node.name])]
 
 
-def alternatives(graph: Graph, plan: Plan, priced: Pricer, i: int) -> list[Alternative]:
+def alternatives(graph: Graph, plan: StagePlan, priced: Pricer, i: int) -> list[Alternative]:
     """Every strategy of node ``i``, cheapest first."""
     rules = rules_of(graph)
     node, rule, mesh = graph.nodes[i], rules[i], plan.mesh
@@ -81,7 +81,7 @@ def alternatives(graph: Graph, plan: Plan, priced: Pricer, i: int) -> list[Alter
 
 
 def _route_seconds(
-    graph: Graph, plan: Plan, priced: Pricer, ref: Ref, made: State, goals: Mapping[State, None], same: bool
+    graph: Graph, plan: StagePlan, priced: Pricer, ref: Ref, made: State, goals: Mapping[State, None], same: bool
 ) -> float:
     node, spec = graph.nodes[ref.node], graph.spec(ref)
     grad = node.needs_grad and spec.is_float
@@ -92,7 +92,7 @@ def _route_seconds(
 
 
 def _params(
-    graph: Graph, plan: Plan, priced: Pricer, i: int, strategy: Strategy, owned: Mapping[int, ParamChoice]
+    graph: Graph, plan: StagePlan, priced: Pricer, i: int, strategy: Strategy, owned: Mapping[int, ParamChoice]
 ) -> tuple[dict[int, ParamChoice], float, int]:
     """``(choice, seconds, stored bytes)`` of the parameters that node ``i`` reads, kept as the strategy likes best.
 

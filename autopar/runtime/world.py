@@ -19,7 +19,7 @@ from autopar.graph import Graph
 from autopar.lower.collectives import step
 from autopar.lower.emit import Program
 from autopar.placements import Mesh, State, coordinates, path
-from autopar.plan import ParamChoice, Plan
+from autopar.plan import ParamChoice, StagePlan
 from autopar.rules.pieces import fake_world, join, piece
 from autopar.staging import StageGraph
 from cost_models.pipeline.actions import Action, Schedule
@@ -50,7 +50,7 @@ class WorldStep:
 
 def run_step(
     graph: Graph,
-    plan: Plan,
+    plan: StagePlan,
     program: Program,
     weights: Mapping[str, torch.Tensor],
     buffers: Mapping[str, torch.Tensor],
@@ -156,7 +156,7 @@ def _same_copies(pieces: Sequence[torch.Tensor], state: State, mesh: Mesh, name:
 
 
 def pipeline_step(
-    graphs: Sequence[StageGraph], plans: Sequence[Plan], programs: Sequence[Program], schedule: Schedule,
+    graphs: Sequence[StageGraph], plans: Sequence[StagePlan], programs: Sequence[Program], schedule: Schedule,
     weights: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
     microbatches: Sequence[Mapping[str, torch.Tensor]], loss: int, *, seeds: Sequence[int],
 ) -> WorldStep:  # fmt: skip

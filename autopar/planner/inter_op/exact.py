@@ -18,7 +18,7 @@ from autopar.errors import InfeasibleError
 from autopar.graph import Graph
 from autopar.pipeline import PipelinePlan, StageChoice
 from autopar.placements import Mesh
-from autopar.plan import Plan
+from autopar.plan import StagePlan
 from autopar.planner.inter_op.blocks import Block, blocks
 from autopar.planner.inter_op.order import SEARCHED, START, better_order
 from autopar.planner.inter_op.stage_pins import of_stage
@@ -117,7 +117,7 @@ class ExactPlans:
     n_devices: int
     asked: PipelineOptions
     cluster_name: str
-    _plans: dict[tuple[object, ...], dict[int, tuple[Graph, Plan]]] = field(default_factory=dict, init=False)
+    _plans: dict[tuple[object, ...], dict[int, tuple[Graph, StagePlan]]] = field(default_factory=dict, init=False)
 
     @cached_property
     def blocks(self) -> list[Block]:
@@ -277,14 +277,14 @@ class ExactPlans:
     def _fitting(
         self, stage: StageGraph, candidate: Candidate, mesh: Mesh, options: Options, devices: tuple[int, ...],
         exact: bool = False, thorough: bool = False,
-    ) -> Plan:  # fmt: skip
+    ) -> StagePlan:  # fmt: skip
         """The plan of a stage with as many blocks recomputed as the estimate says; with all of them if that is not
         enough; or (``thorough``), where memory binds, with the number of them at which the stage is fastest."""
         blocks = self._segments(stage, candidate)
         n = candidate.recomputed[stage.number] if candidate.recomputed else 0
         free = self.asked.may_recompute and not is_asked(self.graph, self.asked.options.recompute)
         failed: InfeasibleError | Beaten | None = None
-        plans: dict[int, Plan | None] = {}
+        plans: dict[int, StagePlan | None] = {}
 
         def seconds(count: int) -> float:
             """What the plan with so many blocks recomputed would make of a step if all stages took as long; infinite
@@ -328,7 +328,7 @@ class ExactPlans:
 
     def _stage_plan(
         self, graph: Graph, mesh: Mesh, options: Options, devices: tuple[int, ...], exact: bool = False
-    ) -> Plan:
+    ) -> StagePlan:
         """The plan of a stage; stages alike in all but names, on devices alike, are solved once.
 
         A plan for more microbatches in flight serves for fewer too, if its memory does not bind; where it does, it is
@@ -374,12 +374,12 @@ def _is_pinned(options: Options) -> bool:
     return bool(options.constraints or options.params or options.inputs or options.outputs)
 
 
-def _pace(plan: Plan) -> float:
+def _pace(plan: StagePlan) -> float:
     """Seconds of a microbatch, forward and backward."""
     return (plan.price.compute_seconds + plan.price.activation_seconds) / plan.microbatches
 
 
-def _is_free(plan: Plan) -> bool:
+def _is_free(plan: StagePlan) -> bool:
     """Whether a plan is the optimum, and would be with more memory too."""
     return plan.solution is not None and plan.solution.status == "optimal" and not plan.solution.binds
 

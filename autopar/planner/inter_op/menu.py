@@ -13,7 +13,7 @@ from functools import cached_property
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
 from autopar.placements import Mesh
-from autopar.plan import Plan
+from autopar.plan import StagePlan
 from autopar.planner.inter_op.blocks import Block
 from autopar.planner.inter_op.phases import phases
 from autopar.planner.intra_op.ilp import PRICES
@@ -79,12 +79,12 @@ class Menus:
     options: Options
     recompute: bool
     rare: frozenset[tuple[int, ...]] = frozenset()
-    decided: dict[tuple[object, ...], list[Plan]] = field(default_factory=dict)
+    decided: dict[tuple[object, ...], list[StagePlan]] = field(default_factory=dict)
     share: bool = False
     _graphs: dict[tuple[int, ...], Graph] = field(default_factory=dict)
     _known: dict[tuple[object, ...], tuple[Way, ...]] = field(default_factory=dict)
     _begun: dict[tuple[object, ...], PlansByMemory] = field(default_factory=dict)
-    _fastest: dict[tuple[object, ...], Plan] = field(default_factory=dict)  # by kind and mesh
+    _fastest: dict[tuple[object, ...], StagePlan] = field(default_factory=dict)  # by kind and mesh
 
     def ways(self, block: Block, mesh: Mesh, devices: Sequence[int] | None = None) -> tuple[Way, ...]:
         """From the fastest to the smallest, those that keep what they need first.
@@ -129,8 +129,8 @@ class Menus:
         return key in self._known
 
     def _again(
-        self, block: Block, mesh: Mesh, devices: Sequence[int] | None, plans: Sequence[Plan]
-    ) -> list[Plan] | None:
+        self, block: Block, mesh: Mesh, devices: Sequence[int] | None, plans: Sequence[StagePlan]
+    ) -> list[StagePlan] | None:
         graph = self._graph(block)
         return priced_again(graph, self.cluster, mesh, self._options(graph), plans, devices=devices)
 
@@ -162,7 +162,7 @@ class Menus:
         )  # fmt: skip
 
     def _ways(
-        self, graph: Graph, plans: Sequence[Plan], mesh: Mesh, devices: Sequence[int] | None
+        self, graph: Graph, plans: Sequence[StagePlan], mesh: Mesh, devices: Sequence[int] | None
     ) -> tuple[Way, ...]:
         priced = pricer(self.cluster, mesh, devices)
         plain, again = [], []

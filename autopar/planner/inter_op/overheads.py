@@ -18,7 +18,7 @@ from math import prod
 
 from autopar.graph import Graph, Ref
 from autopar.placements import State, local_shape
-from autopar.plan import Plan
+from autopar.plan import StagePlan
 from autopar.planner.intra_op.price import Pricer
 from autopar.planner.intra_op.space import Strategy
 from cost_models.measured import between
@@ -37,7 +37,7 @@ class Extra:
     summed_seconds: float
 
 
-def extra_of(graph: Graph, plan: Plan, pricer: Pricer, chosen: Mapping[int, Strategy]) -> Extra:
+def extra_of(graph: Graph, plan: StagePlan, pricer: Pricer, chosen: Mapping[int, Strategy]) -> Extra:
     """What the executor adds to a stage.
 
     Args:
@@ -76,7 +76,7 @@ def extra_of(graph: Graph, plan: Plan, pricer: Pricer, chosen: Mapping[int, Stra
     )  # fmt: skip
 
 
-def _made(plan: Plan, graph: Graph, ref: Ref, chosen: Mapping[int, Strategy]) -> State:
+def _made(plan: StagePlan, graph: Graph, ref: Ref, chosen: Mapping[int, Strategy]) -> State:
     """The state in which a tensor is made."""
     node = graph.nodes[ref.node]
     if node.kind == "param":

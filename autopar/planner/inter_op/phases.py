@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.graph import Graph, Ref
-from autopar.plan import Plan, route_key
+from autopar.plan import StagePlan, route_key
 from autopar.planner.inter_op.overheads import extra_of
 from autopar.planner.intra_op.price import Pricer
 from autopar.planner.intra_op.recompute import contents, seconds_again
@@ -41,7 +41,7 @@ class Phases:
         return self.input_seconds + self.weight_seconds - self.split_seconds
 
 
-def phases(graph: Graph, plan: Plan, pricer: Pricer) -> Phases:
+def phases(graph: Graph, plan: StagePlan, pricer: Pricer) -> Phases:
     """The phases of a plan; their sum over a step is the plan's price, and what a profile knows beside it."""
     forward = total = weights = 0.0
     rules = rules_of(graph)
@@ -79,7 +79,7 @@ def phases(graph: Graph, plan: Plan, pricer: Pricer) -> Phases:
 
 
 def _with_overheads(
-    found: Phases, graph: Graph, rules: Sequence[Rule | None], plan: Plan, pricer: Pricer,
+    found: Phases, graph: Graph, rules: Sequence[Rule | None], plan: StagePlan, pricer: Pricer,
     chosen: Mapping[int, Strategy],
 ) -> Phases:  # fmt: skip
     """The phases with what the executor does beside the ops, and with halves as they were measured."""

@@ -22,7 +22,7 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.graph import Graph
 from autopar.pipeline import PipelinePlan
 from autopar.placements import Mesh, mesh_shapes
-from autopar.plan import Plan
+from autopar.plan import StagePlan
 from autopar.planner.inter_op import trial
 from autopar.planner.inter_op.blocks import Block
 from autopar.planner.inter_op.equal import FAR, NEAR, Equal
@@ -136,7 +136,7 @@ def _promising(searches: Sequence[_Search]) -> list[tuple[_Search, Candidate]]:
     if len(searches) == 1 or searches[0].asked.starts is not None:
         return [(s, c) for s in searches for c in s.candidates()]
     if searches[0].n_devices > SMALL:
-        decided: dict[tuple[object, ...], list[Plan]] = {}
+        decided: dict[tuple[object, ...], list[StagePlan]] = {}
         for search in searches:
             search.decided = decided
     found: list[tuple[float, int, _Search, Candidate]] = []
@@ -192,7 +192,7 @@ class _Search(ExactPlans):
 
     infeasible: InfeasibleError | None = None
     fastest: Mapping[tuple[int, Mesh], float] = field(default_factory=dict)
-    decided: dict[tuple[object, ...], list[Plan]] = field(default_factory=dict)
+    decided: dict[tuple[object, ...], list[StagePlan]] = field(default_factory=dict)
 
     def candidates(
         self, floors: Mapping[tuple[int, Mesh], float] | None = None, best_known: float = inf, far: float = FAR

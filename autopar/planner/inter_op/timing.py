@@ -9,7 +9,7 @@ from functools import lru_cache
 from autopar.graph import Spec
 from autopar.pipeline import StageChoice
 from autopar.placements import State, path
-from autopar.plan import Plan
+from autopar.plan import StagePlan
 from autopar.planner.inter_op.phases import phases
 from autopar.planner.intra_op.price import pricer
 from autopar.staging import StageGraph
@@ -50,7 +50,7 @@ def timing_of(
     return timing, max(sum(own[s].step_seconds for s in held) for held in schedule.stages_of_rank)
 
 
-def _static_bytes(plans: Sequence[Plan]) -> float:
+def _static_bytes(plans: Sequence[StagePlan]) -> float:
     """What a group's stages hold all the time, and the segment that runs again: one at a time."""
     held = sum(p.price.memory_bytes - p.price.activation_bytes for p in plans)
     return held + max(p.price.again_bytes for p in plans)

@@ -9,7 +9,7 @@ import hashlib
 from dataclasses import replace
 
 from autopar.graph import Graph, Ref
-from autopar.plan import Plan, route_key
+from autopar.plan import StagePlan, route_key
 
 
 def structure(graph: Graph) -> str:
@@ -25,7 +25,7 @@ def structure(graph: Graph) -> str:
     return digest.hexdigest()
 
 
-def transplant(plan: Plan, source: Graph, target: Graph) -> Plan:
+def transplant(plan: StagePlan, source: Graph, target: Graph) -> StagePlan:
     """The plan of ``source`` for ``target``, which has the same :func:`structure`."""
     nodes = list(zip(source.nodes, target.nodes, strict=True))
     ops = {a.name: b.name for a, b in nodes if a.kind == "op"}

@@ -9,7 +9,7 @@ from autopar.capture.graph.pruning import has_effect
 from autopar.errors import PlanError
 from autopar.graph import Graph, Node, Ref, Spec
 from autopar.placements import State, format_state
-from autopar.plan import ParamChoice, Plan, Price, route_key
+from autopar.plan import ParamChoice, Price, StagePlan, route_key
 from autopar.planner.intra_op import params as P
 from autopar.planner.intra_op.price import Pricer
 from autopar.planner.intra_op.recompute import Recompute, Segment, contents, seconds_again
@@ -150,7 +150,7 @@ def complete(
     microbatches: int = 1,
     in_flight: int = 1,
     recompute: Recompute = (),
-) -> Plan:
+) -> StagePlan:
     """The plan of the given decisions, with routes and price.
 
     Args:
@@ -196,7 +196,7 @@ def complete(
     segments = contents(graph, rules, chosen, routes, recompute)
     price = _price(graph, rules, pricer, chosen, owned, seconds, optimizer, microbatches, in_flight, segments)
     names_of = {key: s.names for key, s in {id(s): s for s in chosen.values()}.items()}  # blocks share strategies
-    return Plan(
+    return StagePlan(
         graph.fingerprint, cluster, mesh,
         {node.name: names_of[id(chosen[i])] for i, node in enumerate(graph.nodes) if node.kind == "op"},
         {graph.nodes[i].target: choice for i, choice in owned.items()},

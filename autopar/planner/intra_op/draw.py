@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from autopar.errors import PlanError
 from autopar.graph import Graph, Ref, Spec
 from autopar.placements import Mesh, State, fits
-from autopar.plan import ParamChoice, Plan
+from autopar.plan import ParamChoice, StagePlan
 from autopar.planner.intra_op import params as P
 from autopar.planner.intra_op.complete import complete
 from autopar.planner.intra_op.price import Pricer
@@ -20,7 +20,7 @@ from autopar.rules.notation import Rule
 def random_plan(
     graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, seed: int, *, attempts: int = 50,
     recompute: Recompute = (),
-) -> Plan:  # fmt: skip
+) -> StagePlan:  # fmt: skip
     """A feasible plan with every decision drawn at random: ops (cold ones too), parameters and lifetimes.
 
     Raises:

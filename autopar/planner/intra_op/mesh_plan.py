@@ -11,7 +11,7 @@ from autopar.collection import uncollected
 from autopar.errors import InfeasibleError, MeshError, PlanError
 from autopar.graph import Graph, Node, Ref
 from autopar.placements import Mesh, State, fits, format_state
-from autopar.plan import LIFETIMES, ParamChoice, Plan, Solution
+from autopar.plan import LIFETIMES, ParamChoice, Solution, StagePlan
 from autopar.planner.intra_op import ilp
 from autopar.planner.intra_op.build import Builder, Decoder
 from autopar.planner.intra_op.complete import complete
@@ -92,7 +92,7 @@ def matches(pattern: str, node: Node, label: str) -> bool:
 def plan_graph(
     graph: Graph, cluster: Cluster, mesh: Mesh, options: Options | None = None, *, cluster_name: str = "",
     devices: Sequence[int] | None = None,
-) -> Plan:  # fmt: skip
+) -> StagePlan:  # fmt: skip
     """The cheapest plan of a graph on a mesh: of the cluster's first devices, or of those given, in row-major order.
 
     Raises:
@@ -136,12 +136,12 @@ class PlansByMemory:
         )  # fmt: skip
 
     @uncollected()
-    def fastest(self) -> Plan:
+    def fastest(self) -> StagePlan:
         """The fastest plan: for less than a third of what all of them cost to find."""
         return self._plan(self.program.hull(())[0])
 
     @uncollected()
-    def every(self, prices: Sequence[float] = ilp.PRICES) -> list[Plan]:
+    def every(self, prices: Sequence[float] = ilp.PRICES) -> list[StagePlan]:
         """All of them, the fastest first; prices as for :meth:`autopar.planner.intra_op.ilp.Program.hull`."""
         fastest, *others = self.program.hull(prices, PEAK_SHARE)
         found = [self._plan(fastest)]
@@ -152,16 +152,16 @@ class PlansByMemory:
                 continue
         return found
 
-    def _plan(self, choice: Choice) -> Plan:
+    def _plan(self, choice: Choice) -> StagePlan:
         decided = self.decoder.decode(choice.picked, self.setting.folding)
         return self.setting.realise((*decided, self.decoder.inputs(choice.picked)))
 
 
 @uncollected()
 def priced_again(
-    graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, plans: Sequence[Plan], *,
+    graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, plans: Sequence[StagePlan], *,
     devices: Sequence[int] | None = None,
-) -> list[Plan] | None:  # fmt: skip
+) -> list[StagePlan] | None:  # fmt: skip
     """The plans of a graph that differs from another in sizes only, decided as those of the other; None if the sizes
     do not allow it."""
     setting = _Setting(graph, cluster, mesh, options, "", devices)
@@ -220,7 +220,7 @@ class _Setting:
         pins.require(problem)
         return problem, decoder
 
-    def realise(self, decided: Decided) -> Plan:
+    def realise(self, decided: Decided) -> StagePlan:
         """The plan of what was decided."""
         ops, params, outputs, arriving = decided
         options = self.options
@@ -230,7 +230,7 @@ class _Setting:
             in_flight=options.in_flight, recompute=self.again,
         )  # fmt: skip
 
-    def decided_seconds(self, plan: Plan) -> float:
+    def decided_seconds(self, plan: StagePlan) -> float:
         """The seconds of a plan without the operators that follow demand, which the problem leaves out."""
         follow = 0.0
         for node, rule in zip(self.graph.nodes, self.rules, strict=True):
@@ -254,7 +254,7 @@ class _Solving:
     decoder: Decoder
     limit: float
 
-    def plan(self) -> Plan:
+    def plan(self) -> StagePlan:
         """The plan.
 
         Raises:
@@ -263,8 +263,8 @@ class _Solving:
         """
         limit, gap = self.limit, self.setting.options.memory_gap
         program = self._program(replace(self.problem, limit_bytes=limit if limit < float("inf") else None))
-        tried: list[Plan] = []
-        best: Plan | None = None
+        tried: list[StagePlan] = []
+        best: StagePlan | None = None
         bound = 0.0
         fits_at, too_much, target, refined = 0.0, limit, limit, 0
         for attempt in range(8):
@@ -310,13 +310,13 @@ class _Solving:
         options = self.setting.options
         return ilp.program(problem, time_limit_seconds=options.time_limit_seconds, solver=options.solver)
 
-    def _finish(self, choice: Choice) -> Plan:
+    def _finish(self, choice: Choice) -> StagePlan:
         decided = self.decoder.decode(choice.picked, self.setting.folding)
         plan = self.setting.realise((*decided, self.decoder.inputs(choice.picked)))
         said = Solution(choice.solver, choice.status, choice.objective, choice.gap, choice.binds)
         return replace(plan, solution=said)
 
-    def _smallest(self, tried: list[Plan], bound: float) -> Plan:
+    def _smallest(self, tried: list[StagePlan], bound: float) -> StagePlan:
         """The plan of the fewest bytes, when the limit was not met otherwise."""
         smallest = replace(
             self.problem,
@@ -332,7 +332,7 @@ class _Solving:
         return replace(plan, solution=_against(bound, replace(plan, solution=found), self.setting.options.memory_gap))
 
 
-def _against(bound: float, plan: Plan, gap: float) -> Solution:
+def _against(bound: float, plan: StagePlan, gap: float) -> Solution:
     """What the solver said of a plan, measured against a bound of the whole search."""
     said = plan.solution
     assert said is not None
@@ -348,7 +348,7 @@ def _by_bytes(item: Item) -> Item:
     )
 
 
-def _too_big(graph: Graph, fastest: Plan, tight: Plan, limit: float) -> str:
+def _too_big(graph: Graph, fastest: StagePlan, tight: StagePlan, limit: float) -> str:
     p = tight.price
     parts = sorted(
         [("parameters", p.parameter_bytes), ("gradients", p.gradient_bytes), ("optimizer state", p.optimizer_bytes),

@@ -15,7 +15,7 @@ from typing import Any
 
 from autopar.graph import Graph, Ref
 from autopar.placements import State
-from autopar.plan import ParamChoice, Plan, Solution
+from autopar.plan import ParamChoice, Solution, StagePlan
 from autopar.planner.intra_op import ilp
 from autopar.planner.intra_op.build import Decoder
 from autopar.planner.intra_op.fold import Fold
@@ -28,8 +28,8 @@ Decided = tuple[dict[int, Strategy], dict[int, ParamChoice], dict[int, State], d
 
 def mixture(
     graph: Graph, folding: Fold, program: ilp.Program | ilp.ByCbc, decoder: Decoder, limit: float,
-    realise: Callable[[Decided], Plan], seconds_of: Callable[[Plan], float], gap: float,
-) -> Plan | None:  # fmt: skip
+    realise: Callable[[Decided], StagePlan], seconds_of: Callable[[StagePlan], float], gap: float,
+) -> StagePlan | None:  # fmt: skip
     """A mixture within the limit, its gap measured against the relaxation; None if there is none.
 
     Args:
@@ -42,7 +42,7 @@ def mixture(
     cuts = boundaries(graph, folding)
     if not cuts:
         return None
-    best: Plan | None = None
+    best: StagePlan | None = None
     for faster, smaller in program.pairs():
         if smaller.gap <= gap:
             return None  # all blocks alike are good enough
@@ -56,21 +56,21 @@ def mixture(
 
 def _between(
     graph: Graph, folding: Fold, decoder: Decoder, pair: tuple[Choice, Choice], cuts: Sequence[int], limit: float,
-    realise: Callable[[Decided], Plan], seconds_of: Callable[[Plan], float], gap: float,
-) -> Plan | None:  # fmt: skip
+    realise: Callable[[Decided], StagePlan], seconds_of: Callable[[StagePlan], float], gap: float,
+) -> StagePlan | None:  # fmt: skip
     """The best mixture of two choices; None if none fits."""
     faster, smaller = pair
     guess = _guess(faster, smaller, limit, len(cuts))
-    best: Plan | None = None
+    best: StagePlan | None = None
     for first in (True, False):  # whether the smaller choice comes first
 
         @cache
-        def plan_at(k: int, first: bool = first) -> Plan:
+        def plan_at(k: int, first: bool = first) -> StagePlan:
             cut = cuts[k] if first else ([0, *cuts[:-1]])[len(cuts) - 1 - k]
             one, other = (smaller, faster) if first else (faster, smaller)
             return realise(_mixed(graph, decoder, folding, one, other, cut))
 
-        def fits(k: int, plan_at: Callable[[int], Plan] = plan_at) -> bool:
+        def fits(k: int, plan_at: Callable[[int], StagePlan] = plan_at) -> bool:
             return plan_at(k).price.memory_bytes <= limit
 
         if fits(guess) and seconds_of(plan_at(guess)) * (1 - gap) <= smaller.bound:

@@ -14,7 +14,7 @@ from math import prod
 
 from autopar.graph import Graph, Spec
 from autopar.placements import Mesh, State, fits, local_shape, path, step_collectives
-from autopar.plan import ParamChoice, Plan
+from autopar.plan import ParamChoice, StagePlan
 from autopar.planner.intra_op.price import Pricer
 from cost_models import AxisCost, optimizer_state_bytes
 
@@ -129,7 +129,7 @@ def cheapest(options: Sequence[tuple[float, float]], keep_memory: bool) -> list[
     return kept
 
 
-def peak_bytes(graph: Graph, plan: Plan, pricer: Pricer) -> int:
+def peak_bytes(graph: Graph, plan: StagePlan, pricer: Pricer) -> int:
     """Of a plan's bytes, those of copies that are gathered for one use."""
     nodes = {node.target: node for _, node in graph.of_kind("param")}
     return max(

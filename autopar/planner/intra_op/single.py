@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from autopar.graph import Graph, Ref
 from autopar.placements import Mesh
-from autopar.plan import ParamChoice, Plan, route_key
+from autopar.plan import ParamChoice, StagePlan, route_key
 
 
-def one_device(graph: Graph) -> Plan:
+def one_device(graph: Graph) -> StagePlan:
     """The plan for a mesh of one device.
 
     What is whole with a whole gradient may also be read where no gradient comes back, and the other way round (a value
@@ -16,7 +16,7 @@ def one_device(graph: Graph) -> Plan:
     steps = ((("I",), ("R",)), (("R",), ("I",)))
     routes = {route_key(graph, Ref(i, k)): steps for i, n in enumerate(graph.nodes) for k in range(len(n.outs))}
     mesh: Mesh = (("one", 1),)
-    return Plan(
+    return StagePlan(
         graph.fingerprint, "", mesh,
         {n.name: ("I",) for n in graph.nodes if n.kind == "op"},
         {n.target: ParamChoice(*(("I" if n.needs_grad else "R",),) * 2) for _, n in graph.of_kind("param")},
