@@ -52,15 +52,9 @@ def cut(graph: Graph, starts: Sequence[str]) -> tuple[StageGraph, ...]:
         starts: name of the first operator of every stage but the first, in execution order.
 
     Raises:
-        PlanError: an unknown operator, an order that is not that of execution, a buffer that one stage changes and
-            another reads, or an input that wants a gradient.
+        PlanError: an unknown operator, an order that is not that of execution, or a buffer that one stage changes and
+            another reads.
     """
-    wanted_grads = [n.target for _, n in graph.of_kind("input") if n.needs_grad]
-    if wanted_grads:
-        raise PlanError(
-            f"input '{wanted_grads[0]}' requires grad in the example: a pipeline computes gradients of parameters, not "
-            "of inputs; detach() it, or plan without stages"
-        )
     ops = hot_ops(graph)
     position = {graph.nodes[i].name: p for p, i in enumerate(ops)}
     for name in starts:

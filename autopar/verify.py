@@ -175,7 +175,7 @@ def train_pipeline(
         for name, leaf in now.items():
             leaf.grad = done.gradients.get(name)
         if step == 0:
-            first = done.gradients
+            first = {**done.gradients, **{input_name(k): g for k, g in done.arriving.items()}}
         optimizer.step()
     return Trained(losses, first, {k: v.detach() for k, v in now.items()}, held)
 

@@ -21,6 +21,11 @@ from autopar.runtime.state import joined, local_piece, torch_placements
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
+NOT_PLANNED = (
+    "input {name} requires grad, and the example inputs of parallelize did not, so its gradient was not planned: pass "
+    "an example that requires_grad_() to parallelize, or detach() this input"
+)
+
 
 class _Piece(torch.autograd.Function):
     """This rank's slice of the caller's tensor; the caller's gets the slices' gradients put together."""
@@ -94,10 +99,7 @@ class Batch:
             )
         if leaf.requires_grad and not slot.needs_grad:
             if torch.is_grad_enabled():
-                raise RunError(
-                    f"input {name} requires grad, and the example inputs of parallelize did not, so its gradient was "
-                    "not planned: pass an example that requires_grad_() to parallelize, or detach() this input"
-                )
+                raise RunError(NOT_PLANNED.format(name=name))
             leaf = leaf.detach()
         if isinstance(leaf, DTensor):
             if tuple(leaf.shape) == slot.shape:

@@ -37,7 +37,16 @@ from autopar.runtime.outputs import Meeting, unread, with_pending
 from autopar.runtime.renewed import outliving
 from autopar.runtime.same_batch import Seen, compare, is_checked
 from autopar.runtime.spread import Part, SpreadModule, check_mode
-from autopar.runtime.state import Followed, Held, Unit, as_dtensor, local_piece, make_units, torch_placements
+from autopar.runtime.state import (
+    Followed,
+    Held,
+    Unit,
+    as_dtensor,
+    joined,
+    local_piece,
+    make_units,
+    torch_placements,
+)
 from autopar.runtime.values import check_values
 
 warnings.filterwarnings("ignore", category=FutureWarning, module="spmd_types")  # it calls torch 2.12's names
@@ -425,6 +434,10 @@ class ParallelModule(SpreadModule):
     def local_input(self, name: str, value: Any) -> torch.Tensor:
         """This rank's part of an input of the model."""
         return self._batch.local(name, value)
+
+    def joined_gradient(self, name: str, grad: torch.Tensor) -> torch.Tensor:
+        """The whole gradient of an input, from the ranks' pieces; every rank of the mesh calls it."""
+        return joined(grad, self._batch.slots[name].state, self._mesh)
 
     def leaves(self) -> list[torch.Tensor]:
         """The used parameters that want gradients."""

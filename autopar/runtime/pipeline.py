@@ -29,9 +29,11 @@ from autopar.placements import State
 from autopar.rules.registry import rules_of
 from autopar.runtime.agree import Meeting
 from autopar.runtime.backward import Halves
+from autopar.runtime.batch import NOT_PLANNED
 from autopar.runtime.calls import flatten_call, same_literal
 from autopar.runtime.checkpoint import load_full_state_dict
 from autopar.runtime.executor import ParallelModule, device_of, mixed_seed
+from autopar.runtime.input_gradients import InputGradients
 from autopar.runtime.rows import check_rows
 from autopar.runtime.same_batch import Seen, compare, is_checked
 from autopar.runtime.spread import EXTRA, Part, SpreadModule, check_mode
@@ -45,6 +47,7 @@ from cost_models.pipeline.actions import KINDS, Action
 
 _Shown = tuple[dict[str, Any], dict[str, Any], str]
 _Made = tuple[torch.Tensor | None, tuple[Any, ...]]
+_Batches = tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]
 
 
 class _Stage:
@@ -99,6 +102,7 @@ class PipelineModule(SpreadModule):
     _evaluates: bool
     _broken: bool
     _compared: int
+    _input_gradients: InputGradients
 
     def __init__(
         self, model: torch.nn.Module, captured: Captured, plan: PipelinePlan, device_type: str = "cpu",
@@ -186,6 +190,7 @@ class PipelineModule(SpreadModule):
                 for d in stage.devices}  # fmt: skip
         device = torch.device(device_of(meshes[mine[0]]))
         put(self, "_device", device)
+        put(self, "_input_gradients", InputGradients(captured.graph, plan.microbatches, device))
         put(self, "_post", Post.of(self._rank, device, self._wires, rows, plan.microbatches))
         alone = forward_only(len(graphs), plan.microbatches, plan.schedule.stages_of_rank)
         forwards = {
@@ -237,16 +242,25 @@ class PipelineModule(SpreadModule):
         Inputs whose first dim is that many times the captured one are cut there; those of the captured shape go into
         every microbatch.
 
+        Inputs that require grad (in the example inputs of ``parallelize``, too) get their gradients in this call, since
+        it runs the backward: a leaf in ``x.grad``, on every rank and whole; of any other tensor the parameters that it
+        was made with, such as those of a layer in front. Its graph is freed, as after ``loss.backward()``.
+
         Args:
             optimizer: if given, ``step()`` and ``zero_grad()`` follow.
+
+        Raises:
+            RunError: an input requires grad, and the example did not, so that its gradient was not planned.
         """
         if self._captured.graph.loss is None:
             raise RunError("the model has no scalar loss to train on; give loss_fn= and targets= when planning")
         self.check_trains()
-        batches = self._microbatches(args, kwargs)
+        callers, batches = self._microbatches(args, kwargs)
+        _check_planned(self._captured, callers)
         self._follow()
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         self._begin()
+        self._input_gradients.begin(callers)
         for stage in self._stages.values():
             stage.module.gradients.forget()
         self._post.begin()
@@ -271,6 +285,7 @@ class PipelineModule(SpreadModule):
         object.__setattr__(self, "_broken", False)
         for stage in self._stages.values():
             stage.module.gradients.give()
+        self._input_gradients.give()
         object.__setattr__(self, "_steps", self._steps + 1)
         if optimizer is not None:
             optimizer.step()
@@ -306,7 +321,7 @@ class PipelineModule(SpreadModule):
 
         In training mode buffers that a forward changes are changed, as the model would.
         """
-        return self._forwards(self._microbatches(args, kwargs), None)
+        return self._forwards(self._microbatches(args, kwargs)[1], None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """In eval mode, the model's output for a whole batch on every rank, without gradients: the mean loss, and of
@@ -321,7 +336,14 @@ class PipelineModule(SpreadModule):
                 "a loss without gradients evaluate(*batch)"
             )
         made: dict[int, list[torch.Tensor]] = {}
-        loss = self._forwards(self._microbatches(args, kwargs), made)
+        callers, batches = self._microbatches(args, kwargs)
+        for name, x in callers.items():
+            if x.requires_grad and torch.is_grad_enabled():
+                raise RunError(
+                    f"input {name} requires grad, and outputs of a pipelined model have no gradients: call it under "
+                    "torch.no_grad(), or detach() this input; train_step(*batch) gives inputs their gradients"
+                )
+        loss = self._forwards(batches, made)
         graph = self._captured.graph
         outputs: list[Any] = []
         for position, out in enumerate(graph.outputs):
@@ -409,7 +431,9 @@ class PipelineModule(SpreadModule):
                 inputs[wire.name] = value.detach().requires_grad_(wire.back is not None)
         arrived = dict(inputs)
         for name in graph.inputs:
-            inputs[name] = stage.module.local_input(name, batch[name])
+            inputs[name] = stage.module.local_input(name, batch[name].detach())
+            if name in self._input_gradients and torch.is_grad_enabled():
+                arrived[name] = inputs[name] = inputs[name].detach().requires_grad_()
         number = self._steps * self._plan.microbatches + microbatch
         flat = stage.module.run_local(
             inputs, mixed_seed(self._seed, number), same_step=stage.begun, evaluating=not self.training
@@ -457,6 +481,11 @@ class PipelineModule(SpreadModule):
             if wire.target == stage.graph.number and wire.back is not None:
                 x = arrived[wire.name]
                 self._post.send(wire, True, action.microbatch, torch.zeros_like(x) if x.grad is None else x.grad)
+        for name in stage.graph.inputs:
+            if name in arrived and (grad := arrived[name].grad) is not None:
+                whole = stage.module.joined_gradient(name, grad)
+                if self._rank == self._plan.stages[action.stage].devices[0]:
+                    self._input_gradients.add(name, action.microbatch, whole)
 
     def _weights(self, stage: _Stage, action: Action) -> None:
         with stage.module.gradients.reducing(last=action == stage.last, by_hand=True):
@@ -560,23 +589,26 @@ class PipelineModule(SpreadModule):
         """Load a state dict of the model on one device, as :func:`autopar.load_full_state_dict` does."""
         load_full_state_dict(self, state, strict=strict)
 
-    def _microbatches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
-        """Inputs of every microbatch by name; now and then the ranks compare what they were called with."""
+    def _microbatches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Batches:
+        """The whole inputs by name, and those of every microbatch; now and then the ranks compare what they were
+        called with."""
         object.__setattr__(self, "_compared", self._compared + 1)
         if not is_checked(self._compared):
             return self._pieces(args, kwargs, Seen())
-        seen, error, found = Seen(), None, []
+        seen, error, found = Seen(), None, None
         try:
             found = self._pieces(args, kwargs, seen)
         except AutoparError as e:
             error = e
         compare(dist.group.WORLD, seen, error)
+        assert found is not None
         return found
 
-    def _pieces(self, args: tuple[Any, ...], kwargs: dict[str, Any], seen: Seen) -> list[dict[str, torch.Tensor]]:
+    def _pieces(self, args: tuple[Any, ...], kwargs: dict[str, Any], seen: Seen) -> _Batches:
         captured, k = self._captured, self._plan.microbatches
         captured.guards.check()
         leaves = flatten_call(captured, self._signature, args, kwargs)
+        callers: dict[str, torch.Tensor] = {}
         found: list[dict[str, torch.Tensor]] = [{} for _ in range(k)]
         for i, (leaf, number) in enumerate(zip(leaves, captured.inputs, strict=True)):
             if number is None:
@@ -590,11 +622,6 @@ class PipelineModule(SpreadModule):
             want = node.out.shape
             if not isinstance(leaf, torch.Tensor):
                 raise RunError(f"input {node.target}: captured as a tensor, called with {type(leaf).__name__}")
-            if leaf.requires_grad and torch.is_grad_enabled():
-                raise RunError(
-                    f"input {node.target} requires grad: a pipeline computes gradients of parameters, not of inputs; "
-                    "detach() it, or parallelize without stages"
-                )
             have = tuple(leaf.shape)
             if is_checked(self._compared):
                 seen.add(node.target, node.target, leaf)
@@ -607,9 +634,10 @@ class PipelineModule(SpreadModule):
                     f"input {node.target}: captured with shape {want} a microbatch, called with {have}; give {k} x "
                     f"{want[0] if want else 1} rows, or one tensor of the captured shape for all microbatches"
                 )
+            callers[node.target] = leaf
             for batch, piece in zip(found, pieces, strict=True):
                 batch[node.target] = piece
-        return found
+        return callers, found
 
     def __repr__(self) -> str:
         s = self._plan.schedule
@@ -668,6 +696,17 @@ def _values(
         if name in needed:
             found[name] = value
     return found
+
+
+def _check_planned(captured: Captured, callers: Mapping[str, torch.Tensor]) -> None:
+    """Refuse an input whose gradient is wanted and was not planned.
+
+    Raises:
+        RunError: with the input's name.
+    """
+    for _, node in captured.graph.of_kind("input"):
+        if node.target in callers and callers[node.target].requires_grad and not node.needs_grad:
+            raise RunError(NOT_PLANNED.format(name=node.target))
 
 
 def _agreed(seed: int) -> int:

@@ -45,7 +45,7 @@ class WorldStep:
     gradients: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
     arriving: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Gradients of tensors that came from earlier pipeline stages."""
+    """Gradients of inputs, those from earlier stages among them; of a pipeline, of all microbatches in order."""
 
 
 def run_step(
@@ -208,7 +208,8 @@ def pipeline_step(
                 late[s, k] = done.gradients
     outputs: list[Any] = [None] * (loss + 1)
     outputs[loss] = total
-    return WorldStep(outputs, sums, held)
+    arriving = {name: torch.cat([part[name] for part in grads]) for name in microbatches[0] if name in grads[0]}
+    return WorldStep(outputs, sums, held, arriving)
 
 
 def _in_order(graphs: Sequence[StageGraph], schedule: Schedule) -> Iterator[Action]:

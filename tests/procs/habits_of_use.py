@@ -19,7 +19,7 @@ from procs.cases import TWO, device_mesh, whole
 from torch import nn
 
 import autopar
-from autopar.errors import AutoparError, CaptureError, RunError
+from autopar.errors import CaptureError, RunError
 from autopar.runtime.outputs import Unread
 
 CASES: dict[str, Callable[[], None]] = {}
@@ -660,13 +660,68 @@ def hooks_in_a_pipeline() -> None:
     assert sorted(seen) == sorted(n for n, _ in module.named_parameters())
 
 
+class ReadsTwice(nn.Module):
+    """Reads ``x`` in its first and its last layer, and a ``shift`` that is the same for all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        return ((self.second(torch.tanh(self.first(x + shift))) * x) ** 2).mean()
+
+
 @case
 def input_gradients_of_a_pipeline() -> None:
-    x, y = batch(grad=True)
-    with pytest.raises(AutoparError, match="requires grad in the example: a pipeline computes gradients of parameters"):
-        autopar.parallelize(Net(mse), 2, (x, y), stages=2, microbatches=4)
+    for schedule in ("1f1b", "zb-h1"):
+        model = ReadsTwice()
+        eager = copy.deepcopy(model)
+        example = torch.randn(8, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+        module = autopar.parallelize(model, 2, example, stages=2, microbatches=4, cuts=["second"], schedule=schedule)
+        for _ in range(2):
+            x, shift = batch(32, grad=True)[0], torch.randn(8, generator=torch.Generator().manual_seed(3))
+            twin = x.detach().clone().requires_grad_(), shift.clone().requires_grad_()
+            shift.requires_grad_()
+            for _ in range(2):  # a second step adds to what the first one left
+                module.train_step(x, shift)
+                (sum(eager(part, twin[1]) for part in twin[0].split(8)) / 4).backward()
+            same(x.grad, twin[0].grad)
+            same(shift.grad, twin[1].grad)
+        module.train_step(x.detach(), shift.detach())
+        module.evaluate(x, shift)
+        assert module.eval()(x.detach(), shift.detach()).ndim == 0
+        with pytest.raises(RunError, match="input x requires grad, and outputs of a pipelined model have no gradients"):
+            module(x, shift.detach())
+
+
+@case
+def a_layer_in_front_of_a_pipeline() -> None:
+    """``train_step`` runs the backward of what its inputs were made from."""
+    front = nn.Linear(8, 8)
+    model = Net(mse)
+    eager, eager_front = copy.deepcopy(model), copy.deepcopy(front)
+    x, y = batch()
+    module = autopar.parallelize(model, 2, (front(x), y), stages=2, microbatches=4)
+    ours = torch.optim.SGD([*front.parameters(), *module.parameters()], lr=0.1)
+    theirs = torch.optim.SGD([*eager_front.parameters(), *eager.parameters()], lr=0.1)
+    for _ in range(3):
+        x, y = batch(32)
+        loss = module.train_step(front(x), y, optimizer=ours)
+        expected = sum(eager(eager_front(a), b) for a, b in zip(x.split(8), y.split(8), strict=True)) / 4
+        expected.backward()
+        theirs.step()
+        theirs.zero_grad()
+        same(loss, expected.detach())
+        same_weights(front, eager_front)
+    own = dict(eager.named_parameters())
+    for name, p in module.named_parameters():
+        same(p.detach(), own[name].detach())
+
+
+@case
+def an_input_of_a_pipeline_that_was_not_to_want_a_gradient() -> None:
     module, _ = pipeline()
-    with pytest.raises(RunError, match="requires grad: a pipeline computes gradients of parameters"):
+    with pytest.raises(RunError, match="input x requires grad, and the example inputs of parallelize did not"):
         module.train_step(*batch(32, grad=True))
 
 

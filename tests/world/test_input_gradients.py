@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from procs.pipelines import Config, make_plan
 from zoo import ZOO
 
 from autopar import verify as V
@@ -16,7 +18,6 @@ from autopar.planner.intra_op.draw import random_plan
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.planner.intra_op.price import pricer
 from autopar.rules.registry import rules_of
-from autopar.staging import cut
 from hardware_profiles import abstract_cluster
 
 MESH = (("data", 2), ("tensor", 2))
@@ -85,8 +86,34 @@ def test_plans_tell_gradients_of_inputs_apart() -> None:
         check(replace(plan), graph, CLUSTER)
 
 
-def test_a_pipeline_refuses_them() -> None:
-    case = ZOO["mlp"]()
-    args, kwargs = V.wanting((case.args, case.kwargs))
-    with pytest.raises(PlanError, match="requires grad in the example: a pipeline"):
-        cut(capture(case.model, args, kwargs).graph, ())
+class _Often(torch.nn.Module):
+    """Reads its first input in every stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = x
+        for layer in self.layers:
+            h = torch.tanh(layer(h)) + x
+        return ((h - y) ** 2).mean()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved-1f1b"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_pipeline(schedule: str, frozen: bool) -> None:
+    """Every stage that reads an input adds its part; rows of microbatches stand in order; a mean of their losses."""
+    torch.manual_seed(0)
+    model = _Often().double().requires_grad_(not frozen)
+    x = torch.randn(8, 8, dtype=torch.float64, requires_grad=True)
+    y = torch.randn(8, 8, dtype=torch.float64, requires_grad=True)
+    captured = capture(model, (x[:4], y[:4]), {})
+    stages = 4 if schedule == "interleaved-1f1b" else 2
+    config = Config("", schedule, (MESH, (("data", 2),)), 2, stages=stages, seed=1, even=True)
+    weights, buffers = V.state_of(captured, model)
+    parts = [{"x": a, "y": b} for a, b in zip(x.detach().split(4), y.detach().split(4), strict=True)]
+    found = V.train_pipeline(captured, make_plan(captured, config), weights, buffers, parts)
+    (sum(model(a, b) for a, b in zip(x.split(4), y.split(4), strict=True)) / 2).backward()
+    torch.testing.assert_close(found.gradients[V.input_name("x")], x.grad, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(found.gradients[V.input_name("y")], y.grad, rtol=1e-9, atol=1e-12)
