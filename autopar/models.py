@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import json
 import os
 import sys
 import traceback
@@ -28,6 +27,7 @@ from typing import Any
 import torch
 
 from autopar.errors import ModelError
+from hardware_profiles.strict import Unreadable, parse_json, read_text
 
 DEFAULT_BATCH, DEFAULT_SEQ = 8, 2048
 
@@ -221,9 +221,9 @@ def _from_config(spec: str, file: Path, batch: int | None, seq: int | None, devi
     if importlib.util.find_spec("transformers") is None:
         raise ModelError(f"model '{spec}' needs the package transformers; install it with: pip install transformers")
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"model '{spec}': {file.name} is no valid JSON ({error}); give a config.json") from error
+        values = parse_json(read_text(file))
+    except Unreadable as error:
+        raise ModelError(f"model '{spec}': {file.name}: {error}; give a config.json") from error
     if not isinstance(values, dict) or "model_type" not in values:
         raise ModelError(
             f"model '{spec}': {file.name} has no 'model_type'; give the config.json of a transformers model"

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import difflib
-import json
-import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from .errors import ProfileError
+from .strict import Unreadable, parse_json, parse_toml, read_text
 
 REQUIRED = object()
+
+MOST_DEVICES = 1_000_000
+"""No count in a profile is larger; the largest clusters of 2026 have a fifth of this."""
 
 
 def read_document(path: Path) -> dict[str, Any]:
     """The table in a `.toml` or `.json` file. Raises ProfileError when it cannot be read or parsed."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ProfileError(str(path), [f"cannot be read ({error}): give an existing text file"]) from error
-    try:
-        document = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except ValueError as error:
-        kind = "JSON" if path.suffix == ".json" else "TOML"
-        raise ProfileError(str(path), [f"is not valid {kind} ({error}): correct the syntax there"]) from error
+        text = read_text(path)
+        document = parse_json(text) if path.suffix == ".json" else parse_toml(text)
+    except Unreadable as error:
+        raise ProfileError(str(path), [f"cannot be read: {error}"]) from error
     if not isinstance(document, dict):
         raise ProfileError(str(path), [f"holds a {type(document).__name__}: the top level must be a table"])
     return document
@@ -102,12 +100,15 @@ class Table:
         return float(value)
 
     def integer(self, key: str, default: Any = REQUIRED, *, low: int = 1) -> int:
-        """A whole number >= `low`."""
+        """A whole number from `low` to a million: counts of devices, nodes and ports."""
         value = self.take(key, default, "a whole number")
         if value is None:
             return low
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             self.failures.add(self._at(key), f"got {_show(value)}, expected a whole number >= {low}")
+            return low
+        if value > MOST_DEVICES:
+            self.failures.add(self._at(key), f"got {_show(value)}, expected at most {MOST_DEVICES:,}")
             return low
         return value
 

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
+from autopar.cli.terminal import err as err
+from autopar.cli.terminal import out as out
 from autopar.errors import AutoparError
 
 if TYPE_CHECKING:
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from autopar.runtime.executor import ParallelModule
     from hardware_profiles import Cluster
 
-WIDE = 150
-"""Columns of tables when the output is no terminal."""
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, and nothing else there.")]
 Batch = Annotated[int | None, typer.Option("--batch", help="Batch size of the example inputs (hf: models only).")]
@@ -41,16 +40,6 @@ Seq = Annotated[int | None, typer.Option("--seq", help="Sequence length of the e
 
 class UsageError(AutoparError):
     """A word on the command line cannot be understood."""
-
-
-def out() -> Console:
-    """Standard output, for tables."""
-    return Console(width=None if sys.stdout.isatty() else WIDE, highlight=False, soft_wrap=False)
-
-
-def err() -> Console:
-    """Standard error, for progress and errors."""
-    return Console(file=sys.stderr, width=None if sys.stderr.isatty() else WIDE, highlight=False)
 
 
 def print_json(value: Any) -> None:

@@ -26,6 +26,7 @@ from autopar.planner.intra_op.space import Strategy, combine, node_options
 from autopar.rules.notation import Option
 from autopar.rules.registry import rules_of
 from hardware_profiles import Cluster
+from hardware_profiles.strict import Unreadable, read_text
 
 Route = tuple[tuple[State, State], ...]
 
@@ -47,10 +48,9 @@ def read(path: str | Path) -> str:
         PlanError: the file cannot be read.
     """
     try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise PlanError(f"cannot read the plan {path}: {why}; give a file that 'autopar plan' wrote") from error
+        return read_text(path)
+    except Unreadable as error:
+        raise PlanError(f"cannot read the plan {path}: {error}") from error
 
 
 def loads(text: str, graph: Graph, cluster: Cluster | None = None, *, where: str = "plan") -> Plan:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -15,6 +14,7 @@ from autopar.errors import MeshError, PlanError, closest
 from autopar.placements import Mesh
 from autopar.plan import LIFETIMES, VERSION, Price, Solution
 from hardware_profiles import Cluster
+from hardware_profiles.strict import Unreadable, parse_json
 
 KEYS = (
     "autopar_plan", "model", "fingerprint", "cluster", "mesh", "optimizer", "microbatches", "pipeline", "pins", "ops",
@@ -90,21 +90,6 @@ def cluster_named(name: str, folder: Path) -> Cluster:
     return get_cluster(beside if name.endswith(FILES) and beside.is_file() else name)
 
 
-def unique(text: str) -> tuple[Any, list[str]]:
-    """What a JSON text holds, and the keys that stand twice in one object: all but the last would be lost.
-
-    Raises:
-        ValueError: it is no JSON.
-    """
-    twice: list[str] = []
-
-    def pairs_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        twice.extend(key for key, count in Counter(k for k, _ in pairs).items() if count > 1)
-        return dict(pairs)
-
-    return json.loads(text, object_pairs_hook=pairs_of), twice
-
-
 def parse(text: str, where: str = "plan", folder: Path | None = None) -> Document:
     """Check the form of a plan file.
 
@@ -115,10 +100,11 @@ def parse(text: str, where: str = "plan", folder: Path | None = None) -> Documen
     Raises:
         PlanError: no JSON, another version, unknown or missing keys, wrong types: all failures at once.
     """
+    twice: list[str] = []
     try:
-        raw, twice = unique(text)
-    except ValueError as error:
-        raise PlanError(f"{where}: no valid JSON ({error}); correct the syntax there") from error
+        raw = parse_json(text, twice)
+    except Unreadable as error:
+        raise PlanError(f"{where}: {error}") from error
     if not isinstance(raw, dict) or "autopar_plan" not in raw:
         raise PlanError(f"{where}: no plan file (it has no 'autopar_plan'); make one with 'autopar plan'")
     if raw["autopar_plan"] != VERSION:

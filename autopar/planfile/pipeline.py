@@ -32,6 +32,7 @@ from autopar.pipeline import PipelinePins, PipelinePlan, StageChoice, check_plac
 from autopar.placements import Mesh, parse_state
 from autopar.plan import Pins, Plan
 from autopar.planfile.bind import bind
+from autopar.planfile.bind import read as read_file
 from autopar.planfile.form import (
     OPTIMIZERS,
     Document,
@@ -40,7 +41,6 @@ from autopar.planfile.form import (
     cluster_named,
     format_mesh,
     parse_mesh,
-    unique,
 )
 from autopar.planfile.form import parse as parse_stage
 from autopar.planfile.write import _pins as stage_pins
@@ -50,6 +50,7 @@ from autopar.planner.inter_op.timing import timing_of
 from autopar.staging import StageGraph, cut
 from cost_models.pipeline import Schedule, live_per_stage, parse, simulate, times
 from hardware_profiles import Cluster
+from hardware_profiles.strict import Unreadable, parse_json
 
 VERSION = 1
 TYPES: dict[str, type] = {
@@ -141,10 +142,11 @@ def read(text: str, where: str = "plan") -> dict[str, Any]:
     Raises:
         PlanError: no JSON, another version, unknown or missing keys, wrong types.
     """
+    twice: list[str] = []
     try:
-        raw, twice = unique(text)
-    except json.JSONDecodeError as error:
-        raise PlanError(f"{where}: no JSON at line {error.lineno}, column {error.colno}: {error.msg}") from None
+        raw = parse_json(text, twice)
+    except Unreadable as error:
+        raise PlanError(f"{where}: {error}") from None
     if not isinstance(raw, dict):
         raise PlanError(f"{where}: no plan file; make one with 'autopar plan --stages'")
     if raw.get("autopar_pipeline") != VERSION:
@@ -300,11 +302,7 @@ def _document(raw: Mapping[str, Any], stage: StageGraph, microbatches: int, wher
 
 def load(path: str | Path, graph: Graph, cluster: Cluster | None = None) -> PipelinePlan:
     """The plan in a file; see :func:`loads`."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise PlanError(f"cannot read plan {path}: {error.strerror}") from error
-    return loads(text, graph, cluster, where=str(path), folder=Path(path).parent)
+    return loads(read_file(path), graph, cluster, where=str(path), folder=Path(path).parent)
 
 
 __all__ = ["dumps", "is_pipeline", "load", "loads", "read"]

@@ -14,6 +14,7 @@ from typing import Any
 
 from cost_models.pipeline import Timeline
 from cost_models.pipeline.actions import KINDS, parts
+from hardware_profiles.strict import Unreadable, parse_json, read_text
 
 Event = dict[str, Any]
 Span = tuple[str, str, float, float]
@@ -95,9 +96,9 @@ def known(path: str | Path) -> list[Event]:
             raise FileNotFoundError(2, f"no folder {path.parent}")
         return []
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        raw = None
+        raw = parse_json(read_text(path))
+    except Unreadable as error:
+        raise ValueError(f"the file is no trace: {error}") from error
     events = raw.get("traceEvents") if isinstance(raw, dict) else None
     if not isinstance(events, list) or not all(isinstance(e, dict) and "pid" in e for e in events):
         raise ValueError("the file is no trace")

@@ -199,7 +199,7 @@ def test_unknown_names_and_unreadable_files(tmp_path):
     with pytest.raises(ProfileError, match="cannot be read"):
         load_cluster(tmp_path / "absent.toml")
     (tmp_path / "broken.toml").write_text("node = [")
-    with pytest.raises(ProfileError, match="is not valid TOML"):
+    with pytest.raises(ProfileError, match="no valid TOML"):
         load_cluster(tmp_path / "broken.toml")
     (tmp_path / "list.json").write_text("[1]")
     with pytest.raises(ProfileError, match="the top level must be a table"):

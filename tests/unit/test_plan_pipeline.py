@@ -172,7 +172,7 @@ def test_bad_files() -> None:
             files.loads(json.dumps({**good, **changes}), graph, where="p.json")
         return str(caught.value)
 
-    assert "p.json: no JSON at line 1" in _error(lambda: files.loads("{", graph, where="p.json"))
+    assert "p.json: no valid JSON" in _error(lambda: files.loads("{", graph, where="p.json"))
     assert "unknown key 'stagez'; did you mean 'stages'?" in error(stagez=1)
     assert "'autopar_pipeline' is 2, this version reads 1" in error(autopar_pipeline=2)
     assert f"this one has {graph.fingerprint}" in error(fingerprint="0" * 16)

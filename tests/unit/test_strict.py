@@ -1,0 +1,87 @@
+"""Files that somebody else wrote: read, or refused with a sentence, never a hang and never a traceback."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+
+import pytest
+
+from autopar.cli.terminal import Terminal, printable
+from autopar.errors import PlanError
+from autopar.planfile import parse
+from hardware_profiles import ProfileError, load_cluster, strict
+from hardware_profiles.strict import Unreadable, parse_json, parse_toml, read_text
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "no valid JSON"),
+        ('{"a": 1, "b": {"a": 1, "a": 2}}', "'a' stands twice"),
+        ('{"a": NaN}', "NaN is no number"),
+        ('{"a": -Infinity}', "-Infinity is no number"),
+        ('{"a": 1e999}', "larger than any double"),
+        ("[" * 70 + "]" * 70, "nested deeper than 64"),
+        ("[" * 200_000 + "]" * 200_000, "nested deeper than 64"),
+        ("1" * 10_000, "no valid JSON"),
+    ],
+)
+def test_json_that_is_refused(text: str, says: str) -> None:
+    with pytest.raises(Unreadable, match=says):
+        parse_json(text)
+
+
+def test_json_that_is_read() -> None:
+    assert parse_json('{"a": [1, 2.5, null, "ü"]}') == {"a": [1, 2.5, None, "ü"]}
+    repeated: list[str] = []
+    assert parse_json('{"a": 1, "a": 2}', repeated) == {"a": 2}
+    assert repeated == ["a"]
+
+
+def test_toml_that_is_refused() -> None:
+    with pytest.raises(Unreadable, match="no valid TOML"):
+        parse_toml("a = 1\na = 2\n")
+    with pytest.raises(Unreadable, match="nested deeper"):
+        parse_toml("a = " + "[" * 100 + "]" * 100)
+
+
+def test_too_many_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strict, "MOST_VALUES", 10)
+    with pytest.raises(Unreadable, match="more than 10 values"):
+        parse_json(str(list(range(20))))
+
+
+def test_files_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    (tmp_path / "large").write_text("x" * 100)
+    monkeypatch.setattr(strict, "LARGEST_FILE_BYTES", 50)
+    for name, says in [(".", "a folder"), ("pipe", "a pipe"), ("latin", "no text in UTF-8 .byte 3"),
+                       ("large", "100 bytes, at most 50"), ("none", "No such file"), ("a\0b", "null")]:  # fmt: skip
+        with pytest.raises(Unreadable, match=says):
+            read_text(tmp_path / name)
+
+
+def test_readers_name_the_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "cluster.toml")
+    with pytest.raises(ProfileError, match=r"cluster.toml.*\n.*a pipe"):
+        load_cluster(tmp_path / "cluster.toml")
+    with pytest.raises(PlanError, match="the plan: it is nested deeper"):
+        parse("[" * 1000 + "]" * 1000, "the plan")
+
+
+def test_counts_are_capped(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text('[[node]]\ncount = 1\nn_devices = 100000000000\ndevice = "h100-sxm"\n')
+    with pytest.raises(ProfileError, match="at most 1,000,000"):
+        load_cluster(file)
+
+
+def test_texts_do_not_steer_the_terminal() -> None:
+    assert printable("a\x1b[2Jb\nü\x07") == "a\\x1b[2Jb\nü\\x07"
+    stream = io.StringIO()
+    Terminal(file=stream, force_terminal=True, width=80, highlight=False).print("[bold]x[/bold] \x1b]0;title\x07", markup=True)
+    written = stream.getvalue()
+    assert "\x1b]" not in written and "\\x1b]0;title" in written and "\x1b[1m" in written
