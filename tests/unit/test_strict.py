@@ -82,6 +82,7 @@ def test_counts_are_capped(tmp_path: Path) -> None:
 def test_texts_do_not_steer_the_terminal() -> None:
     assert printable("a\x1b[2Jb\nü\x07") == "a\\x1b[2Jb\nü\\x07"
     stream = io.StringIO()
-    Terminal(file=stream, force_terminal=True, width=80, highlight=False).print("[bold]x[/bold] \x1b]0;title\x07", markup=True)
+    console = Terminal(file=stream, force_terminal=True, width=80, highlight=False)
+    console.print("[bold]x[/bold] \x1b]0;title\x07", markup=True)
     written = stream.getvalue()
     assert "\x1b]" not in written and "\\x1b]0;title" in written and "\x1b[1m" in written
