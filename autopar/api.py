@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from autopar.comparison import compare_with_eager
 from autopar.errors import AutoparError, CaptureError, ClusterError, InfeasibleError, MeshError
 from autopar.pins import parse_kept, plan_pinned
 from autopar.pipeline import PipelinePlan
-from autopar.placements import Mesh, mesh_shapes, parse_state
+from autopar.placements import Mesh, mesh_shapes, mesh_text, n_devices, parse_state
 from autopar.plan import Plan
 from autopar.planner.intra_op.mesh_plan import Options, check_mesh
 from autopar.runtime.agree import (
@@ -598,9 +597,9 @@ def _device_type(model: torch.nn.Module) -> str:
 
 
 def _check_size(mesh: Mesh, group: Any) -> None:
-    need, have = prod(size for _, size in mesh), dist.get_world_size(group)
+    need, have = n_devices(mesh), dist.get_world_size(group)
     if need != have:
-        shape = " x ".join(f"{a}={n}" for a, n in mesh)
+        shape = mesh_text(mesh)
         raise MeshError(
             f"the mesh {shape} needs {need} ranks, {have} {'are' if have > 1 else 'is'} running; start them with "
             f"torchrun --nproc-per-node {need}, or pass the mesh that you have"

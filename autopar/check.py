@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from autopar.graph import Graph
 from autopar.lower.emit import Program, lower, used_shape
 from autopar.lower.segments import again_in_backward
-from autopar.placements import local_shape, step_collectives
+from autopar.placements import local_shape, only_change, step_collectives
 from autopar.plan import StagePlan
 from autopar.rules.notation import Rule
 from autopar.rules.pieces import fake_world
@@ -270,7 +270,8 @@ class _Priced(torch.fx.Interpreter):
 
     def _copy(self, meta: dict[str, Any], result: torch.Tensor) -> float:
         src, dst = meta["step"]
-        a, b = next((a, b) for a, b in zip(src, dst, strict=True) if a != b)
+        axis = only_change(src, dst)
+        a, b = src[axis], dst[axis]
         forward, backward = step_collectives(a, b)
         if forward is not None or {a, b} == {"I", "R"}:
             return 0.0

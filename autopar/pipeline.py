@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import prod
 
 from autopar.errors import MeshError, PlanError
-from autopar.placements import Mesh
+from autopar.placements import Mesh, n_devices
 from autopar.plan import Pins, Plan
 from cost_models.pipeline.actions import Schedule
 
@@ -105,7 +104,7 @@ def check_places(schedule: Schedule, meshes: Sequence[Mesh], devices: Sequence[S
     if schedule.n_stages != len(meshes):
         raise PlanError(f"the schedule has {schedule.n_stages} stages, the plan {len(meshes)}")
     for number, (mesh, own) in enumerate(zip(meshes, devices, strict=True)):
-        n = prod(size for _, size in mesh)
+        n = n_devices(mesh)
         if n != len(own):
             raise PlanError(f"stage {number} is planned for {n} devices and placed on {len(own)}")
         if len({*own}) != len(own):

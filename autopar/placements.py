@@ -19,7 +19,9 @@ If several axes shard one dim, the earlier axis is the major one, as in DTensor.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
+from math import prod
 
 from autopar.errors import MeshError
 
@@ -46,14 +48,58 @@ _STEPS: dict[tuple[str, str], tuple[str | None, str | None]] = {
 }
 
 
+_SHARDS = tuple(f"S{d}" for d in range(64))
+_DIMS: dict[Placement, int] = {placement: d for d, placement in enumerate(_SHARDS)}
+
+
+def shard(dim: int) -> Placement:
+    """The placement that cuts dim number ``dim``."""
+    return _SHARDS[dim]
+
+
 def shard_dim(placement: Placement) -> int | None:
     """The dim that ``placement`` shards, or None."""
-    return int(placement[1:]) if placement[0] == "S" else None
+    return _DIMS.get(placement)
+
+
+def is_shard(placement: Placement) -> bool:
+    """Whether ``placement`` cuts a dim."""
+    return placement[0] == "S"
 
 
 def kind(placement: Placement) -> str:
     """One of ``S I R P``."""
     return placement[0]
+
+
+def whole_placement(grad: bool) -> Placement:
+    """The placement of a whole value: gradients, if any flow, are whole too."""
+    return "I" if grad else "R"
+
+
+def whole_state(mesh: Mesh, grad: bool = False) -> State:
+    """The state of a tensor that every rank has whole."""
+    return (whole_placement(grad),) * len(mesh)
+
+
+def is_cut(state: State) -> bool:
+    """Whether some axis cuts the tensor."""
+    return any(placement[0] == "S" for placement in state)
+
+
+def in_pieces(state: State) -> bool:
+    """Whether no rank has the value by itself: some axis cuts it, or its sum is pending there."""
+    return any(placement[0] in "SP" for placement in state)
+
+
+def started(state: State, grad: bool) -> State:
+    """``state`` with whole values where it has pending sums: a value that is read or stored starts whole."""
+    return tuple(whole_placement(grad) if placement == "P" else placement for placement in state)
+
+
+def only_change(src: State, dst: State) -> int:
+    """The first axis on which two states differ: of a single step, the axis that it changes."""
+    return next(axis for axis in range(len(src)) if src[axis] != dst[axis])
 
 
 def step_collectives(src: Placement, dst: Placement) -> tuple[str | None, str | None]:
@@ -106,6 +152,43 @@ def local_shape(shape: Sequence[int], state: State, mesh: Mesh) -> tuple[int, ..
     return tuple(local)
 
 
+def n_devices(mesh: Mesh) -> int:
+    """How many devices a mesh has."""
+    return prod(size for _, size in mesh)
+
+
+def mesh_text(mesh: Mesh, between: str = " x ") -> str:
+    """``data=2 x tensor=4``, as messages and tables show a mesh."""
+    return between.join(f"{axis}={size}" for axis, size in mesh)
+
+
+def format_mesh(mesh: Mesh) -> str:
+    """``data=2,tensor=4``, as written in plan files."""
+    return mesh_text(mesh, ",")
+
+
+def parse_mesh(text: str) -> Mesh:
+    """A mesh from ``data=2,tensor=4``, the inverse of :func:`format_mesh`.
+
+    Raises:
+        MeshError: the text is no list of ``axis=size``.
+    """
+    mesh = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*=\s*(-?\d+)\s*", part)
+        if match is None:
+            raise MeshError(f"mesh '{text}': '{part.strip()}' is no axis=size; write it like data=2,tensor=4")
+        mesh.append((match[1], int(match[2])))
+    names = [name for name, _ in mesh]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise MeshError(f"mesh '{text}' names axis '{twice[0]}' twice; give each axis its own name")
+    for name, size in mesh:
+        if size < 1:
+            raise MeshError(f"mesh '{text}': axis '{name}' has size {size}; sizes are 1 or more")
+    return tuple(mesh)
+
+
 def coordinates(rank: int, mesh: Mesh) -> tuple[int, ...]:
     """Row-major coordinate of a rank."""
     found = []
@@ -150,7 +233,7 @@ def parse_state(text: str, mesh: Mesh, where: str) -> State:
     if len(state) != len(mesh):
         raise MeshError(f"{where}: '{text}' has {len(state)} placements, the mesh has {len(mesh)} axes")
     for part in state:
-        if part not in ("I", "R", "P") and not (part[:1] == "S" and part[1:].isdigit()):
+        if part not in ("I", "R", "P") and part not in _DIMS:
             raise MeshError(f"{where}: '{part}' is no placement; use S0, S1, ... or R, I, P")
     return state
 

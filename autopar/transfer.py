@@ -16,7 +16,7 @@ from itertools import product
 from math import prod
 
 from autopar.graph import Spec
-from autopar.placements import Mesh, State, coordinates, fits, path
+from autopar.placements import Mesh, State, coordinates, fits, is_shard, path, shard, shard_dim
 
 Box = tuple[tuple[int, int], ...]
 """``(start, length)`` per dim."""
@@ -59,8 +59,8 @@ def box_of(shape: Sequence[int], side: Side, at: int, state: State | None = None
     """The part of a tensor that device number ``at`` of a side holds."""
     box = [(0, n) for n in shape]
     for placement, (_, size), c in zip(state or side.state, side.mesh, coordinates(at, side.mesh), strict=True):
-        if placement[0] == "S":
-            d = int(placement[1:])
+        d = shard_dim(placement)
+        if d is not None:
             start, length = box[d]
             box[d] = (start + c * (length // size), length // size)
     return tuple(box)
@@ -115,10 +115,9 @@ def loads(found: Transfer) -> tuple[Load, ...]:
 
 def _landing(spec: Spec, target: Side) -> State:
     """The target's state with whole axes cut too, where they can be, so that nothing arrives twice."""
-    whole = [
-        a for a, (p, (_, size)) in enumerate(zip(target.state, target.mesh, strict=True)) if p[0] != "S" and size > 1
-    ]
-    options = [[f"S{d}" for d in range(len(spec.shape))] for _ in whole]
+    axes = enumerate(zip(target.state, target.mesh, strict=True))
+    whole = [axis for axis, (placement, (_, size)) in axes if not is_shard(placement) and size > 1]
+    options = [[shard(d) for d in range(len(spec.shape))] for _ in whole]
     for n in range(len(whole), 0, -1):
         for dims in product(*options[:n]):
             state = list(target.state)

@@ -289,4 +289,6 @@ def show_pins(pins: Pins) -> str:
 
 def show_mesh(mesh: Sequence[tuple[str, int]]) -> str:
     """``data=2 x tensor=4``."""
-    return " x ".join(f"{name}={size}" for name, size in mesh)
+    from autopar.placements import mesh_text
+
+    return mesh_text(tuple(mesh))

@@ -276,4 +276,6 @@ def _diff_decisions(first: Any, second: Any, a: Path, b: Path, model: str | None
 
 
 def _state(state: Any) -> str | None:
-    return None if state is None else ",".join(state)
+    from autopar.placements import format_state
+
+    return None if state is None else format_state(state)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from autopar.placements import format_state, local_shape
+from autopar.placements import format_state, local_shape, mesh_text
 
 if TYPE_CHECKING:
     from autopar.lower.emit import Program
@@ -20,7 +20,7 @@ def code_of(program: Program) -> str:
         line = re.sub(r";\s+(\w+ = )+None\s*(#.*)?$", "", line)
         line = re.sub(r"\bautopar_rules_([a-z]+)_", r"\1.", line)
         body.append(line.replace("autopar_lower_collectives_", "collectives.").replace("torch.ops.", ""))
-    mesh = ", ".join(f"{name}={size}" for name, size in program.mesh)
+    mesh = mesh_text(program.mesh, ", ")
     head = [
         f"# mesh {mesh}; shapes are those of one rank",
         "from autopar.lower import collectives",

@@ -11,7 +11,14 @@ from typing import Any
 import spmd_types as spmd
 import torch
 
+from autopar.placements import Placement, shard_dim
+
 _TYPE = {"R": spmd.R, "I": spmd.I, "P": spmd.P}
+
+
+def _typed(placement: Placement) -> Any:
+    dim = shard_dim(placement)
+    return _TYPE[placement] if dim is None else spmd.S(dim)
 
 
 class _ContiguousGradient(torch.autograd.Function):
@@ -59,7 +66,7 @@ def shard(x: torch.Tensor, axis: str, dim: int, of: str) -> torch.Tensor:
 
 def convert(x: torch.Tensor, axis: str, src: str, dst: str) -> torch.Tensor:
     """The steps without communication in the forward that keep the local shape, and ``S`` -> ``P``."""
-    source = spmd.S(int(src[1:])) if src[0] == "S" else _TYPE[src]
+    source = _typed(src)
     return _contiguous_gradient(spmd.convert(x, axis, src=source, dst=_TYPE[dst], expert_mode=True))
 
 
@@ -69,15 +76,13 @@ FRESH: frozenset[Any] = frozenset({all_gather, all_reduce, reduce_scatter, all_t
 
 def step(src: str, dst: str) -> tuple[object, tuple[object, ...]]:
     """``(function, arguments after the axis)`` for one step from ``src`` to ``dst``."""
-    pair = src[0] + dst[0]
-    if pair in ("SR", "SI"):
-        return all_gather, (int(src[1:]), dst)
-    if pair in ("PR", "PI"):
+    from_dim, to_dim = shard_dim(src), shard_dim(dst)
+    if from_dim is not None and to_dim is not None:
+        return all_to_all, (from_dim, to_dim)
+    if from_dim is not None and dst != "P":
+        return all_gather, (from_dim, dst)
+    if to_dim is not None:
+        return (reduce_scatter, (to_dim,)) if src == "P" else (shard, (to_dim, src))
+    if src == "P":
         return all_reduce, (dst,)
-    if pair == "PS":
-        return reduce_scatter, (int(dst[1:]),)
-    if pair == "SS":
-        return all_to_all, (int(src[1:]), int(dst[1:]))
-    if pair in ("RS", "IS"):
-        return shard, (int(dst[1:]), src)
     return convert, (src, dst)

@@ -25,7 +25,7 @@ from autopar.graph import Graph, Node, Ref
 from autopar.lower.code import code_of
 from autopar.lower.collectives import FRESH, step
 from autopar.lower.segments import with_segments
-from autopar.placements import Mesh, State, format_state, local_shape
+from autopar.placements import Mesh, State, format_state, local_shape, only_change, whole_state
 from autopar.plan import StagePlan, route_key
 from autopar.planner.intra_op.recompute import numbered
 from autopar.planner.intra_op.space import Strategy, combine, node_options
@@ -132,7 +132,7 @@ class _Emitter:
                 self._placeholder(i, node)
         if any(rule is not None and rule.random for rule in rules):
             self.seed = self.fx.placeholder("seed")
-            whole = ("R",) * len(self.mesh)
+            whole = whole_state(self.mesh)
             self.seed.meta["autopar"] = {"outs": [whole]}
             self.slots.append(Slot("seed", "seed", whole, (), "int64"))
         for i, (node, rule) in enumerate(zip(graph.nodes, rules, strict=True)):
@@ -158,9 +158,9 @@ class _Emitter:
                 raise PlanError(f"the plan does not say how parameter '{node.target}' is stored")
             state = choice.used
         elif node.kind == "buffer":
-            state = self.plan.buffers.get(node.target, ("R",) * len(self.mesh))
+            state = self.plan.buffers.get(node.target, whole_state(self.mesh))
         else:
-            state = self.plan.inputs.get(node.target, ("R",) * len(self.mesh))
+            state = self.plan.inputs.get(node.target, whole_state(self.mesh))
         name = _identifier(node.name)
         while name in self.names:
             name += "_"
@@ -192,7 +192,7 @@ class _Emitter:
                 "them found anew"
             )
         x = self._get(ref, src)
-        axis = next(a for a in range(len(self.mesh)) if src[a] != state[a])
+        axis = only_change(src, state)
         name, size = self.mesh[axis]
         if size == 1:
             fx = x

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.errors import PlanError
 from autopar.lower.emit import Program, used_shape
-from autopar.placements import State
+from autopar.placements import State, kind
 from autopar.rules.function import Callee
 
 _TYPES = {"R": spmd.R, "I": spmd.I, "P": spmd.P, "S": spmd.V}
@@ -47,7 +47,7 @@ def typecheck(program: Program) -> int:
 
 
 def _type(state: State, program: Program) -> dict[str, Any]:
-    return {name: _TYPES[p[0]] for p, (name, size) in zip(state, program.mesh, strict=True) if size > 1}
+    return {name: _TYPES[kind(p)] for p, (name, size) in zip(state, program.mesh, strict=True) if size > 1}
 
 
 class _Checked(torch.fx.Interpreter):

@@ -13,10 +13,10 @@ from typing import Any
 from autopar.errors import AutoparError, MeshError, PlanError, closest
 from autopar.graph import Graph, Ref
 from autopar.pins import parse_kept
-from autopar.placements import State, fits, format_state, parse_state, step_is_legal
+from autopar.placements import State, fits, format_mesh, format_state, parse_state, step_is_legal
 from autopar.placements import path as way
 from autopar.plan import ParamChoice, Pins, Plan, Price, Solution, route_key
-from autopar.planfile.form import Document, Failures, format_mesh, parse
+from autopar.planfile.form import Document, Failures, parse
 from autopar.planfile.write import decisions, rest, route_keys
 from autopar.planner.intra_op.complete import complete, demand, needs
 from autopar.planner.intra_op.mesh_plan import check_mesh, matches, op_labels

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 from autopar.clusters import FILES, get_cluster
 from autopar.errors import MeshError, PlanError, closest
-from autopar.placements import Mesh
+from autopar.placements import Mesh, parse_mesh
 from autopar.plan import LIFETIMES, VERSION, Price, Solution
 from hardware_profiles import Cluster
 from hardware_profiles.strict import Unreadable, parse_json
@@ -28,33 +27,6 @@ TYPES = {
     dict: "a table", list: "a list", str: "a string", int: "a whole number", float: "a number", bool: "true or false",
 }  # fmt: skip
 """What a reader calls the types of a file."""
-
-
-def format_mesh(mesh: Mesh) -> str:
-    """``data=2,tensor=4``."""
-    return ",".join(f"{name}={size}" for name, size in mesh)
-
-
-def parse_mesh(text: str) -> Mesh:
-    """Inverse of :func:`format_mesh`.
-
-    Raises:
-        MeshError: the text is no list of ``axis=size``.
-    """
-    mesh = []
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*=\s*(-?\d+)\s*", part)
-        if match is None:
-            raise MeshError(f"mesh '{text}': '{part.strip()}' is no axis=size; write it like data=2,tensor=4")
-        mesh.append((match[1], int(match[2])))
-    names = [name for name, _ in mesh]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise MeshError(f"mesh '{text}' names axis '{twice[0]}' twice; give each axis its own name")
-    for name, size in mesh:
-        if size < 1:
-            raise MeshError(f"mesh '{text}': axis '{name}' has size {size}; sizes are 1 or more")
-    return tuple(mesh)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from autopar.errors import MeshError, PlanError, closest
 from autopar.graph import Graph
 from autopar.pins import parse_kept
 from autopar.pipeline import PipelinePins, PipelinePlan, StageChoice, check_places, check_within
-from autopar.placements import Mesh, parse_state
+from autopar.placements import Mesh, format_mesh, parse_mesh, parse_state
 from autopar.plan import Pins, Plan
 from autopar.planfile.bind import bind
 from autopar.planfile.bind import read as read_file
@@ -39,8 +39,6 @@ from autopar.planfile.form import (
     Failures,
     _check_pins,
     cluster_named,
-    format_mesh,
-    parse_mesh,
 )
 from autopar.planfile.form import parse as parse_stage
 from autopar.planfile.write import _pins as stage_pins

@@ -12,9 +12,8 @@ from typing import Any
 
 from autopar.errors import PlanError
 from autopar.graph import Graph, Node, Ref
-from autopar.placements import format_state
+from autopar.placements import format_mesh, format_state, whole_state
 from autopar.plan import VERSION, Pins, Plan, route_key
-from autopar.planfile.form import format_mesh
 from autopar.planfile.patterns import compress
 from autopar.planner.intra_op.complete import demand
 from autopar.planner.intra_op.mesh_plan import op_labels
@@ -119,7 +118,7 @@ def _ops(plan: Plan, graph: Graph) -> dict[str, dict[str, str]]:
     """Entries for the ops that are cut, and for those that neither follow demand nor are whole."""
     rules = rules_of(graph)
     labels = op_labels(graph)
-    whole = ("I",) * len(plan.mesh)
+    whole = whole_state(plan.mesh, True)
     strategy = {
         i: _strategy(graph, node, rules[i], plan.ops[node.name])
         for i, node in enumerate(graph.nodes)

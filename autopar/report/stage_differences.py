@@ -7,9 +7,8 @@ from typing import Any
 
 from autopar.graph import Graph
 from autopar.pipeline import PipelinePlan, StageChoice
-from autopar.placements import format_state
+from autopar.placements import format_mesh, format_state
 from autopar.plan import StagePlan
-from autopar.planfile.form import format_mesh
 from autopar.planfile.patterns import compress
 from autopar.planfile.write import written
 from autopar.planner.inter_op.replan import Replanner

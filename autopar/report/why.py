@@ -8,7 +8,7 @@ from math import isinf
 
 from autopar.graph import Graph, Ref
 from autopar.lower.emit import strategy_of
-from autopar.placements import State
+from autopar.placements import State, started
 from autopar.plan import ParamChoice, StagePlan, route_key
 from autopar.planner.intra_op import params as P
 from autopar.planner.intra_op.complete import needs
@@ -105,7 +105,7 @@ def _params(
         node = graph.nodes[ref.node]
         if node.kind != "param" or ref.node in kept:
             continue
-        use = tuple(("I" if node.needs_grad else "R") if p == "P" else p for p in state)
+        use = started(state, node.needs_grad)
         now = owned[ref.node]
 
         def cost(choice: ParamChoice, node=node) -> P.ParamCost:  # type: ignore[no-untyped-def]

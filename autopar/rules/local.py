@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autopar.placements import Mesh, local_shape
+from autopar.placements import Mesh, local_shape, shard
 from autopar.rules.function import PREFIX
 from autopar.rules.notation import Call, Option, Rule
 
@@ -71,7 +71,7 @@ def local_call(call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh, si
         shape = call.out.shape
         state = [option.outs[0] for option in options]
         shards = tuple(
-            tuple(axis for (axis, size), p in zip(mesh, state, strict=True) if p == f"S{d}" and size > 1)
+            tuple(axis for (axis, size), p in zip(mesh, state, strict=True) if p == shard(d) and size > 1)
             for d in range(len(shape))
         )
         draw = {"seed": Seed(), "site": site, "shape": shape, "shards": shards}

@@ -31,7 +31,7 @@ from typing import Any
 
 from autopar.errors import RuleError
 from autopar.graph import Node, Ref, Spec, map_refs
-from autopar.placements import Placement
+from autopar.placements import Placement, shard
 
 Dim = tuple[str, ...]
 Term = tuple[Dim, ...]
@@ -295,7 +295,7 @@ def line(
 def _place(term: Term, factor: str, otherwise: Placement) -> Placement:
     for d, dim in enumerate(term):
         if factor in dim:
-            return f"S{d}"
+            return shard(d)
     return otherwise
 
 

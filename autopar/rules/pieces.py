@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from math import prod
 
 import spmd_types as spmd
 import torch
@@ -12,14 +11,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.errors import MeshError
-from autopar.placements import Mesh, State, coordinates
+from autopar.placements import Mesh, State, coordinates, n_devices, shard_dim
 
 
 def piece(whole: torch.Tensor, state: State, mesh: Mesh, rank: int) -> torch.Tensor:
     """The slice of ``whole`` on one rank; pending sums put the value on coordinate 0."""
     for placement, (_, size), at in zip(state, mesh, coordinates(rank, mesh), strict=True):
-        if placement[0] == "S":
-            d = int(placement[1:])
+        d = shard_dim(placement)
+        if d is not None:
             n = whole.shape[d] // size
             whole = whole.narrow(d, at * n, n)
         elif placement == "P" and at:
@@ -32,8 +31,9 @@ def join(pieces: Sequence[torch.Tensor], state: State, mesh: Mesh) -> torch.Tens
     parts = list(pieces)
     for placement, (_, size) in reversed(list(zip(state, mesh, strict=True))):
         groups = [parts[i : i + size] for i in range(0, len(parts), size)]
-        if placement[0] == "S":
-            parts = [torch.cat(g, int(placement[1:])) for g in groups]
+        d = shard_dim(placement)
+        if d is not None:
+            parts = [torch.cat(g, d) for g in groups]
         elif placement == "P":
             parts = [torch.stack(g).sum(0) for g in groups]
         else:
@@ -52,7 +52,7 @@ def fake_world(mesh: Mesh) -> Iterator[DeviceMesh]:
 
     if dist.is_initialized():
         raise MeshError("this process is already in a process group; verify in a process of its own")
-    n = prod(size for _, size in mesh)
+    n = n_devices(mesh)
     dist.init_process_group(backend="fake", rank=0, world_size=n, store=FakeStore())
     try:
         device_mesh = init_device_mesh(

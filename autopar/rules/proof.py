@@ -12,14 +12,13 @@ import contextlib
 import random
 from collections.abc import Sequence
 from itertools import product
-from math import prod
 from typing import Any
 
 import torch
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 
 from autopar.graph import Spec
-from autopar.placements import Mesh, State, coordinates, fits
+from autopar.placements import Mesh, State, coordinates, fits, format_state, n_devices
 from autopar.rules.local import Seed, cuts_of, local_call, resolve
 from autopar.rules.notation import Call, In, Option, Rule, axis_options
 from autopar.rules.pieces import fake_world, join, piece
@@ -122,7 +121,7 @@ def prove(case: Case, picked: Sequence[Option], mesh: Mesh, tolerance: float = 1
     Raises:
         RuleIsWrong: an output, an input gradient or a value written in place differs from the whole operator's.
     """
-    n = prod(size for _, size in mesh)
+    n = n_devices(mesh)
     ins, outs = _states(picked)
     rng = random.Random(1)
     names = {axis: option.name for (axis, _), option in zip(mesh, picked, strict=True)}
@@ -169,7 +168,7 @@ def _states(picked: Sequence[Option]) -> tuple[list[State], list[State]]:
 
 def _run(call: Call, rule: Rule, picked: Sequence[Option], mesh: Mesh, tensors: Sequence[Any]) -> list[Any]:
     local = local_call(call, rule, picked, mesh, site=3)
-    n = prod(size for _, size in mesh)
+    n = n_devices(mesh)
 
     def fill(value: Any) -> Any:
         if isinstance(value, Seed):
@@ -199,7 +198,7 @@ def _flat(value: Any) -> list[Any]:
 
 def _spread(whole: torch.Tensor, state: State, mesh: Mesh, rng: random.Random) -> LocalTensor:
     """Pieces of a tensor; a pending one is split into random terms."""
-    pieces = {r: piece(whole, state, mesh, r) for r in range(prod(size for _, size in mesh))}
+    pieces = {r: piece(whole, state, mesh, r) for r in range(n_devices(mesh))}
     if "P" in state and whole.is_floating_point():
         generator = torch.Generator().manual_seed(rng.randrange(2**31))
         noise = torch.randn(whole.shape, generator=generator, dtype=torch.float64).to(whole.dtype)
@@ -228,7 +227,7 @@ def _joined(pieces: Sequence[torch.Tensor], state: State, mesh: Mesh, where: str
         for first, *others in groups if placement in ("R", "I") else ():
             for other in others:
                 if first.shape != other.shape or not torch.allclose(first, other, 1e-6, 1e-9, equal_nan=True):
-                    raise RuleIsWrong(f"{where}: the copies on axis '{name}' differ ({','.join(state)})")
+                    raise RuleIsWrong(f"{where}: the copies on axis '{name}' differ ({format_state(state)})")
         parts = [join(group, (placement,), ((name, size),)) for group in groups]
     return parts[0]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from autopar.placements import Mesh, Placement
+from autopar.placements import Mesh, Placement, shard
 from autopar.rules.local import resolve
 from autopar.rules.pieces import join, piece
 from autopar.rules.proof import Case, invoke
@@ -72,7 +72,7 @@ def unoffered(target: str, sample: Sample) -> list[Cut]:
 
 
 def _placements(shape: tuple[int, ...]) -> list[Placement]:
-    return ["R", *(f"S{d}" for d, n in enumerate(shape) if n and n % 2 == 0)]
+    return ["R", *(shard(d) for d, n in enumerate(shape) if n and n % 2 == 0)]
 
 
 def _variants(case: Case) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
@@ -101,7 +101,7 @@ def _try(case: Case, ins: tuple[Placement, ...], args: Any, kwargs: Any) -> list
         made.append([t for t in (got if isinstance(got, (tuple, list)) else [got]) if isinstance(t, torch.Tensor)])
     found = []
     for a, b, whole in zip(*made, case.outs, strict=True):
-        fits = frozenset(p for p in ["R", "P", *(f"S{d}" for d in range(whole.dim()))] if _same(p, a, b, whole))
+        fits = frozenset(p for p in ["R", "P", *map(shard, range(whole.dim()))] if _same(p, a, b, whole))
         if not fits:
             return None
         found.append(fits)

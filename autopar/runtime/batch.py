@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from autopar.capture import Captured
 from autopar.errors import RunError
 from autopar.lower.emit import Program
-from autopar.placements import State, format_state, local_shape
+from autopar.placements import State, format_state, is_cut, local_shape
 from autopar.runtime.calls import describe, example_leaves, flatten_call, leaf_name, same_device, same_literal
 from autopar.runtime.same_batch import Seen
 from autopar.runtime.state import joined, local_piece, torch_placements
@@ -108,14 +108,14 @@ class Batch:
             raise RunError(f"input {name} is on {leaf.device}, the mesh is on {self.device}; move it with .to()")
         shape = tuple(leaf.shape)
         if shape == slot.shape and not isinstance(leaf, DTensor):
-            if not any(p[0] == "S" for p in slot.state):
+            if not is_cut(slot.state):
                 return leaf
             if leaf.requires_grad:
                 return _Piece.apply(leaf, slot.state, self.device_mesh)  # type: ignore[no-any-return]
             return local_piece(leaf, slot.state, self.device_mesh).contiguous()
         if shape == local_shape(slot.shape, slot.state, self.mesh):
             return leaf
-        pinned = f" (or this rank's slice, {format_state(slot.state)})" if "S" in format_state(slot.state) else ""
+        pinned = f" (or this rank's slice, {format_state(slot.state)})" if is_cut(slot.state) else ""
         hint = ""
         if shape and slot.shape and shape[0] != slot.shape[0] and shape[1:] == slot.shape[1:]:
             hint = "; pass the whole batch on every rank, drop a last batch that is smaller, or use train_step for more"

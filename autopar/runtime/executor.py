@@ -26,7 +26,7 @@ from autopar.capture.evaluation import Skeleton, evaluated
 from autopar.errors import AutoparError, MeshError, RunError
 from autopar.lower.emit import Program, lower
 from autopar.lower.segments import on_mesh
-from autopar.placements import Mesh, State, format_state
+from autopar.placements import Mesh, State, format_state, in_pieces, is_cut, mesh_text, whole_state
 from autopar.plan import Plan
 from autopar.runtime import prefetch
 from autopar.runtime.agree import mesh_group
@@ -64,7 +64,7 @@ def check_device_mesh(device_mesh: DeviceMesh, mesh: Mesh) -> None:
         raise MeshError("the DeviceMesh has no axis names; make it with mesh_dim_names=('data', ...)")
     have = tuple((name, device_mesh.size(i)) for i, name in enumerate(names))
     if have != mesh:
-        show = [" x ".join(f"{a}={n}" for a, n in m) for m in (mesh, have)]
+        show = [mesh_text(m) for m in (mesh, have)]
         raise MeshError(f"the plan is for mesh {show[0]}, the DeviceMesh is {show[1]}; plan again for this mesh")
 
 
@@ -173,8 +173,8 @@ class ParallelModule(SpreadModule):
                 source = next(n for n, p in params.items() if p is param)
             if source not in made:
                 node = specs.get(source)
-                whole_state = ("I" if param.requires_grad else "R",) * len(mesh)
-                state = plan.params[source].stored if source in plan.params else whole_state
+                everywhere = whole_state(mesh, param.requires_grad)
+                state = plan.params[source].stored if source in plan.params else everywhere
                 shape = node.out.shape if node is not None else tuple(param.shape)
                 stored = local(source, state)
                 if shared is not None or self._mesh.size() > 1:  # on one device nothing is placed
@@ -195,7 +195,7 @@ class ParallelModule(SpreadModule):
             source = graph.tied.get(name, name)
             if shared is not None and source not in specs:
                 continue
-            state = plan.buffers.get(source, ("R",) * len(mesh))
+            state = plan.buffers.get(source, whole_state(mesh))
             if source not in seen:
                 seen[source] = local(source, state)
                 self._held_buffers[source] = (seen[source], state)
@@ -204,7 +204,7 @@ class ParallelModule(SpreadModule):
                 persistent = key not in model.get_submodule(parent)._non_persistent_buffers_set
                 owner, key = self._owner(name)
                 value = seen[source]
-                if any(p[0] == "S" for p in state):
+                if is_cut(state):
                     value = as_dtensor(value, state, specs[source].out.shape, self._mesh)
                 owner._buffers[key] = value
                 if not persistent:
@@ -257,7 +257,7 @@ class ParallelModule(SpreadModule):
         put(self, "_probe", torch.empty(0, requires_grad=True))
         in_pieces = [
             i for i, state in enumerate(program.outputs)
-            if state is not None and i not in self._plan.pins.outputs and any(p[0] in "SP" for p in state)
+            if state is not None and i not in self._plan.pins.outputs and in_pieces(state)
         ]  # fmt: skip
         is_stage = bool(self._captured.graph.arriving or self._captured.graph.sends)
         put(self, "_meeting", Meeting(self._mesh) if in_pieces and not is_stage and self._mesh.size() > 1 else None)
@@ -367,7 +367,7 @@ class ParallelModule(SpreadModule):
                 results.append(value)
                 continue
             value = with_pending(value, state, self._mesh)
-            if any(p[0] in "SP" and n > 1 for p, (_, n) in zip(state, plan.mesh, strict=True)):
+            if any(in_pieces((p,)) and n > 1 for p, (_, n) in zip(state, plan.mesh, strict=True)):
                 shape = graph.spec(graph.outputs[i]).shape
                 if self._meeting is None or i in plan.pins.outputs:
                     value = as_dtensor(value, state, shape, self._mesh)
@@ -499,7 +499,7 @@ class ParallelModule(SpreadModule):
         return total
 
     def __repr__(self) -> str:
-        mesh = " x ".join(f"{name}={size}" for name, size in self._plan.mesh)
+        mesh = mesh_text(self._plan.mesh)
         return f"ParallelModule({mesh}, {len(self._helds)} parameters, {len(self._captured.graph.nodes)} nodes)"
 
 

@@ -25,7 +25,7 @@ from autopar.capture.evaluation import Skeleton
 from autopar.errors import AutoparError, PlanError, RunError
 from autopar.graph import Ref, Spec
 from autopar.pipeline import PipelinePlan
-from autopar.placements import State
+from autopar.placements import State, format_state, whole_state
 from autopar.rules.registry import rules_of
 from autopar.runtime.agree import Meeting
 from autopar.runtime.backward import Halves
@@ -667,7 +667,7 @@ def _wires(graphs: Sequence[StageGraph], plan: PipelinePlan) -> tuple[Wire, ...]
             out = source.plan.outputs[at]
             assert out is not None
             node = next(n for _, n in graph.graph.of_kind("input") if n.target == name)
-            arriving = target.plan.inputs.get(name, ("I" if node.needs_grad else "R",) * len(target.mesh))
+            arriving = target.plan.inputs.get(name, whole_state(target.mesh, node.needs_grad))
             _sendable(name, source_number, out)
             here, there = Side(out, source.mesh, source.devices), Side(arriving, target.mesh, target.devices)
             back = transfer(node.out, there, here) if node.needs_grad else None
@@ -677,7 +677,8 @@ def _wires(graphs: Sequence[StageGraph], plan: PipelinePlan) -> tuple[Wire, ...]
 
 def _sendable(name: str, stage: int, state: State) -> None:
     if any(p == "P" for p in state):
-        raise PlanError(f"stage {stage} gives '{name}' as {','.join(state)}: a pending sum cannot be sent; plan again")
+        shown = format_state(state)
+        raise PlanError(f"stage {stage} gives '{name}' as {shown}: a pending sum cannot be sent; plan again")
 
 
 def _values(

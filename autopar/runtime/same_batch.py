@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import AutoparError, RunError
-from autopar.placements import State
+from autopar.placements import State, is_shard
 
 SAMPLE = 4096
 """Elements of a tensor that are looked at."""
@@ -46,7 +46,7 @@ class Seen:
         Args:
             shown: what the message calls it; ``name`` is what pins call it.
         """
-        among = () if state is None else tuple(c for p, c in zip(state, self.coordinate, strict=True) if p[0] == "S")
+        among = () if state is None else tuple(c for p, c in zip(state, self.coordinate, strict=True) if is_shard(p))
         self.samples.append((shown, name, tuple(leaf.shape), among, sampled(leaf)))
 
 

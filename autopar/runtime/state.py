@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autopar.errors import PlanError, RunError
-from autopar.placements import Mesh, State, format_state, local_shape, path, shard_dim
+from autopar.placements import Mesh, State, format_state, is_shard, kind, local_shape, path, shard, shard_dim
 from autopar.plan import ParamChoice
 
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -97,7 +97,7 @@ def like(held: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     whole = whole.detach().to(held.device)
     if not isinstance(held, DTensor):
         return whole.contiguous()
-    state = tuple(f"S{p.dim}" if isinstance(p, Shard) else "R" for p in held.placements)
+    state = tuple(shard(p.dim) if isinstance(p, Shard) else "R" for p in held.placements)
     piece = local_piece(whole, state, held.device_mesh)
     if piece is not whole:  # a share of its own, so that the whole can go
         piece = piece.clone(memory_format=torch.contiguous_format)
@@ -138,7 +138,7 @@ def hops(name: str, choice: ParamChoice, device_mesh: DeviceMesh, mesh: Mesh) ->
         PlanError: there is no such path.
     """
     steps = path(choice.stored, choice.used)
-    legal = steps is not None and all((a[i][0], b[i][0]) in _KINDS for i, a, b in steps)
+    legal = steps is not None and all((kind(a[i]), kind(b[i])) in _KINDS for i, a, b in steps)
     if steps is None or not legal:
         raise PlanError(
             f"parameter '{name}': stored as {format_state(choice.stored)} it cannot be used as "
@@ -150,7 +150,7 @@ def hops(name: str, choice: ParamChoice, device_mesh: DeviceMesh, mesh: Mesh) ->
             continue
         a, b = src[axis], dst[axis]
         last = merged[-1] if merged else None
-        if last is not None and last[:2] == (a, b) and b[0] in "RI":
+        if last is not None and last[:2] == (a, b) and not is_shard(b):
             last[2].insert(0, axis)
         else:
             merged.append((a, b, [axis]))
@@ -158,7 +158,7 @@ def hops(name: str, choice: ParamChoice, device_mesh: DeviceMesh, mesh: Mesh) ->
     coordinate = device_mesh.get_coordinate()
     assert coordinate is not None
     for a, b, axes in merged:
-        forward, backward = _KINDS[a[0], b[0]]
+        forward, backward = _KINDS[kind(a), kind(b)]
         if forward == backward == "none":
             continue
         index = 0

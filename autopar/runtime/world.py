@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from autopar.errors import RunError
 from autopar.graph import Graph
 from autopar.lower.collectives import step
 from autopar.lower.emit import Program
-from autopar.placements import Mesh, State, coordinates, path
+from autopar.placements import Mesh, State, coordinates, format_state, in_pieces, n_devices, path
 from autopar.plan import ParamChoice, StagePlan
 from autopar.rules.pieces import fake_world, join, piece
 from autopar.staging import StageGraph
@@ -73,7 +72,7 @@ def run_step(
         checked to be the same; a difference is an AssertionError.
     """
     mesh = plan.mesh
-    n = prod(size for _, size in mesh)
+    n = n_devices(mesh)
     with fake_world(mesh), LocalTensorMode(n):
 
         def spread(value: torch.Tensor, state: State) -> LocalTensor:
@@ -148,11 +147,12 @@ def _same_copies(pieces: Sequence[torch.Tensor], state: State, mesh: Mesh, name:
         at = coordinates(rank, mesh)
         first = 0
         for placement, (_, size), c in zip(state, mesh, at, strict=True):
-            first = first * size + (c if placement[0] in "SP" else 0)
+            first = first * size + (c if in_pieces((placement,)) else 0)
         other = pieces[first]
         if not torch.allclose(value, other, rtol=1e-4, atol=1e-6, equal_nan=True):
             worst = (value - other).abs().max().item()
-            raise AssertionError(f"{name} ({','.join(state)}) differs between ranks {first} and {rank} by {worst:.3e}")
+            shown = format_state(state)
+            raise AssertionError(f"{name} ({shown}) differs between ranks {first} and {rank} by {worst:.3e}")
 
 
 def pipeline_step(

@@ -17,7 +17,7 @@ from itertools import product
 from math import inf, prod
 
 from autopar.errors import InfeasibleError
-from autopar.placements import Mesh
+from autopar.placements import Mesh, mesh_text, n_devices
 from autopar.planner.inter_op.blocks import Block
 from autopar.planner.inter_op.menu import Filled, Filler, Menus, kinds_of, menus_of
 from autopar.planner.intra_op.mesh_plan import size_text
@@ -215,14 +215,14 @@ class Equal:
 
     def _first(self, pool: int, mesh: Mesh) -> Sequence[int] | None:
         """The first devices of a pool for a mesh; None where they are the cluster's first."""
-        own = self.pools[pool][: prod(n for _, n in mesh)]
+        own = self.pools[pool][: n_devices(mesh)]
         return None if list(own) == list(range(len(own))) else own
 
     def _orders(self, meshes: tuple[Mesh, ...]) -> list[list[Group]]:
         """The groups, the pools in order and in reverse."""
         by_pool = []
         for pool, mesh in zip(self.pools, meshes, strict=True):
-            size = prod(n for _, n in mesh)
+            size = n_devices(mesh)
             by_pool.append([Group(mesh, tuple(pool[k : k + size])) for k in range(0, len(pool), size)])
         orders = [[g for own in by_pool for g in own]]
         if len(by_pool) > 1:
@@ -244,7 +244,7 @@ class Equal:
             known = menus_of(self.menus, self.blocks, mesh, self._first(0, mesh))
             if known is not None:
                 least = {k: min(w.static_bytes + w.kept_bytes for w in ways) for k, ways in known.items()}
-                groups = sum(map(len, self.pools)) // prod(n for _, n in mesh)
+                groups = sum(map(len, self.pools)) // n_devices(mesh)
                 needs.append((sum(least[k] for k in kinds_of(self.blocks)) / max(1, groups), groups, mesh))
         if not needs:
             return None
@@ -256,7 +256,7 @@ class Equal:
                 f"{', '.join(self.schedules)}: stages are too large, or too many microbatches are in flight; use more "
                 "devices, smaller microbatches or other schedules"
             )
-        shape = " x ".join(f"{a}={k}" for a, k in mesh)
+        shape = mesh_text(mesh)
         return InfeasibleError(
             f"no plan fits {size_text(memory)} per device: the leanest, {groups} group(s) of {shape}, needs "
             f"about {size_text(n_bytes)} with one microbatch in flight; use more devices or smaller microbatches"

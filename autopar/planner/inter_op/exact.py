@@ -17,7 +17,7 @@ from math import ceil, inf
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
 from autopar.pipeline import PipelinePlan, StageChoice
-from autopar.placements import Mesh
+from autopar.placements import Mesh, mesh_text
 from autopar.plan import StagePlan
 from autopar.planner.inter_op.blocks import Block, blocks
 from autopar.planner.inter_op.order import SEARCHED, START, better_order
@@ -91,7 +91,7 @@ class Candidate:
         return len(self.meshes)
 
     def __str__(self) -> str:
-        shapes = [" x ".join(f"{a}={k}" for a, k in mesh) for mesh in self.meshes]
+        shapes = [mesh_text(mesh) for mesh in self.meshes]
         runs = [(shape, len(list(own))) for shape, own in groupby(shapes)]
         return ", ".join(f"{n} group{'s' if n > 1 else ''} of {shape}" for shape, n in runs)
 

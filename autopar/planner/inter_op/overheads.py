@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from math import prod
 
 from autopar.graph import Graph, Ref
-from autopar.placements import State, local_shape
+from autopar.placements import State, local_shape, whole_state
 from autopar.plan import StagePlan
 from autopar.planner.intra_op.price import Pricer
 from autopar.planner.intra_op.space import Strategy
@@ -82,7 +82,7 @@ def _made(plan: StagePlan, graph: Graph, ref: Ref, chosen: Mapping[int, Strategy
     if node.kind == "param":
         return plan.params[node.target].used
     if node.kind == "input":
-        return plan.inputs.get(node.target, ("R",) * len(plan.mesh))
+        return plan.inputs.get(node.target, whole_state(plan.mesh))
     before = sum(out is not None for out in node.outs[: ref.out])
     return chosen[ref.node].outs[before]
 

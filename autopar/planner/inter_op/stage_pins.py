@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from autopar.errors import InfeasibleError, MeshError, PlanError, closest
 from autopar.graph import Graph
-from autopar.placements import Mesh
+from autopar.placements import Mesh, format_mesh
 from autopar.planner.intra_op.mesh_plan import Options, _Pins, matches, op_labels
 from autopar.planner.intra_op.space import node_options
 from autopar.rules.registry import rules_of
@@ -130,7 +130,7 @@ def check_counts(
         PlanError, MeshError: with the numbers on both sides.
     """
     if mesh is None and not any(allows(m, options) for m in sizes):
-        shown = "; ".join(",".join(f"{a}={k}" for a, k in m) for m in sizes[:6])
+        shown = "; ".join(format_mesh(m) for m in sizes[:6])
         raise MeshError(
             f"what is asked of operators and parameters fits none of the meshes that a group can have ({shown}); "
             "give the mesh that you mean, and a number of stages"

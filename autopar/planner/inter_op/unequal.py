@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autopar.errors import InfeasibleError
-from autopar.placements import Mesh, mesh_shapes
+from autopar.placements import Mesh, format_mesh, mesh_shapes
 from autopar.planner.inter_op.blocks import Block
 from autopar.planner.inter_op.menu import WAYS, Menus, Way
 from autopar.planner.intra_op.mesh_plan import MEMORY_FRACTION, Options
@@ -96,7 +96,7 @@ class Unequal:
     def _labels(self, n: int) -> list[str]:
         near = max(1, self.cluster.n_devices // self.cluster.n_nodes)
         shapes = [m for m in mesh_shapes(n) if len(m) == 1 or m[-1][1] <= near]
-        return [",".join(f"{a}={k}" for a, k in m) + f" {w}" for m in shapes for w in range(WAYS)]
+        return [format_mesh(m) + f" {w}" for m in shapes for w in range(WAYS)]
 
     @staticmethod
     def _mesh(submesh: Submesh) -> Mesh:

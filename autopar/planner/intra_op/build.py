@@ -15,7 +15,17 @@ from functools import cached_property
 from itertools import product
 
 from autopar.graph import Graph, Node, Ref
-from autopar.placements import Placement, State, fits, step_collectives
+from autopar.placements import (
+    State,
+    fits,
+    is_shard,
+    only_change,
+    shard,
+    started,
+    step_collectives,
+    whole_placement,
+    whole_state,
+)
 from autopar.plan import ParamChoice
 from autopar.planner.intra_op import params as P
 from autopar.planner.intra_op.fold import Fold
@@ -138,7 +148,7 @@ class Builder:
             if node.kind != "param" or rep[i] != i:
                 continue
             uses = {
-                _used(s, node.needs_grad)
+                started(s, node.needs_grad)
                 for g in groups.get(i, ()) for reader, position in g.readers for s in wanted(reader, position)
             }  # fmt: skip
             options = self._param_options(node, uses, counts[i])
@@ -177,7 +187,7 @@ class Builder:
                     readers.append((len(items), states))
                     items.append(Item(f"output{number}", (0.0,) * len(states), (0.0,) * len(states)))
                 for name in group.updates:
-                    states = [("R",) * len(self.pricer.mesh)]
+                    states = [whole_state(self.pricer.mesh)]
                     readers.append((len(items), states))
                     items.append(Item(f"update {name}", (0.0,), (0.0,)))
                 if readers:
@@ -258,7 +268,7 @@ class Builder:
         if number in self.output_states:
             return [self.output_states[number]]
         grad = graph.nodes[ref.node].needs_grad and graph.spec(ref).is_float
-        whole = ("I" if grad else "R",) * len(mesh)
+        whole = whole_state(mesh, grad)
         sent = number < graph.sends
         if (not sent and (graph.loss is None or graph.loss == number)) or not graph.spec(ref).shape:
             return [whole]
@@ -272,10 +282,10 @@ class Builder:
 
         An input of the model that wants a gradient is whole, and so is its gradient: both are the caller's.
         """
-        whole = "I" if node.needs_grad else "R"
+        whole = whole_placement(node.needs_grad)
         if node.target not in self.graph.arriving:
-            return [self.input_states.get(node.target, (whole,) * len(self.pricer.mesh))]
-        shards = [f"S{d}" for d in range(min(3, len(node.out.shape)))]
+            return [self.input_states.get(node.target, whole_state(self.pricer.mesh, node.needs_grad))]
+        shards = [shard(d) for d in range(min(3, len(node.out.shape)))]
         mesh = self.pricer.mesh
         options = [[whole] if size == 1 else [whole, *shards] for _, size in mesh]
         return [s for s in product(*options) if fits(node.out.shape, s, mesh)]
@@ -285,7 +295,7 @@ class Builder:
         if node.target not in self.graph.arriving:
             return 0.0
         n_bytes = self.pricer.local_bytes(node.out, state)
-        axes = [name for p, (name, size) in zip(state, self.pricer.mesh, strict=True) if p[0] != "S" and size > 1]
+        axes = [name for p, (name, size) in zip(state, self.pricer.mesh, strict=True) if not is_shard(p) and size > 1]
         return self.microbatches * sum(self.pricer.axes[a].seconds("all_gather", n_bytes) for a in axes)
 
     # -- parameters
@@ -293,7 +303,7 @@ class Builder:
     def _param_options(self, node: Node, uses: set[State], count: int) -> list[tuple[ParamChoice, float, float, float]]:
         """``(choice, seconds, bytes, peak bytes)``; seconds and bytes are those of all parameters of the class."""
         mesh = self.pricer.mesh
-        whole: State = ("I" if node.needs_grad else "R",) * len(mesh)
+        whole = whole_state(mesh, node.needs_grad)
         spec = node.out
         options: list[tuple[ParamChoice, float, float, float]] = []
         by_use: dict[State, list[tuple[ParamChoice, float, float, float]]] = {}
@@ -504,16 +514,10 @@ def _most_cut(own: list[Strategy], rule: Rule) -> list[Strategy]:
 
 def _is_free(src: State, dst: State) -> bool:
     """Whether a step makes no collective, forward or backward."""
-    a, b = next((a, b) for a, b in zip(src, dst, strict=True) if a != b)
-    return step_collectives(a, b) == (None, None)
+    axis = only_change(src, dst)
+    return step_collectives(src[axis], dst[axis]) == (None, None)
 
 
 def _position(node: Node, out: int) -> int:
     """Position of output ``out`` among the outputs that are tensors."""
     return sum(o is not None for o in node.outs[:out])
-
-
-def _used(state: State, grad: bool) -> State:
-    """The placement in which a parameter is taken for a reader that wants ``state``: pending sums start whole."""
-    whole: Placement = "I" if grad else "R"
-    return tuple(whole if p == "P" else p for p in state)

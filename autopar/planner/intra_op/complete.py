@@ -8,7 +8,7 @@ from functools import partial
 from autopar.capture.graph.pruning import has_effect
 from autopar.errors import PlanError
 from autopar.graph import Graph, Node, Ref, Spec
-from autopar.placements import State, format_state
+from autopar.placements import State, format_state, whole_state
 from autopar.plan import ParamChoice, Price, StagePlan, route_key
 from autopar.planner.intra_op import params as P
 from autopar.planner.intra_op.price import Pricer
@@ -29,7 +29,7 @@ def demand(
     Raises:
         PlanError: a buffer is written to in different pieces.
     """
-    whole = ("R",) * len(mesh)
+    whole = whole_state(mesh)
     chosen = dict(decided)
     wanted: dict[Ref, set[State]] = {}
     for ref in graph.updates.values():
@@ -99,7 +99,7 @@ def needs(
 ) -> tuple[dict[Ref, State], dict[Ref, dict[State, None]], list[State | None]]:  # fmt: skip
     """``(made, wanted, outputs)``: the state in which each tensor is made, those in which it is wanted, and the
     placement of every output (None for one that is no tensor)."""
-    whole_grad, whole = ("I",) * len(mesh), ("R",) * len(mesh)
+    whole_grad, whole = whole_state(mesh, True), whole_state(mesh)
     made: dict[Ref, State] = {}
     wanted: dict[Ref, dict[State, None]] = {}
     for i, node in enumerate(graph.nodes):
@@ -166,7 +166,7 @@ def complete(
     mesh = pricer.mesh
     chosen, held = demand(graph, rules, mesh, decided)
     held.update(buffers or {})
-    whole_grad, whole = ("I",) * len(mesh), ("R",) * len(mesh)
+    whole_grad, whole = whole_state(mesh, True), whole_state(mesh)
     owned: dict[int, ParamChoice] = {}
     for i, node in graph.of_kind("param"):
         state = whole_grad if node.needs_grad else whole

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from autopar.errors import PlanError
 from autopar.graph import Graph, Ref, Spec
-from autopar.placements import Mesh, State, fits
+from autopar.placements import Mesh, State, fits, shard, started, whole_placement, whole_state
 from autopar.plan import ParamChoice, StagePlan
 from autopar.planner.intra_op import params as P
 from autopar.planner.intra_op.complete import complete
@@ -44,12 +44,11 @@ def random_plan(
             decided[i] = rng.choice(cut if cut and rng.random() < 0.875 else options[i])
             for ref, state in zip(node.refs, decided[i].ins, strict=True):
                 if graph.nodes[ref.node].kind == "param":
-                    whole = "I" if graph.nodes[ref.node].needs_grad else "R"
-                    uses.setdefault(ref.node, set()).add(tuple(whole if p == "P" else p for p in state))
+                    uses.setdefault(ref.node, set()).add(started(state, graph.nodes[ref.node].needs_grad))
         params: dict[int, ParamChoice] = {}
         for i, node in graph.of_kind("param"):
-            whole_state: State = ("I" if node.needs_grad else "R",) * len(mesh)
-            found = P.choices(node.out, node.needs_grad, uses.get(i, {whole_state}), mesh)
+            everywhere = whole_state(mesh, node.needs_grad)
+            found = P.choices(node.out, node.needs_grad, uses.get(i, {everywhere}), mesh)
             params[i] = rng.choice(found)
         inputs, outputs = _at_the_borders(graph, mesh, rng)
         try:
@@ -63,9 +62,9 @@ def _at_the_borders(graph: Graph, mesh: Mesh, rng: random.Random) -> tuple[dict[
     """Random placements of what comes from earlier pipeline stages and goes to later ones."""
 
     def drawn(spec: Spec, grad: bool) -> State:
-        whole = "I" if grad else "R"
-        state = tuple(rng.choice([whole, *(f"S{d}" for d in range(len(spec.shape)))]) for _ in mesh)
-        return state if fits(spec.shape, state, mesh) else (whole,) * len(mesh)
+        whole = whole_placement(grad)
+        state = tuple(rng.choice([whole, *map(shard, range(len(spec.shape)))]) for _ in mesh)
+        return state if fits(spec.shape, state, mesh) else whole_state(mesh, grad)
 
     inputs = {n.target: drawn(n.out, n.needs_grad) for _, n in graph.of_kind("input") if n.hot}
     sent = {k: ref for k, ref in enumerate(graph.outputs[: graph.sends]) if isinstance(ref, Ref)}

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from math import inf, prod
+from math import inf
 
 from autopar.collection import uncollected
 from autopar.errors import InfeasibleError, MeshError, PlanError
 from autopar.graph import Graph, Node, Ref
-from autopar.placements import Mesh, State, fits, format_state
+from autopar.placements import Mesh, State, fits, format_state, is_cut, is_shard, kind, mesh_text, n_devices
 from autopar.plan import LIFETIMES, ParamChoice, Solution, StagePlan
 from autopar.planner.intra_op import ilp
 from autopar.planner.intra_op.build import Builder, Decoder
@@ -102,7 +102,7 @@ def plan_graph(
     """
     options = options or Options()
     setting = _Setting(graph, cluster, mesh, options, cluster_name, devices)
-    limit = device_limit(cluster, devices or range(prod(size for _, size in mesh)), options.memory_limit_bytes)
+    limit = device_limit(cluster, devices or range(n_devices(mesh)), options.memory_limit_bytes)
     problem, decoder = setting.problem(limit < float("inf"))
     plan = _Solving(setting, problem, decoder, limit).plan()
     missing = ops_without_rule(graph)
@@ -396,10 +396,10 @@ def check_mesh(mesh: Mesh, cluster: Cluster) -> None:
     for name, size in mesh:
         if size < 1:
             raise MeshError(f"axis '{name}' has size {size}; sizes are 1 or more")
-    n = prod(size for _, size in mesh)
-    if n > cluster.n_devices:
+    need = n_devices(mesh)
+    if need > cluster.n_devices:
         raise MeshError(
-            f"the mesh {' x '.join(f'{a}={s}' for a, s in mesh)} needs {n} devices, cluster '{cluster.name}' has "
+            f"the mesh {mesh_text(mesh)} needs {need} devices, cluster '{cluster.name}' has "
             f"{cluster.n_devices}; use smaller axes or a larger cluster"
         )
 
@@ -490,8 +490,8 @@ class _Pins:
             raise PlanError(
                 f"{what}: {format_state(state)} has {len(state)} placements, the mesh {len(self.mesh)} axes"
             )
-        if any(p[0] not in kinds for p in state) or not fits(shape, state, self.mesh):
-            mesh = ", ".join(f"{axis}={size}" for axis, size in self.mesh)
+        if any(kind(p) not in kinds for p in state) or not fits(shape, state, self.mesh):
+            mesh = mesh_text(self.mesh, ", ")
             allowed = ", ".join("S<dim>" if k == "S" else k for k in kinds)
             raise PlanError(
                 f"{what} of shape {shape} cannot be placed as {format_state(state)} on mesh {mesh}; use {allowed}, and "
@@ -520,9 +520,9 @@ class _Pins:
         if how is None:
             return True
         if how == "replicate":
-            return all(p[0] != "S" for p in choice.stored)
+            return not is_cut(choice.stored)
         placement, lifetime = _kept(how)
-        gathers = any(a[0] == "S" != b[0] for a, b in zip(choice.stored, choice.used, strict=True))
+        gathers = any(is_shard(a) and not is_shard(b) for a, b in zip(choice.stored, choice.used, strict=True))
         return format_state(choice.stored) == placement and (not lifetime or not gathers or choice.lifetime == lifetime)
 
     def require(self, problem: Problem) -> None:

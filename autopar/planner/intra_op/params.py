@@ -13,7 +13,7 @@ from itertools import product
 from math import prod
 
 from autopar.graph import Graph, Spec
-from autopar.placements import Mesh, State, fits, local_shape, path, step_collectives
+from autopar.placements import Mesh, State, fits, is_shard, local_shape, path, shard, step_collectives, whole_placement
 from autopar.plan import ParamChoice, StagePlan
 from autopar.planner.intra_op.price import Pricer
 from cost_models import AxisCost, optimizer_state_bytes
@@ -46,21 +46,21 @@ def choices(spec: Spec, grad: bool, used: Iterable[State], mesh: Mesh, *, all_di
     the first dim that divides (``all_dims``: on any dim).
     """
     found: list[ParamChoice] = []
-    whole = "I" if grad else "R"
+    whole = whole_placement(grad)
     for use in sorted(set(used)):
         options: list[list[str]] = []
         for a, (_, size) in enumerate(mesh):
-            if use[a][0] == "S" or size == 1:
-                options.append([use[a] if use[a][0] == "S" else whole])
+            if is_shard(use[a]) or size == 1:
+                options.append([use[a] if is_shard(use[a]) else whole])
             else:
-                options.append([whole, *(f"S{d}" for d in range(len(spec.shape)))])
+                options.append([whole, *map(shard, range(len(spec.shape)))])
         seen: set[tuple[bool, ...]] = set()
         for stored in product(*options):
-            pattern = tuple(p[0] == "S" for p in stored)
+            pattern = tuple(map(is_shard, stored))
             if (pattern in seen and not all_dims) or not fits(spec.shape, stored, mesh) or path(stored, use) is None:
                 continue
             seen.add(pattern)
-            gathers = any(stored[a][0] == "S" and use[a][0] != "S" for a in range(len(mesh)))
+            gathers = any(is_shard(a) and not is_shard(b) for a, b in zip(stored, use, strict=True))
             found.append(ParamChoice(stored, use, "step"))
             if gathers:
                 found.append(ParamChoice(stored, use, "use"))

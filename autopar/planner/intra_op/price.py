@@ -12,7 +12,7 @@ from functools import lru_cache
 from math import prod
 
 from autopar.graph import Graph, Node, Spec
-from autopar.placements import Mesh, State, local_shape, step_collectives
+from autopar.placements import Mesh, State, local_shape, n_devices, only_change, step_collectives
 from autopar.planner.intra_op.space import Strategy, grads_of
 from autopar.rules.local import cuts_of, local_call
 from autopar.rules.notation import In, Rule, call_of
@@ -53,7 +53,7 @@ class Pricer:
 
     def step_parts(self, spec: Spec, grad: bool, src: State, dst: State) -> tuple[float, float]:
         """Seconds of the forward and of the backward of one step."""
-        axis = next(a for a in range(len(src)) if src[a] != dst[a])
+        axis = only_change(src, dst)
         name, size = self.mesh[axis]
         if size == 1:
             return 0.0, 0.0
@@ -70,7 +70,7 @@ class Pricer:
                 seconds.append(cost.seconds(kind, whole))
             else:
                 seconds.append(cost.seconds(kind, src_bytes))
-        if forward is None and (src[axis][0], dst[axis][0]) not in (("I", "R"), ("R", "I")):
+        if forward is None and {src[axis], dst[axis]} != {"I", "R"}:
             copy = op_seconds(self.device, "copy", 0.0, src_bytes + dst_bytes, spec.dtype)
             seconds[0] += copy
             if grad and backward is None:
@@ -235,7 +235,7 @@ def _pricer(cluster: Cluster, mesh: Mesh, devices: tuple[int, ...] | None) -> Pr
     from cost_models import mesh_axes
 
     axes = mesh_axes(cluster, dict(mesh), devices)
-    n = prod(size for _, size in mesh)
+    n = n_devices(mesh)
     numbers = range(n) if devices is None else devices
     slowest = min(map(cluster.device, numbers), key=lambda d: (max(d.peak_flops.values()), d.memory_bytes_per_second))
     return Pricer(mesh, axes, slowest, 0.0 if cluster.abstract else 25 * 2**20, cluster.measured)

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 
 from autopar.errors import PlanError
 from autopar.graph import Graph, Ref
-from autopar.placements import State
+from autopar.placements import State, only_change
 from autopar.plan import route_key
 from autopar.planner.intra_op.price import Pricer
 from autopar.planner.intra_op.space import Strategy
@@ -211,8 +211,8 @@ def contents(
 
 
 def _is_same_memory(src: State, dst: State) -> bool:
-    a, b = next((a, b) for a, b in zip(src, dst, strict=True) if a != b)
-    return {a, b} == {"I", "R"}
+    axis = only_change(src, dst)
+    return {src[axis], dst[axis]} == {"I", "R"}
 
 
 def seconds_again(
