@@ -17,14 +17,14 @@ import autopar.rules  # noqa: F401  (registers the rules)
 from autopar import arguments, pipelines, planfile
 from autopar.capture import Captured, on_meta
 from autopar.capture import capture as _capture
-from autopar.clusters import get_cluster, profile_of, reference
+from autopar.clusters import check_mesh, get_cluster, profile_of, reference
 from autopar.comparison import compare_with_eager
 from autopar.errors import AutoparError, CaptureError, ClusterError, InfeasibleError, MeshError
 from autopar.pins import parse_kept, plan_pinned
 from autopar.pipeline import PipelinePlan
 from autopar.placements import Mesh, mesh_shapes, mesh_text, n_devices, parse_state
 from autopar.plan import Plan
-from autopar.planner.intra_op.mesh_plan import Options, check_mesh
+from autopar.planner.intra_op.mesh_plan import Options
 from autopar.runtime.agree import (
     TIMEOUT_SECONDS,
     FirstRankValues,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from autopar.errors import ClusterError
+from autopar.errors import ClusterError, MeshError
+from autopar.placements import Mesh, mesh_text, n_devices
 from hardware_profiles import Cluster, ProfileError, load_cluster
 
 FILES = (".toml", ".json")
@@ -58,3 +59,25 @@ def profile_of(profile: str | Path, cluster: str | Path | Cluster | None = None)
 def kinds(cluster: Cluster) -> tuple[str, ...]:
     """Names of a cluster's devices, by rank."""
     return tuple(device.name for device in cluster.devices)
+
+
+def check_mesh(mesh: Mesh, cluster: Cluster) -> None:
+    """Refuse a mesh that the cluster cannot hold.
+
+    Raises:
+        MeshError: no axes, a size below one, a repeated name, or more devices than the cluster has.
+    """
+    if not mesh:
+        raise MeshError("the mesh has no axes; give at least one, such as data=2")
+    names = [name for name, _ in mesh]
+    if len(set(names)) != len(names):
+        raise MeshError(f"the mesh names an axis twice: {', '.join(names)}")
+    for name, size in mesh:
+        if size < 1:
+            raise MeshError(f"axis '{name}' has size {size}; sizes are 1 or more")
+    need = n_devices(mesh)
+    if need > cluster.n_devices:
+        raise MeshError(
+            f"the mesh {mesh_text(mesh)} needs {need} devices, cluster '{cluster.name}' has "
+            f"{cluster.n_devices}; use smaller axes or a larger cluster"
+        )

@@ -10,11 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from autopar.errors import PlanError
 from autopar.graph import Graph, Ref
 from autopar.placements import Mesh, State
 
 VERSION = 1
 LIFETIMES = ("step", "use")
+
+Recompute = tuple[tuple[str, str], ...]
+"""Segments ``(first op, last op)``, runs of operators in execution order that run again in the backward."""
 
 
 @dataclass(frozen=True)
@@ -177,3 +181,28 @@ def route_key(graph: Graph, ref: Ref) -> str:
     """How a plan names a tensor: ``node`` or ``node.<output>``."""
     name = graph.nodes[ref.node].name
     return f"{name}#{ref.out}" if ref.out else name
+
+
+def segment_numbers(graph: Graph, recompute: Recompute) -> dict[int, int]:
+    """``{operator: number of its segment}``.
+
+    Raises:
+        PlanError: a name is no operator, a segment ends before it begins, or segments overlap or are out of order.
+    """
+    numbers: dict[int, int] = {}
+    end = -1
+    for number, (first, last) in enumerate(recompute):
+        for name in (first, last):
+            if name not in graph.index or graph.nodes[graph.index[name]].kind != "op":
+                raise PlanError(f"recompute[{number}]: '{name}' is no operator of the model; see autopar show --code")
+        a, b = graph.index[first], graph.index[last]
+        if b < a:
+            raise PlanError(f"recompute[{number}]: '{last}' runs before '{first}'; exchange the two")
+        if a <= end:
+            raise PlanError(
+                f"recompute[{number}]: '{first}' does not come after the segment before, which ends with "
+                f"'{recompute[number - 1][1]}'; segments stand in execution order and do not overlap"
+            )
+        numbers.update((i, number) for i in range(a, b + 1) if graph.nodes[i].kind == "op")
+        end = b
+    return numbers

@@ -80,8 +80,9 @@ def explain(
         raise UsageError(f"{path} is no pipelined plan, so it has no cut '{op}'; name an op")
     _, captured = model_of(document, path, model)
     graph = captured.graph
+    from autopar.labels import op_labels
     from autopar.pins import options_of
-    from autopar.planner.intra_op.mesh_plan import op_labels, plan_graph
+    from autopar.planner.intra_op.mesh_plan import plan_graph
     from autopar.planner.intra_op.price import pricer
 
     plan, cluster = bound(document, captured)
@@ -120,7 +121,7 @@ def found_ops(graph: Graph, op: str) -> list[int]:
         UsageError: there is none.
     """
     from autopar.errors import closest
-    from autopar.planner.intra_op.mesh_plan import op_labels
+    from autopar.labels import op_labels
     from autopar.report.why import find_ops
 
     numbers = find_ops(graph, op)
@@ -199,15 +200,15 @@ def _distinct(graph: Graph, plan: Plan, numbers: list[int]) -> list[tuple[int, i
 def copies_able(graph: Graph, numbers: list[int], wanted: dict[str, str]) -> list[int]:
     """Those of the ops that have the factors (all, if none has), and their copies in equal blocks."""
     from autopar.planner.intra_op.fold import fold
-    from autopar.planner.intra_op.space import node_options
     from autopar.rules.registry import rules_of
+    from autopar.rules.strategy import options_of
 
     rep, rules = fold(graph).representative, rules_of(graph)
     factors = {"I" if f == "replicate" else f for f in wanted.values()}
 
     def able(i: int) -> bool:
         rule = rules[i]
-        return rule is not None and factors <= {o.name for o in node_options(graph, graph.nodes[i], rule)}
+        return rule is not None and factors <= options_of(graph, graph.nodes[i], rule).keys()
 
     classes = {rep[i] for i in [i for i in numbers if able(i)] or numbers}
     return [i for i, node in enumerate(graph.nodes) if node.kind == "op" and rep[i] in classes]

@@ -51,8 +51,9 @@ def _op(
     captured: Captured, asked: Replanner, op: str, wanted: dict[str, str] | None, limit: float | None, top: int,
     as_json: bool,
 ) -> None:  # fmt: skip
+    from autopar.labels import op_labels
     from autopar.planner.inter_op.stage_pins import check
-    from autopar.planner.intra_op.mesh_plan import Options, op_labels
+    from autopar.planner.intra_op.mesh_plan import Options
     from autopar.planner.intra_op.price import pricer
 
     graph, plan = captured.graph, asked.plan
@@ -170,7 +171,7 @@ def _cut(captured: Captured, asked: Replanner, number: int, as_json: bool) -> No
 def _moved(captured: Captured, asked: Replanner, number: int, by: int) -> dict[str, Any]:
     """The step with the cut one block earlier or later, or why that cannot be."""
     from autopar.errors import AutoparError
-    from autopar.planner.intra_op.mesh_plan import op_labels
+    from autopar.labels import op_labels
 
     first = asked.neighbour(number, by)
     found: dict[str, Any] = {"blocks": by, "begins_at": None, "seconds": None, "why_not": None}

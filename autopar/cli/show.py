@@ -209,10 +209,10 @@ def _cell(what: str, value: Any) -> str:
 def _diff_decisions(first: Any, second: Any, a: Path, b: Path, model: str | None) -> list[tuple[str, Any, Any]]:
     from dataclasses import asdict
 
+    from autopar.labels import op_labels
     from autopar.placements import format_state
     from autopar.planfile.patterns import compress
     from autopar.planfile.write import route_keys, written
-    from autopar.planner.intra_op.mesh_plan import op_labels
     from autopar.report.rows import recomputed
 
     _, captured = model_of(first, a, model)

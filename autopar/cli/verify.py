@@ -89,7 +89,7 @@ def verify(
     from hardware_profiles import load_cluster
 
     hardware = load_cluster(cluster or f"local-x{n}")
-    from autopar.planner.intra_op.mesh_plan import check_mesh
+    from autopar.clusters import check_mesh
 
     check_mesh(shape, hardware)
     loaded, captured = load_and_capture(

@@ -26,12 +26,11 @@ from autopar.lower.code import code_of
 from autopar.lower.collectives import FRESH, step
 from autopar.lower.segments import with_segments
 from autopar.placements import Mesh, State, format_state, local_shape, only_change, whole_state
-from autopar.plan import StagePlan, route_key
-from autopar.planner.intra_op.recompute import numbered
-from autopar.planner.intra_op.space import Strategy, combine, node_options
+from autopar.plan import StagePlan, route_key, segment_numbers
 from autopar.rules.local import Seed, local_call
 from autopar.rules.notation import In, Rule, call_of
 from autopar.rules.registry import rules_of
+from autopar.rules.strategy import strategy_in_plan
 from autopar.rules.views import may_alias
 
 FACTORIES = frozenset({"aten.full.default", "aten.arange.start_step", "aten.scalar_tensor.default"})
@@ -80,23 +79,6 @@ class Program:
         return code_of(self)
 
 
-def strategy_of(graph: Graph, node: Node, rule: Rule, names: tuple[str, ...], mesh: Mesh) -> Strategy:
-    """The strategy that a plan names for one op.
-
-    Raises:
-        PlanError: the op has no such option; the message lists those it has.
-    """
-    options = {o.name: o for o in node_options(graph, node, rule)}
-    if len(names) != len(mesh):
-        raise PlanError(f"{node.where}: the plan has {len(names)} choices {names}, the mesh has {len(mesh)} axes")
-    for name, (axis, _) in zip(names, mesh, strict=True):
-        if name not in options:
-            raise PlanError(
-                f"{node.where}: no option '{name}' (axis '{axis}'); it offers {', '.join(options)}\n  rule: {rule}"
-            )
-    return combine([options[name] for name in names])
-
-
 def lower(graph: Graph, plan: StagePlan, device: str | torch.device = "cpu") -> Program:
     """Make the program of ``plan``.
 
@@ -122,7 +104,7 @@ class _Emitter:
         self.before: dict[Ref, dict[State, State]] = {}
         self.seed: torch.fx.Node | None = None
         self.names = {"seed"}
-        self.segments = numbered(graph, plan.recompute)
+        self.segments = segment_numbers(graph, plan.recompute)
 
     def emit(self) -> Program:
         graph = self.graph
@@ -216,7 +198,7 @@ class _Emitter:
         names = self.plan.ops.get(node.name)
         if names is None:
             raise PlanError(f"the plan does not say how {node.where} is cut")
-        strategy = strategy_of(self.graph, node, rule, names, self.mesh)
+        strategy = strategy_in_plan(self.graph, node, rule, names, self.mesh)
         inputs = [self._get(ref, state) for ref, state in zip(node.refs, strategy.ins, strict=True)]
         whole = call_of(node, self.graph.spec)
         call = local_call(whole, rule, strategy.options, self.mesh, site=node.site if node.site >= 0 else i)
@@ -264,4 +246,4 @@ def used_shape(slot: Slot, mesh: Mesh) -> tuple[int, ...]:
     return local_shape(slot.shape, slot.state, mesh)
 
 
-__all__ = ["Program", "Slot", "lower", "strategy_of", "used_shape"]
+__all__ = ["Program", "Slot", "lower", "used_shape"]

@@ -10,21 +10,22 @@ from fnmatch import fnmatchcase, translate
 from pathlib import Path
 from typing import Any
 
+from autopar.clusters import check_mesh
 from autopar.errors import AutoparError, MeshError, PlanError, closest
 from autopar.graph import Graph, Ref
+from autopar.labels import matches, op_labels
 from autopar.pins import parse_kept
 from autopar.placements import State, fits, format_mesh, format_state, parse_state, step_is_legal
 from autopar.placements import path as way
-from autopar.plan import ParamChoice, Pins, Plan, Price, Solution, route_key
+from autopar.plan import ParamChoice, Pins, Plan, Price, Recompute, Solution, route_key, segment_numbers
 from autopar.planfile.form import Document, Failures, parse
 from autopar.planfile.write import decisions, rest, route_keys
 from autopar.planner.intra_op.complete import complete, demand, needs
-from autopar.planner.intra_op.mesh_plan import check_mesh, matches, op_labels
 from autopar.planner.intra_op.price import pricer
-from autopar.planner.intra_op.recompute import Recompute, contents, numbered, seconds_again, segments_of
-from autopar.planner.intra_op.space import Strategy, combine, node_options
+from autopar.planner.intra_op.recompute import contents, seconds_again, segments_of
 from autopar.rules.notation import Option
 from autopar.rules.registry import rules_of
+from autopar.rules.strategy import Strategy, combine, options_of
 from hardware_profiles import Cluster
 from hardware_profiles.strict import Unreadable, read_text
 
@@ -151,7 +152,7 @@ class _Binder:
         if i not in self.options:
             rule = self.rules[i]
             assert rule is not None
-            self.options[i] = {o.name: o for o in node_options(self.graph, self.graph.nodes[i], rule)}
+            self.options[i] = options_of(self.graph, self.graph.nodes[i], rule)
         return self.options[i]
 
     def _named(self, path: str, i: int, entry: Mapping[str, str]) -> Strategy | None:
@@ -379,7 +380,7 @@ class _Binder:
         found = tuple(segments)
         if all(name in names for segment in found for name in segment):
             try:
-                numbered(self.graph, found)
+                segment_numbers(self.graph, found)
             except PlanError as error:
                 self.bad.lines.append(str(error))
         return found

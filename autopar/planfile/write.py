@@ -5,21 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from autopar.errors import PlanError
-from autopar.graph import Graph, Node, Ref
+from autopar.graph import Graph, Ref
+from autopar.labels import op_labels
 from autopar.placements import format_mesh, format_state, whole_state
 from autopar.plan import VERSION, Pins, Plan, route_key
 from autopar.planfile.patterns import compress
 from autopar.planner.intra_op.complete import demand
-from autopar.planner.intra_op.mesh_plan import op_labels
-from autopar.planner.intra_op.space import Strategy, combine, node_options
-from autopar.rules.notation import Rule
 from autopar.rules.registry import rules_of
+from autopar.rules.strategy import strategy_named
 
 SECTIONS = frozenset({"pins", "ops", "params", "buffers", "inputs", "routes", "price"})
 
@@ -120,7 +119,7 @@ def _ops(plan: Plan, graph: Graph) -> dict[str, dict[str, str]]:
     labels = op_labels(graph)
     whole = whole_state(plan.mesh, True)
     strategy = {
-        i: _strategy(graph, node, rules[i], plan.ops[node.name])
+        i: strategy_named(graph, node, rules[i], plan.ops[node.name])
         for i, node in enumerate(graph.nodes)
         if node.kind == "op"
     }
@@ -146,12 +145,6 @@ def _ops(plan: Plan, graph: Graph) -> dict[str, dict[str, str]]:
 
 def written(name: str) -> str:
     return "replicate" if name == "I" else name
-
-
-def _strategy(graph: Graph, node: Node, rule: Rule | None, names: Sequence[str]) -> Strategy:
-    assert rule is not None
-    options = {o.name: o for o in node_options(graph, node, rule)}
-    return combine([options[name] for name in names])
 
 
 def route_keys(graph: Graph) -> dict[str, str]:

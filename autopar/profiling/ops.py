@@ -13,10 +13,11 @@ import torch
 from autopar.graph import ITEM_BYTES, Graph, Node
 from autopar.placements import Mesh, local_shape
 from autopar.planner.intra_op.price import Pricer, key_of, pricer
-from autopar.planner.intra_op.space import Strategy, grads_of, strategies
+from autopar.planner.intra_op.space import strategies
 from autopar.rules.local import cuts_of, local_call
 from autopar.rules.notation import Rule, call_of
 from autopar.rules.registry import rules_of
+from autopar.rules.strategy import Strategy, grads_of
 from hardware_profiles import Cluster
 
 

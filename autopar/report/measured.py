@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from autopar.graph import Graph
 from autopar.plan import StagePlan
 from autopar.planner.intra_op.price import Pricer, pricer
-from autopar.planner.intra_op.space import combine, node_options
 from autopar.rules.registry import rules_of
+from autopar.rules.strategy import strategy_named
 from hardware_profiles import Cluster
 
 
@@ -17,8 +17,7 @@ def shares(graph: Graph, plan: StagePlan, priced: Pricer) -> tuple[float, float]
     measured = computed = 0.0
     for node, rule in zip(graph.nodes, rules_of(graph), strict=True):
         if node.kind == "op" and rule is not None:
-            options = {o.name: o for o in node_options(graph, node, rule)}
-            strategy = combine([options[name] for name in plan.ops[node.name]])
+            strategy = strategy_named(graph, node, rule, plan.ops[node.name])
             own = priced.shares(graph, node, rule, strategy)
             measured, computed = measured + own[0], computed + own[1]
     return measured, computed

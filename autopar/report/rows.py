@@ -10,18 +10,17 @@ from math import prod
 from typing import Any
 
 from autopar.graph import Graph, Ref
-from autopar.lower.emit import strategy_of
+from autopar.labels import op_labels
 from autopar.placements import State, format_state, local_shape, step_collectives
 from autopar.plan import StagePlan, route_key
 from autopar.planfile.patterns import compress
 from autopar.planner.intra_op import params as P
 from autopar.planner.intra_op.fold import fold
-from autopar.planner.intra_op.mesh_plan import op_labels
 from autopar.planner.intra_op.price import Pricer
 from autopar.planner.intra_op.recompute import contents, seconds_again
-from autopar.planner.intra_op.space import Strategy, grads_of
 from autopar.rules.local import cuts_of
 from autopar.rules.registry import RULES, rules_of
+from autopar.rules.strategy import Strategy, grads_of, strategy_in_plan
 
 Collective = dict[str, Any]
 """``{"kind", "axis", "pass": forward or backward, "bytes"}``."""
@@ -86,7 +85,7 @@ class ParamRow:
 def op_row(graph: Graph, plan: StagePlan, priced: Pricer, i: int, rules: Sequence[Any], label: str) -> OpRow:
     """The row of node ``i``."""
     node, rule = graph.nodes[i], rules[i]
-    strategy = strategy_of(graph, node, rule, plan.ops[node.name], plan.mesh)
+    strategy = strategy_in_plan(graph, node, rule, plan.ops[node.name], plan.mesh)
     compute, inside = priced.op(graph, node, rule, strategy)
     _, cut = cuts_of(rule, strategy.options, plan.mesh)
     pieces, _ = cuts_of(rule, strategy.options, plan.mesh)
@@ -321,7 +320,7 @@ def _chosen(graph: Graph, plan: StagePlan) -> dict[int, Strategy]:
     """The strategies of a plan with segments; nothing for others, which need none."""
     rules = rules_of(graph)
     return {
-        i: strategy_of(graph, node, rules[i], plan.ops[node.name], plan.mesh)  # type: ignore[arg-type]
+        i: strategy_in_plan(graph, node, rules[i], plan.ops[node.name], plan.mesh)  # type: ignore[arg-type]
         for i, node in enumerate(graph.nodes if plan.recompute else ()) if node.kind == "op"
     }  # fmt: skip
 

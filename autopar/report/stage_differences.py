@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from autopar.graph import Graph
+from autopar.labels import op_labels
 from autopar.pipeline import PipelinePlan, StageChoice
 from autopar.placements import format_mesh, format_state
 from autopar.plan import StagePlan
 from autopar.planfile.patterns import compress
 from autopar.planfile.write import written
 from autopar.planner.inter_op.replan import Replanner
-from autopar.planner.intra_op.mesh_plan import op_labels
 from autopar.staging import hot_ops
 from cost_models.pipeline import Action, Schedule
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from autopar.graph import Graph
+from autopar.labels import op_labels
 from autopar.pipeline import PipelinePlan
 from autopar.planner.inter_op.replan import limit_of_stage
-from autopar.planner.intra_op.mesh_plan import op_labels
 from cost_models.pipeline import Timeline
 from hardware_profiles import Cluster
 

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from math import isinf
 
 from autopar.graph import Graph, Ref
-from autopar.lower.emit import strategy_of
+from autopar.labels import matches, op_labels
 from autopar.placements import State, started
 from autopar.plan import ParamChoice, StagePlan, route_key
 from autopar.planner.intra_op import params as P
 from autopar.planner.intra_op.complete import needs
-from autopar.planner.intra_op.mesh_plan import matches, op_labels
 from autopar.planner.intra_op.price import Pricer
 from autopar.planner.intra_op.reshard import route
-from autopar.planner.intra_op.space import Strategy, strategies
+from autopar.planner.intra_op.space import strategies
 from autopar.rules.registry import rules_of
+from autopar.rules.strategy import Strategy, strategy_in_plan
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def alternatives(graph: Graph, plan: StagePlan, priced: Pricer, i: int) -> list[
         if n.kind == "op":
             own = rules[k]
             assert own is not None
-            chosen[k] = strategy_of(graph, n, own, plan.ops[n.name], mesh)
+            chosen[k] = strategy_in_plan(graph, n, own, plan.ops[n.name], mesh)
     owned = {k: plan.params[n.target] for k, n in graph.of_kind("param")}
     outputs = {k: state for k, state in enumerate(plan.outputs) if state is not None}
     rows = []

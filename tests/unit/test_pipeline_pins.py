@@ -12,10 +12,11 @@ from zoo import ZOO
 import autopar
 from autopar.capture import Captured, capture
 from autopar.errors import AutoparError
+from autopar.labels import op_labels
 from autopar.pipeline import PipelinePlan
 from autopar.planfile import pipeline as files
 from autopar.planner.inter_op.stage_pins import of_stage, starts_of
-from autopar.planner.intra_op.mesh_plan import Options, op_labels
+from autopar.planner.intra_op.mesh_plan import Options
 from autopar.staging import cut
 
 

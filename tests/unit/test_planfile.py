@@ -17,17 +17,18 @@ from zoo import ZOO
 from autopar.capture import capture
 from autopar.errors import ClusterError, MeshError, PlanError
 from autopar.graph import Graph
+from autopar.labels import op_labels
 from autopar.placements import Mesh
 from autopar.plan import ParamChoice, Pins, Plan, Price, Solution
 from autopar.planfile import dumps, load, loads, parse, parse_mesh, save
 from autopar.planfile.patterns import compress
 from autopar.planner.intra_op.complete import complete
 from autopar.planner.intra_op.draw import random_plan
-from autopar.planner.intra_op.mesh_plan import op_labels, plan_graph
+from autopar.planner.intra_op.mesh_plan import plan_graph
 from autopar.planner.intra_op.price import pricer
 from autopar.planner.intra_op.recompute import segments_of
-from autopar.planner.intra_op.space import combine, node_options
 from autopar.rules.registry import rules_of
+from autopar.rules.strategy import strategy_named
 from hardware_profiles import load_cluster
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plan_mlp.json"
@@ -59,8 +60,7 @@ def megatron(graph: Graph) -> Plan:
     for i, node in enumerate(graph.nodes):
         if node.kind == "op":
             wanted = next(v for k, v in cuts.items() if k in labels[node.name])
-            options = {o.name: o for o in node_options(graph, node, rules[i])}  # type: ignore[arg-type]
-            decided[i] = combine([options[name] for name in wanted])
+            decided[i] = strategy_named(graph, node, rules[i], wanted)
     used = {"up.weight": ("R", "S0"), "up.bias": ("R", "S0"), "down.weight": ("R", "S1"), "down.bias": ("R", "I")}
     stored = {"up.weight": ("S1", "S0"), "up.bias": ("I", "S0"), "down.weight": ("S0", "S1"), "down.bias": ("I", "I")}
     params = {

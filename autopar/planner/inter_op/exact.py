@@ -18,7 +18,7 @@ from autopar.errors import InfeasibleError
 from autopar.graph import Graph
 from autopar.pipeline import PipelinePlan, StageChoice
 from autopar.placements import Mesh, mesh_text
-from autopar.plan import StagePlan
+from autopar.plan import Recompute, StagePlan
 from autopar.planner.inter_op.blocks import Block, blocks
 from autopar.planner.inter_op.order import SEARCHED, START, better_order
 from autopar.planner.inter_op.stage_pins import of_stage
@@ -27,7 +27,7 @@ from autopar.planner.inter_op.transplant import structure, transplant
 from autopar.planner.intra_op.fold import fold
 from autopar.planner.intra_op.mesh_plan import Options, device_limit, plan_graph
 from autopar.planner.intra_op.problem import Beaten
-from autopar.planner.intra_op.recompute import Recompute, is_asked, patterns_in, segment, segments_of
+from autopar.planner.intra_op.recompute import is_asked, patterns_in, segment, segments_of
 from autopar.rules.registry import rules_of
 from autopar.staging import StageGraph, cut, hot_ops
 from cost_models.pipeline import Action, Schedule, Timeline, Times, build, live_per_stage, simulate

@@ -20,7 +20,7 @@ from autopar.graph import Graph, Ref
 from autopar.placements import State, local_shape, whole_state
 from autopar.plan import StagePlan
 from autopar.planner.intra_op.price import Pricer
-from autopar.planner.intra_op.space import Strategy
+from autopar.rules.strategy import Strategy
 from cost_models.measured import between
 
 

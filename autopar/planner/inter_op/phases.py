@@ -14,9 +14,9 @@ from autopar.plan import StagePlan, route_key
 from autopar.planner.inter_op.overheads import extra_of
 from autopar.planner.intra_op.price import Pricer
 from autopar.planner.intra_op.recompute import contents, seconds_again
-from autopar.planner.intra_op.space import Strategy, combine, node_options
 from autopar.rules.notation import Rule
 from autopar.rules.registry import rules_of
+from autopar.rules.strategy import Strategy, strategy_named
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,7 @@ def phases(graph: Graph, plan: StagePlan, pricer: Pricer) -> Phases:
                 tuple(graph.nodes[r.node].needs_grad for r in node.refs),
             )
             if key not in memo or plan.recompute or pricer.measured is not None:
-                options = {o.name: o for o in node_options(graph, node, rule)}
-                chosen[i] = combine([options[name] for name in plan.ops[node.name]])
+                chosen[i] = strategy_named(graph, node, rule, plan.ops[node.name])
             if key not in memo:
                 memo[key] = pricer.phases(graph, node, rule, chosen[i])
             for_forward, for_all, for_weights = memo[key]

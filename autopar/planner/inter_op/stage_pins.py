@@ -8,10 +8,11 @@ from fnmatch import fnmatchcase
 
 from autopar.errors import InfeasibleError, MeshError, PlanError, closest
 from autopar.graph import Graph
+from autopar.labels import matches, op_labels
 from autopar.placements import Mesh, format_mesh
-from autopar.planner.intra_op.mesh_plan import Options, _Pins, matches, op_labels
-from autopar.planner.intra_op.space import node_options
+from autopar.planner.intra_op.mesh_plan import Options, _Pins
 from autopar.rules.registry import rules_of
+from autopar.rules.strategy import options_of
 from autopar.staging import StageGraph, hot_ops
 
 
@@ -108,7 +109,7 @@ def _there(constraints: Mapping[str, Mapping[str, str]] | None, graph: Graph) ->
             option.name
             for node, rule in zip(graph.nodes, rules, strict=True)
             if node.kind == "op" and rule is not None and matches(pattern, node, labels[node.name])
-            for option in node_options(graph, node, rule)
+            for option in options_of(graph, node, rule).values()
         }
         kept = {axis: f for axis, f in wanted.items() if ("I" if f == "replicate" else f) in factors}
         if kept:

@@ -26,15 +26,15 @@ from autopar.placements import (
     whole_placement,
     whole_state,
 )
-from autopar.plan import ParamChoice
+from autopar.plan import ParamChoice, Recompute, segment_numbers
 from autopar.planner.intra_op import params as P
 from autopar.planner.intra_op.fold import Fold
 from autopar.planner.intra_op.price import Pricer
 from autopar.planner.intra_op.problem import Held, Item, Problem, Tensor
-from autopar.planner.intra_op.recompute import Recompute, numbered
 from autopar.planner.intra_op.reshard import axis_sets, state_graph
-from autopar.planner.intra_op.space import Strategy, strategies
+from autopar.planner.intra_op.space import strategies
 from autopar.rules.notation import Rule
+from autopar.rules.strategy import Strategy
 
 FOLLOWERS = frozenset({"none", "pointwise", "copy", "reduce"})
 Allowed = Callable[[Node, Strategy], bool]
@@ -324,7 +324,7 @@ class Builder:
     @cached_property
     def _segment_of(self) -> dict[int, int]:
         """Segment numbers of the operators that run again."""
-        return numbered(self.graph, self.recompute)
+        return segment_numbers(self.graph, self.recompute)
 
     @cached_property
     def _recomputed(self) -> Counter[int]:

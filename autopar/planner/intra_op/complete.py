@@ -9,13 +9,14 @@ from autopar.capture.graph.pruning import has_effect
 from autopar.errors import PlanError
 from autopar.graph import Graph, Node, Ref, Spec
 from autopar.placements import State, format_state, whole_state
-from autopar.plan import ParamChoice, Price, StagePlan, route_key
+from autopar.plan import ParamChoice, Price, Recompute, StagePlan, route_key
 from autopar.planner.intra_op import params as P
 from autopar.planner.intra_op.price import Pricer
-from autopar.planner.intra_op.recompute import Recompute, Segment, contents, seconds_again
+from autopar.planner.intra_op.recompute import Segment, contents, seconds_again
 from autopar.planner.intra_op.reshard import Edge, route
-from autopar.planner.intra_op.space import Strategy, strategies
+from autopar.planner.intra_op.space import strategies
 from autopar.rules.notation import Rule
+from autopar.rules.strategy import Strategy
 
 
 def demand(

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from autopar.errors import PlanError
 from autopar.graph import Graph, Ref, Spec
 from autopar.placements import Mesh, State, fits, shard, started, whole_placement, whole_state
-from autopar.plan import ParamChoice, StagePlan
+from autopar.plan import ParamChoice, Recompute, StagePlan
 from autopar.planner.intra_op import params as P
 from autopar.planner.intra_op.complete import complete
 from autopar.planner.intra_op.price import Pricer
-from autopar.planner.intra_op.recompute import Recompute
-from autopar.planner.intra_op.space import Strategy, strategies
+from autopar.planner.intra_op.space import strategies
 from autopar.rules.notation import Rule
+from autopar.rules.strategy import Strategy
 
 
 def random_plan(

@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import inf
 
+from autopar.clusters import check_mesh
 from autopar.collection import uncollected
 from autopar.errors import InfeasibleError, MeshError, PlanError
 from autopar.graph import Graph, Node, Ref
+from autopar.labels import matches, op_labels
 from autopar.placements import Mesh, State, fits, format_state, is_cut, is_shard, kind, mesh_text, n_devices
-from autopar.plan import LIFETIMES, ParamChoice, Solution, StagePlan
+from autopar.plan import LIFETIMES, ParamChoice, Recompute, Solution, StagePlan
 from autopar.planner.intra_op import ilp
 from autopar.planner.intra_op.build import Builder, Decoder
 from autopar.planner.intra_op.complete import complete
@@ -19,10 +21,11 @@ from autopar.planner.intra_op.fold import Fold, fold, unfolded
 from autopar.planner.intra_op.mixture import Decided, mixture
 from autopar.planner.intra_op.price import pricer
 from autopar.planner.intra_op.problem import Choice, Item, Problem
-from autopar.planner.intra_op.recompute import Recompute, segments_of
-from autopar.planner.intra_op.space import Strategy, combine, node_options, strategy_of
+from autopar.planner.intra_op.recompute import segments_of
+from autopar.planner.intra_op.space import fitting_strategy
 from autopar.rules.notation import Rule
 from autopar.rules.registry import ops_without_rule, rules_of
+from autopar.rules.strategy import Strategy, options_of, strategy_named
 from hardware_profiles import Cluster
 
 MEMORY_FRACTION = 0.9
@@ -68,24 +71,6 @@ class Options:
     in_flight: int = 1
     recompute: Sequence[str] = ()
     segments: Recompute = ()
-
-
-def op_labels(graph: Graph) -> dict[str, str]:
-    """``{node name: label}`` of every op; a label is ``module:op``, with a number where a module has several."""
-    seen: dict[str, int] = {}
-    labels: dict[str, str] = {}
-    for node in graph.nodes:
-        if node.kind == "op":
-            base = f"{node.module}:{node.target.split('.')[1]}"
-            count = seen.get(base, 0)
-            seen[base] = count + 1
-            labels[node.name] = base if count == 0 else f"{base}.{count}"
-    return labels
-
-
-def matches(pattern: str, node: Node, label: str) -> bool:
-    """Whether a pattern names an op: by label, by the path of its module, or by node name."""
-    return fnmatchcase(label, pattern) or fnmatchcase(node.module, pattern) or node.name == pattern
 
 
 @uncollected()
@@ -175,7 +160,7 @@ def priced_again(
             elif node.kind == "op" and node.hot:
                 assert rule is not None
                 names = plan.ops.get(node.name)
-                strategy = strategy_of(graph, node, rule, mesh, names) if names is not None else None
+                strategy = fitting_strategy(graph, node, rule, mesh, names) if names is not None else None
                 if strategy is None:
                     return None
                 ops[i] = strategy
@@ -235,8 +220,7 @@ class _Setting:
         follow = 0.0
         for node, rule in zip(self.graph.nodes, self.rules, strict=True):
             if node.kind == "op" and not node.hot and rule is not None:
-                options_of = {o.name: o for o in node_options(self.graph, node, rule)}
-                strategy = combine([options_of[name] for name in plan.ops[node.name]])
+                strategy = strategy_named(self.graph, node, rule, plan.ops[node.name])
                 follow += sum(self.priced.op(self.graph, node, rule, strategy))
         return plan.price.seconds - follow * self.options.microbatches
 
@@ -382,28 +366,6 @@ def device_limit(cluster: Cluster, devices: Iterable[int], asked: float | None) 
     return MEMORY_FRACTION * min(cluster.device(d).memory_bytes for d in devices) if asked is None else asked
 
 
-def check_mesh(mesh: Mesh, cluster: Cluster) -> None:
-    """Refuse a mesh that the cluster cannot hold.
-
-    Raises:
-        MeshError: no axes, a size below one, a repeated name, or more devices than the cluster has.
-    """
-    if not mesh:
-        raise MeshError("the mesh has no axes; give at least one, such as data=2")
-    names = [name for name, _ in mesh]
-    if len(set(names)) != len(names):
-        raise MeshError(f"the mesh names an axis twice: {', '.join(names)}")
-    for name, size in mesh:
-        if size < 1:
-            raise MeshError(f"axis '{name}' has size {size}; sizes are 1 or more")
-    need = n_devices(mesh)
-    if need > cluster.n_devices:
-        raise MeshError(
-            f"the mesh {mesh_text(mesh)} needs {need} devices, cluster '{cluster.name}' has "
-            f"{cluster.n_devices}; use smaller axes or a larger cluster"
-        )
-
-
 class _Pins:
     """The user's constraints as predicates over strategies and parameter choices."""
 
@@ -430,7 +392,7 @@ class _Pins:
                     if node.kind != "op" or rule is None or not matches(pattern, node, labels[node.name]):
                         continue
                     seen = True
-                    names = [o.name for o in node_options(self.graph, node, rule)]
+                    names = list(options_of(self.graph, node, rule))
                     offered[f"{labels[node.name]}: {' '.join('replicate' if n == 'I' else n for n in names)}"] = None
                     if name in names:
                         size = dict(self.mesh)[axis]
@@ -550,6 +512,6 @@ def _kept(how: str) -> tuple[str, str]:
 
 
 __all__ = [
-    "Options", "PlansByMemory", "check_mesh", "device_limit", "matches", "op_labels", "plan_graph", "priced_again",
+    "Options", "PlansByMemory", "device_limit", "plan_graph", "priced_again",
     "size_text",
 ]  # fmt: skip

@@ -20,7 +20,7 @@ from autopar.planner.intra_op import ilp
 from autopar.planner.intra_op.build import Decoder
 from autopar.planner.intra_op.fold import Fold
 from autopar.planner.intra_op.problem import Choice
-from autopar.planner.intra_op.space import Strategy
+from autopar.rules.strategy import Strategy
 
 Decided = tuple[dict[int, Strategy], dict[int, ParamChoice], dict[int, State], dict[str, State]]
 """Strategies and parameter choices by node, states by output position and by input name."""

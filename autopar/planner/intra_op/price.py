@@ -13,9 +13,9 @@ from math import prod
 
 from autopar.graph import Graph, Node, Spec
 from autopar.placements import Mesh, State, local_shape, n_devices, only_change, step_collectives
-from autopar.planner.intra_op.space import Strategy, grads_of
 from autopar.rules.local import cuts_of, local_call
 from autopar.rules.notation import In, Rule, call_of
+from autopar.rules.strategy import Strategy, grads_of
 from cost_models import AxisCost, op_seconds
 from cost_models.measured import corrected
 from hardware_profiles import Cluster, Device

@@ -14,12 +14,11 @@ from fnmatch import fnmatchcase
 from autopar.errors import PlanError
 from autopar.graph import Graph, Ref
 from autopar.placements import State, only_change
-from autopar.plan import route_key
+from autopar.plan import Recompute, route_key, segment_numbers
 from autopar.planner.intra_op.price import Pricer
-from autopar.planner.intra_op.space import Strategy
 from autopar.rules.notation import Rule
+from autopar.rules.strategy import Strategy
 
-Recompute = tuple[tuple[str, str], ...]
 Value = tuple[Ref, State]
 
 
@@ -126,31 +125,6 @@ def _keeps(graph: Graph, rules: Sequence[Rule | None], i: int) -> bool:
     return rule is not None and graph.nodes[i].needs_grad and bool(rule.saves or rule.saves_out)
 
 
-def numbered(graph: Graph, recompute: Recompute) -> dict[int, int]:
-    """``{operator: number of its segment}``.
-
-    Raises:
-        PlanError: a name is no operator, a segment ends before it begins, or segments overlap or are out of order.
-    """
-    found: dict[int, int] = {}
-    end = -1
-    for number, (first, last) in enumerate(recompute):
-        for name in (first, last):
-            if name not in graph.index or graph.nodes[graph.index[name]].kind != "op":
-                raise PlanError(f"recompute[{number}]: '{name}' is no operator of the model; see autopar show --code")
-        a, b = graph.index[first], graph.index[last]
-        if b < a:
-            raise PlanError(f"recompute[{number}]: '{last}' runs before '{first}'; exchange the two")
-        if a <= end:
-            raise PlanError(
-                f"recompute[{number}]: '{first}' does not come after the segment before, which ends with "
-                f"'{recompute[number - 1][1]}'; segments stand in execution order and do not overlap"
-            )
-        found.update((i, number) for i in range(a, b + 1) if graph.nodes[i].kind == "op")
-        end = b
-    return found
-
-
 @dataclass
 class Segment:
     """What a plan puts into one segment.
@@ -175,7 +149,7 @@ def contents(
     routes: Mapping[str, Sequence[tuple[State, State]]], recompute: Recompute,
 ) -> list[Segment]:  # fmt: skip
     """The segments of a plan, with the reshard steps where lowering makes them: before the first op that wants them."""
-    number = numbered(graph, recompute)
+    number = segment_numbers(graph, recompute)
     found = [Segment() for _ in recompute]
     made_in: dict[Value, int] = {}
     before: dict[Ref, dict[State, State]] = {}
@@ -239,6 +213,6 @@ def seconds_again(
 
 
 __all__ = [
-    "Recompute", "Segment", "contents", "is_asked", "numbered", "patterns_in", "seconds_again", "segment",
+    "Segment", "contents", "is_asked", "patterns_in", "seconds_again", "segment",
     "segments_of",
 ]  # fmt: skip

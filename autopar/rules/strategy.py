@@ -1,0 +1,71 @@
+"""A strategy: what one op does on every axis of a mesh, and the states of its tensors that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.errors import PlanError
+from autopar.graph import Graph, Node
+from autopar.placements import Mesh, State
+from autopar.rules.notation import Option, Rule, axis_options
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """One option per axis, and the states of the op's tensors that follow."""
+
+    options: tuple[Option, ...]
+    ins: tuple[State, ...]
+    outs: tuple[State, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Option name per axis, as plans store them."""
+        return tuple(option.name for option in self.options)
+
+
+def grads_of(graph: Graph, node: Node) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+    """Whether gradients flow through each input and each output tensor of ``node``."""
+    ins = tuple(node.needs_grad and graph.nodes[r.node].needs_grad and graph.spec(r).is_float for r in node.refs)
+    outs = tuple(node.needs_grad and o.is_float for o in node.outs if o is not None)
+    return ins, outs
+
+
+def combine(options: Sequence[Option]) -> Strategy:
+    """The strategy of one option per axis."""
+    n_in, n_out = len(options[0].ins), len(options[0].outs)
+    return Strategy(
+        tuple(options),
+        tuple(tuple(o.ins[i] for o in options) for i in range(n_in)),
+        tuple(tuple(o.outs[i] for o in options) for i in range(n_out)),
+    )
+
+
+def options_of(graph: Graph, node: Node, rule: Rule) -> dict[str, Option]:
+    """The options of one op on one axis, by name; ``I``, everything whole, comes first."""
+    return {option.name: option for option in axis_options(rule, *grads_of(graph, node))}
+
+
+def strategy_named(graph: Graph, node: Node, rule: Rule | None, names: Sequence[str]) -> Strategy:
+    """The strategy of one op whose options have these names, one per axis. The op has them: plans were checked."""
+    assert rule is not None
+    options = options_of(graph, node, rule)
+    return combine([options[name] for name in names])
+
+
+def strategy_in_plan(graph: Graph, node: Node, rule: Rule, names: Sequence[str], mesh: Mesh) -> Strategy:
+    """The strategy that a plan names for one op.
+
+    Raises:
+        PlanError: the op has no such option; the message lists those it has.
+    """
+    options = options_of(graph, node, rule)
+    if len(names) != len(mesh):
+        raise PlanError(f"{node.where}: the plan has {len(names)} choices {names}, the mesh has {len(mesh)} axes")
+    for name, (axis, _) in zip(names, mesh, strict=True):
+        if name not in options:
+            raise PlanError(
+                f"{node.where}: no option '{name}' (axis '{axis}'); it offers {', '.join(options)}\n  rule: {rule}"
+            )
+    return combine([options[name] for name in names])
