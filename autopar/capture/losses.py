@@ -1,11 +1,61 @@
-"""A loss that trains nothing is an error, with the place where its gradient ends."""
+"""Which output is the loss; and a loss that trains nothing is an error, with the place where its gradient ends."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
 import torch
+from torch.utils import _pytree as pytree
 
 from autopar.errors import CaptureError
 from autopar.graph import Graph, Node, Ref
+
+LOSS = "loss"
+"""What a model calls the output that is to be trained, where it gives several scalars."""
+
+
+def output_names(out_spec: pytree.TreeSpec) -> list[str]:
+    """What the model calls each of its outputs: the key or field at the top, or the position; and what lies below."""
+    names = [""] * out_spec.num_leaves
+
+    def walk(value: Any, path: str) -> None:
+        parts: Sequence[tuple[Any, Any]]
+        if isinstance(value, Mapping):
+            parts = list(value.items())
+        elif is_dataclass(value) and not isinstance(value, type):
+            parts = [(field.name, getattr(value, field.name)) for field in fields(value)]
+        elif isinstance(value, (tuple, list)):
+            parts = list(zip(getattr(value, "_fields", range(len(value))), value, strict=True))
+        else:
+            if isinstance(value, int):
+                names[value] = path
+            return
+        for key, part in parts:
+            walk(part, f"{path}.{key}" if path else str(key))
+
+    walk(pytree.tree_unflatten(range(out_spec.num_leaves), out_spec), "")
+    return names
+
+
+def the_loss(scalars: Sequence[int], out_spec: pytree.TreeSpec) -> int | None:
+    """Position of the output that is the loss, among scalars with a gradient: the one that is called so, or the first.
+    """
+    names = output_names(out_spec) if len(scalars) > 1 else []
+    return next((i for i in scalars if names and names[i] == LOSS), scalars[0] if scalars else None)
+
+
+def other_losses(graph: Graph, out_spec: pytree.TreeSpec) -> list[str]:
+    """Names of several scalars that a model gives, each with a gradient, where none is called the loss; else none."""
+    scalars = [
+        i for i, out in enumerate(graph.outputs)
+        if isinstance(out, Ref) and graph.nodes[out.node].needs_grad and graph.spec(out).shape == ()
+    ]  # fmt: skip
+    if len(scalars) < 2:
+        return []
+    names = [output_names(out_spec)[i] for i in scalars]
+    return [] if LOSS in names else names
 
 
 def check_loss(graph: Graph, module: torch.nn.Module, of_loss_fn: bool) -> None:
@@ -55,4 +105,4 @@ def _where_it_ends(graph: Graph, out: Ref) -> Node | None:
     return None
 
 
-__all__ = ["check_loss"]
+__all__ = ["LOSS", "check_loss", "other_losses", "output_names", "the_loss"]

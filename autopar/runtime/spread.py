@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.capture import Captured
 from autopar.capture.evaluation import Skeleton
+from autopar.capture.losses import LOSS, other_losses
 from autopar.errors import RunError
 from autopar.runtime.state import like
 from autopar.runtime.values import assigned
@@ -138,11 +139,19 @@ class SpreadModule(torch.nn.Module):
                 object.__setattr__(part, "training", modules[path].training)
 
     def check_trains(self) -> None:
-        """Refuse a training step of a module that was put into eval mode.
+        """Refuse a training step of a module that was put into eval mode, or that gives several losses.
 
         Raises:
-            RunError: it says what to call.
+            RunError: it says what to call, or how to say which loss is meant.
         """
+        several = other_losses(self._captured.graph, self._captured.out_spec)
+        if several:
+            raise RunError(
+                f"train_step: the model gives several scalars with a gradient (outputs {', '.join(several)}), none of "
+                f"which is called '{LOSS}', so it is not known which is to be trained: return the one, or their sum, "
+                f"under the key '{LOSS}', or pass loss_fn= to parallelize, such as loss_fn=lambda out: out[...] + "
+                "out[...]; without stages, a call and backward() of any of them do, too"
+            )
         if self._captured_training and not self.training:
             raise RunError("the module is in eval mode, so a step would train without dropout; call train() first")
 

@@ -465,18 +465,23 @@ class Unit:
         self.work, self.flat = None, None
 
     def drop(self) -> None:
-        """Wait for a gather under way, and forget it."""
+        """Wait for a gather under way, and forget it with what it gathered."""
         with contextlib.suppress(RuntimeError):  # it may have failed
             self.finish_work()
         self.work, self.flat, self.ready = None, None, False
+        self._empty()
 
     def free(self) -> None:
         """Give the gathered memory back (lifetime ``use`` only)."""
         if self.per_use and (self.ready or self.work is not None):
             self.finish_work()
             self.ready = False
-            for held in self.helds:
-                held.leaf.untyped_storage().resize_(0)
+            self._empty()
+
+    def _empty(self) -> None:
+        """Without memory for values that are gathered for one use."""
+        for held in self.helds if self.per_use else ():
+            held.leaf.untyped_storage().resize_(0)
 
 
 def coalesces(held: Held) -> bool:

@@ -1,7 +1,8 @@
-"""Point-to-point messages of a pipeline: sent at once, received ahead of need, each with a tag of its own.
+"""Point-to-point messages of a pipeline: sent at once, received ahead of need, told apart by their order alone.
 
-Both ends derive from plan and schedule which messages pass between two ranks, and in which order the sender sends
-them; the receiver posts its receives in that order, a few ahead of the one it waits for.
+Both ends derive from plan and schedule which messages pass from one rank to another, and in which order the sender
+sends them; the receiver posts its receives in that order, a few ahead of the one it waits for. So no message has a tag:
+NCCL knows none, and gloo keeps the order of those that are alike.
 """
 
 from __future__ import annotations
@@ -124,15 +125,12 @@ class Post:
         assert not self.inbox, f"rank {self.rank}: nobody took {list(self.inbox)[:3]}"
         self.posted, self.sent = {}, {}
 
-    def _tag(self, message: Message) -> int:
-        return ((message.wire * 2 + message.backward) * self.microbatches + message.microbatch) * 256 + message.part
-
     def _receive(self, sender: int, upto: int) -> None:
         own = self.coming[sender]
         while self.posted[sender] < min(upto, len(own)):
             message, piece = own[self.posted[sender]]
             buffer = self._buffer(message, piece)
-            self.inbox[message] = dist.irecv(buffer, src=sender, tag=self._tag(message)), buffer
+            self.inbox[message] = dist.irecv(buffer, src=sender), buffer
             self.posted[sender] += 1
 
     def _buffer(self, message: Message, piece: Piece) -> torch.Tensor:
@@ -155,7 +153,7 @@ class Post:
                 continue
             cut = cut.contiguous()
             self.sent[piece.target] += 1
-            self.outbox.append((dist.isend(cut, dst=piece.target, tag=self._tag(message)), cut))
+            self.outbox.append((dist.isend(cut, dst=piece.target), cut))
         self.outbox = [(work, kept) for work, kept in self.outbox if not work.is_completed()]
 
     def clear(self, posted: Mapping[int, int], sent: Mapping[int, int]) -> None:
@@ -168,7 +166,7 @@ class Post:
         for target, count in posted.items():
             for message, piece in self.going.get(target, ())[self.sent.get(target, 0) : count]:
                 nothing = self._buffer(message, piece).zero_()
-                self.outbox.append((dist.isend(nothing, dst=target, tag=self._tag(message)), nothing))
+                self.outbox.append((dist.isend(nothing, dst=target), nothing))
         for sender, count in sent.items():
             if sender in self.coming:
                 self.posted.setdefault(sender, 0)

@@ -500,6 +500,35 @@ def a_dict_of_losses() -> None:
 
 
 @case
+def train_step_of_several_losses() -> None:
+    """Trains the output that is called the loss; without one, asks which."""
+
+    def parts(out: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"near": mse(out, y), "small": out.abs().mean()}
+
+    def named(out: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {**parts(out, y), "loss": sum(parts(out, y).values())}
+
+    def in_a_row(out: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(parts(out, y).values())
+
+    for give, names in ((parts, "near, small"), (in_a_row, "0, 1")):
+        for module in (pair(Net(give), batch())[0], pipeline(Net(give))[0]):
+            with pytest.raises(RunError, match=rf"several scalars .*\(outputs {names}\), none of which is called"):
+                module.train_step(*batch(32))
+    for make in (lambda net: pair(net, batch()), pipeline):
+        module, eager = make(Net(named))
+        x, y = batch(32)
+        loss = module.train_step(x, y)
+        expected = sum(eager(a, b)["loss"] for a, b in zip(x.split(8), y.split(8), strict=True)) / 4
+        expected.backward()
+        same(loss, expected.detach())
+        own = dict(eager.named_parameters())
+        for name, p in module.named_parameters():
+            same(p.grad, own[name].grad)
+
+
+@case
 def a_loss_outside() -> None:
     module, eager = pair(Net(), (batch()[0],), constraints=ROWS)
     x, y = batch()
@@ -553,10 +582,14 @@ def a_backward_that_raises() -> None:
 
 @case
 def a_backward_that_breaks_half_way() -> None:
-    for more in ({"constraints": COLUMN_ROW}, {"constraints": ROWS, "params": {"*": "S0 use"}}, {"constraints": ROWS}):
+    for name, more in (
+        ("first.weight", {"constraints": COLUMN_ROW}), ("first.weight", {"constraints": ROWS}),
+        ("first.weight", {"constraints": ROWS, "params": {"*": "S0 use"}}),
+        ("second.weight", {"constraints": ROWS, "params": {"*": "S0 use"}}),
+    ):  # fmt: skip
         module, eager = pair(Net(mse), batch(), **more)
         breaks = [True]
-        leaf = module.helds["first.weight"].leaf
+        leaf = module.helds[name].leaf
 
         def out_of_memory(_: torch.Tensor, breaks: list[bool] = breaks) -> None:
             if breaks[0]:
@@ -567,6 +600,8 @@ def a_backward_that_breaks_half_way() -> None:
             module(*batch()).backward()
         with pytest.raises(Skip):
             module.train_step(*batch(16), microbatches=2)
+        gathered = [held.leaf for held in module.helds.values() if held.per_use]
+        assert not any(leaf.untyped_storage().nbytes() for leaf in gathered), "nothing gathered for one use stays"
         breaks[0] = False
         assert all(p.grad is None for p in module.parameters()), "a broken step leaves no gradients"
         for _ in range(2):
@@ -601,8 +636,8 @@ def a_forward_that_raises() -> None:
     same_gradients(module, eager)
 
 
-def pipeline(**more: Any) -> tuple[Any, nn.Module]:
-    model = Net(mse)
+def pipeline(model: nn.Module | None = None, **more: Any) -> tuple[Any, nn.Module]:
+    model = model or Net(mse)
     eager = copy.deepcopy(model)
     return autopar.parallelize(model, 2, batch(), stages=2, microbatches=4, **more), eager
 

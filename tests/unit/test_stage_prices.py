@@ -182,17 +182,20 @@ class Sent:
         self.messages: list[tuple[int, int, int]] = []
         self.gathers: dict[int, list[tuple[str, int]]] = defaultdict(list)
         self.made: dict[int, torch.Tensor] = {}
-        values: dict[tuple[int, int, int], torch.Tensor] = {}
+        values: dict[tuple[int, int], list[torch.Tensor]] = defaultdict(list)
+        posted: dict[tuple[int, int], int] = defaultdict(int)
         rank = -1
 
-        def isend(value: torch.Tensor, dst: int, tag: int) -> object:
+        def isend(value: torch.Tensor, dst: int) -> object:
             self.messages.append((rank, dst, value.nbytes))
-            values[rank, dst, tag] = value.clone()
+            values[rank, dst].append(value.clone())
             return SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
 
-        def irecv(value: torch.Tensor, src: int, tag: int) -> object:
-            here = rank
-            return SimpleNamespace(wait=lambda: value.copy_(values[src, here, tag]))
+        def irecv(value: torch.Tensor, src: int) -> object:
+            pair = src, rank
+            number = posted[pair]
+            posted[pair] += 1
+            return SimpleNamespace(wait=lambda: value.copy_(values[pair][number]))
 
         def step(src: str, dst: str) -> tuple[Callable[..., torch.Tensor], tuple[()]]:
             assert src[0] == "S" and dst[0] != "S"

@@ -13,6 +13,7 @@ from autopar.capture.graph.exported import at, flat, get, is_symbolic, module_of
 from autopar.capture.graph.merging import merged
 from autopar.capture.graph.own import own_operator
 from autopar.capture.graph.pruning import has_effect, without_dead
+from autopar.capture.losses import the_loss
 from autopar.capture.memory.schemas import argument, facts
 from autopar.capture.memory.storages import Alias, Geometry, Storage
 from autopar.capture.memory.writes import Writing
@@ -257,9 +258,8 @@ class Builder(Writing):
         self.no_grad = False
         given = list(self.at.args[0])[-len(names) :] if names else []  # type: ignore[arg-type]
         outputs = tuple(self._look(v) if isinstance(v, torch.fx.Node) else v for v in given)
-        loss = None
-        for i, out in enumerate(outputs):
-            if isinstance(out, Ref) and self.nodes[out.node].needs_grad and self._spec_of(out).shape == ():
-                loss = i
-                break
-        return outputs, loss
+        scalars = [
+            i for i, out in enumerate(outputs)
+            if isinstance(out, Ref) and self.nodes[out.node].needs_grad and self._spec_of(out).shape == ()
+        ]  # fmt: skip
+        return outputs, the_loss(scalars, self.exported.call_spec.out_spec)
