@@ -255,12 +255,12 @@ class ParallelModule(SpreadModule):
                 self._gradients.listen(self._helds[slot.name])
         put(self, "_batch", Batch(self._captured, program, self._signature, self._mesh, self._device))
         put(self, "_probe", torch.empty(0, requires_grad=True))
-        in_pieces = [
+        cut_outputs = [
             i for i, state in enumerate(program.outputs)
             if state is not None and i not in self._plan.pins.outputs and in_pieces(state)
         ]  # fmt: skip
         is_stage = bool(self._captured.graph.arriving or self._captured.graph.sends)
-        put(self, "_meeting", Meeting(self._mesh) if in_pieces and not is_stage and self._mesh.size() > 1 else None)
+        put(self, "_meeting", Meeting(self._mesh) if cut_outputs and not is_stage and self._mesh.size() > 1 else None)
         tail = [a for a, s in program.mesh if s > 1]
         put(self, "_distributed", bool(tail))
 
