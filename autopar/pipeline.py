@@ -10,27 +10,8 @@ from dataclasses import dataclass, field
 
 from autopar.errors import MeshError, PlanError
 from autopar.placements import Mesh, n_devices
-from autopar.plan import Pins, Plan
+from autopar.plan import Crossing, Pins, StagePlan
 from cost_models.pipeline.actions import Schedule
-
-
-@dataclass(frozen=True)
-class StageChoice:
-    """One stage.
-
-    Attributes:
-        first: name of its first operator; the stage ends where the next one begins.
-        devices: ranks, in row-major order of the plan's mesh.
-        plan: how the stage is cut on those devices; its price is that of one microbatch.
-    """
-
-    first: str
-    devices: tuple[int, ...]
-    plan: Plan
-
-    @property
-    def mesh(self) -> Mesh:
-        return self.plan.mesh
 
 
 @dataclass(frozen=True)
@@ -58,14 +39,16 @@ class PipelinePlan:
     Attributes:
         fingerprint: of the whole graph, at the size of one microbatch.
         schedule: what each group does in which order; its number of microbatches is that of a step.
+        crossings: what stages take from each other.
         seconds: of a training step, simulated.
         pins: what the user asked for, so that stages can be solved again with the same wishes.
     """
 
     fingerprint: str
     cluster: str
-    stages: tuple[StageChoice, ...]
+    stages: tuple[StagePlan, ...]
     schedule: Schedule
+    crossings: tuple[Crossing, ...] = ()
     optimizer: str = "adamw"
     seconds: float = 0.0
     notes: tuple[str, ...] = field(default=())
@@ -130,4 +113,4 @@ def check_within(devices: Sequence[Sequence[int]], n: int, there: str) -> None:
             raise MeshError(f"stage {number} is on rank {max(own)}, {n} {there}: 0 to {n - 1}")
 
 
-__all__ = ["PipelinePins", "PipelinePlan", "StageChoice", "check_places", "check_within"]
+__all__ = ["PipelinePins", "PipelinePlan", "check_places", "check_within"]

@@ -7,12 +7,13 @@ predicted to cost. It holds no tensors and no code.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.errors import PlanError
-from autopar.graph import Graph, Ref
-from autopar.placements import Mesh, State
+from autopar.graph import Graph, Ref, Spec
+from autopar.placements import Mesh, State, n_devices, whole_state
+from autopar.transfer import Side
 
 VERSION = 1
 LIFETIMES = ("step", "use")
@@ -132,6 +133,9 @@ class StagePlan:
         recompute: segments ``(first op, last op)``, runs of operators in execution order that keep only their inputs
             and run again in the backward.
         in_flight: microbatches whose activations the price counts: more than one in a stage of a pipeline.
+        first: name of the first operator that depends on a parameter; a stage ends where the next one begins. Empty
+            where there is none.
+        devices: ranks, in row-major order of the mesh.
     """
 
     fingerprint: str
@@ -152,6 +156,8 @@ class StagePlan:
     pins: Pins = field(default_factory=Pins)
     recompute: tuple[tuple[str, str], ...] = ()
     in_flight: int = 1
+    first: str = ""
+    devices: tuple[int, ...] = ()
 
     @property
     def kept_bytes(self) -> int:
@@ -167,10 +173,37 @@ class StagePlan:
 
     @property
     def n_devices(self) -> int:
-        n = 1
-        for _, size in self.mesh:
-            n *= size
-        return n
+        return n_devices(self.mesh)
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A tensor that one stage makes and later stages read.
+
+    Attributes:
+        tensor: its name, as plans have it (:func:`route_key` of the whole graph): the readers have an input of that
+            name.
+        spec: of one microbatch, whole.
+        needs_grad: whether a gradient comes back.
+        source: number of the stage that makes it.
+        output: its position among the outputs of that stage.
+        targets: numbers of the stages that read it.
+    """
+
+    tensor: str
+    spec: Spec
+    needs_grad: bool
+    source: int
+    output: int
+    targets: tuple[int, ...]
+
+    def sides(self, stages: Sequence[StagePlan], target: int) -> tuple[Side, Side]:
+        """Where it is at the stage that makes it, and at one that reads it."""
+        maker, reader = stages[self.source], stages[target]
+        made = maker.outputs[self.output]
+        assert made is not None
+        wanted = reader.inputs.get(self.tensor, whole_state(reader.mesh, self.needs_grad))
+        return Side(made, maker.mesh, maker.devices), Side(wanted, reader.mesh, reader.devices)
 
 
 Plan = StagePlan

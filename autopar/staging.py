@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from autopar.errors import PlanError
 from autopar.graph import Graph, Node, Ref, map_refs
-from autopar.plan import route_key
+from autopar.plan import Crossing, route_key
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,15 @@ class StageGraph:
     Attributes:
         graph: what it computes. Tensors from earlier stages are inputs of kind ``input`` that are ``hot``; its first
             ``graph.sends`` outputs are tensors for later stages, the others outputs of the model.
-        takes: for every tensor from an earlier stage, in the order of its input nodes: ``(name, stage)``.
-        gives: names of the tensors for later stages, in the order of the outputs.
+        takes: the tensors from earlier stages, in the order of their input nodes.
+        gives: the tensors for later stages, in the order of the outputs.
         outputs: positions in the model's outputs of the outputs that follow.
     """
 
     number: int
     graph: Graph
-    takes: tuple[tuple[str, int], ...]
-    gives: tuple[str, ...]
+    takes: tuple[Crossing, ...]
+    gives: tuple[Crossing, ...]
     outputs: tuple[int, ...]
 
     @property
@@ -84,7 +84,16 @@ def cut(graph: Graph, starts: Sequence[str]) -> tuple[StageGraph, ...]:
             if stage_of.get(ref.node, s) != s:
                 users.setdefault(ref, set()).add(s)
     _check_buffers(graph, wanted, made_at)
-    return tuple(_stage(graph, s, stage_of, wanted[s], users, made_at, last) for s in range(last + 1))
+    crossings: dict[Ref, Crossing] = {}
+    leaving = [0] * (last + 1)
+    for ref in sorted(users):
+        node, source = graph.nodes[ref.node], stage_of[ref.node]
+        crossings[ref] = Crossing(
+            route_key(graph, ref), graph.spec(ref), node.needs_grad and graph.spec(ref).is_float, source,
+            leaving[source], tuple(sorted(users[ref])),
+        )  # fmt: skip
+        leaving[source] += 1
+    return tuple(_stage(graph, s, stage_of, wanted[s], crossings, made_at, last) for s in range(last + 1))
 
 
 def _cold(graph: Graph, refs: Sequence[Ref]) -> set[int]:
@@ -125,25 +134,27 @@ def _check_buffers(graph: Graph, wanted: Sequence[set[int]], made_at: dict[str, 
 
 
 def _stage(
-    graph: Graph, number: int, stage_of: dict[int, int], wanted: set[int], users: dict[Ref, set[int]],
+    graph: Graph, number: int, stage_of: dict[int, int], wanted: set[int], crossings: dict[Ref, Crossing],
     made_at: dict[str, int], last: int,
 ) -> StageGraph:  # fmt: skip
-    arriving = sorted(ref for ref, stages in users.items() if number in stages)
+    arriving = {ref: crossing for ref, crossing in crossings.items() if number in crossing.targets}
     nodes: list[Node] = []
     renumbered: dict[Ref, Ref] = {}
-    takes = []
     held = [i for i in sorted(wanted) if graph.nodes[i].kind != "op"]
     held += [graph.index[n] for n, s in made_at.items() if s == number and graph.index[n] not in wanted]
     for i in sorted(held):
         renumbered[Ref(i)] = Ref(len(nodes))
         nodes.append(graph.nodes[i])
-    for ref in arriving:
-        node, key = graph.nodes[ref.node], route_key(graph, ref)
+    for ref, crossing in arriving.items():
+        node = graph.nodes[ref.node]
         renumbered[ref] = Ref(len(nodes))
-        grad = node.needs_grad and graph.spec(ref).is_float
         name = f"from_{node.name}" + (f"_{ref.out}" if ref.out else "")
-        nodes.append(Node(name, "input", key, (), {}, (graph.spec(ref),), node.module, node.source, grad, True))
-        takes.append((key, stage_of[ref.node]))
+        nodes.append(
+            Node(
+                name, "input", crossing.tensor, (), {}, (crossing.spec,), node.module, node.source,
+                crossing.needs_grad, True,
+            )
+        )  # fmt: skip
     for i in sorted(wanted):
         node = graph.nodes[i]
         if node.kind != "op":
@@ -152,7 +163,7 @@ def _stage(
         for out in range(len(node.outs)):
             renumbered[Ref(i, out)] = Ref(len(nodes), out)
         nodes.append(replace(node, args=args, kwargs=kwargs, site=i if node.site < 0 else node.site))
-    leaving = sorted(ref for ref in users if stage_of[ref.node] == number)
+    leaving = {ref: crossing for ref, crossing in crossings.items() if crossing.source == number}
     positions = [
         k for k, out in enumerate(graph.outputs)
         if (stage_of.get(out.node, last) if isinstance(out, Ref) else last) == number
@@ -167,10 +178,19 @@ def _stage(
         {alias: name for alias, name in graph.tied.items() if name in names},
         {name: renumbered[graph.updates[name]] for name, s in made_at.items() if s == number},
         len(leaving),
-        frozenset(key for key, _ in takes),
+        frozenset(crossing.tensor for crossing in arriving.values()),
     )
-    gives = tuple(route_key(graph, ref) for ref in leaving)
-    return StageGraph(number, cut_graph, tuple(takes), gives, tuple(positions))
+    return StageGraph(number, cut_graph, tuple(arriving.values()), tuple(leaving.values()), tuple(positions))
 
 
-__all__ = ["StageGraph", "cut", "hot_ops"]
+def crossings_of(graphs: Sequence[StageGraph]) -> tuple[Crossing, ...]:
+    """All that crosses between these stages, by the stage that makes it."""
+    return tuple(crossing for graph in graphs for crossing in graph.gives)
+
+
+def first_op(graph: Graph) -> str:
+    """The name of the first operator that depends on a parameter; empty where none does."""
+    return next((node.name for node in graph.nodes if node.kind == "op" and node.hot), "")
+
+
+__all__ = ["StageGraph", "crossings_of", "cut", "first_op", "hot_ops"]

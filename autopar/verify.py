@@ -22,7 +22,7 @@ from autopar.comparison import promoted as promoted
 from autopar.errors import CaptureError
 from autopar.lower.emit import lower
 from autopar.lower.typecheck import typecheck
-from autopar.pipeline import PipelinePlan, StageChoice
+from autopar.pipeline import PipelinePlan
 from autopar.placements import Mesh
 from autopar.plan import Plan
 from autopar.planner.intra_op.draw import random_plan
@@ -155,7 +155,7 @@ def train_pipeline(
     plan.validate()
     assert captured.graph.loss is not None, "the model has no scalar loss output; give loss_fn"
     graphs = cut(captured.graph, plan.starts)
-    plans = [stage.plan for stage in plan.stages]
+    plans = list(plan.stages)
     programs = [lower(stage.graph, own) for stage, own in zip(graphs, plans, strict=True)]
     for own, program in zip(plans, programs, strict=True):
         if own.n_devices > 1:
@@ -195,14 +195,13 @@ def verify_pipeline(
     batches = [{k: x.roll(i, 0) if x.ndim else x for k, x in first.items()} for i in range(plan.microbatches)]
     graphs = cut(double.graph, plan.starts)
     stages = tuple(
-        replace(choice, plan=replace(choice.plan, fingerprint=stage.graph.fingerprint))
+        replace(choice, fingerprint=stage.graph.fingerprint)
         for choice, stage in zip(plan.stages, graphs, strict=True)
     )
     row = tuple(Action(0, kind, k) for k in range(plan.microbatches) for kind in "FB")
     schedule = Schedule("none", 1, plan.microbatches, ((0,),), (row,))
     (whole,) = cut(double.graph, ())  # without what no output needs
-    alone = StageChoice(plan.stages[0].first, (0,), one_device(whole.graph))
-    reference = PipelinePlan(double.graph.fingerprint, "", (alone,), schedule)
+    reference = PipelinePlan(double.graph.fingerprint, "", (one_device(whole.graph),), schedule)
     mine = train_pipeline(double, replace(plan, stages=stages), weights, buffers, batches)
     return compare("plan", mine, train_pipeline(double, reference, weights, buffers, batches))
 

@@ -91,7 +91,7 @@ def measure(case: str) -> dict[str, float | str]:
         "GB": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 2),
         "step s": round(found.plan.seconds, 2),
         "plan": found.tried[0][0],
-        "blocks recomputed": sum(len(stage.plan.recompute) for stage in found.plan.stages),
+        "blocks recomputed": sum(len(stage.recompute) for stage in found.plan.stages),
     }
 
 

@@ -70,9 +70,10 @@ def main() -> list[float]:
         graph = autopar.capture(net, images, loss_fn=F.cross_entropy, targets=discs).graph
         for choice, stage in zip(model.plan.stages, cut(graph, model.plan.starts), strict=True):
             print(f"stage {stage.number} begins at {choice.first}, on rank {choice.devices[0]}")
-            for name, source in stage.takes:
-                past = f", past {stage.number - source - 1} stage" if stage.number - source > 1 else ""
-                print(f"    takes {name} from stage {source}{past}")
+            for crossing in stage.takes:
+                between = stage.number - crossing.source - 1
+                past = f", past {between} stage" if between else ""
+                print(f"    takes {crossing.tensor} from stage {crossing.source}{past}")
         print(grid(model.plan.schedule))
         print("losses", " ".join(f"{x:.4f}" for x in losses), flush=True)
     return losses

@@ -14,7 +14,8 @@ from autopar.cli.stages import asked_for, facts_of, memory_table, times_table, w
 if TYPE_CHECKING:
     from autopar.capture import Captured
     from autopar.graph import Graph
-    from autopar.pipeline import PipelinePlan, StageChoice
+    from autopar.pipeline import PipelinePlan
+    from autopar.plan import StagePlan
     from autopar.planner.inter_op.replan import Replanner
 
 
@@ -68,11 +69,11 @@ def _op(
     for number, numbers in held.items():
         stage, choice = asked.graphs[number], plan.stages[number]
         priced = pricer(asked.cluster, choice.mesh, choice.devices)
-        results = priced_ops(stage.graph, choice.plan, priced, numbers)
+        results = priced_ops(stage.graph, choice, priced, numbers)
         if as_json:
             facts += [{"stage": stage.number, **as_facts(stage.graph, r, labels)} for r in results]
         else:
-            print_ops(stage.graph, choice.plan, results, labels, top, f", stage {stage.number}")
+            print_ops(stage.graph, choice, results, labels, top, f", stage {stage.number}")
     best = None if wanted is None else _instead(asked, held, wanted, limit)
     if as_json:
         print_json({"ops": facts, "instead": best})
@@ -88,7 +89,7 @@ def _instead(
     asked: Replanner, held: dict[int, list[int]], wanted: dict[str, str], limit: float | None
 ) -> dict[str, Any]:
     """The stages with the ops and their copies cut as wanted solved again, and the step simulated with them."""
-    choices: list[StageChoice] = list(asked.plan.stages)
+    choices: list[StagePlan] = list(asked.plan.stages)
     whole, ops = asked.graph, 0
     for number, numbers in held.items():
         graph = asked.graphs[number].graph
@@ -107,8 +108,8 @@ def _instead(
             {
                 "stage": s, "seconds": then.times.forward_seconds[s] + then.times.backward_seconds[s],
                 "plan_seconds": now.times.forward_seconds[s] + now.times.backward_seconds[s],
-                "memory_bytes": after.stages[s].plan.price.memory_bytes,
-                "plan_memory_bytes": before.stages[s].plan.price.memory_bytes,
+                "memory_bytes": after.stages[s].price.memory_bytes,
+                "plan_memory_bytes": before.stages[s].price.memory_bytes,
             } for s in held
         ],
     }  # fmt: skip
@@ -139,8 +140,7 @@ def _cut(captured: Captured, asked: Replanner, number: int, as_json: bool) -> No
     facts = facts_of(captured, plan, timeline, asked.cluster)
     stages = facts["stages"]
     others = [_moved(captured, asked, number, by) for by in (-1, 1)]
-    arriving = asked.graphs[number]
-    crossing = sum(n.out.n_bytes for _, n in arriving.graph.of_kind("input") if n.target in dict(arriving.takes))
+    crossing = sum(crossing.spec.n_bytes for crossing in asked.graphs[number].takes)
     seconds = [e for e in facts["transfers"] if e["target"] == number]
     cut = {
         "stage": number, "begins_at": stages[number]["begins_at"], "pinned": bool(plan.pins.cuts),
@@ -190,7 +190,7 @@ def _moved(captured: Captured, asked: Replanner, number: int, by: int) -> dict[s
         **found, "seconds": plan.seconds, "bubble_fraction": timeline.bubble_fraction,
         "stages": [
             {"stage": s, "seconds": t.forward_seconds[s] + t.backward_seconds[s],
-             "memory_bytes": plan.stages[s].plan.price.memory_bytes} for s in pair
+             "memory_bytes": plan.stages[s].price.memory_bytes} for s in pair
         ],
     }  # fmt: skip
 

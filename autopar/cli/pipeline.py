@@ -111,7 +111,7 @@ def show(path: Path, model: str | None, code: bool, as_json: bool) -> None:
         from autopar.staging import cut
 
         graphs = cut(captured.graph, plan.starts)
-        text = [lower(g.graph, c.plan).code for g, c in zip(graphs, plan.stages, strict=True)]
+        text = [lower(g.graph, c).code for g, c in zip(graphs, plan.stages, strict=True)]
         if as_json:
             print_json({"stages": text})
         else:

@@ -26,7 +26,7 @@ def facts_of(captured: Captured, plan: PipelinePlan, timeline: Timeline, cluster
     known = None
     if cluster.measured is not None:
         graphs = [stage.graph for stage in cut(captured.graph, plan.starts)]
-        known = coverage(graphs, [s.plan for s in plan.stages], cluster, [s.devices for s in plan.stages])
+        known = coverage(graphs, list(plan.stages), cluster, [s.devices for s in plan.stages])
     return {
         "schedule": plan.schedule.name, "microbatches": plan.microbatches, "devices": plan.n_devices,
         "groups": plan.schedule.n_ranks, "cluster": plan.cluster, "pins": plan.pins, "seconds": plan.seconds,

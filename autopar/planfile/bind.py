@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase, translate
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from autopar.planner.intra_op.recompute import contents, seconds_again, segments
 from autopar.rules.notation import Option
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import Strategy, combine, options_of
+from autopar.staging import first_op
 from hardware_profiles import Cluster
 from hardware_profiles.strict import Unreadable, read_text
 
@@ -403,7 +405,8 @@ class _Binder:
             {graph.nodes[i].target: choice for i, choice in sorted(params.items())},
             held, tuple(out_states), {}, inputs, raw["optimizer"], 1, raw["microbatches"],
             notes=tuple(raw.get("notes", ())), pins=pins, recompute=again,
-            in_flight=raw.get("in_flight", 1),
+            in_flight=raw.get("in_flight", 1), first=first_op(graph),
+            devices=tuple(self.devices if self.devices is not None else range(prod(n for _, n in self.mesh))),
         )  # fmt: skip
         edited = decisions(plan) != checksum.get("decisions")
         kept: dict[str, Route] = {}
@@ -441,7 +444,7 @@ class _Binder:
             done = complete(
                 self.graph, self.rules, priced, decided, params, outputs, inputs=plan.inputs, buffers=buffers,
                 cluster=plan.cluster, optimizer=plan.optimizer, microbatches=plan.microbatches,
-                recompute=plan.recompute, in_flight=plan.in_flight,
+                recompute=plan.recompute, in_flight=plan.in_flight, devices=plan.devices,
             )  # fmt: skip
         except PlanError as error:
             raise PlanError(f"{self.where}: {error}") from error

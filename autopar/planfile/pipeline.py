@@ -28,7 +28,7 @@ from typing import Any
 from autopar.errors import MeshError, PlanError, closest
 from autopar.graph import Graph
 from autopar.pins import parse_kept
-from autopar.pipeline import PipelinePins, PipelinePlan, StageChoice, check_places, check_within
+from autopar.pipeline import PipelinePins, PipelinePlan, check_places, check_within
 from autopar.placements import Mesh, format_mesh, parse_mesh, parse_state
 from autopar.plan import Pins, Plan
 from autopar.planfile.bind import bind
@@ -45,7 +45,7 @@ from autopar.planfile.write import _pins as stage_pins
 from autopar.planfile.write import digest, rest
 from autopar.planfile.write import dumps as dumps_stage
 from autopar.planner.inter_op.timing import timing_of
-from autopar.staging import StageGraph, cut
+from autopar.staging import StageGraph, crossings_of, cut
 from cost_models.pipeline import Schedule, live_per_stage, parse, simulate, times
 from hardware_profiles import Cluster
 from hardware_profiles.strict import Unreadable, parse_json
@@ -63,7 +63,7 @@ def dumps(plan: PipelinePlan, graph: Graph, model: Mapping[str, Any] | None = No
     """The text of a pipelined plan; the same plan gives the same bytes."""
     stages = []
     for choice, stage in zip(plan.stages, cut(graph, plan.starts), strict=True):
-        own = json.loads(dumps_stage(choice.plan, stage.graph))
+        own = json.loads(dumps_stage(choice, stage.graph))
         stages.append({"first": choice.first, "devices": list(choice.devices), "plan": own})
     document = {
         "autopar_pipeline": VERSION, "model": dict(model) if model else None, "fingerprint": plan.fingerprint,
@@ -239,11 +239,9 @@ def loads(
     live = live_per_stage(schedule)
     plans = [bind(d, g.graph, hardware, devices=own) for d, g, own in zip(documents, graphs, devices, strict=True)]
     seconds = float(raw.get("seconds") or 0.0)
-    choices = tuple(
-        StageChoice(raw["stages"][k]["first"], devices[k], own.with_in_flight(live[k])) for k, own in enumerate(plans)
-    )
+    choices = tuple(own.with_in_flight(live[k]) for k, own in enumerate(plans))
     plan = PipelinePlan(
-        raw["fingerprint"], raw["cluster"], choices, schedule, raw["optimizer"], seconds,
+        raw["fingerprint"], raw["cluster"], choices, schedule, crossings_of(graphs), raw["optimizer"], seconds,
         tuple(raw.get("notes") or ()), _asked(raw.get("pins", {}), choices[0].mesh, where),
     )  # fmt: skip
     moved = raw.get("checksum") != places(plan)
@@ -253,7 +251,7 @@ def loads(
             if again.price != plans[k].price:
                 plans[k] = again
     if moved or any(_priced_anew(d, own) for d, own in zip(documents, plans, strict=True)):
-        choices = tuple(replace(c, plan=own.with_in_flight(n)) for c, own, n in zip(choices, plans, live, strict=True))
+        choices = tuple(own.with_in_flight(n) for own, n in zip(plans, live, strict=True))
         timing, step = timing_of(graphs, choices, schedule, hardware())
         plan = replace(plan, stages=choices, seconds=simulate(schedule, timing).makespan_seconds + step)
     return plan

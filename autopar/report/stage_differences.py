@@ -7,7 +7,7 @@ from typing import Any
 
 from autopar.graph import Graph
 from autopar.labels import op_labels
-from autopar.pipeline import PipelinePlan, StageChoice
+from autopar.pipeline import PipelinePlan
 from autopar.placements import format_mesh, format_state
 from autopar.plan import StagePlan
 from autopar.planfile.patterns import compress
@@ -22,10 +22,9 @@ Row = tuple[str, Any, Any]
 def as_pipeline(graph: Graph, plan: StagePlan) -> PipelinePlan:
     """A plan without pipeline as one of one stage."""
     row = tuple(Action(0, kind, k) for k in range(plan.microbatches) for kind in "FB")
-    first = graph.nodes[hot_ops(graph)[0]].name
     return PipelinePlan(
-        graph.fingerprint, plan.cluster, (StageChoice(first, tuple(range(plan.n_devices)), plan),),
-        Schedule("none", 1, plan.microbatches, ((0,),), (row,)), plan.optimizer, plan.price.seconds,
+        graph.fingerprint, plan.cluster, (plan,),
+        Schedule("none", 1, plan.microbatches, ((0,),), (row,)), (), plan.optimizer, plan.price.seconds,
     )  # fmt: skip
 
 
@@ -72,14 +71,14 @@ def _cuts(graph: Graph, a: Replanner, b: Replanner) -> list[Row]:
     return rows
 
 
-def _stage(number: int, x: StageChoice | None, y: StageChoice | None) -> list[Row]:
-    def both(value: Callable[[StageChoice], Any]) -> tuple[Any, Any]:
+def _stage(number: int, x: StagePlan | None, y: StagePlan | None) -> list[Row]:
+    def both(value: Callable[[StagePlan], Any]) -> tuple[Any, Any]:
         return None if x is None else value(x), None if y is None else value(y)
 
     return [
         (f"stage {number} mesh", *both(lambda s: format_mesh(s.mesh))),
         (f"stage {number} devices", *both(lambda s: ",".join(map(str, s.devices)))),
-        (f"stage {number} recompute", *both(lambda s: [f"{p} to {q}" for p, q in s.plan.recompute] or None)),
+        (f"stage {number} recompute", *both(lambda s: [f"{p} to {q}" for p, q in s.recompute] or None)),
     ]
 
 
@@ -102,7 +101,7 @@ def _decisions(graph: Graph, x: PipelinePlan, y: PipelinePlan) -> list[Row]:
 def _op_texts(plan: PipelinePlan) -> dict[str, str]:
     found: dict[str, str] = {}
     for choice in reversed(plan.stages):
-        for name, names in choice.plan.ops.items():
+        for name, names in choice.ops.items():
             cuts = zip(choice.mesh, names, strict=True)
             found[name] = " ".join(f"{axis}={written(n)}" for (axis, size), n in cuts if size > 1) or "on one device"
     return found
@@ -111,7 +110,7 @@ def _op_texts(plan: PipelinePlan) -> dict[str, str]:
 def _param_texts(plan: PipelinePlan) -> dict[str, str]:
     found: dict[str, str] = {}
     for choice in reversed(plan.stages):
-        for name, c in choice.plan.params.items():
+        for name, c in choice.params.items():
             life = f", per {c.lifetime}" if c.stored != c.used else ""
             found[name] = f"stored {format_state(c.stored)}, used {format_state(c.used)}{life}"
     return found
@@ -130,12 +129,12 @@ def _price(asked: Replanner) -> Mapping[str, Any]:
     for number, choice in enumerate(plan.stages):
         found[f"stage {number} forward_seconds"] = t.forward_seconds[number]
         found[f"stage {number} backward_seconds"] = t.backward_seconds[number]
-        found[f"stage {number} step_seconds"] = choice.plan.price.parameter_seconds
-        found[f"stage {number} memory_bytes"] = choice.plan.price.memory_bytes
+        found[f"stage {number} step_seconds"] = choice.price.parameter_seconds
+        found[f"stage {number} memory_bytes"] = choice.price.memory_bytes
     found["price.makespan_seconds"] = timeline.makespan_seconds
     found["price.bubble_fraction"] = timeline.bubble_fraction
     found["price.seconds"] = plan.seconds
-    found["price.memory_bytes"] = max(choice.plan.price.memory_bytes for choice in plan.stages)
+    found["price.memory_bytes"] = max(choice.price.memory_bytes for choice in plan.stages)
     return found
 
 

@@ -23,7 +23,7 @@ def stage_rows(graph: Graph, plan: PipelinePlan, timeline: Timeline, cluster: Cl
     group = plan.schedule.rank_of_stage
     rows = []
     for number, choice in enumerate(plan.stages):
-        price = choice.plan.price
+        price = choice.price
         limit = limit_of_stage(plan, number, cluster, plan.pins.plan.memory_limit_bytes)
         rows.append({
             "stage": number, "group": group[number], "first": choice.first, "begins_at": labels[choice.first],
@@ -33,7 +33,7 @@ def stage_rows(graph: Graph, plan: PipelinePlan, timeline: Timeline, cluster: Cl
             "step_seconds": price.parameter_seconds, "in_flight": live[number],
             "parameter_bytes": price.parameter_bytes, "gradient_bytes": price.gradient_bytes,
             "optimizer_bytes": price.optimizer_bytes, "gathered_bytes": price.gathered_bytes,
-            "activation_bytes": price.activation_bytes, "microbatch_bytes": choice.plan.kept_bytes,
+            "activation_bytes": price.activation_bytes, "microbatch_bytes": choice.kept_bytes,
             "memory_bytes": price.memory_bytes, "limit_bytes": limit,
         })  # fmt: skip
     return rows
@@ -49,7 +49,7 @@ def step_anatomy(plan: PipelinePlan, timeline: Timeline) -> dict[str, Any]:
     busy = timeline.busy_seconds
     mean, longest = sum(busy) / len(busy), max(busy)
     once = max(
-        sum(plan.stages[s].plan.price.parameter_seconds for s in held) for held in plan.schedule.stages_of_rank
+        sum(plan.stages[s].price.parameter_seconds for s in held) for held in plan.schedule.stages_of_rank
     )  # fmt: skip
     return {
         "seconds": timeline.makespan_seconds + once, "even_seconds": mean, "uneven_seconds": longest - mean,

@@ -25,7 +25,7 @@ from autopar.capture.evaluation import Skeleton
 from autopar.errors import AutoparError, PlanError, RunError
 from autopar.graph import Ref, Spec
 from autopar.pipeline import PipelinePlan
-from autopar.placements import State, format_state, whole_state
+from autopar.placements import State, format_state
 from autopar.rules.registry import rules_of
 from autopar.runtime.agree import Meeting
 from autopar.runtime.backward import Halves
@@ -164,7 +164,7 @@ class PipelineModule(SpreadModule):
         put(self, "_seed", _agreed(torch.initial_seed() % (1 << 62)) if seed is None else seed)
         well()
         for s in mine:  # groups of several axes are made together; nothing after this waits for other ranks
-            for name, choice in plan.stages[s].plan.params.items():
+            for name, choice in plan.stages[s].params.items():
                 hops(name, choice, meshes[s], plan.stages[s].mesh)
         put(self, "_steps", 0)
         put(self, "_random", any(rule is not None and rule.random for rule in rules_of(captured.graph)))
@@ -177,7 +177,7 @@ class PipelineModule(SpreadModule):
         shown: list[_Shown] = []
         for s in mine:
             module = ParallelModule(
-                model, _captured(captured, graphs[s]), plan.stages[s].plan, meshes[s], given.__getitem__,
+                model, _captured(captured, graphs[s]), plan.stages[s], meshes[s], given.__getitem__,
                 seed=self._seed, shared=held,
             )  # fmt: skip
             stages[s] = _Stage(module, graphs[s], row)
@@ -443,7 +443,8 @@ class PipelineModule(SpreadModule):
         loss = None if graph.graph.loss is None else flat[graph.graph.loss]
         for wire in self._wires:
             if wire.source == graph.number:
-                self._post.send(wire, False, microbatch, outputs[graph.gives.index(wire.name)])
+                assert wire.crossing is not None
+                self._post.send(wire, False, microbatch, outputs[wire.crossing.output])
         stage.arrived[microbatch] = arrived
         stage.made[microbatch] = outputs, [loss]
         return loss, flat
@@ -453,10 +454,10 @@ class PipelineModule(SpreadModule):
         outputs, (loss,) = stage.made.pop(microbatch)
         roots: list[torch.Tensor] = []
         grads: list[torch.Tensor] = []
-        for name, out in zip(stage.graph.gives, outputs, strict=True):
+        for crossing, out in zip(stage.graph.gives, outputs, strict=True):
             total: torch.Tensor | None = None
             for wire in self._wires:
-                if wire.source == stage.graph.number and wire.name == name and wire.back is not None:
+                if wire.crossing is crossing and wire.back is not None:
                     grad = self._post.take(wire, True, microbatch)
                     total = grad if total is None else total + grad
             if total is not None and out.requires_grad:
@@ -660,18 +661,13 @@ def _captured(captured: Captured, stage: StageGraph) -> Captured:
 def _wires(graphs: Sequence[StageGraph], plan: PipelinePlan) -> tuple[Wire, ...]:
     wires: list[Wire] = []
     for graph in graphs:
-        target = plan.stages[graph.number]
-        for name, source_number in graph.takes:
-            source, sender = plan.stages[source_number], graphs[source_number]
-            at = sender.gives.index(name)
-            out = source.plan.outputs[at]
-            assert out is not None
-            node = next(n for _, n in graph.graph.of_kind("input") if n.target == name)
-            arriving = target.plan.inputs.get(name, whole_state(target.mesh, node.needs_grad))
-            _sendable(name, source_number, out)
-            here, there = Side(out, source.mesh, source.devices), Side(arriving, target.mesh, target.devices)
-            back = transfer(node.out, there, here) if node.needs_grad else None
-            wires.append(Wire(len(wires), name, source_number, graph.number, transfer(node.out, here, there), back))
+        for crossing in graph.takes:
+            here, there = crossing.sides(plan.stages, graph.number)
+            _sendable(crossing.tensor, crossing.source, here.state)
+            forward = transfer(crossing.spec, here, there)
+            back = transfer(crossing.spec, there, here) if crossing.needs_grad else None
+            number = len(wires)
+            wires.append(Wire(number, crossing.tensor, crossing.source, graph.number, forward, back, crossing))
     return tuple(wires)
 
 
@@ -756,7 +752,7 @@ def _ties(graphs: Sequence[StageGraph], plan: PipelinePlan) -> tuple[dict[str, t
     wires: list[Wire] = []
     for name, stages in tied.items():
         sides = {
-            s: Side(plan.stages[s].plan.params[name].stored, plan.stages[s].mesh, plan.stages[s].devices)
+            s: Side(plan.stages[s].params[name].stored, plan.stages[s].mesh, plan.stages[s].devices)
             for s in stages
         }
         for a in stages:

@@ -24,7 +24,7 @@ def check_rows(schedule: Schedule, graphs: Sequence[StageGraph]) -> None:
         )
     if schedule.forward_only:
         raise PlanError(f"schedule '{schedule.name}' has no backward, so it trains nothing; evaluate() needs no plan")
-    pairs = sorted({(source, g.number) for g in graphs for _, source in g.takes})
+    pairs = sorted({(crossing.source, g.number) for g in graphs for crossing in g.takes})
     try:
         simulate(schedule.validate(), times(len(graphs), edges=[Edge(a, b) for a, b in pairs]))
     except Deadlock as error:

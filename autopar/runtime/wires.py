@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from autopar.lower.collectives import step
 from autopar.placements import path
+from autopar.plan import Crossing
 from autopar.transfer import Piece, Transfer, box_of
 from cost_models.pipeline.actions import Action
 
@@ -27,7 +28,8 @@ AHEAD = 2
 class Wire:
     """A tensor that a stage sends to another one; ``back`` is what its gradient takes.
 
-    ``number`` is the same on all ranks.
+    ``number`` is the same on all ranks; ``crossing`` is what the stages' graphs say of the tensor, None for gradients
+    of tied parameters.
     """
 
     number: int
@@ -36,6 +38,7 @@ class Wire:
     target: int
     there: Transfer
     back: Transfer | None
+    crossing: Crossing | None = None
 
     def transfer(self, backward: bool) -> Transfer:
         """The forward's messages, or the backward's."""

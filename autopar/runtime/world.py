@@ -188,7 +188,7 @@ def pipeline_step(
         if kind == "F":
             before[s, k] = dict(held)
             done = run_step(stage.graph, plan, program, weights, held, known, seed=seeds[k], backward=False)
-            made[k].update(zip(stage.gives, done.outputs, strict=False))
+            made[k].update(zip((c.tensor for c in stage.gives), done.outputs, strict=False))
             held.update(done.buffers)
             if stage.graph.loss is not None:
                 part = done.outputs[stage.graph.loss] * share
@@ -196,7 +196,7 @@ def pipeline_step(
         elif kind == "W":
             add(sums, late.pop((s, k)))
         else:
-            leaving = {i: grads[k][name] for i, name in enumerate(stage.gives) if name in grads[k]}
+            leaving = {c.output: grads[k][c.tensor] for c in stage.gives if c.tensor in grads[k]}
             done = run_step(
                 stage.graph, plan, program, weights, before.pop((s, k)), known, seed=seeds[k], leaving=leaving,
                 loss_weight=share,
@@ -214,7 +214,7 @@ def pipeline_step(
 
 def _in_order(graphs: Sequence[StageGraph], schedule: Schedule) -> Iterator[Action]:
     """The actions of a schedule, each after those whose tensors it takes and after those before it in its row."""
-    sources = [{source for _, source in stage.takes} for stage in graphs]
+    sources = [{crossing.source for crossing in stage.takes} for stage in graphs]
     readers = [{t for t, found in enumerate(sources) if s in found} for s in range(len(graphs))]
     done: set[Action] = set()
 

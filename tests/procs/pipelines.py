@@ -20,7 +20,7 @@ from autopar import verify
 from autopar.capture import Captured, capture
 from autopar.errors import PlanError, RunError
 from autopar.graph import Graph
-from autopar.pipeline import PipelinePlan, StageChoice
+from autopar.pipeline import PipelinePlan
 from autopar.placements import Mesh
 from autopar.planner.intra_op.draw import random_plan
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
@@ -29,7 +29,7 @@ from autopar.planner.intra_op.recompute import patterns_in, segments_of
 from autopar.rules.registry import rules_of
 from autopar.runtime.executor import mixed_seed
 from autopar.runtime.pipeline import PipelineModule
-from autopar.staging import StageGraph, hot_ops
+from autopar.staging import StageGraph, crossings_of, hot_ops
 from autopar.staging import cut as stages_of
 from cost_models.pipeline import parse, search, times
 from cost_models.pipeline.actions import Schedule
@@ -126,8 +126,8 @@ def make_plan(captured: Captured, config: Config) -> PipelinePlan:
             name: dataclasses.replace(choice, lifetime=config.lifetime or choice.lifetime)
             for name, choice in plan.params.items()
         }
-        choices.append(StageChoice(begin, devices[group], dataclasses.replace(plan, params=params)))
-    return PipelinePlan(graph.fingerprint, cluster.name, tuple(choices), schedule)
+        choices.append(dataclasses.replace(plan, first=begin, devices=devices[group], params=params))
+    return PipelinePlan(graph.fingerprint, cluster.name, tuple(choices), schedule, crossings_of(graphs))
 
 
 def cut_stages(graph: Graph, schedule: Schedule, config: Config) -> tuple[list[str], Sequence[StageGraph]]:

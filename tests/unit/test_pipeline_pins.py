@@ -94,8 +94,8 @@ def test_wishes_about_operators_and_parameters(captured: Captured) -> None:
     cuts: dict[str, tuple[str, ...]] = {}
     for stage, choice in zip(stages, plan.stages, strict=True):
         labels = op_labels(stage.graph)
-        cuts |= {labels[n.name]: choice.plan.ops[n.name] for n in stage.graph.nodes if n.kind == "op"}
-    kept = {name: c.stored for choice in plan.stages for name, c in choice.plan.params.items()}
+        cuts |= {labels[n.name]: choice.ops[n.name] for n in stage.graph.nodes if n.kind == "op"}
+    kept = {name: c.stored for choice in plan.stages for name, c in choice.params.items()}
     assert cuts["transformer.h.2.mlp.c_fc:addmm"] == ("n",)
     assert {v for k, v in cuts.items() if k.endswith(".mlp.c_proj:addmm")} == {("k",)}
     assert kept["transformer.wpe.weight"] == ("S1",)

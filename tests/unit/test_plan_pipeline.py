@@ -213,7 +213,7 @@ def test_activations_in_flight_count() -> None:
     same = PipelineOptions(8, groups=4, schedules=("gpipe",), starts=plan.starts)
     one = plan_pipeline(graph, load_cluster("local-x4"), 4, same).plan
     for a, b, n in zip(plan.stages, one.stages, live, strict=True):
-        assert a.plan.price.activation_bytes / n == b.plan.price.activation_bytes / 8
+        assert a.price.activation_bytes / n == b.price.activation_bytes / 8
 
 
 def test_recompute_shrinks_what_is_in_flight() -> None:
@@ -230,10 +230,10 @@ def test_recompute_shrinks_what_is_in_flight() -> None:
         free, again = planned(schedule), planned(schedule, "*.h.*")
         live = simulate_live(again.plan)
         for a, b, n in zip(free.plan.stages, again.plan.stages, live, strict=True):
-            price = b.plan.price
-            assert b.plan.in_flight == n and len(b.plan.recompute) == 1
-            assert price.activation_bytes == n * b.plan.kept_bytes + price.again_bytes
-            assert 0 < b.plan.kept_bytes < 0.6 * a.plan.kept_bytes
+            price = b.price
+            assert b.in_flight == n and len(b.recompute) == 1
+            assert price.activation_bytes == n * b.kept_bytes + price.again_bytes
+            assert 0 < b.kept_bytes < 0.6 * a.kept_bytes
         for mine, other, n in zip(again.timeline.peak_bytes, free.timeline.peak_bytes, live, strict=True):
             assert mine < other or n == 1, "of the only microbatch, the only block lives again"
         t, u = again.timeline.times, free.timeline.times
@@ -253,10 +253,10 @@ def test_searched_schedules() -> None:
     assert files.loads(files.dumps(found.plan, graph), graph) == found.plan
     free = plan_pipeline(graph, cluster, 4, replace(asked, schedules=("searched",)))
     peak = max(free.timeline.peak_bytes)
-    assert max(s.plan.price.memory_bytes for s in free.plan.stages) == peak
+    assert max(s.price.memory_bytes for s in free.plan.stages) == peak
     options = Options(memory_limit_bytes=0.9 * peak)
     tight = plan_pipeline(graph, cluster, 4, replace(asked, schedules=("searched",), options=options))
-    assert max(s.plan.price.memory_bytes for s in tight.plan.stages) <= 0.9 * peak
+    assert max(s.price.memory_bytes for s in tight.plan.stages) <= 0.9 * peak
     assert sum(simulate_live(tight.plan)) < sum(simulate_live(free.plan))
     assert tight.plan.seconds >= free.plan.seconds
 
@@ -267,8 +267,8 @@ def test_rows_edited_by_hand_change_what_is_in_flight() -> None:
     document = json.loads(files.dumps(plan, graph))
     document["schedule"][1] = "rank 0 holds 0: 0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3"
     edited = files.loads(json.dumps(document), graph)
-    assert [s.plan.in_flight for s in edited.stages] == [4, 1]
-    assert edited.stages[0].plan.price.activation_bytes == 2 * plan.stages[0].plan.price.activation_bytes
+    assert [s.in_flight for s in edited.stages] == [4, 1]
+    assert edited.stages[0].price.activation_bytes == 2 * plan.stages[0].price.activation_bytes
 
 
 def simulate_live(plan) -> list[int]:  # type: ignore[no-untyped-def]
@@ -287,7 +287,7 @@ def test_devices_of_two_types_get_unequal_stages() -> None:
     kinds = [{cluster.device(d).name for d in stage.devices} for stage in found.plan.stages]
     assert all(len(k) == 1 for k in kinds) and len(set(map(tuple, kinds))) == 2
     assert sorted(d for s in found.plan.stages for d in s.devices) == list(range(6))
-    layers = [sum(n.startswith("linear") for n in stage.plan.ops) for stage in found.plan.stages]
+    layers = [sum(n.startswith("linear") for n in stage.ops) for stage in found.plan.stages]
     slow = [n for n, k in zip(layers, kinds, strict=True) if "A100" in next(iter(k))]
     fast = [n for n, k in zip(layers, kinds, strict=True) if "H100" in next(iter(k))]
     assert sum(slow) / 2 < sum(fast) / 4, "operators a device"

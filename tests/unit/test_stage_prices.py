@@ -19,8 +19,9 @@ from torch import nn
 from autopar.capture import capture
 from autopar.errors import ClusterError, MeshError, PlanError
 from autopar.graph import Graph, Spec
-from autopar.pipeline import PipelinePlan, StageChoice
+from autopar.pipeline import PipelinePlan
 from autopar.placements import Mesh, local_shape
+from autopar.plan import StagePlan
 from autopar.planfile import pipeline as files
 from autopar.planner.inter_op.exact import ExactPlans
 from autopar.planner.inter_op.phases import Phases, phases
@@ -92,15 +93,15 @@ def edited(folder: Path, edit: Callable[[dict[str, Any]], object]) -> Path:
     return folder / "edited.json"
 
 
-def phases_on(graph: Graph, choice: StageChoice, cluster: Cluster, devices: tuple[int, ...]) -> Phases:
-    return phases(graph, choice.plan, pricer(cluster, choice.mesh, devices))
+def phases_on(graph: Graph, choice: StagePlan, cluster: Cluster, devices: tuple[int, ...]) -> Phases:
+    return phases(graph, choice, pricer(cluster, choice.mesh, devices))
 
 
 def check_prices(graph: Graph, plan: PipelinePlan, cluster: Cluster) -> None:
     """Every stage costs what its phases take on its own devices, and the step what is simulated."""
     for stage, choice in zip(cut(graph, plan.starts), plan.stages, strict=True):
         found = phases_on(stage.graph, choice, cluster, choice.devices)
-        price = choice.plan.price
+        price = choice.price
         assert price.compute_seconds + price.activation_seconds == pytest.approx(
             plan.microbatches * (found.forward_seconds + found.backward_seconds), rel=1e-9
         )
@@ -133,7 +134,7 @@ def test_stages_on_other_devices_are_priced_there(graph: Graph, made: tuple[Path
     plan = files.load(edited(folder, swap), graph)
     assert [s.devices for s in plan.stages] == [(2, 3), (0, 1)]
     check_prices(graph, plan, load_cluster(folder / "mine.toml"))
-    assert plan.stages[0].plan.price != before.stages[0].plan.price
+    assert plan.stages[0].price != before.stages[0].price
     path = edited(folder, lambda d: d["stages"][1].update(devices=[2, 4]))
     with pytest.raises(MeshError, match=r"stage 1 is on rank 4, 4 devices are in cluster 'mine.toml': 0 to 3"):
         files.load(path, graph)
@@ -146,7 +147,7 @@ def test_another_cluster_prices_all_stages(graph: Graph, made: tuple[Path, Pipel
     folder, before = made
     plan = files.load(edited(folder, lambda d: d.update(cluster="dgx-v100")), graph)
     check_prices(graph, plan, load_cluster("dgx-v100"))
-    assert all(a.plan.price != b.plan.price for a, b in zip(plan.stages, before.stages, strict=True))
+    assert all(a.price != b.price for a, b in zip(plan.stages, before.stages, strict=True))
     with pytest.raises(ClusterError, match=r"gone\.toml"):
         files.load(edited(folder, lambda d: d.update(cluster="gone.toml")), graph)
 
@@ -307,7 +308,7 @@ def test_one_split_of_a_groups_memory(graph: Graph, shares: dict[str, set[float]
     loose = plan_pipeline(graph, cluster, 2, free).plan
     held = loose.schedule.stages_of_rank
     assert {len(own) for own in held} == {2}
-    need = 2 * max(s.plan.price.memory_bytes for s in loose.stages)
+    need = 2 * max(s.price.memory_bytes for s in loose.stages)
     for limit in (1.3 * need, 4 * need, None):
         shares.clear()
         wish = replace(free, options=Options(memory_limit_bytes=limit))
@@ -318,13 +319,13 @@ def test_one_split_of_a_groups_memory(graph: Graph, shares: dict[str, set[float]
         rows = stage_rows(graph, plan, planned.timeline, cluster)
         again = Replanner(graph, plan, cluster, wish.options)
         for own in plan.schedule.stages_of_rank:
-            fingerprints = [plan.stages[s].plan.fingerprint for s in own]
-            assert sum(plan.stages[s].plan.price.memory_bytes for s in own) <= device * (1 + 1e-9)
+            fingerprints = [plan.stages[s].fingerprint for s in own]
+            assert sum(plan.stages[s].price.memory_bytes for s in own) <= device * (1 + 1e-9)
             for s, fingerprint in zip(own, fingerprints, strict=True):
-                others = sum(plan.stages[t].plan.price.memory_bytes for t in own if t != s)
+                others = sum(plan.stages[t].price.memory_bytes for t in own if t != s)
                 own_limit = limit_of_stage(plan, s, cluster, limit)
                 assert own_limit == again.limit_bytes(s) == rows[s]["limit_bytes"] == pytest.approx(device - others)
                 assert min(shares[fingerprint]) <= own_limit * (1 + 1e-9), "never less than it was planned for"
-                new = again.solved(s).plan.price
+                new = again.solved(s).price
                 assert new.memory_bytes + others <= device * (1 + 1e-9), "the group fits whatever one stage grows to"
-                assert new.seconds <= plan.stages[s].plan.price.seconds * (1 + 1e-6)
+                assert new.seconds <= plan.stages[s].price.seconds * (1 + 1e-6)

@@ -85,10 +85,10 @@ def test_stages_of_a_group_share_its_memory() -> None:
     graph, cluster = llama(), load_cluster("dgx-h100-x4")
     asked = PipelineOptions(32, groups=8, schedules=("zb-v",), mesh=(("data", 4),))
     free = plan_pipeline(graph, cluster, 32, asked).plan
-    limit = 0.8 * max(sum(free.stages[s].plan.price.memory_bytes for s in own) for own in free.schedule.stages_of_rank)
+    limit = 0.8 * max(sum(free.stages[s].price.memory_bytes for s in own) for own in free.schedule.stages_of_rank)
     asked = replace(asked, options=Options(memory_limit_bytes=limit))
     tight = plan_pipeline(graph, cluster, 32, asked).plan
     for own in tight.schedule.stages_of_rank:
-        assert sum(tight.stages[s].plan.price.memory_bytes for s in own) <= limit
+        assert sum(tight.stages[s].price.memory_bytes for s in own) <= limit
     first, last = tight.schedule.stages_of_rank[0]
-    assert tight.stages[first].plan.in_flight > 4 * tight.stages[last].plan.in_flight
+    assert tight.stages[first].in_flight > 4 * tight.stages[last].in_flight

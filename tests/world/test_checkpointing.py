@@ -238,4 +238,4 @@ def test_in_a_pipeline() -> None:
     cluster = load_cluster("local-x4")
     asked = PipelineOptions(2, 2, ("1f1b",), options=Options(memory_limit_bytes=2**30))
     plan = plan_pipeline(graph, cluster, 4, asked).plan
-    assert sum(len(stage.plan.recompute) for stage in plan.stages) >= 3
+    assert sum(len(stage.recompute) for stage in plan.stages) >= 3

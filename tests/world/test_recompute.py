@@ -161,15 +161,15 @@ def test_the_planner_recomputes_blocks_of_a_pipeline_where_memory_is_short(sched
     case, cluster = ZOO["llama"](layers=4), load_cluster("local-x4")
     captured = capture(case.model, case.args, case.kwargs)
     free = plan_pipeline(captured.graph, cluster, 4, PipelineOptions(4, 2, (schedule,))).plan
-    assert not any(s.plan.recompute for s in free.stages), "recomputing costs time"
-    most = max(s.plan.price.memory_bytes for s in free.stages)
+    assert not any(s.recompute for s in free.stages), "recomputing costs time"
+    most = max(s.price.memory_bytes for s in free.stages)
     limit = 0.55 * most * len(free.schedule.stages_of_rank[0])
     asked = PipelineOptions(4, 2, (schedule,), options=Options(memory_limit_bytes=limit))
     plan = plan_pipeline(captured.graph, cluster, 4, asked).plan
-    assert any(s.plan.recompute for s in plan.stages)
+    assert any(s.recompute for s in plan.stages)
     assert plan.seconds < 1.4 * free.seconds
     for held in plan.schedule.stages_of_rank:
-        assert sum(plan.stages[s].plan.price.memory_bytes for s in held) <= limit
+        assert sum(plan.stages[s].price.memory_bytes for s in held) <= limit
     assert V.verify_pipeline(captured, case.model, case.args, case.kwargs, plan).worst < 1e-9
     with pytest.raises(InfeasibleError, match="no plan fits"):
         plan_pipeline(captured.graph, cluster, 4, replace(asked, may_recompute=False))
@@ -183,7 +183,7 @@ def test_less_memory_and_fewer_choices_are_never_faster(schedule: str) -> None:
     case, cluster = ZOO["llama"](layers=6), load_cluster("local-x4")
     graph = capture(case.model, case.args, case.kwargs).graph
     free = plan_pipeline(graph, cluster, 4, PipelineOptions(4, 2, (schedule,))).plan
-    whole = max(s.plan.price.memory_bytes for s in free.stages) * len(free.schedule.stages_of_rank[0])
+    whole = max(s.price.memory_bytes for s in free.stages) * len(free.schedule.stages_of_rank[0])
     last = free.seconds
     for share in (0.6, 0.5, 0.45, 0.4):
         asked = PipelineOptions(4, 2, (schedule,), options=Options(memory_limit_bytes=share * whole))

@@ -16,7 +16,7 @@ from math import ceil, inf
 
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
-from autopar.pipeline import PipelinePlan, StageChoice
+from autopar.pipeline import PipelinePlan
 from autopar.placements import Mesh, mesh_text
 from autopar.plan import Recompute, StagePlan
 from autopar.planner.inter_op.blocks import Block, blocks
@@ -29,7 +29,7 @@ from autopar.planner.intra_op.mesh_plan import Options, device_limit, plan_graph
 from autopar.planner.intra_op.problem import Beaten
 from autopar.planner.intra_op.recompute import is_asked, patterns_in, segment, segments_of
 from autopar.rules.registry import rules_of
-from autopar.staging import StageGraph, cut, hot_ops
+from autopar.staging import StageGraph, crossings_of, cut, hot_ops
 from cost_models.pipeline import Action, Schedule, Timeline, Times, build, live_per_stage, simulate
 from hardware_profiles import Cluster
 
@@ -196,7 +196,7 @@ class ExactPlans:
         timeline = simulate(schedule, timing)
         seconds = timeline.makespan_seconds + step
         plan = PipelinePlan(
-            self.graph.fingerprint, self.cluster_name or self.cluster.name, choices, schedule,
+            self.graph.fingerprint, self.cluster_name or self.cluster.name, choices, schedule, crossings_of(graphs),
             self.asked.options.optimizer, seconds,
         ).validate()  # fmt: skip
         count = f"{plan.microbatches} microbatch{'es' if plan.microbatches > 1 else ''}"
@@ -209,11 +209,11 @@ class ExactPlans:
     def _stages(
         self, graphs: Sequence[StageGraph], schedule: Schedule, candidate: Candidate, best_known: float,
         thorough: bool,
-    ) -> tuple[tuple[StageChoice, ...], Times, float]:
+    ) -> tuple[tuple[StagePlan, ...], Times, float]:
         live = live_per_stage(schedule)
         group = schedule.rank_of_stage
         shares = {g: [s for s in range(len(graphs)) if group[s] == g] for g in set(group.values())}
-        choices: list[StageChoice] = []
+        choices: list[StagePlan] = []
         asked: list[Options] = []
         stored: dict[tuple[int, str], str] = {}
         for stage in graphs:
@@ -235,22 +235,21 @@ class ExactPlans:
             )  # fmt: skip
             plan = self._fitting(stage, candidate, mesh, options, devices, thorough=thorough)
             stored.update({(group[stage.number], n): ",".join(c.stored) for n, c in plan.params.items()})
-            begin = next(n.name for n in stage.graph.nodes if n.kind == "op" and n.hot)
-            choices.append(StageChoice(begin, devices, plan))
+            choices.append(plan)
             asked.append(options)
         self._refine(graphs, choices, asked, schedule, candidate)
         timing, step = timing_of(graphs, choices, schedule, self.cluster)
         return tuple(choices), timing, step
 
     def _refine(
-        self, graphs: Sequence[StageGraph], choices: list[StageChoice], asked: Sequence[Options], schedule: Schedule,
+        self, graphs: Sequence[StageGraph], choices: list[StagePlan], asked: Sequence[Options], schedule: Schedule,
         candidate: Candidate,
     ) -> None:  # fmt: skip
         """Plan the slowest stages again for just the microbatches that they keep in flight, where memory made them
         slow: plans are shared between stages by counting up to a round number."""
         owners = Counter(n.target for stage in graphs for _, n in stage.graph.of_kind("param"))
         for _ in range(REFINED):
-            slowest = max(schedule.stages_of_rank, key=lambda held: sum(_pace(choices[s].plan) for s in held))
+            slowest = max(schedule.stages_of_rank, key=lambda held: sum(_pace(choices[s]) for s in held))
             better = False
             for s in slowest:
                 graph, choice = graphs[s], choices[s]
@@ -259,8 +258,8 @@ class ExactPlans:
                 if any(owners[n.target] > 1 for _, n in graph.graph.of_kind("param")):
                     continue  # stages that share a parameter store it alike
                 plan = self._fitting(graph, candidate, choice.mesh, asked[s], choice.devices, exact=True)
-                if _pace(plan) < _pace(choice.plan):
-                    choices[s], better = replace(choice, plan=plan), True
+                if _pace(plan) < _pace(choice):
+                    choices[s], better = plan, True
             if not better:
                 return
 
@@ -346,7 +345,7 @@ class ExactPlans:
         for n, (first, plan) in sorted(known.items()):
             if n == target or (n > wanted and _is_free(plan)):
                 own = plan if first is graph else transplant(plan, first, graph)
-                return own.with_in_flight(wanted)
+                return replace(own.with_in_flight(wanted), devices=devices)
         n = target
         try:
             plan = plan_graph(

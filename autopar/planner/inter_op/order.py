@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from autopar.errors import PlanError
-from autopar.pipeline import StageChoice
+from autopar.plan import StagePlan
 from cost_models.pipeline import SCHEDULES, Schedule, Times, live_per_stage, search
 from cost_models.pipeline.asynchronous import ASYNCHRONOUS
 
@@ -36,8 +35,8 @@ def check_name(name: str) -> None:
 
 
 def better_order(
-    stages: Sequence[StageChoice], start: Schedule, timing: Times, limits: Sequence[float]
-) -> tuple[tuple[StageChoice, ...], Schedule]:
+    stages: Sequence[StagePlan], start: Schedule, timing: Times, limits: Sequence[float]
+) -> tuple[tuple[StagePlan, ...], Schedule]:
     """A schedule at least as good as ``start``, whose groups hold no more bytes than their limits; the stages' prices
     then count the microbatches that it keeps in flight."""
     actions = 3 * start.n_stages * start.n_microbatches
@@ -46,7 +45,7 @@ def better_order(
         exact_nodes=STATES if actions <= SMALL else 0,
     ).schedule  # fmt: skip
     live = live_per_stage(found)
-    return tuple(replace(s, plan=s.plan.with_in_flight(n)) for s, n in zip(stages, live, strict=True)), found
+    return tuple(s.with_in_flight(n) for s, n in zip(stages, live, strict=True)), found
 
 
 __all__ = ["SEARCHED", "START", "better_order", "check_name"]

@@ -11,7 +11,8 @@ from dataclasses import replace
 from functools import cached_property
 
 from autopar.graph import Graph
-from autopar.pipeline import PipelinePlan, StageChoice
+from autopar.pipeline import PipelinePlan
+from autopar.plan import StagePlan
 from autopar.planner.inter_op.blocks import blocks
 from autopar.planner.inter_op.stage_pins import of_stage
 from autopar.planner.inter_op.timing import timing_of
@@ -19,7 +20,7 @@ from autopar.planner.intra_op.fold import fold
 from autopar.planner.intra_op.mesh_plan import Options, device_limit, plan_graph
 from autopar.planner.intra_op.recompute import patterns_in
 from autopar.rules.registry import rules_of
-from autopar.staging import StageGraph, cut, hot_ops
+from autopar.staging import StageGraph, crossings_of, cut, hot_ops
 from cost_models.pipeline import Timeline, live_per_stage, simulate
 from hardware_profiles import Cluster
 
@@ -36,7 +37,7 @@ def limit_of_stage(plan: PipelinePlan, number: int, cluster: Cluster, asked: flo
     """
     limit = device_limit(cluster, plan.stages[number].devices, asked)
     held = plan.schedule.stages_of_rank[plan.schedule.rank_of_stage[number]]
-    return max(1.0, limit - sum(plan.stages[s].plan.price.memory_bytes for s in held if s != number))
+    return max(1.0, limit - sum(plan.stages[s].price.memory_bytes for s in held if s != number))
 
 
 class Replanner:
@@ -52,22 +53,23 @@ class Replanner:
         self._live = live_per_stage(plan.schedule)
         self._group = plan.schedule.rank_of_stage
 
-    def simulated(self, stages: Sequence[StageChoice] | None = None) -> tuple[PipelinePlan, Timeline]:
+    def simulated(self, stages: Sequence[StagePlan] | None = None) -> tuple[PipelinePlan, Timeline]:
         """The plan with these stages, where they begin and end as now, and its step action by action."""
         return self._simulated(self.graphs, tuple(stages or self.plan.stages))
 
     def _simulated(
-        self, graphs: Sequence[StageGraph], stages: tuple[StageChoice, ...]
+        self, graphs: Sequence[StageGraph], stages: tuple[StagePlan, ...]
     ) -> tuple[PipelinePlan, Timeline]:
         timing, step = timing_of(graphs, stages, self.plan.schedule, self.cluster)
         timeline = simulate(self.plan.schedule, timing)
-        return replace(self.plan, stages=stages, seconds=timeline.makespan_seconds + step), timeline
+        seconds = timeline.makespan_seconds + step
+        return replace(self.plan, stages=stages, crossings=crossings_of(graphs), seconds=seconds), timeline
 
     def limit_bytes(self, number: int, options: Options | None = None) -> float:
         """The memory of a device that a stage may fill; see :func:`limit_of_stage`."""
         return limit_of_stage(self.plan, number, self.cluster, (options or self.options).memory_limit_bytes)
 
-    def solved(self, number: int, options: Options | None = None, stage: StageGraph | None = None) -> StageChoice:
+    def solved(self, number: int, options: Options | None = None, stage: StageGraph | None = None) -> StagePlan:
         """A stage solved again.
 
         Args:
@@ -84,17 +86,16 @@ class Replanner:
         held = [s for s in self.plan.schedule.stages_of_rank[self._group[number]] if s != number]
         shared = {
             name: ",".join(how.stored)
-            for s in held for name, how in self.plan.stages[s].plan.params.items() if name in names
+            for s in held for name, how in self.plan.stages[s].params.items() if name in names
         }  # fmt: skip
         own = replace(
             own, params={**(own.params or {}), **shared} or None, in_flight=self._live[number],
             microbatches=self.plan.microbatches, memory_limit_bytes=self.limit_bytes(number, options),
             recompute=patterns_in(stage.graph, own.recompute),
         )  # fmt: skip
-        plan = plan_graph(
-            stage.graph, self.cluster, choice.mesh, own, cluster_name=choice.plan.cluster, devices=choice.devices
+        return plan_graph(
+            stage.graph, self.cluster, choice.mesh, own, cluster_name=choice.cluster, devices=choice.devices
         )
-        return StageChoice(next(n.name for n in stage.graph.nodes if n.kind == "op" and n.hot), choice.devices, plan)
 
     # -- cuts
 
@@ -126,7 +127,7 @@ class Replanner:
         starts[number - 1] = first
         graphs = cut(self.graph, starts)
         stages = tuple(
-            choice if choice.plan.fingerprint == stage.graph.fingerprint
+            choice if choice.fingerprint == stage.graph.fingerprint
             else self.solved(stage.number, stage=stage)
             for choice, stage in zip(self.plan.stages, graphs, strict=True)
         )  # fmt: skip

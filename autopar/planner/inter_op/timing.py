@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from autopar.graph import Spec
-from autopar.pipeline import StageChoice
 from autopar.placements import State, path
 from autopar.plan import StagePlan
 from autopar.planner.inter_op.phases import phases
@@ -19,33 +18,37 @@ from hardware_profiles import Cluster
 
 
 def timing_of(
-    graphs: Sequence[StageGraph], choices: Sequence[StageChoice], schedule: Schedule, cluster: Cluster
+    graphs: Sequence[StageGraph], stages: Sequence[StagePlan], schedule: Schedule, cluster: Cluster
 ) -> tuple[Times, float]:
     """What a schedule is simulated with, and the seconds that follow it once a step (gradients, gathers)."""
     own = [
-        phases(stage.graph, choice.plan, pricer(cluster, choice.mesh, choice.devices))
-        for stage, choice in zip(graphs, choices, strict=True)
+        phases(graph.graph, stage, pricer(cluster, stage.mesh, stage.devices))
+        for graph, stage in zip(graphs, stages, strict=True)
     ]
     edges: dict[tuple[int, int], list[float]] = {}
     group = schedule.rank_of_stage
-    for c in _crossings(graphs, choices, cluster):
-        row = edges.setdefault((c.source, c.target), [0.0, 0.0])
-        if group[c.source] == group[c.target]:  # not on the way between groups: the ranks themselves are busy with it
-            a, b = own[c.source], own[c.target]
-            own[c.source] = replace(a, input_seconds=a.input_seconds + c.backward_seconds)
-            own[c.target] = replace(b, forward_seconds=b.forward_seconds + c.forward_seconds)
+    ways = [(crossing, graph.number) for graph in graphs for crossing in graph.takes]
+    for crossing, target in ways:
+        source = crossing.source
+        made, wanted = crossing.sides(stages, target)
+        there = crossing_seconds(crossing.spec, made, wanted, cluster)
+        back = crossing_seconds(crossing.spec, wanted, made, cluster) if crossing.needs_grad else 0.0
+        row = edges.setdefault((source, target), [0.0, 0.0])
+        if group[source] == group[target]:  # not on the way between groups: the ranks themselves are busy with it
+            own[source] = replace(own[source], input_seconds=own[source].input_seconds + back)
+            own[target] = replace(own[target], forward_seconds=own[target].forward_seconds + there)
             continue
-        row[0] += c.forward_seconds
-        row[1] += c.backward_seconds
-    whole = [bool(c.plan.recompute) for c in choices]  # a backward that recomputes is not split
+        row[0] += there
+        row[1] += back
+    whole = [bool(stage.recompute) for stage in stages]  # a backward that recomputes is not split
     timing = times(
         len(graphs), [p.forward_seconds for p in own],
         [p.backward_seconds if w else p.input_seconds for w, p in zip(whole, own, strict=True)],
         [0.0 if w else p.weight_seconds for w, p in zip(whole, own, strict=True)],
         backward_seconds=[p.backward_seconds for p in own],
         edges=[Edge(*ends, *seconds) for ends, seconds in sorted(edges.items())],
-        activation_bytes=[c.plan.kept_bytes for c in choices],
-        static_bytes=[_static_bytes([choices[s].plan for s in held]) for held in schedule.stages_of_rank],
+        activation_bytes=[stage.kept_bytes for stage in stages],
+        static_bytes=[_static_bytes([stages[s] for s in held]) for held in schedule.stages_of_rank],
     )  # fmt: skip
     return timing, max(sum(own[s].step_seconds for s in held) for held in schedule.stages_of_rank)
 
@@ -54,32 +57,6 @@ def _static_bytes(plans: Sequence[StagePlan]) -> float:
     """What a group's stages hold all the time, and the segment that runs again: one at a time."""
     held = sum(p.price.memory_bytes - p.price.activation_bytes for p in plans)
     return held + max(p.price.again_bytes for p in plans)
-
-
-@dataclass(frozen=True)
-class _Crossing:
-    """Seconds in which a tensor gets from one stage to another, and its gradient back."""
-
-    source: int
-    target: int
-    forward_seconds: float
-    backward_seconds: float
-
-
-def _crossings(graphs: Sequence[StageGraph], choices: Sequence[StageChoice], cluster: Cluster) -> Iterator[_Crossing]:
-    """One of every tensor that a stage takes from another."""
-    for graph in graphs:
-        here = choices[graph.number]
-        for name, number in graph.takes:
-            there = choices[number]
-            node = next(n for _, n in graph.graph.of_kind("input") if n.target == name)
-            out = there.plan.outputs[graphs[number].gives.index(name)]
-            assert out is not None
-            source, target = Side(out, there.mesh, there.devices), Side(here.plan.inputs[name], here.mesh, here.devices)
-            yield _Crossing(
-                number, graph.number, crossing_seconds(node.out, source, target, cluster),
-                crossing_seconds(node.out, target, source, cluster) if node.needs_grad else 0.0,
-            )  # fmt: skip
 
 
 def crossing_seconds(spec: Spec, source: Side, target: Side, cluster: Cluster) -> float:

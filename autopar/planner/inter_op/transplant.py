@@ -37,6 +37,7 @@ def transplant(plan: StagePlan, source: Graph, target: Graph) -> StagePlan:
     return replace(
         plan,
         fingerprint=target.fingerprint,
+        first=ops.get(plan.first, ""),
         ops={ops[name]: cut for name, cut in plan.ops.items()},
         params={held["param"][name]: choice for name, choice in plan.params.items()},
         buffers={held["buffer"][name]: state for name, state in plan.buffers.items()},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from math import prod
 
 from autopar.capture.graph.pruning import has_effect
 from autopar.errors import PlanError
@@ -17,6 +18,7 @@ from autopar.planner.intra_op.reshard import Edge, route
 from autopar.planner.intra_op.space import strategies
 from autopar.rules.notation import Rule
 from autopar.rules.strategy import Strategy
+from autopar.staging import first_op
 
 
 def demand(
@@ -151,6 +153,7 @@ def complete(
     microbatches: int = 1,
     in_flight: int = 1,
     recompute: Recompute = (),
+    devices: Sequence[int] | None = None,
 ) -> StagePlan:
     """The plan of the given decisions, with routes and price.
 
@@ -160,6 +163,7 @@ def complete(
         outputs: placements by output position; the others come out whole.
         buffers: placements by name; the others follow demand.
         recompute: segments that run again in the backward.
+        devices: ranks of the mesh, in row-major order; by default the first.
 
     Raises:
         PlanError: a tensor cannot be brought to where it is wanted.
@@ -202,7 +206,8 @@ def complete(
         {node.name: names_of[id(chosen[i])] for i, node in enumerate(graph.nodes) if node.kind == "op"},
         {graph.nodes[i].target: choice for i, choice in owned.items()},
         held, tuple(out_states), routes, dict(inputs or {}), optimizer, 1, microbatches, price,
-        recompute=recompute, in_flight=in_flight,
+        recompute=recompute, in_flight=in_flight, first=first_op(graph),
+        devices=tuple(devices if devices is not None else range(prod(size for _, size in mesh))),
     )  # fmt: skip
 
 

@@ -185,7 +185,7 @@ class _Setting:
     ) -> None:  # fmt: skip
         check_mesh(mesh, cluster)
         self.graph, self.cluster, self.options = graph, cluster, options
-        self.cluster_name = cluster_name or cluster.name
+        self.cluster_name, self.devices = cluster_name or cluster.name, devices
         self.priced = pricer(cluster, mesh, devices)
         folding = fold(graph) if options.fold else unfolded(graph)
         self.rules = rules_of(graph, folding.representative)
@@ -212,7 +212,7 @@ class _Setting:
         return complete(
             self.graph, self.rules, self.priced, ops, params, outputs, inputs={**arriving, **(options.inputs or {})},
             cluster=self.cluster_name, optimizer=options.optimizer, microbatches=options.microbatches,
-            in_flight=options.in_flight, recompute=self.again,
+            in_flight=options.in_flight, recompute=self.again, devices=self.devices,
         )  # fmt: skip
 
     def decided_seconds(self, plan: StagePlan) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from autopar.graph import Graph, Ref
 from autopar.placements import Mesh
 from autopar.plan import ParamChoice, StagePlan, route_key
+from autopar.staging import first_op
 
 
 def one_device(graph: Graph) -> StagePlan:
@@ -22,7 +23,7 @@ def one_device(graph: Graph) -> StagePlan:
         {n.target: ParamChoice(*(("I" if n.needs_grad else "R",),) * 2) for _, n in graph.of_kind("param")},
         {n.target: ("R",) for _, n in graph.of_kind("buffer")},
         tuple(_whole(graph, o) if isinstance(o, Ref) else None for o in graph.outputs), routes,
-        {n.target: ("I",) for _, n in graph.of_kind("input") if n.needs_grad},
+        {n.target: ("I",) for _, n in graph.of_kind("input") if n.needs_grad}, first=first_op(graph), devices=(0,),
     )  # fmt: skip
 
 
