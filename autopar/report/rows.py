@@ -18,7 +18,7 @@ from autopar.planner.intra_op import params as P
 from autopar.planner.intra_op.fold import fold
 from autopar.planner.intra_op.price import Pricer
 from autopar.planner.intra_op.recompute import contents, seconds_again
-from autopar.rules.local import cuts_of
+from autopar.rules.local import collectives_inside, cuts_of
 from autopar.rules.registry import RULES, rules_of
 from autopar.rules.strategy import Strategy, grads_of, strategy_in_plan
 
@@ -87,15 +87,14 @@ def op_row(graph: Graph, plan: StagePlan, priced: Pricer, i: int, rules: Sequenc
     node, rule = graph.nodes[i], rules[i]
     strategy = strategy_in_plan(graph, node, rule, plan.ops[node.name], plan.mesh)
     compute, inside = priced.op(graph, node, rule, strategy)
-    _, cut = cuts_of(rule, strategy.options, plan.mesh)
-    pieces, _ = cuts_of(rule, strategy.options, plan.mesh)
-    collectives: list[Collective] = []
-    for comm in rule.comm:
-        for axis in cut.get(comm.factor, ()):
-            if comm.backward and not any(grads_of(graph, node)[1]):
-                continue
-            n = prod(rule.sizes[f] // pieces.get(f, 1) for f in comm.over) * comm.item_bytes
-            collectives.append(_collective(comm.kind, axis, comm.backward, n))
+    sizes = dict(plan.mesh)
+    collectives = [
+        _collective(comm.kind, axis, comm.backward, n_bytes)
+        for comm, axis, n_bytes in collectives_inside(
+            rule, *cuts_of(rule, strategy.options, plan.mesh), any(grads_of(graph, node)[1])
+        )
+        for _ in range(comm.times(sizes[axis]))
+    ]
     steps: list[str] = []
     seconds = inside
     for number, spec in enumerate(node.outs):

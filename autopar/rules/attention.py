@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autopar.rules.notation import Call, In, Rule, line
+from autopar.rules.notation import Call, In, Lowering, Rule, line
 from autopar.rules.random import kept
 from autopar.rules.registry import T, rule, sample
 
@@ -93,7 +93,7 @@ def attention(call: Call) -> Rule:
         whole="k d e" + (" q" if causal else ""),
         linear=[{2}],
         random=dropout_p > 0,
-        distributed=attention_with_dropout if dropout_p > 0 else None,
+        lowerings=(Lowering(attention_with_dropout),) if dropout_p > 0 else (),
         kind="attention",
         flops=(2 / d + 2 / e) * (0.5 if causal else 1.0),
         saves=tuple(range(3 + n_mask)),

@@ -13,7 +13,7 @@ import torch
 
 from autopar.errors import RuleError
 from autopar.rules.across import axes_of, pending
-from autopar.rules.notation import Call, In, Rule, line
+from autopar.rules.notation import Call, In, Lowering, Rule, line
 from autopar.rules.registry import T, prove_with, rule, sample
 
 MATMUL: dict[str, Any] = {"kind": "matmul", "flops": 2.0}
@@ -47,7 +47,7 @@ def linear(call: Call) -> Rule:
         return line("... k, n k -> ... n", call, linear=[{0}, {1}], saves=(0, 1), **MATMUL)
     return line(
         "... k, n k, n -> ... n", call, linear=[{0, 2}, {1, 2}], additive=[2],
-        distributed_factors="k", distributed=linear_summed, saves=(0, 1), **MATMUL,
+        lowerings=(Lowering(linear_summed, frozenset("k")),), saves=(0, 1), **MATMUL,
     )  # fmt: skip
 
 
@@ -126,11 +126,11 @@ _ADDED = {
     ],
 )
 def added(call: Call) -> Rule:
-    text, distributed = _ADDED[call.target]
+    text, summed = _ADDED[call.target]
     names = text.split("->")[1].split()
     return line(
         f"{padded(call.ins[0].shape, names)}, {text}", call, linear=[{0, 1}, {0, 2}], additive=[0],
-        distributed_factors="k", distributed=distributed, saves=(1, 2), **MATMUL,
+        lowerings=(Lowering(summed, frozenset("k")),), saves=(1, 2), **MATMUL,
     )  # fmt: skip
 
 

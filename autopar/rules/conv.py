@@ -10,7 +10,7 @@ import torch
 
 from autopar.rules.across import axes_of, bilinear, pending
 from autopar.rules.local import resolve
-from autopar.rules.notation import Call, Rule, line
+from autopar.rules.notation import Call, Lowering, Rule, line
 from autopar.rules.registry import T, prove_with, rule, sample
 
 _SPACE = "xyz"  # input positions; output positions are pqr, kernel positions ijk
@@ -44,8 +44,7 @@ def _conv(call: Call, n_space: int, groups_at: int, transposed: bool) -> Rule:
         linear=[{0, 2}, {1, 2}] if has_bias else [{0}, {1}],
         additive=[2] if has_bias else [],
         localize=localize if groups > 1 else None,
-        distributed_factors="c" if has_bias else "",
-        distributed=summed if has_bias else None,
+        lowerings=(Lowering(summed, frozenset("c")),) if has_bias else (),
         saves=(0, 1),
         kind="conv",
         flops=2.0 / prod(uncounted),

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from autopar.rules.notation import Call, Rule, line
+from autopar.rules.notation import Call, Lowering, Rule, line
 from autopar.rules.random import bernoulli, bits, kept, rand, randint, randn, uniform
 from autopar.rules.registry import T, prove_with, rule, sample
 
@@ -155,10 +155,10 @@ def draw(call: Call) -> Rule:
     fn = DRAWS[call.target.removeprefix("aten.")]
     if call.ins:
         terms = ", ".join(["..."] * len(call.ins))
-        return line(f"{terms} -> ...", call, random=True, distributed=fn)
+        return line(f"{terms} -> ...", call, random=True, lowerings=(Lowering(fn),))
     out = " ".join("1" if n == 1 else name for n, name in zip(call.out.shape, "abcdefgh", strict=False))
     whole = out if fn is permutation else ""  # where an element goes depends on all others
-    return line(f"-> {out}", call, random=True, distributed=fn, whole=whole)
+    return line(f"-> {out}", call, random=True, lowerings=(Lowering(fn),), whole=whole)
 
 
 @rule("aten.alpha_dropout.default", "aten.feature_alpha_dropout.default")
@@ -166,7 +166,7 @@ def alpha_rule(call: Call) -> Rule:
     p, train = call.arg(1, "p", 0.5), call.arg(2, "train", True)
     draws = bool(train) and p > 0
     fn = alpha_dropout if call.target == "aten.alpha_dropout.default" else feature_alpha_dropout
-    return line("... -> ...", call, random=draws, distributed=fn if draws else None)
+    return line("... -> ...", call, random=draws, lowerings=(Lowering(fn),) if draws else ())
 
 
 _X = T((4, 8), grad=False)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from autopar.rules.across import axes_of, bilinear, pending, piece
-from autopar.rules.notation import Call, Rule, line
+from autopar.rules.notation import Call, Lowering, Rule, line
 from autopar.rules.registry import T, rule, sample
 
 
@@ -44,8 +44,7 @@ def embedding(call: Call) -> Rule:
         call,
         whole=" ".join(["v", *(f for dim in dims for f in dim)]) if by_count else "v" if sparse else "",
         linear=[{0}],
-        distributed_factors="v",
-        distributed=vocabulary_embedding,
+        lowerings=(Lowering(vocabulary_embedding, frozenset("v")),),
         kind="copy",
         saves=(1,),
     )

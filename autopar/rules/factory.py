@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from autopar.rules.across import n_pieces, piece
-from autopar.rules.notation import Call, Rule
+from autopar.rules.notation import Call, Lowering, Rule
 from autopar.rules.registry import prove_with, rule, sample
 from autopar.rules.shape import named
 
@@ -53,8 +53,8 @@ def _length(call: Call, cuts: Mapping[str, int]) -> tuple[tuple[Any, ...], dict[
 )  # fmt: skip
 def arange(call: Call) -> Rule:
     return Rule(
-        {"b": call.out.shape[0]}, (), ((("b",),),), "copy", distributed=arange_piece,
-        distributed_factors=frozenset("b"), localize=_length,
+        {"b": call.out.shape[0]}, (), ((("b",),),), "copy", lowerings=(Lowering(arange_piece, frozenset("b")),),
+        localize=_length,
     )  # fmt: skip
 
 

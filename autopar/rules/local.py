@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from math import prod
 from typing import Any
 
 import torch
 
 from autopar.placements import Mesh, local_shape, shard
 from autopar.rules.function import PREFIX
-from autopar.rules.notation import Call, Option, Rule
+from autopar.rules.notation import Call, Comm, Option, Rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,23 @@ def cuts_of(rule: Rule, options: Sequence[Option], mesh: Mesh) -> tuple[dict[str
     return pieces, axes
 
 
+def collectives_inside(
+    rule: Rule, pieces: Mapping[str, int], axes: Mapping[str, tuple[str, ...]], differentiable: bool
+) -> Iterator[tuple[Comm, str, int]]:
+    """The collectives of an op's lowering, each with the axis that it is made over and the bytes of its buffer.
+
+    Args:
+        pieces, axes: number of pieces and cutting axes of every cut factor, as :func:`cuts_of` gives them.
+        differentiable: whether there is a backward.
+    """
+    lowering = rule.lowering(axes)
+    for comm in () if lowering is None else lowering.comm:
+        if comm.factor in axes and (differentiable or not comm.backward):
+            elements = prod(rule.sizes[f] // pieces.get(f, 1) for f in comm.over)
+            for axis in axes[comm.factor]:
+                yield comm, axis, elements * comm.item_bytes
+
+
 def local_call(call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh, site: int = 0) -> LocalCall:
     """The call on one rank: same arguments, with output shapes and other sizes made local.
 
@@ -65,18 +83,15 @@ def local_call(call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh, si
     if call.target.startswith(PREFIX):
         callee, *leaves = args
         return LocalCall(callee, tuple(leaves), {"seed": Seed(), "site": site} if rule.random else {}, False)
-    distributed: Mapping[str, tuple[str, ...]] = {f: a for f, a in axes.items() if f in rule.distributed_factors}
+    lowering = rule.lowering(axes)
+    if lowering is None:
+        return LocalCall(resolve(call.target), args, kwargs, False)
     if rule.random:
-        assert rule.distributed is not None
         shape = call.out.shape
         state = [option.outs[0] for option in options]
         shards = tuple(
             tuple(axis for (axis, size), p in zip(mesh, state, strict=True) if p == shard(d) and size > 1)
             for d in range(len(shape))
         )
-        draw = {"seed": Seed(), "site": site, "shape": shape, "shards": shards}
-        return LocalCall(rule.distributed, args, {**kwargs, "cut": dict(axes), **draw}, True)
-    if distributed:
-        assert rule.distributed is not None
-        return LocalCall(rule.distributed, args, {**kwargs, "cut": dict(axes)}, True)
-    return LocalCall(resolve(call.target), args, kwargs, False)
+        kwargs |= {"seed": Seed(), "site": site, "shape": shape, "shards": shards}
+    return LocalCall(lowering.function, args, {**kwargs, "cut": dict(axes)}, True)

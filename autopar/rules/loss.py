@@ -10,7 +10,7 @@ import torch
 
 from autopar.rules.across import axes_except, axes_of, greatest, n_pieces, pending, piece, total
 from autopar.rules.local import resolve
-from autopar.rules.notation import Call, Comm, In, Rule, line
+from autopar.rules.notation import Call, Comm, In, Lowering, Rule, line
 from autopar.rules.registry import T, prove_with, rule, sample
 
 NONE, MEAN, SUM = 0, 1, 2
@@ -111,10 +111,8 @@ def _class_loss(call: Call, distributed: Any, gathers: bool) -> Rule:
         f"{x}, {target}{', v' if weighted else ''} -> {out}",
         call,
         whole="v" if v_whole else "",
-        distributed_factors=" ".join(across),
-        distributed=distributed,
+        lowerings=(Lowering(distributed, frozenset(across), tuple(comm)),),
         out_as={"v": ("I",)},
-        comm=tuple(comm),
         kind="reduce",
         saves=(0, 1),  # cross-entropy keeps the log-softmax, of the size of its input
         flops=4.0 if gathers else 0.0,
@@ -183,7 +181,7 @@ def elementwise(call: Call) -> Rule:
     reduction = call.arg(position, "reduction", MEAN)
     op = resolve(call.target)
     ins = ", ".join(["..."] * len(call.ins))
-    factors = " ".join(line(f"{ins} -> {'...' if reduction == NONE else ''}", call).sizes)
+    factors = line(f"{ins} -> {'...' if reduction == NONE else ''}", call).sizes
 
     def mean_across(*args: Any, cut: Any, **kwargs: Any) -> torch.Tensor:
         """Pieces have one size: the mean is the mean of the local means."""
@@ -193,8 +191,7 @@ def elementwise(call: Call) -> Rule:
     return line(
         f"{ins} -> {'...' if reduction == NONE else ''}",
         call,
-        distributed_factors=factors if reduction == MEAN else "",
-        distributed=mean_across if reduction == MEAN else None,
+        lowerings=(Lowering(mean_across, frozenset(factors)),) if reduction == MEAN else (),
         kind="pointwise" if reduction == NONE else "reduce",
         saves=tuple(range(len(call.ins))),
     )

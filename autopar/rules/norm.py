@@ -13,7 +13,7 @@ import spmd_types as spmd
 import torch
 
 from autopar.rules.across import axes_of, greatest, n_pieces, total
-from autopar.rules.notation import Call, Comm, In, Rule, line
+from autopar.rules.notation import Call, Comm, In, Lowering, Rule, line
 from autopar.rules.registry import T, prove_with, rule, sample
 
 _LEAD = ("b", "s", "t", "u", "w")
@@ -64,12 +64,10 @@ def _normalized(call: Call, distributed: Any, n_stats: int) -> Rule:
     return line(
         ", ".join([x, *[" ".join(norm)] * (len(call.ins) - 1)]) + " -> " + x,
         call,
-        distributed_factors=" ".join(norm),
-        distributed=distributed,
-        comm=tuple(
+        lowerings=(Lowering(distributed, frozenset(norm), tuple(
             Comm(f, "all_reduce", lead, item, backward) for f in norm for backward in (False, True)
             for _ in range(n_stats)
-        ),
+        )),),
         kind="reduce",
         saves=(0, 1) if len(call.ins) > 1 else (0,),
     )  # fmt: skip
@@ -174,12 +172,10 @@ def batch_norm(call: Call) -> Rule:
     return line(
         ", ".join([x, *["c"] * (len(call.ins) - 1)]) + " -> " + x,
         call,
-        distributed_factors=" ".join(across),
-        distributed=batch_norm_across if training else None,
-        comm=tuple(
+        lowerings=(Lowering(batch_norm_across, frozenset(across), tuple(
             Comm(f, "all_reduce", ("c",), item, backward) for f in across for backward in (False, True)
             for _ in range(2)
-        ),
+        )),) if training else (),
         kind="reduce" if training else "pointwise",
         saves=(0, *weight_at),
     )  # fmt: skip
@@ -240,13 +236,11 @@ def softmax(call: Call) -> Rule:
     return line(
         f"{x} -> {x}",
         call,
-        distributed_factors="n",
-        distributed=log_softmax_across if "log" in call.target else softmax_across,
-        comm=(
+        lowerings=(Lowering(log_softmax_across if "log" in call.target else softmax_across, frozenset("n"), (
             Comm("n", "all_reduce", rest, item),
             Comm("n", "all_reduce", rest, item),
             Comm("n", "all_reduce", rest, item, backward=True),
-        ),
+        )),),
         kind="reduce",
         saves_out=True,
     )

@@ -17,24 +17,29 @@ From a rule follows, for one mesh axis, a list of :class:`Option`:
 * ``I``: everything whole, gradients whole; ``R``: everything whole, gradients pending;
 * one option for every *linear* group of inputs: those are ``P``, the other inputs ``R``, the outputs ``P``.
 
-A factor may be cut if in every dim in which it stands it is the major one, and it is not marked *whole*. Factors in
-``distributed`` need communication inside the op: the rule then names a function that replaces the op.
+A factor may be cut if in every dim in which it stands it is the major one, and it is not marked *whole*. Cutting some
+factors needs communication inside the op: the rule then has a :class:`Lowering` for them, a function that replaces it.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Any
 
-from autopar.errors import RuleError
+from autopar.errors import RuleError, closest
 from autopar.graph import Node, Ref, Spec, map_refs
 from autopar.placements import Placement, shard
+from hardware_profiles.model import COLLECTIVES
 
 Dim = tuple[str, ...]
 Term = tuple[Dim, ...]
+
+KINDS = ("matmul", "conv", "attention", "pointwise", "reduce", "copy", "none")
+"""What the cost model knows of an operator."""
 
 BATCH_NAMES = ("b", "s", "t", "u", "w", "x", "y", "z", *(f"{n}2" for n in "bstuwxyz"))
 
@@ -90,9 +95,16 @@ def call_of(node: Node, specs: Callable[[Ref], Spec]) -> Call:
 
 @dataclass(frozen=True)
 class Comm:
-    """A collective inside a distributed lowering, made when ``factor`` is cut.
+    """A collective inside a lowering, made over the axes that cut ``factor``.
 
-    The buffer has ``prod(sizes of over)`` elements (local sizes) of ``item_bytes`` each.
+    Attributes:
+        factor: one that the lowering is for.
+        kind: one of :data:`hardware_profiles.model.COLLECTIVES`; ``send_recv`` goes to the next rank of the axis.
+        over: the factors whose local sizes, multiplied, are the number of elements of the buffer.
+        item_bytes: bytes of an element.
+        backward: made in the backward instead of the forward.
+        in_ring: made once for every other piece of the factor, as the steps of a ring are.
+        overlaps: runs beside the operator's compute of the same pass; only what is longer than that takes time.
     """
 
     factor: str
@@ -100,6 +112,33 @@ class Comm:
     over: tuple[str, ...]
     item_bytes: int
     backward: bool = False
+    in_ring: bool = False
+    overlaps: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in COLLECTIVES:
+            raise RuleError(f"'{self.kind}' is no collective; one of {', '.join(COLLECTIVES)}")
+
+    def times(self, pieces: int) -> int:
+        """How often it is made on an axis that cuts the factor into ``pieces``."""
+        return pieces - 1 if self.in_ring else 1
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """What one rank calls instead of the operator where ``factors`` are cut.
+
+    Attributes:
+        function: gets the operator's arguments and ``cut={factor: axis names}``. That of a random operator also gets
+            ``seed`` (int64 tensor without dims), ``site`` (int), ``shape`` (the global output shape) and ``shards``
+            (per output dim, the axis names that cut it), so that the draw does not depend on the mesh.
+        factors: those that it can cut, one or several at a time.
+        comm: the collectives that it makes.
+    """
+
+    function: Callable[..., Any]
+    factors: frozenset[str] = frozenset()
+    comm: tuple[Comm, ...] = ()
 
 
 Localize = Callable[[Call, Mapping[str, int]], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -120,14 +159,10 @@ class Rule:
         shape_arg: ``(position, name)`` of the argument that holds the output shape.
         localize: ``(call, cuts) -> (args, kwargs)`` for other arguments that change on local sizes, where
             ``cuts`` gives the number of pieces of each cut factor.
-        distributed: replaces the operator when a factor in ``distributed_factors`` is cut; it gets the operator's
-            arguments and ``cut={factor: (axis names)}``.
-        comm: the collectives that ``distributed`` makes.
+        lowerings: what replaces the operator where it cannot run on pieces as it is, each for its factors.
         out_as, in_as: placements for one factor's option that differ from the derived ones.
         saves: inputs that autograd keeps for the backward; ``saves_out``: outputs that it keeps.
-        random: draws random numbers: ``distributed`` replaces the operator always, on every mesh, and also gets
-            ``seed`` (int64 tensor without dims), ``site`` (int), ``shape`` (the global output shape) and ``shards``
-            (per output dim, the axis names that cut it), so that the draw does not depend on the mesh.
+        random: draws random numbers: a lowering replaces the operator always, on every mesh.
         whole_gradients: the backward may not be linear in the gradient, so no rank runs it on a term of a sum.
     """
 
@@ -141,15 +176,55 @@ class Rule:
     flops: float = 0.0
     shape_arg: tuple[int, str] | None = None
     localize: Localize | None = None
-    distributed: Callable[..., Any] | None = None
-    distributed_factors: frozenset[str] = frozenset()
-    comm: tuple[Comm, ...] = ()
+    lowerings: tuple[Lowering, ...] = ()
     out_as: Mapping[str, tuple[Placement, ...]] = field(default_factory=dict)
     in_as: Mapping[str, tuple[Placement, ...]] = field(default_factory=dict)
     saves: tuple[int, ...] = ()
     saves_out: bool = False
     random: bool = False
     whole_gradients: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what no operator can be: names of no factor, positions of no input."""
+        named = {
+            "whole": self.whole, "in_as": self.in_as, "out_as": self.out_as,
+            "lowerings": [f for lowering in self.lowerings for f in lowering.factors],
+            "comm": [f for lowering in self.lowerings for comm in lowering.comm for f in (comm.factor, *comm.over)],
+        }  # fmt: skip
+        for where, factors in named.items():
+            for factor in factors:
+                if factor not in self.sizes:
+                    raise RuleError(f"rule '{self}': {where} names '{factor}'; {closest(factor, self.sizes)}")
+        positions = {*self.additive, *self.saves, *(i for group in self.linear for i in group)}
+        if positions and max(positions) >= len(self.inputs):
+            raise RuleError(f"rule '{self}': there is no input {max(positions)}, it has {len(self.inputs)}")
+        if self.kind not in KINDS:
+            raise RuleError(f"rule '{self}': '{self.kind}' is no kind of operator; one of {', '.join(KINDS)}")
+
+    def lowering(self, cut: Iterable[str]) -> Lowering | None:
+        """What replaces the operator where the factors ``cut`` are cut; None where it runs as it is.
+
+        Raises:
+            RuleError: no lowering cuts all of them at once (see :meth:`can_lower`).
+        """
+        needed = self._needed(cut)
+        if not needed and not (self.random and self.lowerings):
+            return None
+        able = [lowering for lowering in self.lowerings if needed <= lowering.factors]
+        if not able:
+            raise RuleError(f"rule '{self}': nothing cuts {' and '.join(sorted(needed))} at once")
+        return min(able, key=lambda lowering: len(lowering.factors))
+
+    def can_lower(self, cut: Iterable[str]) -> bool:
+        """Whether the factors ``cut`` can be cut at once."""
+        if len(self.lowerings) < 2:
+            return True
+        needed = self._needed(cut)
+        return any(needed <= lowering.factors for lowering in self.lowerings)
+
+    def _needed(self, cut: Iterable[str]) -> set[str]:
+        """Those of the factors ``cut`` that only lowerings can cut."""
+        return {f for f in cut if any(f in lowering.factors for lowering in self.lowerings)}
 
     @cached_property
     def cuttable(self) -> tuple[str, ...]:
@@ -186,27 +261,60 @@ class Option:
     outs: tuple[Placement, ...]
 
 
-def parse_terms(text: str) -> tuple[list[list[Dim]], list[list[Dim]]]:
-    """Parse ``"a b, (c d) -> a c"`` into dims of inputs and outputs; ``...`` is the dim ``("...",)``."""
+_TOKEN = re.compile(r"\s*(->|\.\.\.|[A-Za-z_][A-Za-z_0-9]*|[(),1])")
 
-    def term(part: str) -> list[Dim]:
-        dims: list[Dim] = []
-        group: list[str] | None = None
-        for token in part.replace("(", " ( ").replace(")", " ) ").split():
-            if token == "(":
-                group = []
-            elif token == ")":
-                assert group is not None, text
-                dims.append(tuple(group))
+
+def parse_terms(text: str) -> tuple[list[list[Dim]], list[list[Dim]]]:
+    """Parse ``"a b, (c d) -> a c"`` into dims of inputs and outputs; ``...`` is the dim ``("...",)``.
+
+    Raises:
+        RuleError: it is no line of notation; the message points at the place.
+    """
+
+    def wrong(problem: str, at: int) -> RuleError:
+        return RuleError(f"rule '{text}': {problem}\n    {text}\n    {' ' * at}^")
+
+    sides: list[list[list[Dim]]] = [[[]]]
+    group: list[str] | None = None
+    opened = at = 0
+    end = len(text.rstrip())
+    while at < end:
+        match = _TOKEN.match(text, at)
+        if match is None:
+            start = at + len(text[at:]) - len(text[at:].lstrip())
+            raise wrong(f"'{text[start]}' is nothing of the notation (names, '1', '...', '( )', ',', '->')", start)
+        token, start, at = match[1], match.start(1), match.end()
+        term = sides[-1][-1]
+        if group is not None:
+            if token == ")":
+                if not group:
+                    raise wrong("'()' holds no factor; a dim of size 1 is '1'", opened)
+                term.append(tuple(group))
                 group = None
-            elif group is not None:
+            elif token[0].isalpha() or token[0] == "_":
                 group.append(token)
             else:
-                dims.append(() if token == "1" else (token,))
-        return dims
-
-    left, right = text.split("->")
-    return [term(p) for p in left.split(",")] if left.strip() else [], [term(p) for p in right.split(",")]
+                raise wrong(f"'{token}' inside of parentheses, which hold names of factors", start)
+        elif token == "(":
+            group, opened = [], start
+        elif token == ")":
+            raise wrong("')' without '('", start)
+        elif token == ",":
+            sides[-1].append([])
+        elif token == "->":
+            if len(sides) == 2:
+                raise wrong("a second '->'", start)
+            sides.append([[]])
+        elif token == "..." and ("...",) in term:
+            raise wrong("'...' stands twice in one term", start)
+        else:
+            term.append(() if token == "1" else (token,))
+    if group is not None:
+        raise wrong("'(' is not closed", opened)
+    if len(sides) != 2:
+        raise wrong("'->' is missing", end)
+    left, right = sides
+    return left if any(left) or len(left) > 1 else [], right
 
 
 def bind(
@@ -273,10 +381,9 @@ def line(
     whole: str = "",
     linear: Iterable[Iterable[int]] = (),
     additive: Iterable[int] = (),
-    distributed_factors: str = "",
     **rest: Any,
 ) -> Rule:
-    """A :class:`Rule` from one line of notation and a call; ``whole`` and ``distributed_factors`` hold names."""
+    """A :class:`Rule` from one line of notation and a call; ``whole`` holds names of factors."""
     known, inputs, outputs = bind(
         text, [s.shape for s in call.ins], [o.shape for o in call.outs if o is not None], sizes
     )
@@ -287,7 +394,6 @@ def line(
         whole=frozenset(whole.split()),
         linear=tuple(frozenset(g) for g in linear),
         additive=frozenset(additive),
-        distributed_factors=frozenset(distributed_factors.split()),
         **rest,
     )
 

@@ -106,7 +106,7 @@ def strategies_of(case: Case, mesh: Mesh) -> list[tuple[Option, ...]]:
     found = []
     for picked in product(case.options(), repeat=len(mesh)):
         pieces, _ = cuts_of(case.rule, picked, mesh)
-        if any(case.rule.sizes[f] % n for f, n in pieces.items()):
+        if any(case.rule.sizes[f] % n for f, n in pieces.items()) or not case.rule.can_lower(pieces):
             continue
         ins, outs = _states(picked)
         shapes = [s.shape for s in (*case.call.ins, *(o for o in case.call.outs if o is not None))]

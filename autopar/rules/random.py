@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from autopar.rules.across import n_pieces, positions
-from autopar.rules.notation import Call, Rule, line
+from autopar.rules.notation import Call, Lowering, Rule, line
 from autopar.rules.registry import T, rule, sample
 
 Shards = Sequence[Sequence[str]]
@@ -93,8 +93,8 @@ def dropout(
 def dropout_rule(call: Call) -> Rule:
     p, train = call.arg(1, "p", 0.5), call.arg(2, "train", True)
     draws = bool(train) and p > 0
-    distributed = dropout if call.target == "aten.dropout.default" else feature_dropout
-    return line("... -> ...", call, linear=[{0}], random=draws, distributed=distributed if draws else None)
+    lowering = Lowering(dropout if call.target == "aten.dropout.default" else feature_dropout)
+    return line("... -> ...", call, linear=[{0}], random=draws, lowerings=(lowering,) if draws else ())
 
 
 def feature_dropout(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autopar.rules.across import n_pieces
-from autopar.rules.notation import Call, Rule
+from autopar.rules.notation import Call, Lowering, Rule
 from autopar.rules.registry import T, prove_with, rule, sample
 from autopar.rules.shape import named
 
@@ -82,8 +82,8 @@ def mean(call: Call) -> Rule:
     sizes, term = named(call.ins[0].shape)
     del sizes
     return reduction(
-        call, dims, bool(call.arg(2, "keepdim", False)), linear=_FIRST, distributed=mean_of_piece,
-        distributed_factors=frozenset(term[d][0] for d in dims), localize=_mean_names,
+        call, dims, bool(call.arg(2, "keepdim", False)), linear=_FIRST, localize=_mean_names,
+        lowerings=(Lowering(mean_of_piece, frozenset(term[d][0] for d in dims if term[d])),),
     )  # fmt: skip
 
 

@@ -58,7 +58,7 @@ def strategy_in_plan(graph: Graph, node: Node, rule: Rule, names: Sequence[str],
     """The strategy that a plan names for one op.
 
     Raises:
-        PlanError: the op has no such option; the message lists those it has.
+        PlanError: the op has no such option (the message lists those it has), or nothing cuts these factors at once.
     """
     options = options_of(graph, node, rule)
     if len(names) != len(mesh):
@@ -68,4 +68,7 @@ def strategy_in_plan(graph: Graph, node: Node, rule: Rule, names: Sequence[str],
             raise PlanError(
                 f"{node.where}: no option '{name}' (axis '{axis}'); it offers {', '.join(options)}\n  rule: {rule}"
             )
+    cut = [name for name, (_, size) in zip(names, mesh, strict=True) if size > 1]
+    if not rule.can_lower(cut):
+        raise PlanError(f"{node.where}: {' and '.join(cut)} cannot be cut at once; cut one of them\n  rule: {rule}")
     return combine([options[name] for name in names])

@@ -83,7 +83,7 @@ def _variants(case: Case) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
         for d, n in enumerate(shape):
             if n % 2 == 0:
                 yield call.replaced(*rule.shape_arg, [*shape[:d], n // 2, *shape[d + 1 :]])
-    if rule.localize is not None and rule.distributed is None:
+    if rule.localize is not None and not rule.lowerings:
         for factor, n in rule.sizes.items():
             if n % 2 == 0:
                 yield rule.localize(call, {factor: 2})

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from autopar.errors import RuleError
-from autopar.graph import Node, Ref, Spec
+from autopar.graph import Graph, Node, Ref, Spec
+from autopar.planner.intra_op.price import pricer
+from autopar.planner.intra_op.space import fitting_strategy, strategies
 from autopar.rules.local import cuts_of, local_call
-from autopar.rules.notation import Call, In, Rule, axis_options, bind, call_of, line
+from autopar.rules.notation import Call, Comm, In, Lowering, Rule, axis_options, bind, call_of, line
+from cost_models import mesh_axes
+from hardware_profiles import load_cluster
 
 
 def call(
@@ -70,6 +77,111 @@ def test_composite_sizes_can_be_given() -> None:
 def test_contradictions_are_named(text: str, ins: list, outs: list, message: str) -> None:
     with pytest.raises(RuleError, match=message):
         bind(text, ins, outs)
+
+
+@pytest.mark.parametrize(
+    "text, message, at",
+    [
+        ("a b, c", "'->' is missing", 6),
+        ("a -> b -> c", "a second '->'", 7),
+        ("a (b c -> d", r"'->' inside of parentheses", 7),
+        ("a -> (b c", r"'\(' is not closed", 5),
+        ("a b) -> a", r"'\)' without '\('", 3),
+        ("a () -> a", r"'\(\)' holds no factor", 2),
+        ("(a (b c)) -> a", r"'\(' inside of parentheses", 3),
+        ("a 12 -> a", "'2' is nothing of the notation", 3),
+        ("a * b -> a", r"'\*' is nothing of the notation", 2),
+        ("... a ... -> a", r"'...' stands twice in one term", 6),
+        ("a .. -> a", "'.' is nothing of the notation", 2),
+    ],
+)
+def test_mistakes_in_a_line_are_pointed_at(text: str, message: str, at: int) -> None:
+    with pytest.raises(RuleError, match=message) as caught:
+        bind(text, [(2,)], [(2,)])
+    _, line_shown, mark = str(caught.value).split("\n")
+    assert line_shown.strip() == text and mark.index("^") - line_shown.index(text) == at
+
+
+def _product(**options: object) -> Rule:
+    return line("... k, n k -> ... n", call([(2, 6), (8, 6)], [(2, 8)]), **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"whole": "m"}, "whole names 'm'"),
+        ({"lowerings": (Lowering(max, frozenset("q")),)}, "lowerings names 'q'"),
+        ({"lowerings": (Lowering(max, frozenset("k"), (Comm("k", "all_reduce", ("z",), 4),)),)}, "comm names 'z'"),
+        ({"linear": [{2}]}, "there is no input 2, it has 2"),
+        ({"saves": (0, 5)}, "there is no input 5"),
+        ({"kind": "matmull"}, "'matmull' is no kind of operator"),
+    ],
+)
+def test_rules_are_checked_when_made(options: dict, message: str) -> None:
+    with pytest.raises(RuleError, match=message):
+        _product(**options)
+    with pytest.raises(RuleError, match="'allreduce' is no collective"):
+        Comm("k", "allreduce", (), 4)
+
+
+def test_each_factor_has_its_lowering() -> None:
+    one, both = Lowering(min, frozenset("k")), Lowering(max, frozenset("kn"))
+    rule = _product(lowerings=(both, one))
+    assert rule.lowering("b") is None
+    assert rule.lowering("bk") is one, "the one for the fewest factors"
+    assert rule.lowering("n") is both and rule.lowering("kn") is both
+    apart = _product(lowerings=(one, Lowering(max, frozenset("n"))))
+    assert apart.can_lower("k") and apart.can_lower("nb") and not apart.can_lower("kn")
+    with pytest.raises(RuleError, match="nothing cuts k and n at once"):
+        apart.lowering("kn")
+    drawing = Lowering(sum)
+    rule = _product(random=True, lowerings=(one, drawing))
+    assert rule.lowering("") is drawing and rule.lowering("b") is drawing and rule.lowering("k") is one
+
+
+def _small_product() -> tuple[Graph, Node, Rule]:
+    """A product of [4 6] and [8 6], with its rule."""
+    specs = {"a": (4, 6), "b": (8, 6)}
+    inputs = [Node(name, "input", name, outs=(Spec(shape, "float32"),)) for name, shape in specs.items()]
+    args = (Ref(0, 0), Ref(1, 0))
+    node = Node("y", "op", "aten.x.default", args, outs=(Spec((4, 8), "float32"),), needs_grad=True)
+    graph = Graph((*inputs, node), ())
+    return graph, node, line("m k, n k -> m n", call_of(node, graph.spec), kind="matmul", flops=2.0)
+
+
+def test_collectives_beside_compute_cost_what_is_longer() -> None:
+    graph, node, rule = _small_product()
+    mesh, cluster = (("data", 4),), load_cluster("local-x4")
+
+    def seconds(**how: Any) -> float:
+        comms = tuple(Comm("m", "all_gather", ("m", "k"), 4, backward, **how) for backward in (False, True))
+        cut = replace(rule, lowerings=(Lowering(min, frozenset("m"), comms),))
+        strategy = fitting_strategy(graph, node, cut, mesh, ("m",))
+        assert strategy is not None
+        compute, inside = pricer(cluster, mesh).op(graph, node, cut, strategy)
+        assert compute == pytest.approx(alone)
+        return inside
+
+    plain = fitting_strategy(graph, node, rule, mesh, ("m",))
+    assert plain is not None
+    alone, nothing = pricer(cluster, mesh).op(graph, node, rule, plain)
+    forward, _ = pricer(cluster, mesh).forward(graph, node, rule, plain)
+    one = mesh_axes(cluster, dict(mesh))["data"].seconds("all_gather", 1 * 6 * 4)
+    assert nothing == 0 and one > forward > 0
+    assert seconds() == pytest.approx(2 * one)
+    assert seconds(in_ring=True) == pytest.approx(2 * 3 * one)
+    backward = alone - forward
+    assert seconds(in_ring=True, overlaps=True) == pytest.approx(
+        max(0, 3 * one - forward) + max(0, 3 * one - backward)
+    )
+
+
+def test_strategies_that_nothing_lowers_are_not_offered() -> None:
+    graph, node, rule = _small_product()
+    mesh = (("data", 2), ("tensor", 2))
+    apart = replace(rule, lowerings=(Lowering(min, frozenset("k")), Lowering(max, frozenset("n"))))
+    names = {s.names for s in strategies(graph, node, apart, mesh)}
+    assert names == {s.names for s in strategies(graph, node, rule, mesh)} - {("k", "n"), ("n", "k")}
 
 
 def test_line_without_inputs() -> None:

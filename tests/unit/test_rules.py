@@ -12,7 +12,7 @@ import torch
 
 import autopar.rules  # noqa: F401
 from autopar.rules.across import piece
-from autopar.rules.notation import axis_options
+from autopar.rules.notation import Lowering, axis_options
 from autopar.rules.proof import Case, RuleIsWrong, prove, strategies_of
 from autopar.rules.registry import RULES, SAMPLES, T, sample
 from autopar.rules.sweep import unoffered
@@ -96,9 +96,9 @@ def _wrong(target: str, args: tuple, **change: object) -> None:
 def test_wrong_rules_are_caught() -> None:
     x, w = T((4, 6)), T((8, 6))
     # a sum over the softmax's dim does not commute with it
-    _wrong("aten.softmax.int", (T((4, 6)), 1), distributed_factors=frozenset())
+    _wrong("aten.softmax.int", (T((4, 6)), 1), lowerings=())
     # a bias counted once per rank
-    _wrong("aten.linear.default", (x, w, T((8,))), additive=frozenset(), distributed_factors=frozenset())
+    _wrong("aten.linear.default", (x, w, T((8,))), additive=frozenset(), lowerings=())
     # relu, exp and a product are not linear in what they are said to be
     _wrong("aten.relu.default", (x,), linear=(frozenset({0}),))
     _wrong("aten.exp.default", (x,), linear=(frozenset({0}),))
@@ -109,7 +109,7 @@ def test_wrong_rules_are_caught() -> None:
     _wrong("aten.sort.default", (T((4, 6)), 1), whole=frozenset())
     _wrong("aten.amax.default", (T((4, 6)), [1]), whole=frozenset())
     # a mean over a cut dim without the global count
-    _wrong("aten.mean.dim", (T((4, 6)), [1]), distributed_factors=frozenset(), localize=None)
+    _wrong("aten.mean.dim", (T((4, 6)), [1]), lowerings=(), localize=None)
     # causal attention cut along the queries
     causal = Case("aten.scaled_dot_product_attention.default", sample(*[T((2, 2, 4, 8))] * 3, None, 0.0, True))
     causal.rule = replace(causal.rule, whole=frozenset())
@@ -135,7 +135,7 @@ def test_copies_that_differ_are_caught() -> None:
     """The first rank alone has the right numbers."""
     case = Case("aten.relu.default", sample(T((4, 6))))
     case.rule = replace(
-        case.rule, distributed=_by_rank, distributed_factors=frozenset("b"), out_as={"b": ("R",)}, in_as={"b": ("R",)}
+        case.rule, lowerings=(Lowering(_by_rank, frozenset("b")),), out_as={"b": ("R",)}, in_as={"b": ("R",)}
     )
     picked = [o for o in case.options() if o.name == "b"]
     with pytest.raises(RuleIsWrong, match="copies on axis 'data' differ"):
@@ -145,15 +145,14 @@ def test_copies_that_differ_are_caught() -> None:
 def test_wrong_gradients_of_random_operators_are_caught() -> None:
     case = Case("aten.dropout.default", sample(T((4, 6)), 0.5, True))
     assert case.gradients[0] is not None and set(case.gradients[0].ne(0).flatten().tolist()) == {True, False}
-    right = case.rule.distributed
-    assert right is not None
+    right = case.rule.lowerings[0].function
 
     def doubled(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return right(2 * x - x.detach(), *args, **kwargs)
 
     for picked in strategies_of(case, ONE):
         prove(case, picked, ONE)
-    case.rule = replace(case.rule, distributed=doubled)
+    case.rule = replace(case.rule, lowerings=(Lowering(doubled),))
     with pytest.raises(RuleIsWrong, match="gradient 0: differs"):
         prove(case, [case.options()[0]], ONE)
 

@@ -6,14 +6,14 @@ costs 2.5 forwards (recomputed scores, four products); everything else moves its
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 
 from autopar.graph import Graph, Node, Spec
 from autopar.placements import Mesh, State, local_shape, n_devices, only_change, step_collectives
-from autopar.rules.local import cuts_of, local_call
+from autopar.rules.local import collectives_inside, cuts_of, local_call
 from autopar.rules.notation import In, Rule, call_of
 from autopar.rules.strategy import Strategy, grads_of
 from cost_models import AxisCost, op_seconds
@@ -84,17 +84,19 @@ class Pricer:
         pieces, axes = cuts_of(rule, strategy.options, self.mesh)
         in_grads, out_grads = grads_of(graph, node)
         differentiable = any(out_grads)
-        return (
-            self._compute(graph, node, rule, strategy, pieces, in_grads, differentiable),
-            self._inside(rule, pieces, axes, differentiable),
-        )
+        compute = self._compute(graph, node, rule, strategy, pieces, in_grads, differentiable)
+
+        def forward() -> float:
+            return self._compute(graph, node, rule, strategy, pieces, in_grads, False)
+
+        return compute, self._inside(rule, pieces, axes, compute, forward if differentiable else None)
 
     def forward(self, graph: Graph, node: Node, rule: Rule, strategy: Strategy) -> tuple[float, float]:
         """``(compute seconds, seconds of collectives inside)`` of the forward of one op."""
         pieces, axes = cuts_of(rule, strategy.options, self.mesh)
         in_grads, _ = grads_of(graph, node)
         compute = self._compute(graph, node, rule, strategy, pieces, in_grads, False)
-        return compute, self._inside(rule, pieces, axes, False)
+        return compute, self._inside(rule, pieces, axes, compute, None)
 
     def phases(self, graph: Graph, node: Node, rule: Rule, strategy: Strategy) -> tuple[float, float, float]:
         """Seconds of one op: ``(forward, all, gradients of weights)``, collectives inside included."""
@@ -105,7 +107,10 @@ class Pricer:
             self._compute(graph, node, rule, strategy, pieces, in_grads, differentiable)
             for differentiable in (False, both)
         ]
-        inside = [self._inside(rule, pieces, axes, differentiable) for differentiable in (False, both)]
+        inside = [
+            self._inside(rule, pieces, axes, compute[0], None),
+            self._inside(rule, pieces, axes, compute[1], (lambda: compute[0]) if both else None),
+        ]
         weights = 0.0
         if both and rule.kind in ("matmul", "conv"):
             held = sum(
@@ -182,16 +187,26 @@ class Pricer:
         return (seconds, 0.0) if self.known(graph, node, rule, strategy) is not None else (0.0, seconds)
 
     def _inside(
-        self, rule: Rule, pieces: Mapping[str, int], axes: Mapping[str, tuple[str, ...]], differentiable: bool
-    ) -> float:
-        seconds = 0.0
-        for comm in rule.comm:
-            if comm.factor not in axes or (comm.backward and not differentiable):
-                continue
-            elements = prod(rule.sizes[f] // pieces.get(f, 1) for f in comm.over)
-            for axis in axes[comm.factor]:
-                seconds += self.axes[axis].seconds(comm.kind, elements * comm.item_bytes)
-        return seconds
+        self, rule: Rule, pieces: Mapping[str, int], axes: Mapping[str, tuple[str, ...]], compute_seconds: float,
+        forward_seconds: Callable[[], float] | None,
+    ) -> float:  # fmt: skip
+        """Seconds of an op that its lowering's collectives take beside compute.
+
+        Args:
+            compute_seconds: of all passes that are priced.
+            forward_seconds: of these, the forward's; None where there is no backward.
+        """
+        sizes, blocking, beside = dict(self.mesh), 0.0, {False: 0.0, True: 0.0}
+        for comm, axis, n_bytes in collectives_inside(rule, pieces, axes, forward_seconds is not None):
+            seconds = self.axes[axis].seconds(comm.kind, n_bytes) * comm.times(sizes[axis])
+            if comm.overlaps:
+                beside[comm.backward] += seconds
+            else:
+                blocking += seconds
+        if not any(beside.values()):
+            return blocking
+        forward = compute_seconds if forward_seconds is None else forward_seconds()
+        return blocking + max(0.0, beside[False] - forward) + max(0.0, beside[True] - (compute_seconds - forward))
 
     def local_bytes(self, spec: Spec, state: State) -> int:
         """Bytes of a tensor on one rank."""

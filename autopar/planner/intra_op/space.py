@@ -35,7 +35,7 @@ def _strategy(graph: Graph, node: Node, rule: Rule, mesh: Mesh, picked: Sequence
     for option, (_, size) in zip(picked, mesh, strict=True):
         if option.name in rule.sizes:
             cut[option.name] = cut.get(option.name, 1) * size
-    if any(rule.sizes[f] % n for f, n in cut.items()):
+    if any(rule.sizes[f] % n for f, n in cut.items()) or not rule.can_lower(cut):
         return None
     strategy = combine(picked)
     outs = [o for o in node.outs if o is not None]
