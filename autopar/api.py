@@ -14,9 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils import _pytree as pytree
 
 import autopar.rules  # noqa: F401  (registers the rules)
-from autopar import arguments, pipelines, planfile
+from autopar import again, arguments, pipelines, planfile
 from autopar.capture import Captured, on_meta
 from autopar.capture import capture as _capture
+from autopar.capture.parts import first_part
 from autopar.clusters import check_mesh, get_cluster, profile_of, reference
 from autopar.comparison import compare_with_eager
 from autopar.errors import AutoparError, CaptureError, ClusterError, InfeasibleError, MeshError
@@ -38,6 +39,7 @@ from autopar.runtime.agree import (
 from autopar.runtime.executor import ParallelModule, check_device_mesh
 from autopar.runtime.init import Init, MetaValues, is_meta
 from autopar.runtime.optimizers import Move, replaced
+from autopar.runtime.programs import Programs
 from hardware_profiles import Cluster, ProfileError, list_clusters, load_cluster
 
 MeshLike = Mesh | Mapping[str, int] | str | None
@@ -379,8 +381,10 @@ def parallelize(
             batch, once, on rank 0. A model without values, or one whose forward takes more than some seconds, is not
             compared.
         on_change: what a call does when a plain value that ``forward`` reads (a number, flag or name on a module, in a
-            config, in a global) is not what it was: ``"error"`` names it; ``"recapture"`` captures the model again and
-            keeps the plan, where only numbers of the graph change and there is no pipeline. All ranks change it alike.
+            config, in a global) is not what it was: ``"error"`` names it; ``"recapture"`` captures the model again, and
+            plans again where another graph needs another plan, with parameters where they are. Programs are kept by the
+            values that they read, so that a flag may be toggled; of a pipeline only numbers of the graph may change.
+            All ranks change values alike (:mod:`autopar.runtime.programs`).
 
     The other arguments are those of :func:`plan`.
     """
@@ -410,8 +414,6 @@ def parallelize(
     asked = asked or pipelines.is_pipeline_file(plan)
     one, numbers = _microbatches(microbatches, asked or isinstance(plan, PipelinePlan))
     if asked or isinstance(plan, PipelinePlan):
-        if on_change != "error":
-            raise AutoparError(f"on_change={on_change!r} is not for pipelines: set values before parallelize")
         known, batch = captured, _example(model, example_inputs, example_kwargs, targets)
 
         def wanted(captured: Captured) -> tuple[Captured, PipelinePlan]:
@@ -438,7 +440,13 @@ def parallelize(
             return wanted(known)[1]
 
         values = _values(model, group, None, init)
-        return _replacing(model, pipelines.run_on_ranks(model, known, make, _device_type(model), values), move, group)
+        piped_model = pipelines.run_on_ranks(model, known, make, _device_type(model), values)
+        if on_change == "recapture":
+            if numbers is not None:
+                batch = first_part(batch, piped_model.plan.microbatches)
+            compare = again.comparer_of(batch[0], batch[1], batch[2], group) if verify_capture else None
+            piped_model.follow_values(Programs(model, list(range(dist.get_world_size())), None, compare))
+        return _replacing(model, piped_model, move, group)
     text: str | None = None
     try:
         if dist.get_rank(group) == 0:
@@ -482,7 +490,11 @@ def parallelize(
         pass
     together(group, error)
     assert result is not None
-    object.__setattr__(result, "_on_change", on_change)
+    if on_change == "recapture":
+        compare = again.comparer_of(*_example(model, example_inputs, example_kwargs, targets), group)
+        planner = again.planner_of(decided, _cluster_of(decided, model, mesh, cluster), group)
+        ranks = [int(r) for r in device_mesh.mesh.flatten()]
+        result.follow_values(Programs(model, ranks, planner, compare if verify_capture else None))
     return _replacing(model, result, move, group)
 
 
@@ -568,6 +580,16 @@ def _where(
     if shape is not None:
         check_mesh(shape, where)
     return where, shape, n, reference(cluster)
+
+
+def _cluster_of(
+    plan: Plan, model: torch.nn.Module, mesh: DeviceMesh | str | Cluster | int, cluster: str | Path | Cluster | None
+) -> Cluster:
+    """The hardware for which a plan was made, or that on which it runs."""
+    try:
+        return get_cluster(plan.cluster)
+    except (ProfileError, ClusterError, OSError):
+        return _where(model, mesh, cluster)[0]
 
 
 def _default_cluster(n: int, device_type: str) -> str:

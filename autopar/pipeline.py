@@ -6,7 +6,7 @@ The schedule's ranks are *groups* of devices: all stages of a group run on the s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.errors import MeshError, PlanError
 from autopar.placements import Mesh, n_devices
@@ -66,6 +66,15 @@ class PipelinePlan:
     @property
     def n_devices(self) -> int:
         return len({d for s in self.stages for d in s.devices})
+
+    def of_graphs(self, fingerprint: str, of_stages: Sequence[str]) -> PipelinePlan:
+        """The same decisions for a model with the same operators, such as one in another precision.
+
+        Args:
+            of_stages: fingerprints of the stages' graphs.
+        """
+        stages = (replace(stage, fingerprint=own) for stage, own in zip(self.stages, of_stages, strict=True))
+        return replace(self, fingerprint=fingerprint, stages=tuple(stages))
 
     def validate(self) -> PipelinePlan:
         """Itself.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -33,7 +33,8 @@ from autopar.runtime.agree import mesh_group
 from autopar.runtime.batch import Batch
 from autopar.runtime.crossing import crossed
 from autopar.runtime.gradients import Gradients
-from autopar.runtime.outputs import Meeting, unread, with_pending
+from autopar.runtime.outputs import IN_PIECES, Meeting, unread, with_pending
+from autopar.runtime.programs import AllWell, Fields, PlanAgain, compiled, fields_of, resume, take
 from autopar.runtime.renewed import outliving
 from autopar.runtime.same_batch import Seen, compare, is_checked
 from autopar.runtime.spread import Part, SpreadModule, check_mode
@@ -103,6 +104,7 @@ class ParallelModule(SpreadModule):
     _skeleton: Skeleton | None
     _captured_training: bool
     _evaluation: tuple[Program, Callable[..., tuple[Any, ...]]] | None
+    _compile: tuple[tuple[Any, ...], dict[str, Any]] | None
 
     def __init__(
         self, model: torch.nn.Module, captured: Captured, plan: Plan, device_mesh: DeviceMesh,
@@ -131,6 +133,9 @@ class ParallelModule(SpreadModule):
         put(self, "_captured_training", model.training)
         put(self, "_skeleton", Skeleton(model) if model.training and shared is None else None)
         put(self, "_evaluation", None)
+        put(self, "_meeting", None)
+        put(self, "_compile", None)
+        put(self, "_programs", None)
         put(self, "_helds", {})
         put(self, "_held_buffers", {})
         put(self, "_seed", _agreed_seed(device_mesh) if seed is None else seed)
@@ -184,12 +189,7 @@ class ParallelModule(SpreadModule):
                 _same_storage(source, made[source], plan.params[source].stored, self._mesh)
             owner, key = self._owner(name)
             owner._parameters[key] = made[source]
-            if source in specs and source not in self._helds and specs[source].kind == "param":
-                choice = plan.params[source]
-                spec = specs[source]
-                self._helds[source] = Held(
-                    source, owner, key, choice, self._mesh, mesh, spec.out.shape, spec.needs_grad
-                )
+        self._hold_parameters(params)
         seen: dict[str, torch.Tensor] = {}
         for name in [*buffers, *(n.target for n in graph.nodes if n.kind == "buffer" and n.target not in buffers)]:
             source = graph.tied.get(name, name)
@@ -209,6 +209,19 @@ class ParallelModule(SpreadModule):
                 owner._buffers[key] = value
                 if not persistent:
                     owner._non_persistent_buffers_set.add(key)
+
+    def _hold_parameters(self, names: Iterable[str]) -> None:
+        """Follow those of the registered parameters that the program reads."""
+        graph, plan = self._captured.graph, self._plan
+        specs = {node.target: node for node in graph.nodes if node.kind == "param"}
+        for name in names:
+            source = graph.tied.get(name, name)
+            if source in specs and source not in self._helds:
+                owner, key = self._owner(name)
+                node = specs[source]
+                self._helds[source] = Held(
+                    source, owner, key, plan.params[source], self._mesh, plan.mesh, node.out.shape, node.needs_grad
+                )
 
     def _owner(self, name: str) -> tuple[torch.nn.Module, str]:
         *parents, key = name.split(".")
@@ -235,22 +248,17 @@ class ParallelModule(SpreadModule):
             for held in unit.helds:
                 held.bind()
         put(self, "_schedule", prefetch.Schedule(self._units))
-        put(self, "_run", prefetch.with_gathers(program, self._helds, self._schedule))
+        put(self, "_run", compiled(self, prefetch.with_gathers(program, self._helds, self._schedule)))
         put(self, "_gradients", Gradients(self._helds, self._schedule))
         put(self, "_template", [None] * len(program.slots))
         put(self, "_input_slots", {s.name: i for i, s in enumerate(program.slots) if s.kind == "input"})
         put(self, "_seed_slot", next((i for i, s in enumerate(program.slots) if s.kind == "seed"), None))
         put(self, "_param_slots", [(i, self._helds[s.name]) for i, s in enumerate(program.slots) if s.kind == "param"])
-        put(self, "_followed", [])
         copied = outliving(self._captured.graph)
         put(self, "_copied", [i for i, s in enumerate(program.slots) if s.kind == "buffer" and s.name in copied])
-        registered = dict(self.named_buffers(remove_duplicate=False))
+        self._take_buffers()
         for i, slot in enumerate(program.slots):
-            if slot.kind == "buffer":
-                self._template[i] = self._held_buffers[slot.name][0]
-                if slot.name in registered:  # no constant of the model's code
-                    self._followed.append((i, Followed(slot.name, *self._owner(slot.name))))
-            elif slot.kind == "param":
+            if slot.kind == "param":
                 self._template[i] = self._helds[slot.name].leaf
                 self._gradients.listen(self._helds[slot.name])
         put(self, "_batch", Batch(self._captured, program, self._signature, self._mesh, self._device))
@@ -260,9 +268,20 @@ class ParallelModule(SpreadModule):
             if state is not None and i not in self._plan.pins.outputs and in_pieces(state)
         ]  # fmt: skip
         is_stage = bool(self._captured.graph.arriving or self._captured.graph.sends)
-        put(self, "_meeting", Meeting(self._mesh) if cut_outputs and not is_stage and self._mesh.size() > 1 else None)
+        if cut_outputs and not is_stage and self._mesh.size() > 1 and self._meeting is None:
+            put(self, "_meeting", Meeting([int(r) for r in self._mesh.mesh.flatten()]))
         tail = [a for a, s in program.mesh if s > 1]
         put(self, "_distributed", bool(tail))
+
+    def _take_buffers(self) -> None:
+        """Have the program read the buffers that are registered, and the constants of its code."""
+        registered = dict(self.named_buffers(remove_duplicate=False))
+        object.__setattr__(self, "_followed", [])
+        for i, slot in enumerate(self._program.slots):
+            if slot.kind == "buffer":
+                self._template[i] = self._held_buffers[slot.name][0]
+                if slot.name in registered:  # no constant of the model's code
+                    self._followed.append((i, Followed(slot.name, *self._owner(slot.name))))
 
     @property
     def plan(self) -> Plan:
@@ -305,15 +324,30 @@ class ParallelModule(SpreadModule):
         run = prefetch.with_gathers(program, self._helds, self._schedule)
         object.__setattr__(self, "_evaluation", (program, run))
 
+    def _kept_program(self) -> Fields:
+        return fields_of(self)
+
+    def _resume_program(self, fields: Fields) -> None:
+        resume(self, fields)
+
+    def _take_program(self, new: Captured, plan_again: PlanAgain | None, all_well: AllWell) -> None:
+        take(self, new, plan_again, all_well)
+
+    def _in_step(self) -> bool:
+        return self._gradients.accumulating or self._gradients.defer
+
     # -- running
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the program with ``torch.compile(program, *args, **kwargs)``, as ``nn.Module.compile`` does.
 
         Gathers, gradient reductions and everything else around the program stay eager. Collectives inside it may break
-        the graph: spmd-types looks at autograd state that the compiler does not trace.
+        the graph: spmd-types looks at autograd state that the compiler does not trace. Programs that are captured again
+        (``on_change="recapture"``) are compiled like the first one.
         """
-        object.__setattr__(self, "_run", torch.compile(self._run, *args, **kwargs))
+        object.__setattr__(self, "_compile", (args, kwargs))
+        for fields in (self.__dict__, *(self._programs.kept if self._programs is not None else ())):
+            fields["_run"] = compiled(self, fields["_run"])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for a whole batch, which every rank passes alike.
@@ -372,7 +406,7 @@ class ParallelModule(SpreadModule):
                 if self._meeting is None or i in plan.pins.outputs:
                     value = as_dtensor(value, state, shape, self._mesh)
                 else:
-                    meet = partial(self._meeting.meet, f"output {i} of call {call}")
+                    meet = partial(self._meeting.meet, "reads", f"output {i} of call {call}", IN_PIECES)
                     value = unread(value, state, shape, self._mesh, meet)
             results.append(value)
         return pytree.tree_unflatten(results, self._captured.out_spec)
@@ -475,6 +509,8 @@ class ParallelModule(SpreadModule):
         if graph.loss is None:
             raise RunError("the model has no scalar loss; pass loss_fn= and targets=, or call loss.backward() yourself")
         self.check_trains()
+        if self._programs is not None:
+            self._programs.follow(self)
         pieces = self._batch.microbatches(args, kwargs, microbatches)
         total: torch.Tensor | None = None
         gradients = self._gradients

@@ -26,24 +26,28 @@ from autopar.errors import RunError
 from autopar.placements import State
 from autopar.runtime.state import joined, local_piece
 
+IN_PIECES = (
+    "this output is in pieces on the ranks, so all ranks must read it, at the same place in the program; read it on "
+    "every rank (and print on one), or pin it whole: placements={<output number>: 'I'}, one placement per mesh axis"
+)
 _MADE: dict[tuple[int, ...], Any] = {}
 POLL_SECONDS = 0.002
 
 
 class Meeting:
-    """What the ranks of a mesh do together, one thing after the other, so that a reader knows whether all read.
+    """What ranks do together, one thing after the other, so that a reader knows whether all read.
 
     Every rank numbers the forwards, backwards and readings of one module, and writes the last one to the store. All
     ranks do the same things in the same order: if another one does something else as its ``n``-th thing, it will not
     come to the reading.
     """
 
-    def __init__(self, device_mesh: DeviceMesh, timeout_seconds: float | None = None) -> None:
-        ranks = tuple(int(r) for r in device_mesh.mesh.flatten())
-        number = next(_MADE.setdefault(ranks, itertools.count()))
-        name = f"autopar/{'-'.join(map(str, ranks)) if len(ranks) < 9 else hash(ranks)}/{number}"
+    def __init__(self, ranks: Sequence[int], timeout_seconds: float | None = None) -> None:
+        key = tuple(ranks)
+        number = next(_MADE.setdefault(key, itertools.count()))
+        name = f"autopar/{'-'.join(map(str, key)) if len(key) < 9 else hash(key)}/{number}"
         self.store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
-        self.rank, self.others = dist.get_rank(), [r for r in ranks if r != dist.get_rank()]
+        self.rank, self.others = dist.get_rank(), [r for r in key if r != dist.get_rank()]
         self.timeout = timeout_seconds or dist.distributed_c10d._get_default_timeout(dist.get_backend()).total_seconds()
         self.count = 0
         self.read: deque[str] = deque(maxlen=4)  # an accelerator's collectives let a rank run ahead of one reading
@@ -53,11 +57,15 @@ class Meeting:
         self.count += 1
         self.store.set(str(self.rank), f"{self.count}|{what}|{';'.join(self.read)}")
 
-    def meet(self, what: str) -> None:
-        """Wait until every rank is about to read ``what``.
+    def meet(self, verb: str, what: str, why: str) -> None:
+        """Wait until every rank comes to ``what``, such as ``output 1 of call 3`` (without ``|`` and ``;``).
+
+        Args:
+            verb: what this rank does there, for messages: it ``reads`` that.
+            why: what to say to a rank that is alone with it.
 
         Raises:
-            RunError: another rank does something else, or nothing before the time is out.
+            RunError: another rank comes to something else, or to nothing before the time is out.
         """
         mine = f"{self.count + 1} {what}"
         self.read.append(mine)
@@ -74,11 +82,7 @@ class Meeting:
                     self.count -= 1
                     self.read.pop()
                     done = f"is at {at}" if not late else f"has not come in {self.timeout:g} s"
-                    raise RunError(
-                        f"rank {self.rank} reads {what}, rank {other} {done}: this output is in pieces on the ranks, "
-                        "so all ranks must read it, at the same place in the program; read it on every rank (and print "
-                        "on one), or pin it whole: placements={<output number>: 'I'}, one placement per mesh axis"
-                    )
+                    raise RunError(f"rank {self.rank} {verb} {what}, rank {other} {done}: {why}")
                 time.sleep(POLL_SECONDS)
 
 
@@ -199,4 +203,4 @@ def unread(
     return _Spread.apply(local, state, tuple(shape), device_mesh, meet)  # type: ignore[no-any-return]
 
 
-__all__ = ["Meeting", "Unread", "unread", "with_pending"]
+__all__ = ["IN_PIECES", "Meeting", "Unread", "unread", "with_pending"]

@@ -34,6 +34,16 @@ from autopar.runtime.calls import flatten_call, same_literal
 from autopar.runtime.checkpoint import load_full_state_dict
 from autopar.runtime.executor import ParallelModule, device_of, mixed_seed
 from autopar.runtime.input_gradients import InputGradients
+from autopar.runtime.programs import (
+    AllWell,
+    Fields,
+    PlanAgain,
+    differs,
+    fields_of,
+    resume,
+    skeleton_of,
+    with_other_literals,
+)
 from autopar.runtime.rows import check_rows
 from autopar.runtime.same_batch import Seen, compare, is_checked
 from autopar.runtime.spread import EXTRA, Part, SpreadModule, check_mode
@@ -45,6 +55,8 @@ from autopar.transfer import Side, transfer
 from cost_models.pipeline import forward_only
 from cost_models.pipeline.actions import KINDS, Action
 
+_PROGRAM = ("_captured", "_graphs", "_plan", "_skeleton", "_evaluates")
+"""What is another with other values, beside the programs of the stages."""
 _Shown = tuple[dict[str, Any], dict[str, Any], str]
 _Made = tuple[torch.Tensor | None, tuple[Any, ...]]
 _Batches = tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]
@@ -141,6 +153,7 @@ class PipelineModule(SpreadModule):
         put(self, "_evaluates", False)
         put(self, "_broken", False)
         put(self, "_compared", 0)
+        put(self, "_programs", None)
         graphs = cut(captured.graph, plan.starts)
         check_rows(plan.schedule, graphs)
         well = meeting.tell if meeting is not None else lambda: None
@@ -315,6 +328,39 @@ class PipelineModule(SpreadModule):
             for stage in self._stages.values():
                 stage.module.prepare_evaluation()
             object.__setattr__(self, "_evaluates", True)
+
+    def _kept_program(self) -> Fields:
+        stages = {s: (stage.graph, fields_of(stage.module)) for s, stage in self._stages.items()}
+        return {"_stages": stages, **{name: self.__dict__[name] for name in _PROGRAM}}
+
+    def _resume_program(self, fields: Fields) -> None:
+        self.__dict__.update({name: fields[name] for name in _PROGRAM})
+        for s, (graph, own) in fields["_stages"].items():
+            self._stages[s].graph = graph
+            resume(self._stages[s].module, own)
+
+    def _take_program(self, new: Captured, plan_again: PlanAgain | None, all_well: AllWell) -> None:
+        """Have the stages run ``new``, which differs in nothing but literals."""
+        reason = differs(self._captured, new)
+        error: BaseException | None = None
+        if reason:
+            error = RunError(
+                f"with the values that it has now the model is another one ({reason}), and the stages of a pipeline "
+                "can only have other numbers; parallelize it again, and load this full_state_dict()"
+            )
+        all_well(error)
+        try:
+            graphs = cut(new.graph, self._plan.starts)
+            plan = self._plan.of_graphs(new.graph.fingerprint, [g.graph.fingerprint for g in graphs])
+            for s, stage in self._stages.items():
+                stage.graph = graphs[s]
+                with_other_literals(stage.module, _captured(new, graphs[s]))
+            self.__dict__.update(
+                _captured=new, _graphs=graphs, _plan=plan, _skeleton=skeleton_of(self), _evaluates=False
+            )
+        except Exception as e:
+            error = e
+        all_well(error)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The mean loss of a batch without gradients, in the mode (:meth:`train`, ``eval()``) that is set.
@@ -594,6 +640,8 @@ class PipelineModule(SpreadModule):
         """The whole inputs by name, and those of every microbatch; now and then the ranks compare what they were
         called with."""
         object.__setattr__(self, "_compared", self._compared + 1)
+        if self._programs is not None:
+            self._programs.follow(self)
         if not is_checked(self._compared):
             return self._pieces(args, kwargs, Seen())
         seen, error, found = Seen(), None, None
@@ -607,7 +655,8 @@ class PipelineModule(SpreadModule):
 
     def _pieces(self, args: tuple[Any, ...], kwargs: dict[str, Any], seen: Seen) -> _Batches:
         captured, k = self._captured, self._plan.microbatches
-        captured.guards.check()
+        if self._programs is None:
+            captured.guards.check()
         leaves = flatten_call(captured, self._signature, args, kwargs)
         callers: dict[str, torch.Tensor] = {}
         found: list[dict[str, torch.Tensor]] = [{} for _ in range(k)]

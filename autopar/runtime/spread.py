@@ -18,6 +18,7 @@ from autopar.capture import Captured
 from autopar.capture.evaluation import Skeleton
 from autopar.capture.losses import LOSS, other_losses
 from autopar.errors import RunError
+from autopar.runtime.programs import AllWell, Fields, PlanAgain, Programs
 from autopar.runtime.state import like
 from autopar.runtime.values import assigned
 
@@ -33,8 +34,9 @@ class Part(torch.nn.Module):
         object.__setattr__(self, "_part_trained", True)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        guards, path = self.__dict__.get("_stands_for", (None, ""))
-        if guards is None or not assigned(guards, path, name, value):
+        whole, path = self.__dict__.get("_stands_for", (lambda: None, ""))
+        pm = whole()
+        if pm is None or not assigned(pm, path, name, value):
             super().__setattr__(name, value)
 
     def train(self, mode: bool = True) -> Part:
@@ -89,10 +91,11 @@ class SpreadModule(torch.nn.Module):
     _skeleton: Skeleton | None
     _device: torch.device
     _mode: bool = True
+    _programs: Programs | None
+    _model_ref: Callable[[], torch.nn.Module | None]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        captured = self.__dict__.get("_captured")
-        if captured is None or not assigned(captured.guards, "", name, value):
+        if "_model_ref" not in self.__dict__ or not assigned(self, "", name, value):
             super().__setattr__(name, value)
 
     @property
@@ -133,7 +136,7 @@ class SpreadModule(torch.nn.Module):
         modules = dict(model.named_modules(remove_duplicate=False))
         for path, part in self.named_modules():
             if isinstance(part, Part):
-                object.__setattr__(part, "_stands_for", (self._captured.guards, path))
+                object.__setattr__(part, "_stands_for", (weakref.ref(self), path))
             if isinstance(part, Part) and path in modules:
                 object.__setattr__(part, "_part_trained", modules[path].training or not model.training)
                 object.__setattr__(part, "training", modules[path].training)
@@ -154,6 +157,28 @@ class SpreadModule(torch.nn.Module):
             )
         if self._captured_training and not self.training:
             raise RunError("the module is in eval mode, so a step would train without dropout; call train() first")
+
+    # -- programs of other values (:mod:`autopar.runtime.programs`)
+
+    def follow_values(self, programs: Programs) -> None:
+        """Run another program where values that ``forward`` reads have changed."""
+        object.__setattr__(self, "_programs", programs)
+
+    def _kept_program(self) -> Fields:
+        """What makes up the program that runs now."""
+        raise NotImplementedError
+
+    def _resume_program(self, fields: Fields) -> None:
+        """Run one that was kept."""
+        raise NotImplementedError
+
+    def _take_program(self, new: Captured, plan_again: PlanAgain | None, all_well: AllWell) -> None:
+        """Run another capture of the same call."""
+        raise NotImplementedError
+
+    def _in_step(self) -> bool:
+        """Whether a step has begun whose microbatches must all run the same program."""
+        return False
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         _check_conversion(fn, [*self.parameters(), *self.buffers()], self._device)

@@ -1,38 +1,42 @@
 """Python values that a program was captured with: set on the parallel module, checked at each call, captured again.
 
 The model that was parallelized is the owner of its numbers and flags. What is set on the parallel module, or on a part
-of it, goes there; what was changed there is an error at the next call, or (``on_change="recapture"``) the model is
-captured again, and the plan is kept.
+of it, goes there; what was changed there is an error at the next call, or (``on_change="recapture"``) the module gets
+another program (:mod:`autopar.runtime.programs`).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from autopar.capture import Captured
-from autopar.capture.evaluation import Skeleton
 from autopar.capture.python.guards import Guards, refusal, show
-from autopar.errors import AutoparError, RunError
-from autopar.graph import Graph
-from autopar.lower.emit import lower
-from autopar.runtime import prefetch
-from autopar.runtime.agree import together
+from autopar.errors import RunError
 
 
-def assigned(guards: Guards, path: str, name: str, value: Any) -> bool:
-    """Whether an attribute is one that the program was captured with; then it is set on the model.
+def assigned(pm: Any, path: str, name: str, value: Any) -> bool:
+    """Whether an attribute is one that a program of ``pm`` was captured with; then it is set on the model.
+
+    With ``on_change="recapture"`` any plain attribute that the model has is set there, too: another program may read
+    it.
 
     Raises:
         RunError: the model is gone, so the program cannot be made anew.
     """
-    read = guards.read(path, name)
+    programs = pm.__dict__.get("_programs")
+    guards: list[Guards] = [pm._captured.guards]
+    if programs is not None:
+        guards.extend(fields["_captured"].guards for fields in programs.kept)
+    read = next((r for g in guards if (r := g.read(path, name)) is not None), None)
+    owner = next((o for g in guards if (o := g.owner(path)) is not None), None)
     if read is None:
+        model = pm._model_ref() if programs is not None else None
+        if model is not None and not isinstance(value, torch.Tensor | torch.nn.Module):
+            part = dict(model.named_modules()).get(path)
+            if part is not None and name in vars(part) and not name.startswith("_") and name != "training":
+                setattr(part, name, value)
         return False
-    owner = guards.owner(path)
     if owner is not None:
         setattr(owner, name, value)
     elif value is not read.value and value != read.value:
@@ -50,72 +54,11 @@ def check_values(pm: Any) -> None:
     Raises:
         RunError: it was captured with others, and they cannot or shall not be captured again.
     """
-    guards = pm._captured.guards
-    if guards.same():
-        return
-    changes = guards.changes()
-    if pm.__dict__.get("_on_change") != "recapture":
-        raise RunError(refusal(changes))
-    error: BaseException | None = None
-    made = None
-    try:
-        made = _again(pm)
-    except Exception as e:
-        error = e if isinstance(e, AutoparError) else RunError(f"capturing again failed: {type(e).__name__}: {e}")
-        error = type(error)(f"{error}\n{refusal(changes)}")
-    together(pm._ranks()[0] if dist.is_initialized() else None, error)
-    assert made is not None
-    captured, plan, program = made
-    put = object.__setattr__
-    put(pm, "_captured", captured)
-    put(pm, "_plan", plan)
-    put(pm, "_program", program)
-    put(pm, "_run", prefetch.with_gathers(program, pm._helds, pm._schedule))
-    if pm._skeleton is not None:  # what eval mode is seen from has the new values too
-        put(pm, "_skeleton", Skeleton(pm._model_ref()))
-    if pm._evaluation is not None:
-        pm.prepare_evaluation()
-
-
-def _again(pm: Any) -> tuple[Captured, Any, Any]:
-    """The capture, plan and program of the model as it is."""
-    old: Captured = pm._captured
-    model = pm._model_ref()
-    if model is None or old.example is None:
-        raise RunError("the model that was captured is gone, so it cannot be captured again; keep it")
-    new = old.example.capture(model)
-    other = _other(old, new)
-    if other:
-        raise RunError(
-            f"with the values that it has now the model is another one ({other}), for which the plan does not hold; "
-            "parallelize it again, and load this state_dict()"
-        )
-    plan = replace(pm._plan, fingerprint=new.graph.fingerprint)
-    captured = replace(old, graph=new.graph, guards=new.guards)
-    return captured, plan, lower(captured.graph, plan, pm._device)
-
-
-def _other(old: Captured, new: Captured) -> str:
-    """What two captures differ in beside numbers; empty where it is nothing."""
-    a, b = old.graph, new.graph
-    if len(a.nodes) != len(b.nodes):
-        return f"{len(b.nodes)} operators and inputs, and had {len(a.nodes)}"
-    for x, y in zip(a.nodes, b.nodes, strict=True):
-        if (x.name, x.kind, x.target, x.outs, x.needs_grad, x.refs) != (
-            y.name, y.kind, y.target, y.outs, y.needs_grad, y.refs,
-        ):  # fmt: skip
-            return f"{y.where} for {x.where}"
-    if _told(a) != _told(b):
-        return "outputs, or buffers that change"
-    for name, value in new.constants.items():
-        before = old.constants.get(name)
-        if before is None or before.shape != value.shape or not torch.equal(before, value):
-            return f"the tensor {name} that its code makes"
-    return ""
-
-
-def _told(graph: Graph) -> tuple[Any, ...]:
-    return graph.outputs, graph.loss, graph.tied, graph.updates
+    programs = pm.__dict__.get("_programs")
+    if programs is not None:
+        programs.follow(pm)
+    elif not pm._captured.guards.same():
+        raise RunError(refusal(pm._captured.guards.changes()))
 
 
 __all__ = ["assigned", "check_values"]

@@ -13,7 +13,7 @@ FLOORS = {
     "autopar.capture": 4, "autopar.normalize": 4, "autopar.staging": 4, "autopar.planner": 5,
     "autopar.pins": 6, "autopar.lower": 6, "autopar.runtime": 7, "autopar.check": 8, "autopar.comparison": 8,
     "autopar.verify": 8, "autopar.arguments": 8, "autopar.planfile": 8, "autopar.models": 8, "autopar.report": 8,
-    "autopar.profiling": 8, "autopar.other_batch": 8, "autopar.api": 9, "autopar.pipelines": 9,
+    "autopar.profiling": 8, "autopar.other_batch": 8, "autopar.again": 9, "autopar.api": 9, "autopar.pipelines": 9,
     "autopar.cli": 9, "autopar.__main__": 9,
 }  # fmt: skip
 

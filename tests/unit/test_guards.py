@@ -444,9 +444,29 @@ def test_a_schedule_is_captured_again(alone):
     torch.testing.assert_close(pm(X), model(X))
     pm.train()
     model.train()
-    pm.gate = True  # another operator: the plan does not hold
-    with pytest.raises(RunError, match=r"another one \(.*for which the plan does not hold"):
-        pm(X)
+    pm.gate = model.gate = True  # another operator, so another plan
+    same_as(pm, model)
+    weights = [*pm.parameters()]
+    pm.compile(backend="eager")
+    for gate in (False, True, False):
+        pm.gate = gate
+        same_as(pm, model)
+        assert isinstance(pm._run, torch._dynamo.OptimizedModule)
+    assert all(a is b for a, b in zip(weights, pm.parameters(), strict=True))
+
+
+def test_a_number_by_which_an_operator_can_be_cut_otherwise_is_planned_again():
+    from autopar.runtime.programs import differs
+
+    def softmax(module, x):
+        return torch.softmax(x, module.dim) ** 2
+
+    model = Made(softmax, dim=0)
+    first = autopar.capture(model, X)
+    model.dim = 1
+    assert "can be cut in other ways" in differs(first, autopar.capture(model, X))
+    model.dim = 0
+    assert differs(first, autopar.capture(model, X)) == ""
 
 
 class LookedUp:
