@@ -503,7 +503,7 @@ class PipelineModule(SpreadModule):
         for crossing, out in zip(stage.graph.gives, outputs, strict=True):
             total: torch.Tensor | None = None
             for wire in self._wires:
-                if wire.crossing is crossing and wire.back is not None:
+                if wire.crossing == crossing and wire.back is not None:
                     grad = self._post.take(wire, True, microbatch)
                     total = grad if total is None else total + grad
             if total is not None and out.requires_grad:
