@@ -350,7 +350,8 @@ class PipelineModule(SpreadModule):
             )
         all_well(error)
         try:
-            graphs = cut(new.graph, self._plan.starts)
+            cuts = cut(new.graph, self._plan.starts)  # crossings stay those that the wires know
+            graphs = tuple(replace(g, graph=other.graph) for g, other in zip(self._graphs, cuts, strict=True))
             plan = self._plan.of_graphs(new.graph.fingerprint, [g.graph.fingerprint for g in graphs])
             for s, stage in self._stages.items():
                 stage.graph = graphs[s]
