@@ -1,11 +1,12 @@
 """A forward of the program as one node of the caller's autograd graph.
 
 The program has an autograd graph of its own, from detached inputs and the used leaves to its outputs. The caller's
-graph has one node in its place, with the caller's inputs and the stored parameters before it. When the gradients of
-all outputs that were used have come there, it runs the program's backward and reduces: inputs that want gradients get
-theirs, and stored parameters get the reduced ones. So autograd knows the parameters: ``autograd.grad`` of them,
-``backward(inputs=...)`` and hooks do what they always do. In an ordinary backward a parameter without hooks is given
-its gradient by hand, in a tenth of the time that it takes autograd to add two DTensors.
+graph has one node in its place, with the caller's inputs before it, and the stored parameters, as one node that all
+forwards share. When the gradients of all outputs that were used have come there, it runs the program's backward and
+reduces: inputs that want gradients get theirs, and stored parameters get the reduced ones. So autograd knows the
+parameters: ``autograd.grad`` of them, ``backward(inputs=...)`` and hooks do what they always do. In an ordinary
+backward a parameter without hooks is given its gradient by hand, in a tenth of the time that it takes autograd to add
+two DTensors.
 """
 
 from __future__ import annotations
@@ -45,11 +46,8 @@ class _Call:
     ) -> None:
         self.gradients, self.run, self.begun = gradients, run, begun
         self.wanting = [name for name, x in inputs.items() if x.requires_grad]
-        trained = [(held, param) for held, param in gradients.stored() if param.requires_grad]
-        self.trains = bool(trained)
-        trained = [] if gradients.defer else trained  # in a microbatch that is not the last one they get nothing
-        self.helds = [held for held, _ in trained]
-        self.params = [param for _, param in trained]
+        self.trained = gradients.trained()
+        self.hands = not gradients.defer  # in a microbatch that is not the last one parameters get nothing
         self.inputs = inputs
         self.leaves: list[torch.Tensor] = []
         self.roots: list[torch.Tensor | None] | None = None
@@ -62,13 +60,14 @@ class _Call:
         with torch.enable_grad():
             made = self.run(inner)
         self.roots = [x if isinstance(x, torch.Tensor) and x.requires_grad else None for x in made]
-        self.gathered = [(held, held.version) for held in self.helds if not held.alias]
+        if self.hands and self.gradients.schedule.units:
+            self.gathered = [(held, held.version) for held, _ in self.trained.pairs if not held.alias]
         return tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in made)
 
     def backward(
         self, grads: Sequence[torch.Tensor | None], keep: bool, wanted: Sequence[Held] | None
-    ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
-        """Gradients of the inputs that want one, and of the stored parameters as far as autograd is to add them.
+    ) -> tuple[list[torch.Tensor | None], bool]:
+        """Gradients of the inputs that want one, and whether autograd is to add gradients of stored parameters.
 
         Args:
             wanted: the parameters that gradients are asked of; None for an ordinary backward.
@@ -103,7 +102,7 @@ class _Call:
         arrived = [leaf.grad for leaf in self.leaves]
         for leaf in self.leaves:
             leaf.grad = None
-        return arrived, gradients.handed(self.helds, self.params, by_autograd=wanted is not None)
+        return arrived, self.hands and gradients.handed(self.trained, by_autograd=wanted is not None)
 
 
 class _Crossing(torch.autograd.Function):
@@ -126,11 +125,13 @@ class _Crossing(torch.autograd.Function):
         (probe, _), *before = ctx.next_functions
         wanted: list[Held] | None = None
         if not _reached(probe):  # autograd.grad, or backward(inputs=...)
-            params = before[len(call.wanting) :]
-            wanted = [held for held, (node, _) in zip(call.helds, params, strict=True) if _reached(node)]
+            wanted = []
+            for params, _ in before[len(call.wanting) :]:  # none, or the one node of all parameters
+                reached = [_reached(node) for node, _ in params.next_functions]
+                wanted = [held for (held, _), here in zip(call.trained.pairs, reached, strict=True) if here]
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        inputs, params = call.backward(grads, keep, wanted)
-        return (None, None, *inputs, *params)
+        inputs, left = call.backward(grads, keep, wanted)
+        return (None, None, *inputs, *(torch.empty(0) if left else None for _ in before[len(call.wanting) :]))
 
 
 _apply: Any = super(torch.autograd.Function, _Crossing).apply
@@ -160,12 +161,13 @@ def crossed(
         begun: called when a backward begins.
     """
     call = _Call(gradients, run, inputs, begun)
-    if not torch.is_grad_enabled() or not (call.wanting or call.trains):
+    token = call.trained.token
+    if not torch.is_grad_enabled() or not (call.wanting or token is not None):
         return run({name: x.detach() for name, x in inputs.items()})
-    wanting = [inputs[name] for name in call.wanting]
+    before = [inputs[name] for name in call.wanting] + ([token] if token is not None and call.hands else [])
     if torch._C._are_functorch_transforms_active():  # it says what it cannot do
-        return _Crossing.apply(call, probe, *wanting, *call.params)  # type: ignore[no-any-return]
-    return _apply(call, probe, *wanting, *call.params)  # type: ignore[no-any-return]
+        return _Crossing.apply(call, probe, *before)  # type: ignore[no-any-return]
+    return _apply(call, probe, *before)  # type: ignore[no-any-return]
 
 
 __all__ = ["crossed"]

@@ -7,6 +7,7 @@ stored parameters.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -32,6 +33,7 @@ from autopar.runtime import prefetch
 from autopar.runtime.agree import mesh_group
 from autopar.runtime.batch import Batch
 from autopar.runtime.crossing import crossed
+from autopar.runtime.direct import stand_ins
 from autopar.runtime.gradients import Gradients
 from autopar.runtime.outputs import IN_PIECES, Meeting, unread, with_pending
 from autopar.runtime.programs import AllWell, Fields, PlanAgain, compiled, fields_of, resume, take
@@ -101,6 +103,7 @@ class ParallelModule(SpreadModule):
     _seed_slot: int | None
     _param_slots: list[tuple[int, Held]]
     _distributed: bool
+    _direct: bool
     _skeleton: Skeleton | None
     _captured_training: bool
     _evaluation: tuple[Program, Callable[..., tuple[Any, ...]]] | None
@@ -249,7 +252,8 @@ class ParallelModule(SpreadModule):
                 held.bind()
         put(self, "_schedule", prefetch.Schedule(self._units))
         put(self, "_run", compiled(self, prefetch.with_gathers(program, self._helds, self._schedule)))
-        put(self, "_gradients", Gradients(self._helds, self._schedule))
+        put(self, "_direct", self._mesh.size() == 1 and not any(isinstance(p, DTensor) for p in self.parameters()))
+        put(self, "_gradients", Gradients({} if self._direct else self._helds, self._schedule))
         put(self, "_template", [None] * len(program.slots))
         put(self, "_input_slots", {s.name: i for i, s in enumerate(program.slots) if s.kind == "input"})
         put(self, "_seed_slot", next((i for i, s in enumerate(program.slots) if s.kind == "seed"), None))
@@ -367,15 +371,17 @@ class ParallelModule(SpreadModule):
         meeting = self._meeting
         if meeting is not None:
             meeting.note(f"the forward of call {call}")
+        self._bind()
+        if self._direct:  # nothing is to be gathered or reduced: the program runs in the caller's own autograd graph
+            flat = self._run_bound(self._inputs(args, kwargs), mixed, self._gradients.accumulating, not self.training)
+            return self._outputs(flat[: len(self._plan.outputs)], call)
 
         def begun() -> None:
             if meeting is not None:
                 meeting.note(f"the backward of call {call}")
 
         def run(inputs: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
-            flat = self.run_local(
-                inputs, mixed, same_step=self._gradients.accumulating, evaluating=not self.training
-            )
+            flat = self._run_bound(inputs, mixed, self._gradients.accumulating, not self.training)
             return flat[: len(self._plan.outputs)]
 
         return self._outputs(crossed(self._gradients, self._probe, self._inputs(args, kwargs), run, begun), call)
@@ -419,6 +425,23 @@ class ParallelModule(SpreadModule):
         ``same_step`` says that parameters have not changed since the last call, so gathered copies may be used again;
         ``evaluating`` that the program of eval mode is meant.
         """
+        self._bind()
+        return self._run_bound(inputs, seed, same_step, evaluating)
+
+    def _bind(self) -> None:
+        """Follow the parameters and buffers that are registered now."""
+        for slot, held in self._param_slots:
+            if held.bind():
+                self._template[slot] = held.leaf
+                self._gradients.listen(held)
+        for slot, buffer in self._followed:
+            if buffer.replaced():
+                self._template[slot] = buffer.local
+                self._held_buffers[buffer.name] = buffer.local, self._held_buffers[buffer.name][1]
+
+    def _run_bound(
+        self, inputs: Mapping[str, torch.Tensor], seed: int, same_step: bool, evaluating: bool
+    ) -> tuple[Any, ...]:
         try:
             return self._run_local(inputs, seed, same_step, evaluating)
         except BaseException:
@@ -434,14 +457,6 @@ class ParallelModule(SpreadModule):
         program, run, template = self._program, self._run, self._template
         for name, value in inputs.items():
             template[self._input_slots[name]] = value
-        for slot, held in self._param_slots:
-            if held.bind():
-                template[slot] = held.leaf
-                self._gradients.listen(held)
-        for slot, buffer in self._followed:
-            if buffer.replaced():
-                template[slot] = buffer.local
-                self._held_buffers[buffer.name] = buffer.local, self._held_buffers[buffer.name][1]
         if self._seed_slot is not None:
             template[self._seed_slot] = torch.tensor(seed, dtype=torch.int64, device=self._device)
         self._schedule.begin(same_step=same_step)
@@ -514,15 +529,17 @@ class ParallelModule(SpreadModule):
         pieces = self._batch.microbatches(args, kwargs, microbatches)
         total: torch.Tensor | None = None
         gradients = self._gradients
+        self._bind()
         try:
-            for i, (a, k) in enumerate(pieces):
-                gradients.defer, gradients.accumulating = i < len(pieces) - 1, i > 0
-                outputs = self.forward(*a, **k)
-                loss = pytree.tree_leaves(outputs)[graph.loss]
-                if len(pieces) > 1:
-                    loss = loss / len(pieces)
-                loss.backward()
-                total = loss.detach() if total is None else total + loss.detach()
+            with stand_ins(self._param_slots, self._template) if self._direct else contextlib.nullcontext():
+                for i, (a, k) in enumerate(pieces):
+                    gradients.defer, gradients.accumulating = i < len(pieces) - 1, i > 0
+                    outputs = self.forward(*a, **k)
+                    loss = pytree.tree_leaves(outputs)[graph.loss]
+                    if len(pieces) > 1:
+                        loss = loss / len(pieces)
+                    loss.backward()
+                    total = loss.detach() if total is None else total + loss.detach()
         except BaseException:
             gradients.drop()
             raise

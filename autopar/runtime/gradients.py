@@ -10,18 +10,67 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
+from typing import Any
 
 import torch
 
 from autopar.runtime.prefetch import Schedule
 from autopar.runtime.reduce import Reducer, bucket_bytes
-from autopar.runtime.state import Held
+from autopar.runtime.state import Held, give
+
+
+class Trained:
+    """Parameters that want gradients, as one node of autograd's graph that all forwards share.
+
+    A node for each forward with an edge to every parameter would take as long as a small model's backward. What is left
+    for autograd to add to the parameters waits here until the node's turn comes, after all forwards that it is part of.
+
+    Attributes:
+        token: a tensor without elements that is made from all parameters, as autograd sees it; None without any.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[Held, torch.nn.Parameter]]) -> None:
+        self.pairs = list(pairs)
+        self.waiting: list[torch.Tensor | None] = [None] * len(self.pairs)
+        self.task = -1
+        self.token: torch.Tensor | None = None
+        if self.pairs:
+            with torch.enable_grad():
+                self.token = _Parameters.apply(self, *(param for _, param in self.pairs))
+
+    def add(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Have autograd add these, one for each parameter, in the backward that runs now."""
+        task = torch._C._current_graph_task_id()
+        before = self.waiting if task == self.task else [None] * len(grads)  # what an interrupted one left is void
+        self.task = task
+        self.waiting = [
+            grad if sum_ is None else sum_ if grad is None else sum_ + grad
+            for grad, sum_ in zip(grads, before, strict=True)
+        ]
+
+    def take(self) -> list[torch.Tensor | None]:
+        """What waits, which is over with that."""
+        grads, self.waiting = self.waiting, [None] * len(self.pairs)
+        return grads if self.task == torch._C._current_graph_task_id() else self.waiting
+
+
+class _Parameters(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, trained: Trained, *_: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.trained = trained
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        return (None, *ctx.trained.take())
 
 
 class Gradients:
     """Those of one module.
 
     Attributes:
+        clean: nothing is left of an earlier backward.
         defer: more microbatches of this step follow, so what need not be reduced yet is not.
         accumulating: earlier microbatches of this step have left gradients.
     """
@@ -31,7 +80,10 @@ class Gradients:
         self.schedule = schedule
         self.defer = self.accumulating = False
         reduced = [held for held in self.helds if held.adjoint]
-        self.plain = [held for held in self.helds if not held.adjoint]
+        for held in self.helds:
+            held.changed = self._changed
+        self.clean = True
+        self._trained: Trained | None = None
         self.reducer = Reducer(bucket_bytes(sum(prod(held.used_shape) * held.param.element_size() for held in reduced)))
 
     def listen(self, held: Held) -> None:
@@ -64,7 +116,7 @@ class Gradients:
 
         ``by_hand`` says that gradients are set without autograd's hooks.
         """
-        before, self.defer = self.defer, not last
+        before, self.defer, self.clean = self.defer, not last, False
         try:
             yield
             with torch.no_grad():
@@ -74,41 +126,44 @@ class Gradients:
                             self._ready(held, held.leaf)
                 self.reducer.finish()
                 self.schedule.end()
-                for held in self.plain if last else ():
-                    leaf = held.leaf
-                    grad = leaf.grad
-                    if grad is not None:
-                        leaf.grad = None
-                        held.sum = grad if held.sum is None else held.sum.add_(grad)
         finally:
             self.defer = before
 
-    def stored(self) -> list[tuple[Held, torch.nn.Parameter]]:
-        """The parameters with what is stored of them now."""
-        return [(held, held.owner._parameters[held.key]) for held in self.helds]  # type: ignore[misc]
+    def trained(self) -> Trained:
+        """The parameters that want gradients now, as autograd is to know them."""
+        if self._trained is None:
+            stored = [(held, held.param) for held in self.helds]
+            self._trained = Trained([(held, param) for held, param in stored if param.requires_grad])
+        return self._trained
 
-    @staticmethod
-    def handed(
-        helds: Sequence[Held], params: Sequence[torch.nn.Parameter], *, by_autograd: bool
-    ) -> list[torch.Tensor | None]:
-        """Hand over the sums of the step: the gradients that autograd is to add, None for those that have been added.
+    def _changed(self) -> None:
+        self._trained = None
+
+    def handed(self, trained: Trained, *, by_autograd: bool) -> bool:
+        """Hand over the sums of the step, of the parameters that were there in the forward.
 
         Args:
-            params: what was stored in the forward.
             by_autograd: autograd is to add all of them; else only those of parameters with hooks.
+
+        Returns:
+            whether anything is left for autograd to add; ``trained`` has it.
         """
-        found: list[torch.Tensor | None] = [None] * len(helds)
-        for i, (held, param) in enumerate(zip(helds, params, strict=True)):
-            grad, held.sum = held.sum, None
+        left: list[torch.Tensor | None] | None = None
+        for i, (held, param) in enumerate(trained.pairs):
+            grad = held.taken()
             if by_autograd or param._backward_hooks or param._post_accumulate_grad_hooks:
+                left = left or [None] * len(trained.pairs)
                 if grad is not None:
-                    found[i] = held.placed(grad)
+                    left[i] = held.placed(grad)
                 elif not by_autograd:
                     assert held.local is not None  # autograd calls hooks in any case, and they expect a tensor
-                    found[i] = held.placed(torch.zeros_like(held.local))
+                    left[i] = held.placed(torch.zeros_like(held.local))
             elif grad is not None:
-                held.give(grad)
-        return found
+                give(param, grad)
+        self.clean = True
+        if left is not None:
+            trained.add(left)
+        return left is not None
 
     def give(self) -> None:
         """Add the sums to the parameters' gradients; hooks of parameters get the sum, as if autograd had made it."""
@@ -120,12 +175,16 @@ class Gradients:
                 hooked.append(held.param)
                 grads.append(held.placed(grad))
             elif grad is not None:
-                held.give(grad)
+                give(held.param, grad)
+        self.clean = True
         if hooked:
             torch.autograd.backward(hooked, grads)
 
     def forget(self) -> None:
         """A step begins: no gradient of an earlier one counts."""
+        if self.clean:
+            return
+        self.clean = True
         self.reducer.drop()
         for held in self.helds:
             held.leaf.grad = None
@@ -133,6 +192,7 @@ class Gradients:
 
     def drop(self) -> None:
         """A forward or backward broke: forget it, with the gathers that were under way."""
+        self.clean = False
         self.forget()
         self.schedule.drop()
 
@@ -142,4 +202,4 @@ def has_hooks(param: torch.Tensor) -> bool:
     return bool(param._backward_hooks) or bool(getattr(param, "_post_accumulate_grad_hooks", None))
 
 
-__all__ = ["Gradients", "has_hooks"]
+__all__ = ["Gradients", "Trained", "has_hooks"]

@@ -10,7 +10,7 @@ belongs to a :class:`Unit`, a few parameters that are gathered together, for one
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -258,11 +258,13 @@ class Held:
 
     Attributes:
         owner, key: where the stored parameter is registered; it is read there before each forward.
-        leaf: what the program reads and autograd accumulates on.
+        leaf: what the program reads and autograd accumulates on; on a mesh of one device the stored parameter itself.
         alias: the leaf shares the stored memory.
         adjoint: hops of the gradient's way back that do something, in order.
         trained: its gradient was planned; a parameter that is frozen for a while keeps that.
         sum: this rank's part of the gradient of the step that is under way, reduced; the parameter gets it at the end.
+            What needs no reduction waits as the leaf's own gradient.
+        changed: called when there is another stored parameter, or it wants a gradient or does so no more.
     """
 
     def __init__(
@@ -276,8 +278,12 @@ class Held:
         self.adjoint = tuple(hop for hop in reversed(self.hops) if hop.backward != "none")
         self.used_shape = local_shape(shape, choice.used, mesh)
         self.stored_shape = local_shape(shape, choice.stored, mesh)
+        self.seen: torch.nn.Parameter | None = None
+        self.wanted: bool | None = None
+        self.address = 0
         self.local: torch.Tensor | None = None
         self.leaf: torch.Tensor = torch.empty(0)
+        self.changed: Callable[[], None] = lambda: None
         self.unit: Unit | None = None
         self.form: Form | None = None
         self.sum: torch.Tensor | None = None
@@ -299,24 +305,28 @@ class Held:
         param, before = self.owner._parameters[self.key], self.leaf
         assert param is not None
         local = param._local_tensor if isinstance(param, DTensor) else param
-        new = local is not self.local or (local is param and local.data_ptr() != before.data_ptr())
+        plain, wanted = local is param, param.requires_grad
+        new = local is not self.local or (plain and local.data_ptr() != self.address)
+        if not new and param is self.seen and wanted is self.wanted:
+            return False
+        if wanted and self.wanted is False and not self.trained:
+            raise RunError(
+                f"parameter '{self.name}' requires grad now and was frozen when the model was captured, so its "
+                "gradient was not planned; parallelize the model with it trained, and freeze it afterwards"
+            )
         if new:
             self.form = same_form(f"parameter '{self.name}'", param, self.form)
             self.local = local
             if self.alias:
-                self.leaf = local.detach()
+                self.leaf = local if plain else local.detach()
             elif self.leaf.shape != self.used_shape or self.leaf.dtype != local.dtype:
                 self.leaf = local.new_empty(self.used_shape)
                 if self.per_use:
                     self.leaf.untyped_storage().resize_(0)
-        wanted = param.requires_grad
         if self.leaf.requires_grad is not wanted:
-            if wanted and not self.trained:
-                raise RunError(
-                    f"parameter '{self.name}' requires grad now and was frozen when the model was captured, so its "
-                    "gradient was not planned; parallelize the model with it trained, and freeze it afterwards"
-                )
             self.leaf.requires_grad_(wanted)
+        self.seen, self.wanted, self.address = param, wanted, local.data_ptr() if plain else 0
+        self.changed()
         return self.leaf is not before
 
     @property
@@ -335,6 +345,12 @@ class Held:
     def taken(self) -> torch.Tensor | None:
         """The step's sum, which is over with that."""
         grad, self.sum = self.sum, None
+        if not self.adjoint:
+            leaf = self.leaf
+            own = leaf.grad
+            if own is not None:
+                leaf.grad = None
+                grad = own if grad is None else grad.add_(own)
         return grad
 
     def placed(self, grad: torch.Tensor) -> torch.Tensor:
@@ -344,16 +360,17 @@ class Held:
             return DTensor(grad, param._spec, requires_grad=False)  # type: ignore[call-arg]
         return grad
 
-    def give(self, grad: torch.Tensor) -> None:
-        """Add a reduced gradient to the stored parameter's."""
-        param = self.param
-        held = param.grad
-        if held is None:
-            if isinstance(param, DTensor):
-                grad = DTensor(grad, param._spec, requires_grad=False)  # type: ignore[call-arg]
-            param.grad = grad
-        else:
-            (held._local_tensor if isinstance(held, DTensor) else held).add_(grad)
+
+
+def give(param: torch.nn.Parameter, grad: torch.Tensor) -> None:
+    """Add a reduced gradient, this rank's part of it, to the gradient of a stored parameter."""
+    have = param.grad
+    if have is None:
+        if isinstance(param, DTensor):
+            grad = DTensor(grad, param._spec, requires_grad=False)  # type: ignore[call-arg]
+        param.grad = grad
+    else:
+        (have._local_tensor if isinstance(have, DTensor) else have).add_(grad)
 
 
 class Followed:
