@@ -529,6 +529,8 @@ class ParallelModule(SpreadModule):
         pieces = self._batch.microbatches(args, kwargs, microbatches)
         total: torch.Tensor | None = None
         gradients = self._gradients
+        if self._direct:
+            check_values(self)  # another program would have other stand-ins
         self._bind()
         try:
             with stand_ins(self._param_slots, self._template) if self._direct else contextlib.nullcontext():
