@@ -22,7 +22,7 @@ from autopar.placements import Mesh, mesh_shapes
 from autopar.planfile import pipeline as files
 from autopar.planner.inter_op.order import check_name
 from autopar.planner.inter_op.stage_pins import check, check_counts, starts_of
-from autopar.planner.inter_op.stage_search import PER_RANK, PipelineOptions, Planned, plan_pipeline
+from autopar.planner.inter_op.stage_search import PipelineOptions, Planned, plan_pipeline
 from autopar.planner.intra_op.mesh_plan import Options
 from autopar.runtime.agree import Meeting, Stopped, first_seed, share, together
 from autopar.runtime.pipeline import PipelineModule
@@ -167,8 +167,7 @@ def planned(
     check(graph, asked.options, asked.mesh)
     counts = [asked.groups] if asked.groups else [g for g in range(1, n + 1) if n % g == 0]
     sizes = [m for g in counts for m in mesh_shapes(max(1, n // g))]
-    deep = {schedule: PER_RANK.get(schedule, 1) for schedule in asked.schedules}
-    check_counts(asked.groups, asked.starts or (), n, deep, asked.mesh, asked.options, sizes)
+    check_counts(asked.groups, asked.starts or (), n, asked.schedules, asked.mesh, asked.options, sizes)
     starts = starts_of(graph, asked.starts) if asked.starts else None
     found = plan_pipeline(graphs, cluster, n, replace(asked, starts=starts), cluster_name=name)
     return replace(found, plan=replace(found.plan, pins=wishes(asked), notes=(*found.plan.notes, *_others(found))))

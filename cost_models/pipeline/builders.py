@@ -1,4 +1,4 @@
-"""The textbook schedules by name: `build("zb-v", n_stages=8, n_ranks=4, n_microbatches=16)`.
+"""The textbook schedules' rows; :mod:`.kinds` has the records by which they are chosen and built.
 
     gpipe             all forwards, then all backwards                       Huang et al. 2018, arXiv:1811.06965
     1f1b              backward as soon as possible, S - s kept on stage s    Narayanan et al. 2020, arXiv:2006.09503
@@ -22,7 +22,6 @@ the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 
 from .actions import Action, Overlap, Schedule, Step
 from .placements import loop_placement, v_placement
@@ -30,7 +29,7 @@ from .placements import loop_placement, v_placement
 
 def gpipe(n_stages: int, n_ranks: int, n_microbatches: int) -> Schedule:
     """All forwards, then all backwards."""
-    _one_a_rank("gpipe", n_stages, n_ranks, n_microbatches)
+    one_a_rank("gpipe", n_stages, n_ranks, n_microbatches)
     m = range(n_microbatches)
     rows = [[Action(s, kind, k) for kind in "FB" for k in m] for s in range(n_stages)]
     return _schedule("gpipe", n_stages, n_microbatches, loop_placement(n_stages, n_ranks), rows)
@@ -38,7 +37,7 @@ def gpipe(n_stages: int, n_ranks: int, n_microbatches: int) -> Schedule:
 
 def one_f_one_b(n_stages: int, n_ranks: int, n_microbatches: int) -> Schedule:
     """Stage s runs S - 1 - s forwards ahead, then one forward, one backward in turn."""
-    _one_a_rank("1f1b", n_stages, n_ranks, n_microbatches)
+    one_a_rank("1f1b", n_stages, n_ranks, n_microbatches)
     rows = []
     for s in range(n_stages):
         ahead = min(n_microbatches, n_stages - 1 - s)
@@ -67,7 +66,7 @@ def zero_bubble_h1(n_stages: int, n_ranks: int, n_microbatches: int) -> Schedule
 
 def _rounds(name: str, n_stages: int, n_ranks: int, n_microbatches: int, hop: int, split: bool) -> Schedule:
     """Rank r runs `hop` forwards ahead for each rank behind it, and a full round for each further stage it holds."""
-    a_round = n_microbatches // _equal_rounds(name, n_stages, n_ranks, n_microbatches)
+    a_round = n_microbatches // equal_rounds(name, n_stages, n_ranks, n_microbatches)
     placement = loop_placement(n_stages, n_ranks)
     n_local = n_stages // n_ranks
     total = n_local * n_microbatches
@@ -107,7 +106,7 @@ def zero_bubble_v(n_stages: int, n_ranks: int, n_microbatches: int) -> Schedule:
 
     The order is laid out for at least 2P - 1 microbatches; with fewer, those that do not exist are left out.
     """
-    _two_a_rank("zb-v", n_stages, n_ranks, n_microbatches)
+    two_a_rank("zb-v", n_stages, n_ranks, n_microbatches)
     placement = v_placement(n_stages, n_ranks)
     n = max(2 * n_ranks - 1, n_microbatches)
     rows = []
@@ -152,7 +151,7 @@ class _Row:
 
 def dualpipe_v(n_stages: int, n_ranks: int, n_microbatches: int) -> Schedule:
     """The V half of DualPipe (github.com/deepseek-ai/DualPipe, dualpipev.py), in its eight steps."""
-    _as_many_as_stages("dualpipe-v", n_stages, n_ranks, n_microbatches)
+    as_many_as_stages("dualpipe-v", n_stages, n_ranks, n_microbatches)
     placement = v_placement(n_stages, n_ranks)
     rows = []
     for rank, (down, up) in enumerate(placement):
@@ -228,34 +227,6 @@ def forward_only(
     return Schedule("eval", n_stages, n_microbatches, placement, tuple(rows), forward_only=True).validate()
 
 
-Builder = Callable[[int, int, int], Schedule]
-SCHEDULES: dict[str, Builder] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "interleaved-1f1b": interleaved,
-    "zb-h1": zero_bubble_h1,
-    "zb-v": zero_bubble_v,
-    "dualpipe-v": dualpipe_v,
-}
-
-
-def build(name: str, n_stages: int, n_ranks: int, n_microbatches: int) -> Schedule:
-    """The schedule of that name. Raises ValueError for an unknown name and for counts that it does not allow."""
-    if name not in SCHEDULES:
-        raise ValueError(f"unknown schedule '{name}', known: {', '.join(SCHEDULES)}")
-    return SCHEDULES[name](n_stages, n_ranks, n_microbatches)
-
-
-def allows(name: str, n_stages: int, n_ranks: int, n_microbatches: int) -> bool:
-    """Whether `build` would give a schedule for these counts; without building it. Raises KeyError for an unknown
-    name."""
-    try:
-        _CHECKS[name](name, n_stages, n_ranks, n_microbatches)
-    except ValueError:
-        return False
-    return True
-
-
 def _schedule(
     name: str, n_stages: int, n_microbatches: int, placement: tuple[tuple[int, ...], ...], rows: list
 ) -> Schedule:
@@ -269,7 +240,7 @@ def _counts(name: str, n_stages: int, n_ranks: int, n_microbatches: int) -> None
         )
 
 
-def _one_a_rank(name: str, n_stages: int, n_ranks: int, n_microbatches: int) -> None:
+def one_a_rank(name: str, n_stages: int, n_ranks: int, n_microbatches: int) -> None:
     _counts(name, n_stages, n_ranks, n_microbatches)
     if n_stages != n_ranks:
         raise ValueError(
@@ -278,7 +249,7 @@ def _one_a_rank(name: str, n_stages: int, n_ranks: int, n_microbatches: int) -> 
         )
 
 
-def _two_a_rank(name: str, n_stages: int, n_ranks: int, n_microbatches: int) -> None:
+def two_a_rank(name: str, n_stages: int, n_ranks: int, n_microbatches: int) -> None:
     _counts(name, n_stages, n_ranks, n_microbatches)
     if n_stages != 2 * n_ranks:
         raise ValueError(
@@ -286,7 +257,7 @@ def _two_a_rank(name: str, n_stages: int, n_ranks: int, n_microbatches: int) -> 
         )
 
 
-def _equal_rounds(name: str, n_stages: int, n_ranks: int, n_microbatches: int) -> int:
+def equal_rounds(name: str, n_stages: int, n_ranks: int, n_microbatches: int) -> int:
     """How many rounds the microbatches are run in."""
     _counts(name, n_stages, n_ranks, n_microbatches)
     loop_placement(n_stages, n_ranks)
@@ -299,20 +270,10 @@ def _equal_rounds(name: str, n_stages: int, n_ranks: int, n_microbatches: int) -
     return n_rounds
 
 
-def _as_many_as_stages(name: str, n_stages: int, n_ranks: int, n_microbatches: int) -> None:
-    _two_a_rank(name, n_stages, n_ranks, n_microbatches)
+def as_many_as_stages(name: str, n_stages: int, n_ranks: int, n_microbatches: int) -> None:
+    two_a_rank(name, n_stages, n_ranks, n_microbatches)
     if n_microbatches < n_stages:
         raise ValueError(
             f"{name} needs at least as many microbatches as stages, not {n_microbatches} for {n_stages} stages: "
             f"use {n_stages} microbatches, or zb-v"
         )
-
-
-_CHECKS: dict[str, Callable[[str, int, int, int], object]] = {
-    "gpipe": _one_a_rank,
-    "1f1b": _one_a_rank,
-    "interleaved-1f1b": _equal_rounds,
-    "zb-h1": _equal_rounds,
-    "zb-v": _two_a_rank,
-    "dualpipe-v": _as_many_as_stages,
-}

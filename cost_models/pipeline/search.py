@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .actions import Action, Schedule, parts
-from .builders import SCHEDULES
 from .exact import lower_bound_seconds, solve, work_seconds
+from .kinds import SCHEDULES
 from .listing import SLACK, Problem, list_schedule, policies
 from .placements import loop_placement
 from .simulate import simulate
@@ -71,9 +71,9 @@ def search(
             candidates.append((score, held, len(candidates), timeline))
 
     n_ranks = len(problem.stages_of_rank)
-    for builder in SCHEDULES.values():
+    for kind in SCHEDULES.values():
         try:
-            schedule = builder(times.n_stages, n_ranks, n_microbatches)
+            schedule = kind.build(times.n_stages, n_ranks, n_microbatches)
         except ValueError:
             continue  # it does not exist for these counts
         if schedule.stages_of_rank == problem.stages_of_rank:

@@ -1,20 +1,19 @@
-"""Cutting a chain of blocks into pipeline stages over submeshes. Numbers only: costs come from the caller.
+"""Cutting a chain of blocks into pipeline stages over unequal submeshes. Numbers only: costs come from the caller.
 
-words        what goes in and comes out           fill         schedules: in flight, bubble
-submeshes    places that a stage may have         estimate     the objective
-table        all possible stages as arrays        bounds       what the rest costs at least
-dynamic      the dynamic program                  search       over schedules and microbatches
-failure      why nothing fits                     exhaustive   all ways, for tests
-pipedream    PipeDream's own problem
+words        what goes in and comes out           bounds       what the rest costs at least
+submeshes    places that a stage may have         dynamic      the dynamic program
+table        all possible stages as arrays        search       over numbers of stages, narrow first
+estimate     the objective                        failure      why nothing fits
+
+The planner uses it where groups of devices differ (:mod:`autopar.planner.inter_op.unequal`); equal groups have a
+quicker way. What schedules need and leave idle is in :mod:`cost_models.pipeline.kinds`.
 """
 
-from .estimate import evaluate, step_seconds
-from .exhaustive import exhaustive
-from .fill import FILLS, Fill, fill_of
-from .search import search, stage
+from .estimate import evaluate
+from .search import stage
 from .words import RECOMPUTE, Candidate, Choice, NothingFits, Pool, Problem, Stage, StageCost, Submesh, no_transfer
 
 __all__ = [
-    "FILLS", "RECOMPUTE", "Candidate", "Choice", "Fill", "NothingFits", "Pool", "Problem", "Stage", "StageCost",
-    "Submesh", "evaluate", "exhaustive", "fill_of", "no_transfer", "search", "stage", "step_seconds",
+    "RECOMPUTE", "Candidate", "Choice", "NothingFits", "Pool", "Problem", "Stage", "StageCost", "Submesh", "evaluate",
+    "no_transfer", "stage",
 ]  # fmt: skip

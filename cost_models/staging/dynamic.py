@@ -21,8 +21,9 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
+from cost_models.pipeline.kinds import Fill
+
 from .bounds import Bounds, bounds
-from .fill import Fill
 from .table import INF, Floats, Ints, Table, Timed
 from .words import Choice
 

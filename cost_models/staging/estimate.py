@@ -1,31 +1,60 @@
-"""The objective, written once for whoever chooses stages: seconds of a step, from the stages.
+"""The objective, written once for whoever chooses stages: seconds of a step, from what every group has to do.
 
-With stage times t_i, one-way transfers x_i behind stage i, m microbatches, and a schedule's `bubble` b and `drain` d:
+With times t_i of a microbatch on group i, one-way transfers x_i behind it (of all its stages together), m
+microbatches, and a schedule's `bubble` b and `drain` d:
 
-    t_i    = forward_i + backward_i + recomputing_i            (+ 2 c x_i when transfers do not overlap)
-    pace   = max over i of t_i                                 (and of c x_i when they do)
-    step   = b * sum(t_i + 2 c x_i) + (m - b) * pace + tail    (the sum has each 2 c x_i once)
-    tail_i = max(step_i, tail_{i+1} - d * (backward_i + recomputing_i + c x_i)),    tail = tail_0
+    t_i    = forward_i + backward_i + recomputing_i            (+ 2 x_i when transfers do not overlap)
+    pace   = max over i of t_i                                 (and of x_i when they do)
+    step   = b * sum(t_i + 2 x_i) + (m - b) * pace + tail      (the sum has each 2 x_i once)
+    tail_i = max(step_i, tail_{i+1} - d * (backward_i + recomputing_i + x_i)),    tail = tail_0
 
-where c is the number of chunks a group holds (a boundary is crossed once for each). With b = 1 and no transfers this
-is Alpa's recurrence (Zheng et al., OSDI 2022, eq. 2), plus the once-a-step work: stage i's last backward ends before
-those of the stages ahead of it, so its reductions hide behind them. In schedules that put weight gradients last
-(d = 0) nothing hides: tail = max of step_i.
+With b = 1 and no transfers this is Alpa's recurrence (Zheng et al., OSDI 2022, eq. 2), plus the once-a-step work:
+group i's last backward ends before those of the groups ahead of it, so its reductions hide behind them. In schedules
+that put weight gradients last (d = 0) nothing hides: tail = max of step_i.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
-from .fill import Fill
+from cost_models.pipeline.kinds import Fill
+
 from .words import Candidate, Choice, Problem, Stage
+
+
+class Load(NamedTuple):
+    """What one group of devices does: seconds of a microbatch (t_i and its backward), once a step (`once_seconds`), and
+    of a microbatch's transfers one way to the groups that follow its stages."""
+
+    seconds: float
+    backward_seconds: float
+    once_seconds: float
+    crossing_seconds: float
+
+
+def estimated_seconds(
+    bubble: float, drain: float, n_microbatches: int, loads: Sequence[Load], overlap: bool = True
+) -> float:
+    """The formula above, of groups from the first to the last.
+
+    Args:
+        bubble, drain: of the schedule (:class:`cost_models.pipeline.kinds.Fill`).
+        overlap: transfers run beside computation; otherwise a group's seconds hold them.
+    """
+    total, pace, tail = 0.0, 0.0, 0.0
+    for load in reversed(loads):
+        total += load.seconds + (2 * load.crossing_seconds if overlap else 0.0)
+        pace = max(pace, load.seconds, load.crossing_seconds if overlap else 0.0)
+        tail = max(load.once_seconds, tail - drain * (load.backward_seconds + load.crossing_seconds))
+    return bubble * total + (n_microbatches - bubble) * pace + tail
 
 
 def evaluate(problem: Problem, fill: Fill, n_microbatches: int, choices: Sequence[Choice]) -> Candidate:
     """The estimate of chosen stages, memory counted but not judged. Raises ValueError where a cost is None."""
     n, chunks = len(choices), fill.chunks
-    stages = []
+    stages, loads = [], []
     for i, c in enumerate(choices):
         cost = problem.cost(c.first, c.last, c.submesh)
         if cost is None:
@@ -35,24 +64,15 @@ def evaluate(problem: Problem, fill: Fill, n_microbatches: int, choices: Sequenc
         in_flight = fill.in_flight(i, n, n_microbatches)
         backward = cost.backward_seconds + cost.extra_seconds(c.n_recomputed, blocks)
         seconds = cost.forward_seconds + backward + (0.0 if problem.overlap else 2 * chunks * behind)
+        loads.append(Load(seconds, backward, cost.step_seconds, chunks * behind))
         stages.append(
             Stage(
                 c, seconds, cost.forward_seconds, backward, behind, cost.step_seconds, in_flight,
                 cost.needed_bytes(c.n_recomputed, blocks, in_flight), problem.memory_bytes[c.submesh.device_type],
             )
         )  # fmt: skip
-    return Candidate(fill.name, n_microbatches, tuple(stages), step_seconds(problem, fill, n_microbatches, stages))
-
-
-def step_seconds(problem: Problem, fill: Fill, n_microbatches: int, stages: Sequence[Stage]) -> float:
-    """The formula above."""
-    total, pace, tail = 0.0, 0.0, 0.0
-    for s in reversed(stages):
-        crossing = fill.chunks * s.transfer_seconds
-        total += s.seconds + (2 * crossing if problem.overlap else 0.0)
-        pace = max(pace, s.seconds, crossing if problem.overlap else 0.0)
-        tail = max(s.step_seconds, tail - fill.drain * (s.backward_seconds + crossing))
-    return fill.bubble * total + (n_microbatches - fill.bubble) * pace + tail
+    estimate = estimated_seconds(fill.bubble, fill.drain, n_microbatches, loads, problem.overlap)
+    return Candidate(fill.name, n_microbatches, tuple(stages), estimate)
 
 
 def bounded(candidate: Candidate, lower_bound_seconds: float) -> Candidate:

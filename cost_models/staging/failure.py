@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
+
+from cost_models.pipeline.kinds import Fill
 
 from .dynamic import solve
 from .estimate import evaluate
-from .fill import Fill
 from .table import INF, Table, table, timed
 from .words import Candidate, NothingFits, Problem
 
@@ -16,34 +16,21 @@ PRECISION = 1e-3
 """Of the memory that would be needed."""
 
 
-def explain(problems: Mapping[int, Problem], fills: Sequence[Fill]) -> NothingFits:
-    """The exception to raise when a search over these came back empty."""
-    nearest: tuple[float, float, Candidate] | None = None
-    reasons: list[str] = []
-    for m, problem in sorted(problems.items()):
-        own = table(problem)
-        lacking = _lacking(own)
-        if lacking:
-            return NothingFits(lacking)
-        for fill in fills:
-            if m < fill.least(1):
-                reasons.append(f"{fill.name} needs at least {fill.least(1)} microbatches, here are {m}")
-                continue
-            attempt = _least_memory(own, fill, m)
-            if attempt is None:
-                reasons.append(_counts(problem))
-            else:
-                excess = max(s.needed_bytes - s.memory_bytes for s in attempt.stages)
-                factor = max(s.needed_bytes / s.memory_bytes for s in attempt.stages)
-                if nearest is None or factor < nearest[0]:
-                    nearest = factor, excess, attempt
-    if nearest is None:
-        return NothingFits("; ".join(dict.fromkeys(reasons)))
-    _, excess, attempt = nearest
+def explain(problem: Problem, n_microbatches: int, fill: Fill) -> NothingFits:
+    """The exception to raise when a search came back empty."""
+    whole = table(problem)
+    lacking = _lacking(whole)
+    if lacking:
+        return NothingFits(lacking)
+    if not fill.allows(1, n_microbatches):
+        return NothingFits(f"{fill.label} does not allow {n_microbatches} microbatches on one group of devices")
+    attempt = _least_memory(whole, fill, n_microbatches)
+    if attempt is None:
+        return NothingFits(_counts(problem))
     worst = max(attempt.stages, key=lambda s: s.needed_bytes / s.memory_bytes)
+    excess = max(s.needed_bytes - s.memory_bytes for s in attempt.stages)
     c = worst.choice
-    recompute = problems[attempt.n_microbatches].recompute
-    advice = "" if recompute != "never" else ", or allow recomputing"
+    advice = "" if problem.recompute != "never" else ", or allow recomputing"
     return NothingFits(
         f"memory: the nearest attempt ({len(attempt.stages)} stages, {attempt.schedule}, {attempt.n_microbatches} "
         f"microbatches) needs {worst.needed_bytes / 1e9:.4g} GB on each device of blocks {c.first}-{c.last} on "
@@ -73,7 +60,7 @@ def _attempt(own: Table, fill: Fill, m: int, factor: float) -> Candidate | None:
     counts = [None] if fill.by_distance else range(1, own.problem.stage_limit + 1)
     found = []
     for n in counts:
-        if n is not None and m < fill.least(n):
+        if n is not None and not fill.allows(n, m):
             continue
         best = solve(own, timed(own, fill, m, n, factor), fill, m, n, INF, ATTEMPT_WIDTH).best
         found += list(best.values())

@@ -12,7 +12,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from .fill import Fill
+from cost_models.pipeline.kinds import Fill
+
 from .words import Problem, StageCost, Submesh
 
 Floats = NDArray[np.float64]

@@ -31,13 +31,13 @@ from autopar.runtime.executor import mixed_seed
 from autopar.runtime.pipeline import PipelineModule
 from autopar.staging import StageGraph, crossings_of, hot_ops
 from autopar.staging import cut as stages_of
-from cost_models.pipeline import parse, search, times
+from cost_models.pipeline import SCHEDULES as RECORDS
+from cost_models.pipeline import build, parse, search, times
 from cost_models.pipeline.actions import Schedule
-from cost_models.pipeline.builders import build
 from hardware_profiles import load_cluster
 
 ONE: Mesh = (("data", 1),)
-SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved-1f1b": 2, "zb-h1": 1, "zb-v": 2, "dualpipe-v": 2}
+SCHEDULES = {name: kind.fewest for name, kind in RECORDS.items()}
 """The synchronous schedules, and how many stages a group holds."""
 MODELS = ("gpt2", "llama", "t5", "unet", "resnet", "vit")
 TWO = (ONE, ONE)

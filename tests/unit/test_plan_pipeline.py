@@ -27,8 +27,7 @@ from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.planner.intra_op.price import pricer
 from autopar.rules.registry import rules_of
 from autopar.staging import hot_ops
-from cost_models.pipeline import simulate
-from cost_models.staging.fill import FILLS
+from cost_models.pipeline import fill_of, simulate
 from hardware_profiles import load_cluster
 
 MESH = (("data", 2), ("tensor", 2))
@@ -105,7 +104,7 @@ def test_the_pace_equals_that_of_the_best_of_all_cuts() -> None:
         n, groups = len(filler.kinds), rng.randint(2, 3)
         name = rng.choice(["gpipe", "1f1b", "zb-h1"])
         memory = rng.uniform(10, 60) * n / groups
-        places = Places(FILLS[name], filler.microbatches, [memory] * groups, [filler] * groups, n)
+        places = Places(fill_of(name), filler.microbatches, [memory] * groups, [filler] * groups, n)
         paces = []
         for cuts in itertools.combinations(range(1, n), groups - 1):
             stages = [

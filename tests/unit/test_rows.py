@@ -22,7 +22,7 @@ def stages(n: int):  # type: ignore[no-untyped-def]
 
 def test_every_synchronous_schedule_can_be_run() -> None:
     for name in SCHEDULES:
-        n = 4 if name in ("interleaved-1f1b", "zb-v", "dualpipe-v") else 2
+        n = 2 * SCHEDULES[name].fewest
         check_rows(build(name, n, 2, 4), stages(n))
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from oracles.pipedream import parse_profile, partition, stage_seconds
 
-from cost_models.pipeline import build, simulate, times
-from cost_models.staging import FILLS, NothingFits, Pool, Problem, StageCost, Submesh, search, stage
-from cost_models.staging.pipedream import parse_profile, partition, stage_seconds
+from cost_models.pipeline import SCHEDULES, build, simulate, times
+from cost_models.staging import NothingFits, Pool, Problem, StageCost, Submesh, stage
 from cost_models.staging.submeshes import alpa_sizes, any_sizes, place, pools_of, submeshes
 from hardware_profiles import load_cluster
 
@@ -44,9 +44,12 @@ def test_alpas_recurrence_for_even_stages(n: int, m: int) -> None:
         assert [s.choice.last - s.choice.first + 1 for s in best.stages] == [8 // n] * n
 
 
-@pytest.mark.parametrize("schedule", sorted(FILLS))
-def test_estimate_is_the_simulation_for_even_stages(schedule: str) -> None:
-    fill = FILLS[schedule]
+DEGREES = [(name, v) for name, kind in SCHEDULES.items() for v in range(1, 9) if kind.allows_degree(v)]
+
+
+@pytest.mark.parametrize(("schedule", "degree"), DEGREES)
+def test_estimate_is_the_simulation_for_even_stages(schedule: str, degree: int) -> None:
+    fill = SCHEDULES[schedule].at(degree)
     for n, m in [(2, 8), (3, 6), (4, 8), (4, 16)]:
         parts = n * fill.chunks
         timeline = simulate(build(schedule, parts, n, m), times(parts, 1.0, 1.0, 1.0))
@@ -119,14 +122,6 @@ def test_alexnets_two_columns() -> None:
     assert best.seconds == pytest.approx(12 + 0.2 + 6)
 
 
-def test_search_takes_the_best_of_microbatches_and_schedules() -> None:
-    problems = {m: chain(8, (pool(4, memory=14),), recompute="never") for m in (2, 16)}
-    found = search(problems, ["gpipe", "1f1b"], n_candidates=4)
-    assert [c.seconds for c in found] == sorted(c.seconds for c in found) and len(found) == 4
-    alone = [stage(problems[m], m, s)[0].seconds for m in (2, 16) for s in ("gpipe", "1f1b") if m == 2 or s == "1f1b"]
-    assert found[0].seconds == min(alone)
-
-
 def test_nothing_fits_says_which_limit_and_by_how_much() -> None:
     with pytest.raises(NothingFits) as error:
         stage(chain(4, (pool(2, memory=3),), recompute="never"), 4)
@@ -141,7 +136,7 @@ def test_nothing_fits_says_which_limit_and_by_how_much() -> None:
         stage(Problem(4, (pool(2),), (Submesh("gpu", 1),), no_head), 4)
     with pytest.raises(NothingFits, match="use all of 7 gpu"):
         stage(chain(4, (pool(7),), submeshes=(Submesh("gpu", 2),), all_devices=True), 4)
-    with pytest.raises(NothingFits, match="dualpipe-v needs at least 2 microbatches"):
+    with pytest.raises(NothingFits, match="dualpipe-v does not allow 1 microbatches"):
         stage(chain(4, (pool(2),)), 1, "dualpipe-v")
 
 

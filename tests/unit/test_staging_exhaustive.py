@@ -9,19 +9,10 @@ import random
 from functools import cache
 
 import pytest
+from oracles.exhaustive import exhaustive
 
-from cost_models.staging import (
-    FILLS,
-    NothingFits,
-    Pool,
-    Problem,
-    StageCost,
-    Submesh,
-    evaluate,
-    exhaustive,
-    fill_of,
-    stage,
-)
+from cost_models.pipeline import SCHEDULES, fill_of
+from cost_models.staging import NothingFits, Pool, Problem, StageCost, Submesh, evaluate, stage
 
 
 def instance(rng: random.Random, n_types: int, tight: float) -> Problem:
@@ -67,7 +58,7 @@ def instance(rng: random.Random, n_types: int, tight: float) -> Problem:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("schedule", sorted(FILLS))
+@pytest.mark.parametrize("schedule", [*sorted(SCHEDULES), "interleaved-1f1b:3"])
 def test_equal_to_all_ways(schedule: str) -> None:
     rng = random.Random(schedule)
     feasible = several = 0

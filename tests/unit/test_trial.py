@@ -17,10 +17,10 @@ from autopar.planner.inter_op.menu import Filled
 from autopar.planner.inter_op.stage_search import PipelineOptions, _Search, plan_pipeline
 from autopar.planner.inter_op.trial import STEADY, best, simulated
 from autopar.planner.intra_op.mesh_plan import Options
-from cost_models.pipeline import Edge, build, simulate, times
+from cost_models.pipeline import Edge, build, fill_of, simulate, times
 from hardware_profiles import load_cluster
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
+SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "interleaved-1f1b:3", "zb-h1", "zb-h1:4", "zb-v")
 
 
 @cache
@@ -35,14 +35,14 @@ def llama() -> Graph:
 
 
 def random_cut(rng: random.Random, schedule: str, groups: int) -> Cut:
-    chunks = 2 if schedule in ("interleaved-1f1b", "zb-v") else 1
+    chunks = fill_of(schedule).chunks
     stages = []
     for _ in range(groups * chunks):
         forward, inputs, weights = (rng.uniform(0.9, 1.3) for _ in range(3))
         stages.append(Filled(forward + inputs + weights, rng.uniform(0, 1), 1.0, 0, forward, weights))
     places = tuple(Group((("data", 1),), (g,)) for g in range(groups))
     crossing = tuple(rng.uniform(0, 0.2) for _ in stages[1:])
-    return Cut(places, schedule, tuple(range(1, len(stages))), tuple(stages), crossing, 0.0)
+    return Cut(places, fill_of(schedule), tuple(range(1, len(stages))), tuple(stages), crossing, 0.0)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -56,7 +56,7 @@ def test_many_microbatches_are_carried_on_from_fewer(schedule: str) -> None:
             [s.seconds - s.forward_seconds - s.weight_seconds for s in stages], [s.weight_seconds for s in stages],
             edges=[Edge(k, k + 1, wire, wire) for k, wire in enumerate(cut.crossing)],
         )  # fmt: skip
-        every = build(schedule, len(stages), groups, microbatches)
+        every = build(fill_of(schedule).name, len(stages), groups, microbatches)
         whole = simulate(every, timing).makespan_seconds
         step = max(sum(stages[s].step_seconds for s in held) for held in every.stages_of_rank)
         exact = microbatches <= (STEADY + 1) * groups

@@ -22,16 +22,14 @@ from autopar.planner.inter_op.blocks import Block
 from autopar.planner.inter_op.menu import Filled, Filler, Menus, kinds_of, menus_of
 from autopar.planner.intra_op.mesh_plan import size_text
 from cost_models import AxisCost, mesh_axes
-from cost_models.pipeline import allows
-from cost_models.staging.fill import FILLS, Fill
+from cost_models.pipeline import Fill, fill_of, parse_kind
+from cost_models.staging.estimate import Load, estimated_seconds
 from hardware_profiles import Cluster
 
 FAR = 1.3
 """A mesh is looked at further if its lower bound is within this factor of the best estimate."""
 NEAR = 1.05
 """The same where numbers of microbatches compete, so that there are more ways to come close."""
-SPLIT = ("zb-h1", "zb-v", "dualpipe-v")
-"""Schedules that compute gradients of inputs and of weights apart."""
 MOST_PLACES = 64
 """Meshes, or pairs of them for two device types, that are filled at most."""
 ALONE: Mesh = (("data", 1),)
@@ -54,7 +52,7 @@ class Cut:
     transfer over every bound."""
 
     groups: tuple[Group, ...]
-    schedule: str
+    schedule: Fill
     bounds: tuple[int, ...]
     stages: tuple[Filled, ...]
     crossing: tuple[float, ...]
@@ -101,6 +99,7 @@ class Equal:
     fastest: dict[tuple[int, Mesh], float] = field(default_factory=dict, init=False)
     _fillers: dict[tuple[int, Mesh, int | None], Filler | None] = field(default_factory=dict, init=False)
     _wires: dict[tuple[int, int], AxisCost] = field(default_factory=dict, init=False)
+    _known_fills: dict[int, tuple[Fill, ...]] = field(default_factory=dict, init=False)
 
     def cuts(self) -> list[Cut]:
         """All that are worth a further look, best first."""
@@ -141,9 +140,9 @@ class Equal:
         found = []
         for groups in self._orders(meshes):
             n = len(groups)
-            for name in self.schedules if n > 1 else self.schedules[:1]:
-                if self._allows(name, n) and self._least(meshes, FILLS[name].bubble) <= near:
-                    one = self._cut(groups, name, near, only)
+            for fill in self._fills(n):
+                if self._least(meshes, fill.bubble) <= near:
+                    one = self._cut(groups, fill, near, only)
                     found += [one] if one is not None else []
         return found
 
@@ -160,7 +159,7 @@ class Equal:
     def _bound(self, meshes: tuple[Mesh, ...]) -> float:
         """Less than any step takes: the commonest blocks at full pace, and the bubble."""
         n = self._count(meshes)
-        bubbles = [FILLS[name].bubble for name in self.schedules if self._allows(name, n)]
+        bubbles = [fill.bubble for fill in self._fills(n)]
         return self._least(meshes, min(bubbles)) if bubbles else inf
 
     def _count(self, meshes: tuple[Mesh, ...]) -> int:
@@ -262,17 +261,22 @@ class Equal:
             f"about {size_text(n_bytes)} with one microbatch in flight; use more devices or smaller microbatches"
         )
 
-    def _allows(self, name: str, groups: int) -> bool:
-        fill = FILLS[name]
+    def _fills(self, groups: int) -> tuple[Fill, ...]:
+        """The schedules for so many groups, at every degree of interleaving that is worth a look; one group runs its
+        microbatches in turn, whatever the schedule."""
         if groups == 1:
-            return True
-        if groups * fill.chunks > len(self.blocks) or self.microbatches < fill.least(groups):
-            return False
-        return allows(name, groups * fill.chunks, groups, self.microbatches)
+            return (fill_of("1f1b"),)
+        if groups not in self._known_fills:
+            found = []
+            for text in self.schedules:
+                kind, degree = parse_kind(text)
+                degrees = kind.degrees(groups, len(self.blocks)) if degree is None else [degree]
+                found += [kind.at(d) for d in degrees if groups * d <= len(self.blocks)]
+            self._known_fills[groups] = tuple(f for f in found if f.allows(groups, self.microbatches))
+        return self._known_fills[groups]
 
-    def _cut(self, groups: Sequence[Group], name: str, near: float, only: int | None) -> Cut | None:
+    def _cut(self, groups: Sequence[Group], fill: Fill, near: float, only: int | None) -> Cut | None:
         n = len(groups)
-        fill = FILLS[name] if n > 1 else FILLS["1f1b"]
         pool_of = {d: k for k, pool in enumerate(self.pools) for d in pool}
         pools = [pool_of[g.devices[0]] for g in groups]
         fillers = [self._filler(k, g.mesh, only) for k, g in zip(pools, groups, strict=True)]
@@ -283,21 +287,24 @@ class Equal:
         stages = Places(fill, self.microbatches, memory, known, len(self.blocks)).best(near / self.microbatches)
         if stages is None:
             return None
-        chunks = fill.chunks if n > 1 else 1
-        held = [[s for _, s in stages[g::n]] for g in range(n)]
-        if chunks > 1 and not name.startswith("interleaved"):
-            held = [[stages[g][1], stages[-1 - g][1]] for g in range(n)]
-        crossing = [self._transfer(first, groups) for first, _ in stages[1:]]
-        times = [sum(s.seconds for s in own) for own in held]
-        pace = max(*times, *(chunks * c for c in crossing)) if crossing else max(times)
-        step = max(sum(s.step_seconds for s in own) for own in held)
-        again = any(s.recomputed for _, s in stages)
-        bubble = 1 / chunks if again and name in SPLIT else fill.bubble  # a backward that recomputes is not split
-        seconds = bubble * (sum(times) + 2 * sum(crossing)) + (self.microbatches - bubble) * pace + step
-        if n == 1:
-            seconds = self.microbatches * times[0] + step
-        bounds, filled = tuple(first for first, _ in stages[1:]), tuple(s for _, s in stages)
-        return Cut(tuple(groups), name, bounds, filled, tuple(crossing), seconds)
+        held = fill.kind.placement(len(stages), n)
+        owner = {s: g for g, own in enumerate(held) for s in own}
+        crossing = [
+            self._transfer(first, groups) if owner[s] != owner[s + 1] else 0.0
+            for s, (first, _) in enumerate(stages[1:])
+        ]  # fmt: skip
+        filled = tuple(s for _, s in stages)
+        loads = [
+            Load(
+                sum(filled[s].seconds for s in own), sum(filled[s].backward_seconds for s in own),
+                sum(filled[s].step_seconds for s in own), sum(crossing[s] for s in own if s < len(crossing)),
+            )
+            for own in held
+        ]  # fmt: skip
+        again = any(s.recomputed for s in filled)  # a backward that recomputes is not split
+        bubble = fill.whole_bubble if again else fill.bubble
+        seconds = estimated_seconds(bubble, 0.0, self.microbatches, loads)  # nothing hides in the simulated step either
+        return Cut(tuple(groups), fill, tuple(first for first, _ in stages[1:]), filled, tuple(crossing), seconds)
 
     def _transfer(self, block: int, groups: Sequence[Group]) -> float:
         """Of what crosses, between the first two groups: they are alike, or near enough for an estimate."""
@@ -326,18 +333,14 @@ class Places:
 
     def __post_init__(self) -> None:
         self.groups = len(self.fillers)
-        chunks = self.fill.chunks if self.groups > 1 else 1
+        chunks = self.fill.chunks
         self.n_stages = self.groups * chunks
         self.memory = [n / chunks for n in self.memory_bytes]
+        held = self.fill.kind.placement(self.n_stages, self.groups)
+        self.group_of = {s: g for g, own in enumerate(held) for s in own}
         self.in_flight = [
-            self.fill.in_flight(self._group(s), self.groups, self.microbatches) if self.groups > 1 else 1.0
-            for s in range(self.n_stages)
+            self.fill.in_flight(self.group_of[s], self.groups, self.microbatches) for s in range(self.n_stages)
         ]
-
-    def _group(self, stage: int) -> int:
-        if self.fill.chunks == 1 or self.fill.name.startswith("interleaved"):
-            return stage % self.groups
-        return min(stage, self.n_stages - 1 - stage)
 
     def best(self, most: float = inf) -> list[tuple[int, Filled]] | None:
         """``(first block, stage)`` of every stage, at the least pace; None if that is more than ``most``."""
@@ -369,7 +372,7 @@ class Places:
     def _longest(self, s: int, end: int, pace: float, guess: int) -> tuple[int, Filled] | None:
         """Stage ``s`` that ends at ``end`` with as many blocks as may be, looked for around a guess of their number,
         and its first block. Earlier stages get one each."""
-        group, most = self._group(s), end - s
+        group, most = self.group_of[s], end - s
         filler, in_flight, memory = self.fillers[group], self.in_flight[s], self.memory[group]
         best: Filled | None = None
 

@@ -30,7 +30,7 @@ from autopar.planner.intra_op.problem import Beaten
 from autopar.planner.intra_op.recompute import is_asked, patterns_in, segment, segments_of
 from autopar.rules.registry import rules_of
 from autopar.staging import StageGraph, crossings_of, cut, hot_ops
-from cost_models.pipeline import Action, Schedule, Timeline, Times, build, live_per_stage, simulate
+from cost_models.pipeline import USUAL, Action, Schedule, Timeline, Times, build, label_of, live_per_stage, simulate
 from hardware_profiles import Cluster
 
 SMALL = 16
@@ -38,7 +38,7 @@ SMALL = 16
 REFINED = 4
 """Times that the slowest stages are planned again, or the bounds are moved."""
 SHARES = 16
-"""Parts into which a group's memory is divided among its stages: so that many stages get the same limit."""
+"""Parts into which a group's memory is divided for every two of its stages: so that many stages get the same limit."""
 WORTH = 1.1
 """On few devices, a stage is not searched to its end if it alone takes this factor of the best step so far."""
 LARGE_GAP = 0.06
@@ -52,7 +52,7 @@ class PipelineOptions:
     Attributes:
         microbatches: per step; the graph is that of one.
         groups: groups of devices; None tries every number that divides the devices, 1 included.
-        schedules: names to choose from.
+        schedules: names to choose from; ``interleaved-1f1b:4`` is one with a degree of interleaving.
         mesh: of every group; None tries every shape.
         starts: names of the first operators of all stages but the first; None lets the planner cut.
         options: for the plan of each stage.
@@ -63,7 +63,7 @@ class PipelineOptions:
 
     microbatches: int
     groups: int | None = None
-    schedules: Sequence[str] = ("1f1b", "zb-h1", "interleaved-1f1b", "zb-v")
+    schedules: Sequence[str] = USUAL
     mesh: Mesh | None = None
     starts: Sequence[str] | None = None
     options: Options = field(default_factory=Options)
@@ -200,7 +200,7 @@ class ExactPlans:
             self.asked.options.optimizer, seconds,
         ).validate()  # fmt: skip
         count = f"{plan.microbatches} microbatch{'es' if plan.microbatches > 1 else ''}"
-        return Exact(seconds, f"{candidate}, {schedule.name}, {count}", plan, timeline, self, candidate)
+        return Exact(seconds, f"{candidate}, {label_of(schedule)}, {count}", plan, timeline, self, candidate)
 
     def limit(self, devices: Sequence[int]) -> float:
         """Bytes that a device of a group may hold."""
@@ -270,8 +270,9 @@ class ExactPlans:
             return 1 / len(held)
         needs = {s: candidate.n_bytes[s][0] + live[s] * candidate.n_bytes[s][1] for s in held}
         most = max(held, key=lambda s: (needs[s], s))
-        parts = {s: ceil(SHARES * needs[s] / sum(needs.values())) for s in held if s != most}
-        return parts.get(stage, SHARES - sum(parts.values())) / SHARES
+        shares = SHARES * len(held) // 2
+        parts = {s: ceil(shares * needs[s] / sum(needs.values())) for s in held if s != most}
+        return parts.get(stage, shares - sum(parts.values())) / shares
 
     def _fitting(
         self, stage: StageGraph, candidate: Candidate, mesh: Mesh, options: Options, devices: tuple[int, ...],

@@ -212,6 +212,11 @@ class Filled:
     kept_bytes: float = 0.0
     static_bytes: float = 0.0
 
+    @property
+    def backward_seconds(self) -> float:
+        """The part of a microbatch's seconds that is backward."""
+        return self.seconds - self.forward_seconds
+
 
 @dataclass
 class Filler:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from autopar.errors import PlanError
 from autopar.plan import StagePlan
-from cost_models.pipeline import SCHEDULES, Schedule, Times, live_per_stage, search
+from cost_models.pipeline import SCHEDULES, Schedule, Times, live_per_stage, parse_kind, search
 from cost_models.pipeline.asynchronous import ASYNCHRONOUS
 
 SEARCHED = "searched"
@@ -30,8 +30,14 @@ def check_name(name: str) -> None:
             f"it can be simulated (cost_models.pipeline.asynchronous) and is not run; use {', '.join(SCHEDULES)} or "
             f"{SEARCHED}"
         )
-    if name not in SCHEDULES and name != SEARCHED:
+    if name == SEARCHED:
+        return
+    if name.partition(":")[0] not in SCHEDULES:
         raise PlanError(f"no schedule '{name}'; use {', '.join(SCHEDULES)} or {SEARCHED}")
+    try:
+        parse_kind(name)
+    except ValueError as error:
+        raise PlanError(str(error)) from None
 
 
 def better_order(

@@ -10,10 +10,12 @@ from autopar.errors import InfeasibleError, MeshError, PlanError, closest
 from autopar.graph import Graph
 from autopar.labels import matches, op_labels
 from autopar.placements import Mesh, format_mesh
+from autopar.planner.inter_op.order import SEARCHED, START
 from autopar.planner.intra_op.mesh_plan import Options, _Pins
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import options_of
 from autopar.staging import StageGraph, hot_ops
+from cost_models.pipeline import parse_kind
 
 
 def starts_of(graph: Graph, cuts: Sequence[str]) -> tuple[str, ...]:
@@ -118,13 +120,13 @@ def _there(constraints: Mapping[str, Mapping[str, str]] | None, graph: Graph) ->
 
 
 def check_counts(
-    groups: int | None, cuts: Sequence[str], n: int, deep: Mapping[str, int], mesh: Mesh | None, options: Options,
+    groups: int | None, cuts: Sequence[str], n: int, schedules: Sequence[str], mesh: Mesh | None, options: Options,
     sizes: Sequence[Mesh],
 ) -> None:  # fmt: skip
     """Refuse cuts that no number of groups allows, and wishes that no mesh of a group can meet.
 
     Args:
-        deep: stages that a group holds, by schedule.
+        schedules: names to choose from.
         sizes: the meshes that a group may have.
 
     Raises:
@@ -145,16 +147,22 @@ def check_counts(
         )
     stages = len(cuts) + 1
     counts = [groups] if groups is not None else [g for g in range(1, n + 1) if n % g == 0]
-    held = {g * d if g > 1 else 1 for g in counts for d in deep.values()}
-    if stages not in held:
-        asked = f"{groups} group{'s' if groups > 1 else ''}" if groups is not None else f"equal groups of {n} devices"
-        each = "; ".join(
-            f"{', '.join(name for name in deep if deep[name] == d)}: {d} a group" for d in sorted({*deep.values()})
-        )
-        raise PlanError(
-            f"{len(cuts)} cut{'s make' if len(cuts) > 1 else ' makes'} {stages} stages; {asked} hold "
-            f"{' or '.join(map(str, sorted(held)))} stages ({each}); give one cut less than stages"
-        )
+    kinds = {name: parse_kind(START if name == SEARCHED else name) for name in schedules}
+    for g in counts:
+        for kind, degree in kinds.values():
+            if g > 1 and stages % g == 0 and kind.allows_degree(stages // g) and degree in (None, stages // g):
+                return
+    if stages == 1 and 1 in counts:
+        return
+    asked = f"{groups} group{'s' if groups > 1 else ''}" if groups is not None else f"equal groups of {n} devices"
+    each = "; ".join(
+        f"{name}: {degree or kind.fewest}{' or more' if kind.most is None and degree is None else ''} a group"
+        for name, (kind, degree) in kinds.items()
+    )
+    raise PlanError(
+        f"{len(cuts)} cut{'s make' if len(cuts) > 1 else ' makes'} {stages} stages, which {asked} cannot hold "
+        f"({each}); give one cut less than stages"
+    )
 
 
 __all__ = ["allows", "check", "check_counts", "of_stage", "starts_of"]

@@ -30,18 +30,15 @@ from autopar.planner.inter_op.exact import SMALL, Candidate, Exact, ExactPlans, 
 from autopar.planner.inter_op.menu import Menus
 from autopar.planner.inter_op.order import SEARCHED, START, check_name
 from autopar.planner.inter_op.stage_pins import allows
-from autopar.planner.inter_op.unequal import SCHEDULES as UNEQUAL_SCHEDULES
 from autopar.planner.inter_op.unequal import Unequal
 from autopar.planner.intra_op.fold import fold
 from autopar.planner.intra_op.problem import Beaten
 from autopar.planner.intra_op.recompute import is_asked, segments_of
 from autopar.rules.registry import rules_of
 from autopar.staging import cut
-from cost_models.pipeline import Timeline
+from cost_models.pipeline import Fill, Timeline, fill_of, parse_kind
 from hardware_profiles import Cluster
 
-PER_RANK = {"interleaved-1f1b": 2, "zb-v": 2, "dualpipe-v": 2}
-"""Stages that each group holds in a schedule; one in the others."""
 CANDIDATES = 3
 """Ways to cut that are planned exactly and simulated, at most."""
 TRIALS = 16
@@ -205,10 +202,10 @@ class _Search(ExactPlans):
         if self.asked.starts is not None:
             return self._pinned(self.asked.starts)
         asked = self.asked
-        names = {START if name == SEARCHED else name: name for name in asked.schedules}
+        schedules = tuple(dict.fromkeys(START if name == SEARCHED else name for name in asked.schedules))
         pools = self._pools
         search = Equal(
-            self.cluster, pools, self.blocks, self.menus, self._shapes, tuple(names), asked.microbatches,
+            self.cluster, pools, self.blocks, self.menus, self._shapes, schedules, asked.microbatches,
             [self.limit(pool) for pool in pools], asked.groups, floors or {}, best_known, far,
             self.n_devices <= SMALL,
         )  # fmt: skip
@@ -225,7 +222,7 @@ class _Search(ExactPlans):
             best += [c for c in near if any(c.groups == d.groups for d in found[:CANDIDATES])]
         cuts = [
             Candidate(
-                tuple(g.mesh for g in c.groups), tuple(g.devices for g in c.groups), names[c.schedule],
+                tuple(g.mesh for g in c.groups), tuple(g.devices for g in c.groups), self._named(c.schedule),
                 tuple(self.blocks[b].first for b in c.bounds), c.seconds, c.recomputed,
                 tuple((s.static_bytes, s.kept_bytes) for s in c.stages),
             )
@@ -238,12 +235,22 @@ class _Search(ExactPlans):
         positions = {self.name(p): p for p in range(len(self.ops))}
         bounds = tuple(positions.get(s, 0) for s in starts)
         found = []
-        for name in self.asked.schedules:
-            groups, rest = divmod(len(starts) + 1, PER_RANK.get(name, 1))
-            if rest or self.n_devices % groups or self.asked.groups not in (None, groups):
-                continue
-            found += [_equal(groups, mesh, name, bounds) for mesh in self._shapes(self.n_devices // groups)]
+        n_stages = len(starts) + 1
+        for text in self.asked.schedules:
+            kind, degree = parse_kind(START if text == SEARCHED else text)
+            name = SEARCHED if text == SEARCHED else kind.name
+            for each in range(1, n_stages + 1) if degree is None else [degree]:
+                groups, rest = divmod(n_stages, each)
+                if rest or not kind.allows_degree(each) or self.n_devices % groups:
+                    continue
+                if self.asked.groups not in (None, groups) or (groups == 1 and n_stages > 1):
+                    continue
+                found += [_equal(groups, mesh, name, bounds) for mesh in self._shapes(self.n_devices // groups)]
         return found
+
+    def _named(self, fill: Fill) -> str:
+        """The schedule's name; that of the one that is searched for, where its stages are planned for this one."""
+        return SEARCHED if fill.name == START and SEARCHED in self.asked.schedules else fill.name
 
     @cached_property
     def menus(self) -> Menus:
@@ -259,7 +266,7 @@ class _Search(ExactPlans):
     def _unequal(self) -> list[Candidate]:
         """Ways to cut over unequal groups, where these are worth a search: devices that differ, or divide badly."""
         asked, n = self.asked, self.n_devices
-        names = [name for name in asked.schedules if name in UNEQUAL_SCHEDULES]
+        names = [name for name in asked.schedules if name != SEARCHED and fill_of(name).chunks == 1]
         divides = sum(n % g == 0 for g in range(1, n + 1)) > 2
         if asked.mesh or not names or n != self.cluster.n_devices or n < 3 or len(self._pools) > 1:
             return []

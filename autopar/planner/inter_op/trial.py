@@ -31,12 +31,12 @@ def simulated(cut: Cut, microbatches: int) -> float:
         edges=[Edge(s, s + 1, wire, wire) for s, wire in enumerate(cut.crossing)],
     )  # fmt: skip
     few, more = STEADY * n, (STEADY + 1) * n
-    schedule = build(cut.schedule, len(stages), n, min(microbatches, more))
+    schedule = build(cut.schedule.name, len(stages), n, min(microbatches, more))
     step = max(sum(stages[s].step_seconds for s in held) for held in schedule.stages_of_rank)
     last = simulate(schedule, timing).makespan_seconds
     if microbatches <= more:
         return last + step
-    first = simulate(build(cut.schedule, len(stages), n, few), timing).makespan_seconds
+    first = simulate(build(cut.schedule.name, len(stages), n, few), timing).makespan_seconds
     slowest = max(sum(stages[s].seconds for s in held) for held in schedule.stages_of_rank)
     return last + max((last - first) / n, slowest) * (microbatches - more) + step
 

@@ -7,9 +7,8 @@ from dataclasses import replace
 from functools import cache
 from itertools import combinations
 
-from .estimate import evaluate
-from .fill import Fill, fill_of
-from .words import Candidate, Choice, Problem
+from cost_models.pipeline import Fill, fill_of
+from cost_models.staging import Candidate, Choice, Problem, evaluate
 
 
 def exhaustive(problem: Problem, n_microbatches: int, schedule: str | Fill = "1f1b") -> list[Candidate]:
@@ -18,7 +17,7 @@ def exhaustive(problem: Problem, n_microbatches: int, schedule: str | Fill = "1f
     problem = replace(problem, cost=cache(problem.cost), transfer=cache(problem.transfer))
     best: dict[int, Candidate] = {}
     for n in range(1, problem.stage_limit + 1):
-        if n_microbatches < fill.least(n):
+        if not fill.allows(n, n_microbatches):
             continue
         for cuts in combinations(range(1, problem.n_blocks), n - 1):
             ends = zip((0, *cuts), (*cuts, problem.n_blocks))

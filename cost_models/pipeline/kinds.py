@@ -1,0 +1,242 @@
+"""Schedules as records: all that a search must know of each, beside the function that builds its rows.
+
+    schedule           stages   in flight on group i of S (whole groups)           bubble    drain   source
+    gpipe              1        m                                                  1         1       arXiv:1811.06965
+    1f1b               1        min(m, S - i)                                      1         1       arXiv:2006.09503
+    interleaved-1f1b   v >= 2   (2 (S - i - 1) + (v - 1) g + 1) / v, at most m     1/v       1/v     arXiv:2104.04473
+    zb-h1              v >= 1   (S + (v - 1) g) / v, at most m                     1/(3 v)   0       arXiv:2401.10241
+    zb-v               2        min(m, S)                                          1/6       0       arXiv:2405.15362
+    dualpipe-v         2        S + 1/2                                            1/6       0       arXiv:2412.19437
+
+`stages` are those that a group of devices holds, its degree of interleaving v; g = m // max(1, m // S) microbatches go
+through one of them before the next one's turn. The zero-bubble rows have their bubbles for equal forward,
+input-gradient and weight-gradient times and m >= S; a backward that is not split leaves 1/v. All numbers are those of
+the simulator, which tests compare.
+
+A new schedule is a builder in :mod:`.builders` and a record here. The planner, the command line and the tests read
+everything else from the record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from . import builders
+from .actions import Schedule
+from .placements import loop_placement, v_placement
+
+Builder = Callable[[int, int, int], Schedule]
+"""(stages, ranks, microbatches) -> the schedule; ValueError for counts that it does not allow."""
+Check = Callable[[str, int, int, int], object]
+"""(name, stages, ranks, microbatches): raises the same ValueError as the builder, without building."""
+Placement = Callable[[int, int], tuple[tuple[int, ...], ...]]
+"""(stages, ranks) -> the stages of every rank."""
+InFlight = Callable[[int, int, int, int], float]
+"""(group i, groups S, microbatches m, degree v) -> microbatches whose activations group i keeps at once."""
+
+
+@dataclass(frozen=True)
+class ScheduleKind:
+    """One schedule by name.
+
+    Attributes:
+        build, check, placement, in_flight: see the types above. `in_flight` is never less for a smaller i, nor for a
+            larger S with the same i.
+        bubble: of a degree: the share of the other groups' times that a step waits for, all of it in 1F1B.
+        drain: of a degree: the share of earlier groups' last backwards behind which a group's once-a-step work hides.
+        fewest, most: stages that a group may hold; most is None where any number may be.
+        splits: the backward is computed in halves, so where it cannot be split the bubble is larger.
+        by_distance: `in_flight` depends on S - i and m only, so one search finds all numbers of groups.
+        usual: searched unless schedules are named. The others cannot win by the price as it is: GPipe takes as long as
+            1F1B and keeps more, and overlapped pairs are priced as one after the other.
+    """
+
+    name: str
+    build: Builder
+    check: Check
+    in_flight: InFlight
+    placement: Placement = loop_placement
+    bubble: Callable[[int], float] = lambda degree: 1 / degree
+    drain: Callable[[int], float] = lambda degree: 1 / degree
+    fewest: int = 1
+    most: int | None = 1
+    splits: bool = False
+    by_distance: bool = False
+    usual: bool = True
+
+    def allows_degree(self, degree: int) -> bool:
+        """Whether a group may hold so many stages."""
+        return self.fewest <= degree and (self.most is None or degree <= self.most)
+
+    def degrees(self, groups: int, n_blocks: int) -> list[int]:
+        """Degrees of interleaving that are worth a look where blocks are cut into the stages of so many groups: for
+        every number of blocks that a stage may have, the most stages; the fewest first."""
+        most = n_blocks // groups
+        if self.most is not None:
+            most = min(most, self.most)
+        natural = {n_blocks // (groups * blocks) for blocks in range(1, n_blocks // groups + 1)}
+        return [d for d in sorted({self.fewest, *natural}) if self.fewest <= d <= most]
+
+    def at(self, degree: int | None = None) -> Fill:
+        """The schedule with so many stages a group, by default the fewest.
+
+        Raises:
+            ValueError: it does not allow so many.
+        """
+        return _fill(self.name, self.fewest if degree is None else degree)
+
+
+@dataclass(frozen=True)
+class Fill:
+    """How a schedule fills a pipeline: a kind at one degree of interleaving.
+
+    Attributes:
+        kind: the schedule.
+        chunks: the degree: stages that one group of devices holds. They are counted together in `in_flight`, and a
+            boundary between two groups is crossed once for each.
+        bubble, drain: as in :class:`ScheduleKind`.
+    """
+
+    kind: ScheduleKind
+    chunks: int
+    bubble: float
+    drain: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.drain <= self.bubble <= 1:
+            raise ValueError(f"{self.name}: 0 <= drain {self.drain:g} <= bubble {self.bubble:g} <= 1 does not hold")
+
+    @property
+    def name(self) -> str:
+        """Of the schedule."""
+        return self.kind.name
+
+    @property
+    def label(self) -> str:
+        """The name, with the degree where it is more than one and could be another: `interleaved-1f1b:4`."""
+        return self.name if self.kind.most is not None or self.chunks == 1 else f"{self.name}:{self.chunks}"
+
+    @property
+    def whole_bubble(self) -> float:
+        """The bubble where some backward cannot be split."""
+        return 1 / self.chunks if self.kind.splits else self.bubble
+
+    @property
+    def by_distance(self) -> bool:
+        """As in :class:`ScheduleKind`; with one stage a group."""
+        return self.kind.by_distance
+
+    def in_flight(self, group: int, groups: int, microbatches: int) -> float:
+        """Microbatches, of all stages of a group together, whose activations it keeps at once."""
+        return self.kind.in_flight(group, groups, microbatches, self.chunks)
+
+    def allows(self, groups: int, microbatches: int) -> bool:
+        """Whether it can be built for so many groups and microbatches."""
+        return allows(self.name, groups * self.chunks, groups, microbatches)
+
+
+def _interleaved(i: int, n: int, m: int, v: int) -> float:
+    return min(v * m, 2 * (n - i - 1) + (v - 1) * _round(n, m) + 1) / v
+
+
+def _zero_bubble(i: int, n: int, m: int, v: int) -> float:
+    return min(v * m, n + (v - 1) * _round(n, m)) / v
+
+
+def _round(n: int, m: int) -> int:
+    """Microbatches that go through a stage before the next one of its group has its turn."""
+    return m // max(1, m // n)
+
+
+SCHEDULES = {
+    kind.name: kind
+    for kind in (
+        ScheduleKind(
+            "gpipe", builders.gpipe, builders.one_a_rank, lambda i, n, m, v: m, by_distance=True, usual=False
+        ),
+        ScheduleKind(
+            "1f1b", builders.one_f_one_b, builders.one_a_rank, lambda i, n, m, v: min(m, n - i), by_distance=True
+        ),
+        ScheduleKind(
+            "interleaved-1f1b", builders.interleaved, builders.equal_rounds, _interleaved, fewest=2, most=None
+        ),
+        ScheduleKind(
+            "zb-h1", builders.zero_bubble_h1, builders.equal_rounds, _zero_bubble, bubble=lambda v: 1 / (3 * v),
+            drain=lambda v: 0.0, most=None, splits=True,
+        ),
+        ScheduleKind(
+            "zb-v", builders.zero_bubble_v, builders.two_a_rank, lambda i, n, m, v: min(m, n), v_placement,
+            bubble=lambda v: 1 / 6, drain=lambda v: 0.0, fewest=2, most=2, splits=True,
+        ),
+        ScheduleKind(
+            "dualpipe-v", builders.dualpipe_v, builders.as_many_as_stages, lambda i, n, m, v: n + 0.5, v_placement,
+            bubble=lambda v: 1 / 6, drain=lambda v: 0.0, fewest=2, most=2, splits=True, usual=False,
+        ),
+    )
+}  # fmt: skip
+"""All schedules that are built by name."""
+USUAL = tuple(name for name, kind in SCHEDULES.items() if kind.usual)
+"""Names of those that are searched unless others are asked for."""
+
+
+@lru_cache(maxsize=1024)
+def _fill(name: str, degree: int) -> Fill:
+    kind = SCHEDULES[name]
+    if not kind.allows_degree(degree):
+        most = f"{kind.fewest} or more" if kind.most is None else f"{kind.fewest}"
+        raise ValueError(f"{name} holds {most} stages a rank, not {degree}")
+    return Fill(kind, degree, kind.bubble(degree), kind.drain(degree))
+
+
+def parse_kind(text: str) -> tuple[ScheduleKind, int | None]:
+    """`zb-h1`, or `interleaved-1f1b:4` with the degree of interleaving; None where it is left open.
+
+    Raises:
+        ValueError: no schedule has that name, or it does not allow so many stages a group.
+    """
+    name, colon, degree = text.partition(":")
+    if name not in SCHEDULES:
+        raise ValueError(f"unknown schedule '{name}', known: {', '.join(SCHEDULES)}")
+    if not colon:
+        return SCHEDULES[name], None
+    if not degree.isdigit():
+        raise ValueError(f"schedule '{text}': '{degree}' is no number of stages a group; write {name}:4")
+    return SCHEDULES[name].at(int(degree)).kind, int(degree)
+
+
+def fill_of(schedule: str | Fill) -> Fill:
+    """The schedule of that name (`zb-h1`, `interleaved-1f1b:4`), with the fewest stages a group if it does not say.
+
+    Raises:
+        ValueError: as for :func:`parse_kind`.
+    """
+    if isinstance(schedule, Fill):
+        return schedule
+    kind, degree = parse_kind(schedule)
+    return kind.at(degree)
+
+
+def label_of(schedule: Schedule) -> str:
+    """The name of a schedule that was built, with its degree of interleaving as in :attr:`Fill.label`."""
+    if schedule.name not in SCHEDULES:
+        return schedule.name
+    return SCHEDULES[schedule.name].at(schedule.n_stages // schedule.n_ranks).label
+
+
+def build(name: str, n_stages: int, n_ranks: int, n_microbatches: int) -> Schedule:
+    """The schedule of that name. Raises ValueError for an unknown name and for counts that it does not allow."""
+    if name not in SCHEDULES:
+        raise ValueError(f"unknown schedule '{name}', known: {', '.join(SCHEDULES)}")
+    return SCHEDULES[name].build(n_stages, n_ranks, n_microbatches)
+
+
+def allows(name: str, n_stages: int, n_ranks: int, n_microbatches: int) -> bool:
+    """Whether `build` would give a schedule for these counts; without building it. Raises KeyError for an unknown
+    name."""
+    try:
+        SCHEDULES[name].check(name, n_stages, n_ranks, n_microbatches)
+    except ValueError:
+        return False
+    return True
