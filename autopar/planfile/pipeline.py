@@ -46,7 +46,7 @@ from autopar.planfile.write import digest, rest
 from autopar.planfile.write import dumps as dumps_stage
 from autopar.planner.inter_op.timing import timing_of
 from autopar.staging import StageGraph, crossings_of, cut
-from cost_models.pipeline import Schedule, live_per_stage, parse, simulate, times
+from cost_models.pipeline import Schedule, live_at_peak, parse, simulate, times
 from hardware_profiles import Cluster
 from hardware_profiles.strict import Unreadable, parse_json
 
@@ -236,9 +236,9 @@ def loads(
         check_places(schedule, [d.mesh for d in documents], devices)
     except PlanError as error:
         raise PlanError(f"{where}: {error}") from None
-    live = live_per_stage(schedule)
     plans = [bind(d, g.graph, hardware, devices=own) for d, g, own in zip(documents, graphs, devices, strict=True)]
     seconds = float(raw.get("seconds") or 0.0)
+    live = live_at_peak(schedule, [own.kept_bytes for own in plans])
     choices = tuple(own.with_in_flight(live[k]) for k, own in enumerate(plans))
     plan = PipelinePlan(
         raw["fingerprint"], raw["cluster"], choices, schedule, crossings_of(graphs), raw["optimizer"], seconds,
@@ -250,6 +250,7 @@ def loads(
             again = bind(document, stage.graph, hardware, devices=devices[k], anew=True)
             if again.price != plans[k].price:
                 plans[k] = again
+    live = live_at_peak(schedule, [own.kept_bytes for own in plans])
     if moved or any(_priced_anew(d, own) for d, own in zip(documents, plans, strict=True)):
         choices = tuple(own.with_in_flight(n) for own, n in zip(plans, live, strict=True))
         timing, step = timing_of(graphs, choices, schedule, hardware())

@@ -19,7 +19,7 @@ def stage_rows(graph: Graph, plan: PipelinePlan, timeline: Timeline, cluster: Cl
     ``limit_bytes`` is what the stage may fill: the limit that was asked for, or nine tenths of the memory, shared by
     the stages of a group.
     """
-    labels, live, t = op_labels(graph), timeline.live_per_stage, timeline.times
+    labels, t = op_labels(graph), timeline.times
     group = plan.schedule.rank_of_stage
     rows = []
     for number, choice in enumerate(plan.stages):
@@ -30,7 +30,7 @@ def stage_rows(graph: Graph, plan: PipelinePlan, timeline: Timeline, cluster: Cl
             "devices": list(choice.devices), "mesh": dict(choice.mesh),
             "forward_seconds": t.forward_seconds[number], "input_seconds": t.input_seconds[number],
             "weight_seconds": t.weight_seconds[number], "backward_seconds": t.backward_seconds[number],
-            "step_seconds": price.parameter_seconds, "in_flight": live[number],
+            "step_seconds": price.parameter_seconds, "in_flight": choice.in_flight,
             "parameter_bytes": price.parameter_bytes, "gradient_bytes": price.gradient_bytes,
             "optimizer_bytes": price.optimizer_bytes, "gathered_bytes": price.gathered_bytes,
             "activation_bytes": price.activation_bytes, "microbatch_bytes": choice.kept_bytes,

@@ -7,12 +7,12 @@ from .kinds import SCHEDULES, USUAL, Fill, ScheduleKind, allows, build, fill_of,
 from .placements import loop_placement, v_placement
 from .search import Found, search
 from .simulate import Deadlock, simulate
-from .timeline import Timeline, live_per_rank, live_per_stage, peak_bytes
+from .timeline import Timeline, live_at_peak, live_per_rank, live_per_stage, peak_bytes
 from .times import Edge, Times, times
 
 __all__ = [
     "SCHEDULES", "USUAL", "Action", "Deadlock", "Edge", "Fill", "Found", "Overlap", "Schedule", "ScheduleKind",
-    "Timeline", "Times", "allows", "build", "fill_of", "forward_only", "grid", "label_of", "live_per_rank",
-    "live_per_stage", "loop_placement", "parse", "parse_kind", "peak_bytes", "search", "simulate", "times",
-    "v_placement",
+    "Timeline", "Times", "allows", "build", "fill_of", "forward_only", "grid", "label_of", "live_at_peak",
+    "live_per_rank", "live_per_stage", "loop_placement", "parse", "parse_kind", "peak_bytes", "search", "simulate",
+    "times", "v_placement",
 ]  # fmt: skip

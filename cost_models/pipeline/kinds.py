@@ -226,10 +226,12 @@ def label_of(schedule: Schedule) -> str:
 
 
 def build(name: str, n_stages: int, n_ranks: int, n_microbatches: int) -> Schedule:
-    """The schedule of that name. Raises ValueError for an unknown name and for counts that it does not allow."""
-    if name not in SCHEDULES:
-        raise ValueError(f"unknown schedule '{name}', known: {', '.join(SCHEDULES)}")
-    return SCHEDULES[name].build(n_stages, n_ranks, n_microbatches)
+    """The schedule of that name (`zb-h1`, `interleaved-1f1b:4`). Raises ValueError for an unknown name and for counts
+    that it does not allow."""
+    kind, degree = parse_kind(name)
+    if degree is not None and n_stages != degree * n_ranks:
+        raise ValueError(f"{name} of {n_stages} stages on {n_ranks} ranks: use {degree * n_ranks} stages")
+    return kind.build(n_stages, n_ranks, n_microbatches)
 
 
 def allows(name: str, n_stages: int, n_ranks: int, n_microbatches: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -113,6 +114,33 @@ def live_per_stage(schedule: Schedule) -> tuple[int, ...]:
         elif kind != "I":
             live[stage] -= 1
     return tuple(most)
+
+
+def live_at_peak(schedule: Schedule, stage_bytes: Sequence[float]) -> tuple[int, ...]:
+    """How many microbatches of each stage its rank keeps at the moment when it keeps the most bytes; at least one.
+
+    Where a rank holds one stage these are those of :func:`live_per_stage`; stages of one rank have their largest
+    numbers at different moments, so added up those would be more than there ever is.
+
+    Args:
+        stage_bytes: what a stage keeps of a microbatch, until its weight gradient.
+    """
+    found = [1] * schedule.n_stages
+    for row in schedule.flat_rows:
+        live: dict[int, int] = {}
+        held = most = 0.0
+        for stage, kind, _ in row:
+            if kind == "F":
+                live[stage] = live.get(stage, 0) + 1
+                held += stage_bytes[stage]
+                if held > most:
+                    most = held
+                    for s, n in live.items():
+                        found[s] = max(1, n)
+            elif kind != "I":
+                live[stage] -= 1
+                held -= stage_bytes[stage]
+    return tuple(found)
 
 
 def live_per_rank(schedule: Schedule) -> tuple[int, ...]:

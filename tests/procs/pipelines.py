@@ -37,7 +37,8 @@ from cost_models.pipeline.actions import Schedule
 from hardware_profiles import load_cluster
 
 ONE: Mesh = (("data", 1),)
-SCHEDULES = {name: kind.fewest for name, kind in RECORDS.items()}
+SCHEDULES = {name: kind.fewest for name, kind in RECORDS.items()} | {"interleaved-1f1b:3": 3, "zb-h1:2": 2}
+"""Schedules, and the stages that each group holds."""
 """The synchronous schedules, and how many stages a group holds."""
 MODELS = ("gpt2", "llama", "t5", "unet", "resnet", "vit")
 TWO = (ONE, ONE)

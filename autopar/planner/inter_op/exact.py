@@ -25,12 +25,12 @@ from autopar.planner.inter_op.stage_pins import of_stage
 from autopar.planner.inter_op.timing import timing_of
 from autopar.planner.inter_op.transplant import structure, transplant
 from autopar.planner.intra_op.fold import fold
-from autopar.planner.intra_op.mesh_plan import Options, device_limit, plan_graph
+from autopar.planner.intra_op.mesh_plan import Options, device_limit, plan_graph, size_text
 from autopar.planner.intra_op.problem import Beaten
 from autopar.planner.intra_op.recompute import is_asked, patterns_in, segment, segments_of
 from autopar.rules.registry import rules_of
 from autopar.staging import StageGraph, crossings_of, cut, hot_ops
-from cost_models.pipeline import USUAL, Action, Schedule, Timeline, Times, build, label_of, live_per_stage, simulate
+from cost_models.pipeline import USUAL, Action, Schedule, Timeline, Times, build, label_of, live_at_peak, simulate
 from hardware_profiles import Cluster
 
 SMALL = 16
@@ -210,7 +210,44 @@ class ExactPlans:
         self, graphs: Sequence[StageGraph], schedule: Schedule, candidate: Candidate, best_known: float,
         thorough: bool,
     ) -> tuple[tuple[StagePlan, ...], Times, float]:
-        live = live_per_stage(schedule)
+        """Plans of the stages, what the schedule is simulated with, and the seconds that follow it once a step.
+
+        Stages of a group share its memory. How many microbatches of each they keep when the group is fullest depends
+        on what each keeps of one: an estimate at first, then what the plans say. Where that is more than the group
+        has, its stages are planned again with less.
+        """
+        kept: list[float] = [n for _, n in candidate.n_bytes] or [1.0] * len(graphs)
+        limits = [self.limit(devices) for devices in candidate.devices]
+        rooms = list(limits)
+        for _ in range(REFINED):
+            live = live_at_peak(schedule, kept)
+            choices = self._planned(graphs, schedule, candidate, live, rooms, best_known, thorough)
+            kept = [choice.kept_bytes for choice in choices]
+            live = live_at_peak(schedule, kept)
+            choices = [c.with_in_flight(n) for c, n in zip(choices, live, strict=True)]
+            needed = [sum(choices[s].price.memory_bytes for s in held) for held in schedule.stages_of_rank]
+            full = [g for g, held in enumerate(schedule.stages_of_rank) if len(held) > 1 and needed[g] > limits[g]]
+            if not full:
+                timing, step = timing_of(graphs, choices, schedule, self.cluster)
+                return tuple(choices), timing, step
+            for g in full:
+                rooms[g] *= limits[g] / needed[g]
+        raise InfeasibleError(
+            f"no plan fits {size_text(limits[full[0]])} per device: the {len(schedule.stages_of_rank[full[0]])} stages "
+            f"of group {full[0]} need {size_text(needed[full[0]])} together; use fewer stages a group or smaller "
+            "microbatches"
+        )
+
+    def _planned(
+        self, graphs: Sequence[StageGraph], schedule: Schedule, candidate: Candidate, live: Sequence[int],
+        rooms: Sequence[float], best_known: float, thorough: bool,
+    ) -> list[StagePlan]:  # fmt: skip
+        """Plans of all stages.
+
+        Args:
+            live: microbatches in flight of each.
+            rooms: bytes of a device of each group, which its stages share.
+        """
         group = schedule.rank_of_stage
         shares = {g: [s for s in range(len(graphs)) if group[s] == g] for g in set(group.values())}
         choices: list[StagePlan] = []
@@ -218,7 +255,6 @@ class ExactPlans:
         stored: dict[tuple[int, str], str] = {}
         for stage in graphs:
             mesh, devices = candidate.meshes[group[stage.number]], candidate.devices[group[stage.number]]
-            limit = self.limit(devices)
             own = of_stage(self.asked.options, stage, mesh)
             pins = dict(own.params or {})
             names = {n.target for _, n in stage.graph.of_kind("param")}
@@ -230,7 +266,8 @@ class ExactPlans:
             options = replace(
                 own, in_flight=live[stage.number], params=pins or None,
                 microbatches=self.asked.microbatches,
-                memory_limit_bytes=limit * self._share(stage.number, shares[group[stage.number]], live, candidate),
+                memory_limit_bytes=rooms[group[stage.number]]
+                * self._share(stage.number, shares[group[stage.number]], live, candidate),
                 recompute=patterns_in(stage.graph, own.recompute),
             )  # fmt: skip
             plan = self._fitting(stage, candidate, mesh, options, devices, thorough=thorough)
@@ -238,8 +275,7 @@ class ExactPlans:
             choices.append(plan)
             asked.append(options)
         self._refine(graphs, choices, asked, schedule, candidate)
-        timing, step = timing_of(graphs, choices, schedule, self.cluster)
-        return tuple(choices), timing, step
+        return choices
 
     def _refine(
         self, graphs: Sequence[StageGraph], choices: list[StagePlan], asked: Sequence[Options], schedule: Schedule,

@@ -21,7 +21,7 @@ from autopar.planner.intra_op.mesh_plan import Options, device_limit, plan_graph
 from autopar.planner.intra_op.recompute import patterns_in
 from autopar.rules.registry import rules_of
 from autopar.staging import StageGraph, crossings_of, cut, hot_ops
-from cost_models.pipeline import Timeline, live_per_stage, simulate
+from cost_models.pipeline import Timeline, simulate
 from hardware_profiles import Cluster
 
 
@@ -50,7 +50,6 @@ class Replanner:
     def __init__(self, graph: Graph, plan: PipelinePlan, cluster: Cluster, options: Options) -> None:
         self.graph, self.plan, self.cluster, self.options = graph, plan, cluster, options
         self.graphs = cut(graph, plan.starts)
-        self._live = live_per_stage(plan.schedule)
         self._group = plan.schedule.rank_of_stage
 
     def simulated(self, stages: Sequence[StagePlan] | None = None) -> tuple[PipelinePlan, Timeline]:
@@ -89,7 +88,7 @@ class Replanner:
             for s in held for name, how in self.plan.stages[s].params.items() if name in names
         }  # fmt: skip
         own = replace(
-            own, params={**(own.params or {}), **shared} or None, in_flight=self._live[number],
+            own, params={**(own.params or {}), **shared} or None, in_flight=choice.in_flight,
             microbatches=self.plan.microbatches, memory_limit_bytes=self.limit_bytes(number, options),
             recompute=patterns_in(stage.graph, own.recompute),
         )  # fmt: skip
