@@ -17,6 +17,7 @@ from cost_models.pipeline import (
     build,
     forward_only,
     grid,
+    live_at_peak,
     live_per_rank,
     live_per_stage,
     peak_bytes,
@@ -277,3 +278,16 @@ def test_fast():
     begin = time.process_time()
     simulate(schedule, t)
     assert time.process_time() - begin < 0.5  # measured: 0.04
+
+
+def test_stages_of_a_rank_are_counted_when_it_is_fullest() -> None:
+    """Added up they are what the rank keeps at its peak; each stage's own largest numbers would be up to half more."""
+    for name, n, v, m in (("interleaved-1f1b", 4, 3, 16), ("zb-h1", 4, 2, 8), ("zb-v", 4, 2, 16), ("1f1b", 4, 1, 8)):
+        schedule = build(name, n * v, n, m)
+        kept = [3.0 + s % 5 for s in range(n * v)]
+        live = live_at_peak(schedule, kept)
+        peaks = peak_bytes(schedule, times(n * v, activation_bytes=kept))
+        for stages, peak in zip(schedule.stages_of_rank, peaks, strict=True):
+            assert peak <= sum(kept[s] * live[s] for s in stages) <= peak + sum(kept[s] for s in stages)
+        assert all(a <= b for a, b in zip(live, live_per_stage(schedule), strict=True))
+        assert (sum(live) < sum(live_per_stage(schedule))) == (v > 1)

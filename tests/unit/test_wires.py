@@ -13,8 +13,8 @@ from autopar.graph import Spec
 from autopar.placements import Mesh, local_shape
 from autopar.runtime import wires
 from autopar.transfer import Side, transfer
+from cost_models.pipeline import build
 from cost_models.pipeline.actions import Action
-from cost_models.pipeline.builders import build
 
 SECONDS = 20.0
 

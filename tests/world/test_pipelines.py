@@ -14,8 +14,7 @@ from autopar.capture import capture
 from autopar.errors import RunError
 from autopar.pipeline import PipelinePlan
 from autopar.staging import cut
-from cost_models.pipeline import parse
-from cost_models.pipeline.builders import build
+from cost_models.pipeline import build, parse
 
 PAIR, SQUARE, EIGHT = (("data", 2),), (("data", 2), ("tensor", 2)), (("data", 2), ("tensor", 4))
 GROUPS = {
