@@ -39,6 +39,7 @@ from autopar.runtime.agree import (
 from autopar.runtime.executor import ParallelModule, check_device_mesh
 from autopar.runtime.init import Init, MetaValues, is_meta
 from autopar.runtime.optimizers import Move, replaced
+from autopar.runtime.original import Original
 from autopar.runtime.programs import Programs
 from hardware_profiles import Cluster, ProfileError, list_clusters, load_cluster
 
@@ -503,6 +504,7 @@ def _replacing(model: torch.nn.Module, pm: torch.nn.Module, move: Move | None, g
     if move is not None:
         move.to(pm, group)
     replaced(dict(model.named_parameters(remove_duplicate=False)))
+    object.__setattr__(pm, "_original", Original(model, pm))
     return pm
 
 

@@ -58,7 +58,7 @@ def _of_modules(model: torch.nn.Module, traced: bool) -> Iterator[tuple[str, str
     for path, part in model.named_modules():
         for attribute, kind in ({} if traced else FORWARD).items():
             for hook in getattr(part, attribute).values():
-                if not _is_torch(hook):
+                if not _is_harmless(hook):
                     yield path, kind, _name(hook)
         for attribute, kind in BACKWARD.items():
             for hook in getattr(part, attribute).values():
@@ -73,11 +73,11 @@ def _of_all(traced: bool) -> Iterator[tuple[str, str]]:
             yield kind, _name(hook)
 
 
-def _is_torch(hook: Any) -> bool:
-    """Whether a hook is one of ``torch.nn.utils``, as an object or as its method."""
+def _is_harmless(hook: Any) -> bool:
+    """Whether a hook is one of ``torch.nn.utils``, as an object or as its method, or of an earlier ``parallelize``."""
     owner = getattr(hook, "__self__", hook)
     where = getattr(owner, "__module__", None) or type(owner).__module__
-    return str(where).startswith("torch.nn.utils.")
+    return str(where).startswith(("torch.nn.utils.", "autopar."))
 
 
 def _name(hook: Any) -> str:

@@ -138,7 +138,6 @@ class ParallelModule(SpreadModule):
         put(self, "_evaluation", None)
         put(self, "_meeting", None)
         put(self, "_compile", None)
-        put(self, "_programs", None)
         put(self, "_helds", {})
         put(self, "_held_buffers", {})
         put(self, "_seed", _agreed_seed(device_mesh) if seed is None else seed)
@@ -524,8 +523,8 @@ class ParallelModule(SpreadModule):
         if graph.loss is None:
             raise RunError("the model has no scalar loss; pass loss_fn= and targets=, or call loss.backward() yourself")
         self.check_trains()
-        if self._programs is not None:
-            self._programs.follow(self)
+        if self._programs is not None:  # before the step begins
+            check_values(self)
         pieces = self._batch.microbatches(args, kwargs, microbatches)
         total: torch.Tensor | None = None
         gradients = self._gradients

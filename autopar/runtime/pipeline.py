@@ -49,6 +49,7 @@ from autopar.runtime.same_batch import Seen, compare, is_checked
 from autopar.runtime.spread import EXTRA, Part, SpreadModule, check_mode
 from autopar.runtime.stagewise import flat_optimizer_states, refuse_norms_on
 from autopar.runtime.state import Held, as_dtensor, hops
+from autopar.runtime.values import check_values
 from autopar.runtime.wires import Post, Wire, clear
 from autopar.staging import StageGraph, cut
 from autopar.transfer import Side, transfer
@@ -153,7 +154,6 @@ class PipelineModule(SpreadModule):
         put(self, "_evaluates", False)
         put(self, "_broken", False)
         put(self, "_compared", 0)
-        put(self, "_programs", None)
         graphs = cut(captured.graph, plan.starts)
         check_rows(plan.schedule, graphs)
         well = meeting.tell if meeting is not None else lambda: None
@@ -642,7 +642,7 @@ class PipelineModule(SpreadModule):
         called with."""
         object.__setattr__(self, "_compared", self._compared + 1)
         if self._programs is not None:
-            self._programs.follow(self)
+            check_values(self)
         if not is_checked(self._compared):
             return self._pieces(args, kwargs, Seen())
         seen, error, found = Seen(), None, None
@@ -657,7 +657,7 @@ class PipelineModule(SpreadModule):
     def _pieces(self, args: tuple[Any, ...], kwargs: dict[str, Any], seen: Seen) -> _Batches:
         captured, k = self._captured, self._plan.microbatches
         if self._programs is None:
-            captured.guards.check()
+            check_values(self)
         leaves = flatten_call(captured, self._signature, args, kwargs)
         callers: dict[str, torch.Tensor] = {}
         found: list[dict[str, torch.Tensor]] = [{} for _ in range(k)]

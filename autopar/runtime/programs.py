@@ -39,6 +39,7 @@ from autopar.rules.registry import rules_of
 from autopar.runtime import prefetch
 from autopar.runtime.agree import together
 from autopar.runtime.batch import Batch
+from autopar.runtime.original import unheard
 from autopar.runtime.outputs import Meeting
 from autopar.runtime.state import as_dtensor, joined, local_piece, torch_placements
 
@@ -160,7 +161,8 @@ def _in_modes(model: torch.nn.Module, modes: Mapping[str, bool]) -> Iterator[Non
     try:
         for path, module in model.named_modules():
             module.training = modes.get(path, module.training)
-        yield
+        with unheard():
+            yield
     finally:
         for module, mode in now:
             module.training = mode

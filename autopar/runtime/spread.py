@@ -18,6 +18,7 @@ from autopar.capture import Captured
 from autopar.capture.evaluation import Skeleton
 from autopar.capture.losses import LOSS, other_losses
 from autopar.errors import RunError
+from autopar.runtime.original import Original
 from autopar.runtime.programs import AllWell, Fields, PlanAgain, Programs
 from autopar.runtime.state import like
 from autopar.runtime.values import assigned
@@ -91,7 +92,8 @@ class SpreadModule(torch.nn.Module):
     _skeleton: Skeleton | None
     _device: torch.device
     _mode: bool = True
-    _programs: Programs | None
+    _programs: Programs | None = None
+    _original: Original | None = None
     _model_ref: Callable[[], torch.nn.Module | None]
 
     def __setattr__(self, name: str, value: Any) -> None:

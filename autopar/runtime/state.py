@@ -47,6 +47,14 @@ def _count_steps(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 register_optimizer_step_post_hook(_count_steps)
 
 
+def version_of(param: torch.Tensor) -> tuple[int, int]:
+    """Another one after an in-place change of a parameter, or an optimizer's step on it.
+
+    An optimizer that works on lists of DTensors (``foreach``) leaves no trace in the version that autograd counts.
+    """
+    return 0 if param.is_inference() else param._version, getattr(param, _STEPS, 0)
+
+
 def torch_placements(state: State) -> tuple[TorchPlacement, ...]:
     """A state in DTensor's words; it does not tell ``I`` from ``R``."""
     made: list[TorchPlacement] = []
@@ -331,12 +339,8 @@ class Held:
 
     @property
     def version(self) -> tuple[int, int]:
-        """Another one after an in-place change of the stored parameter, or an optimizer's step on it.
-
-        An optimizer that works on lists of DTensors (``foreach``) leaves no trace in the version that autograd counts.
-        """
-        param = self.param
-        return param._version, getattr(param, _STEPS, 0)
+        """Of the stored parameter, as :func:`version_of` has it."""
+        return version_of(self.param)
 
     def add(self, grad: torch.Tensor) -> None:
         """Add a reduced gradient to the step's sum."""

@@ -52,9 +52,12 @@ def check_values(pm: Any) -> None:
     """Have the program compute with the values that the model has.
 
     Raises:
-        RunError: it was captured with others, and they cannot or shall not be captured again.
+        RunError: it was captured with others, and they cannot or shall not be captured again; or modules or parameters
+            of the model were replaced.
     """
-    programs = pm.__dict__.get("_programs")
+    original, programs = pm._original, pm._programs
+    if original is not None and original.touched:
+        original.check()
     if programs is not None:
         programs.follow(pm)
     elif not pm._captured.guards.same():

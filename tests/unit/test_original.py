@@ -1,0 +1,127 @@
+"""What is done with the model itself after ``parallelize``: seen, or said."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.errors import RunError
+
+X = torch.arange(12.0).reshape(3, 4) / 7
+
+
+def made(**options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    return model, autopar.parallelize(model, 1, X, loss_fn=lambda out: out.square().mean(), **options)
+
+
+def trained(pm):
+    pm.train_step(X, optimizer=torch.optim.AdamW(pm.parameters()))
+    return pm
+
+
+@pytest.fixture(autouse=True)
+def alone():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", module=r"torch\..*")
+        yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def test_a_state_dict_of_old_weights_is_refused():
+    model, pm = made()
+    before = copy.deepcopy(model.state_dict())  # nothing was trained, so these are the weights
+    trained(pm)
+    with pytest.raises(RunError, match=r"weights of before(.|\n)*full_state_dict\(pm\)"):
+        model.state_dict()
+    with pytest.raises(RunError, match="weights of before"):
+        nn.ModuleDict({"inside": model}).state_dict()
+    model.load_state_dict(autopar.full_state_dict(pm))
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, pm.get_parameter(name).detach())
+        assert not torch.equal(value, before[name])
+    del pm
+    gc.collect()
+    model.state_dict()
+
+
+def test_a_call_with_old_weights_warns_once():
+    model, pm = made()
+    model(X)
+    trained(pm)
+    with pytest.warns(UserWarning, match="has the weights of before: its parallel module was trained"):
+        model(X)
+    model(X)
+    copied = copy.deepcopy(model)
+    copied(X)
+    copied.state_dict()
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    torch.load(file, weights_only=False).state_dict()
+
+
+def test_weights_that_are_loaded_into_the_model_warn_once():
+    model, pm = made()
+    model.load_state_dict(autopar.full_state_dict(pm))  # the same
+    other = {name: value + 1 for name, value in model.state_dict().items()}
+    with pytest.warns(UserWarning, match="does not reach its parallel module"):
+        model.load_state_dict(other)
+    model.load_state_dict(other)
+    trained(pm)
+    model.load_state_dict(autopar.full_state_dict(pm))
+
+
+CHANGES = {
+    "module": (lambda model: setattr(model, "2", nn.Linear(8, 4)), "module '2' was replaced"),
+    "added": (lambda model: model.append(nn.ReLU()), "module '3' was added"),
+    "parameter": (lambda m: setattr(m[0], "weight", nn.Parameter(torch.ones(8, 4))), "parameter '0.weight' was repla"),
+    "parametrized": (lambda m: nn.utils.parametrizations.weight_norm(m[0]), r"module '0.parametrizations' was added"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_model_that_is_changed_afterwards_is_refused_at_the_next_call(name):
+    model, pm = made()
+    change, text = CHANGES[name]
+    change(model)
+    for _ in range(2):
+        with pytest.raises(RunError, match=text):
+            pm(X)
+    again = autopar.parallelize(model, 1, X, loss_fn=lambda out: out.square().mean())
+    torch.testing.assert_close(again(X), model(X).square().mean())
+
+
+def test_a_change_that_is_undone_is_none():
+    model, pm = made()
+    head = model[2]
+    model[2] = nn.Linear(8, 4)
+    model[2] = head
+    pm(X)
+
+
+def test_capturing_again_says_nothing_of_old_weights():
+    model, pm = made(on_change="recapture")
+    model.scale = 1.0
+    trained(pm)
+    pm(X)
+
+
+def test_the_model_can_go():
+    model, pm = made()
+    seen = weakref.ref(model)
+    del model
+    gc.collect()
+    assert seen() is None
+    trained(pm)
