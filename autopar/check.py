@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from autopar.graph import Graph
 from autopar.lower.emit import Program, lower, used_shape
 from autopar.lower.segments import again_in_backward
-from autopar.placements import local_shape, only_change, step_collectives
+from autopar.placements import elements_moved, local_shape, only_change, step_collectives
 from autopar.plan import StagePlan
 from autopar.rules.notation import Rule
 from autopar.rules.pieces import fake_world
@@ -301,10 +301,9 @@ def _parameters(
             if state[a] == choice.used[a] or size == 1:
                 continue
             forward, backward = step_collectives(state[a], choice.used[a])
-            shapes = [local_shape(node.out.shape, tuple(state), plan.mesh)]
+            before = tuple(state)
             state[a] = choice.used[a]
-            shapes.append(local_shape(node.out.shape, tuple(state), plan.mesh))
-            n_bytes = max(map(prod, shapes)) * node.out.item_bytes
+            n_bytes = elements_moved(node.out.shape, before, tuple(state), plan.mesh) * node.out.item_bytes
             often = plan.microbatches if choice.lifetime == "use" else 1
             for kind, times in ((forward, often * (2 if choice.lifetime == "use" and node.needs_grad else 1)),
                                 (backward if node.needs_grad else None, often)):  # fmt: skip

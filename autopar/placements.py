@@ -5,7 +5,7 @@ A *state* is a tuple with one placement per mesh axis, in mesh order:
 ==========  =======================================  ==============================
 placement   value on the ranks of the axis           gradient on the same ranks
 ==========  =======================================  ==============================
-``"S<d>"``  an equal slice of dim ``d``              the same slice of the gradient
+``"S<d>"``  a slice of dim ``d``                    the same slice of the gradient
 ``"I"``     the whole value, the same everywhere     whole and the same everywhere
 ``"R"``     the whole value, the same everywhere     pending: the ranks' gradients sum to it
 ``"P"``     pending: the ranks' values sum to it     whole and the same everywhere
@@ -14,7 +14,8 @@ placement   value on the ranks of the axis           gradient on the same ranks
 These are the per-axis types of the ``spmd_types`` package (its ``V`` is our ``S``), so that every program can be
 checked by it. For a tensor without gradient ``I`` and ``R`` mean the same, and ``"R"`` is used.
 
-If several axes shard one dim, the earlier axis is the major one, as in DTensor.
+If several axes shard one dim, the earlier axis is the major one, as in DTensor. Slices are those of ``torch.chunk``, as
+in DTensor: equal where the axis divides the dim, else the later ones are smaller or empty (:func:`piece_of`).
 """
 
 from __future__ import annotations
@@ -130,26 +131,77 @@ def path(src: State, dst: State) -> list[tuple[int, State, State]] | None:
     return steps
 
 
-def local_shape(shape: Sequence[int], state: State, mesh: Mesh) -> tuple[int, ...]:
+def piece_of(n: int, size: int, at: int) -> tuple[int, int]:
+    """``(start, length)`` of piece number ``at`` of ``n`` elements over ``size`` ranks, as ``torch.chunk`` cuts them.
+
+    All pieces have ``ceil(n / size)`` elements, but for later ones, which are smaller or empty where ``size`` does not
+    divide ``n``.
+    """
+    length = -(-n // size)
+    start = min(at * length, n)
+    return start, min(length, n - start)
+
+
+def local_shape(shape: Sequence[int], state: State, mesh: Mesh, at: Sequence[int] | None = None) -> tuple[int, ...]:
     """Shape on one rank of a tensor of global ``shape`` in ``state``.
 
+    Args:
+        at: the rank's coordinate; without one, the shape is that of the first rank, whose piece is the largest.
+
     Raises:
-        MeshError: a dim does not divide by the axes that shard it.
+        MeshError: a placement names a dim that the tensor does not have.
     """
     local = list(shape)
-    for placement, (axis, size) in zip(state, mesh, strict=True):
-        d = shard_dim(placement)
-        if d is None:
+    for axis, (placement, (name, size)) in enumerate(zip(state, mesh, strict=True)):
+        if placement[0] != "S":
             continue
+        d = _DIMS[placement]
         if d >= len(local):
-            raise MeshError(f"placement {placement} on axis '{axis}' names dim {d} of a tensor with {len(local)} dims")
-        if local[d] % size:
-            raise MeshError(
-                f"dim {d} of a tensor of shape {tuple(shape)} does not divide over axis '{axis}': "
-                f"{local[d]} over {size} ranks; choose an axis size that divides it, or another dim"
-            )
-        local[d] //= size
+            raise MeshError(f"placement {placement} on axis '{name}' names dim {d} of a tensor with {len(local)} dims")
+        local[d] = -(-local[d] // size) if at is None else piece_of(local[d], size, at[axis])[1]
     return tuple(local)
+
+
+Box = tuple[tuple[int, int], ...]
+"""``(start, length)`` per dim: a part of a tensor."""
+
+
+def box_of(shape: Sequence[int], state: State, mesh: Mesh, at: Sequence[int]) -> Box:
+    """The part of a tensor of global ``shape`` in ``state`` that the rank at coordinate ``at`` holds."""
+    box = [(0, n) for n in shape]
+    for placement, (_, size), c in zip(state, mesh, at, strict=True):
+        d = shard_dim(placement)
+        if d is not None:
+            start, length = box[d]
+            inner, n = piece_of(length, size, c)
+            box[d] = (start + inner, n)
+    return tuple(box)
+
+
+def cut_extent(shape: Sequence[int], state: State, mesh: Mesh, axis: int) -> tuple[int, tuple[int, ...], bool]:
+    """How ``axis`` cuts its dim: ``(elements on all ranks, earlier axes that cut it, whether pieces are equal)``."""
+    d = shard_dim(state[axis])
+    assert d is not None
+    earlier = tuple(a for a in range(axis) if state[a] == state[axis] and mesh[a][1] > 1)
+    pieces = prod(mesh[a][1] for a in (*earlier, axis))
+    return shape[d], earlier, shape[d] % pieces == 0
+
+
+def elements_moved(shape: Sequence[int], src: State, dst: State, mesh: Mesh) -> int:
+    """Elements of the buffer of the collective of one step on one rank, pieces padded to the largest one.
+
+    Of a gather or a reduce-scatter that is the whole of the axis, of an all-to-all what one rank sends.
+    """
+    axis = only_change(src, dst)
+    size = mesh[axis][1]
+    before = local_shape(shape, src, mesh)
+    if not is_shard(dst[axis]):
+        return prod(before) * (size if is_shard(src[axis]) else 1)
+    after = local_shape(shape, dst, mesh)
+    if not is_shard(src[axis]):
+        return prod(after) * size
+    d = _DIMS[dst[axis]]
+    return prod(before[:d]) * prod(before[d + 1 :]) * after[d] * size
 
 
 def n_devices(mesh: Mesh) -> int:
@@ -198,12 +250,26 @@ def coordinates(rank: int, mesh: Mesh) -> tuple[int, ...]:
     return tuple(reversed(found))
 
 
+def has_dims(shape: Sequence[int], state: State) -> bool:
+    """Whether the tensor has every dim that its state cuts."""
+    return all(placement[0] != "S" or _DIMS[placement] < len(shape) for placement in state)
+
+
+def is_too_fine(shape: Sequence[int], state: State, mesh: Mesh) -> bool:
+    """Whether a dim has fewer elements than its axes make pieces: some ranks would have nothing for certain."""
+    pieces = [1] * len(shape)
+    for placement, (_, size) in zip(state, mesh, strict=True):
+        if placement[0] == "S":
+            pieces[_DIMS[placement]] *= size
+    return any(1 < k and n < k for n, k in zip(shape, pieces, strict=True))
+
+
 def fits(shape: Sequence[int], state: State, mesh: Mesh) -> bool:
-    """Whether every dim divides by the axes that shard it."""
+    """Whether every dim divides by the axes that shard it, so that all pieces are equal."""
     local = list(shape)
     for placement, (_, size) in zip(state, mesh, strict=True):
         if placement[0] == "S":
-            d = int(placement[1:])
+            d = _DIMS[placement]
             if d >= len(local) or local[d] % size:
                 return False
             local[d] //= size

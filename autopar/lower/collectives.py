@@ -6,12 +6,15 @@ placement of ``x`` on that axis in one step; its backward is the adjoint step (s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import spmd_types as spmd
 import torch
 
-from autopar.placements import Placement, shard_dim
+from autopar.placements import Mesh, Placement, State, cut_extent, is_shard, only_change, shard_dim
+from autopar.placements import shard as placement_of
+from autopar.rules.across import length_of
 
 _TYPE = {"R": spmd.R, "I": spmd.I, "P": spmd.P}
 
@@ -70,12 +73,89 @@ def convert(x: torch.Tensor, axis: str, src: str, dst: str) -> torch.Tensor:
     return _contiguous_gradient(spmd.convert(x, axis, src=source, dst=_TYPE[dst], expert_mode=True))
 
 
-FRESH: frozenset[Any] = frozenset({all_gather, all_reduce, reduce_scatter, all_to_all})
+# --- pieces that are not equal ---------------------------------------------------------------------------------------
+#
+# Pieces are padded to the largest one, so that the same collectives serve, and what was added is cut off afterwards.
+# Pieces are those of torch.chunk, so all that was added stands at the end of the whole dim. ``n`` is what the dim has
+# on all ranks of the mesh, ``outer`` the axes that cut it before ``axis`` does.
+
+
+def _padded(x: torch.Tensor, dim: int, to: Any) -> torch.Tensor:
+    missing = to - x.shape[dim]
+    if isinstance(missing, int) and not missing:
+        return x
+    return torch.nn.functional.pad(x, [*[0, 0] * (x.dim() - 1 - dim), 0, missing])
+
+
+def _sizes(axis: str, n: int, outer: Sequence[str]) -> tuple[Any, Any, Any, int]:
+    """``(whole, largest piece, own piece, ranks)`` of a dim on the ranks of ``axis``."""
+    ranks = spmd.normalize_axis(axis).size()
+    whole = length_of(n, outer)
+    return whole, -(-whole // ranks), length_of(n, (*outer, axis)), ranks
+
+
+def all_gather_pieces(x: torch.Tensor, axis: str, dim: int, to: str, n: int, outer: Sequence[str]) -> torch.Tensor:
+    """:func:`all_gather` of pieces that are not equal."""
+    whole, largest, _, _ = _sizes(axis, n, outer)
+    return all_gather(_padded(x, dim, largest), axis, dim, to).narrow(dim, 0, whole)
+
+
+def reduce_scatter_pieces(x: torch.Tensor, axis: str, dim: int, n: int, outer: Sequence[str]) -> torch.Tensor:
+    """:func:`reduce_scatter` into pieces that are not equal."""
+    _, largest, length, ranks = _sizes(axis, n, outer)
+    return reduce_scatter(_padded(x, dim, largest * ranks), axis, dim).narrow(dim, 0, length)
+
+
+def all_to_all_pieces(
+    x: torch.Tensor, axis: str, src: int, dst: int, n_src: int, outer_src: Sequence[str], n_dst: int,
+    outer_dst: Sequence[str],
+) -> torch.Tensor:  # fmt: skip
+    """:func:`all_to_all` between pieces that are not equal."""
+    whole, largest, _, _ = _sizes(axis, n_src, outer_src)
+    _, largest_new, length, ranks = _sizes(axis, n_dst, outer_dst)
+    x = _padded(_padded(x, src, largest), dst, largest_new * ranks)
+    return all_to_all(x, axis, src, dst).narrow(src, 0, whole).narrow(dst, 0, length)
+
+
+def shard_pieces(x: torch.Tensor, axis: str, dim: int, of: str, n: int, outer: Sequence[str]) -> torch.Tensor:
+    """:func:`shard` into pieces that are not equal."""
+    _, largest, length, ranks = _sizes(axis, n, outer)
+    return shard(_padded(x, dim, largest * ranks), axis, dim, of).narrow(dim, 0, length)
+
+
+def terms_of_pieces(x: torch.Tensor, axis: str, dim: int, n: int, outer: Sequence[str]) -> torch.Tensor:
+    """``S<dim>`` -> ``P`` of pieces that are not equal: each is a term that is zero elsewhere."""
+    whole, largest, _, _ = _sizes(axis, n, outer)
+    return convert(_padded(x, dim, largest), axis, placement_of(dim), "P").narrow(dim, 0, whole)
+
+
+FRESH: frozenset[Any] = frozenset({
+    all_gather, all_reduce, reduce_scatter, all_to_all, all_gather_pieces, reduce_scatter_pieces, all_to_all_pieces,
+})  # fmt: skip
 """Those whose result is memory of its own, on an axis of more than one rank."""
+
+_PIECES: dict[Any, Any] = {
+    all_gather: all_gather_pieces, reduce_scatter: reduce_scatter_pieces, all_to_all: all_to_all_pieces,
+    shard: shard_pieces,
+}  # fmt: skip
+
+
+def state_step(shape: Sequence[int], src: State, dst: State, mesh: Mesh) -> tuple[object, tuple[object, ...]]:
+    """``(function, arguments after the tensor)`` for one step of a tensor of global ``shape``."""
+    axis = only_change(src, dst)
+    name = mesh[axis][0]
+    fn, args = step(src[axis], dst[axis])
+    cuts = [cut_extent(shape, state, mesh, axis) for state in (src, dst) if is_shard(state[axis])]
+    if all(even for _, _, even in cuts):
+        return fn, (name, *args)
+    extents = [part for n, outer, _ in cuts for part in (n, tuple(mesh[a][0] for a in outer))]
+    if fn is convert:
+        return terms_of_pieces, (name, shard_dim(src[axis]), *extents)
+    return _PIECES[fn], (name, *args, *extents)
 
 
 def step(src: str, dst: str) -> tuple[object, tuple[object, ...]]:
-    """``(function, arguments after the axis)`` for one step from ``src`` to ``dst``."""
+    """``(function, arguments after the axis)`` for one step from ``src`` to ``dst``, where pieces are equal."""
     from_dim, to_dim = shard_dim(src), shard_dim(dst)
     if from_dim is not None and to_dim is not None:
         return all_to_all, (from_dim, to_dim)

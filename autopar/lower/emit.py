@@ -23,7 +23,7 @@ import torch.fx
 from autopar.errors import PlanError
 from autopar.graph import Graph, Node, Ref
 from autopar.lower.code import code_of
-from autopar.lower.collectives import FRESH, step
+from autopar.lower.collectives import FRESH, state_step
 from autopar.lower.segments import with_segments
 from autopar.placements import Mesh, State, format_state, local_shape, only_change, whole_state
 from autopar.plan import StagePlan, route_key, segment_numbers
@@ -175,12 +175,11 @@ class _Emitter:
             )
         x = self._get(ref, src)
         axis = only_change(src, state)
-        name, size = self.mesh[axis]
-        if size == 1:
+        if self.mesh[axis][1] == 1:
             fx = x
         else:
-            fn, args = step(src[axis], state[axis])
-            fx = self.fx.call_function(fn, (x, name, *args))  # type: ignore[arg-type]
+            fn, args = state_step(self.graph.spec(ref).shape, src, state, self.mesh)
+            fx = self.fx.call_function(fn, (x, *args))  # type: ignore[arg-type]
             fx.meta["autopar"] = {
                 "step": (src, state), "outs": [state], "ins": [src], "ref": ref, "alias": fn not in FRESH,
             }  # fmt: skip

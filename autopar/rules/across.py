@@ -11,9 +11,13 @@ from typing import Any
 
 import spmd_types as spmd
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from spmd_types import rules
 from spmd_types._mesh import _pg_for_axis  # the process group of an axis of the ambient mesh; no public name for it
+from torch.distributed._local_tensor import LocalIntNode, local_tensor_mode
+
+from autopar.placements import piece_of
 
 Axes = Sequence[str]
 
@@ -31,6 +35,55 @@ def axes_except(cut: Mapping[str, Axes], *factors: str) -> tuple[str, ...]:
 def n_pieces(axes: Axes) -> int:
     """Number of pieces that ``axes`` cut together."""
     return prod(spmd.normalize_axis(axis).size() for axis in axes)
+
+
+def index_on(axis: str) -> Any:
+    """This rank's number on an axis of the ambient mesh: an int; in a process that plays many ranks, one for each."""
+    group = _pg_for_axis(axis)
+    mode = local_tensor_mode()
+    if mode is None:
+        return dist.get_rank(group)
+    number = {rank: k for ranks in _groups_like(group) for k, rank in enumerate(ranks)}
+    return torch.SymInt(LocalIntNode({rank: number[rank] for rank in mode.ranks}))
+
+
+def _groups_like(group: Any) -> list[list[int]]:
+    """The ranks of this process group and of its siblings, of which a process that plays many ranks knows one only."""
+    ranks = dist.get_process_group_ranks(group)
+    stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    block = stride * len(ranks)
+    return [
+        [start + offset + stride * k for k in range(len(ranks))]
+        for start in range(0, dist.get_world_size(), block) for offset in range(stride)
+    ]  # fmt: skip
+
+
+def length_of(n: int, axes: Axes) -> Any:
+    """How many of ``n`` elements this rank has where ``axes`` cut them, each as ``torch.chunk`` does."""
+    for axis in axes:
+        size, at = spmd.normalize_axis(axis).size(), index_on(axis)
+        length = -(-n // size)
+        n = _least(length, n - _least(at * length, n))
+    return n
+
+
+def _least(a: Any, b: Any) -> Any:
+    return min(a, b) if isinstance(a, int) and isinstance(b, int) else torch.sym_min(a, b)
+
+
+def first_of(n: int, axes: Axes, device: torch.device) -> torch.Tensor:
+    """The first of ``n`` elements that this rank has where ``axes`` cut them: int64 without dims, V on ``axes``."""
+    starts = [(0, n)]
+    for axis in axes:
+        size = spmd.normalize_axis(axis).size()
+        starts = [
+            (start + piece_of(length, size, at)[0], piece_of(length, size, at)[1])
+            for start, length in starts for at in range(size)
+        ]  # fmt: skip
+    first = torch.tensor([start for start, _ in starts], dtype=torch.int64, device=device)
+    for axis in axes:
+        first = spmd.convert(first, axis, src=spmd.R, dst=spmd.S(0))
+    return first.reshape(())
 
 
 def pending(x: torch.Tensor, axes: Axes) -> torch.Tensor:

@@ -11,18 +11,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.errors import MeshError
-from autopar.placements import Mesh, State, coordinates, n_devices, shard_dim
+from autopar.placements import Mesh, State, box_of, coordinates, n_devices, shard_dim
 
 
 def piece(whole: torch.Tensor, state: State, mesh: Mesh, rank: int) -> torch.Tensor:
     """The slice of ``whole`` on one rank; pending sums put the value on coordinate 0."""
-    for placement, (_, size), at in zip(state, mesh, coordinates(rank, mesh), strict=True):
-        d = shard_dim(placement)
-        if d is not None:
-            n = whole.shape[d] // size
-            whole = whole.narrow(d, at * n, n)
-        elif placement == "P" and at:
-            whole = torch.zeros_like(whole)
+    at = coordinates(rank, mesh)
+    for d, (start, length) in enumerate(box_of(whole.shape, state, mesh, at)):
+        whole = whole.narrow(d, start, length)
+    if any(placement == "P" and c for placement, c in zip(state, at, strict=True)):
+        whole = torch.zeros_like(whole)
     return whole.clone()
 
 

@@ -13,11 +13,11 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture import Captured
 from autopar.errors import RunError
-from autopar.lower.emit import Program
+from autopar.lower.emit import Program, Slot
 from autopar.placements import State, format_state, is_cut, local_shape
 from autopar.runtime.calls import describe, example_leaves, flatten_call, leaf_name, same_device, same_literal
 from autopar.runtime.same_batch import Seen
-from autopar.runtime.state import joined, local_piece, torch_placements
+from autopar.runtime.state import coordinate_of, joined, local_piece, torch_placements
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -32,12 +32,12 @@ class _Piece(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, state: State, device_mesh: DeviceMesh) -> torch.Tensor:
-        ctx.state, ctx.device_mesh = state, device_mesh
+        ctx.state, ctx.device_mesh, ctx.shape = state, device_mesh, whole.shape
         return local_piece(whole, state, device_mesh).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return joined(grad, ctx.state, ctx.device_mesh), None, None
+        return joined(grad, ctx.state, ctx.shape, ctx.device_mesh), None, None
 
 
 class Batch:
@@ -113,13 +113,17 @@ class Batch:
             if leaf.requires_grad:
                 return _Piece.apply(leaf, slot.state, self.device_mesh)  # type: ignore[no-any-return]
             return local_piece(leaf, slot.state, self.device_mesh).contiguous()
-        if shape == local_shape(slot.shape, slot.state, self.mesh):
+        if shape == self._local_shape(slot):
             return leaf
         pinned = f" (or this rank's slice, {format_state(slot.state)})" if is_cut(slot.state) else ""
         hint = ""
         if shape and slot.shape and shape[0] != slot.shape[0] and shape[1:] == slot.shape[1:]:
             hint = "; pass the whole batch on every rank, drop a last batch that is smaller, or use train_step for more"
         raise RunError(f"input {name}: captured with shape {slot.shape}{pinned}, called with {shape}{hint}")
+
+    def _local_shape(self, slot: Slot) -> tuple[int, ...]:
+        """Shape of this rank's part of an input."""
+        return local_shape(slot.shape, slot.state, self.mesh, coordinate_of(self.device_mesh))
 
     def microbatches(self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int | None) -> list[Call]:
         """The calls of a step's microbatches: ``count``, or as many as the shapes say.
@@ -137,7 +141,7 @@ class Batch:
             slot = self.slots[self.captured.graph.nodes[number].target]
             want = slot.shape
             if leaf.shape[1:] != want[1:]:
-                want = local_shape(want, slot.state, self.mesh)
+                want = self._local_shape(slot)
             shapes.append(want)
             have = tuple(leaf.shape)
             if have != want and have[1:] == want[1:] and want and have[0] % want[0] == 0:

@@ -485,7 +485,8 @@ class ParallelModule(SpreadModule):
 
     def joined_gradient(self, name: str, grad: torch.Tensor) -> torch.Tensor:
         """The whole gradient of an input, from the ranks' pieces; every rank of the mesh calls it."""
-        return joined(grad, self._batch.slots[name].state, self._mesh)
+        slot = self._batch.slots[name]
+        return joined(grad, slot.state, slot.shape, self._mesh)
 
     def leaves(self) -> list[torch.Tensor]:
         """The used parameters that want gradients."""

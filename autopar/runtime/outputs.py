@@ -146,7 +146,7 @@ class Unread(torch.Tensor):
 class _Read(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, unread: Unread) -> torch.Tensor:
-        return joined(unread._local, unread._state, unread._mesh).clone()
+        return joined(unread._local, unread._state, unread.shape, unread._mesh).clone()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]

@@ -177,8 +177,9 @@ class PipelineModule(SpreadModule):
         put(self, "_seed", _agreed(torch.initial_seed() % (1 << 62)) if seed is None else seed)
         well()
         for s in mine:  # groups of several axes are made together; nothing after this waits for other ranks
+            shapes = {node.target: node.out.shape for _, node in graphs[s].graph.of_kind("param")}
             for name, choice in plan.stages[s].params.items():
-                hops(name, choice, meshes[s], plan.stages[s].mesh)
+                hops(name, choice, shapes[name], meshes[s], plan.stages[s].mesh)
         put(self, "_steps", 0)
         put(self, "_random", any(rule is not None and rule.random for rule in rules_of(captured.graph)))
         put(self, "_spans", None)

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.runtime.state import Held, Hop, apply, reduce_scatter_flat, stacked
+from autopar.runtime.hops import Hop, apply, own_part, reduce_scatter_flat, stacked
+from autopar.runtime.state import Held
 
 BUCKET_BYTES = 25 << 20
 ALONE_BYTES = 1 << 20
@@ -34,6 +35,7 @@ class _Travel:
         self.helds, self.value, self.stages, self.flat = helds, value, list(stages), flat
         self.work: Any = None
         self.keep: torch.Tensor | None = None
+        self.padded: Hop | None = None
 
     def launch(self) -> None:
         """Begin the next collective; slices on the way are done at once."""
@@ -44,9 +46,9 @@ class _Travel:
                 self.value = self.value.contiguous()
                 self.work = dist.all_reduce(self.value, group=hop.group, async_op=True)
             elif hop.backward == "reduce_scatter":
-                parts = self.value if self.flat else stacked(self.value, hop.dim, hop.n).contiguous()
+                parts = self.value if self.flat else stacked(self.value, hop.cut.dim, hop.n).contiguous()
                 out = torch.empty_like(parts[0])
-                self.keep = parts
+                self.keep, self.padded = parts, None if self.flat else hop
                 self.work = reduce_scatter_flat(out, parts.flatten(0, 1), group=hop.group, async_op=True)
                 self.value = out
             else:
@@ -56,6 +58,8 @@ class _Travel:
         if self.work is not None:
             self.work.wait()
             self.work, self.keep = None, None
+            if self.padded is not None:
+                self.value, self.padded = own_part(self.value, self.padded.cut, self.padded), None
 
     def give(self) -> None:
         """Add the reduced gradients to what the parameters are to get."""
@@ -70,8 +74,11 @@ class _Travel:
             return
         offset = 0
         for held in self.helds:
-            m = prod(held.stored_shape)
-            held.add(self.value[offset : offset + m].view(held.stored_shape))
+            m = prod(held.padded_shape)
+            value = self.value[offset : offset + m].view(held.padded_shape)
+            if held.padded_shape != held.stored_shape:
+                value = own_part(value, held.adjoint[0].cut, held.adjoint[0]).contiguous()
+            held.add(value)
             offset += m
 
 
@@ -103,7 +110,8 @@ class Reducer:
         helds = [held for held, _ in entries]
         first = helds[0].adjoint[0]
         if first.backward == "reduce_scatter":
-            value = torch.cat([stacked(g, held.adjoint[0].dim, first.n).reshape(first.n, -1) for held, g in entries], 1)
+            rows = [stacked(g, held.adjoint[0].cut.dim, first.n).reshape(first.n, -1) for held, g in entries]
+            value = torch.cat(rows, 1)
         else:
             value = torch.cat([g.reshape(-1) for _, g in entries])
         self._send(_Travel(helds, value, helds[0].adjoint, flat=True))

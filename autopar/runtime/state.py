@@ -1,17 +1,16 @@
 """How a rank holds parameters: stored as DTensors for the optimizer, used as plain local tensors by the program.
 On a mesh of one device they are stored as plain tensors, too.
 
-Between the two stand *hops*: the plan's steps from the stored to the used placement, neighbouring axes merged into one
-collective over their common group. A :class:`Held` parameter has a *used leaf*, a plain tensor on which autograd
-accumulates. If no hop changes the values, the leaf shares the stored tensor's memory: nothing is copied. Otherwise it
-belongs to a :class:`Unit`, a few parameters that are gathered together, for one step or for one use.
+Between the two stand hops (see :mod:`autopar.runtime.hops`). A :class:`Held` parameter has a *used leaf*, a plain
+tensor on which autograd accumulates. If no hop changes the values, the leaf shares the stored tensor's memory: nothing
+is copied. Otherwise it belongs to a :class:`Unit`, a few parameters that are gathered together, for one step or for one
+use.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -22,13 +21,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from autopar.errors import PlanError, RunError
-from autopar.placements import Mesh, State, format_state, is_shard, kind, local_shape, path, shard, shard_dim
+from autopar.errors import RunError
+from autopar.placements import Mesh, State, box_of, local_shape, shard, shard_dim
 from autopar.plan import ParamChoice
-
-all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""Their names changed in torch 2.13."""
+from autopar.runtime.hops import Cut, Hop, all_gather_flat, apply, gather, hops, padded_to, stacked, unstack
 
 UNIT_BYTES = 8 << 20
 """Small parameters are gathered together up to this size."""
@@ -64,21 +60,33 @@ def torch_placements(state: State) -> tuple[TorchPlacement, ...]:
     return tuple(made)
 
 
-def local_piece(whole: torch.Tensor, state: State, device_mesh: DeviceMesh) -> torch.Tensor:
-    """A view of this rank's slice of ``whole``."""
+def mesh_of(device_mesh: DeviceMesh) -> Mesh:
+    """Names and sizes of the axes of a device mesh."""
+    names = device_mesh.mesh_dim_names or ("",) * device_mesh.ndim
+    return tuple((name, device_mesh.size(axis)) for axis, name in enumerate(names))
+
+
+def coordinate_of(device_mesh: DeviceMesh) -> tuple[int, ...]:
+    """This rank's coordinate on a device mesh."""
     coordinate = device_mesh.get_coordinate()
     assert coordinate is not None
-    for axis, placement in enumerate(state):
-        d = shard_dim(placement)
-        if d is not None:
-            n = whole.shape[d] // device_mesh.size(axis)
-            whole = whole.narrow(d, coordinate[axis] * n, n)
+    return tuple(coordinate)
+
+
+def local_piece(whole: torch.Tensor, state: State, device_mesh: DeviceMesh) -> torch.Tensor:
+    """A view of this rank's slice of ``whole``."""
+    box = box_of(whole.shape, state, mesh_of(device_mesh), coordinate_of(device_mesh))
+    for d, (start, length) in enumerate(box):
+        if length != whole.shape[d]:
+            whole = whole.narrow(d, start, length)
     return whole
 
 
 @torch.no_grad()
-def joined(local: torch.Tensor, state: State, device_mesh: DeviceMesh) -> torch.Tensor:
-    """The whole tensor, on every rank, from the ranks' pieces in ``state``: gathered, and pending sums added up."""
+def joined(local: torch.Tensor, state: State, shape: Sequence[int], device_mesh: DeviceMesh) -> torch.Tensor:
+    """The whole tensor of ``shape``, on every rank, from the ranks' pieces in ``state``: gathered, and pending sums
+    added up."""
+    mesh, at = mesh_of(device_mesh), coordinate_of(device_mesh)
     for axis in reversed(range(len(state))):
         n, d = device_mesh.size(axis), shard_dim(state[axis])
         if n == 1 or state[axis] in ("I", "R"):
@@ -88,7 +96,8 @@ def joined(local: torch.Tensor, state: State, device_mesh: DeviceMesh) -> torch.
             local = local.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(local, group=group)
         else:
-            local = gather(local, d, Hop("gather", "slice", group, n, 0, d))
+            before = local_shape(shape, state[:axis], mesh[:axis], at[:axis])
+            local = gather(local, Hop("gather", "slice", group, n, 0, Cut(d, before[d])))
     return local
 
 
@@ -110,126 +119,6 @@ def like(held: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     if piece is not whole:  # a share of its own, so that the whole can go
         piece = piece.clone(memory_format=torch.contiguous_format)
     return as_dtensor(piece.contiguous(), state, whole.shape, held.device_mesh)
-
-
-# --- hops ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Hop:
-    """One change of placement on the ``n`` ranks of ``group``, of which this is number ``index``.
-
-    ``forward`` is done to values (stored -> used), ``backward`` to gradients (used -> stored): ``none gather slice swap
-    all_reduce reduce_scatter``. ``dim`` is the tensor dim; ``other`` the target dim of a swap.
-    """
-
-    forward: str
-    backward: str
-    group: Any
-    n: int
-    index: int
-    dim: int = 0
-    other: int = 0
-
-
-_KINDS = {
-    ("S", "R"): ("gather", "reduce_scatter"), ("S", "I"): ("gather", "slice"), ("I", "R"): ("none", "all_reduce"),
-    ("I", "S"): ("slice", "gather"), ("R", "S"): ("slice", "none"), ("S", "S"): ("swap", "swap"),
-    ("R", "I"): ("none", "none"), ("R", "R"): ("none", "none"),
-}  # fmt: skip
-
-
-def hops(name: str, choice: ParamChoice, device_mesh: DeviceMesh, mesh: Mesh) -> tuple[Hop, ...]:
-    """The hops from stored to used.
-
-    Raises:
-        PlanError: there is no such path.
-    """
-    steps = path(choice.stored, choice.used)
-    legal = steps is not None and all((kind(a[i]), kind(b[i])) in _KINDS for i, a, b in steps)
-    if steps is None or not legal:
-        raise PlanError(
-            f"parameter '{name}': stored as {format_state(choice.stored)} it cannot be used as "
-            f"{format_state(choice.used)}; store it so that only whole axes are gathered, such as the used placement"
-        )
-    merged: list[tuple[str, str, list[int]]] = []
-    for axis, src, dst in steps:
-        if mesh[axis][1] == 1:
-            continue
-        a, b = src[axis], dst[axis]
-        last = merged[-1] if merged else None
-        if last is not None and last[:2] == (a, b) and not is_shard(b):
-            last[2].insert(0, axis)
-        else:
-            merged.append((a, b, [axis]))
-    found = []
-    coordinate = device_mesh.get_coordinate()
-    assert coordinate is not None
-    for a, b, axes in merged:
-        forward, backward = _KINDS[kind(a), kind(b)]
-        if forward == backward == "none":
-            continue
-        index = 0
-        for axis in axes:
-            index = index * mesh[axis][1] + coordinate[axis]
-        n = prod(mesh[axis][1] for axis in axes)
-        dims = [d for d in (shard_dim(a), shard_dim(b)) if d is not None] or [0]
-        found.append(Hop(forward, backward, group_of(device_mesh, mesh, axes), n, index, dims[0], dims[-1]))
-    return tuple(found)
-
-
-def group_of(device_mesh: DeviceMesh, mesh: Mesh, axes: Sequence[int]) -> Any:
-    """The process group over several axes; every rank must ask for the same ones in the same order."""
-    names = tuple(mesh[axis][0] for axis in axes)
-    if len(names) == 1:
-        return device_mesh.get_group(names[0])
-    if len(names) == len(mesh) and device_mesh.size() == dist.get_world_size():
-        ranks = device_mesh.mesh.flatten().tolist()
-        if ranks == list(range(len(ranks))):
-            return dist.group.WORLD
-    return device_mesh[names]._flatten("_".join(names)).get_group()
-
-
-def gather(x: torch.Tensor, dim: int, hop: Hop) -> torch.Tensor:
-    """Concatenate the ranks' pieces along ``dim``."""
-    out = x.new_empty(hop.n, *x.shape)
-    all_gather_flat(out.flatten(0, 1), x.contiguous(), group=hop.group)
-    return unstack(out, dim)
-
-
-def unstack(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """[n, ..., k, ...] -> [..., n * k, ...]"""
-    return x.movedim(0, dim).flatten(dim, dim + 1)
-
-
-def stacked(x: torch.Tensor, dim: int, n: int) -> torch.Tensor:
-    """[..., n * k, ...] -> [n, ..., k, ...], a view"""
-    return x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0)
-
-
-def apply(kind: str, x: torch.Tensor, hop: Hop, backward: bool = False) -> torch.Tensor:
-    """Do one hop and wait for it."""
-    dim, other = (hop.other, hop.dim) if backward else (hop.dim, hop.other)
-    if kind == "gather":
-        return gather(x, hop.dim, hop)
-    if kind == "slice":
-        k = x.shape[hop.dim] // hop.n
-        return x.narrow(hop.dim, hop.index * k, k)
-    if kind == "all_reduce":
-        x = x.contiguous()
-        dist.all_reduce(x, group=hop.group)
-        return x
-    if kind == "reduce_scatter":
-        parts = stacked(x, hop.dim, hop.n).contiguous()
-        out = torch.empty_like(parts[0])
-        reduce_scatter_flat(out, parts.flatten(0, 1), group=hop.group)
-        return out
-    if kind == "swap":
-        parts = stacked(x, other, hop.n).contiguous()
-        out = torch.empty_like(parts)
-        dist.all_to_all_single(out, parts, group=hop.group)
-        return unstack(out, dim)
-    return x
 
 
 # --- what may be replaced ---------------------------------------------------------------------------------------------
@@ -269,6 +158,8 @@ class Held:
         leaf: what the program reads and autograd accumulates on; on a mesh of one device the stored parameter itself.
         alias: the leaf shares the stored memory.
         adjoint: hops of the gradient's way back that do something, in order.
+        used_shape, stored_shape: of this rank's pieces; ``padded_shape``: of the largest piece
+            among the ranks that gather the parameter together.
         trained: its gradient was planned; a parameter that is frozen for a while keeps that.
         sum: this rank's part of the gradient of the step that is under way, reduced; the parameter gets it at the end.
             What needs no reduction waits as the leaf's own gradient.
@@ -281,11 +172,17 @@ class Held:
     ) -> None:  # fmt: skip
         self.trained = trained
         self.name, self.owner, self.key, self.choice = name, owner, key, choice
-        self.hops = hops(name, choice, device_mesh, mesh)
+        at = coordinate_of(device_mesh)
+        self.hops = hops(name, choice, shape, device_mesh, mesh)
         self.alias = all(hop.forward == "none" for hop in self.hops)
         self.adjoint = tuple(hop for hop in reversed(self.hops) if hop.backward != "none")
-        self.used_shape = local_shape(shape, choice.used, mesh)
-        self.stored_shape = local_shape(shape, choice.stored, mesh)
+        self.used_shape = local_shape(shape, choice.used, mesh, at)
+        self.stored_shape = local_shape(shape, choice.stored, mesh, at)
+        gathered = next((hop for hop in self.hops if hop.forward == "gather"), None)
+        self.padded_shape = self.stored_shape
+        if gathered is not None:
+            d = gathered.cut.dim
+            self.padded_shape = (*self.stored_shape[:d], gathered.cut.largest(gathered.n), *self.stored_shape[d + 1 :])
         self.seen: torch.nn.Parameter | None = None
         self.wanted: bool | None = None
         self.address = 0
@@ -415,7 +312,8 @@ class Unit:
         self.helds = list(helds)
         self.per_use = helds[0].per_use
         self.together = coalesces(helds[0]) and all(same_gather(helds[0], h) for h in helds)
-        self.direct = self.together and len(helds) == 1 and helds[0].hops[0].dim == 0
+        alone = gather_of(helds[0]) if self.together and len(helds) == 1 else None
+        self.direct = alone is not None and alone.cut.is_first_and_even(alone.n)
         self.work: Any = None
         self.flat: torch.Tensor | None = None
         self.ready = False
@@ -440,14 +338,14 @@ class Unit:
                 held.leaf.untyped_storage().resize_(n)
         if not self.together:
             return
-        hop = next(h for h in self.helds[0].hops if h.forward == "gather")
+        hop = gather_of(self.helds[0])
         if self.direct:
             # .data has a version counter of its own: a backend may write, and count, at any time until it is waited for
             out, piece = self.helds[0].leaf.data, self.helds[0].local
             assert piece is not None
             self.work = all_gather_flat(out, piece.contiguous(), group=hop.group, async_op=True)
             return
-        pieces = torch.cat([h.local.reshape(-1) for h in self.helds])  # type: ignore[union-attr]
+        pieces = torch.cat([padded_to(h.local, h.padded_shape).reshape(-1) for h in self.helds])  # type: ignore[arg-type]
         self.flat = pieces.new_empty(hop.n, pieces.numel())
         self.work = all_gather_flat(self.flat.view(-1), pieces, group=hop.group, async_op=True)
 
@@ -472,12 +370,15 @@ class Unit:
         if flat is not None:
             offset = 0
             for held in self.helds:
-                hop = next(h for h in held.hops if h.forward == "gather")
-                m = prod(held.stored_shape)
-                part = flat[:, offset : offset + m].view(hop.n, *held.stored_shape)
+                hop = gather_of(held)
+                m = prod(held.padded_shape)
+                part = flat[:, offset : offset + m].view(hop.n, *held.padded_shape)
                 offset += m
                 with torch.autograd._unsafe_preserve_version_counter(held.leaf):
-                    stacked(held.leaf, hop.dim, hop.n).copy_(part)
+                    if hop.cut.size % hop.n:
+                        held.leaf.copy_(unstack(part, hop.cut.dim).narrow(hop.cut.dim, 0, hop.cut.size))
+                    else:
+                        stacked(held.leaf, hop.cut.dim, hop.n).copy_(part)
         self.ready = True
 
     def finish_work(self) -> None:
@@ -511,11 +412,16 @@ def coalesces(held: Held) -> bool:
     return kinds == ["gather"]
 
 
+def gather_of(held: Held) -> Hop:
+    """The hop that gathers a parameter that :func:`coalesces`."""
+    return next(hop for hop in held.hops if hop.forward == "gather")
+
+
 def same_gather(a: Held, b: Held) -> bool:
     """Whether two parameters may share a gather."""
     if not (coalesces(a) and coalesces(b)) or a.choice.lifetime != b.choice.lifetime:
         return False
-    ga, gb = (next(h for h in held.hops if h.forward == "gather") for held in (a, b))
+    ga, gb = gather_of(a), gather_of(b)
     dtypes = [held.param.dtype for held in (a, b)]
     return ga.group is gb.group and dtypes[0] == dtypes[1]
 

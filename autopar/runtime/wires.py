@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.lower.collectives import step
+from autopar.lower.collectives import state_step
 from autopar.placements import path
 from autopar.plan import Crossing
 from autopar.transfer import Piece, Transfer, box_of
@@ -212,10 +212,9 @@ class Post:
         steps = path(transfer.landing, target.state)
         assert steps is not None
         for axis, src, dst in steps:
-            name, size = target.mesh[axis]
-            if size > 1:
-                fn, args = step(src[axis], dst[axis])
-                whole = fn(whole, name, *args)  # type: ignore[operator]
+            if target.mesh[axis][1] > 1:
+                fn, args = state_step(transfer.spec.shape, src, dst, target.mesh)
+                whole = fn(whole, *args)  # type: ignore[operator]
         return whole
 
 

@@ -15,7 +15,7 @@ from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 
 from autopar.errors import RunError
 from autopar.graph import Graph
-from autopar.lower.collectives import step
+from autopar.lower.collectives import state_step
 from autopar.lower.emit import Program
 from autopar.placements import Mesh, State, coordinates, format_state, in_pieces, n_devices, path
 from autopar.plan import ParamChoice, StagePlan
@@ -24,15 +24,14 @@ from autopar.staging import StageGraph
 from cost_models.pipeline.actions import Action, Schedule
 
 
-def along(x: torch.Tensor, src: State, dst: State, mesh: Mesh) -> torch.Tensor:
-    """The differentiable steps that bring a parameter from its stored to its used placement."""
+def along(x: torch.Tensor, shape: Sequence[int], src: State, dst: State, mesh: Mesh) -> torch.Tensor:
+    """The differentiable steps that bring a parameter of global ``shape`` from its stored to its used placement."""
     steps = path(src, dst)
     assert steps is not None, f"no path from {src} to {dst}"
     for axis, a, b in steps:
-        name, size = mesh[axis]
-        if size > 1:
-            fn, args = step(a[axis], b[axis])
-            x = fn(x, name, *args)  # type: ignore[operator]
+        if mesh[axis][1] > 1:
+            fn, args = state_step(shape, a, b, mesh)
+            x = fn(x, *args)  # type: ignore[operator]
     return x
 
 
@@ -89,7 +88,7 @@ def run_step(
                 if weights[slot.name].requires_grad:
                     leaf.requires_grad_()
                 stored[slot.name] = leaf
-                values.append(along(leaf, choice.stored, choice.used, mesh))
+                values.append(along(leaf, slot.shape, choice.stored, choice.used, mesh))
             elif slot.kind == "buffer":
                 held[slot.name] = (spread(buffers[slot.name], slot.state), slot.state)
                 values.append(held[slot.name][0])

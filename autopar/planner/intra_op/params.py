@@ -13,7 +13,20 @@ from itertools import product
 from math import prod
 
 from autopar.graph import Graph, Spec
-from autopar.placements import Mesh, State, fits, is_shard, local_shape, path, shard, step_collectives, whole_placement
+from autopar.placements import (
+    Mesh,
+    State,
+    elements_moved,
+    fits,
+    has_dims,
+    is_shard,
+    is_too_fine,
+    local_shape,
+    path,
+    shard,
+    step_collectives,
+    whole_placement,
+)
 from autopar.plan import ParamChoice, StagePlan
 from autopar.planner.intra_op.price import Pricer
 from cost_models import AxisCost, optimizer_state_bytes
@@ -43,7 +56,7 @@ def choices(spec: Spec, grad: bool, used: Iterable[State], mesh: Mesh, *, all_di
     """Every way to store a parameter for the given used placements: replicated or cut on each axis, both lifetimes.
 
     On an axis where the used placement is a shard, the stored one is the same. Elsewhere it is whole, or sharded on
-    the first dim that divides (``all_dims``: on any dim).
+    the first dim that divides, or, where none does, on the one whose largest piece is smallest (``all_dims``: on any).
     """
     found: list[ParamChoice] = []
     whole = whole_placement(grad)
@@ -54,17 +67,32 @@ def choices(spec: Spec, grad: bool, used: Iterable[State], mesh: Mesh, *, all_di
                 options.append([use[a] if is_shard(use[a]) else whole])
             else:
                 options.append([whole, *map(shard, range(len(spec.shape)))])
-        seen: set[tuple[bool, ...]] = set()
-        for stored in product(*options):
-            pattern = tuple(map(is_shard, stored))
-            if (pattern in seen and not all_dims) or not fits(spec.shape, stored, mesh) or path(stored, use) is None:
-                continue
-            seen.add(pattern)
+        for stored in _stored(spec.shape, options, use, mesh, all_dims):
             gathers = any(is_shard(a) and not is_shard(b) for a, b in zip(stored, use, strict=True))
             found.append(ParamChoice(stored, use, "step"))
             if gathers:
                 found.append(ParamChoice(stored, use, "use"))
     return found
+
+
+def _stored(
+    shape: tuple[int, ...], options: Sequence[Sequence[str]], use: State, mesh: Mesh, all_dims: bool
+) -> list[State]:
+    """The states to store a parameter in, of every pattern of axes that cut it one (``all_dims``: all)."""
+    legal = [
+        stored for stored in product(*options)
+        if has_dims(shape, stored) and path(stored, use) is not None and not is_too_fine(shape, stored, mesh)
+    ]  # fmt: skip
+    if all_dims:
+        return legal
+    by_pattern: dict[tuple[bool, ...], list[State]] = {}
+    for stored in legal:
+        by_pattern.setdefault(tuple(map(is_shard, stored)), []).append(stored)
+    chosen = []
+    for same in by_pattern.values():
+        even = [stored for stored in same if fits(shape, stored, mesh)]
+        chosen.append(even[0] if even else min(same, key=lambda stored: prod(local_shape(shape, stored, mesh))))
+    return chosen
 
 
 def bucketed_seconds(cost: AxisCost, kind: str, n_bytes: float, bucket_bytes: float) -> float:
@@ -86,7 +114,7 @@ def collectives(
         name, size = mesh[axis]
         if size == 1:
             continue
-        whole = max(prod(local_shape(spec.shape, s, mesh)) for s in (src, dst)) * spec.item_bytes
+        whole = elements_moved(spec.shape, src, dst, mesh) * spec.item_bytes
         forward, backward = step_collectives(src[axis], dst[axis])
         if forward:
             found.append((name, forward, whole, 2 * microbatches if per_use and grad else 1))

@@ -12,7 +12,7 @@ from functools import lru_cache
 from math import prod
 
 from autopar.graph import Graph, Node, Spec
-from autopar.placements import Mesh, State, local_shape, n_devices, only_change, step_collectives
+from autopar.placements import Mesh, State, elements_moved, local_shape, n_devices, only_change, step_collectives
 from autopar.rules.local import collectives_inside, cuts_of, local_call
 from autopar.rules.notation import In, Rule, call_of
 from autopar.rules.strategy import Strategy, grads_of
@@ -61,15 +61,10 @@ class Pricer:
         src_bytes = prod(local_shape(spec.shape, src, self.mesh)) * spec.item_bytes
         dst_bytes = prod(local_shape(spec.shape, dst, self.mesh)) * spec.item_bytes
         forward, backward = step_collectives(src[axis], dst[axis])
-        whole = max(src_bytes, dst_bytes)
+        moved = elements_moved(spec.shape, src, dst, self.mesh) * spec.item_bytes
         seconds = []
         for kind in (forward, backward if grad else None):
-            if kind is None:
-                seconds.append(0.0)
-            elif kind in ("all_gather", "reduce_scatter"):
-                seconds.append(cost.seconds(kind, whole))
-            else:
-                seconds.append(cost.seconds(kind, src_bytes))
+            seconds.append(cost.seconds(kind, moved) if kind is not None else 0.0)
         if forward is None and {src[axis], dst[axis]} != {"I", "R"}:
             copy = op_seconds(self.device, "copy", 0.0, src_bytes + dst_bytes, spec.dtype)
             seconds[0] += copy

@@ -1,0 +1,215 @@
+"""Hops: a parameter's way from its stored to its used placement, and its gradient's way back.
+
+They are the plan's steps, neighbouring axes merged into one collective over their common group. Collectives want pieces
+of one size: pieces that are not equal are padded to the largest one, and what was added is cut off afterwards. Pieces
+are those of ``torch.chunk``, so all that is added stands at the end of the whole dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.errors import PlanError
+from autopar.placements import (
+    Mesh,
+    Placement,
+    State,
+    cut_extent,
+    format_state,
+    is_shard,
+    kind,
+    local_shape,
+    path,
+    piece_of,
+    shard_dim,
+)
+from autopar.plan import ParamChoice
+
+all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""Their names changed in torch 2.13."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A dim that the ranks of a hop cut, and how many elements of it they have together."""
+
+    dim: int = 0
+    size: int = 0
+
+    def largest(self, n: int) -> int:
+        """Elements of the largest of ``n`` pieces."""
+        return -(-self.size // n)
+
+    def is_first_and_even(self, n: int) -> bool:
+        """Whether ``n`` pieces, one after the other, are the whole tensor."""
+        return self.dim == 0 and self.size % n == 0
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One change of placement on the ``n`` ranks of ``group``, of which this is number ``index``.
+
+    ``forward`` is done to values (stored -> used), ``backward`` to gradients (used -> stored): ``none gather slice swap
+    all_reduce reduce_scatter``. ``cut`` is the dim in pieces; ``other`` the target dim of a swap.
+    """
+
+    forward: str
+    backward: str
+    group: Any
+    n: int
+    index: int
+    cut: Cut = Cut()
+    other: Cut = Cut()
+
+
+_KINDS = {
+    ("S", "R"): ("gather", "reduce_scatter"), ("S", "I"): ("gather", "slice"), ("I", "R"): ("none", "all_reduce"),
+    ("I", "S"): ("slice", "gather"), ("R", "S"): ("slice", "none"), ("S", "S"): ("swap", "swap"),
+    ("R", "I"): ("none", "none"), ("R", "R"): ("none", "none"),
+}  # fmt: skip
+
+
+def hops(
+    name: str, choice: ParamChoice, shape: Sequence[int], device_mesh: DeviceMesh, mesh: Mesh
+) -> tuple[Hop, ...]:
+    """The hops from stored to used of a parameter of global ``shape``.
+
+    Raises:
+        PlanError: there is no such path.
+    """
+    steps = path(choice.stored, choice.used)
+    legal = steps is not None and all((kind(a[i]), kind(b[i])) in _KINDS for i, a, b in steps)
+    if steps is None or not legal:
+        raise PlanError(
+            f"parameter '{name}': stored as {format_state(choice.stored)} it cannot be used as "
+            f"{format_state(choice.used)}; store it so that only whole axes are gathered, such as the used placement"
+        )
+    merged: list[tuple[Placement, Placement, list[int], State]] = []
+    for axis, src, dst in steps:
+        if mesh[axis][1] == 1:
+            continue
+        a, b = src[axis], dst[axis]
+        last = merged[-1] if merged else None
+        if last is not None and last[:2] == (a, b) and not is_shard(b) and _as_one(shape, src, mesh, axis, last[2]):
+            last[2].insert(0, axis)
+        else:
+            merged.append((a, b, [axis], src))
+    found = []
+    coordinate = device_mesh.get_coordinate()
+    assert coordinate is not None
+    for a, b, axes, state in merged:
+        forward, backward = _KINDS[kind(a), kind(b)]
+        if forward == backward == "none":
+            continue
+        index = 0
+        for axis in axes:
+            index = index * mesh[axis][1] + coordinate[axis]
+        n = prod(mesh[axis][1] for axis in axes)
+        whole = tuple("R" if axis in axes else p for axis, p in enumerate(state))
+        sizes = local_shape(shape, whole, mesh, coordinate)
+        cuts = [Cut(d, sizes[d]) for d in (shard_dim(a), shard_dim(b)) if d is not None] or [Cut()]
+        found.append(Hop(forward, backward, group_of(device_mesh, mesh, axes), n, index, cuts[0], cuts[-1]))
+    return tuple(found)
+
+
+def _as_one(shape: Sequence[int], state: State, mesh: Mesh, axis: int, inner: Sequence[int]) -> bool:
+    """Whether ``axis`` and the ``inner`` axes may go together: the pieces of pieces are the pieces of one cut."""
+    if not is_shard(state[axis]):
+        return True
+    extent, earlier, _ = cut_extent(shape, state, mesh, axis)
+    return extent % prod(mesh[a][1] for a in (*earlier, axis, *inner)) == 0
+
+
+def group_of(device_mesh: DeviceMesh, mesh: Mesh, axes: Sequence[int]) -> Any:
+    """The process group over several axes; every rank must ask for the same ones in the same order."""
+    names = tuple(mesh[axis][0] for axis in axes)
+    if len(names) == 1:
+        return device_mesh.get_group(names[0])
+    if len(names) == len(mesh) and device_mesh.size() == dist.get_world_size():
+        ranks = device_mesh.mesh.flatten().tolist()
+        if ranks == list(range(len(ranks))):
+            return dist.group.WORLD
+    return device_mesh[names]._flatten("_".join(names)).get_group()
+
+
+def padded(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """``x`` with zeros behind it, up to ``size`` elements of ``dim``; ``x`` itself where it has as many."""
+    missing = size - x.shape[dim]
+    if not missing:
+        return x
+    return torch.nn.functional.pad(x, [*[0, 0] * (x.dim() - 1 - dim), 0, missing])
+
+
+def padded_to(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """``x`` with zeros behind it in every dim, up to ``shape``."""
+    for dim, size in enumerate(shape):
+        x = padded(x, dim, size)
+    return x
+
+
+def gather(x: torch.Tensor, hop: Hop) -> torch.Tensor:
+    """Concatenate the ranks' pieces."""
+    x = padded(x, hop.cut.dim, hop.cut.largest(hop.n)).contiguous()
+    out = x.new_empty(hop.n, *x.shape)
+    all_gather_flat(out.flatten(0, 1), x, group=hop.group)
+    return _without_padding(unstack(out, hop.cut.dim), hop.cut)
+
+
+def _without_padding(x: torch.Tensor, cut: Cut) -> torch.Tensor:
+    return x if x.shape[cut.dim] == cut.size else x.narrow(cut.dim, 0, cut.size)
+
+
+def own_part(x: torch.Tensor, cut: Cut, hop: Hop) -> torch.Tensor:
+    """This rank's piece without what it was padded with."""
+    length = piece_of(cut.size, hop.n, hop.index)[1]
+    return x if x.shape[cut.dim] == length else x.narrow(cut.dim, 0, length)
+
+
+def unstack(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """[n, ..., k, ...] -> [..., n * k, ...]"""
+    return x.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def stacked(x: torch.Tensor, dim: int, n: int) -> torch.Tensor:
+    """[..., n * k, ...] -> [n, ..., k, ...], a view if it divides; else padded."""
+    x = padded(x, dim, -(-x.shape[dim] // n) * n)
+    return x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0)
+
+
+def apply(kind: str, x: torch.Tensor, hop: Hop, backward: bool = False) -> torch.Tensor:
+    """Do one hop and wait for it."""
+    from_cut, to_cut = (hop.other, hop.cut) if backward else (hop.cut, hop.other)
+    if kind == "gather":
+        return gather(x, hop)
+    if kind == "slice":
+        return x.narrow(hop.cut.dim, *piece_of(hop.cut.size, hop.n, hop.index))
+    if kind == "all_reduce":
+        x = x.contiguous()
+        dist.all_reduce(x, group=hop.group)
+        return x
+    if kind == "reduce_scatter":
+        parts = stacked(x, hop.cut.dim, hop.n).contiguous()
+        out = torch.empty_like(parts[0])
+        reduce_scatter_flat(out, parts.flatten(0, 1), group=hop.group)
+        return own_part(out, hop.cut, hop)
+    if kind == "swap":
+        x = padded(x, from_cut.dim, from_cut.largest(hop.n))
+        parts = stacked(x, to_cut.dim, hop.n).contiguous()
+        out = torch.empty_like(parts)
+        dist.all_to_all_single(out, parts, group=hop.group)
+        return own_part(_without_padding(unstack(out, from_cut.dim), from_cut), to_cut, hop)
+    return x
+
+
+__all__ = [
+    "Cut", "Hop", "all_gather_flat", "apply", "gather", "group_of", "hops", "own_part", "padded", "padded_to",
+    "reduce_scatter_flat", "stacked", "unstack",
+]  # fmt: skip

@@ -1,0 +1,40 @@
+"""Pieces that are not equal, with real processes: the numbers of one device on 3 ranks, and checkpoints between meshes.
+
+In one process the same is tried on many more meshes and plans: ``tests/world/test_uneven.py``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from procs import cases
+from procs.test_train import check, of
+
+from autopar.runtime.launch import run_local
+
+TWO, THREE = (("data", 2),), (("data", 3),)
+
+
+def test_parameters_of_any_size_are_stored_in_pieces() -> None:
+    """ZeRO on 3 ranks, none of which divides a parameter: hidden sizes are 64 and 128."""
+    zero = {"params": {"*": "S0"}}
+    check(3, [
+        of("mlp", THREE, options=zero, microbatches=2, clip=0.1),  # ZeRO-1
+        of("mlp", THREE, options=zero, lifetime="use", microbatches=2, clip=0.1),  # ZeRO-3
+        of("mlp", THREE, options=zero, foreach=True),
+        *(of("gpt2", THREE, seed=seed, lifetime=how) for seed, how in ((1, "step"), (2, "use"))),
+        of("resnet", THREE, seed=3),
+    ])  # fmt: skip
+
+
+def test_a_checkpoint_of_uneven_pieces_is_read_on_another_mesh(tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint")
+    calls = {"save": ("save", path, "gpt2", THREE, 4), "round trip": ("full_round_trip", "gpt2", THREE, 4)}
+    results = run_local(cases.several, 3, calls)[0]
+    assert results["round trip"]["changed"] and results["round trip"]["again"]
+    state, loss = results["save"]
+    there, loss_there = run_local(cases.load, 2, path, "gpt2", TWO, 2)[0]
+    for name in state:
+        assert torch.equal(state[name], there[name]), name
+    assert abs(loss - loss_there) < 1e-6
