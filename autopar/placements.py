@@ -250,18 +250,19 @@ def coordinates(rank: int, mesh: Mesh) -> tuple[int, ...]:
     return tuple(reversed(found))
 
 
-def has_dims(shape: Sequence[int], state: State) -> bool:
-    """Whether the tensor has every dim that its state cuts."""
-    return all(placement[0] != "S" or _DIMS[placement] < len(shape) for placement in state)
+def has_pieces(shape: Sequence[int], state: State, mesh: Mesh) -> bool:
+    """Whether a tensor can be in a state: the dims exist, and no axis cuts a dim into more pieces than it has elements.
 
-
-def is_too_fine(shape: Sequence[int], state: State, mesh: Mesh) -> bool:
-    """Whether a dim has fewer elements than its axes make pieces: some ranks would have nothing for certain."""
-    pieces = [1] * len(shape)
+    Pieces need not be equal, and the last ones may be empty (6 elements over 4 ranks are 2, 2, 2 and 0).
+    """
+    local = list(shape)
     for placement, (_, size) in zip(state, mesh, strict=True):
         if placement[0] == "S":
-            pieces[_DIMS[placement]] *= size
-    return any(1 < k and n < k for n, k in zip(shape, pieces, strict=True))
+            d = _DIMS[placement]
+            if d >= len(local) or local[d] < size:
+                return False
+            local[d] = -(-local[d] // size)
+    return True
 
 
 def fits(shape: Sequence[int], state: State, mesh: Mesh) -> bool:

@@ -16,7 +16,7 @@ from autopar.errors import AutoparError, MeshError, PlanError, closest
 from autopar.graph import Graph, Ref
 from autopar.labels import matches, op_labels
 from autopar.pins import parse_kept
-from autopar.placements import State, fits, format_mesh, format_state, parse_state, step_is_legal
+from autopar.placements import State, fits, format_mesh, format_state, has_pieces, parse_state, step_is_legal
 from autopar.placements import path as way
 from autopar.plan import ParamChoice, Pins, Plan, Price, Recompute, Solution, route_key, segment_numbers
 from autopar.planfile.form import Document, Failures, parse
@@ -203,7 +203,9 @@ class _Binder:
 
     # -- placements
 
-    def _state(self, path: str, text: str, shape: Sequence[int], kinds: str) -> State | None:
+    def _state(
+        self, path: str, text: str, shape: Sequence[int], kinds: str, uneven: bool = False
+    ) -> State | None:
         try:
             state = parse_state(text, self.mesh, path)
         except MeshError as error:
@@ -214,7 +216,7 @@ class _Binder:
                 allowed = ", ".join("S<dim>" if k == "S" else k for k in kinds)
                 self.bad.add(path, f"'{placement}' on axis '{axis}' is not possible here; use {allowed}")
                 return None
-        if not fits(shape, state, self.mesh):
+        if not (has_pieces if uneven else fits)(shape, state, self.mesh):
             self.bad.add(
                 path,
                 f"a tensor of shape {tuple(shape)} does not divide as {text} on mesh {format_mesh(self.mesh)}; shard "
@@ -248,7 +250,7 @@ class _Binder:
         for name, (path, entry) in found.items():
             node = self.graph.nodes[nodes[name]]
             shape = node.out.shape
-            stored = self._state(f"{path}.stored", entry["stored"], shape, "SI" if node.needs_grad else "SR")
+            stored = self._state(f"{path}.stored", entry["stored"], shape, "SI" if node.needs_grad else "SR", True)
             used = self._state(f"{path}.used", entry["used"], shape, "SIR" if node.needs_grad else "SR")
             if stored is None or used is None:
                 continue

@@ -119,15 +119,15 @@ def test_pins_hold() -> None:
     assert plan.params["lm_head.weight"].stored == ("I", "I")
 
 
-def test_pins_that_do_not_divide_are_all_named() -> None:
+def test_pins_that_are_too_fine_are_all_named() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(8, 7), torch.nn.Linear(7, 4))
     graph = capture(model, (torch.randn(4, 8),), {}, loss_fn=torch.sum).graph
-    cluster, mesh = load_cluster("dgx-h100"), (("data", 2),)
+    cluster, mesh = load_cluster("dgx-h100"), (("data", 8),)
     with pytest.raises(InfeasibleError) as caught:
         plan_graph(graph, cluster, mesh, Options(params={"*": "S1"}))
     text = str(caught.value)
-    assert "3 of 4 parameters that were pinned do not divide" in text
-    assert "1.weight [4 7] as S1: on axis 'data' dim 1 has 7 left for 2 ranks" in text
+    assert "3 of 4 parameters that were pinned are too small" in text
+    assert "1.weight [4 7] as S1: on axis 'data' dim 1 has 7 left for 8 ranks" in text
     assert "0.bias [7] as S1: on axis 'data' it has no dim 1" in text and "1.bias" in text
     assert "0.weight" not in text and "end it with '0.bias': 'replicate'" in text
     plan = plan_graph(graph, cluster, mesh, Options(params={"*": "S1", "*.bias": "replicate", "1.*": "replicate"}))

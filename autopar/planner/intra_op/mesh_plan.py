@@ -428,10 +428,10 @@ class _Pins:
                     + ", after which may stand a lifetime, 'step' or 'use'"
                 )
             self.params.update(dict.fromkeys(found, how))
-        self._params_divide()
+        self._params_large_enough()
 
-    def _params_divide(self) -> None:
-        """Name all parameters that cannot be stored as they are pinned, with the sizes that do not divide."""
+    def _params_large_enough(self) -> None:
+        """Name all parameters that cannot be stored as they are pinned, with the sizes that are too small."""
         lines: list[str] = []
         names: list[str] = []
         for _, node in self.graph.of_kind("param"):
@@ -440,21 +440,21 @@ class _Pins:
             placement, _ = _kept(self.params[node.target])
             left = list(node.out.shape)
             for p, (axis, size) in zip(placement.split(","), self.mesh, strict=True):
-                d = shard_dim(p) if p[1:].isdigit() else None
+                d = shard_dim(p)
                 if d is None:
                     continue
-                if d >= len(left) or left[d] % size:
+                if d >= len(left) or left[d] < size:
                     why = f"dim {d} has {left[d]} left for {size} ranks" if d < len(left) else f"it has no dim {d}"
                     shape = " ".join(map(str, node.out.shape))
                     lines.append(f"{node.target} [{shape}] as {placement}: on axis '{axis}' {why}")
                     names.append(node.target)
                     break
-                left[d] //= size
+                left[d] = -(-left[d] // size)
         if lines:
             shown = "\n  ".join(lines[:20]) + (f"\n  and {len(lines) - 20} more" if len(lines) > 20 else "")
             raise InfeasibleError(
-                f"{len(lines)} of {len(self.params)} parameters that were pinned do not divide\n  {shown}\n  use "
-                "axis sizes that divide, or except them: a later pattern of params= goes before an earlier one, so end "
+                f"{len(lines)} of {len(self.params)} parameters that were pinned are too small\n  {shown}\n  use "
+                "smaller axes, or except them: a later pattern of params= goes before an earlier one, so end "
                 f"it with '{names[0]}': 'replicate' and so on (--keep-replicated '{names[0]}')"
             )
 

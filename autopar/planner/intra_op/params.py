@@ -18,9 +18,8 @@ from autopar.placements import (
     State,
     elements_moved,
     fits,
-    has_dims,
+    has_pieces,
     is_shard,
-    is_too_fine,
     local_shape,
     path,
     shard,
@@ -81,7 +80,7 @@ def _stored(
     """The states to store a parameter in, of every pattern of axes that cut it one (``all_dims``: all)."""
     legal = [
         stored for stored in product(*options)
-        if has_dims(shape, stored) and path(stored, use) is not None and not is_too_fine(shape, stored, mesh)
+        if has_pieces(shape, stored, mesh) and path(stored, use) is not None
     ]  # fmt: skip
     if all_dims:
         return legal
