@@ -349,7 +349,7 @@ def _placed_again(
         assert shown is not None
         local = shown._local_tensor if isinstance(shown, DTensor) else shown
         if wanted.get(name, state) != state:
-            whole = joined(local, state, pm._mesh)
+            whole = joined(local, state, shown.shape, pm._mesh)
             shape, state = tuple(whole.shape), wanted[name]
             local = local_piece(whole, state, pm._mesh).clone(memory_format=torch.contiguous_format)
             value = as_dtensor(local, state, shape, pm._mesh) if is_cut(state) else local

@@ -20,7 +20,7 @@ from autopar.capture import capture
 from autopar.errors import ClusterError, MeshError, PlanError
 from autopar.graph import Graph, Spec
 from autopar.pipeline import PipelinePlan
-from autopar.placements import Mesh, local_shape
+from autopar.placements import Mesh, State, is_shard, local_shape, only_change, shard_dim
 from autopar.plan import StagePlan
 from autopar.planfile import pipeline as files
 from autopar.planner.inter_op.exact import ExactPlans
@@ -198,19 +198,23 @@ class Sent:
             posted[pair] += 1
             return SimpleNamespace(wait=lambda: value.copy_(values[pair][number]))
 
-        def step(src: str, dst: str) -> tuple[Callable[..., torch.Tensor], tuple[()]]:
-            assert src[0] == "S" and dst[0] != "S"
+        def step(
+            shape: tuple[int, ...], src: State, dst: State, mesh: Mesh
+        ) -> tuple[Callable[..., torch.Tensor], tuple[str]]:
+            number = only_change(src, dst)
+            dim = shard_dim(src[number])
+            assert dim is not None and not is_shard(dst[number])
 
             def gather(x: torch.Tensor, axis: str) -> torch.Tensor:
-                whole = torch.cat([x] * dict(target.mesh)[axis], int(src[1:]))
+                whole = torch.cat([x] * dict(mesh)[axis], dim)
                 self.gathers[rank].append((axis, whole.nbytes))
                 return whole
 
-            return gather, ()
+            return gather, (mesh[number][0],)
 
         monkeypatch.setattr(wires.dist, "isend", isend)
         monkeypatch.setattr(wires.dist, "irecv", irecv)
-        monkeypatch.setattr(wires, "step", step)
+        monkeypatch.setattr(wires, "state_step", step)
         wire = wires.Wire(0, "x", 0, 1, transfer(Spec(shape, "float32"), source, target), None)
         ranks = sorted({*source.devices, *target.devices})
         rows = {r: [Action(0, "F", 0)] if r in source.devices else [] for r in ranks}
