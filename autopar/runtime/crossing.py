@@ -11,6 +11,7 @@ two DTensors.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from autopar.runtime.state import Held
 
 _ENGINE: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
 Run = Callable[[Mapping[str, torch.Tensor]], tuple[Any, ...]]
+Around = Callable[[], contextlib.AbstractContextManager[None]]
 
 TWICE = (
     "create_graph=True: the program of a parallel module has no backward of its backward, so gradient penalties and "
@@ -42,9 +44,9 @@ class _Call:
     """One forward: its outputs with their graph, and what its backward is to fill."""
 
     def __init__(
-        self, gradients: Gradients, run: Run, inputs: Mapping[str, torch.Tensor], begun: Callable[[], None]
+        self, gradients: Gradients, run: Run, inputs: Mapping[str, torch.Tensor], around: Around
     ) -> None:
-        self.gradients, self.run, self.begun = gradients, run, begun
+        self.gradients, self.run, self.around = gradients, run, around
         self.wanting = [name for name, x in inputs.items() if x.requires_grad]
         self.trained = gradients.trained()
         self.hands = not gradients.defer  # in a microbatch that is not the last one parameters get nothing
@@ -80,7 +82,6 @@ class _Call:
                 raise RunError(CHANGED.format(name=held.name))
         if not gradients.accumulating:
             gradients.forget()
-        self.begun()
         given = [(root, g) for root, g in zip(roots, grads, strict=True) if root is not None and g is not None]
         used, arriving = [root for root, _ in given], [g for _, g in given]
         last = not gradients.defer
@@ -88,7 +89,7 @@ class _Call:
         for leaf in self.leaves:
             leaf.grad = None
         try:
-            with gradients.reducing(last=last):
+            with self.around(), gradients.reducing(last=last):
                 if given and (inputs is None or inputs):
                     _ENGINE.run_backward(  # torch.autograd.backward would check shapes again
                         tuple(used), tuple(arriving), keep, False, tuple(inputs or ()), allow_unreachable=True,
@@ -150,7 +151,7 @@ def _reached(node: Node | None) -> bool:
 
 def crossed(
     gradients: Gradients, probe: torch.Tensor, inputs: Mapping[str, torch.Tensor], run: Run,
-    begun: Callable[[], None] = lambda: None,
+    around: Around = contextlib.nullcontext,
 ) -> tuple[Any, ...]:  # fmt: skip
     """``run(inputs)`` in the caller's autograd graph.
 
@@ -158,9 +159,9 @@ def crossed(
         probe: an empty leaf that wants a gradient; only an ordinary backward comes to it.
         inputs: local inputs by name; ``run`` gets detached ones.
         run: gives a flat tuple of local outputs.
-        begun: called when a backward begins.
+        around: a context in which a backward runs.
     """
-    call = _Call(gradients, run, inputs, begun)
+    call = _Call(gradients, run, inputs, around)
     token = call.trained.token
     if not torch.is_grad_enabled() or not (call.wanting or token is not None):
         return run({name: x.detach() for name, x in inputs.items()})

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,6 +34,7 @@ from autopar.runtime.agree import mesh_group
 from autopar.runtime.batch import Batch
 from autopar.runtime.crossing import crossed
 from autopar.runtime.direct import stand_ins
+from autopar.runtime.failures import Failures
 from autopar.runtime.gradients import Gradients
 from autopar.runtime.outputs import IN_PIECES, Meeting, unread, with_pending
 from autopar.runtime.programs import AllWell, Fields, PlanAgain, compiled, fields_of, resume, take
@@ -94,6 +95,7 @@ class ParallelModule(SpreadModule):
     _batch: Batch
     _probe: torch.Tensor
     _meeting: Meeting | None
+    _failures: Failures | None
     _units: list[Unit]
     _schedule: prefetch.Schedule
     _run: Callable[..., tuple[Any, ...]]
@@ -137,6 +139,8 @@ class ParallelModule(SpreadModule):
         put(self, "_skeleton", Skeleton(model) if model.training and shared is None else None)
         put(self, "_evaluation", None)
         put(self, "_meeting", None)
+        ranks = [int(r) for r in device_mesh.mesh.flatten()]
+        put(self, "_failures", Failures(ranks) if len(ranks) > 1 and shared is None else None)
         put(self, "_compile", None)
         put(self, "_helds", {})
         put(self, "_held_buffers", {})
@@ -365,25 +369,36 @@ class ParallelModule(SpreadModule):
         """
         check_values(self)
         call = self._calls + 1
+        failures, meeting = self._failures, self._meeting
+        if failures is None:  # one device: the program runs in the caller's own autograd graph
+            return self._outputs(self._call(call, args, kwargs), call)
+        failures.settle()
+        with failures.during(f"the forward of call {call}"):
+            if meeting is not None:
+                meeting.note(f"the forward of call {call}")
+            return self._outputs(self._call(call, args, kwargs), call)
+
+    def _call(self, call: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         mixed = mixed_seed(self._seed, self._calls)
         object.__setattr__(self, "_calls", call)
-        meeting = self._meeting
-        if meeting is not None:
-            meeting.note(f"the forward of call {call}")
         self._bind()
-        if self._direct:  # nothing is to be gathered or reduced: the program runs in the caller's own autograd graph
-            flat = self._run_bound(self._inputs(args, kwargs), mixed, self._gradients.accumulating, not self.training)
-            return self._outputs(flat[: len(self._plan.outputs)], call)
-
-        def begun() -> None:
-            if meeting is not None:
-                meeting.note(f"the backward of call {call}")
 
         def run(inputs: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
             flat = self._run_bound(inputs, mixed, self._gradients.accumulating, not self.training)
             return flat[: len(self._plan.outputs)]
 
-        return self._outputs(crossed(self._gradients, self._probe, self._inputs(args, kwargs), run, begun), call)
+        inputs, failures, meeting = self._inputs(args, kwargs), self._failures, self._meeting
+        if self._direct:
+            return run(inputs)
+
+        @contextlib.contextmanager
+        def around() -> Iterator[None]:
+            if meeting is not None:
+                meeting.note(f"the backward of call {call}")
+            with failures.during(f"the backward of call {call}") if failures is not None else contextlib.nullcontext():
+                yield
+
+        return crossed(self._gradients, self._probe, inputs, run, around)
 
     def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Local inputs by name; now and then the ranks compare what they were called with."""

@@ -33,6 +33,7 @@ from autopar.runtime.batch import NOT_PLANNED
 from autopar.runtime.calls import flatten_call, same_literal
 from autopar.runtime.checkpoint import load_full_state_dict
 from autopar.runtime.executor import ParallelModule, device_of, mixed_seed
+from autopar.runtime.failures import Failures
 from autopar.runtime.input_gradients import InputGradients
 from autopar.runtime.programs import (
     AllWell,
@@ -116,6 +117,7 @@ class PipelineModule(SpreadModule):
     _broken: bool
     _compared: int
     _input_gradients: InputGradients
+    _failures: Failures
 
     def __init__(
         self, model: torch.nn.Module, captured: Captured, plan: PipelinePlan, device_type: str = "cpu",
@@ -204,6 +206,7 @@ class PipelineModule(SpreadModule):
                 for d in stage.devices}  # fmt: skip
         device = torch.device(device_of(meshes[mine[0]]))
         put(self, "_device", device)
+        put(self, "_failures", Failures(range(dist.get_world_size())))
         put(self, "_input_gradients", InputGradients(captured.graph, plan.microbatches, device))
         put(self, "_post", Post.of(self._rank, device, self._wires, rows, plan.microbatches))
         alone = forward_only(len(graphs), plan.microbatches, plan.schedule.stages_of_rank)
@@ -273,32 +276,34 @@ class PipelineModule(SpreadModule):
         _check_planned(self._captured, callers)
         self._follow()
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        self._begin()
-        self._input_gradients.begin(callers)
-        for stage in self._stages.values():
-            stage.module.gradients.forget()
-        self._post.begin()
-        spans = self._spans
-        for action in self._row:
-            stage = self._stages[action.stage]
-            began = time.perf_counter() if spans is not None else 0.0
-            with spmd.set_current_mesh(stage.mesh):
-                if action.kind == "F":
-                    loss, _ = self._forward(stage, action.microbatch, batches[action.microbatch])
-                    if loss is not None and self._rank == self._plan.stages[action.stage].devices[0]:
-                        total += loss.detach().double() / self._plan.microbatches
-                elif action.kind == "W":
-                    self._weights(stage, action)
-                else:
-                    self._backward(stage, action)
-            if spans is not None:
-                spans.append((str(action), KINDS[action.kind], began, time.perf_counter()))
-        self._post.end()
-        self._tie()
-        dist.all_reduce(total)
-        object.__setattr__(self, "_broken", False)
-        for stage in self._stages.values():
-            stage.module.gradients.give()
+        self._failures.settle()
+        with self._failures.during(f"train_step {self._steps}"):
+            self._begin()
+            self._input_gradients.begin(callers)
+            for stage in self._stages.values():
+                stage.module.gradients.forget()
+            self._post.begin()
+            spans = self._spans
+            for action in self._row:
+                stage = self._stages[action.stage]
+                began = time.perf_counter() if spans is not None else 0.0
+                with spmd.set_current_mesh(stage.mesh):
+                    if action.kind == "F":
+                        loss, _ = self._forward(stage, action.microbatch, batches[action.microbatch])
+                        if loss is not None and self._rank == self._plan.stages[action.stage].devices[0]:
+                            total += loss.detach().double() / self._plan.microbatches
+                    elif action.kind == "W":
+                        self._weights(stage, action)
+                    else:
+                        self._backward(stage, action)
+                if spans is not None:
+                    spans.append((str(action), KINDS[action.kind], began, time.perf_counter()))
+            self._post.end()
+            self._tie()
+            dist.all_reduce(total)
+            object.__setattr__(self, "_broken", False)
+            for stage in self._stages.values():
+                stage.module.gradients.give()
         self._input_gradients.give()
         object.__setattr__(self, "_steps", self._steps + 1)
         if optimizer is not None:
@@ -423,6 +428,7 @@ class PipelineModule(SpreadModule):
         self._follow()
         schedule = forward_only(len(self._graphs), self._plan.microbatches, self._plan.schedule.stages_of_rank)
         group = schedule.rank_of_stage[next(iter(self._stages))]
+        self._failures.settle()
         self._begin()
         main, self_post = self._post, self._forward_post
         object.__setattr__(self, "_post", self_post)

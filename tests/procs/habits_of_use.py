@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import datetime
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -17,9 +18,11 @@ import torch
 import torch.distributed as dist
 from procs.cases import TWO, device_mesh, whole
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import autopar
 from autopar.errors import CaptureError, RunError
+from autopar.runtime.failures import Failures
 from autopar.runtime.outputs import Unread
 
 CASES: dict[str, Callable[[], None]] = {}
@@ -640,6 +643,49 @@ def pipeline(model: nn.Module | None = None, **more: Any) -> tuple[Any, nn.Modul
     model = model or Net(mse)
     eager = copy.deepcopy(model)
     return autopar.parallelize(model, 2, batch(), stages=2, microbatches=4, **more), eager
+
+
+def short_group(seconds: float) -> DeviceMesh:
+    """A mesh of both ranks whose collectives wait no longer."""
+    group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=seconds))
+    return DeviceMesh.from_group(group, "cpu", mesh=torch.arange(2), mesh_dim_names=("data",))
+
+
+@case
+def a_forward_that_raises_on_one_rank() -> None:
+    """The other one, which waits for it in a collective, says which rank failed, where and how."""
+    module = autopar.parallelize(Net(mse), short_group(2.0), batch(), constraints=COLUMN_ROW)
+    module(*batch()).backward()
+    run = module._run
+
+    def breaking(*values: Any) -> tuple[Any, ...]:
+        raise ArithmeticError("trouble on rank 1")
+
+    if dist.get_rank() == 1:
+        object.__setattr__(module, "_run", breaking)
+        with pytest.raises(ArithmeticError):
+            module(*batch())
+    else:
+        with pytest.raises(RunError, match="rank 1 failed in the forward of call 2: ArithmeticError: trouble on"):
+            module(*batch())
+    object.__setattr__(module, "_run", run)
+
+
+@case
+def a_batch_that_one_rank_skips() -> None:
+    """It must not go on while the other rank is in the step that it broke off."""
+    failures = Failures([0, 1])
+    for rank, skips in ((0, True), (1, True), (1, False)):
+        if dist.get_rank() == rank or skips:
+            with pytest.raises(Skip), failures.during("the forward of call 7"):
+                raise Skip
+        if skips:
+            failures.settle()
+    failures.timeout = 0.5
+    if dist.get_rank() == 1:
+        with pytest.raises(RunError, match=r"rank 1 broke off the forward of call 7 and goes on, rank 0 did not in 0"):
+            failures.settle()
+    dist.barrier()
 
 
 @case
