@@ -125,7 +125,7 @@ def _ops(plan: Plan, graph: Graph) -> dict[str, dict[str, str]]:
     }
     explicit = {i for i in strategy if graph.nodes[i].hot}
     while True:
-        chosen, _ = demand(graph, rules, plan.mesh, {i: strategy[i] for i in explicit})
+        chosen, _ = demand(graph, rules, plan.mesh, {i: strategy[i] for i in explicit}, partly=True)
         other = {i for i in strategy if chosen[i].names != plan.ops[graph.nodes[i].name]}
         if not other:
             break

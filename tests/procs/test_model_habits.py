@@ -9,9 +9,7 @@ from habits.today import TODAY
 
 from autopar.runtime.launch import run_local
 
-REFUSED_WHEN_READ_BACK = "StatisticsReadBeforeAndAfter"
-"""Some of its random plans are a PlanError, which draws avoid, once they were a file: cold operators follow demand."""
-NAMES = [name for name in HABITS if name not in TODAY and name != REFUSED_WHEN_READ_BACK]
+NAMES = [name for name in HABITS if name not in TODAY]
 
 
 @pytest.mark.slow

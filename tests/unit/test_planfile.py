@@ -371,3 +371,24 @@ def test_a_key_that_stands_twice_in_a_pipelined_plan_is_refused() -> None:
     text = f'{{"autopar_pipeline": {files.VERSION}, "cluster": "local-x2", "cluster": "local-x4"}}'
     with pytest.raises(PlanError, match="cluster: stands twice in one table; remove one of them"):
         files.read(text, "pipe.json")
+
+
+class ReadAround(nn.Module):
+    """Running statistics that are read on both sides of the norm that moves them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = self.norm.running_mean * 2
+        return (self.norm(self.linear(x)) + before + self.norm.running_mean * 3).square().mean()
+
+
+def test_random_plans_of_a_buffer_that_is_read_around_its_writer_survive_a_file() -> None:
+    graph = capture(ReadAround(), (torch.zeros(4, 8),)).graph
+    priced, rules = pricer(load_cluster("local-x2"), (("data", 2),)), rules_of(graph)
+    plans = [random_plan(graph, rules, priced, seed) for seed in range(12)]
+    assert any(plan.ops["batch_norm"] == ("c",) for plan in plans)  # where the draws had raised when written
+    for plan in plans:
+        assert loads(dumps(plan, graph), graph) == plan

@@ -16,24 +16,30 @@ from autopar.planner.intra_op.price import Pricer
 from autopar.planner.intra_op.recompute import Segment, contents, seconds_again
 from autopar.planner.intra_op.reshard import Edge, route
 from autopar.planner.intra_op.space import strategies
+from autopar.planner.intra_op.written import held_whole
 from autopar.rules.notation import Rule
 from autopar.rules.strategy import Strategy
 from autopar.staging import first_op
 
 
 def demand(
-    graph: Graph, rules: Sequence[Rule | None], mesh: tuple[tuple[str, int], ...], decided: Mapping[int, Strategy]
-) -> tuple[dict[int, Strategy], dict[str, State]]:
+    graph: Graph, rules: Sequence[Rule | None], mesh: tuple[tuple[str, int], ...], decided: Mapping[int, Strategy],
+    *, partly: bool = False,
+) -> tuple[dict[int, Strategy], dict[str, State]]:  # fmt: skip
     """Strategies of the undecided ops, and placements of buffers.
 
     Backwards through the graph: if all readers of a tensor want the same shard, and its op can make just that, it
     does (positions and masks are made sharded); else it is computed whole and sliced, which costs nothing.
+
+    Args:
+        partly: more is to be decided, so buffers need not agree yet.
 
     Raises:
         PlanError: a buffer is written to in different pieces.
     """
     whole = whole_state(mesh)
     chosen = dict(decided)
+    uncut = held_whole(graph)
     wanted: dict[Ref, set[State]] = {}
     for ref in graph.updates.values():
         wanted.setdefault(ref, set()).add(whole)
@@ -54,6 +60,8 @@ def demand(
             if len(inside) == 1 and not updated:
                 only = next(iter(inside))
             buffers[node.target] = whole if updated or "P" in only else only
+            if partly:
+                continue
             moved = [k for k, state in readers.get(i, ()) if state != buffers[node.target]]
             writers = [k for k, _ in readers.get(i, ()) if inside and has_effect(graph.nodes[k].target)]
             if any(min(moved) < k < max(moved) for k in writers if moved):
@@ -77,7 +85,7 @@ def demand(
             options = cache[id(rule)]
             pick = options[0]
             states = wanted.get(Ref(i), set())
-            if len(node.outs) == 1 and len(states) == 1:
+            if len(node.outs) == 1 and len(states) == 1 and i not in uncut:
                 goal = next(iter(states))
                 pick = next((s for s in options if s.outs[0] == goal and _plain(s)), pick)
             chosen[i] = pick

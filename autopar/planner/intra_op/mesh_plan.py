@@ -23,6 +23,7 @@ from autopar.planner.intra_op.price import pricer
 from autopar.planner.intra_op.problem import Choice, Item, Problem
 from autopar.planner.intra_op.recompute import segments_of
 from autopar.planner.intra_op.space import fitting_strategy
+from autopar.planner.intra_op.written import held_whole, holds_whole
 from autopar.rules.notation import Rule
 from autopar.rules.registry import ops_without_rule, rules_of
 from autopar.rules.strategy import Strategy, options_of, strategy_named
@@ -199,7 +200,7 @@ class _Setting:
         pins, options = self.pins, self.options
         problem, decoder = Builder(
             self.graph, self.rules, self.folding, self.priced, options.optimizer, options.microbatches,
-            pins.op if pins.ops else None, pins.param if pins.params else None, dict(options.outputs or {}),
+            pins.op if pins.ops or pins.uncut else None, pins.param if pins.params else None, dict(options.outputs or {}),
             dict(options.inputs or {}), keep_memory, bool(self.cluster.abstract), options.in_flight, self.again,
         ).build()  # fmt: skip
         pins.require(problem)
@@ -373,6 +374,7 @@ class _Pins:
         self.graph, self.mesh, self.options = graph, mesh, options
         self.ops: dict[str, dict[int, str]] = {}
         self.params: dict[str, str] = {}
+        self.uncut = {graph.nodes[i].name: positions for i, positions in held_whole(graph).items()}
         self._ops(rules)
         self._params()
         self._places()
@@ -492,16 +494,19 @@ class _Pins:
     def uniform(self, folding: Fold) -> bool:
         """Whether all nodes of every fold class are pinned alike."""
         nodes = self.graph.nodes
-        return not (self.ops or self.params) or all(
-            self.ops.get(nodes[i].name) == self.ops.get(nodes[r].name)
+        return not (self.ops or self.params or self.uncut) or all(
+            self.uncut.get(nodes[i].name) == self.uncut.get(nodes[r].name)
+            and self.ops.get(nodes[i].name) == self.ops.get(nodes[r].name)
             and self.params.get(nodes[i].target) == self.params.get(nodes[r].target)
             for i, r in enumerate(folding.representative)
         )
 
     def op(self, node: Node, strategy: Strategy) -> bool:
-        """Whether the pins allow a strategy."""
+        """Whether the pins allow a strategy; without one, whether it keeps whole what other operators write to."""
         wanted = self.ops.get(node.name)
-        return wanted is None or all(
+        if wanted is None:
+            return holds_whole(strategy, self.uncut.get(node.name, ()))
+        return all(
             strategy.options[a].name == name or self.mesh[a][1] == 1 for a, name in wanted.items()
         )
 

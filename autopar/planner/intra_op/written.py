@@ -1,0 +1,40 @@
+"""Buffers that operators write to while the program runs, such as the running statistics of a norm.
+
+A rank has one copy of such a buffer. Where several operators write to it (a norm that layers share), or others read it
+both before and after it is written, all of them have to hold it in the same pieces: they hold it whole, unless pins say
+otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from autopar.capture.graph.pruning import has_effect
+from autopar.graph import Graph
+from autopar.placements import is_cut
+from autopar.rules.strategy import Strategy
+
+
+def held_whole(graph: Graph) -> Mapping[int, Sequence[int]]:
+    """Operators that have to hold a buffer whole, with the positions of such buffers among their ``refs``."""
+    readers: dict[int, list[int]] = {}
+    for i, node in enumerate(graph.nodes):
+        for ref in {*node.refs} if node.kind == "op" else ():
+            if graph.nodes[ref.node].kind == "buffer":
+                readers.setdefault(ref.node, []).append(i)
+    found: dict[int, list[int]] = {}
+    for buffer, own in readers.items():
+        writers = [i for i in own if has_effect(graph.nodes[i].target)]
+        both_sides = any(own[0] < i < own[-1] for i in writers)
+        for i in own if both_sides else writers if len(writers) > 1 else ():
+            refs = graph.nodes[i].refs
+            found.setdefault(i, []).extend(k for k, ref in enumerate(refs) if ref.node == buffer)
+    return found
+
+
+def holds_whole(strategy: Strategy, positions: Sequence[int]) -> bool:
+    """Whether a strategy takes the tensors at these positions uncut."""
+    return not any(is_cut(strategy.ins[k]) for k in positions)
+
+
+__all__ = ["held_whole", "holds_whole"]
