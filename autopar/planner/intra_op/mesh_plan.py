@@ -200,8 +200,8 @@ class _Setting:
         pins, options = self.pins, self.options
         problem, decoder = Builder(
             self.graph, self.rules, self.folding, self.priced, options.optimizer, options.microbatches,
-            pins.op if pins.ops or pins.uncut else None, pins.param if pins.params else None, dict(options.outputs or {}),
-            dict(options.inputs or {}), keep_memory, bool(self.cluster.abstract), options.in_flight, self.again,
+            pins.op if pins.ops or pins.uncut else None, pins.param if pins.params else None,
+            dict(options.outputs or {}), dict(options.inputs or {}), keep_memory, bool(self.cluster.abstract), options.in_flight, self.again,
         ).build()  # fmt: skip
         pins.require(problem)
         return problem, decoder
