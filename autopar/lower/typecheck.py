@@ -70,7 +70,7 @@ class _Checked(torch.fx.Interpreter):
             try:
                 result = self._run(n, meta, linear=False)
             except spmd.SpmdTypeError:
-                if not any(name.startswith("P") for name in meta["options"]):
+                if not self._pending(meta):
                     raise
                 result = self._run(n, meta, linear=True)
             return self._checked_outs(result, meta["outs"])
@@ -83,15 +83,11 @@ class _Checked(torch.fx.Interpreter):
     def _run(self, n: torch.fx.Node, meta: dict[str, Any], linear: bool) -> Any:
         """Run one op with its inputs retyped to what it wants.
 
-        The checker does not know every op that is linear in some of its inputs. With ``linear``, the axes on which the
-        plan lets pending sums through are given to it as varying: there the claim rests on the rule's proof on
-        numbers, while all other axes are checked as ever.
+        The checker does not know every op that is linear in some of its inputs, or that adds pieces to a pending sum
+        (``index_add``). With ``linear``, the axes on which the plan lets pending sums in are given to it as varying:
+        there the claim rests on the rule's proof on numbers, while all other axes are checked as ever.
         """
-        axes = [
-            axis
-            for name, (axis, size) in zip(meta["options"], self.program.mesh, strict=True)
-            if linear and name.startswith("P") and size > 1
-        ]
+        axes = self._pending(meta) if linear else []
         wanted = iter(meta["ins"])
         saved: dict[torch.fx.Node, Any] = {}
         for arg in _tensor_args(n):
@@ -103,6 +99,14 @@ class _Checked(torch.fx.Interpreter):
         result = super().run_node(n)
         self.env.update(saved)
         return result
+
+    def _pending(self, meta: dict[str, Any]) -> list[str]:
+        """The axes on which an op takes pending sums."""
+        return [
+            axis
+            for a, (axis, size) in enumerate(self.program.mesh)
+            if size > 1 and any(state is not None and kind(state[a]) == "P" for state in meta["ins"])
+        ]
 
     def _checked_outs(self, result: Any, states: list[State]) -> Any:
         self.checked += 1

@@ -201,7 +201,8 @@ class _Setting:
         problem, decoder = Builder(
             self.graph, self.rules, self.folding, self.priced, options.optimizer, options.microbatches,
             pins.op if pins.ops or pins.uncut else None, pins.param if pins.params else None,
-            dict(options.outputs or {}), dict(options.inputs or {}), keep_memory, bool(self.cluster.abstract), options.in_flight, self.again,
+            dict(options.outputs or {}), dict(options.inputs or {}), keep_memory, bool(self.cluster.abstract),
+            options.in_flight, self.again,
         ).build()  # fmt: skip
         pins.require(problem)
         return problem, decoder
