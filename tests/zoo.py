@@ -186,14 +186,15 @@ def mistral(layers: int = 2, window: int | None = 8) -> _Recipe:
 
 
 @_register
-def opt(dropout: float = 0.0, layers: int = 2) -> _Recipe:
+def opt(dropout: float = 0.0, layers: int = 2, layerdrop: float = 0.0) -> _Recipe:
     """ReLU, tied embeddings; the position table has two rows more than positions (30 + 2 here)."""
     from transformers import OPTConfig, OPTForCausalLM
 
     config = OPTConfig(
         vocab_size=VOCAB, hidden_size=HIDDEN, word_embed_proj_dim=HIDDEN, ffn_dim=FFN, num_hidden_layers=layers,
         num_attention_heads=HEADS, max_position_embeddings=30, dropout=dropout, attention_dropout=dropout,
-        layerdrop=0.0, pad_token_id=1, bos_token_id=2, eos_token_id=2, use_cache=False, attn_implementation="sdpa",
+        layerdrop=layerdrop, pad_token_id=1, bos_token_id=2, eos_token_id=2, use_cache=False,
+        attn_implementation="sdpa",
     )  # fmt: skip
     return _Recipe(lambda: OPTForCausalLM(config), _causal_batch, TOKEN_LOSS)
 

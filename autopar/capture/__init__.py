@@ -16,6 +16,7 @@ would see them.
 
 While tracing, Python branches on tensors that are the same for every input (position ids, say) are answered by
 evaluating them, so libraries take the same path as in eager mode; a branch on data is an error that names the line.
+Of a branch on random numbers both sides are kept (:mod:`.branches`).
 
 What stands where, in the order in which a model passes through:
 
@@ -24,6 +25,7 @@ What stands where, in the order in which a model passes through:
 :mod:`.module_hooks`  models with hooks are refused, or the hooks traced
 :mod:`.trace`         ``torch.export``, with operators of autopar's own in it
 :mod:`.repeats`       repeated blocks are traced twice
+:mod:`.branches`      branches on random numbers: traces with other answers become one graph
 :mod:`.python`        plain values that the model's code reads: heard of, kept and compared
 :mod:`.graph`         the exported program becomes a graph; :mod:`.memory`: views and writes are followed
 :mod:`.losses`        a loss without a gradient is refused

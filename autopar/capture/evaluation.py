@@ -8,6 +8,8 @@ is seen by capturing the model again in eval mode, on a copy without values.
 from __future__ import annotations
 
 import copy
+import itertools
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,19 +18,28 @@ import torch
 from autopar.capture import Captured
 from autopar.errors import CaptureError, RunError
 from autopar.graph import Graph, Node, Ref, map_refs
+from autopar.rules.branch import BRANCH
 
 DROPOUTS = ("aten.dropout.default", "aten.feature_dropout.default")
 ATTENTION = "aten.scaled_dot_product_attention.default"
 ATTENTION_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+MOST_LINES = 3
+"""Lines with branches on random numbers up to which eval mode may go one way in one and the other way in another."""
 NORMS = ("aten.batch_norm.default", "aten.instance_norm.default")
 
 
-def evaluated(graph: Graph) -> Graph:
-    """The graph in eval mode."""
-    return replace(graph, nodes=tuple(map(_evaluated, graph.nodes)), updates={})
+def evaluated(graph: Graph, sides: Mapping[str, int] | None = None) -> Graph:
+    """The graph in eval mode.
+
+    Args:
+        sides: of branches on random numbers, by their line: 1 for the one where the condition is true, 0 for the other.
+            Those that are not listed are decided by their numbers, as in training.
+    """
+    settled = sides or {}
+    return replace(graph, nodes=tuple([_evaluated(node, settled) for node in graph.nodes]), updates={})
 
 
-def _evaluated(node: Node) -> Node:
+def _evaluated(node: Node, sides: Mapping[str, int]) -> Node:
     args, kwargs = list(node.args), dict(node.kwargs)
     if node.kind == "op" and node.target in DROPOUTS:
         args, kwargs = [args[0], args[1] if len(args) > 1 else kwargs["p"], False], {}
@@ -37,6 +48,8 @@ def _evaluated(node: Node) -> Node:
             kwargs["dropout_p"] = 0.0
         elif len(args) > 4:
             args[4] = 0.0
+    elif node.target == BRANCH and node.source in sides:
+        args = [*args[:3], sides[node.source]]
     elif node.kind == "op" and node.target in NORMS and isinstance(args[3], Ref):
         args[5] = False
     else:
@@ -58,8 +71,8 @@ class Skeleton:
         except Exception as error:  # models may hold anything
             self.model, self.error = None, error
 
-    def check(self, captured: Captured) -> None:
-        """Refuse a model whose eval mode is another than :func:`evaluated` makes.
+    def check(self, captured: Captured) -> dict[str, int]:
+        """Refuse a model whose eval mode is another than :func:`evaluated` makes; the ``sides`` that it makes it with.
 
         Raises:
             RunError: it is, or it cannot be captured in eval mode.
@@ -72,12 +85,31 @@ class Skeleton:
             other = captured.example.capture(self.model.eval())
         except CaptureError as error:
             raise RunError(f"the model cannot be captured in eval mode; {hint}\n{error}") from error
-        mine, theirs = _told(evaluated(captured.graph)), _told(other.graph)
-        for (a, what), (b, _) in zip(mine, theirs, strict=False):
-            if a != b:
-                raise RunError(f"in eval mode the model computes something else from {what} on; {hint}")
-        if len(mine) != len(theirs) or other.graph.updates:
-            raise RunError(f"in eval mode the model computes something else, or changes buffers; {hint}")
+        theirs, said = _told(other.graph), ""
+        for sides in _ways(captured.graph, other.graph):
+            different = _difference(_told(evaluated(captured.graph, sides)), theirs)
+            if not different and not other.graph.updates:
+                return sides
+            said = said or different
+        raise RunError(f"in eval mode the model computes something else{said or ', or changes buffers'}; {hint}")
+
+
+def _ways(graph: Graph, other: Graph) -> list[dict[str, int]]:
+    """The ways that the branches of a graph may go in eval mode; those that are there too stay random."""
+    lines = dict.fromkeys(n.source for n in graph.nodes if n.target == BRANCH)
+    there = {n.source for n in other.nodes if n.target == BRANCH}
+    settled = [line for line in lines if line not in there]
+    if len(settled) > MOST_LINES:
+        return [dict.fromkeys(settled, side) for side in (0, 1)]
+    return [dict(zip(settled, sides, strict=True)) for sides in itertools.product((0, 1), repeat=len(settled))]
+
+
+def _difference(mine: list[tuple[object, str]], theirs: list[tuple[object, str]]) -> str:
+    """From where on two graphs compute something else; empty where they are the same."""
+    for (a, what), (b, _) in zip(mine, theirs, strict=False):
+        if a != b:
+            return f" from {what} on"
+    return "" if len(mine) == len(theirs) else ", or less"
 
 
 def _told(graph: Graph) -> list[tuple[object, str]]:
@@ -86,6 +118,11 @@ def _told(graph: Graph) -> list[tuple[object, str]]:
     for i, node in enumerate(graph.nodes):
         if node.kind == "op" and node.target in DROPOUTS:
             same[Ref(i)] = same.get(node.args[0], node.args[0])
+        elif node.target == BRANCH and len(node.args) > 3:  # it is decided
+            passed = node.args[1] if node.args[3] else node.args[2]
+            same[Ref(i)] = same.get(passed, passed)
+        elif node.target == "aten.clone.default" and graph.nodes[node.args[0].node].kind == "buffer":
+            same[Ref(i)] = node.args[0]
     wanted: set[int] = set()
     todo = [r for r in graph.outputs if isinstance(r, Ref)]
     while todo:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from autopar.capture.branches.asking import answering
+from autopar.capture.branches.exploring import Explorer
 from autopar.capture.graph.building import Builder
 from autopar.capture.python.generators import draw_place
 from autopar.capture.python.guards import Guards, repeated
@@ -39,9 +41,20 @@ def traced(
                 _refuse_draws(drawn, place)
         return recorder, exported
 
+    def whole(exported: Any, recorder: Recorder) -> tuple[Builder, Any]:
+        """The graph of a trace; of one in which Python asked for random numbers, that of all its branches."""
+
+        def again(answer: Any) -> tuple[Builder, Any]:
+            with answering(answer):
+                other, exported = once()
+            other.undo()
+            recorder.learn(other)
+            return Builder(module, exported, prefix), exported
+
+        return build(Builder(module, exported, prefix), again)
+
     recorder, exported = once()
-    builder = Builder(module, exported, prefix)
-    built = build(builder)
+    builder, built = whole(exported, recorder)
     changed = recorder.changed
     if changed:  # a flag that the first call sets is fine; a counter is not: see what the second call does
         recorder.apply()
@@ -50,8 +63,7 @@ def traced(
             if second.changed:
                 second.undo()
                 _refuse_changes(second.changed)
-            builder = Builder(module, exported, prefix)
-            again = build(builder)
+            builder, again = whole(exported, second)
             if again[0].fingerprint != built[0].fingerprint:
                 _refuse_first_call(changed)
         recorder, built = second, again
@@ -63,14 +75,20 @@ def traced(
     return guards, exported, builder, built
 
 
-def build(builder: Builder) -> Any:
-    """The graph; what goes wrong on the way is told with the place in the model.
+def build(builder: Builder, again: Callable[[Any], tuple[Builder, Any]] | None = None) -> tuple[Builder, Any]:
+    """The graph, and the builder that made it; what goes wrong on the way is told with the place in the model.
+
+    Args:
+        again: makes a trace with other answers to questions for random numbers.
 
     Raises:
         CaptureError: an operator is used in a way that the graph cannot express.
     """
     try:
-        return builder.build()
+        draft = builder.draft()
+        if draft.asks and again is not None:
+            builder, draft = Explorer(builder, draft, again, builder.prefix).explored()
+        return builder, builder.finished(draft)
     except AutoparError:
         raise
     except Exception as error:

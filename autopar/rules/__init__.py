@@ -6,7 +6,7 @@ import importlib
 
 FAMILIES = (
     "pointwise", "shape", "image", "reduce", "factory", "index", "contraction", "conv", "pool", "attention", "norm",
-    "loss", "embed", "random", "draws", "history",
+    "loss", "embed", "random", "draws", "history", "branch",
 )  # fmt: skip
 
 for _family in FAMILIES:

@@ -108,6 +108,7 @@ class ParallelModule(SpreadModule):
     _direct: bool
     _skeleton: Skeleton | None
     _captured_training: bool
+    _sides: Mapping[str, int]
     _evaluation: tuple[Program, Callable[..., tuple[Any, ...]]] | None
     _compile: tuple[tuple[Any, ...], dict[str, Any]] | None
 
@@ -142,6 +143,7 @@ class ParallelModule(SpreadModule):
         ranks = [int(r) for r in device_mesh.mesh.flatten()]
         put(self, "_failures", Failures(ranks) if len(ranks) > 1 and shared is None else None)
         put(self, "_compile", None)
+        put(self, "_sides", {})
         put(self, "_helds", {})
         put(self, "_held_buffers", {})
         put(self, "_seed", _agreed_seed(device_mesh) if seed is None else seed)
@@ -306,9 +308,9 @@ class ParallelModule(SpreadModule):
         return self._mesh
 
     def _change_mode(self, mode: bool) -> None:
-        check_mode(mode, self._captured_training, self._skeleton, self._captured, self._evaluation is not None)
+        sides = check_mode(mode, self._captured_training, self._skeleton, self._captured, self._evaluation is not None)
         if not mode and self._captured_training and self._evaluation is None:
-            self.prepare_evaluation()
+            self.prepare_evaluation(sides)
 
     def _position(self) -> tuple[int, int]:
         return self._seed, self._calls
@@ -323,9 +325,15 @@ class ParallelModule(SpreadModule):
     def _ranks(self) -> tuple[Any, int]:
         return mesh_group(self._mesh), int(self._mesh.mesh.flatten()[0])
 
-    def prepare_evaluation(self) -> None:
-        """Make the program of eval mode, which reads the same parameters and buffers."""
-        graph = evaluated(self._captured.graph)
+    def prepare_evaluation(self, sides: Mapping[str, int] | None = None) -> None:
+        """Make the program of eval mode, which reads the same parameters and buffers.
+
+        Args:
+            sides: of random branches (:func:`~autopar.capture.evaluation.evaluated`); None for those of the last time.
+        """
+        if sides is not None:
+            object.__setattr__(self, "_sides", sides)
+        graph = evaluated(self._captured.graph, self._sides)
         program = lower(graph, replace(self._plan, fingerprint=graph.fingerprint, recompute=()), self._device)
         assert program.slots == self._program.slots[: len(program.slots)]
         run = prefetch.with_gathers(program, self._helds, self._schedule)

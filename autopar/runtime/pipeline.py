@@ -329,10 +329,10 @@ class PipelineModule(SpreadModule):
         object.__setattr__(self, "_broken", True)
 
     def _change_mode(self, mode: bool) -> None:
-        check_mode(mode, self._captured_training, self._skeleton, self._captured, self._evaluates)
+        sides = check_mode(mode, self._captured_training, self._skeleton, self._captured, self._evaluates)
         if not mode and self._captured_training and not self._evaluates:
             for stage in self._stages.values():
-                stage.module.prepare_evaluation()
+                stage.module.prepare_evaluation(sides)
             object.__setattr__(self, "_evaluates", True)
 
     def _kept_program(self) -> Fields:

@@ -295,8 +295,8 @@ def _check_conversion(fn: Any, tensors: list[torch.Tensor], device: torch.device
             )
 
 
-def check_mode(mode: bool, trained: bool, skeleton: Skeleton | None, captured: Captured, ready: bool) -> None:
-    """Refuse a mode that a module has no program for.
+def check_mode(mode: bool, trained: bool, skeleton: Skeleton | None, captured: Captured, ready: bool) -> dict[str, int]:
+    """Refuse a mode that a module has no program for; which sides of random branches eval mode takes.
 
     Args:
         trained: the model was captured in training mode.
@@ -309,7 +309,8 @@ def check_mode(mode: bool, trained: bool, skeleton: Skeleton | None, captured: C
         )
     if not mode and trained and not ready:
         assert skeleton is not None
-        skeleton.check(captured)
+        return skeleton.check(captured)
+    return {}
 
 
 __all__ = ["EXTRA", "Part", "SpreadModule", "check_mode"]

@@ -270,20 +270,6 @@ class LayerDrop(Habit):
 
 
 @habit
-class LayerDropByTorch(Habit):
-    """The same by a random tensor that is asked for its value, as ``transformers`` writes it."""
-
-    refused = "random number"
-
-    def body(self, x: Tensor) -> Tensor:
-        for layer in (self.a, self.b):
-            if self.training and torch.rand([]) < 0.5:
-                continue
-            x = torch.tanh(layer(x))
-        return x + F.linear(x, self.a.weight)
-
-
-@habit
 class NumpyNoise(Habit):
     refused = "random|numpy"
 

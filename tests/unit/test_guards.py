@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import random
 import types
 
@@ -357,12 +358,12 @@ def test_random_numbers_outside_torch_are_refused(name):
     assert (random.getstate(), GENERATOR.bit_generator.state) == before
 
 
-@pytest.mark.parametrize("ask", [lambda r: r < 0.5, lambda r: (r * 2).item() < 1])
-def test_a_branch_on_a_random_tensor_is_refused_with_the_way_to_write_it(ask):
+@pytest.mark.parametrize("ask", [lambda r: float(r) < 0.5, lambda r: math.floor((r * 2).item()) < 1])
+def test_the_digits_of_a_random_number_are_refused_with_the_way_to_write_it(ask):
     def layer_drop(self, x):
         return x if ask(torch.rand([])) else x.tanh()
 
-    with pytest.raises(CaptureError, match=r"random number \(aten.rand.default\) in Python, at test_guards.py:\d+"):
+    with pytest.raises(CaptureError, match=r"value of a random number .*in Python, at test_guards.py:\d+"):
         autopar.capture(Made(layer_drop), X)
 
     def chosen(self, x):

@@ -68,7 +68,7 @@ def check(make, skipped, *args, **kwargs):
         with mock.patch.object(repeated.Repeats, "__init__", init), contextlib.ExitStack() as stack:
             if all_of_it:
                 stack.enter_context(mock.patch.object(repeated.Repeats, "_find", lambda self, model: None))
-            found.append(build(Builder(model, export(model, args, kwargs), "")))
+            found.append(build(Builder(model, export(model, args, kwargs), ""))[1])
     for x, y in zip(found[0][0].nodes, found[1][0].nodes, strict=True):
         assert repr(x) == repr(y)
     assert repr(found[0]) == repr(found[1])

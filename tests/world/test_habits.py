@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from habits import HABITS
+from habits import HABITS, drops
 from habits.today import TODAY
 from habits.training import LIMIT_SECONDS, Step, differences, eager, one_rank, two_ranks, within
 
@@ -18,7 +18,13 @@ from autopar.errors import AutoparError
 SEEDS = range(2)
 
 
+SHOWN = ("LayerDropByTorch", "DropsInsideDrops", "OneLayerOrAnother", "StatisticsOfWhatRan", "DropsUnderCheckpointing")
+"""Of branches on random numbers, whose spellings are compared with eager mode by unit/test_branches.py."""
+
+
 def _marks(name: str) -> list[pytest.MarkDecorator]:
+    if HABITS[name].__module__ == drops.__name__ and not HABITS[name].refused and name not in SHOWN:
+        return [pytest.mark.slow]
     return [pytest.mark.xfail(strict=True, reason=TODAY[name])] if name in TODAY else []
 
 

@@ -74,6 +74,11 @@ def test_dropout_does_not_depend_on_the_cut(name: str) -> None:
     check(name, "2+1", "1f1b", 2, 3, dropout=0.1)
 
 
+def test_both_ways_of_a_branch_on_a_random_number() -> None:
+    """Stages that read one draw agree on it, forward and backward, in every microbatch."""
+    check("opt", "2+1", "1f1b", 4, 3, layerdrop=0.5)
+
+
 def test_rows_that_wait_for_each_other_are_named() -> None:
     case = ZOO["mlp"]()
     captured = capture(case.model, case.args, case.kwargs)

@@ -28,7 +28,7 @@ from hardware_profiles import load_cluster
 
 MESH: Mesh = (("data", 2), ("tensor", 2))
 CLUSTER = load_cluster("dgx-h100")
-BLOCKS = {"gpt2": "*.h.*", "llama": "*.layers.*", "t5": "*.block.*", "resnet": "*layer?"}
+BLOCKS = {"gpt2": "*.h.*", "llama": "*.layers.*", "t5": "*.block.*", "resnet": "*layer?", "opt": "*.layers.*"}
 
 
 def captured_of(name: str, **options: float) -> tuple[Captured, torch.nn.Module, dict[str, torch.Tensor]]:
@@ -37,12 +37,13 @@ def captured_of(name: str, **options: float) -> tuple[Captured, torch.nn.Module,
     return V.promoted(captured), case.model, V.inputs_of(captured, case.args, case.kwargs)
 
 
-@pytest.mark.parametrize(
-    "name", ["gpt2 with dropout", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "llama", "t5", "resnet"))]
-)
+SLOW = tuple(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "llama", "t5", "resnet"))
+
+
+@pytest.mark.parametrize("name", ["gpt2 with dropout", "opt with layerdrop", *SLOW])
 def test_same_numbers(name: str) -> None:
     """Random plans; buffers are compared too, so a batch norm that counts its batch twice would show."""
-    dropout = {"dropout": 0.1} if "dropout" in name else {}
+    dropout = {"dropout": 0.1} if "dropout" in name else {"layerdrop": 0.5} if "layerdrop" in name else {}
     name = name.split()[0]
     captured, model, inputs = captured_of(name, **dropout)
     graph, rules, priced = captured.graph, rules_of(captured.graph), pricer(CLUSTER, MESH)

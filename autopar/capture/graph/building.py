@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from autopar.capture.branches.asking import ASK, Question, plain_path
 from autopar.capture.graph.exported import at, flat, get, is_symbolic, module_of, name_of, spec_of
 from autopar.capture.graph.merging import merged
 from autopar.capture.graph.own import own_operator
@@ -20,6 +21,41 @@ from autopar.capture.memory.writes import Writing
 from autopar.capture.trace.recording import BEGIN, END, FUNCTION, HOOK
 from autopar.errors import CaptureError
 from autopar.graph import Graph, Node, Ref, map_refs
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A question of Python's for a random number.
+
+    Attributes:
+        position: how many nodes stand before it.
+        condition: the number, a bool without dims.
+        answer: what Python was told.
+    """
+
+    question: Question
+    position: int
+    condition: Ref
+    answer: bool
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What one trace gives, operator by operator: a graph whose equal expressions are not merged yet.
+
+    Attributes:
+        outputs, loss, tied, updates: as in :class:`~autopar.graph.Graph`.
+        user: for every input of the exported program its node, or None for a value that is no tensor.
+        asks: in the order in which they were asked.
+    """
+
+    nodes: list[Node]
+    outputs: tuple[Any, ...]
+    loss: int | None
+    tied: dict[str, str]
+    updates: dict[str, Ref]
+    user: list[Any]
+    asks: list[Ask]
 
 
 class Builder(Writing):
@@ -35,6 +71,7 @@ class Builder(Writing):
         self.unwritten: dict[str, torch.Tensor] = {}
         """The constants whose values the program takes from the model's own tensors."""
         self.registered = {id(p): name.removeprefix(prefix) for name, p in reversed(self.parameters.items())}
+        self.asks: list[Ask] = []
         recording = getattr(exported, "recording", None)
         self.noted = {p.untyped_storage()._cdata: p for p in recording.kept} if recording is not None else {}
 
@@ -44,21 +81,37 @@ class Builder(Writing):
         Raises:
             CaptureError: an operator cannot be planned, or a write has no functional form; the message names the line.
         """
+        return self.finished(self.draft())
+
+    def draft(self) -> Draft:
+        """What is traced, operator by operator.
+
+        Raises:
+            CaptureError: as :meth:`build`.
+        """
         user, tied = self._placeholders()
         self._watch_effects()
         self._walk(self.exported.graph_module)
         outputs, loss = self._outputs()
-        updates = self._updates()
-        for name in self.constants.keys() & updates.keys():  # the model's own may change before the program runs
+        return Draft(self._without_strangers(), outputs, loss, tied, self._updates(), user, self.asks)
+
+    def finished(self, draft: Draft) -> tuple[Graph, list[Any]]:
+        """The graph of a draft, with equal expressions computed once and without what nobody reads."""
+        for name in self.constants.keys() & draft.updates.keys():  # the model's own may change before the program runs
             self.constants[name] = self.constants[name].detach().clone()
-        self.unwritten = {name: self.constants[name] for name in self.constants.keys() - updates.keys()}
-        nodes, moved = merged(self._without_strangers())
+        self.unwritten = {name: self.constants[name] for name in self.constants.keys() - draft.updates.keys()}
+        nodes, moved = merged(draft.nodes)
 
         def move(ref: Ref) -> Ref:
             return Ref(moved.get(ref.node, ref.node), ref.out)
 
-        outputs, updates = map_refs(outputs, move), map_refs(updates, move)
-        return without_dead(Graph(tuple(nodes), outputs, loss, tied, updates), user)
+        outputs, updates = map_refs(draft.outputs, move), map_refs(draft.updates, move)
+        return without_dead(Graph(tuple(nodes), outputs, draft.loss, draft.tied, updates), draft.user)
+
+    def asked(self, fx: torch.fx.Node, condition: Ref, site: str, answer: bool) -> None:
+        """Python asks for a random number here."""
+        question = Question(plain_path(module_of(fx)), site, len(self.asks))
+        self.asks.append(Ask(question, len(self.nodes), condition, answer))
 
     def _without_strangers(self) -> list[Node]:
         """The nodes; tensors that want gradients and are no parameters are constants, if no gradient flows to them.
@@ -194,7 +247,7 @@ class Builder(Writing):
             body = self.value[fx.args[4]]  # type: ignore[index]  # it turns off what is not on
             self._pass_in(body, fx.args[5:])
             self.value[fx] = self._walk(body, no_grad)
-        elif name in (BEGIN, END, FUNCTION, HOOK):
+        elif name in (ASK, BEGIN, END, FUNCTION, HOOK):
             self.value[fx] = self._own(fx, name)
         elif not isinstance(target, torch._ops.OpOverload):
             raise CaptureError(

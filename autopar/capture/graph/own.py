@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.fx
 
+from autopar.capture.branches.asking import ASK
 from autopar.capture.graph.exported import flat, module_of, source_of, spec_of
 from autopar.capture.trace.recording import BEGIN, END, HOOK, Recording
 from autopar.graph import Node, Ref
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 
 def own_operator(builder: Builder, fx: torch.fx.Node, name: str, args: tuple[Any, ...], no_grad: bool) -> list[Ref]:
     """Take one of them into the graph; its results."""
+    if name == ASK:
+        builder.asked(fx, *args)
+        return []
     if name in (BEGIN, END):
         builder.region = args[0] if name == BEGIN else -1
         return []

@@ -351,6 +351,14 @@ class Recorder:
             get, put = functools.partial(state_of, generator), functools.partial(set_state, generator)
             yield label, get, put, state
 
+    def learn(self, other: Recorder) -> None:
+        """What another trace of the same model read beside what this one did."""
+        for key, (owner, read) in other.first.items():
+            if key not in self.first:
+                self.first[key], self.raw[key] = (owner, read), other.raw.get(key)
+        for place, found in other.plain.items():
+            self.plain.setdefault(place, found)
+
     def guards(self, constants: Mapping[str, torch.Tensor]) -> Guards:
         """What was read, to be checked at each call.
 

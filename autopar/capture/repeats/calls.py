@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from autopar.capture.branches.asking import ASK
 from autopar.capture.repeats.state import Unknown, plain, seen, shape_of
 
 
@@ -82,6 +83,10 @@ class Traced:
     nodes: list[torch.fx.Node]
     memory: list[Any]
     verified: bool = False
+
+    def asks(self) -> list[tuple[str, bool]]:
+        """Place and answer of each random number that is asked for in such a call of the block."""
+        return [(op.args[1], op.args[2]) for op in self.ops if str(op.target) == ASK]
 
     def same(self, other: Traced) -> bool:
         """Whether two calls did the same, up to the instances' own tensors."""
@@ -191,7 +196,7 @@ def nodes_after(graph: torch.fx.Graph, node: torch.fx.Node) -> Iterator[torch.fx
 
 
 def is_operator(target: Any) -> bool:
-    return isinstance(target, torch._ops.OpOverload) and target.namespace != "autopar"
+    return isinstance(target, torch._ops.OpOverload) and (target.namespace != "autopar" or str(target) == ASK)
 
 
 def written(node: torch.fx.Node) -> list[Any]:

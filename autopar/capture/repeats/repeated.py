@@ -29,6 +29,7 @@ from torch.fx.experimental.proxy_tensor import _ModuleStackTracer, disable_proxy
 from torch.fx.graph import _Namespace
 from torch.utils import _pytree as pytree
 
+from autopar.capture.branches.asking import ASK, asking
 from autopar.capture.repeats.calls import (
     FAKE,
     PLAIN,
@@ -106,6 +107,10 @@ class _Watched:
 
     def __delete__(self, instance: Any) -> None:
         del instance.__dict__[self.name]
+
+
+class Nothing(Unknown):
+    """A call of a block gives what it was given."""
 
 
 class Watching:
@@ -240,7 +245,9 @@ class Repeats:
         with torch._C.DisableTorchFunction():  # looking at a tensor is not the model's doing, and is dear in a trace
             call = self._describe(group, module, m, args, kwargs)
             for traced in group.traced.get(call.key, ()) if call is not None else ():
-                if call is not None and traced.verified and call.fits(traced, group.varying):
+                if call is None or not traced.verified or not asking().would_answer(traced.asks()):
+                    continue
+                if call.fits(traced, group.varying):
                     return self._skip(traced, call)
         if call is None:
             return run()
@@ -300,6 +307,10 @@ class Repeats:
                 raise Unknown("it writes to Python state")
             call.check_arguments()
             traced = self._pattern(call, nodes, logged, result, reads)
+        except Nothing as why:
+            if not any(str(n.target) == ASK for n in nodes):  # another answer to a random number makes something
+                group.refused = str(why)
+            return
         except Unknown as why:
             group.refused = str(why)
             return
@@ -367,7 +378,7 @@ class Repeats:
             outputs.append(("made", number))
             made[number] = shape_of(leaf)
         if not made:
-            raise Unknown("it makes nothing")
+            raise Nothing("it makes nothing")
         memory = [(e if isinstance(e, torch.fx.Node) else call.nodes[e]).meta.get("val") for e in external]
         return Traced(
             call.path, ops, [n.meta for n in nodes], [str(c) for c in log], named, list(external), outputs, made, spec,
@@ -399,6 +410,7 @@ class Repeats:
             old = f"{traced.path}.{path}" if path else traced.path
             if old in counts:
                 counts[full] = counts.get(full, 0) + 1
+        asking().asked += len(traced.asks())
         leaves = [
             call.tensors[v] if what == "tensor" else fresh[v] if what == "made" else v[1] for what, v in traced.outputs
         ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import operator
 import sys
 import sysconfig
 import warnings
@@ -18,10 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 
+from autopar.capture.branches.asking import ask, asked_afresh, refused
+from autopar.capture.branches.drawn import Drawn
 from autopar.capture.graph.exported import flat, storage_of
 from autopar.capture.memory.schemas import facts
-from autopar.capture.python.places import user_line
-from autopar.capture.repeats.repeated import Repeats
+from autopar.capture.repeats.repeated import BLOCK, Repeats
 from autopar.capture.repeats.written_out import Unlike, write_out
 from autopar.capture.trace.draws import own_draws_refused
 from autopar.capture.trace.functions import whole_functions
@@ -34,23 +36,18 @@ from autopar.capture.trace.regions import marked_regions
 from autopar.errors import AutoparError, CaptureError
 
 
-def _constant(tensor: Any, read: Callable[[torch.Tensor], Any] = lambda t: t, drawn: list[str] | None = None) -> Any:
-    """``read(value)`` of a traced tensor that depends on no input, parameter or buffer; None for any other.
-
-    Args:
-        drawn: takes the name of a random operator that the tensor depends on.
-    """
-    proxy_mode = get_proxy_mode()
-    if proxy_mode is None or not isinstance(tensor, torch.Tensor):
+def _constant(tensor: Any, read: Callable[[torch.Tensor], Any] = lambda t: t) -> Any:
+    """``read(value)`` of a traced tensor that depends on no input, parameter, buffer or random number; None for any
+    other."""
+    asked = _node_of(tensor)
+    if asked is None:
         return None
-    slot = proxy_mode.tracer.tensor_tracker.get(tensor)
-    if slot is None:
-        return None
-    asked = slot.proxy.node
 
-    def value() -> Any:
+    def value(nodes: list[torch.fx.Node]) -> Any:
         values: dict[torch.fx.Node, Any] = {}
-        for node in _made_by(asked, [] if drawn is None else drawn):
+        for node in nodes:
+            if node.op == "get_attr":
+                raise LookupError
             a = torch.fx.node.map_arg(node.args, values.__getitem__)
             k = dict(torch.fx.node.map_arg(node.kwargs, values.__getitem__))
             if "device" in k:
@@ -65,9 +62,28 @@ def _constant(tensor: Any, read: Callable[[torch.Tensor], Any] = lambda t: t, dr
 
         with torch._C.DisableTorchFunction(), _disable_current_modes(), disable_proxy_modes_tracing():
             with unset_fake_temporarily():
-                return read(value())
+                nodes, drawn = _made_by(asked)
+                return None if drawn else read(value(nodes))
     except LookupError:
         return None
+
+
+def _node_of(tensor: Any) -> torch.fx.Node | None:
+    """The node of the trace under way that a tensor is; None for a tensor of none."""
+    proxy_mode = get_proxy_mode()
+    if proxy_mode is None or not isinstance(tensor, torch.Tensor):
+        return None
+    slot = proxy_mode.tracer.tensor_tracker.get(tensor)
+    return None if slot is None else slot.proxy.node
+
+
+def _drawn(tensor: Any) -> list[str]:
+    """The random operators that a traced tensor follows from, if it follows from nothing else; else nothing."""
+    asked = _node_of(tensor)
+    try:
+        return [] if asked is None else _made_by(asked)[1]
+    except LookupError:
+        return []
 
 
 def depends_on_data(tensor: torch.Tensor) -> bool:
@@ -75,16 +91,28 @@ def depends_on_data(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor) and _constant(tensor) is None
 
 
-def _made_by(asked: torch.fx.Node, drawn: list[str]) -> list[torch.fx.Node]:
+_OF_THE_SHAPE = frozenset(
+    f"aten.{name}"
+    for name in (
+        "rand_like.default", "randn_like.default", "randint_like.default", "randint_like.low_dtype",
+        "empty_like.default", "zeros_like.default", "ones_like.default", "full_like.default", "new_empty.default",
+        "new_zeros.default", "new_ones.default", "new_full.default", "new_empty_strided.default",
+    )
+)  # fmt: skip
+"""Operators that read no value of their first argument."""
+
+
+def _made_by(asked: torch.fx.Node) -> tuple[list[torch.fx.Node], list[str]]:
     """The operators that a tensor's value comes from, in order: those that made it, and all that have written to its
-    memory since. ``drawn`` takes the name of a random operator among them.
+    memory since; and the names of the random ones among them.
 
     Raises:
-        LookupError: it depends on an input, a parameter, a buffer or random numbers.
+        LookupError: it depends on an input, a parameter or a buffer.
     """
     nodes = list(asked.graph.nodes)
     writers = [n for n in nodes if isinstance(n.target, torch._ops.OpOverload) and facts(n.target).writes]
     found: set[torch.fx.Node] = set()
+    drawn: list[str] = []
     memory: set[int | None] = set()
     todo = [asked]
     while todo:
@@ -92,45 +120,61 @@ def _made_by(asked: torch.fx.Node, drawn: list[str]) -> list[torch.fx.Node]:
             node = todo.pop()
             if node in found:
                 continue
-            if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-                raise LookupError
-            if torch.Tag.nondeterministic_seeded in node.target.tags:
-                drawn.append(str(node.target))
-                raise LookupError
             found.add(node)
+            if node.op == "get_attr":  # a tensor that Python code made of numbers
+                continue
+            if node.target is not operator.getitem:
+                if not isinstance(node.target, torch._ops.OpOverload) or node.target is BLOCK:
+                    raise LookupError
+                if torch.Tag.nondeterministic_seeded in node.target.tags:
+                    drawn.append(str(node.target))
             memory.update(storage_of(v) for v in flat(node.meta.get("val")) if isinstance(v, torch.Tensor))
-            todo.extend(node.all_input_nodes)
+            read = node.all_input_nodes
+            todo.extend(read[1:] if str(node.target) in _OF_THE_SHAPE else read)
         for writer in writers:
             if writer not in found and any(storage_of(n.meta.get("val")) in memory for n in writer.all_input_nodes):
                 todo.append(writer)
-    return [n for n in nodes if n in found]
+    return [n for n in nodes if n in found], drawn
 
 
 class _AnswerConstants(TorchFunctionMode):
-    """Answers ``bool(t)``, ``t.item()``, ``int(t)`` for tensors that do not depend on data."""
+    """Answers ``bool(t)``, ``t.item()``, ``int(t)`` for tensors that do not depend on data.
+
+    Of random numbers ``bool(t)`` is a question with two answers (:mod:`autopar.capture.branches`), and ``t.item()`` a
+    number that is not known yet.
+    """
 
     ASKED = (
         torch.Tensor.__bool__,
         torch.Tensor.item,
         torch.Tensor.__int__,
         torch.Tensor.__float__,
+        torch.Tensor.__index__,
         torch.Tensor.tolist,
     )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self.ASKED and args:
-            drawn: list[str] = []
-            known = _constant(args[0], lambda t: func(t, *args[1:]), drawn)
+            known = _constant(args[0], lambda t: func(t, *args[1:]))
             if known is not None:
                 return known
+            drawn = _drawn(args[0])
             if drawn:
-                raise CaptureError(
-                    f"forward asks for the value of a random number ({drawn[0]}) in Python, at "
-                    f"{user_line(sys._getframe(1)) or 'an unknown place'}: a program would take the same branch "
-                    "at every step\n  compute both and choose with torch.where(torch.rand(()) < p, x, layer(x)), "
-                    "or turn it off (layerdrop=0)"
-                )
+                return self._random(func, args[0], drawn[0])
         return func(*args, **(kwargs or {}))
+
+    def _random(self, func: Any, tensor: torch.Tensor, drawn: str) -> Any:
+        if func is torch.Tensor.__bool__:
+            return ask(tensor)
+        if func is torch.Tensor.item and tensor.numel() == 1:
+            return Drawn(tensor)
+        if func is torch.Tensor.tolist:
+            return _listed(tensor)
+        raise refused("as a number that must be known", drawn)
+
+
+def _listed(tensor: torch.Tensor) -> Any:
+    return [_listed(x) for x in tensor.unbind()] if tensor.dim() else Drawn(tensor)
 
 
 @contextlib.contextmanager
@@ -173,7 +217,7 @@ def _with_repeats(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def _export(module: torch.nn.Module, args: Any, kwargs: Any, repeats: Repeats | None) -> Any:
-    with recording() as record:
+    with recording() as record, asked_afresh():
         with warnings.catch_warnings(), contextlib.nullcontext() if repeats is None else repeats.watching():
             warnings.simplefilter("ignore")
             try:

@@ -1,0 +1,13 @@
+"""Branches of Python code on random numbers: both sides of each are kept in the graph.
+
+``if torch.rand(()) < p: continue`` (LayerDrop, stochastic depth) takes another way at every step. A trace goes one way.
+So the model is traced several times, with other answers, and the graphs become one, in which the random number chooses.
+
+================= ==================================================================================================
+:mod:`.asking`    while a model is traced: who asks, and what is answered
+:mod:`.exploring` which answers are tried, and whether the graph that comes of it is right for all that were
+:mod:`.joining`   two graphs that differ in some answers: what they have in common, and where their values meet again
+:mod:`.uniting`   one graph of all
+:mod:`.same`      whether a graph computes what another does, once its branches are settled
+================= ==================================================================================================
+"""

@@ -1,0 +1,147 @@
+"""While a model is traced: Python asks for the value of a random number, and is given an answer that was chosen before.
+
+The question stays in the trace, as an operator ``autopar::ask`` with its condition, where it was asked, and the answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from autopar.capture.python.places import is_users, user_line
+from autopar.errors import CaptureError
+
+ASK = "autopar.ask.default"
+
+
+class Question(NamedTuple):
+    """One time that Python code asks for a random number.
+
+    Attributes:
+        module: path of the module whose code asks.
+        site: ``file.py:12@8-31``: the line, and the columns of what asks.
+        number: how many were asked before in the trace.
+    """
+
+    module: str
+    site: str
+    number: int
+
+    @property
+    def line(self) -> str:
+        return self.site.partition("@")[0]
+
+    @property
+    def where(self) -> str:
+        return f"'{self.module or '<model>'}' at {self.line}"
+
+
+Answer = Callable[[int, str], bool]
+"""What is answered to the question of a number, asked at a site."""
+
+
+@dataclass
+class Asking:
+    """What is answered in one trace, and how many questions were asked in it."""
+
+    answer: Answer
+    asked: int = 0
+
+    def would_answer(self, answers: Sequence[tuple[str, bool]]) -> bool:
+        """Whether questions at these sites, asked now one after the other, would be answered so."""
+        return all(self.answer(self.asked + i, site) == answer for i, (site, answer) in enumerate(answers))
+
+
+_ANSWERS: ContextVar[Answer | None] = ContextVar("answers", default=None)
+_NOW: ContextVar[Asking | None] = ContextVar("asking", default=None)
+
+
+@contextlib.contextmanager
+def answering(answer: Answer) -> Iterator[None]:
+    """Traces inside are given these answers; without it every answer is False."""
+    token = _ANSWERS.set(answer)
+    try:
+        yield
+    finally:
+        _ANSWERS.reset(token)
+
+
+@contextlib.contextmanager
+def asked_afresh() -> Iterator[None]:
+    """Around a trace: nothing was asked yet."""
+    token = _NOW.set(Asking(_ANSWERS.get() or (lambda number, site: False)))
+    try:
+        yield
+    finally:
+        _NOW.reset(token)
+
+
+def asking() -> Asking:
+    """That of the trace under way."""
+    now = _NOW.get()
+    assert now is not None
+    return now
+
+
+def ask(tensor: torch.Tensor) -> bool:
+    """The answer that Python is given to ``bool(tensor)``, a random number of one element."""
+    if tensor.numel() != 1:
+        raise CaptureError(
+            f"forward asks whether a tensor of {tensor.numel()} random numbers is true, at "
+            f"{user_line(sys._getframe(1)) or 'an unknown place'}: only one number has a truth value\n  ask for one: "
+            "draws.any(), draws.all(), draws[0]"
+        )
+    condition = (tensor.detach() if tensor.requires_grad else tensor).reshape(())
+    if condition.dtype != torch.bool:
+        condition = condition != 0
+    site = _site()
+    now = asking()
+    answer = now.answer(now.asked, site)
+    now.asked += 1
+    torch.ops.autopar.ask(condition, site, answer)
+    return answer
+
+
+def _site() -> str:
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        if is_users(frame.f_code.co_filename):
+            # by its columns: Python moves between instructions of one call when it has run often
+            places = itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None)
+            _, _, begin, end = next(places, (None,) * 4)
+            return f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}@{begin}-{end}"
+        frame = frame.f_back
+    return "an unknown place@0"
+
+
+def plain_path(path: str) -> str:
+    """The path of a module in what is traced, without the names that ``torch.export`` has for its root."""
+    for root in ("L['self']", "_export_root"):
+        path = path.replace(f"{root}.", "").replace(root, "")
+    return path
+
+
+def refused(what: str, drawn: str = "") -> CaptureError:
+    """The error for a random number that Python wants to have in its hands."""
+    return CaptureError(
+        f"forward asks for the value of a random number{f' ({drawn})' if drawn else ''} in Python, at "
+        f"{user_line(sys._getframe(1)) or 'an unknown place'}, {what}: a program would use the same one at every step"
+        "\n  compute with the tensor itself (torch.where(torch.rand(()) < p, x, layer(x))), compare it in an if, whose "
+        "both sides are kept then, or turn it off (layerdrop=0)"
+    )
+
+
+_LIBRARY = torch.library.Library("autopar", "FRAGMENT")
+_LIBRARY.define("ask(Tensor condition, str site, bool answer) -> ()")
+torch.library.register_fake("autopar::ask", lambda condition, site, answer: None, lib=_LIBRARY)
+torch.fx.node.has_side_effect(torch.ops.autopar.ask.default)
+
+
+__all__ = ["ASK", "Answer", "Asking", "Question", "answering", "ask", "asked_afresh", "asking", "plain_path", "refused"]
