@@ -10,7 +10,7 @@ import torch
 from autopar.capture.branches.asking import answering
 from autopar.capture.branches.exploring import Explorer
 from autopar.capture.graph.building import Builder
-from autopar.capture.python.generators import draw_place
+from autopar.capture.python.generators import draw_place, same_state
 from autopar.capture.python.guards import Guards, repeated
 from autopar.capture.python.reads import Recorder, Written, undone
 from autopar.capture.trace.tracing import export
@@ -36,9 +36,11 @@ def traced(
                 _refuse_kept(list(recorder.kept.values()))
             drawn = recorder.drew()
             if drawn:
+                before = recorder.states()
                 place = draw_place(lambda: export(module, args, kwargs), recorder.states)
+                again = not all(map(same_state, before, recorder.states()))
                 recorder.set_back()
-                _refuse_draws(drawn, place)
+                _refuse_draws(drawn, place, again)
         return recorder, exported
 
     def whole(exported: Any, recorder: Recorder) -> tuple[Builder, Any]:
@@ -111,10 +113,11 @@ def _at(fx: torch.fx.Node) -> str:
     return f" {fx.target} in '{module_of(fx)}'{at(fx)}"
 
 
-def _refuse_draws(drawn: Sequence[str], place: str) -> None:
-    if not place:
-        return  # something else in this process drew, or torch itself
-    at = f" at {place}"
+def _refuse_draws(drawn: Sequence[str], place: str, again: bool) -> None:
+    """Refuse what a trace drew, at a line of the user's or, of unknown place, if another trace drew ``again``."""
+    if not place and not again:
+        return  # something else in this process drew
+    at = f" at {place}" if place else " (at every call, in code whose lines are not known)"
     raise CaptureError(
         f"forward draws a random number outside torch, from {' and '.join(drawn)}{at}: the program would use the same "
         "one at every step\n  draw with torch (torch.rand, torch.bernoulli) and compute with it (torch.where), or draw "

@@ -85,6 +85,18 @@ class DropByDie(Drops):
 
 
 @habit
+class DropByDieInPlace(Drops):
+    """``random_(from, to)``, on integers and as noise."""
+
+    def body(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if torch.empty((), dtype=torch.int64).random_(0, 3) == 0:
+                continue
+            x = x + torch.tanh(layer(x))
+        return self.a(x) * torch.empty(WIDTH, dtype=x.dtype).random_(1, 4)
+
+
+@habit
 class DropByDieItem(Drops):
     """Some numbers of a die, and its truth as a number."""
 

@@ -358,6 +358,13 @@ def test_random_numbers_outside_torch_are_refused(name):
     assert (random.getstate(), GENERATOR.bit_generator.state) == before
 
 
+def test_random_numbers_of_code_without_lines_are_refused():
+    place = {"random": random, "nn": torch.nn}
+    exec("class Model(nn.Module):\n    def forward(self, x): return x * random.random()", place)
+    with pytest.raises(CaptureError, match=r"outside torch, from random .*code whose lines are not known"):
+        autopar.capture(place["Model"](), X)
+
+
 @pytest.mark.parametrize("ask", [lambda r: float(r) < 0.5, lambda r: math.floor((r * 2).item()) < 1])
 def test_the_digits_of_a_random_number_are_refused_with_the_way_to_write_it(ask):
     def layer_drop(self, x):

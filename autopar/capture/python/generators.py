@@ -82,6 +82,11 @@ def draw_place(trace: Callable[[], Any], states: Callable[[], Any]) -> str:
     def call(frame: Any, event: str, _: Any) -> Any:
         if found or not is_users(frame.f_code.co_filename):
             return None
+        if not same_state(last, states()):  # before this function was called: in a line that runs, or in none we see
+            while (frame := frame.f_back) is not None and frame.f_trace is None:
+                pass
+            found.append("" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}")
+            return None
         return functools.partial(line, at=[f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"])
 
     before = sys.gettrace()

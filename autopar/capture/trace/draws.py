@@ -28,7 +28,16 @@ class _Generators(TorchFunctionMode):
                 "of its own and would not go on where the generator is,",
                 "draw without generator=, or draw before the call and pass a tensor",
             )
+        if func is torch.Tensor.random_ and (len(args) == 3 or "from" in kwargs) and now() is not None:
+            return _integers_over(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _integers_over(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """``x.random_(from, to)`` by ``randint``, which draws the same: ``torch.export`` cannot write down an operator
+    whose overload has the name of a keyword of Python's."""
+    low, high = args if len(args) == 2 else (kwargs["from"], kwargs["to"])
+    return x.copy_(torch.randint(low, high, x.shape, dtype=x.dtype, device=x.device))
 
 
 @contextlib.contextmanager
