@@ -539,3 +539,24 @@ def test_attributes_that_have_another_name_are_guarded():
     model.config.low = 9.0
     with pytest.raises(RunError, match=r"'config\.lowest' is 9\.0, and was 3\.0"):
         guards.check()
+
+
+def test_a_branch_on_a_tensor_of_numbers_is_answered():
+    def masked(module, x):
+        mask = torch.ones(x.shape[0])
+        mask[mask == 2] = 5.0  # written out with a tensor that C++ makes of the number
+        if torch.where(mask > 1, torch.tensor(0.0), mask).sum() > 2:
+            return x.tanh()
+        return x
+
+    model = Made(masked)
+    captured = autopar.capture(model, X)
+    assert any(node.target == "aten.tanh.default" for node in captured.graph.nodes)
+
+
+def test_a_branch_on_a_tensor_that_the_model_keeps_is_refused():
+    """It may be written to, and would be in no program to be watched."""
+    model = Made(lambda module, x: x.tanh() if module.switch > 0 else x, switch=[torch.tensor(1.0)])
+    model.own = lambda module, x: x.tanh() if module.switch[0] > 0 else x
+    with pytest.raises(CaptureError, match="branches on the value of a tensor"):
+        autopar.capture(model, X)

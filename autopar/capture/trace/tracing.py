@@ -42,12 +42,14 @@ def _constant(tensor: Any, read: Callable[[torch.Tensor], Any] = lambda t: t) ->
     asked = _node_of(tensor)
     if asked is None:
         return None
+    root = get_proxy_mode().tracer.root  # type: ignore[union-attr]
 
     def value(nodes: list[torch.fx.Node]) -> Any:
         values: dict[torch.fx.Node, Any] = {}
         for node in nodes:
             if node.op == "get_attr":
-                raise LookupError
+                values[node] = _made_of_numbers(node, root)
+                continue
             a = torch.fx.node.map_arg(node.args, values.__getitem__)
             k = dict(torch.fx.node.map_arg(node.kwargs, values.__getitem__))
             if "device" in k:
@@ -66,6 +68,24 @@ def _constant(tensor: Any, read: Callable[[torch.Tensor], Any] = lambda t: t) ->
                 return None if drawn else read(value(nodes))
     except LookupError:
         return None
+
+
+_FRESH = ("aten.lift_fresh_copy.default", "aten.lift_fresh.default")
+
+
+def _made_of_numbers(node: torch.fx.Node, root: torch.nn.Module) -> torch.Tensor:
+    """The value of a tensor that the forward makes of a number: ``torch.tensor(0.0)``, or ``x[mask] = 0.0``.
+
+    Raises:
+        LookupError: it is a tensor that was there before, which could be written to, or is made of an array that could.
+    """
+    tensor = getattr(root, str(node.target), None)
+    fresh = all(str(user.target) in _FRESH for user in node.users)
+    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, FakeTensor) or tensor.is_meta or not fresh:
+        raise LookupError
+    if tensor.numel() != 1:
+        raise LookupError
+    return tensor.detach().cpu()
 
 
 def _node_of(tensor: Any) -> torch.fx.Node | None:
