@@ -1,9 +1,13 @@
-"""A batch on its way into the program: every rank is called with all of it, and takes its own pieces."""
+"""A batch on its way into the program: every rank is called with all of it, and takes its own pieces.
+
+:class:`Batch` names and checks the tensors of a call and cuts them into microbatches, alike for a plan with stages and
+without; :func:`local_part` takes this rank's piece of one of them.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,13 +17,13 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture import Captured
 from autopar.errors import RunError
-from autopar.lower.emit import Program, Slot
-from autopar.placements import State, format_state, is_cut, local_shape
+from autopar.graph import Node
+from autopar.lower.emit import Slot
+from autopar.placements import Mesh, State, format_state, is_cut, local_shape
 from autopar.runtime.calls import describe, example_leaves, flatten_call, leaf_name, same_device, same_literal
-from autopar.runtime.same_batch import Seen
 from autopar.runtime.state import coordinate_of, joined, local_piece, torch_placements
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+Shape = tuple[int, ...]
 
 NOT_PLANNED = (
     "input {name} requires grad, and the example inputs of parallelize did not, so its gradient was not planned: pass "
@@ -40,35 +44,72 @@ class _Piece(torch.autograd.Function):
         return joined(grad, ctx.state, ctx.shape, ctx.device_mesh), None, None
 
 
-class Batch:
-    """How the batches of one captured model become inputs of its program on this rank."""
+def local_part(
+    slot: Slot, leaf: torch.Tensor, shown: str, device_mesh: DeviceMesh, mesh: Mesh
+) -> torch.Tensor:
+    """This rank's part of one input, in the caller's autograd graph if its gradient was planned.
 
-    def __init__(
-        self, captured: Captured, program: Program, signature: inspect.Signature, device_mesh: DeviceMesh,
-        device: torch.device,
-    ) -> None:  # fmt: skip
-        self.captured, self.signature = captured, signature
-        self.device_mesh, self.device, self.mesh = device_mesh, device, program.mesh
-        self.slots = {slot.name: slot for slot in program.slots if slot.kind == "input"}
+    Args:
+        shown: what messages call the input.
+
+    Raises:
+        RunError: it has neither the captured shape nor that of this rank's part; or it wants a gradient that was not
+            planned.
+    """
+    if leaf.requires_grad and not slot.needs_grad:
+        if torch.is_grad_enabled():
+            raise RunError(NOT_PLANNED.format(name=shown))
+        leaf = leaf.detach()
+    shape = tuple(leaf.shape)
+    if isinstance(leaf, DTensor) and shape == slot.shape:
+        return leaf.redistribute(device_mesh, torch_placements(slot.state)).to_local()
+    if shape == slot.shape and not isinstance(leaf, DTensor):
+        if not is_cut(slot.state):
+            return leaf
+        if leaf.requires_grad:
+            return _Piece.apply(leaf, slot.state, device_mesh)  # type: ignore[no-any-return]
+        return local_piece(leaf, slot.state, device_mesh).contiguous()
+    if shape == part_shape(slot, device_mesh, mesh):
+        return leaf
+    pinned = f" (or this rank's slice, {format_state(slot.state)})" if is_cut(slot.state) else ""
+    hint = ""
+    if shape and slot.shape and shape[0] != slot.shape[0] and shape[1:] == slot.shape[1:]:
+        hint = "; pass the whole batch on every rank, drop a last batch that is smaller, or use train_step for more"
+    raise RunError(f"input {shown}: captured with shape {slot.shape}{pinned}, called with {shape}{hint}")
+
+
+def part_shape(slot: Slot, device_mesh: DeviceMesh, mesh: Mesh) -> tuple[int, ...]:
+    """Shape of this rank's part of an input."""
+    return local_shape(slot.shape, slot.state, mesh, coordinate_of(device_mesh))
+
+
+class Batch:
+    """The calls of one captured model: their tensors by name, checked and cut into microbatches.
+
+    Attributes:
+        shown: what messages call each input, as in ``args[0]``.
+    """
+
+    def __init__(self, captured: Captured, signature: inspect.Signature, device: torch.device) -> None:
+        self.captured, self.signature, self.device = captured, signature, device
         leaves, spec = example_leaves(captured)
         paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(leaves, spec))
         self.names = [leaf_name(path) for path, _ in paths]
-        self.position = {captured.graph.nodes[n].target: i for i, n in enumerate(captured.inputs) if n is not None}
+        self.nodes = {node.target: node for _, node in captured.graph.of_kind("input")}
+        self.shown = {
+            captured.graph.nodes[number].target: self.names[i]
+            for i, number in enumerate(captured.inputs) if number is not None
+        }  # fmt: skip
 
-    def inputs(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seen: Seen | None = None
-    ) -> dict[str, torch.Tensor]:
-        """Local values of the program's inputs, by name.
-
-        Args:
-            seen: what other ranks are to compare is put there.
+    def tensors(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """The tensors of a call, by the names of the inputs; their shapes are not looked at.
 
         Raises:
             RunError: the call is not one that was captured; the message says in what.
         """
-        leaves = flatten_call(self.captured, self.signature, args, kwargs)
-        found: dict[str, torch.Tensor] = {}
         captured = self.captured
+        leaves = flatten_call(captured, self.signature, args, kwargs)
+        tensors: dict[str, torch.Tensor] = {}
         for i, (leaf, number) in enumerate(zip(leaves, captured.inputs, strict=True)):
             if number is None:
                 literal = captured.literals.get(i)
@@ -78,95 +119,105 @@ class Batch:
                         "values are part of the program; parallelize again with the new value"
                     )
                 continue
-            name = captured.graph.nodes[number].target
-            found[name] = self.local(name, leaf)
-            if seen is not None and not isinstance(leaf, DTensor):
-                whole = tuple(leaf.shape) == self.slots[name].shape
-                seen.add(self.names[i], name, leaf, None if whole else self.slots[name].state)
-        return found
+            node = captured.graph.nodes[number]
+            tensors[node.target] = self._checked(self.names[i], node, leaf)
+        return tensors
 
-    def local(self, input_name: str, leaf: Any) -> torch.Tensor:
-        """This rank's part of one input, in the caller's autograd graph if its gradient was planned."""
-        slot, name = self.slots[input_name], self.names[self.position[input_name]]
+    def call(
+        self, tensors: Mapping[str, torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A call of one microbatch, whose tensors these are; all else is as in the call of the batch."""
+        leaves = flatten_call(self.captured, self.signature, args, kwargs)
+        named = [None if n is None else self.captured.graph.nodes[n].target for n in self.captured.inputs]
+        cut = [leaf if name is None else tensors[name] for name, leaf in zip(named, leaves, strict=True)]
+        positional, by_name = pytree.tree_unflatten(cut, self.captured.in_spec)
+        return tuple(positional), dict(by_name)
+
+    def _checked(self, shown: str, node: Node, leaf: Any) -> torch.Tensor:
+        spec = node.out
         if not isinstance(leaf, torch.Tensor):
             raise RunError(
-                f"input {name}: captured as a {slot.dtype} tensor of shape {slot.shape}, called with {describe(leaf)}"
+                f"input {shown}: captured as a {spec.dtype} tensor of shape {spec.shape}, called with {describe(leaf)}"
             )
-        if str(leaf.dtype) != "torch." + slot.dtype:
+        if str(leaf.dtype) != "torch." + spec.dtype:
             raise RunError(
-                f"input {name}: captured with dtype {slot.dtype}, called with "
+                f"input {shown}: captured with dtype {spec.dtype}, called with "
                 f"{str(leaf.dtype).removeprefix('torch.')}; convert it, or parallelize again"
             )
-        if leaf.requires_grad and not slot.needs_grad:
-            if torch.is_grad_enabled():
-                raise RunError(NOT_PLANNED.format(name=name))
-            leaf = leaf.detach()
-        if isinstance(leaf, DTensor):
-            if tuple(leaf.shape) == slot.shape:
-                return leaf.redistribute(self.device_mesh, torch_placements(slot.state)).to_local()
-        if not same_device(leaf.device, self.device):
-            raise RunError(f"input {name} is on {leaf.device}, the mesh is on {self.device}; move it with .to()")
-        shape = tuple(leaf.shape)
-        if shape == slot.shape and not isinstance(leaf, DTensor):
-            if not is_cut(slot.state):
-                return leaf
-            if leaf.requires_grad:
-                return _Piece.apply(leaf, slot.state, self.device_mesh)  # type: ignore[no-any-return]
-            return local_piece(leaf, slot.state, self.device_mesh).contiguous()
-        if shape == self._local_shape(slot):
-            return leaf
-        pinned = f" (or this rank's slice, {format_state(slot.state)})" if is_cut(slot.state) else ""
-        hint = ""
-        if shape and slot.shape and shape[0] != slot.shape[0] and shape[1:] == slot.shape[1:]:
-            hint = "; pass the whole batch on every rank, drop a last batch that is smaller, or use train_step for more"
-        raise RunError(f"input {name}: captured with shape {slot.shape}{pinned}, called with {shape}{hint}")
+        if not isinstance(leaf, DTensor) and not same_device(leaf.device, self.device):
+            raise RunError(f"input {shown} is on {leaf.device}, the mesh is on {self.device}; move it with .to()")
+        return leaf
 
-    def _local_shape(self, slot: Slot) -> tuple[int, ...]:
-        """Shape of this rank's part of an input."""
-        return local_shape(slot.shape, slot.state, self.mesh, coordinate_of(self.device_mesh))
+    def check_planned(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Refuse an input whose gradient is wanted and was not planned.
 
-    def microbatches(self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int | None) -> list[Call]:
-        """The calls of a step's microbatches: ``count``, or as many as the shapes say.
+        Raises:
+            RunError: with the input's name.
+        """
+        for name, leaf in tensors.items():
+            if leaf.requires_grad and not self.nodes[name].needs_grad:
+                raise RunError(NOT_PLANNED.format(name=self.shown[name]))
+
+    def microbatches(
+        self, tensors: Mapping[str, torch.Tensor], count: int | None, part: Callable[[str], Shape]
+    ) -> list[dict[str, torch.Tensor]]:
+        """The tensors of a step's microbatches: ``count``, or as many as the shapes say. What has the shape of one goes
+        into all of them.
+
+        Args:
+            part: shape of this rank's part of an input, which may be given instead of the whole.
 
         Raises:
             RunError: the inputs do not agree on the number.
         """
-        leaves = flatten_call(self.captured, self.signature, args, kwargs)
-        shapes: list[tuple[int, ...] | None] = []
+        shapes: dict[str, Shape] = {}
         factors: dict[str, int] = {}
-        for i, (leaf, number) in enumerate(zip(leaves, self.captured.inputs, strict=True)):
-            if number is None or not isinstance(leaf, torch.Tensor) or isinstance(leaf, DTensor):
-                shapes.append(None)
+        for name, leaf in tensors.items():
+            if isinstance(leaf, DTensor):
                 continue
-            slot = self.slots[self.captured.graph.nodes[number].target]
-            want = slot.shape
+            want = self.nodes[name].out.shape
             if leaf.shape[1:] != want[1:]:
-                want = self._local_shape(slot)
-            shapes.append(want)
-            have = tuple(leaf.shape)
+                want = part(name)
+            have, shapes[name] = tuple(leaf.shape), want
             if have != want and have[1:] == want[1:] and want and have[0] % want[0] == 0:
-                factors[self.names[i]] = have[0] // want[0]
-        found = set(factors.values())
-        k = count or (found.pop() if len(found) == 1 else 1)
+                factors[name] = have[0] // want[0]
+        numbers = set(factors.values())
+        k = count or (numbers.pop() if len(numbers) == 1 else 1)
         if k < 1:
             raise RunError(f"microbatches is {k}; give 1 or more")
         if k == 1 and not factors:
-            return [(args, kwargs)]
-        wrong = {name: f for name, f in factors.items() if f != k}
-        if wrong or not factors:
-            sizes = ", ".join(f"{name}: {f}" for name, f in factors.items()) or "every input has the captured shape"
+            return [dict(tensors)]
+        if any(f != k for f in factors.values()) or not factors:
+            sizes = ", ".join(f"{self.shown[name]}: {f}" for name, f in factors.items())
             raise RunError(
                 f"train_step: inputs must be {count or 'the same number of'} times as long in dim 0 as a microbatch "
-                f"(the captured shape); found {sizes}"
+                f"(the captured shape); found {sizes or 'every input has the captured shape'}"
             )
-        pieces = []
-        for j in range(k):
-            cut = [
-                leaf.narrow(0, j * want[0], want[0]) if want is not None and tuple(leaf.shape) != want else leaf
-                for leaf, want in zip(leaves, shapes, strict=True)
-            ]
-            pieces.append(pytree.tree_unflatten(cut, self.captured.in_spec))
-        return [(tuple(a), dict(kw)) for a, kw in pieces]
+        return [
+            {
+                name: leaf.narrow(0, j * shapes[name][0], shapes[name][0]) if name in factors else leaf
+                for name, leaf in tensors.items()
+            }
+            for j in range(k)
+        ]
+
+    def exactly(self, tensors: Mapping[str, torch.Tensor], k: int) -> list[dict[str, torch.Tensor]]:
+        """The tensors of exactly ``k`` microbatches, whole. What has the shape of one goes into all of them.
+
+        Raises:
+            RunError: an input is neither ``k`` times as long in dim 0 as a microbatch nor as long as one.
+        """
+        pieces: list[dict[str, torch.Tensor]] = [{} for _ in range(k)]
+        for name, leaf in tensors.items():
+            want, have = self.nodes[name].out.shape, tuple(leaf.shape)
+            if have != want and not (want and have[1:] == want[1:] and have[0] == k * want[0]):
+                raise RunError(
+                    f"input {self.shown[name]}: captured with shape {want} a microbatch, called with {have}; give {k} "
+                    f"x {want[0] if want else 1} rows, or one tensor of the captured shape for all microbatches"
+                )
+            for piece, rows in zip(pieces, [leaf] * k if have == want else leaf.split(want[0]), strict=True):
+                piece[name] = rows
+        return pieces
 
 
-__all__ = ["Batch"]
+__all__ = ["Batch", "local_part", "part_shape"]

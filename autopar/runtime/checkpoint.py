@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError
 from autopar.runtime.agree import same_error
-from autopar.runtime.executor import ParallelModule
 from autopar.runtime.spread import EXTRA, SpreadModule
 from autopar.runtime.state import like
 
@@ -29,8 +28,8 @@ def full_state_dict(pm: SpreadModule, *, all_ranks: bool = False) -> dict[str, t
         pm: a parallel module, or a pipeline.
         all_ranks: give it to every rank.
     """
-    if not isinstance(pm, ParallelModule):
-        return pm.full_state_dict(all_ranks=all_ranks)  # type: ignore[operator]
+    if pm.leads is not None:
+        return _of_all_groups(pm, all_ranks)
     keep = all_ranks or dist.get_rank() == pm._ranks()[1]
     seen: dict[int, torch.Tensor] = {}
     found: dict[str, torch.Tensor] = {}
@@ -42,6 +41,23 @@ def full_state_dict(pm: SpreadModule, *, all_ranks: bool = False) -> dict[str, t
         if keep:
             found[name] = seen[id(value)]
     return found
+
+
+def _of_all_groups(pm: SpreadModule, all_ranks: bool) -> dict[str, torch.Tensor]:
+    """Of a pipeline: the first rank of each group gives what its stages hold."""
+    mine: dict[str, torch.Tensor] = {}
+    for name, value in _stored(pm).items():
+        value = value.detach()
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        if pm.leads:
+            mine[name] = whole.cpu()
+    group, first = pm._ranks()
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    if all_ranks:
+        dist.all_gather_object(gathered, mine, group=group)
+    else:
+        dist.gather_object(mine, gathered if dist.get_rank() == first else None, dst=first, group=group)
+    return {name: value for part in gathered if part is not None for name, value in part.items()}
 
 
 def load_full_state_dict(pm: SpreadModule, state: Mapping[str, torch.Tensor] | None, *, strict: bool = True) -> None:
@@ -106,7 +122,7 @@ def _names(pm: SpreadModule, own: Mapping[str, torch.Tensor], group: Any) -> _Kn
     """Shape, dtype and the first name of everything in the state dict, on any rank."""
     firsts: dict[int, str] = {}
     known = {n: (tuple(t.shape), t.dtype, firsts.setdefault(id(t), n)) for n, t in own.items()}
-    if isinstance(pm, ParallelModule):
+    if pm.leads is None:
         return known
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, known, group=group)

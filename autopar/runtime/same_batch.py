@@ -9,7 +9,8 @@ checksum, floating point numbers by sums that bear rounding (they may come from 
 from __future__ import annotations
 
 import zlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ PARTS = 32
 ROUNDING = 1e-2
 """How far these may be apart, as a share of the sample's mean size."""
 
+Taken = TypeVar("Taken")
 Sample = tuple[str, str, tuple[int, ...], Any, Any]
 
 
@@ -102,4 +104,37 @@ def compare(group: Any, seen: Seen, error: AutoparError | None) -> None:
                 )
 
 
-__all__ = ["Seen", "compare", "is_checked"]
+class Calls:
+    """The calls of one module, some of which the ranks compare.
+
+    Args:
+        group: gives the process group of the module's ranks.
+        device_mesh: on which inputs may be slices; None where every rank passes everything.
+        alone: there is one rank.
+    """
+
+    def __init__(self, group: Callable[[], Any], device_mesh: DeviceMesh | None, alone: bool) -> None:
+        self.group, self.device_mesh, self.alone = group, device_mesh, alone
+        self.count = 0
+
+    def inputs(self, take: Callable[[Seen | None], Taken]) -> Taken:
+        """What ``take`` makes of the next call; where that is compared, it samples the inputs.
+
+        Raises:
+            RunError: ranks were called differently, or another rank's call is wrong. AutoparError: this one's is.
+        """
+        self.count += 1
+        if self.alone or not is_checked(self.count):
+            return take(None)
+        seen, error = Seen(self.device_mesh), None
+        taken: Taken | None = None
+        try:
+            taken = take(seen)
+        except AutoparError as e:
+            error = e
+        compare(self.group(), seen, error)
+        assert taken is not None
+        return taken
+
+
+__all__ = ["Calls", "Seen", "compare", "is_checked"]

@@ -7,6 +7,7 @@ captured whole, so it is refused there.
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -95,10 +96,34 @@ class SpreadModule(torch.nn.Module):
     _programs: Programs | None = None
     _original: Original | None = None
     _model_ref: Callable[[], torch.nn.Module | None]
+    leads: bool | None = None
+    """Of a pipeline, whether this rank is the first of its group; None where every rank has a part of everything."""
+
+    _fields: frozenset[str] = frozenset()
+    """Attributes of the parallel module itself: names of the model's own modules and parameters stay free."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        bases = [base for base in cls.__mro__ if issubclass(base, SpreadModule)]
+        cls._fields = frozenset(name for base in bases for name in inspect.get_annotations(base))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if "_model_ref" not in self.__dict__ or not assigned(self, "", name, value):
+        if name in self._fields:
+            object.__setattr__(self, name, value)
+        elif "_model_ref" not in self.__dict__ or not assigned(self, "", name, value):
             super().__setattr__(name, value)
+
+    def owner_of(self, name: str) -> tuple[torch.nn.Module, str]:
+        """The module and the key under which a parameter or buffer is registered; parts on the way are made."""
+        *parents, key = name.split(".")
+        owner: torch.nn.Module = self
+        for parent in parents:
+            if parent not in owner._modules:
+                owner._modules[parent] = Part()
+            child = owner._modules[parent]
+            assert child is not None
+            owner = child
+        return owner, key
 
     @property
     def training(self) -> bool:  # type: ignore[override]
@@ -111,7 +136,7 @@ class SpreadModule(torch.nn.Module):
             return
         if mode != self._mode:
             self._change_mode(bool(mode))
-        object.__setattr__(self, "_mode", bool(mode))
+        self._mode = bool(mode)
         for part in self.modules():
             if isinstance(part, Part):
                 object.__setattr__(part, "training", bool(mode) and part.__dict__["_part_trained"])
@@ -133,8 +158,8 @@ class SpreadModule(torch.nn.Module):
 
     def _set_mode_of(self, model: torch.nn.Module) -> None:
         """Begin in the modes of the model and of its submodules."""
-        object.__setattr__(self, "_mode", model.training)
-        object.__setattr__(self, "_model_ref", weakref.ref(model))
+        self._mode = model.training
+        self._model_ref = weakref.ref(model)
         modules = dict(model.named_modules(remove_duplicate=False))
         for path, part in self.named_modules():
             if isinstance(part, Part):
@@ -164,7 +189,7 @@ class SpreadModule(torch.nn.Module):
 
     def follow_values(self, programs: Programs) -> None:
         """Run another program where values that ``forward`` reads have changed."""
-        object.__setattr__(self, "_programs", programs)
+        self._programs = programs
 
     def _kept_program(self) -> Fields:
         """What makes up the program that runs now."""

@@ -14,10 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopar.errors import PlanError
 from autopar.lower.collectives import state_step
-from autopar.placements import path
+from autopar.pipeline import PipelinePlan
+from autopar.placements import format_state, path
 from autopar.plan import Crossing
-from autopar.transfer import Piece, Transfer, box_of
+from autopar.staging import StageGraph
+from autopar.transfer import Piece, Transfer, box_of, transfer
 from cost_models.pipeline.actions import Action
 
 AHEAD = 2
@@ -55,6 +58,28 @@ class Message:
     backward: bool
     microbatch: int
     part: int
+
+
+def wires_of(parts: Sequence[StageGraph], plan: PipelinePlan) -> tuple[Wire, ...]:
+    """A wire for every tensor and every later stage that reads it.
+
+    Raises:
+        PlanError: a stage gives a pending sum.
+    """
+    wires: list[Wire] = []
+    for part in parts:
+        for crossing in part.takes:
+            here, there = crossing.sides(plan.stages, part.number)
+            if any(p == "P" for p in here.state):
+                raise PlanError(
+                    f"stage {crossing.source} gives '{crossing.tensor}' as {format_state(here.state)}: a pending sum "
+                    "cannot be sent; plan again"
+                )
+            forward = transfer(crossing.spec, here, there)
+            back = transfer(crossing.spec, there, here) if crossing.needs_grad else None
+            number = len(wires)
+            wires.append(Wire(number, crossing.tensor, crossing.source, part.number, forward, back, crossing))
+    return tuple(wires)
 
 
 def messages_of(action: Action, wires: Sequence[Wire]) -> Iterator[tuple[Message, Piece]]:
@@ -142,9 +167,9 @@ class Post:
 
     def send(self, wire: Wire, backward: bool, microbatch: int, value: torch.Tensor) -> None:
         """Send this rank's part of a tensor, as far as this rank is to send it; what stays here is put aside."""
-        transfer = wire.transfer(backward)
-        have = box_of(transfer.spec.shape, transfer.source, transfer.source.devices.index(self.rank))
-        for part, piece in enumerate(transfer.pieces):
+        messages = wire.transfer(backward)
+        have = box_of(messages.spec.shape, messages.source, messages.source.devices.index(self.rank))
+        for part, piece in enumerate(messages.pieces):
             if piece.source != self.rank:
                 continue
             cut = value.detach()
@@ -185,11 +210,11 @@ class Post:
 
         The caller has set the target's mesh for collectives.
         """
-        transfer = wire.transfer(backward)
-        target = transfer.target
-        box = box_of(transfer.spec.shape, target, target.devices.index(self.rank), transfer.landing)
+        messages = wire.transfer(backward)
+        target = messages.target
+        box = box_of(messages.spec.shape, target, target.devices.index(self.rank), messages.landing)
         whole: torch.Tensor | None = None
-        for part, piece in enumerate(transfer.pieces):
+        for part, piece in enumerate(messages.pieces):
             if piece.target != self.rank:
                 continue
             message = Message(wire.number, backward, microbatch, part)
@@ -209,11 +234,11 @@ class Post:
                 view = view.narrow(d, start - own, n)
             view.copy_(got)
         assert whole is not None
-        steps = path(transfer.landing, target.state)
+        steps = path(messages.landing, target.state)
         assert steps is not None
         for axis, src, dst in steps:
             if target.mesh[axis][1] > 1:
-                fn, args = state_step(transfer.spec.shape, src, dst, target.mesh)
+                fn, args = state_step(messages.spec.shape, src, dst, target.mesh)
                 whole = fn(whole, *args)  # type: ignore[operator]
         return whole
 
@@ -228,4 +253,4 @@ def clear(posts: Sequence[Post]) -> None:
         post.clear(posted, sent)
 
 
-__all__ = ["Message", "Post", "Wire", "clear", "messages_of"]
+__all__ = ["Message", "Post", "Wire", "clear", "messages_of", "wires_of"]

@@ -36,7 +36,7 @@ from autopar.planner.intra_op.mesh_plan import Options
 from autopar.planner.intra_op.price import pricer
 from autopar.planner.intra_op.recompute import segments_of
 from autopar.rules.registry import rules_of
-from autopar.runtime import executor
+from autopar.runtime import registering, stage
 from autopar.runtime.executor import ParallelModule
 from autopar.runtime.state import Unit, make_units
 from hardware_profiles import load_cluster
@@ -244,14 +244,15 @@ def build_fails_on_rank_1() -> dict[str, tuple[str, float]]:
     case = ZOO["mlp"]()
     found = {}
     last = len(list(case.model.parameters()))
-    for name, where, calls in (
-        ("first", "lower", 1), ("on the way", "as_dtensor", 3), ("last parameter", "as_dtensor", last),
-        ("after all", "make_units", 1), ("initial values", "", 0),
+    for name, file, where, calls in (
+        ("first", stage, "lower", 1), ("on the way", registering, "as_dtensor", 3),
+        ("last parameter", registering, "as_dtensor", last), ("after all", stage, "make_units", 1),
+        ("initial values", None, "", 0),
     ):  # fmt: skip
         start = time.monotonic()
         try:
-            if where:
-                with _raises_at(where, calls):
+            if file is not None:
+                with _raises_at(file, where, calls):
                     autopar.parallelize(case.model, dist.get_world_size(), case.args, params={"*": "replicate"})
             else:
                 autopar.parallelize(copy.deepcopy(case.model).to("meta"), 2, case.args, init=_init_fails_on_rank_1)
@@ -262,16 +263,16 @@ def build_fails_on_rank_1() -> dict[str, tuple[str, float]]:
 
 
 @contextlib.contextmanager
-def _raises_at(where: str, calls: int) -> Iterator[None]:
-    """On rank 1, the given call of a function of the executor fails."""
-    real, count = getattr(executor, where), itertools.count(1)
+def _raises_at(file: Any, where: str, calls: int) -> Iterator[None]:
+    """On rank 1, the given call of a function of a module fails."""
+    real, count = getattr(file, where), itertools.count(1)
 
     def fails(*args: Any, **kwargs: Any) -> Any:
         if dist.get_rank() == 1 and next(count) == calls:
             raise RuntimeError("out of memory")
         return real(*args, **kwargs)
 
-    with mock.patch.object(executor, where, fails):
+    with mock.patch.object(file, where, fails):
         yield
 
 
@@ -436,19 +437,19 @@ def recomputed_in_another_thread(name: str, pattern: str, frozen: str, seed: int
     reference = copy.deepcopy(case.model)
     captured = capture(case.model, *case.batch)
     plan = make_plan(captured, Config(name, TWO, seed=seed, options={"recompute": [pattern]}, lifetime="use"))
-    with mock.patch.object(executor, "make_units", functools.partial(make_units, limit=1 << 14)):
+    with mock.patch.object(stage, "make_units", functools.partial(make_units, limit=1 << 14)):
         pm = ParallelModule(case.model, captured, plan, device_mesh(TWO))
     gathered: list[list[int]] = [[], []]
     now = gathered[0]
-    real = Unit.start
+    real, units = Unit.start, list(dict.fromkeys(h.unit for h in pm.helds.values() if h.unit is not None))
 
     def start(unit: Unit) -> None:
         if not unit.ready and unit.work is None:
-            now.append(pm._units.index(unit))
+            now.append(units.index(unit))
         real(unit)
 
     def alive() -> int:
-        return sum(h.leaf.untyped_storage().nbytes() for h in pm._helds.values() if h.per_use)
+        return sum(h.leaf.untyped_storage().nbytes() for h in pm.helds.values() if h.per_use)
 
     with mock.patch.object(Unit, "start", start):
         loss = loss_of(pm(*case.args, **case.kwargs))
@@ -465,7 +466,7 @@ def recomputed_in_another_thread(name: str, pattern: str, frozen: str, seed: int
     wanted = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
     grads = {n: whole(p.grad) for n, p in pm.named_parameters() if p.grad is not None}
     assert set(grads) == set(wanted)
-    counts = [[numbers.count(i) for i, unit in enumerate(pm._units) if unit.per_use] for numbers in gathered]
+    counts = [[numbers.count(i) for i, unit in enumerate(units) if unit.per_use] for numbers in gathered]
     return {"gathers": counts, "live": live, "gradient": difference(grads, wanted)}
 
 

@@ -89,7 +89,9 @@ def scheduled(cut: str, compiled: bool = False) -> tuple[float, list[int], int]:
             worst = max(worst, difference(*losses))
             counts.append(count.call_count)
     assert all(a is b for a, b in zip(parameters, pm.parameters(), strict=True))
-    assert pm._compile is None or all(isinstance(f["_run"], torch._dynamo.OptimizedModule) for f in pm._programs.kept)
+    if pm.stage.compile_args is not None:
+        stages = [pm.stage, *(fields["_stage"] for fields in pm._programs.kept)]
+        assert all(isinstance(stage.run_program, torch._dynamo.OptimizedModule) for stage in stages)
     have, wanted = autopar.full_state_dict(pm, all_ranks=True), alone.state_dict()
     for name, value in wanted.items():
         worst = max(worst, difference(have[name], value)) if value.abs().max() else worst

@@ -459,12 +459,12 @@ def test_a_schedule_is_captured_again(alone):
     for gate in (False, True, False):
         pm.gate = gate
         same_as(pm, model)
-        assert isinstance(pm._run, torch._dynamo.OptimizedModule)
+        assert isinstance(pm.stage.run_program, torch._dynamo.OptimizedModule)
     assert all(a is b for a, b in zip(weights, pm.parameters(), strict=True))
 
 
 def test_a_number_by_which_an_operator_can_be_cut_otherwise_is_planned_again():
-    from autopar.runtime.programs import differs
+    from autopar.runtime.recaptured import differs
 
     def softmax(module, x):
         return torch.softmax(x, module.dim) ** 2

@@ -1,0 +1,163 @@
+"""One stage of a pipeline on this rank, and the microbatches that are in flight through it.
+
+A forward takes what earlier stages send, runs the stage, and sends what later ones want; a backward does the same the
+other way round, whole (``B``) or in two halves (``I`` and ``W``, :mod:`autopar.runtime.backward`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import spmd_types as spmd
+import torch
+
+from autopar.runtime.backward import Halves
+from autopar.runtime.input_gradients import InputGradients
+from autopar.runtime.stage import Stage
+from autopar.runtime.wires import Post, Wire
+from autopar.staging import StageGraph
+from cost_models.pipeline.actions import Action
+
+
+@dataclass
+class _Microbatch:
+    """What a backward needs of the forward.
+
+    Attributes:
+        arrived: by name, leaves that stand for tensors of earlier stages, and for inputs that want a gradient.
+        outputs: what later stages get, in the order of the stage's outputs.
+    """
+
+    arrived: dict[str, torch.Tensor]
+    outputs: list[torch.Tensor]
+    loss: torch.Tensor | None
+
+
+class Flight:
+    """A stage with its wires.
+
+    Attributes:
+        part: what of the model the stage is.
+        leads: this rank is the first of the stage's, the one that speaks for it where all have the same.
+    """
+
+    def __init__(
+        self, part: StageGraph, stage: Stage, wires: Sequence[Wire], row: Sequence[Action],
+        input_gradients: InputGradients, microbatches: int, leads: bool,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            wires: of the whole pipeline.
+            row: what this rank does in a step.
+            microbatches: of a step.
+        """
+        self.part, self.stage, self.input_gradients = part, stage, input_gradients
+        self.microbatches, self.leads = microbatches, leads
+        self.into = [wire for wire in wires if wire.target == part.number]
+        self.out = [wire for wire in wires if wire.source == part.number]
+        own = [action for action in row if action.stage == part.number and action.kind in "BW"]
+        self.last = own[-1] if own else None
+        self.halves = Halves()
+        self.begun = False
+        self.flying: dict[int, _Microbatch] = {}
+
+    @property
+    def whole_backward(self) -> bool:
+        """Whether the backward is not split: it would run segments that are recomputed again in both halves."""
+        return bool(self.stage.plan.recompute)
+
+    def begin(self) -> None:
+        """A step begins: what was gathered before the optimizer's step counts no more."""
+        self.begun = False
+        self.stage.bind()
+
+    def drop(self) -> None:
+        """Forget a step that broke off."""
+        self.stage.gradients.drop()
+        self.halves.waiting.clear()
+        self.flying.clear()
+
+    def forward(
+        self, post: Post, microbatch: int, batch: Mapping[str, torch.Tensor], shown: Mapping[str, str], seed: int,
+        evaluating: bool,
+    ) -> tuple[torch.Tensor | None, tuple[Any, ...]]:  # fmt: skip
+        """The loss, if the stage makes it, and all that the stage makes.
+
+        Args:
+            batch: the model's inputs of the microbatch, whole; messages call them as ``shown`` says.
+        """
+        with spmd.set_current_mesh(self.stage.device_mesh):
+            arrived = {
+                wire.name: post.take(wire, False, microbatch).detach().requires_grad_(wire.back is not None)
+                for wire in self.into
+            }
+            inputs = dict(arrived)
+            for name in self.part.inputs:
+                inputs[name] = self.stage.local_input(name, batch[name].detach(), shown[name])
+                if name in self.input_gradients and torch.is_grad_enabled():
+                    arrived[name] = inputs[name] = inputs[name].detach().requires_grad_()
+            flat = self.stage.run(inputs, seed, same_step=self.begun, evaluating=evaluating)
+            self.begun = True
+            for wire in self.out:
+                assert wire.crossing is not None
+                post.send(wire, False, microbatch, flat[wire.crossing.output])
+        graph = self.part.graph
+        loss: torch.Tensor | None = None if graph.loss is None else flat[graph.loss]
+        if torch.is_grad_enabled():
+            self.flying[microbatch] = _Microbatch(arrived, list(flat[: len(self.part.gives)]), loss)
+        return loss, flat
+
+    def backward(self, post: Post, action: Action) -> None:
+        """Gradients of what arrived, and with them (``B``) or later (``I``) those of the parameters."""
+        with spmd.set_current_mesh(self.stage.device_mesh):
+            flown = self.flying.pop(action.microbatch)
+            roots, grads = self._roots(post, action.microbatch, flown)
+            wanted = [x for x in flown.arrived.values() if x.requires_grad]
+            if action.kind == "B" or self.whole_backward:
+                with self.stage.gradients.reducing(last=action == self.last):
+                    torch.autograd.backward(roots, grads)
+            else:
+                self.halves.inputs(action.microbatch, roots, grads, wanted, self.stage.leaves())
+                self.stage.free()
+            for wire in self.into:
+                if wire.back is not None:
+                    x = flown.arrived[wire.name]
+                    post.send(wire, True, action.microbatch, torch.zeros_like(x) if x.grad is None else x.grad)
+            self._give_inputs(action.microbatch, flown)
+
+    def weights(self, action: Action) -> None:
+        """Gradients of the parameters, where the backward is split."""
+        with (
+            spmd.set_current_mesh(self.stage.device_mesh),
+            self.stage.gradients.reducing(last=action == self.last, by_hand=True),
+        ):
+            if not self.whole_backward:
+                self.halves.weights(action.microbatch, self.stage.leaves())
+
+    def _roots(
+        self, post: Post, microbatch: int, flown: _Microbatch
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Outputs with gradients, and these."""
+        sums: dict[int, torch.Tensor] = {}
+        for wire in self.out:
+            if wire.back is not None and wire.crossing is not None:
+                grad, at = post.take(wire, True, microbatch), wire.crossing.output
+                sums[at] = sums[at] + grad if at in sums else grad
+        used = [at for at in sorted(sums) if flown.outputs[at].requires_grad]
+        roots, grads = [flown.outputs[at] for at in used], [sums[at] for at in used]
+        if flown.loss is not None:
+            roots.append(flown.loss)
+            grads.append(torch.full_like(flown.loss, 1 / self.microbatches))
+        return roots, grads
+
+    def _give_inputs(self, microbatch: int, flown: _Microbatch) -> None:
+        for name in self.part.inputs:
+            if name in flown.arrived and (grad := flown.arrived[name].grad) is not None:
+                whole = self.stage.joined_gradient(name, grad)
+                if self.leads:
+                    self.input_gradients.add(name, microbatch, whole)
+
+
+__all__ = ["Flight"]

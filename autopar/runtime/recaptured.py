@@ -1,0 +1,193 @@
+"""How a module takes another capture of its model (:mod:`autopar.runtime.programs` says when).
+
+Parameters and buffers stay where they are; another :class:`~autopar.runtime.stage.Stage` reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+
+from autopar.capture import Captured
+from autopar.capture.evaluation import Skeleton
+from autopar.errors import RunError
+from autopar.graph import Graph
+from autopar.placements import State, format_state, is_cut, whole_placement, whole_state
+from autopar.plan import Plan
+from autopar.rules.notation import Rule
+from autopar.rules.registry import rules_of
+from autopar.runtime.programs import AllWell, Fields, PlanAgain
+from autopar.runtime.stage import Buffers, Stage
+from autopar.runtime.state import as_dtensor, joined, local_piece, torch_placements
+
+PROGRAM = ("_captured", "_stage", "_skeleton", "_batch")
+"""What of a module without pipeline is another with other values."""
+
+
+def differs(old: Captured, new: Captured) -> str:
+    """In what two captures differ beside literals; empty where it is nothing."""
+    a, b = old.graph, new.graph
+    if len(a.nodes) != len(b.nodes):
+        return f"{len(b.nodes)} operators and inputs, and had {len(a.nodes)}"
+    for x, y in zip(a.nodes, b.nodes, strict=True):
+        if (x.name, x.kind, x.target, x.outs, x.needs_grad, x.refs, x.again) != (
+            y.name, y.kind, y.target, y.outs, y.needs_grad, y.refs, y.again,
+        ):  # fmt: skip
+            return f"{y.where} for {x.where}"
+    rules = zip(rules_of(a), rules_of(b), strict=True)
+    for x, y, (mine, theirs) in zip(a.nodes, b.nodes, rules, strict=True):
+        if (x.args, x.kwargs) != (y.args, y.kwargs) and _cuts(mine) != _cuts(theirs):
+            return f"{y.where} can be cut in other ways"
+    if _told(a) != _told(b) or old.out_spec != new.out_spec:
+        return "outputs, or buffers that change"
+    for name, value in new.constants.items():
+        before = old.constants.get(name)
+        if before is None or before.shape != value.shape or not torch.equal(before, value):
+            return f"the tensor {name} that its code makes"
+    return ""
+
+
+def _cuts(rule: Rule | None) -> Any:
+    """What a plan knows of an operator."""
+    if rule is None:
+        return None
+    return (
+        rule.sizes, rule.inputs, rule.outputs, rule.whole, rule.linear, rule.additive, rule.shape_arg, rule.random,
+        [lowering.factors for lowering in rule.lowerings], rule.out_as, rule.in_as, rule.whole_gradients,
+    )  # fmt: skip
+
+
+def _told(graph: Graph) -> tuple[Any, ...]:
+    return graph.outputs, graph.loss, graph.tied, graph.updates
+
+
+def fields_of(pm: Any) -> Fields:
+    """What makes up the program that a module runs now."""
+    return {name: pm.__dict__[name] for name in PROGRAM}
+
+
+def take(pm: Any, new: Captured, plan_again: PlanAgain | None, all_well: AllWell) -> None:
+    """Have a module run ``new``: under the plan that it has, if that fits, else under a new one."""
+    reason = differs(pm._captured, new)
+    plan: Plan | None = None
+    error: BaseException | None = None
+    if reason:
+        if plan_again is None:
+            error = RunError(
+                f"with the values that it has now the model is another one ({reason}), for which the plan does not "
+                "hold; parallelize it again, and load this state_dict()"
+            )
+        all_well(error)
+        assert plan_again is not None
+        try:
+            plan = plan_again(new, _stored(pm))
+        except Exception as e:  # the same on all ranks
+            error = e
+        all_well(error)
+    try:
+        stage = pm._stage.with_other_literals(new.graph) if plan is None else under_another_plan(pm, new, plan)
+        pm.run_stage(new, stage)
+        pm._skeleton = skeleton_of(pm)
+    except Exception as e:
+        error = e
+    all_well(error)
+
+
+def skeleton_of(pm: Any) -> Skeleton | None:
+    """What eval mode is seen from, with the values that the model has now."""
+    model = pm._model_ref()
+    return Skeleton(model) if pm._skeleton is not None and model is not None else None
+
+
+def _stored(pm: Any) -> dict[str, str]:
+    """How the parameters are stored, as pins; none on one device, where nothing is placed."""
+    found = {}
+    for name, param in pm.named_parameters(remove_duplicate=False):
+        if isinstance(param, DTensor):
+            whole = whole_placement(param.requires_grad)
+            found[name] = ",".join(f"S{p.dim}" if isinstance(p, Shard) else whole for p in param.placements)
+    return found
+
+
+def under_another_plan(pm: Any, new: Captured, plan: Plan) -> Stage:
+    """A stage that runs ``new`` under a plan of its own, with the parameters and buffers that ``pm`` has.
+
+    Raises:
+        RunError: the plan stores a parameter in another way, or the model has another one.
+    """
+    registered = dict(pm.named_parameters(remove_duplicate=False))
+    wrong = []
+    for name, choice in plan.params.items():
+        param = registered.get(name)
+        if param is None:
+            raise RunError(f"the model reads a parameter '{name}' now that it did not have when it was parallelized")
+        if isinstance(param, DTensor) and tuple(param.placements) != tuple(torch_placements(choice.stored)):
+            wrong.append(f"'{name}' as {format_state(choice.stored)}")
+    if wrong:
+        raise RunError(f"no plan with these values keeps parameters where they are; it would store {', '.join(wrong)}")
+    buffers = dict(pm.named_buffers(remove_duplicate=False))
+    of_the_code = [n.target for n in new.graph.nodes if n.kind == "buffer" and n.target not in buffers]
+    unknown = [name for name in of_the_code if name not in new.constants]
+    if unknown:
+        raise RunError(f"the model reads buffers now that it did not have when it was parallelized: {unknown}")
+    before = pm._stage.buffers
+    wanted = {name: plan.buffers.get(name, state) for name, (_, state) in before.items()}
+    placed = _placed_again(pm, before, wanted)
+    for name in of_the_code:
+        state = plan.buffers.get(name, whole_state(plan.mesh))
+        local = local_piece(new.constants[name].detach(), state, pm._mesh)
+        placed[name] = local.to(pm._device, copy=True).contiguous(), state
+    return Stage(new.graph, plan, pm._mesh, pm, placed, pm._stage.compile_args)
+
+
+def resume(pm: Any, fields: Fields) -> None:
+    """Have ``pm`` run a program that was kept, with the buffers as they are by now."""
+    now = pm._stage.buffers
+    for name, value in fields.items():
+        setattr(pm, name, value)
+    with_buffers_of(pm, pm._stage, now)
+
+
+def with_buffers_of(pm: Any, stage: Stage, now: Buffers) -> None:
+    """Have a stage that was kept read the buffers of the one that ran last."""
+    if stage.buffers is not now:
+        wanted = {name: state for name, (_, state) in stage.buffers.items()}
+        stage.buffers.update(_placed_again(pm, now, wanted))
+        stage.follow_buffers()
+
+
+def _placed_again(
+    pm: Any, now: Mapping[str, tuple[torch.Tensor, State]], wanted: Mapping[str, State]
+) -> dict[str, tuple[torch.Tensor, State]]:
+    """The module's own buffers in the placements that a program wants: mostly those that they have.
+
+    Args:
+        now: of the program that ran last; tensors that its code made stay out.
+    """
+    names: dict[str, list[tuple[torch.nn.Module, str]]] = {}
+    for name, _ in pm.named_buffers(remove_duplicate=False):
+        source = pm._captured.graph.tied.get(name, name)
+        names.setdefault(source if source in now else name, []).append(pm.owner_of(name))
+    placed: dict[str, tuple[torch.Tensor, State]] = {}
+    for name, owners in names.items():
+        if name not in now:
+            continue
+        owner, key = owners[0]
+        shown, state = owner._buffers[key], now[name][1]
+        assert shown is not None
+        local = shown._local_tensor if isinstance(shown, DTensor) else shown
+        if wanted.get(name, state) != state:
+            whole = joined(local, state, shown.shape, pm._mesh)
+            shape, state = tuple(whole.shape), wanted[name]
+            local = local_piece(whole, state, pm._mesh).clone(memory_format=torch.contiguous_format)
+            value = as_dtensor(local, state, shape, pm._mesh) if is_cut(state) else local
+            for owner, key in owners:
+                owner._buffers[key] = value
+        placed[name] = local, state
+    return placed
+
+
+__all__ = ["differs", "fields_of", "resume", "skeleton_of", "take", "under_another_plan", "with_buffers_of"]

@@ -1,0 +1,239 @@
+"""A program on one mesh with the parameters and buffers that it reads: a whole model, or one stage of a pipeline.
+
+Two faces run stages: :class:`~autopar.runtime.executor.ParallelModule` has one, which runs as a node of the caller's
+autograd graph; :class:`~autopar.runtime.pipeline.PipelineModule` has those of its rank, and runs the parts of a step
+itself. What is stored is registered in the face; a stage follows it there.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autopar.capture.evaluation import evaluated
+from autopar.graph import Graph
+from autopar.lower.emit import Program, lower
+from autopar.lower.segments import on_mesh
+from autopar.placements import State
+from autopar.plan import Plan
+from autopar.runtime import prefetch
+from autopar.runtime.batch import local_part, part_shape
+from autopar.runtime.gradients import Gradients
+from autopar.runtime.renewed import outliving
+from autopar.runtime.spread import SpreadModule
+from autopar.runtime.state import Followed, Held, joined, make_units
+
+Buffers = dict[str, tuple[torch.Tensor, State]]
+"""This rank's part of each buffer and constant, and how it is placed, by name."""
+Compiled = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments of ``torch.compile``."""
+
+
+class Stage:
+    """One program, and what it needs to run.
+
+    Attributes:
+        helds: the parameters that the program reads, by name.
+        gradients: those of the step that is under way.
+        direct: nothing is gathered or reduced, so the program reads the stored parameters themselves.
+        probe: an empty leaf that wants a gradient, for :mod:`autopar.runtime.crossing`.
+    """
+
+    def __init__(
+        self, graph: Graph, plan: Plan, device_mesh: DeviceMesh, home: SpreadModule, buffers: Buffers,
+        compile_args: Compiled | None = None,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            home: where parameters and buffers are registered.
+            compile_args: the program is to be compiled with these.
+        """
+        self.graph, self.plan, self.device_mesh, self.home = graph, plan, device_mesh, home
+        self.device = torch.device(device_of(device_mesh))
+        self.buffers, self.compile_args = buffers, compile_args
+        self.program: Program = lower(graph, plan, self.device)
+        self.helds = self._hold_parameters()
+        self.schedule = prefetch.Schedule(self._units())
+        self.run_program = self._compiled(prefetch.with_gathers(self.program, self.helds, self.schedule))
+        self.evaluation: tuple[Program, Any] | None = None
+        self.direct = device_mesh.size() == 1 and not any(isinstance(h.param, DTensor) for h in self.helds.values())
+        self.gradients = Gradients({} if self.direct else self.helds, self.schedule)
+        self.probe = torch.empty(0, requires_grad=True)
+        self.distributed = any(size > 1 for _, size in self.program.mesh)
+        slots = self.program.slots
+        self.template: list[Any] = [None] * len(slots)
+        self.inputs = {slot.name: slot for slot in slots if slot.kind == "input"}
+        self.input_slots = {slot.name: i for i, slot in enumerate(slots) if slot.kind == "input"}
+        self.seed_slot = next((i for i, slot in enumerate(slots) if slot.kind == "seed"), None)
+        self.param_slots = [(i, self.helds[slot.name]) for i, slot in enumerate(slots) if slot.kind == "param"]
+        copied = outliving(graph)
+        self.copied = [i for i, slot in enumerate(slots) if slot.kind == "buffer" and slot.name in copied]
+        for i, held in self.param_slots:
+            self.template[i] = held.leaf
+            self.gradients.listen(held)
+        self.followed: list[tuple[int, Followed]] = []
+        self.follow_buffers()
+
+    def _hold_parameters(self) -> dict[str, Held]:
+        helds: dict[str, Held] = {}
+        nodes = {node.target: node for _, node in self.graph.of_kind("param")}
+        for name, _ in self.home.named_parameters(remove_duplicate=False):
+            source = self.graph.tied.get(name, name)
+            if source in nodes and source not in helds:
+                owner, key = self.home.owner_of(name)
+                helds[source] = Held(
+                    source, owner, key, self.plan.params[source], self.device_mesh, self.plan.mesh,
+                    nodes[source].out.shape, nodes[source].needs_grad,
+                )  # fmt: skip
+                helds[source].bind()
+        return helds
+
+    def _units(self) -> list[Any]:
+        order = [self.helds[self.program.slots[i].name] for i in prefetch.order_of_use(self.program)]
+        gathered = [held for held in order if not held.alias]
+        idle = [held for held in self.helds.values() if not held.alias and held not in gathered]
+        units = make_units([*gathered, *idle])
+        for unit in units:
+            for held in unit.helds:
+                held.bind()
+        return units
+
+    def follow_buffers(self) -> None:
+        """Read the buffers that are registered now, and the constants of the model's code."""
+        registered = dict(self.home.named_buffers(remove_duplicate=False))
+        self.followed = []
+        for i, slot in enumerate(self.program.slots):
+            if slot.kind == "buffer":
+                self.template[i] = self.buffers[slot.name][0]
+                if slot.name in registered:
+                    self.followed.append((i, Followed(slot.name, *self.home.owner_of(slot.name))))
+
+    # -- other programs over the same parameters
+
+    def prepare_evaluation(self, sides: Mapping[str, int]) -> None:
+        """Make the program of eval mode, which reads the same parameters and buffers.
+
+        Args:
+            sides: of random branches (:func:`~autopar.capture.evaluation.evaluated`).
+        """
+        graph = evaluated(self.graph, sides)
+        program = lower(graph, replace(self.plan, fingerprint=graph.fingerprint, recompute=()), self.device)
+        assert program.slots == self.program.slots[: len(program.slots)]
+        self.evaluation = program, prefetch.with_gathers(program, self.helds, self.schedule)
+
+    def with_other_literals(self, graph: Graph) -> Stage:
+        """The same stage with a graph that differs in nothing but literals; both share parameters and gradients."""
+        other = copy.copy(self)
+        other.graph, other.plan = graph, replace(self.plan, fingerprint=graph.fingerprint)
+        other.program = lower(graph, other.plan, self.device)
+        other.run_program = self._compiled(prefetch.with_gathers(other.program, self.helds, self.schedule))
+        other.evaluation = None
+        return other
+
+    def compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compile the program with ``torch.compile``."""
+        self.compile_args = args, kwargs
+        self.run_program = self._compiled(self.run_program)
+
+    def _compiled(self, run: Any) -> Any:
+        return run if self.compile_args is None else torch.compile(run, *self.compile_args[0], **self.compile_args[1])
+
+    # -- running
+
+    @property
+    def draws(self) -> bool:
+        """Whether the program has random operators."""
+        return self.seed_slot is not None
+
+    def bind(self) -> None:
+        """Follow the parameters and buffers that are registered now."""
+        for slot, held in self.param_slots:
+            if held.bind():
+                self.template[slot] = held.leaf
+                self.gradients.listen(held)
+        for slot, buffer in self.followed:
+            if buffer.replaced():
+                self.template[slot] = buffer.local
+                self.buffers[buffer.name] = buffer.local, self.buffers[buffer.name][1]
+
+    def local_input(self, name: str, leaf: torch.Tensor, shown: str) -> torch.Tensor:
+        """This rank's part of an input of the model, which messages call ``shown``."""
+        return local_part(self.inputs[name], leaf, shown, self.device_mesh, self.plan.mesh)
+
+    def part_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of this rank's part of an input."""
+        return part_shape(self.inputs[name], self.device_mesh, self.plan.mesh)
+
+    def run(
+        self, inputs: Mapping[str, torch.Tensor], seed: int, *, same_step: bool, evaluating: bool = False
+    ) -> tuple[Any, ...]:
+        """Outputs and new buffers of the program, local as it makes them, from local inputs by name; the stage is
+        bound.
+
+        Args:
+            same_step: parameters have not changed since the last call, so gathered copies may be used again.
+            evaluating: the program of eval mode is meant.
+        """
+        try:
+            return self._run(inputs, seed, same_step, evaluating)
+        except BaseException:
+            self.schedule.drop()
+            raise
+        finally:
+            for i in self.input_slots.values():
+                self.template[i] = None
+
+    def _run(
+        self, inputs: Mapping[str, torch.Tensor], seed: int, same_step: bool, evaluating: bool
+    ) -> tuple[Any, ...]:
+        program, run, template = self.program, self.run_program, self.template
+        for name, value in inputs.items():
+            template[self.input_slots[name]] = value
+        if self.seed_slot is not None:
+            template[self.seed_slot] = torch.tensor(seed, dtype=torch.int64, device=self.device)
+        self.schedule.begin(same_step=same_step)
+        if evaluating and self.evaluation is not None:
+            program, run = self.evaluation
+        given = template[: len(program.slots)]
+        for slot in self.copied if program.updates else ():
+            given[slot] = given[slot].clone()
+        values = [self.schedule, *given] if self.schedule.units else given
+        if self.distributed:
+            with on_mesh(self.device_mesh):
+                flat: tuple[Any, ...] = run(*values)
+        else:
+            flat = run(*values)
+        with torch.no_grad():
+            for name, new in zip(program.updates, flat[len(program.outputs) :], strict=True):
+                kept = self.buffers[name][0]
+                if new is not kept:
+                    kept.copy_(new)
+        return flat
+
+    def leaves(self) -> list[torch.Tensor]:
+        """The used parameters that want gradients."""
+        return [held.leaf for held in self.helds.values() if held.leaf.requires_grad]
+
+    def joined_gradient(self, name: str, grad: torch.Tensor) -> torch.Tensor:
+        """The whole gradient of an input, from the ranks' pieces; every rank of the mesh calls it."""
+        slot = self.inputs[name]
+        return joined(grad, slot.state, slot.shape, self.device_mesh)
+
+    def free(self) -> None:
+        """Nothing gathered for one use stays."""
+        self.schedule.end()
+
+
+def device_of(device_mesh: DeviceMesh) -> str:
+    """This rank's device, as torch calls it."""
+    kind = device_mesh.device_type
+    return kind if kind == "cpu" else f"{kind}:{torch.accelerator.current_device_index()}"
+
+
+__all__ = ["Buffers", "Compiled", "Stage", "device_of"]
