@@ -3,12 +3,11 @@
 The plan is lowered, and the emitted program is run once on fake tensors (shapes only), forward and backward. A
 dispatch mode counts every collective that is really issued, with its group and its bytes, and what is recomputed runs
 twice; operators are priced from the local shapes that really occur. From that follow the seconds; from the shapes of
-parameters the stored bytes.
+parameters the stored bytes; from what autograd's own hooks see, the activations (:mod:`autopar.recount`).
 """
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,9 +24,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.graph import Graph
 from autopar.lower.emit import Program, lower, used_shape
-from autopar.lower.segments import again_in_backward
 from autopar.placements import elements_moved, local_shape, only_change, step_collectives
 from autopar.plan import StagePlan
+from autopar.recount import Watch, Watched, watch_of
+from autopar.rules.function import PREFIX
 from autopar.rules.notation import Rule
 from autopar.rules.pieces import fake_world
 from autopar.rules.registry import rules_of
@@ -57,6 +57,8 @@ class Report:
     Attributes:
         compute_seconds, activation_seconds, parameter_seconds: recounted from the program.
         parameter_bytes, gradient_bytes, optimizer_bytes: recounted from the stored shapes.
+        kept_bytes, again_bytes: what one microbatch keeps from its forward to its backward, and what the largest
+            recomputed segment keeps while it runs again, both counted by storage under autograd's own hooks.
         collectives: how often each ``(axis, kind)`` is made by the forward and backward, parameters included.
         failures: claims of the plan that do not hold; empty for a certified plan.
     """
@@ -67,6 +69,8 @@ class Report:
     parameter_bytes: int = 0
     gradient_bytes: int = 0
     optimizer_bytes: int = 0
+    kept_bytes: int = 0
+    again_bytes: int = 0
     collectives: Counter[tuple[str, str]] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
 
@@ -129,6 +133,7 @@ def check(plan: StagePlan, graph: Graph, cluster: Cluster, *, tolerance: float =
     _stored(plan, graph, report)
     _parameters(plan, graph, axes, 0.0 if cluster.abstract else 25 * 2**20, report)
     _claims(plan, report, tolerance)
+    _activations(plan, graph, report)
     return report
 
 
@@ -152,11 +157,15 @@ def _recount(
         # the attention of this process's device is not in torch's table
         own = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
         flops = FlopCounterMode(display=False, custom_mapping=own)
-        pricer = _Priced(program, graph, device, flops, measured)
+        watch = watch_of(program, values, graph.arriving)
+        pricer = _Priced(program, graph, device, flops, measured, watch)
         with counter, flops:
-            flat = pricer.run(*values)
+            with watch.on():
+                flat = pricer.run(*values)
+            report.kept_bytes = sum(watch.kept().values())
             if graph.loss is not None and flat[graph.loss].requires_grad:
                 flat[graph.loss].backward()
+    report.again_bytes = pricer.again_bytes
     report.compute_seconds = sum(pricer.seconds) * plan.microbatches
     for group, kind, n_bytes in counter.seen:
         axis = names[group]
@@ -169,35 +178,22 @@ def _attention_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: A
     return 2 * q[0] * q[1] * q[2] * k[2] * (q[3] + v[3])
 
 
-class _Priced(torch.fx.Interpreter):
+class _Priced(Watched):
     """Runs a program and prices every operator from the shapes that it really gets, flops counted by torch."""
 
     def __init__(
-        self, program: Program, graph: Graph, device: Any, flops: FlopCounterMode, measured: Measured | None
-    ) -> None:
-        super().__init__(program.runnable)
+        self, program: Program, graph: Graph, device: Any, flops: FlopCounterMode, measured: Measured | None,
+        watch: Watch,
+    ) -> None:  # fmt: skip
+        super().__init__(program, watch)
         self.measured = measured
         self.source, self.device, self.flops = graph, device, flops
-        self.mesh, self.again = program.mesh, False
+        self.mesh = program.mesh
         self.seconds: list[float] = []
         self.targets = {node.name: node.target for node in graph.nodes}
         self.kinds = {
             node.name: rule for node, rule in zip(graph.nodes, rules_of(graph), strict=True) if rule is not None
         }
-
-    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """A segment: priced forward and backward the first time, forward alone when it runs again."""
-        segment = self.submodules[target]
-        runs: list[_Priced] = []
-
-        def run(*values: Any) -> Any:
-            inner = copy.copy(self)
-            torch.fx.Interpreter.__init__(inner, segment.inner)  # type: ignore[arg-type]
-            inner.again = bool(runs)
-            runs.append(inner)
-            return inner.run(*values)
-
-        return again_in_backward(run, args, segment.changing, segment.renewed)  # type: ignore[arg-type]
 
     def run_node(self, n: torch.fx.Node) -> Any:
         meta = n.meta.get("autopar") or {}
@@ -233,10 +229,10 @@ class _Priced(torch.fx.Interpreter):
         known = self.measured.ops.get(op_key(self.targets[meta["node"]], args, kwargs, text))
         if known is None:
             return None
-        return known.forward_seconds + (known.backward_seconds if differentiable and not self.again else 0.0)
+        return known.forward_seconds + (known.backward_seconds if differentiable and not self.second else 0.0)
 
     def _op(self, rule: Rule, n: torch.fx.Node, ins: list[Any], outs: list[Any], flops: float) -> float:
-        differentiable = any(t.requires_grad for t in outs) and not self.again
+        differentiable = any(t.requires_grad for t in outs) and not self.second
         forward, both = self._formula(rule, n, ins, outs, flops)
         if self.measured is None:
             return both if differentiable else forward
@@ -278,7 +274,7 @@ class _Priced(torch.fx.Interpreter):
         spec = self.source.spec(meta["ref"])
         n_bytes = sum(prod(local_shape(spec.shape, s, self.mesh)) * spec.item_bytes for s in (src, dst))
         seconds = op_seconds(self.device, "copy", 0.0, n_bytes, spec.dtype)
-        return seconds * (2 if result.requires_grad and backward is None and not self.again else 1)
+        return seconds * (2 if result.requires_grad and backward is None and not self.second else 1)
 
 
 def _stored(plan: StagePlan, graph: Graph, report: Report) -> None:
@@ -326,3 +322,17 @@ def _claims(plan: StagePlan, report: Report, tolerance: float) -> None:
             f"{plan.price.activation_seconds:.4g} and {report.activation_seconds:.4g}, parameters "
             f"{plan.price.parameter_seconds:.4g} and {report.parameter_seconds:.4g})"
         )
+
+
+def _activations(plan: StagePlan, graph: Graph, report: Report) -> None:
+    """What autograd keeps, to the byte. Of a user's own function nobody knows it but the rule that the user gives."""
+    if any(node.target.startswith(PREFIX) for node in graph.nodes):
+        return
+    for what, mine, theirs in (
+        ("of a microbatch", report.kept_bytes, plan.kept_bytes),
+        ("while a segment runs again", report.again_bytes, plan.price.again_bytes),
+    ):
+        if mine != theirs:
+            report.failures.append(
+                f"activation bytes {what}: the plan says {theirs}, autograd holds {mine} in the emitted program"
+            )

@@ -132,6 +132,8 @@ class StagePlan:
         pins: what the user asked for, so that the plan can be solved again with the same wishes.
         recompute: segments ``(first op, last op)``, runs of operators in execution order that keep only their inputs
             and run again in the backward.
+        gather_again: tensors, by :func:`route_key`, whose gathered copies are not kept for the backward but gathered
+            again there.
         in_flight: microbatches whose activations the price counts: more than one in a stage of a pipeline.
         first: name of the first operator that depends on a parameter; a stage ends where the next one begins. Empty
             where there is none.
@@ -158,6 +160,7 @@ class StagePlan:
     in_flight: int = 1
     first: str = ""
     devices: tuple[int, ...] = ()
+    gather_again: tuple[str, ...] = ()
 
     @property
     def kept_bytes(self) -> int:

@@ -5,7 +5,8 @@ Every rank runs the same code; what differs is its data and, inside collectives,
 1. placeholders: parameters in their used placement, buffers, the batch, the seed of random ops;
 2. every op in order, on local shapes, or its distributed lowering;
 3. before each op, the steps of the plan's routes that bring its inputs to the states it wants, each made once;
-4. outputs in the plan's placements, new values of updated buffers after them.
+4. after the last reader of a copy that is gathered again for the backward, its release;
+5. outputs in the plan's placements, new values of updated buffers after them.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ from autopar.errors import PlanError
 from autopar.graph import Graph, Node, Ref
 from autopar.lower.code import code_of
 from autopar.lower.collectives import FRESH, state_step
+from autopar.lower.regather import free_until_backward
 from autopar.lower.segments import with_segments
 from autopar.placements import Mesh, State, format_state, local_shape, only_change, whole_state
 from autopar.plan import StagePlan, route_key, segment_numbers
+from autopar.regather import regathered
 from autopar.rules.local import Seed, local_call
 from autopar.rules.notation import In, Rule, call_of
 from autopar.rules.registry import rules_of
-from autopar.rules.strategy import strategy_in_plan
+from autopar.rules.strategy import Strategy, strategy_in_plan
 from autopar.rules.views import may_alias
 
 FACTORIES = frozenset({"aten.full.default", "aten.arange.start_step", "aten.scalar_tensor.default"})
@@ -105,6 +108,7 @@ class _Emitter:
         self.seed: torch.fx.Node | None = None
         self.names = {"seed"}
         self.segments = segment_numbers(graph, plan.recompute)
+        self.chosen: dict[int, Strategy] = {}
 
     def emit(self) -> Program:
         graph = self.graph
@@ -124,6 +128,7 @@ class _Emitter:
                 self._op(i, node, rule)
                 if i in self.segments:
                     self._belongs(last, self.segments[i])
+        self._free_copies()
         outputs: list[Any] = []
         for out, state in zip(graph.outputs, self.plan.outputs, strict=True):
             outputs.append(self._get(out, state) if isinstance(out, Ref) and state is not None else out)
@@ -186,6 +191,30 @@ class _Emitter:
         self.value[ref, state] = fx
         return fx
 
+    def _free_copies(self) -> None:
+        """After the last reader of each copy that the plan gathers again, free it until the backward."""
+        plan = self.plan
+        copies = regathered(
+            self.graph, self.mesh, plan.routes, plan.gather_again, self.segments, self.chosen
+        )
+        position = {fx: k for k, fx in enumerate(self.fx.nodes)} if copies else {}
+        for (ref, state), (source, steps) in copies.items():
+            copy = self.value[ref, state]
+            faces, readers = [copy], {}
+            for face in faces:  # the copy and views of it
+                for user in face.users:
+                    readers[user] = None
+                    if user.meta.get("autopar", {}).get("alias", True):
+                        faces.append(user)
+            last = max(readers, key=position.__getitem__)
+            results = tuple(fx for fx in readers if "node" in fx.meta.get("autopar", {}) and fx not in faces)
+            gathers = []
+            for src, dst in steps:
+                gather, args = state_step(self.graph.spec(ref).shape, src, dst, self.mesh)
+                gathers.append((gather.__name__, args))  # type: ignore[attr-defined]
+            with self.fx.inserting_after(last):
+                self.fx.call_function(free_until_backward, (copy, self.value[ref, source], tuple(gathers), results))  # type: ignore[arg-type]
+
     def _belongs(self, last: torch.fx.Node, segment: int) -> None:
         """Put what was emitted after a node into a segment."""
         for fx in reversed(self.fx.nodes):
@@ -198,6 +227,7 @@ class _Emitter:
         if names is None:
             raise PlanError(f"the plan does not say how {node.where} is cut")
         strategy = strategy_in_plan(self.graph, node, rule, names, self.mesh)
+        self.chosen[i] = strategy
         inputs = [self._get(ref, state) for ref, state in zip(node.refs, strategy.ins, strict=True)]
         whole = call_of(node, self.graph.spec)
         call = local_call(whole, rule, strategy.options, self.mesh, site=node.site if node.site >= 0 else i)

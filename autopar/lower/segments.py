@@ -33,6 +33,11 @@ def on_mesh(device_mesh: DeviceMesh) -> Iterator[None]:
         _MESH.reset(token)
 
 
+def current_mesh() -> DeviceMesh | None:
+    """The mesh of :func:`on_mesh`; None outside of it."""
+    return _MESH.get()
+
+
 class _OnMesh(contextlib.ExitStack):
     """:func:`on_mesh`, entered as often as a segment runs again: once for every backward of its graph."""
 
@@ -136,4 +141,4 @@ def _cut_out(nodes: list[torch.fx.Node]) -> tuple[list[torch.fx.Node], list[torc
     return inputs, outputs, torch.fx.GraphModule(torch.nn.Module(), graph, class_name="Segment")
 
 
-__all__ = ["Segment", "again_in_backward", "on_mesh", "with_segments"]
+__all__ = ["Segment", "again_in_backward", "current_mesh", "on_mesh", "with_segments"]

@@ -22,8 +22,9 @@ from autopar.plan import ParamChoice, Pins, Plan, Price, Recompute, Solution, ro
 from autopar.planfile.form import Document, Failures, parse
 from autopar.planfile.write import decisions, rest, route_keys
 from autopar.planner.intra_op.complete import complete, demand, needs
+from autopar.planner.intra_op.ledger import ledger, seconds_again
 from autopar.planner.intra_op.price import pricer
-from autopar.planner.intra_op.recompute import contents, seconds_again, segments_of
+from autopar.planner.intra_op.recompute import segments_of
 from autopar.rules.notation import Option
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import Strategy, combine, options_of
@@ -389,6 +390,16 @@ class _Binder:
                 self.bad.lines.append(str(error))
         return found
 
+    def gather_again(self) -> tuple[str, ...]:
+        """The tensors whose gathered copies are gathered again, by the plan's own keys."""
+        named, found = route_keys(self.graph), []
+        for k, name in enumerate(self.raw.get("gather_again", ())):
+            if name not in named:
+                self.bad.add(f"gather_again[{k}]", f"'{name}' is no tensor of the model; {closest(name, list(named))}")
+            else:
+                found.append(named[name])
+        return tuple(sorted(found))
+
     # -- the plan
 
     def plan(
@@ -406,7 +417,7 @@ class _Binder:
             {node.name: chosen[i].names for i, node in enumerate(graph.nodes) if node.kind == "op"},
             {graph.nodes[i].target: choice for i, choice in sorted(params.items())},
             held, tuple(out_states), {}, inputs, raw["optimizer"], 1, raw["microbatches"],
-            notes=tuple(raw.get("notes", ())), pins=pins, recompute=again,
+            notes=tuple(raw.get("notes", ())), pins=pins, recompute=again, gather_again=self.gather_again(),
             in_flight=raw.get("in_flight", 1), first=first_op(graph),
             devices=tuple(self.devices if self.devices is not None else range(prod(n for _, n in self.mesh))),
         )  # fmt: skip
@@ -447,6 +458,7 @@ class _Binder:
                 self.graph, self.rules, priced, decided, params, outputs, inputs=plan.inputs, buffers=buffers,
                 cluster=plan.cluster, optimizer=plan.optimizer, microbatches=plan.microbatches,
                 recompute=plan.recompute, in_flight=plan.in_flight, devices=plan.devices,
+                gather_again=plan.gather_again,
             )  # fmt: skip
         except PlanError as error:
             raise PlanError(f"{self.where}: {error}") from error
@@ -459,20 +471,21 @@ class _Binder:
             extra += sum(priced.step(spec, grad, a, b) for a, b in route)
             extra -= sum(priced.step(spec, grad, a, b) for a, b in done.routes.get(key, ()))
         routes = {**done.routes, **kept}
-        if plan.recompute:
+        price = done.price
+        if kept:
             chosen = {i: combine([self._options(i)[name] for name in done.ops[n.name]])
                       for i, n in enumerate(self.graph.nodes) if n.kind == "op"}  # fmt: skip
             mine, theirs = (
-                seconds_again(
-                    self.graph, self.rules, priced, chosen,
-                    contents(self.graph, self.rules, chosen, found, plan.recompute),
-                )[1] for found in (routes, done.routes)
+                ledger(self.graph, self.rules, done.mesh, chosen, found, plan.recompute, done.gather_again)
+                for found in (routes, done.routes)
+            )
+            extra += seconds_again(self.graph, self.rules, priced, chosen, mine)[1]
+            extra -= seconds_again(self.graph, self.rules, priced, chosen, theirs)[1]
+            held = plan.in_flight * mine.kept_bytes + mine.again_bytes
+            price = replace(
+                price, activation_seconds=price.activation_seconds + extra * plan.microbatches,
+                activation_bytes=held, again_bytes=mine.again_bytes,
             )  # fmt: skip
-            extra += mine - theirs
-        price = done.price
-        if extra:
-            more = extra * plan.microbatches
-            price = replace(price, activation_seconds=price.activation_seconds + more)
         return replace(done, routes=routes, price=price, notes=plan.notes)
 
 

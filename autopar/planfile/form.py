@@ -17,8 +17,8 @@ from hardware_profiles.strict import Unreadable, parse_json
 
 KEYS = (
     "autopar_plan", "model", "fingerprint", "cluster", "mesh", "optimizer", "microbatches", "pipeline", "pins", "ops",
-    "params", "buffers", "inputs", "outputs", "routes", "recompute", "in_flight", "price", "solution", "notes",
-    "checksum",
+    "params", "buffers", "inputs", "outputs", "routes", "recompute", "gather_again", "in_flight", "price", "solution",
+    "notes", "checksum",
 )  # fmt: skip
 OPTIONAL = set(KEYS) - {"autopar_plan", "fingerprint", "cluster", "mesh", "optimizer", "microbatches", "ops", "params",
                         "outputs"}  # fmt: skip
@@ -182,6 +182,9 @@ def _check_sections(raw: Mapping[str, Any], bad: Failures) -> None:
             at = f"recompute[{k}]"
             if bad.type(at, item, list) and (len(item) != 2 or not all(isinstance(name, str) for name in item)):
                 bad.add(at, f"got {json.dumps(item)}; write a segment as its first and its last operator")
+    if bad.type("gather_again", raw.get("gather_again", []), list):
+        for k, item in enumerate(raw.get("gather_again", [])):
+            bad.type(f"gather_again[{k}]", item, str)
     if bad.type("notes", raw.get("notes", []), list):
         for k, item in enumerate(raw.get("notes", [])):
             bad.type(f"notes[{k}]", item, str)

@@ -31,6 +31,7 @@ def dumps(plan: Plan, graph: Graph, model: Mapping[str, Any] | None = None) -> s
     """
     keys = route_keys(graph)
     labels = op_labels(graph)
+    named = {key: name for name, key in keys.items()}
     routed = {key for key in keys if keys[key] in plan.routes}
     document = {
         "autopar_plan": VERSION,
@@ -59,6 +60,7 @@ def dumps(plan: Plan, graph: Graph, model: Mapping[str, Any] | None = None) -> s
             for pattern, route in compress(list(keys), lambda key: plan.routes.get(keys[key], ()), routed)
         },
         **({"recompute": [[labels[first], labels[last]] for first, last in plan.recompute]} if plan.recompute else {}),
+        **({"gather_again": [named[key] for key in plan.gather_again]} if plan.gather_again else {}),
         "price": _price(plan),
         "solution": asdict(plan.solution) if plan.solution else None,
         "notes": list(plan.notes),
@@ -86,7 +88,7 @@ def _format(document: Mapping[str, Any]) -> str:
         if key in SECTIONS and value:
             entries = [f"    {json.dumps(k)}: {json.dumps(v, ensure_ascii=False)}" for k, v in value.items()]
             text = "{\n" + ",\n".join(entries) + "\n  }"
-        elif key in ("notes", "recompute") and value:
+        elif key in ("notes", "recompute", "gather_again") and value:
             text = "[\n" + ",\n".join(f"    {json.dumps(v, ensure_ascii=False)}" for v in value) + "\n  ]"
         lines.append(f"  {json.dumps(key)}: {text}")
     return "{\n" + ",\n".join(lines) + "\n}"
@@ -166,6 +168,7 @@ def decisions(plan: Plan) -> str:
         sorted((k, v.stored, v.used, v.lifetime) for k, v in plan.params.items()),
         sorted(plan.buffers.items()), sorted(plan.inputs.items()), plan.outputs,
         *([plan.recompute] if plan.recompute else ()),
+        *([("gather_again", plan.gather_again)] if plan.gather_again else ()),
     )  # fmt: skip
 
 

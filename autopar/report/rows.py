@@ -16,8 +16,8 @@ from autopar.plan import StagePlan, route_key
 from autopar.planfile.patterns import compress
 from autopar.planner.intra_op import params as P
 from autopar.planner.intra_op.fold import fold
+from autopar.planner.intra_op.ledger import Ledger, ledger, seconds_again
 from autopar.planner.intra_op.price import Pricer
-from autopar.planner.intra_op.recompute import contents, seconds_again
 from autopar.rules.local import collectives_inside, cuts_of
 from autopar.rules.registry import RULES, rules_of
 from autopar.rules.strategy import Strategy, grads_of, strategy_in_plan
@@ -291,12 +291,15 @@ def collective_counts(plan: StagePlan, graph: Graph, priced: Pricer) -> dict[str
             grad = node.needs_grad and node.out.is_float
             for a, b in plan.routes.get(route_key(graph, Ref(i)), ()):
                 count(step_rows(plan, node.out, grad, a, b))
-    for segment in contents(graph, rules, _chosen(graph, plan), plan.routes, plan.recompute):
+    holds = _again(graph, plan, _chosen(graph, plan))
+    for segment in holds.segments:
         for i in segment.ops if segment.active else ():
             own = op_row(graph, replace(plan, routes={}), priced, i, rules, "").collectives
             count([c for c in own if c["pass"] == "forward"])
         for ref, a, b in segment.steps if segment.active else ():
             count(step_rows(plan, graph.spec(ref), False, a, b))
+    for ref, a, b in holds.steps_again:
+        count(step_rows(plan, graph.spec(ref), False, a, b))
     for row in param_rows(graph, plan, priced):
         count(row.collectives * row.count)
     return dict(sorted(counts.items()))
@@ -309,18 +312,24 @@ def recomputed(graph: Graph, plan: StagePlan) -> list[str]:
 
 
 def recomputed_seconds(graph: Graph, plan: StagePlan, priced: Pricer) -> float:
-    """What the second forwards of these segments take in a step; the rows of ops are without it."""
+    """What these segments' second forwards, and second gathers, take in a step; the rows of ops are without it."""
     rules, chosen = rules_of(graph), _chosen(graph, plan)
-    segments = contents(graph, rules, chosen, plan.routes, plan.recompute)
-    return plan.microbatches * sum(seconds_again(graph, rules, priced, chosen, segments))
+    return plan.microbatches * sum(seconds_again(graph, rules, priced, chosen, _again(graph, plan, chosen)))
+
+
+def _again(graph: Graph, plan: StagePlan, chosen: Mapping[int, Strategy]) -> Ledger:
+    """The ledger of a plan that does something again in the backward; an empty one for others."""
+    if not (plan.recompute or plan.gather_again):
+        return Ledger((), ())
+    return ledger(graph, rules_of(graph), plan.mesh, chosen, plan.routes, plan.recompute, plan.gather_again)
 
 
 def _chosen(graph: Graph, plan: StagePlan) -> dict[int, Strategy]:
-    """The strategies of a plan with segments; nothing for others, which need none."""
+    """The strategies of a plan that does something again; nothing for others, which need none."""
     rules = rules_of(graph)
     return {
         i: strategy_in_plan(graph, node, rules[i], plan.ops[node.name], plan.mesh)  # type: ignore[arg-type]
-        for i, node in enumerate(graph.nodes if plan.recompute else ()) if node.kind == "op"
+        for i, node in enumerate(graph.nodes if plan.recompute or plan.gather_again else ()) if node.kind == "op"
     }  # fmt: skip
 
 

@@ -5,7 +5,9 @@ Tensors here are one rank's piece, of type V (our S) on ``axes``. Axes are names
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -21,6 +23,34 @@ from autopar.placements import piece_of
 
 Axes = Sequence[str]
 
+_TRIAL: contextvars.ContextVar[Mapping[str, int] | None] = contextvars.ContextVar("trial", default=None)
+
+
+@contextlib.contextmanager
+def trial(sizes: Mapping[str, int]) -> Iterator[None]:
+    """In here lowerings run without ranks, on tensors without values: collectives make tensors of the right shape.
+
+    Args:
+        sizes: of the axes.
+    """
+    token = _TRIAL.set(sizes)
+    try:
+        yield
+    finally:
+        _TRIAL.reset(token)
+
+
+class _Collected(torch.autograd.Function):
+    """Stands for a collective in a trial: a tensor of its own, and nothing kept for the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise AssertionError("a trial has no backward")
+
 
 def axes_of(cut: Mapping[str, Axes], *factors: str) -> tuple[str, ...]:
     """The axes that cut any of ``factors``."""
@@ -34,7 +64,8 @@ def axes_except(cut: Mapping[str, Axes], *factors: str) -> tuple[str, ...]:
 
 def n_pieces(axes: Axes) -> int:
     """Number of pieces that ``axes`` cut together."""
-    return prod(spmd.normalize_axis(axis).size() for axis in axes)
+    sizes = _TRIAL.get()
+    return prod(spmd.normalize_axis(axis).size() if sizes is None else sizes[axis] for axis in axes)
 
 
 def index_on(axis: str) -> Any:
@@ -108,7 +139,7 @@ def total(x: torch.Tensor, axes: Axes, dst: Any) -> torch.Tensor:
     """The sum of the pieces on every rank; ``dst`` is ``spmd.R`` if ranks go on differently, ``spmd.I`` if alike."""
     x = pending(x.contiguous(), axes)
     for axis in axes:
-        x = spmd.all_reduce(x, axis, src=spmd.P, dst=dst)
+        x = _Collected.apply(x) if _TRIAL.get() is not None else spmd.all_reduce(x, axis, src=spmd.P, dst=dst)
     return x
 
 
@@ -133,13 +164,13 @@ def greatest(x: torch.Tensor, axes: Axes) -> torch.Tensor:
     """The elementwise maximum of the pieces on every rank, as a constant."""
     x = x.detach().contiguous()
     for axis in axes:
-        x = _Greatest.apply(x, axis)
+        x = torch.empty_like(x) if _TRIAL.get() is not None else _Greatest.apply(x, axis)
     return x
 
 
 def piece(axes: Axes, device: torch.device) -> torch.Tensor:
     """Number of this rank's piece: int64 without dims, V on ``axes``; the first axis is the major one."""
-    if not axes:
+    if not axes or _TRIAL.get() is not None:
         return torch.zeros((), dtype=torch.int64, device=device)
     number = torch.arange(n_pieces(axes), device=device)
     for axis in axes:

@@ -66,7 +66,7 @@ class Flight:
     @property
     def whole_backward(self) -> bool:
         """Whether the backward is not split: it would run segments that are recomputed again in both halves."""
-        return bool(self.stage.plan.recompute)
+        return bool(self.stage.plan.recompute or self.stage.plan.gather_again)
 
     def begin(self) -> None:
         """A step begins: what was gathered before the optimizer's step counts no more."""

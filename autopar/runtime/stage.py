@@ -123,7 +123,8 @@ class Stage:
             sides: of random branches (:func:`~autopar.capture.evaluation.evaluated`).
         """
         graph = evaluated(self.graph, sides)
-        program = lower(graph, replace(self.plan, fingerprint=graph.fingerprint, recompute=()), self.device)
+        plan = replace(self.plan, fingerprint=graph.fingerprint, recompute=(), gather_again=())
+        program = lower(graph, plan, self.device)
         assert program.slots == self.program.slots[: len(program.slots)]
         self.evaluation = program, prefetch.with_gathers(program, self.helds, self.schedule)
 

@@ -155,7 +155,7 @@ def test_blocks_differ_where_one_choice_for_all_would_waste_memory() -> None:
         model, ids = LlamaForCausalLM(config), torch.zeros(8, 256, dtype=torch.long)
     graph = capture(model, (), {"input_ids": ids, "labels": ids, "use_cache": False}).graph
     cluster, mesh = load_cluster("dgx-h100"), (("data", 8),)
-    limit = 0.6 * plan_graph(graph, cluster, mesh).price.memory_bytes
+    limit = 0.55 * plan_graph(graph, cluster, mesh).price.memory_bytes
     mixed = plan_graph(graph, cluster, mesh, Options(memory_limit_bytes=limit))
     assert mixed.solution is not None and mixed.solution.binds
     with pytest.raises(Beaten):  # branch and bound would be needed, for what is known to be too slow

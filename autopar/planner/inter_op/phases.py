@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from autopar.graph import Graph, Ref
 from autopar.plan import StagePlan, route_key
 from autopar.planner.inter_op.overheads import extra_of
+from autopar.planner.intra_op.ledger import ledger, seconds_again
 from autopar.planner.intra_op.price import Pricer
-from autopar.planner.intra_op.recompute import contents, seconds_again
 from autopar.rules.notation import Rule
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import Strategy, strategy_named
@@ -44,6 +44,7 @@ class Phases:
 def phases(graph: Graph, plan: StagePlan, pricer: Pricer) -> Phases:
     """The phases of a plan; their sum over a step is the plan's price, and what a profile knows beside it."""
     forward = total = weights = 0.0
+    second = bool(plan.recompute or plan.gather_again)  # something is done again in the backward
     rules = rules_of(graph)
     memo: dict[object, tuple[float, float, float]] = {}
     chosen: dict[int, Strategy] = {}
@@ -56,7 +57,7 @@ def phases(graph: Graph, plan: StagePlan, pricer: Pricer) -> Phases:
                 node.needs_grad,
                 tuple(graph.nodes[r.node].needs_grad for r in node.refs),
             )
-            if key not in memo or plan.recompute or pricer.measured is not None:
+            if key not in memo or second or pricer.measured is not None:
                 chosen[i] = strategy_named(graph, node, rule, plan.ops[node.name])
             if key not in memo:
                 memo[key] = pricer.phases(graph, node, rule, chosen[i])
@@ -70,8 +71,10 @@ def phases(graph: Graph, plan: StagePlan, pricer: Pricer) -> Phases:
             for src, dst in plan.routes.get(route_key(graph, Ref(i, out)), ()):
                 there, back = pricer.step_parts(spec, grad, src, dst)
                 forward, total = forward + there, total + there + back
-    segments = contents(graph, rules, chosen, plan.routes, plan.recompute)
-    again = sum(seconds_again(graph, rules, pricer, chosen, segments))
+    again = 0.0
+    if second:
+        holds = ledger(graph, rules, plan.mesh, chosen, plan.routes, plan.recompute, plan.gather_again)
+        again = sum(seconds_again(graph, rules, pricer, chosen, holds))
     total += again
     found = Phases(forward, total - forward - weights, weights, plan.price.parameter_seconds, again)
     return found if pricer.measured is None else _with_overheads(found, graph, rules, plan, pricer, chosen)

@@ -40,7 +40,7 @@ def timing_of(
             continue
         row[0] += there
         row[1] += back
-    whole = [bool(stage.recompute) for stage in stages]  # a backward that recomputes is not split
+    whole = [bool(stage.recompute or stage.gather_again) for stage in stages]  # these backwards are not split
     timing = times(
         len(graphs), [p.forward_seconds for p in own],
         [p.backward_seconds if w else p.input_seconds for w, p in zip(whole, own, strict=True)],

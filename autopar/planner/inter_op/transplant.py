@@ -44,6 +44,7 @@ def transplant(plan: StagePlan, source: Graph, target: Graph) -> StagePlan:
         inputs={held["input"][name]: state for name, state in plan.inputs.items()},
         routes={routes[key]: steps for key, steps in plan.routes.items()},
         recompute=tuple((ops[first], ops[last]) for first, last in plan.recompute),
+        gather_again=tuple(routes[key] for key in plan.gather_again),
     )
 
 

@@ -29,11 +29,13 @@ from autopar.placements import (
 from autopar.plan import ParamChoice, Recompute, segment_numbers
 from autopar.planner.intra_op import params as P
 from autopar.planner.intra_op.fold import Fold
+from autopar.planner.intra_op.ledger import Entry, Keeper, ledger
 from autopar.planner.intra_op.price import Pricer
 from autopar.planner.intra_op.problem import Held, Item, Problem, Tensor
 from autopar.planner.intra_op.reshard import axis_sets, state_graph
 from autopar.planner.intra_op.space import strategies
 from autopar.rules.notation import Rule
+from autopar.rules.saved import saved_of
 from autopar.rules.strategy import Strategy
 
 FOLLOWERS = frozenset({"none", "pointwise", "copy", "reduce"})
@@ -429,70 +431,116 @@ class Builder:
         self, items: list[Item], item_of: Mapping[int, int],
         row_of: Mapping[int, tuple[list[tuple[Strategy, ...]], int]],
     ) -> tuple[Held, ...]:  # fmt: skip
-        """What autograd keeps for the backward: added to the items, and returned where several keep it in common.
+        """The ledger of whole tensors in the layouts of every strategy: added to the items, and returned where several
+        operators keep memory in common.
 
-        One tensor in one layout is kept once however many operators want it; a view is the tensor it looks at.
-
-        Of what is recomputed the inputs count, in the layout in which their producer makes them, and what the segment
-        keeps inside that keeps most (by whole tensors). An input in another layout inside, and another segment that
-        turns out to be the larger one, are not seen here but in the price of the finished plan.
+        An entry takes the share of its bytes that a strategy leaves of the tensor by which an operator keeps it. What a
+        segment takes from outside counts in the layout in which it is made there; of what it keeps while it runs again
+        the segment that keeps most counts (by whole tensors). Copies in other layouts than the first, and another
+        segment that turns out to be the larger one, are not seen here but in the price of the finished plan.
         """
         graph, rep = self.graph, self.fold.representative
-        root: dict[Ref, Ref] = {}
-        keepers: dict[Ref, list[tuple[int, int]]] = {}  # operators and positions of what they keep, -1 for the output
-        inner: dict[int, dict[Ref, list[tuple[int, int]]]] = {}  # the same, by segment
-        counted = [node.kind != "param" and node.hot for node in graph.nodes]
-        for i, node in enumerate(graph.nodes):
-            mine = rep[i]
-            rule = self.rules[mine]
-            if rule is None:
+        whole = ledger(graph, self.rules, self.pricer.mesh, None, {}, self.recompute)
+        bytes_of = whole.segment_bytes()
+        largest = max(bytes_of, key=lambda segment: bytes_of[segment], default=None)
+        inside: dict[int, float] = {}  # bytes that operators keep inside, by representative
+        sliced: list[tuple[int, int, float]] = []  # what is kept of the batch: operator, position and whole bytes
+        classes: dict[tuple[tuple[tuple[int, int], ...], int], int] = {}
+        for entry in whole.entries:
+            if entry.segment is not None and entry.segment != largest:
                 continue
-            if rule.kind == "none" and len(node.outs) == 1 and node.refs:
-                root[Ref(i)] = root.get(node.refs[0], node.refs[0])
-            if mine not in row_of:
-                continue
-            segment = self._segment_of.get(i)
-            for position, ref in enumerate(node.refs if segment is not None else ()):
-                if counted[ref.node] and self._segment_of.get(ref.node) != segment:
-                    plain = graph.nodes[ref.node].kind == "op" and ref.out == 0
-                    keeper = (rep[ref.node], OUT) if plain else (mine, position)
-                    keepers.setdefault(root.get(ref, ref), []).append(keeper)
-            if not node.needs_grad:
-                continue
-            for position in (*rule.saves, OUT) if rule.saves_out else rule.saves:
-                ref = Ref(i) if position == OUT else node.refs[position]
-                if counted[ref.node]:
-                    kept = root.get(ref, ref)
-                    if segment is not None and self._segment_of.get(kept.node) != segment:
-                        continue  # an input: counted above
-                    into = keepers if segment is None else inner.setdefault(segment, {})
-                    into.setdefault(kept, []).append((mine, position))
-        classes: dict[tuple[tuple[int, int], ...], int] = {}
-        largest = max(inner.values(), key=lambda own: sum(graph.spec(ref).n_bytes for ref in own), default={})
-        for every, times in ((keepers, self.in_flight), (largest, 1)):
-            for own in every.values():
-                key = tuple(sorted(set(own))) if len(own) > 1 else tuple(own)
-                classes[key] = classes.get(key, 0) + times
+            users = {self._user(entry, keeper) for keeper in entry.keepers}
+            decided = tuple(sorted({(rep[i], position) for i, position in users if rep[i] in row_of}))
+            if decided:
+                times = self.in_flight if entry.segment is None else 1
+                if entry.decision == "given":
+                    sliced += [(i, position, entry.n_bytes * self.in_flight) for i, position in decided]
+                    continue
+                if entry.keepers[0].what == "inside":
+                    node = decided[0][0]
+                    inside[node] = inside.get(node, 0.0) + times * entry.n_bytes
+                    continue
+                classes[decided, entry.n_bytes] = classes.get((decided, entry.n_bytes), 0) + times
         held: list[Held] = []
-        for key, count in classes.items():
+        for (users_of, n_bytes), count in classes.items():
             layouts: dict[int, dict[int, set[int]]] = {}  # bytes -> item -> rows
-            for node_number, position in key:
-                rows, k = row_of[node_number]
-                node = graph.nodes[node_number]
-                spec = node.out if position == OUT else graph.spec(node.refs[position])
+            for i, position in users_of:
+                rows, k = row_of[i]
                 for r, row in enumerate(rows):
-                    state = row[k].outs[0] if position == OUT else row[k].ins[position]
-                    n = self.pricer.local_bytes(spec, state)
-                    layouts.setdefault(n, {}).setdefault(item_of[node_number], set()).add(r)
-            for n, users in layouts.items():
-                if len(users) > 1:
-                    pairs = tuple((i, tuple(sorted(r))) for i, r in sorted(users.items()))
+                    n = round(n_bytes * self._share(i, position, row[k]))
+                    layouts.setdefault(n, {}).setdefault(item_of[i], set()).add(r)
+            for n, users_in in layouts.items():
+                if len(users_in) > 1:
+                    pairs = tuple((item, tuple(sorted(rows_of))) for item, rows_of in sorted(users_in.items()))
                     held.append(Held(float(count * n), pairs))
                     continue
-                ((i, only),) = users.items()
-                n_bytes = tuple(b + count * n * (r in only) for r, b in enumerate(items[i].n_bytes))
-                items[i] = replace(items[i], n_bytes=n_bytes)
+                ((item, only),) = users_in.items()
+                more = tuple(b + count * n * (r in only) for r, b in enumerate(items[item].n_bytes))
+                items[item] = replace(items[item], n_bytes=more)
+        for i, position, whole_bytes in sliced:  # the batch is there, but slices of it are copies
+            rows, k = row_of[i]
+            shares = [self._share(i, position, row[k]) for row in rows]
+            item = items[item_of[i]]
+            more = tuple(n + (share < 1) * share * whole_bytes for n, share in zip(item.n_bytes, shares, strict=True))
+            items[item_of[i]] = replace(item, n_bytes=more)
+        self._kept_inside(items, item_of, row_of, inside)
         return tuple(held)
+
+    def _kept_inside(
+        self, items: list[Item], item_of: Mapping[int, int],
+        row_of: Mapping[int, tuple[list[tuple[Strategy, ...]], int]], inside: Mapping[int, float],
+    ) -> None:  # fmt: skip
+        """Add what operators keep that is neither input nor output.
+
+        A distributed lowering keeps what it likes, so it is asked, once for every set of factors that are cut inside
+        it; otherwise a strategy leaves a share of what is kept of the whole.
+        """
+        graph, counts = self.graph, self.fold.counts
+        for i, (rows, k) in row_of.items():
+            rule, node = self.rules[i], graph.nodes[i]
+            assert rule is not None
+            inside_of = frozenset(factor for lowering in rule.lowerings for factor in lowering.factors)
+            asks = node.needs_grad and not rule.random and bool(inside_of)
+            if i not in inside and not asks:
+                continue
+            times = (counts[i] - self._recomputed[i]) * self.in_flight
+            asked: dict[frozenset[str], float] = {}
+            more = []
+            for row in rows:
+                strategy = row[k]
+                across = inside_of.intersection(
+                    name for name, (_, size) in zip(strategy.names, self.pricer.mesh, strict=True) if size > 1
+                )
+                share = self._share(i, OUT, strategy)
+                if asks and across and times and share:
+                    if across not in asked:
+                        kept = saved_of(graph, i, rule, strategy, self.pricer.mesh)
+                        asked[across] = times * kept.inside_bytes / share
+                    more.append(share * asked[across])
+                else:
+                    more.append(share * inside.get(i, 0.0))
+            item = items[item_of[i]]
+            items[item_of[i]] = replace(item, n_bytes=tuple(a + b for a, b in zip(item.n_bytes, more, strict=True)))
+
+    def _user(self, entry: Entry, keeper: Keeper) -> tuple[int, int]:
+        """The operator and the position (:data:`OUT` for its output) by whose layout an entry is counted."""
+        node = self.graph.nodes[keeper.node]
+        if keeper.what != "in":
+            return keeper.node, OUT
+        ref = node.refs[keeper.number]
+        of_segment = keeper.node in self._segment_of and entry.segment is None
+        if of_segment and self.graph.nodes[ref.node].kind == "op" and ref.out == 0:
+            return ref.node, OUT
+        return keeper.node, keeper.number
+
+    def _share(self, i: int, position: int, strategy: Strategy) -> float:
+        """Which part of a tensor one rank has."""
+        node = self.graph.nodes[i]
+        if position == OUT and not node.out.shape and node.refs:
+            position = 0  # of a sum of everything: what it keeps is cut as its input is
+        spec = node.out if position == OUT else self.graph.spec(node.refs[position])
+        state = strategy.outs[0] if position == OUT else strategy.ins[position]
+        return self.pricer.local_bytes(spec, state) / max(1, spec.n_bytes)
 
 
 def _is_plain(strategy: Strategy, rule: Rule) -> bool:

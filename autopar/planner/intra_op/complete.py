@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from math import prod
 
 from autopar.capture.graph.pruning import has_effect
 from autopar.errors import PlanError
-from autopar.graph import Graph, Node, Ref, Spec
+from autopar.graph import Graph, Ref, Spec
 from autopar.placements import State, format_state, whole_state
-from autopar.plan import ParamChoice, Price, Recompute, StagePlan, route_key
+from autopar.plan import ParamChoice, Price, Recompute, StagePlan, route_key, segment_numbers
 from autopar.planner.intra_op import params as P
+from autopar.planner.intra_op.ledger import Ledger, ledger, seconds_again
 from autopar.planner.intra_op.price import Pricer
-from autopar.planner.intra_op.recompute import Segment, contents, seconds_again
 from autopar.planner.intra_op.reshard import Edge, route
 from autopar.planner.intra_op.space import strategies
 from autopar.planner.intra_op.written import held_whole
+from autopar.regather import gathers
 from autopar.rules.notation import Rule
 from autopar.rules.strategy import Strategy
 from autopar.staging import first_op
@@ -161,6 +162,7 @@ def complete(
     microbatches: int = 1,
     in_flight: int = 1,
     recompute: Recompute = (),
+    gather_again: Collection[str] = (),
     devices: Sequence[int] | None = None,
 ) -> StagePlan:
     """The plan of the given decisions, with routes and price.
@@ -171,6 +173,8 @@ def complete(
         outputs: placements by output position; the others come out whole.
         buffers: placements by name; the others follow demand.
         recompute: segments that run again in the backward.
+        gather_again: tensors whose gathered copies are gathered again for the backward; those that are not gathered
+            after all are left out.
         devices: ranks of the mesh, in row-major order; by default the first.
 
     Raises:
@@ -206,15 +210,17 @@ def complete(
         if found[1]:
             routes[route_key(graph, ref)] = found[1]
             seconds += found[0]
-    segments = contents(graph, rules, chosen, routes, recompute)
-    price = _price(graph, rules, pricer, chosen, owned, seconds, optimizer, microbatches, in_flight, segments)
+    can = set(gathers(graph, mesh, routes, segment_numbers(graph, recompute))) if gather_again else ()
+    gather_again = tuple(sorted(set(gather_again).intersection(can)))
+    holds = ledger(graph, rules, mesh, chosen, routes, recompute, gather_again)
+    price = _price(graph, rules, pricer, chosen, owned, seconds, optimizer, microbatches, in_flight, holds)
     names_of = {key: s.names for key, s in {id(s): s for s in chosen.values()}.items()}  # blocks share strategies
     return StagePlan(
         graph.fingerprint, cluster, mesh,
         {node.name: names_of[id(chosen[i])] for i, node in enumerate(graph.nodes) if node.kind == "op"},
         {graph.nodes[i].target: choice for i, choice in owned.items()},
         held, tuple(out_states), routes, dict(inputs or {}), optimizer, 1, microbatches, price,
-        recompute=recompute, in_flight=in_flight, first=first_op(graph),
+        recompute=recompute, in_flight=in_flight, gather_again=gather_again, first=first_op(graph),
         devices=tuple(devices if devices is not None else range(prod(size for _, size in mesh))),
     )  # fmt: skip
 
@@ -222,48 +228,22 @@ def complete(
 def _price(
     graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, chosen: Mapping[int, Strategy],
     owned: Mapping[int, ParamChoice], reshard_seconds: float, optimizer: str, microbatches: int,
-    in_flight: int, segments: Sequence[Segment],
+    in_flight: int, holds: Ledger,
 ) -> Price:  # fmt: skip
-    compute, inside = seconds_again(graph, rules, pricer, chosen, segments)
-    segment_of = {i: segment for segment in segments if segment.active for i in segment.ops}
-    kept: dict[tuple[Ref, int], int] = {}
-    again: dict[int, dict[tuple[Ref, int], int]] = {}  # by segment: what lives while it runs again
-    memo: dict[tuple[int, int], tuple[float, float, list[tuple[int, State, int]], bool]] = {}
-    root: dict[Ref, Ref] = {}
+    compute, inside = seconds_again(graph, rules, pricer, chosen, holds)
+    memo: dict[tuple[int, int], tuple[float, float]] = {}
     nodes, alike = graph.nodes, graph.alike
-    counted = [node.kind != "param" and node.hot for node in nodes]
     for i, node in enumerate(nodes):
         if node.kind != "op":
             continue
         strategy = chosen[i]
         key = (alike[i], id(strategy))
-        known = memo.get(key)
-        if known is None:
+        if key not in memo:
             rule = rules[i]
             assert rule is not None
-            held = _saved(graph, node, rule, strategy, pricer) if node.needs_grad else []
-            view = rule.kind == "none" and len(node.outs) == 1 and bool(node.refs)
-            known = memo[key] = (*pricer.op(graph, node, rule, strategy), held, view)
-        own_compute, own_inside, saved, view = known
-        compute += own_compute
-        inside += own_inside
-        if view:
-            root[Ref(i)] = root.get(node.refs[0], node.refs[0])
-        if not saved:
-            continue
-        segment = segment_of.get(i)
-        for position, state, n in saved:
-            ref = Ref(i) if position < 0 else node.refs[position]
-            if counted[ref.node]:
-                if segment is None:
-                    kept[root.get(ref, ref), n] = n
-                elif (ref, state) in segment.own:
-                    again.setdefault(id(segment), {})[root.get(ref, ref), n] = n
-    for segment in segments:
-        for ref, state in segment.inputs if segment.active else ():
-            if counted[ref.node]:
-                n = pricer.local_bytes(graph.spec(ref), state)
-                kept[root.get(ref, ref), n] = n
+            memo[key] = pricer.op(graph, node, rule, strategy)
+        compute += memo[key][0]
+        inside += memo[key][1]
     totals = [0] * 4
     parameter_seconds = 0.0
     peak = 0
@@ -275,19 +255,10 @@ def _price(
         for k, n in enumerate((cost.parameter_bytes, cost.gradient_bytes, cost.optimizer_bytes, cost.gathered_bytes)):
             totals[k] += n
         peak = max(peak, cost.peak_bytes)
-    lives_again = max((sum(own.values()) for own in again.values()), default=0)
+    lives_again = holds.again_bytes
     return Price(
         compute * microbatches, (reshard_seconds + inside) * microbatches, parameter_seconds, totals[0],
         totals[1], totals[2],
         totals[3] + peak,
-        in_flight * sum(kept.values()) + lives_again, lives_again,
+        in_flight * holds.kept_bytes + lives_again, lives_again,
     )  # fmt: skip
-
-
-def _saved(
-    graph: Graph, node: Node, rule: Rule, strategy: Strategy, pricer: Pricer
-) -> list[tuple[int, State, int]]:
-    """What autograd keeps of an op: positions among its inputs (-1: the output), layouts, bytes on one rank."""
-    kept = [(p, graph.spec(node.refs[p]), strategy.ins[p]) for p in rule.saves]
-    kept += [(-1, node.out, strategy.outs[0])] if rule.saves_out else []
-    return [(p, state, pricer.local_bytes(spec, state)) for p, spec, state in kept]

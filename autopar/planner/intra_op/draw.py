@@ -8,20 +8,23 @@ from collections.abc import Sequence
 from autopar.errors import PlanError
 from autopar.graph import Graph, Ref, Spec
 from autopar.placements import Mesh, State, fits, shard, started, whole_placement, whole_state
-from autopar.plan import ParamChoice, Recompute, StagePlan
+from autopar.plan import ParamChoice, Recompute, StagePlan, segment_numbers
 from autopar.planner.intra_op import params as P
 from autopar.planner.intra_op.complete import complete
 from autopar.planner.intra_op.price import Pricer
 from autopar.planner.intra_op.space import strategies
+from autopar.regather import gathers
 from autopar.rules.notation import Rule
 from autopar.rules.strategy import Strategy
 
 
 def random_plan(
     graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, seed: int, *, attempts: int = 50,
-    recompute: Recompute = (),
+    recompute: Recompute = (), gather_again: bool = False,
 ) -> StagePlan:  # fmt: skip
     """A feasible plan with every decision drawn at random: ops (cold ones too), parameters and lifetimes.
+
+    With ``gather_again``, about half of the copies that could be gathered again are.
 
     Raises:
         PlanError: ``attempts`` draws gave no plan in which every tensor can reach its readers.
@@ -52,7 +55,14 @@ def random_plan(
             params[i] = rng.choice(found)
         inputs, outputs = _at_the_borders(graph, mesh, rng)
         try:
-            return complete(graph, rules, pricer, decided, params, outputs, inputs=inputs, recompute=recompute)
+            plan = complete(graph, rules, pricer, decided, params, outputs, inputs=inputs, recompute=recompute)
+            if not gather_again:
+                return plan
+            can = gathers(graph, mesh, plan.routes, segment_numbers(graph, recompute))
+            again = [key for key in can if rng.random() < 0.5]
+            return complete(
+                graph, rules, pricer, decided, params, outputs, inputs=inputs, recompute=recompute, gather_again=again
+            )
         except PlanError as failed:
             error = failed
     raise PlanError(f"no random plan in {attempts} draws: {error}")

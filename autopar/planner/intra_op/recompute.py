@@ -7,19 +7,16 @@ belong to the segment.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from autopar.errors import PlanError
 from autopar.graph import Graph, Ref
-from autopar.placements import State, only_change
-from autopar.plan import Recompute, route_key, segment_numbers
-from autopar.planner.intra_op.price import Pricer
+from autopar.placements import State
+from autopar.plan import Recompute
 from autopar.rules.notation import Rule
-from autopar.rules.strategy import Strategy
-
-Value = tuple[Ref, State]
+from autopar.rules.saved import keeps
 
 
 def segments_of(graph: Graph, rules: Sequence[Rule | None], patterns: Sequence[str]) -> Recompute:
@@ -94,9 +91,9 @@ def is_asked(graph: Graph, patterns: Sequence[str]) -> bool:
 
 def segment(graph: Graph, rules: Sequence[Rule | None], first: int, last: int) -> tuple[str, str] | None:
     """Operators from node ``first`` to ``last``, but for those at the end that keep nothing; None if none keeps any."""
-    while last > first and not (graph.nodes[last].kind == "op" and _keeps(graph, rules, last)):
+    while last > first and not (graph.nodes[last].kind == "op" and keeps(graph, rules, last)):
         last -= 1
-    return (graph.nodes[first].name, graph.nodes[last].name) if _keeps(graph, rules, last) else None
+    return (graph.nodes[first].name, graph.nodes[last].name) if keeps(graph, rules, last) else None
 
 
 def _modules(graph: Graph) -> dict[str, None]:
@@ -120,9 +117,6 @@ def _outer(path: str) -> set[str]:
     return {".".join(parts[:k]) for k in range(1, len(parts))}
 
 
-def _keeps(graph: Graph, rules: Sequence[Rule | None], i: int) -> bool:
-    rule = rules[i]
-    return rule is not None and graph.nodes[i].needs_grad and bool(rule.saves or rule.saves_out)
 
 
 @dataclass
@@ -131,88 +125,13 @@ class Segment:
 
     Attributes:
         ops: numbers of its operators.
-        steps: reshard steps ``(tensor, from, to)``.
-        inputs: values made outside that are used inside.
-        own: values whose memory is made inside.
+        steps: reshard steps ``(tensor, from, to)``, as lowering makes them: before the first operator that wants them.
         active: some operator keeps something for the backward, so the segment does run again.
     """
 
     ops: list[int] = field(default_factory=list)
     steps: list[tuple[Ref, State, State]] = field(default_factory=list)
-    inputs: dict[Value, None] = field(default_factory=dict)
-    own: set[Value] = field(default_factory=set)
     active: bool = False
 
 
-def contents(
-    graph: Graph, rules: Sequence[Rule | None], chosen: Mapping[int, Strategy],
-    routes: Mapping[str, Sequence[tuple[State, State]]], recompute: Recompute,
-) -> list[Segment]:  # fmt: skip
-    """The segments of a plan, with the reshard steps where lowering makes them: before the first op that wants them."""
-    number = segment_numbers(graph, recompute)
-    found = [Segment() for _ in recompute]
-    made_in: dict[Value, int] = {}
-    before: dict[Ref, dict[State, State]] = {}
-    for i, node in enumerate(graph.nodes if recompute else ()):
-        if node.kind != "op":
-            continue
-        k = number.get(i, -1)
-        rule = rules[i]
-        for ref, state in zip(node.refs, chosen[i].ins, strict=True):
-            if ref not in before:
-                before[ref] = {dst: src for src, dst in routes.get(route_key(graph, ref), ())}
-            chain = []
-            while (ref, state) not in made_in and state in before[ref]:
-                chain.append((ref, before[ref][state], state))
-                state = before[ref][state]
-            made_in.update(((ref, dst), k) for _, _, dst in chain)
-            if k < 0:
-                continue
-            if made_in.get((ref, state), number.get(ref.node, -1)) != k:
-                found[k].inputs[ref, state] = None
-            for _, src, dst in reversed(chain):
-                found[k].steps.append((ref, src, dst))
-                if not _is_same_memory(src, dst) or (ref, src) in found[k].own:
-                    found[k].own.add((ref, dst))
-        if k >= 0:
-            found[k].ops.append(i)
-            found[k].active |= _keeps(graph, rules, i)
-            view = rule is not None and rule.kind == "none" and len(node.outs) == 1 and bool(node.refs)
-            if not view or (node.refs[0], chosen[i].ins[0]) in found[k].own:
-                refs = [Ref(i, out) for out, spec in enumerate(node.outs) if spec is not None]
-                found[k].own.update(zip(refs, chosen[i].outs, strict=True))
-    return found
-
-
-def _is_same_memory(src: State, dst: State) -> bool:
-    axis = only_change(src, dst)
-    return {src[axis], dst[axis]} == {"I", "R"}
-
-
-def seconds_again(
-    graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, chosen: Mapping[int, Strategy],
-    segments: Sequence[Segment],
-) -> tuple[float, float]:  # fmt: skip
-    """``(compute, collectives)``: seconds a microbatch that the segments' second forwards take."""
-    compute = moved = 0.0
-    memo: dict[object, tuple[float, float]] = {}
-    for segment in segments:
-        if not segment.active:
-            continue
-        for i in segment.ops:
-            rule = rules[i]
-            assert rule is not None
-            key = (id(rule), chosen[i].names)
-            if key not in memo:
-                memo[key] = pricer.forward(graph, graph.nodes[i], rule, chosen[i])
-            compute += memo[key][0]
-            moved += memo[key][1]
-        for ref, src, dst in segment.steps:
-            moved += pricer.step_parts(graph.spec(ref), False, src, dst)[0]
-    return compute, moved
-
-
-__all__ = [
-    "Segment", "contents", "is_asked", "patterns_in", "seconds_again", "segment",
-    "segments_of",
-]  # fmt: skip
+__all__ = ["Segment", "is_asked", "patterns_in", "segment", "segments_of"]

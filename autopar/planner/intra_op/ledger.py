@@ -1,0 +1,327 @@
+"""The ledger of memory: what one rank holds from a forward to its backward, since when, until when, and why.
+
+One function, :func:`ledger`, walks a graph in the order in which its program runs and follows memory: an operator's
+result lies in memory of its own or in that of an input (a view), a step of a reshard makes new memory or does not, and
+what autograd keeps of each call is asked of :mod:`autopar.rules.saved`. A piece of memory is one :class:`Entry`,
+however many operators keep it, or views of it.
+
+The integer program asks for the ledger of the whole tensors (``chosen=None``) and scales its entries to the layouts of
+every strategy; a finished plan's price, its recomputed segments and the reports take it with the decided strategies.
+Parameters, buffers and the batch are there anyway and are no entries; tensors that arrive from earlier stages are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from autopar.graph import Graph, Node, Ref
+from autopar.placements import Mesh, State, local_shape, only_change, shard_dim
+from autopar.plan import Recompute, route_key, segment_numbers
+from autopar.planner.intra_op.price import Pricer
+from autopar.planner.intra_op.recompute import Segment
+from autopar.regather import is_same, regathered
+from autopar.rules.notation import Rule, call_of
+from autopar.rules.saved import Layout, Saved, Strides, contiguous, saved_by
+from autopar.rules.strategy import Strategy, grads_of
+
+Value = tuple[Ref, State]
+
+
+class Keeper(NamedTuple):
+    """Who keeps: operator ``node`` an input (``number`` is its position), an output, or memory ``inside`` it."""
+
+    node: int
+    what: str
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One piece of memory that outlives the forward.
+
+    Attributes:
+        n_bytes: on one rank, of one microbatch.
+        since: number of the node that makes it.
+        until: number of the operator after whose backward it is free: the first that keeps it.
+        keepers: all that keep it.
+        segment: number of the recomputed segment in whose second run it lives; None from forward to backward.
+        decision: ``keep`` (as it is), ``recompute`` (lives in the second run alone), ``gather again`` (a copy that is
+            freed after the forward: the piece that it is gathered from is an entry of its own), ``given`` (the batch
+            or a buffer, which is there anyway).
+    """
+
+    n_bytes: int
+    since: int
+    until: int
+    keepers: tuple[Keeper, ...]
+    segment: int | None = None
+    decision: str = "keep"
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """All entries of one microbatch, and the segments that run again.
+
+    ``steps_again`` are the reshard steps that gather copies a second time.
+    """
+
+    entries: tuple[Entry, ...]
+    segments: tuple[Segment, ...]
+    steps_again: tuple[tuple[Ref, State, State], ...] = ()
+
+    @property
+    def kept_bytes(self) -> int:
+        """What every microbatch in flight adds."""
+        return sum(e.n_bytes for e in self.entries if e.decision == "keep")
+
+    def segment_bytes(self) -> dict[int, int]:
+        """What each segment keeps while it runs again, beside its inputs."""
+        found: dict[int, int] = {}
+        for e in self.entries:
+            if e.segment is not None:
+                found[e.segment] = found.get(e.segment, 0) + e.n_bytes
+        return found
+
+    @property
+    def again_bytes(self) -> int:
+        """Of the segment that keeps most while it runs again: one at a time does."""
+        return max(self.segment_bytes().values(), default=0)
+
+
+class _Memory(NamedTuple):
+    """A storage: ``given`` ones are parameters, buffers and the batch. Made in ``segment`` (-1: in none)."""
+
+    n_bytes: int
+    since: int
+    given: bool
+    segment: int
+
+
+class _Walk:
+    """The walk of :func:`ledger`; values are a tensor in one state."""
+
+    def __init__(
+        self, graph: Graph, rules: Sequence[Rule | None], mesh: Mesh, chosen: Mapping[int, Strategy] | None,
+        routes: Mapping[str, Sequence[tuple[State, State]]], recompute: Recompute, gather_again: Collection[str],
+    ) -> None:  # fmt: skip
+        self.graph, self.rules, self.mesh, self.chosen, self.routes = graph, rules, mesh, chosen, routes
+        self.segment_of = segment_numbers(graph, recompute)
+        self.segments = tuple(Segment() for _ in recompute)
+        self.copies_again = regathered(graph, mesh, routes, gather_again, self.segment_of, chosen or {})
+        self.piece_of: dict[int, int] = {}  # by the memory of a copy that is gathered again
+        self.memories: list[_Memory] = []
+        self.lies: dict[Value, tuple[int, Strides]] = {}  # memory number and strides of every value
+        self.before: dict[Ref, dict[State, State]] = {}
+        self.keepers: dict[tuple[int, int | None], list[Keeper]] = {}  # by memory and the segment that runs again
+        self.taken: list[tuple[int, int, Keeper]] = []  # what segments take from outside
+        self.copies: dict[tuple[int, int], int] = {}  # by segment and memory, of buffers that are renewed
+        self.known: dict[object, Saved] = {}
+        self.whole: dict[int, Strategy] = {}
+
+    def new(self, n_bytes: int, since: int, segment: int, given: bool = False) -> int:
+        self.memories.append(_Memory(n_bytes, since, given, segment))
+        return len(self.memories) - 1
+
+    def keep(self, memory: int, keeper: Keeper, segment: int) -> None:
+        """An operator keeps some memory; one of a segment only its own memory, and only while it runs again."""
+        known = self.memories[memory]
+        if known.given and (segment >= 0 or self.graph.nodes[known.since].kind == "param"):
+            return
+        if segment < 0:
+            self.keepers.setdefault((memory, None), []).append(keeper)
+        elif known.segment == segment:
+            self.keepers.setdefault((memory, segment), []).append(keeper)
+
+    def place(self, ref: Ref, state: State, segment: int) -> tuple[int, Strides]:
+        """Where a value lies; steps on the way to it are made here."""
+        known = self.lies.get((ref, state))
+        if known is not None:
+            return known
+        before = self.before.get(ref)
+        if before is None:
+            steps = self.routes.get(route_key(self.graph, ref), ())
+            before = self.before[ref] = {dst: src for src, dst in steps}
+        src = before.get(state)
+        spec = self.graph.spec(ref)
+        if src is None:
+            node = self.graph.nodes[ref.node]
+            assert node.kind != "op", f"{node.where}: no way to {state}"
+            shape = local_shape(spec.shape, state, self.mesh)
+            given = node.kind != "input" or node.target not in self.graph.arriving
+            found = self.new(_bytes(shape, spec.item_bytes), ref.node, -1, given), contiguous(shape)
+        else:
+            memory, strides = self.place(ref, src, segment)
+            if segment >= 0:
+                self.segments[segment].steps.append((ref, src, state))
+            if makes_memory(src, state, self.mesh):
+                shape = _padded_shape(spec.shape, src, state, self.mesh)
+                memory, strides = self.new(_bytes(shape, spec.item_bytes), ref.node, segment), contiguous(shape)
+            if (ref, state) in self.copies_again:
+                self.piece_of[memory] = self.lies[ref, self.copies_again[ref, state][0]][0]
+            found = memory, strides
+        self.lies[ref, state] = found
+        return found
+
+    def op(self, i: int, node: Node, rule: Rule) -> None:
+        segment = self.segment_of.get(i, -1)
+        strategy = self.strategy(i, node)
+        if segment >= 0:
+            self.segments[segment].ops.append(i)
+            self.inputs(i, node, strategy, segment)
+        places = [self.place(ref, state, segment) for ref, state in zip(node.refs, strategy.ins, strict=True)]
+        saved = self.saved(i, node, rule, strategy, tuple([p[1] for p in places]))
+        fresh = [self.new(n_bytes, i, segment) for n_bytes, _ in saved.memories]
+        outs = [k for k, spec in enumerate(node.outs) if spec is not None]
+        for k, state, result in zip(outs, strategy.outs, saved.results, strict=True):
+            memory = fresh[result.memory] if result.source is None else places[result.source][0]
+            self.lies[Ref(i, k), state] = memory, result.strides
+        if not node.needs_grad or not saved.keeps:
+            return
+        if segment >= 0:
+            self.segments[segment].active = True
+        for position in saved.ins:
+            self.keep(places[position][0], Keeper(i, "in", position), segment)
+        for memory, (_, kept), number in zip(fresh, saved.memories, range(len(fresh)), strict=True):
+            if kept:
+                first = next(k for k, r in enumerate(saved.results) if r.source is None and r.memory == number)
+                self.keep(memory, Keeper(i, "out", first), segment)
+        if saved.inside_bytes:
+            self.keep(self.new(saved.inside_bytes, i, segment), Keeper(i, "inside"), segment)
+
+    def inputs(self, i: int, node: Node, strategy: Strategy, segment: int) -> None:
+        """What a segment takes from outside is kept for its second run, as it lies outside."""
+        for position, (ref, state) in enumerate(zip(node.refs, strategy.ins, strict=True)):
+            while (ref, state) not in self.lies and self.way(ref).get(state) is not None:
+                state = self.way(ref)[state]
+            made = self.lies.get((ref, state))
+            memory = made[0] if made is not None else self.place(ref, state, -1)[0]
+            known, node_of = self.memories[memory], self.graph.nodes[ref.node]
+            if node_of.kind == "buffer" and node_of.target in self.graph.updates:
+                # it gets its new value before the backward: the segment keeps a copy of the old one
+                if (segment, memory) not in self.copies:
+                    self.copies[segment, memory] = self.new(known.n_bytes, i, -1)
+                self.taken.append((segment, self.copies[segment, memory], Keeper(i, "in", position)))
+            elif not known.given and known.segment != segment:
+                self.taken.append((segment, memory, Keeper(i, "in", position)))
+
+    def way(self, ref: Ref) -> dict[State, State]:
+        if ref not in self.before:
+            self.before[ref] = {dst: src for src, dst in self.routes.get(route_key(self.graph, ref), ())}
+        return self.before[ref]
+
+    def strategy(self, i: int, node: Node) -> Strategy:
+        if self.chosen is not None:
+            return self.chosen[i]
+        kind = self.graph.alike[i]
+        if kind not in self.whole:
+            n_outs = sum(spec is not None for spec in node.outs)
+            self.whole[kind] = Strategy((), ((),) * len(node.refs), ((),) * n_outs)
+        return self.whole[kind]
+
+    def saved(self, i: int, node: Node, rule: Rule, strategy: Strategy, strides: tuple[Strides, ...]) -> Saved:
+        key = self.graph.alike[i], id(strategy), strides
+        known = self.known.get(key)
+        if known is None:
+            grads, _ = grads_of(self.graph, node)
+            layouts = [
+                Layout(local_shape(spec.shape, state, self.mesh), own, spec.dtype, grad)
+                for spec, state, own, grad in zip(
+                    map(self.graph.spec, node.refs), strategy.ins, strides, grads, strict=True
+                )
+            ]
+            call = call_of(node, self.graph.spec)
+            known = self.known[key] = saved_by(call, rule, strategy.options, self.mesh, layouts)
+        return known
+
+    def entries(self) -> tuple[Entry, ...]:
+        keepers = {key: list(kept) for key, kept in self.keepers.items()}
+        for segment, memory, keeper in self.taken:
+            if self.segments[segment].active:
+                keepers.setdefault((memory, None), []).append(keeper)
+        for copy, piece in self.piece_of.items():
+            kept = keepers.get((copy, None), [])
+            if not self.memories[piece].given:
+                keepers.setdefault((piece, None), []).extend(kept or [Keeper(self.memories[copy].since, "out")])
+        found = []
+        for (memory, segment), kept in keepers.items():
+            n_bytes, since, given, _ = self.memories[memory]
+            decision = "recompute" if segment is not None else "given" if given else "keep"
+            decision = "gather again" if memory in self.piece_of else decision
+            found.append(Entry(n_bytes, since, min(k.node for k in kept), tuple(kept), segment, decision))
+        return tuple(found)
+
+
+def makes_memory(src: State, dst: State, mesh: Mesh) -> bool:
+    """Whether a step of one axis has a result of its own: all but those that change the type alone, ``I`` to ``R`` and
+    back, and those on an axis of one rank."""
+    return mesh[only_change(src, dst)][1] > 1 and not is_same(src, dst)
+
+
+def _padded_shape(shape: Sequence[int], src: State, dst: State, mesh: Mesh) -> tuple[int, ...]:
+    """Shape of the memory of a step's result on one rank: pieces that are not equal are padded to the largest one."""
+    axis = only_change(src, dst)
+    padded = list(local_shape(shape, dst, mesh))
+    d = shard_dim(src[axis])
+    if d is not None:
+        padded[d] = local_shape(shape, src, mesh)[d] * mesh[axis][1]
+    return tuple(padded)
+
+
+def _bytes(shape: Sequence[int], item_bytes: int) -> int:
+    n = item_bytes
+    for size in shape:
+        n *= size
+    return n
+
+
+def ledger(
+    graph: Graph, rules: Sequence[Rule | None], mesh: Mesh, chosen: Mapping[int, Strategy] | None,
+    routes: Mapping[str, Sequence[tuple[State, State]]], recompute: Recompute, gather_again: Collection[str] = (),
+) -> Ledger:  # fmt: skip
+    """The ledger of a graph whose operators are cut as ``chosen``; of whole tensors if that is None.
+
+    Args:
+        routes: reshard steps by :func:`~autopar.plan.route_key`.
+        recompute: the segments that run again.
+        gather_again: tensors whose gathered copies are freed until the backward.
+
+    Raises:
+        PlanError: ``recompute`` names no operators, or segments overlap; ``gather_again`` names what is not gathered.
+    """
+    walk = _Walk(graph, rules, mesh if chosen is not None else (), chosen, routes, recompute, gather_again)
+    for i, node in enumerate(graph.nodes):
+        if node.kind == "op":
+            rule = rules[i]
+            assert rule is not None
+            walk.op(i, node, rule)
+    again = {(ref, a, b): None for (ref, _), (_, steps) in walk.copies_again.items() for a, b in steps}
+    return Ledger(walk.entries(), walk.segments, tuple(again))
+
+
+def seconds_again(
+    graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, chosen: Mapping[int, Strategy], holds: Ledger
+) -> tuple[float, float]:
+    """``(compute, collectives)``: seconds a microbatch that second forwards of segments and second gathers take."""
+    compute = moved = 0.0
+    memo: dict[object, tuple[float, float]] = {}
+    for segment in holds.segments:
+        if not segment.active:
+            continue
+        for i in segment.ops:
+            rule = rules[i]
+            assert rule is not None
+            key = (id(rule), chosen[i].names)
+            if key not in memo:
+                memo[key] = pricer.forward(graph, graph.nodes[i], rule, chosen[i])
+            compute += memo[key][0]
+            moved += memo[key][1]
+        for ref, src, dst in segment.steps:
+            moved += pricer.step_parts(graph.spec(ref), False, src, dst)[0]
+    for ref, src, dst in holds.steps_again:
+        moved += pricer.step_parts(graph.spec(ref), False, src, dst)[0]
+    return compute, moved
+
+
+__all__ = ["Entry", "Keeper", "Ledger", "ledger", "makes_memory", "seconds_again"]

@@ -1,0 +1,140 @@
+"""What a program keeps for its backward, counted from outside: it runs on tensors without values, and torch is watched.
+
+Every tensor that autograd saves is noted by its storage; a storage counts once however many operators save it, or views
+of it, and only while the autograd node that saved it lives. Parameters, buffers and the model's inputs are there anyway
+and count apart. A segment that runs again in the backward shows here what it keeps from the forward (its inputs), and
+in :attr:`Watched.again` what it saves the second time.
+
+Nothing here knows rules, strategies or the planner's ledger: that is what this recount is compared with.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.fx
+from torch.autograd.graph import saved_tensors_hooks
+
+from autopar.lower.emit import Program
+from autopar.lower.segments import again_in_backward
+
+
+class _Held:
+    """What an autograd node holds in place of a tensor that it saves; it dies with the node."""
+
+    def __init__(self, tensor: torch.Tensor, packed: Any) -> None:
+        self.tensor, self.packed = tensor, packed
+
+
+class Watch:
+    """Notes what autograd saves while :meth:`on` is entered."""
+
+    def __init__(self, given: Sequence[torch.Tensor]) -> None:
+        self.now = ""
+        self.maker: dict[int, str] = {}
+        self.saved: list[tuple[weakref.ref[_Held], str]] = []
+        self.made_so_far: list[torch.Tensor] = list(given)  # so that no address is used twice
+        self.given = {_storage(x) for x in given}
+
+    def made(self, name: str, value: Any) -> None:
+        """A node's result."""
+        for x in torch.utils._pytree.tree_leaves(value):
+            if isinstance(x, torch.Tensor):
+                self.made_so_far.append(x.detach())  # its storage lives, its autograd node need not
+                self.maker.setdefault(_storage(x), name)
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Everything saved in here is noted, and then given to the hooks that were there before."""
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        pack, unpack = outer if outer is not None else (torch.Tensor.detach, lambda x: x)
+
+        def note(x: torch.Tensor) -> _Held:
+            held = _Held(x.detach(), pack(x))  # detached: an output in its own node's hand would keep both alive
+            self.saved.append((weakref.ref(held), self.now))
+            return held
+
+        with saved_tensors_hooks(note, lambda held: unpack(held.packed)):
+            yield
+
+    def kept(self, given: bool = False) -> dict[tuple[str, str], int]:
+        """Bytes that are still held, by ``(saved by, made by)``: of what was not given, or of what was."""
+        found: dict[tuple[str, str], int] = {}
+        seen: set[int] = set()
+        for ref, by in self.saved:
+            held = ref()
+            if held is None or _storage(held.tensor) in seen or (_storage(held.tensor) in self.given) != given:
+                continue
+            storage = _storage(held.tensor)
+            seen.add(storage)
+            key = by, self.maker.get(storage, by)
+            found[key] = found.get(key, 0) + held.tensor.untyped_storage().nbytes()
+        return found
+
+
+def _storage(x: torch.Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+class Watched(torch.fx.Interpreter):
+    """Runs a program and tells a :class:`Watch` which node is running.
+
+    Attributes:
+        second: whether this is the second run of a segment.
+        again: bytes as :meth:`Watch.kept` has them, by the name of a segment, for its second run.
+    """
+
+    def __init__(self, program: Program, watch: Watch) -> None:
+        super().__init__(program.runnable)
+        self.watch, self.second = watch, False
+        self.again: dict[str, dict[tuple[str, str], int]] = {}
+
+    @property
+    def again_bytes(self) -> int:
+        """Of the segment that saves most while it runs again: one at a time does."""
+        return max((sum(saved.values()) for saved in self.again.values()), default=0)
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        before, self.watch.now = self.watch.now, n.name
+        result = super().run_node(n)
+        self.watch.now = before
+        self.watch.made(n.name, result)
+        return result
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """A segment, as the program runs it: what it saves the second time counts apart."""
+        segment: Any = self.submodules[target]
+        runs = 0
+
+        def run(*values: Any) -> Any:
+            nonlocal runs
+            runs += 1
+            inner = copy.copy(self)
+            torch.fx.Interpreter.__init__(inner, segment.inner)
+            inner.second = runs > 1
+            if not inner.second:
+                return inner.run(*values)
+            inner.watch = Watch(list(values))
+            with inner.watch.on():
+                result = inner.run(*values)
+            self.again[str(target)] = inner.watch.kept()
+            return result
+
+        return again_in_backward(run, args, segment.changing, segment.renewed)
+
+
+def watch_of(program: Program, values: Sequence[torch.Tensor], arriving: Collection[str] = ()) -> Watch:
+    """The watch over a program that runs on these values, one for each of its inputs.
+
+    Args:
+        arriving: names of inputs that come from earlier stages of a pipeline: those are kept by this one.
+    """
+    return Watch([x for slot, x in zip(program.slots, values, strict=True) if slot.name not in arriving])
+
+
+__all__ = ["Watch", "Watched", "watch_of"]

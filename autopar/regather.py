@@ -1,0 +1,101 @@
+"""Copies that a plan gathers again for the backward: which they are, and from what each is gathered.
+
+A tensor that is made in pieces and wanted whole is gathered by a step of its route. Operators that read the whole copy
+keep it for their backward, and others may keep the piece; where a plan says so (``StagePlan.gather_again``), only the
+piece is kept, and the copy is gathered a second time when the backward first needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from autopar.errors import PlanError
+from autopar.graph import Graph, Ref
+from autopar.placements import Mesh, State, is_shard, only_change
+from autopar.plan import route_key
+from autopar.rules.strategy import Strategy
+
+Route = Sequence[tuple[State, State]]
+
+
+def is_gather(src: State, dst: State, mesh: Mesh) -> bool:
+    """Whether a step of one axis gathers pieces."""
+    axis = only_change(src, dst)
+    return is_shard(src[axis]) and dst[axis] in ("I", "R") and mesh[axis][1] > 1
+
+
+def is_same(src: State, dst: State) -> bool:
+    """Whether a step of one axis changes the type alone: its result is the same memory."""
+    axis = only_change(src, dst)
+    return {src[axis], dst[axis]} == {"I", "R"}
+
+
+def can_gather_again(graph: Graph, ref: Ref, segment_of: Mapping[int, int]) -> bool:
+    """Whether copies of a tensor may be freed between forward and backward: it has a gradient, it is no output, and no
+    recomputed segment reads it, which would gather it again anyway."""
+    node = graph.nodes[ref.node]
+    if not (node.needs_grad and graph.spec(ref).is_float) or node.kind == "param":
+        return False
+    if any(out == ref for out in graph.outputs) or ref in graph.updates.values():
+        return False
+    return not any(reader in segment_of for reader, _ in graph.consumers.get(ref, ()))
+
+
+def regathered(
+    graph: Graph,
+    mesh: Mesh,
+    routes: Mapping[str, Route],
+    keys: Collection[str],
+    segment_of: Mapping[int, int],
+    chosen: Mapping[int, Strategy],
+) -> dict[tuple[Ref, State], tuple[State, tuple[tuple[State, State], ...]]]:
+    """``{(tensor, state of the copy): (state of the piece, steps from there)}``; a copy that is gathered over several
+    axes comes from the piece before the first of them.
+
+    Args:
+        keys: tensors, by :func:`~autopar.plan.route_key`.
+        chosen: strategies by operator: a copy counts if one reads it.
+
+    Raises:
+        PlanError: a key names no tensor that is gathered, or one whose copies cannot be freed.
+    """
+    copies: dict[tuple[Ref, State], tuple[State, tuple[tuple[State, State], ...]]] = {}
+    for key in keys:
+        name, _, number = key.partition("#")
+        ref = Ref(graph.index[name], int(number or 0)) if name in graph.index else None
+        before = {dst: src for src, dst in routes.get(key, ())}
+        if ref is None or not any(is_gather(src, dst, mesh) for dst, src in before.items()):
+            raise PlanError(f"gather_again: '{key}' is no tensor that the plan gathers; remove the entry")
+        if not can_gather_again(graph, ref, segment_of):
+            raise PlanError(
+                f"gather_again: '{key}' is an output, has no gradient, or is read by what is recomputed; remove the "
+                "entry"
+            )
+        read = {chosen[i].ins[position] for i, position in graph.consumers.get(ref, ())}
+        for dst, src in reversed(before.items()):  # a change of type is a read of what it changes
+            read.update({src} if dst in read and is_same(src, dst) else ())
+        for dst in before:
+            if dst not in read or not is_gather(before[dst], dst, mesh):
+                continue
+            state, steps = dst, []
+            while state in before and (is_gather(before[state], state, mesh) or is_same(before[state], state)):
+                if is_gather(before[state], state, mesh):
+                    steps.append((before[state], state))
+                state = before[state]
+            copies[ref, dst] = state, tuple(reversed(steps))
+    return copies
+
+
+def gathers(graph: Graph, mesh: Mesh, routes: Mapping[str, Route], segment_of: Mapping[int, int]) -> list[str]:
+    """Keys of all tensors whose gathered copies could be gathered again."""
+    keys = []
+    for i, node in enumerate(graph.nodes):
+        for out, spec in enumerate(node.outs):
+            ref = Ref(i, out)
+            route = routes.get(route_key(graph, ref), ()) if spec is not None else ()
+            if any(is_gather(a, b, mesh) for a, b in route) and can_gather_again(graph, ref, segment_of):
+                keys.append(route_key(graph, ref))
+    return keys
+
+
+__all__ = ["can_gather_again", "gathers", "is_gather", "is_same", "regathered"]

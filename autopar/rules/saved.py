@@ -1,0 +1,214 @@
+"""What autograd keeps of one call, and in whose memory its results lie: asked of the operator itself.
+
+A call is tried once, on tensors without values in the sizes, strides and dtypes of one rank, while torch is watched:
+``saved_tensors_hooks`` show every tensor that its autograd nodes keep, storages show which of them are inputs, outputs
+or memory of the call's own (the statistics of a norm, the log-sum-exp of attention, the mask of a dropout, copies that
+a product makes of what it cannot read as it lies). So there is no table of operators that could be wrong, composite
+operators and distributed lowerings are seen through, and being a view is found here and nowhere else.
+
+What is modelled is torch's kernels for the CPU. GPUs keep the same of nearly every operator, since what is saved is
+decided above the kernels; fused attention keeps its inputs, its output and the log-sum-exp of every query on both. A
+user's own function is not run: the rule says what it keeps.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from autopar.graph import Graph
+from autopar.placements import Mesh, local_shape
+from autopar.rules.across import trial
+from autopar.rules.function import PREFIX
+from autopar.rules.local import LocalCall, Seed, local_call
+from autopar.rules.notation import Call, In, Option, Rule, call_of
+from autopar.rules.strategy import Strategy, grads_of
+
+Strides = tuple[int, ...]
+
+BY_DEVICE = frozenset({"aten.scaled_dot_product_attention.default", "aten.batch_norm.default"})
+"""Operators that choose their kernel by the device: on ``meta`` there is no fused attention, and a batch norm in eval
+mode makes statistics that nobody needs."""
+
+
+class Layout(NamedTuple):
+    """One tensor as it lies on one rank."""
+
+    shape: tuple[int, ...]
+    strides: Strides
+    dtype: str
+    grad: bool
+
+
+class Result(NamedTuple):
+    """One output: in the memory of an input (``source``), or in that of the call's own number ``memory``."""
+
+    strides: Strides
+    source: int | None
+    memory: int
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a call leaves behind.
+
+    Attributes:
+        ins: positions of the inputs whose memory autograd keeps.
+        results: one for every output that is a tensor.
+        memories: ``(bytes, whether autograd keeps it)`` of the memory that outputs lie in, but for that of inputs.
+        inside_bytes: of memory that no output lies in and autograd keeps.
+    """
+
+    ins: tuple[int, ...]
+    results: tuple[Result, ...]
+    memories: tuple[tuple[int, bool], ...]
+    inside_bytes: int = 0
+
+    @property
+    def keeps(self) -> bool:
+        """Whether anything at all is kept."""
+        return bool(self.ins or self.inside_bytes or any(kept for _, kept in self.memories))
+
+
+def contiguous(shape: Sequence[int]) -> Strides:
+    """Strides of a tensor in row-major order."""
+    strides, step = [0] * len(shape), 1
+    for d in range(len(shape) - 1, -1, -1):
+        strides[d] = step
+        step *= max(shape[d], 1)
+    return tuple(strides)
+
+
+_known: dict[object, Saved] = {}
+
+
+def saved_by(call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh, ins: Sequence[Layout]) -> Saved:
+    """What is kept of a call on one rank.
+
+    Args:
+        ins: its inputs on that rank.
+    """
+    key = (
+        call.target, repr(call.args), repr(call.kwargs), call.outs, tuple(o.name for o in options), mesh, tuple(ins),
+        tuple(s.shape for s in call.ins) if rule.localize is not None or rule.random else (),
+    )  # fmt: skip
+    if key not in _known:
+        _known[key] = _tried(call, rule, options, mesh, ins)
+    return _known[key]
+
+
+def saved_of(graph: Graph, i: int, rule: Rule, strategy: Strategy | None, mesh: Mesh) -> Saved:
+    """What is kept of operator ``i``, whose inputs lie in row-major order; of the whole operator if not cut."""
+    node = graph.nodes[i]
+    states = strategy.ins if strategy is not None else ((),) * len(node.refs)
+    ins = []
+    for spec, state, grad in zip(map(graph.spec, node.refs), states, grads_of(graph, node)[0], strict=True):
+        shape = local_shape(spec.shape, state, mesh)
+        ins.append(Layout(shape, contiguous(shape), spec.dtype, grad))
+    options = strategy.options if strategy is not None else ()
+    return saved_by(call_of(node, graph.spec), rule, options, mesh, ins)
+
+
+def keeps(graph: Graph, rules: Sequence[Rule | None], i: int) -> bool:
+    """Whether autograd keeps anything of node ``i``."""
+    rule = rules[i]
+    return rule is not None and graph.nodes[i].needs_grad and saved_of(graph, i, rule, None, ()).keeps
+
+
+def _tried(call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh, ins: Sequence[Layout]) -> Saved:
+    if call.target.startswith(PREFIX):
+        return _said(call, rule, options, mesh)
+    local = local_call(call, rule, options, mesh)
+    try:
+        if call.target in BY_DEVICE:
+            with FakeTensorMode():
+                return _watched(local, ins, dict(mesh), "cpu")
+        return _watched(local, ins, dict(mesh), "meta")
+    except Exception:  # what depends on values cannot be tried
+        return _said(call, rule, options, mesh)
+
+
+def _watched(local: LocalCall, ins: Sequence[Layout], sizes: Mapping[str, int], device: str) -> Saved:
+    tensors = [
+        torch.empty_strided(x.shape, x.strides, dtype=getattr(torch, x.dtype), device=device).requires_grad_(x.grad)
+        for x in ins
+    ]
+    seed = torch.empty((), dtype=torch.int64, device=device)
+
+    def fill(value: Any) -> Any:
+        if isinstance(value, In):
+            return tensors[value.position]
+        if isinstance(value, Seed):
+            return seed
+        if isinstance(value, (tuple, list)):
+            return type(value)(fill(v) for v in value)
+        return value
+
+    kwargs = {name: fill(value) for name, value in local.kwargs.items()}
+    if not ins and not local.distributed:
+        kwargs["device"] = device
+    packed: list[weakref.ref[_Packed]] = []
+
+    def pack(x: torch.Tensor) -> _Packed:
+        held = _Packed(x.detach())  # an output in its own node's hand would keep both alive for ever
+        packed.append(weakref.ref(held))
+        return held
+
+    with torch.enable_grad(), trial(sizes), saved_tensors_hooks(pack, lambda held: held.tensor):
+        made = local.fn(*map(fill, local.args), **kwargs)
+    alive = [held.tensor for held in (ref() for ref in packed) if held is not None]
+    kept = {_storage(x): x for x in alive}
+    given = {_storage(x): position for position, x in reversed([*enumerate(tensors)])}
+    numbers: dict[int, int] = {}
+    memories: list[tuple[int, bool]] = []
+    results = []
+    for x in tree_leaves(made):
+        if not isinstance(x, torch.Tensor):
+            continue
+        storage = _storage(x)
+        if storage in given:
+            results.append(Result(x.stride(), given[storage], 0))
+            continue
+        if storage not in numbers:
+            numbers[storage] = len(memories)
+            memories.append((x.untyped_storage().nbytes(), storage in kept))
+        results.append(Result(x.stride(), None, numbers[storage]))
+    inside = sum(
+        x.untyped_storage().nbytes() for storage, x in kept.items()
+        if storage not in given and storage not in numbers and storage != _storage(seed)
+    )  # fmt: skip
+    positions = tuple(p for p, x in enumerate(tensors) if _storage(x) in kept)
+    return Saved(positions, tuple(results), tuple(memories), inside)
+
+
+class _Packed:
+    """What an autograd node holds in place of a tensor; it dies with the node, as of a result that nobody reads."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def _storage(x: torch.Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _said(call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh) -> Saved:
+    """As the rule says, where a call cannot be tried: results in memory of their own."""
+    specs = [spec for spec in call.outs if spec is not None]
+    results, memories = [], []
+    for k, spec in enumerate(specs):
+        shape = local_shape(spec.shape, tuple(option.outs[k] for option in options), mesh)
+        results.append(Result(contiguous(shape), None, k))
+        memories.append((prod(shape) * spec.item_bytes, rule.saves_out))
+    return Saved(rule.saves, tuple(results), tuple(memories))
+
+
+__all__ = ["Layout", "Result", "Saved", "Strides", "contiguous", "keeps", "saved_by", "saved_of"]

@@ -1,0 +1,201 @@
+"""What the ledger of memory says a plan keeps is what autograd keeps in the emitted program, to the byte.
+
+The ledger tries operators one by one; ``check`` runs the whole program under autograd's hooks and counts storages.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from kept import Made
+from torch import Tensor, nn
+from zoo import ZOO
+
+from autopar import planfile
+from autopar import verify as V
+from autopar.capture import Captured, capture
+from autopar.check import check
+from autopar.errors import PlanError
+from autopar.lower.emit import lower
+from autopar.placements import Mesh
+from autopar.plan import StagePlan
+from autopar.planner.inter_op.phases import phases
+from autopar.planner.intra_op.complete import complete
+from autopar.planner.intra_op.draw import random_plan
+from autopar.planner.intra_op.price import pricer
+from autopar.planner.intra_op.recompute import segments_of
+from autopar.rules.registry import rules_of
+from autopar.rules.strategy import strategy_named
+from autopar.staging import cut, hot_ops
+from hardware_profiles import load_cluster
+
+CLUSTER = load_cluster("dgx-h100")
+ONE: Mesh = (("one", 1),)
+MESH: Mesh = (("data", 2), ("tensor", 2))
+BLOCKS = {"gpt2": "*.h.*", "llama": "*.layers.*", "t5": "*.block.*", "resnet": "*layer?"}
+
+
+@functools.cache
+def captured_of(name: str, dropout: float = 0.0) -> tuple[Captured, nn.Module, dict[str, Tensor]]:
+    case = ZOO[name](dropout=dropout) if dropout else ZOO[name]()
+    captured = capture(case.model, case.args, case.kwargs)
+    return captured, case.model, V.inputs_of(captured, case.args, case.kwargs)
+
+
+def drawn(captured: Captured, seed: int, again: bool = False, gather_again: bool = False) -> StagePlan:
+    """A random plan; with blocks that run again where the model has blocks to name."""
+    graph, rules = captured.graph, rules_of(captured.graph)
+    patterns = [p for p in BLOCKS.values() if again and any(_matches(p, node.module) for node in graph.nodes)]
+    segments = segments_of(graph, rules, patterns[:1])
+    return random_plan(graph, rules, pricer(CLUSTER, MESH), seed, recompute=segments, gather_again=gather_again)
+
+
+def _matches(pattern: str, module: str) -> bool:
+    from fnmatch import fnmatchcase
+
+    parts = module.split(".")
+    return any(fnmatchcase(".".join(parts[: k + 1]), pattern) for k in range(len(parts)))
+
+
+def agrees(plan: StagePlan, captured: Captured) -> None:
+    report = check(plan, captured.graph, CLUSTER, tolerance=1.0)
+    assert report.kept_bytes == plan.kept_bytes > 0
+    assert report.again_bytes == plan.price.again_bytes
+    assert not report.failures, report.failures
+
+
+@pytest.mark.parametrize("name", ["gpt2 with dropout", "mlp"])
+def test_bytes_on_one_device(name: str) -> None:
+    captured, _, _ = captured_of(name.split()[0], 0.1 if "dropout" in name else 0.0)
+    agrees(complete(captured.graph, rules_of(captured.graph), pricer(CLUSTER, ONE), {}, {}, {}), captured)
+
+
+@pytest.mark.parametrize("again, gather_again", [(True, False), (False, True)], ids=["recomputed", "gathered again"])
+def test_bytes_of_random_plans(again: bool, gather_again: bool) -> None:
+    captured, _, _ = captured_of("gpt2", 0.1)
+    plan = drawn(captured, 1, again, gather_again)
+    assert bool(plan.recompute) == again and bool(plan.gather_again) == gather_again
+    agrees(plan, captured)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("decision", ["keep", "recompute", "gather again"])
+@pytest.mark.parametrize("name", sorted(ZOO))
+def test_bytes_of_every_model(name: str, decision: str, seed: int) -> None:
+    captured, _, _ = captured_of(name)
+    agrees(drawn(captured, seed, decision == "recompute", decision == "gather again"), captured)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(ZOO))
+def test_bytes_of_stages(name: str) -> None:
+    """Both halves of every model, with random placements where they meet: what arrives is kept by its reader."""
+    captured, _, _ = captured_of(name)
+    hot = hot_ops(captured.graph)
+    stages = cut(captured.graph, [captured.graph.nodes[hot[len(hot) // 2]].name])
+    for stage in stages:
+        graph = stage.graph
+        plan = random_plan(graph, rules_of(graph), pricer(CLUSTER, MESH), 0, gather_again=True)
+        report = check(plan, graph, CLUSTER, tolerance=1.0)
+        assert report.kept_bytes == plan.kept_bytes
+        if graph.loss is not None:  # the first stage has no loss: nothing of it is run backward by the check
+            assert not report.failures, report.failures
+
+
+def test_a_false_claim_of_activation_bytes_is_caught() -> None:
+    captured, _, _ = captured_of("mlp")
+    plan = complete(captured.graph, rules_of(captured.graph), pricer(CLUSTER, ONE), {}, {}, {})
+    wrong = replace(plan, price=replace(plan.price, activation_bytes=plan.price.activation_bytes - 4))
+    (failure,) = check(wrong, captured.graph, CLUSTER).failures
+    assert f"the plan says {plan.kept_bytes - 4}, autograd holds {plan.kept_bytes}" in failure
+
+
+def test_bytes_of_a_real_forward() -> None:
+    """Real tensors in one process: what lives after the forward is what the ledger says, and the model's outputs."""
+    captured, model, inputs = captured_of("gpt2")
+    graph = captured.graph
+    plan = complete(graph, rules_of(graph), pricer(CLUSTER, ONE), {}, {}, {})
+    weights, buffers = V.state_of(captured, model)
+    known = {**weights, **buffers, **inputs}
+    program = lower(graph, plan)
+    values = [known.get(slot.name, torch.tensor(0)) for slot in program.slots]
+    values = [v.detach().requires_grad_(s.needs_grad) for v, s in zip(values, program.slots, strict=True)]
+    with Made() as made:
+        outputs = program.runnable(*values)
+        for value in values:  # results that are views of weights
+            made.found.pop(value.untyped_storage()._cdata, None)
+        alive = made.live_bytes
+    outside = sum(x.untyped_storage().nbytes() for x in outputs if isinstance(x, Tensor))
+    assert alive == plan.kept_bytes + outside
+
+
+class TwoReaders(nn.Module):
+    """The sum of two products of one tensor, which a plan can gather once for both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.first(x))
+        return (self.a(y) * self.b(y)).mean()
+
+
+def test_a_copy_gathered_again_is_not_kept_and_gives_the_same_numbers() -> None:
+    torch.manual_seed(0)
+    model, x = TwoReaders(), torch.randn(8, 16)
+    captured = V.promoted(capture(model, (x,)))
+    graph, rules, mesh = captured.graph, rules_of(captured.graph), (("t", 2),)
+    tanh = next(node.name for node in graph.nodes if "tanh" in node.target)
+    for seed in range(200):
+        plain = random_plan(graph, rules, pricer(CLUSTER, mesh), seed)
+        if any(a == ("S0",) and b in (("R",), ("I",)) for a, b in plain.routes.get(tanh, ())):
+            break
+    chosen = {
+        i: strategy_named(graph, node, rules[i], plain.ops[node.name]) for i, node in graph.of_kind("op")
+    }  # fmt: skip
+    params = {i: plain.params[node.target] for i, node in graph.of_kind("param")}
+    outputs = dict(enumerate(plain.outputs))
+    plan = complete(graph, rules, pricer(CLUSTER, mesh), chosen, params, outputs, gather_again=[tanh])  # type: ignore[arg-type]
+    assert plan.routes == plain.routes
+    assert plan.gather_again == (tanh,)
+    assert plan.kept_bytes < plain.kept_bytes
+    gathered, before = check(plan, graph, CLUSTER), check(plain, graph, CLUSTER)
+    assert gathered.ok, gathered.failures
+    more = gathered.collectives - before.collectives
+    assert sum(more.values()) == 1, "one gather for both readers"
+    parts = phases(graph, plan, pricer(CLUSTER, mesh))
+    assert parts.forward_seconds + parts.backward_seconds + parts.step_seconds == pytest.approx(plan.price.seconds)
+    state = tuple(map(V.doubled, (*V.state_of(captured, model), V.inputs_of(captured, (x,), {}))))
+    reference = V.train(captured, V.one_device(graph), *state)
+    assert V.compare("again", V.train(captured, plan, *state), reference).worst < 1e-12
+
+
+def test_gather_again_in_a_plan_file(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    captured, _, _ = captured_of("gpt2")
+    plan = drawn(captured, 0, gather_again=True)
+    path = tmp_path / "plan.json"
+    planfile.save(path, plan, captured.graph)
+    assert planfile.load(path, captured.graph).gather_again == plan.gather_again
+    path.write_text(path.read_text().replace('"gather_again": [', '"gather_again": ["nothing", '))
+    with pytest.raises(PlanError, match="'nothing' is no tensor of the model"):
+        planfile.load(path, captured.graph)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "resnet", "vit", "bert"])
+def test_same_numbers_when_copies_are_gathered_again(name: str) -> None:
+    captured, model, inputs = captured_of(name, 0.1 if name in ("gpt2", "t5") else 0.0)
+    captured = V.promoted(captured)
+    weights, buffers = V.state_of(captured, model)
+    state = V.doubled(weights), V.doubled(buffers), V.doubled(inputs)
+    reference = V.train(captured, V.one_device(captured.graph), *state)
+    for seed in range(3):
+        plan = drawn(captured, seed, gather_again=True)
+        assert plan.gather_again
+        assert check(plan, captured.graph, CLUSTER).ok
+        assert V.compare(str(seed), V.train(captured, plan, *state), reference).worst < 1e-9
