@@ -172,14 +172,14 @@ class Menus:
             way = Way(
                 spent.forward_seconds, spent.backward_seconds, spent.step_seconds,
                 price.memory_bytes - price.activation_bytes - peak, plan.kept_bytes, price.again_bytes, peak_bytes=peak,
-                weight_seconds=min(spent.weight_seconds, spent.backward_seconds),
+                weight_seconds=0.0 if plan.gather_again else min(spent.weight_seconds, spent.backward_seconds),
             )  # fmt: skip
             plain.append(way)
             arriving = sum(
                 priced.local_bytes(node.out, plan.inputs[node.target])
                 for _, node in graph.of_kind("input") if node.hot and node.target in plan.inputs
             )  # fmt: skip
-            if self.recompute and arriving < way.kept_bytes:
+            if self.recompute and not plan.gather_again and arriving < way.kept_bytes:
                 again.append(
                     replace(
                         way, backward_seconds=way.backward_seconds + way.forward_seconds, kept_bytes=float(arriving),

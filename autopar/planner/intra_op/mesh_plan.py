@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import inf
@@ -22,6 +22,7 @@ from autopar.planner.intra_op.mixture import Decided, mixture
 from autopar.planner.intra_op.price import pricer
 from autopar.planner.intra_op.problem import Choice, Item, Problem
 from autopar.planner.intra_op.recompute import segments_of
+from autopar.planner.intra_op.regathering import gathering_everything_again, within
 from autopar.planner.intra_op.space import fitting_strategy
 from autopar.planner.intra_op.written import held_whole, holds_whole
 from autopar.rules.notation import Rule
@@ -103,6 +104,9 @@ PEAK_SHARE = 0.125
 class PlansByMemory:
     """The fastest plan of a graph on a mesh, and smaller ones: of these plans, no other has less of both.
 
+    After them come the same cuts with every copy that they gather gathered again in the backward, where that frees
+    memory.
+
     They are the optima at rising prices of a byte, so they lie on the convex hull of seconds over bytes. With a solver
     that cannot price bytes there is only the fastest.
 
@@ -130,17 +134,21 @@ class PlansByMemory:
     def every(self, prices: Sequence[float] = ilp.PRICES) -> list[StagePlan]:
         """All of them, the fastest first; prices as for :meth:`autopar.planner.intra_op.ilp.Program.hull`."""
         fastest, *others = self.program.hull(prices, PEAK_SHARE)
-        found = [self._plan(fastest)]
+        found, again = [self._plan(fastest)], [self._gathering_again(fastest)]
         for choice in others:
             try:
                 found.append(self._plan(choice))
+                again.append(self._gathering_again(choice))
             except PlanError:  # rounded to strategies between which there is no way
                 continue
-        return found
+        return found + [plan for plan in again if plan.gather_again]
 
-    def _plan(self, choice: Choice) -> StagePlan:
+    def _plan(self, choice: Choice, gather_again: Collection[str] = ()) -> StagePlan:
         decided = self.decoder.decode(choice.picked, self.setting.folding)
-        return self.setting.realise((*decided, self.decoder.inputs(choice.picked)))
+        return self.setting.realise((*decided, self.decoder.inputs(choice.picked)), gather_again)
+
+    def _gathering_again(self, choice: Choice) -> StagePlan:
+        return gathering_everything_again(self.setting.graph, self._plan(choice), lambda keys: self._plan(choice, keys))
 
 
 @uncollected()
@@ -167,7 +175,7 @@ def priced_again(
                 ops[i] = strategy
         outputs = {k: state for k, state in enumerate(plan.outputs) if state is not None}
         try:
-            found.append(setting.realise((ops, params, outputs, dict(plan.inputs))))
+            found.append(setting.realise((ops, params, outputs, dict(plan.inputs)), plan.gather_again))
         except (PlanError, MeshError):
             return None
     return found
@@ -207,14 +215,15 @@ class _Setting:
         pins.require(problem)
         return problem, decoder
 
-    def realise(self, decided: Decided) -> StagePlan:
-        """The plan of what was decided."""
+    def realise(self, decided: Decided, gather_again: Collection[str] = ()) -> StagePlan:
+        """The plan of what was decided, with some copies gathered again in the backward."""
         ops, params, outputs, arriving = decided
         options = self.options
         return complete(
             self.graph, self.rules, self.priced, ops, params, outputs, inputs={**arriving, **(options.inputs or {})},
             cluster=self.cluster_name, optimizer=options.optimizer, microbatches=options.microbatches,
             in_flight=options.in_flight, recompute=self.again, devices=self.devices,
+            gather_again=gather_again,
         )  # fmt: skip
 
     def decided_seconds(self, plan: StagePlan) -> float:
@@ -243,10 +252,58 @@ class _Solving:
     def plan(self) -> StagePlan:
         """The plan.
 
+        Where memory binds, or nothing fits, faster cuts whose gathered copies do not all fit are tried too: they gather
+        as many of them again in the backward as they must.
+
         Raises:
             InfeasibleError: nothing fits.
             Beaten: it is not worth the search.
         """
+        failed: InfeasibleError | None = None
+        best: StagePlan | None = None
+        try:
+            best = self._keeping()
+            if best.solution is None or not best.solution.binds:
+                return best
+        except InfeasibleError as error:
+            failed = error
+        other = self._gathering_again()
+        if other is not None and (best is None or other.price.seconds < best.price.seconds):
+            return other
+        if best is None:
+            assert failed is not None
+            raise failed
+        return best
+
+    def _gathering_again(self) -> StagePlan | None:
+        """The best of two plans that gather copies again: the fastest cuts, and those that fit without their copies."""
+        fastest, every = self._gathering(self._program(self.problem).solve(), self.limit)
+        freed = fastest.price.memory_bytes - every.price.memory_bytes
+        if freed <= 0 or self.limit == float("inf"):
+            return None
+        if every.price.memory_bytes <= self.limit:
+            return every
+        program = self._program(replace(self.problem, limit_bytes=self.limit + freed))
+        try:
+            _, every = self._gathering(program.solve(self.setting.options.memory_gap), self.limit)
+        except InfeasibleError:
+            return None
+        return every if every.price.memory_bytes <= self.limit else None
+
+    def _gathering(self, choice: Choice, limit: float) -> tuple[StagePlan, StagePlan]:
+        """The plan of a choice that keeps its copies, and the one that gathers again what it must."""
+        decided = (*self.decoder.decode(choice.picked, self.setting.folding), self.decoder.inputs(choice.picked))
+        kept = self._finish(choice)
+        setting = self.setting
+        fitting = within(
+            setting.graph, kept, setting.priced, limit, lambda keys: setting.realise(decided, keys)
+        )
+        assert kept.solution is not None
+        said = replace(kept.solution, status="best found", binds=True)
+        return kept, replace(fitting, solution=said)
+
+    def _keeping(self) -> StagePlan:
+        """The plan that keeps every copy that it gathers."""
         limit, gap = self.limit, self.setting.options.memory_gap
         program = self._program(replace(self.problem, limit_bytes=limit if limit < float("inf") else None))
         tried: list[StagePlan] = []
@@ -310,7 +367,8 @@ class _Solving:
             held=tuple(replace(h, seconds=h.n_bytes) for h in self.problem.held),
             tensors=tuple(replace(t, steps=tuple((a, b, 0.0) for a, b, _ in t.steps)) for t in self.problem.tensors),
         )
-        plan = min([*tried, self._finish(self._program(smallest).solve())], key=lambda p: p.price.memory_bytes)
+        kept, again = self._gathering(self._program(smallest).solve(), self.limit)
+        plan = min([*tried, kept, again], key=lambda p: p.price.memory_bytes)
         if plan.price.memory_bytes > self.limit:
             fastest = self._finish(self._program(self.problem).solve())
             raise InfeasibleError(_too_big(self.setting.graph, fastest, plan, self.limit))
