@@ -65,7 +65,7 @@ class Flight:
 
     @property
     def whole_backward(self) -> bool:
-        """Whether the backward is not split: it would run segments that are recomputed again in both halves."""
+        """Whether the backward is not split: what is done again in it would be done again in both halves."""
         return bool(self.stage.plan.recompute or self.stage.plan.gather_again)
 
     def begin(self) -> None:
