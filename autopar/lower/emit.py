@@ -194,10 +194,8 @@ class _Emitter:
     def _free_copies(self) -> None:
         """After the last reader of each copy that the plan gathers again, free it until the backward."""
         plan = self.plan
-        copies = regathered(
-            self.graph, self.mesh, plan.routes, plan.gather_again, self.segments, self.chosen
-        )
-        position = {fx: k for k, fx in enumerate(self.fx.nodes)} if copies else {}
+        copies = regathered(self.graph, self.mesh, plan.routes, plan.gather_again, self.segments, self.chosen)
+        position = {fx: float(k) for k, fx in enumerate(self.fx.nodes)} if copies else {}
         for (ref, state), (source, steps) in copies.items():
             copy = self.value[ref, state]
             faces, readers = [copy], {}
@@ -213,7 +211,9 @@ class _Emitter:
                 gather, args = state_step(self.graph.spec(ref).shape, src, dst, self.mesh)
                 gathers.append((gather.__name__, args))  # type: ignore[attr-defined]
             with self.fx.inserting_after(last):
-                self.fx.call_function(free_until_backward, (copy, self.value[ref, source], tuple(gathers), results))  # type: ignore[arg-type]
+                arguments: Any = copy, self.value[ref, source], tuple(gathers), results
+                freed = self.fx.call_function(free_until_backward, arguments)
+            position[freed] = position[last] + 0.5  # it may read a piece that lies in another copy
 
     def _belongs(self, last: torch.fx.Node, segment: int) -> None:
         """Put what was emitted after a node into a segment."""

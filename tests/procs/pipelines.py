@@ -64,6 +64,7 @@ class Config:
     evaluate: bool = False
     recompute: tuple[str, ...] = ()
     rows: str = ""  # of the schedule, instead of a name
+    gather_again: bool = False  # about half of the copies that could be
 
 
 def microbatches_from(schedule: str, groups: int, wanted: int) -> int:
@@ -118,7 +119,9 @@ def make_plan(captured: Captured, config: Config) -> PipelinePlan:
                 plan = plan_graph(stage.graph, cluster, mesh, Options(recompute=again))
             else:
                 seed = config.seed + number + 1000 * attempt
-                plan = random_plan(stage.graph, rules, priced, seed, recompute=segments)
+                plan = random_plan(
+                    stage.graph, rules, priced, seed, recompute=segments, gather_again=config.gather_again
+                )
             if all(stored.get((group, name), c.stored) == c.stored for name, c in plan.params.items()):
                 break  # a parameter of two stages of one group is stored once
         else:

@@ -77,6 +77,15 @@ def test_recompute_on_groups() -> None:
     ])  # fmt: skip
 
 
+@pytest.mark.slow
+def test_copies_gathered_again_on_groups() -> None:
+    """Where a schedule would split the backward, and beside parameters that are gathered for each use."""
+    check(4, [
+        Config("gpt2", "zb-h1", (PAIR, PAIR), 4, seed=1, lifetime="use", gather_again=True, zoo={"dropout": 0.1}),
+        Config("llama", "zb-v", (PAIR, PAIR), 4, stages=4, seed=2, gather_again=True),
+    ])  # fmt: skip
+
+
 def test_eval_mode() -> None:
     """Dropout off, running statistics used and left alone; the model's outputs whole on every rank."""
     ranks = run_local(evaluates, 2, [
