@@ -32,7 +32,7 @@ from autopar.planner.intra_op.mesh_plan import Options
 from autopar.planner.intra_op.price import pricer
 from autopar.report.stages import stage_rows
 from autopar.runtime import wires
-from autopar.runtime.pipeline import _wires
+from autopar.runtime.wires import wires_of
 from autopar.staging import cut
 from autopar.transfer import Side, loads, transfer
 from cost_models.pipeline.actions import Action
@@ -278,7 +278,7 @@ def test_edges_are_the_wires_of_the_runtime(graph: Graph, made: tuple[Path, Pipe
     cluster = load_cluster(folder / "mine.toml")
     graphs = cut(graph, plan.starts)
     expected: dict[tuple[int, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for wire in _wires(graphs, plan):
+    for wire in wires_of(graphs, plan):
         for k, way in enumerate((wire.there, wire.back)):
             if way is not None:
                 seconds = crossing_seconds(way.spec, way.source, way.target, cluster)
