@@ -265,7 +265,7 @@ def has_pieces(shape: Sequence[int], state: State, mesh: Mesh) -> bool:
     return True
 
 
-def fits(shape: Sequence[int], state: State, mesh: Mesh) -> bool:
+def divides(shape: Sequence[int], state: State, mesh: Mesh) -> bool:
     """Whether every dim divides by the axes that shard it, so that all pieces are equal."""
     local = list(shape)
     for placement, (_, size) in zip(state, mesh, strict=True):
@@ -275,6 +275,31 @@ def fits(shape: Sequence[int], state: State, mesh: Mesh) -> bool:
                 return False
             local[d] //= size
     return True
+
+
+def all_have_some(n: int, sizes: Sequence[int]) -> bool:
+    """Whether no rank is left without any of ``n`` elements that axes of these sizes cut one after the other."""
+    lengths = {n}
+    for size in sizes:
+        lengths = {piece_of(length, size, at)[1] for length in lengths for at in (0, size - 1)}
+        if not min(lengths):  # pieces shrink from the first to the last, and those between are as the first or empty
+            return False
+    return True
+
+
+def fits(shape: Sequence[int], state: State, mesh: Mesh) -> bool:
+    """Whether a tensor can be computed in a state: the dims exist, and every rank has some elements.
+
+    Pieces need not be equal. What is only stored may also leave ranks without any (:func:`has_pieces`).
+    """
+    if divides(shape, state, mesh):
+        return True
+    if any(placement[0] == "S" and _DIMS[placement] >= len(shape) for placement in state):
+        return False
+    return all(
+        all_have_some(n, [size for placement, (_, size) in zip(state, mesh, strict=True) if placement == _SHARDS[d]])
+        for d, n in enumerate(shape)
+    )
 
 
 def steps_from(state: State, choices: Sequence[Sequence[Placement]]) -> Iterator[tuple[int, State]]:

@@ -9,6 +9,7 @@ The runtime sends what is said here, and the planner prices it.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,10 +17,7 @@ from itertools import product
 from math import prod
 
 from autopar.graph import Spec
-from autopar.placements import Mesh, State, coordinates, fits, is_shard, path, shard, shard_dim
-
-Box = tuple[tuple[int, int], ...]
-"""``(start, length)`` per dim."""
+from autopar.placements import Box, Mesh, State, box_of, coordinates, divides, is_shard, path, shard
 
 
 @dataclass(frozen=True)
@@ -55,15 +53,9 @@ class Transfer:
     pieces: tuple[Piece, ...]
 
 
-def box_of(shape: Sequence[int], side: Side, at: int, state: State | None = None) -> Box:
+def box_at(shape: Sequence[int], side: Side, at: int, state: State | None = None) -> Box:
     """The part of a tensor that device number ``at`` of a side holds."""
-    box = [(0, n) for n in shape]
-    for placement, (_, size), c in zip(state or side.state, side.mesh, coordinates(at, side.mesh), strict=True):
-        d = shard_dim(placement)
-        if d is not None:
-            start, length = box[d]
-            box[d] = (start + c * (length // size), length // size)
-    return tuple(box)
+    return box_of(shape, state or side.state, side.mesh, coordinates(at, side.mesh))
 
 
 def transfer(spec: Spec, source: Side, target: Side) -> Transfer:
@@ -71,25 +63,21 @@ def transfer(spec: Spec, source: Side, target: Side) -> Transfer:
     holders: dict[Box, list[int]] = {}
     at_home: dict[int, Box] = {}
     for at, device in enumerate(source.devices):
-        at_home[device] = box_of(spec.shape, source, at)
+        at_home[device] = box_at(spec.shape, source, at)
         holders.setdefault(at_home[device], []).append(device)
     landing = target.state
-    wanted = [box_of(spec.shape, target, at) for at in range(len(target.devices))]
+    wanted = [box_at(spec.shape, target, at) for at in range(len(target.devices))]
     if not all(d in at_home and _meet(at_home[d], w) == w for d, w in zip(target.devices, wanted, strict=True)):
         landing = _landing(spec, target)
-        wanted = [box_of(spec.shape, target, at, landing) for at in range(len(target.devices))]
-    sizes = [n for _, n in next(iter(holders))]  # all boxes are alike
+        wanted = [box_at(spec.shape, target, at, landing) for at in range(len(target.devices))]
+    # the boxes of the source are a grid: of every dim, its pieces in order
+    grid = [sorted({box[d] for box in holders}) for d in range(len(spec.shape))]
     pieces = []
     for at, (device, want) in enumerate(zip(target.devices, wanted, strict=True)):
-        near = [
-            range(start // size * size, start + n, size) if size else ()
-            for (start, n), size in zip(want, sizes, strict=True)
-        ]
-        for starts in product(*near):
-            have = tuple(zip(starts, sizes, strict=True))
+        for have in product(*(_near(sides, side) for sides, side in zip(grid, want, strict=True))):
             common = _meet(have, want)
-            assert common is not None
-            pieces.append(Piece(_nearest(holders[have], device, at), device, common))
+            if common is not None:
+                pieces.append(Piece(_nearest(holders[have], device, at), device, common))
     return Transfer(spec, source, target, landing, tuple(pieces))
 
 
@@ -124,9 +112,15 @@ def _landing(spec: Spec, target: Side) -> State:
             for axis, placement in zip(whole[:n], dims, strict=True):
                 state[axis] = placement
             found = tuple(state)
-            if fits(spec.shape, found, target.mesh) and path(found, target.state) is not None:
+            if divides(spec.shape, found, target.mesh) and path(found, target.state) is not None:
                 return found
     return target.state
+
+
+def _near(pieces: Sequence[tuple[int, int]], want: tuple[int, int]) -> Sequence[tuple[int, int]]:
+    """Those of the pieces of a dim, in order, that have elements of a stretch of it."""
+    first = max(0, bisect_right(pieces, want[0], key=lambda piece: piece[0]) - 1)
+    return pieces[first : bisect_left(pieces, sum(want), key=lambda piece: piece[0])]
 
 
 def _meet(a: Box, b: Box) -> Box | None:
@@ -143,4 +137,4 @@ def _nearest(owners: Sequence[int], device: int, turn: int) -> int:
     return device if device in owners else owners[turn % len(owners)]
 
 
-__all__ = ["Box", "Load", "Piece", "Side", "Transfer", "box_of", "loads", "transfer"]
+__all__ = ["Box", "Load", "Piece", "Side", "Transfer", "box_at", "loads", "transfer"]

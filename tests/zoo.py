@@ -147,12 +147,14 @@ def _causal_batch(g: torch.Generator) -> Batch:
 
 
 @_register
-def gpt2(dropout: float = 0.0, layers: int = 2, hidden: int = HIDDEN, heads: int = HEADS) -> _Recipe:
+def gpt2(
+    dropout: float = 0.0, layers: int = 2, hidden: int = HIDDEN, heads: int = HEADS, vocabulary: int = VOCAB
+) -> _Recipe:
     """Tied embeddings, learned positions, a fused query-key-value projection."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        vocab_size=VOCAB, n_positions=SEQ, n_embd=hidden, n_layer=layers, n_head=heads, n_inner=2 * hidden,
+        vocab_size=vocabulary, n_positions=SEQ, n_embd=hidden, n_layer=layers, n_head=heads, n_inner=2 * hidden,
         resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=0, eos_token_id=0,
         use_cache=False, attn_implementation="sdpa",
     )  # fmt: skip

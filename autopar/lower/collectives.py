@@ -11,6 +11,7 @@ from typing import Any
 
 import spmd_types as spmd
 import torch
+import torch.fx
 
 from autopar.placements import Mesh, Placement, State, cut_extent, is_shard, only_change, shard_dim
 from autopar.placements import shard as placement_of
@@ -77,14 +78,21 @@ def convert(x: torch.Tensor, axis: str, src: str, dst: str) -> torch.Tensor:
 #
 # Pieces are padded to the largest one, so that the same collectives serve, and what was added is cut off afterwards.
 # Pieces are those of torch.chunk, so all that was added stands at the end of the whole dim. ``n`` is what the dim has
-# on all ranks of the mesh, ``outer`` the axes that cut it before ``axis`` does.
+# on all ranks of the mesh, ``outer`` the axes that cut it before ``axis`` does. Results are contiguous on every rank,
+# so that operators take the same way on all of them.
 
 
 def _padded(x: torch.Tensor, dim: int, to: Any) -> torch.Tensor:
     missing = to - x.shape[dim]
     if isinstance(missing, int) and not missing:
         return x
-    return torch.nn.functional.pad(x, [*[0, 0] * (x.dim() - 1 - dim), 0, missing])
+    behind = [*[0, 0] * (x.dim() - 1 - dim), 0, missing]
+    if not spmd.is_type_checking():
+        return torch.nn.functional.pad(x, behind)
+    with spmd.no_typecheck():  # zeros change no type: of a pending sum they are terms
+        longer = torch.nn.functional.pad(x, behind)
+    spmd.assert_type(longer, dict(spmd.get_local_type(x)))
+    return longer
 
 
 def _sizes(axis: str, n: int, outer: Sequence[str]) -> tuple[Any, Any, Any, int]:
@@ -97,13 +105,13 @@ def _sizes(axis: str, n: int, outer: Sequence[str]) -> tuple[Any, Any, Any, int]
 def all_gather_pieces(x: torch.Tensor, axis: str, dim: int, to: str, n: int, outer: Sequence[str]) -> torch.Tensor:
     """:func:`all_gather` of pieces that are not equal."""
     whole, largest, _, _ = _sizes(axis, n, outer)
-    return all_gather(_padded(x, dim, largest), axis, dim, to).narrow(dim, 0, whole)
+    return all_gather(_padded(x, dim, largest), axis, dim, to).narrow(dim, 0, whole).contiguous()
 
 
 def reduce_scatter_pieces(x: torch.Tensor, axis: str, dim: int, n: int, outer: Sequence[str]) -> torch.Tensor:
     """:func:`reduce_scatter` into pieces that are not equal."""
     _, largest, length, ranks = _sizes(axis, n, outer)
-    return reduce_scatter(_padded(x, dim, largest * ranks), axis, dim).narrow(dim, 0, length)
+    return reduce_scatter(_padded(x, dim, largest * ranks), axis, dim).narrow(dim, 0, length).contiguous()
 
 
 def all_to_all_pieces(
@@ -114,19 +122,19 @@ def all_to_all_pieces(
     whole, largest, _, _ = _sizes(axis, n_src, outer_src)
     _, largest_new, length, ranks = _sizes(axis, n_dst, outer_dst)
     x = _padded(_padded(x, src, largest), dst, largest_new * ranks)
-    return all_to_all(x, axis, src, dst).narrow(src, 0, whole).narrow(dst, 0, length)
+    return all_to_all(x, axis, src, dst).narrow(src, 0, whole).narrow(dst, 0, length).contiguous()
 
 
 def shard_pieces(x: torch.Tensor, axis: str, dim: int, of: str, n: int, outer: Sequence[str]) -> torch.Tensor:
     """:func:`shard` into pieces that are not equal."""
     _, largest, length, ranks = _sizes(axis, n, outer)
-    return shard(_padded(x, dim, largest * ranks), axis, dim, of).narrow(dim, 0, length)
+    return shard(_padded(x, dim, largest * ranks), axis, dim, of).narrow(dim, 0, length).contiguous()
 
 
 def terms_of_pieces(x: torch.Tensor, axis: str, dim: int, n: int, outer: Sequence[str]) -> torch.Tensor:
     """``S<dim>`` -> ``P`` of pieces that are not equal: each is a term that is zero elsewhere."""
     whole, largest, _, _ = _sizes(axis, n, outer)
-    return convert(_padded(x, dim, largest), axis, placement_of(dim), "P").narrow(dim, 0, whole)
+    return convert(_padded(x, dim, largest), axis, placement_of(dim), "P").narrow(dim, 0, whole).contiguous()
 
 
 FRESH: frozenset[Any] = frozenset({
@@ -138,6 +146,13 @@ _PIECES: dict[Any, Any] = {
     all_gather: all_gather_pieces, reduce_scatter: reduce_scatter_pieces, all_to_all: all_to_all_pieces,
     shard: shard_pieces,
 }  # fmt: skip
+
+
+def has_uneven_pieces(module: torch.fx.GraphModule) -> bool:
+    """Whether a program cuts something into pieces that are not equal."""
+    uneven = {*_PIECES.values(), terms_of_pieces, length_of}
+    return any(node.op == "call_function" and (node.target in uneven or "sizes" in node.kwargs)
+               for node in module.graph.nodes)  # fmt: skip
 
 
 def state_step(shape: Sequence[int], src: State, dst: State, mesh: Mesh) -> tuple[object, tuple[object, ...]]:

@@ -30,7 +30,8 @@ from autopar.lower.segments import with_segments
 from autopar.placements import Mesh, State, format_state, local_shape, only_change, whole_state
 from autopar.plan import StagePlan, route_key, segment_numbers
 from autopar.regather import regathered
-from autopar.rules.local import Seed, local_call
+from autopar.rules.across import length_of
+from autopar.rules.local import PieceSize, Seed, local_call
 from autopar.rules.notation import In, Rule, call_of
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import Strategy, strategy_in_plan
@@ -237,6 +238,8 @@ class _Emitter:
                 return inputs[value.position]
             if isinstance(value, Seed):
                 return self.seed
+            if isinstance(value, PieceSize):
+                return self.fx.call_function(length_of, (value.n, value.axes))
             if isinstance(value, (tuple, list)):
                 return type(value)(fill(v) for v in value)
             if isinstance(value, dict):

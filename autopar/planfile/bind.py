@@ -27,7 +27,7 @@ from autopar.planner.intra_op.price import pricer
 from autopar.planner.intra_op.recompute import segments_of
 from autopar.rules.notation import Option
 from autopar.rules.registry import rules_of
-from autopar.rules.strategy import Strategy, combine, options_of
+from autopar.rules.strategy import Strategy, can_be_cut, combine, options_of, why_not_cut
 from autopar.staging import first_op
 from hardware_profiles import Cluster
 from hardware_profiles.strict import Unreadable, read_text
@@ -176,27 +176,30 @@ class _Binder:
         self.bad.add(path, f"{node.where} has no factor '{factor}'; it offers {offers} (rule: {rule})")
 
     def _divides(self, path: str, i: int, strategy: Strategy) -> bool:
-        """Whether the pieces of an op are equal; if not, that is a failure."""
+        """Whether an op can be cut so; if not, that is a failure."""
         node, rule = self.graph.nodes[i], self.rules[i]
         assert rule is not None
-        cut: dict[str, int] = {}
+        cut: dict[str, list[int]] = {}
         for name, (axis, size) in zip(strategy.names, self.mesh, strict=True):
-            if name in rule.sizes:
-                cut[name] = cut.get(name, 1) * size
-                if rule.sizes[name] % cut[name]:
+            if name in rule.sizes and size > 1:
+                cut.setdefault(name, []).append(size)
+                if why := why_not_cut(rule, name, cut[name]):
                     self.bad.add(
                         f"{path}.{axis}",
-                        f"factor '{name}' of {node.where} has size {rule.sizes[name]}, which does not divide over "
-                        f"{cut[name]} ranks; use another factor, or a mesh whose axes divide {rule.sizes[name]}",
+                        f"factor '{name}' of {node.where} {why}; use another factor, or a mesh whose axes divide "
+                        f"{rule.sizes[name]}",
                     )
                     return False
+        if not can_be_cut(rule, strategy.options, self.mesh):
+            self.bad.add(path, f"{node.where} cannot be cut so: together, these factors need equal pieces; use others")
+            return False
         outs = [o for o in node.outs if o is not None]
         shapes = [*(self.graph.spec(r).shape for r in node.refs), *(o.shape for o in outs)]
         for shape, state in zip(shapes, (*strategy.ins, *strategy.outs), strict=True):
             if not fits(shape, state, self.mesh):
                 self.bad.add(
                     path,
-                    f"{node.where}: a tensor of shape {shape} does not divide as {format_state(state)} on mesh "
+                    f"{node.where}: a tensor of shape {shape} cannot be cut as {format_state(state)} on mesh "
                     f"{format_mesh(self.mesh)}; use another factor",
                 )
                 return False
@@ -220,7 +223,7 @@ class _Binder:
         if not (has_pieces if uneven else fits)(shape, state, self.mesh):
             self.bad.add(
                 path,
-                f"a tensor of shape {tuple(shape)} does not divide as {text} on mesh {format_mesh(self.mesh)}; shard "
+                f"a tensor of shape {tuple(shape)} cannot be cut as {text} on mesh {format_mesh(self.mesh)}; shard "
                 "another dim, or keep it whole",
             )
             return None

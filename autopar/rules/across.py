@@ -91,7 +91,11 @@ def _groups_like(group: Any) -> list[list[int]]:
 
 def length_of(n: int, axes: Axes) -> Any:
     """How many of ``n`` elements this rank has where ``axes`` cut them, each as ``torch.chunk`` does."""
+    trial_sizes = _TRIAL.get()
     for axis in axes:
+        if trial_sizes is not None:  # of the first rank, whose piece is the largest
+            n = -(-n // trial_sizes[axis])
+            continue
         size, at = spmd.normalize_axis(axis).size(), index_on(axis)
         length = -(-n // size)
         n = _least(length, n - _least(at * length, n))
@@ -104,6 +108,8 @@ def _least(a: Any, b: Any) -> Any:
 
 def first_of(n: int, axes: Axes, device: torch.device) -> torch.Tensor:
     """The first of ``n`` elements that this rank has where ``axes`` cut them: int64 without dims, V on ``axes``."""
+    if _TRIAL.get() is not None:
+        return torch.zeros((), dtype=torch.int64, device=device)
     starts = [(0, n)]
     for axis in axes:
         size = spmd.normalize_axis(axis).size()
@@ -111,10 +117,16 @@ def first_of(n: int, axes: Axes, device: torch.device) -> torch.Tensor:
             (start + piece_of(length, size, at)[0], piece_of(length, size, at)[1])
             for start, length in starts for at in range(size)
         ]  # fmt: skip
-    first = torch.tensor([start for start, _ in starts], dtype=torch.int64, device=device)
+    return _own([start for start, _ in starts], axes, torch.int64, device)
+
+
+def _own(values: Sequence[float], axes: Axes, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """This rank's of the values of all ranks of ``axes``, the first axis the major one: no dims, V on ``axes``."""
+    # the sum is made by an operator, so that a process that plays many ranks has the values on each of them
+    every = torch.zeros(len(values), dtype=dtype, device=device) + torch.tensor(values, dtype=dtype, device=device)
     for axis in axes:
-        first = spmd.convert(first, axis, src=spmd.R, dst=spmd.S(0))
-    return first.reshape(())
+        every = spmd.convert(every, axis, src=spmd.R, dst=spmd.S(0))
+    return every.reshape(())
 
 
 def pending(x: torch.Tensor, axes: Axes) -> torch.Tensor:
@@ -179,6 +191,50 @@ def piece(axes: Axes, device: torch.device) -> torch.Tensor:
 
 
 def positions(n: int, axes: Axes, device: torch.device) -> torch.Tensor:
-    """Global positions of the ``n`` local elements of a dim that ``axes`` cut."""
-    local = torch.arange(n, device=device)
-    return local + piece(axes, device) * n if axes else local
+    """Global positions of this rank's elements of a dim of ``n``, which ``axes`` cut."""
+    if n % n_pieces(axes):
+        return torch.arange(length_of(n, axes), device=device) + first_of(n, axes, device)
+    local = torch.arange(n // n_pieces(axes), device=device)
+    return local + piece(axes, device) * (n // n_pieces(axes)) if axes else local
+
+
+def first(cut: Mapping[str, Axes], sizes: Mapping[str, int] | None, factor: str, x: torch.Tensor, dim: int) -> Any:
+    """Global position of the first element of ``x`` along a dim, which is cut along ``factor``: V on its axes."""
+    axes = cut.get(factor, ())
+    if sizes is None:
+        return piece(axes, x.device) * x.shape[dim]
+    return first_of(sizes[factor], axes, x.device)
+
+
+def average(
+    x: torch.Tensor, cut: Mapping[str, Axes], sizes: Mapping[str, int] | None, factors: Sequence[str]
+) -> torch.Tensor:
+    """The mean over all ranks' elements of a mean ``x`` over this rank's elements, where these factors are cut."""
+    axes = axes_of(cut, *factors)
+    if sizes is None:
+        return total(x, axes, spmd.R) / n_pieces(axes)
+    return total(x * share(x, cut, sizes, factors), axes, spmd.R)
+
+
+def share(x: torch.Tensor, cut: Mapping[str, Axes], sizes: Mapping[str, int], factors: Sequence[str]) -> torch.Tensor:
+    """What part of all elements of these factors this rank has: a number of the type of ``x``, V on their axes."""
+    part = torch.ones((), dtype=x.dtype, device=x.device)
+    for f in factors:
+        if f in cut:
+            part = part * _part(sizes[f], cut[f], x)
+    return part
+
+
+def _part(n: int, axes: Axes, x: torch.Tensor) -> torch.Tensor:
+    if _TRIAL.get() is not None:
+        return torch.ones((), dtype=x.dtype, device=x.device)
+    lengths = [n]
+    for axis in axes:
+        size = spmd.normalize_axis(axis).size()
+        lengths = [piece_of(length, size, at)[1] for length in lengths for at in range(size)]
+    return _own([length / n for length in lengths], axes, x.dtype, x.device)
+
+
+def all_of(n: int, cut: Mapping[str, Axes], sizes: Mapping[str, int] | None, factor: str) -> int:
+    """How many elements a dim has on all ranks that has ``n`` on this one."""
+    return n * n_pieces(cut.get(factor, ())) if sizes is None else sizes.get(factor, n)

@@ -24,7 +24,7 @@ def padded(shape: Sequence[int], names: Sequence[str]) -> str:
     return " ".join("1" if n == 1 else name for n, name in zip(shape, names[len(names) - len(shape) :], strict=True))
 
 
-def linear_summed(x: Any, weight: Any, bias: Any = None, *, cut: Any) -> torch.Tensor:
+def linear_summed(x: Any, weight: Any, bias: Any = None, *, cut: Any, sizes: Any = None) -> torch.Tensor:
     """``aten.linear`` with the input features cut: every rank has a term of the sum, and a pending bias."""
     # x [... k], weight [n k], bias [n] -> [... n]; local k
     y = pending(torch.matmul(x, weight.t()), axes_of(cut, "k"))
@@ -47,7 +47,7 @@ def linear(call: Call) -> Rule:
         return line("... k, n k -> ... n", call, linear=[{0}, {1}], saves=(0, 1), **MATMUL)
     return line(
         "... k, n k, n -> ... n", call, linear=[{0, 2}, {1, 2}], additive=[2],
-        lowerings=(Lowering(linear_summed, frozenset("k")),), saves=(0, 1), **MATMUL,
+        lowerings=(Lowering(linear_summed, frozenset("k"), uneven=True),), saves=(0, 1), **MATMUL,
     )  # fmt: skip
 
 
@@ -97,7 +97,9 @@ for _target, (_, _shapes) in _PRODUCTS.items():
 
 
 def _summed(product: Any) -> Any:
-    def added(bias: Any, x: Any, y: Any, *, beta: Any = 1, alpha: Any = 1, cut: Any) -> torch.Tensor:
+    def added(
+        bias: Any, x: Any, y: Any, *, beta: Any = 1, alpha: Any = 1, cut: Any, sizes: Any = None
+    ) -> torch.Tensor:
         terms = pending(product(x, y), axes_of(cut, "k"))
         terms = terms if alpha == 1 else torch.mul(terms, alpha)
         return torch.add(terms, bias if beta == 1 else torch.mul(bias, beta))
@@ -130,7 +132,7 @@ def added(call: Call) -> Rule:
     names = text.split("->")[1].split()
     return line(
         f"{padded(call.ins[0].shape, names)}, {text}", call, linear=[{0, 1}, {0, 2}], additive=[0],
-        lowerings=(Lowering(summed, frozenset("k")),), saves=(1, 2), **MATMUL,
+        lowerings=(Lowering(summed, frozenset("k"), uneven=True),), saves=(1, 2), **MATMUL,
     )  # fmt: skip
 
 

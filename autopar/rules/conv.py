@@ -30,7 +30,9 @@ def _conv(call: Call, n_space: int, groups_at: int, transposed: bool) -> Rule:
     def localize(call: Call, cuts: Mapping[str, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return call.replaced(groups_at, "groups", groups // cuts.get("g", 1))
 
-    def summed(x: Any, weight: Any, bias: Any = None, *args: Any, cut: Any, **kwargs: Any) -> torch.Tensor:
+    def summed(
+        x: Any, weight: Any, bias: Any = None, *args: Any, cut: Any, sizes: Any = None, **kwargs: Any
+    ) -> torch.Tensor:
         """The convolution with its input channels cut; the bias is pending."""
         y = bilinear(lambda x, w: resolve(call.target)(x, w, None, *args, **kwargs), x, weight)
         y = pending(y, axes_of(cut, "c"))
@@ -43,8 +45,9 @@ def _conv(call: Call, n_space: int, groups_at: int, transposed: bool) -> Rule:
         whole=" ".join([*x, *p, *k]),
         linear=[{0, 2}, {1, 2}] if has_bias else [{0}, {1}],
         additive=[2] if has_bias else [],
+        even="g",
         localize=localize if groups > 1 else None,
-        lowerings=(Lowering(summed, frozenset("c")),) if has_bias else (),
+        lowerings=(Lowering(summed, frozenset("c"), uneven=True),) if has_bias else (),
         saves=(0, 1),
         kind="conv",
         flops=2.0 / prod(uncounted),

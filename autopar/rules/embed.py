@@ -6,18 +6,19 @@ from typing import Any
 
 import torch
 
-from autopar.rules.across import axes_of, bilinear, pending, piece
+from autopar.rules.across import axes_of, bilinear, first, pending
 from autopar.rules.notation import Call, Lowering, Rule, line
 from autopar.rules.registry import T, rule, sample
 
 
 def vocabulary_embedding(
-    weight: Any, ids: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False, *, cut: Any
+    weight: Any, ids: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False, *, cut: Any,
+    sizes: Any = None,
 ) -> torch.Tensor:
     """Every rank looks up the ids that it holds and has zeros for the others; the sum is pending."""
     # weight [v d], ids [...] -> [... d]; local v
     axes = axes_of(cut, "v")
-    local = ids - piece(axes, ids.device) * weight.shape[0]
+    local = ids - first(cut, sizes, "v", weight, 0)
     inside = (local >= 0) & (local < weight.shape[0])
     y = bilinear(lambda w, i: torch.embedding(w, i), weight, local * inside) * inside.unsqueeze(-1)
     if padding_idx >= 0:  # the row of the padding is read but gets no gradient
@@ -44,7 +45,7 @@ def embedding(call: Call) -> Rule:
         call,
         whole=" ".join(["v", *(f for dim in dims for f in dim)]) if by_count else "v" if sparse else "",
         linear=[{0}],
-        lowerings=(Lowering(vocabulary_embedding, frozenset("v")),),
+        lowerings=(Lowering(vocabulary_embedding, frozenset("v"), uneven=True),),
         kind="copy",
         saves=(1,),
     )

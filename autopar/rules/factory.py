@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autopar.rules.across import n_pieces, piece
+from autopar.rules.across import positions
 from autopar.rules.notation import Call, Lowering, Rule
 from autopar.rules.registry import prove_with, rule, sample
 from autopar.rules.shape import named
@@ -26,14 +26,12 @@ def full(call: Call) -> Rule:
 
 def arange_piece(
     start: float, end: float, step: float = 1, *, cut: Mapping[str, Sequence[str]], length: int,
-    dtype: torch.dtype | None = None, device: Any = None,
+    dtype: torch.dtype | None = None, device: Any = None, sizes: Any = None,
 ) -> torch.Tensor:  # fmt: skip
     """One rank's slice of ``arange(start, end, step)``; ``length`` is the number of elements on all ranks."""
     axes = cut["b"]
     device = torch.device(device or "cpu")
-    own = length // n_pieces(axes)
-    first = piece(axes, device) * own
-    index = torch.arange(own, device=device) + first
+    index = positions(length, axes, device)
     exact = isinstance(start, int) and isinstance(step, int)
     if not exact:
         index = index.double()
@@ -53,8 +51,8 @@ def _length(call: Call, cuts: Mapping[str, int]) -> tuple[tuple[Any, ...], dict[
 )  # fmt: skip
 def arange(call: Call) -> Rule:
     return Rule(
-        {"b": call.out.shape[0]}, (), ((("b",),),), "copy", lowerings=(Lowering(arange_piece, frozenset("b")),),
-        localize=_length,
+        {"b": call.out.shape[0]}, (), ((("b",),),), "copy", localize=_length,
+        lowerings=(Lowering(arange_piece, frozenset("b"), uneven=True),),
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autopar.placements import Mesh, local_shape, shard
+from autopar.placements import Mesh, State, local_shape, shard
 from autopar.rules.function import PREFIX
 from autopar.rules.notation import Call, Comm, Option, Rule
 
@@ -23,6 +23,14 @@ class Seed:
 def resolve(target: str) -> Callable[..., Any]:
     """The torch operator of a name such as ``aten.linear.default``."""
     return reduce(getattr, target.split("."), torch.ops)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, slots=True)
+class PieceSize:
+    """Stands for how many of ``n`` elements a rank has where ``axes`` cut them into pieces that are not equal."""
+
+    n: int
+    axes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -61,9 +69,19 @@ def collectives_inside(
     lowering = rule.lowering(axes)
     for comm in () if lowering is None else lowering.comm:
         if comm.factor in axes and (differentiable or not comm.backward):
-            elements = prod(rule.sizes[f] // pieces.get(f, 1) for f in comm.over)
+            elements = prod(rule.size_at(f, pieces) for f in comm.over)
             for axis in axes[comm.factor]:
                 yield comm, axis, elements * comm.item_bytes
+
+
+def _local_sizes(shape: Sequence[int], state: State, mesh: Mesh) -> list[int | PieceSize]:
+    """The shape of one rank's piece; sizes that are not the same on all ranks are found when the program runs."""
+    sizes: list[int | PieceSize] = list(local_shape(shape, state, mesh))
+    for d, n in enumerate(shape):
+        axes = [(axis, size) for (axis, size), p in zip(mesh, state, strict=True) if p == shard(d) and size > 1]
+        if n % prod(size for _, size in axes):
+            sizes[d] = PieceSize(n, tuple(axis for axis, _ in axes))
+    return sizes
 
 
 def local_call(call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh, site: int = 0) -> LocalCall:
@@ -77,7 +95,7 @@ def local_call(call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh, si
         args, kwargs = rule.localize(call, pieces)
     if rule.shape_arg is not None and pieces:
         state = tuple(option.outs[0] for option in options)
-        shape = list(local_shape(call.out.shape, state, mesh))
+        shape = _local_sizes(call.out.shape, state, mesh)
         position, name = rule.shape_arg
         args, kwargs = Call(call.target, args, kwargs, call.ins, call.outs).replaced(position, name, shape)
     if call.target.startswith(PREFIX):
@@ -94,4 +112,6 @@ def local_call(call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh, si
             for d in range(len(shape))
         )
         kwargs |= {"seed": Seed(), "site": site, "shape": shape, "shards": shards}
+    elif any(rule.sizes[f] % n for f, n in pieces.items()):
+        kwargs["sizes"] = {f: rule.sizes[f] for f in axes}
     return LocalCall(lowering.function, args, {**kwargs, "cut": dict(axes)}, True)

@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
+from math import prod
 from typing import Any
 
 import spmd_types as spmd
 import torch
 
-from autopar.rules.across import axes_except, axes_of, greatest, n_pieces, pending, piece, total
+from autopar.rules.across import all_of, axes_except, axes_of, first, greatest, n_pieces, pending, share, total
 from autopar.rules.local import resolve
 from autopar.rules.notation import Call, Comm, In, Lowering, Rule, line
 from autopar.rules.registry import T, prove_with, rule, sample
 
 NONE, MEAN, SUM = 0, 1, 2
+ROWS = "nxyz"
+"""The factors of the dims of a loss per row: n is the first, the others stand behind the classes."""
 
 
 def _finish(
-    loss: torch.Tensor, count: torch.Tensor | None, reduction: int, dtype: torch.dtype, cut: Any
+    loss: torch.Tensor, count: torch.Tensor | None, reduction: int, dtype: torch.dtype, cut: Any, sizes: Any
 ) -> torch.Tensor:
     """Reduce the losses of the local rows; ``count`` is this rank's part of what a mean divides by (None: its rows)."""
     if reduction == NONE:
         return loss.to(dtype)
     rows = axes_except(cut, "v")
-    n = 1 if reduction == SUM else loss.numel() * n_pieces(rows) if count is None else total(count, rows, spmd.R)
+    n: Any = 1
+    if reduction != SUM:
+        n = prod(map(partial(_all_rows, cut, sizes), ROWS, loss.shape)) if count is None else total(count, rows, spmd.R)
     return pending((loss.sum() / n).to(dtype), rows)
+
+
+def _all_rows(cut: Any, sizes: Any, factor: str, n: int) -> int:
+    return all_of(n, cut, sizes, factor)
 
 
 def cross_entropy_across(
     x: Any, target: Any, weight: Any = None, reduction: int = MEAN, ignore_index: int = -100,
-    label_smoothing: float = 0.0, *, cut: Any,
+    label_smoothing: float = 0.0, *, cut: Any, sizes: Any = None,
 ) -> torch.Tensor:  # fmt: skip
     """``aten.cross_entropy_loss`` with rows cut, classes cut, or both."""
     # x [n v], [b v ...] or [v]; target the same without v (class numbers), or like x (probabilities)
@@ -37,7 +46,7 @@ def cross_entropy_across(
     weight = None if weight is None else weight.to(x.dtype)
     if target.is_floating_point():
         loss = torch.nn.functional.cross_entropy(x, target, weight, reduction="none", label_smoothing=label_smoothing)
-        return _finish(loss, None, reduction, dtype, cut)
+        return _finish(loss, None, reduction, dtype, cut, sizes)
     valid = target != ignore_index
     count = valid.sum() if weight is None else (weight[target.clamp(min=0)] * valid).sum()
     if not cut.get("v"):
@@ -45,18 +54,18 @@ def cross_entropy_across(
             x, target, weight, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
         )
     else:
-        loss = _vocabulary_cross_entropy(x, target, label_smoothing, axes_of(cut, "v")).masked_fill(~valid, 0)
-    return _finish(loss, count, reduction, dtype, cut)
+        loss = _vocabulary_cross_entropy(x, target, label_smoothing, cut, sizes).masked_fill(~valid, 0)
+    return _finish(loss, count, reduction, dtype, cut, sizes)
 
 
 def _vocabulary_cross_entropy(
-    x: torch.Tensor, target: torch.Tensor, smoothing: float, axes: Sequence[str]
+    x: torch.Tensor, target: torch.Tensor, smoothing: float, cut: Any, sizes: Any
 ) -> torch.Tensor:
     """Loss per row, whole on every rank: two all-reduces of a few numbers a row, none in the backward."""
+    axes = axes_of(cut, "v")
     dim = 0 if x.dim() == 1 else 1
-    n_local = x.shape[dim]
     z = x - greatest(x.amax(dim, keepdim=True), axes)
-    parts = [torch.exp(z).sum(dim), _picked(z, target, dim, axes)]
+    parts = [torch.exp(z).sum(dim), _picked(z, target, dim, cut, sizes)]
     if smoothing:
         parts.append(z.sum(dim))
     sums = total(torch.stack(parts), axes, spmd.I).unbind(0)
@@ -64,18 +73,19 @@ def _vocabulary_cross_entropy(
     loss = log_sum - sums[1]
     if not smoothing:
         return loss
-    return loss * (1 - smoothing) + (log_sum - sums[2] / (n_local * n_pieces(axes))) * smoothing
+    return loss * (1 - smoothing) + (log_sum - sums[2] / all_of(x.shape[dim], cut, sizes, "v")) * smoothing
 
 
-def _picked(x: torch.Tensor, target: torch.Tensor, dim: int, axes: Sequence[str]) -> torch.Tensor:
+def _picked(x: torch.Tensor, target: torch.Tensor, dim: int, cut: Any, sizes: Any) -> torch.Tensor:
     """``x`` at the target class where this rank holds it, else 0."""
-    local = target - piece(axes, x.device) * x.shape[dim]
+    local = target - first(cut, sizes, "v", x, dim)
     inside = (local >= 0) & (local < x.shape[dim])
     return torch.gather(x, dim, (local * inside).unsqueeze(dim)).squeeze(dim).masked_fill(~inside, 0)
 
 
 def nll_across(
-    x: Any, target: Any, weight: Any = None, reduction: int = MEAN, ignore_index: int = -100, *, cut: Any
+    x: Any, target: Any, weight: Any = None, reduction: int = MEAN, ignore_index: int = -100, *, cut: Any,
+    sizes: Any = None,
 ) -> torch.Tensor:
     """``aten.nll_loss_nd`` with rows cut, classes cut, or both."""
     valid = target != ignore_index
@@ -84,9 +94,9 @@ def nll_across(
         loss = torch.nn.functional.nll_loss(x, target, weight, ignore_index=ignore_index, reduction="none")
     else:
         axes = axes_of(cut, "v")
-        loss = -total(_picked(x, target, dim, axes), axes, spmd.I).masked_fill(~valid, 0)
+        loss = -total(_picked(x, target, dim, cut, sizes), axes, spmd.I).masked_fill(~valid, 0)
     count = valid.sum() if weight is None else (weight[target.clamp(min=0)] * valid).sum()
-    return _finish(loss, count, reduction, x.dtype, cut)
+    return _finish(loss, count, reduction, x.dtype, cut, sizes)
 
 
 def _class_loss(call: Call, distributed: Any, gathers: bool) -> Rule:
@@ -94,7 +104,7 @@ def _class_loss(call: Call, distributed: Any, gathers: bool) -> Rule:
     reduction = call.arg(3, "reduction", MEAN)
     weighted = isinstance(call.arg(2, "weight"), In)
     probabilities = call.ins[1].is_float
-    rows = ["n", *"xyz"][: len(shape) - 1]
+    rows = list(ROWS[: len(shape) - 1])
     x = " ".join([*rows[:1], "v", *rows[1:]])
     target = x if probabilities else " ".join(rows)
     out = " ".join(rows) if reduction == NONE else ""
@@ -111,7 +121,7 @@ def _class_loss(call: Call, distributed: Any, gathers: bool) -> Rule:
         f"{x}, {target}{', v' if weighted else ''} -> {out}",
         call,
         whole="v" if v_whole else "",
-        lowerings=(Lowering(distributed, frozenset(across), tuple(comm)),),
+        lowerings=(Lowering(distributed, frozenset(across), tuple(comm), uneven=True),),
         out_as={"v": ("I",)},
         kind="reduce",
         saves=(0, 1),  # cross-entropy keeps the log-softmax, of the size of its input
@@ -183,15 +193,15 @@ def elementwise(call: Call) -> Rule:
     ins = ", ".join(["..."] * len(call.ins))
     factors = line(f"{ins} -> {'...' if reduction == NONE else ''}", call).sizes
 
-    def mean_across(*args: Any, cut: Any, **kwargs: Any) -> torch.Tensor:
-        """Pieces have one size: the mean is the mean of the local means."""
-        axes = axes_except(cut)
-        return pending(op(*args, **kwargs) / n_pieces(axes), axes)
+    def mean_across(*args: Any, cut: Any, sizes: Any = None, **kwargs: Any) -> torch.Tensor:
+        """The local means, each by its part of all elements."""
+        axes, local = axes_except(cut), op(*args, **kwargs)
+        return pending(local / n_pieces(axes) if sizes is None else local * share(local, cut, sizes, [*cut]), axes)
 
     return line(
         f"{ins} -> {'...' if reduction == NONE else ''}",
         call,
-        lowerings=(Lowering(mean_across, frozenset(factors)),) if reduction == MEAN else (),
+        lowerings=(Lowering(mean_across, frozenset(factors), uneven=True),) if reduction == MEAN else (),
         kind="pointwise" if reduction == NONE else "reduce",
         saves=tuple(range(len(call.ins))),
     )

@@ -1,20 +1,24 @@
 """Normalizations and softmax. Cut along the normalized dims they need statistics across ranks.
 
-All pieces have the same size, so the mean over everything is the mean of the pieces' means, and the variance the mean
+The mean over everything is the mean of the pieces' means, each by its part of the elements, and the variance the mean
 of ``variance + (mean - global mean)^2``: no difference of large numbers is formed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import spmd_types as spmd
 import torch
 
-from autopar.rules.across import axes_of, greatest, n_pieces, total
+from autopar.rules.across import all_of, average, axes_of, greatest, total
 from autopar.rules.notation import Call, Comm, In, Lowering, Rule, line
 from autopar.rules.registry import T, prove_with, rule, sample
+
+NORMALIZED = ("n0", "n1", "n2")
+"""The factors of the dims that layer and RMS norm normalize."""
 
 _LEAD = ("b", "s", "t", "u", "w")
 
@@ -23,34 +27,37 @@ def _half(dtype: torch.dtype) -> bool:
     return dtype in (torch.float16, torch.bfloat16)
 
 
-def _moments(x: torch.Tensor, dims: Sequence[int], axes: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and biased variance over ``dims`` and ``axes``, with the dims kept."""
-    n = n_pieces(axes)
+def _moments(
+    x: torch.Tensor, dims: Sequence[int], cut: Any, sizes: Any, factors: Sequence[str]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and biased variance over ``dims``, which are cut along ``factors``, with the dims kept."""
     local_var, local_mean = torch.var_mean(x, list(dims), correction=0, keepdim=True)
-    mean = total(local_mean, axes, spmd.R) / n
-    return mean, total(local_var + (local_mean - mean).square(), axes, spmd.R) / n
+    mean = average(local_mean, cut, sizes, factors)
+    return mean, average(local_var + (local_mean - mean).square(), cut, sizes, factors)
 
 
 def layer_norm_across(
-    x: Any, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any, cut: Any
+    x: Any, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any, cut: Any,
+    sizes: Any = None,
 ) -> torch.Tensor:
     """``aten.layer_norm`` with normalized dims cut."""
     # x [... n], weight [n], bias [n] -> [... n]; local n
     dims = range(-len(shape), 0)
     z = x.float() if _half(x.dtype) else x
-    mean, var = _moments(z, dims, axes_of(cut, "n0", "n1", "n2"))
+    mean, var = _moments(z, dims, cut, sizes, NORMALIZED)
     y = (z - mean) * torch.rsqrt(var + eps)
     y = y if weight is None else y * weight
     y = y if bias is None else y + bias
     return y.to(x.dtype)
 
 
-def rms_norm_across(x: Any, shape: Any, weight: Any = None, eps: float | None = None, *, cut: Any) -> torch.Tensor:
+def rms_norm_across(
+    x: Any, shape: Any, weight: Any = None, eps: float | None = None, *, cut: Any, sizes: Any = None
+) -> torch.Tensor:
     """``aten.rms_norm`` with normalized dims cut."""
     # x [... n], weight [n] -> [... n]; local n
-    axes = axes_of(cut, "n0", "n1", "n2")
     z = x.float() if _half(x.dtype) else x
-    mean = total(z.square().mean(list(range(-len(shape), 0)), keepdim=True), axes, spmd.R) / n_pieces(axes)
+    mean = average(z.square().mean(list(range(-len(shape), 0)), keepdim=True), cut, sizes, NORMALIZED)
     y = z * torch.rsqrt(mean + (torch.finfo(z.dtype).eps if eps is None else eps))
     return (y if weight is None else y * weight).to(x.dtype)
 
@@ -67,7 +74,7 @@ def _normalized(call: Call, distributed: Any, n_stats: int) -> Rule:
         lowerings=(Lowering(distributed, frozenset(norm), tuple(
             Comm(f, "all_reduce", lead, item, backward) for f in norm for backward in (False, True)
             for _ in range(n_stats)
-        )),),
+        ), uneven=True),),
         kind="reduce",
         saves=(0, 1) if len(call.ins) > 1 else (0,),
     )  # fmt: skip
@@ -120,6 +127,7 @@ def group_norm(call: Call) -> Rule:
         call,
         sizes={"g": groups},
         whole=" ".join(["c", *space]),
+        even="g",
         localize=localize,
         kind="reduce",
         saves=(0, 1) if len(call.ins) > 1 else (0,),
@@ -128,16 +136,16 @@ def group_norm(call: Call) -> Rule:
 
 def batch_norm_across(
     x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, momentum: float, eps: float,
-    cudnn_enabled: bool = True, *, cut: Any,
+    cudnn_enabled: bool = True, *, cut: Any, sizes: Any = None,
 ) -> torch.Tensor:  # fmt: skip
     """``aten.batch_norm`` in training with the batch or space cut: statistics of the whole batch on every rank."""
     # x [b c ...], others [c] -> [b c ...]
-    axes = tuple(axis for factor, names in cut.items() if factor != "c" for axis in names)
+    factors = [factor for factor in cut if factor != "c"]
     dims = [0, *range(2, x.dim())]
     z = x.float() if _half(x.dtype) else x
-    mean, var = _moments(z, dims, axes)
+    mean, var = _moments(z, dims, cut, sizes, factors)
     if running_mean is not None:
-        n = x.numel() // x.shape[1] * n_pieces(axes)
+        n = prod(all_of(x.shape[d], cut, sizes, factor) for d, factor in zip(dims, "bxyz", strict=False))
         with torch.no_grad():
             for running, new in ((running_mean, mean), (running_var, var * (n / (n - 1)))):
                 # as torch's own norm does: another call of the module may have saved it, and does not read it
@@ -175,7 +183,7 @@ def batch_norm(call: Call) -> Rule:
         lowerings=(Lowering(batch_norm_across, frozenset(across), tuple(
             Comm(f, "all_reduce", ("c",), item, backward) for f in across for backward in (False, True)
             for _ in range(2)
-        )),) if training else (),
+        ), uneven=True),) if training else (),
         kind="reduce" if training else "pointwise",
         saves=(0, *weight_at),
     )  # fmt: skip
@@ -201,7 +209,7 @@ def instance_norm(call: Call) -> Rule:
     )
 
 
-def softmax_across(x: Any, dim: int, dtype: Any = None, *, cut: Any) -> torch.Tensor:
+def softmax_across(x: Any, dim: int, dtype: Any = None, *, cut: Any, sizes: Any = None) -> torch.Tensor:
     """``aten.softmax`` with its dim cut."""
     axes = axes_of(cut, "n")
     z = x.to(dtype) if isinstance(dtype, torch.dtype) else x.float() if _half(x.dtype) else x
@@ -210,7 +218,7 @@ def softmax_across(x: Any, dim: int, dtype: Any = None, *, cut: Any) -> torch.Te
     return y if isinstance(dtype, torch.dtype) else y.to(x.dtype)
 
 
-def log_softmax_across(x: Any, dim: int, dtype: Any = None, *, cut: Any) -> torch.Tensor:
+def log_softmax_across(x: Any, dim: int, dtype: Any = None, *, cut: Any, sizes: Any = None) -> torch.Tensor:
     """``aten.log_softmax`` with its dim cut."""
     axes = axes_of(cut, "n")
     z = x.to(dtype) if isinstance(dtype, torch.dtype) else x.float() if _half(x.dtype) else x
@@ -240,7 +248,7 @@ def softmax(call: Call) -> Rule:
             Comm("n", "all_reduce", rest, item),
             Comm("n", "all_reduce", rest, item),
             Comm("n", "all_reduce", rest, item, backward=True),
-        )),),
+        ), uneven=True),),
         kind="reduce",
         saves_out=True,
     )

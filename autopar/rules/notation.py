@@ -134,11 +134,14 @@ class Lowering:
             (per output dim, the axis names that cut it), so that the draw does not depend on the mesh.
         factors: those that it can cut, one or several at a time.
         comm: the collectives that it makes.
+        uneven: pieces need not be equal; where they are not, ``function`` also gets ``sizes={factor: global size}`` of
+            all factors that are cut (a random operator's has ``shape``).
     """
 
     function: Callable[..., Any]
     factors: frozenset[str] = frozenset()
     comm: tuple[Comm, ...] = ()
+    uneven: bool = False
 
 
 Localize = Callable[[Call, Mapping[str, int]], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -163,6 +166,7 @@ class Rule:
         out_as, in_as: placements for one factor's option that differ from the derived ones.
         saves: inputs that autograd keeps for the backward; ``saves_out``: outputs that it keeps.
         random: draws random numbers: a lowering replaces the operator always, on every mesh.
+        even: factors whose pieces must be equal: an argument is divided by their number.
         whole_gradients: the backward may not be linear in the gradient, so no rank runs it on a term of a sum.
     """
 
@@ -183,6 +187,7 @@ class Rule:
     saves_out: bool = False
     random: bool = False
     whole_gradients: bool = False
+    even: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         """Refuse what no operator can be: names of no factor, positions of no input."""
@@ -239,8 +244,27 @@ class Rule:
                     seen.setdefault(f)
         return tuple(f for f in seen if f not in blocked)
 
+    @cached_property
+    def uneven(self) -> frozenset[str]:
+        """Factors whose pieces need not be equal: those that stand alone in all their dims.
+
+        A piece of a dim ``(h d)`` that is cut along h has a multiple of d elements, which ``torch.chunk`` of the dim
+        gives only where pieces are equal.
+        """
+        tied = {
+            f for term in (*self.inputs, *self.outputs) for dim in term
+            if sum(self.sizes[g] > 1 for g in dim) > 1 for f in dim
+        }  # fmt: skip
+        return frozenset(self.cuttable) - tied - self.even
+
+    def size_at(self, factor: str, cuts: Mapping[str, int]) -> int:
+        """Size of a factor on one rank: of the largest piece."""
+        return -(-self.sizes[factor] // cuts.get(factor, 1))
+
     def flops_at(self, cuts: Mapping[str, int]) -> float:
-        """Forward floating-point operations on one rank."""
+        """Forward floating-point operations on one rank: of the largest pieces."""
+        if self.flops and any(self.sizes[f] % n for f, n in cuts.items()):
+            return self.flops * prod(self.size_at(f, cuts) for f in self.sizes)
         return self.flops * prod(self.sizes.values()) / prod(cuts.values()) if self.flops else 0.0
 
     def __str__(self) -> str:
@@ -379,6 +403,7 @@ def line(
     *,
     sizes: Mapping[str, int] | None = None,
     whole: str = "",
+    even: str = "",
     linear: Iterable[Iterable[int]] = (),
     additive: Iterable[int] = (),
     **rest: Any,
@@ -392,6 +417,7 @@ def line(
         inputs=inputs,
         outputs=outputs,
         whole=frozenset(whole.split()),
+        even=frozenset(even.split()),
         linear=tuple(frozenset(g) for g in linear),
         additive=frozenset(additive),
         **rest,

@@ -8,10 +8,12 @@ from collections.abc import Iterator, Sequence
 import spmd_types as spmd
 import torch
 import torch.distributed as dist
+from torch.distributed._local_tensor import LocalTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.errors import MeshError
 from autopar.placements import Mesh, State, box_of, coordinates, n_devices, shard_dim
+from autopar.rules.one_by_one import OneByOne
 
 
 def piece(whole: torch.Tensor, state: State, mesh: Mesh, rank: int) -> torch.Tensor:
@@ -37,6 +39,13 @@ def join(pieces: Sequence[torch.Tensor], state: State, mesh: Mesh) -> torch.Tens
         else:
             parts = [g[0] for g in groups]
     return parts[0]
+
+
+@contextlib.contextmanager
+def many_ranks(mesh: Mesh) -> Iterator[int]:
+    """A process that plays all ranks of a mesh, on tensors that hold one piece each; gives their number."""
+    with fake_world(mesh), LocalTensorMode(n_devices(mesh)), OneByOne():
+        yield n_devices(mesh)
 
 
 @contextlib.contextmanager

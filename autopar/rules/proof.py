@@ -15,14 +15,16 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
+from torch.distributed._local_tensor import LocalTensor
 
 from autopar.graph import Spec
 from autopar.placements import Mesh, State, coordinates, fits, format_state, n_devices
-from autopar.rules.local import Seed, cuts_of, local_call, resolve
+from autopar.rules.across import length_of
+from autopar.rules.local import PieceSize, Seed, local_call, resolve
 from autopar.rules.notation import Call, In, Option, Rule, axis_options
-from autopar.rules.pieces import fake_world, join, piece
+from autopar.rules.pieces import join, many_ranks, piece
 from autopar.rules.registry import Sample, T, rule_for
+from autopar.rules.strategy import can_be_cut
 
 
 class RuleIsWrong(AssertionError):
@@ -75,7 +77,7 @@ class Case:
         whole: Mesh = (("one", 1),)
         if self.rule.random:  # the reference of a random operator is its own lowering on one device
             names = axis_options(self.rule, grads, [o is not None and o.is_float for o in specs])
-            with fake_world(whole), LocalTensorMode(1):
+            with many_ranks(whole):
                 own = [LocalTensor({0: x.detach()}).requires_grad_(g) for x, g in zip(leaves, grads, strict=True)]
                 outs = _run(self.call, self.rule, [names[0]], whole, own)
             leaves = own
@@ -88,7 +90,7 @@ class Case:
         if any(self.out_grads):
             pairs = [(t, c) for t, c, g in zip(tensors, self.cotangents, self.out_grads, strict=True) if g]
             wanted = [x for x, g in zip(leaves, self.grads, strict=True) if g]
-            with fake_world(whole), LocalTensorMode(1) if self.rule.random else contextlib.nullcontext():
+            with many_ranks(whole) if self.rule.random else contextlib.nullcontext():
                 if self.rule.random:
                     pairs = [(t, LocalTensor({0: c})) for t, c in pairs]
                 got = torch.autograd.grad([t for t, _ in pairs], wanted, [c for _, c in pairs], allow_unused=True)
@@ -102,11 +104,10 @@ class Case:
 
 
 def strategies_of(case: Case, mesh: Mesh) -> list[tuple[Option, ...]]:
-    """Every combination of options whose pieces are equal."""
+    """Every combination of options that is legal."""
     found = []
     for picked in product(case.options(), repeat=len(mesh)):
-        pieces, _ = cuts_of(case.rule, picked, mesh)
-        if any(case.rule.sizes[f] % n for f, n in pieces.items()) or not case.rule.can_lower(pieces):
+        if not can_be_cut(case.rule, picked, mesh):
             continue
         ins, outs = _states(picked)
         shapes = [s.shape for s in (*case.call.ins, *(o for o in case.call.outs if o is not None))]
@@ -128,7 +129,7 @@ def prove(case: Case, picked: Sequence[Option], mesh: Mesh, tolerance: float = 1
     where = f"{case.call.target} [{case.rule}] with {names}"
     if any(s.dtype in ("float32", "bfloat16") for s in (*case.call.ins, *filter(None, case.call.outs))):
         tolerance = max(tolerance, 1e-5)
-    with fake_world(mesh), LocalTensorMode(n):
+    with many_ranks(mesh):
         leaves = [
             _spread(t, state, mesh, rng).requires_grad_(g)
             for t, state, g in zip(case.tensors, ins, case.grads, strict=True)
@@ -173,6 +174,8 @@ def _run(call: Call, rule: Rule, picked: Sequence[Option], mesh: Mesh, tensors: 
     def fill(value: Any) -> Any:
         if isinstance(value, Seed):
             return LocalTensor({r: torch.tensor(11) for r in range(n)})
+        if isinstance(value, PieceSize):
+            return length_of(value.n, value.axes)
         if isinstance(value, (list, tuple)):
             return type(value)(fill(v) for v in value)
         return tensors[value.position] if isinstance(value, In) else value

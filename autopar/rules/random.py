@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from autopar.rules.across import n_pieces, positions
+from autopar.rules.across import positions
 from autopar.rules.notation import Call, Lowering, Rule, line
 from autopar.rules.registry import T, rule, sample
 
@@ -46,7 +46,7 @@ def bits(seed: torch.Tensor, site: int, shape: Sequence[int], shards: Shards, de
     if not shape:
         return bits(seed, site, (1,), ((),), device).reshape(())
     key = _splitmix(_splitmix(seed.to(device) + 1) + site)
-    *lead, last = (positions(n // n_pieces(axes), axes, device) for n, axes in zip(shape, shards, strict=True))
+    *lead, last = (positions(n, axes, device) for n, axes in zip(shape, shards, strict=True))
     row = torch.zeros((), dtype=torch.int64, device=device)
     for n, at in zip(shape, lead, strict=False):
         row = row.unsqueeze(-1) * n + at

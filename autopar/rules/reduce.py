@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from autopar.rules.across import n_pieces
+from autopar.rules.across import n_pieces, share
 from autopar.rules.notation import Call, Lowering, Rule
 from autopar.rules.registry import T, prove_with, rule, sample
 from autopar.rules.shape import named
@@ -51,17 +51,18 @@ def sum_all(call: Call) -> Rule:
 
 def mean_of_piece(
     x: torch.Tensor, dim: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None,
-    cut: Mapping[str, Sequence[str]], names: Sequence[str],
+    cut: Mapping[str, Sequence[str]], names: Sequence[str], sizes: Mapping[str, int] | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """One rank's share of a mean over dims that are cut: the local mean over the number of pieces, a pending sum.
+    """One rank's share of a mean over dims that are cut, a pending sum: the local mean times its part of the elements.
 
     Args:
         names: the factor of every dim of ``x``.
     """
     dims = range(x.dim()) if not dim else [d % x.dim() for d in dim]
-    pieces = prod(n_pieces(cut.get(names[d], ())) for d in dims)
     local = torch.ops.aten.mean.dim(x, list(dims), keepdim, dtype=dtype)
-    return local / pieces
+    if sizes is not None:
+        return local * share(local, cut, sizes, [names[d] for d in dims])
+    return local / prod(n_pieces(cut.get(names[d], ())) for d in dims)
 
 
 def _mean_names(call: Call, cuts: Mapping[str, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -83,7 +84,7 @@ def mean(call: Call) -> Rule:
     del sizes
     return reduction(
         call, dims, bool(call.arg(2, "keepdim", False)), linear=_FIRST, localize=_mean_names,
-        lowerings=(Lowering(mean_of_piece, frozenset(term[d][0] for d in dims if term[d])),),
+        lowerings=(Lowering(mean_of_piece, frozenset(term[d][0] for d in dims if term[d]), uneven=True),),
     )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from autopar.graph import Graph
 from autopar.placements import Mesh, local_shape
 from autopar.rules.across import trial
 from autopar.rules.function import PREFIX
-from autopar.rules.local import LocalCall, Seed, local_call
+from autopar.rules.local import LocalCall, PieceSize, Seed, local_call
 from autopar.rules.notation import Call, In, Option, Rule, call_of
 from autopar.rules.strategy import Strategy, grads_of
 
@@ -148,6 +148,8 @@ def _watched(local: LocalCall, ins: Sequence[Layout], sizes: Mapping[str, int], 
             return tensors[value.position]
         if isinstance(value, Seed):
             return seed
+        if isinstance(value, PieceSize):
+            return -(-value.n // prod(sizes[axis] for axis in value.axes))
         if isinstance(value, (tuple, list)):
             return type(value)(fill(v) for v in value)
         return value

@@ -232,7 +232,10 @@ def repeat(call: Call) -> Rule:
             sizes[f"i{d}"] = n
             inputs.append((f"i{d}",))
             whole |= {f"i{d}", dims[lead + d][0]}
-    return Rule(sizes, (tuple(inputs),), (tuple(dims),), "copy", frozenset(whole), _FIRST, localize=_fewer_repeats)
+    made = frozenset(f for d, (f,) in enumerate(dims) if times[d] > 1)
+    return Rule(
+        sizes, (tuple(inputs),), (tuple(dims),), "copy", frozenset(whole), _FIRST, even=made, localize=_fewer_repeats
+    )
 
 
 def _fewer_repeats(call: Call, cuts: Mapping[str, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -260,7 +263,8 @@ def repeat_interleave(call: Call) -> Rule:
     out = [*dims[:d], (*dims[d], "repeats"), *dims[d + 1 :]]
     localize = _length_of(d) if call.kwargs.get("output_size") is not None else None
     return Rule(
-        {**sizes, "repeats": call.args[1]}, (tuple(dims),), (tuple(out),), "copy", linear=_FIRST, localize=localize
+        {**sizes, "repeats": call.args[1]}, (tuple(dims),), (tuple(out),), "copy", linear=_FIRST, localize=localize,
+        even=frozenset(dims[d]),
     )
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 from autopar.errors import PlanError
 from autopar.graph import Graph, Node
-from autopar.placements import Mesh, State
+from autopar.placements import Mesh, State, all_have_some
 from autopar.rules.notation import Option, Rule, axis_options
 
 
@@ -23,6 +24,35 @@ class Strategy:
     def names(self) -> tuple[str, ...]:
         """Option name per axis, as plans store them."""
         return tuple(option.name for option in self.options)
+
+
+def can_be_cut(rule: Rule, options: Sequence[Option], mesh: Mesh) -> bool:
+    """Whether an op can be cut so: into equal pieces, or, where rule and lowering allow that, such that no rank has
+    nothing."""
+    sizes: dict[str, list[int]] = {}
+    for option, (_, size) in zip(options, mesh, strict=True):
+        if option.name in rule.sizes and size > 1:
+            sizes.setdefault(option.name, []).append(size)
+    if not rule.can_lower(sizes):
+        return False
+    if all(rule.sizes[f] % prod(axes) == 0 for f, axes in sizes.items()):
+        return True
+    lowering = rule.lowering(sizes)
+    if lowering is not None and not lowering.uneven and not rule.random:
+        return False
+    return not any(why_not_cut(rule, f, axes) for f, axes in sizes.items())
+
+
+def why_not_cut(rule: Rule, factor: str, axes: Sequence[int]) -> str:
+    """Why axes of these sizes cannot cut a factor one after the other, to follow its name; empty if they can."""
+    n, pieces = rule.sizes[factor], prod(axes)
+    if n % pieces == 0:
+        return ""
+    if factor not in rule.uneven:
+        return f"has size {n}, which does not divide over {pieces} ranks, and its pieces must be equal here"
+    if not all_have_some(n, axes):
+        return f"has size {n}: cut over {pieces} ranks, it leaves some without any"
+    return ""
 
 
 def grads_of(graph: Graph, node: Node) -> tuple[tuple[bool, ...], tuple[bool, ...]]:

@@ -20,8 +20,7 @@ import torch.fx
 from autopar.lower.emit import Program
 from autopar.lower.segments import with_segments
 from autopar.rules.function import Callee
-from autopar.runtime.gathering import Unit
-from autopar.runtime.state import Held
+from autopar.runtime.state import Held, Unit
 
 AHEAD = 2
 """Units under way ahead of the one in use."""

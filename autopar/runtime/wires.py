@@ -20,7 +20,7 @@ from autopar.pipeline import PipelinePlan
 from autopar.placements import format_state, path
 from autopar.plan import Crossing
 from autopar.staging import StageGraph
-from autopar.transfer import Piece, Transfer, box_of, transfer
+from autopar.transfer import Piece, Transfer, box_at, transfer
 from cost_models.pipeline.actions import Action
 
 AHEAD = 2
@@ -168,7 +168,7 @@ class Post:
     def send(self, wire: Wire, backward: bool, microbatch: int, value: torch.Tensor) -> None:
         """Send this rank's part of a tensor, as far as this rank is to send it; what stays here is put aside."""
         messages = wire.transfer(backward)
-        have = box_of(messages.spec.shape, messages.source, messages.source.devices.index(self.rank))
+        have = box_at(messages.spec.shape, messages.source, messages.source.devices.index(self.rank))
         for part, piece in enumerate(messages.pieces):
             if piece.source != self.rank:
                 continue
@@ -212,7 +212,7 @@ class Post:
         """
         messages = wire.transfer(backward)
         target = messages.target
-        box = box_of(messages.spec.shape, target, target.devices.index(self.rank), messages.landing)
+        box = box_at(messages.spec.shape, target, target.devices.index(self.rank), messages.landing)
         whole: torch.Tensor | None = None
         for part, piece in enumerate(messages.pieces):
             if piece.target != self.rank:

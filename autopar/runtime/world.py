@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
+from torch.distributed._local_tensor import LocalTensor
 
 from autopar.errors import RunError
 from autopar.graph import Graph
 from autopar.lower.collectives import state_step
 from autopar.lower.emit import Program
-from autopar.placements import Mesh, State, coordinates, format_state, in_pieces, n_devices, path
+from autopar.placements import Mesh, State, coordinates, format_state, in_pieces, path
 from autopar.plan import ParamChoice, StagePlan
-from autopar.rules.pieces import fake_world, join, piece
+from autopar.rules.pieces import join, many_ranks, piece
 from autopar.staging import StageGraph
 from cost_models.pipeline.actions import Action, Schedule
 
@@ -71,8 +71,7 @@ def run_step(
         checked to be the same; a difference is an AssertionError.
     """
     mesh = plan.mesh
-    n = n_devices(mesh)
-    with fake_world(mesh), LocalTensorMode(n):
+    with many_ranks(mesh) as n:
 
         def spread(value: torch.Tensor, state: State) -> LocalTensor:
             return LocalTensor({r: piece(value, state, mesh, r) for r in range(n)})

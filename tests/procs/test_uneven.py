@@ -28,6 +28,20 @@ def test_parameters_of_any_size_are_stored_in_pieces() -> None:
     ])  # fmt: skip
 
 
+def test_operators_are_cut_into_uneven_pieces() -> None:
+    """8 rows, 16 tokens, 64 features on 3 ranks; a vocabulary of 50257 on 2 and 3, cut in embedding, head and loss."""
+    vocabulary = {
+        "zoo": {"vocabulary": 50257},
+        "options": {"constraints": {"lm_head:linear": {"data": "n"}, ":cross_entropy_loss": {"data": "v"}}},
+    }
+    check(3, [
+        of("gpt2", THREE, **vocabulary, clip=0.1),
+        *(of(name, THREE, seed=seed) for name, seed in (("mlp", 0), ("gpt2", 2), ("llama", 1), ("resnet", 2))),
+        of("gpt2", THREE, seed=3, lifetime="use", microbatches=2),
+    ])  # fmt: skip
+    check(2, [of("gpt2", TWO, **vocabulary)])
+
+
 def test_a_checkpoint_of_uneven_pieces_is_read_on_another_mesh(tmp_path: Path) -> None:
     path = str(tmp_path / "checkpoint")
     calls = {"save": ("save", path, "gpt2", THREE, 4), "round trip": ("full_round_trip", "gpt2", THREE, 4)}

@@ -27,7 +27,7 @@ from autopar.planner.intra_op.space import fitting_strategy
 from autopar.planner.intra_op.written import held_whole, holds_whole
 from autopar.rules.notation import Rule
 from autopar.rules.registry import ops_without_rule, rules_of
-from autopar.rules.strategy import Strategy, options_of, strategy_named
+from autopar.rules.strategy import Strategy, options_of, strategy_named, why_not_cut
 from hardware_profiles import Cluster
 
 MEMORY_FRACTION = 0.9
@@ -457,11 +457,11 @@ class _Pins:
                     offered[f"{labels[node.name]}: {' '.join('replicate' if n == 'I' else n for n in names)}"] = None
                     if name in names:
                         size = dict(self.mesh)[axis]
-                        if name in rule.sizes and rule.sizes[name] % size:
+                        why = why_not_cut(rule, name, [size]) if name in rule.sizes else ""
+                        if why:
                             raise InfeasibleError(
-                                f"constraint '{pattern}': factor '{name}' of {node.where} has size {rule.sizes[name]}, "
-                                f"which does not divide over axis '{axis}' of {size} ranks; use an axis size that "
-                                f"divides {rule.sizes[name]}"
+                                f"constraint '{pattern}': factor '{name}' of {node.where} {why}, on axis '{axis}'; use "
+                                f"an axis size that divides {rule.sizes[name]}"
                             )
                         self.ops.setdefault(node.name, {})[axes[axis]] = name
                         hit.add(axis)
@@ -547,7 +547,7 @@ class _Pins:
             allowed = ", ".join("S<dim>" if k == "S" else k for k in kinds)
             raise PlanError(
                 f"{what} of shape {shape} cannot be placed as {format_state(state)} on mesh {mesh}; use {allowed}, and "
-                "shards of dims that exist and divide"
+                "shards of dims that exist and have something for every rank"
             )
 
     def uniform(self, folding: Fold) -> bool:

@@ -217,7 +217,7 @@ def _gemm(rule: Rule, pieces: Mapping[str, int]) -> tuple[int, int, int] | None:
     out = {f for d in rule.outputs[0] for f in d}
 
     def size(factors: set[str]) -> int:
-        return prod(rule.sizes[f] // pieces.get(f, 1) for f in factors)
+        return prod(rule.size_at(f, pieces) for f in factors)
 
     return size(out - (second - first)), size((second & out) - first), size((first | second) - out)
 

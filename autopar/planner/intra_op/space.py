@@ -8,11 +8,11 @@ from itertools import product
 from autopar.graph import Graph, Node
 from autopar.placements import Mesh, fits
 from autopar.rules.notation import Option, Rule
-from autopar.rules.strategy import Strategy, combine, options_of
+from autopar.rules.strategy import Strategy, can_be_cut, combine, options_of
 
 
 def strategies(graph: Graph, node: Node, rule: Rule, mesh: Mesh) -> list[Strategy]:
-    """Every strategy of one op whose pieces are equal; on an axis of size 1 the op is whole."""
+    """Every strategy of one op; on an axis of size 1 the op is whole."""
     options = list(options_of(graph, node, rule).values())
     choices = [options if size > 1 else options[:1] for _, size in mesh]
     made = (_strategy(graph, node, rule, mesh, picked) for picked in product(*choices))
@@ -22,8 +22,8 @@ def strategies(graph: Graph, node: Node, rule: Rule, mesh: Mesh) -> list[Strateg
 def fitting_strategy(
     graph: Graph, node: Node, rule: Rule, mesh: Mesh, names: Sequence[str]
 ) -> Strategy | None:
-    """The strategy of an op whose options have these names, one per axis; None if it has none or pieces would not be
-    equal."""
+    """The strategy of an op whose options have these names, one per axis; None if it has none or cannot be
+    cut so."""
     options = options_of(graph, node, rule)
     if any(name not in options for name in names):
         return None
@@ -31,11 +31,7 @@ def fitting_strategy(
 
 
 def _strategy(graph: Graph, node: Node, rule: Rule, mesh: Mesh, picked: Sequence[Option]) -> Strategy | None:
-    cut: dict[str, int] = {}
-    for option, (_, size) in zip(picked, mesh, strict=True):
-        if option.name in rule.sizes:
-            cut[option.name] = cut.get(option.name, 1) * size
-    if any(rule.sizes[f] % n for f, n in cut.items()) or not rule.can_lower(cut):
+    if not can_be_cut(rule, picked, mesh):
         return None
     strategy = combine(picked)
     outs = [o for o in node.outs if o is not None]

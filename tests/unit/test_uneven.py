@@ -1,0 +1,148 @@
+"""Pieces that are not equal: sizes, rules on numbers, transfers, plans."""
+
+from __future__ import annotations
+
+import random
+from math import prod
+
+import numpy as np
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import autopar
+import autopar.rules
+from autopar.check import check
+from autopar.graph import Spec
+from autopar.placements import (
+    Mesh,
+    all_have_some,
+    box_of,
+    coordinates,
+    divides,
+    elements_moved,
+    fits,
+    has_pieces,
+    local_shape,
+    n_devices,
+    piece_of,
+)
+from autopar.planner.intra_op.mesh_plan import plan_graph
+from autopar.rules.local import cuts_of
+from autopar.rules.proof import Case, prove, strategies_of
+from autopar.rules.registry import SAMPLES
+from autopar.transfer import Side, box_at, transfer
+from hardware_profiles import load_cluster
+
+THREE: Mesh = (("data", 3),)
+SIX: Mesh = (("data", 3), ("tensor", 2))
+EVERY = [(target, i) for target in sorted(SAMPLES) for i in range(len(SAMPLES[target]))]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+def test_pieces_are_those_of_torch_chunk(size: int) -> None:
+    for n in range(1, 30):
+        x = torch.arange(n)
+        mine = [x.narrow(0, *piece_of(n, size, at)) for at in range(size)]
+        theirs = list(x.chunk(size))
+        assert [p.tolist() for p in mine] == [p.tolist() for p in theirs] + [[]] * (size - len(theirs))
+
+
+def test_pieces_of_pieces() -> None:
+    """10 elements over 3 and then 2 ranks: 4, 4 and 2, of which 2 2, 2 2 and 1 1."""
+    state = ("S0", "S0")
+    shapes = [local_shape((10,), state, SIX, coordinates(rank, SIX)) for rank in range(6)]
+    assert shapes == [(2,), (2,), (2,), (2,), (1,), (1,)] and local_shape((10,), state, SIX) == (2,)
+    assert [box_of((10,), state, SIX, coordinates(rank, SIX))[0][0] for rank in range(6)] == [0, 2, 4, 6, 8, 9]
+    assert elements_moved((10, 5), state, ("S0", "I"), SIX) == 4 * 5
+    assert elements_moved((10, 5), ("S0", "I"), ("I", "I"), SIX) == 12 * 5
+    assert elements_moved((10, 5), ("S0", "I"), ("S1", "I"), SIX) == 4 * 6, "what is sent is padded on both dims"
+
+
+def test_who_is_left_without_any() -> None:
+    assert all_have_some(50257, (8,)) and all_have_some(10, (4,)) and not all_have_some(6, (4,))
+    assert not all_have_some(17, (8,)), "3 3 3 3 3 2 0 0"
+    assert fits((50257, 8), ("S0", "S1"), SIX) and not fits((6,), ("S0",), (("a", 4),))
+    assert has_pieces((6,), ("S0",), (("a", 4),)), "what is only stored may leave a rank without any"
+    assert not has_pieces((3,), ("S0",), (("a", 4),)) and not fits((3,), ("S1",), THREE)
+    for n in range(1, 60):
+        for sizes in ((2,), (3,), (5,), (2, 3), (3, 2), (2, 2, 2), (3, 2, 2)):
+            mesh = tuple((f"a{k}", size) for k, size in enumerate(sizes))
+            state = ("S0",) * len(sizes)
+            lengths = [local_shape((n,), state, mesh, coordinates(r, mesh))[0] for r in range(n_devices(mesh))]
+            assert sum(lengths) == n and max(lengths) == local_shape((n,), state, mesh)[0]
+            assert all_have_some(n, sizes) == (min(lengths) > 0), (n, sizes)
+            assert divides((n,), state, mesh) == (n % prod(sizes) == 0)
+
+
+@pytest.mark.parametrize("target, number", EVERY, ids=[f"{t.removeprefix('aten.')}-{i}" for t, i in EVERY])
+def test_rules_on_three_ranks(target: str, number: int) -> None:
+    """Every rule in every strategy on 3 ranks in which pieces are not equal."""
+    case = Case(target, SAMPLES[target][number])
+    for picked in strategies_of(case, THREE):
+        if _is_uneven(case, picked, THREE):
+            prove(case, picked, THREE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target, number", EVERY, ids=[f"{t.removeprefix('aten.')}-{i}" for t, i in EVERY])
+def test_rules_on_six_ranks(target: str, number: int) -> None:
+    case = Case(target, SAMPLES[target][number])
+    for picked in strategies_of(case, SIX):
+        if _is_uneven(case, picked, SIX):
+            prove(case, picked, SIX)
+
+
+def _is_uneven(case: Case, picked: tuple, mesh: Mesh) -> bool:
+    pieces, _ = cuts_of(case.rule, picked, mesh)
+    return any(case.rule.sizes[f] % n for f, n in pieces.items())
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_transfers_bring_every_element_once(seed: int) -> None:
+    """From pieces of any sizes to pieces of any others: what arrives is the target's piece, each element one time."""
+    rng = random.Random(seed)
+    shape = tuple(rng.randint(1, 13) for _ in range(rng.randint(1, 3)))
+
+    def side(first: int) -> Side:
+        while True:
+            mesh = tuple((f"a{k}", rng.choice([1, 2, 3, 4])) for k in range(rng.randint(1, 2)))
+            state = tuple(rng.choice(["I", *(f"S{d}" for d in range(len(shape)))]) for _ in mesh)
+            if fits(shape, state, mesh):
+                return Side(state, mesh, tuple(range(first, first + n_devices(mesh))))
+
+    source, target = side(0), side(rng.choice([0, 20]))
+    found = transfer(Spec(shape, "float32"), source, target)
+    values = np.arange(prod(shape)).reshape(shape)
+    for at, device in enumerate(target.devices):
+        arrived = np.zeros(shape, dtype=int)
+        for piece in found.pieces:
+            if piece.target == device:
+                part = tuple(slice(start, start + n) for start, n in piece.box)
+                have = box_at(shape, source, source.devices.index(piece.source))
+                inside = zip(piece.box, have, strict=True)
+                assert all(a <= start and start + n <= a + length for (start, n), (a, length) in inside)
+                arrived[part] += 1
+        want = tuple(slice(s, s + n) for s, n in box_at(shape, target, at, found.landing))
+        expected = np.zeros_like(values)
+        expected[want] = 1
+        assert (arrived == expected).all()
+
+
+def test_gpt2_cuts_its_vocabulary() -> None:
+    """50257 over 8: head and loss are cut along the vocabulary, and the plan is what the program does."""
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(GPT2Config(
+            n_layer=2, use_cache=False, attn_implementation="sdpa", resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+        ))  # fmt: skip
+        ids = torch.zeros(8, 1024, dtype=torch.int64)
+    graph = autopar.capture(model, {"input_ids": ids, "labels": ids}).graph
+    cluster, mesh = load_cluster("dgx-h100"), (("tensor", 8),)
+    plan = plan_graph(graph, cluster, mesh)
+    ops = {node.target: plan.ops[node.name] for node in graph.nodes if node.kind == "op" and node.module == "lm_head"}
+    assert ops == {"aten.linear.default": ("n",)}
+    loss = next(node for node in graph.nodes if "cross_entropy" in node.target)
+    assert plan.ops[loss.name] == ("v",)
+    assert plan.params["transformer.wte.weight"].stored == ("S0",)
+    report = check(plan, graph, cluster)
+    assert report.ok, report.failures

@@ -1,0 +1,62 @@
+"""Models on numbers of ranks that divide none of their sizes: random plans give the numbers of one device.
+
+Many ranks in this process, float64, loss, gradients, weights and buffers after two steps within 1e-9; every program
+passes the spmd-types checker, and the price of every plan is what its program is counted to cost.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from zoo import ZOO
+
+from autopar import verify as V
+from autopar.capture import Captured, capture
+from autopar.check import check
+from autopar.placements import Mesh
+from autopar.planner.intra_op.draw import random_plan
+from autopar.planner.intra_op.price import pricer
+from autopar.rules.registry import rules_of
+from hardware_profiles import abstract_cluster
+
+MESHES: dict[str, Mesh] = {
+    "3": (("data", 3),), "5": (("data", 5),), "6": (("data", 6),), "7": (("data", 7),),
+    "2x3": (("data", 2), ("tensor", 3)),
+}  # fmt: skip
+
+
+@functools.cache
+def _prepared(name: str) -> tuple[Captured, tuple[dict[str, torch.Tensor], ...], V.Trained]:
+    case = ZOO[name]()
+    args, kwargs = V.wanting((case.args, case.kwargs))
+    captured = capture(case.model, args, kwargs)
+    weights, buffers = V.state_of(captured, case.model)
+    state = V.doubled(weights), V.doubled(buffers), V.doubled(V.inputs_of(captured, args, kwargs))
+    promoted = V.promoted(captured)
+    return promoted, state, V.train(promoted, V.one_device(promoted.graph), *state)
+
+
+def _check(name: str, mesh_name: str, seed: int) -> None:
+    captured, state, reference = _prepared(name)
+    graph, mesh = captured.graph, MESHES[mesh_name]
+    cluster = abstract_cluster(dict(mesh), alpha=(1e-6,) * len(mesh), beta=(1e-9,) * len(mesh))
+    plan = random_plan(graph, rules_of(graph), pricer(cluster, mesh), seed)
+    found = V.compare(f"random {seed}", V.train(captured, plan, *state), reference)
+    assert found.worst < 1e-9, found
+    report = check(plan, graph, cluster)
+    assert report.ok, report.failures
+
+
+@pytest.mark.parametrize("name, mesh", [("mlp", "2x3"), ("gpt2", "3"), ("llama", "2x3"), ("resnet", "5")])
+def test_numbers(name: str, mesh: str) -> None:
+    _check(name, mesh, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", sorted(ZOO))
+def test_every_model(name: str, mesh: str) -> None:
+    for seed in range(2):
+        _check(name, mesh, seed)
