@@ -21,8 +21,8 @@ from autopar.placements import fits, local_shape
 from autopar.rules import attention, contraction, conv, embed, loss, norm, random
 from autopar.rules.local import Seed, cuts_of, local_call, resolve
 from autopar.rules.notation import Call, In, axis_options
+from autopar.rules.pieces import fake_world
 from autopar.rules.registry import RULES, SAMPLES, Sample, T, rule_for
-from autopar.runtime.world import fake_world
 
 MESH = (("data", 2), ("tensor", 2))
 TYPES = {"S": spmd.V, "I": spmd.I, "R": spmd.R, "P": spmd.P}
