@@ -14,11 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture import Captured, capture
 from autopar.capture.parts import NotLinear, first_part, numbers_of_parts, resized, rows_of
-from autopar.errors import MeshError, PlanError
+from autopar.errors import InfeasibleError, MeshError, PlanError
 from autopar.graph import Graph
-from autopar.pins import pins_of
+from autopar.pins import pins_of, plan_pinned
 from autopar.pipeline import PipelinePins, PipelinePlan, check_within
 from autopar.placements import Mesh, mesh_shapes
+from autopar.plan import Plan
 from autopar.planfile import pipeline as files
 from autopar.planner.inter_op.order import check_name
 from autopar.planner.inter_op.stage_pins import check, check_counts, starts_of
@@ -30,6 +31,8 @@ from cost_models.pipeline import parse
 from hardware_profiles import Cluster
 
 DEFAULT_SCHEDULES = PipelineOptions(1).schedules
+SIMPLER = 0.001
+"""A plan without pipeline and microbatches is preferred if its step is at most this much longer."""
 
 
 def asked_for(
@@ -142,6 +145,30 @@ def planned_in_parts(
         notes = (*notes, "batch statistics are those of a microbatch: with another number of them, training differs")
     free = replace(found.plan.pins, microbatches=None)
     return chosen, replace(found, plan=replace(found.plan, pins=free, notes=notes))
+
+
+def planned_widely(
+    model: torch.nn.Module, captured: Captured, example: Any, cluster: Cluster, n: int, asked: PipelineOptions,
+    name: str = "", runs: bool = True,
+) -> tuple[Captured, Planned, Plan | None]:  # fmt: skip
+    """The best plan of a batch, of all that the planner knows: meshes, groups of devices, schedules, degrees of
+    interleaving, numbers of microbatches, recomputation, ways to keep parameters.
+
+    Args, Raises: as for :func:`planned_in_parts`.
+
+    Returns:
+        One microbatch and its plan; and, where one mesh is best and gains nothing by microbatches, the plan of the
+        whole batch on it without pipeline.
+    """
+    part, found = planned_in_parts(model, captured, example, cluster, n, asked, (), name, runs)
+    if found.plan.schedule.n_ranks == 1 and len(found.plan.stages) == 1:
+        try:
+            simple = plan_pinned(captured.graph, cluster, found.plan.stages[0].mesh, asked.options, name)
+        except InfeasibleError:
+            return part, found, None
+        if simple.price.seconds <= found.plan.seconds * (1 + SIMPLER):
+            return part, found, simple
+    return part, found, None
 
 
 def planned(

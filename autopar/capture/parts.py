@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from autopar.errors import CaptureError
 from autopar.graph import Graph, Node, Spec
 
-MOST = 256
+MOST = 1024
 """Microbatches that are tried at most."""
 
 

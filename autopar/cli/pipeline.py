@@ -131,12 +131,14 @@ def cluster_of(path: Path) -> str:
 def make(
     loaded: Loaded, captured: Captured, hardware: Any, cluster: str, stages: str, schedule: list[str] | None,
     cuts: list[str] | None, microbatches: Sequence[int], mesh: Any, options: Any, output: Path | None, as_json: bool,
+    recompute: bool = True,
 ) -> None:  # fmt: skip
     """``autopar plan --stages``.
 
     Args:
         microbatches: their number, the example inputs being one of them; or numbers to choose from, the example inputs
             being the batch; none for all that divide it.
+        recompute: whether blocks may run again.
     """
     import sys
     from dataclasses import replace
@@ -148,6 +150,7 @@ def make(
         raise UsageError(f"--stages is '{stages}'; give a number of groups of devices, or auto")
     one = microbatches[0] if len(microbatches) == 1 else 1
     asked = asked_for("auto" if stages == "auto" else int(stages), schedule or None, one, mesh, options, cuts)
+    asked = replace(asked, may_recompute=recompute)
     with progress("planning stages"):
         if len(microbatches) == 1:
             found = planned(captured, hardware, hardware.n_devices, asked, cluster)

@@ -80,22 +80,24 @@ def plan(
         list[str] | None,
         typer.Option(
             "--recompute",
-            help="Modules that keep only their inputs and run again in the backward: a pattern of paths. Repeatable.",
+            help="Modules that keep only their inputs and run again in the backward: a pattern of paths. Repeatable. "
+            "none: nothing runs again. Default: the planner chooses.",
         ),
     ] = None,
     optimizer: Annotated[str, typer.Option("--optimizer", help="adamw, sgd or sgd_momentum.")] = "adamw",
     microbatches: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--microbatches",
-            help="Pieces that a step cuts its batch into. With --stages: how many batches like the example are a step; "
-            "or auto, or several such as 4,8,16: the example is the batch of a step, and their number is chosen.",
+            help="auto, or several such as 4,8,16: the example is the batch of a step, and the number of pieces "
+            "that it is cut into is chosen. One number: so many batches like the example are a step. Default: auto; 1 "
+            "with --mesh and no stages.",
         ),
-    ] = "1",
+    ] = None,
     stages: Annotated[
         str | None,
         typer.Option(
-            "--stages", help="Pipeline over so many groups of devices, or auto. The example batch is one microbatch."
+            "--stages", help="Pipeline over so many groups of devices, or auto. Default: auto; 1 group with --mesh."
         ),
     ] = None,
     schedule: Annotated[
@@ -109,6 +111,17 @@ def plan(
             help="What a stage begins with: path of a module, or module:op. Once for every stage but the first.",
         ),
     ] = None,
+    top: Annotated[
+        int, typer.Option("--top", help="Show so many of the best layouts, with memory, tokens/s and utilisation.")
+    ] = 1,
+    like: Annotated[
+        str | None,
+        typer.Option(
+            "--like",
+            help="Price a layout beside the best: tp=8,pp=16,dp=128,vp=8,mbs=1,recompute=none. Also cp, m, schedule; "
+            "zero and sp are left to the planner.",
+        ),
+    ] = None,
     time_limit: Annotated[float, typer.Option("--time-limit", help="Seconds for one run of the solver.")] = 120.0,
     profile: Annotated[
         Path | None, typer.Option("--profile", help="What autopar profile measured: stands for --cluster.")
@@ -117,7 +130,14 @@ def plan(
 ) -> None:
     """Find the fastest way to spread a model over a cluster, and write it to a plan file.
 
+    Without flags everything is searched: meshes of up to three axes, stages, schedules, interleaving, numbers of
+    microbatches, recomputation, ways to keep parameters. The example is the batch of a step. Flags restrict.
+
     Examples:
+
+    autopar plan hf:llama/config.json --batch 128 --seq 8192 --cluster dgx-h100-x8 -o plan.json
+
+    autopar plan hf:llama/config.json --batch 128 --cluster dgx-h100-x8 --top 5 --like tp=8,pp=2,dp=4,mbs=1
 
     autopar plan gpt.py:make --cluster dgx-h100 --mesh data=2,tensor=4 -o plan.json
 
@@ -147,10 +167,19 @@ def plan(
     limit = parse_bytes(memory_limit) if memory_limit is not None else None
     if wanted is None and (pin_input or pin_output or pin_param):
         raise UsageError("--pin-param, --pin-input and --pin-output need --mesh: a placement has one part per axis")
-    counts = numbers_of(microbatches)
+    piped = stages is not None or bool(schedule) or bool(cut)
+    everything = wanted is None and not piped and microbatches is None
+    if (like is not None or top != 1) and not everything:
+        flags = "--like" if like is not None else "--top"
+        raise UsageError(
+            f"{flags} is for the search over everything: leave out --mesh, --stages, --schedule, --cut and "
+            "--microbatches"
+        )
+    counts = numbers_of(microbatches or ("auto" if piped else "1"))
     check_options(optimizer, min(counts, default=1), time_limit)
-    if len(counts) != 1 and stages is None and not schedule and not cut:
+    if len(counts) != 1 and not piped:
         raise UsageError(f"--microbatches {microbatches} is for pipelines: give --stages too, or one number")
+    nothing_again = list(recompute or ()) == ["none"]
     from autopar.planner.intra_op.mesh_plan import Options
 
     options = Options(
@@ -162,13 +191,23 @@ def plan(
         optimizer=optimizer,
         microbatches=counts[0] if len(counts) == 1 else 1,
         time_limit_seconds=time_limit,
-        recompute=tuple(recompute or ()),
+        recompute=() if nothing_again else tuple(recompute or ()),
     )
     loaded, captured = load_and_capture(model, batch, seq)
     folder = output.parent if output else Path()
     if cluster.endswith((".toml", ".json")):
         cluster = Path(os.path.relpath(Path(cluster).resolve(), folder.resolve())).as_posix()
-    if stages is not None or schedule or cut:
+    if everything:
+        from autopar.cli import layouts
+
+        if layouts.is_searched(captured, loaded):
+            layouts.make(
+                loaded, captured, hardware, cluster, options, not nothing_again, like, top, output, as_json
+            )  # fmt: skip
+            return
+        if like is not None or top != 1:
+            raise UsageError("--like and --top need a model that returns its loss, and a batch with rows")
+    if piped:
         from autopar.cli import pipeline
 
         pipeline.make(
@@ -184,6 +223,7 @@ def plan(
             options,
             output,
             as_json,
+            not nothing_again,
         )
         return
     found = plan_on(captured.graph, hardware, wanted, options, cluster)

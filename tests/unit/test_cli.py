@@ -105,8 +105,20 @@ def test_plan_writes_the_same_bytes_again() -> None:
 
 
 def test_plan_chooses_a_mesh() -> None:
+    """Without flags everything is searched: nothing that flags pin is faster."""
     document = json.loads(autopar("plan", "net.py:make", "-c", "local", "--json"))
-    assert document["mesh"] in ("data=2", "tensor=2")
+
+    def seconds(plan: dict[str, Any]) -> float:
+        spent = (s for k, s in plan.get("price", {}).items() if k.endswith("seconds"))
+        return plan["seconds"] if "stages" in plan else sum(spent)
+
+    best = seconds(document)
+    for mesh in ("data=2", "tensor=2"):
+        pinned = json.loads(autopar("plan", "net.py:make", "-c", "local", "--mesh", mesh, "--json"))
+        assert best <= 1.001 * seconds(pinned)
+    text = autopar("plan", "net.py:make", "-c", "local", "--top", "2", "--like", "dp=2,m=1")
+    assert "of peak" in text and "times the best" in text
+    autopar("plan", "net.py:make", "-c", "local", "--mesh", "data=2", "--top", "2", code=2)
 
 
 def test_plan_obeys_pins() -> None:

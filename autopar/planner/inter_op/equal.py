@@ -64,6 +64,18 @@ class Cut:
         return tuple(s.recomputed for s in self.stages)
 
 
+@dataclass(frozen=True)
+class Need:
+    """What the leanest cut needs of every device, its stages evenly filled and one microbatch in flight, and what of a
+    device may be filled."""
+
+    n_bytes: float
+    limit_bytes: float
+    groups: int
+    mesh: Mesh
+    microbatches: int
+
+
 @dataclass
 class Equal:
     """A search over groups that are equal, all or those of one device type.
@@ -96,6 +108,7 @@ class Equal:
     far: float = FAR
     thorough: bool = False
     infeasible: InfeasibleError | None = field(default=None, init=False)
+    leanest: Need | None = field(default=None, init=False)
     fastest: dict[tuple[int, Mesh], float] = field(default_factory=dict, init=False)
     _fillers: dict[tuple[int, Mesh, int | None], Filler | None] = field(default_factory=dict, init=False)
     _wires: dict[tuple[int, int], AxisCost] = field(default_factory=dict, init=False)
@@ -249,6 +262,7 @@ class Equal:
             return None
         n_bytes, groups, mesh = min(needs)
         memory = min(self.memory_bytes)
+        self.leanest = Need(n_bytes, memory, groups, mesh, self.microbatches)
         if n_bytes <= memory:
             return InfeasibleError(
                 f"no plan fits {size_text(memory)} per device with {self.microbatches} microbatches under "
@@ -304,6 +318,10 @@ class Equal:
         again = any(s.recomputed for s in filled)  # a backward that recomputes is not split
         bubble = fill.whole_bubble if again else fill.bubble
         seconds = estimated_seconds(bubble, 0.0, self.microbatches, loads)  # nothing hides in the simulated step either
+        # However few microbatches there are, the first goes all the way and back; only weight gradients may wait.
+        apart = not again and fill.kind.splits
+        way = sum(s.seconds - (s.weight_seconds if apart else 0.0) for s in filled) + 2 * sum(crossing)
+        seconds = max(seconds, way + max(load.once_seconds for load in loads))
         return Cut(tuple(groups), fill, tuple(first for first, _ in stages[1:]), filled, tuple(crossing), seconds)
 
     def _transfer(self, block: int, groups: Sequence[Group]) -> float:

@@ -30,7 +30,18 @@ from autopar.planner.intra_op.problem import Beaten
 from autopar.planner.intra_op.recompute import is_asked, patterns_in, segment, segments_of
 from autopar.rules.registry import rules_of
 from autopar.staging import StageGraph, crossings_of, cut, hot_ops
-from cost_models.pipeline import USUAL, Action, Schedule, Timeline, Times, build, label_of, live_at_peak, simulate
+from cost_models.pipeline import (
+    SCHEDULES,
+    USUAL,
+    Action,
+    Schedule,
+    Timeline,
+    Times,
+    build,
+    label_of,
+    live_at_peak,
+    simulate,
+)
 from hardware_profiles import Cluster
 
 SMALL = 16
@@ -59,6 +70,7 @@ class PipelineOptions:
         may_recompute: blocks may run again in the backward, where memory is short or time is saved by it. Where
             ``options.recompute`` or the model itself (activation checkpointing) says what runs again, that and nothing
             else does.
+        top: so many different layouts are planned exactly, if there are.
     """
 
     microbatches: int
@@ -68,6 +80,7 @@ class PipelineOptions:
     starts: Sequence[str] | None = None
     options: Options = field(default_factory=Options)
     may_recompute: bool = True
+    top: int = 1
 
 
 @dataclass(frozen=True)
@@ -199,8 +212,21 @@ class ExactPlans:
             self.graph.fingerprint, self.cluster_name or self.cluster.name, choices, schedule, crossings_of(graphs),
             self.asked.options.optimizer, seconds,
         ).validate()  # fmt: skip
-        count = f"{plan.microbatches} microbatch{'es' if plan.microbatches > 1 else ''}"
-        return Exact(seconds, f"{candidate}, {label_of(schedule)}, {count}", plan, timeline, self, candidate)
+        return Exact(seconds, self.what(candidate, label_of(schedule)), plan, timeline, self, candidate)
+
+    def what(self, candidate: Candidate, schedule: str | None = None) -> str:
+        """The layout of a candidate in words.
+
+        Args:
+            schedule: its label, if it was built.
+        """
+        if schedule is None:
+            kind = SCHEDULES.get(candidate.schedule)
+            each = (len(candidate.bounds) + 1) // candidate.groups
+            schedule = kind.at(each).label if kind and candidate.groups > 1 else candidate.schedule
+            schedule = schedule if candidate.groups > 1 else "none"
+        m = self.asked.microbatches
+        return f"{candidate}, {schedule}, {m} microbatch{'es' if m > 1 else ''}"
 
     def limit(self, devices: Sequence[int]) -> float:
         """Bytes that a device of a group may hold."""

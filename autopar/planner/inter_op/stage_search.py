@@ -15,23 +15,24 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import inf, prod
+from math import ceil, inf, prod
 
 from autopar.collection import uncollected
 from autopar.errors import InfeasibleError, PlanError
 from autopar.graph import Graph
 from autopar.pipeline import PipelinePlan
-from autopar.placements import Mesh, mesh_shapes
+from autopar.placements import Mesh, mesh_shapes, mesh_text, n_devices
 from autopar.plan import StagePlan
 from autopar.planner.inter_op import trial
 from autopar.planner.inter_op.blocks import Block
-from autopar.planner.inter_op.equal import FAR, NEAR, Equal
+from autopar.planner.inter_op.equal import FAR, NEAR, Equal, Need
 from autopar.planner.inter_op.exact import SMALL, Candidate, Exact, ExactPlans, PipelineOptions
 from autopar.planner.inter_op.menu import Menus
 from autopar.planner.inter_op.order import SEARCHED, START, check_name
 from autopar.planner.inter_op.stage_pins import allows
 from autopar.planner.inter_op.unequal import Unequal
 from autopar.planner.intra_op.fold import fold
+from autopar.planner.intra_op.mesh_plan import size_text
 from autopar.planner.intra_op.problem import Beaten
 from autopar.planner.intra_op.recompute import is_asked, segments_of
 from autopar.rules.registry import rules_of
@@ -45,6 +46,18 @@ TRIALS = 16
 """Cuts for every number of microbatches that are simulated with the times of their estimates."""
 RARE = 32
 """A kind of block of which there is at most one among so many is rare, on more than :data:`SMALL` devices."""
+FAILED = 12
+"""Of what looked promising on more than :data:`SMALL` devices, and does not fit when planned exactly, at most."""
+ROOM = (1.0, 0.85, 0.7)
+"""Shares of the devices' memory that estimates may fill: the next one where nothing of what was estimated fits."""
+WORSE = 2
+"""Numbers of microbatches in a row that are far from the best, after which no more are looked at."""
+AXES = 2
+"""Axes of a group's mesh, at most, in the first look."""
+MOST_AXES = 3
+"""The same for groups of the number that is best so far, once that is known: meshes of three axes are many, take
+several times as long to plan, and win by little where they win."""
+INTERRUPTED = "the search was interrupted: this is the best plan so far"
 CLOSE = 0.005
 """On more than :data:`SMALL` devices, the next is planned exactly if it looks at most this much worse than the best."""
 NUMBERS = 4
@@ -62,11 +75,13 @@ def _equal(groups: int, mesh: Mesh, schedule: str, bounds: tuple[int, ...]) -> C
 
 @dataclass(frozen=True)
 class Planned:
-    """A pipelined plan with its simulation and what else was tried: ``(what, seconds)``, best first."""
+    """A pipelined plan with its simulation and what else was tried: ``(what, seconds)``, best first; ``others`` has the
+    plans of all that were planned exactly, this one first."""
 
     plan: PipelinePlan
     timeline: Timeline
     tried: tuple[tuple[str, float], ...]
+    others: tuple[Exact, ...] = ()
 
 
 @uncollected()  # a search plans thousands of blocks
@@ -96,91 +111,182 @@ def plan_pipeline(
         first = searches[0].graph
         segments_of(first, rules_of(first, fold(first).representative), asked.options.recompute)
     found: list[Exact] = []
-    infeasible: InfeasibleError | None = None
-    for search, candidate in _promising(searches):
-        least = min((f.seconds for f in found), default=inf)
-        if n_devices > SMALL and least * (1 + CLOSE) < candidate.seconds:
-            break  # simulated with the times of the estimate, which are seldom much too long
+    stopped = False
+    for share in ROOM:
+        numbers = _Numbers(searches, share)
         try:
-            one = search.exact(candidate, least)
-        except Beaten:
-            continue
-        except InfeasibleError as error:
-            infeasible = error
-            continue
-        found += [one] if one is not None else []
+            numbers.look()
+        except KeyboardInterrupt:
+            if not numbers.found:
+                raise
+            stopped = True
+        stopped |= _planned_exactly(numbers.promising(), n_devices, found, asked.top)
+        if found or stopped or asked.starts is not None:
+            break
     if not found:
-        counts = " or ".join(map(str, graphs))
-        raise infeasible or next((s.infeasible for s in searches if s.infeasible), None) or PlanError(
-            f"no schedule of {', '.join(asked.schedules)} allows {counts} microbatches on "
-            f"{asked.groups or 'any number of'} groups of {n_devices} devices; change the microbatches or the schedules"
-        )
-    if n_devices <= SMALL:
+        raise _nothing_fits(searches, asked, n_devices)
+    if n_devices <= SMALL and not stopped:
         best = min(found, key=lambda f: f.seconds)
         found += best.search.improved(best)
     found.sort(key=lambda f: f.seconds)
-    tried: dict[str, float] = {}
+    tried: dict[str, Exact] = {}
     for f in found:
-        tried.setdefault(f.what, f.seconds)
-    return Planned(found[0].plan, found[0].timeline, tuple(tried.items()))
+        tried.setdefault(f.what, f)
+    best = found[0]
+    notes = (*best.plan.notes, INTERRUPTED) if stopped else best.plan.notes
+    seconds = tuple((what, f.seconds) for what, f in tried.items())
+    return Planned(replace(best.plan, notes=notes), best.timeline, seconds, tuple(tried.values()))
 
 
-def _promising(searches: Sequence[_Search]) -> list[tuple[_Search, Candidate]]:
-    """What is planned exactly, of searches from the fewest microbatches to the most.
+def _planned_exactly(
+    promising: Sequence[tuple[_Search, Candidate]], n_devices: int, found: list[Exact], top: int
+) -> bool:
+    """Add exact plans of what is promising, the best first, to what was found: at least ``top`` different ones, if
+    there are. Whether Ctrl-C ended it early."""
+    failed = 0
+    for search, candidate in promising:
+        least = min((f.seconds for f in found), default=inf)
+        different = {f.what for f in found}
+        if n_devices > SMALL and len(different) >= top and (
+            len(found) >= CANDIDATES or failed == FAILED or least * (1 + CLOSE) < candidate.seconds
+        ):
+            break  # simulated with the times of the estimate, which are seldom much too long
+        if n_devices > SMALL and top > 1 and search.what(candidate) in different:
+            continue
+        try:
+            one = search.exact(candidate, least if top == 1 else inf)
+        except Beaten:
+            continue
+        except InfeasibleError as error:
+            search.infeasible = search.infeasible or error
+            failed += 1
+            continue
+        except KeyboardInterrupt:
+            if not found:
+                raise
+            return True
+        found += [one] if one is not None else []
+    return False
+
+
+def _nothing_fits(searches: Sequence[_Search], asked: PipelineOptions, n_devices: int) -> PlanError | InfeasibleError:
+    """The error where no way to cut was planned: what was tried, and the least change that would do."""
+    counts = ", ".join(str(s.asked.microbatches) for s in searches)
+    groups = f"{asked.groups} groups" if asked.groups else "any number of groups"
+    tried = f"{groups} of {n_devices} devices, {counts} microbatches, schedules {', '.join(asked.schedules)}"
+    leanest = min((s.leanest for s in searches if s.leanest is not None), default=None, key=lambda need: need.n_bytes)
+    if leanest is not None and len(searches) > 1:
+        again = ", blocks recomputed where that helps" if asked.may_recompute else ""
+        factor = leanest.n_bytes / leanest.limit_bytes
+        least = (
+            f"devices of which {size_text(leanest.n_bytes)} may be filled, or about {ceil(factor * n_devices)} of these"
+            if factor > 1
+            else "more devices, or a smaller batch: what fits on average does not fit in every stage"
+        )
+        return InfeasibleError(
+            f"no plan fits {size_text(leanest.limit_bytes)} per device; tried: {tried}{again}\n"
+            f"  the leanest, {leanest.groups} group(s) of {mesh_text(leanest.mesh)} with {leanest.microbatches} "
+            f"microbatches, needs about {size_text(leanest.n_bytes)} with one of them in flight; the least that would "
+            f"do: {least}"
+        )
+    return next((s.infeasible for s in searches if s.infeasible), None) or PlanError(
+        f"no schedule of {', '.join(asked.schedules)} allows {' or '.join(counts.split(', '))} microbatches on "
+        f"{asked.groups or 'any number of'} groups of {n_devices} devices; change the microbatches or the schedules"
+    )
+
+
+@dataclass
+class _Numbers:
+    """The first three steps of the search, over numbers of microbatches: bound, estimate, simulate.
 
     A smaller microbatch never takes less time a row, so what was too slow with a larger one is not planned again.
+
+    Attributes:
+        searches: from the fewest microbatches to the most.
+        share: of the devices' memory that the estimates may fill: less where they turned out to be too hopeful.
+        found: ``(seconds, place among those of its number, search, candidate)``.
     """
-    if len(searches) == 1 or searches[0].asked.starts is not None:
-        return [(s, c) for s in searches for c in s.candidates()]
-    if searches[0].n_devices > SMALL:
-        decided: dict[tuple[object, ...], list[StagePlan]] = {}
-        for search in searches:
-            search.decided = decided
-    found: list[tuple[float, int, _Search, Candidate]] = []
-    whole: dict[tuple[int, int, Mesh], float] = {}  # what the commonest block takes for the whole batch, by search
 
-    def look(number: int) -> bool:
-        """Whether going on in this direction is worth while."""
-        search, m = searches[number], searches[number].asked.microbatches
-        best = min((f[0] for f in found), default=inf)
-        known: dict[tuple[int, Mesh], float] = {}
-        for (n, pool, mesh), seconds in whole.items():
+    searches: Sequence[_Search]
+    share: float
+    found: list[tuple[float, int, _Search, Candidate]] = field(default_factory=list)
+    whole: dict[tuple[int, int, Mesh], float] = field(default_factory=dict)
+    """What the commonest block takes for the whole batch, by search."""
+
+    @property
+    def few(self) -> bool:
+        """Whether devices are so few that every number is looked at."""
+        return self.searches[0].n_devices <= SMALL
+
+    def look(self) -> None:
+        """Look at all numbers that may be best.
+
+        It starts from the middle, where a good plan is expected, so that others can be left alone, and goes on in both
+        directions to the ends, or until :data:`WORSE` numbers in a row are far from the best.
+        """
+        if len(self.searches) == 1 or self.searches[0].asked.starts is not None:
+            for search in self.searches:
+                self._take(search, search.candidates(share=self.share))
+            self._look_deeper()
+            return
+        if not self.few:
+            decided: dict[tuple[object, ...], list[StagePlan]] = {}
+            for search in self.searches:
+                search.decided = decided
+        middle = len(self.searches) // 2
+        for order in (range(middle, len(self.searches)), range(middle - 1, -1, -1)):
+            worse = 0
+            for number in order:
+                worse = 0 if self._look_at(number) else worse + 1
+                if worse == WORSE and not self.few:
+                    break
+        self._look_deeper()
+
+    def _look_deeper(self) -> None:
+        """Look at meshes of more axes for the number of microbatches and of groups that is best so far."""
+        if not self.found:
+            return
+        seconds, _, search, candidate = min(self.found, key=lambda f: f[:2])
+        equal = len({n_devices(mesh) for mesh in candidate.meshes}) == 1
+        if search.asked.mesh or search.asked.starts is not None or not equal:
+            return
+        search.most_axes = MOST_AXES
+        try:
+            self._take(search, search.candidates(None, seconds, 1.0, self.share, candidate.groups))
+        finally:
+            search.most_axes = AXES
+
+    def _look_at(self, number: int) -> bool:
+        """Whether a number is near the best."""
+        search, m = self.searches[number], self.searches[number].asked.microbatches
+        best = min((f[0] for f in self.found), default=inf)
+        floors: dict[tuple[int, Mesh], float] = {}
+        for (n, pool, mesh), seconds in self.whole.items():
             if n <= number and search.cluster.measured is None:  # what was measured may do otherwise
-                known[pool, mesh] = max(known.get((pool, mesh), 0.0), seconds / m)
-        own = search.candidates(known, best, NEAR)
-        found.extend((c.seconds, k, search, c) for k, c in enumerate(own))
-        whole.update({(number, pool, mesh): s * m for (pool, mesh), s in search.fastest.items() if s < inf})
-        return few or not own or own[0].seconds <= NEAR * best
+                floors[pool, mesh] = max(floors.get((pool, mesh), 0.0), seconds / m)
+        candidates = search.candidates(floors, best, WORTH_A_LOOK if self.few else NEAR, self.share)
+        self._take(search, candidates)
+        self.whole.update({(number, pool, mesh): s * m for (pool, mesh), s in search.fastest.items() if s < inf})
+        return bool(candidates) and candidates[0].seconds <= NEAR * best
 
-    # From the middle, where a good plan is expected, so that others can be left alone. On few devices all numbers are
-    # looked at. On many, the best step is taken to fall and then rise with the number: every second one is looked at,
-    # on as long as it gets no worse, and then those on both sides of a best one in between.
-    few = searches[0].n_devices <= SMALL
-    middle, step = len(searches) // 2, 1 if few else 2
-    looked: list[int] = []
+    def _take(self, search: _Search, candidates: Sequence[Candidate]) -> None:
+        self.found.extend((c.seconds, k, search, c) for k, c in enumerate(candidates))
 
-    def best_number() -> int:
-        return searches.index(min(found, key=lambda f: f[:2])[2])
-
-    for order in (range(middle, len(searches), step), range(middle - step, -1, -step)):
-        if not few and found and order.step < 0 and best_number() > middle:
-            break
-        for number in order:
-            looked.append(number)
-            if not look(number):
-                break
-    if found and min(looked) < best_number() < max(looked):
-        for number in sorted({best_number() - 1, best_number() + 1} - set(looked)):
-            look(number)
-    found.sort(key=lambda f: f[:2])
-    if not found or searches[0].n_devices > SMALL:
-        return [(s, c) for _, _, s, c in found[:CANDIDATES]]
-    near = [f for f in found if f[0] <= WORTH_A_LOOK * found[0][0]]
-    counts = list(dict.fromkeys(id(f[2]) for f in near))  # by the best estimate of each number of microbatches
-    return [
-        (s, c) for _, k, s, c in near
-        if id(s) in counts[:2] or (id(s) in counts[:NUMBERS] and k < CANDIDATES)
-    ]  # fmt: skip
+    def promising(self) -> list[tuple[_Search, Candidate]]:
+        """What is planned exactly, the best first."""
+        if len(self.searches) == 1 or self.searches[0].asked.starts is not None:
+            return [(s, c) for _, _, s, c in self.found]
+        found = sorted(self.found, key=lambda f: f[:2])
+        if not found or not self.few:
+            return [(s, c) for _, _, s, c in found]
+        near = [f for f in found if f[0] <= WORTH_A_LOOK * found[0][0]]
+        counts = list(dict.fromkeys(id(f[2]) for f in near))  # by the best estimate of each number of microbatches
+        picked = [
+            (s, c) for _, k, s, c in near
+            if id(s) in counts[:2] or (id(s) in counts[:NUMBERS] and k < CANDIDATES)
+        ]  # fmt: skip
+        alone = [(s, c) for _, _, s, c in found if c.groups == 1][:CANDIDATES]  # one stage is planned in no time
+        return [*picked, *(pair for pair in alone if pair not in picked)]
 
 
 @dataclass(eq=False)
@@ -188,16 +294,21 @@ class _Search(ExactPlans):
     """Looks for ways to cut for one number of microbatches."""
 
     infeasible: InfeasibleError | None = None
+    leanest: Need | None = None
+    most_axes: int = AXES
     fastest: Mapping[tuple[int, Mesh], float] = field(default_factory=dict)
     decided: dict[tuple[object, ...], list[StagePlan]] = field(default_factory=dict)
 
     def candidates(
-        self, floors: Mapping[tuple[int, Mesh], float] | None = None, best_known: float = inf, far: float = FAR
-    ) -> list[Candidate]:
+        self, floors: Mapping[tuple[int, Mesh], float] | None = None, best_known: float = inf, far: float = FAR,
+        share: float = 1.0, groups: int | None = None,
+    ) -> list[Candidate]:  # fmt: skip
         """The most promising ways to cut, by estimate.
 
         Args:
             floors, best_known, far: as for :class:`Equal`.
+            share: of the devices' memory that may be filled.
+            groups: how many, where the user leaves that open; None for any number.
         """
         if self.asked.starts is not None:
             return self._pinned(self.asked.starts)
@@ -206,15 +317,16 @@ class _Search(ExactPlans):
         pools = self._pools
         search = Equal(
             self.cluster, pools, self.blocks, self.menus, self._shapes, schedules, asked.microbatches,
-            [self.limit(pool) for pool in pools], asked.groups, floors or {}, best_known, far,
+            [share * self.limit(pool) for pool in pools], asked.groups or groups, floors or {}, best_known, far,
             self.n_devices <= SMALL,
         )  # fmt: skip
         found = search.cuts()
         self.fastest = search.fastest
         self.infeasible = self.infeasible or search.infeasible
+        self.leanest = self.leanest or search.leanest
         if self.n_devices > SMALL:
             found = [replace(c, seconds=s) for s, c in trial.best(found, asked.microbatches, TRIALS)]
-        best = found[:CANDIDATES]
+        best = found[:CANDIDATES] if self.n_devices <= SMALL else found
         if self.n_devices <= SMALL and found:  # the estimate knows neither the order of actions nor the exact plans
             near = [c for c in found if c.seconds <= WORTH_A_LOOK * found[0].seconds]
             for groups in sorted({len(c.groups) for c in near}):
@@ -228,7 +340,7 @@ class _Search(ExactPlans):
             )
             for c in dict.fromkeys(best)
         ]  # fmt: skip
-        return [*cuts, *self._unequal()]
+        return cuts if self.most_axes > AXES else [*cuts, *self._unequal()]
 
     def _pinned(self, starts: Sequence[str]) -> list[Candidate]:
         """All groups, shapes and schedules for which the user's cuts are right."""
@@ -296,7 +408,9 @@ class _Search(ExactPlans):
         if self.asked.mesh:
             return [self.asked.mesh] if prod(k for _, k in self.asked.mesh) == size else []
         near = max(1, self.cluster.n_devices // self.cluster.n_nodes)
-        shapes = [m for m in mesh_shapes(size) if len(m) == 1 or m[-1][1] <= near]
+        shapes = [m for m in mesh_shapes(size, self.most_axes) if len(m) == 1 or prod(k for _, k in m[1:]) <= near]
+        if self.most_axes > AXES:  # those with fewer were looked at before
+            shapes = [m for m in shapes if len(m) > AXES]
         return [m for m in shapes if allows(m, self.asked.options)]
 
     @cached_property

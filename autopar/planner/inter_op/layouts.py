@@ -1,0 +1,169 @@
+"""Layouts in the words that people use, as wishes for a pipeline: ``tp=8,pp=16,dp=128,vp=8,zero=1,sp,recompute=none``.
+
+    tp, dp, cp      sizes of the axes tensor, data and context of every group's mesh
+    pp              groups of devices; vp stages on each (interleaving)
+    mbs             rows of the batch on every data rank in one microbatch; 1 unless it is given
+    m               microbatches of a step, instead of mbs
+    schedule        1f1b, zb-h1, ...; by default 1f1b, or interleaved-1f1b where vp is more than 1
+    recompute       none, or full: every block of the model runs again; left to the planner unless it is given
+    zero, sp        accepted and left to the planner, which keeps every parameter and cuts every sequence as is cheapest
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from autopar.errors import PlanError, closest
+from autopar.graph import Graph
+from autopar.placements import Mesh
+from autopar.planner.inter_op.exact import PipelineOptions
+from autopar.planner.inter_op.order import check_name
+
+AXES = {"dp": "data", "tp": "tensor", "cp": "context"}
+NUMBERS = (*AXES, "pp", "vp", "mbs", "m")
+WORDS = (*NUMBERS, "schedule", "recompute", "zero", "sp")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout as it was asked for; sizes of axes are 1 where they were not.
+
+    Attributes:
+        sizes: of the axes ``dp``, ``tp`` and ``cp``.
+        groups, stages_a_group: ``pp`` and ``vp``.
+        rows: of a microbatch on every data rank.
+        microbatches: of a step; None where ``rows`` says it.
+        free: words that name what the planner decides all the same.
+    """
+
+    text: str
+    sizes: Mapping[str, int]
+    groups: int
+    stages_a_group: int
+    rows: int
+    microbatches: int | None
+    schedule: str
+    recompute: str | None
+    free: tuple[str, ...]
+
+    @property
+    def mesh(self) -> Mesh:
+        """Of every group."""
+        axes = tuple((AXES[word], size) for word, size in self.sizes.items() if size > 1)
+        return axes or (("data", 1),)
+
+    @property
+    def n_devices(self) -> int:
+        """Of all groups."""
+        n = self.groups
+        for size in self.sizes.values():
+            n *= size
+        return n
+
+    def microbatches_of(self, rows: int) -> int:
+        """Into how many microbatches a batch of so many rows is cut.
+
+        Raises:
+            PlanError: it does not divide.
+        """
+        each = self.sizes["dp"] * self.rows
+        count = self.microbatches or rows // each
+        if count < 1 or rows % count or (self.microbatches is None and rows % each):
+            asked = f"m={count}" if self.microbatches else f"dp={self.sizes['dp']} with mbs={self.rows}"
+            raise PlanError(f"--like {self.text}: a batch of {rows} rows cannot be cut by {asked}; use what divides it")
+        return count
+
+    def asked(self, graph: Graph, base: PipelineOptions, n_devices: int, rows: int) -> PipelineOptions:
+        """The wishes, with what ``base`` says of memory and the optimizer.
+
+        Args:
+            graph: of the model, at any number of rows.
+
+        Raises:
+            PlanError: the layout is for another number of devices, the rows do not divide, or there are no blocks to
+                recompute.
+        """
+        if self.n_devices != n_devices:
+            words = " x ".join(f"{w}={n}" for w, n in (*self.sizes.items(), ("pp", self.groups)) if n > 1) or "nothing"
+            raise PlanError(
+                f"--like {self.text}: {words} makes {self.n_devices} devices, the cluster has {n_devices}; change one "
+                "of the sizes"
+            )
+        options = base.options
+        if self.recompute == "full":
+            options = replace(options, recompute=(block_pattern(graph, self.text),))
+        return replace(
+            base, microbatches=self.microbatches_of(rows), groups=self.groups, mesh=self.mesh, options=options,
+            schedules=(self.schedule,), may_recompute=self.recompute is None,
+        )  # fmt: skip
+
+
+def parse_layout(text: str) -> Layout:
+    """A layout from its words.
+
+    Raises:
+        PlanError: a word is unknown, has a wrong value, or cannot be honoured yet.
+    """
+    numbers: dict[str, int] = {}
+    others: dict[str, str] = {}
+    free = []
+    for part in text.split(","):
+        word, equals, value = (p.strip() for p in part.partition("="))
+        if word not in WORDS:
+            raise PlanError(f"--like {text}: '{part.strip()}' is no word of a layout; {closest(word, WORDS)}")
+        if word in numbers or word in others or word in free:
+            raise PlanError(f"--like {text}: '{word}' stands there twice")
+        if word in NUMBERS:
+            if not value.isdigit() or not 1 <= int(value) <= 1 << 24:
+                raise PlanError(f"--like {text}: {word} is '{value}'; give a whole number of 1 or more: {word}=8")
+            numbers[word] = int(value)
+        elif (word == "sp" and not equals) or (word == "zero" and value in ("0", "1", "2", "3")):
+            free.append(part.strip())
+        elif word in ("zero", "sp"):
+            wanted = "zero=0, 1, 2 or 3" if word == "zero" else "sp alone"
+            raise PlanError(f"--like {text}: {word} is '{value}'; write {wanted}")
+        else:
+            others[word] = value
+    recompute = others.get("recompute")
+    if recompute == "selective":
+        raise PlanError(
+            f"--like {text}: selective recomputation (parts of a block) is not there yet; use recompute=none or "
+            "recompute=full, or leave it out: the planner then chooses blocks"
+        )
+    if recompute not in (None, "none", "full"):
+        raise PlanError(f"--like {text}: recompute is '{recompute}'; use none or full")
+    if "m" in numbers and "mbs" in numbers:
+        raise PlanError(f"--like {text}: mbs and m say the same; give one of them")
+    groups, deep = numbers.get("pp", 1), numbers.get("vp", 1)
+    schedule = others.get("schedule") or ("interleaved-1f1b" if deep > 1 else "1f1b")
+    if deep > 1:
+        if groups == 1:
+            raise PlanError(f"--like {text}: vp={deep} needs a pipeline; give pp=2 or more")
+        schedule = f"{schedule}:{deep}"
+    check_name(schedule)
+    sizes = {word: numbers.get(word, 1) for word in AXES}
+    return Layout(
+        text, sizes, groups, deep, numbers.get("mbs", 1), numbers.get("m"), schedule, recompute, tuple(free)
+    )
+
+
+def block_pattern(graph: Graph, text: str) -> str:
+    """The pattern of the modules that repeat most: ``model.layers.*``.
+
+    Raises:
+        PlanError: there are none; ``text`` is the layout that asked for them.
+    """
+    counts: Counter[str] = Counter()
+    for node in graph.nodes:
+        parts = node.module.split(".") if node.kind == "op" and node.module else []
+        number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+        if number:
+            counts[".".join(parts[:number])] += 1
+    if not counts:
+        raise PlanError(f"--like {text}: no modules of the model repeat; say which run again with --recompute")
+    return f"{counts.most_common(1)[0][0]}.*"
+
+
+__all__ = ["Layout", "block_pattern", "parse_layout"]

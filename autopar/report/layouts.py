@@ -1,0 +1,100 @@
+"""Layouts side by side: what a step takes, what of it is idle, memory, tokens a second, model-flops utilisation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from autopar.graph import Graph
+from autopar.pipeline import PipelinePlan
+from autopar.rules.registry import rules_of
+from cost_models.compute import COMPUTE_KINDS, peak_flops
+from cost_models.pipeline import Timeline
+from hardware_profiles import Cluster
+
+BACKWARD = 2
+"""Contractions of the backward for each of the forward: of the inputs and of the weights."""
+
+
+@dataclass(frozen=True)
+class LayoutRow:
+    """One layout.
+
+    Attributes:
+        bubble: idle share of all groups.
+        memory_bytes: of the fullest device.
+        tokens_per_second: elements of the largest integer input of a step, or rows where there is none.
+        utilisation: of the devices' peak, by the model's own contractions: recomputation does not count.
+        on_front: no other row is faster with as little memory.
+    """
+
+    what: str
+    seconds: float
+    bubble: float
+    memory_bytes: float
+    tokens_per_second: float
+    utilisation: float
+    on_front: bool = False
+
+
+def layout_row(what: str, plan: PipelinePlan, timeline: Timeline, graph: Graph, cluster: Cluster) -> LayoutRow:
+    """The row of a plan.
+
+    Args:
+        graph: of one microbatch.
+    """
+    schedule, m = plan.schedule, plan.microbatches
+    memory = max(sum(plan.stages[s].price.memory_bytes for s in held) for held in schedule.stages_of_rank)
+    devices = sorted({d for stage in plan.stages for d in stage.devices})
+    flops = m * model_flops(graph)
+    peak = sum(sum(peak_flops(cluster.device(d), dtype) * share for dtype, share in flops_by_dtype(graph).items())
+               for d in devices)  # fmt: skip
+    used = flops / (plan.seconds * peak) if plan.seconds and peak else 0.0
+    return LayoutRow(what, plan.seconds, timeline.bubble_fraction, memory, m * tokens_of(graph) / plan.seconds, used)
+
+
+def model_flops(graph: Graph) -> float:
+    """Floating-point operations of the contractions of a step's microbatch, forward and backward."""
+    return sum(_flops(graph).values())
+
+
+def flops_by_dtype(graph: Graph) -> dict[str, float]:
+    """The share of each dtype in them."""
+    found = _flops(graph)
+    total = sum(found.values())
+    return {dtype: flops / total for dtype, flops in found.items()} if total else {"float32": 1.0}
+
+
+def _flops(graph: Graph) -> Mapping[str, float]:
+    found: dict[str, float] = {}
+    for node, rule in zip(graph.nodes, rules_of(graph), strict=True):
+        if node.kind == "op" and rule is not None and rule.kind in COMPUTE_KINDS:
+            times = 1 + (BACKWARD if node.needs_grad else 0)
+            dtype = graph.spec(node.refs[0]).dtype
+            found[dtype] = found.get(dtype, 0.0) + times * rule.flops_at({})
+    return found
+
+
+def tokens_of(graph: Graph) -> int:
+    """Tokens of a batch: elements of its largest integer input; its rows, where no input is of integers."""
+    whole, rows = 0, 1
+    for _, node in graph.of_kind("input"):
+        if node.out.shape:
+            rows = max(rows, int(node.out.shape[0]))
+            if not node.out.is_float:
+                whole = max(whole, prod(node.out.shape))
+    return whole or rows
+
+
+def with_front(rows: Sequence[LayoutRow]) -> list[LayoutRow]:
+    """The rows, fastest first, with those marked that no other beats in both time and memory."""
+    found: list[LayoutRow] = []
+    least = float("inf")
+    for row in sorted(rows, key=lambda r: (r.seconds, r.memory_bytes)):
+        found.append(LayoutRow(**{**vars(row), "on_front": row.memory_bytes < least}))
+        least = min(least, row.memory_bytes)
+    return found
+
+
+__all__ = ["LayoutRow", "layout_row", "model_flops", "tokens_of", "with_front"]

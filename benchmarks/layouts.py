@@ -1,0 +1,176 @@
+"""The default search beside layouts that experts published, and beside a portfolio of pinned layouts.
+
+    python benchmarks/layouts.py                      the table of expert layouts, a line a case, each in a process
+    python benchmarks/layouts.py llama-8b-64          one case
+    python benchmarks/layouts.py --portfolio 200 gpt3-64      so many random layouts, pinned, of one case
+
+The models are on the meta device. A row has the seconds of a step by autopar's own price for the search and for the
+layout pinned in the words of ``autopar plan --like``, their ratio, and the CPU-seconds of both searches after capture.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import time
+import warnings
+from typing import Any
+
+CASES: dict[str, tuple[str, dict[str, Any], str, int, int, str]] = {
+    # name: (family, shape, cluster, rows, sequence, layout); layouts as published, with the words that autopar lacks
+    # (zero=1, sp) left to the planner; recomputation is left to the planner where a run did not fit without it
+    "llama-8b-8": ("llama", {"hidden": 4096, "ffn": 14336, "heads": 32, "layers": 32}, "dgx-h100", 16, 8192, "dp=8"),
+    "llama-8b-64": ("llama", {"hidden": 4096, "ffn": 14336, "heads": 32, "layers": 32}, "dgx-h100-x8", 128, 8192,
+                    "dp=64"),
+    "llama-70b-64": ("llama", {"hidden": 8192, "ffn": 28672, "heads": 64, "layers": 80}, "dgx-h100-x8", 128, 8192,
+                     "tp=4,pp=4,dp=4,vp=5,sp"),
+    "llama-70b-256": ("llama", {"hidden": 8192, "ffn": 28672, "heads": 64, "layers": 80}, "dgx-h100-x32", 512, 8192,
+                      "tp=4,pp=4,dp=16,vp=5,sp"),
+    "llama-405b-512": ("llama", {"hidden": 16384, "ffn": 53248, "heads": 128, "layers": 126}, "dgx-h100-x64", 256,
+                       8192, "tp=8,pp=8,dp=8,vp=7,sp"),
+    "llama-405b-16384": ("llama", {"hidden": 16384, "ffn": 53248, "heads": 128, "layers": 126}, "dgx-h100-x2048", 2048,
+                         8192, "tp=8,pp=16,dp=128,vp=7,zero=1,sp"),
+    "gpt2-8": ("gpt2", {"hidden": 768, "heads": 12, "layers": 12}, "dgx-h100", 64, 1024, "dp=8,m=1"),
+    "gpt3-64": ("gpt2", {"hidden": 12288, "heads": 96, "layers": 96}, "dgx-a100-x8", 64, 2048,
+                "tp=8,pp=8,m=64,schedule=zb-h1"),
+    "gpt3-1024": ("gpt2", {"hidden": 12288, "heads": 96, "layers": 96}, "dgx-a100-x128", 1536, 2048,
+                  "tp=8,pp=8,dp=16,mbs=1,sp"),
+    "resnet-50-8": ("resnet", {}, "dgx-h100", 256, 224, "dp=8,m=1"),
+    "t5-3b-16": ("t5", {"hidden": 1024, "ffn": 16384, "heads": 32, "layers": 24}, "dgx-h100-x2", 64, 512, "dp=16"),
+    "vit-22b-64": ("vit", {"hidden": 6144, "ffn": 24576, "heads": 48, "layers": 48}, "dgx-h100-x8", 256, 224,
+                   "tp=8,dp=8,m=4"),
+}  # fmt: skip
+
+
+def model_of(family: str, shape: dict[str, Any], seq: int) -> Any:
+    """The model on the meta device, in bfloat16 but for ResNet."""
+    import torch
+    import transformers as t
+
+    with torch.device("meta"):
+        if family == "llama":
+            config = t.LlamaConfig(
+                hidden_size=shape["hidden"], intermediate_size=shape["ffn"], num_hidden_layers=shape["layers"],
+                num_attention_heads=shape["heads"], num_key_value_heads=8, vocab_size=128256,
+                max_position_embeddings=seq, use_cache=False,
+            )  # fmt: skip
+            return t.LlamaForCausalLM(config).to(torch.bfloat16)
+        if family == "gpt2":
+            config = t.GPT2Config(
+                vocab_size=51200, n_positions=seq, n_embd=shape["hidden"], n_layer=shape["layers"],
+                n_head=shape["heads"], resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
+            )  # fmt: skip
+            return t.GPT2LMHeadModel(config).to(torch.bfloat16)
+        if family == "t5":
+            config = t.T5Config(
+                d_model=shape["hidden"], d_ff=shape["ffn"], d_kv=128, num_layers=shape["layers"],
+                num_heads=shape["heads"], dropout_rate=0.0, use_cache=False,
+            )  # fmt: skip
+            return t.T5ForConditionalGeneration(config).to(torch.bfloat16)
+        if family == "vit":
+            config = t.ViTConfig(
+                hidden_size=shape["hidden"], intermediate_size=shape["ffn"], num_hidden_layers=shape["layers"],
+                num_attention_heads=shape["heads"], image_size=seq, patch_size=14, hidden_dropout_prob=0.0,
+                attention_probs_dropout_prob=0.0, num_labels=1000,
+            )  # fmt: skip
+            return t.ViTForImageClassification(config).to(torch.bfloat16)
+        return t.ResNetForImageClassification(t.ResNetConfig(num_labels=1000))
+
+
+def batch_of(family: str, rows: int, seq: int, model: Any) -> dict[str, Any]:
+    """Keyword arguments with the loss."""
+    import torch
+
+    with torch.device("meta"):
+        if family in ("vit", "resnet"):
+            labels = torch.zeros(rows, dtype=torch.long)
+            return {"pixel_values": torch.zeros(rows, 3, seq, seq, dtype=model.dtype), "labels": labels}
+        ids = torch.zeros(rows, seq, dtype=torch.long)
+        return {"input_ids": ids, "labels": ids}
+
+
+def measure(case: str, portfolio: int = 0) -> dict[str, Any]:
+    """One case in this process; with ``portfolio``, beside so many random layouts instead of the published one."""
+    warnings.simplefilter("ignore")
+    import autopar.rules  # noqa: F401
+    from autopar.capture import capture
+    from autopar.capture.parts import numbers_of_parts, resized
+    from autopar.errors import AutoparError
+    from autopar.planner.inter_op.layouts import parse_layout
+    from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
+    from hardware_profiles import load_cluster
+
+    family, shape, cluster, rows, seq, text = CASES[case]
+    model, hardware = model_of(family, shape, seq), load_cluster(cluster)
+
+    def graph(n: int) -> Any:
+        return capture(model, (), batch_of(family, n, seq, model)).graph
+
+    whole, half = graph(rows), graph(rows // 2)
+
+    def part(m: int) -> Any:
+        return resized(whole, half, rows, rows // 2, rows // m)
+
+    n, base = hardware.n_devices, PipelineOptions(1)
+    start = time.process_time()
+    found = plan_pipeline({m: part(m) for m in numbers_of_parts(rows)}, hardware, n, base)
+    searched = time.process_time()
+    best = found.plan.seconds
+    row: dict[str, Any] = {"case": case, "search s": round(best, 4), "plan": found.tried[0][0]}
+    row["search CPU s"] = round(searched - start, 1)
+    layouts = random_layouts(portfolio, n, rows, len(case)) if portfolio else [text]
+    prices: dict[str, float] = {}
+    for words in layouts:
+        try:
+            asked = parse_layout(words).asked(whole, base, n, rows)
+            prices[words] = plan_pipeline(part(asked.microbatches), hardware, n, asked).plan.seconds
+        except (AutoparError, ValueError) as error:
+            row.setdefault("not possible", []).append(f"{words}: {str(error).splitlines()[0][:80]}")
+    row["pinned CPU s"] = round(time.process_time() - searched, 1)
+    if portfolio:
+        row["priced"], row["not possible"] = len(prices), len(row.get("not possible", ()))
+    if prices:
+        like = min(prices, key=lambda words: prices[words])
+        row |= {"like": like, "pinned s": round(prices[like], 4), "search / pinned": round(best / prices[like], 4)}
+    return row
+
+
+def random_layouts(count: int, n: int, rows: int, seed: int) -> list[str]:
+    """So many different layouts of ``n`` devices."""
+    rng = random.Random(seed)
+    found: dict[str, None] = {}
+    sizes = [k for k in range(1, n + 1) if n % k == 0]
+    for _ in range(100 * count):
+        tensor = rng.choice([k for k in sizes if k <= 8])
+        groups = rng.choice([k for k in sizes if (n // tensor) % k == 0])
+        data = n // tensor // groups
+        counts = [m for m in range(1, rows + 1) if rows % m == 0 and (rows // m) % data == 0]
+        if not counts:
+            continue
+        deep = rng.choice([1, 1, 2, 3, 4, 8]) if groups > 1 else 1
+        names = ["zb-h1", "interleaved-1f1b"] if deep > 1 else ["1f1b", "zb-h1"]
+        words = f"tp={tensor},pp={groups},dp={data},vp={deep},m={rng.choice(counts)},schedule={rng.choice(names)}"
+        found[words + rng.choice(["", ",recompute=none"])] = None
+        if len(found) == count:
+            break
+    return list(found)
+
+
+def main() -> None:
+    """Print a line for every case."""
+    words = sys.argv[1:]
+    if words[:1] == ["--portfolio"]:
+        print(json.dumps(measure(words[2], int(words[1]))))
+        return
+    if words:
+        print(json.dumps(measure(words[0])))
+        return
+    for case in CASES:
+        done = subprocess.run([sys.executable, __file__, case], capture_output=True, text=True)
+        print(done.stdout.strip() or f"{case}: {(done.stderr.strip().splitlines() or ['?'])[-1]}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

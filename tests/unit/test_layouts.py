@@ -1,0 +1,80 @@
+"""Layouts in the words that people use, and rows of layouts side by side."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from autopar.capture import capture
+from autopar.errors import PlanError
+from autopar.planner.inter_op.exact import PipelineOptions
+from autopar.planner.inter_op.layouts import block_pattern, parse_layout
+from autopar.report.layouts import LayoutRow, model_flops, tokens_of, with_front
+
+
+def graph_of(rows: int, seq: int, hidden: int, layers: int):  # type: ignore[no-untyped-def]
+    config = GPT2Config(vocab_size=64, n_positions=seq, n_embd=hidden, n_layer=layers, n_head=2, use_cache=False)
+    with torch.device("meta"):
+        model, ids = GPT2LMHeadModel(config), torch.zeros(rows, seq, dtype=torch.long)
+    return capture(model, (), {"input_ids": ids, "labels": ids}).graph
+
+
+def test_words() -> None:
+    layout = parse_layout("tp=8,pp=16,dp=128,vp=8,zero=1,sp")
+    assert layout.mesh == (("data", 128), ("tensor", 8)) and layout.n_devices == 16384
+    assert layout.schedule == "interleaved-1f1b:8" and layout.free == ("zero=1", "sp")
+    assert layout.microbatches_of(2048) == 16
+    graph = graph_of(2, 16, 32, 3)
+    asked = layout.asked(graph, PipelineOptions(1), 16384, 2048)
+    assert (asked.microbatches, asked.groups, asked.mesh) == (16, 16, layout.mesh) and asked.may_recompute
+    full = parse_layout("dp=2,m=4,recompute=full").asked(graph, PipelineOptions(1), 2, 8)
+    assert full.options.recompute == ("transformer.h.*",) == (block_pattern(graph, ""),)
+    assert not parse_layout("dp=2,recompute=none").asked(graph, PipelineOptions(1), 2, 8).may_recompute
+    assert parse_layout("tp=1").mesh == (("data", 1),)
+    assert parse_layout("pp=4,schedule=zb-h1").schedule == "zb-h1"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("tp=8,zz=3", "'zz=3' is no word of a layout"),
+        ("tp=8,tp=4", "'tp' stands there twice"),
+        ("tp=x", "tp is 'x'; give a whole number of 1 or more: tp=8"),
+        ("recompute=selective", "selective recomputation (parts of a block) is not there yet"),
+        ("recompute=some", "recompute is 'some'; use none or full"),
+        ("zero=4", "zero is '4'; write zero=0, 1, 2 or 3"),
+        ("mbs=1,m=4", "mbs and m say the same"),
+        ("vp=2", "vp=2 needs a pipeline"),
+        ("pp=2,vp=2,schedule=1f1b", "1f1b holds 1 stages a rank, not 2"),
+        ("pp=2,schedule=fifo", "no schedule 'fifo'"),
+    ],
+)
+def test_words_that_cannot_be(text: str, said: str) -> None:
+    with pytest.raises(PlanError) as error:
+        parse_layout(text)
+    assert said in str(error.value)
+
+
+def test_layouts_for_other_devices_and_batches() -> None:
+    graph = graph_of(2, 16, 32, 3)
+    with pytest.raises(PlanError, match="dp=4 x pp=2 makes 8 devices, the cluster has 4"):
+        parse_layout("dp=4,pp=2").asked(graph, PipelineOptions(1), 4, 8)
+    with pytest.raises(PlanError, match="a batch of 6 rows cannot be cut by dp=4 with mbs=1"):
+        parse_layout("dp=4").asked(graph, PipelineOptions(1), 4, 6)
+
+
+def test_flops_are_six_for_every_parameter_and_token() -> None:
+    """Twelve squares of the hidden size in a layer, the head, and attention's two products."""
+    rows, seq, hidden, layers = 4, 32, 64, 3
+    graph = graph_of(rows, seq, hidden, layers)
+    tokens = rows * seq
+    assert tokens_of(graph) == tokens
+    weights = 6 * tokens * (layers * 12 * hidden**2 + 64 * hidden)
+    attention = 3 * layers * 2 * 2 * rows * seq * seq * hidden
+    assert weights < model_flops(graph) <= weights + attention
+
+
+def test_the_front_of_time_against_memory() -> None:
+    rows = [LayoutRow(str(k), s, 0.0, b, 1.0, 0.5) for k, (s, b) in enumerate([(3.0, 1.0), (1.0, 5.0), (2.0, 7.0)])]
+    assert [(r.what, r.on_front) for r in with_front(rows)] == [("1", True), ("2", False), ("0", True)]
