@@ -29,6 +29,7 @@ from autopar.lower.emit import Program, lower
 from autopar.planner.intra_op.single import one_device
 from autopar.rules.local import resolve
 from autopar.rules.registry import rules_of
+from autopar.runtime.reached import reached_whatever_is_drawn
 
 LIMITS = {"float64": 1e-9, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 """Largest relative difference that rounding explains, by precision."""
@@ -454,8 +455,11 @@ def _difference(graph: Graph, mine: _Ran, theirs: _Ran) -> Comparison:
             loss = float("inf")
     largest = max((g.abs().max().item() for g in theirs.gradients.values() if g.numel()), default=1.0)
     gradient, gradient_of = 0.0, ""
+    params = {node.target for _, node in graph.of_kind("param")} - reached_whatever_is_drawn(graph)
     for name in mine.gradients | theirs.gradients:
         off = _off(mine.gradients.get(name), theirs.gradients.get(name), largest)
+        if name in params and (name in mine.gradients) != (name in theirs.gradients):
+            off = float("inf")  # an optimizer passes over a parameter that hangs on a branch, or moves it
         gradient, gradient_of = max((gradient, gradient_of), (off, name))
     buffer, buffer_of = 0.0, ""
     for name, b in theirs.buffers.items():

@@ -15,6 +15,7 @@ import torch
 
 from autopar.runtime.backward import Halves
 from autopar.runtime.input_gradients import InputGradients
+from autopar.runtime.reached import Reached
 from autopar.runtime.stage import Stage
 from autopar.runtime.wires import Post, Wire
 from autopar.staging import StageGraph
@@ -28,11 +29,13 @@ class _Microbatch:
     Attributes:
         arrived: by name, leaves that stand for tensors of earlier stages, and for inputs that want a gradient.
         outputs: what later stages get, in the order of the stage's outputs.
+        reached: what has a gradient in this microbatch; None where all that wants one does.
     """
 
     arrived: dict[str, torch.Tensor]
     outputs: list[torch.Tensor]
     loss: torch.Tensor | None
+    reached: Reached | None
 
 
 class Flight:
@@ -81,12 +84,13 @@ class Flight:
 
     def forward(
         self, post: Post, microbatch: int, batch: Mapping[str, torch.Tensor], shown: Mapping[str, str], seed: int,
-        evaluating: bool,
+        evaluating: bool, reached: Reached | None = None,
     ) -> tuple[torch.Tensor | None, tuple[Any, ...]]:  # fmt: skip
         """The loss, if the stage makes it, and all that the stage makes.
 
         Args:
             batch: the model's inputs of the microbatch, whole; messages call them as ``shown`` says.
+            reached: what will have a gradient; None where all that wants one does.
         """
         with spmd.set_current_mesh(self.stage.device_mesh):
             arrived = {
@@ -106,7 +110,7 @@ class Flight:
         graph = self.part.graph
         loss: torch.Tensor | None = None if graph.loss is None else flat[graph.loss]
         if torch.is_grad_enabled():
-            self.flying[microbatch] = _Microbatch(arrived, list(flat[: len(self.part.gives)]), loss)
+            self.flying[microbatch] = _Microbatch(arrived, list(flat[: len(self.part.gives)]), loss, reached)
         return loss, flat
 
     def backward(self, post: Post, action: Action) -> None:
@@ -117,7 +121,8 @@ class Flight:
             wanted = [x for x in flown.arrived.values() if x.requires_grad]
             if action.kind == "B" or self.whole_backward:
                 with self.stage.gradients.reducing(last=action == self.last):
-                    torch.autograd.backward(roots, grads)
+                    if roots:
+                        torch.autograd.backward(roots, grads)
             else:
                 self.halves.inputs(action.microbatch, roots, grads, wanted, self.stage.leaves())
                 self.stage.free()
@@ -144,6 +149,8 @@ class Flight:
         for wire in self.out:
             if wire.back is not None and wire.crossing is not None:
                 grad, at = post.take(wire, True, microbatch), wire.crossing.output
+                if flown.reached is not None and wire.crossing.tensor not in flown.reached:
+                    continue  # zeros for what in eager mode would not be in the backward at all
                 sums[at] = sums[at] + grad if at in sums else grad
         used = [at for at in sorted(sums) if flown.outputs[at].requires_grad]
         roots, grads = [flown.outputs[at] for at in used], [sums[at] for at in used]

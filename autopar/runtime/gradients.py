@@ -33,6 +33,7 @@ class Trained:
         self.pairs = list(pairs)
         self.waiting: list[torch.Tensor | None] = [None] * len(self.pairs)
         self.task = -1
+        self.silent: list[tuple[dict[int, Any], dict[int, Any]]] = []
         self.token: torch.Tensor | None = None
         if self.pairs:
             with torch.enable_grad():
@@ -53,6 +54,23 @@ class Trained:
         grads, self.waiting = self.waiting, [None] * len(self.pairs)
         return grads if self.task == torch._C._current_graph_task_id() else self.waiting
 
+    def silence(self, params: Sequence[torch.nn.Parameter]) -> None:
+        """Have autograd, which comes to all parameters, call no hooks of these until the backward ends: they have no
+        gradient, and in eager mode it would not come to them."""
+        self.speak()
+        hooks = [(h, dict(h)) for p in params for h in (p._backward_hooks, p._post_accumulate_grad_hooks) if h]
+        if hooks:
+            self.silent = hooks
+            for called, _ in hooks:
+                called.clear()
+            torch.autograd.Variable._execution_engine.queue_callback(self.speak)  # type: ignore[attr-defined]
+
+    def speak(self) -> None:
+        """Hooks are called again, also after a backward that broke."""
+        hooks, self.silent = self.silent, []
+        for called, those in hooks:
+            called.update({**those, **called})
+
 
 class _Parameters(torch.autograd.Function):
     @staticmethod
@@ -63,7 +81,10 @@ class _Parameters(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        return (None, *ctx.trained.take())
+        trained: Trained = ctx.trained
+        grads = trained.take()
+        trained.silence([param for (_, param), g in zip(trained.pairs, grads, strict=True) if g is None])
+        return (None, *grads)
 
 
 class Gradients:
@@ -120,10 +141,9 @@ class Gradients:
         try:
             yield
             with torch.no_grad():
-                if by_hand:
-                    for held in self.helds:
-                        if held.adjoint and held.leaf.grad is not None and (last or held.per_use):
-                            self._ready(held, held.leaf)
+                for held in self.helds:  # left by hand, or by earlier microbatches where this one has none
+                    if held.adjoint and held.leaf.grad is not None and (last or (by_hand and held.per_use)):
+                        self._ready(held, held.leaf)
                 self.reducer.finish()
                 self.schedule.end()
         finally:
@@ -155,9 +175,6 @@ class Gradients:
                 left = left or [None] * len(trained.pairs)
                 if grad is not None:
                     left[i] = held.placed(grad)
-                elif not by_autograd:
-                    assert held.local is not None  # autograd calls hooks in any case, and they expect a tensor
-                    left[i] = held.placed(torch.zeros_like(held.local))
             elif grad is not None:
                 give(param, grad)
         self.clean = True
@@ -182,6 +199,8 @@ class Gradients:
 
     def forget(self) -> None:
         """A step begins: no gradient of an earlier one counts."""
+        if self._trained is not None:
+            self._trained.speak()
         if self.clean:
             return
         self.clean = True

@@ -12,6 +12,7 @@ import torch
 
 from autopar.graph import Spec
 from autopar.pipeline import PipelinePlan
+from autopar.runtime.reached import Reached
 from autopar.runtime.stage import Stage
 from autopar.runtime.state import Held
 from autopar.runtime.wires import Post, Wire
@@ -58,8 +59,12 @@ class Ties:
         self.post = Post.of(rank, device, tuple(self.wires.values()), rows, 1)
 
     @torch.no_grad()
-    def add_up(self, stages: Mapping[int, Stage]) -> None:
-        """Sum the gradients that this rank's stages have, in the same order everywhere. All ranks call it."""
+    def add_up(self, stages: Mapping[int, Stage], reached: Reached | None = None) -> None:
+        """Sum the gradients that this rank's stages have, in the same order everywhere. All ranks call it.
+
+        Args:
+            reached: what has a gradient in this step; None where all that wants one does.
+        """
         first: dict[int, Held] = {}
         for _, stage in sorted(stages.items()):
             for held in stage.helds.values():
@@ -83,7 +88,8 @@ class Ties:
                     part = gradient if a == s else self.post.take(self.wires[name, a, s], False, 0)
                     total = part if total is None else total + part
             assert total is not None
-            stages[s].helds[name].add(total)
+            if reached is None or name in reached:
+                stages[s].helds[name].add(total)
         self.post.end()
 
 

@@ -18,6 +18,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from habits.given import Draws, Given
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -30,6 +31,8 @@ from autopar.models import load_model
 from autopar.planfile import pipeline as files
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
 from autopar.planner.intra_op.mesh_plan import Options
+from autopar.runtime.executor import mixed_seed
+from autopar.verify import inputs_of
 from hardware_profiles import load_cluster
 
 CUT = {"constraints": {"*up": {"data": "b"}}}
@@ -129,6 +132,93 @@ def optimizer_before(kind: str, piped: bool, params: Mapping[str, str] | None = 
             scheduler.step()
         found.append((losses[-3:], used))
     return max(difference(found[0][0], found[1][0]), weights(found[0][1], alone))
+
+
+class Dropping(nn.Module):
+    """Layers that are left out at random: a weight that two of them share, one that is also read outside, one that is
+    frozen, and a side that gives no numbers where it is not taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.shared, self.outer = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.layers[2].weight.requires_grad_(False)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.outer(x)
+        for i, layer in enumerate(self.layers):
+            draw = torch.rand(())
+            if draw < 0.5:
+                h = h + torch.tanh(layer(h))
+                if i in (0, 3):
+                    h = h + self.shared(h)
+                if i == 1:
+                    h = h + self.outer(h) / (self.outer(h).detach() * 0 + (draw < 0.5))
+        return (h - x).square().mean() + self.outer(x).square().mean()
+
+
+LEFT_OUT: dict[tuple[str, int], dict[str, Any]] = {
+    ("data", 2): {"constraints": {"*": {"data": "b"}}},
+    ("tensor", 1): {"constraints": {"*linear*": {"data": "n"}}},
+    ("ZeRO-1", 2): {"params": {"*": "S0 step"}, "constraints": {"*": {"data": "b"}}},
+    ("ZeRO-3", 1): {"params": {"*": "S0 use"}, "constraints": {"*": {"data": "b"}}},
+    ("ZeRO-3 that recomputes", 2): {"params": {"*": "S0 use"}, "recompute": ["layers.*"]},
+}
+"""Options under which layers are left out, with a number of microbatches."""
+
+
+def left_out(how: str, k: int) -> float:
+    """Five steps of AdamW, of ``k`` microbatches each, where the model in eager mode has the same draws.
+
+    A parameter that nothing reached has no gradient: AdamW leaves it alone, weight decay included.
+    """
+    model, xs = Dropping(), batches(5, 8)
+    alone, rows = copy.deepcopy(model), 8 // k
+    captured = capture(alone, (xs[0][:rows],))
+    place: Any = {"pipeline": 2, "halves": 2, "alone": 1}.get(how)
+    if place is None:
+        place = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
+    pm = autopar.parallelize(model, place, xs[0][:rows], **LEFT_OUT.get((how, k), {}))
+    optimizers = [
+        torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=0.01, weight_decay=0.1)
+        for m in (pm, alone)
+    ]
+    worst, missing, heard = 0.0, [], ([], [])
+    for m, calls_of in zip((pm, alone), heard, strict=True):
+        params = dict(m.named_parameters())
+        for name in ("layers.0.weight", "layers.1.weight", "outer.weight") if k == 1 else ():
+            params[name].register_hook(lambda _, n=name, c=calls_of: c.append(n))
+            params[name].register_post_accumulate_grad_hook(lambda _, n=name, c=calls_of: c.append(f"after {n}"))
+    seed, calls = pm._position()
+    for i, x in enumerate(xs):
+        if k == 1 and place != 2:
+            loss = pm(x)
+            loss.backward()
+        else:
+            loss = pm.train_step(x)
+        total = 0.0
+        for j, part in enumerate(x.split(rows)):
+            values = {n: v.detach() for n, v in alone.named_parameters()} | inputs_of(captured, (part,), {})
+            draws = Draws(captured).with_values(values, mixed_seed(seed, calls + i * k + j))
+            with Given(draws.drawn):
+                own = alone(part) / k
+            own.backward()
+            total += float(own.detach())
+        wanted = dict(alone.named_parameters())
+        for name, p in pm.named_parameters():
+            assert (p.grad is None) == (wanted[name].grad is None), f"gradient of {name} in step {i}"
+            if p.grad is not None:
+                worst = max(worst, difference(whole(p.grad), wanted[name].grad))
+        missing += [n for n, p in wanted.items() if p.grad is None and p.requires_grad]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        worst = max(worst, difference(float(loss.detach()), total), weights(pm, alone))
+    assert missing, "everything had a gradient in every step"
+    assert sorted(heard[0]) == sorted(heard[1]), "hooks of parameters are called as in eager mode"
+    return worst
 
 
 def old_optimizer(piped: bool) -> str:

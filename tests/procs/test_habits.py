@@ -22,6 +22,7 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
     **{f"a run resumed, {how}, {'pipeline' if piped else 'cut'}": ("resumed", piped, how, PATH)
        for how in ("state_dict", "dcp", "full") for piped in (False, True)},
     **{f"a ZeRO-3 parameter seen through {how}": ("viewed", how) for how in habits.VIEWS},
+    **{f"layers left out at random, {how}, {k} microbatches": ("left_out", how, k) for how, k in habits.LEFT_OUT},
     "a stage without parameters": ("stage_without_parameters",),
     "an optimizer made before, ZeRO": ("optimizer_before", "adamw", False, {"*.weight": "S0 use", "*.bias": "S0 step"}),
 }  # fmt: skip

@@ -2,81 +2,27 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.fx
 import transformers
 from habits import HABITS, drops
 from habits.base import BATCHES, Habit, batch, made
+from habits.given import Draws, Given
 from habits.training import Step, differences, module_step, scalar, two_ranks
+from procs.habits import left_out
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar.capture import Captured, capture
-from autopar.lower.emit import lower
-from autopar.planner.intra_op.single import one_device
 from autopar.rules.branch import BRANCH
 from autopar.runtime.executor import mixed_seed
 from autopar.verify import inputs_of, state_of
 
 OURS = [n for n, kind in HABITS.items() if kind.__module__ == drops.__name__ and not kind.refused]
-
-
-def plain_name(target: Any) -> str:
-    name = str(target).removeprefix("aten.").partition(".")[0].removesuffix("_")
-    return "randint" if name == "random" else name
-
-
-class Draws(torch.fx.Interpreter):
-    """Runs a program and keeps what its random operators draw, by operator and shape."""
-
-    def __init__(self, captured: Captured) -> None:
-        program = lower(captured.graph, one_device(captured.graph))
-        super().__init__(program.module)
-        self.graph_of, self.program = captured.graph, program
-        self.drawn: dict[Any, list[Tensor]] = defaultdict(list)
-        self.asked: dict[str, bool] = {}
-
-    def run_node(self, n: torch.fx.Node) -> Any:
-        value = super().run_node(n)
-        if n.op == "call_function" and "site" in n.kwargs and isinstance(value, Tensor):
-            node = self.graph_of.nodes[self.graph_of.index[n.meta["autopar"]["node"]]]
-            self.drawn[plain_name(node.target), tuple(value.shape)].append(value.detach().clone())
-        if n.op == "call_function" and str(n.target) == BRANCH:
-            condition: Any = n.args[0]
-            self.asked[condition.name] = bool(self.env[condition])
-        return value
-
-    @property
-    def conditions(self) -> list[bool]:
-        return list(self.asked.values())
-
-    def with_values(self, values: dict[str, Tensor], seed: int) -> Draws:
-        """Run it on values by name, which may require gradients."""
-        given = {**values, "seed": torch.tensor(seed)}
-        self.outputs = self.run(*(given[s.name] for s in self.program.slots))
-        return self
-
-
-class Given(TorchDispatchMode):
-    """Random operators give what they are told."""
-
-    def __init__(self, drawn: dict[Any, list[Tensor]]) -> None:
-        super().__init__()
-        self.left = {key: list(values) for key, values in drawn.items()}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded not in func.tags or not isinstance(made, Tensor):
-            return made  # attention may draw, and does not here
-        value = self.left[plain_name(func), tuple(made.shape)].pop(0)
-        return made.copy_(value) if func._schema.is_mutable else value.to(made.dtype)
 
 
 def eager_with(kind: type[Habit], captured: Captured) -> tuple[list[Step], int]:
@@ -101,7 +47,19 @@ def test_as_eager_with_the_same_draws(name: str) -> None:
     assert any(node.target == BRANCH for node in captured.graph.nodes)
     truth, ways = eager_with(kind, captured)
     assert ways > 1, "all batches went one way"
-    assert not differences(two_ranks(kind, captured, None), truth)  # on one device; ranks: world/test_habits.py
+    mine = two_ranks(kind, captured, None)  # on one device; ranks: world/test_habits.py
+    assert not differences(mine, truth)
+    assert [step.gradients.keys() for step in mine] == [step.gradients.keys() for step in truth], "of None and zero"
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_an_optimizer_passes_over_what_was_left_out(microbatches: int) -> None:
+    """On one device; on two: procs/test_habits.py."""
+    try:
+        assert left_out("alone", microbatches) < 1e-9
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 IDS = torch.randint(3, 100, (4, 12), generator=torch.Generator().manual_seed(0))
