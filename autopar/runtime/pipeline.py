@@ -33,6 +33,7 @@ from autopar.runtime.failures import Failures
 from autopar.runtime.flight import Flight
 from autopar.runtime.input_gradients import InputGradients
 from autopar.runtime.programs import AllWell, Fields, PlanAgain
+from autopar.runtime.reached import Reached, ReachedBy, reached_by
 from autopar.runtime.recaptured import differs, skeleton_of, with_buffers_of
 from autopar.runtime.registering import Placing
 from autopar.runtime.rows import check_rows
@@ -48,7 +49,7 @@ from autopar.staging import StageGraph, cut
 from cost_models.pipeline import forward_only
 from cost_models.pipeline.actions import KINDS, Action
 
-_PROGRAM = ("_captured", "_parts", "_plan", "_skeleton", "_evaluates", "_batch")
+_PROGRAM = ("_captured", "_parts", "_plan", "_skeleton", "_evaluates", "_batch", "_reached_by")
 """What is another with other values, beside the programs of the stages."""
 _Batches = tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]
 
@@ -80,6 +81,8 @@ class PipelineModule(SpreadModule):
     _spans: list[tuple[str, str, float, float]] | None
     _none: torch.nn.Parameter
     _evaluates: bool
+    _reached_by: ReachedBy | None
+    _reached: dict[int, Reached]
     _broken: bool
     _failures: Failures
 
@@ -134,6 +137,7 @@ class PipelineModule(SpreadModule):
         self._device = torch.device(device_of(meshes[mine[0]]))
         self._none = torch.nn.Parameter(torch.empty(0, device=self._device))
         self._batch = Batch(captured, self._signature, self._device)
+        self._reached_by, self._reached = reached_by(captured.graph, self._device), {}
         self._compared = Calls(lambda: dist.group.WORLD, None, alone=False)
         self._failures = Failures(range(dist.get_world_size()))
         self._input_gradients = InputGradients(captured.graph, plan.microbatches, self._device)
@@ -230,7 +234,8 @@ class PipelineModule(SpreadModule):
                 if spans is not None:
                     spans.append((str(action), KINDS[action.kind], began, time.perf_counter()))
             self._post.end()
-            self._ties.add_up({s: flight.stage for s, flight in self._flights.items()})
+            reached = frozenset().union(*self._reached.values()) if self._reached_by is not None else None
+            self._ties.add_up({s: flight.stage for s, flight in self._flights.items()}, reached)
             dist.all_reduce(total)
             self._broken = False
             for flight in self._flights.values():
@@ -258,7 +263,12 @@ class PipelineModule(SpreadModule):
     ) -> tuple[Any, ...]:  # fmt: skip
         """All that a stage makes; its part of the mean loss is added to ``total``."""
         seed = mixed_seed(self._seed, self._steps * self._plan.microbatches + microbatch)
-        loss, flat = flight.forward(post, microbatch, batches[microbatch], self._batch.shown, seed, not self.training)
+        if self._reached_by is not None and torch.is_grad_enabled() and microbatch not in self._reached:
+            self._reached[microbatch] = self._reached_by(seed)
+        loss, flat = flight.forward(
+            post, microbatch, batches[microbatch], self._batch.shown, seed, not self.training,
+            self._reached.get(microbatch),
+        )  # fmt: skip
         if loss is not None and flight.leads:
             total += loss.detach().double() / self._plan.microbatches
         return flat
@@ -275,6 +285,7 @@ class PipelineModule(SpreadModule):
                 flight.drop()
         for flight in self._flights.values():
             flight.begin()
+        self._reached = {}
         self._broken = True
 
     # -- programs of eval mode and of other values
@@ -316,6 +327,7 @@ class PipelineModule(SpreadModule):
                 flight.part, flight.stage = parts[s], flight.stage.with_other_literals(parts[s].graph)
             self._captured, self._parts, self._skeleton, self._evaluates = new, parts, skeleton_of(self), False
             self._batch = Batch(new, self._signature, self._device)
+            self._reached_by = reached_by(new.graph, self._device)
         except Exception as e:
             error = e
         all_well(error)

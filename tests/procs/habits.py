@@ -165,6 +165,8 @@ LEFT_OUT: dict[tuple[str, int], dict[str, Any]] = {
     ("ZeRO-1", 2): {"params": {"*": "S0 step"}, "constraints": {"*": {"data": "b"}}},
     ("ZeRO-3", 1): {"params": {"*": "S0 use"}, "constraints": {"*": {"data": "b"}}},
     ("ZeRO-3 that recomputes", 2): {"params": {"*": "S0 use"}, "recompute": ["layers.*"]},
+    ("pipeline", 2): {"stages": 2, "schedule": "1f1b", "microbatches": 2, "cuts": ["layers.2"]},
+    ("halves", 2): {"stages": 2, "schedule": "zb-h1", "microbatches": 2, "cuts": ["layers.2"]},
 }
 """Options under which layers are left out, with a number of microbatches."""
 
