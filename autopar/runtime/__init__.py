@@ -1,0 +1,39 @@
+"""Running plans. What stands where:
+
+A stage
+
+:mod:`.stage`            a program with the parameters and buffers that it reads; a whole model has one
+:mod:`.registering`      the model's parameters and buffers, placed and registered under their names
+:mod:`.state`            a parameter as it is stored and as it is used; :mod:`.hops`: the collectives between the two
+:mod:`.gathering`        parameters that are gathered together; :mod:`.prefetch`: when
+:mod:`.gradients`        a step's gradients on their way to the parameters; :mod:`.reduce`: their collectives
+:mod:`.renewed`          buffers of which the program is given a copy
+
+Two faces, which are ``torch.nn.Module``; :mod:`.spread` is what they share
+
+:mod:`.executor`         the model on one mesh
+:mod:`.crossing`         its program as a node of the caller's autograd graph; :mod:`.direct`: on one device
+:mod:`.outputs`          what a call gives back
+:mod:`.pipeline`         the model in stages
+:mod:`.work`             what one rank of it does in a step
+:mod:`.flight`           a stage with the microbatches that are in flight; :mod:`.backward`: a backward in halves
+:mod:`.wires`            messages between stages; :mod:`.ties`: parameters that several stages use
+:mod:`.input_gradients`  gradients of a pipeline's inputs
+:mod:`.rows`             schedules that cannot be run
+:mod:`.stagewise`        functions of torch that take the parameters of one rank for all there are
+
+A call
+
+:mod:`.calls`            however it is spelt; :mod:`.batch`: its tensors, checked and cut into microbatches
+:mod:`.same_batch`       whether all ranks were called alike
+:mod:`.values`           whether the model's Python values are those that were captured
+:mod:`.programs`         programs by these values; :mod:`.recaptured`: how a module takes another one
+:mod:`.original`         the model after ``parallelize``
+
+Ranks together
+
+:mod:`.agree`            one plan, and errors that are raised everywhere
+:mod:`.failures`         a step that breaks on one rank
+:mod:`.checkpoint`       whole state dicts; :mod:`.optimizers`: those made before; :mod:`.init`: models without values
+:mod:`.launch`           processes on this machine; :mod:`.world`: many ranks in one process; :mod:`.timing`
+"""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -83,6 +84,21 @@ def together(group: Any, error: BaseException | None) -> None:
     for rank, theirs in enumerate(everyone):
         if theirs is not None:
             raise _class_of(theirs[0])(f"on rank {rank}: {theirs[1]}")
+
+
+@contextlib.contextmanager
+def everywhere(group: Any, told: Callable[[Exception], Exception] = lambda error: error) -> Iterator[None]:
+    """What fails in this context on one rank of ``group`` is raised on all of them at its end, where every rank comes.
+
+    Args:
+        told: what is raised for an error of this rank.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as e:
+        error = told(e)
+    together(group, error)
 
 
 class Stopped(RunError):

@@ -10,24 +10,25 @@ Whether there is a gradient is decided when the model is captured, by the exampl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
-from autopar.graph import Graph
+from autopar.staging import StageGraph
 
 
 class InputGradients:
     """Those of one pipeline.
 
     Args:
-        graph: of one microbatch; its inputs that want a gradient are meant.
+        parts: the stages, of one microbatch; the model's inputs that want a gradient there are meant.
         microbatches: of a step.
     """
 
-    def __init__(self, graph: Graph, microbatches: int, device: torch.device) -> None:
-        self.shapes = {node.target: node.out.shape for _, node in graph.of_kind("input") if node.needs_grad}
+    def __init__(self, parts: Sequence[StageGraph], microbatches: int, device: torch.device) -> None:
+        inputs = [node for part in parts for _, node in part.graph.of_kind("input") if node.target in part.inputs]
+        self.shapes = {node.target: node.out.shape for node in inputs if node.needs_grad}
         self.microbatches, self.device = microbatches, device
         self.callers: dict[str, torch.Tensor] = {}
         self.sums: dict[str, torch.Tensor] = {}

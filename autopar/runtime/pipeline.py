@@ -8,15 +8,13 @@ reductions are those of a plan without pipeline; what is in flight through it, a
 from __future__ import annotations
 
 import inspect
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autopar.capture import Captured
@@ -25,15 +23,13 @@ from autopar.errors import PlanError, RunError
 from autopar.graph import Ref, Spec
 from autopar.pipeline import PipelinePlan
 from autopar.rules.registry import rules_of
-from autopar.runtime.agree import Meeting
+from autopar.runtime.agree import Meeting, first_seed
 from autopar.runtime.batch import Batch
 from autopar.runtime.checkpoint import full_state_dict, load_full_state_dict
 from autopar.runtime.executor import mixed_seed
 from autopar.runtime.failures import Failures
-from autopar.runtime.flight import Flight
-from autopar.runtime.input_gradients import InputGradients
 from autopar.runtime.programs import AllWell, Fields, PlanAgain
-from autopar.runtime.reached import Reached, ReachedBy, reached_by
+from autopar.runtime.reached import ReachedBy, reached_by
 from autopar.runtime.recaptured import differs, skeleton_of, with_buffers_of
 from autopar.runtime.registering import Placing
 from autopar.runtime.rows import check_rows
@@ -41,13 +37,10 @@ from autopar.runtime.same_batch import Calls, Seen
 from autopar.runtime.spread import SpreadModule, check_mode
 from autopar.runtime.stage import Stage, device_of
 from autopar.runtime.stagewise import flat_optimizer_states, refuse_norms_on
-from autopar.runtime.state import as_dtensor, hops
-from autopar.runtime.ties import Ties
+from autopar.runtime.state import hops
 from autopar.runtime.values import check_values
-from autopar.runtime.wires import Post, clear, wires_of
+from autopar.runtime.work import Work
 from autopar.staging import StageGraph, cut
-from cost_models.pipeline import forward_only
-from cost_models.pipeline.actions import KINDS, Action
 
 _PROGRAM = ("_captured", "_parts", "_plan", "_skeleton", "_evaluates", "_batch", "_reached_by")
 """What is another with other values, beside the programs of the stages."""
@@ -66,24 +59,15 @@ class PipelineModule(SpreadModule):
     _rank: int
     _signature: inspect.Signature
     _parts: tuple[StageGraph, ...]
-    _flights: dict[int, Flight]
     _batch: Batch
     _compared: Calls
     _seed: int
     _steps: int
     _random: bool
-    _row: tuple[Action, ...]
-    _forward_row: tuple[Action, ...]
-    _post: Post
-    _forward_post: Post
-    _ties: Ties
-    _input_gradients: InputGradients
-    _spans: list[tuple[str, str, float, float]] | None
     _none: torch.nn.Parameter
     _evaluates: bool
     _reached_by: ReachedBy | None
-    _reached: dict[int, Reached]
-    _broken: bool
+    _work: Work
     _failures: Failures
 
     def __init__(
@@ -116,9 +100,8 @@ class PipelineModule(SpreadModule):
         self._signature = inspect.signature(model.forward)
         self._captured, self._captured_training = captured, model.training
         self._skeleton = Skeleton(model) if model.training else None
-        self._evaluates = self._broken = False
+        self._evaluates = False
         self._steps = 0
-        self._spans = None
         self._parts = cut(captured.graph, plan.starts)
         check_rows(plan.schedule, self._parts)
         well = meeting.tell if meeting is not None else lambda: None
@@ -127,7 +110,7 @@ class PipelineModule(SpreadModule):
         mine = [s for s, stage in enumerate(plan.stages) if self._rank in stage.devices]
         needed = {n.target for s in mine for n in self._parts[s].graph.nodes if n.kind in ("param", "buffer")}
         given = _values(model, needed, values)
-        self._seed = _agreed(torch.initial_seed() % (1 << 62)) if seed is None else seed
+        self._seed = first_seed(dist.group.WORLD) if seed is None else seed
         well()
         for s in mine:  # groups of several axes are made together; nothing after this waits for other ranks
             shapes = {node.target: node.out.shape for _, node in self._parts[s].graph.of_kind("param")}
@@ -137,10 +120,9 @@ class PipelineModule(SpreadModule):
         self._device = torch.device(device_of(meshes[mine[0]]))
         self._none = torch.nn.Parameter(torch.empty(0, device=self._device))
         self._batch = Batch(captured, self._signature, self._device)
-        self._reached_by, self._reached = reached_by(captured.graph, self._device), {}
+        self._reached_by = reached_by(captured.graph, self._device)
         self._compared = Calls(lambda: dist.group.WORLD, None, alone=False)
         self._failures = Failures(range(dist.get_world_size()))
-        self._input_gradients = InputGradients(captured.graph, plan.microbatches, self._device)
         self.leads = self._rank == plan.stages[mine[0]].devices[0]
         shared: dict[str, torch.nn.Parameter] = {}
         placings = {
@@ -152,26 +134,12 @@ class PipelineModule(SpreadModule):
         }  # fmt: skip
         for placing in placings.values():
             placing.parameters()
-        self._flights = {}
-        wires = wires_of(self._parts, plan)
-        group = plan.schedule.rank_of_stage[mine[0]]
-        self._row = plan.schedule.flat_rows[group]
-        for s, placing in placings.items():
-            stage = Stage(self._parts[s].graph, plan.stages[s], meshes[s], self, placing.registered_buffers())
-            leads = self._rank == plan.stages[s].devices[0]
-            self._flights[s] = Flight(
-                self._parts[s], stage, wires, self._row, self._input_gradients, plan.microbatches, leads
-            )
+        stages = {
+            s: Stage(self._parts[s].graph, plan.stages[s], meshes[s], self, placing.registered_buffers())
+            for s, placing in placings.items()
+        }
         self._set_mode_of(model)
-        alone = forward_only(len(self._parts), plan.microbatches, plan.schedule.stages_of_rank)
-        self._forward_row = alone.flat_rows[group]
-        group_of = {d: plan.schedule.rank_of_stage[s] for s, stage in enumerate(plan.stages) for d in stage.devices}
-        rows, forwards = (
-            {d: schedule.flat_rows[g] for d, g in group_of.items()} for schedule in (plan.schedule, alone)
-        )
-        self._post = Post.of(self._rank, self._device, wires, rows, plan.microbatches)
-        self._forward_post = Post.of(self._rank, self._device, wires, forwards, plan.microbatches)
-        self._ties = Ties(self._parts, plan, self._rank, self._device)
+        self._work = Work(self._parts, plan, self._rank, self._device, stages)
 
     @property
     def plan(self) -> PipelinePlan:
@@ -219,118 +187,63 @@ class PipelineModule(SpreadModule):
         self.check_trains()
         callers, batches = self._microbatches(args, kwargs)
         self._batch.check_planned(callers)
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
-        spans = self._spans
         self._failures.settle()
         with self._failures.during(f"train_step {self._steps}"):
-            self._begin()
-            self._input_gradients.begin(callers)
-            for flight in self._flights.values():
-                flight.stage.gradients.forget()
-            self._post.begin()
-            for action in self._row:
-                began = time.perf_counter() if spans is not None else 0.0
-                self._act(action, batches, total)
-                if spans is not None:
-                    spans.append((str(action), KINDS[action.kind], began, time.perf_counter()))
-            self._post.end()
-            reached = frozenset().union(*self._reached.values()) if self._reached_by is not None else None
-            self._ties.add_up({s: flight.stage for s, flight in self._flights.items()}, reached)
-            dist.all_reduce(total)
-            self._broken = False
-            for flight in self._flights.values():
-                flight.stage.gradients.give()
-        self._input_gradients.give()
+            seeds = self._seeds()
+            reached = None if self._reached_by is None else [self._reached_by(seed) for seed in seeds]
+            loss = self._work.train(batches, seeds, self._batch.shown, callers, reached)
+        self._work.input_gradients.give()
         self._steps += 1
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
-        return total.to(self._loss_dtype)
+        return loss.to(self._loss_dtype)
 
-    def _act(self, action: Action, batches: Sequence[Mapping[str, torch.Tensor]], total: torch.Tensor) -> None:
-        """Do one action of the schedule; what it makes of the mean loss is added to ``total``."""
-        flight = self._flights[action.stage]
-        if action.kind == "F":
-            self._run_forward(flight, self._post, action.microbatch, batches, total)
-        elif action.kind == "W":
-            flight.weights(action)
-        else:
-            flight.backward(self._post, action)
-
-    def _run_forward(
-        self, flight: Flight, post: Post, microbatch: int, batches: Sequence[Mapping[str, torch.Tensor]],
-        total: torch.Tensor,
-    ) -> tuple[Any, ...]:  # fmt: skip
-        """All that a stage makes; its part of the mean loss is added to ``total``."""
-        seed = mixed_seed(self._seed, self._steps * self._plan.microbatches + microbatch)
-        if self._reached_by is not None and torch.is_grad_enabled() and microbatch not in self._reached:
-            self._reached[microbatch] = self._reached_by(seed)
-        loss, flat = flight.forward(
-            post, microbatch, batches[microbatch], self._batch.shown, seed, not self.training,
-            self._reached.get(microbatch),
-        )  # fmt: skip
-        if loss is not None and flight.leads:
-            total += loss.detach().double() / self._plan.microbatches
-        return flat
-
-    def _begin(self) -> None:
-        """A step begins: nothing is left of an earlier one, also if that was broken off by an exception on all ranks.
-
-        Then messages are under way that nobody takes, and receives are posted that nobody answers. The ranks tell each
-        other how far they came; what was sent is received, and what is waited for is sent.
-        """
-        if self._broken:
-            clear([self._post, self._forward_post, self._ties.post])
-            for flight in self._flights.values():
-                flight.drop()
-        for flight in self._flights.values():
-            flight.begin()
-        self._reached = {}
-        self._broken = True
+    def _seeds(self) -> list[int]:
+        """Of random operators in each microbatch of the next step."""
+        k = self._plan.microbatches
+        return [mixed_seed(self._seed, self._steps * k + i) for i in range(k)]
 
     # -- programs of eval mode and of other values
 
     def _change_mode(self, mode: bool) -> None:
         sides = check_mode(mode, self._captured_training, self._skeleton, self._captured, self._evaluates)
         if not mode and self._captured_training and not self._evaluates:
-            for flight in self._flights.values():
+            for flight in self._work.flights.values():
                 flight.stage.prepare_evaluation(sides)
             self._evaluates = True
 
     def _kept_program(self) -> Fields:
-        stages = {s: (flight.part, flight.stage) for s, flight in self._flights.items()}
+        stages = {s: (flight.part, flight.stage) for s, flight in self._work.flights.items()}
         return {"_stages": stages, **{name: self.__dict__[name] for name in _PROGRAM}}
 
     def _resume_program(self, fields: Fields) -> None:
         for name in _PROGRAM:
             setattr(self, name, fields[name])
         for s, (part, stage) in fields["_stages"].items():
-            flight = self._flights[s]
+            flight = self._work.flights[s]
             now, flight.part, flight.stage = flight.stage.buffers, part, stage
             with_buffers_of(self, stage, now)
 
     def _take_program(self, new: Captured, plan_again: PlanAgain | None, all_well: AllWell) -> None:
         """Have the stages run ``new``, which differs in nothing but literals."""
         reason = differs(self._captured, new)
-        error: BaseException | None = None
-        if reason:
-            error = RunError(
-                f"with the values that it has now the model is another one ({reason}), and the stages of a pipeline "
-                "can only have other numbers; parallelize it again, and load this full_state_dict()"
-            )
-        all_well(error)
-        try:
+        with all_well():
+            if reason:
+                raise RunError(
+                    f"with the values that it has now the model is another one ({reason}), and the stages of a "
+                    "pipeline can only have other numbers; parallelize it again, and load this full_state_dict()"
+                )
+        with all_well():
             cuts = cut(new.graph, self._plan.starts)  # crossings stay those that the wires know
             parts = tuple(replace(part, graph=c.graph) for part, c in zip(self._parts, cuts, strict=True))
-            self._plan = self._plan.of_graphs(new.graph.fingerprint, [part.graph.fingerprint for part in parts])
-            for s, flight in self._flights.items():
+            plan = self._plan.of_graphs(new.graph.fingerprint, [part.graph.fingerprint for part in parts])
+            for s, flight in self._work.flights.items():
                 flight.part, flight.stage = parts[s], flight.stage.with_other_literals(parts[s].graph)
-            self._captured, self._parts, self._skeleton, self._evaluates = new, parts, skeleton_of(self), False
+            self._captured, self._parts, self._plan = new, parts, plan
+            self._skeleton, self._evaluates = skeleton_of(self), False
             self._batch = Batch(new, self._signature, self._device)
             self._reached_by = reached_by(new.graph, self._device)
-        except Exception as e:
-            error = e
-        all_well(error)
 
     # -- without gradients
 
@@ -390,39 +303,18 @@ class PipelineModule(SpreadModule):
         """The mean loss; into ``made`` go whole outputs of this rank's stages by position, if they are other ones."""
         if self._captured.graph.loss is None:
             raise RunError("the model has no scalar loss; give loss_fn= and targets= when planning")
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
-        post = self._forward_post
         self._failures.settle()
         with self._failures.during("a forward without gradients"):
-            self._begin()
-            post.begin()
-            for action in self._forward_row:
-                flight = self._flights[action.stage]
-                flat = self._run_forward(flight, post, action.microbatch, batches, total)
-                if made is not None:
-                    for position, whole in self._other_outputs(flight, flat):
-                        made.setdefault(position, []).append(whole)
-            post.end()
-            dist.all_reduce(total)
-            self._broken = False
+            loss = self._work.forwards(batches, self._seeds(), self._batch.shown, self.training, made)
         if self.training:
             self._steps += 1
-        return total.to(self._loss_dtype)
-
-    def _other_outputs(self, flight: Flight, flat: Sequence[Any]) -> Iterator[tuple[int, torch.Tensor]]:
-        """The model's outputs beside the loss that a stage makes, whole, by position."""
-        part, stage = flight.part, flight.stage
-        for k, position in enumerate(part.outputs, len(part.gives)):
-            state, out = stage.program.outputs[k], part.graph.outputs[k]
-            if position != self._captured.graph.loss and state is not None and isinstance(out, Ref):
-                shape = part.graph.spec(out).shape
-                yield position, as_dtensor(flat[k], state, shape, stage.device_mesh).full_tensor()
+        return loss.to(self._loss_dtype)
 
     def record(self, on: bool = True) -> list[tuple[str, str, float, float]]:
         """Start to record what the next steps do on this rank (or stop): ``(action, kind, start, end)`` in seconds of
         ``time.perf_counter``. On an accelerator these are the times of the launches."""
         spans: list[tuple[str, str, float, float]] = []
-        self._spans = spans if on else None
+        self._work.spans = spans if on else None
         return spans
 
     @property
@@ -458,19 +350,7 @@ class PipelineModule(SpreadModule):
         """
         if norm_type != 2.0:
             raise RunError(f"clip_grad_norm_: norm_type is {norm_type}; a pipeline knows 2")
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
-        seen: set[int] = set()
-        for number, flight in self._flights.items():
-            for name, held in flight.stage.helds.items():
-                param = held.param
-                if param.grad is None or id(param) in seen:
-                    continue
-                seen.add(id(param))
-                first = self._ties.stages[name][0] if name in self._ties.stages else number
-                norm = param.grad.norm()
-                whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
-                if self._rank == self._plan.stages[first].devices[0]:
-                    total += whole.double() ** 2
+        total = self._work.squared_norm()
         dist.all_reduce(total)
         norm = total.sqrt()
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -493,7 +373,7 @@ class PipelineModule(SpreadModule):
 
     def __repr__(self) -> str:
         s = self._plan.schedule
-        here = list(self._flights)
+        here = list(self._work.flights)
         return f"PipelineModule({s.name}, {s.n_stages} stages, {s.n_microbatches} microbatches, here {here})"
 
 
@@ -532,12 +412,6 @@ def _values(
         if name in needed:
             found[name] = value
     return found
-
-
-def _agreed(seed: int) -> int:
-    box = [seed]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
 
 
 __all__ = ["PipelineModule"]

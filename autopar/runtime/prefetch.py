@@ -20,7 +20,8 @@ import torch.fx
 from autopar.lower.emit import Program
 from autopar.lower.segments import with_segments
 from autopar.rules.function import Callee
-from autopar.runtime.state import Held, Unit
+from autopar.runtime.gathering import Unit
+from autopar.runtime.state import Held
 
 AHEAD = 2
 """Units under way ahead of the one in use."""

@@ -28,7 +28,7 @@ from autopar.capture import Captured
 from autopar.capture.python.guards import Change, refusal
 from autopar.errors import AutoparError, RunError
 from autopar.plan import Plan
-from autopar.runtime.agree import together
+from autopar.runtime.agree import everywhere
 from autopar.runtime.original import unheard
 from autopar.runtime.outputs import Meeting
 
@@ -44,8 +44,8 @@ PlanAgain = Callable[[Captured, Mapping[str, str]], Plan]
 
 Compare = Callable[[Captured, torch.nn.Module], None]
 """Refuses a capture that is not what the model does."""
-AllWell = Callable[[BaseException | None], None]
-"""Called on every rank at the same places with what went wrong there; raises if anything did on any rank."""
+AllWell = Callable[[], contextlib.AbstractContextManager[None]]
+"""Gives contexts (:func:`~autopar.runtime.agree.everywhere`): what fails in one on any rank is raised on all."""
 Fields = dict[str, Any]
 class Programs:
     """The programs that one module has had.
@@ -105,33 +105,27 @@ class Programs:
     def _captured_again(self, pm: Any, changes: list[Change]) -> None:
         group = pm._ranks()[0] if dist.is_initialized() else None
 
-        def all_well(error: BaseException | None) -> None:
-            if error is not None:
-                if not isinstance(error, AutoparError):
-                    error = RunError(f"capturing again failed: {type(error).__name__}: {error}")
-                error = type(error)(f"{error}\n{refusal(changes)}")
-            together(group, error)
+        def told(error: Exception) -> Exception:
+            if not isinstance(error, AutoparError):
+                error = RunError(f"capturing again failed: {type(error).__name__}: {error}")
+            return type(error)(f"{error}\n{refusal(changes)}")
+
+        def all_well() -> contextlib.AbstractContextManager[None]:
+            return everywhere(group, told)
 
         model, example = self.model(), pm._captured.example
-        new: Captured | None = None
-        error: BaseException | None = None
-        try:
+        with all_well():
             if model is None or example is None:
                 raise RunError("the model that was captured is gone, so it cannot be captured again; keep it")
             with _in_modes(model, self.modes):
                 new = example.capture(model)
-        except Exception as e:
-            error = e
-        all_well(error)
-        assert new is not None and model is not None
-        all_well(_of_another_model(new, group))
-        try:
+        assert model is not None
+        with all_well():
+            _check_same(new, group)
+        with all_well():
             if self.compare is not None:
                 with _in_modes(model, self.modes):
                     self.compare(new, model)
-        except Exception as e:
-            error = e
-        all_well(error)
         pm._take_program(new, self.plan_again, all_well)
 
 
@@ -148,15 +142,18 @@ def _in_modes(model: torch.nn.Module, modes: Mapping[str, bool]) -> Iterator[Non
             module.training = mode
 
 
-def _of_another_model(new: Captured, group: Any) -> RunError | None:
-    """An error if ranks have captured different graphs."""
+def _check_same(new: Captured, group: Any) -> None:
+    """Refuse different graphs on the ranks.
+
+    Raises:
+        RunError: with their fingerprints.
+    """
     if group is None or dist.get_world_size(group) == 1:
-        return None
+        return
     prints: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(prints, new.graph.fingerprint, group=group)
-    if len(set(prints)) == 1:
-        return None
-    return RunError(f"ranks captured different models again (fingerprints {', '.join(prints)}): {CHANGED}")
+    if len(set(prints)) > 1:
+        raise RunError(f"ranks captured different models again (fingerprints {', '.join(prints)}): {CHANGED}")
 
 
 __all__ = ["KEPT", "AllWell", "Compare", "Fields", "PlanAgain", "Programs"]

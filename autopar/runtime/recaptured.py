@@ -73,27 +73,20 @@ def take(pm: Any, new: Captured, plan_again: PlanAgain | None, all_well: AllWell
     """Have a module run ``new``: under the plan that it has, if that fits, else under a new one."""
     reason = differs(pm._captured, new)
     plan: Plan | None = None
-    error: BaseException | None = None
     if reason:
-        if plan_again is None:
-            error = RunError(
-                f"with the values that it has now the model is another one ({reason}), for which the plan does not "
-                "hold; parallelize it again, and load this state_dict()"
-            )
-        all_well(error)
+        with all_well():
+            if plan_again is None:
+                raise RunError(
+                    f"with the values that it has now the model is another one ({reason}), for which the plan does not "
+                    "hold; parallelize it again, and load this state_dict()"
+                )
         assert plan_again is not None
-        try:
+        with all_well():  # rank 0's error is raised on all ranks
             plan = plan_again(new, _stored(pm))
-        except Exception as e:  # the same on all ranks
-            error = e
-        all_well(error)
-    try:
-        stage = pm._stage.with_other_literals(new.graph) if plan is None else under_another_plan(pm, new, plan)
+    with all_well():
+        stage = pm.stage.with_other_literals(new.graph) if plan is None else under_another_plan(pm, new, plan)
         pm.run_stage(new, stage)
         pm._skeleton = skeleton_of(pm)
-    except Exception as e:
-        error = e
-    all_well(error)
 
 
 def skeleton_of(pm: Any) -> Skeleton | None:

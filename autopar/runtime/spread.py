@@ -19,6 +19,7 @@ from autopar.capture import Captured
 from autopar.capture.evaluation import Skeleton
 from autopar.capture.losses import LOSS, other_losses
 from autopar.errors import RunError
+from autopar.runtime import dtensors
 from autopar.runtime.original import Original
 from autopar.runtime.programs import AllWell, Fields, PlanAgain, Programs
 from autopar.runtime.state import like
@@ -26,6 +27,20 @@ from autopar.runtime.values import assigned
 
 EXTRA = "_extra_state"
 """Under which torch keeps what is no tensor of the model; checkpoints know it."""
+
+
+def _refuse_replacing(module: torch.nn.Module, name: str, value: Any) -> None:
+    """Refuse to put another module where a part of a parallel module is.
+
+    Raises:
+        RunError: the program would go on with what was captured.
+    """
+    if isinstance(module.__dict__.get("_modules", {}).get(name), Part) and isinstance(value, torch.nn.Module):
+        raise RunError(
+            f"module '{name}' of a parallel module was replaced by a {type(value).__name__}: the program was captured "
+            "as a whole and would go on without it; replace it in the model, and parallelize the model again (weights: "
+            "model.load_state_dict(autopar.full_state_dict(pm), strict=False))"
+        )
 
 
 class Part(torch.nn.Module):
@@ -36,6 +51,7 @@ class Part(torch.nn.Module):
         object.__setattr__(self, "_part_trained", True)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        _refuse_replacing(self, name, value)
         whole, path = self.__dict__.get("_stands_for", (lambda: None, ""))
         pm = whole()
         if pm is None or not assigned(pm, path, name, value):
@@ -107,7 +123,12 @@ class SpreadModule(torch.nn.Module):
         bases = [base for base in cls.__mro__ if issubclass(base, SpreadModule)]
         cls._fields = frozenset(name for base in bases for name in inspect.get_annotations(base))
 
+    def __init__(self) -> None:
+        super().__init__()
+        dtensors.correct()
+
     def __setattr__(self, name: str, value: Any) -> None:
+        _refuse_replacing(self, name, value)
         if name in self._fields:
             object.__setattr__(self, name, value)
         elif "_model_ref" not in self.__dict__ or not assigned(self, "", name, value):

@@ -24,10 +24,11 @@ from autopar.placements import State
 from autopar.plan import Plan
 from autopar.runtime import prefetch
 from autopar.runtime.batch import local_part, part_shape
+from autopar.runtime.gathering import Unit, make_units
 from autopar.runtime.gradients import Gradients
 from autopar.runtime.renewed import outliving
 from autopar.runtime.spread import SpreadModule
-from autopar.runtime.state import Followed, Held, joined, make_units
+from autopar.runtime.state import Followed, Held, joined
 
 Buffers = dict[str, tuple[torch.Tensor, State]]
 """This rank's part of each buffer and constant, and how it is placed, by name."""
@@ -94,7 +95,7 @@ class Stage:
                 helds[source].bind()
         return helds
 
-    def _units(self) -> list[Any]:
+    def _units(self) -> list[Unit]:
         order = [self.helds[self.program.slots[i].name] for i in prefetch.order_of_use(self.program)]
         gathered = [held for held in order if not held.alias]
         idle = [held for held in self.helds.values() if not held.alias and held not in gathered]

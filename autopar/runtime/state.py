@@ -3,15 +3,13 @@ On a mesh of one device they are stored as plain tensors, too.
 
 Between the two stand hops (see :mod:`autopar.runtime.hops`). A :class:`Held` parameter has a *used leaf*, a plain
 tensor on which autograd accumulates. If no hop changes the values, the leaf shares the stored tensor's memory: nothing
-is copied. Otherwise it belongs to a :class:`Unit`, a few parameters that are gathered together, for one step or for one
-use.
+is copied. Otherwise it belongs to a :class:`~autopar.runtime.gathering.Unit`, a few parameters that are gathered
+together, for one step or for one use.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -24,11 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from autopar.errors import RunError
 from autopar.placements import Mesh, State, box_of, local_shape, shard, shard_dim
 from autopar.plan import ParamChoice
-from autopar.runtime.hops import Cut, Hop, all_gather_flat, apply, gather, hops, padded_to, stacked, unstack
-
-UNIT_BYTES = 8 << 20
-"""Small parameters are gathered together up to this size."""
-
+from autopar.runtime.hops import Cut, Hop, gather, hops
 
 _STEPS = "_autopar_steps"
 
@@ -189,7 +183,7 @@ class Held:
         self.local: torch.Tensor | None = None
         self.leaf: torch.Tensor = torch.empty(0)
         self.changed: Callable[[], None] = lambda: None
-        self.unit: Unit | None = None
+        self.unit: Any = None
         self.form: Form | None = None
         self.sum: torch.Tensor | None = None
 
@@ -303,141 +297,3 @@ class Followed:
         """This rank's part, as the program reads it."""
         assert self.seen is not None
         return self.seen._local_tensor if isinstance(self.seen, DTensor) else self.seen
-
-
-class Unit:
-    """Parameters that are gathered together, in one collective where each needs just one over the same ranks."""
-
-    def __init__(self, helds: Sequence[Held]) -> None:
-        self.helds = list(helds)
-        self.per_use = helds[0].per_use
-        self.together = coalesces(helds[0]) and all(same_gather(helds[0], h) for h in helds)
-        alone = gather_of(helds[0]) if self.together and len(helds) == 1 else None
-        self.direct = alone is not None and alone.cut.is_first_and_even(alone.n)
-        self.work: Any = None
-        self.flat: torch.Tensor | None = None
-        self.ready = False
-        self.waiting = 0
-        for held in self.helds:
-            held.unit = self
-
-    def expire(self) -> None:
-        """What was gathered may no longer equal what is stored (in-place updates of a DTensor leave no trace)."""
-        if self.ready or self.work is not None:
-            self.finish_work()
-            self.ready = False
-
-    @torch.no_grad()
-    def start(self) -> None:
-        """Begin to gather, unless that is done or under way."""
-        if self.ready or self.work is not None:
-            return
-        if self.per_use:
-            for held in self.helds:
-                n = prod(held.used_shape) * held.leaf.element_size()
-                held.leaf.untyped_storage().resize_(n)
-        if not self.together:
-            return
-        hop = gather_of(self.helds[0])
-        if self.direct:
-            # .data has a version counter of its own: a backend may write, and count, at any time until it is waited for
-            out, piece = self.helds[0].leaf.data, self.helds[0].local
-            assert piece is not None
-            self.work = all_gather_flat(out, piece.contiguous(), group=hop.group, async_op=True)
-            return
-        pieces = torch.cat([padded_to(h.local, h.padded_shape).reshape(-1) for h in self.helds])  # type: ignore[arg-type]
-        self.flat = pieces.new_empty(hop.n, pieces.numel())
-        self.work = all_gather_flat(self.flat.view(-1), pieces, group=hop.group, async_op=True)
-
-    @torch.no_grad()
-    def fetch(self) -> None:
-        """Have the gathered values in the leaves."""
-        if self.ready:
-            return
-        self.start()
-        if not self.together:
-            for held in self.helds:
-                x = held.local
-                assert x is not None
-                for hop in held.hops:
-                    x = apply(hop.forward, x, hop)
-                with torch.autograd._unsafe_preserve_version_counter(held.leaf):
-                    held.leaf.copy_(x)
-            self.ready = True
-            return
-        flat = self.flat
-        self.finish_work()
-        if flat is not None:
-            offset = 0
-            for held in self.helds:
-                hop = gather_of(held)
-                m = prod(held.padded_shape)
-                part = flat[:, offset : offset + m].view(hop.n, *held.padded_shape)
-                offset += m
-                with torch.autograd._unsafe_preserve_version_counter(held.leaf):
-                    if hop.cut.size % hop.n:
-                        held.leaf.copy_(unstack(part, hop.cut.dim).narrow(hop.cut.dim, 0, hop.cut.size))
-                    else:
-                        stacked(held.leaf, hop.cut.dim, hop.n).copy_(part)
-        self.ready = True
-
-    def finish_work(self) -> None:
-        if self.work is not None:
-            self.work.wait()
-        self.work, self.flat = None, None
-
-    def drop(self) -> None:
-        """Wait for a gather under way, and forget it with what it gathered."""
-        with contextlib.suppress(RuntimeError):  # it may have failed
-            self.finish_work()
-        self.work, self.flat, self.ready = None, None, False
-        self._empty()
-
-    def free(self) -> None:
-        """Give the gathered memory back (lifetime ``use`` only)."""
-        if self.per_use and (self.ready or self.work is not None):
-            self.finish_work()
-            self.ready = False
-            self._empty()
-
-    def _empty(self) -> None:
-        """Without memory for values that are gathered for one use."""
-        for held in self.helds if self.per_use else ():
-            held.leaf.untyped_storage().resize_(0)
-
-
-def coalesces(held: Held) -> bool:
-    """One gather and nothing else that changes values."""
-    kinds = [hop.forward for hop in held.hops if hop.forward != "none"]
-    return kinds == ["gather"]
-
-
-def gather_of(held: Held) -> Hop:
-    """The hop that gathers a parameter that :func:`coalesces`."""
-    return next(hop for hop in held.hops if hop.forward == "gather")
-
-
-def same_gather(a: Held, b: Held) -> bool:
-    """Whether two parameters may share a gather."""
-    if not (coalesces(a) and coalesces(b)) or a.choice.lifetime != b.choice.lifetime:
-        return False
-    ga, gb = gather_of(a), gather_of(b)
-    dtypes = [held.param.dtype for held in (a, b)]
-    return ga.group is gb.group and dtypes[0] == dtypes[1]
-
-
-def make_units(helds: Sequence[Held], limit: int = UNIT_BYTES) -> list[Unit]:
-    """Units of the gathered parameters, given in order of first use."""
-    units: list[Unit] = []
-    run: list[Held] = []
-    n_bytes = 0
-    for held in helds:
-        n = prod(held.used_shape) * held.param.element_size()
-        if run and not (same_gather(run[0], held) and n_bytes + n <= limit):
-            units.append(Unit(run))
-            run, n_bytes = [], 0
-        run.append(held)
-        n_bytes += n
-    if run:
-        units.append(Unit(run))
-    return units

@@ -38,7 +38,7 @@ from autopar.planner.intra_op.recompute import segments_of
 from autopar.rules.registry import rules_of
 from autopar.runtime import registering, stage
 from autopar.runtime.executor import ParallelModule
-from autopar.runtime.state import Unit, make_units
+from autopar.runtime.gathering import Unit, make_units
 from hardware_profiles import load_cluster
 
 LR = 1e-2

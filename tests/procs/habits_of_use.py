@@ -211,6 +211,83 @@ def a_pinned_input_of_which_all_is_passed() -> None:
     same_gradients(module, eager)
 
 
+# --- computing with parameters and their gradients -------------------------------------------------------------------
+
+
+ZERO_FIRST: dict[str, Any] = {"constraints": ROWS, "params": {"first.*": "S0 use", "second.*": "replicate"}}
+
+
+@case
+def numbers_of_gradients() -> None:
+    """The habits of clipping by hand, of trust ratios, and of skipping a step."""
+    (x, y) = batch()
+    module, eager = pair(Net(mse), (x, y), **ZERO_FIRST)
+    for _ in range(2):
+        module(x, y).backward()
+        eager(x, y).backward()
+        for model in (module, eager):
+            norm = sum(p.grad.norm(2).item() ** 2 for p in model.parameters()) ** 0.5
+            skipped = any(bool((p.grad.abs() > 0.08).any()) for p in model.parameters())
+            rates = [0.1 * float(p.norm()) / (norm * float(p.grad.sum().abs() + 1)) for p in model.parameters()]
+            for p, rate in zip(model.parameters(), rates, strict=True):
+                p.data.add_(p.grad, alpha=-rate * (0.5 if skipped else 1.0))
+                p.grad = None
+        same_weights(module, eager)
+
+
+@case
+def values_are_assigned_to_data() -> None:
+    """A step written by hand, and averaged weights that are put in for a while."""
+    for options in ({}, ZERO_FIRST):
+        (x, y) = batch()
+        module, eager = pair(Net(mse), (x, y), **options)
+        losses = []
+        for model in (module, eager):
+            model(x, y).backward()
+            for p in model.parameters():
+                p.data = p.data - 0.5 * p.grad.data
+                p.grad = None
+            averaged, kept = [0.5 * p.data for p in model.parameters()], [p.data for p in model.parameters()]
+            for p, value in zip(model.parameters(), averaged, strict=True):
+                p.data = value
+            losses.append([model(x, y).detach()])
+            for p, value in zip(model.parameters(), kept, strict=True):
+                p.data = value
+            losses[-1].append(model(x, y).detach())
+        for mine, theirs in zip(*losses, strict=True):
+            same(mine, theirs)
+        same_weights(module, eager)
+    with pytest.raises(RunError, match=r"p\.data = value: the parameter is a DTensor"):
+        next(module.parameters()).data = torch.zeros(16, 8)
+
+
+@case
+def a_module_is_replaced() -> None:
+    (x, y) = batch()
+    module, eager = pair(Net(mse), (x, y))
+    with pytest.raises(RunError, match="module 'second' of a parallel module was replaced by a Linear"):
+        module.second = nn.Linear(16, 4)
+    same(module(x, y), eager(x, y))
+
+
+@case
+def an_overflow_in_one_piece() -> None:
+    """GradScaler: all ranks skip the step though only one has the infinite element, and the first gradient is whole."""
+    (x, y) = batch()
+    module, _ = pair(Net(mse), (x, y), params={"first.*": "replicate", "second.*": "S0 use"}, constraints=ROWS)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(module(x, y)).backward()
+    before = [whole(p.detach()).clone() for p in module.parameters()]
+    if dist.get_rank() == 0:
+        dict(module.named_parameters())["second.weight"].grad._local_tensor[0, 0] = float("inf")
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+    for p, value in zip(module.parameters(), before, strict=True):
+        same(p.detach(), value)
+
+
 # --- derivatives otherwise -------------------------------------------------------------------------------------------
 
 

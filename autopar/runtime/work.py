@@ -1,0 +1,191 @@
+"""What one rank of a pipeline does in a step: the actions of its row, messages, and what crosses all stages."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from autopar.graph import Ref
+from autopar.pipeline import PipelinePlan
+from autopar.runtime.flight import Flight
+from autopar.runtime.input_gradients import InputGradients
+from autopar.runtime.reached import Reached
+from autopar.runtime.stage import Stage
+from autopar.runtime.state import as_dtensor
+from autopar.runtime.ties import Ties
+from autopar.runtime.wires import Post, clear, wires_of
+from autopar.staging import StageGraph
+from cost_models.pipeline import forward_only
+from cost_models.pipeline.actions import KINDS, Action
+
+Batches = Sequence[Mapping[str, torch.Tensor]]
+"""The model's inputs of every microbatch, whole, by name."""
+Span = tuple[str, str, float, float]
+
+
+class Work:
+    """The stages of one rank.
+
+    Attributes:
+        flights: by number of the stage.
+        spans: where the times of actions go: action, kind, begin and end in seconds of ``time.perf_counter``.
+        broken: a step has begun and not ended.
+    """
+
+    def __init__(
+        self, parts: Sequence[StageGraph], plan: PipelinePlan, rank: int, device: torch.device,
+        stages: Mapping[int, Stage],
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            parts: of the whole model.
+            stages: of this rank.
+        """
+        self.plan, self.rank, self.device = plan, rank, device
+        self.microbatches = plan.microbatches
+        self.input_gradients = InputGradients(parts, plan.microbatches, device)
+        group_of = {d: plan.schedule.rank_of_stage[s] for s, stage in enumerate(plan.stages) for d in stage.devices}
+        alone = forward_only(len(parts), plan.microbatches, plan.schedule.stages_of_rank)
+        rows, forwards = (
+            {d: schedule.flat_rows[group] for d, group in group_of.items()} for schedule in (plan.schedule, alone)
+        )
+        self.row, self.forward_row = rows[rank], forwards[rank]
+        wires = wires_of(parts, plan)
+        self.post = Post.of(rank, device, wires, rows, plan.microbatches)
+        self.forward_post = Post.of(rank, device, wires, forwards, plan.microbatches)
+        self.ties = Ties(parts, plan, rank, device)
+        self.flights = {
+            s: Flight(
+                parts[s], stage, wires, self.row, self.input_gradients, plan.microbatches,
+                leads=rank == plan.stages[s].devices[0],
+            )
+            for s, stage in stages.items()
+        }  # fmt: skip
+        self.spans: list[Span] | None = None
+        self.broken = False
+
+    def train(
+        self, batches: Batches, seeds: Sequence[int], shown: Mapping[str, str], callers: Mapping[str, torch.Tensor],
+        reached: Sequence[Reached] | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Forward and backward of all microbatches; parameters have their gradients then.
+
+        Args:
+            seeds: of random operators, for each microbatch.
+            shown: what messages call the inputs.
+            callers: the caller's tensors, by input name; :attr:`input_gradients` has theirs then.
+            reached: what has a gradient in each microbatch; None where all that wants one does.
+
+        Returns:
+            the mean loss, on every rank.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._begin()
+        self.input_gradients.begin(callers)
+        for flight in self.flights.values():
+            flight.stage.gradients.forget()
+        self.post.begin()
+        spans = self.spans
+        for action in self.row:
+            began = time.perf_counter() if spans is not None else 0.0
+            flight = self.flights[action.stage]
+            if action.kind == "F":
+                there = None if reached is None else reached[action.microbatch]
+                self._forward(flight, self.post, action, batches, seeds, shown, False, total, there)
+            elif action.kind == "W":
+                flight.weights(action)
+            else:
+                flight.backward(self.post, action)
+            if spans is not None:
+                spans.append((str(action), KINDS[action.kind], began, time.perf_counter()))
+        self.post.end()
+        in_step = None if reached is None else frozenset().union(*reached)
+        self.ties.add_up({s: flight.stage for s, flight in self.flights.items()}, in_step)
+        dist.all_reduce(total)
+        self.broken = False
+        for flight in self.flights.values():
+            flight.stage.gradients.give()
+        return total
+
+    @torch.no_grad()
+    def forwards(
+        self, batches: Batches, seeds: Sequence[int], shown: Mapping[str, str], training: bool,
+        made: dict[int, list[torch.Tensor]] | None,
+    ) -> torch.Tensor:  # fmt: skip
+        """The mean loss of all microbatches without gradients, on every rank.
+
+        Args:
+            made: where whole outputs of this rank's stages beside the loss go, by their position in the model's.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._begin()
+        self.forward_post.begin()
+        for action in self.forward_row:
+            flight = self.flights[action.stage]
+            flat = self._forward(flight, self.forward_post, action, batches, seeds, shown, not training, total)
+            for position, whole in _other_outputs(flight, flat) if made is not None else ():
+                made.setdefault(position, []).append(whole)  # type: ignore[union-attr]
+        self.forward_post.end()
+        dist.all_reduce(total)
+        self.broken = False
+        return total
+
+    def _forward(
+        self, flight: Flight, post: Post, action: Action, batches: Batches, seeds: Sequence[int],
+        shown: Mapping[str, str], evaluating: bool, total: torch.Tensor, reached: Reached | None = None,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """All that a stage makes; its part of the mean loss is added to ``total``."""
+        k = action.microbatch
+        loss, flat = flight.forward(post, k, batches[k], shown, seeds[k], evaluating, reached)
+        if loss is not None and flight.leads:
+            total += loss.detach().double() / self.microbatches
+        return flat
+
+    def _begin(self) -> None:
+        """A step begins: nothing is left of an earlier one, also if that was broken off by an exception on all ranks.
+
+        Then messages are under way that nobody takes, and receives are posted that nobody answers. The ranks tell each
+        other how far they came; what was sent is received, and what is waited for is sent.
+        """
+        if self.broken:
+            clear([self.post, self.forward_post, self.ties.post])
+            for flight in self.flights.values():
+                flight.drop()
+        for flight in self.flights.values():
+            flight.begin()
+        self.broken = True
+
+    def squared_norm(self) -> torch.Tensor:
+        """Of the gradients of this rank's stages, float64 []; what several ranks hold is counted on one of them."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        seen: set[int] = set()
+        for number, flight in self.flights.items():
+            for name, held in flight.stage.helds.items():
+                param = held.param
+                if param.grad is None or id(param) in seen:
+                    continue
+                seen.add(id(param))
+                first = self.ties.stages[name][0] if name in self.ties.stages else number
+                norm = param.grad.norm()
+                whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+                if self.rank == self.plan.stages[first].devices[0]:
+                    total += whole.double() ** 2
+        return total
+
+
+def _other_outputs(flight: Flight, flat: Sequence[Any]) -> Iterator[tuple[int, torch.Tensor]]:
+    """The model's outputs beside the loss that a stage makes, whole, by position."""
+    part, stage = flight.part, flight.stage
+    for k, position in enumerate(part.outputs, len(part.gives)):
+        state, out = stage.program.outputs[k], part.graph.outputs[k]
+        if k != part.graph.loss and state is not None and isinstance(out, Ref):
+            shape = part.graph.spec(out).shape
+            yield position, as_dtensor(flat[k], state, shape, stage.device_mesh).full_tensor()
+
+
+__all__ = ["Work"]
