@@ -1,8 +1,7 @@
 """What parallel modules share as ``torch.nn.Module``: the mode, dtypes and devices, and loading a state dict.
 
-A parallel module has the names of the model's parameters and buffers, not its submodules: :class:`Part` stands where
-one was. What would be done to a submodule alone (its mode, its dtype, a call) has no effect on a program that was
-captured whole, so it is refused there.
+A parallel module has the names of the model's parameters and buffers, not its submodules: a
+:class:`~autopar.runtime.parts.Part` stands where one was.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from autopar.capture import Captured
 from autopar.capture.evaluation import Skeleton
@@ -21,84 +19,12 @@ from autopar.capture.losses import LOSS, other_losses
 from autopar.errors import RunError
 from autopar.runtime import dtensors
 from autopar.runtime.original import Original
+from autopar.runtime.parts import Part, check_conversion, place, refuse_apply, refuse_replacing
 from autopar.runtime.programs import AllWell, Fields, PlanAgain, Programs
-from autopar.runtime.state import like
 from autopar.runtime.values import assigned
 
 EXTRA = "_extra_state"
 """Under which torch keeps what is no tensor of the model; checkpoints know it."""
-
-
-def _refuse_replacing(module: torch.nn.Module, name: str, value: Any) -> None:
-    """Refuse to put another module where a part of a parallel module is.
-
-    Raises:
-        RunError: the program would go on with what was captured.
-    """
-    if isinstance(module.__dict__.get("_modules", {}).get(name), Part) and isinstance(value, torch.nn.Module):
-        raise RunError(
-            f"module '{name}' of a parallel module was replaced by a {type(value).__name__}: the program was captured "
-            "as a whole and would go on without it; replace it in the model, and parallelize the model again (weights: "
-            "model.load_state_dict(autopar.full_state_dict(pm), strict=False))"
-        )
-
-
-class Part(torch.nn.Module):
-    """Holds the parameters of a submodule under its name, and runs only with the whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        object.__setattr__(self, "_part_trained", True)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        _refuse_replacing(self, name, value)
-        whole, path = self.__dict__.get("_stands_for", (lambda: None, ""))
-        pm = whole()
-        if pm is None or not assigned(pm, path, name, value):
-            super().__setattr__(name, value)
-
-    def train(self, mode: bool = True) -> Part:
-        """The mode of the whole, or the one that the submodule was captured in.
-
-        Raises:
-            RunError: another one.
-        """
-        if mode != self.training:
-            raise RunError(
-                f"{'train' if mode else 'eval'}() of a part of a parallel module: the program was captured as a whole; "
-                "set the submodule's mode before parallelize, or call train() or eval() on the parallel module"
-            )
-        return self
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Always an error: there is no program of a part."""
-        raise RunError(
-            "a part of a parallel module cannot be called alone: the program was captured as a whole; call the "
-            "parallel module, or parallelize the submodule"
-        )
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
-        _place(self, state_dict, prefix, local_metadata)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
-
-    def _no_hooks(self, *args: Any, **kwargs: Any) -> Any:
-        """Always an error: parts are never called.
-
-        Raises:
-            RunError: it says where to put the hook.
-        """
-        raise RunError(
-            "a hook on a part of a parallel module would never run: the program was captured as a whole and does not "
-            "call its parts; hook the parallel module itself, or its parameters, or return the value from forward()"
-        )
-
-    register_forward_hook = register_forward_pre_hook = _no_hooks
-    register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _no_hooks
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Part:
-        tensors = [*self.parameters(), *self.buffers()]
-        _check_conversion(fn, tensors, tensors[0].device if tensors else torch.device("cpu"))
-        return self
 
 
 class SpreadModule(torch.nn.Module):
@@ -128,7 +54,7 @@ class SpreadModule(torch.nn.Module):
         dtensors.correct()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        _refuse_replacing(self, name, value)
+        refuse_replacing(self, name, value)
         if name in self._fields:
             object.__setattr__(self, name, value)
         elif "_model_ref" not in self.__dict__ or not assigned(self, "", name, value):
@@ -182,12 +108,26 @@ class SpreadModule(torch.nn.Module):
         self._mode = model.training
         self._model_ref = weakref.ref(model)
         modules = dict(model.named_modules(remove_duplicate=False))
-        for path, part in self.named_modules():
-            if isinstance(part, Part):
-                object.__setattr__(part, "_stands_for", (weakref.ref(self), path))
-            if isinstance(part, Part) and path in modules:
-                object.__setattr__(part, "_part_trained", modules[path].training or not model.training)
-                object.__setattr__(part, "training", modules[path].training)
+        present = {path for path, _ in self.named_modules(remove_duplicate=False)}
+        first: dict[torch.nn.Module, Part] = {}
+        for path, module in modules.items():
+            tensors = [*module._parameters.values(), *module._buffers.values()]
+            elsewhere = self.leads is not None and path not in present and any(t is not None for t in tensors)
+            if not path or elsewhere:  # in a pipeline: on other ranks
+                continue
+            home, key = self.owner_of(path)
+            part = home._modules.setdefault(key, Part())
+            assert isinstance(part, Part)
+            before = first.setdefault(module, part)
+            if self.leads is None and before is not part and _same_tensors(before, part):
+                home._modules[key] = before  # the model has one module under two names
+            elif "_stands_for" not in part.__dict__:
+                part.stand_for(self, path, module, trained=module.training or not model.training)
+        for path, part in list(self.named_modules(remove_duplicate=False)):
+            if path in modules:
+                for key in modules[path]._modules:  # loops meet them in the model's order
+                    if key in part._modules:
+                        part._modules[key] = part._modules.pop(key)
 
     def check_trains(self) -> None:
         """Refuse a training step of a module that was put into eval mode, or that gives several losses.
@@ -229,7 +169,7 @@ class SpreadModule(torch.nn.Module):
         return False
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        _check_conversion(fn, [*self.parameters(), *self.buffers()], self._device)
+        check_conversion(fn, [*self.parameters(), *self.buffers()], self._device)
         return self
 
     def apply(self, fn: Callable[[torch.nn.Module], None]) -> Any:
@@ -238,10 +178,7 @@ class SpreadModule(torch.nn.Module):
         Raises:
             RunError: it says what to do instead.
         """
-        raise RunError(
-            "apply() of a parallel module would not meet the model's own submodules, only names of their parameters; "
-            "apply it to the model before parallelize, or pass init= for a model on the meta device"
-        )
+        return refuse_apply()
 
     # -- state dicts
 
@@ -292,53 +229,13 @@ class SpreadModule(torch.nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
         state_dict.setdefault(prefix + EXTRA, self.get_extra_state())  # of a model's own state dict
-        _place(self, state_dict, prefix, local_metadata)
+        place(self, state_dict, prefix, local_metadata)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
 
-def _place(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any]) -> None:
-    """Have the values for a module's own parameters and buffers placed as these are."""
-    for key, held in [*module._parameters.items(), *module._buffers.items()]:
-        name = prefix + key
-        value = state_dict.get(name)
-        if isinstance(held, torch.Tensor) and isinstance(value, torch.Tensor) and value.shape == held.shape:
-            if local_metadata.get("assign_to_params_buffers") and value.dtype != held.dtype:
-                raise RunError(
-                    f"load_state_dict: '{name}' is {value.dtype} in the state dict and {held.dtype} in the "
-                    "program, which was made for that; load without assign=True, or parallelize a model of that "
-                    "dtype"
-                )
-            state_dict[name] = _placed(value, held)
-
-
-def _placed(value: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
-    if not isinstance(value, DTensor):
-        return like(held, value) if isinstance(held, DTensor) else value
-    if not isinstance(held, DTensor):
-        return value.full_tensor()
-    if value.device_mesh == held.device_mesh and value.placements != held.placements:
-        return value.redistribute(held.device_mesh, held.placements)
-    return value
-
-
-def _check_conversion(fn: Any, tensors: list[torch.Tensor], device: torch.device) -> None:
-    """Refuse ``.half()``, ``.to()`` and the like where they would change a dtype or a device.
-
-    Raises:
-        RunError: with what the program was made for.
-    """
-    kinds = {(t.dtype, t.device) for t in tensors} or {(torch.get_default_dtype(), device)}
-    for dtype, where in sorted(kinds, key=str):
-        probe = torch.zeros(1, device=where, dtype=dtype)
-        try:
-            moved = fn(probe)
-        except Exception as error:
-            raise RunError(f"the program cannot be moved from {where}: {error}") from error
-        if moved.device != where or moved.dtype != dtype:
-            raise RunError(
-                f"the program was made for {where} and its dtypes, and would need {dtype} on {where} turned into "
-                f"{moved.dtype} on {moved.device}; convert the model with .to() before parallelize"
-            )
+def _same_tensors(a: torch.nn.Module, b: torch.nn.Module) -> bool:
+    """Whether two parts hold the same parameters."""
+    return a._parameters.keys() == b._parameters.keys() and all(b._parameters[k] is p for k, p in a._parameters.items())
 
 
 def check_mode(mode: bool, trained: bool, skeleton: Skeleton | None, captured: Captured, ready: bool) -> dict[str, int]:
@@ -359,4 +256,4 @@ def check_mode(mode: bool, trained: bool, skeleton: Skeleton | None, captured: C
     return {}
 
 
-__all__ = ["EXTRA", "Part", "SpreadModule", "check_mode"]
+__all__ = ["EXTRA", "SpreadModule", "check_mode"]

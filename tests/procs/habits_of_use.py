@@ -877,6 +877,42 @@ def an_input_of_a_pipeline_that_was_not_to_want_a_gradient() -> None:
         module.train_step(*batch(32, grad=True))
 
 
+@case
+def parts_are_chosen_by_class() -> None:
+    """Groups of parameters by module class, as minGPT makes them; in a pipeline each rank meets its own stage's."""
+    for module, eager in (pair(Net(mse), batch()), pipeline()):
+        decay = {f"{path}.weight" for path, part in module.named_modules() if isinstance(part, nn.Linear)}
+        names = dict(module.named_parameters())
+        assert decay == {name for name in names if name.endswith("weight")} and decay
+        ours, theirs = (
+            torch.optim.AdamW(
+                [
+                    {"params": [p for n, p in m.named_parameters() if n.endswith("weight")], "weight_decay": 0.5},
+                    {"params": [p for n, p in m.named_parameters() if n.endswith("bias")], "weight_decay": 0.0},
+                ],
+                lr=0.1,
+            ) if m is eager else torch.optim.AdamW(
+                [
+                    {"params": [names[n] for n in sorted(decay)], "weight_decay": 0.5},
+                    {"params": [names[n] for n in sorted(names.keys() - decay)], "weight_decay": 0.0},
+                ],
+                lr=0.1,
+            )
+            for m in (module, eager)
+        )  # fmt: skip
+        x, y = batch(32 if len(names) == 2 else 8)
+        module.train_step(x, y, optimizer=ours)
+        eager(x, y).backward()
+        theirs.step()
+        wanted = dict(eager.named_parameters())
+        for name, p in names.items():
+            same(p.detach(), wanted[name].detach())
+        for part in module.modules():
+            if isinstance(part, nn.Linear):
+                with pytest.raises(RunError, match=r"eval\(\) of a part of a parallel module"):
+                    part.eval()
+
+
 # --- batches ---------------------------------------------------------------------------------------------------------
 
 

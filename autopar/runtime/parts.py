@@ -1,0 +1,278 @@
+"""What stands for a model's submodules in a parallel module.
+
+A :class:`Part` is an instance of its submodule's class, for loops that choose by class, has its plain attributes, and
+holds its parameters and buffers. What would be done to a submodule alone (its mode, its dtype, a call) has no effect on
+a program that was captured whole, so it is refused here.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from autopar.errors import RunError
+from autopar.runtime.state import like
+from autopar.runtime.values import assigned
+
+_OF_TORCH = frozenset(vars(torch.nn.Module()))
+"""Attributes that torch keeps in every module: a part has its own."""
+_SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+"""Values that a part still knows when the model is gone."""
+
+
+def refuse_replacing(module: torch.nn.Module, name: str, value: Any) -> None:
+    """Refuse to put another module where a part of a parallel module is.
+
+    Raises:
+        RunError: the program would go on with what was captured.
+    """
+    if isinstance(module.__dict__.get("_modules", {}).get(name), Part) and isinstance(value, torch.nn.Module):
+        raise RunError(
+            f"module '{name}' of a parallel module was replaced by a {type(value).__name__}: the program was captured "
+            "as a whole and would go on without it; replace it in the model, and parallelize the model again (weights: "
+            "model.load_state_dict(autopar.full_state_dict(pm), strict=False))"
+        )
+
+
+class Part(torch.nn.Module):
+    """Has a submodule's class, plain attributes, parameters and buffers, and runs only with the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        object.__setattr__(self, "_part_trained", True)
+
+    def stand_for(self, whole: torch.nn.Module, path: str, module: torch.nn.Module, trained: bool) -> None:
+        """Be what shows ``module``, which the model has at ``path``, in ``whole``.
+
+        Args:
+            trained: the submodule is in training mode when the whole is.
+        """
+        simple = {
+            name: value for name, value in vars(module).items()
+            if name not in _OF_TORCH and all(isinstance(leaf, _SIMPLE) for leaf in pytree.tree_leaves(value))
+            and isinstance(value, (*_SIMPLE, tuple))
+        }  # fmt: skip
+        self.__dict__.update(
+            _stands_for=(weakref.ref(whole), path), _part_class=type(module), _part_module=weakref.ref(module),
+            _part_values=simple, _part_trained=trained, training=module.training,
+        )  # fmt: skip
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """The submodule's class, so that ``isinstance`` works as on the model; ``type()`` is :class:`Part`."""
+        return self.__dict__.get("_part_class", Part)
+
+    def __getattr__(self, name: str) -> Any:
+        """A plain attribute of the submodule; of its methods what refuses to be called.
+
+        Raises:
+            AttributeError: there is none, or it is a tensor or a module, which the model has and the program does not.
+        """
+        registered = [self.__dict__.get(kind, {}) for kind in ("_parameters", "_buffers", "_modules")]
+        for table in registered:
+            if name in table:
+                return table[name]
+        kind, path = self.__dict__.get("_part_class"), self.__dict__.get("_stands_for", (None, ""))[1]
+        if kind is None or name.startswith("__"):
+            raise AttributeError(f"a part of a parallel module has no attribute '{name}'")
+        module = self.__dict__["_part_module"]()
+        values = self.__dict__["_part_values"] if module is None else vars(module)
+        if module is not None and name not in values:  # such as the bias of a layer without one
+            tables = (module._parameters, module._buffers, module._modules)
+            if any(table.get(name, module) is None for table in tables):
+                return None
+        missing = object()
+        value = values[name] if name in values else inspect.getattr_static(kind, name, missing)
+        if name not in values and value is not missing:
+            if isinstance(value, staticmethod | classmethod) or inspect.isroutine(value):
+                return functools.partial(_refuse_method, path, kind.__name__, name)
+            value = missing if hasattr(value, "__get__") else value  # a property may compute from the model's weights
+        of_model = (torch.Tensor, torch.nn.Module)
+        if value is missing or any(isinstance(leaf, of_model) for leaf in pytree.tree_leaves(value)):
+            raise AttributeError(
+                f"'{path}' of a parallel module, which stands for a {kind.__name__}, has no attribute '{name}': it has "
+                "the parameters and buffers that this rank holds, and plain attributes of the module as long as the "
+                "model is kept; properties, tensors and modules beside these are the model's own"
+            )
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a plain attribute where the program is captured from: on the submodule.
+
+        Raises:
+            RunError: the program would go on without it.
+        """
+        refuse_replacing(self, name, value)
+        whole, path = self.__dict__.get("_stands_for", (lambda: None, ""))
+        pm = whole()
+        if name == "training" and pm is not None:
+            self.train(value)
+        elif pm is None or name in _OF_TORCH:
+            super().__setattr__(name, value)
+        elif not assigned(pm, path, name, value):
+            kind, module = self.__dict__["_part_class"], self.__dict__["_part_module"]()
+            registered = name in self._parameters or name in self._buffers or name in self._modules
+            if registered or isinstance(value, torch.Tensor | torch.nn.Module):
+                super().__setattr__(name, value)
+            elif callable(value) and hasattr(kind, name):
+                raise RunError(
+                    f"{name} of '{path}' was replaced on a parallel module: the program was captured as a whole and "
+                    "would go on without it; replace it in the model, and parallelize the model again"
+                )
+            elif module is None:
+                super().__setattr__(name, value)  # forward does not read it
+            else:
+                setattr(module, name, value)
+
+    def extra_repr(self) -> str:
+        """As of the submodule, while there is one."""
+        module = self.__dict__.get("_part_module", lambda: None)()
+        return "" if module is None else str(module.extra_repr())
+
+    def get_extra_state(self) -> Any:
+        """Of a submodule that has some beside its tensors: the model's own.
+
+        Raises:
+            RunError: the model is gone.
+        """
+        return self._kept_module("its extra state cannot be saved").get_extra_state()
+
+    def set_extra_state(self, state: Any) -> None:
+        """Give it to the model.
+
+        Raises:
+            RunError: the model is gone.
+        """
+        self._kept_module("its extra state cannot be loaded").set_extra_state(state)
+
+    def _kept_module(self, otherwise: str) -> torch.nn.Module:
+        module: torch.nn.Module | None = self.__dict__["_part_module"]()
+        if module is None:
+            path, kind = self.__dict__["_stands_for"][1], self.__dict__["_part_class"].__name__
+            raise RunError(f"'{path}' stands for a {kind} of a model that is gone, so {otherwise}: keep the model")
+        return module
+
+    def apply(self, fn: Any) -> Any:
+        """Always an error, as of the whole.
+
+        Raises:
+            RunError: it says what to do instead.
+        """
+        return refuse_apply()
+
+    def train(self, mode: bool = True) -> Part:
+        """The mode of the whole, or the one that the submodule was captured in.
+
+        Raises:
+            RunError: another one.
+        """
+        if mode != self.training:
+            raise RunError(
+                f"{'train' if mode else 'eval'}() of a part of a parallel module: the program was captured as a whole; "
+                "set the submodule's mode before parallelize, or call train() or eval() on the parallel module"
+            )
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Always an error: there is no program of a part."""
+        raise RunError(
+            "a part of a parallel module cannot be called alone: the program was captured as a whole; call the "
+            "parallel module, or parallelize the submodule"
+        )
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        place(self, state_dict, prefix, local_metadata)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+    def _no_hooks(self, *args: Any, **kwargs: Any) -> Any:
+        """Always an error: parts are never called.
+
+        Raises:
+            RunError: it says where to put the hook.
+        """
+        raise RunError(
+            "a hook on a part of a parallel module would never run: the program was captured as a whole and does not "
+            "call its parts; hook the parallel module itself, or its parameters, or return the value from forward()"
+        )
+
+    register_forward_hook = register_forward_pre_hook = _no_hooks
+    register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _no_hooks
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Part:
+        tensors = [*self.parameters(), *self.buffers()]
+        check_conversion(fn, tensors, tensors[0].device if tensors else torch.device("cpu"))
+        return self
+
+
+def _refuse_method(path: str, kind: str, name: str, *args: Any, **kwargs: Any) -> Any:
+    raise RunError(
+        f"{name}() of '{path}', which stands for a {kind} in a parallel module: the program was captured as a whole, "
+        "and the method would work on the model's own tensors; call it on the model before parallelize"
+    )
+
+
+def refuse_apply() -> Any:
+    """What ``apply`` does on a parallel module and its parts.
+
+    Raises:
+        RunError: always; it says what to do instead.
+    """
+    raise RunError(
+        "apply() of a parallel module would not meet the model's own submodules, only names of their parameters; "
+        "apply it to the model before parallelize, or pass init= for a model on the meta device"
+    )
+
+
+def place(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any]) -> None:
+    """Have the values for a module's own parameters and buffers placed as these are."""
+    for key, held in [*module._parameters.items(), *module._buffers.items()]:
+        name = prefix + key
+        value = state_dict.get(name)
+        if isinstance(held, torch.Tensor) and isinstance(value, torch.Tensor) and value.shape == held.shape:
+            if local_metadata.get("assign_to_params_buffers") and value.dtype != held.dtype:
+                raise RunError(
+                    f"load_state_dict: '{name}' is {value.dtype} in the state dict and {held.dtype} in the "
+                    "program, which was made for that; load without assign=True, or parallelize a model of that "
+                    "dtype"
+                )
+            state_dict[name] = _placed(value, held)
+
+
+def _placed(value: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
+    if not isinstance(value, DTensor):
+        return like(held, value) if isinstance(held, DTensor) else value
+    if not isinstance(held, DTensor):
+        return value.full_tensor()
+    if value.device_mesh == held.device_mesh and value.placements != held.placements:
+        return value.redistribute(held.device_mesh, held.placements)
+    return value
+
+
+def check_conversion(fn: Any, tensors: list[torch.Tensor], device: torch.device) -> None:
+    """Refuse ``.half()``, ``.to()`` and the like where they would change a dtype or a device.
+
+    Raises:
+        RunError: with what the program was made for.
+    """
+    kinds = {(t.dtype, t.device) for t in tensors} or {(torch.get_default_dtype(), device)}
+    for dtype, where in sorted(kinds, key=str):
+        probe = torch.zeros(1, device=where, dtype=dtype)
+        try:
+            moved = fn(probe)
+        except Exception as error:
+            raise RunError(f"the program cannot be moved from {where}: {error}") from error
+        if moved.device != where or moved.dtype != dtype:
+            raise RunError(
+                f"the program was made for {where} and its dtypes, and would need {dtype} on {where} turned into "
+                f"{moved.dtype} on {moved.device}; convert the model with .to() before parallelize"
+            )
+
+
+__all__ = ["Part", "check_conversion", "place", "refuse_apply", "refuse_replacing"]

@@ -1,0 +1,113 @@
+"""Parts of a parallel module are chosen by class and have plain attributes, as the model's own modules; one device."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar import ParallelModule
+from autopar.errors import RunError
+
+
+class Net(nn.Module):
+    def __init__(self, shared: bool = False) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.0)
+        self.first, self.norm, self.act = nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU()
+        self.twice = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+        self.again = self.twice if shared else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.again(self.twice(self.act(self.norm(self.first(self.drop(x)))))).square().mean()
+
+
+X = torch.randn(6, 4)
+
+
+def decays(model: nn.Module) -> tuple[list[str], list[str]]:
+    """minGPT's groups: names of weights of linear layers, and of norms."""
+    decay, keep = [], []
+    for path, module in model.named_modules():
+        for name, _ in module.named_parameters(recurse=False):
+            (decay if isinstance(module, nn.Linear) and name == "weight" else keep).append(f"{path}.{name}")
+    return decay, keep
+
+
+def test_loops_meet_modules_by_class() -> None:
+    model = Net(shared=True)
+    pm: Any = autopar.parallelize(model, 1, X)
+    assert decays(pm) == decays(model) and decays(pm)[0] == ["first.weight", "twice.0.weight"]
+    assert isinstance(pm, ParallelModule) and not isinstance(pm, Net)
+    theirs = [(path, module.__class__) for path, module in model.named_modules()][1:]
+    assert [(path, module.__class__) for path, module in pm.named_modules()][1:] == theirs
+    assert pm.twice is pm.again and list(pm.state_dict()) == list(model.state_dict())
+    assert repr(pm.first) == "Linear(in_features=4, out_features=8, bias=False)"
+    copied = copy.deepcopy(pm)
+    assert isinstance(copied.first, nn.Linear) and copied.first.weight is not pm.first.weight
+    pm.load_state_dict(model.state_dict())
+    pm(X).backward()
+
+
+def test_plain_attributes_are_the_models() -> None:
+    model = Net()
+    pm: Any = autopar.parallelize(model, 1, X)
+    assert (pm.first.in_features, pm.first.bias, pm.norm.eps, pm.drop.p) == (4, None, 1e-5, 0.0)
+    for part in pm.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.5
+    assert model.drop.p == pm.drop.p == 0.5
+    with pytest.raises(RunError, match=r"'drop\.p' is 0\.5, and was 0\.0"):
+        pm(X)
+    pm.drop.p = 0.0
+    pm.first.note = "nobody reads it"
+    assert model.first.note == pm.first.note and not hasattr(pm.first, "other")
+    pm(X).backward()
+    with pytest.raises(RunError, match=r"reset_parameters\(\) of 'first', which stands for a Linear"):
+        pm.first.reset_parameters()
+    with pytest.raises(RunError, match="forward of 'act' was replaced"):
+        pm.act.forward = torch.tanh
+    with pytest.raises(RunError, match="module 'act' of a parallel module was replaced by a Tanh"):
+        pm.act = nn.Tanh()
+    with pytest.raises(RunError, match="cannot be called alone"):
+        pm.first(X)
+    with pytest.raises(RunError, match=r"apply\(\) of a parallel module"):
+        pm.twice.apply(lambda module: None)
+    del model
+    gc.collect()
+    assert (pm.first.in_features, pm.norm.eps, pm.drop.p) == (4, 1e-5, 0.0)
+    with pytest.raises(RunError, match="the model is gone"):
+        pm.drop.p = 0.5
+
+
+def test_a_mode_of_a_part_is_refused_where_it_differs() -> None:
+    pm: Any = autopar.parallelize(Net(), 1, X)
+    norms = [m for m in pm.modules() if isinstance(m, nn.BatchNorm1d)]
+    assert len(norms) == 1
+    norms[0].train()
+    for change in (norms[0].eval, pm.drop.eval, lambda: setattr(norms[0], "training", False)):
+        with pytest.raises(RunError, match=r"eval\(\) of a part of a parallel module"):
+            change()
+    model = Net()
+    model.norm.eval()
+    pm = autopar.parallelize(model, 1, X)
+    pm.train()
+    pm.norm.eval()  # as it was captured
+    with pytest.raises(RunError, match=r"train\(\) of a part"):
+        pm.norm.train()
+
+
+def test_a_part_is_captured_again_with_its_new_number() -> None:
+    model = Net()
+    pm: Any = autopar.parallelize(model, 1, X, on_change="recapture")
+    pm(X)
+    for part in pm.modules():
+        if isinstance(part, nn.BatchNorm1d):
+            part.eps = 0.5
+    twin = copy.deepcopy(model)
+    torch.testing.assert_close(pm(X), twin(X))
