@@ -483,7 +483,7 @@ def run_of_a_stage_without_parameters() -> float:
 
 BUILDS = {
     "the stages": ("pipeline", "cut", 1), "a parameter": ("registering", "as_dtensor", 2),
-    "the last step": ("stage", "make_units", 1), "the messages": ("pipeline", "Ties", 1), "values": ("", "", 0),
+    "the last step": ("stage", "make_units", 1), "the messages": ("work", "Ties", 1), "values": ("", "", 0),
 }  # fmt: skip
 
 
