@@ -186,8 +186,9 @@ class ParallelModule(SpreadModule):
         Outputs that were pinned to pieces (``placements={1: "S0"}``) are DTensors.
 
         Raises:
-            RunError: the call is not one that was captured; or ranks were called with different batches, which they
-                compare in the first three calls and now and then (:mod:`autopar.runtime.same_batch`).
+            RunError: the call is not one that was captured; or ranks were called with different batches, or hold
+                different copies of a parameter, which they compare in the first three calls and now and then
+                (:mod:`autopar.runtime.same_batch`).
         """
         check_values(self)
         call = self._calls + 1
@@ -205,7 +206,7 @@ class ParallelModule(SpreadModule):
         mixed = mixed_seed(self._seed, self._calls)
         self._calls = call
         stage.bind()
-        inputs = self._compared.inputs(lambda seen: self._inputs(args, kwargs, seen))
+        inputs = self._compared.inputs(lambda seen: self._inputs(args, kwargs, seen), self.named_parameters())
 
         def run(inputs: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
             same_step = stage.gradients.accumulating

@@ -339,7 +339,7 @@ class PipelineModule(SpreadModule):
                     seen.add(self._batch.shown[name], name, leaf)
             return callers, self._batch.exactly(callers, self._plan.microbatches)
 
-        return self._compared.inputs(take)
+        return self._compared.inputs(take, self.named_parameters())
 
     # -- of all stages
 

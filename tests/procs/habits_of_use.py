@@ -959,3 +959,56 @@ def each_rank_of_a_pipeline_passes_its_own_batch() -> None:
     with pytest.raises(RunError, match="has other values on rank 1 than on rank 0"):
         module.train_step(x + dist.get_rank(), y)
     module.train_step(x, y)
+
+
+# --- parameters ------------------------------------------------------------------------------------------------------
+
+
+@case
+def ranks_write_random_numbers_of_their_own() -> None:
+    """A whole parameter that is initialized, or a gradient that is made noisy, with another seed on each rank."""
+    own = torch.Generator().manual_seed(1337 + dist.get_rank())
+    for make, rows in ((lambda: pair(Net(mse), batch(), constraints=ROWS)[0], 8), (tied, 32)):
+        module, x = make(), batch(rows)
+        step = module.train_step
+        step(*x)
+        with torch.no_grad():
+            next(module.parameters()).to_local().normal_(generator=own)
+        with pytest.raises(RunError, match="has other values on rank 1 than on rank 0, and both hold the same piece"):
+            step(*x)
+        autopar.load_full_state_dict(module, autopar.full_state_dict(module) or None)
+        step(*x)
+    module, _ = pair(Net(mse), batch(), constraints=ROWS)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    module(*batch()).backward()
+    grad = module.second.bias.grad.to_local()
+    grad.add_(torch.randn(grad.shape, generator=own), alpha=1e-3)
+    optimizer.step()
+    with pytest.raises(RunError, match=r"parameter 'second\.bias' has other values on rank 1"):
+        module(*batch())
+
+
+@case
+def ranks_write_to_pieces_of_their_own() -> None:
+    """Each rank's piece is another one, so other values are right."""
+    module, _ = pair(Net(mse), batch(), constraints=COLUMN_ROW)
+    own = torch.Generator().manual_seed(dist.get_rank())
+    with torch.no_grad():
+        module.first.weight.to_local().normal_(generator=own)
+    module(*batch()).backward()
+
+
+class Tied(nn.Module):
+    """Reads one weight in its first and in its last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.second = nn.Parameter(torch.randn(8, 8) / 3), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return mse((torch.tanh(self.second(torch.tanh(x @ self.weight))) @ self.weight)[:, :4], y)
+
+
+def tied() -> Any:
+    """A pipeline of two stages, each of which has a copy of ``weight``."""
+    return pipeline(Tied(), cuts=["second"])[0]
