@@ -96,9 +96,17 @@ def whole():
     return model, autopar.capture(model, X)
 
 
+def with_two_names():
+    """A model in which one module has two names: torch.export then traces stand-ins of all modules."""
+    model = Whole()
+    model.other = model.first.linear
+    return model, autopar.capture(model, X)
+
+
+@pytest.mark.parametrize("made", [whole, with_two_names])
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_changed_value_is_named(name):
-    model, captured = whole()
+def test_a_changed_value_is_named(name, made):
+    model, captured = made()
     captured.guards.check()
     owner, key, value = CHANGES[name][0](model)
     inside = isinstance(owner, dict | list)
@@ -212,10 +220,13 @@ CHANGING = {
 }
 
 
+@pytest.mark.parametrize("two_names", [False, True])
 @pytest.mark.parametrize("name", CHANGING)
-def test_what_changes_at_every_call_is_refused(name):
+def test_what_changes_at_every_call_is_refused(name, two_names):
     forward, attributes, message = CHANGING[name]
     model = Made(forward, **attributes)
+    if two_names:
+        model.other = model.linear
     with pytest.raises(CaptureError, match=message):
         autopar.capture(model, X)
     for key, value in attributes.items():

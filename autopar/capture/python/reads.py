@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.fx.experimental.proxy_tensor import _AttrProxy
 
 from autopar.capture.python.free import Free, free_values
 from autopar.capture.python.generators import global_states, is_generator, same_state, set_state, state_of
@@ -62,6 +63,11 @@ def _restored(owner: Any, name: str, value: Any) -> None:
     """Set an attribute, past what a class makes of it."""
     with contextlib.suppress(AttributeError):
         object.__setattr__(owner, name, value)
+
+
+def _behind(owner: Any) -> Any:
+    """The module itself: where one has two names, the trace of torch.export runs on stand-ins that share its dict."""
+    return type(owner).get_base(owner) if isinstance(owner, _AttrProxy) else owner
 
 
 class Recorder:
@@ -166,6 +172,7 @@ class Recorder:
     # -- what is heard
 
     def _saw(self, owner: Any, name: str, value: Any) -> None:
+        owner = _behind(owner)
         key = id(owner), name
         if key in self.first or key in self.fresh or isinstance(value, torch.nn.Module):
             return
@@ -240,6 +247,7 @@ class Recorder:
         return True
 
     def _wrote(self, owner: Any, name: str, value: Any) -> None:
+        owner = _behind(owner)
         known = self.owned.get(id(owner))
         if known is None or known[0] is not owner:
             return
