@@ -67,7 +67,10 @@ def _restored(owner: Any, name: str, value: Any) -> None:
 
 def _behind(owner: Any) -> Any:
     """The module itself: where one has two names, the trace of torch.export runs on stand-ins that share its dict."""
-    return type(owner).get_base(owner) if isinstance(owner, _AttrProxy) else owner
+    if not isinstance(owner, _AttrProxy):
+        return owner
+    stand_in: Any = type(owner)
+    return stand_in.get_base(owner)
 
 
 class Recorder:
