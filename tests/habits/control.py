@@ -91,9 +91,7 @@ class BranchOnConstantTensor(Habit):
 
 @habit
 class BranchOnWrittenConstant(Habit):
-    """What is asked was written to before, by an element."""
-
-    refused = "value of a tensor"
+    """What is asked was written to before, by an element: its value is the same in each call, so it is answered."""
 
     def body(self, x: Tensor) -> Tensor:
         n = torch.zeros(3)

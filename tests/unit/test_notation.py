@@ -179,7 +179,8 @@ def test_collectives_beside_compute_cost_what_is_longer() -> None:
 def test_strategies_that_nothing_lowers_are_not_offered() -> None:
     graph, node, rule = _small_product()
     mesh = (("data", 2), ("tensor", 2))
-    apart = replace(rule, lowerings=(Lowering(min, frozenset("k")), Lowering(max, frozenset("n"))))
+    lowerings = (Lowering(min, frozenset("k"), uneven=True), Lowering(max, frozenset("n"), uneven=True))
+    apart = replace(rule, lowerings=lowerings)
     names = {s.names for s in strategies(graph, node, apart, mesh)}
     assert names == {s.names for s in strategies(graph, node, rule, mesh)} - {("k", "n"), ("n", "k")}
 
