@@ -14,34 +14,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar import planfile
 from autopar.capture import Captured
 from autopar.comparison import compare_with_eager
 from autopar.graph import Graph
 from autopar.labels import matches, op_labels
-from autopar.pins import options_of, plan_pinned
-from autopar.plan import Plan
+from autopar.plan import Plan, StagePlan
 from autopar.planner.intra_op.mesh_plan import Options
-from autopar.runtime.agree import share
+from autopar.planning import Found, on_mesh, wishes_of
 from autopar.runtime.programs import Compare, PlanAgain
+from autopar.spreading import agreed
 from hardware_profiles import Cluster
 
 
 def planner_of(plan: Plan, cluster: Cluster, group: Any) -> PlanAgain:
     """Makes plans on the mesh of ``plan`` with the wishes that it remembers; rank 0 plans, all ranks call it."""
-    wishes = options_of(plan)
+    wishes = wishes_of(plan)
 
-    def plan_again(new: Captured, stored: Mapping[str, str]) -> Plan:
-        text: str | None = None
-        error: BaseException | None = None
-        if dist.get_rank(group) == 0:
-            try:
-                options = for_graph(wishes, new.graph, stored)
-                made = plan_pinned(new.graph, cluster, plan.mesh, options, plan.cluster)
-                text = planfile.dumps(replace(made, pins=plan.pins), new.graph)
-            except Exception as e:
-                error = e
-        return planfile.loads(share(group, text, error), new.graph, where="rank 0's plan")
+    def plan_again(new: Captured, stored: Mapping[str, str]) -> StagePlan:
+        def decide() -> Found:
+            options = for_graph(wishes, new.graph, stored)
+            return Found(on_mesh(new.graph, cluster, plan.mesh, options, plan.cluster, plan.pins), new)
+
+        return agreed(decide, new, group)[1].only()
 
     return plan_again
 

@@ -24,95 +24,33 @@ from autopar.capture import Captured
 from autopar.capture.module_hooks import check_hooks
 from autopar.errors import AutoparError, CaptureError, MeshError
 from autopar.graph import Ref
-from autopar.pipeline import PipelinePlan
 from autopar.plan import Plan
 from autopar.runtime.agree import together
 from autopar.runtime.executor import ParallelModule
 from autopar.runtime.optimizers import Move, name_of
 from autopar.runtime.pipeline import PipelineModule
+from autopar.wishes import OPTIMIZERS, WISHES, is_number, is_table, is_whole, optional
 from hardware_profiles import Cluster
-
-OPTIMIZERS = ("adamw", "adam", "sgd", "sgd_momentum")
 
 _Check = tuple[Callable[[Any], bool], str]
 
-
-MOST = 1 << 24
-"""No count of ranks, stages or microbatches is larger: it would only take time."""
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value <= MOST
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
-
-
-def _texts(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(isinstance(text, str) for text in value)
-
-
-def _table(value: Any) -> bool:
-    return isinstance(value, Mapping)
-
-
-def _optional(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: value is None or check(value)
-
-
-def _mesh_like(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        value = list(value.items())
-    if isinstance(value, str):
-        return True
-    return isinstance(value, (list, tuple)) and all(
-        isinstance(pair, (list, tuple)) and len(pair) == 2 and isinstance(pair[0], str) and _whole(pair[1])
-        for pair in value
-    )
-
-
-def _counts(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return bool(value) and all(_whole(m) for m in value)
-    return _whole(value) or _auto(value)
-
-
-def _auto(value: Any) -> bool:
-    return isinstance(value, str) and value == "auto"
-
-
 _CHECKS: dict[str, _Check] = {
-    "example_kwargs": (_optional(lambda v: _table(v) and all(isinstance(k, str) for k in v)),
+    "example_kwargs": (optional(lambda v: is_table(v) and all(isinstance(k, str) for k in v)),
                        "a dict of keyword arguments"),
-    "loss_fn": (_optional(callable), "a function of the model's output and the targets"),
+    "loss_fn": (optional(callable), "a function of the model's output and the targets"),
     "targets": (lambda v: isinstance(v, (torch.Tensor, tuple, list)),
                 "a tuple of what loss_fn takes after the output, or one tensor"),
-    "captured": (_optional(lambda v: isinstance(v, Captured)), "what capture() gave"),
-    "mesh": (_optional(_mesh_like), "axes and their sizes, such as 'data=2,tensor=4' or {'data': 8}"),
-    "cluster": (_optional(lambda v: isinstance(v, (str, Path, Cluster))), "a cluster's name, or the path of a profile"),
-    "profile": (_optional(lambda v: isinstance(v, (str, Path))), "the path of what autopar profile wrote"),
-    "plan": (_optional(lambda v: isinstance(v, (Plan, PipelinePlan, str, Path))), "a plan, or the path of a plan file"),
-    "constraints": (_optional(_table), "a dict such as {'layers.*.up': {'tensor': 'n'}}"),
-    "params": (_optional(_table), "a dict such as {'*.weight': 'S0,I'}"),
-    "placements": (_optional(lambda v: _table(v) and all(isinstance(k, str) or _whole(k) for k in v)),
-                   "a dict such as {'x': 'S0,R'}, by names of inputs or numbers of outputs"),
-    "recompute": (_texts, "a list of patterns of module paths, such as ['layers.*']"),
-    "memory_limit": (_optional(lambda v: isinstance(v, str) or (_number(v) and v < math.inf)),
-                     "bytes, or such as '40GiB'"),
-    "microbatches": (_counts, "a whole number of 1 or more, several to choose from, or 'auto'"),
-    "stages": (_optional(lambda v: _whole(v) or _auto(v)), "a number of groups of devices from 1 on, or 'auto'"),
-    "schedule": (_optional(lambda v: isinstance(v, str) or (_texts(v) and len(v) > 0)),
-                 "a schedule's name, or several to choose from"),
-    "cuts": (_optional(_texts), "a list of what stages begin with, such as ['layers.12']"),
-    "max_axes": (_whole, "a whole number of 1 or more"),
-    "time_limit": (_number, "seconds, more than 0"),
+    "captured": (optional(lambda v: isinstance(v, Captured)), "what capture() gave"),
+    "cluster": (optional(lambda v: isinstance(v, (str, Path, Cluster))), "a cluster's name, or the path of a profile"),
+    "profile": (optional(lambda v: isinstance(v, (str, Path))), "the path of what autopar profile wrote"),
+    "plan": (optional(lambda v: isinstance(v, (Plan, str, Path))), "a plan, or the path of a plan file"),
     "hooks": (lambda v: isinstance(v, str) and v in ("refuse", "trace"),
               "'refuse', or 'trace' for forward hooks that compute with tensors only"),
-    "init": (_optional(callable), "a function that sets the parameters and buffers of the module that it is given"),
+    "init": (optional(callable), "a function that sets the parameters and buffers of the module that it is given"),
     "verify_capture": (lambda v: isinstance(v, bool), "True or False"),
     "on_change": (lambda v: isinstance(v, str) and v in ("error", "recapture"), "'error' or 'recapture'"),
-    "timeout": (lambda v: _number(v) and 0 < v < math.inf, "seconds, more than 0"),
+    "timeout": (lambda v: is_number(v) and 0 < v < math.inf, "seconds, more than 0"),
+    **{wish.name: (wish.right, wish.wanted) for wish in WISHES},
 }  # fmt: skip
 
 
@@ -141,7 +79,7 @@ def check_ranks(mesh: Any) -> None:
     Raises:
         MeshError: with what it is.
     """
-    if not isinstance(mesh, (DeviceMesh, str, Path, Cluster)) and not _whole(mesh):
+    if not isinstance(mesh, (DeviceMesh, str, Path, Cluster)) and not is_whole(mesh):
         raise MeshError(f"mesh is {shown(mesh)}; give a DeviceMesh, the name of a cluster, or a number of ranks")
 
 

@@ -1,8 +1,11 @@
 """The plan: every decision, as a value.
 
-A plan says for every op which factor each mesh axis cuts, for every parameter how it is stored and used, for every
-tensor the steps that bring it from the placement its producer gives to those its consumers want, and what all that is
-predicted to cost. It holds no tensors and no code.
+A plan is stages, the schedule that orders their work, and what crosses between them; a model that is not cut has one
+stage. A stage says for every op which factor each mesh axis cuts, for every parameter how it is stored and used, for
+every tensor the steps that bring it from the placement its producer gives to those its consumers want, and what all
+that is predicted to cost. A plan holds no tensors and no code.
+
+The schedule's ranks are *groups* of devices: all stages of a group run on the same devices, and groups share none.
 """
 
 from __future__ import annotations
@@ -13,9 +16,12 @@ from dataclasses import dataclass, field, replace
 from autopar.errors import PlanError
 from autopar.graph import Graph, Ref, Spec
 from autopar.placements import Mesh, State, n_devices, whole_state
+from autopar.places import check_places
 from autopar.transfer import Side
+from cost_models.pipeline.actions import Action, Schedule
 
-VERSION = 1
+VERSION = 2
+"""Of plan files (:mod:`autopar.planfile`)."""
 LIFETIMES = ("step", "use")
 
 Recompute = tuple[tuple[str, str], ...]
@@ -79,9 +85,16 @@ class Price:
 
 @dataclass(frozen=True)
 class Pins:
-    """What the user asked for; the plan is the cheapest that does so.
+    """What the user asked for, by the names of the whole model; the plan is the fastest that does so.
+
+    What is empty or None was left to the planner. :mod:`autopar.wishes` says how each is written and checked.
 
     Attributes:
+        stages: groups of devices.
+        cuts: what all stages but the first begin with, as it was given: module paths or operators.
+        schedules: names to choose from.
+        microbatches: of a step.
+        mesh: of every group of devices.
         ops: ``{pattern: {axis: factor}}``; a later pattern overrides an earlier one.
         params: ``{pattern: "replicate", a placement "S0,I", or one with a lifetime "S0,I use"}``.
         inputs, outputs: placements by input name and output position.
@@ -89,6 +102,11 @@ class Pins:
         recompute: patterns of module paths that run again in the backward.
     """
 
+    stages: int | None = None
+    cuts: tuple[str, ...] = ()
+    schedules: tuple[str, ...] = ()
+    microbatches: int | None = None
+    mesh: Mesh | None = None
     ops: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     params: Mapping[str, str] = field(default_factory=dict)
     inputs: Mapping[str, State] = field(default_factory=dict)
@@ -119,29 +137,27 @@ class StagePlan:
 
     Attributes:
         fingerprint: of the graph that this plan is for.
-        cluster: name or path of the hardware profile.
         mesh: axis names and sizes.
         ops: node name -> option name per axis (a factor, ``I``, ``R`` or ``P<group>``).
         params: qualified name -> how it is stored and used.
         buffers: qualified name -> placement; ``R`` unless every reader wants the same shard.
-        inputs: placement in which a rank receives an input; inputs not named here arrive whole (``R``).
         outputs: placement of each output tensor (None for an output that is no tensor).
         routes: ``"<node>.<output>"`` -> reshard steps ``(from, to)`` that form a tree rooted at the producer's state.
-        stages: pipeline stages; 1 until a plan is pipelined.
-        microbatches: how many pieces ``train_step`` cuts the batch into.
-        pins: what the user asked for, so that the plan can be solved again with the same wishes.
+        inputs: placement in which a rank receives an input; inputs not named here arrive whole (``R``).
+        optimizer, microbatches, in_flight: for which the price is counted: ``microbatches`` a step, of which so many
+            keep their activations at once (more than one in a stage of a pipeline).
+        price: of a training step on one rank.
+        solution: what the solver said; None for a plan that was edited by hand.
         recompute: segments ``(first op, last op)``, runs of operators in execution order that keep only their inputs
             and run again in the backward.
         gather_again: tensors, by :func:`route_key`, whose gathered copies are not kept for the backward but gathered
             again there.
-        in_flight: microbatches whose activations the price counts: more than one in a stage of a pipeline.
         first: name of the first operator that depends on a parameter; a stage ends where the next one begins. Empty
             where there is none.
         devices: ranks, in row-major order of the mesh.
     """
 
     fingerprint: str
-    cluster: str
     mesh: Mesh
     ops: Mapping[str, tuple[str, ...]]
     params: Mapping[str, ParamChoice]
@@ -150,13 +166,10 @@ class StagePlan:
     routes: Mapping[str, tuple[tuple[State, State], ...]]
     inputs: Mapping[str, State] = field(default_factory=dict)
     optimizer: str = "adamw"
-    stages: int = 1
     microbatches: int = 1
     price: Price = field(default_factory=Price)
     solution: Solution | None = None
-    notes: tuple[str, ...] = ()
-    pins: Pins = field(default_factory=Pins)
-    recompute: tuple[tuple[str, str], ...] = ()
+    recompute: Recompute = ()
     in_flight: int = 1
     first: str = ""
     devices: tuple[int, ...] = ()
@@ -209,8 +222,153 @@ class Crossing:
         return Side(made, maker.mesh, maker.devices), Side(wanted, reader.mesh, reader.devices)
 
 
-Plan = StagePlan
-"""Until plans on one mesh and pipelined plans are one class."""
+@dataclass(frozen=True)
+class Plan:
+    """Decisions for one model.
+
+    Of a plan of one stage, what it decides is found on the plan itself too: ``plan.mesh``, ``plan.ops``,
+    ``plan.params``, ``plan.price`` and so on. With several stages that is an error that says where to look.
+
+    Attributes:
+        fingerprint: of the whole graph, at the size of one microbatch.
+        cluster: name or path of the hardware profile.
+        stages: in execution order.
+        schedule: what each group of devices does in which order; its number of microbatches is that of a step.
+        crossings: what stages take from each other.
+        seconds: of a training step, simulated.
+        notes: for the reader.
+        pins: what the user asked for, so that the plan can be solved again with the same wishes.
+    """
+
+    fingerprint: str
+    cluster: str
+    stages: tuple[StagePlan, ...]
+    schedule: Schedule
+    crossings: tuple[Crossing, ...] = ()
+    seconds: float = 0.0
+    notes: tuple[str, ...] = ()
+    pins: Pins = field(default_factory=Pins)
+
+    @classmethod
+    def alone(
+        cls, stage: StagePlan, cluster: str = "", pins: Pins | None = None, notes: tuple[str, ...] = ()
+    ) -> Plan:
+        """The plan of a model that is not cut: one stage, whose microbatches follow each other."""
+        schedule = one_stage(stage.microbatches)
+        return cls(stage.fingerprint, cluster, (stage,), schedule, (), stage.price.seconds, notes, pins or Pins())
+
+    @property
+    def microbatches(self) -> int:
+        """Of a step."""
+        return self.schedule.n_microbatches
+
+    @property
+    def optimizer(self) -> str:
+        """For which the stages' memory is counted."""
+        return self.stages[0].optimizer
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        """First operators of all stages but the first, as :func:`autopar.staging.cut` takes them."""
+        return tuple(s.first for s in self.stages[1:])
+
+    @property
+    def n_devices(self) -> int:
+        return len({d for s in self.stages for d in s.devices})
+
+    @property
+    def memory_bytes(self) -> int:
+        """The peak on a device: of the group of devices that holds most."""
+        return max(sum(self.stages[s].price.memory_bytes for s in held) for held in self.schedule.stages_of_rank)
+
+    def only(self, what: str = "decisions") -> StagePlan:
+        """The stage of a plan that has one.
+
+        Raises:
+            PlanError: there are several; it says how to come at ``what`` of each.
+        """
+        if len(self.stages) != 1:
+            last = len(self.stages) - 1
+            raise PlanError(
+                f"the plan has {len(self.stages)} stages, each with {what} of its own: see plan.stages[0] to "
+                f"plan.stages[{last}]"
+            )
+        return self.stages[0]
+
+    @property
+    def mesh(self) -> Mesh:
+        """Axis names and sizes."""
+        return self.only("a mesh").mesh
+
+    @property
+    def ops(self) -> Mapping[str, tuple[str, ...]]:
+        return self.only("ops").ops
+
+    @property
+    def params(self) -> Mapping[str, ParamChoice]:
+        return self.only("parameters").params
+
+    @property
+    def buffers(self) -> Mapping[str, State]:
+        return self.only("buffers").buffers
+
+    @property
+    def inputs(self) -> Mapping[str, State]:
+        return self.only("inputs").inputs
+
+    @property
+    def outputs(self) -> tuple[State | None, ...]:
+        return self.only("outputs").outputs
+
+    @property
+    def routes(self) -> Mapping[str, tuple[tuple[State, State], ...]]:
+        return self.only("routes").routes
+
+    @property
+    def recompute(self) -> Recompute:
+        return self.only("recomputed segments").recompute
+
+    @property
+    def gather_again(self) -> tuple[str, ...]:
+        return self.only("tensors that are gathered again").gather_again
+
+    @property
+    def price(self) -> Price:
+        """Of a step; of several stages see ``plan.seconds`` and ``plan.memory_bytes``."""
+        return self.only("a price").price
+
+    @property
+    def solution(self) -> Solution | None:
+        return self.only("a solution").solution
+
+    def of_graphs(self, fingerprint: str, of_stages: Sequence[str]) -> Plan:
+        """The same decisions for a model with the same operators, such as one in another precision.
+
+        Args:
+            of_stages: fingerprints of the stages' graphs.
+        """
+        stages = (replace(stage, fingerprint=own) for stage, own in zip(self.stages, of_stages, strict=True))
+        return replace(self, fingerprint=fingerprint, stages=tuple(stages))
+
+    def of_graph(self, fingerprint: str) -> Plan:
+        """:meth:`of_graphs` for a plan of one stage."""
+        return self.of_graphs(fingerprint, [fingerprint])
+
+    def validate(self) -> Plan:
+        """Itself.
+
+        Raises:
+            PlanError: stages and schedule do not agree, a mesh does not have as many devices as it names or names one
+                twice, stages of a group are on different devices, or groups share a device.
+        """
+        check_places(self.schedule, [s.mesh for s in self.stages], [s.devices for s in self.stages])
+        return self
+
+
+def one_stage(microbatches: int) -> Schedule:
+    """No pipeline: forward and backward of each microbatch in turn."""
+    row = tuple(Action(0, kind, k) for k in range(microbatches) for kind in "FB")
+    return Schedule("none", 1, microbatches, ((0,),), (row,))
 
 
 def route_key(graph: Graph, ref: Ref) -> str:

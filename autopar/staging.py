@@ -49,12 +49,15 @@ def cut(graph: Graph, starts: Sequence[str]) -> tuple[StageGraph, ...]:
     """The stages of a graph.
 
     Args:
-        starts: name of the first operator of every stage but the first, in execution order.
+        starts: name of the first operator of every stage but the first, in execution order; none for the graph as it
+            is.
 
     Raises:
         PlanError: an unknown operator, an order that is not that of execution, or a buffer that one stage changes and
             another reads.
     """
+    if not starts:
+        return (StageGraph(0, graph, (), (), tuple(range(len(graph.outputs)))),)
     ops = hot_ops(graph)
     position = {graph.nodes[i].name: p for p, i in enumerate(ops)}
     for name in starts:

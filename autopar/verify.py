@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,9 +22,8 @@ from autopar.comparison import promoted as promoted
 from autopar.errors import CaptureError
 from autopar.lower.emit import lower
 from autopar.lower.typecheck import typecheck
-from autopar.pipeline import PipelinePlan
 from autopar.placements import Mesh
-from autopar.plan import Plan
+from autopar.plan import Plan, StagePlan, one_stage
 from autopar.planner.intra_op.draw import random_plan
 from autopar.planner.intra_op.mesh_plan import plan_graph
 from autopar.planner.intra_op.price import pricer
@@ -34,7 +33,6 @@ from autopar.rules.pieces import fake_world
 from autopar.rules.registry import rules_of
 from autopar.runtime.world import pipeline_step, run_step
 from autopar.staging import cut
-from cost_models.pipeline import Action, Schedule
 from hardware_profiles import Cluster
 
 SGD: dict[str, Any] = {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.01}
@@ -108,7 +106,7 @@ def wanting(example: Any) -> Any:
 
 
 def train(
-    captured: Captured, plan: Plan, weights: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
+    captured: Captured, plan: StagePlan, weights: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
     inputs: Mapping[str, torch.Tensor], steps: int = 2, seed: int = 0,
 ) -> Trained:  # fmt: skip
     """Two steps of SGD under a plan; the program also passes the type checker."""
@@ -146,10 +144,10 @@ def input_name(name: str) -> str:
 
 
 def train_pipeline(
-    captured: Captured, plan: PipelinePlan, weights: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
+    captured: Captured, plan: Plan, weights: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
     microbatches: Sequence[Mapping[str, torch.Tensor]], steps: int = 2,
 ) -> Trained:  # fmt: skip
-    """Two steps of SGD in the order of a pipelined plan's schedule; every stage's program passes the type checker.
+    """Two steps of SGD in the order of a plan's schedule; every stage's program passes the type checker.
 
     With one stage on one device this is the reference for several microbatches.
     """
@@ -182,9 +180,9 @@ def train_pipeline(
 
 
 def verify_pipeline(
-    captured: Captured, model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], plan: PipelinePlan
+    captured: Captured, model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], plan: Plan
 ) -> Difference:
-    """Compare a pipelined plan with one device, all ranks in this process, in double precision.
+    """Compare a plan in stages with one device, all ranks in this process, in double precision.
 
     The example inputs are one microbatch; the others are the same with their rows rolled, so that they differ.
     """
@@ -196,10 +194,7 @@ def verify_pipeline(
     batches = [{k: x.roll(i, 0) if x.ndim else x for k, x in first.items()} for i in range(plan.microbatches)]
     graphs = cut(double.graph, plan.starts)
     plan = plan.of_graphs(double.graph.fingerprint, [stage.graph.fingerprint for stage in graphs])
-    row = tuple(Action(0, kind, k) for k in range(plan.microbatches) for kind in "FB")
-    schedule = Schedule("none", 1, plan.microbatches, ((0,),), (row,))
-    (whole,) = cut(double.graph, ())  # without what no output needs
-    reference = PipelinePlan(double.graph.fingerprint, "", (one_device(whole.graph),), schedule)
+    reference = Plan(double.graph.fingerprint, "", (one_device(double.graph),), one_stage(plan.microbatches))
     mine = train_pipeline(double, plan, weights, buffers, batches)
     return compare("plan", mine, train_pipeline(double, reference, weights, buffers, batches))
 
@@ -270,6 +265,7 @@ def verify(
     ``plan``), then ``random_plans`` random ones, against the graph on one device.
 
     Args:
+        plan: of one stage.
         float64: compare in double precision, so that a row above 1e-9 is a defect and not rounding.
         progress: called with the name of each row before it is computed.
 
@@ -293,11 +289,9 @@ def verify(
         single = one_device(captured.graph)
     graph = captured.graph
     reference = train(captured, single, weights, buffers, inputs)
-    if plan is None or float64:
-        decided = None if plan is None else plan
-        plan = plan_graph(graph, cluster, mesh) if decided is None else replace(decided, fingerprint=graph.fingerprint)
+    stage = plan_graph(graph, cluster, mesh) if plan is None else plan.of_graph(graph.fingerprint).only()
     say("plan")
-    rows.append(compare("plan", train(captured, plan, weights, buffers, inputs), reference))
+    rows.append(compare("plan", train(captured, stage, weights, buffers, inputs), reference))
     rules = rules_of(graph)
     for i in range(random_plans):
         say(f"random plan {seed + i}")

@@ -89,11 +89,11 @@ def shell(case: str) -> dict[str, float | str]:
 
     with uncollected():  # as the command imports them
         importlib.import_module("autopar.rules")
-        modules = [importlib.import_module(f"autopar.{name}") for name in ("models", "capture", "pipelines")]
-    models, capture, pipelines = (vars(module) for module in modules)  # autopar.capture is a function by another name
+        modules = [importlib.import_module(f"autopar.{name}") for name in ("models", "capture", "planning")]
+    models, capture, planning = (vars(module) for module in modules)  # autopar.capture is a function by another name
     importing = time.process_time() - begin
     models["_from_config"] = timed("model", models["_from_config"])
-    capture["capture"] = pipelines["capture"] = timed("capture", capture["capture"])
+    capture["capture"] = planning["capture"] = timed("capture", capture["capture"])
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/config.json"
         with open(path, "w") as file:

@@ -52,8 +52,8 @@ def measure(case: str) -> dict[str, float | str]:
     from autopar.capture import capture
     from autopar.capture.parts import numbers_of_parts, resized
     from autopar.graph import Graph
-    from autopar.pipelines import DEFAULT_SCHEDULES as SCHEDULES
     from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
+    from autopar.planning import DEFAULT_SCHEDULES as SCHEDULES
     from hardware_profiles import load_cluster
 
     gpt = case in GPT_39B

@@ -29,10 +29,11 @@ from speed_one_device import resnet18 as resnet18_of
 from torch import nn
 
 import autopar
-from autopar.pipelines import asked_for, planned
-from autopar.planfile import pipeline as files
+from autopar import planfile as files
+from autopar.asked import asked as asked_for
 from autopar.planner.inter_op.replan import Replanner
 from autopar.planner.intra_op.mesh_plan import Options
+from autopar.planning import in_stages
 from autopar.profiling import document as profiles
 from autopar.profiling.quiet import QUIET, Watch, quietest, until_quiet
 from autopar.runtime.pipeline import PipelineModule
@@ -183,8 +184,8 @@ def measure(name: str, seconds: float, steps: int, patience: float) -> dict[str,
         cluster = load_cluster(path)
     rows, texts = [], []
     for schedule, count in CASES:
-        asked = asked_for(2, schedule, count, (("data", 1),), Options())
-        found = planned(captured, cluster, 2, asked, "local-x2")
+        asked = asked_for({"stages": 2, "schedule": schedule, "microbatches": count, "mesh": "data=1"})
+        found = in_stages({count: captured.graph}, cluster, 2, asked, "local-x2")
         old, _ = Replanner(captured.graph, found.plan, plain, Options()).simulated()
         times = found.timeline.times
         predicted = {

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import dataclasses
 import statistics
 import time
 from collections.abc import Callable
@@ -23,8 +22,9 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import autopar
-from autopar.pipelines import asked_for, planned, run_on_ranks
-from autopar.planner.intra_op.mesh_plan import Options
+from autopar.asked import asked as asked_for
+from autopar.planning import in_stages
+from autopar.spreading import spread
 from hardware_profiles import load_cluster
 
 TOKENS = 128
@@ -56,9 +56,11 @@ def rank(microbatches: int, size: int, runs: int) -> dict[str, Any]:
     captured = autopar.capture(model, ids[:size], loss_fn=loss_of, targets=labels[:size])
     ops = [n for n in captured.graph.nodes if n.kind == "op" and n.hot]
     half = next(n.name for n in ops if n.module.startswith(f"layers.{LAYERS // 2}"))
-    asked = dataclasses.replace(asked_for(2, "1f1b", microbatches, (("data", 1),), Options()), starts=(half,))
-    found = planned(captured, load_cluster("local-x2"), 2, asked)
-    ours = run_on_ranks(copy.deepcopy(model), captured, lambda: found.plan, "cpu")
+    asked = asked_for(
+        {"stages": 2, "schedule": "1f1b", "microbatches": microbatches, "mesh": "data=1", "cuts": [half]}
+    )
+    found = in_stages({microbatches: captured.graph}, load_cluster("local-x2"), 2, asked, "local-x2")
+    ours = spread(copy.deepcopy(model), captured, found.plan, dist.group.WORLD)
 
     class Part(nn.Module):
         def __init__(self) -> None:

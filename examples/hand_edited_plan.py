@@ -39,13 +39,14 @@ if __name__ == "__main__":
     captured = autopar.capture(model, x, loss_fn=F.mse_loss, targets=y)
     plan = autopar.plan(model, "local-x2", x, mesh="tensor=2", captured=captured)
     document = json.loads(planfile.dumps(plan, captured.graph))
-    print("as planned:   ", json.dumps(document["ops"]), f"{plan.price.seconds * 1e6:.0f} us")
-    document["ops"] = {
+    stage = document["stages"][0]
+    print("as planned:   ", json.dumps(stage["ops"]), f"{plan.price.seconds * 1e6:.0f} us")
+    stage["ops"] = {
         "0:linear": {"tensor": "n"},
         "1:gelu": {"tensor": "s"},
         "2:linear": {"tensor": "k"},
     }
-    document["params"] = {
+    stage["params"] = {
         "0.*": {"stored": "S0", "used": "S0"},
         "2.weight": {"stored": "S1", "used": "S1"},
         "2.bias": {"stored": "I", "used": "I"},
@@ -54,7 +55,7 @@ if __name__ == "__main__":
         path = Path(folder) / "plan.json"
         path.write_text(json.dumps(document, indent=2))
         edited = planfile.load(path, captured.graph)
-        print("edited by hand:", json.dumps(document["ops"]), f"{edited.price.seconds * 1e6:.0f} us")
+        print("edited by hand:", json.dumps(stage["ops"]), f"{edited.price.seconds * 1e6:.0f} us")
         (loss, norm, code), _ = autopar.run_local(main, 2, str(path))
     print(code)
     whole = F.mse_loss(model(x), y)

@@ -17,8 +17,8 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import autopar
-from autopar.pipelines import asked_for, planned
-from autopar.planner.intra_op.mesh_plan import Options
+from autopar.asked import asked as asked_for
+from autopar.planning import in_stages
 from autopar.report import trace
 from autopar.staging import cut
 from cost_models.pipeline import grid
@@ -36,8 +36,8 @@ def main(path: Path) -> None:
     with torch.device("meta"):
         model, ids = GPT2LMHeadModel(CONFIG).bfloat16(), torch.zeros(4, 1024, dtype=torch.long)
     captured = autopar.capture(model, {"input_ids": ids, "labels": ids})
-    asked = asked_for("auto", "1f1b", MICROBATCHES, None, Options())
-    found = planned(captured, cluster, cluster.n_devices, asked)
+    asked = asked_for({"stages": "auto", "schedule": "1f1b", "microbatches": MICROBATCHES})
+    found = in_stages({MICROBATCHES: captured.graph}, cluster, cluster.n_devices, asked, cluster.name)
     plan, timeline = found.plan, found.timeline
     print(f"\n{plan.seconds * 1e3:.1f} ms a step, {timeline.bubble_fraction:.1%} of it idle")
     layers = []

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from autopar.capture import Captured
 from autopar.lower.emit import lower
-from autopar.plan import Plan
+from autopar.plan import StagePlan
 
 
 class Made(TorchDispatchMode):
@@ -34,7 +34,7 @@ class Made(TorchDispatchMode):
         return sum(n for weak, n in self.found.values() if not weak.expired())
 
 
-def kept_bytes(captured: Captured, plan: Plan, values: dict[str, torch.Tensor]) -> int:
+def kept_bytes(captured: Captured, plan: StagePlan, values: dict[str, torch.Tensor]) -> int:
     """Bytes made by a forward that live until its backward, inputs and parameters apart."""
     program = lower(captured.graph, plan)
     inputs = [values[slot.name] if slot.kind != "seed" else torch.tensor(0) for slot in program.slots]

@@ -9,10 +9,9 @@ import contextlib
 import dataclasses
 import json
 import math
-import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,14 +21,15 @@ from rich.markup import escape
 from autopar.cli.terminal import err as err
 from autopar.cli.terminal import out as out
 from autopar.errors import AutoparError
+from autopar.texts import show_bytes as show_bytes
+from autopar.texts import show_seconds as show_seconds
 
 if TYPE_CHECKING:
     from autopar.capture import Captured
     from autopar.models import Loaded
-    from autopar.placements import Mesh
     from autopar.plan import Pins, Plan, Solution
     from autopar.planfile import Document
-    from autopar.runtime.executor import ParallelModule
+    from autopar.planner.inter_op.replan import Replanner
     from hardware_profiles import Cluster
 
 
@@ -75,51 +75,6 @@ def progress(what: str) -> Iterator[Callable[[str], None]]:
 def print_error(error: BaseException) -> None:
     """One red paragraph."""
     err().print(f"[bold red]error:[/bold red] [red]{escape(str(error))}[/red]", soft_wrap=True)
-
-
-# --- words on the command line ---------------------------------------------------------------------------------------
-
-UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12,
-         "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
-
-
-def parse_bytes(text: str) -> float:
-    """``70GiB``, ``80 GB``, ``123456``."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2].upper() not in UNITS:
-        raise UsageError(f"'{text}' is no size; write it like 70GiB, 80GB or a number of bytes")
-    return float(match[1]) * UNITS[match[2].upper()]
-
-
-def parse_pin(text: str) -> tuple[str, dict[str, str]]:
-    """``layers.*.mlp.up:tensor=n`` -> pattern and ``{axis: factor}``."""
-    pattern, colon, rest = text.rpartition(":")
-    wanted = parse_choices(rest) if colon and pattern else None
-    if wanted is None:
-        raise UsageError(f"pin '{text}' is no PATTERN:axis=factor; write it like 'layers.*.mlp.up:tensor=n'")
-    return pattern, wanted
-
-
-def parse_choices(text: str) -> dict[str, str] | None:
-    """``tensor=k,data=b``; None if it is nothing like that."""
-    wanted = {}
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*=\s*(\w+)\s*", part)
-        if match is None or match[1] in wanted:
-            return None
-        wanted[match[1]] = match[2]
-    return wanted
-
-
-def parse_place(text: str, mesh: Mesh, option: str) -> tuple[str, tuple[str, ...]]:
-    """``x=S0,R`` -> name and placement."""
-    from autopar.placements import parse_state
-
-    name, equals, state = text.partition("=")
-    if not equals or not name:
-        raise UsageError(f"{option} '{text}' is no NAME=PLACEMENT; write it like {option} x=" + ",".join(
-            ["S0", *["R"] * (len(mesh) - 1)]))  # fmt: skip
-    return name, parse_state(state, mesh, f"{option} {name}")
 
 
 # --- models, plans, clusters -----------------------------------------------------------------------------------------
@@ -177,63 +132,54 @@ def open_plan(path: Path) -> Document:
 
 
 def model_of(
-    document: Document, path: Path, model: str | None, batch: int | None = None, seq: int | None = None,
-    device: str = "meta",
-) -> tuple[Loaded, Captured]:  # fmt: skip
-    """The model that a plan file is for: the one given, or the one that the file names.
+    document: Document, path: Path, model: str | None = None, device: str = "meta"
+) -> tuple[Loaded, Captured]:
+    """The model that a plan file is for, the one given or the one that the file names, captured as one microbatch.
 
     Raises:
         ModelError: the file names none, or it cannot be loaded.
     """
     from autopar.errors import ModelError
 
-    if model is not None:
-        return load_and_capture(model, batch, seq, device=device)
-    named = document.model
-    if named is None or "spec" not in named:
+    named = document.model or {}
+    spec = model or named.get("spec")
+    if spec is None:
         raise ModelError(f"{path} does not say which model it is for; give it with --model PATH.py:factory")
+    folder = path.parent if model is None else None
     return load_and_capture(
-        named["spec"], batch or named.get("batch"), seq or named.get("seq"), folder=path.parent, device=device
+        spec, named.get("batch"), named.get("seq"), folder=folder, device=device, parts=named.get("parts")
     )
 
 
 def bound(document: Document, captured: Captured) -> tuple[Plan, Cluster]:
-    """The plan of a file for a captured model, with the cluster that prices it."""
+    """The plan of a file for a captured model, with the cluster that prices it.
+
+    Raises:
+        MeshError: the cluster has not all devices of the plan.
+    """
+    from autopar.places import check_within
     from autopar.planfile import bind
 
     cluster = document.cluster()
-    return bind(document, captured.graph, cluster), cluster
+    plan = bind(document, captured.graph, cluster)
+    there = f"devices are in cluster '{plan.cluster}'"
+    check_within([stage.devices for stage in plan.stages], cluster.n_devices, there)
+    return plan, cluster
 
 
-def on_ranks(loaded: Loaded, captured: Captured, plan: Plan) -> ParallelModule:
-    """The model on the ranks of this process group; every rank has built it alike.
+def what_if(captured: Captured, plan: Plan, cluster: Cluster) -> Replanner:
+    """The plan to be asked "what if", and to be simulated."""
+    from autopar.planner.inter_op.replan import Replanner
+    from autopar.planning import wishes_of
 
-    Raises:
-        MeshError: the process group has another size than the plan's mesh.
-    """
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
+    return Replanner(captured.graph, plan, cluster, wishes_of(plan))
 
-    from autopar.errors import MeshError
-    from autopar.runtime.agree import ensure_process_group, first_seed, together
-    from autopar.runtime.executor import ParallelModule
 
-    ensure_process_group()
-    if dist.get_world_size() != plan.n_devices:
-        raise MeshError(
-            f"the plan is for {plan.n_devices} ranks ({show_mesh(plan.mesh)}), {dist.get_world_size()} are running; "
-            f"start them with torchrun --nproc-per-node {plan.n_devices}, or plan for another mesh"
-        )
-    device = next((p.device.type for p in loaded.model.parameters()), "cpu")
-    mesh = init_device_mesh(device, tuple(n for _, n in plan.mesh), mesh_dim_names=tuple(name for name, _ in plan.mesh))
-    seed, error, made = first_seed(dist.group.WORLD), None, None
-    try:
-        made = ParallelModule(loaded.model, captured, plan, mesh, seed=seed)
-    except Exception as e:
-        error = e
-    together(dist.group.WORLD, error)
-    assert made is not None
-    return made
+def opened(path: Path, model: str | None = None) -> tuple[Captured, Replanner]:
+    """A plan file with its model, to be asked "what if"."""
+    document = open_plan(path)
+    _, captured = model_of(document, path, model)
+    return captured, what_if(captured, *bound(document, captured))
 
 
 def optimizer_of(name: str, params: list[Any], lr: float) -> Any:
@@ -247,24 +193,6 @@ def optimizer_of(name: str, params: list[Any], lr: float) -> Any:
 
 
 # --- numbers for people ----------------------------------------------------------------------------------------------
-
-
-def show_bytes(n: float) -> str:
-    """``1.50 GiB``."""
-    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(n) >= size:
-            return f"{n / size:.2f} {unit}"
-    return f"{n:.0f} B"
-
-
-def show_seconds(s: float) -> str:
-    """``1.50 ms``."""
-    if not math.isfinite(s):
-        return "-"
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if abs(s) >= size:
-            return f"{s / size:.3g} {unit}"
-    return f"{s / 1e-6:.3g} us" if s else "0"
 
 
 def show_solution(solution: Solution | None) -> str:
@@ -281,14 +209,6 @@ def show_solution(solution: Solution | None) -> str:
 
 def show_pins(pins: Pins) -> str:
     """What the user asked for: ``layers.*.up: tensor=n; at most 70.00 GiB per device``; empty for nothing."""
-    from autopar.pins import pin_lines
+    from autopar.wishes import pin_words
 
-    limit = [] if pins.memory_limit_bytes is None else [f"at most {show_bytes(pins.memory_limit_bytes)} per device"]
-    return "; ".join([*pin_lines(pins), *limit])
-
-
-def show_mesh(mesh: Sequence[tuple[str, int]]) -> str:
-    """``data=2 x tensor=4``."""
-    from autopar.placements import mesh_text
-
-    return mesh_text(tuple(mesh))
+    return "; ".join(pin_words(pins))

@@ -1,7 +1,8 @@
-"""``autopar explain``: why an op is cut as it is."""
+"""``autopar explain``: why an op is cut as it is, and why a stage begins where it does."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -9,24 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.cli.common import (
-    Json,
-    UsageError,
-    bound,
-    model_of,
-    open_plan,
-    out,
-    parse_bytes,
-    parse_choices,
-    print_json,
-    progress,
-    show_bytes,
-    show_seconds,
-)
+from autopar.cli.common import Json, UsageError, opened, out, print_json, progress, show_bytes, show_seconds
+from autopar.cli.explain_cut import explain_cut
 
 if TYPE_CHECKING:
     from autopar.graph import Graph
-    from autopar.plan import Plan
+    from autopar.plan import StagePlan
+    from autopar.planner.inter_op.replan import Replanner
     from autopar.planner.intra_op.mesh_plan import Options
     from autopar.planner.intra_op.price import Pricer
 
@@ -36,7 +26,7 @@ def explain(
     op: Annotated[
         str,
         typer.Argument(
-            help="The op: path of its module, module:op as in the file, or a pattern. Of a pipelined plan also "
+            help="The op: path of its module, module:op as in the file, or a pattern. Of a plan in stages also "
             "stage:1, the cut at which that stage begins."
         ),
     ],
@@ -53,65 +43,124 @@ def explain(
 ) -> None:
     """Say why an op is cut as it is: the seconds of every way to cut it, its neighbours staying as they are.
 
-    With --instead the whole plan is solved again with that cut (for the op and its copies in equal blocks), so all
-    other ops may change too; what was asked for when the plan was made (pins, memory limit) still holds, where the
-    wish does not say otherwise. The difference is what that wish costs.
+    With --instead the stage that has the op (the whole plan, if it is not cut) is solved again with that cut (for the
+    op and its copies in equal blocks), so all other ops of it may change too; what was asked for when the plan was made
+    (pins, memory limit) still holds, where the wish does not say otherwise. The whole step is simulated with it, and
+    the difference is what that wish costs.
 
-    Of a pipelined plan, an op is explained within its stage, and --instead solves that stage again and simulates the
-    whole step with it. stage:1 says why that stage begins where it does: what the step spends where, and what it would
-    take with the cut one block earlier or later, the stages on both sides solved again.
+    stage:1 says why that stage begins where it does: what the step spends where, and what it would take with the cut
+    one block earlier or later, the stages on both sides solved again.
 
     Examples: autopar explain plan.json layers.3.mlp.up; autopar explain plan.json layers.3.mlp.up --instead tensor=k;
     autopar explain plan.json stage:1
     """
+    from autopar.texts import parse_bytes
+    from autopar.wishes import parse_choices
+
     wanted = None
     if instead is not None:
         wanted = parse_choices(instead)
         if wanted is None:
             raise UsageError(f"--instead '{instead}' is no axis=factor; write it like tensor=k or tensor=replicate")
-    limit = parse_bytes(memory_limit) if memory_limit is not None else None
-    from autopar.cli import explain_pipeline, pipeline
+    limit = parse_bytes(memory_limit)
+    captured, asked = opened(path, model)
+    stage = re.fullmatch(r"stage:(.*)", op)
+    if stage is None:
+        _explain_op(asked, op, wanted, limit, top, as_json)
+    elif wanted is not None or limit is not None:
+        raise UsageError(f"--instead and --memory-limit are for an op; '{op}' is a cut, whose neighbours are shown")
+    else:
+        explain_cut(captured, asked, stage[1], as_json)
 
-    if pipeline.is_pipeline(path):
-        explain_pipeline.explain(path, op, wanted, limit, top, model, as_json)
-        return
-    document = open_plan(path)
-    if op.startswith("stage:"):
-        raise UsageError(f"{path} is no pipelined plan, so it has no cut '{op}'; name an op")
-    _, captured = model_of(document, path, model)
-    graph = captured.graph
+
+def _explain_op(
+    asked: Replanner, op: str, wanted: dict[str, str] | None, limit: float | None, top: int, as_json: bool
+) -> None:
     from autopar.labels import op_labels
-    from autopar.pins import options_of
-    from autopar.planner.intra_op.mesh_plan import plan_graph
+    from autopar.planner.inter_op.stage_pins import check
+    from autopar.planner.intra_op.mesh_plan import Options
     from autopar.planner.intra_op.price import pricer
 
-    plan, cluster = bound(document, captured)
+    graph, plan = asked.graph, asked.plan
     labels = op_labels(graph)
-    numbers = found_ops(graph, op)
-    results = priced_ops(graph, plan, pricer(cluster, plan.mesh), numbers)
-    best: dict[str, Any] | None = None
-    if wanted is not None:
-        targets = copies_able(graph, numbers, wanted)
-        named = [_escape(labels[graph.nodes[i].name]) for i in targets]
-        options = wishing(options_of(plan), named, wanted, limit)
-        with progress("solving again"):
-            other = plan_graph(graph, cluster, plan.mesh, options, cluster_name=plan.cluster)
-        best = {
-            "wanted": wanted, "ops": len(targets), "seconds": other.price.seconds,
-            "memory_bytes": other.price.memory_bytes, "plan_seconds": plan.price.seconds,
-            "plan_memory_bytes": plan.price.memory_bytes, "price": asdict(other.price),
-        }  # fmt: skip
+    names = {graph.nodes[i].name for i in found_ops(graph, op)}
+    held = {
+        part.number: numbers for part in asked.graphs
+        if (numbers := [i for i, n in enumerate(part.graph.nodes) if n.kind == "op" and n.name in names])
+    }  # fmt: skip
+    if not held:
+        raise UsageError(f"'{op}' is in no stage: nothing that is returned depends on it")
+    for number in held if wanted is not None else ():
+        check(graph, Options(constraints={op: wanted or {}}), plan.stages[number].mesh)
+    facts: list[dict[str, Any]] = []
+    for number, numbers in held.items():
+        part, stage = asked.graphs[number].graph, plan.stages[number]
+        results = priced_ops(part, stage, pricer(asked.cluster, stage.mesh, stage.devices), numbers)
+        if as_json:
+            facts += [{"stage": number, **as_facts(part, result, labels)} for result in results]
+        else:
+            print_ops(part, stage, results, labels, top, f", stage {number}" if len(plan.stages) > 1 else "")
+    best = None if wanted is None else _instead(asked, held, wanted, limit)
     if as_json:
-        print_json({"ops": [as_facts(graph, r, labels) for r in results], "instead": best})
-        return
-    print_ops(graph, plan, results, labels, top)
-    if best is not None:
-        out().print(
-            f"With {instead} on {best['ops']} op{'s' if best['ops'] != 1 else ''} the best plan takes "
-            f"[bold]{show_seconds(best['seconds'])}[/bold] a step and {show_bytes(best['memory_bytes'])}; this plan "
-            f"{show_seconds(best['plan_seconds'])} and {show_bytes(best['plan_memory_bytes'])}: "
-            f"{best['seconds'] / best['plan_seconds'] - 1:+.1%} time."
+        print_json({"ops": facts, "instead": best})
+    elif best is not None:
+        _print_instead(best)
+
+
+def _instead(
+    asked: Replanner, held: dict[int, list[int]], wanted: dict[str, str], limit: float | None
+) -> dict[str, Any]:
+    """The stages with the ops and their copies cut as wanted solved again, and the step simulated with them."""
+    stages = list(asked.plan.stages)
+    whole, ops = asked.graph, 0
+    for number, numbers in held.items():
+        graph = asked.graphs[number].graph
+        alike = copies_able(whole, [whole.index[graph.nodes[i].name] for i in numbers], wanted)
+        targets = [name for i in alike if (name := whole.nodes[i].name) in graph.index]
+        ops += len(targets)
+        options = wishing(asked.options, targets, wanted, limit)
+        with progress(f"solving stage {number} again" if len(stages) > 1 else "solving again"):
+            stages[number] = asked.solved(number, options)
+    before, now = asked.simulated()
+    after, then = asked.simulated(stages)
+    return {
+        "wanted": wanted, "ops": ops, "plan_stages": len(stages),
+        "seconds": after.seconds, "plan_seconds": before.seconds,
+        "memory_bytes": after.memory_bytes, "plan_memory_bytes": before.memory_bytes,
+        "makespan_seconds": then.makespan_seconds, "bubble_fraction": then.bubble_fraction,
+        "stages": [
+            {
+                "stage": s, "seconds": then.times.forward_seconds[s] + then.times.backward_seconds[s],
+                "plan_seconds": now.times.forward_seconds[s] + now.times.backward_seconds[s],
+                "memory_bytes": after.stages[s].price.memory_bytes,
+                "plan_memory_bytes": before.stages[s].price.memory_bytes, "price": asdict(after.stages[s].price),
+            } for s in held
+        ],
+    }  # fmt: skip
+
+
+def _print_instead(best: dict[str, Any]) -> None:
+    console = out()
+    wanted = ",".join(f"{axis}={factor}" for axis, factor in best["wanted"].items())
+    console.print(f"With {wanted} on {best['ops']} op{'s' if best['ops'] != 1 else ''}:")
+    if best["plan_stages"] == 1:
+        console.print(
+            f"  the best plan takes [bold]{show_seconds(best['seconds'])}[/bold] a step and "
+            f"{show_bytes(best['memory_bytes'])}; this plan {show_seconds(best['plan_seconds'])} and "
+            f"{show_bytes(best['plan_memory_bytes'])}: {best['seconds'] / best['plan_seconds'] - 1:+.1%} time."
         )
+        return
+    for s in best["stages"]:
+        console.print(
+            f"  the best plan of stage {s['stage']} takes {show_seconds(s['seconds'])} a microbatch and "
+            f"{show_bytes(s['memory_bytes'])}; this plan {show_seconds(s['plan_seconds'])} and "
+            f"{show_bytes(s['plan_memory_bytes'])}: {s['seconds'] / s['plan_seconds'] - 1:+.1%} time"
+        )
+    console.print(
+        f"  the whole step takes [bold]{show_seconds(best['seconds'])}[/bold], {best['bubble_fraction']:.1%} of its "
+        f"schedule idle; this plan {show_seconds(best['plan_seconds'])}: "
+        f"{best['seconds'] / best['plan_seconds'] - 1:+.1%}."
+    )
 
 
 def found_ops(graph: Graph, op: str) -> list[int]:
@@ -131,7 +180,7 @@ def found_ops(graph: Graph, op: str) -> list[int]:
     return numbers
 
 
-def priced_ops(graph: Graph, plan: Plan, priced: Pricer, numbers: list[int]) -> list[dict[str, Any]]:
+def priced_ops(graph: Graph, plan: StagePlan, priced: Pricer, numbers: list[int]) -> list[dict[str, Any]]:
     """Every way to cut each op; ops of equal blocks with the same cut once."""
     from autopar.report.why import alternatives
 
@@ -154,7 +203,7 @@ def as_facts(graph: Graph, result: dict[str, Any], labels: Mapping[str, str]) ->
 
 
 def print_ops(
-    graph: Graph, plan: Plan, results: list[dict[str, Any]], labels: Mapping[str, str], top: int, where: str = ""
+    graph: Graph, plan: StagePlan, results: list[dict[str, Any]], labels: Mapping[str, str], top: int, where: str = ""
 ) -> None:
     """One table for each op.
 
@@ -186,7 +235,7 @@ def print_ops(
             )
 
 
-def _distinct(graph: Graph, plan: Plan, numbers: list[int]) -> list[tuple[int, int]]:
+def _distinct(graph: Graph, plan: StagePlan, numbers: list[int]) -> list[tuple[int, int]]:
     """``(op, copies)``: ops of equal blocks with the same cut once."""
     from autopar.planner.intra_op.fold import fold
 
@@ -221,7 +270,3 @@ def wishing(options: Options, patterns: list[str], wanted: dict[str, str], limit
         constraints[pattern] = {**constraints.pop(pattern, {}), **wanted}
     options = replace(options, constraints=constraints)
     return options if limit is None else replace(options, memory_limit_bytes=limit)
-
-
-def _escape(label: str) -> str:
-    return "".join(f"[{c}]" if c in "*?[" else c for c in label)

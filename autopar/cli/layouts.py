@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from autopar.cli.common import UsageError, out, progress, show_bytes, show_seconds
+from autopar.cli.common import out, progress, show_bytes, show_seconds
 
 if TYPE_CHECKING:
+    from autopar.asked import Asked
     from autopar.capture import Captured
     from autopar.models import Loaded
     from autopar.planner.inter_op.layouts import Layout
-    from autopar.planner.inter_op.stage_search import PipelineOptions, Planned
+    from autopar.planning import Found
     from autopar.report.layouts import LayoutRow
     from hardware_profiles import Cluster
+
+
+def parsed(like: str | None) -> Layout | None:
+    """The layout of ``--like``."""
+    from autopar.planner.inter_op.layouts import parse_layout
+
+    return parse_layout(like) if like is not None else None
 
 
 def is_searched(captured: Captured, loaded: Loaded) -> bool:
@@ -29,54 +35,13 @@ def is_searched(captured: Captured, loaded: Loaded) -> bool:
         return False
 
 
-def make(
-    loaded: Loaded, captured: Captured, hardware: Cluster, cluster: str, options: Any, recompute: bool,
-    like: str | None, top: int, output: Path | None, as_json: bool,
-) -> None:  # fmt: skip
-    """Plan over everything; print the best plan and, where they were asked for, other layouts beside it.
+def show(found: Found, hardware: Cluster, top: int, layout: Layout | None, pinned: LayoutRow | None) -> None:
+    """Print the best layouts, and one that was asked for beside them.
 
     Args:
-        recompute: whether blocks may run again.
-        like: a layout that is pinned and priced beside the best.
         top: how many of the best layouts are shown.
+        pinned: the row of ``layout``.
     """
-    from autopar.cli import pipeline
-    from autopar.cli.plan import summary
-    from autopar.pipelines import planned_widely
-    from autopar.planfile import dumps, save
-    from autopar.planfile import pipeline as files
-    from autopar.planner.inter_op.layouts import parse_layout
-    from autopar.planner.inter_op.stage_search import PipelineOptions
-
-    layout = parse_layout(like) if like is not None else None
-    if top < 1:
-        raise UsageError(f"--top is {top}; it is 1 or more")
-    base = PipelineOptions(1, options=options, may_recompute=recompute, top=top)
-    pinned = priced_like(loaded, captured, hardware, cluster, base, layout) if layout is not None else None
-    example = (loaded.args, loaded.kwargs)
-    with progress("planning: meshes, stages, schedules, microbatches"):
-        part, found, simple = planned_widely(
-            loaded.model, captured, example, hardware, hardware.n_devices, base, cluster, runs=False
-        )
-    folder = output.parent if output else Path()
-    if simple is not None:
-        named = loaded.named(folder)
-        if output is not None:
-            save(output, simple, captured.graph, named)
-        if as_json:
-            sys.stdout.write(dumps(simple, captured.graph, named))
-            return
-        summary(simple, output)
-    else:
-        text = files.dumps(found.plan, part.graph, replace(loaded, parts=found.plan.microbatches).named(folder))
-        if output is not None:
-            pipeline.written(output, text)
-        if as_json:
-            sys.stdout.write(text)
-            return
-        pipeline.describe(part, found.plan, found.timeline, hardware, False, {"tried": found.tried if top == 1 else ()})
-        if output is not None:
-            out().print(f"written to {output}")
     if top > 1 or pinned is not None:
         table(rows_of_layouts(found, hardware)[:top], pinned)
     if pinned is not None and layout is not None:
@@ -91,7 +56,7 @@ def make(
 
 
 def priced_like(
-    loaded: Loaded, captured: Captured, hardware: Cluster, cluster: str, base: PipelineOptions, layout: Layout
+    loaded: Loaded, captured: Captured, hardware: Cluster, cluster: str, asked: Asked, layout: Layout
 ) -> LayoutRow:
     """The row of a layout that was asked for.
 
@@ -100,22 +65,26 @@ def priced_like(
     """
     from autopar.capture.parts import rows_of
     from autopar.errors import InfeasibleError
-    from autopar.pipelines import planned_in_parts
+    from autopar.planner.inter_op.stage_search import PipelineOptions
+    from autopar.planning import in_parts, options_of
     from autopar.report.layouts import layout_row
 
     example, n = (loaded.args, loaded.kwargs), hardware.n_devices
-    asked = replace(layout.asked(captured.graph, base, n, rows_of(example)), top=1)
+    base = PipelineOptions(1, options=options_of(asked), may_recompute=asked.may_recompute)
+    wanted = layout.asked(captured.graph, base, n, rows_of(example))
+    asked = replace(asked, numbers=(wanted.microbatches,))
     with progress(f"planning {layout.text}"):
         try:
-            part, found = planned_in_parts(
-                loaded.model, captured, example, hardware, n, asked, (asked.microbatches,), cluster, runs=False
+            found = in_parts(
+                loaded.model, captured, example, hardware, n, asked, cluster, runs=False, wanted=wanted
             )
         except InfeasibleError as error:
             raise InfeasibleError(f"--like {layout.text}: {error}") from error
-    return layout_row(f"like {found.tried[0][0]}", found.plan, found.timeline, part.graph, hardware)
+    assert found.timeline is not None
+    return layout_row(f"like {found.tried[0][0]}", found.plan, found.timeline, found.captured.graph, hardware)
 
 
-def rows_of_layouts(found: Planned, hardware: Cluster) -> list[LayoutRow]:
+def rows_of_layouts(found: Found, hardware: Cluster) -> list[LayoutRow]:
     """Rows of all layouts that were planned exactly, the fastest first."""
     from autopar.report.layouts import layout_row, with_front
 
@@ -139,4 +108,4 @@ def table(rows: list[LayoutRow], pinned: LayoutRow | None) -> None:
     console.print(shown)
 
 
-__all__ = ["is_searched", "make", "priced_like", "rows_of_layouts", "table"]
+__all__ = ["is_searched", "parsed", "priced_like", "rows_of_layouts", "show", "table"]

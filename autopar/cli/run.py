@@ -14,14 +14,15 @@ from autopar.cli.common import (
     bound,
     check_values,
     model_of,
-    on_ranks,
     open_plan,
     optimizer_of,
     out,
     print_json,
     progress,
     show_seconds,
+    what_if,
 )
+from autopar.cli.simulate import check_trace
 
 
 def run(
@@ -31,30 +32,23 @@ def run(
     model: Annotated[str | None, typer.Option("--model", help="The model, if not the one that the file names.")] = None,
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds for everything.")] = 600.0,
     trace: Annotated[
-        Path | None, typer.Option("--trace", help="Write the last step's timeline (pipelined plans), for Perfetto.")
+        Path | None, typer.Option("--trace", help="Write the last step's timeline (plans in stages), for Perfetto.")
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Train a model under a plan, and compare the predicted with the measured seconds of a step.
 
-    One process per device of the plan's mesh is started on this machine, with one thread each. Under torchrun the
-    ranks are those of torchrun. The batch is the model's example inputs, the same in every step.
+    One process per device of the plan is started on this machine, with one thread each. Under torchrun the ranks are
+    those of torchrun. The batch is the model's example inputs, the same in every step.
 
     Examples: autopar run plan.json --steps 20; torchrun --nproc-per-node 4 -m autopar run plan.json
     """
     if steps < 1:
         raise UsageError(f"--steps is {steps}; it is 1 or more")
-    from autopar.cli import pipeline
-
-    if pipeline.is_pipeline(path):
-        found = pipeline.run(path, steps, lr, model, timeout, trace)
-        if int(os.environ.get("RANK", "0")) == 0:
-            found.pop("spans", None)
-            _report(found, pipeline.cluster_of(path), as_json)
-        return
-    if trace is not None:
-        raise UsageError(f"--trace is for pipelined plans, {path} is none")
     document = open_plan(path)
+    if trace is not None and len(document.meshes) == 1:
+        raise UsageError(f"--trace is for plans in stages, {path} has one")
+    check_trace(trace)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         result = train(str(path), model, steps, lr)
         if int(os.environ.get("RANK", "0")) == 0:
@@ -64,47 +58,60 @@ def run(
     spec = model or str((document.model or {})["spec"])
     if not spec.startswith("hf:"):  # those are made here without values, and by the ranks with them
         check_values(loaded, spec)
-    plan, _ = bound(document, captured)  # all that can be wrong with the plan is said before processes start
+    plan, cluster = bound(document, captured)  # all that can be wrong with the plan is said before processes start
     if captured.graph.loss is None:
         raise UsageError("the model has no scalar loss among its outputs, so it cannot be trained; return the loss")
     from autopar.runtime.launch import run_local
 
     with progress(f"training {steps} steps on {plan.n_devices} processes"):
-        result = run_local(train, plan.n_devices, str(path), model, steps, lr, timeout=timeout)[0]
-    result["predicted_seconds"] = plan.price.seconds
-    _report(result, document.raw["cluster"], as_json)
+        ranks = run_local(train, plan.n_devices, str(path), model, steps, lr, timeout=timeout)
+    if trace is not None:
+        from autopar.report import trace as traces
+
+        _, timeline = what_if(captured, plan, cluster).simulated()
+        traces.write(trace, [*traces.predicted(timeline), *traces.measured([rank["spans"] for rank in ranks])])
+    _report({**ranks[0], "predicted_seconds": plan.seconds}, document.raw["cluster"], as_json)
 
 
 def train(path: str, model: str | None, steps: int, lr: float) -> dict[str, Any]:
-    """What one rank does: losses and seconds of every step."""
+    """What one rank does: losses and seconds of every step, and the spans of the last."""
     import time
 
     import torch
     import torch.distributed as dist
+
+    from autopar.runtime.agree import ensure_process_group
+    from autopar.runtime.pipeline import PipelineModule
+    from autopar.spreading import check_size, spread
 
     document = open_plan(Path(path))
     torch.manual_seed(0)
     loaded, captured = model_of(document, Path(path), model, device="cpu")
     check_values(loaded, model or str((document.model or {})["spec"]))
     plan, _ = bound(document, captured)
-    pm = on_ranks(loaded, captured, plan)
-    params = [p for p in pm.parameters() if p.requires_grad]
-    optimizer = optimizer_of(plan.optimizer, params, lr)
+    ensure_process_group()
+    check_size(plan, dist.get_world_size())
+    pm = spread(loaded.model, captured, plan, dist.group.WORLD)
+    optimizer = optimizer_of(plan.optimizer, [p for p in pm.parameters() if p.requires_grad], lr)
+    said = {"microbatches": plan.microbatches} if len(plan.stages) == 1 else {}
     losses, seconds = [], []
-    for _ in range(steps):
+    spans: list[Any] = []
+    for step in range(steps):
+        if step == steps - 1 and isinstance(pm, PipelineModule):
+            spans = pm.record()
         dist.barrier()
         start = time.perf_counter()
-        loss = pm.train_step(*loaded.args, optimizer=optimizer, microbatches=plan.microbatches, **loaded.kwargs)
-        losses.append(float(loss))
+        losses.append(float(pm.train_step(*loaded.args, optimizer=optimizer, **said, **loaded.kwargs)))
         dist.barrier()
         seconds.append(time.perf_counter() - start)
-    return {"losses": losses, "seconds": seconds, "predicted_seconds": plan.price.seconds}
+    return {"losses": losses, "seconds": seconds, "predicted_seconds": plan.seconds, "spans": spans}
 
 
 def _report(result: dict[str, Any], cluster: str, as_json: bool) -> None:
     steps = sorted(result["seconds"][1:] or result["seconds"])
     median = steps[len(steps) // 2]
-    result = {**result, "measured_seconds": median, "cluster": cluster}
+    result = {**{key: value for key, value in result.items() if key != "spans"}, "measured_seconds": median,
+              "cluster": cluster}  # fmt: skip
     if as_json:
         print_json(result)
         return

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from autopar.cli.common import (
     Json,
+    UsageError,
     bound,
     err,
     model_of,
     open_plan,
+    opened,
     out,
     print_json,
     progress,
@@ -20,13 +22,24 @@ from autopar.cli.common import (
     show_pins,
     show_seconds,
     show_solution,
+    what_if,
 )
+from autopar.cli.stages import describe
 from autopar.errors import ModelError, PlanError
+
+if TYPE_CHECKING:
+    from autopar.graph import Graph
+    from autopar.plan import Plan
+    from autopar.planfile import Document
+    from hardware_profiles import Cluster
 
 
 def show(
     path: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
     code: Annotated[bool, typer.Option("--code", help="Print the program that every rank runs, as Python.")] = False,
+    stage: Annotated[
+        int | None, typer.Option("--stage", help="Of a plan in stages: the ops and parameters of this one.")
+    ] = None,
     model: Annotated[str | None, typer.Option("--model", help="The model, if not the one that the file names.")] = None,
     every: Annotated[
         bool, typer.Option("--all", help="Also views, and the ops that do not depend on a parameter.")
@@ -38,16 +51,15 @@ def show(
     Equal blocks are shown once. Placements are S<dim> (sharded), R and I (whole; the gradient of R is still to be
     summed) and P (to be summed), one for each axis. If the model cannot be loaded, what the file itself says is shown.
 
-    Of a pipelined plan: its stages, their times and memory, and the schedule as a grid (see also autopar simulate).
+    Of a plan in several stages: the stages, their times and memory, and the schedule as a grid (see also autopar
+    simulate); --stage shows what is in one of them.
 
     Examples: autopar show plan.json; autopar show plan.json --code
     """
-    from autopar.cli import pipeline
-
-    if pipeline.is_pipeline(path):
-        pipeline.show(path, model, code, as_json)
-        return
     document = open_plan(path)
+    n = len(document.meshes)
+    if stage is not None and not 0 <= stage < n:
+        raise UsageError(f"--stage is {stage}; the plan has {n} stage{'s' if n > 1 else ''}, which count from 0")
     try:
         _, captured = model_of(document, path, model)
     except ModelError as error:
@@ -56,90 +68,106 @@ def show(
         _show_file(document, as_json, str(error))
         return
     with progress("reading the plan"):
-        found, cluster = bound(document, captured)
-    graph = captured.graph
-    if code:
-        from autopar.lower.emit import lower
+        plan, cluster = bound(document, captured)
+    from autopar.staging import cut
 
-        text = lower(graph, found).code
-        if as_json:
-            print_json({"code": text})
-        else:
-            print(text)
-        return
+    graphs = [part.graph for part in cut(captured.graph, plan.starts)]
+    if code:
+        _print_code(graphs, plan, stage, as_json)
+    elif n > 1 and stage is None:
+        describe(captured, *what_if(captured, plan, cluster).simulated(), cluster, as_json, {})
+    else:
+        _show_stage(path, document, graphs[stage or 0], plan, stage or 0, cluster, every, as_json)
+
+
+def _print_code(graphs: list[Graph], plan: Plan, stage: int | None, as_json: bool) -> None:
+    """The programs of the stages, or of one of them."""
+    from autopar.lower.emit import lower
+
+    numbers = range(len(graphs)) if stage is None else [stage]
+    texts = {number: lower(graphs[number], plan.stages[number]).code for number in numbers}
+    if as_json:
+        print_json({"code": "\n".join(texts.values()), "stages": list(texts.values())})
+    elif len(texts) == 1:
+        print(*texts.values())
+    else:
+        print("\n".join(f"# stage {number}\n{text}" for number, text in texts.items()))
+
+
+def _show_stage(
+    path: Path, document: Document, graph: Graph, plan: Plan, number: int, cluster: Cluster, every: bool, as_json: bool
+) -> None:
+    """The ops, parameters and memory of a stage."""
     from autopar.planner.intra_op.price import pricer
     from autopar.report import measured, rows, tables
 
+    stage = plan.stages[number]
     with progress("pricing"):
-        priced = pricer(cluster, found.mesh)
-        blocks = rows.block_rows(graph, found, priced, every=every)
-        params = rows.param_rows(graph, found, priced)
-        counts = rows.collective_counts(found, graph, priced)
-        again_seconds = rows.recomputed_seconds(graph, found, priced)
-        known = measured.coverage([graph], [found], cluster, [None])
+        priced = pricer(cluster, stage.mesh, stage.devices)
+        blocks = rows.block_rows(graph, stage, priced, every=every)
+        params = rows.param_rows(graph, stage, priced)
+        counts = rows.collective_counts(stage, graph, priced)
+        again_seconds = rows.recomputed_seconds(graph, stage, priced)
+        known = measured.coverage([graph], [stage], cluster, [stage.devices])
     if as_json:
         print_json(
             {
-                "plan": str(path), "model": document.model, "mesh": dict(found.mesh), "cluster": found.cluster,
-                "blocks": blocks, "parameters": params, **rows.totals(found), "collectives": counts,
-                "solution": found.solution, "pins": found.pins, "notes": found.notes,
-                "recompute": {"segments": found.recompute, "seconds": again_seconds},
+                "plan": str(path), "model": document.model, "stage": number, "mesh": dict(stage.mesh),
+                "cluster": plan.cluster, "blocks": blocks, "parameters": params, **rows.totals(stage.price),
+                "collectives": counts, "solution": stage.solution, "pins": plan.pins, "notes": plan.notes,
+                "recompute": {"segments": stage.recompute, "seconds": again_seconds},
                 **({"profile": known} if known else {}),
             }
         )  # fmt: skip
         return
     console = out()
-    console.print(_headline(document.raw))
-    if pinned := show_pins(found.pins):
+    console.print(_headline(document, number))
+    if pinned := show_pins(plan.pins):
         console.print(f"asked for: {pinned}", markup=False)
-    if again := rows.recomputed(graph, found):
+    if again := rows.recomputed(graph, stage):
         extra = f"for {show_seconds(again_seconds)} a step that no row has"
         console.print(f"recomputed in the backward, {extra}: {'; '.join(again)}", markup=False)
     for block in blocks:
-        console.print(tables.block_table(block, found.mesh, show_bytes, show_seconds, every))
+        console.print(tables.block_table(block, stage.mesh, show_bytes, show_seconds, every))
     console.print(tables.param_table(params, show_bytes, show_seconds))
-    console.print(tables.totals_table(rows.totals(found), show_bytes, show_seconds))
+    console.print(tables.totals_table(rows.totals(stage.price), show_bytes, show_seconds))
     if counts:
         console.print("collectives of a step: " + ", ".join(f"{n} {name}" for name, n in counts.items()))
-    console.print(show_solution(found.solution))
+    console.print(show_solution(stage.solution))
     if known:
         console.print(measured.line(known), markup=False)
-    for note in found.notes:
+    for note in plan.notes:
         console.print(f"[yellow]note:[/yellow] {note}")
 
 
-def _headline(raw: Any) -> str:
+def _headline(document: Document, number: int) -> str:
+    raw = document.raw
     model = (raw.get("model") or {}).get("spec", "a model")
+    where = f", stage {number} of {len(document.meshes)}" if len(document.meshes) > 1 else ""
+    plural = "es" if document.microbatches != 1 else ""
     return (
-        f"[bold]{model}[/bold] on {raw['cluster']}, mesh {raw['mesh']}, optimizer {raw['optimizer']}, "
-        f"{raw['microbatches']} microbatch{'es' if raw['microbatches'] != 1 else ''}"
+        f"[bold]{model}[/bold]{where} on {raw['cluster']}, mesh {raw['stages'][number]['mesh']}, optimizer "
+        f"{raw['optimizer']}, {document.microbatches} microbatch{plural}"
     )
 
 
-def _show_file(document: Any, as_json: bool, why: str) -> None:
+def _show_file(document: Document, as_json: bool, why: str) -> None:
     if as_json:
         print_json({**document.raw, "warning": why})
         return
     from autopar.plan import Price
     from autopar.report import tables
+    from autopar.report.rows import totals
 
     console = out()
     err().print(f"[yellow]note:[/yellow] {why}", soft_wrap=True)
     err().print("[yellow]note:[/yellow] what follows is what the file says by itself; an edited file has stale prices")
-    console.print(_headline(document.raw))
-    for table in tables.file_tables(document.raw):
-        console.print(table)
-    if document.raw.get("price"):
-        price = Price(**document.raw["price"])
-        console.print(tables.totals_table(_totals(price), show_bytes, show_seconds))
-
-
-def _totals(price: Any) -> Any:
-    from types import SimpleNamespace
-
-    from autopar.report.rows import totals
-
-    return totals(SimpleNamespace(price=price))  # type: ignore[arg-type]
+    for number, stage in enumerate(document.raw["stages"]):
+        console.print(_headline(document, number))
+        for table in tables.file_tables(stage):
+            console.print(table)
+        if stage.get("price"):
+            console.print(tables.totals_table(totals(Price(**stage["price"])), show_bytes, show_seconds))
 
 
 def diff(
@@ -151,30 +179,23 @@ def diff(
     """Show in what two plans differ: ops, parameters, routes, price.
 
     If both are for one model, decisions are compared op by op, so that the way the patterns are written does not
-    matter; else entry by entry. Of pipelined plans also the number of stages, the cuts (and by how many blocks they
+    matter; else entry by entry. Of plans in stages also the number of stages, the cuts (and by how many blocks they
     moved), meshes, schedule, microbatches, and times and memory of every stage.
 
     Example: autopar diff plan.json edited.json
     """
-    from autopar.cli import diff_pipeline, pipeline
+    from autopar.report.differences import differences, entries
 
-    if pipeline.is_pipeline(a) or pipeline.is_pipeline(b):
-        _print_diff(a, b, diff_pipeline.rows_of(a, b, model), as_json)
-        return
     first, second = open_plan(a), open_plan(b)
-    same_model = first.raw["fingerprint"] == second.raw["fingerprint"] and first.mesh == second.mesh
     rows = None
-    if same_model:
+    if first.raw["fingerprint"] == second.raw["fingerprint"]:
         try:
-            rows = _diff_decisions(first, second, a, b, model)
+            (captured, x), (_, y) = opened(a, model), opened(b, model)
+            rows = differences(captured.graph, x, y)
         except (ModelError, PlanError):
             if model is not None:
                 raise
-    if rows is None:
-        from autopar.report.rows import differences
-
-        rows = [r for r in differences(first.raw, second.raw) if not r[0].startswith(("checksum", "solution.solver"))]
-    _print_diff(a, b, rows, as_json)
+    _print_diff(a, b, entries(first.raw, second.raw) if rows is None else rows, as_json)
 
 
 def _print_diff(a: Path, b: Path, rows: list[tuple[str, Any, Any]], as_json: bool) -> None:
@@ -204,78 +225,3 @@ def _cell(what: str, value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "\n".join(map(str, value))
     return str(value)
-
-
-def _diff_decisions(first: Any, second: Any, a: Path, b: Path, model: str | None) -> list[tuple[str, Any, Any]]:
-    from dataclasses import asdict
-
-    from autopar.labels import op_labels
-    from autopar.placements import format_state
-    from autopar.planfile.patterns import compress
-    from autopar.planfile.write import route_keys, written
-    from autopar.report.rows import recomputed
-
-    _, captured = model_of(first, a, model)
-    graph = captured.graph
-    (x, _), (y, _) = bound(first, captured), bound(second, captured)
-    rows: list[tuple[str, Any, Any]] = [
-        (key, getattr(x, key), getattr(y, key))
-        for key in ("cluster", "optimizer", "microbatches")
-        if getattr(x, key) != getattr(y, key)
-    ]
-    if x.pins != y.pins:
-        rows.append(("asked for", show_pins(x.pins) or None, show_pins(y.pins) or None))
-
-    if x.recompute != y.recompute:
-        rows.append(("recompute", recomputed(graph, x) or None, recomputed(graph, y) or None))
-
-    def compare(section: str, names: list[str], left: Any, right: Any) -> None:
-        pairs = {n: (left(n), right(n)) for n in names}
-        changed = {n for n, (p, q) in pairs.items() if p != q}
-        for pattern, (p, q) in compress(names, pairs.__getitem__, changed):
-            if p != q:
-                rows.append((f"{section} {pattern}", p, q))
-
-    labels = {label: name for name, label in op_labels(graph).items()}
-
-    def cuts(plan: Any) -> Any:
-        return lambda label: " ".join(
-            f"{axis}={written(n)}" for (axis, _), n in zip(plan.mesh, plan.ops[labels[label]], strict=True)
-        )
-
-    def kept(plan: Any) -> Any:
-        def text(name: str) -> str:
-            c = plan.params[name]
-            return f"stored {format_state(c.stored)}, used {format_state(c.used)}" + (
-                f", per {c.lifetime}" if c.stored != c.used else ""
-            )
-
-        return text
-
-    keys = route_keys(graph)
-
-    def steps(plan: Any) -> Any:
-        return lambda name: tuple(
-            f"{format_state(p)} -> {format_state(q)}" for p, q in plan.routes.get(keys[name], ())
-        ) or None  # fmt: skip
-
-    compare("op", list(labels), cuts(x), cuts(y))
-    compare("parameter", [n.target for _, n in graph.of_kind("param")], kept(x), kept(y))
-    compare("route", list(keys), steps(x), steps(y))
-    for name in sorted({*x.inputs, *y.inputs}):
-        if x.inputs.get(name) != y.inputs.get(name):
-            rows.append((f"input {name}", _state(x.inputs.get(name)), _state(y.inputs.get(name))))
-    for k, (p, q) in enumerate(zip(x.outputs, y.outputs, strict=True)):
-        if p != q:
-            rows.append((f"output {k}", _state(p), _state(q)))
-    left, right = asdict(x.price), asdict(y.price)
-    left["seconds"], right["seconds"] = x.price.seconds, y.price.seconds
-    left["memory_bytes"], right["memory_bytes"] = x.price.memory_bytes, y.price.memory_bytes
-    rows += [(f"price.{k}", left[k], right[k]) for k in left if left[k] != right[k]]
-    return rows
-
-
-def _state(state: Any) -> str | None:
-    from autopar.placements import format_state
-
-    return None if state is None else format_state(state)

@@ -1,14 +1,15 @@
-"""Pipelined plans as tables: stages, memory, the schedule as a grid, and why the cut is where it is."""
+"""Plans in stages as tables: stages, memory, the schedule as a grid, and why the cut is where it is."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from autopar.cli.common import out, print_json, show_bytes, show_mesh, show_pins, show_seconds
+from autopar.cli.common import out, print_json, show_bytes, show_pins, show_seconds
+from autopar.placements import mesh_text
 
 if TYPE_CHECKING:
     from autopar.capture import Captured
-    from autopar.pipeline import PipelinePins, PipelinePlan
+    from autopar.plan import Plan
     from cost_models.pipeline import Timeline
     from hardware_profiles import Cluster
 
@@ -16,8 +17,8 @@ WIDEST = 400
 """Columns of a grid that is still drawn."""
 
 
-def facts_of(captured: Captured, plan: PipelinePlan, timeline: Timeline, cluster: Cluster) -> dict[str, Any]:
-    """What there is to say of a pipelined plan, as values."""
+def facts_of(captured: Captured, plan: Plan, timeline: Timeline, cluster: Cluster) -> dict[str, Any]:
+    """What there is to say of a plan in stages, as values."""
     from autopar.report.measured import coverage
     from autopar.report.stages import stage_rows, step_anatomy
     from autopar.staging import cut
@@ -40,7 +41,7 @@ def facts_of(captured: Captured, plan: PipelinePlan, timeline: Timeline, cluster
 
 
 def describe(
-    captured: Captured, plan: PipelinePlan, timeline: Timeline, cluster: Cluster, as_json: bool, more: dict[str, Any]
+    captured: Captured, plan: Plan, timeline: Timeline, cluster: Cluster, as_json: bool, more: dict[str, Any]
 ) -> None:
     """Tables of the stages and their memory, the schedule as a grid, what limits the step."""
     from cost_models.pipeline import grid
@@ -55,7 +56,7 @@ def describe(
         f"[bold]{groups} group{'s' if groups != 1 else ''}[/bold] of devices on {plan.cluster}, schedule "
         f"{plan.schedule.name}, {plan.microbatches} microbatches, {plan.n_devices} devices"
     )
-    if asked := asked_for(plan.pins):
+    if asked := show_pins(plan.pins):
         console.print(f"asked for: {asked}", markup=False)
     console.print(times_table(stages))
     console.print(memory_table(stages))
@@ -84,7 +85,7 @@ def times_table(stages: list[dict[str, Any]]) -> Any:
     for s in stages:
         seconds = (s[f"{part}_seconds"] for part in ("forward", "input", "weight", "step"))
         table.add_row(
-            str(s["stage"]), s["begins_at"], show_devices(s["devices"]), show_mesh(tuple(s["mesh"].items())),
+            str(s["stage"]), s["begins_at"], show_devices(s["devices"]), mesh_text(tuple(s["mesh"].items())),
             *map(show_seconds, seconds), str(s["in_flight"]),
         )  # fmt: skip
     return table
@@ -141,15 +142,3 @@ def why(facts: dict[str, Any]) -> list[str]:
         f" ({share:.1%}): memory {'limits' if share > 0.95 else 'does not limit'} the plan"
     )
     return lines
-
-
-def asked_for(pins: PipelinePins) -> str:
-    """``2 stages; cut at layers.1; schedule 1f1b; 8 microbatches; layers.*.up: tensor=n``."""
-    words = [
-        *([f"{pins.stages} group{'s' if pins.stages > 1 else ''}"] if pins.stages else []),
-        *([f"mesh {show_mesh(pins.mesh)}"] if pins.mesh else []),
-        *([f"cut at {', '.join(pins.cuts)}"] if pins.cuts else []),
-        *([f"schedule {' or '.join(pins.schedules)}"] if pins.schedules else []),
-        *([f"{pins.microbatches} microbatches"] if pins.microbatches else []),
-    ]
-    return "; ".join([*words, *([show_pins(pins.plan)] if show_pins(pins.plan) else [])])

@@ -16,18 +16,17 @@ from autopar.cli.common import (
     check_values,
     err,
     load_and_capture,
-    on_ranks,
+    open_plan,
     out,
     print_json,
     progress,
-    show_mesh,
 )
 
 if TYPE_CHECKING:
     from autopar.capture import Captured
     from autopar.models import Loaded
-    from autopar.placements import Mesh
     from autopar.plan import Plan
+    from autopar.planfile import Document
 
 LIMITS = {"float64": 1e-9, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 """Largest difference that passes, by the precision in which a row was computed."""
@@ -62,33 +61,27 @@ def verify(
     Examples: autopar verify gpt.py:make --mesh data=2,tensor=2 --random-plans 20; autopar verify gpt.py:make --mesh
     tensor=2 --processes
     """
-    from autopar.cli import pipeline
-    from autopar.planfile import parse_mesh
+    from autopar.placements import mesh_text, n_devices, parse_mesh
+    from autopar.planfile import bind
 
-    if plan is not None and pipeline.is_pipeline(plan):
-        if processes or random_plans or mesh:
-            raise UsageError(f"{plan} is a pipelined plan: it is verified in one process, without --mesh, --processes "
-                             "and --random-plans")  # fmt: skip
-        rows = pipeline.verified(model, batch, seq, plan)
-        rows[0].update(limit=LIMITS["float64"], ok=rows[0]["worst"] <= LIMITS["float64"])
-        if as_json:
-            print_json(rows)
-        else:
-            _print(rows, "the plan's groups")
-        if not rows[0]["ok"]:
-            raise typer.Exit(1)
-        return
-    if mesh is None:
-        raise UsageError("--mesh is missing; give axes and sizes, such as --mesh data=2,tensor=2")
-    shape = parse_mesh(mesh)
     if random_plans < 0:
         raise UsageError(f"--random-plans is {random_plans}; it is 0 or more")
-    n = 1
-    for _, size in shape:
-        n *= size
+    document = open_plan(plan) if plan is not None else None
+    if document is not None and len(document.meshes) > 1:
+        if processes or random_plans or mesh:
+            raise UsageError(f"{plan} is a plan in stages: it is verified in one process, without --mesh, --processes "
+                             "and --random-plans")  # fmt: skip
+        rows, limits = _in_stages(model, batch, seq, document), [LIMITS["float64"]]
+        _report(rows, limits, "the plan's groups", as_json)
+        return
+    if mesh is None and document is None:
+        raise UsageError("--mesh is missing; give axes and sizes, such as --mesh data=2,tensor=2")
+    shape = parse_mesh(mesh) if mesh is not None else document.meshes[0]  # type: ignore[union-attr]
+    if document is not None and document.meshes[0] != shape:
+        raise UsageError(f"the plan {plan} is for mesh {mesh_text(document.meshes[0])}, --mesh is {mesh_text(shape)}")
     from hardware_profiles import load_cluster
 
-    hardware = load_cluster(cluster or f"local-x{n}")
+    hardware = load_cluster(cluster or f"local-x{n_devices(shape)}")
     from autopar.clusters import check_mesh
 
     check_mesh(shape, hardware)
@@ -96,31 +89,42 @@ def verify(
         model, batch, seq, device="cpu", input_gradients=plan is None and not processes
     )
     check_values(loaded, model)
-    given = _read(plan, captured, shape) if plan is not None else None
+    given = bind(document, captured.graph) if document is not None else None
     if processes:
         rows = _in_processes(model, batch, seq, shape, hardware, loaded, captured, given, random_plans, seed)
         limits = [LIMITS["float64"]] * len(rows)
     else:
         rows, limits = _in_one(loaded, captured, shape, hardware, given, random_plans, seed)
+    _report(rows, limits, f"mesh {mesh_text(shape)}", as_json)
+
+
+def _report(rows: list[dict[str, Any]], limits: list[float], where: str, as_json: bool) -> None:
+    """Print the rows; the exit code is 1 if a difference is above its limit."""
     verdicts = [r["worst"] <= limit for r, limit in zip(rows, limits, strict=True)]
     for row, limit, fine in zip(rows, limits, verdicts, strict=True):
         row.update(limit=limit, ok=fine)
     if as_json:
         print_json(rows)
     else:
-        _print(rows, f"mesh {show_mesh(shape)}")
+        _print(rows, where)
     if not all(verdicts):
         raise typer.Exit(1)
 
 
-def _read(path: Path, captured: Captured, mesh: Mesh) -> Plan:
-    """The plan to verify."""
-    from autopar.planfile import load
+def _in_stages(model: str, batch: int | None, seq: int | None, document: Document) -> list[dict[str, Any]]:
+    """The row of a plan of several stages."""
+    from autopar.capture.parts import first_part
+    from autopar.planfile import bind
+    from autopar.verify import verify_pipeline
 
-    given = load(path, captured.graph)
-    if given.mesh != mesh:
-        raise UsageError(f"the plan {path} is for mesh {show_mesh(given.mesh)}, --mesh is {show_mesh(mesh)}")
-    return given
+    parts = (document.model or {}).get("parts")
+    loaded, captured = load_and_capture(model, batch, seq, device="cpu", parts=parts)
+    check_values(loaded, model)
+    plan = bind(document, captured.graph)
+    args, kwargs = first_part((loaded.args, loaded.kwargs), loaded.parts or 1)
+    with progress("verifying"):
+        difference = verify_pipeline(captured, loaded.model, args, kwargs, plan)
+    return [{**asdict(difference), "worst": difference.worst}]
 
 
 def _in_one(
@@ -148,6 +152,8 @@ def _in_processes(
     import torch
 
     from autopar import verify as v
+    from autopar.placements import mesh_text
+    from autopar.plan import Plan
     from autopar.planner.intra_op.draw import random_plan
     from autopar.planner.intra_op.mesh_plan import plan_graph
     from autopar.planner.intra_op.price import pricer
@@ -164,13 +170,17 @@ def _in_processes(
         reference = v.train(
             double, v.one_device(double.graph), v.doubled(weights), v.doubled(buffers), v.doubled(inputs)
         )
-    with progress(f"planning on {show_mesh(mesh)}"):
-        fingerprint = double.graph.fingerprint
-        first = plan_graph(double.graph, cluster, mesh) if given is None else replace(given, fingerprint=fingerprint)
+    with progress(f"planning on {mesh_text(mesh)}"):
+        first = (
+            Plan.alone(plan_graph(double.graph, cluster, mesh))
+            if given is None else given.of_graph(double.graph.fingerprint)
+        )  # fmt: skip
         plans = {f"plan, {first.n_devices} processes": first}
         rules, priced = rules_of(double.graph), pricer(cluster, mesh)
         for i in range(seed, seed + random_plans):
-            plans[f"random {i}, {first.n_devices} processes"] = random_plan(double.graph, rules, priced, i)
+            plans[f"random {i}, {first.n_devices} processes"] = Plan.alone(
+                random_plan(double.graph, rules, priced, i)
+            )
     with progress(f"{len(plans)} plans on {first.n_devices} processes"):
         state = {k: t.detach() for k, t in loaded.model.state_dict().items()}
         batches = (loaded.args, loaded.kwargs)
@@ -216,8 +226,12 @@ def _trained(loaded: Loaded, captured: Captured, plan: Plan, args: Any, kwargs: 
 
     import autopar
     from autopar import verify as v
+    from autopar.runtime.agree import ensure_process_group
+    from autopar.spreading import check_size, spread
 
-    pm = on_ranks(loaded, captured, plan)
+    ensure_process_group()
+    check_size(plan, torch.distributed.get_world_size())
+    pm = spread(loaded.model, captured, plan, torch.distributed.group.WORLD)
     optimizer = torch.optim.SGD([p for p in pm.parameters() if p.requires_grad], **v.SGD)  # type: ignore[arg-type]
     losses, gradients = [], {}
     for step in range(2):

@@ -14,13 +14,18 @@ from autopar.errors import PlanError
 from autopar.graph import Graph, Ref
 from autopar.labels import op_labels
 from autopar.placements import format_mesh, format_state, whole_state
-from autopar.plan import VERSION, Pins, Plan, route_key
+from autopar.plan import VERSION, Pins, Plan, StagePlan, one_stage, route_key
+from autopar.planfile import pins as pin_section
 from autopar.planfile.patterns import compress
 from autopar.planner.intra_op.complete import demand
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import strategy_named
+from autopar.staging import cut
 
 SECTIONS = frozenset({"pins", "ops", "params", "buffers", "inputs", "routes", "price"})
+"""Tables with one line for every entry."""
+LISTS = frozenset({"notes", "recompute", "gather_again", "schedule"})
+"""Lists with one line for every entry."""
 
 
 def dumps(plan: Plan, graph: Graph, model: Mapping[str, Any] | None = None) -> str:
@@ -29,48 +34,66 @@ def dumps(plan: Plan, graph: Graph, model: Mapping[str, Any] | None = None) -> s
     Args:
         model: how the command line finds the model again: ``{"spec": "gpt.py:make", "batch": 8, "seq": 128}``.
     """
-    keys = route_keys(graph)
-    labels = op_labels(graph)
-    named = {key: name for name, key in keys.items()}
-    routed = {key for key in keys if keys[key] in plan.routes}
+    whole = plan.schedule.text().splitlines()
     document = {
         "autopar_plan": VERSION,
         "model": dict(model) if model else None,
         "fingerprint": plan.fingerprint,
         "cluster": plan.cluster,
-        "mesh": format_mesh(plan.mesh),
         "optimizer": plan.optimizer,
-        "microbatches": plan.microbatches,
-        **({"in_flight": plan.in_flight} if plan.in_flight != 1 else {}),
-        "pipeline": {"stages": plan.stages},
-        "pins": _pins(plan.pins),
-        "ops": _ops(plan, graph),
-        "params": {
-            pattern: {"stored": format_state(c.stored), "used": format_state(c.used), "lifetime": c.lifetime}
-            for pattern, c in compress([n.target for _, n in graph.of_kind("param")], plan.params.__getitem__)
-        },
-        "buffers": {
-            pattern: format_state(state)
-            for pattern, state in compress([n.target for _, n in graph.of_kind("buffer")], plan.buffers.__getitem__)
-        },
-        "inputs": {name: format_state(plan.inputs[name]) for name in sorted(plan.inputs)},
-        "outputs": [None if state is None else format_state(state) for state in plan.outputs],
-        "routes": {
-            pattern: [f"{format_state(a)} -> {format_state(b)}" for a, b in route]
-            for pattern, route in compress(list(keys), lambda key: plan.routes.get(keys[key], ()), routed)
-        },
-        **({"recompute": [[labels[first], labels[last]] for first, last in plan.recompute]} if plan.recompute else {}),
-        **({"gather_again": [named[key] for key in plan.gather_again]} if plan.gather_again else {}),
-        "price": _price(plan),
-        "solution": asdict(plan.solution) if plan.solution else None,
+        "seconds": plan.seconds,
+        "pins": pin_section.write(plan.pins),
+        "schedule": whole[:1] if plan.schedule == one_stage(plan.microbatches) else whole,
+        "stages": [
+            _stage(stage, part.graph, plan) for stage, part in zip(plan.stages, cut(graph, plan.starts), strict=True)
+        ],
         "notes": list(plan.notes),
-        "checksum": {"decisions": decisions(plan), "rest": rest(plan)},
+        "checksum": step_checksum(plan),
     }
     return _format(document) + "\n"
 
 
+def _stage(stage: StagePlan, graph: Graph, plan: Plan) -> dict[str, Any]:
+    """The entry of a stage."""
+    keys = route_keys(graph)
+    labels = op_labels(graph)
+    named = {key: name for name, key in keys.items()}
+    routed = {key for key in keys if keys[key] in stage.routes}
+    return {
+        "first": stage.first,
+        "devices": list(stage.devices),
+        "mesh": format_mesh(stage.mesh),
+        "fingerprint": stage.fingerprint,
+        **({"in_flight": stage.in_flight} if stage.in_flight != 1 else {}),
+        "ops": _ops(stage, graph),
+        "params": {
+            pattern: {"stored": format_state(c.stored), "used": format_state(c.used), "lifetime": c.lifetime}
+            for pattern, c in compress([n.target for _, n in graph.of_kind("param")], stage.params.__getitem__)
+        },
+        "buffers": {
+            pattern: format_state(state)
+            for pattern, state in compress([n.target for _, n in graph.of_kind("buffer")], stage.buffers.__getitem__)
+        },
+        "inputs": {name: format_state(stage.inputs[name]) for name in sorted(stage.inputs)},
+        "outputs": [None if state is None else format_state(state) for state in stage.outputs],
+        "routes": {
+            pattern: [f"{format_state(a)} -> {format_state(b)}" for a, b in route]
+            for pattern, route in compress(list(keys), lambda key: stage.routes.get(keys[key], ()), routed)
+        },
+        **({"recompute": [[labels[a], labels[b]] for a, b in stage.recompute]} if stage.recompute else {}),
+        **({"gather_again": [named[key] for key in stage.gather_again]} if stage.gather_again else {}),
+        "price": _price(stage),
+        "solution": asdict(stage.solution) if stage.solution else None,
+        "checksum": {"decisions": decisions(stage), "rest": rest(stage, plan.cluster, plan.pins)},
+    }
+
+
 def save(path: str | Path, plan: Plan, graph: Graph, model: Mapping[str, Any] | None = None) -> None:
-    """Write a plan file; the cluster's file, if it has one, is named by its path from there."""
+    """Write a plan file; the cluster's file, if it has one, is named by its path from there.
+
+    Raises:
+        PlanError: the folder is not there, or cannot be written to.
+    """
     if Path(plan.cluster).is_absolute():
         near = os.path.relpath(plan.cluster, Path(path).parent.resolve())
         plan = replace(plan, cluster=Path(near).as_posix())
@@ -80,34 +103,24 @@ def save(path: str | Path, plan: Plan, graph: Graph, model: Mapping[str, Any] | 
         raise PlanError(f"cannot write the plan to {path}: {error.strerror}; choose a folder that exists") from error
 
 
-def _format(document: Mapping[str, Any]) -> str:
+def _format(document: Mapping[str, Any], indent: str = "") -> str:
     """JSON with one line for every entry of a section."""
     lines = []
+    more = indent + "  "
     for key, value in document.items():
         text = json.dumps(value, ensure_ascii=False)
         if key in SECTIONS and value:
-            entries = [f"    {json.dumps(k)}: {json.dumps(v, ensure_ascii=False)}" for k, v in value.items()]
-            text = "{\n" + ",\n".join(entries) + "\n  }"
-        elif key in ("notes", "recompute", "gather_again") and value:
-            text = "[\n" + ",\n".join(f"    {json.dumps(v, ensure_ascii=False)}" for v in value) + "\n  ]"
-        lines.append(f"  {json.dumps(key)}: {text}")
-    return "{\n" + ",\n".join(lines) + "\n}"
+            entries = [f"{more}  {json.dumps(k)}: {json.dumps(v, ensure_ascii=False)}" for k, v in value.items()]
+            text = "{\n" + ",\n".join(entries) + f"\n{more}}}"
+        elif key in LISTS and value:
+            text = "[\n" + ",\n".join(f"{more}  {json.dumps(v, ensure_ascii=False)}" for v in value) + f"\n{more}]"
+        elif key == "stages":
+            text = "[\n" + ",\n".join(f"{more}  {_format(stage, more + '  ')}" for stage in value) + f"\n{more}]"
+        lines.append(f"{more}{json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
 
 
-def _pins(pins: Pins) -> dict[str, Any]:
-    """What was asked for; nothing stands for nothing. Patterns keep their order, in which later ones override."""
-    document: dict[str, Any] = {
-        "ops": {pattern: dict(axes) for pattern, axes in pins.ops.items()},
-        "params": dict(pins.params),
-        "inputs": {name: format_state(pins.inputs[name]) for name in sorted(pins.inputs)},
-        "outputs": {str(number): format_state(pins.outputs[number]) for number in sorted(pins.outputs)},
-        "memory_limit_bytes": pins.memory_limit_bytes,
-        "recompute": list(pins.recompute),
-    }
-    return {key: value for key, value in document.items() if value}
-
-
-def _price(plan: Plan) -> dict[str, Any]:
+def _price(plan: StagePlan) -> dict[str, Any]:
     """The price; what only recomputing has is left out without it."""
     price = asdict(plan.price)
     if not price["again_bytes"]:
@@ -115,7 +128,7 @@ def _price(plan: Plan) -> dict[str, Any]:
     return price
 
 
-def _ops(plan: Plan, graph: Graph) -> dict[str, dict[str, str]]:
+def _ops(plan: StagePlan, graph: Graph) -> dict[str, dict[str, str]]:
     """Entries for the ops that are cut, and for those that neither follow demand nor are whole."""
     rules = rules_of(graph)
     labels = op_labels(graph)
@@ -150,7 +163,7 @@ def written(name: str) -> str:
 
 
 def route_keys(graph: Graph) -> dict[str, str]:
-    """``{name in the file: key in Plan.routes}`` of every tensor; ops go by their label."""
+    """``{name in the file: key in StagePlan.routes}`` of every tensor; ops go by their label."""
     labels = op_labels(graph)
     keys = {}
     for i, node in enumerate(graph.nodes):
@@ -161,25 +174,29 @@ def route_keys(graph: Graph) -> dict[str, str]:
     return keys
 
 
-def decisions(plan: Plan) -> str:
+def decisions(plan: StagePlan) -> str:
     """Checksum of everything that is decided, routes apart."""
     return digest(
-        plan.fingerprint, plan.mesh, plan.stages, sorted(plan.ops.items()),
+        plan.fingerprint, plan.mesh, sorted(plan.ops.items()),
         sorted((k, v.stored, v.used, v.lifetime) for k, v in plan.params.items()),
-        sorted(plan.buffers.items()), sorted(plan.inputs.items()), plan.outputs,
-        *([plan.recompute] if plan.recompute else ()),
-        *([("gather_again", plan.gather_again)] if plan.gather_again else ()),
+        sorted(plan.buffers.items()), sorted(plan.inputs.items()), plan.outputs, plan.recompute,
+        plan.gather_again,
     )  # fmt: skip
 
 
-def rest(plan: Plan) -> str:
+def rest(plan: StagePlan, cluster: str, pins: Pins) -> str:
     """Checksum of what else decides the price, of the price, and of the wishes under which it was proven best."""
     return digest(
-        plan.cluster, plan.optimizer, plan.microbatches, sorted(plan.routes.items()), _price(plan),
-        asdict(plan.solution) if plan.solution else None, *([_pins(plan.pins)] if _pins(plan.pins) else ()),
-        *([plan.in_flight] if plan.in_flight != 1 else ()),
+        cluster, plan.devices, plan.optimizer, plan.microbatches, plan.in_flight, sorted(plan.routes.items()),
+        _price(plan), asdict(plan.solution) if plan.solution else None, pin_section.write(pins),
     )  # fmt: skip
+
+
+def step_checksum(plan: Plan) -> str:
+    """Checksum of what decides the seconds of a step beside the stages, and of these seconds."""
+    return digest([(s.first, s.devices) for s in plan.stages], plan.schedule.text(), float(plan.seconds))
 
 
 def digest(*values: Any) -> str:
+    """Some letters that differ where the values do."""
     return hashlib.sha256(repr(values).encode()).hexdigest()[:16]

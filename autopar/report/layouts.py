@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from autopar.graph import Graph
-from autopar.pipeline import PipelinePlan
+from autopar.plan import Plan
 from autopar.rules.registry import rules_of
 from cost_models.compute import COMPUTE_KINDS, peak_flops
 from cost_models.pipeline import Timeline
@@ -38,7 +38,7 @@ class LayoutRow:
     on_front: bool = False
 
 
-def layout_row(what: str, plan: PipelinePlan, timeline: Timeline, graph: Graph, cluster: Cluster) -> LayoutRow:
+def layout_row(what: str, plan: Plan, timeline: Timeline, graph: Graph, cluster: Cluster) -> LayoutRow:
     """The row of a plan.
 
     Args:

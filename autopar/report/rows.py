@@ -12,7 +12,7 @@ from typing import Any
 from autopar.graph import Graph, Ref
 from autopar.labels import op_labels
 from autopar.placements import State, format_state, local_shape, step_collectives
-from autopar.plan import StagePlan, route_key
+from autopar.plan import Price, StagePlan, route_key
 from autopar.planfile.patterns import compress
 from autopar.planner.intra_op import params as P
 from autopar.planner.intra_op.fold import fold
@@ -259,9 +259,8 @@ def param_rows(graph: Graph, plan: StagePlan, priced: Pricer) -> list[ParamRow]:
     return rows
 
 
-def totals(plan: StagePlan) -> dict[str, Any]:
+def totals(p: Price) -> dict[str, Any]:
     """Seconds and bytes of a step on one rank."""
-    p = plan.price
     return {
         "seconds": {
             "compute": p.compute_seconds, "activation collectives": p.activation_seconds,
@@ -331,20 +330,3 @@ def _chosen(graph: Graph, plan: StagePlan) -> dict[int, Strategy]:
         i: strategy_in_plan(graph, node, rules[i], plan.ops[node.name], plan.mesh)  # type: ignore[arg-type]
         for i, node in enumerate(graph.nodes if plan.recompute or plan.gather_again else ()) if node.kind == "op"
     }  # fmt: skip
-
-
-def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """``(path, value in a, value in b)`` of every leaf in which two parsed plan files differ; None where missing."""
-    rows: list[tuple[str, Any, Any]] = []
-
-    def walk(path: str, x: Any, y: Any) -> None:
-        if x == y:
-            return
-        if isinstance(x, dict) and isinstance(y, dict):
-            for key in [*x, *(k for k in y if k not in x)]:
-                walk(f"{path}.{key}" if path else key, x.get(key), y.get(key))
-        else:
-            rows.append((path, x, y))
-
-    walk("", a, b)
-    return rows

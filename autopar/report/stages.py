@@ -1,4 +1,4 @@
-"""A pipelined plan as rows: stages with times and memory, and where the seconds of a step go."""
+"""A plan in stages as rows: stages with times and memory, and where the seconds of a step go."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 from autopar.graph import Graph
 from autopar.labels import op_labels
-from autopar.pipeline import PipelinePlan
+from autopar.plan import Plan
 from autopar.planner.inter_op.replan import limit_of_stage
 from cost_models.pipeline import Timeline
 from hardware_profiles import Cluster
 
 
-def stage_rows(graph: Graph, plan: PipelinePlan, timeline: Timeline, cluster: Cluster) -> list[dict[str, Any]]:
+def stage_rows(graph: Graph, plan: Plan, timeline: Timeline, cluster: Cluster) -> list[dict[str, Any]]:
     """One row a stage: seconds of one microbatch, and the bytes of a device.
 
     ``limit_bytes`` is what the stage may fill: the limit that was asked for, or nine tenths of the memory, shared by
@@ -24,7 +24,7 @@ def stage_rows(graph: Graph, plan: PipelinePlan, timeline: Timeline, cluster: Cl
     rows = []
     for number, choice in enumerate(plan.stages):
         price = choice.price
-        limit = limit_of_stage(plan, number, cluster, plan.pins.plan.memory_limit_bytes)
+        limit = limit_of_stage(plan, number, cluster, plan.pins.memory_limit_bytes)
         rows.append({
             "stage": number, "group": group[number], "first": choice.first, "begins_at": labels[choice.first],
             "devices": list(choice.devices), "mesh": dict(choice.mesh),
@@ -39,7 +39,7 @@ def stage_rows(graph: Graph, plan: PipelinePlan, timeline: Timeline, cluster: Cl
     return rows
 
 
-def step_anatomy(plan: PipelinePlan, timeline: Timeline) -> dict[str, Any]:
+def step_anatomy(plan: Plan, timeline: Timeline) -> dict[str, Any]:
     """Where the seconds of a step go; the four parts add up to it.
 
     ``even_seconds`` would be enough if all groups computed equally long; ``uneven_seconds`` more does the one that

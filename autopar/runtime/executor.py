@@ -11,6 +11,7 @@ import contextlib
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -69,6 +70,7 @@ class ParallelModule(SpreadModule):
 
     _mesh: DeviceMesh
     _signature: inspect.Signature
+    _given: Plan
     _stage: Stage
     _batch: Batch
     _seed: int
@@ -81,7 +83,7 @@ class ParallelModule(SpreadModule):
         self, model: torch.nn.Module, captured: Captured, plan: Plan, device_mesh: DeviceMesh,
         values: Callable[[str], torch.Tensor] | None = None, *, seed: int | None = None,
     ) -> None:  # fmt: skip
-        """Spread ``model`` over ``device_mesh`` as ``plan`` says.
+        """Spread ``model`` over ``device_mesh`` as ``plan`` says, which has one stage.
 
         Args:
             values: gives the whole value of a parameter or buffer by name; by default the model's own. Only this
@@ -101,10 +103,11 @@ class ParallelModule(SpreadModule):
         self._seed = _agreed_seed(device_mesh) if seed is None else seed
         self._calls = 0
         self._compared = Calls(lambda: mesh_group(device_mesh), device_mesh, alone=len(ranks) == 1)
-        placing = Placing(self, model, captured.graph, captured.constants, plan, device_mesh, values)
+        self._given = plan
+        placing = Placing(self, model, captured.graph, captured.constants, plan.only(), device_mesh, values)
         placing.parameters()
         self._set_mode_of(model)
-        self.run_stage(captured, Stage(captured.graph, plan, device_mesh, self, placing.registered_buffers()))
+        self.run_stage(captured, Stage(captured.graph, plan.only(), device_mesh, self, placing.registered_buffers()))
 
     def run_stage(self, captured: Captured, stage: Stage) -> None:
         """Run another program from now on.
@@ -116,7 +119,7 @@ class ParallelModule(SpreadModule):
         self._batch = Batch(captured, self._signature, self._device)
         cut_outputs = [
             i for i, state in enumerate(stage.program.outputs)
-            if state is not None and i not in stage.plan.pins.outputs and in_pieces(state)
+            if state is not None and i not in self._given.pins.outputs and in_pieces(state)
         ]  # fmt: skip
         if cut_outputs and self._mesh.size() > 1 and self._meeting is None:
             self._meeting = Meeting([int(r) for r in self._mesh.mesh.flatten()])
@@ -124,7 +127,10 @@ class ParallelModule(SpreadModule):
     @property
     def plan(self) -> Plan:
         """The plan that this module runs."""
-        return self._stage.plan
+        stage = self._stage.plan
+        if stage is self._given.stages[0]:
+            return self._given
+        return replace(self._given, fingerprint=stage.fingerprint, stages=(stage,), seconds=stage.price.seconds)
 
     @property
     def program(self) -> Program:
@@ -246,7 +252,7 @@ class ParallelModule(SpreadModule):
             value = with_pending(value, state, self._mesh)
             if any(in_pieces((p,)) and n > 1 for p, (_, n) in zip(state, plan.mesh, strict=True)):
                 shape = graph.spec(graph.outputs[i]).shape
-                if self._meeting is None or i in plan.pins.outputs:
+                if self._meeting is None or i in self._given.pins.outputs:
                     value = as_dtensor(value, state, shape, self._mesh)
                 else:
                     meet = partial(self._meeting.meet, "reads", f"output {i} of call {call}", IN_PIECES)

@@ -21,7 +21,7 @@ from autopar.capture import Captured
 from autopar.capture.evaluation import Skeleton
 from autopar.errors import PlanError, RunError
 from autopar.graph import Ref, Spec
-from autopar.pipeline import PipelinePlan
+from autopar.plan import Plan
 from autopar.rules.registry import rules_of
 from autopar.runtime.agree import Meeting, first_seed
 from autopar.runtime.batch import Batch
@@ -55,7 +55,7 @@ class PipelineModule(SpreadModule):
     leaves gradients in ``param.grad``.
     """
 
-    _plan: PipelinePlan
+    _plan: Plan
     _rank: int
     _signature: inspect.Signature
     _parts: tuple[StageGraph, ...]
@@ -71,7 +71,7 @@ class PipelineModule(SpreadModule):
     _failures: Failures
 
     def __init__(
-        self, model: torch.nn.Module, captured: Captured, plan: PipelinePlan, device_type: str = "cpu",
+        self, model: torch.nn.Module, captured: Captured, plan: Plan, device_type: str = "cpu",
         values: Callable[[str], torch.Tensor] | None = None, seed: int | None = None, meeting: Meeting | None = None,
     ) -> None:  # fmt: skip
         """Every rank calls this with the same arguments.
@@ -142,7 +142,7 @@ class PipelineModule(SpreadModule):
         self._work = Work(self._parts, plan, self._rank, self._device, stages)
 
     @property
-    def plan(self) -> PipelinePlan:
+    def plan(self) -> Plan:
         """The plan that this module runs."""
         return self._plan
 
@@ -380,7 +380,7 @@ class PipelineModule(SpreadModule):
 # --- construction ----------------------------------------------------------------------------------------------------
 
 
-def _meshes(plan: PipelinePlan, device_type: str) -> list[DeviceMesh]:
+def _meshes(plan: Plan, device_type: str) -> list[DeviceMesh]:
     """Of every stage; made on all ranks."""
     meshes = [
         DeviceMesh(

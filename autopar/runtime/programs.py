@@ -27,7 +27,7 @@ import torch.distributed as dist
 from autopar.capture import Captured
 from autopar.capture.python.guards import Change, refusal
 from autopar.errors import AutoparError, RunError
-from autopar.plan import Plan
+from autopar.plan import StagePlan
 from autopar.runtime.agree import everywhere
 from autopar.runtime.original import unheard
 from autopar.runtime.outputs import Meeting
@@ -39,7 +39,7 @@ CHANGED = (
     "alike, before the same call"
 )
 
-PlanAgain = Callable[[Captured, Mapping[str, str]], Plan]
+PlanAgain = Callable[[Captured, Mapping[str, str]], StagePlan]
 """Of a captured graph and of how parameters are stored, by name: a plan, the same on all ranks."""
 
 Compare = Callable[[Captured, torch.nn.Module], None]

@@ -16,7 +16,7 @@ from autopar.capture.evaluation import Skeleton
 from autopar.errors import RunError
 from autopar.graph import Graph
 from autopar.placements import State, format_state, is_cut, whole_placement, whole_state
-from autopar.plan import Plan
+from autopar.plan import StagePlan
 from autopar.rules.notation import Rule
 from autopar.rules.registry import rules_of
 from autopar.runtime.programs import AllWell, Fields, PlanAgain
@@ -72,7 +72,7 @@ def fields_of(pm: Any) -> Fields:
 def take(pm: Any, new: Captured, plan_again: PlanAgain | None, all_well: AllWell) -> None:
     """Have a module run ``new``: under the plan that it has, if that fits, else under a new one."""
     reason = differs(pm._captured, new)
-    plan: Plan | None = None
+    plan: StagePlan | None = None
     if reason:
         with all_well():
             if plan_again is None:
@@ -105,7 +105,7 @@ def _stored(pm: Any) -> dict[str, str]:
     return found
 
 
-def under_another_plan(pm: Any, new: Captured, plan: Plan) -> Stage:
+def under_another_plan(pm: Any, new: Captured, plan: StagePlan) -> Stage:
     """A stage that runs ``new`` under a plan of its own, with the parameters and buffers that ``pm`` has.
 
     Raises:

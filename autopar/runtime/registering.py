@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import RunError
 from autopar.graph import Graph
 from autopar.placements import State, format_state, is_cut, whole_state
-from autopar.plan import Plan
+from autopar.plan import StagePlan
 from autopar.runtime.spread import SpreadModule
 from autopar.runtime.stage import Buffers, device_of
 from autopar.runtime.state import as_dtensor, local_piece, torch_placements
@@ -32,7 +32,7 @@ class Placing:
 
     def __init__(
         self, home: SpreadModule, model: torch.nn.Module, graph: Graph, constants: Mapping[str, torch.Tensor],
-        plan: Plan, device_mesh: DeviceMesh, values: Callable[[str], torch.Tensor] | None = None,
+        plan: StagePlan, device_mesh: DeviceMesh, values: Callable[[str], torch.Tensor] | None = None,
         shared: dict[str, torch.nn.Parameter] | None = None,
     ) -> None:  # fmt: skip
         self.home, self.model, self.graph, self.constants = home, model, graph, constants

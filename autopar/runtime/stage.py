@@ -21,7 +21,7 @@ from autopar.graph import Graph
 from autopar.lower.emit import Program, lower
 from autopar.lower.segments import on_mesh
 from autopar.placements import State
-from autopar.plan import Plan
+from autopar.plan import StagePlan
 from autopar.runtime import prefetch
 from autopar.runtime.batch import local_part, part_shape
 from autopar.runtime.gathering import Unit, make_units
@@ -47,7 +47,7 @@ class Stage:
     """
 
     def __init__(
-        self, graph: Graph, plan: Plan, device_mesh: DeviceMesh, home: SpreadModule, buffers: Buffers,
+        self, graph: Graph, plan: StagePlan, device_mesh: DeviceMesh, home: SpreadModule, buffers: Buffers,
         compile_args: Compiled | None = None,
     ) -> None:  # fmt: skip
         """

@@ -11,7 +11,7 @@ import spmd_types as spmd
 import torch
 
 from autopar.graph import Spec
-from autopar.pipeline import PipelinePlan
+from autopar.plan import Plan
 from autopar.runtime.reached import Reached
 from autopar.runtime.stage import Stage
 from autopar.runtime.state import Held
@@ -29,7 +29,7 @@ class Ties:
         post: the messages between them.
     """
 
-    def __init__(self, parts: Sequence[StageGraph], plan: PipelinePlan, rank: int, device: torch.device) -> None:
+    def __init__(self, parts: Sequence[StageGraph], plan: Plan, rank: int, device: torch.device) -> None:
         holders: dict[str, dict[int, int]] = {}
         specs: dict[str, Spec] = {}
         for part in parts:

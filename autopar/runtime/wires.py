@@ -16,9 +16,8 @@ import torch.distributed as dist
 
 from autopar.errors import PlanError
 from autopar.lower.collectives import state_step
-from autopar.pipeline import PipelinePlan
 from autopar.placements import format_state, path
-from autopar.plan import Crossing
+from autopar.plan import Crossing, Plan
 from autopar.staging import StageGraph
 from autopar.transfer import Piece, Transfer, box_at, transfer
 from cost_models.pipeline.actions import Action
@@ -60,7 +59,7 @@ class Message:
     part: int
 
 
-def wires_of(parts: Sequence[StageGraph], plan: PipelinePlan) -> tuple[Wire, ...]:
+def wires_of(parts: Sequence[StageGraph], plan: Plan) -> tuple[Wire, ...]:
     """A wire for every tensor and every later stage that reads it.
 
     Raises:

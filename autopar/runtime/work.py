@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from autopar.graph import Ref
-from autopar.pipeline import PipelinePlan
+from autopar.plan import Plan
 from autopar.runtime.flight import Flight
 from autopar.runtime.input_gradients import InputGradients
 from autopar.runtime.reached import Reached
@@ -38,7 +38,7 @@ class Work:
     """
 
     def __init__(
-        self, parts: Sequence[StageGraph], plan: PipelinePlan, rank: int, device: torch.device,
+        self, parts: Sequence[StageGraph], plan: Plan, rank: int, device: torch.device,
         stages: Mapping[int, Stage],
     ) -> None:  # fmt: skip
         """

@@ -26,13 +26,12 @@ from zoo import ZOO, Case, as_float64, loss_of
 
 import autopar
 from autopar import verify
-from autopar.api import plan_captured
 from autopar.capture import Captured, capture
 from autopar.lower.emit import lower
 from autopar.placements import Mesh
 from autopar.plan import Plan
 from autopar.planner.intra_op.draw import random_plan
-from autopar.planner.intra_op.mesh_plan import Options
+from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.planner.intra_op.price import pricer
 from autopar.planner.intra_op.recompute import segments_of
 from autopar.rules.registry import rules_of
@@ -79,11 +78,11 @@ def make_plan(captured: Captured, config: Config) -> Plan:
         again = segments_of(graph, rules, config.options.get("recompute", ()))
         plan = random_plan(graph, rules, pricer(cluster, config.mesh), config.seed, recompute=again)
     else:
-        plan = plan_captured(captured, cluster, config.mesh, Options(**config.options))
+        plan = plan_graph(captured.graph, cluster, config.mesh, Options(**config.options))
     if config.lifetime:
         lived = {n: dataclasses.replace(c, lifetime=config.lifetime) for n, c in plan.params.items()}
         plan = dataclasses.replace(plan, params=lived)
-    return plan
+    return Plan.alone(plan)
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:

@@ -24,11 +24,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autopar
+from autopar import planfile as files
 from autopar.capture import capture
 from autopar.cli.common import optimizer_of
-from autopar.cli.pipeline import train
+from autopar.cli.run import train
 from autopar.models import load_model
-from autopar.planfile import pipeline as files
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
 from autopar.planner.intra_op.mesh_plan import Options
 from autopar.runtime.executor import mixed_seed

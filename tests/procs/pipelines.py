@@ -20,8 +20,8 @@ from autopar import verify
 from autopar.capture import Captured, capture
 from autopar.errors import PlanError, RunError
 from autopar.graph import Graph
-from autopar.pipeline import PipelinePlan
 from autopar.placements import Mesh
+from autopar.plan import Plan
 from autopar.planner.intra_op.draw import random_plan
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.planner.intra_op.price import pricer
@@ -90,7 +90,7 @@ def size(mesh: Mesh) -> int:
     return n
 
 
-def make_plan(captured: Captured, config: Config) -> PipelinePlan:
+def make_plan(captured: Captured, config: Config) -> Plan:
     graph = captured.graph
     n_stages = config.stages or len(config.meshes)
     if config.schedule == "searched":
@@ -132,7 +132,7 @@ def make_plan(captured: Captured, config: Config) -> PipelinePlan:
             for name, choice in plan.params.items()
         }
         choices.append(dataclasses.replace(plan, first=begin, devices=devices[group], params=params))
-    return PipelinePlan(graph.fingerprint, cluster.name, tuple(choices), schedule, crossings_of(graphs))
+    return Plan(graph.fingerprint, cluster.name, tuple(choices), schedule, crossings_of(graphs))
 
 
 def cut_stages(graph: Graph, schedule: Schedule, config: Config) -> tuple[list[str], Sequence[StageGraph]]:

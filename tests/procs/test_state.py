@@ -142,7 +142,7 @@ def _children(parent: int) -> list[int]:
         ("half", r"RunError: the program was made for cpu and its dtypes"),
         ("uneven microbatches", r"RunError: train_step: inputs must be the same number of times as long"),
         ("wrong microbatches", r"RunError: train_step: inputs must be 3 times as long[^;]*; found args\[0\]: 2"),
-        ("too few ranks", r"MeshError: the mesh data=2 needs 2 ranks, 1 is running; start them with torchrun"),
+        ("too few ranks", r"MeshError: the plan is for 2 ranks \(data=2\), 1 is running; start them with torchrun"),
     ],
 )
 def test_bad_calls(one: dict[str, Any], name: str, expected: str) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from autopar.capture import Captured, capture
 from autopar.errors import CaptureError
 from autopar.lower.emit import lower
-from autopar.plan import Plan
+from autopar.plan import StagePlan
 from autopar.runtime.world import run_step
 from autopar.verify import inputs_of, one_device, state_of
 
@@ -745,7 +745,7 @@ def captured_of(module: Habit) -> Captured:
         return capture(module, (torch.randn(4, 8, dtype=torch.float64),))
 
 
-def agree(forward: Forward, captured: Captured, plan: Plan) -> None:
+def agree(forward: Forward, captured: Captured, plan: StagePlan) -> None:
     """A plan's program against eager mode over two batches; buffers go on from the first to the second."""
     module = made(forward)
     weights, buffers = state_of(captured, module)

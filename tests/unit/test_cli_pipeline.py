@@ -166,7 +166,7 @@ def test_diff(folder: Path) -> None:
 
 
 def _seconds(path: Path) -> float:
-    price: dict[str, float] = json.loads(path.read_text())["price"]
+    price: dict[str, float] = json.loads(path.read_text())["stages"][0]["price"]
     return sum(seconds for name, seconds in price.items() if name.endswith("_seconds"))
 
 
@@ -204,9 +204,25 @@ def test_mistakes(folder: Path, words: list[str], message: str) -> None:
     assert "Traceback" not in err
 
 
-def test_what_is_for_pipelines_only(folder: Path) -> None:
+def test_a_plan_of_one_stage(folder: Path) -> None:
+    """Every command takes it as it takes plans in stages; a measured timeline is what only these have."""
     other = folder / "mesh.json"
     autopar("plan", folder / "net.py:make", "--cluster", "local-x2", "--mesh", "data=2", "-o", other)
-    for command in (["simulate", other], ["run", other, "--trace", folder / "t.json"]):
-        code, _, err = autopar(*command)
-        assert code == 2 and "pipelined plan" in err
+    code, out, err = autopar("simulate", other, "--json")
+    assert code == 0, err
+    facts = json.loads(out)
+    assert facts["schedule"] == "none" and facts["bubble_fraction"] == 0.0
+    assert facts["seconds"] == pytest.approx(_seconds(other))
+    code, _, err = autopar("run", other, "--trace", folder / "t.json")
+    assert code == 2 and "--trace is for plans in stages" in err
+
+
+def test_show_one_stage(folder: Path) -> None:
+    """The ops of a stage, as those of a plan that is not cut are shown."""
+    code, out, err = autopar("show", folder / "plan.json", "--stage", 1, "--json")
+    assert code == 0, err
+    shown, raw = json.loads(out), json.loads((folder / "plan.json").read_text())["stages"][1]
+    assert shown["stage"] == 1 and shown["bytes"]["parameters"] == raw["price"]["parameter_bytes"]
+    assert sum(row["count"] for row in shown["parameters"]) > 0
+    code, _, err = autopar("show", folder / "plan.json", "--stage", 2)
+    assert code == 2 and "--stage is 2; the plan has 2 stages" in err

@@ -14,11 +14,11 @@ from unit.test_cli_pipeline import autopar as command
 from zoo import ZOO
 
 import autopar
+from autopar import planfile as files
 from autopar.capture import capture
 from autopar.capture.parts import NotLinear, first_part, numbers_of_parts, resized, rows_of
 from autopar.errors import AutoparError, CaptureError
 from autopar.graph import Graph
-from autopar.planfile import pipeline as files
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
 from hardware_profiles import load_cluster
 
@@ -153,4 +153,4 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     for value, said in ((0, "parts"), ("3", "parts")):
         raw["model"]["parts"] = value
         with pytest.raises(AutoparError, match=said):
-            files.read(json.dumps(raw), "plan.json")
+            files.parse(json.dumps(raw), "plan.json")

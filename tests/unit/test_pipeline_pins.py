@@ -10,11 +10,11 @@ from torch import nn
 from zoo import ZOO
 
 import autopar
+from autopar import planfile as files
 from autopar.capture import Captured, capture
 from autopar.errors import AutoparError
 from autopar.labels import op_labels
-from autopar.pipeline import PipelinePlan
-from autopar.planfile import pipeline as files
+from autopar.plan import Plan
 from autopar.planner.inter_op.stage_pins import of_stage, starts_of
 from autopar.planner.intra_op.mesh_plan import Options
 from autopar.staging import cut
@@ -26,10 +26,10 @@ def captured() -> Captured:
     return capture(case.model, case.args, case.kwargs)
 
 
-def planned(captured: Captured, cluster: str = "local-x4", **asked: Any) -> PipelinePlan:
+def planned(captured: Captured, cluster: str = "local-x4", **asked: Any) -> Plan:
     given = {"stages": 2, "microbatches": 4, "schedule": "1f1b", **asked}
     plan = autopar.plan(nn.Identity(), cluster, (), captured=captured, **given)
-    assert isinstance(plan, PipelinePlan)
+    assert isinstance(plan, Plan)
     return plan
 
 
@@ -59,7 +59,7 @@ def test_a_file_keeps_the_wishes(captured: Captured) -> None:
     )  # fmt: skip
     pins = plan.pins
     assert (pins.stages, pins.cuts, pins.schedules, pins.microbatches) == (2, ("transformer.h.2",), ("1f1b",), 4)
-    assert pins.plan.memory_limit_bytes == 4 * 2**30 and pins.plan.outputs == {0: ("I",)}
+    assert pins.memory_limit_bytes == 4 * 2**30 and pins.outputs == {0: ("I",)}
     text = files.dumps(plan, captured.graph)
     again = files.loads(text, captured.graph)
     assert again.pins == pins and files.dumps(again, captured.graph) == text

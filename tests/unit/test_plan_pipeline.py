@@ -13,10 +13,10 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 from zoo import ZOO
 
+from autopar import planfile as files
 from autopar.capture import capture
 from autopar.errors import InfeasibleError, PlanError
 from autopar.graph import Graph
-from autopar.planfile import pipeline as files
 from autopar.planner.inter_op.blocks import blocks
 from autopar.planner.inter_op.equal import Places
 from autopar.planner.inter_op.menu import Filler, Way
@@ -172,8 +172,8 @@ def test_bad_files() -> None:
         return str(caught.value)
 
     assert "p.json: no valid JSON" in _error(lambda: files.loads("{", graph, where="p.json"))
-    assert "unknown key 'stagez'; did you mean 'stages'?" in error(stagez=1)
-    assert "'autopar_pipeline' is 2, this version reads 1" in error(autopar_pipeline=2)
+    assert "stagez: unknown key; did you mean 'stages'?" in error(stagez=1)
+    assert "'autopar_pipeline' is 2, of which this autopar reads 1" in error(autopar_pipeline=2)
     assert f"this one has {graph.fingerprint}" in error(fingerprint="0" * 16)
     assert "stages: got 3; expected a list" in error(stages=3)
     assert "is on no rank" in error(schedule=[line.replace("holds 1:", "holds:") for line in good["schedule"]])

@@ -19,7 +19,7 @@ from autopar.errors import ClusterError, MeshError, PlanError
 from autopar.graph import Graph
 from autopar.labels import op_labels
 from autopar.placements import Mesh
-from autopar.plan import ParamChoice, Pins, Plan, Price, Solution
+from autopar.plan import VERSION, ParamChoice, Pins, Plan, Price, Solution
 from autopar.planfile import dumps, load, loads, parse, parse_mesh, save
 from autopar.planfile.patterns import compress
 from autopar.planner.intra_op.complete import complete
@@ -67,8 +67,17 @@ def megatron(graph: Graph) -> Plan:
         i: ParamChoice(stored[n.target], used[n.target], "use" if "weight" in n.target else "step")
         for i, n in graph.of_kind("param")
     }
-    plan = complete(graph, rules, pricer(load_cluster(CLUSTER), MESH), decided, params, {}, cluster=CLUSTER)
-    return replace(plan, price=Price(1e-3, 2e-4, 3e-4, 1, 2, 3, 4, 5))
+    plan = complete(graph, rules, pricer(load_cluster(CLUSTER), MESH), decided, params, {})
+    return Plan.alone(replace(plan, price=Price(1e-3, 2e-4, 3e-4, 1, 2, 3, 4, 5)), CLUSTER)
+
+
+def with_stage(plan: Plan, **changes: object) -> Plan:
+    """A plan of one stage with other decisions."""
+    return replace(plan, stages=(replace(plan.only(), **changes),))  # type: ignore[arg-type]
+
+
+def planned(graph: Graph) -> Plan:
+    return Plan.alone(plan_graph(graph, load_cluster(CLUSTER), MESH), CLUSTER)
 
 
 def test_golden(graph: Graph) -> None:
@@ -84,19 +93,20 @@ def test_recomputed_segments() -> None:
     graph, cluster = capture(case.model, case.args, case.kwargs).graph, load_cluster(CLUSTER)
     rules = rules_of(graph)
     again = segments_of(graph, rules, ["*.h.*"])
-    plan = random_plan(graph, rules, pricer(cluster, MESH), 1, recompute=again)
-    plan = replace(plan, cluster=CLUSTER, pins=Pins(recompute=("*.h.*",)))
+    plan = Plan.alone(
+        random_plan(graph, rules, pricer(cluster, MESH), 1, recompute=again), CLUSTER, Pins(recompute=("*.h.*",))
+    )
     text = dumps(plan, graph)
     assert loads(text, graph) == plan and dumps(loads(text, graph), graph) == text
     raw = json.loads(text)
-    assert raw["recompute"][0][0] == "transformer.h.0.ln_1:layer_norm"
-    plain = random_plan(graph, rules, pricer(cluster, MESH), 1)
-    assert "recompute" not in json.loads(dumps(plain, graph))
+    assert raw["stages"][0]["recompute"][0][0] == "transformer.h.0.ln_1:layer_norm"
+    plain = Plan.alone(random_plan(graph, rules, pricer(cluster, MESH), 1))
+    assert "recompute" not in json.loads(dumps(plain, graph))["stages"][0]
 
     def read(segments: object) -> Plan:
-        return loads(json.dumps({**raw, "recompute": segments}), graph, cluster)
+        return loads(json.dumps({**raw, "stages": [{**raw["stages"][0], "recompute": segments}]}), graph, cluster)
 
-    first, second = raw["recompute"]
+    first, second = raw["stages"][0]["recompute"]
     assert read([]).price.seconds == pytest.approx(plain.price.seconds)
     assert read([first]).recompute == again[:1]
     assert read([list(again[0]), second]) == plan, "node names are fine too"
@@ -123,11 +133,11 @@ def test_round_trip(name: str, mesh: str) -> None:
     graph = capture(case.model, case.args, case.kwargs).graph
     cluster, shape = load_cluster(CLUSTER), parse_mesh(mesh)
     rules, priced = rules_of(graph), pricer(cluster, shape)
-    plans = [random_plan(graph, rules, priced, seed) for seed in range(3)]
+    stages = [random_plan(graph, rules, priced, seed) for seed in range(3)]
     if name in ("mlp", "gpt2") and len(shape) == 2:
-        plans.append(plan_graph(graph, cluster, shape))
-    for plan in plans:
-        plan = replace(plan, cluster="absent.toml")  # reading needs no cluster
+        stages.append(plan_graph(graph, cluster, shape))
+    for stage in stages:
+        plan = Plan.alone(stage, "absent.toml")  # reading needs no cluster
         text = dumps(plan, graph)
         again = loads(text, graph)
         assert again == plan
@@ -140,7 +150,7 @@ def test_layers_share_entries() -> None:
     for layers in (4, 12):
         case = ZOO["gpt2"](layers=layers)
         graph = capture(case.model, case.args, case.kwargs).graph
-        lines.append(len(dumps(plan_graph(graph, load_cluster(CLUSTER), MESH), graph).splitlines()))
+        lines.append(len(dumps(planned(graph), graph).splitlines()))
     assert lines[0] == lines[1] < 120
 
 
@@ -153,10 +163,11 @@ def test_save_and_load(graph: Graph, tmp_path: Path) -> None:
 def test_pins_are_kept(graph: Graph) -> None:
     """What was asked for comes back, in the order in which later patterns override earlier ones."""
     pins = Pins(
-        {"up": {"tensor": "n", "data": "b"}, "*": {"data": "b"}}, {"*.weight": "S0,I use", "up.bias": "replicate"},
-        {"x": ("S0", "R")}, {0: ("I", "I")}, 70 * 2**30,
+        ops={"up": {"tensor": "n", "data": "b"}, "*": {"data": "b"}},
+        params={"*.weight": "S0,I use", "up.bias": "replicate"}, inputs={"x": ("S0", "R")}, outputs={0: ("I", "I")},
+        memory_limit_bytes=70 * 2**30,
     )  # fmt: skip
-    plan = replace(megatron(graph), pins=pins, solution=Solution("highs", "optimal", 1.0, 0.0))
+    plan = with_stage(replace(megatron(graph), pins=pins), solution=Solution("highs", "optimal", 1.0, 0.0))
     text = dumps(plan, graph)
     again = loads(text, graph)
     assert again == plan and list(again.pins.ops) == ["up", "*"]
@@ -191,16 +202,17 @@ def test_pins_are_read_strictly(graph: Graph) -> None:
 def edited(plan: Plan, graph: Graph, **changes: object) -> str:
     document = json.loads(dumps(plan, graph))
     for key, value in changes.items():
+        at = document["stages"][0] if key in document["stages"][0] else document
         if value is None:
-            del document[key]
+            del at[key]
         else:
-            document[key] = {**document[key], **value} if isinstance(value, dict) else value
+            at[key] = {**at[key], **value} if isinstance(value, dict) else value
     return json.dumps(document)
 
 
 def test_an_edit_counts(graph: Graph) -> None:
     """After an edit, routes and price are those of the edited decisions, and the solver's proof is gone."""
-    plan = plan_graph(graph, load_cluster(CLUSTER), MESH, cluster_name=CLUSTER)
+    plan = planned(graph)
     assert plan.solution is not None
     other = loads(edited(plan, graph, ops={"up:linear": {"data": "b", "tensor": "n"}}), graph)
     up = next(n.name for n in graph.nodes if n.kind == "op" and n.module == "up")
@@ -224,14 +236,14 @@ def test_later_entries_override(graph: Graph) -> None:
     assert by_module["up"] == ("b", "I")
     assert by_module["down"] == ("b", "I")  # the new pattern came last
     document = json.loads(dumps(megatron(graph), graph))
-    document["ops"] = {"*:linear": {"data": "b"}, "down:linear": {"tensor": "k"}}
+    document["stages"][0]["ops"] = {"*:linear": {"data": "b"}, "down:linear": {"tensor": "k"}}
     found = loads(json.dumps(document), graph)
     by_module = {n.module: found.ops[n.name] for n in graph.nodes if n.kind == "op" and n.module}
     assert by_module == {"up": ("b", "I"), "down": ("I", "k")}
 
 
 def test_routes_may_be_left_out(graph: Graph) -> None:
-    plan = plan_graph(graph, load_cluster(CLUSTER), MESH, cluster_name=CLUSTER)
+    plan = planned(graph)
     found = loads(edited(plan, graph, routes=None), graph)
     assert found.routes == plan.routes
     assert found.price == plan.price
@@ -239,11 +251,11 @@ def test_routes_may_be_left_out(graph: Graph) -> None:
 
 def test_another_way_for_a_tensor_is_priced(graph: Graph) -> None:
     """A detour that a person writes into ``routes`` is kept, and costs what it costs."""
-    plan = replace(megatron(graph))
+    plan = megatron(graph)
     found = loads(edited(plan, graph, routes=None), graph)  # priced as it is
     document = json.loads(dumps(found, graph))
-    assert document["routes"]["down:linear"] == ["S0,P -> S0,I"]
-    document["routes"]["down:linear"] = ["S0,P -> S0,S1", "S0,S1 -> S0,I"]
+    assert document["stages"][0]["routes"]["down:linear"] == ["S0,P -> S0,I"]
+    document["stages"][0]["routes"]["down:linear"] = ["S0,P -> S0,S1", "S0,S1 -> S0,I"]
     other = loads(json.dumps(document), graph)
     assert len(other.routes["linear_1"]) == 2
     assert other.price.activation_seconds != found.price.activation_seconds
@@ -251,9 +263,9 @@ def test_another_way_for_a_tensor_is_priced(graph: Graph) -> None:
 
 
 def test_a_stale_price_is_not_believed(graph: Graph) -> None:
-    plan = plan_graph(graph, load_cluster(CLUSTER), MESH, cluster_name=CLUSTER)
+    plan = planned(graph)
     document = json.loads(dumps(plan, graph))
-    document["price"]["compute_seconds"] = 1e-9
+    document["stages"][0]["price"]["compute_seconds"] = 1e-9
     assert loads(json.dumps(document), graph).price == plan.price
     document["cluster"] = "pcie-l40s"
     assert loads(json.dumps(document), graph).price.seconds > plan.price.seconds
@@ -261,11 +273,11 @@ def test_a_stale_price_is_not_believed(graph: Graph) -> None:
 
 def test_a_route_that_leads_elsewhere_is_an_error(graph: Graph) -> None:
     document = json.loads(dumps(megatron(graph), graph))
-    document["routes"]["down:linear"] = ["S0,P -> S0,S1"]
+    document["stages"][0]["routes"]["down:linear"] = ["S0,P -> S0,S1"]
     with pytest.raises(PlanError, match=r"does not reach S0,I, as which the tensor is wanted; remove the entry"):
         loads(json.dumps(document), graph)
-    document["routes"]["down:linear"] = ["S0,P -> S0,I"]
-    document["routes"]["up:linear"] = ["S0,S1 -> S0,I"]
+    document["stages"][0]["routes"]["down:linear"] = ["S0,P -> S0,I"]
+    document["stages"][0]["routes"]["up:linear"] = ["S0,S1 -> S0,I"]
     found = loads(json.dumps(document), graph)  # brought somewhere where nobody wants it: harmless, and priced
     assert found.price.seconds > 0
 
@@ -283,9 +295,9 @@ def test_pricing_an_edit_needs_the_cluster(graph: Graph) -> None:
 
 def test_all_failures_at_once(graph: Graph) -> None:
     document = json.loads(dumps(megatron(graph), graph))
-    document["ops"] = {"nothing:linear": {"data": "b"}, "up:linear": {"rows": "n", "data": "q"}}
-    document["params"]["up.weight"]["stored"] = "S7,I"
-    document["outputs"] = []
+    document["stages"][0]["ops"] = {"nothing:linear": {"data": "b"}, "up:linear": {"rows": "n", "data": "q"}}
+    document["stages"][0]["params"]["up.weight"]["stored"] = "S7,I"
+    document["stages"][0]["outputs"] = []
     with pytest.raises(PlanError) as error:
         loads(json.dumps(document), graph)
     text = str(error.value)
@@ -314,7 +326,7 @@ def test_no_damage_passes_unseen(graph: Graph, seed: int) -> None:
         loads(json.dumps(document), graph)
     except (PlanError, MeshError):
         return
-    assert key in ("stages", "compute_seconds", "activation_seconds", "parameter_seconds") or at[key] in ({}, None, [])
+    assert key in ("seconds", "compute_seconds", "activation_seconds", "parameter_seconds") or at[key] in ({}, None, [])
 
 
 def test_loading_executes_nothing(graph: Graph, tmp_path: Path) -> None:
@@ -364,13 +376,11 @@ def test_meshes_as_text() -> None:
             parse_mesh(text)
 
 
-def test_a_key_that_stands_twice_in_a_pipelined_plan_is_refused() -> None:
+def test_a_key_that_stands_twice_is_refused() -> None:
     """All but the last would be lost."""
-    from autopar.planfile import pipeline as files
-
-    text = f'{{"autopar_pipeline": {files.VERSION}, "cluster": "local-x2", "cluster": "local-x4"}}'
+    text = f'{{"autopar_plan": {VERSION}, "cluster": "local-x2", "cluster": "local-x4"}}'
     with pytest.raises(PlanError, match="cluster: stands twice in one table; remove one of them"):
-        files.read(text, "pipe.json")
+        parse(text, "plan.json")
 
 
 class ReadAround(nn.Module):
@@ -388,7 +398,31 @@ class ReadAround(nn.Module):
 def test_random_plans_of_a_buffer_that_is_read_around_its_writer_survive_a_file() -> None:
     graph = capture(ReadAround(), (torch.zeros(4, 8),)).graph
     priced, rules = pricer(load_cluster("local-x2"), (("data", 2),)), rules_of(graph)
-    plans = [random_plan(graph, rules, priced, seed) for seed in range(12)]
+    plans = [Plan.alone(random_plan(graph, rules, priced, seed), "local-x2") for seed in range(12)]
     assert any(plan.ops["batch_norm"] == ("c",) for plan in plans)  # where the draws had raised when written
     for plan in plans:
         assert loads(dumps(plan, graph), graph) == plan
+
+
+# --- the version before ----------------------------------------------------------------------------------------------
+
+
+def test_a_file_of_version_1_keeps_its_decisions(graph: Graph) -> None:
+    """Its price is computed anew; what no file of that version has is refused as ever."""
+    plan = planned(graph)
+    now = json.loads(dumps(plan, graph))
+    stage = now["stages"][0]
+    sections = ("mesh", "ops", "params", "buffers", "inputs", "outputs", "routes", "price", "solution", "checksum")
+    old = {
+        "autopar_plan": 1, "model": None, "fingerprint": graph.fingerprint, "cluster": CLUSTER, "optimizer": "adamw",
+        "microbatches": 4, "pipeline": {"stages": 1}, "pins": {"ops": {"up": {"data": "b"}}}, "notes": ["a note"],
+        **{key: stage[key] for key in sections},
+    }  # fmt: skip
+    read = loads(json.dumps(old), graph)
+    assert read.only().ops == plan.ops and read.params == plan.params and read.routes == plan.routes
+    assert read.microbatches == 4 and read.price.compute_seconds == pytest.approx(4 * plan.price.compute_seconds)
+    assert read.solution is None and read.notes == ("a note",) and read.pins == Pins(ops={"up": {"data": "b"}})
+    with pytest.raises(PlanError, match="colour: unknown key"):
+        loads(json.dumps({**old, "colour": "green"}), graph)
+    with pytest.raises(PlanError, match="version 1 that cannot be read"):
+        loads(json.dumps({"autopar_plan": 1}), graph)

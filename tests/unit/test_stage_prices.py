@@ -16,13 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from autopar import planfile as files
 from autopar.capture import capture
 from autopar.errors import ClusterError, MeshError, PlanError
 from autopar.graph import Graph, Spec
-from autopar.pipeline import PipelinePlan
 from autopar.placements import Mesh, State, is_shard, local_shape, only_change, shard_dim
-from autopar.plan import StagePlan
-from autopar.planfile import pipeline as files
+from autopar.plan import Plan, StagePlan
 from autopar.planner.inter_op.exact import ExactPlans
 from autopar.planner.inter_op.phases import Phases, phases
 from autopar.planner.inter_op.replan import Replanner, limit_of_stage
@@ -74,7 +73,7 @@ def graph() -> Graph:
 
 
 @pytest.fixture(scope="module")
-def made(graph: Graph, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PipelinePlan]:
+def made(graph: Graph, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Plan]:
     """A folder with a cluster file and a plan on it, one stage on each kind of device."""
     folder = tmp_path_factory.mktemp("prices")
     (folder / "mine.toml").write_text(CLUSTER)
@@ -97,7 +96,7 @@ def phases_on(graph: Graph, choice: StagePlan, cluster: Cluster, devices: tuple[
     return phases(graph, choice, pricer(cluster, choice.mesh, devices))
 
 
-def check_prices(graph: Graph, plan: PipelinePlan, cluster: Cluster) -> None:
+def check_prices(graph: Graph, plan: Plan, cluster: Cluster) -> None:
     """Every stage costs what its phases take on its own devices, and the step what is simulated."""
     for stage, choice in zip(cut(graph, plan.starts), plan.stages, strict=True):
         found = phases_on(stage.graph, choice, cluster, choice.devices)
@@ -108,11 +107,11 @@ def check_prices(graph: Graph, plan: PipelinePlan, cluster: Cluster) -> None:
     assert plan.seconds == pytest.approx(Replanner(graph, plan, cluster, Options()).simulated()[0].seconds, rel=1e-12)
 
 
-def test_an_edited_stage_is_priced_on_its_own_devices(graph: Graph, made: tuple[Path, PipelinePlan]) -> None:
+def test_an_edited_stage_is_priced_on_its_own_devices(graph: Graph, made: tuple[Path, Plan]) -> None:
     folder, before = made
     cluster = load_cluster(folder / "mine.toml")
     assert files.load(folder / "plan.json", graph) == before
-    path = edited(folder, lambda d: d["stages"][1]["plan"]["ops"].update({"layers.3:linear": {"data": "replicate"}}))
+    path = edited(folder, lambda d: d["stages"][1]["ops"].update({"layers.3:linear": {"data": "replicate"}}))
     plan = files.load(path, graph)
     check_prices(graph, plan, cluster)
     assert plan.stages[0] == before.stages[0], "what was not edited stays, with what is known of its solution"
@@ -124,7 +123,7 @@ def test_an_edited_stage_is_priced_on_its_own_devices(graph: Graph, made: tuple[
     assert again == plan, "what was priced is not priced again: no cluster is needed"
 
 
-def test_stages_on_other_devices_are_priced_there(graph: Graph, made: tuple[Path, PipelinePlan]) -> None:
+def test_stages_on_other_devices_are_priced_there(graph: Graph, made: tuple[Path, Plan]) -> None:
     folder, before = made
 
     def swap(document: dict[str, Any]) -> None:
@@ -143,7 +142,7 @@ def test_stages_on_other_devices_are_priced_there(graph: Graph, made: tuple[Path
         files.load(path, graph)
 
 
-def test_another_cluster_prices_all_stages(graph: Graph, made: tuple[Path, PipelinePlan]) -> None:
+def test_another_cluster_prices_all_stages(graph: Graph, made: tuple[Path, Plan]) -> None:
     folder, before = made
     plan = files.load(edited(folder, lambda d: d.update(cluster="dgx-v100")), graph)
     check_prices(graph, plan, load_cluster("dgx-v100"))
@@ -273,7 +272,7 @@ def test_what_is_sent_whole_costs_the_whole() -> None:
     )
 
 
-def test_edges_are_the_wires_of_the_runtime(graph: Graph, made: tuple[Path, PipelinePlan]) -> None:
+def test_edges_are_the_wires_of_the_runtime(graph: Graph, made: tuple[Path, Plan]) -> None:
     folder, plan = made
     cluster = load_cluster(folder / "mine.toml")
     graphs = cut(graph, plan.starts)
@@ -317,8 +316,8 @@ def test_one_split_of_a_groups_memory(graph: Graph, shares: dict[str, set[float]
         shares.clear()
         wish = replace(free, options=Options(memory_limit_bytes=limit))
         planned = plan_pipeline(graph, cluster, 2, wish)
-        plan, asked = planned.plan, replace(planned.plan.pins.plan, memory_limit_bytes=limit)
-        plan = replace(plan, pins=replace(plan.pins, plan=asked))
+        plan, asked = planned.plan, replace(planned.plan.pins, memory_limit_bytes=limit)
+        plan = replace(plan, pins=asked)
         device = limit if limit is not None else 0.9 * cluster.device(0).memory_bytes
         rows = stage_rows(graph, plan, planned.timeline, cluster)
         again = Replanner(graph, plan, cluster, wish.options)

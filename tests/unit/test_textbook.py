@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from autopar.capture import capture
 from autopar.check import Report, check
 from autopar.graph import Graph
-from autopar.plan import Plan
+from autopar.plan import StagePlan
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from hardware_profiles import abstract_cluster, load_cluster
 
@@ -77,12 +77,14 @@ def planned(  # type: ignore[no-untyped-def]
     return graph, plan, report
 
 
-def mlp(batch: int, hidden: int, layers: int = 6, dropout: float = 0.0, **rest: object) -> tuple[Graph, Plan, Report]:
+def mlp(
+    batch: int, hidden: int, layers: int = 6, dropout: float = 0.0, **rest: object
+) -> tuple[Graph, StagePlan, Report]:
     x, y = torch.randn(batch, hidden), torch.randn(batch, hidden)
     return planned(Mlp(hidden, layers, dropout), x, y, **{"mesh": {"x": 4}, **rest})  # type: ignore[arg-type]
 
 
-def cuts(graph: Graph, plan: Plan, target: str) -> list[tuple[str, ...]]:
+def cuts(graph: Graph, plan: StagePlan, target: str) -> list[tuple[str, ...]]:
     return [plan.ops[n.name] for n in graph.nodes if n.kind == "op" and n.target == target]
 
 
@@ -246,7 +248,7 @@ def test_bert_that_is_recomputed_makes_its_forward_collectives_again() -> None:
 # -- Llama
 
 
-def llama(batch: int, seq: int, hidden: int, **rest: object) -> tuple[Graph, Plan]:
+def llama(batch: int, seq: int, hidden: int, **rest: object) -> tuple[Graph, StagePlan]:
     config = LlamaConfig(
         hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=2, num_attention_heads=8,
         num_key_value_heads=4, vocab_size=512, max_position_embeddings=seq,
@@ -268,7 +270,7 @@ def test_llama_with_few_tokens_cuts_heads_and_vocabulary() -> None:
     assert cuts(graph, plan, "aten.cross_entropy_loss.default") == [("v",)]
 
 
-def llama_8b(seq: int, **rest: object) -> tuple[Graph, Plan]:
+def llama_8b(seq: int, **rest: object) -> tuple[Graph, StagePlan]:
     """Two layers of the shape of Llama-3-8B, batch 1, on the eight H100 of one node."""
     config = LlamaConfig(
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_attention_heads=32, num_key_value_heads=8,

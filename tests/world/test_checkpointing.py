@@ -18,7 +18,7 @@ from autopar import verify as V
 from autopar.capture import Captured, capture
 from autopar.check import check
 from autopar.placements import Mesh
-from autopar.plan import Plan
+from autopar.plan import StagePlan
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
 from autopar.planner.intra_op.complete import complete
 from autopar.planner.intra_op.draw import random_plan
@@ -102,7 +102,7 @@ def captured_of(model: nn.Module) -> tuple[Captured, dict[str, Tensor], dict[str
     return captured, V.doubled(weights), V.doubled(buffers), V.doubled({"x": x})
 
 
-def alone(captured: Captured, again: tuple[tuple[str, str], ...]) -> Plan:
+def alone(captured: Captured, again: tuple[tuple[str, str], ...]) -> StagePlan:
     return complete(
         captured.graph, rules_of(captured.graph), pricer(CLUSTER, (("one", 1),)), {}, {}, {}, recompute=again
     )  # fmt: skip

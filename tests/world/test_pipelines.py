@@ -12,7 +12,7 @@ from zoo import ZOO
 from autopar import verify as V
 from autopar.capture import capture
 from autopar.errors import RunError
-from autopar.pipeline import PipelinePlan
+from autopar.plan import Plan
 from autopar.staging import cut
 from cost_models.pipeline import build, parse
 
@@ -45,7 +45,7 @@ def check(
     config = Config(name, schedule, meshes, microbatches, stages, seed, cuts=seed, even=even)
     mine = V.train_pipeline(captured, make_plan(captured, config), weights, buffers, batches)
     alone = V.one_device(cut(captured.graph, [])[0].graph)
-    whole = PipelinePlan(captured.graph.fingerprint, "", (alone,), build("1f1b", 1, 1, microbatches))
+    whole = Plan(captured.graph.fingerprint, "", (alone,), build("1f1b", 1, 1, microbatches))
     found = V.compare("", mine, V.train_pipeline(captured, whole, weights, buffers, batches))
     assert found.worst < 1e-9, (config, found)
 

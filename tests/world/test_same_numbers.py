@@ -18,7 +18,7 @@ from autopar import verify as V
 from autopar.capture import Captured, capture
 from autopar.errors import InfeasibleError
 from autopar.placements import Mesh
-from autopar.plan import Plan
+from autopar.plan import StagePlan
 from autopar.planner.intra_op.draw import random_plan
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.planner.intra_op.price import pricer
@@ -59,7 +59,7 @@ def _check(name: str, mesh_name: str, plans: range, optimal: bool, memory: bool 
         assert found.worst < 1e-9, found
 
 
-def _optimal(captured: Captured, cluster: Cluster, mesh: Mesh, memory: bool) -> list[tuple[str, Plan]]:
+def _optimal(captured: Captured, cluster: Cluster, mesh: Mesh, memory: bool) -> list[tuple[str, StagePlan]]:
     free = plan_graph(captured.graph, cluster, mesh)
     cut = [names for names in free.ops.values() if any(n not in ("I", "R") for n in names)]
     assert len(cut) >= 5, "this would prove little"

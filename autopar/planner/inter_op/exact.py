@@ -16,9 +16,8 @@ from math import ceil, inf
 
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
-from autopar.pipeline import PipelinePlan
 from autopar.placements import Mesh, mesh_text
-from autopar.plan import Recompute, StagePlan
+from autopar.plan import Plan, Recompute, StagePlan, one_stage
 from autopar.planner.inter_op.blocks import Block, blocks
 from autopar.planner.inter_op.order import SEARCHED, START, better_order
 from autopar.planner.inter_op.stage_pins import of_stage
@@ -33,7 +32,6 @@ from autopar.staging import StageGraph, crossings_of, cut, hot_ops
 from cost_models.pipeline import (
     SCHEDULES,
     USUAL,
-    Action,
     Schedule,
     Timeline,
     Times,
@@ -115,7 +113,7 @@ class Exact:
 
     seconds: float
     what: str
-    plan: PipelinePlan
+    plan: Plan
     timeline: Timeline
     search: ExactPlans
     candidate: Candidate
@@ -201,16 +199,16 @@ class ExactPlans:
             if n > 1:
                 return None  # this schedule does not allow these counts
         if n == 1:
-            schedule = _one_group(len(graphs), self.asked.microbatches)
+            schedule = one_stage(self.asked.microbatches)
         choices, timing, step = self._stages(graphs, schedule, candidate, best_known, thorough)
         if asked == SEARCHED and n > 1:
             limits = [self.limit(own) for own in candidate.devices]
             choices, schedule = better_order(choices, schedule, timing, limits)
         timeline = simulate(schedule, timing)
         seconds = timeline.makespan_seconds + step
-        plan = PipelinePlan(
+        plan = Plan(
             self.graph.fingerprint, self.cluster_name or self.cluster.name, choices, schedule, crossings_of(graphs),
-            self.asked.options.optimizer, seconds,
+            seconds,
         ).validate()  # fmt: skip
         return Exact(seconds, self.what(candidate, label_of(schedule)), plan, timeline, self, candidate)
 
@@ -397,8 +395,8 @@ class ExactPlans:
         solved for a round number of them, and so for few different ones; or for just as many as there are (``exact``).
         """
         if _is_pinned(options):
-            return plan_graph(graph, self.cluster, mesh, options, cluster_name=self.cluster_name, devices=devices)
-        kinds, name = tuple(self.cluster.device(d).name for d in devices), self.cluster_name
+            return plan_graph(graph, self.cluster, mesh, options, devices=devices)
+        kinds = tuple(self.cluster.device(d).name for d in devices)
         again = options.segments or segments_of(graph, rules_of(graph), options.recompute)
         places = tuple((graph.index[first], graph.index[last]) for first, last in again)
         key = structure(graph), mesh, kinds, options.memory_limit_bytes, places
@@ -412,13 +410,13 @@ class ExactPlans:
         n = target
         try:
             plan = plan_graph(
-                graph, self.cluster, mesh, replace(options, in_flight=n), cluster_name=name, devices=devices
+                graph, self.cluster, mesh, replace(options, in_flight=n), devices=devices
             )
         except InfeasibleError:
             if n == wanted:
                 raise
             n, plan = wanted, plan_graph(
-                graph, self.cluster, mesh, options, cluster_name=name, devices=devices
+                graph, self.cluster, mesh, options, devices=devices
             )
         known[n] = graph, plan
         return plan.with_in_flight(wanted)
@@ -444,12 +442,6 @@ def _pace(plan: StagePlan) -> float:
 def _is_free(plan: StagePlan) -> bool:
     """Whether a plan is the optimum, and would be with more memory too."""
     return plan.solution is not None and plan.solution.status == "optimal" and not plan.solution.binds
-
-
-def _one_group(n_stages: int, microbatches: int) -> Schedule:
-    """No pipeline: forward and backward of each microbatch in turn."""
-    row = tuple(Action(0, kind, k) for k in range(microbatches) for kind in "FB")
-    return Schedule("none", n_stages, microbatches, (tuple(range(n_stages)),), (row,)).validate()
 
 
 __all__ = ["SMALL", "Candidate", "Exact", "ExactPlans", "PipelineOptions"]

@@ -11,8 +11,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from autopar.graph import Graph
-from autopar.pipeline import PipelinePlan
-from autopar.plan import StagePlan
+from autopar.plan import Plan, StagePlan
 from autopar.planner.inter_op.blocks import blocks
 from autopar.planner.inter_op.stage_pins import of_stage
 from autopar.planner.inter_op.timing import timing_of
@@ -25,7 +24,7 @@ from cost_models.pipeline import Timeline, simulate
 from hardware_profiles import Cluster
 
 
-def limit_of_stage(plan: PipelinePlan, number: int, cluster: Cluster, asked: float | None) -> float:
+def limit_of_stage(plan: Plan, number: int, cluster: Cluster, asked: float | None) -> float:
     """Bytes of a device that a stage of a finished plan may fill: what the other stages of its group leave.
 
     While a plan is made, stages of a group get shares of this limit by what each is estimated to need
@@ -47,18 +46,18 @@ class Replanner:
         options: wishes for the whole model, under which stages are solved again.
     """
 
-    def __init__(self, graph: Graph, plan: PipelinePlan, cluster: Cluster, options: Options) -> None:
+    def __init__(self, graph: Graph, plan: Plan, cluster: Cluster, options: Options) -> None:
         self.graph, self.plan, self.cluster, self.options = graph, plan, cluster, options
         self.graphs = cut(graph, plan.starts)
         self._group = plan.schedule.rank_of_stage
 
-    def simulated(self, stages: Sequence[StagePlan] | None = None) -> tuple[PipelinePlan, Timeline]:
+    def simulated(self, stages: Sequence[StagePlan] | None = None) -> tuple[Plan, Timeline]:
         """The plan with these stages, where they begin and end as now, and its step action by action."""
         return self._simulated(self.graphs, tuple(stages or self.plan.stages))
 
     def _simulated(
         self, graphs: Sequence[StageGraph], stages: tuple[StagePlan, ...]
-    ) -> tuple[PipelinePlan, Timeline]:
+    ) -> tuple[Plan, Timeline]:
         timing, step = timing_of(graphs, stages, self.plan.schedule, self.cluster)
         timeline = simulate(self.plan.schedule, timing)
         seconds = timeline.makespan_seconds + step
@@ -93,7 +92,7 @@ class Replanner:
             recompute=patterns_in(stage.graph, own.recompute),
         )  # fmt: skip
         return plan_graph(
-            stage.graph, self.cluster, choice.mesh, own, cluster_name=choice.cluster, devices=choice.devices
+            stage.graph, self.cluster, choice.mesh, own, devices=choice.devices
         )
 
     # -- cuts
@@ -116,7 +115,7 @@ class Replanner:
             return None
         return next(name for name, p in place.items() if p == ways[abs(by) - 1])
 
-    def moved(self, number: int, first: str) -> tuple[PipelinePlan, Timeline]:
+    def moved(self, number: int, first: str) -> tuple[Plan, Timeline]:
         """The plan with stage ``number`` beginning at another operator; stages that change are solved again.
 
         Raises:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 from autopar.errors import InfeasibleError, MeshError, PlanError, closest
 from autopar.graph import Graph
 from autopar.labels import matches, op_labels
-from autopar.placements import Mesh, format_mesh
+from autopar.placements import Mesh, State, format_mesh
 from autopar.planner.inter_op.order import SEARCHED, START
 from autopar.planner.intra_op.mesh_plan import Options, _Pins
 from autopar.rules.registry import rules_of
@@ -81,17 +82,10 @@ def of_stage(options: Options, stage: StageGraph, mesh: Mesh) -> Options:
     Raises:
         InfeasibleError: they name axes that the stage's mesh has not.
     """
-    graph = stage.graph
-    names = {n.target for _, n in graph.of_kind("param")}
-    outputs = {
-        len(stage.gives) + stage.outputs.index(k): state
-        for k, state in (options.outputs or {}).items() if k in stage.outputs
-    }  # fmt: skip
-    own = replace(
-        options, constraints=_there(options.constraints, graph) or None, outputs=outputs or None,
-        params={p: how for p, how in (options.params or {}).items() if any(fnmatchcase(n, p) for n in names)} or None,
-        inputs={name: state for name, state in (options.inputs or {}).items() if name in stage.inputs} or None,
-    )  # fmt: skip
+    parts: dict[str, Any] = {
+        _FIELDS[name]: part_of(getattr(options, _FIELDS[name]) or {}, stage) or None for name, part_of in PARTS.items()
+    }
+    own = replace(options, **parts)
     if not allows(mesh, own):
         raise InfeasibleError(
             f"stage {stage.number} on mesh {', '.join(f'{a}={n}' for a, n in mesh)}: what is asked of its operators "
@@ -100,11 +94,12 @@ def of_stage(options: Options, stage: StageGraph, mesh: Mesh) -> Options:
     return own
 
 
-def _there(constraints: Mapping[str, Mapping[str, str]] | None, graph: Graph) -> dict[str, dict[str, str]]:
+def _ops(constraints: Mapping[str, Mapping[str, str]], stage: StageGraph) -> dict[str, dict[str, str]]:
     """The pins of operators that a stage has, with the factors that one of them has."""
     found: dict[str, dict[str, str]] = {}
     if not constraints:
         return found
+    graph = stage.graph
     labels, rules = op_labels(graph), rules_of(graph)
     for pattern, wanted in constraints.items():
         factors = {
@@ -117,6 +112,30 @@ def _there(constraints: Mapping[str, Mapping[str, str]] | None, graph: Graph) ->
         if kept:
             found[pattern] = kept
     return found
+
+
+def _params(params: Mapping[str, str], stage: StageGraph) -> dict[str, str]:
+    names = [node.target for _, node in stage.graph.of_kind("param")]
+    return {pattern: how for pattern, how in params.items() if any(fnmatchcase(name, pattern) for name in names)}
+
+
+def _inputs(inputs: Mapping[str, State], stage: StageGraph) -> dict[str, State]:
+    return {name: state for name, state in inputs.items() if name in stage.inputs}
+
+
+def _outputs(outputs: Mapping[int, State], stage: StageGraph) -> dict[int, State]:
+    """By position in the stage, whose first outputs are tensors for later stages."""
+    return {
+        len(stage.gives) + stage.outputs.index(k): state for k, state in outputs.items() if k in stage.outputs
+    }  # fmt: skip
+
+
+PARTS: dict[str, Callable[[Any, StageGraph], Any]] = {
+    "ops": _ops, "params": _params, "inputs": _inputs, "outputs": _outputs,
+}  # fmt: skip
+"""A stage's part of each pin of which stages get a part (:mod:`autopar.wishes`)."""
+_FIELDS = {"ops": "constraints", "params": "params", "inputs": "inputs", "outputs": "outputs"}
+"""Where options have them."""
 
 
 def check_counts(

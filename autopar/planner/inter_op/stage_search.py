@@ -20,9 +20,8 @@ from math import ceil, inf, prod
 from autopar.collection import uncollected
 from autopar.errors import InfeasibleError, PlanError
 from autopar.graph import Graph
-from autopar.pipeline import PipelinePlan
 from autopar.placements import Mesh, mesh_shapes, mesh_text, n_devices
-from autopar.plan import StagePlan
+from autopar.plan import Plan, StagePlan
 from autopar.planner.inter_op import trial
 from autopar.planner.inter_op.blocks import Block
 from autopar.planner.inter_op.equal import FAR, NEAR, Equal, Need
@@ -78,7 +77,7 @@ class Planned:
     """A pipelined plan with its simulation and what else was tried: ``(what, seconds)``, best first; ``others`` has the
     plans of all that were planned exactly, this one first."""
 
-    plan: PipelinePlan
+    plan: Plan
     timeline: Timeline
     tried: tuple[tuple[str, float], ...]
     others: tuple[Exact, ...] = ()

@@ -157,7 +157,6 @@ def complete(
     *,
     inputs: Mapping[str, State] | None = None,
     buffers: Mapping[str, State] | None = None,
-    cluster: str = "",
     optimizer: str = "adamw",
     microbatches: int = 1,
     in_flight: int = 1,
@@ -216,10 +215,10 @@ def complete(
     price = _price(graph, rules, pricer, chosen, owned, seconds, optimizer, microbatches, in_flight, holds)
     names_of = {key: s.names for key, s in {id(s): s for s in chosen.values()}.items()}  # blocks share strategies
     return StagePlan(
-        graph.fingerprint, cluster, mesh,
+        graph.fingerprint, mesh,
         {node.name: names_of[id(chosen[i])] for i, node in enumerate(graph.nodes) if node.kind == "op"},
         {graph.nodes[i].target: choice for i, choice in owned.items()},
-        held, tuple(out_states), routes, dict(inputs or {}), optimizer, 1, microbatches, price,
+        held, tuple(out_states), routes, dict(inputs or {}), optimizer, microbatches, price,
         recompute=recompute, in_flight=in_flight, gather_again=gather_again, first=first_op(graph),
         devices=tuple(devices if devices is not None else range(prod(size for _, size in mesh))),
     )  # fmt: skip

@@ -26,7 +26,7 @@ from autopar.planner.intra_op.regathering import gathering_everything_again, wit
 from autopar.planner.intra_op.space import fitting_strategy
 from autopar.planner.intra_op.written import held_whole, holds_whole
 from autopar.rules.notation import Rule
-from autopar.rules.registry import ops_without_rule, rules_of
+from autopar.rules.registry import rules_of
 from autopar.rules.strategy import Strategy, options_of, strategy_named, why_not_cut
 from hardware_profiles import Cluster
 
@@ -77,7 +77,7 @@ class Options:
 
 @uncollected()
 def plan_graph(
-    graph: Graph, cluster: Cluster, mesh: Mesh, options: Options | None = None, *, cluster_name: str = "",
+    graph: Graph, cluster: Cluster, mesh: Mesh, options: Options | None = None, *,
     devices: Sequence[int] | None = None,
 ) -> StagePlan:  # fmt: skip
     """The cheapest plan of a graph on a mesh: of the cluster's first devices, or of those given, in row-major order.
@@ -88,13 +88,10 @@ def plan_graph(
         Beaten: the plan is not worth the search (see ``worth_seconds``).
     """
     options = options or Options()
-    setting = _Setting(graph, cluster, mesh, options, cluster_name, devices)
+    setting = _Setting(graph, cluster, mesh, options, devices)
     limit = device_limit(cluster, devices or range(n_devices(mesh)), options.memory_limit_bytes)
     problem, decoder = setting.problem(limit < float("inf"))
-    plan = _Solving(setting, problem, decoder, limit).plan()
-    missing = ops_without_rule(graph)
-    notes = tuple(f"no rule for {name}: kept whole on every rank" for name in missing)
-    return replace(plan, notes=notes)
+    return _Solving(setting, problem, decoder, limit).plan()
 
 
 PEAK_SHARE = 0.125
@@ -118,7 +115,7 @@ class PlansByMemory:
     def __init__(
         self, graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, *, devices: Sequence[int] | None = None
     ) -> None:
-        self.setting = _Setting(graph, cluster, mesh, options, "", devices)
+        self.setting = _Setting(graph, cluster, mesh, options, devices)
         problem, self.decoder = self.setting.problem(True)
         self.program = ilp.program(
             replace(problem, limit_bytes=UNLIMITED), time_limit_seconds=options.time_limit_seconds,
@@ -158,7 +155,7 @@ def priced_again(
 ) -> list[StagePlan] | None:  # fmt: skip
     """The plans of a graph that differs from another in sizes only, decided as those of the other; None if the sizes
     do not allow it."""
-    setting = _Setting(graph, cluster, mesh, options, "", devices)
+    setting = _Setting(graph, cluster, mesh, options, devices)
     found = []
     for plan in plans:
         ops: dict[int, Strategy] = {}
@@ -189,12 +186,11 @@ class _Setting:
     """A graph on a mesh with what is asked of it: where problems come from, and what makes plans of their solutions."""
 
     def __init__(
-        self, graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, cluster_name: str,
-        devices: Sequence[int] | None,
-    ) -> None:  # fmt: skip
+        self, graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, devices: Sequence[int] | None
+    ) -> None:
         check_mesh(mesh, cluster)
         self.graph, self.cluster, self.options = graph, cluster, options
-        self.cluster_name, self.devices = cluster_name or cluster.name, devices
+        self.devices = devices
         self.priced = pricer(cluster, mesh, devices)
         folding = fold(graph) if options.fold else unfolded(graph)
         self.rules = rules_of(graph, folding.representative)
@@ -221,7 +217,7 @@ class _Setting:
         options = self.options
         return complete(
             self.graph, self.rules, self.priced, ops, params, outputs, inputs={**arriving, **(options.inputs or {})},
-            cluster=self.cluster_name, optimizer=options.optimizer, microbatches=options.microbatches,
+            optimizer=options.optimizer, microbatches=options.microbatches,
             in_flight=options.in_flight, recompute=self.again, devices=self.devices,
             gather_again=gather_again,
         )  # fmt: skip

@@ -18,7 +18,7 @@ def one_device(graph: Graph) -> StagePlan:
     routes = {route_key(graph, Ref(i, k)): steps for i, n in enumerate(graph.nodes) for k in range(len(n.outs))}
     mesh: Mesh = (("one", 1),)
     return StagePlan(
-        graph.fingerprint, "", mesh,
+        graph.fingerprint, mesh,
         {n.name: ("I",) for n in graph.nodes if n.kind == "op"},
         {n.target: ParamChoice(*(("I" if n.needs_grad else "R",),) * 2) for _, n in graph.of_kind("param")},
         {n.target: ("R",) for _, n in graph.of_kind("buffer")},

@@ -1,43 +1,52 @@
-"""In what two plans for one model differ, where at least one of them is a pipeline."""
+"""In what two plans for one model differ, decision by decision."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from autopar.graph import Graph
 from autopar.labels import op_labels
-from autopar.pipeline import PipelinePlan
-from autopar.placements import format_mesh, format_state
-from autopar.plan import StagePlan
+from autopar.placements import State, format_mesh, format_state
+from autopar.plan import Plan, StagePlan
 from autopar.planfile.patterns import compress
-from autopar.planfile.write import written
+from autopar.planfile.write import route_keys, written
 from autopar.planner.inter_op.replan import Replanner
 from autopar.staging import hot_ops
-from cost_models.pipeline import Action, Schedule
+from autopar.wishes import pin_words
 
 Row = tuple[str, Any, Any]
 
 
-def as_pipeline(graph: Graph, plan: StagePlan) -> PipelinePlan:
-    """A plan without pipeline as one of one stage."""
-    row = tuple(Action(0, kind, k) for k in range(plan.microbatches) for kind in "FB")
-    return PipelinePlan(
-        graph.fingerprint, plan.cluster, (plan,),
-        Schedule("none", 1, plan.microbatches, ((0,),), (row,)), (), plan.optimizer, plan.price.seconds,
-    )  # fmt: skip
+def entries(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Row]:
+    """``(path, value in a, value in b)`` of every leaf in which two parsed plan files differ; None where missing."""
+    rows: list[Row] = []
+
+    def walk(path: str, x: Any, y: Any) -> None:
+        if x == y:
+            return
+        if isinstance(x, dict) and isinstance(y, dict):
+            for key in [*x, *(k for k in y if k not in x)]:
+                walk(f"{path}.{key}" if path else key, x.get(key), y.get(key))
+        else:
+            rows.append((path, x, y))
+
+    def by_number(raw: Mapping[str, Any]) -> dict[str, Any]:
+        return {**raw, "stages": {str(number): stage for number, stage in enumerate(raw["stages"])}}
+
+    walk("", by_number(a), by_number(b))
+    return [row for row in rows if "checksum" not in row[0] and "solution.solver" not in row[0]]
 
 
-def differences(graph: Graph, a: Replanner, b: Replanner, pins: tuple[str, str]) -> list[Row]:
-    """Rows ``(what, in a, in b)``: numbers of stages, cuts, meshes, schedule, operators, times and memory.
-
-    Args:
-        pins: what was asked for, in words.
-    """
+def differences(graph: Graph, a: Replanner, b: Replanner) -> list[Row]:
+    """Rows ``(what, in a, in b)``: what was asked for, stages, cuts, meshes, schedule, operators, parameters, routes,
+    times and memory."""
     x, y = a.plan, b.plan
     rows: list[Row] = [
         ("cluster", x.cluster, y.cluster), ("optimizer", x.optimizer, y.optimizer),
-        ("asked for", pins[0] or None, pins[1] or None), ("devices", x.n_devices, y.n_devices),
+        ("asked for", "; ".join(pin_words(x.pins)) or None, "; ".join(pin_words(y.pins)) or None),
+        ("devices", x.n_devices, y.n_devices),
         ("groups", x.schedule.n_ranks, y.schedule.n_ranks), ("stages", len(x.stages), len(y.stages)),
         ("schedule", x.schedule.name, y.schedule.name), ("microbatches", x.microbatches, y.microbatches),
     ]  # fmt: skip
@@ -54,6 +63,10 @@ def differences(graph: Graph, a: Replanner, b: Replanner, pins: tuple[str, str])
 
 def _cuts(graph: Graph, a: Replanner, b: Replanner) -> list[Row]:
     """Where stages begin, and how many blocks that is from where they begin in the other plan."""
+    rows: list[Row] = []
+    most = max(len(a.plan.stages), len(b.plan.stages))
+    if most == 1:
+        return rows
     labels = op_labels(graph)
     place = {graph.nodes[i].name: p for p, i in enumerate(hot_ops(graph))}
     known = sorted(place[name] for name in a.bounds)
@@ -61,8 +74,7 @@ def _cuts(graph: Graph, a: Replanner, b: Replanner) -> list[Row]:
     def block(first: str) -> int:
         return sum(p <= place[first] for p in known) - 1
 
-    rows: list[Row] = []
-    for number in range(1, max(len(a.plan.stages), len(b.plan.stages))):
+    for number in range(1, most):
         firsts = [p.stages[number].first if number < len(p.stages) else None for p in (a.plan, b.plan)]
         words = [None if f is None else f"{labels[f]} (block {block(f)} of {len(known)})" for f in firsts]
         if firsts[0] is not None and firsts[1] is not None and (by := block(firsts[1]) - block(firsts[0])):
@@ -82,23 +94,43 @@ def _stage(number: int, x: StagePlan | None, y: StagePlan | None) -> list[Row]:
     ]
 
 
-def _decisions(graph: Graph, x: PipelinePlan, y: PipelinePlan) -> list[Row]:
+def _decisions(graph: Graph, x: Plan, y: Plan) -> list[Row]:
     """How operators are cut and parameters kept, by pattern; of what several stages hold, the first one's."""
     labels = op_labels(graph)
     rows: list[Row] = []
     ops = {labels[n.name]: n.name for n in graph.nodes if n.kind == "op" and n.hot}
     params = {n.target: n.target for _, n in graph.of_kind("param")}
-    for section, names, text in (("op", ops, _op_texts), ("parameter", params, _param_texts)):
+    keys = route_keys(graph)
+    for section, names, text in (
+        ("op", ops, _op_texts), ("parameter", params, _param_texts), ("route", keys, _route_texts)
+    ):  # fmt: skip
         left, right = text(x), text(y)
         pairs = {label: (left.get(name), right.get(name)) for label, name in names.items()}
         changed = {label for label, (p, q) in pairs.items() if p != q}
         rows += [
             (f"{section} {pattern}", p, q) for pattern, (p, q) in compress(list(names), pairs.__getitem__, changed)
         ]
+    names = [node.target for _, node in graph.of_kind("input")]
+    before, after = ({name: at for stage in plan.stages for name, at in stage.inputs.items()} for plan in (x, y))
+    rows += [(f"input {name}", _text(before.get(name)), _text(after.get(name))) for name in names]
+    if len(x.stages) == len(y.stages) == 1:
+        outputs = enumerate(zip(x.outputs, y.outputs, strict=True))
+        rows += [(f"output {number}", _text(p), _text(q)) for number, (p, q) in outputs]
     return rows
 
 
-def _op_texts(plan: PipelinePlan) -> dict[str, str]:
+def _text(state: State | None) -> str | None:
+    return None if state is None else format_state(state)
+
+
+def _route_texts(plan: Plan) -> dict[str, tuple[str, ...]]:
+    return {
+        key: tuple(f"{format_state(a)} -> {format_state(b)}" for a, b in steps)
+        for stage in reversed(plan.stages) for key, steps in stage.routes.items()
+    }  # fmt: skip
+
+
+def _op_texts(plan: Plan) -> dict[str, str]:
     found: dict[str, str] = {}
     for choice in reversed(plan.stages):
         for name, names in choice.ops.items():
@@ -107,7 +139,7 @@ def _op_texts(plan: PipelinePlan) -> dict[str, str]:
     return found
 
 
-def _param_texts(plan: PipelinePlan) -> dict[str, str]:
+def _param_texts(plan: Plan) -> dict[str, str]:
     found: dict[str, str] = {}
     for choice in reversed(plan.stages):
         for name, c in choice.params.items():
@@ -123,9 +155,13 @@ def _prices(a: Replanner, b: Replanner) -> list[Row]:
 
 
 def _price(asked: Replanner) -> Mapping[str, Any]:
+    if len(asked.plan.stages) == 1:
+        price = asked.plan.price
+        found = {f"price.{key}": value for key, value in asdict(price).items()}
+        return {**found, "price.seconds": price.seconds, "price.memory_bytes": price.memory_bytes}
     plan, timeline = asked.simulated()
     t = timeline.times
-    found: dict[str, Any] = {}
+    found = {}
     for number, choice in enumerate(plan.stages):
         found[f"stage {number} forward_seconds"] = t.forward_seconds[number]
         found[f"stage {number} backward_seconds"] = t.backward_seconds[number]
@@ -134,8 +170,8 @@ def _price(asked: Replanner) -> Mapping[str, Any]:
     found["price.makespan_seconds"] = timeline.makespan_seconds
     found["price.bubble_fraction"] = timeline.bubble_fraction
     found["price.seconds"] = plan.seconds
-    found["price.memory_bytes"] = max(choice.price.memory_bytes for choice in plan.stages)
+    found["price.memory_bytes"] = plan.memory_bytes
     return found
 
 
-__all__ = ["as_pipeline", "differences"]
+__all__ = ["differences", "entries"]

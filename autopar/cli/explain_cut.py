@@ -1,0 +1,111 @@
+"""``autopar explain`` of the cut at which a stage begins."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from autopar.cli.common import UsageError, out, print_json, progress, show_bytes, show_pins, show_seconds
+from autopar.cli.stages import facts_of, memory_table, times_table, why
+
+if TYPE_CHECKING:
+    from autopar.capture import Captured
+    from autopar.plan import Plan
+    from autopar.planner.inter_op.replan import Replanner
+
+
+def explain_cut(captured: Captured, asked: Replanner, stage: str, as_json: bool) -> None:
+    """Why a stage begins where it does.
+
+    Args:
+        stage: its number, as it was given.
+    """
+    number = _number(asked.plan, stage)
+    plan, timeline = asked.simulated()
+    facts = facts_of(captured, plan, timeline, asked.cluster)
+    stages = facts["stages"]
+    others = [_moved(captured, asked, number, by) for by in (-1, 1)]
+    crossing = sum(crossing.spec.n_bytes for crossing in asked.graphs[number].takes)
+    seconds = [e for e in facts["transfers"] if e["target"] == number]
+    cut = {
+        "stage": number, "begins_at": stages[number]["begins_at"], "pinned": bool(plan.pins.cuts),
+        "arriving_bytes": crossing, "forward_seconds": sum(e["forward_seconds"] for e in seconds),
+        "backward_seconds": sum(e["backward_seconds"] for e in seconds), "instead": others,
+    }  # fmt: skip
+    if as_json:
+        print_json({**facts, "cut": cut})
+        return
+    console = out()
+    console.print(f"stage {number} begins at [bold]{cut['begins_at']}[/bold]", highlight=False)
+    if show_pins(plan.pins):
+        console.print(f"asked for: {show_pins(plan.pins)}", markup=False)
+    console.print(times_table(stages))
+    console.print(memory_table(stages))
+    for line in why(facts):
+        console.print(line, markup=False)
+    console.print(
+        f"at the cut {show_bytes(crossing)} a microbatch arrive from earlier stages: "
+        f"{show_seconds(cut['forward_seconds'])} forward, {show_seconds(cut['backward_seconds'])} backward"
+    )
+    for other in others:
+        console.print(_told(other, facts), markup=False)
+    if cut["pinned"]:
+        console.print("The cut is where it was asked for.")
+
+
+def _moved(captured: Captured, asked: Replanner, number: int, by: int) -> dict[str, Any]:
+    """The step with the cut one block earlier or later, or why that cannot be."""
+    from autopar.errors import AutoparError
+    from autopar.labels import op_labels
+
+    first = asked.neighbour(number, by)
+    found: dict[str, Any] = {"blocks": by, "begins_at": None, "seconds": None, "why_not": None}
+    if first is None:
+        found["why_not"] = f"stage {number - 1 if by < 0 else number} would be empty"
+        return found
+    found["begins_at"] = op_labels(captured.graph)[first]
+    try:
+        with progress(f"moving the cut by {by:+d}"):
+            plan, timeline = asked.moved(number, first)
+    except AutoparError as error:
+        found["why_not"] = str(error)
+        return found
+    t, pair = timeline.times, (number - 1, number)
+    return {
+        **found, "seconds": plan.seconds, "bubble_fraction": timeline.bubble_fraction,
+        "stages": [
+            {"stage": s, "seconds": t.forward_seconds[s] + t.backward_seconds[s],
+             "memory_bytes": plan.stages[s].price.memory_bytes} for s in pair
+        ],
+    }  # fmt: skip
+
+
+def _told(other: dict[str, Any], facts: dict[str, Any]) -> str:
+    where = "with the cut one block earlier" if other["blocks"] < 0 else "with the cut one block later"
+    if other["begins_at"] is not None:
+        where += f", at {other['begins_at']}"
+    if other["seconds"] is None:
+        return f"{where}: not possible, {other['why_not']}"
+    change = other["seconds"] / facts["seconds"] - 1
+    lines = [f"{where}: {show_seconds(other['seconds'])} a step ({change:+.1%}), {other['bubble_fraction']:.1%} idle"]
+    for s in other["stages"]:
+        more = s["seconds"] - _seconds(facts["stages"][s["stage"]])
+        lines.append(
+            f"  stage {s['stage']}: {show_seconds(s['seconds'])} a microbatch ({'-' if more < 0 else '+'}"
+            f"{show_seconds(abs(more))}), {show_bytes(s['memory_bytes'])}"
+        )
+    return "\n".join(lines)
+
+
+def _seconds(stage: dict[str, Any]) -> float:
+    return float(stage["forward_seconds"] + stage["backward_seconds"])
+
+
+def _number(plan: Plan, text: str) -> int:
+    last = len(plan.stages) - 1
+    if last == 0:
+        raise UsageError(f"stage:{text}: the plan has 1 stage, so there is no cut to explain")
+    if not text.isdecimal() or not 1 <= int(text) <= last:
+        raise UsageError(
+            f"stage:{text} is no stage that begins at a cut; use stage:1" + (f" to stage:{last}" if last > 1 else "")
+        )
+    return int(text)

@@ -1,0 +1,50 @@
+"""``autopar simulate``: a step of a plan, action by action."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autopar.cli.common import Json, UsageError, opened, progress
+from autopar.cli.stages import describe
+
+
+def simulate(
+    path: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Write a timeline that ui.perfetto.dev opens; adds to the file.")
+    ] = None,
+    model: Annotated[str | None, typer.Option("--model", help="The model, if not the one that the file names.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Simulate a step of a plan, action by action: makespan, bubble, idle time, microbatches in flight.
+
+    Example: autopar simulate plan.json --trace out.json
+    """
+    captured, asked = opened(path, model)
+    check_trace(trace)
+    with progress("simulating"):
+        plan, timeline = asked.simulated()
+    if trace is not None:
+        from autopar.report import trace as traces
+
+        traces.write(trace, traces.predicted(timeline))
+    describe(captured, plan, timeline, asked.cluster, as_json, {"trace": str(trace) if trace else None})
+
+
+def check_trace(path: Path | None) -> None:
+    """Refuse a trace file that could not be written, before anything takes its time.
+
+    Raises:
+        UsageError: there is no such folder, or the file is no trace.
+    """
+    from autopar.report import trace as traces
+
+    try:
+        if path is not None:
+            traces.known(path)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"--trace {path}: {why}; give a new file, or a trace, in a folder that exists") from error

@@ -1,0 +1,184 @@
+"""The pins of a plan file: what the user asked for. They decide nothing here, and are for solving again.
+
+Which there are says :mod:`autopar.wishes`; here stands how each form of them is checked, read and written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from autopar.asked import parse_kept
+from autopar.errors import AutoparError, MeshError, PlanError, closest
+from autopar.graph import Graph, Ref
+from autopar.labels import matches, op_labels
+from autopar.placements import Mesh, State, format_mesh, format_state, parse_mesh
+from autopar.plan import Pins
+from autopar.planfile.failures import Failures
+from autopar.planfile.states import read_state
+from autopar.planner.intra_op.recompute import segments_of
+from autopar.rules.registry import rules_of
+from autopar.wishes import PINS
+
+
+@dataclass(frozen=True)
+class Model:
+    """What pins are about: patterns, axes and names must be there.
+
+    Attributes:
+        mesh: for the placements of inputs, outputs and parameters.
+        axes: of the meshes of all stages.
+    """
+
+    graph: Graph
+    mesh: Mesh
+    axes: tuple[str, ...]
+    bad: Failures
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a pin is written.
+
+    Attributes:
+        check: the form alone, without the model.
+        read: its value, from a text of the right form.
+        write: the inverse.
+    """
+
+    check: Callable[[str, Any, Failures], object]
+    read: Callable[[str, Any, Model], Any]
+    write: Callable[[Any], Any]
+
+
+def _check_mesh(at: str, value: Any, bad: Failures) -> None:
+    if bad.type(at, value, str):
+        try:
+            parse_mesh(value)
+        except MeshError as error:
+            bad.add(at, str(error))
+
+
+def _check_table(at: str, value: Any, bad: Failures) -> bool:
+    return bad.type(at, value, dict) and all(
+        [bad.type(f"{at}[{json.dumps(name)}]", entry, str) for name, entry in value.items()]
+    )
+
+
+def _check_ops(at: str, value: Any, bad: Failures) -> None:
+    for pattern, entry in value.items() if bad.type(at, value, dict) else ():
+        place = f"{at}[{json.dumps(pattern)}]"
+        for axis, factor in entry.items() if bad.type(place, entry, dict) else ():
+            bad.type(f"{place}.{axis}", factor, str)
+
+
+def _check_outputs(at: str, value: Any, bad: Failures) -> None:
+    for number in value if _check_table(at, value, bad) else ():
+        if not number.isdecimal():
+            bad.add(f"{at}[{json.dumps(number)}]", f"'{number}' is no output number; outputs count from 0")
+
+
+def _read_ops(at: str, value: Mapping[str, Any], model: Model) -> dict[str, dict[str, str]]:
+    labels = op_labels(model.graph)
+    nodes = [node for node in model.graph.nodes if node.kind == "op"]
+    for pattern, entry in value.items():
+        place = f"{at}[{json.dumps(pattern)}]"
+        if not any(matches(pattern, node, labels[node.name]) for node in nodes):
+            model.bad.add(place, f"matches no op of the model; {closest(pattern, list(labels.values()))}")
+        for axis in entry:
+            if axis not in model.axes:
+                model.bad.add(f"{place}.{axis}", f"the mesh has no axis '{axis}'; it has {', '.join(model.axes)}")
+    return {pattern: dict(entry) for pattern, entry in value.items()}
+
+
+def _read_kept(at: str, value: Mapping[str, str], model: Model) -> dict[str, str]:
+    names = [node.target for _, node in model.graph.of_kind("param")]
+    table = {}
+    for pattern, how in value.items():
+        place = f"{at}[{json.dumps(pattern)}]"
+        if not any(fnmatchcase(name, pattern) for name in names):
+            model.bad.add(place, f"matches no parameter of the model; {closest(pattern, names)}")
+        try:
+            table[pattern] = parse_kept(how, model.mesh, place)
+        except AutoparError as error:
+            model.bad.say(str(error))
+    return table
+
+
+def _read_inputs(at: str, value: Mapping[str, str], model: Model) -> dict[str, State]:
+    inputs = {node.target: node for _, node in model.graph.of_kind("input")}
+    table = {}
+    for name, text in value.items():
+        place = f"{at}[{json.dumps(name)}]"
+        if name not in inputs:
+            model.bad.add(place, f"no input of the model; {closest(name, list(inputs))}")
+            continue
+        kinds = "SI" if inputs[name].needs_grad else "SR"
+        state = read_state(place, text, model.mesh, inputs[name].out.shape, kinds, model.bad)
+        table.update({} if state is None else {name: state})
+    return table
+
+
+def _read_outputs(at: str, value: Mapping[str, str], model: Model) -> dict[int, State]:
+    outputs, table = model.graph.outputs, {}
+    for text, placement in value.items():
+        place, number = f"{at}[{json.dumps(text)}]", int(text)
+        out = outputs[number] if number < len(outputs) else None
+        if not isinstance(out, Ref):
+            model.bad.add(place, f"no tensor among the {len(outputs)} outputs of the model, which count from 0")
+            continue
+        state = read_state(place, placement, model.mesh, model.graph.spec(out).shape, "SIRP", model.bad)
+        table.update({} if state is None else {number: state})
+    return table
+
+
+def _read_texts(at: str, value: list[str], model: Model) -> tuple[str, ...]:
+    for k, pattern in enumerate(value) if at.endswith(".recompute") else ():
+        try:
+            segments_of(model.graph, rules_of(model.graph), (pattern,))
+        except PlanError as error:
+            model.bad.add(f"{at}[{k}]", str(error))
+    return tuple(value)
+
+
+FORMS: dict[str, Form] = {
+    "count": Form(lambda at, value, bad: bad.count(at, value), lambda at, value, model: value, lambda n: n),
+    "texts": Form(lambda at, value, bad: bad.texts(at, value), _read_texts, list),
+    "mesh": Form(_check_mesh, lambda at, value, model: parse_mesh(value), format_mesh),
+    "ops": Form(_check_ops, _read_ops, lambda ops: {pattern: dict(axes) for pattern, axes in ops.items()}),
+    "kept": Form(_check_table, _read_kept, dict),
+    "inputs": Form(
+        _check_table, _read_inputs, lambda states: {name: format_state(states[name]) for name in sorted(states)}
+    ),
+    "outputs": Form(
+        _check_outputs, _read_outputs, lambda states: {str(k): format_state(states[k]) for k in sorted(states)}
+    ),
+}  # fmt: skip
+
+
+def check(raw: Mapping[str, Any], bad: Failures) -> None:
+    """Check the form of a file's pins."""
+    forms = {pin.name: FORMS[pin.form] for pin in PINS}
+    for key, value in raw.items():
+        if key not in forms:
+            bad.unknown(f"pins.{key}", key, forms)
+        else:
+            forms[key].check(f"pins.{key}", value, bad)
+
+
+def read(raw: Mapping[str, Any], model: Model) -> Pins:
+    """The pins of a file whose form is right; what does not fit the model becomes a failure."""
+    return Pins(
+        **{pin.name: FORMS[pin.form].read(f"pins.{pin.name}", raw[pin.name], model) for pin in PINS if pin.name in raw}
+    )
+
+
+def write(pins: Pins) -> dict[str, Any]:
+    """What was asked for; nothing stands for nothing. Patterns keep their order, in which later ones override."""
+    return {pin.name: FORMS[pin.form].write(value) for pin in PINS if (value := getattr(pins, pin.name))}
+
+
+__all__ = ["FORMS", "Model", "check", "read", "write"]

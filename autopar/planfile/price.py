@@ -1,0 +1,154 @@
+"""From the decisions of a file to the plan of a stage: priced as the file says, or anew where it was edited."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autopar.clusters import check_mesh
+from autopar.errors import PlanError
+from autopar.graph import Graph, Ref
+from autopar.placements import State, format_state
+from autopar.plan import Pins, Price, Solution, StagePlan, route_key
+from autopar.planfile.stage import Decisions, Route, StageReader
+from autopar.planfile.write import decisions, rest
+from autopar.planner.intra_op.complete import complete, demand, needs
+from autopar.planner.intra_op.ledger import ledger, seconds_again
+from autopar.planner.intra_op.price import Pricer, pricer
+from autopar.rules.strategy import strategy_named
+from autopar.staging import first_op
+from hardware_profiles import Cluster
+
+
+@dataclass(frozen=True)
+class Setting:
+    """For what a stage is priced.
+
+    Attributes:
+        cluster: gives the hardware; called only when a price is needed.
+    """
+
+    cluster: Callable[[], Cluster]
+    cluster_name: str
+    devices: tuple[int, ...]
+    optimizer: str
+    microbatches: int
+    in_flight: int
+    pins: Pins
+
+
+def stage_plan(reader: StageReader, decided: Decisions, setting: Setting) -> tuple[StagePlan, bool]:
+    """The plan of the decisions, as the file has it if nothing was edited, else completed and priced anew; and whether
+    that was done.
+
+    Raises:
+        PlanError: routes do not lead where tensors are wanted; or, raised as it is found, a tensor cannot be brought
+            to where it is wanted.
+        ClusterError, MeshError: a price is needed, and there is no such cluster, or it is too small.
+    """
+    raw, graph, bad = reader.raw, reader.graph, reader.bad
+    chosen, buffers = demand(graph, reader.rules, reader.mesh, decided.ops)
+    buffers.update(decided.buffers)
+    made, wanted, outputs = needs(
+        graph, reader.mesh, chosen, decided.params, buffers, decided.inputs, decided.outputs
+    )
+    checksum = raw.get("checksum") or {}
+    plan = StagePlan(
+        graph.fingerprint, reader.mesh,
+        {node.name: chosen[i].names for i, node in enumerate(graph.nodes) if node.kind == "op"},
+        {graph.nodes[i].target: choice for i, choice in sorted(decided.params.items())},
+        buffers, tuple(outputs), {}, decided.inputs, setting.optimizer, setting.microbatches,
+        recompute=decided.recompute, in_flight=setting.in_flight, first=first_op(graph), devices=setting.devices,
+        gather_again=decided.gather_again,
+    )  # fmt: skip
+    edited = decisions(plan) != checksum.get("decisions")
+    routes = dict(decided.routes)
+    kept: dict[str, Route] = {}
+    incomplete = False
+    for ref, goals in wanted.items():
+        key = route_key(graph, ref)
+        given = routes.pop(key, ())
+        problem = _misfit(made[ref], goals, given)
+        if not problem:
+            kept.update({key: given} if given else {})
+        elif edited or not given:
+            incomplete = True
+        else:
+            bad.add(f"routes: {key}", problem)
+    if not edited:
+        for key in routes:
+            bad.add(f"routes: {key}", "nobody reads that tensor in another placement; remove the entry")
+    bad.raise_if_any()
+    if not edited and not incomplete and raw.get("price") is not None:
+        solution = Solution(**raw["solution"]) if raw.get("solution") else None
+        as_it_is = replace(plan, routes=kept, price=Price(**raw["price"]), solution=solution)
+        if rest(as_it_is, setting.cluster_name, setting.pins) == checksum.get("rest"):
+            return as_it_is, False
+    cluster = setting.cluster()
+    check_mesh(reader.mesh, cluster)
+    return _priced(reader, plan, decided, kept, pricer(cluster, reader.mesh, setting.devices)), True
+
+
+def _priced(
+    reader: StageReader, plan: StagePlan, decided: Decisions, kept: Mapping[str, Route], priced: Pricer
+) -> StagePlan:
+    """The plan completed; routes that the file has and that still lead to where they must are kept."""
+    graph, rules = reader.graph, reader.rules
+    try:
+        done = complete(
+            graph, rules, priced, decided.ops, decided.params, decided.outputs, inputs=plan.inputs,
+            buffers=decided.buffers, optimizer=plan.optimizer, microbatches=plan.microbatches,
+            recompute=plan.recompute, in_flight=plan.in_flight, devices=plan.devices,
+            gather_again=plan.gather_again,
+        )  # fmt: skip
+    except PlanError as error:
+        raise PlanError(f"{reader.bad.where}: {error}") from error
+    routes = {**done.routes, **kept}
+    extra = _routes_seconds(graph, priced, kept)
+    extra -= _routes_seconds(graph, priced, {key: done.routes.get(key, ()) for key in kept})
+    price = done.price
+    if kept:
+        chosen = {
+            i: strategy_named(graph, node, rules[i], done.ops[node.name])
+            for i, node in enumerate(graph.nodes) if node.kind == "op"
+        }  # fmt: skip
+        with_kept, without = (
+            ledger(graph, rules, done.mesh, chosen, ways, plan.recompute, done.gather_again)
+            for ways in (routes, done.routes)
+        )
+        extra += seconds_again(graph, rules, priced, chosen, with_kept)[1]
+        extra -= seconds_again(graph, rules, priced, chosen, without)[1]
+        price = replace(
+            price, activation_seconds=price.activation_seconds + extra * plan.microbatches,
+            activation_bytes=plan.in_flight * with_kept.kept_bytes + with_kept.again_bytes,
+            again_bytes=with_kept.again_bytes,
+        )  # fmt: skip
+    return replace(done, routes=routes, price=price)
+
+
+def _routes_seconds(graph: Graph, priced: Pricer, routes: Mapping[str, Sequence[Any]]) -> float:
+    """Of the steps of these routes, forward and backward."""
+    refs = {
+        route_key(graph, Ref(i, k)): Ref(i, k)
+        for i, node in enumerate(graph.nodes) for k, spec in enumerate(node.outs) if spec is not None
+    }  # fmt: skip
+    seconds = 0.0
+    for key, route in routes.items():
+        spec, node = graph.spec(refs[key]), graph.nodes[refs[key].node]
+        seconds += sum(priced.step(spec, node.needs_grad and spec.is_float, a, b) for a, b in route)
+    return seconds
+
+
+def _misfit(made: State, goals: Mapping[State, None], route: Route) -> str:
+    """Why a route does not bring a tensor from where it is made to where it is wanted; empty if it does."""
+    if route and route[0][0] != made:
+        return f"begins at {format_state(route[0][0])}, the tensor is made as {format_state(made)}; remove the entry"
+    reached = {made, *(b for _, b in route)}
+    missing = [g for g in goals if g not in reached]
+    if missing:
+        return f"does not reach {format_state(missing[0])}, as which the tensor is wanted; remove the entry"
+    return ""
+
+
+__all__ = ["Setting", "stage_plan"]

@@ -1,0 +1,298 @@
+"""The entries of a stage in a plan file meet the nodes of the stage's graph."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import translate
+from typing import Any
+
+from autopar.errors import PlanError, closest
+from autopar.graph import Graph, Ref
+from autopar.labels import op_labels
+from autopar.placements import Mesh, State, fits, format_mesh, format_state, step_is_legal
+from autopar.placements import path as way
+from autopar.plan import ParamChoice, Recompute, segment_numbers
+from autopar.planfile.failures import Failures
+from autopar.planfile.states import read_state
+from autopar.planfile.write import route_keys
+from autopar.rules.notation import Option
+from autopar.rules.registry import rules_of
+from autopar.rules.strategy import Strategy, can_be_cut, combine, options_of, why_not_cut
+
+Route = tuple[tuple[State, State], ...]
+
+
+@dataclass
+class Decisions:
+    """What a file decides of a stage, by node of its graph."""
+
+    ops: dict[int, Strategy]
+    params: dict[int, ParamChoice]
+    buffers: dict[str, State]
+    inputs: dict[str, State]
+    outputs: dict[int, State]
+    routes: dict[str, Route]
+    recompute: Recompute
+    gather_again: tuple[str, ...]
+
+
+@dataclass
+class StageReader:
+    """Reads the sections of one stage; whatever does not fit the graph becomes a failure.
+
+    Args:
+        raw: the stage's entry, of the right form.
+        bad: takes the failures.
+    """
+
+    raw: Mapping[str, Any]
+    mesh: Mesh
+    graph: Graph
+    bad: Failures
+    _options_of: dict[int, dict[str, Option]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.rules = rules_of(self.graph)
+        self.labels = op_labels(self.graph)
+        self.axes = {name: a for a, (name, _) in enumerate(self.mesh)}
+
+    def decisions(self) -> Decisions:
+        """All that the entry decides."""
+        return Decisions(
+            self.ops(), self.params(), self.places("buffers", "buffer"), self.places("inputs", "input"),
+            self.outputs(), self.routes(), self.recompute(), self.gather_again(),
+        )  # fmt: skip
+
+    # -- ops
+
+    def ops(self) -> dict[int, Strategy]:
+        """Strategies of the ops that the file names, and of those that are whole because it does not."""
+        ops = [(i, node) for i, node in enumerate(self.graph.nodes) if node.kind == "op"]
+        last: dict[int, tuple[str, dict[str, str]]] = {}  # the entry that counts for each op
+        for pattern, entry in self.raw["ops"].items():
+            path = f"ops[{json.dumps(pattern)}]"
+            for axis in entry:
+                if axis not in self.axes:
+                    self.bad.add(f"{path}.{axis}", f"the mesh has no axis '{axis}'; it has {', '.join(self.axes)}")
+            match = re.compile(translate(pattern)).match
+            found = [i for i, n in ops if match(self.labels[n.name])]
+            if not found:
+                found = [i for i, n in ops if match(n.module) or n.name == pattern]
+                able = [i for i in found if all(_option(f) in self.options(i) for f in entry.values())]
+                found = able or found  # a module: those of its ops that have the factors
+            if not found:
+                known = [*self.labels.values(), *dict.fromkeys(n.module for _, n in ops if n.module)]
+                self.bad.add(path, f"matches no op of the model; {closest(pattern, known)}")
+            last.update((i, (path, entry)) for i in found)
+        decided = {}
+        for i, node in ops:
+            if i in last:
+                path, entry = last[i]
+                strategy = self._named(path, i, entry)
+                if strategy is not None and self._divides(path, i, strategy):
+                    decided[i] = strategy
+            elif node.hot:
+                decided[i] = combine([self.options(i)["I"]] * len(self.mesh))
+        return decided
+
+    def options(self, i: int) -> dict[str, Option]:
+        """The options of an op on one axis, by name."""
+        if i not in self._options_of:
+            rule = self.rules[i]
+            assert rule is not None
+            self._options_of[i] = options_of(self.graph, self.graph.nodes[i], rule)
+        return self._options_of[i]
+
+    def _named(self, path: str, i: int, entry: Mapping[str, str]) -> Strategy | None:
+        """The strategy that an entry names for an op."""
+        options, fine = self.options(i), True
+        picked = [options["I"]] * len(self.mesh)
+        for axis, factor in entry.items():
+            if _option(factor) not in options:
+                self._no_factor(f"{path}.{axis}", i, factor, options)
+                fine = False
+            elif axis in self.axes:
+                picked[self.axes[axis]] = options[_option(factor)]
+        return combine(picked) if fine else None
+
+    def _no_factor(self, path: str, i: int, factor: str, options: Mapping[str, Any]) -> None:
+        node, rule = self.graph.nodes[i], self.rules[i]
+        offers = ", ".join("replicate" if o == "I" else o for o in options)
+        self.bad.add(path, f"{node.where} has no factor '{factor}'; it offers {offers} (rule: {rule})")
+
+    def _divides(self, path: str, i: int, strategy: Strategy) -> bool:
+        """Whether an op can be cut so; if not, that is a failure."""
+        node, rule = self.graph.nodes[i], self.rules[i]
+        assert rule is not None
+        cut: dict[str, list[int]] = {}
+        for name, (axis, size) in zip(strategy.names, self.mesh, strict=True):
+            if name in rule.sizes and size > 1:
+                cut.setdefault(name, []).append(size)
+                if why := why_not_cut(rule, name, cut[name]):
+                    self.bad.add(
+                        f"{path}.{axis}",
+                        f"factor '{name}' of {node.where} {why}; use another factor, or a mesh whose axes divide "
+                        f"{rule.sizes[name]}",
+                    )
+                    return False
+        if not can_be_cut(rule, strategy.options, self.mesh):
+            self.bad.add(path, f"{node.where} cannot be cut so: together, these factors need equal pieces; use others")
+            return False
+        outs = [o for o in node.outs if o is not None]
+        shapes = [*(self.graph.spec(r).shape for r in node.refs), *(o.shape for o in outs)]
+        for shape, state in zip(shapes, (*strategy.ins, *strategy.outs), strict=True):
+            if not fits(shape, state, self.mesh):
+                self.bad.add(
+                    path,
+                    f"{node.where}: a tensor of shape {shape} cannot be cut as {format_state(state)} on mesh "
+                    f"{format_mesh(self.mesh)}; use another factor",
+                )
+                return False
+        return True
+
+    # -- placements
+
+    def _state(
+        self, path: str, text: str, shape: Sequence[int], kinds: str, uneven: bool = False
+    ) -> State | None:
+        return read_state(path, text, self.mesh, shape, kinds, self.bad, uneven)
+
+    def _matched(self, section: str, every: Mapping[str, int]) -> dict[str, tuple[str, Any]]:
+        """``{name: (path in the file, entry)}`` of the last entry that matches each name."""
+        found: dict[str, tuple[str, Any]] = {}
+        for pattern, entry in self.raw.get(section, {}).items():
+            path = f"{section}[{json.dumps(pattern)}]"
+            match = re.compile(translate(pattern)).match
+            hits = [name for name in every if match(name)]
+            if not hits:
+                what = {"params": "parameter", "routes": "tensor"}.get(section, section[:-1])
+                self.bad.add(path, f"matches no {what} of the model; {closest(pattern, every)}")
+            found.update((name, (path, entry)) for name in hits)
+        return found
+
+    def params(self) -> dict[int, ParamChoice]:
+        """How every parameter is kept."""
+        nodes = {node.target: i for i, node in self.graph.of_kind("param")}
+        found = self._matched("params", nodes)
+        missing = [name for name in nodes if name not in found]
+        if missing:
+            more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+            self.bad.add("params", f"no entry for parameter {', '.join(missing[:4])}{more}; add one, or plan again")
+        result = {}
+        for name, (path, entry) in found.items():
+            node = self.graph.nodes[nodes[name]]
+            shape = node.out.shape
+            stored = self._state(f"{path}.stored", entry["stored"], shape, "SI" if node.needs_grad else "SR", True)
+            used = self._state(f"{path}.used", entry["used"], shape, "SIR" if node.needs_grad else "SR")
+            if stored is None or used is None:
+                continue
+            if way(stored, used) is None:
+                self.bad.add(
+                    path,
+                    f"'{name}' cannot go from stored {format_state(stored)} to used {format_state(used)} one axis at a "
+                    "time, the last axis first; store it as it is used, or whole",
+                )
+                continue
+            result[nodes[name]] = ParamChoice(stored, used, entry.get("lifetime", "step"))
+        return result
+
+    def places(self, section: str, kind: str) -> dict[str, State]:
+        """Placements of buffers or inputs by name."""
+        nodes = {node.target: i for i, node in self.graph.of_kind(kind)}
+        result = {}
+        for name, (path, text) in self._matched(section, nodes).items():
+            node = self.graph.nodes[nodes[name]]
+            state = self._state(path, text, node.out.shape, "SI" if node.needs_grad else "SR")
+            if state is not None:
+                result[name] = state
+        return result
+
+    def outputs(self) -> dict[int, State]:
+        """Placements of outputs by position."""
+        given = self.raw["outputs"]
+        if len(given) != len(self.graph.outputs):
+            self.bad.add("outputs", f"has {len(given)} entries, the model has {len(self.graph.outputs)} outputs")
+            return {}
+        result = {}
+        for k, (text, out) in enumerate(zip(given, self.graph.outputs, strict=True)):
+            if (text is None) != (not isinstance(out, Ref)):
+                is_not = "is a tensor; give its placement" if text is None else "is no tensor; write null"
+                self.bad.add(f"outputs[{k}]", f"output {k} of the model {is_not}")
+            elif text is not None:
+                state = self._state(f"outputs[{k}]", text, self.graph.spec(out).shape, "SIRP")
+                if state is not None:
+                    result[k] = state
+        return result
+
+    def routes(self) -> dict[str, Route]:
+        """The routes that the file gives, by key of ``StagePlan.routes``."""
+        keys = route_keys(self.graph)
+        every = {name: k for k, name in enumerate(keys)}
+        result = {}
+        for name, (path, entry) in self._matched("routes", every).items():
+            key = keys[name]
+            node, _, number = key.partition("#")
+            shape = self.graph.spec(Ref(self.graph.index[node], int(number or 0))).shape
+            steps: list[tuple[State, State]] = []
+            for k, text in enumerate(entry):
+                at = f"{path}[{k}]"
+                ends = [self._state(at, part.strip(), shape, "SIRP") for part in text.split("->")]
+                a, b = ends
+                if a is None or b is None:
+                    continue
+                changed = [axis for axis in range(len(a)) if a[axis] != b[axis]]
+                if len(changed) != 1:
+                    self.bad.add(at, f"the step '{text}' changes {len(changed)} axes; a step changes one")
+                elif not step_is_legal(a, changed[0], b[changed[0]]):
+                    self.bad.add(
+                        at,
+                        f"the step '{text}' is not possible: '{a[changed[0]]}' cannot become '{b[changed[0]]}' there; "
+                        "remove the entry to have the route found anew",
+                    )
+                elif steps and a != steps[0][0] and all(a != done for _, done in steps):
+                    self.bad.add(at, f"the step '{text}' begins where no earlier step ends; put the steps in order")
+                else:
+                    steps.append((a, b))
+            if steps:
+                result[key] = tuple(steps)
+        return result
+
+    def recompute(self) -> Recompute:
+        """The segments that run again, their operators by node name."""
+        named = {label: name for name, label in self.labels.items()}
+        names = {*named.values()}
+        segments = []
+        for k, segment in enumerate(self.raw.get("recompute", ())):
+            for name in segment:
+                if name not in named and name not in names:
+                    self.bad.add(f"recompute[{k}]", f"'{name}' is no op of the model; {closest(name, list(named))}")
+            first, last = (named.get(name, name) for name in segment)
+            segments.append((first, last))
+        found = tuple(segments)
+        if all(name in names for segment in found for name in segment):
+            try:
+                segment_numbers(self.graph, found)
+            except PlanError as error:
+                self.bad.say(str(error))
+        return found
+
+    def gather_again(self) -> tuple[str, ...]:
+        """The tensors whose gathered copies are gathered again, by the plan's own keys."""
+        keys, again = route_keys(self.graph), []
+        for k, name in enumerate(self.raw.get("gather_again", ())):
+            if name not in keys:
+                self.bad.add(f"gather_again[{k}]", f"'{name}' is no tensor of the model; {closest(name, list(keys))}")
+            else:
+                again.append(keys[name])
+        return tuple(sorted(again))
+
+
+def _option(factor: str) -> str:
+    """The name of an option, as plans store it."""
+    return "I" if factor == "replicate" else factor
+
+
+__all__ = ["Decisions", "Route", "StageReader"]

@@ -1,0 +1,41 @@
+"""Placements in a plan file, for tensors that the model has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.errors import MeshError
+from autopar.placements import Mesh, State, fits, format_mesh, has_pieces, parse_state
+from autopar.planfile.failures import Failures
+
+
+def read_state(
+    path: str, text: str, mesh: Mesh, shape: Sequence[int], kinds: str, bad: Failures, uneven: bool = False
+) -> State | None:
+    """The state that a text names for a tensor of this shape; None, and a failure, if it cannot be.
+
+    Args:
+        kinds: first letters of the placements that are possible.
+        uneven: pieces need not be equal.
+    """
+    try:
+        state = parse_state(text, mesh, f"{bad.part}{path}")
+    except MeshError as error:
+        bad.say(str(error))
+        return None
+    for placement, (axis, _) in zip(state, mesh, strict=True):
+        if placement[0] not in kinds:
+            allowed = ", ".join("S<dim>" if k == "S" else k for k in kinds)
+            bad.add(path, f"'{placement}' on axis '{axis}' is not possible here; use {allowed}")
+            return None
+    if not (has_pieces if uneven else fits)(shape, state, mesh):
+        bad.add(
+            path,
+            f"a tensor of shape {tuple(shape)} cannot be cut as {text} on mesh {format_mesh(mesh)}; shard "
+            "another dim, or keep it whole",
+        )
+        return None
+    return state
+
+
+__all__ = ["read_state"]

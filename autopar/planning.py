@@ -1,0 +1,284 @@
+"""From what is asked to a plan: on one mesh, on the best of several, or in stages.
+
+:func:`autopar.plan`, :func:`autopar.parallelize` and ``autopar plan`` all come here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from autopar.asked import Asked
+from autopar.capture import Captured, capture
+from autopar.capture.parts import NotLinear, first_part, numbers_of_parts, resized, rows_of
+from autopar.errors import InfeasibleError, MeshError, PlanError
+from autopar.graph import Graph
+from autopar.placements import Mesh, mesh_shapes, mesh_text, n_devices
+from autopar.plan import Pins, Plan
+from autopar.planner.inter_op.exact import Exact
+from autopar.planner.inter_op.order import check_name
+from autopar.planner.inter_op.stage_pins import allows, check, check_counts, starts_of
+from autopar.planner.inter_op.stage_search import PipelineOptions, Planned, plan_pipeline
+from autopar.planner.intra_op.mesh_plan import Options, plan_graph
+from autopar.rules.registry import ops_without_rule
+from cost_models.pipeline import Timeline
+from hardware_profiles import Cluster
+
+DEFAULT_SCHEDULES = PipelineOptions(1).schedules
+
+
+@dataclass(frozen=True)
+class Found:
+    """A plan, and how it was found.
+
+    Attributes:
+        captured: of one microbatch, for which the plan is.
+        timeline: of a step, where stages were searched for.
+        tried: the best ways that were planned, ``(what, seconds of a step)``, best first.
+        others: all plans in stages that were made exactly, this one first.
+    """
+
+    plan: Plan
+    captured: Captured
+    timeline: Timeline | None = None
+    tried: tuple[tuple[str, float], ...] = ()
+    others: tuple[Exact, ...] = ()
+
+
+SIMPLER = 0.001
+"""A plan without pipeline and microbatches is preferred if its step is at most this much longer."""
+
+
+def options_of(asked: Asked) -> Options:
+    """What is asked of one mesh, as the planner takes it."""
+    pins = asked.pins
+    return Options(
+        constraints=pins.ops or None, params=pins.params or None, inputs=pins.inputs or None,
+        outputs=pins.outputs or None, memory_limit_bytes=pins.memory_limit_bytes, optimizer=asked.optimizer,
+        microbatches=asked.microbatches, time_limit_seconds=asked.time_limit_seconds, recompute=pins.recompute,
+    )  # fmt: skip
+
+
+def wishes_of(plan: Plan) -> Options:
+    """Options under which a plan, or a stage of it, is solved again as its user wanted it."""
+    return options_of(Asked(plan.pins, plan.optimizer, plan.microbatches))
+
+
+def find(
+    model: torch.nn.Module, captured: Captured, example: Callable[[], Any], cluster: Cluster, n: int, asked: Asked,
+    name: str = "", runs: bool = True, say: Callable[[str], None] = lambda what: None,
+) -> Found:  # fmt: skip
+    """The best plan for ``n`` devices of a cluster that does what is asked.
+
+    Args:
+        captured: of a microbatch; of the batch of a step, where the number of microbatches is to be chosen.
+        example: gives what was captured as ``(args, kwargs)``, or ``(args, kwargs, targets)`` if there is a loss
+            function.
+        name: by which the plan finds the cluster again; by default the cluster's own.
+        runs: the plan is for a program that is made now; see :func:`in_parts`.
+        say: told what is being planned.
+
+    Raises:
+        MeshError, PlanError: what is asked cannot be, or not of this model.
+        InfeasibleError: nothing fits.
+    """
+    name = name or cluster.name
+    if asked.everything:
+        say("meshes, stages, schedules, microbatches")
+        return over_everything(model, captured, example(), cluster, n, asked, name, runs)
+    if not asked.piped:
+        return on_best_mesh(captured, cluster, n, asked, name, say)
+    say("stages")
+    if asked.numbers is not None:
+        return in_parts(model, captured, example(), cluster, n, asked, name, runs)
+    planned = in_stages({asked.microbatches: captured.graph}, cluster, n, asked, name)
+    return Found(planned.plan, captured, planned.timeline, planned.tried, planned.others)
+
+
+# --- on one mesh -----------------------------------------------------------------------------------------------------
+
+
+def on_mesh(graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, name: str, pins: Pins) -> Plan:
+    """:func:`~autopar.planner.intra_op.mesh_plan.plan_graph` as the plan of a whole model."""
+    stage = plan_graph(graph, cluster, mesh, options)
+    return Plan.alone(stage, name, pins, notes_on(graph))
+
+
+def notes_on(graph: Graph) -> tuple[str, ...]:
+    """What the reader of a plan for this model should know."""
+    return tuple(f"no rule for {name}: kept whole on every rank" for name in ops_without_rule(graph))
+
+
+def on_best_mesh(
+    captured: Captured, cluster: Cluster, n: int, asked: Asked, name: str,
+    say: Callable[[str], None] = lambda what: None,
+) -> Found:  # fmt: skip
+    """The plan on the mesh that is asked for, or the fastest over the mesh shapes of ``n`` devices."""
+    graph, pins, options = captured.graph, asked.pins, options_of(asked)
+    shapes = [pins.mesh] if pins.mesh is not None else mesh_shapes(n, asked.max_axes)
+    if pins.mesh is None:
+        shapes = [shape for shape in shapes if allows(shape, options)]
+    if not shapes:
+        named = sorted({axis for axes in pins.ops.values() for axis in axes})
+        raise MeshError(
+            f"no mesh shape of {n} devices has the axes that the constraints name ({', '.join(named)}) and as many as "
+            "there are placements; give the mesh that you mean"
+        )
+    best: Plan | None = None
+    infeasible: InfeasibleError | None = None
+    tried: list[tuple[str, float]] = []
+    for shape in shapes:
+        say(mesh_text(shape))
+        try:
+            plan = on_mesh(graph, cluster, shape, options, name, pins)
+        except InfeasibleError as error:
+            infeasible = infeasible or error
+            continue
+        tried.append((mesh_text(shape), plan.seconds))
+        if best is None or plan.seconds < best.seconds * (1 - 1e-6):
+            best = plan
+    if best is None:
+        assert infeasible is not None
+        raise infeasible
+    return Found(best, captured, None, tuple(sorted(tried, key=lambda way: way[1])))
+
+
+# --- in stages -------------------------------------------------------------------------------------------------------
+
+
+def over_everything(
+    model: torch.nn.Module, captured: Captured, example: Any, cluster: Cluster, n: int, asked: Asked, name: str,
+    runs: bool = True,
+) -> Found:  # fmt: skip
+    """The best plan of a batch, of all that the planner knows: meshes, groups of devices, schedules, degrees of
+    interleaving, numbers of microbatches, recomputation, ways to keep parameters.
+
+    Where one mesh is best and gains nothing by microbatches, it is the plan of the whole batch on it.
+    """
+    found = in_parts(model, captured, example, cluster, n, replace(asked, numbers=()), name, runs)
+    if len(found.plan.stages) == 1:
+        try:
+            simple = on_mesh(captured.graph, cluster, found.plan.mesh, options_of(asked), name, asked.pins)
+        except InfeasibleError:
+            return found
+        if simple.seconds <= found.plan.seconds * (1 + SIMPLER):
+            return replace(found, plan=simple, captured=captured, timeline=None)
+    return found
+
+
+def in_stages(
+    graphs: Mapping[int, Graph], cluster: Cluster, n: int, asked: Asked, name: str,
+    wanted: PipelineOptions | None = None,
+) -> Planned:  # fmt: skip
+    """The best plan in stages on ``n`` devices of a cluster.
+
+    Args:
+        graphs: of a microbatch, by the number of them that make up a step.
+        wanted: a layout to be priced, instead of what is asked of stages.
+    """
+    graph, pins = next(iter(graphs.values())), asked.pins
+    if pins.mesh is not None:
+        size = n_devices(pins.mesh)
+        if pins.stages is not None and size * pins.stages != n:
+            raise MeshError(
+                f"{pins.stages} stages on a mesh of {size} devices each need {pins.stages * size} devices, there are "
+                f"{n}"
+            )
+        if pins.stages is None and n % size:
+            raise MeshError(
+                f"a mesh of {size} devices for every group does not divide {n} devices; use one whose size divides {n}"
+            )
+    if n > cluster.n_devices:
+        raise MeshError(f"{n} devices are wanted, cluster '{cluster.name}' has {cluster.n_devices}")
+    if graph.loss is None:
+        raise PlanError("a pipeline trains a model that returns its loss; give loss_fn= and targets=")
+    schedules = pins.schedules or tuple(DEFAULT_SCHEDULES)
+    for schedule in schedules:
+        check_name(schedule)
+    options = options_of(asked)
+    check(graph, options, pins.mesh)
+    counts = [pins.stages] if pins.stages else [g for g in range(1, n + 1) if n % g == 0]
+    sizes = [m for g in counts for m in mesh_shapes(max(1, n // g))]
+    check_counts(pins.stages, pins.cuts, n, schedules, pins.mesh, options, sizes)
+    starts = starts_of(graph, pins.cuts) if pins.cuts else None
+    wanted = wanted or PipelineOptions(
+        asked.microbatches, pins.stages, schedules, pins.mesh, starts, options, may_recompute=asked.may_recompute,
+        top=asked.top,
+    )
+    planned = plan_pipeline(graphs, cluster, n, wanted, cluster_name=name)
+    notes = (*notes_on(graph), *_others(planned))
+    return replace(planned, plan=replace(planned.plan, pins=pins, notes=notes))
+
+
+def _others(found: Planned) -> list[str]:
+    """What came next, for those who read the plan later."""
+    best = found.plan.seconds
+    others = dict(reversed([t for t in found.tried if t[1] > best * (1 + 1e-9)]))
+    ways = sorted(others.items(), key=lambda t: t[1])[:3]
+    return [f"next best: {what}, {1e3 * seconds:.4g} ms a step ({seconds / best - 1:+.1%})" for what, seconds in ways]
+
+
+def part_of(model: torch.nn.Module, captured: Captured, example: Any, parts: int) -> Captured:
+    """One of so many parts of a batch, captured as the whole of it was.
+
+    Args:
+        example: ``(args, kwargs)``, or ``(args, kwargs, targets)`` if there is a loss function: the whole batch.
+    """
+    args, kwargs, *targets = first_part(example, parts)
+    loss_fn = captured.example.loss_fn if captured.example is not None else None
+    return capture(model, args, kwargs, loss_fn=loss_fn, targets=targets[0] if targets else ())
+
+
+def in_parts(
+    model: torch.nn.Module, captured: Captured, example: Any, cluster: Cluster, n: int, asked: Asked, name: str,
+    runs: bool = True, wanted: PipelineOptions | None = None,
+) -> Found:  # fmt: skip
+    """The best plan in stages of a batch on ``n`` devices, the number of microbatches chosen too.
+
+    Args:
+        captured: of the whole batch.
+        example: the whole batch, as for :func:`part_of`.
+        runs: the plan is for a program that is made now. A plan for a file is for the graph that follows from two
+            captured ones; whoever runs it captures the model, and a graph that is another one is refused.
+
+    Raises:
+        CaptureError: the rows of the batch do not divide, or there are none.
+    """
+    rows = rows_of(example)
+    counts = sorted(set(asked.numbers or ())) or numbers_of_parts(rows)
+    for m in counts:
+        first_part(example, m)  # refuses what does not divide before anything takes its time
+    known = {1: captured}
+
+    def part(m: int) -> Captured:
+        if m not in known:
+            known[m] = part_of(model, captured, example, m)
+        return known[m]
+
+    second = next((m for m in counts if m > 1), 1)
+
+    def graph(m: int) -> Graph:
+        if m in (1, second):
+            return part(m).graph
+        try:
+            return resized(captured.graph, part(second).graph, rows, rows // second, rows // m)
+        except NotLinear:
+            return part(m).graph
+
+    graphs = {m: graph(m) for m in counts}
+    planned = in_stages(graphs, cluster, n, asked, name, wanted)
+    one = planned.plan.microbatches
+    chosen = part(one) if runs or one in known else replace(captured, graph=graphs[one], example=None)
+    if chosen.graph.fingerprint != planned.plan.fingerprint:  # the model treats this size in another way
+        planned = in_stages({planned.plan.microbatches: chosen.graph}, cluster, n, asked, name, wanted)
+    plan = planned.plan
+    if chosen.graph.updates and len(counts) > 1:
+        said = "batch statistics are those of a microbatch: with another number of them, training differs"
+        plan = replace(plan, notes=(*plan.notes, said))
+    return Found(plan, chosen, planned.timeline, planned.tried, planned.others)
+
+
+__all__ = ["Found", "find", "in_stages", "on_best_mesh", "on_mesh", "part_of", "wishes_of"]

@@ -1,0 +1,254 @@
+"""A plan on all ranks, and the module that runs it: what every rank does alike, and fails at together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autopar import planfile
+from autopar.capture import Captured
+from autopar.clusters import check_mesh, get_cluster, reference
+from autopar.errors import MeshError
+from autopar.placements import Mesh, mesh_text
+from autopar.places import check_within
+from autopar.plan import Plan
+from autopar.planning import Found
+from autopar.runtime.agree import FirstRankValues, Meeting, Stopped, first_seed, share, together
+from autopar.runtime.executor import ParallelModule, check_device_mesh
+from autopar.runtime.init import Init, MetaValues, is_meta
+from autopar.runtime.pipeline import PipelineModule
+from hardware_profiles import Cluster, ProfileError, list_clusters, load_cluster
+
+T = TypeVar("T")
+Where = DeviceMesh | str | Cluster | int
+"""What ``parallelize`` takes as its mesh."""
+
+
+def on_all(group: Any, make: Callable[[], T]) -> T:
+    """What each rank of ``group`` makes; what fails on one of them is raised on all."""
+    error: BaseException | None = None
+    made: list[T] = []
+    try:
+        made.append(make())
+    except Exception as e:
+        error = e
+    together(group, error)
+    return made[0]
+
+
+# --- where -----------------------------------------------------------------------------------------------------------
+
+
+def groups_of(mesh: DeviceMesh | None, stages: int | str | None) -> tuple[int | str | None, Mesh | None]:
+    """Number of groups and mesh of each, from a DeviceMesh whose first axis is ``pipe``.
+
+    Raises:
+        MeshError: there is no such axis, it is not the first, or it contradicts ``stages``.
+    """
+    if mesh is None:
+        return stages, None
+    names = mesh.mesh_dim_names or ()
+    if names[:1] != ("pipe",):
+        raise MeshError(
+            f"the DeviceMesh has axes {', '.join(names)}; for a pipeline its first must be 'pipe', or pass the number "
+            "of ranks instead of a mesh"
+        )
+    if stages not in (None, "auto", mesh.size(0)):
+        raise MeshError(f"stages is {stages}, the mesh's axis 'pipe' has {mesh.size(0)}; leave one of them out")
+    inner = tuple((name, mesh.size(i)) for i, name in enumerate(names) if i)
+    return mesh.size(0), inner or (("data", 1),)
+
+
+def hardware_of(model: torch.nn.Module, mesh: Where, cluster: str | Path | Cluster | None) -> tuple[Cluster, int, str]:
+    """The cluster, the number of ranks, and the name that the plan keeps.
+
+    Raises:
+        MeshError: the mesh has no names, or nothing is known of devices like these; ClusterError: there is none such.
+    """
+    if isinstance(mesh, DeviceMesh):
+        if mesh.mesh_dim_names is None:
+            raise MeshError("the DeviceMesh has no axis names; make it with mesh_dim_names=('data', ...)")
+        n = mesh.size()
+    elif isinstance(mesh, int):
+        n = mesh
+        if n < 1:
+            raise MeshError(f"mesh is {n}; give a number of ranks from 1 on")
+    else:
+        where = get_cluster(mesh)
+        return where, where.n_devices, reference(mesh)
+    if cluster is None:
+        cluster = _default_cluster(n, mesh.device_type if isinstance(mesh, DeviceMesh) else device_type_of(model))
+    where = get_cluster(cluster)
+    if isinstance(mesh, DeviceMesh):
+        check_mesh(axes_of(mesh), where)
+    return where, n, reference(cluster)
+
+
+def axes_of(mesh: DeviceMesh) -> Mesh:
+    """Names and sizes of a DeviceMesh's axes."""
+    return tuple((name, mesh.size(i)) for i, name in enumerate(mesh.mesh_dim_names or ()))
+
+
+def hardware_for(plan: Plan, model: torch.nn.Module, mesh: Where, cluster: str | Path | Cluster | None) -> Cluster:
+    """The hardware for which a plan was made, or that on which it runs."""
+    try:
+        return get_cluster(plan.cluster)
+    except (ProfileError, MeshError, OSError, ValueError):
+        return hardware_of(model, mesh, cluster)[0]
+
+
+def _default_cluster(n: int, device_type: str) -> str:
+    if device_type == "cpu":
+        return f"local-x{n}"
+    name = torch.cuda.get_device_name() if device_type == "cuda" else device_type
+    key = re.sub(r"[^a-z0-9]", "", name.lower())
+    for known in list_clusters():
+        try:
+            found = load_cluster(known)
+        except ProfileError:
+            continue
+        short = re.sub(r"[^a-z0-9]", "", found.device(0).name.lower().split("-")[0])
+        if short and short in key and found.n_devices >= n:
+            return known
+    raise MeshError(
+        f"no built-in cluster has {n} devices like '{name}'; pass cluster= with a name "
+        f"({', '.join(list_clusters())}) or the path of a profile"
+    )
+
+
+def device_type_of(model: torch.nn.Module) -> str:
+    """Where a model's parameters are; of a meta model, where they will be."""
+    kinds = {t.device.type for t in model.parameters()}
+    if kinds - {"meta"}:
+        return sorted(kinds - {"meta"})[0]
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+# --- one plan --------------------------------------------------------------------------------------------------------
+
+
+def agreed(
+    decide: Callable[[], Found], captured: Captured, group: Any, part: Callable[[int], Captured] | None = None
+) -> tuple[Captured, Plan]:
+    """The plan of rank 0 on all ranks of ``group``, and what it is for.
+
+    Args:
+        decide: makes the plan; called on rank 0 alone. The others get it as the text of a plan file.
+        captured: of a microbatch.
+        part: where the batch was captured, and the plan says into how many microbatches it is cut: gives one of so
+            many, captured.
+
+    Raises:
+        AutoparError: what fails on one rank, on all of them.
+    """
+    first = dist.get_rank(group) == 0
+    found: Found | None = None
+    text: str | None = None
+    error: BaseException | None = None
+    try:
+        if first:
+            found = decide()
+            check_size(found.plan, dist.get_world_size(group))
+            text = planfile.dumps(found.plan, found.captured.graph) if dist.get_world_size(group) > 1 else ""
+    except Exception as e:
+        error = e
+    text = share(group, text, error)
+
+    def read() -> tuple[Captured, Plan]:
+        if found is not None:
+            return found.captured, found.plan
+        document = planfile.parse(text, "rank 0's plan")
+        one = captured if part is None else part(document.microbatches)
+        return one, planfile.bind(document, one.graph)
+
+    return on_all(group, read)
+
+
+def check_size(plan: Plan, have: int) -> None:
+    need = plan.n_devices
+    if need != have:
+        shape = f" ({mesh_text(plan.mesh)})" if len(plan.stages) == 1 else ""
+        raise MeshError(
+            f"the plan is for {need} ranks{shape}, {have} {'are' if have > 1 else 'is'} running; start them with "
+            f"torchrun --nproc-per-node {need}, or plan for as many as there are"
+        )
+    check_within([stage.devices for stage in plan.stages], have, "ranks are running")
+
+
+# --- the module ------------------------------------------------------------------------------------------------------
+
+
+def spread(
+    model: torch.nn.Module, captured: Captured, plan: Plan, group: Any, *, device_mesh: DeviceMesh | None = None,
+    init: Init | None = None,
+) -> ParallelModule | PipelineModule:  # fmt: skip
+    """The model on the ranks of ``group``, as the plan says; every rank calls it with the same arguments.
+
+    Args:
+        device_mesh: of a plan of one stage; by default one is made of all ranks.
+        init: as for :func:`autopar.parallelize`.
+
+    Raises:
+        AutoparError: what fails on one rank, on all of them.
+    """
+    device_type = device_type_of(model)
+    one = len(plan.stages) == 1
+    if one and device_mesh is None:
+        device_mesh = init_device_mesh(
+            device_type, tuple(size for _, size in plan.mesh), mesh_dim_names=tuple(name for name, _ in plan.mesh)
+        )
+    on_all(group, lambda: check_device_mesh(device_mesh, plan.mesh) if one and device_mesh is not None else None)
+    seed, values = first_seed(group), _values(model, group, device_mesh if one else None, init)
+    if isinstance(values, Meeting):
+        meeting: Meeting | None = values
+    else:
+        meeting = None if one else Meeting(group, torch.device(device_type))
+
+    def make() -> ParallelModule | PipelineModule:
+        if one:
+            assert device_mesh is not None
+            return ParallelModule(model, captured, plan, device_mesh, values, seed=seed)
+        return PipelineModule(model, captured, plan, device_type, values, seed=seed, meeting=meeting)
+
+    made: ParallelModule | PipelineModule | None = None
+    error: BaseException | None = None
+    try:  # in here ranks meet nowhere but in the meeting
+        try:
+            made = make()
+        except Stopped:
+            raise
+        except Exception as e:
+            error = e
+        if meeting is not None:
+            meeting.close(error is not None)
+    except Stopped:
+        pass
+    together(group, error)
+    assert made is not None
+    return made
+
+
+def _values(
+    model: torch.nn.Module, group: Any, device_mesh: DeviceMesh | None, init: Init | None
+) -> Callable[[str], torch.Tensor] | None:
+    if is_meta(model):
+        seed = int(share(group, str(torch.initial_seed()), None))
+        return MetaValues(model, init, seed)
+    if dist.get_world_size(group) == 1:
+        return None
+    named: Mapping[str, torch.Tensor] = {
+        **dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))
+    }  # fmt: skip
+    first = int(device_mesh.mesh.flatten()[0]) if device_mesh is not None else 0
+    return FirstRankValues(named, group, first)
+
+
+__all__ = [
+    "agreed", "axes_of", "check_size", "device_type_of", "groups_of", "hardware_for", "hardware_of", "on_all", "spread",
+]  # fmt: skip

@@ -1,0 +1,117 @@
+"""One record of wishes: whoever asks, checks, writes, splits or shows takes it from there."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar import arguments
+from autopar.asked import Asked, asked
+from autopar.cli.plan import plan as command
+from autopar.errors import AutoparError
+from autopar.plan import Pins
+from autopar.planfile.pins import FORMS
+from autopar.planner.inter_op.stage_pins import PARTS
+from autopar.wishes import BY_NAME, PINS, WISHES, pin_words
+
+GIVEN: dict[str, Any] = {
+    "mesh": "data=2,tensor=2", "constraints": {"up": {"tensor": "n"}}, "params": {"*.weight": "S0, I use"},
+    "placements": {"x": "S0,R", 0: "I,I"}, "recompute": ["layers.*"], "memory_limit": "4GiB", "optimizer": "sgd",
+    "microbatches": 4, "stages": 2, "schedule": "1f1b", "cuts": ["layers.1"], "max_axes": 3, "time_limit": 5.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("function", [autopar.plan, autopar.parallelize])
+def test_signatures_have_all_wishes(function: Any) -> None:
+    """The public signatures are written out; names and defaults are those of the record."""
+    parameters = inspect.signature(function).parameters
+    own = {"mesh"} if function is autopar.parallelize else set()  # there it is where the model is spread
+    for wish in WISHES:
+        if wish.name not in own:
+            assert parameters[wish.name].default == wish.default, wish.name
+    assert "{wishes}" not in function.__doc__
+
+
+def test_docstrings_tell_of_all_wishes() -> None:
+    text = " ".join((autopar.plan.__doc__ or "").split())
+    for wish in WISHES:
+        assert f"{wish.name}: {' '.join(wish.told.split())}" in text
+
+
+def test_the_command_has_all_flags() -> None:
+    parameters = inspect.signature(command).parameters
+    for flag in (flag for wish in WISHES for flag in wish.flags):
+        assert parameters[flag.parameter].default is None, flag.names
+    assert set(BY_NAME) - {wish.name for wish in WISHES if wish.flags} == {"max_axes"}
+
+
+def test_arguments_are_checked_by_the_record() -> None:
+    assert all(arguments._CHECKS[wish.name] == (wish.right, wish.wanted) for wish in WISHES)
+
+
+def test_plans_remember_what_the_record_says() -> None:
+    assert {pin.name for pin in PINS} == {field.name for field in dataclasses.fields(Pins)}
+    assert {pin.form for pin in PINS} <= set(FORMS)
+    assert {pin.name for pin in PINS if pin.stages == "part"} == set(PARTS)
+
+
+def test_all_wishes_arrive() -> None:
+    """Each wish changes what is asked, and each pin is said in words."""
+    assert set(GIVEN) == set(BY_NAME)
+    everything = asked(GIVEN)
+    for name in GIVEN:
+        more = {"mesh": GIVEN["mesh"]} if name in ("placements", "params") else {}
+        fewer = {"mesh"} | ({"placements"} if name == "mesh" else set())
+        without = {k: v for k, v in GIVEN.items() if k != name and not (name == "mesh" and k in fewer)}
+        assert asked({**more, **without}) != everything, name
+    assert all(getattr(everything.pins, pin.name) for pin in PINS)
+    assert pin_words(everything.pins) == [
+        "2 groups", "mesh data=2 x tensor=2", "cut at layers.1", "schedule 1f1b", "4 microbatches", "up: tensor=n",
+        "*.weight: S0,I use", "input x: S0,R", "output 0: I,I", "layers.*: recompute", "at most 4.00 GiB per device",
+    ]  # fmt: skip
+    assert asked({}) == Asked() and pin_words(Pins()) == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"microbatches": "auto"}, "microbatches is 'auto', which is for pipelines"),
+        ({"microbatches": 0}, "microbatches is 0"),
+        ({"stages": 0}, "stages is 0"), ({"memory_limit": 0}, "memory_limit is 0"), ({"time_limit": 0.0}, "time_limit"),
+        ({"placements": {"x": "S0"}}, "give the mesh with it"), ({"max_axes": 0}, "max_axes is 0"),
+        ({"constraints": {"up": "n"}}, "give it like"), ({"params": {"a": 3}}, "give it like"),
+        ({"memory_limit": "much"}, "is no size"),
+    ],
+)  # fmt: skip
+def test_what_means_nothing_is_refused(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(AutoparError, match=said):
+        asked(wrong)
+
+
+def test_a_plan_of_stages_says_where_decisions_are() -> None:
+    """What a plan of one stage shows on itself, one of several refuses with the way to it."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = torch.relu(layer(x))
+            return x.square().mean()
+
+    one = autopar.plan(Net(), "local-x2", torch.ones(4, 8), mesh="data=2")
+    assert one.mesh == (("data", 2),) and one.params == one.stages[0].params and one.seconds == one.price.seconds
+    two = autopar.plan(Net(), "local-x2", torch.ones(4, 8), stages=2, microbatches=2, schedule="1f1b")
+    assert two.memory_bytes == max(stage.price.memory_bytes for stage in two.stages)
+    assert {crossing.source for crossing in two.crossings} == {0}
+    for name in ("mesh", "ops", "params", "buffers", "inputs", "outputs", "routes", "price", "solution", "recompute"):
+        with pytest.raises(autopar.PlanError, match=r"the plan has 2 stages, .*plan.stages\[0\] to plan.stages\[1\]"):
+            getattr(two, name)
