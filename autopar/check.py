@@ -9,7 +9,7 @@ parameters the stored bytes; from what autograd's own hooks see, the activations
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -29,13 +29,12 @@ from autopar.placements import elements_moved, local_shape, only_change, step_co
 from autopar.plan import StagePlan
 from autopar.recount import Watch, Watched, watch_of
 from autopar.rules.function import PREFIX
-from autopar.rules.notation import Rule
 from autopar.rules.pieces import fake_world
 from autopar.rules.registry import rules_of
-from cost_models import AxisCost, mesh_axes, op_seconds, optimizer_state_bytes
-from cost_models.measured import corrected
-from hardware_profiles import Cluster
-from hardware_profiles.measured import Measured, op_key, tensor_text
+from cost_models import optimizer_state_bytes
+from cost_models.costs import Axis, Costs, OpSeconds, OpWork, costs_of
+from hardware_profiles import Cluster, Device
+from hardware_profiles.measurements import op_key, tensor_text
 
 COLLECTIVES = {
     "all_reduce": "all_reduce",
@@ -127,16 +126,13 @@ def check(plan: StagePlan, graph: Graph, cluster: Cluster, *, tolerance: float =
     """
     program = lower(graph, plan)
     report = Report()
-    axes = mesh_axes(cluster, dict(plan.mesh))
-    device = min(
-        (cluster.device(i) for i in range(plan.n_devices)),
-        key=lambda d: (max(d.peak_flops.values()), d.memory_bytes_per_second),
-    )
+    costs, device = costs_of(cluster), cluster.slowest(plan.devices)
+    axes = costs.axes(dict(plan.mesh), plan.devices)
     with fake_world(plan.mesh) as mesh:
         names = {str(mesh.get_group(name).group_name): name for name, _ in plan.mesh}
-        _recount(program, plan, graph, device, cluster.measured, axes, names, report)
+        _recount(program, plan, graph, device, costs, axes, names, report)
     _stored(plan, graph, report)
-    _parameters(plan, graph, axes, 0.0 if cluster.abstract else 25 * 2**20, report)
+    _parameters(plan, graph, axes, costs.bucket_bytes, report)
     _claims(plan, report, tolerance)
     _activations(plan, graph, report, PADDED if has_uneven_pieces(program.module) else 0.0)
     return report
@@ -146,9 +142,9 @@ def _recount(
     program: Program,
     plan: StagePlan,
     graph: Graph,
-    device: Any,
-    measured: Measured | None,
-    axes: Mapping[str, AxisCost],
+    device: Device,
+    costs: Costs,
+    axes: Mapping[str, Axis],
     names: Mapping[str, str],
     report: Report,
 ) -> None:
@@ -163,7 +159,7 @@ def _recount(
         own = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
         flops = FlopCounterMode(display=False, custom_mapping=own)
         watch = watch_of(program, values, graph.arriving)
-        pricer = _Priced(program, graph, device, flops, measured, watch)
+        pricer = _Priced(program, graph, device, flops, costs, watch)
         with counter, flops:
             with watch.on():
                 flat = pricer.run(*values)
@@ -187,11 +183,10 @@ class _Priced(Watched):
     """Runs a program and prices every operator from the shapes that it really gets, flops counted by torch."""
 
     def __init__(
-        self, program: Program, graph: Graph, device: Any, flops: FlopCounterMode, measured: Measured | None,
-        watch: Watch,
-    ) -> None:  # fmt: skip
+        self, program: Program, graph: Graph, device: Device, flops: FlopCounterMode, costs: Costs, watch: Watch
+    ) -> None:
         super().__init__(program, watch)
-        self.measured = measured
+        self.costs = costs
         self.source, self.device, self.flops = graph, device, flops
         self.mesh = program.mesh
         self.seconds: list[float] = []
@@ -209,19 +204,18 @@ class _Priced(Watched):
             ins = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
             outs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
             flops = self.flops.get_total_flops() - before
-            known = self._known(n, meta, args, kwargs, outs)
-            self.seconds.append(self._op(self.kinds[meta["node"]], n, ins, outs, flops) if known is None else known)
+            spent = self._op(n, ins, outs, flops, lambda: self._key(n, args, kwargs, outs))
+            self.seconds.append(spent.forward if self.second else spent.total)
         elif n.op == "call_function" and "step" in meta:
             self.seconds.append(self._copy(meta, result))
         return result
 
-    def _known(
-        self, n: torch.fx.Node, meta: Mapping[str, Any], args: Any, kwargs: Mapping[str, Any], outs: list[Any]
-    ) -> float | None:
-        """Seconds of an operator that a profile has measured on the tensors that it really gets."""
+    def _key(self, n: torch.fx.Node, args: Any, kwargs: Mapping[str, Any], outs: list[Any]) -> str | None:
+        """By what a profile knows an operator on the tensors that it really gets; None if it communicates inside."""
+        meta = n.meta["autopar"]
         rule = self.kinds[meta["node"]]
         cut = set(meta["options"]) & set(rule.sizes) if any(size > 1 for _, size in self.mesh) else set()
-        if self.measured is None or (not isinstance(n.target, torch._ops.OpOverload) and (not rule.random or cut)):
+        if not isinstance(n.target, torch._ops.OpOverload) and (not rule.random or cut):
             return None
         differentiable = any(t.requires_grad for t in outs)
 
@@ -231,43 +225,33 @@ class _Priced(Watched):
             dtype = str(value.dtype).removeprefix("torch.")
             return tensor_text(dtype, value.shape, value.requires_grad and differentiable)
 
-        known = self.measured.ops.get(op_key(self.targets[meta["node"]], args, kwargs, text))
-        if known is None:
-            return None
-        return known.forward_seconds + (known.backward_seconds if differentiable and not self.second else 0.0)
+        return op_key(self.targets[meta["node"]], args, kwargs, text)
 
-    def _op(self, rule: Rule, n: torch.fx.Node, ins: list[Any], outs: list[Any], flops: float) -> float:
-        differentiable = any(t.requires_grad for t in outs) and not self.second
-        forward, both = self._formula(rule, n, ins, outs, flops)
-        if self.measured is None:
-            return both if differentiable else forward
-        return sum(corrected(self.measured, rule.kind, forward, both - forward, differentiable))
-
-    def _formula(
-        self, rule: Rule, n: torch.fx.Node, ins: list[Any], outs: list[Any], flops: float
-    ) -> tuple[float, float]:
-        """Seconds of the forward, and of forward and backward."""
-        if rule.kind == "none":
-            return 0.0, 0.0
+    def _op(
+        self, n: torch.fx.Node, ins: list[Any], outs: list[Any], flops: float, key: Callable[[], str | None]
+    ) -> OpSeconds:
+        """Seconds of an operator on the tensors that it really gets, with the multiplications that torch counts."""
+        rule = self.kinds[n.meta["autopar"]["node"]]
         if rule.random:
             ins = ins[:-1]  # the seed
         n_bytes = sum(t.numel() * t.element_size() for t in (*ins, *outs))
-        gemm = None
-        if rule.kind in ("matmul", "conv") and flops:
-            # 2mnk flops, m n outputs, and the second operand's elements give the three sizes
-            mn = outs[0].numel()
-            k = max(1, round(flops / (2 * mn)))
-            groups = max(1, round(ins[1].numel() / max(1, k)))
-            gemm = (max(1, mn // groups), groups, k)
+        gemm, gradients = None, 0
+        if rule.kind in ("matmul", "conv"):
+            gradients = sum(t.requires_grad for i, t in enumerate(ins) if i not in rule.additive)
+            if flops:
+                # 2mnk flops, m n outputs, and the second operand's elements give the three sizes
+                mn = outs[0].numel()
+                k = max(1, round(flops / (2 * mn)))
+                groups = max(1, round(ins[1].numel() / max(1, k)))
+                gemm = (max(1, mn // groups), groups, k)
         if rule.kind == "attention" and "True" in str(n.args[5:6]) + str(n.kwargs.get("is_causal")):
             flops /= 2
         if rule.kind not in ("matmul", "conv", "attention"):
             flops = 0.0
-        dtype = str(outs[0].dtype).removeprefix("torch.")
-        forward = op_seconds(self.device, rule.kind, flops, n_bytes, dtype, gemm)
-        if rule.kind in ("matmul", "conv"):
-            return forward, forward * (1 + sum(t.requires_grad for i, t in enumerate(ins) if i not in rule.additive))
-        return forward, forward * (3.5 if rule.kind == "attention" else 2)
+        dtype = str(outs[0].dtype).removeprefix("torch.") if outs else "float32"
+        differentiable = any(t.requires_grad for t in outs)
+        work = OpWork(rule.kind, flops, n_bytes, dtype, gemm, differentiable, gradients, 0, key)
+        return self.costs.op(self.device, work)
 
     def _copy(self, meta: dict[str, Any], result: torch.Tensor) -> float:
         src, dst = meta["step"]
@@ -278,7 +262,7 @@ class _Priced(Watched):
             return 0.0
         spec = self.source.spec(meta["ref"])
         n_bytes = sum(prod(local_shape(spec.shape, s, self.mesh)) * spec.item_bytes for s in (src, dst))
-        seconds = op_seconds(self.device, "copy", 0.0, n_bytes, spec.dtype)
+        seconds = self.costs.copy(self.device, n_bytes, spec.dtype)
         return seconds * (2 if result.requires_grad and backward is None and not self.second else 1)
 
 
@@ -292,7 +276,7 @@ def _stored(plan: StagePlan, graph: Graph, report: Report) -> None:
 
 
 def _parameters(
-    plan: StagePlan, graph: Graph, axes: Mapping[str, AxisCost], bucket_bytes: float, report: Report
+    plan: StagePlan, graph: Graph, axes: Mapping[str, Axis], bucket_bytes: float, report: Report
 ) -> None:
     """Collectives between stored and used placements: how often each is made in a step follows from its lifetime."""
     for _, node in graph.of_kind("param"):

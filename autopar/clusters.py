@@ -45,7 +45,7 @@ def profile_of(profile: str | Path, cluster: str | Path | Cluster | None = None)
         ClusterError: it is no profile, or one of another cluster than the one given.
     """
     found = get_cluster(profile)
-    if found.measured is None:
+    if not found.is_profile:
         raise ClusterError(f"{profile} is a cluster without measurements; make a profile with autopar profile")
     wanted = get_cluster(cluster) if cluster is not None else None
     if wanted is not None and (wanted.n_devices, kinds(wanted)) != (found.n_devices, kinds(found)):

@@ -1,13 +1,21 @@
-"""Numbers in, seconds and bytes out. Floor 1: imports `hardware_profiles` only; no torch, no model."""
+"""Numbers in, seconds and bytes out. Floor 1: imports `hardware_profiles` only; no torch, no model.
+
+`costs` is what the planner asks for prices; `roofline` and `measured` answer it, and importing them makes them known
+(the one that is imported last is asked first).
+"""
 
 from .axes import mesh_axes
 from .collectives import KINDS as COLLECTIVE_KINDS
 from .collectives import AxisCost
 from .compute import KINDS as OP_KINDS
 from .compute import op_seconds, peak_flops
+from .costs import Costs, cost_source, costs_of
+from .measured import MeasuredCosts
 from .memory import adam_state_bytes, gradient_bytes, optimizer_state_bytes, training_state_bytes
+from .roofline import Roofline
 
 __all__ = [
-    "COLLECTIVE_KINDS", "OP_KINDS", "AxisCost", "adam_state_bytes", "gradient_bytes", "mesh_axes",
-    "op_seconds", "optimizer_state_bytes", "peak_flops", "training_state_bytes",
+    "COLLECTIVE_KINDS", "OP_KINDS", "AxisCost", "Costs", "MeasuredCosts", "Roofline", "adam_state_bytes",
+    "cost_source", "costs_of", "gradient_bytes", "mesh_axes", "op_seconds", "optimizer_state_bytes",
+    "peak_flops", "training_state_bytes",
 ]  # fmt: skip

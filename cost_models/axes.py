@@ -24,7 +24,6 @@ import numpy as np
 from hardware_profiles import Cluster, Link
 
 from .collectives import KINDS, AxisCost, abstract_terms
-from .measured import MeasuredAxis
 from .routes import Edge, route
 
 MAX_HOPS = 4096  # above this many hops only the traffic of some nodes is followed
@@ -70,18 +69,7 @@ def mesh_axes(
     for position, (name, size) in enumerate(shape.items()):
         groups = np.moveaxis(grid, position, -1).reshape(-1, size)
         axes[name] = _axis(cluster, name, groups, routes)
-    return _measured_axes(cluster, axes) if cluster.measured is not None else axes
-
-
-def _measured_axes(cluster: Cluster, axes: Mapping[str, AxisCost]) -> dict[str, AxisCost]:
-    """The axes of a cluster of which transfers between two devices were measured."""
-    pair = _axis(cluster, "pair", np.asarray([[0, 1]]), {}) if cluster.n_devices > 1 else None
-    if pair is None:
-        return dict(axes)
-    return {
-        name: MeasuredAxis(name, axis.size, axis.terms, axis.bottleneck, cluster.measured, pair)
-        for name, axis in axes.items()
-    }
+    return axes
 
 
 def _abstract_axes(cluster: Cluster, shape: Mapping[str, int]) -> dict[str, AxisCost]:

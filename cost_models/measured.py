@@ -3,12 +3,144 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from hardware_profiles.measured import OTHER, Correction, Measured, Points
+from hardware_profiles import Cluster, Device
+from hardware_profiles.measurements import OTHER, Correction, Measured, Points
 
 from .collectives import AxisCost
+from .costs import OpSeconds, OpWork, StageSeconds, StageWork, cost_source
+from .roofline import Roofline
+
+
+@dataclass(frozen=True, eq=False)
+class MeasuredCosts:
+    """What a profile says of a cluster, and where it says nothing, formulas (:class:`cost_models.costs.Costs`).
+
+    Attributes:
+        formulas: the same cluster by its data sheets.
+        measured: the tables of the profile.
+    """
+
+    formulas: Roofline
+    measured: Measured
+    _wires: dict[tuple[int, int], AxisCost | MeasuredAxis] = field(default_factory=dict, init=False, repr=False)
+
+    share_bounds = False
+
+    @property
+    def bucket_bytes(self) -> float:
+        """As the formulas have it."""
+        return self.formulas.bucket_bytes
+
+    @property
+    def provenance(self) -> Mapping[str, Any]:
+        """When, where and how the profile was made."""
+        return self.measured.provenance
+
+    def op(self, device: Device, work: OpWork) -> OpSeconds:
+        """As it was measured; one that was not, as the formulas say, corrected by what was measured of its kind."""
+        key = work.key()
+        known = self.measured.ops.get(key) if key is not None else None
+        if known is not None:
+            forward, backward = known.forward_seconds, known.backward_seconds
+            if not work.differentiable:
+                return OpSeconds(forward, forward, from_profile=True)
+            split = 0.0
+            if known.weight_seconds and known.input_seconds:
+                split = max(0.0, known.input_seconds + known.weight_seconds - backward)
+            return OpSeconds(forward, forward + backward, min(known.weight_seconds, backward), split, True)
+        plain = self.formulas.op(device, work)
+        forward, backward = corrected(
+            self.measured, work.kind, plain.forward, plain.total - plain.forward, work.differentiable
+        )
+        total, weights = forward + backward, 0.0
+        if work.weight_gradients:
+            weights = forward * work.weight_gradients
+            weights *= (total - forward) / (forward * work.gradients) if forward else 0.0
+        return OpSeconds(forward, total, weights)
+
+    def copy(self, device: Device, n_bytes: float, dtype: str) -> float:
+        """Profiles measure operators of the model; copies between them go by formula."""
+        return self.formulas.copy(device, n_bytes, dtype)
+
+    def axes(self, shape: Mapping[str, int], devices: Sequence[int]) -> Mapping[str, AxisCost | MeasuredAxis]:
+        """As measured between two devices; more devices cost more as the formulas say."""
+        plain = self.formulas.axes(shape, devices)
+        if self.formulas.cluster.n_devices < 2:
+            return plain
+        pair = self.formulas.axes({"pair": 2}, (0, 1))["pair"]
+        return {name: MeasuredAxis(axis, self.measured, pair) for name, axis in plain.items()}
+
+    def transfer(self, source: int, target: int, n_bytes: float) -> float:
+        """As measured between two devices."""
+        if (source, target) not in self._wires:
+            self._wires[source, target] = self.axes({"pair": 2}, (source, target))["pair"]
+        return self._wires[source, target].seconds("send_recv", n_bytes)
+
+    def stage(self, work: Callable[[], StageWork]) -> StageSeconds | None:
+        """The executor's own work.
+
+        forward     handling of one microbatch
+        backward    the same; gradients that arrive over several ways are added up, and weight gradients to those of
+                    earlier microbatches
+        halves      where the backward is split: the same for each half, and more for every op, since autograd's graph
+                    is searched for the cuts and run in two parts
+        step        the optimizer, and what is done once a step
+        """
+        asked, measured = work(), self.measured
+        overheads = measured.overheads
+        summed = to_earlier = to_earlier_anew = 0.0
+        for additions, n_bytes in asked.summed:
+            summed += additions * between(measured.accumulate, n_bytes)
+        often = (asked.microbatches - 1) / asked.microbatches
+        step = overheads.step_seconds
+        optimizer = measured.optimizers.get(asked.optimizer)
+        for used, stored in asked.parameters:
+            to_earlier += often * between(measured.accumulate, used)
+            to_earlier_anew += often * between(measured.accumulate_new, used)  # halves of a backward sum up anew
+            if optimizer is not None:
+                step += optimizer.tensor_seconds + optimizer.byte_seconds * stored
+        return StageSeconds(
+            overheads.forward_seconds, overheads.backward_seconds + summed + to_earlier,
+            overheads.input_seconds + asked.n_ops * overheads.input_op_seconds,
+            overheads.weight_seconds + asked.n_ops * overheads.weight_op_seconds + to_earlier_anew, step, summed,
+        )  # fmt: skip
+
+
+@cost_source
+def of_profile(cluster: Cluster) -> MeasuredCosts | None:
+    """A cluster that came from a profile file is priced by it."""
+    return MeasuredCosts(Roofline(cluster), cluster.measured) if cluster.measured is not None else None
+
+
+@dataclass(frozen=True, eq=False)
+class MeasuredAxis:
+    """An axis whose collectives were measured between two devices; more devices cost more as the formulas say.
+
+    Attributes:
+        formula: the axis by formula.
+        measured: whose transfers these are.
+        pair: the same links with two devices, by formula.
+    """
+
+    formula: AxisCost
+    measured: Measured
+    pair: AxisCost
+
+    def seconds(self, kind: str, n_bytes: float) -> float:
+        """The time of one collective; 0 on an axis of size 1. Raises ValueError for an unknown kind."""
+        plain = self.formula.seconds(kind, n_bytes)
+        points = self.measured.transfers.get(kind)
+        if self.formula.size == 1 or points is None:
+            return plain
+        here = between(points, n_bytes)
+        if self.formula.size == 2:
+            return here
+        formula = self.pair.seconds(kind, n_bytes)
+        return here * plain / formula if formula > 0 else plain
 
 
 def between(points: Points, n_bytes: float) -> float:
@@ -48,30 +180,4 @@ def fit_correction(computed: Sequence[float], measured: Sequence[float]) -> tupl
     return (0.0, only_factor) if errors[0] <= errors[1] else (only_base, 0.0)
 
 
-@dataclass(frozen=True, eq=False)
-class MeasuredAxis(AxisCost):
-    """An axis whose collectives were measured between two devices; more devices cost more as the formulas say.
-
-    Attributes:
-        measured: whose transfers these are.
-        pair: the same links with two devices, by formula.
-    """
-
-    measured: Measured | None = None
-    pair: AxisCost | None = field(default=None)
-
-    def seconds(self, kind: str, n_bytes: float) -> float:
-        """The time of one collective; 0 on an axis of size 1. Raises ValueError for an unknown kind."""
-        plain = super().seconds(kind, n_bytes)
-        assert self.measured is not None and self.pair is not None
-        points = self.measured.transfers.get(kind)
-        if self.size == 1 or points is None:
-            return plain
-        here = between(points, n_bytes)
-        if self.size == 2:
-            return here
-        formula = self.pair.seconds(kind, n_bytes)
-        return here * plain / formula if formula > 0 else plain
-
-
-__all__ = ["Correction", "MeasuredAxis", "between", "corrected", "fit_correction"]
+__all__ = ["Correction", "MeasuredAxis", "MeasuredCosts", "between", "corrected", "fit_correction"]

@@ -14,7 +14,7 @@ import networkx as nx
 from .abstract import read_abstract
 from .errors import ProfileError
 from .load import DATA, builtin_curves, builtin_devices, builtin_links, read_curves, read_device, read_link
-from .measured import is_measured, read_measured
+from .measurements import is_measured, read_measured
 from .model import Cluster, Device, Link
 from .reader import Failures, Table, closest, read_document
 
@@ -51,7 +51,7 @@ def _measured_cluster(document: Mapping[str, Any], path: Path) -> Cluster:
     failures.raise_if_any()
     beside = path.parent / name
     base = load_cluster(beside if name.endswith((".toml", ".json")) and beside.is_file() else name)
-    if base.measured is not None:
+    if base.is_profile:
         raise ProfileError(str(path), [f"cluster: '{name}' is a profile itself, name the cluster that it is of"])
     return dataclasses.replace(base, name=path.stem, measured=measured)
 

@@ -6,14 +6,14 @@ they can key caches in constant time; load a profile once and pass it around.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import networkx as nx
 
 if TYPE_CHECKING:
-    from .measured import Measured
+    from .measurements import Measured
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
 OP_KINDS = ("matmul", "conv", "attention", "pointwise")
@@ -129,6 +129,11 @@ class Cluster:
     def n_nodes(self) -> int:
         return len(set(self.node_of))
 
+    @property
+    def is_profile(self) -> bool:
+        """Whether this is a profile file: a cluster on which operators were measured."""
+        return self.measured is not None
+
     def device(self, rank: int) -> Device:
         """The device of a global rank. Raises ValueError for a rank that the cluster does not have."""
         if not 0 <= rank < len(self.devices):
@@ -136,6 +141,11 @@ class Cluster:
                 f"cluster {self.name}: no rank {rank}, it has ranks 0 to {len(self.devices) - 1}"
             )
         return self.devices[rank]
+
+    def slowest(self, ranks: Iterable[int]) -> Device:
+        """Of some ranks' devices the one with the lowest peak rate, then with the lowest memory bandwidth: where all
+        do the same, they wait for it."""
+        return min(map(self.device, ranks), key=lambda d: (max(d.peak_flops.values()), d.memory_bytes_per_second))
 
     def describe(self) -> str:
         """A few lines for people: devices, machines, links."""

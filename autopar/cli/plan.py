@@ -169,16 +169,15 @@ plan = uncollected()(_with_flags(plan))  # an eighth of the time of a large plan
 def _summary(found: Found, hardware: Cluster, path: Path | None, top: int) -> None:
     """A few lines about a plan; of several stages, tables."""
     from autopar.cli.stages import describe
-    from autopar.report.measured import coverage, line
+    from autopar.report.coverage import coverage, line
 
     plan, console = found.plan, out()
     if found.timeline is not None:
         describe(found.captured, plan, found.timeline, hardware, False, {"tried": found.tried if top == 1 else ()})
     else:
         _of_one_stage(plan)
-        if hardware.measured is not None:
-            known = coverage([found.captured.graph], plan.stages, hardware, [None])
-            console.print("  " + line(known or {}), markup=False)
+        if known := coverage([found.captured.graph], plan.stages, hardware):
+            console.print("  " + line(known), markup=False)
     if path is not None:
         console.print(f"  written to {path}; look at it with: autopar show {path}")
 

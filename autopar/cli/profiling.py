@@ -57,7 +57,7 @@ def profile(
     from hardware_profiles import list_devices
 
     hardware = get_cluster(cluster)
-    if hardware.measured is not None:
+    if hardware.is_profile:
         raise UsageError(f"{cluster} is a profile itself; name the cluster that it is of")
     if (kind := hardware.device(0).name) in list_devices() and not kind.startswith("cpu"):
         raise UsageError(f"{cluster} has devices {kind}; autopar profile measures processors only, such as local-x2")

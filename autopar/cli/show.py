@@ -99,7 +99,8 @@ def _show_stage(
 ) -> None:
     """The ops, parameters and memory of a stage."""
     from autopar.planner.intra_op.price import pricer
-    from autopar.report import measured, rows, tables
+    from autopar.report import rows, tables
+    from autopar.report.coverage import coverage, line
 
     stage = plan.stages[number]
     with progress("pricing"):
@@ -108,7 +109,7 @@ def _show_stage(
         params = rows.param_rows(graph, stage, priced)
         counts = rows.collective_counts(stage, graph, priced)
         again_seconds = rows.recomputed_seconds(graph, stage, priced)
-        known = measured.coverage([graph], [stage], cluster, [stage.devices])
+        known = coverage([graph], [stage], cluster)
     if as_json:
         print_json(
             {
@@ -135,7 +136,7 @@ def _show_stage(
         console.print("collectives of a step: " + ", ".join(f"{n} {name}" for name, n in counts.items()))
     console.print(show_solution(stage.solution))
     if known:
-        console.print(measured.line(known), markup=False)
+        console.print(line(known), markup=False)
     for note in plan.notes:
         console.print(f"[yellow]note:[/yellow] {note}")
 

@@ -19,15 +19,12 @@ WIDEST = 400
 
 def facts_of(captured: Captured, plan: Plan, timeline: Timeline, cluster: Cluster) -> dict[str, Any]:
     """What there is to say of a plan in stages, as values."""
-    from autopar.report.measured import coverage
+    from autopar.report.coverage import coverage
     from autopar.report.stages import stage_rows, step_anatomy
     from autopar.staging import cut
 
     stages = stage_rows(captured.graph, plan, timeline, cluster)
-    known = None
-    if cluster.measured is not None:
-        graphs = [stage.graph for stage in cut(captured.graph, plan.starts)]
-        known = coverage(graphs, list(plan.stages), cluster, [s.devices for s in plan.stages])
+    known = coverage([stage.graph for stage in cut(captured.graph, plan.starts)], plan.stages, cluster)
     return {
         "schedule": plan.schedule.name, "microbatches": plan.microbatches, "devices": plan.n_devices,
         "groups": plan.schedule.n_ranks, "cluster": plan.cluster, "pins": plan.pins, "seconds": plan.seconds,
@@ -66,7 +63,7 @@ def describe(
     for line in why(facts):
         console.print(line, markup=False)
     if "profile" in facts:
-        from autopar.report.measured import line as known
+        from autopar.report.coverage import line as known
 
         console.print(f"  {known(facts['profile'])}", markup=False)
     for what, seconds in more.get("tried", ())[:8]:

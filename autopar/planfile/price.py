@@ -99,7 +99,7 @@ def _priced(
         done = complete(
             graph, rules, priced, decided.ops, decided.params, decided.outputs, inputs=plan.inputs,
             buffers=decided.buffers, optimizer=plan.optimizer, microbatches=plan.microbatches,
-            recompute=plan.recompute, in_flight=plan.in_flight, devices=plan.devices,
+            recompute=plan.recompute, in_flight=plan.in_flight,
             gather_again=plan.gather_again,
         )  # fmt: skip
     except PlanError as error:

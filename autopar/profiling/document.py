@@ -22,7 +22,7 @@ from autopar.profiling.ops import LocalOp, Passes, passes_of
 from autopar.runtime.launch import run_local
 from cost_models.measured import fit_correction
 from hardware_profiles import Cluster
-from hardware_profiles.measured import KEY, OTHER, VERSION
+from hardware_profiles.measurements import KEY, OTHER, VERSION
 
 MOST_OPS = 4000
 MOST_BYTES = 2e9

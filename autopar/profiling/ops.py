@@ -14,7 +14,7 @@ from autopar.graph import ITEM_BYTES, Graph, Node
 from autopar.placements import Mesh, local_shape
 from autopar.planner.intra_op.price import Pricer, key_of, pricer
 from autopar.planner.intra_op.space import strategies
-from autopar.rules.local import cuts_of, local_call
+from autopar.rules.local import local_call
 from autopar.rules.notation import Rule, call_of
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import Strategy, grads_of
@@ -150,7 +150,7 @@ def _local_op(
 ) -> LocalOp | None:
     mesh = priced.mesh
     call = local_call(call_of(node, graph.spec), rule, strategy.options, mesh)
-    in_grads, out_grads = grads_of(graph, node)
+    in_grads, _ = grads_of(graph, node)
     ins: list[Tensor] = []
     for position, (ref, state, grad) in enumerate(zip(node.refs, strategy.ins, in_grads, strict=True)):
         spec = graph.spec(ref)
@@ -159,11 +159,11 @@ def _local_op(
         ins.append(Tensor(local_shape(spec.shape, state, mesh), spec.dtype, grad, is_param, high))
     outs = [o for o in node.outs if o is not None]
     n_bytes = sum(priced.local_bytes(o, s) for o, s in zip(outs, strategy.outs, strict=True))
-    pieces, _ = cuts_of(rule, strategy.options, mesh)
-    forward, both = priced.formula(graph, node, rule, strategy, pieces, in_grads, any(out_grads))
+    spent = priced.compute(graph, node, rule, strategy)
+    seconds = spent.forward, spent.total - spent.forward
     kwargs = {k: v for k, v in call.kwargs.items() if k != "device"}
     fn = call.fn if call.distributed else node.target
-    op = LocalOp(key, fn, call.args, kwargs, tuple(ins), rule.kind, (forward, both - forward), n_bytes)
+    op = LocalOp(key, fn, call.args, kwargs, tuple(ins), rule.kind, seconds, n_bytes)
     try:
         pickle.dumps(op)
     except (pickle.PicklingError, AttributeError, TypeError, RuntimeError):

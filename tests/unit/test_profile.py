@@ -28,12 +28,12 @@ from autopar.planner.intra_op.space import strategies
 from autopar.profiling.document import dumps
 from autopar.profiling.ops import passes_of
 from autopar.profiling.quiet import quietest
-from autopar.report.measured import coverage
+from autopar.report.coverage import coverage
 from autopar.rules.registry import rules_of
-from cost_models import mesh_axes
+from cost_models.costs import costs_of
 from cost_models.measured import between, corrected, fit_correction
 from hardware_profiles import Cluster, ProfileError, load_cluster
-from hardware_profiles.measured import tensor_text
+from hardware_profiles.measurements import tensor_text
 
 ONE = (("data", 1),)
 
@@ -173,7 +173,7 @@ def test_fits() -> None:
 
 def test_transfers_are_those_measured(tmp_path: Path) -> None:
     cluster, plain = loaded(tmp_path), load_cluster("local-x2")
-    axis, formula = mesh_axes(cluster, {"data": 2})["data"], mesh_axes(plain, {"data": 2})["data"]
+    axis, formula = (costs_of(c).axes({"data": 2}, (0, 1))["data"] for c in (cluster, plain))
     assert axis.seconds("send_recv", 1536) == 0.375
     assert axis.seconds("all_reduce", 1536) == formula.seconds("all_reduce", 1536)  # not measured
 
@@ -191,16 +191,17 @@ def test_ops_are_priced_as_measured_or_corrected(tmp_path: Path) -> None:
         got = priced.op(graph, node, rule, whole)[0]
         forward = plain.forward(graph, node, rule, whole)[0]
         formula = plain.op(graph, node, rule, whole)[0]
+        seconds = priced.compute(graph, node, rule, whole)
+        assert seconds.total == got
         if node.target == "aten.relu.default":
-            assert got == 0.375 and priced.shares(graph, node, rule, whole) == (0.375, 0.0)
+            assert got == 0.375 and seconds.from_profile
         elif node.target == "aten.linear.default" and node.module == "mid":
             assert got == 3.0 and priced.forward(graph, node, rule, whole)[0] == 1.0
-            assert priced.phases(graph, node, rule, whole) == (1.0, 3.0, 1.0)
-            assert priced.split(graph, node, rule, whole) == 0.25
+            assert priced.phases(graph, node, rule, whole) == (1.0, 3.0, 1.0, 0.25, True)
         elif node.target == "aten.linear.default":
             assert got == pytest.approx(1e-3 + 2 * forward + 3 * (formula - forward))
         else:
-            assert got == pytest.approx(6e-3) and priced.shares(graph, node, rule, whole) == (0.0, got)
+            assert got == pytest.approx(6e-3) and not seconds.from_profile
         seen.add(node.target)
     assert len(seen) >= 4
     assert corrected(cluster.measured, "conv", 1.0, 1.0, False) == (2e-3, 0.0)  # type: ignore[arg-type]
@@ -212,7 +213,7 @@ def test_the_checker_finds_the_same_prices(tmp_path: Path) -> None:
     plan = plan_graph(graph, cluster, ONE, Options())
     assert check(plan, graph, cluster).failures == []
     assert plan.price.seconds > 3.0
-    found = coverage([graph], [plan], cluster, [None])
+    found = coverage([graph], [plan], cluster)
     assert found is not None and found["measured_seconds"] == pytest.approx(3.375)
 
 

@@ -9,7 +9,7 @@ In the order in which a search passes through, driven by :mod:`.stage_search`:
 :mod:`.trial`       estimates tried in the simulator
 :mod:`.exact`       the best few planned stage by stage and simulated; :mod:`.transplant`: stages that are alike
 :mod:`.order`       schedules that are searched for
-:mod:`.timing`      what a simulator needs to know of planned stages: :mod:`.phases`, :mod:`.overheads`
+:mod:`.timing`      what a simulator needs to know of planned stages: :mod:`.phases`, :mod:`.beside`
 :mod:`.stage_pins`  what a user asks of the whole model, for each stage
 :mod:`.replan`      a finished plan with one stage or cut changed
 =================== ================================================================================================

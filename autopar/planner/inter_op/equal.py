@@ -21,7 +21,7 @@ from autopar.placements import Mesh, mesh_text, n_devices
 from autopar.planner.inter_op.blocks import Block
 from autopar.planner.inter_op.menu import Filled, Filler, Menus, kinds_of, menus_of
 from autopar.planner.intra_op.mesh_plan import size_text
-from cost_models import AxisCost, mesh_axes
+from cost_models.costs import costs_of
 from cost_models.pipeline import Fill, fill_of, parse_kind
 from cost_models.staging.estimate import Load, estimated_seconds
 from hardware_profiles import Cluster
@@ -111,7 +111,6 @@ class Equal:
     leanest: Need | None = field(default=None, init=False)
     fastest: dict[tuple[int, Mesh], float] = field(default_factory=dict, init=False)
     _fillers: dict[tuple[int, Mesh, int | None], Filler | None] = field(default_factory=dict, init=False)
-    _wires: dict[tuple[int, int], AxisCost] = field(default_factory=dict, init=False)
     _known_fills: dict[int, tuple[Fill, ...]] = field(default_factory=dict, init=False)
 
     def cuts(self) -> list[Cut]:
@@ -204,8 +203,8 @@ class Equal:
     @cached_property
     def _alone(self) -> list[float]:
         """What the commonest block takes on one device of each pool: a part of a cut operator never takes less than
-        its share (see :mod:`cost_models.compute`). What was measured may do otherwise."""
-        if self.cluster.measured is not None:
+        its share (see :mod:`cost_models.compute`); 0 where the cost source does not promise that."""
+        if not costs_of(self.cluster).share_bounds:
             return [0.0] * len(self.pools)
         found = []
         for pool in range(len(self.pools)):
@@ -225,10 +224,9 @@ class Equal:
             self.infeasible = self.infeasible or error
             self.fastest[pool, mesh] = inf
 
-    def _first(self, pool: int, mesh: Mesh) -> Sequence[int] | None:
-        """The first devices of a pool for a mesh; None where they are the cluster's first."""
-        own = self.pools[pool][: n_devices(mesh)]
-        return None if list(own) == list(range(len(own))) else own
+    def _first(self, pool: int, mesh: Mesh) -> Sequence[int]:
+        """The first devices of a pool for a mesh."""
+        return self.pools[pool][: n_devices(mesh)]
 
     def _orders(self, meshes: tuple[Mesh, ...]) -> list[list[Group]]:
         """The groups, the pools in order and in reverse."""
@@ -327,10 +325,8 @@ class Equal:
     def _transfer(self, block: int, groups: Sequence[Group]) -> float:
         """Of what crosses, between the first two groups: they are alike, or near enough for an estimate."""
         a, b = groups[0].devices[0], groups[1].devices[0]
-        if (a, b) not in self._wires:
-            self._wires[a, b] = mesh_axes(self.cluster, {"pair": 2}, [a, b])["pair"]
         size = min(len(g.devices) for g in groups)
-        return self._wires[a, b].seconds("send_recv", self.blocks[block].crossing_bytes / size)
+        return costs_of(self.cluster).transfer(a, b, self.blocks[block].crossing_bytes / size)
 
 
 @dataclass

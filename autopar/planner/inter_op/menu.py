@@ -86,7 +86,7 @@ class Menus:
     _begun: dict[tuple[object, ...], PlansByMemory] = field(default_factory=dict)
     _fastest: dict[tuple[object, ...], StagePlan] = field(default_factory=dict)  # by kind and mesh
 
-    def ways(self, block: Block, mesh: Mesh, devices: Sequence[int] | None = None) -> tuple[Way, ...]:
+    def ways(self, block: Block, mesh: Mesh, devices: Sequence[int]) -> tuple[Way, ...]:
         """From the fastest to the smallest, those that keep what they need first.
 
         Raises:
@@ -100,7 +100,7 @@ class Menus:
             del self._begun[key]
         return self._known[key]
 
-    def fastest(self, block: Block, mesh: Mesh, devices: Sequence[int] | None = None) -> float:
+    def fastest(self, block: Block, mesh: Mesh, devices: Sequence[int]) -> float:
         """Seconds of a microbatch in the fastest way, which is found before the others.
 
         Raises:
@@ -116,7 +116,7 @@ class Menus:
                 self._fastest[block.kind, mesh] = plans[0]
         return self._ways(self._graph(block), plans, mesh, devices)[0].seconds
 
-    def _know(self, block: Block, mesh: Mesh, devices: Sequence[int] | None) -> bool:
+    def _know(self, block: Block, mesh: Mesh, devices: Sequence[int]) -> bool:
         """Whether the ways are known: by what was decided at another size, or on others, if that is possible here."""
         key = self._key(block, mesh, devices)
         if key not in self._known and key not in self._begun:  # begun: it was not possible
@@ -129,7 +129,7 @@ class Menus:
         return key in self._known
 
     def _again(
-        self, block: Block, mesh: Mesh, devices: Sequence[int] | None, plans: Sequence[StagePlan]
+        self, block: Block, mesh: Mesh, devices: Sequence[int], plans: Sequence[StagePlan]
     ) -> list[StagePlan] | None:
         graph = self._graph(block)
         return priced_again(graph, self.cluster, mesh, self._options(graph), plans, devices=devices)
@@ -139,10 +139,10 @@ class Menus:
         self._begun.clear()
 
     @staticmethod
-    def _key(block: Block, mesh: Mesh, devices: Sequence[int] | None) -> tuple[object, ...]:
-        return block.kind, mesh, tuple(devices) if devices is not None else None
+    def _key(block: Block, mesh: Mesh, devices: Sequence[int]) -> tuple[object, ...]:
+        return block.kind, mesh, tuple(devices)
 
-    def _plans(self, block: Block, mesh: Mesh, devices: Sequence[int] | None) -> PlansByMemory:
+    def _plans(self, block: Block, mesh: Mesh, devices: Sequence[int]) -> PlansByMemory:
         key = self._key(block, mesh, devices)
         if key not in self._begun:
             graph = self._graph(block)
@@ -162,7 +162,7 @@ class Menus:
         )  # fmt: skip
 
     def _ways(
-        self, graph: Graph, plans: Sequence[StagePlan], mesh: Mesh, devices: Sequence[int] | None
+        self, graph: Graph, plans: Sequence[StagePlan], mesh: Mesh, devices: Sequence[int]
     ) -> tuple[Way, ...]:
         priced = pricer(self.cluster, mesh, devices)
         plain, again = [], []
@@ -331,7 +331,7 @@ FREE = Way(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def menus_of(
-    menus: Menus, blocks: Sequence[Block], mesh: Mesh, devices: Sequence[int] | None = None, only: int | None = None
+    menus: Menus, blocks: Sequence[Block], mesh: Mesh, devices: Sequence[int], only: int | None = None
 ) -> dict[int, tuple[Way, ...]] | None:
     """Ways of every kind, numbered as :func:`kinds_of` does; None if a block has none on this mesh.
 

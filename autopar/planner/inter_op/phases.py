@@ -6,17 +6,18 @@ its inputs; everything else of the backward belongs to the first half, recompute
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.graph import Graph, Ref
 from autopar.plan import StagePlan, route_key
-from autopar.planner.inter_op.overheads import extra_of
+from autopar.planner.inter_op.beside import beside_ops
 from autopar.planner.intra_op.ledger import ledger, seconds_again
 from autopar.planner.intra_op.price import Pricer
 from autopar.rules.notation import Rule
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import Strategy, strategy_named
+from cost_models.costs import OpSeconds
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ def phases(graph: Graph, plan: StagePlan, pricer: Pricer) -> Phases:
     forward = total = weights = 0.0
     second = bool(plan.recompute or plan.gather_again)  # something is done again in the backward
     rules = rules_of(graph)
-    memo: dict[object, tuple[float, float, float]] = {}
+    memo: dict[object, OpSeconds] = {}
+    splits: list[float] = []
     chosen: dict[int, Strategy] = {}
     for i, node in enumerate(graph.nodes):
         rule = rules[i]
@@ -57,12 +59,13 @@ def phases(graph: Graph, plan: StagePlan, pricer: Pricer) -> Phases:
                 node.needs_grad,
                 tuple(graph.nodes[r.node].needs_grad for r in node.refs),
             )
-            if key not in memo or second or pricer.measured is not None:
+            if key not in memo or second:
                 chosen[i] = strategy_named(graph, node, rule, plan.ops[node.name])
             if key not in memo:
                 memo[key] = pricer.phases(graph, node, rule, chosen[i])
-            for_forward, for_all, for_weights = memo[key]
-            forward, total, weights = forward + for_forward, total + for_all, weights + for_weights
+            spent = memo[key]
+            forward, total, weights = forward + spent.forward, total + spent.total, weights + spent.weights
+            splits.append(spent.split)
     for i, node in enumerate(graph.nodes):
         for out, spec in enumerate(node.outs):
             if spec is None:
@@ -76,27 +79,33 @@ def phases(graph: Graph, plan: StagePlan, pricer: Pricer) -> Phases:
         holds = ledger(graph, rules, plan.mesh, chosen, plan.routes, plan.recompute, plan.gather_again)
         again = sum(seconds_again(graph, rules, pricer, chosen, holds))
     total += again
-    found = Phases(forward, total - forward - weights, weights, plan.price.parameter_seconds, again)
-    return found if pricer.measured is None else _with_overheads(found, graph, rules, plan, pricer, chosen)
+    ops = Phases(forward, total - forward - weights, weights, plan.price.parameter_seconds, again)
+    return _with_overheads(ops, sum(splits), graph, rules, plan, pricer)
 
 
 def _with_overheads(
-    found: Phases, graph: Graph, rules: Sequence[Rule | None], plan: StagePlan, pricer: Pricer,
-    chosen: Mapping[int, Strategy],
-) -> Phases:  # fmt: skip
-    """The phases with what the executor does beside the ops, and with halves as they were measured."""
-    extra = extra_of(graph, plan, pricer, chosen)
-    backward = found.backward_seconds + extra.backward_seconds
+    ops: Phases, split_seconds: float, graph: Graph, rules: Sequence[Rule | None], plan: StagePlan, pricer: Pricer
+) -> Phases:
+    """The phases with what the executor does beside the ops, and with halves that take longer, where the cost source
+    knows of these.
+
+    Args:
+        ops: what operators and collectives take, a split backward as long as a whole one.
+        split_seconds: what the halves of all operators take more.
+    """
+    extra = pricer.costs.stage(lambda: beside_ops(graph, rules, plan))
+    if extra is None:
+        return ops
+    backward = ops.backward_seconds + extra.backward
     if any(node.needs_grad for _, node in graph.of_kind("input")):
-        again = sum(pricer.split(graph, graph.nodes[i], rules[i], s) for i, s in chosen.items())
-        weights = found.weight_seconds + extra.weight_seconds
-        inputs = found.input_seconds + again + extra.input_seconds + extra.summed_seconds
+        weights = ops.weight_seconds + extra.weights
+        inputs = ops.input_seconds + split_seconds + extra.inputs + extra.summed
     else:  # nobody waits for a gradient of this stage: all of its backward is that of its weights
-        inputs = extra.input_seconds
-        weights = found.backward_seconds + extra.weight_seconds + extra.summed_seconds
+        inputs = extra.inputs
+        weights = ops.backward_seconds + extra.weights + extra.summed
     return Phases(
-        found.forward_seconds + extra.forward_seconds, inputs, weights, found.step_seconds + extra.step_seconds,
-        found.again_seconds, inputs + weights - backward,
+        ops.forward_seconds + extra.forward, inputs, weights, ops.step_seconds + extra.step,
+        ops.again_seconds, inputs + weights - backward,
     )  # fmt: skip
 
 

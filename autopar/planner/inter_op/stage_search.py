@@ -36,6 +36,7 @@ from autopar.planner.intra_op.problem import Beaten
 from autopar.planner.intra_op.recompute import is_asked, segments_of
 from autopar.rules.registry import rules_of
 from autopar.staging import cut
+from cost_models.costs import costs_of
 from cost_models.pipeline import Fill, Timeline, fill_of, parse_kind
 from hardware_profiles import Cluster
 
@@ -261,7 +262,7 @@ class _Numbers:
         best = min((f[0] for f in self.found), default=inf)
         floors: dict[tuple[int, Mesh], float] = {}
         for (n, pool, mesh), seconds in self.whole.items():
-            if n <= number and search.cluster.measured is None:  # what was measured may do otherwise
+            if n <= number and costs_of(search.cluster).share_bounds:
                 floors[pool, mesh] = max(floors.get((pool, mesh), 0.0), seconds / m)
         candidates = search.candidates(floors, best, WORTH_A_LOOK if self.few else NEAR, self.share)
         self._take(search, candidates)

@@ -13,6 +13,7 @@ from autopar.planner.inter_op.phases import phases
 from autopar.planner.intra_op.price import pricer
 from autopar.staging import StageGraph
 from autopar.transfer import Load, Side, loads, transfer
+from cost_models.costs import costs_of
 from cost_models.pipeline import Edge, Schedule, Times, times
 from hardware_profiles import Cluster
 
@@ -76,8 +77,8 @@ def crossing_seconds(spec: Spec, source: Side, target: Side, cluster: Cluster) -
         a, b = source.devices[0], target.devices[0]
         if a == b:  # within a group
             b = next(d for d in target.devices if d != a)
-        wire = pricer(cluster, (("pair", 2),), (a, b)).axes["pair"]
-        seconds += max(n.n_messages * wire.seconds("send_recv", n.n_bytes / n.n_messages) for n in busy)
+        costs = costs_of(cluster)
+        seconds += max(n.n_messages * costs.transfer(a, b, n.n_bytes / n.n_messages) for n in busy)
     return seconds
 
 

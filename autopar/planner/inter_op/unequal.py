@@ -16,7 +16,7 @@ from autopar.placements import Mesh, format_mesh, mesh_shapes
 from autopar.planner.inter_op.blocks import Block
 from autopar.planner.inter_op.menu import WAYS, Menus, Way
 from autopar.planner.intra_op.mesh_plan import MEMORY_FRACTION, Options
-from cost_models import mesh_axes
+from cost_models.costs import costs_of
 from cost_models.pipeline import fill_of
 from cost_models.staging import NothingFits, Pool, Problem, StageCost, Submesh, stage
 from cost_models.staging.submeshes import place, pools_of, sizes, submeshes
@@ -139,9 +139,8 @@ class Unequal:
         b = own[min(source.n_devices, len(own) - 1)] if source.device_type == target.device_type else own[0]
         if a == b:
             return 0.0
-        wire = mesh_axes(self.cluster, {"pair": 2}, [a, b])["pair"]
         n_bytes = self.blocks[at].crossing_bytes / min(source.n_devices, target.n_devices)
-        return wire.seconds("send_recv", n_bytes)
+        return costs_of(self.cluster).transfer(a, b, n_bytes)
 
 
 __all__ = ["Found", "Unequal"]

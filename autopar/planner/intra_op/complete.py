@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from math import prod
 
 from autopar.capture.graph.pruning import has_effect
 from autopar.errors import PlanError
@@ -162,7 +161,6 @@ def complete(
     in_flight: int = 1,
     recompute: Recompute = (),
     gather_again: Collection[str] = (),
-    devices: Sequence[int] | None = None,
 ) -> StagePlan:
     """The plan of the given decisions, with routes and price.
 
@@ -220,7 +218,7 @@ def complete(
         {graph.nodes[i].target: choice for i, choice in owned.items()},
         held, tuple(out_states), routes, dict(inputs or {}), optimizer, microbatches, price,
         recompute=recompute, in_flight=in_flight, gather_again=gather_again, first=first_op(graph),
-        devices=tuple(devices if devices is not None else range(prod(size for _, size in mesh))),
+        devices=pricer.devices,
     )  # fmt: skip
 
 

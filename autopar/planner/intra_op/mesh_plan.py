@@ -12,7 +12,7 @@ from autopar.collection import uncollected
 from autopar.errors import InfeasibleError, MeshError, PlanError
 from autopar.graph import Graph, Node, Ref
 from autopar.labels import matches, op_labels
-from autopar.placements import Mesh, State, fits, format_state, is_cut, is_shard, kind, mesh_text, n_devices, shard_dim
+from autopar.placements import Mesh, State, fits, format_state, is_cut, is_shard, kind, mesh_text, shard_dim
 from autopar.plan import LIFETIMES, ParamChoice, Recompute, Solution, StagePlan
 from autopar.planner.intra_op import ilp
 from autopar.planner.intra_op.build import Builder, Decoder
@@ -89,7 +89,7 @@ def plan_graph(
     """
     options = options or Options()
     setting = _Setting(graph, cluster, mesh, options, devices)
-    limit = device_limit(cluster, devices or range(n_devices(mesh)), options.memory_limit_bytes)
+    limit = device_limit(cluster, setting.priced.devices, options.memory_limit_bytes)
     problem, decoder = setting.problem(limit < float("inf"))
     return _Solving(setting, problem, decoder, limit).plan()
 
@@ -190,7 +190,6 @@ class _Setting:
     ) -> None:
         check_mesh(mesh, cluster)
         self.graph, self.cluster, self.options = graph, cluster, options
-        self.devices = devices
         self.priced = pricer(cluster, mesh, devices)
         folding = fold(graph) if options.fold else unfolded(graph)
         self.rules = rules_of(graph, folding.representative)
@@ -218,8 +217,7 @@ class _Setting:
         return complete(
             self.graph, self.rules, self.priced, ops, params, outputs, inputs={**arriving, **(options.inputs or {})},
             optimizer=options.optimizer, microbatches=options.microbatches,
-            in_flight=options.in_flight, recompute=self.again, devices=self.devices,
-            gather_again=gather_again,
+            in_flight=options.in_flight, recompute=self.again, gather_again=gather_again,
         )  # fmt: skip
 
     def decided_seconds(self, plan: StagePlan) -> float:

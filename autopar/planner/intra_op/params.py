@@ -28,7 +28,8 @@ from autopar.placements import (
 )
 from autopar.plan import ParamChoice, StagePlan
 from autopar.planner.intra_op.price import Pricer
-from cost_models import AxisCost, optimizer_state_bytes
+from cost_models import optimizer_state_bytes
+from cost_models.costs import Axis
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def _stored(
     return chosen
 
 
-def bucketed_seconds(cost: AxisCost, kind: str, n_bytes: float, bucket_bytes: float) -> float:
+def bucketed_seconds(cost: Axis, kind: str, n_bytes: float, bucket_bytes: float) -> float:
     """Seconds of a collective that shares its bucket with others: a share of a full bucket's time."""
     if n_bytes >= bucket_bytes:
         return cost.seconds(kind, n_bytes)
@@ -126,7 +127,7 @@ def cost(spec: Spec, grad: bool, choice: ParamChoice, pricer: Pricer, optimizer:
     """Price of one parameter."""
     mesh = pricer.mesh
     seconds = sum(
-        times * bucketed_seconds(pricer.axes[axis], kind, n, pricer.bucket_bytes)
+        times * bucketed_seconds(pricer.axes[axis], kind, n, pricer.costs.bucket_bytes)
         for axis, kind, n, times in collectives(spec, grad, choice, mesh, microbatches)
     )
     elements = prod(local_shape(spec.shape, choice.stored, mesh))

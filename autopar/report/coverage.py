@@ -9,6 +9,7 @@ from autopar.plan import StagePlan
 from autopar.planner.intra_op.price import Pricer, pricer
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import strategy_named
+from cost_models.costs import costs_of
 from hardware_profiles import Cluster
 
 
@@ -18,23 +19,26 @@ def shares(graph: Graph, plan: StagePlan, priced: Pricer) -> tuple[float, float]
     for node, rule in zip(graph.nodes, rules_of(graph), strict=True):
         if node.kind == "op" and rule is not None:
             strategy = strategy_named(graph, node, rule, plan.ops[node.name])
-            own = priced.shares(graph, node, rule, strategy)
-            measured, computed = measured + own[0], computed + own[1]
+            seconds = priced.compute(graph, node, rule, strategy)
+            if seconds.from_profile:
+                measured += seconds.total
+            else:
+                computed += seconds.total
     return measured, computed
 
 
 def coverage(
-    graphs: Sequence[Graph], plans: Sequence[StagePlan], cluster: Cluster, devices: Sequence[tuple[int, ...] | None]
+    graphs: Sequence[Graph], plans: Sequence[StagePlan], cluster: Cluster
 ) -> dict[str, float | str] | None:
-    """What a profile knew of a plan (of all stages of a pipelined one); None without a profile."""
-    if cluster.measured is None:
+    """What was measured of a plan, all its stages; None where the cost source only computes."""
+    said = costs_of(cluster).provenance
+    if not said:
         return None
     rows = [
-        shares(graph, plan, pricer(cluster, plan.mesh, own))
-        for graph, plan, own in zip(graphs, plans, devices, strict=True)
+        shares(graph, plan, pricer(cluster, plan.mesh, plan.devices))
+        for graph, plan in zip(graphs, plans, strict=True)
     ]
     measured, computed = (sum(row[i] for row in rows) for i in (0, 1))
-    said = cluster.measured.provenance
     return {
         "measured_seconds": measured, "computed_seconds": computed, "date": str(said["date"]),
         "processor": str(said["processor"]),

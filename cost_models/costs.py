@@ -1,0 +1,189 @@
+"""Where seconds come from: what a cost source answers, and which one prices a cluster.
+
+The planner, the simulator of pipelines and the check of plans ask a :class:`Costs` for four things and know nothing
+else of hardware:
+
+    op            an operator on one device: forward and backward, the backward in halves
+    collective    on every axis of a mesh; a copy where a tensor changes its cut without one
+    transfer      a message from one device to another
+    once a step   what the executor, the sums of gradients and the optimizer take beside operators
+
+:mod:`cost_models.roofline` answers from data sheets, :mod:`cost_models.measured` from a profile of ``autopar profile``.
+Another source is a class with these methods and a function, marked with :func:`cost_source`, that gives it for the
+clusters that it knows; nobody else asks which source it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
+
+from hardware_profiles import Cluster, Device
+
+
+class OpWork(NamedTuple):
+    """What one device does for one operator.
+
+    Attributes:
+        kind: of the cost model, one of ``OP_KINDS``.
+        flops: of the forward; a multiply-add counts as two.
+        n_bytes: that the forward reads and writes.
+        dtype: of what is computed, such as ``bfloat16``.
+        gemm: ``(m, n, k)`` of a contraction, where it is one.
+        differentiable: whether there is a backward.
+        gradients: of how many factors of a contraction the backward computes the gradient; 0 for other kinds.
+        weight_gradients: how many of these are gradients of parameters.
+        key: gives the name by which a profile knows the operator on these local shapes (see
+            :func:`hardware_profiles.measurements.op_key`); None for one that communicates inside. To find it
+            takes time.
+    """
+
+    kind: str
+    flops: float
+    n_bytes: float
+    dtype: str
+    gemm: tuple[int, int, int] | None
+    differentiable: bool
+    gradients: int
+    weight_gradients: int
+    key: Callable[[], str | None]
+
+
+class OpSeconds(NamedTuple):
+    """Seconds of one operator on one device.
+
+    Attributes:
+        forward: of the forward.
+        total: of forward and backward; the forward alone where there is no backward.
+        weights: the part of the backward that computes gradients of parameters, which may run later.
+        split: what the backward takes more in two halves than whole.
+        from_profile: whether this very operator was measured, not computed.
+    """
+
+    forward: float
+    total: float
+    weights: float = 0.0
+    split: float = 0.0
+    from_profile: bool = False
+
+
+class StageWork(NamedTuple):
+    """What a stage does beside operators.
+
+    Attributes:
+        summed: ``(additions, bytes)`` of each tensor whose gradient arrives over several ways and is added up.
+        parameters: ``(bytes as used, bytes as stored)`` on one rank of each parameter that has a gradient.
+        n_ops: operators with a backward.
+        microbatches: of a step.
+        optimizer: its name, such as ``adamw``.
+    """
+
+    summed: Sequence[tuple[int, float]]
+    parameters: Sequence[tuple[float, float]]
+    n_ops: int
+    microbatches: int
+    optimizer: str
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """Seconds of one microbatch on one stage (``step``: of a step) beside operators.
+
+    Attributes:
+        forward, backward: of a microbatch, the backward whole.
+        inputs, weights: of the halves of a backward that is split.
+        step: once a step.
+        summed: for gradients that arrive over several ways: part of ``backward``, and of neither half.
+    """
+
+    forward: float
+    backward: float
+    inputs: float
+    weights: float
+    step: float
+    summed: float
+
+
+class Axis(Protocol):
+    """The collectives along one axis of a mesh."""
+
+    def seconds(self, kind: str, n_bytes: float) -> float:
+        """The time of one collective, its bytes as :class:`cost_models.collectives.AxisCost` counts them; 0 on an axis
+        of size 1. Raises ValueError for an unknown kind."""
+        ...
+
+
+class Costs(Protocol):
+    """A cost source for one cluster. Devices are ranks of the cluster and always given.
+
+    Attributes:
+        share_bounds: an operator that is cut in n takes at least an n-th of the whole one, and one microbatch of n at
+            least an n-th of the batch. The search over stages draws lower bounds from it where it holds.
+        bucket_bytes: collectives of parameters share buckets of about this size; 0 prices each on its own.
+        provenance: when and where it was measured (``date``, ``processor``); empty for one that only computes.
+    """
+
+    @property
+    def share_bounds(self) -> bool: ...
+
+    @property
+    def bucket_bytes(self) -> float: ...
+
+    @property
+    def provenance(self) -> Mapping[str, Any]: ...
+
+    def __hash__(self) -> int: ...
+
+    def op(self, device: Device, work: OpWork) -> OpSeconds:
+        """One operator on one device."""
+        ...
+
+    def copy(self, device: Device, n_bytes: float, dtype: str) -> float:
+        """Reading and writing ``n_bytes`` in all, where a tensor changes its cut without a collective."""
+        ...
+
+    def axes(self, shape: Mapping[str, int], devices: Sequence[int]) -> Mapping[str, Axis]:
+        """The axes of a mesh of ``{name: size}`` on ``devices``, in row-major order. Raises ValueError if they do not
+        fit."""
+        ...
+
+    def transfer(self, source: int, target: int, n_bytes: float) -> float:
+        """One message between two devices."""
+        ...
+
+    def stage(self, work: Callable[[], StageWork]) -> StageSeconds | None:
+        """What a stage takes beside operators; None for a source that knows nothing of it, which then need not ask
+        what ``work`` is."""
+        ...
+
+
+Chooser = Callable[[Cluster], Costs | None]
+
+_CHOOSERS: list[Chooser] = []
+
+
+def cost_source(chooser: Chooser) -> Chooser:
+    """Mark a function that gives the costs of the clusters that it knows, and None for others.
+
+    The one that was marked last is asked first.
+    """
+    _CHOOSERS.append(chooser)
+    costs_of.cache_clear()
+    return chooser
+
+
+@lru_cache(maxsize=256)
+def costs_of(cluster: Cluster) -> Costs:
+    """The costs of a cluster: the one place where a source is chosen."""
+    for chooser in reversed(_CHOOSERS):
+        costs = chooser(cluster)
+        if costs is not None:
+            return costs
+    raise ValueError(f"no cost source knows cluster {cluster.name}: mark one with cost_models.cost_source")
+
+
+__all__ = [
+    "Axis", "Costs", "OpSeconds", "OpWork", "StageSeconds", "StageWork", "cost_source", "costs_of",
+]  # fmt: skip
