@@ -20,6 +20,7 @@ from torch.autograd.graph import Node
 
 from autopar.errors import RunError
 from autopar.runtime.gradients import Gradients
+from autopar.runtime.mixed import whole
 from autopar.runtime.state import Held
 
 _ENGINE: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
@@ -83,7 +84,7 @@ class _Call:
         if not gradients.accumulating:
             gradients.forget()
         given = [(root, g) for root, g in zip(roots, grads, strict=True) if root is not None and g is not None]
-        used, arriving = [root for root, _ in given], [g for _, g in given]
+        used, arriving = [root for root, _ in given], [whole(g) for _, g in given]
         last = not gradients.defer
         inputs = None if wanted is None else [*self.leaves, *(held.leaf for held in wanted)]
         for leaf in self.leaves:

@@ -264,8 +264,10 @@ def give(param: torch.nn.Parameter, grad: torch.Tensor) -> None:
         if isinstance(param, DTensor):
             grad = DTensor(grad, param._spec, requires_grad=False)  # type: ignore[call-arg]
         param.grad = grad
-    else:
-        (have._local_tensor if isinstance(have, DTensor) else have).add_(grad)
+        return
+    if isinstance(have, DTensor) and isinstance(param, DTensor) and have.placements != param.placements:
+        param.grad = have = have.redistribute(param.device_mesh, param.placements)  # of a penalty, say
+    (have._local_tensor if isinstance(have, DTensor) else have).add_(grad)
 
 
 class Followed:

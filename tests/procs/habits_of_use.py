@@ -271,6 +271,91 @@ def a_module_is_replaced() -> None:
 
 
 @case
+def penalties_of_parameters() -> None:
+    """Terms of the loss that are computed from parameters by hand, in the ways in which scripts write them."""
+
+    def in_place(model: nn.Module) -> torch.Tensor:
+        total = torch.zeros(())
+        for p in model.parameters():
+            total += p.abs().sum() + p.sum()
+        return total
+
+    def orthogonal(model: Any) -> torch.Tensor:
+        return ((model.first.weight.t() @ model.first.weight - torch.eye(8)) ** 2).sum()
+
+    penalties: list[Callable[[Any], Any]] = [
+        lambda model: sum(p.pow(2).sum() for p in model.parameters()),
+        lambda model: torch.tensor(0.0) + sum(torch.norm(p) for p in model.parameters()),
+        lambda model: torch.stack([p.norm() for p in model.parameters()]).sum(),
+        lambda model: torch.cat([p.reshape(-1) for p in model.parameters()]).norm(1),
+        lambda model: sum((torch.ones(p.shape) * (p - torch.ones(p.shape)) ** 2).mean() for p in model.parameters()),
+        orthogonal, in_place,
+    ]  # fmt: skip
+    x, y = batch()
+    for options in ({}, ZERO_FIRST):
+        module, eager = pair(Net(mse), (x, y), **options)
+        for penalty in penalties:
+            losses = []
+            for model in (module, eager):
+                model.zero_grad()
+                loss = model(x, y) + 0.1 * penalty(model)
+                loss.backward()
+                losses.append(loss)
+            assert type(losses[0]) is torch.Tensor, "one rank alone may print it"
+            same(losses[0].detach(), losses[1].detach())
+            same_gradients(module, eager)
+            assert all(p.grad is not None and p.grad.placements == p.placements for p in module.parameters())
+
+
+@case
+def plain_tensors_beside_parameters() -> None:
+    """Other models, averages and learned numbers of the script: they stay plain."""
+    x, y = batch()
+    for options in ({}, ZERO_FIRST):
+        module, eager = pair(Net(mse), (x, y), **options)
+        found = []
+        for model in (module, eager):
+            torch.manual_seed(1)
+            beside, weight, centre = nn.Linear(8, 1), nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(8))
+            trained = [*model.parameters(), *beside.parameters(), weight, centre]
+            optimizer = torch.optim.AdamW(trained, lr=0.01)
+            averages = [torch.zeros(p.shape) for p in model.parameters()]
+            followers = [torch.zeros(p.shape) for p in model.parameters()]
+            for _ in range(2):
+                penalty = sum(p.abs().sum() for p in model.parameters())
+                loss = model(x, y) + beside(x).mean() + weight * penalty + ((model.first.weight - centre) ** 2).sum()
+                optimizer.zero_grad()
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(trained, 0.5)
+                optimizer.step()
+                for average, p in zip(averages, model.parameters(), strict=True):
+                    average.mul_(0.9).add_(p.data, alpha=0.1)
+                torch._foreach_lerp_(followers, [p.data for p in model.parameters()], 0.1)
+            with torch.no_grad():
+                for average, p in zip(averages, model.parameters(), strict=True):
+                    p.copy_(0.5 * average)
+                    p.mul_(average > 0)
+            found.append([whole(t.detach()) for t in (*trained, *averages, *followers)])
+        for mine, theirs in zip(*found, strict=True):
+            same(mine, theirs)
+
+
+@case
+def norms_and_flags_of_gradients() -> None:
+    """Numbers for the log that DTensors of torch get wrong."""
+    x, y = batch()
+    module, eager = pair(Net(mse), (x, y))
+    numbers = []
+    for model in (module, eager):
+        model(x, y).backward()
+        grads = [p.grad for p in model.parameters()]
+        norms = torch.stack([g.norm() for g in grads])
+        flags = [(g > g.min()).any().float() for g in grads]
+        numbers.append([float(norms.sum()), float(norms.mean()), float(norms.norm()), *map(float, flags)])
+    assert numbers[0] == pytest.approx(numbers[1], abs=1e-12)
+
+
+@case
 def an_overflow_in_one_piece() -> None:
     """GradScaler: all ranks skip the step though only one has the infinite element, and the first gradient is whole."""
     (x, y) = batch()
