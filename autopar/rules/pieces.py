@@ -8,19 +8,20 @@ from collections.abc import Iterator, Sequence
 import spmd_types as spmd
 import torch
 import torch.distributed as dist
-from torch.distributed._local_tensor import LocalTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.errors import MeshError
 from autopar.placements import Mesh, State, box_of, coordinates, n_devices, shard_dim
 from autopar.rules.one_by_one import OneByOne
+from autopar.rules.simulation import simulation
 
 
 def piece(whole: torch.Tensor, state: State, mesh: Mesh, rank: int) -> torch.Tensor:
     """The slice of ``whole`` on one rank; pending sums put the value on coordinate 0."""
     at = coordinates(rank, mesh)
     for d, (start, length) in enumerate(box_of(whole.shape, state, mesh, at)):
-        whole = whole.narrow(d, start, length)
+        if length != whole.shape[d]:
+            whole = whole.narrow(d, start, length)
     if any(placement == "P" and c for placement, c in zip(state, at, strict=True)):
         whole = torch.zeros_like(whole)
     return whole.clone()
@@ -44,7 +45,7 @@ def join(pieces: Sequence[torch.Tensor], state: State, mesh: Mesh) -> torch.Tens
 @contextlib.contextmanager
 def many_ranks(mesh: Mesh) -> Iterator[int]:
     """A process that plays all ranks of a mesh, on tensors that hold one piece each; gives their number."""
-    with fake_world(mesh), LocalTensorMode(n_devices(mesh)), OneByOne():
+    with fake_world(mesh), simulation(n_devices(mesh)), OneByOne():
         yield n_devices(mesh)
 
 
