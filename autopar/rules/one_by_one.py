@@ -1,7 +1,8 @@
 """Operators that torch's simulation of many ranks in one process cannot run where the ranks' pieces differ in size.
 
 Sizes are then objects that hold one number a rank, and code that asks for a plain number fails. Such an operator runs
-here for one rank after the other, forward and backward. It communicates nothing.
+here for one rank after the other, forward and backward. It communicates nothing. So does ``reshape``, which can be a
+view on one rank and has to copy on another.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from torch.utils import _pytree as pytree
 
 NAMES = frozenset({
     "cross_entropy_loss", "cross_entropy", "nll_loss", "nll_loss_nd", "nll_loss2d", "einsum", "var_mean", "sgn", "sign",
-    "scaled_dot_product_attention", "matmul", "linear",
+    "scaled_dot_product_attention", "matmul", "linear", "reshape", "upsample_nearest1d", "upsample_nearest2d",
+    "upsample_nearest3d", "upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d",
 })  # fmt: skip
 
 
