@@ -152,6 +152,8 @@ class StagePlan:
             and run again in the backward.
         gather_again: tensors, by :func:`route_key`, whose gathered copies are not kept for the backward but gathered
             again there.
+        make_again: results of operators of recomputed segments, by :func:`route_key`, that are not kept for those who
+            read them outside of the segment either: they are made again with the rest of it.
         first: name of the first operator that depends on a parameter; a stage ends where the next one begins. Empty
             where there is none.
         devices: ranks, in row-major order of the mesh.
@@ -174,6 +176,7 @@ class StagePlan:
     first: str = ""
     devices: tuple[int, ...] = ()
     gather_again: tuple[str, ...] = ()
+    make_again: tuple[str, ...] = ()
 
     @property
     def kept_bytes(self) -> int:
@@ -331,6 +334,10 @@ class Plan:
     @property
     def gather_again(self) -> tuple[str, ...]:
         return self.only("tensors that are gathered again").gather_again
+
+    @property
+    def make_again(self) -> tuple[str, ...]:
+        return self.only("tensors that are made again").make_again
 
     @property
     def price(self) -> Price:

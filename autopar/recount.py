@@ -21,7 +21,8 @@ import torch.fx
 from torch.autograd.graph import saved_tensors_hooks
 
 from autopar.lower.emit import Program
-from autopar.lower.segments import again_in_backward
+from autopar.lower.freed import is_empty
+from autopar.lower.segments import again_in_backward, make_again
 
 
 class _Held:
@@ -87,19 +88,34 @@ class Watched(torch.fx.Interpreter):
     Attributes:
         second: whether this is the second run of a segment.
         again: bytes as :meth:`Watch.kept` has them, by the name of a segment, for its second run.
+        given_up: results that a segment makes again for those who read them outside, and bytes of their storages.
+        again_bytes: the most of both that segments had at once which had run again and were not through with their
+            backward.
     """
 
     def __init__(self, program: Program, watch: Watch) -> None:
         super().__init__(program.runnable)
         self.watch, self.second = watch, False
         self.again: dict[str, dict[tuple[str, str], int]] = {}
+        self.watch_of: dict[str, Watch] = {}
+        self.given_up: dict[str, list[tuple[torch.Tensor, int]]] = {}
+        self.again_bytes = 0
 
-    @property
-    def again_bytes(self) -> int:
-        """Of the segment that saves most while it runs again: one at a time does."""
-        return max((sum(saved.values()) for saved in self.again.values()), default=0)
+    def ran_again(self, name: str, watch: Watch) -> None:
+        """A segment has run again."""
+        self.again[name], self.watch_of[name] = watch.kept(), watch
+        total = 0
+        for segment, saved in self.again.items():
+            given_up = self.given_up.get(segment, [])
+            if segment == name or self.watch_of[segment].kept() or not all(is_empty(x) for x, _ in given_up):
+                total += sum(saved.values()) + sum(n_bytes for _, n_bytes in given_up)
+        self.again_bytes = max(self.again_bytes, total)
 
     def run_node(self, n: torch.fx.Node) -> Any:
+        if n.target is make_again:
+            output: Any = n.args[0]
+            value = self.env[output].detach()
+            self.given_up.setdefault(output.args[0].target, []).append((value, value.untyped_storage().nbytes()))
         before, self.watch.now = self.watch.now, n.name
         result = super().run_node(n)
         self.watch.now = before
@@ -122,10 +138,10 @@ class Watched(torch.fx.Interpreter):
             inner.watch = Watch(list(values))
             with inner.watch.on():
                 result = inner.run(*values)
-            self.again[str(target)] = inner.watch.kept()
+            self.ran_again(str(target), inner.watch)
             return result
 
-        return again_in_backward(run, args, segment.changing, segment.renewed)
+        return again_in_backward(run, args, segment.changing, segment.renewed, segment.gives_up)
 
 
 def watch_of(program: Program, values: Sequence[torch.Tensor], arriving: Collection[str] = ()) -> Watch:

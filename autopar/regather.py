@@ -1,4 +1,4 @@
-"""Copies that a plan gathers again for the backward: which they are, and from what each is gathered.
+"""What a plan gathers or makes again for the backward: which tensors, and from what each is gathered.
 
 A tensor that is made in pieces and wanted whole is gathered by a step of its route. Operators that read the whole copy
 keep it for their backward, and others may keep the piece; where a plan says so (``StagePlan.gather_again``), only the
@@ -39,6 +39,34 @@ def can_gather_again(graph: Graph, ref: Ref, segment_of: Mapping[int, int]) -> b
     if any(out == ref for out in graph.outputs) or ref in graph.updates.values():
         return False
     return not any(reader in segment_of for reader, _ in graph.consumers.get(ref, ()))
+
+
+def segment_outputs(graph: Graph, keys: Collection[str], segment_of: Mapping[int, int]) -> list[Ref]:
+    """The tensors of ``StagePlan.make_again``.
+
+    Raises:
+        PlanError: a key names no tensor that a recomputed segment makes, or one that the backward cannot ask for.
+    """
+    found = []
+    for key in keys:
+        name, _, number = key.partition("#")
+        ref = Ref(graph.index[name], int(number or 0)) if name in graph.index else None
+        if ref is None or not can_make_again(graph, ref, segment_of):
+            raise PlanError(
+                f"make_again: '{key}' is not made by what is recomputed, is an output, or has no gradient; remove the "
+                "entry"
+            )
+        found.append(ref)
+    return found
+
+
+def can_make_again(graph: Graph, ref: Ref, segment_of: Mapping[int, int]) -> bool:
+    """Whether a tensor may be given up between forward and backward, to be made again with its segment: it has a
+    gradient, and it is no output."""
+    node = graph.nodes[ref.node]
+    if ref.node not in segment_of or not (node.needs_grad and graph.spec(ref).is_float):
+        return False
+    return not any(out == ref for out in graph.outputs) and ref not in graph.updates.values()
 
 
 def regathered(
@@ -98,4 +126,4 @@ def gathers(graph: Graph, mesh: Mesh, routes: Mapping[str, Route], segment_of: M
     return keys
 
 
-__all__ = ["can_gather_again", "gathers", "is_gather", "is_same", "regathered"]
+__all__ = ["can_gather_again", "can_make_again", "gathers", "is_gather", "is_same", "regathered", "segment_outputs"]

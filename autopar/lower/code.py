@@ -19,12 +19,12 @@ def code_of(program: Program) -> str:
     for line in lines[start + 1 :]:
         line = re.sub(r";\s+(\w+ = )+None\s*(#.*)?$", "", line)
         line = re.sub(r"\bautopar_rules_([a-z]+)_", r"\1.", line)
-        line = line.replace("autopar_lower_regather_", "regather.")
+        line = line.replace("autopar_lower_regather_", "regather.").replace("autopar_lower_segments_", "segments.")
         body.append(line.replace("autopar_lower_collectives_", "collectives.").replace("torch.ops.", ""))
     mesh = mesh_text(program.mesh, ", ")
     head = [
         f"# mesh {mesh}; shapes are those of one rank",
-        "from autopar.lower import collectives, regather",
+        "from autopar.lower import collectives, regather, segments",
         "",
         "",
         "def forward(",

@@ -5,7 +5,7 @@ Every rank runs the same code; what differs is its data and, inside collectives,
 1. placeholders: parameters in their used placement, buffers, the batch, the seed of random ops;
 2. every op in order, on local shapes, or its distributed lowering;
 3. before each op, the steps of the plan's routes that bring its inputs to the states it wants, each made once;
-4. after the last reader of a copy that is gathered again for the backward, its release;
+4. after the last reader of what is gathered or made again for the backward, its release;
 5. outputs in the plan's placements, new values of updated buffers after them.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import keyword
 import operator
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -26,10 +27,10 @@ from autopar.graph import Graph, Node, Ref
 from autopar.lower.code import code_of
 from autopar.lower.collectives import FRESH, state_step
 from autopar.lower.regather import free_until_backward
-from autopar.lower.segments import with_segments
+from autopar.lower.segments import make_again, with_segments
 from autopar.placements import Mesh, State, format_state, local_shape, only_change, whole_state
 from autopar.plan import StagePlan, route_key, segment_numbers
-from autopar.regather import regathered
+from autopar.regather import regathered, segment_outputs
 from autopar.rules.across import length_of
 from autopar.rules.local import PieceSize, Seed, local_call
 from autopar.rules.notation import In, Rule, call_of
@@ -193,20 +194,21 @@ class _Emitter:
         return fx
 
     def _free_copies(self) -> None:
-        """After the last reader of each copy that the plan gathers again, free it until the backward."""
+        """After the last reader of what the plan gathers or makes again, free it until the backward."""
         plan = self.plan
         copies = regathered(self.graph, self.mesh, plan.routes, plan.gather_again, self.segments, self.chosen)
-        position = {fx: float(k) for k, fx in enumerate(self.fx.nodes)} if copies else {}
+        remade = {ref: self.made[ref] for ref in segment_outputs(self.graph, plan.make_again, self.segments)}
+        position = {fx: float(k) for k, fx in enumerate(self.fx.nodes)} if copies or remade else {}
+        for ref, state in remade.items():
+            whole = self.value[ref, state]
+            last, results = self._readers(whole, position)
+            outside = tuple(fx for fx in results if "segment" not in fx.meta)  # what runs again fills what it reads
+            with self.fx.inserting_after(last):
+                freed = self.fx.call_function(make_again, (whole, outside))
+            position[freed] = position[last] + 0.5
         for (ref, state), (source, steps) in copies.items():
             copy = self.value[ref, state]
-            faces, readers = [copy], {}
-            for face in faces:  # the copy and views of it
-                for user in face.users:
-                    readers[user] = None
-                    if user.meta.get("autopar", {}).get("alias", True):
-                        faces.append(user)
-            last = max(readers, key=position.__getitem__)
-            results = tuple(fx for fx in readers if "node" in fx.meta.get("autopar", {}) and fx not in faces)
+            last, results = self._readers(copy, position)
             gathers = []
             for src, dst in steps:
                 gather, args = state_step(self.graph.spec(ref).shape, src, dst, self.mesh)
@@ -215,6 +217,20 @@ class _Emitter:
                 arguments: Any = copy, self.value[ref, source], tuple(gathers), results
                 freed = self.fx.call_function(free_until_backward, arguments)
             position[freed] = position[last] + 0.5  # it may read a piece that lies in another copy
+
+    @staticmethod
+    def _readers(
+        whole: torch.fx.Node, position: Mapping[torch.fx.Node, float]
+    ) -> tuple[torch.fx.Node, tuple[torch.fx.Node, ...]]:
+        """The last reader of a tensor and of the views of it, and all operators among the readers."""
+        faces, readers = [whole], {}
+        for face in faces:
+            for user in face.users:
+                readers[user] = None
+                if user.meta.get("autopar", {}).get("alias", True):
+                    faces.append(user)
+        results = tuple(fx for fx in readers if "node" in fx.meta.get("autopar", {}) and fx not in faces)
+        return max(readers, key=position.__getitem__), results
 
     def _belongs(self, last: torch.fx.Node, segment: int) -> None:
         """Put what was emitted after a node into a segment."""

@@ -3,6 +3,9 @@
 A node of a program belongs to segment ``meta["segment"]``; the nodes of a segment are neighbours. Nothing that is
 made in a segment lives until the backward but its outputs; when the backward first asks for something else, the whole
 segment runs again from its inputs, its collectives included. Random operators draw the same numbers again.
+
+Outputs that others read and keep can be given up too (:func:`make_again`): they are there again once the segment has
+run again, which the backward of their first reader asks for.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import operator
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -18,6 +22,8 @@ import torch
 import torch.fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
+
+from autopar.lower.freed import Freed, fill_all
 
 _MESH: contextvars.ContextVar[DeviceMesh | None] = contextvars.ContextVar("mesh", default=None)
 
@@ -50,9 +56,56 @@ class _OnMesh(contextlib.ExitStack):
         return self
 
 
+class _Outputs(torch.autograd.Function):
+    """The outputs of a segment, unchanged, with one node of autograd for all of them.
+
+    Like everything that autograd keeps in a segment, what the node has saved (nothing) is there again only after the
+    segment's second run. So asking for it is asking for that run.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, given_up: dict[int, weakref.ref[_Output]], *outputs: torch.Tensor) -> Any:
+        ctx.given_up = given_up
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(torch.empty(0))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, *grads
+
+
+class _Output(Freed):
+    """An output of a segment that is given up until the backward."""
+
+    def __init__(self, whole: torch.Tensor) -> None:
+        super().__init__(whole)
+        node: Any = whole.grad_fn
+        self.node = weakref.ref(node)  # whose hook has this: they must not keep each other
+        node.given_up[whole.output_nr] = weakref.ref(self)
+
+    def again(self) -> None:
+        node = self.node()
+        assert node is not None
+        _ = node.saved_tensors
+
+
+@torch.compiler.disable
+def make_again(whole: torch.Tensor, readers: Sequence[Any]) -> None:
+    """Give up an output of a segment until the backward of one of its readers, where the segment runs again.
+
+    Args:
+        whole: the output; its last reader has run.
+        readers: results of the operators outside of segments that read it.
+    """
+    if whole.grad_fn is None or not hasattr(whole.grad_fn, "given_up"):
+        return  # nothing is kept for a backward, or the program runs without segments
+    _Output(whole).until_backward(whole.grad_fn, readers)
+
+
 def again_in_backward(
     run: Callable[..., tuple[Any, ...]], inputs: Sequence[Any], changing: Collection[int] = (),
-    renewed: Collection[int] = (),
+    renewed: Collection[int] = (), gives_up: bool = False,
 ) -> tuple[Any, ...]:  # fmt: skip
     """``run(*inputs)``, of which autograd keeps the inputs alone; it runs again in every backward.
 
@@ -63,6 +116,7 @@ def again_in_backward(
         changing: positions of inputs that ``run`` may change and does not depend on, such as the running mean of a
             batch norm in training: the second time it gets copies, so that they change once.
         renewed: positions of inputs that are given new values before the backward: copies of them are kept.
+        gives_up: some of the results may be given up until the backward: see :func:`make_again`.
     """
     if not torch.is_grad_enabled():
         return run(*inputs)
@@ -70,14 +124,25 @@ def again_in_backward(
     mesh = _MESH.get()
     held = [(k, inputs[k]) for k in sorted(changing)]
     first = True
+    given_up: dict[int, weakref.ref[_Output]] = {}
 
     def with_held(*rest: Any) -> tuple[Any, ...]:
         nonlocal first
         values = list(rest)
         for k, value in held:
             values.insert(k, value if first else value.clone())
+        fill_all(() if first else values)
+        results = list(run(*values))
+        numbers = [k for k, x in enumerate(results) if isinstance(x, torch.Tensor) and x.requires_grad]
+        if numbers and gives_up:
+            for k, x in zip(numbers, _Outputs.apply(given_up, *(results[k] for k in numbers)), strict=True):
+                results[k] = x
+        for number, output in given_up.items() if not first else ():
+            again = output()
+            if again is not None:
+                again.put(results[numbers[number]])
         first = False
-        return run(*values)
+        return tuple(results)
 
     def contexts() -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
         return contextlib.nullcontext(), contextlib.nullcontext() if mesh is None else _OnMesh(mesh)
@@ -91,13 +156,15 @@ def again_in_backward(
 class Segment(torch.nn.Module):
     """One segment of a program: ``inner`` maps its inputs to its outputs; see :func:`again_in_backward`."""
 
-    def __init__(self, inner: torch.fx.GraphModule, changing: Collection[int], renewed: Collection[int]) -> None:
+    def __init__(
+        self, inner: torch.fx.GraphModule, changing: Collection[int], renewed: Collection[int], gives_up: bool
+    ) -> None:
         super().__init__()
-        self.inner, self.changing, self.renewed = inner, changing, renewed
+        self.inner, self.changing, self.renewed, self.gives_up = inner, changing, renewed, gives_up
 
     @torch.compiler.disable
     def forward(self, *inputs: Any) -> tuple[Any, ...]:
-        return again_in_backward(self.inner, inputs, self.changing, self.renewed)
+        return again_in_backward(self.inner, inputs, self.changing, self.renewed, self.gives_up)
 
 
 def with_segments(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
@@ -122,7 +189,8 @@ def with_segments(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
             name = f"segment_{number}"
             kinds = [x.meta.get("autopar", {}).get("buffer") for x in inputs]
             changing, renewed = ({k for k, kind in enumerate(kinds) if kind == w} for w in ("changing", "renewed"))
-            root.add_module(name, Segment(inner, changing, renewed))
+            gives_up = any(user.target is make_again for x in outputs for user in x.users)
+            root.add_module(name, Segment(inner, changing, renewed, gives_up))
             call = graph.call_module(name, tuple(env[x] for x in inputs))
             env.update((x, graph.call_function(operator.getitem, (call, k))) for k, x in enumerate(outputs))
     return torch.fx.GraphModule(root, graph, class_name=type(module).__name__)
@@ -141,4 +209,4 @@ def _cut_out(nodes: list[torch.fx.Node]) -> tuple[list[torch.fx.Node], list[torc
     return inputs, outputs, torch.fx.GraphModule(torch.nn.Module(), graph, class_name="Segment")
 
 
-__all__ = ["Segment", "again_in_backward", "current_mesh", "on_mesh", "with_segments"]
+__all__ = ["Segment", "again_in_backward", "current_mesh", "make_again", "on_mesh", "with_segments"]

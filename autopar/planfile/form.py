@@ -28,7 +28,7 @@ OPTIONAL = {"model", "seconds", "pins", "notes", "checksum"}
 STAGE_KEYS: dict[str, type] = {
     "first": str, "devices": list, "mesh": str, "fingerprint": str, "in_flight": int, "ops": dict, "params": dict,
     "buffers": dict, "inputs": dict, "outputs": list, "routes": dict, "recompute": list,
-    "gather_again": list, "price": dict, "solution": dict, "checksum": dict,
+    "gather_again": list, "make_again": list, "price": dict, "solution": dict, "checksum": dict,
 }  # fmt: skip
 STAGE_REQUIRED = ("first", "mesh", "ops", "params", "outputs")
 
@@ -200,6 +200,7 @@ def _check_stage(raw: Mapping[str, Any], bad: Failures) -> Mesh:
         if bad.type(at, item, list) and (len(item) != 2 or not all(isinstance(name, str) for name in item)):
             bad.add(at, f"got {json.dumps(item)}; write a segment as its first and its last operator")
     bad.texts("gather_again", raw.get("gather_again", []))
+    bad.texts("make_again", raw.get("make_again", []))
     for section, cls in (("price", Price), ("solution", Solution)):
         _check_numbers(section, cls, _table(raw, section) or None, bad)
     for key, item in _table(raw, "checksum").items():

@@ -12,7 +12,7 @@ from autopar.errors import PlanError
 from autopar.plan import VERSION
 
 SECTIONS = ("mesh", "fingerprint", "in_flight", "ops", "params", "buffers", "inputs", "outputs", "routes", "recompute",
-            "gather_again")
+            "gather_again", "make_again")
 
 
 def is_one(raw: Any) -> bool:

@@ -60,7 +60,7 @@ def stage_plan(reader: StageReader, decided: Decisions, setting: Setting) -> tup
         {graph.nodes[i].target: choice for i, choice in sorted(decided.params.items())},
         buffers, tuple(outputs), {}, decided.inputs, setting.optimizer, setting.microbatches,
         recompute=decided.recompute, in_flight=setting.in_flight, first=first_op(graph), devices=setting.devices,
-        gather_again=decided.gather_again,
+        gather_again=decided.gather_again, make_again=decided.make_again,
     )  # fmt: skip
     edited = decisions(plan) != checksum.get("decisions")
     routes = dict(decided.routes)
@@ -100,7 +100,7 @@ def _priced(
             graph, rules, priced, decided.ops, decided.params, decided.outputs, inputs=plan.inputs,
             buffers=decided.buffers, optimizer=plan.optimizer, microbatches=plan.microbatches,
             recompute=plan.recompute, in_flight=plan.in_flight,
-            gather_again=plan.gather_again,
+            gather_again=plan.gather_again, make_again=plan.make_again,
         )  # fmt: skip
     except PlanError as error:
         raise PlanError(f"{reader.bad.where}: {error}") from error
@@ -114,7 +114,7 @@ def _priced(
             for i, node in enumerate(graph.nodes) if node.kind == "op"
         }  # fmt: skip
         with_kept, without = (
-            ledger(graph, rules, done.mesh, chosen, ways, plan.recompute, done.gather_again)
+            ledger(graph, rules, done.mesh, chosen, ways, plan.recompute, done.gather_again, done.make_again)
             for ways in (routes, done.routes)
         )
         extra += seconds_again(graph, rules, priced, chosen, with_kept)[1]

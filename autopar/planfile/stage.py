@@ -37,6 +37,7 @@ class Decisions:
     routes: dict[str, Route]
     recompute: Recompute
     gather_again: tuple[str, ...]
+    make_again: tuple[str, ...]
 
 
 @dataclass
@@ -63,7 +64,7 @@ class StageReader:
         """All that the entry decides."""
         return Decisions(
             self.ops(), self.params(), self.places("buffers", "buffer"), self.places("inputs", "input"),
-            self.outputs(), self.routes(), self.recompute(), self.gather_again(),
+            self.outputs(), self.routes(), self.recompute(), self.tensors("gather_again"), self.tensors("make_again"),
         )  # fmt: skip
 
     # -- ops
@@ -279,12 +280,12 @@ class StageReader:
                 self.bad.say(str(error))
         return found
 
-    def gather_again(self) -> tuple[str, ...]:
-        """The tensors whose gathered copies are gathered again, by the plan's own keys."""
+    def tensors(self, section: str) -> tuple[str, ...]:
+        """The tensors that a section lists, by the plan's own keys."""
         keys, again = route_keys(self.graph), []
-        for k, name in enumerate(self.raw.get("gather_again", ())):
+        for k, name in enumerate(self.raw.get(section, ())):
             if name not in keys:
-                self.bad.add(f"gather_again[{k}]", f"'{name}' is no tensor of the model; {closest(name, list(keys))}")
+                self.bad.add(f"{section}[{k}]", f"'{name}' is no tensor of the model; {closest(name, list(keys))}")
             else:
                 again.append(keys[name])
         return tuple(sorted(again))

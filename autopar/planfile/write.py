@@ -24,7 +24,7 @@ from autopar.staging import cut
 
 SECTIONS = frozenset({"pins", "ops", "params", "buffers", "inputs", "routes", "price"})
 """Tables with one line for every entry."""
-LISTS = frozenset({"notes", "recompute", "gather_again", "schedule"})
+LISTS = frozenset({"notes", "recompute", "gather_again", "make_again", "schedule"})
 """Lists with one line for every entry."""
 
 
@@ -82,6 +82,7 @@ def _stage(stage: StagePlan, graph: Graph, plan: Plan) -> dict[str, Any]:
         },
         **({"recompute": [[labels[a], labels[b]] for a, b in stage.recompute]} if stage.recompute else {}),
         **({"gather_again": [named[key] for key in stage.gather_again]} if stage.gather_again else {}),
+        **({"make_again": [named[key] for key in stage.make_again]} if stage.make_again else {}),
         "price": _price(stage),
         "solution": asdict(stage.solution) if stage.solution else None,
         "checksum": {"decisions": decisions(stage), "rest": rest(stage, plan.cluster, plan.pins)},
@@ -180,7 +181,7 @@ def decisions(plan: StagePlan) -> str:
         plan.fingerprint, plan.mesh, sorted(plan.ops.items()),
         sorted((k, v.stored, v.used, v.lifetime) for k, v in plan.params.items()),
         sorted(plan.buffers.items()), sorted(plan.inputs.items()), plan.outputs, plan.recompute,
-        plan.gather_again,
+        plan.gather_again, *([plan.make_again] if plan.make_again else []),
     )  # fmt: skip
 
 

@@ -91,6 +91,8 @@ def _stage(number: int, x: StagePlan | None, y: StagePlan | None) -> list[Row]:
         (f"stage {number} mesh", *both(lambda s: format_mesh(s.mesh))),
         (f"stage {number} devices", *both(lambda s: ",".join(map(str, s.devices)))),
         (f"stage {number} recompute", *both(lambda s: [f"{p} to {q}" for p, q in s.recompute] or None)),
+        (f"stage {number} gathered again", *both(lambda s: list(s.gather_again) or None)),
+        (f"stage {number} made again", *both(lambda s: list(s.make_again) or None)),
     ]
 
 

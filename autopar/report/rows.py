@@ -320,7 +320,8 @@ def _again(graph: Graph, plan: StagePlan, chosen: Mapping[int, Strategy]) -> Led
     """The ledger of a plan that does something again in the backward; an empty one for others."""
     if not (plan.recompute or plan.gather_again):
         return Ledger((), ())
-    return ledger(graph, rules_of(graph), plan.mesh, chosen, plan.routes, plan.recompute, plan.gather_again)
+    rules = rules_of(graph)
+    return ledger(graph, rules, plan.mesh, chosen, plan.routes, plan.recompute, plan.gather_again, plan.make_again)
 
 
 def _chosen(graph: Graph, plan: StagePlan) -> dict[int, Strategy]:

@@ -21,10 +21,11 @@ from autopar.check import check
 from autopar.errors import PlanError
 from autopar.lower.emit import lower
 from autopar.placements import Mesh
-from autopar.plan import StagePlan
+from autopar.plan import Plan, StagePlan
 from autopar.planner.inter_op.phases import phases
 from autopar.planner.intra_op.complete import complete
 from autopar.planner.intra_op.draw import random_plan
+from autopar.planner.intra_op.mesh_plan import plan_graph
 from autopar.planner.intra_op.price import pricer
 from autopar.planner.intra_op.recompute import segments_of
 from autopar.rules.registry import rules_of
@@ -45,12 +46,16 @@ def captured_of(name: str, dropout: float = 0.0) -> tuple[Captured, nn.Module, d
     return captured, case.model, V.inputs_of(captured, case.args, case.kwargs)
 
 
-def drawn(captured: Captured, seed: int, again: bool = False, gather_again: bool = False) -> StagePlan:
+def drawn(
+    captured: Captured, seed: int, again: bool = False, gather_again: bool = False, make_again: bool = False
+) -> StagePlan:
     """A random plan; with blocks that run again where the model has blocks to name."""
     graph, rules = captured.graph, rules_of(captured.graph)
     patterns = [p for p in BLOCKS.values() if again and any(_matches(p, node.module) for node in graph.nodes)]
     segments = segments_of(graph, rules, patterns[:1])
-    return random_plan(graph, rules, pricer(CLUSTER, MESH), seed, recompute=segments, gather_again=gather_again)
+    return random_plan(
+        graph, rules, pricer(CLUSTER, MESH), seed, recompute=segments, gather_again=gather_again, make_again=make_again
+    )
 
 
 def _matches(pattern: str, module: str) -> bool:
@@ -81,13 +86,68 @@ def test_bytes_of_random_plans(again: bool, gather_again: bool) -> None:
     agrees(plan, captured)
 
 
+class Chain(nn.Module):
+    """Pointwise results that products read: one is made from another, and a norm's serves two of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.a, self.b, self.c = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.sin(x)
+        y = self.norm(x)
+        gate = torch.nn.functional.silu(self.a(y))
+        inner = torch.nn.functional.dropout(gate * self.b(y), 0.2, True)
+        return (x + self.c(inner)).square().mean()
+
+
+def test_results_of_segments_made_again_are_not_kept_and_give_the_same_numbers() -> None:
+    torch.manual_seed(0)
+    model, x = Chain(), torch.randn(8, 16)
+    captured = V.promoted(capture(model, (x,)))
+    graph = captured.graph
+    norm, silu, mul, drop = (
+        next(n.name for n in graph.nodes if word in n.target) for word in ("layer_norm", "silu", "mul.", "dropout")
+    )
+    state = tuple(map(V.doubled, (*V.state_of(captured, model), V.inputs_of(captured, (x,), {}))))
+    reference = V.train(captured, V.one_device(graph), *state)
+    for mesh in (ONE, (("t", 2),)):
+        rules, priced = rules_of(graph), pricer(CLUSTER, mesh)
+        plain = plan_graph(graph, CLUSTER, mesh)
+        chosen = {i: strategy_named(graph, n, rules[i], plain.ops[n.name]) for i, n in graph.of_kind("op")}
+        params = {i: plain.params[n.target] for i, n in graph.of_kind("param")}
+        plan = complete(
+            graph, rules, priced, chosen, params, dict(enumerate(plain.outputs)),  # type: ignore[arg-type]
+            recompute=[(norm, norm), (silu, silu), (mul, drop)], make_again=[norm, silu, mul, drop],
+        )  # fmt: skip
+        assert set(plan.make_again) == {norm, silu, drop}, "the product is an inner matter of its segment"
+        assert plan.kept_bytes < plain.kept_bytes
+        report = check(plan, graph, CLUSTER)
+        assert report.ok, report.failures
+        parts = phases(graph, plan, priced)
+        assert parts.forward_seconds + parts.backward_seconds + parts.step_seconds == pytest.approx(plan.price.seconds)
+        assert V.compare("again", V.train(captured, plan, *state), reference).worst < 1e-12
+
+
+def test_make_again_names_what_segments_make(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    captured, _, _ = captured_of("gpt2", 0.1)
+    plan = drawn(captured, 5, make_again=True)
+    path = tmp_path / "plan.json"
+    planfile.save(path, Plan.alone(plan, "dgx-h100"), captured.graph)
+    assert planfile.load(path, captured.graph).make_again == plan.make_again
+    outside = next(n.name for _, n in captured.graph.of_kind("op") if n.needs_grad and n.name not in plan.make_again)
+    wrong = replace(plan, recompute=(), make_again=(outside,))
+    with pytest.raises(PlanError, match=f"make_again: '{outside}' is not made by what is recomputed"):
+        lower(captured.graph, wrong)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("decision", ["keep", "recompute", "gather again"])
+@pytest.mark.parametrize("decision", ["keep", "recompute", "gather again", "make again"])
 @pytest.mark.parametrize("name", sorted(ZOO))
 def test_bytes_of_every_model(name: str, decision: str, seed: int) -> None:
     captured, _, _ = captured_of(name)
-    agrees(drawn(captured, seed, decision == "recompute", decision == "gather again"), captured)
+    agrees(drawn(captured, seed, *(decision == d for d in ("recompute", "gather again", "make again"))), captured)
 
 
 @pytest.mark.slow
@@ -179,7 +239,7 @@ def test_gather_again_in_a_plan_file(tmp_path) -> None:  # type: ignore[no-untyp
     captured, _, _ = captured_of("gpt2")
     plan = drawn(captured, 0, gather_again=True)
     path = tmp_path / "plan.json"
-    planfile.save(path, plan, captured.graph)
+    planfile.save(path, Plan.alone(plan, "dgx-h100"), captured.graph)
     assert planfile.load(path, captured.graph).gather_again == plan.gather_again
     path.write_text(path.read_text().replace('"gather_again": [', '"gather_again": ["nothing", '))
     with pytest.raises(PlanError, match="'nothing' is no tensor of the model"):
@@ -187,15 +247,16 @@ def test_gather_again_in_a_plan_file(tmp_path) -> None:  # type: ignore[no-untyp
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("make_again", [False, True], ids=["gathered again", "made again"])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "resnet", "vit", "bert"])
-def test_same_numbers_when_copies_are_gathered_again(name: str) -> None:
+def test_same_numbers_when_copies_are_freed(name: str, make_again: bool) -> None:
     captured, model, inputs = captured_of(name, 0.1 if name in ("gpt2", "t5") else 0.0)
     captured = V.promoted(captured)
     weights, buffers = V.state_of(captured, model)
     state = V.doubled(weights), V.doubled(buffers), V.doubled(inputs)
     reference = V.train(captured, V.one_device(captured.graph), *state)
     for seed in range(3):
-        plan = drawn(captured, seed, gather_again=True)
-        assert plan.gather_again
+        plan = drawn(captured, seed, gather_again=True, make_again=make_again)
+        assert plan.gather_again or make_again
         assert check(plan, captured.graph, CLUSTER).ok
         assert V.compare(str(seed), V.train(captured, plan, *state), reference).worst < 1e-9

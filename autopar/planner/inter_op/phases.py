@@ -76,7 +76,7 @@ def phases(graph: Graph, plan: StagePlan, pricer: Pricer) -> Phases:
                 forward, total = forward + there, total + there + back
     again = 0.0
     if second:
-        holds = ledger(graph, rules, plan.mesh, chosen, plan.routes, plan.recompute, plan.gather_again)
+        holds = ledger(graph, rules, plan.mesh, chosen, plan.routes, plan.recompute, plan.gather_again, plan.make_again)
         again = sum(seconds_again(graph, rules, pricer, chosen, holds))
     total += again
     ops = Phases(forward, total - forward - weights, weights, plan.price.parameter_seconds, again)

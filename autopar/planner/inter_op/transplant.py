@@ -45,6 +45,7 @@ def transplant(plan: StagePlan, source: Graph, target: Graph) -> StagePlan:
         routes={routes[key]: steps for key, steps in plan.routes.items()},
         recompute=tuple((ops[first], ops[last]) for first, last in plan.recompute),
         gather_again=tuple(routes[key] for key in plan.gather_again),
+        make_again=tuple(routes[key] for key in plan.make_again),
     )
 
 

@@ -161,6 +161,7 @@ def complete(
     in_flight: int = 1,
     recompute: Recompute = (),
     gather_again: Collection[str] = (),
+    make_again: Collection[str] = (),
 ) -> StagePlan:
     """The plan of the given decisions, with routes and price.
 
@@ -172,6 +173,8 @@ def complete(
         recompute: segments that run again in the backward.
         gather_again: tensors whose gathered copies are gathered again for the backward; those that are not gathered
             after all are left out.
+        make_again: results of segments that are made again for those who read them outside; those that nobody keeps
+            are left out.
         devices: ranks of the mesh, in row-major order; by default the first.
 
     Raises:
@@ -209,7 +212,7 @@ def complete(
             seconds += found[0]
     can = set(gathers(graph, mesh, routes, segment_numbers(graph, recompute))) if gather_again else ()
     gather_again = tuple(sorted(set(gather_again).intersection(can)))
-    holds = ledger(graph, rules, mesh, chosen, routes, recompute, gather_again)
+    holds = ledger(graph, rules, mesh, chosen, routes, recompute, gather_again, make_again)
     price = _price(graph, rules, pricer, chosen, owned, seconds, optimizer, microbatches, in_flight, holds)
     names_of = {key: s.names for key, s in {id(s): s for s in chosen.values()}.items()}  # blocks share strategies
     return StagePlan(
@@ -218,7 +221,7 @@ def complete(
         {graph.nodes[i].target: choice for i, choice in owned.items()},
         held, tuple(out_states), routes, dict(inputs or {}), optimizer, microbatches, price,
         recompute=recompute, in_flight=in_flight, gather_again=gather_again, first=first_op(graph),
-        devices=pricer.devices,
+        devices=pricer.devices, make_again=holds.make_again,
     )  # fmt: skip
 
 

@@ -5,26 +5,29 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from autopar.capture.graph.pruning import has_effect
 from autopar.errors import PlanError
 from autopar.graph import Graph, Ref, Spec
 from autopar.placements import Mesh, State, fits, shard, started, whole_placement, whole_state
-from autopar.plan import ParamChoice, Recompute, StagePlan, segment_numbers
+from autopar.plan import ParamChoice, Recompute, StagePlan, route_key, segment_numbers
 from autopar.planner.intra_op import params as P
 from autopar.planner.intra_op.complete import complete
 from autopar.planner.intra_op.price import Pricer
 from autopar.planner.intra_op.space import strategies
-from autopar.regather import gathers
+from autopar.regather import can_make_again, gathers
 from autopar.rules.notation import Rule
 from autopar.rules.strategy import Strategy
 
 
 def random_plan(
     graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, seed: int, *, attempts: int = 50,
-    recompute: Recompute = (), gather_again: bool = False,
+    recompute: Recompute = (), gather_again: bool = False, make_again: bool = False,
 ) -> StagePlan:  # fmt: skip
     """A feasible plan with every decision drawn at random: ops (cold ones too), parameters and lifetimes.
 
-    With ``gather_again``, about half of the copies that could be gathered again are.
+    With ``gather_again``, about half of the copies that could be gathered again are. With ``make_again``, stretches of
+    operators run again beside ``recompute`` (about half of all), and about half of what they make for others is given
+    up until then.
 
     Raises:
         PlanError: ``attempts`` draws gave no plan in which every tensor can reach its readers.
@@ -55,17 +58,42 @@ def random_plan(
             params[i] = rng.choice(found)
         inputs, outputs = _at_the_borders(graph, mesh, rng)
         try:
-            plan = complete(graph, rules, pricer, decided, params, outputs, inputs=inputs, recompute=recompute)
+            runs = stretches(graph, recompute, rng) if make_again else recompute
+            segment_of = segment_numbers(graph, runs)
+            made = [Ref(i, k) for i in segment_of for k, spec in enumerate(graph.nodes[i].outs) if spec is not None]
+            remade = [
+                route_key(graph, ref) for ref in made
+                if make_again and can_make_again(graph, ref, segment_of) and rng.random() < 0.5
+            ]  # fmt: skip
+            plan = complete(
+                graph, rules, pricer, decided, params, outputs, inputs=inputs, recompute=runs, make_again=remade
+            )
             if not gather_again:
                 return plan
-            can = gathers(graph, mesh, plan.routes, segment_numbers(graph, recompute))
+            can = gathers(graph, mesh, plan.routes, segment_of)
             again = [key for key in can if rng.random() < 0.5]
             return complete(
-                graph, rules, pricer, decided, params, outputs, inputs=inputs, recompute=recompute, gather_again=again
-            )
+                graph, rules, pricer, decided, params, outputs, inputs=inputs, recompute=runs, gather_again=again,
+                make_again=remade,
+            )  # fmt: skip
         except PlanError as failed:
             error = failed
     raise PlanError(f"no random plan in {attempts} draws: {error}")
+
+
+def stretches(graph: Graph, recompute: Recompute, rng: random.Random) -> Recompute:
+    """Segments, and random stretches of the operators between them."""
+    taken = segment_numbers(graph, recompute)
+    runs: list[tuple[str, str]] = []
+    now: list[str] = []
+    for i, node in graph.of_kind("op"):
+        if now and (i in taken or has_effect(node.target) or rng.random() < 0.25):
+            runs.append((now[0], now[-1]))
+            now = []
+        elif i not in taken and not has_effect(node.target) and (now or rng.random() < 0.5):
+            now.append(node.name)
+    runs += [(now[0], now[-1])] if now else []
+    return tuple(sorted({*recompute, *runs}, key=lambda run: graph.index[run[0]]))
 
 
 def _at_the_borders(graph: Graph, mesh: Mesh, rng: random.Random) -> tuple[dict[str, State], dict[int, State]]:

@@ -21,7 +21,7 @@ from autopar.placements import Mesh, State, local_shape, only_change, shard_dim
 from autopar.plan import Recompute, route_key, segment_numbers
 from autopar.planner.intra_op.price import Pricer
 from autopar.planner.intra_op.recompute import Segment
-from autopar.regather import is_same, regathered
+from autopar.regather import is_same, regathered, segment_outputs
 from autopar.rules.notation import Rule, call_of
 from autopar.rules.saved import Layout, Saved, Strides, contiguous, saved_by
 from autopar.rules.strategy import Strategy, grads_of
@@ -47,9 +47,9 @@ class Entry:
         until: number of the operator after whose backward it is free: the first that keeps it.
         keepers: all that keep it.
         segment: number of the recomputed segment in whose second run it lives; None from forward to backward.
-        decision: ``keep`` (as it is), ``recompute`` (lives in the second run alone), ``gather again`` (a copy that is
-            freed after the forward: the piece that it is gathered from is an entry of its own), ``given`` (the batch
-            or a buffer, which is there anyway).
+        decision: ``keep`` (as it is), ``recompute`` (lives from the second run on, in a segment or for its readers
+            outside), ``gather again`` (a copy that is freed after the forward: the piece that it is gathered from is an
+            entry of its own), ``given`` (the batch or a buffer, which is there anyway).
     """
 
     n_bytes: int
@@ -64,12 +64,18 @@ class Entry:
 class Ledger:
     """All entries of one microbatch, and the segments that run again.
 
-    ``steps_again`` are the reshard steps that gather copies a second time.
+    Attributes:
+        steps_again: the reshard steps that gather copies a second time.
+        make_again: what segments make again for their readers outside, by :func:`~autopar.plan.route_key`.
+        lives: of each segment, the operators between which the backward has its entries: the one whose backward first
+            asks for them, and the segment's first.
     """
 
     entries: tuple[Entry, ...]
     segments: tuple[Segment, ...]
     steps_again: tuple[tuple[Ref, State, State], ...] = ()
+    make_again: tuple[str, ...] = ()
+    lives: tuple[tuple[int, int], ...] = ()
 
     @property
     def kept_bytes(self) -> int:
@@ -86,8 +92,13 @@ class Ledger:
 
     @property
     def again_bytes(self) -> int:
-        """Of the segment that keeps most while it runs again: one at a time does."""
-        return max(self.segment_bytes().values(), default=0)
+        """The most that segments keep at once which run again: one, and those whose results it asks for or that were
+        asked for before and are not through with their own backward yet."""
+        bytes_of = self.segment_bytes()
+        return max(
+            (sum(n for s, n in bytes_of.items() if self.lives[s][0] >= begin >= self.lives[s][1])
+             for begin in {self.lives[s][0] for s in bytes_of}), default=0,
+        )  # fmt: skip
 
 
 class _Memory(NamedTuple):
@@ -105,12 +116,16 @@ class _Walk:
     def __init__(
         self, graph: Graph, rules: Sequence[Rule | None], mesh: Mesh, chosen: Mapping[int, Strategy] | None,
         routes: Mapping[str, Sequence[tuple[State, State]]], recompute: Recompute, gather_again: Collection[str],
+        make_again: Collection[str],
     ) -> None:  # fmt: skip
         self.graph, self.rules, self.mesh, self.chosen, self.routes = graph, rules, mesh, chosen, routes
         self.segment_of = segment_numbers(graph, recompute)
         self.segments = tuple(Segment() for _ in recompute)
         self.copies_again = regathered(graph, mesh, routes, gather_again, self.segment_of, chosen or {})
         self.piece_of: dict[int, int] = {}  # by the memory of a copy that is gathered again
+        self.made_again = frozenset(segment_outputs(graph, make_again, self.segment_of))
+        self.given_up: dict[int, Ref] = {}  # memory that a segment makes again for its readers outside
+        self.readers: dict[int, list[int]] = {}  # operators outside of segments, by the memory that they read
         self.memories: list[_Memory] = []
         self.lies: dict[Value, tuple[int, Strides]] = {}  # memory number and strides of every value
         self.before: dict[Ref, dict[State, State]] = {}
@@ -171,12 +186,16 @@ class _Walk:
             self.segments[segment].ops.append(i)
             self.inputs(i, node, strategy, segment)
         places = [self.place(ref, state, segment) for ref, state in zip(node.refs, strategy.ins, strict=True)]
+        for memory, _ in places if self.made_again and segment < 0 else ():
+            self.readers.setdefault(memory, []).append(i)
         saved = self.saved(i, node, rule, strategy, tuple([p[1] for p in places]))
         fresh = [self.new(n_bytes, i, segment) for n_bytes, _ in saved.memories]
         outs = [k for k, spec in enumerate(node.outs) if spec is not None]
         for k, state, result in zip(outs, strategy.outs, saved.results, strict=True):
             memory = fresh[result.memory] if result.source is None else places[result.source][0]
             self.lies[Ref(i, k), state] = memory, result.strides
+            if result.source is None and Ref(i, k) in self.made_again:
+                self.given_up[memory] = Ref(i, k)
         if not node.needs_grad or not saved.keeps:
             return
         if segment >= 0:
@@ -235,22 +254,58 @@ class _Walk:
             known = self.known[key] = saved_by(call, rule, strategy.options, self.mesh, layouts)
         return known
 
-    def entries(self) -> tuple[Entry, ...]:
+    def finish(self) -> Ledger:
+        """The ledger, when all operators were walked through."""
+        outputs = {*(out for out in self.graph.outputs if isinstance(out, Ref)), *self.graph.updates.values()}
+        for (ref, _), (memory, _) in self.lies.items() if self.given_up else ():
+            if ref in outputs:
+                self.given_up.pop(memory, None)  # a view of it outlives the forward
         keepers = {key: list(kept) for key, kept in self.keepers.items()}
-        for segment, memory, keeper in self.taken:
-            if self.segments[segment].active:
-                keepers.setdefault((memory, None), []).append(keeper)
         for copy, piece in self.piece_of.items():
             kept = keepers.get((copy, None), [])
             if not self.memories[piece].given:
                 keepers.setdefault((piece, None), []).extend(kept or [Keeper(self.memories[copy].since, "out")])
+        made_in_segment: dict[int, list[int]] = {}
+        for memory in self.given_up:
+            made_in_segment.setdefault(self.memories[memory].segment, []).append(memory)
+        taken_by: dict[int, list[tuple[int, Keeper]]] = {}
+        for number, memory, keeper in self.taken:
+            taken_by.setdefault(number, []).append((memory, keeper))
+        for number in range(len(self.segments) - 1, -1, -1):  # a segment asks for what earlier ones make
+            segment = self.segments[number]
+            segment.active |= any((memory, None) in keepers for memory in made_in_segment.get(number, ()))
+            for memory, keeper in taken_by.get(number, ()) if segment.active else ():
+                keepers.setdefault((memory, None), []).append(keeper)
         found = []
-        for (memory, segment), kept in keepers.items():
-            n_bytes, since, given, _ = self.memories[memory]
-            decision = "recompute" if segment is not None else "given" if given else "keep"
+        for (memory, of_segment), kept in keepers.items():
+            n_bytes, since, given, made_in = self.memories[memory]
+            decision = "recompute" if of_segment is not None else "given" if given else "keep"
             decision = "gather again" if memory in self.piece_of else decision
-            found.append(Entry(n_bytes, since, min(k.node for k in kept), tuple(kept), segment, decision))
-        return tuple(found)
+            if of_segment is None and memory in self.given_up:
+                decision, of_segment = "recompute", made_in
+            found.append(Entry(n_bytes, since, min(k.node for k in kept), tuple(kept), of_segment, decision))
+        wanted = {memory: ref for memory, ref in self.given_up.items() if (memory, None) in keepers}
+        again = {(ref, a, b): None for (ref, _), (_, steps) in self.copies_again.items() for a, b in steps}
+        keys = tuple(sorted(route_key(self.graph, ref) for ref in wanted.values()))
+        return Ledger(tuple(found), self.segments, tuple(again), keys, self.lives(wanted))
+
+    def lives(self, given_up: Collection[int]) -> tuple[tuple[int, int], ...]:
+        """:attr:`Ledger.lives`, where this memory of segments is given up."""
+        copies_of: dict[int, list[int]] = {}
+        for copy, piece in self.piece_of.items():
+            copies_of.setdefault(piece, []).append(copy)
+        takers: dict[int, set[int]] = {}
+        for number, memory, _ in self.taken if given_up else ():
+            if self.segments[number].active:
+                takers.setdefault(memory, set()).add(number)
+        begin = [segment.ops[-1] if segment.ops else -1 for segment in self.segments]
+        for memory in sorted(given_up, key=lambda m: -self.memories[m].segment):  # of later segments first
+            asked = [begin[number] for number in takers.get(memory, ())]
+            for lies in (memory, *copies_of.get(memory, ())):
+                asked += self.readers.get(lies, ())
+            number = self.memories[memory].segment
+            begin[number] = max([begin[number], *asked])
+        return tuple((b, s.ops[0] if s.ops else -1) for b, s in zip(begin, self.segments, strict=True))
 
 
 def makes_memory(src: State, dst: State, mesh: Mesh) -> bool:
@@ -279,6 +334,7 @@ def _bytes(shape: Sequence[int], item_bytes: int) -> int:
 def ledger(
     graph: Graph, rules: Sequence[Rule | None], mesh: Mesh, chosen: Mapping[int, Strategy] | None,
     routes: Mapping[str, Sequence[tuple[State, State]]], recompute: Recompute, gather_again: Collection[str] = (),
+    make_again: Collection[str] = (),
 ) -> Ledger:  # fmt: skip
     """The ledger of a graph whose operators are cut as ``chosen``; of whole tensors if that is None.
 
@@ -286,18 +342,19 @@ def ledger(
         routes: reshard steps by :func:`~autopar.plan.route_key`.
         recompute: the segments that run again.
         gather_again: tensors whose gathered copies are freed until the backward.
+        make_again: results of segments that are freed until the backward.
 
     Raises:
-        PlanError: ``recompute`` names no operators, or segments overlap; ``gather_again`` names what is not gathered.
+        PlanError: ``recompute`` names no operators, or segments overlap; ``gather_again`` names what is not gathered,
+            or ``make_again`` what no segment makes.
     """
-    walk = _Walk(graph, rules, mesh if chosen is not None else (), chosen, routes, recompute, gather_again)
+    walk = _Walk(graph, rules, mesh if chosen is not None else (), chosen, routes, recompute, gather_again, make_again)
     for i, node in enumerate(graph.nodes):
         if node.kind == "op":
             rule = rules[i]
             assert rule is not None
             walk.op(i, node, rule)
-    again = {(ref, a, b): None for (ref, _), (_, steps) in walk.copies_again.items() for a, b in steps}
-    return Ledger(walk.entries(), walk.segments, tuple(again))
+    return walk.finish()
 
 
 def seconds_again(

@@ -59,7 +59,7 @@ def within(
 def _ledger(graph: Graph, plan: StagePlan, again: Collection[str]) -> Ledger:
     rules = rules_of(graph)
     chosen = {i: strategy_named(graph, node, rules[i], plan.ops[node.name]) for i, node in graph.of_kind("op")}
-    return ledger(graph, rules, plan.mesh, chosen, plan.routes, plan.recompute, again)
+    return ledger(graph, rules, plan.mesh, chosen, plan.routes, plan.recompute, again, plan.make_again)
 
 
 def _bytes_by_node(holds: Ledger) -> dict[int, int]:

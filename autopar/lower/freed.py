@@ -1,0 +1,96 @@
+"""Memory that is given up after its last reader in the forward and filled again when the backward first needs it.
+
+What autograd saves of a tensor is its storage. After the last reader the storage is emptied; a hook in front of the
+backward of every reader fills it again, so whatever was saved of the tensor, and views of it, are whole again; and in
+front of the backward of what made it, which comes after all readers', the storage is emptied for good. No operator
+knows of it. How it is filled is for those who give it up: a copy is gathered again (:mod:`.regather`), the result of a
+recomputed segment is made again (:mod:`.segments`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+_FREED: weakref.WeakValueDictionary[int, Freed] = weakref.WeakValueDictionary()
+"""Tensors that may be empty now, by storage."""
+
+
+class Freed:
+    """One tensor between its last reader in the forward and its first in the backward.
+
+    Attributes:
+        empty: its memory is given up now. (Storages of tensors without values grow again when they are looked at, so
+            their size does not say it.)
+    """
+
+    def __init__(self, whole: torch.Tensor) -> None:
+        self.empty = False
+        self.values = [x.data for x in parts(whole)]  # .data: filling it is no change that autograd looks for
+        self.storages = [x.untyped_storage() for x in self.values]
+        self.n_bytes = [storage.nbytes() for storage in self.storages]
+        _FREED.update((storage._cdata, self) for storage in self.storages)
+
+    def again(self) -> None:
+        """Make the values again and :meth:`put` them; for those who inherit."""
+        raise NotImplementedError
+
+    def fill(self, *_: Any) -> None:
+        """Make the values again, unless they are there."""
+        if self.empty:
+            self.again()
+
+    def put(self, values: torch.Tensor) -> None:
+        """These are the values."""
+        self.empty = False
+        with torch.no_grad():
+            for storage, n_bytes, mine, again in zip(
+                self.storages, self.n_bytes, self.values, parts(values), strict=True
+            ):
+                storage.resize_(n_bytes)
+                mine.copy_(again)
+
+    def free(self, *_: Any) -> None:
+        """Let the memory go; what refers to it stays."""
+        self.empty = True
+        for storage in self.storages:
+            storage.resize_(0)
+
+    def until_backward(self, maker: Any, readers: Sequence[Any]) -> None:
+        """Free now, fill before the backward of any of the readers' results, free before that of the maker."""
+        nodes = {x.grad_fn for x in tree_leaves(readers) if isinstance(x, torch.Tensor) and x.grad_fn is not None}
+        for node in nodes:
+            node.register_prehook(self.fill)
+        maker.register_prehook(self.free)
+        self.free()
+
+
+def parts(x: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that hold the values: those inside of one that only wraps others, as of many ranks in one process."""
+    if not is_traceable_wrapper_subclass(x):
+        return [x]
+    names, _ = x.__tensor_flatten__()
+    return [part for name in names for part in parts(getattr(x, name))]
+
+
+def is_empty(x: torch.Tensor) -> bool:
+    """Whether a tensor lies in memory that is given up now."""
+    found = [_FREED.get(part.untyped_storage()._cdata) for part in parts(x)]
+    return any(freed is not None and freed.empty for freed in found)
+
+
+def fill_all(values: Iterable[Any]) -> None:
+    """Fill what lies in memory that was given up: something else is about to be made from it."""
+    for x in values:
+        for part in parts(x) if isinstance(x, torch.Tensor) else ():
+            freed = _FREED.get(part.untyped_storage()._cdata)
+            if freed is not None:
+                freed.fill()
+
+
+__all__ = ["Freed", "fill_all", "is_empty", "parts"]
