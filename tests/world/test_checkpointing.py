@@ -18,7 +18,7 @@ from autopar import verify as V
 from autopar.capture import Captured, capture
 from autopar.check import check
 from autopar.placements import Mesh
-from autopar.plan import StagePlan
+from autopar.plan import Plan, StagePlan
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
 from autopar.planner.intra_op.complete import complete
 from autopar.planner.intra_op.draw import random_plan
@@ -195,7 +195,7 @@ def test_in_a_plan_file_and_in_eval_mode(tmp_path: Any) -> None:
     captured = captured_of(model)[0]
     plan = plan_graph(captured.graph, CLUSTER, MESH)
     assert len(plan.recompute) == 3
-    read = planfile.loads(planfile.dumps(plan, captured.graph, None), captured.graph)
+    read = planfile.loads(planfile.dumps(Plan.alone(plan, "dgx-h100"), captured.graph, None), captured.graph)
     assert read.recompute == plan.recompute
     with torch.no_grad():
         assert not plan_graph(captured_of(model)[0].graph, CLUSTER, MESH).recompute
