@@ -32,7 +32,7 @@ from autopar.runtime.optimizers import replaced
 from autopar.runtime.original import Original
 from autopar.runtime.pipeline import PipelineModule
 from autopar.runtime.programs import Programs
-from autopar.wishes import WISHES, documented
+from autopar.wishes import MOST_AXES, WISHES, documented
 from hardware_profiles import Cluster
 
 MeshLike = Mesh | Mapping[str, int] | str | None
@@ -121,28 +121,33 @@ def plan(
     constraints: Mapping[str, Mapping[str, str]] | None = None,
     params: Mapping[str, str] | None = None,
     placements: Mapping[str | int, str] | None = None,
-    recompute: Sequence[str] = (),
+    recompute: Sequence[str] | str = (),
     memory_limit: float | str | None = None,
     optimizer: str | torch.optim.Optimizer = "adamw",
-    microbatches: int | str | Sequence[int] = 1,
+    microbatches: int | str | Sequence[int] | None = None,
     stages: int | str | None = None,
     schedule: str | Sequence[str] | None = None,
     cuts: Sequence[str] | None = None,
-    max_axes: int = 2,
+    max_axes: int = MOST_AXES,
     time_limit: float = 120.0,
     captured: Captured | None = None,
     profile: str | Path | None = None,
 ) -> Plan:
     """Plan a model on a cluster. Needs no process group and no accelerator.
 
+    Everything that is not said is searched, as by ``autopar plan``: meshes, stages, schedules, numbers of microbatches,
+    recomputation, ways to keep parameters. ``stages=1``, ``microbatches=1``, ``recompute="none"`` and ``mesh=`` (one
+    group of devices and one microbatch, unless these are given too) restrict it. Ctrl-C ends it with the best plan so
+    far, and a note in the plan.
+
     Args:
         model: any module; on the meta device nothing is allocated.
         cluster: name of a hardware profile, path of one, or a :class:`~hardware_profiles.Cluster`.
-        inputs: one batch (or microbatch) with its global shapes: a tuple of args, a dict of kwargs, or a tensor.
+        inputs: the batch of a step with its global shapes: a tuple of args, a dict of kwargs, or a tensor.
         example_kwargs: keyword arguments beside positional ``inputs``.
         loss_fn, targets: ``loss_fn(output, *targets)`` if the model does not return its loss.
         {wishes}
-        captured: what :func:`capture` gave, to plan several meshes without capturing again.
+        captured: what :func:`capture` gave of the batch, to plan several meshes without capturing again.
         profile: what ``autopar profile`` measured; ``cluster`` may then be None, or is checked to be the one measured.
     """
     given = dict(locals())
@@ -152,12 +157,14 @@ def plan(
     if cluster is None:
         raise ClusterError("plan needs a cluster, or profile= with the file that autopar profile wrote")
     asked = asked_for({**given, "optimizer": arguments.check_optimizer(optimizer)})
-    known = captured or capture(model, inputs, example_kwargs=example_kwargs, loss_fn=loss_fn, targets=targets)
+    batch = _example(model, inputs, example_kwargs, targets)
+    if captured is None or asked.microbatches > 1:
+        args, kwargs, of_loss = first_part(batch, asked.microbatches)
+        captured = capture(model, args, example_kwargs=kwargs, loss_fn=loss_fn, targets=of_loss)
     where = get_cluster(cluster)
     return planning.find(
-        model, known, lambda: _example(model, inputs, example_kwargs, targets), where, where.n_devices, asked,
-        reference(cluster), runs=False,
-    ).plan  # fmt: skip
+        model, captured, lambda: batch, where, where.n_devices, asked, reference(cluster), runs=False
+    ).plan
 
 
 @documented
@@ -174,14 +181,14 @@ def parallelize(
     constraints: Mapping[str, Mapping[str, str]] | None = None,
     params: Mapping[str, str] | None = None,
     placements: Mapping[str | int, str] | None = None,
-    recompute: Sequence[str] = (),
+    recompute: Sequence[str] | str = (),
     memory_limit: float | str | None = None,
     optimizer: str | torch.optim.Optimizer = "adamw",
-    microbatches: int | str | Sequence[int] = 1,
+    microbatches: int | str | Sequence[int] | None = None,
     stages: int | str | None = None,
     schedule: str | Sequence[str] | None = None,
     cuts: Sequence[str] | None = None,
-    max_axes: int = 2,
+    max_axes: int = MOST_AXES,
     time_limit: float = 120.0,
     init: Init | None = None,
     hooks: str = "refuse",
@@ -194,6 +201,11 @@ def parallelize(
 
     Rank 0 plans and sends the plan to the others; what fails on one rank is raised on all of them.
 
+    A training loop goes on as it was: ``loss = pm(batch); loss.backward()``. So meshes, recomputation and ways to keep
+    parameters are searched, and the whole batch runs at once on one group of devices. ``microbatches="auto"`` cuts it,
+    ``stages="auto"`` searches pipelines, too, as :func:`plan` does: such a model trains by
+    ``pm.train_step(*batch)``. Where nothing fits without, the error says what would.
+
     Returns a :class:`~autopar.runtime.executor.ParallelModule`; if the plan has several stages, a
     :class:`~autopar.runtime.pipeline.PipelineModule`.
 
@@ -201,9 +213,9 @@ def parallelize(
         model: with its weights (rank 0's are used), or on the meta device.
         mesh: a DeviceMesh with named axes; or a cluster's name, or the number of ranks, and the shape is chosen. In a
             DeviceMesh, an axis ``pipe``, the first, makes a pipeline of so many groups.
-        example_inputs: one batch, or one microbatch of :meth:`ParallelModule.train_step`, as for :func:`plan`.
+        example_inputs: the batch of a step, as for :func:`plan`.
         example_kwargs: keyword arguments of that call, if it has positional ones too.
-        plan: run this plan (or plan file) instead of making one.
+        plan: run this plan (or plan file) instead of making one; it says how many microbatches the batch is cut into.
         cluster: hardware profile of a DeviceMesh or rank count; on the CPU ``local-x<ranks>`` by default.
         optimizer: an optimizer of the model's parameters goes on with those of the result: its groups, options and
             state are kept, so learning rate schedulers that hold it work on. Or its name, as for :func:`plan`.
@@ -235,28 +247,31 @@ def parallelize(
         else:
             mesh = profile_of(profile, mesh)
     asked = spreading.on_all(group, lambda: _asked(given, device_mesh))
-    captured = spreading.on_all(
-        group,
-        lambda: capture(model, example_inputs, example_kwargs=example_kwargs, loss_fn=loss_fn, targets=targets),
-    )
+    fixed = asked.microbatches  # of 1 where it is to be chosen
+
+    def first(microbatches: int) -> Any:
+        """The first of so many parts of the batch: ``(args, kwargs, targets)``."""
+        return first_part(_example(model, example_inputs, example_kwargs, targets), microbatches)
+
+    def taken() -> Captured:
+        args, kwargs, of_loss = first(fixed)
+        return capture(model, args, example_kwargs=kwargs, loss_fn=loss_fn, targets=of_loss)
+
+    captured = spreading.on_all(group, taken)
     _same_model(captured, model, group)
     if verify_capture:
-        _compare(captured, model, split_inputs(example_inputs, example_kwargs), targets, group)
-
-    def example() -> Any:
-        return _example(model, example_inputs, example_kwargs, targets)
+        args, kwargs = split_inputs(example_inputs, example_kwargs)
+        _compare(captured, model, first_part((args, kwargs, targets), fixed), group)
 
     def decide() -> Found:
         if plan is None:
             where, n, name = spreading.hardware_of(model, mesh, cluster)
-            return planning.find(model, captured, example, where, n, asked, name)
+            return planning.find(model, captured, lambda: first(1), where, n, asked, name)
         return _given(plan, part, get_cluster(cluster) if cluster is not None else None)
 
     def part(microbatches: int) -> Captured:
-        """One of so many parts of the batch; the batch itself, if that is one microbatch."""
-        if asked.numbers is None:
-            return captured
-        return planning.part_of(model, captured, example(), microbatches)
+        """One of so many parts of the batch."""
+        return captured if microbatches == fixed else planning.part_of(model, captured, first(1), microbatches)
 
     one, decided = spreading.agreed(decide, captured, group, part)
     if device_mesh is not None and (len(decided.stages) > 1 or "pipe" in (device_mesh.mesh_dim_names or ())):
@@ -264,9 +279,7 @@ def parallelize(
         device_mesh = None
     pm = spreading.spread(model, one, decided, group, device_mesh=device_mesh, init=init)
     if on_change == "recapture":
-        batch = example()
-        if asked.numbers is not None:
-            batch = first_part(batch, decided.microbatches)
+        batch = first(decided.microbatches)
         compare = again.comparer_of(batch[0], batch[1], batch[2], group) if verify_capture else None
         planner = None
         if len(decided.stages) == 1:
@@ -288,7 +301,9 @@ def _asked(given: Mapping[str, Any], device_mesh: DeviceMesh | None) -> Asked:
             "pipe" in (device_mesh.mesh_dim_names or ())
         ):
             wanted["stages"], wanted["mesh"] = spreading.groups_of(device_mesh, given["stages"])
-    return asked_for(wanted, piped=given["plan"] is not None)
+    if given["plan"] is not None:  # it says all that there is to say
+        wanted["microbatches"] = None
+    return asked_for(wanted, whole=True)
 
 
 def _given(plan: Plan | str | Path, part: Callable[[int], Captured], cluster: Cluster | None) -> Found:
@@ -318,13 +333,14 @@ def _same_model(captured: Captured, model: torch.nn.Module, group: Any) -> None:
     together(group, CaptureError(problem) if mine != first else None)
 
 
-def _compare(captured: Captured, model: torch.nn.Module, call: Any, targets: Any, group: Any) -> None:
+def _compare(captured: Captured, model: torch.nn.Module, example: Any, group: Any) -> None:
     """Refuse a graph that is not what the model does in eager mode; rank 0's values are those that count."""
     error: BaseException | None = None
     if dist.get_rank(group) == 0:
         try:
+            args, kwargs, targets = example
             given = (targets,) if isinstance(targets, torch.Tensor) else targets
-            note = compare_with_eager(captured, model, call[0], call[1], given).note
+            note = compare_with_eager(captured, model, args, kwargs, given).note
             if note and not is_meta(model):
                 warnings.warn(f"what was captured was not compared with the model: {note}", stacklevel=3)
         except Exception as e:

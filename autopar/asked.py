@@ -11,7 +11,7 @@ from autopar.errors import AutoparError, MeshError, PlanError
 from autopar.placements import Mesh, format_state, parse_state
 from autopar.plan import LIFETIMES, Pins
 from autopar.texts import mesh_of, parse_bytes
-from autopar.wishes import BY_NAME, WISHES
+from autopar.wishes import BY_NAME, MOST_AXES, WISHES
 
 NOTHING = "none"
 """What is recomputed where nothing may be."""
@@ -23,10 +23,11 @@ class Asked:
 
     Attributes:
         pins: those that the plan will remember.
-        microbatches: of a step, where their number is fixed.
+        microbatches: into how many a step's batch is cut, where their number is fixed.
         numbers: of microbatches, to choose from; none for all that divide the batch; None where the number is fixed.
-        piped: a pipeline is asked for.
-        everything: nothing is, so that all that the planner knows is searched.
+        piped: stages are looked at, too; where none are asked for, only of a model that can be trained in stages.
+        insisted: something is asked of stages or microbatches, so a model that cannot have them is refused.
+        whole: the caller runs the batch of a step at once (``pm(batch)``, ``loss.backward()``) unless told otherwise.
         may_recompute: blocks may run again in the backward, where the planner finds that best.
         top: how many of the best layouts of a pipeline are planned exactly.
     """
@@ -34,13 +35,19 @@ class Asked:
     pins: Pins = field(default_factory=Pins)
     optimizer: str = "adamw"
     microbatches: int = 1
-    numbers: tuple[int, ...] | None = None
+    numbers: tuple[int, ...] | None = ()
     time_limit_seconds: float = 120.0
-    max_axes: int = 2
-    piped: bool = False
-    everything: bool = False
+    max_axes: int = MOST_AXES
+    piped: bool = True
+    insisted: bool = False
+    whole: bool = False
     may_recompute: bool = True
     top: int = 1
+
+    @property
+    def everything(self) -> bool:
+        """Nothing is asked of meshes, stages and microbatches, so that all that the planner knows is searched."""
+        return self.piped and not self.insisted and self.numbers == () and self.pins.mesh is None
 
 
 Spelled = Callable[..., str]
@@ -59,33 +66,40 @@ def as_option(name: str, key: Any = None) -> str:
     return option if key is None else f"{option} {key}"
 
 
-def asked(given: Mapping[str, Any], *, piped: bool = False, spelled: Spelled = as_argument) -> Asked:
+def asked(given: Mapping[str, Any], *, whole: bool = False, spelled: Spelled = as_argument) -> Asked:
     """What the arguments of a call ask for; arguments that are no wishes are passed over.
+
+    The batch that was given is that of a step. Where nothing is said of it, and of stages, everything is searched; with
+    a mesh, or for a caller that runs the batch at once, there is one group of devices and one microbatch.
 
     Args:
         given: of the right types (:func:`autopar.arguments.check`), the optimizer by name; what is not there was not
             asked for.
-        piped: a pipeline is asked for in another way.
+        whole: the caller runs the batch of a step at once, where nothing is said of stages and microbatches.
         spelled: how wishes were said.
 
     Raises:
         AutoparError: a wish means nothing, with its name, what was given and what to give.
     """
     wish = {w.name: given.get(w.name, w.default) for w in WISHES}
-    piped = piped or any(wish[w.name] is not None for w in WISHES if w.pipelines)
-    one, numbers = _microbatches(wish["microbatches"], piped, spelled)
     mesh = mesh_of(wish["mesh"])
+    staged = any(wish[w.name] is not None for w in WISHES if w.pipelines)
+    parts, free = wish["microbatches"], mesh is None and not whole
+    one, numbers = _microbatches(parts if parts is not None else "auto" if staged or free else 1, spelled)
+    chosen = parts is not None and numbers is None  # the caller's own number
     if wish["max_axes"] < 1:
         raise MeshError(f"{spelled('max_axes')} is {wish['max_axes']}; give 1 or more")
     if wish["time_limit"] <= 0:
         raise AutoparError(f"{spelled('time_limit')} is {wish['time_limit']:g} s; give more than 0")
     limit = parse_bytes(wish["memory_limit"])
-    if limit is not None and limit <= 0:
+    if limit is not None and limit < 1:
         raise AutoparError(
             f"{spelled('memory_limit')} is {wish['memory_limit']}; give more than 0 bytes, or nothing for what the "
             "device has"
         )
     groups = None if wish["stages"] == "auto" else wish["stages"]
+    if numbers is not None and not staged and not free:
+        groups = 1  # only their number is to be chosen
     if groups is not None and groups < 1:
         raise PlanError(f"{spelled('stages')} is {groups!r}; give a number of groups of devices from 1 on, or 'auto'")
     _check_tables(wish)
@@ -95,24 +109,26 @@ def asked(given: Mapping[str, Any], *, piped: bool = False, spelled: Spelled = a
     states = {
         k: parse_state(v, mesh or (), spelled("placements", k)) for k, v in (wish["placements"] or {}).items()
     }  # fmt: skip
-    nothing_again = list(wish["recompute"]) == [NOTHING]
+    again = [wish["recompute"]] if isinstance(wish["recompute"], str) else list(wish["recompute"])
+    nothing_again = again == [NOTHING]
     names = wish["schedule"]
     pins = Pins(
         groups, tuple(wish["cuts"] or ()), (names,) if isinstance(names, str) else tuple(names or ()),
-        one if numbers is None and piped else None, mesh,
+        one if chosen else None, mesh,
         {pattern: dict(axes) for pattern, axes in (wish["constraints"] or {}).items()},
         {k: parse_kept(v, mesh, spelled("params", k)) for k, v in (wish["params"] or {}).items()},
         {k: state for k, state in states.items() if isinstance(k, str)},
         {k: state for k, state in states.items() if isinstance(k, int)},
-        None if limit is None else int(limit), () if nothing_again else tuple(wish["recompute"]),
+        None if limit is None else int(limit), () if nothing_again else tuple(again),
     )  # fmt: skip
     optimizer = "adamw" if wish["optimizer"] == "adam" else wish["optimizer"]
     return Asked(
-        pins, optimizer, one, numbers, wish["time_limit"], wish["max_axes"], piped, may_recompute=not nothing_again
-    )
+        pins, optimizer, one, numbers, wish["time_limit"], wish["max_axes"], staged or free or numbers is not None,
+        staged or parts is not None, whole, not nothing_again,
+    )  # fmt: skip
 
 
-def _microbatches(given: Any, piped: bool, spelled: Spelled) -> tuple[int, tuple[int, ...] | None]:
+def _microbatches(given: Any, spelled: Spelled) -> tuple[int, tuple[int, ...] | None]:
     """The number of microbatches; and where it is to be chosen, from which (none for all that divide the batch)."""
     if isinstance(given, int):
         if given < 1:
@@ -123,11 +139,6 @@ def _microbatches(given: Any, piped: bool, spelled: Spelled) -> tuple[int, tuple
         raise AutoparError(
             f"{spelled('microbatches')} is {given!r}; give a whole number of 1 or more, several to choose from, or "
             "'auto'"
-        )
-    if not piped:
-        raise AutoparError(
-            f"{spelled('microbatches')} is {given!r}, which is for pipelines: give {spelled('stages')} too, or one "
-            "number"
         )
     return 1, () if given == "auto" else tuple(given)
 

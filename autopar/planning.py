@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 import torch
@@ -14,16 +15,18 @@ import torch
 from autopar.asked import Asked
 from autopar.capture import Captured, capture
 from autopar.capture.parts import NotLinear, first_part, numbers_of_parts, resized, rows_of
-from autopar.errors import InfeasibleError, MeshError, PlanError
+from autopar.errors import CaptureError, InfeasibleError, MeshError, PlanError
 from autopar.graph import Graph
 from autopar.placements import Mesh, mesh_shapes, mesh_text, n_devices
 from autopar.plan import Pins, Plan
 from autopar.planner.inter_op.exact import Exact
 from autopar.planner.inter_op.order import check_name
 from autopar.planner.inter_op.stage_pins import allows, check, check_counts, starts_of
-from autopar.planner.inter_op.stage_search import PipelineOptions, Planned, plan_pipeline
+from autopar.planner.inter_op.stage_search import INTERRUPTED, PipelineOptions, Planned, plan_pipeline
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
+from autopar.planner.intra_op.problem import Beaten
 from autopar.rules.registry import ops_without_rule
+from autopar.texts import show_seconds
 from cost_models.pipeline import Timeline
 from hardware_profiles import Cluster
 
@@ -86,16 +89,59 @@ def find(
         InfeasibleError: nothing fits.
     """
     name = name or cluster.name
-    if asked.everything:
-        say("meshes, stages, schedules, microbatches")
-        return over_everything(model, captured, example(), cluster, n, asked, name, runs)
-    if not asked.piped:
-        return on_best_mesh(captured, cluster, n, asked, name, say)
-    say("stages")
-    if asked.numbers is not None:
-        return in_parts(model, captured, example(), cluster, n, asked, name, runs)
-    planned = in_stages({asked.microbatches: captured.graph}, cluster, n, asked, name)
-    return Found(planned.plan, captured, planned.timeline, planned.tried, planned.others)
+    if not asked.piped or not (asked.insisted or can_be_cut(captured.graph, example())):
+        try:
+            return on_best_mesh(captured, cluster, n, asked, name, say)
+        except InfeasibleError as error:
+            if not asked.whole or asked.insisted or not can_be_cut(captured.graph, example()):
+                raise
+            hint = _in_other_ways(model, captured, example(), cluster, n, asked)
+            raise InfeasibleError(f"{error}\n  {hint}") from None
+    if asked.numbers is None:
+        say("stages")
+        planned = in_stages({asked.microbatches: captured.graph}, cluster, n, asked, name)
+        return Found(planned.plan, captured, planned.timeline, planned.tried, planned.others)
+    say("meshes, stages, schedules, microbatches")
+    found = in_parts(model, captured, example(), cluster, n, asked, name, runs)
+    if len(found.plan.stages) == 1 and found.plan.microbatches > 1 and 1 in (asked.numbers or (1,)):
+        return _simpler(found, captured, cluster, asked, name)
+    return found
+
+
+def can_be_cut(graph: Graph, example: Any) -> bool:
+    """Whether a model can be trained in stages or microbatches: it returns a loss, and its batch has rows."""
+    try:
+        return graph.loss is not None and rows_of(example) > 0
+    except CaptureError:
+        return False
+
+
+def _simpler(found: Found, captured: Captured, cluster: Cluster, asked: Asked, name: str) -> Found:
+    """The plan of the whole batch on the same mesh, if that takes hardly longer than in microbatches."""
+    options = replace(options_of(asked), microbatches=1)
+    try:
+        simple = on_mesh(captured.graph, cluster, found.plan.mesh, options, name, asked.pins)
+    except InfeasibleError:
+        return found
+    if simple.seconds > found.plan.seconds * (1 + SIMPLER):
+        return found
+    return replace(found, plan=simple, captured=captured, timeline=None)
+
+
+def _in_other_ways(
+    model: torch.nn.Module, captured: Captured, example: Any, cluster: Cluster, n: int, asked: Asked
+) -> str:
+    """What would fit a model of which the whole batch at once does not."""
+    free = replace(asked, whole=False, piped=True, numbers=())
+    try:
+        found = in_parts(model, captured, example, cluster, n, free, cluster.name, runs=False)
+    except (InfeasibleError, PlanError, MeshError) as error:
+        return f"nor in microbatches or stages: {error}"
+    words = "stages='auto'" if len(found.plan.stages) > 1 else f"microbatches={found.plan.microbatches}"
+    return (
+        f"that is for the whole batch at once, as pm(batch) and loss.backward() run it; {words} would fit "
+        f"({found.tried[0][0]}: {show_seconds(found.plan.seconds)} a step), and trains by pm.train_step(*batch)"
+    )
 
 
 # --- on one mesh -----------------------------------------------------------------------------------------------------
@@ -132,41 +178,52 @@ def on_best_mesh(
     tried: list[tuple[str, float]] = []
     for shape in shapes:
         say(mesh_text(shape))
+        least = best.seconds if best is not None else inf
         try:
-            plan = on_mesh(graph, cluster, shape, options, name, pins)
+            plan = on_mesh(graph, cluster, shape, replace(options, worth_seconds=least), name, pins)
+        except Beaten:
+            continue
         except InfeasibleError as error:
             infeasible = infeasible or error
             continue
+        except KeyboardInterrupt:
+            if best is None:
+                raise
+            best = replace(best, notes=(*best.notes, INTERRUPTED))
+            break
         tried.append((mesh_text(shape), plan.seconds))
-        if best is None or plan.seconds < best.seconds * (1 - 1e-6):
+        if plan.seconds < least * (1 - 1e-6):
             best = plan
+    again = _with_recomputation(captured, cluster, n, asked, name, best)
+    if again is not None:
+        return again
     if best is None:
         assert infeasible is not None
         raise infeasible
     return Found(best, captured, None, tuple(sorted(tried, key=lambda way: way[1])))
 
 
+def _with_recomputation(
+    captured: Captured, cluster: Cluster, n: int, asked: Asked, name: str, best: Plan | None
+) -> Found | None:
+    """The plan of one group of devices in which the planner chooses what runs again, where memory binds; None where
+    that is not asked for, or no faster than the ``best`` of all meshes."""
+    binds = best is None or best.solution is None or best.solution.binds
+    may = asked.may_recompute and not asked.pins.recompute and captured.graph.loss is not None
+    if not may or not binds or (best is not None and INTERRUPTED in best.notes):
+        return None
+    one = replace(asked, pins=replace(asked.pins, stages=1))
+    try:
+        planned = in_stages({asked.microbatches: captured.graph}, cluster, n, one, name)
+    except InfeasibleError:
+        return None
+    if best is not None and best.seconds <= planned.plan.seconds * (1 + SIMPLER):
+        return None
+    plan = replace(planned.plan, pins=asked.pins)
+    return Found(plan, captured, planned.timeline, planned.tried, planned.others)
+
+
 # --- in stages -------------------------------------------------------------------------------------------------------
-
-
-def over_everything(
-    model: torch.nn.Module, captured: Captured, example: Any, cluster: Cluster, n: int, asked: Asked, name: str,
-    runs: bool = True,
-) -> Found:  # fmt: skip
-    """The best plan of a batch, of all that the planner knows: meshes, groups of devices, schedules, degrees of
-    interleaving, numbers of microbatches, recomputation, ways to keep parameters.
-
-    Where one mesh is best and gains nothing by microbatches, it is the plan of the whole batch on it.
-    """
-    found = in_parts(model, captured, example, cluster, n, replace(asked, numbers=()), name, runs)
-    if len(found.plan.stages) == 1:
-        try:
-            simple = on_mesh(captured.graph, cluster, found.plan.mesh, options_of(asked), name, asked.pins)
-        except InfeasibleError:
-            return found
-        if simple.seconds <= found.plan.seconds * (1 + SIMPLER):
-            return replace(found, plan=simple, captured=captured, timeline=None)
-    return found
 
 
 def in_stages(
@@ -206,7 +263,7 @@ def in_stages(
     starts = starts_of(graph, pins.cuts) if pins.cuts else None
     wanted = wanted or PipelineOptions(
         asked.microbatches, pins.stages, schedules, pins.mesh, starts, options, may_recompute=asked.may_recompute,
-        top=asked.top,
+        top=asked.top, max_axes=asked.max_axes,
     )
     planned = plan_pipeline(graphs, cluster, n, wanted, cluster_name=name)
     notes = (*notes_on(graph), *_others(planned))

@@ -23,6 +23,8 @@ from autopar.texts import show_bytes
 OPTIMIZERS = ("adamw", "adam", "sgd", "sgd_momentum")
 MOST = 1 << 24
 """No count of ranks, stages or microbatches is larger: it would only take time."""
+MOST_AXES = 3
+"""Axes of the mesh shapes that are tried, at most, unless told otherwise."""
 
 
 @dataclass(frozen=True)
@@ -254,9 +256,11 @@ WISHES: tuple[Wish, ...] = (
              lambda states: [f"output {number}: {format_state(states[number])}" for number in sorted(states)])),
     ),
     Wish(
-        "recompute", (), are_texts, "a list of patterns of module paths, such as ['layers.*']",
+        "recompute", (), lambda v: are_texts(v) or (isinstance(v, str) and v == "none"),
+        "a list of patterns of module paths, such as ['layers.*'], or 'none'",
         'patterns of module paths, such as ``["layers.*"]``; each module that matches keeps only its inputs for the '
-        "backward, and runs again there (activation checkpointing).",
+        'backward, and runs again there (activation checkpointing). ``"none"``: nothing runs again. By default the '
+        "planner chooses.",
         (Flag(("--recompute",), "Modules that keep only their inputs and run again in the backward: a pattern of "
               "paths. Repeatable. none: nothing runs again. Default: the planner chooses.", list, True),),
         (Pin("recompute", "texts", "same", lambda patterns: [f"{pattern}: recompute" for pattern in patterns]),),
@@ -274,19 +278,19 @@ WISHES: tuple[Wish, ...] = (
         (Flag(("--optimizer",), "adamw, sgd or sgd_momentum."),),
     ),
     Wish(
-        "microbatches", 1, _are_counts, "a whole number of 1 or more, several to choose from, or 'auto'",
-        'how often the batch is run per optimizer step. For a pipeline also ``"auto"``, or several numbers to choose '
-        "from: ``inputs`` are then the batch of a step, which is cut into the best number of microbatches.",
-        (Flag(("--microbatches",), "auto, or several such as 4,8,16: the example is the batch of a step, and the "
-              "number of pieces that it is cut into is chosen. One number: so many batches like the example are a "
-              "step. Default: auto; 1 with --mesh and no stages.", _counts),),
+        "microbatches", None, optional(_are_counts), "a whole number of 1 or more, several to choose from, or 'auto'",
+        'into how many microbatches the batch of a step, which the example inputs are, is cut: a number, several to '
+        'choose from, or ``"auto"`` for the best of those that divide it.',
+        (Flag(("--microbatches",), "Into how many pieces the batch of a step, which the example is, is cut: a number, "
+              "several such as 4,8,16 to choose from, or auto. Default: auto; 1 with --mesh and no stages.",
+              _counts),),
         (Pin("microbatches", "count", "pipeline", lambda n: [_plural(n, "microbatch").replace("hs", "hes")]),),
     ),
     Wish(
         "stages", None, optional(lambda v: is_whole(v) or _is_auto(v)),
         "a number of groups of devices from 1 on, or 'auto'",
-        'pipeline over so many groups of devices (``"auto"``: the best number); ``mesh`` is then that of a group, '
-        "``inputs`` are one microbatch, and the plan has several :attr:`~autopar.plan.Plan.stages`, if that is best.",
+        'pipeline over so many groups of devices (``"auto"``: the best number; 1: none); ``mesh`` is then that of a '
+        "group, and the plan has several :attr:`~autopar.plan.Plan.stages`, if that is best.",
         (Flag(("--stages",), "Pipeline over so many groups of devices, or auto. Default: auto; 1 group with --mesh.",
               _groups),),
         (Pin("stages", "count", "pipeline", lambda n: [_plural(n, "group")]),), True,
@@ -309,7 +313,7 @@ WISHES: tuple[Wish, ...] = (
         (Pin("cuts", "texts", "pipeline", lambda cuts: [f"cut at {', '.join(cuts)}"]),), True,
     ),
     Wish(
-        "max_axes", 2, is_whole, "a whole number of 1 or more",
+        "max_axes", MOST_AXES, is_whole, "a whole number of 1 or more",
         "of the mesh shapes that are tried where none is given.",
     ),
     Wish(

@@ -2,7 +2,7 @@
 
     python benchmarks/layouts.py                      the table of expert layouts, a line a case, each in a process
     python benchmarks/layouts.py llama-8b-64          one case
-    python benchmarks/layouts.py --portfolio 200 gpt3-64      so many random layouts, pinned, of one case
+    python benchmarks/layouts.py --portfolio 20 [case]        beside so many random and some hand-made layouts, pinned
 
 The models are on the meta device. A row has the seconds of a step by autopar's own price for the search and for the
 layout pinned in the words of ``autopar plan --like``, their ratio, and the CPU-seconds of both searches after capture.
@@ -92,7 +92,7 @@ def batch_of(family: str, rows: int, seq: int, model: Any) -> dict[str, Any]:
 
 
 def measure(case: str, portfolio: int = 0) -> dict[str, Any]:
-    """One case in this process; with ``portfolio``, beside so many random layouts instead of the published one."""
+    """One case in this process: the search, the published layout, and so many random and hand-made ones."""
     warnings.simplefilter("ignore")
     import autopar.rules  # noqa: F401
     from autopar.capture import capture
@@ -120,21 +120,43 @@ def measure(case: str, portfolio: int = 0) -> dict[str, Any]:
     best = found.plan.seconds
     row: dict[str, Any] = {"case": case, "search s": round(best, 4), "plan": found.tried[0][0]}
     row["search CPU s"] = round(searched - start, 1)
-    layouts = random_layouts(portfolio, n, rows, len(case)) if portfolio else [text]
     prices: dict[str, float] = {}
-    for words in layouts:
+    refused: dict[str, str] = {}
+    others = [*by_hand(n, rows), *random_layouts(portfolio, n, rows, len(case))] if portfolio else []
+    for words in dict.fromkeys([text, *others]):
         try:
             asked = parse_layout(words).asked(whole, base, n, rows)
             prices[words] = plan_pipeline(part(asked.microbatches), hardware, n, asked).plan.seconds
         except (AutoparError, ValueError) as error:
-            row.setdefault("not possible", []).append(f"{words}: {str(error).splitlines()[0][:80]}")
+            refused[words] = str(error).splitlines()[0][:80]
+        if portfolio:
+            print(f"{prices.get(words, refused.get(words))}  {words}", file=sys.stderr, flush=True)
     row["pinned CPU s"] = round(time.process_time() - searched, 1)
+    row |= {"published": text, "published s": round(prices[text], 4) if text in prices else refused[text]}
     if portfolio:
-        row["priced"], row["not possible"] = len(prices), len(row.get("not possible", ()))
+        row |= {"priced": len(prices), "do not fit, or cannot be": len(refused)}
     if prices:
         like = min(prices, key=lambda words: prices[words])
-        row |= {"like": like, "pinned s": round(prices[like], 4), "search / pinned": round(best / prices[like], 4)}
+        row |= {"best pinned": like, "its s": round(prices[like], 4), "search / pinned": round(best / prices[like], 4)}
     return row
+
+
+def by_hand(n: int, rows: int) -> list[str]:
+    """What people try first: one kind of parallelism, or tensor 8 in nodes and stages across them, few and many
+    microbatches, each with the schedules that are written about."""
+    found = [f"dp={n},m={m}" for m in (1, 2, 4) if rows % m == 0 and rows // m >= n]
+    shapes = ((min(8, n), 1), (min(8, n // 2), 2), (min(4, n // 4), 4), (min(8, n // 8), 8), (1, min(n, 8)))
+    for tensor, groups in shapes:
+        if tensor < 1 or n % (tensor * groups):
+            continue
+        data = n // tensor // groups
+        counts = [m for m in (rows // data, rows // data // 4) if m >= 1 and rows % m == 0 and (rows // m) % data == 0]
+        for m in dict.fromkeys(counts):
+            words = f"tp={tensor},pp={groups},dp={data},m={m}"
+            names = ("1f1b", "zb-h1", "zb-v") if groups > 1 else ("1f1b",)
+            found += [f"{words},schedule={name}" for name in names]
+            found += [f"{words},vp=2"] if groups > 1 else []
+    return found
 
 
 def random_layouts(count: int, n: int, rows: int, seed: int) -> list[str]:
@@ -161,14 +183,12 @@ def random_layouts(count: int, n: int, rows: int, seed: int) -> list[str]:
 def main() -> None:
     """Print a line for every case."""
     words = sys.argv[1:]
-    if words[:1] == ["--portfolio"]:
-        print(json.dumps(measure(words[2], int(words[1]))))
-        return
-    if words:
-        print(json.dumps(measure(words[0])))
+    portfolio = words[:2] if words[:1] == ["--portfolio"] else []
+    if words[len(portfolio) :]:
+        print(json.dumps(measure(words[-1], int(portfolio[1]) if portfolio else 0)))
         return
     for case in CASES:
-        done = subprocess.run([sys.executable, __file__, case], capture_output=True, text=True)
+        done = subprocess.run([sys.executable, __file__, *portfolio, case], capture_output=True, text=True)
         print(done.stdout.strip() or f"{case}: {(done.stderr.strip().splitlines() or ['?'])[-1]}", flush=True)
 
 

@@ -71,7 +71,7 @@ def main() -> None:
     captured = autopar.capture(model, batches[0])
     print(f"1. captured {len(captured.graph.nodes)} nodes in {time.perf_counter() - start:.1f} s")
     start = time.perf_counter()
-    plan = autopar.plan(model, f"local-x{RANKS}", batches[0], captured=captured)
+    plan = autopar.plan(model, f"local-x{RANKS}", batches[0], stages=1, microbatches=1, captured=captured)
     solution = plan.solution
     assert solution is not None
     shape = " x ".join(f"{axis}={n}" for axis, n in plan.mesh)

@@ -27,13 +27,11 @@ def main() -> list[float]:
     start = torch.randint(0, 512, (BATCH, 1), generator=generator)
     ids = (start + 7 * torch.arange(TOKENS)) % 512  # every token follows from the one before
     batch = {"input_ids": ids, "labels": ids.clone()}
-    # k microbatches: the example inputs are one of them
-    half = {name: value[: BATCH // 2] for name, value in batch.items()}
-    pm = autopar.parallelize(model, dist.get_world_size(), half, microbatches=2)
+    pm = autopar.parallelize(model, dist.get_world_size(), batch, microbatches=2)  # a step's batch, cut in two
     optimizer = torch.optim.AdamW(pm.parameters(), lr=3e-3, foreach=True)
     losses = []
     for step in range(STEPS):
-        losses.append(pm.train_step(**batch, optimizer=optimizer, microbatches=2).item())
+        losses.append(pm.train_step(**batch, optimizer=optimizer).item())
         if dist.get_rank() == 0 and step % 5 == 0:
             print(f"step {step:3}  loss {losses[-1]:.3f}", flush=True)
     state = autopar.full_state_dict(pm)

@@ -30,9 +30,8 @@ def batches() -> list[dict[str, torch.Tensor]]:
 def main() -> list[float]:
     torch.manual_seed(0)
     data = batches()
-    micro = {name: x[: BATCH // MICROBATCHES] for name, x in data[0].items()}  # what is captured
     model = autopar.parallelize(
-        T5ForConditionalGeneration(CONFIG), dist.get_world_size(), micro,
+        T5ForConditionalGeneration(CONFIG), dist.get_world_size(), data[0],
         stages=2, schedule="zb-v", microbatches=MICROBATCHES,
     )  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -24,17 +24,6 @@ def parsed(like: str | None) -> Layout | None:
     return parse_layout(like) if like is not None else None
 
 
-def is_searched(captured: Captured, loaded: Loaded) -> bool:
-    """Whether pipelines can be looked at: the model returns a loss, and its batch has rows."""
-    from autopar.capture.parts import rows_of
-    from autopar.errors import CaptureError
-
-    try:
-        return captured.graph.loss is not None and rows_of((loaded.args, loaded.kwargs)) > 0
-    except CaptureError:
-        return False
-
-
 def show(found: Found, hardware: Cluster, top: int, layout: Layout | None, pinned: LayoutRow | None) -> None:
     """Print the best layouts, and one that was asked for beside them.
 
@@ -108,4 +97,4 @@ def table(rows: list[LayoutRow], pinned: LayoutRow | None) -> None:
     console.print(shown)
 
 
-__all__ = ["is_searched", "parsed", "priced_like", "rows_of_layouts", "show", "table"]
+__all__ = ["parsed", "priced_like", "rows_of_layouts", "show", "table"]

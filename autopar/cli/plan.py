@@ -62,7 +62,8 @@ def plan(
     """Find the fastest way to spread a model over a cluster, and write it to a plan file.
 
     Without flags everything is searched: meshes of up to three axes, stages, schedules, interleaving, numbers of
-    microbatches, recomputation, ways to keep parameters. The example is the batch of a step. Flags restrict.
+    microbatches, recomputation, ways to keep parameters. The example is the batch of a step. Flags restrict:
+    --stages 1, --microbatches 1, --recompute none. Ctrl-C ends the search with the best plan so far.
 
     Examples:
 
@@ -91,10 +92,8 @@ def plan(
         raise UsageError("give the cluster to plan for with --cluster (autopar clusters lists them), or a --profile")
     cluster = profile_of(profile, cluster) if profile is not None else str(cluster)
     hardware = load_cluster(cluster)
-    given = _arguments(said)
-    wanted = asked(given, spelled=as_option)
-    everything = not wanted.piped and wanted.pins.mesh is None and "microbatches" not in given
-    if (like is not None or top != 1) and not everything:
+    wanted = asked(_arguments(said), spelled=as_option)
+    if (like is not None or top != 1) and not wanted.everything:
         flags = "--like" if like is not None else "--top"
         raise UsageError(
             f"{flags} is for the search over everything: leave out --mesh, --stages, --schedule, --cut and "
@@ -103,10 +102,10 @@ def plan(
     if top < 1:
         raise UsageError(f"--top is {top}; it is 1 or more")
     layout = layouts.parsed(like)
-    loaded, captured = load_and_capture(model, batch, seq)
-    if everything and layouts.is_searched(captured, loaded):
-        wanted = replace(wanted, everything=True, top=top)
-    elif like is not None or top != 1:
+    parts = wanted.microbatches if wanted.microbatches > 1 else None
+    loaded, captured = load_and_capture(model, batch, seq, parts=parts)
+    wanted = replace(wanted, top=top)
+    if (like is not None or top != 1) and not planning.can_be_cut(captured.graph, (loaded.args, loaded.kwargs)):
         raise UsageError("--like and --top need a model that returns its loss, and a batch with rows")
     folder = output.parent if output else Path()
     if cluster.endswith((".toml", ".json")):
@@ -139,8 +138,6 @@ def _arguments(said: dict[str, Any]) -> dict[str, Any]:
                 continue
             value = flag.read(text)
             given[wish.name] = {**given.get(wish.name, {}), **value} if isinstance(value, dict) else value
-    if any(wish.name in given for wish in WISHES if wish.pipelines):
-        given.setdefault("microbatches", "auto")
     if given.get("optimizer", OPTIMIZERS[0]) not in OPTIMIZERS:
         raise UsageError(f"unknown optimizer '{given['optimizer']}'; use {', '.join(OPTIMIZERS)}")
     return given

@@ -158,6 +158,21 @@ class Batch:
             if leaf.requires_grad and not self.nodes[name].needs_grad:
                 raise RunError(NOT_PLANNED.format(name=self.shown[name]))
 
+    def check_one(self, tensors: Mapping[str, torch.Tensor], parts: int) -> None:
+        """Refuse the batch of a step of so many microbatches where one of these is run.
+
+        Raises:
+            RunError: with both numbers of rows, and the calls that take them.
+        """
+        for name, leaf in tensors.items():
+            want = self.nodes[name].out.shape
+            if parts > 1 and not isinstance(leaf, DTensor) and want and leaf.shape == (parts * want[0], *want[1:]):
+                raise RunError(
+                    f"input {self.shown[name]} has {leaf.shape[0]} rows, the batch of a step, and the plan cuts it "
+                    f"into {parts} microbatches of {want[0]}: call train_step(*batch), or this with each of them; with "
+                    "microbatches=1 parallelize plans for the whole batch at once"
+                )
+
     def microbatches(
         self, tensors: Mapping[str, torch.Tensor], count: int | None, part: Callable[[str], Shape]
     ) -> list[dict[str, torch.Tensor]]:

@@ -235,7 +235,9 @@ class ParallelModule(SpreadModule):
         """Local inputs by name; what ranks are to compare goes into ``seen``."""
         stage, batch = self._stage, self._batch
         found: dict[str, torch.Tensor] = {}
-        for name, leaf in batch.tensors(args, kwargs).items():
+        tensors = batch.tensors(args, kwargs)
+        batch.check_one(tensors, self._given.microbatches)
+        for name, leaf in tensors.items():
             found[name] = stage.local_input(name, leaf, batch.shown[name])
             if seen is not None and not isinstance(leaf, DTensor):
                 slot = stage.inputs[name]

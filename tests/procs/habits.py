@@ -63,7 +63,7 @@ def batches(n: int, rows: int = 8) -> list[torch.Tensor]:
 def spread(model: nn.Module, piped: bool, x: torch.Tensor, **options: Any) -> Any:
     """The model on two ranks: its batch cut, or in two stages."""
     if piped:
-        return autopar.parallelize(model, 2, x[: len(x) // 2], **{**PIPED, **options})
+        return autopar.parallelize(model, 2, x, **{**PIPED, **options})
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
     return autopar.parallelize(model, mesh, x, **{**CUT, **options})
 
@@ -182,7 +182,8 @@ def left_out(how: str, k: int) -> float:
     place: Any = {"pipeline": 2, "halves": 2, "alone": 1}.get(how)
     if place is None:
         place = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
-    pm = autopar.parallelize(model, place, xs[0][:rows], **LEFT_OUT.get((how, k), {}))
+    given = xs[0] if place == 2 else xs[0][:rows]  # a step's batch; train_step adds up over several such, too
+    pm = autopar.parallelize(model, place, given, **LEFT_OUT.get((how, k), {}))
     optimizers = [
         torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=0.01, weight_decay=0.1)
         for m in (pm, alone)

@@ -805,7 +805,7 @@ def a_forward_that_raises() -> None:
 def pipeline(model: nn.Module | None = None, **more: Any) -> tuple[Any, nn.Module]:
     model = model or Net(mse)
     eager = copy.deepcopy(model)
-    return autopar.parallelize(model, 2, batch(), stages=2, microbatches=4, **more), eager
+    return autopar.parallelize(model, 2, batch(32), stages=2, microbatches=4, **more), eager
 
 
 def short_group(seconds: float) -> DeviceMesh:
@@ -913,7 +913,7 @@ def input_gradients_of_a_pipeline() -> None:
     for schedule in ("1f1b", "zb-h1"):
         model = ReadsTwice()
         eager = copy.deepcopy(model)
-        example = torch.randn(8, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+        example = torch.randn(32, 8, requires_grad=True), torch.randn(8, requires_grad=True)
         module = autopar.parallelize(model, 2, example, stages=2, microbatches=4, cuts=["second"], schedule=schedule)
         for _ in range(2):
             x, shift = batch(32, grad=True)[0], torch.randn(8, generator=torch.Generator().manual_seed(3))
@@ -937,7 +937,7 @@ def a_layer_in_front_of_a_pipeline() -> None:
     front = nn.Linear(8, 8)
     model = Net(mse)
     eager, eager_front = copy.deepcopy(model), copy.deepcopy(front)
-    x, y = batch()
+    x, y = batch(32)
     module = autopar.parallelize(model, 2, (front(x), y), stages=2, microbatches=4)
     ours = torch.optim.SGD([*front.parameters(), *module.parameters()], lr=0.1)
     theirs = torch.optim.SGD([*eager_front.parameters(), *eager.parameters()], lr=0.1)

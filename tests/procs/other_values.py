@@ -129,7 +129,7 @@ def in_stages() -> tuple[float, str, float]:
     model, xs = Scaled(), batches(6)
     alone = copy.deepcopy(model)
     options: dict[str, Any] = {"stages": 2, "schedule": "1f1b", "microbatches": 2, "cuts": ["down"]}
-    pm = autopar.parallelize(model, 2, xs[0][:4], on_change="recapture", **options)
+    pm = autopar.parallelize(model, 2, xs[0], on_change="recapture", **options)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (pm, alone)]
     worst = 0.0
 

@@ -277,7 +277,7 @@ class _Odd(torch.nn.Module):
 
 def odd_eval() -> str:
     """What eval() says of a model whose code asks for the mode."""
-    pm = autopar.parallelize(_Odd(), 2, (torch.ones(2, 4),), stages=2, schedule="1f1b", microbatches=2)
+    pm = autopar.parallelize(_Odd(), 2, (torch.ones(4, 4),), stages=2, schedule="1f1b", microbatches=2)
     try:
         pm.eval()
     except RunError as error:
@@ -308,14 +308,14 @@ def searched_from_a_script(recompute: tuple[str, ...]) -> tuple[list[float], str
     """What a script does that asks for the best order: losses, the schedule's name, and what asking for 2BW says."""
     torch.manual_seed(0)
     case = ZOO["gpt2"]()
-    micro = cut(case.batch, 4, 0)[1]
+    batch = case.batch[1]
     pm = autopar.parallelize(
-        case.model, 2, micro, stages=2, schedule="searched", microbatches=4, recompute=recompute
+        case.model, 2, batch, stages=2, schedule="searched", microbatches=4, recompute=recompute
     )  # fmt: skip
     optimizer = torch.optim.SGD(pm.parameters(), lr=0.1)
     losses = [float(pm.train_step(*case.batch[0], optimizer=optimizer, **case.batch[1])) for _ in range(3)]
     try:
-        autopar.parallelize(case.model, 2, micro, stages=2, schedule="pipedream-2bw", microbatches=4)
+        autopar.parallelize(case.model, 2, batch, stages=2, schedule="pipedream-2bw", microbatches=4)
     except PlanError as error:
         return losses, pm.plan.schedule.name, str(error)
     raise AssertionError("2BW was planned")
@@ -361,8 +361,7 @@ def planned_on_three() -> list[float]:
     """What a script does on three ranks: two stages, one of them on two ranks."""
     torch.manual_seed(0)
     case = ZOO["gpt2"]()
-    micro = cut(case.batch, 4, 0)[1]
-    pm = autopar.parallelize(case.model, 3, micro, stages=2, schedule="1f1b", microbatches=4)
+    pm = autopar.parallelize(case.model, 3, case.batch[1], stages=2, schedule="1f1b", microbatches=4)
     assert sorted(len(s.devices) for s in pm.plan.stages) == [1, 2]
     optimizer = torch.optim.SGD(pm.parameters(), lr=0.1)
     return [float(pm.train_step(*case.batch[0], optimizer=optimizer, **case.batch[1])) for _ in range(3)]

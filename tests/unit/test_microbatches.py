@@ -117,8 +117,7 @@ def test_of_a_model() -> None:
     assert found.fingerprint == wide(rows).fingerprint
     pair = autopar.plan(model, "local-x4", batch, stages=4, microbatches=[2, 4])
     assert pair.microbatches in (2, 4)
-    with pytest.raises(AutoparError, match="is for pipelines"):
-        autopar.plan(model, "local-x4", batch, microbatches="auto")
+    assert autopar.plan(model, "local-x4", batch, stages=4, microbatches=4).fingerprint == wide(16).fingerprint
     with pytest.raises(AutoparError, match="64 rows cannot be cut into 3"):
         autopar.plan(model, "local-x4", batch, stages=2, microbatches=[3, 4])
     for wrong in ("many", [], [0], 1.5):

@@ -9,8 +9,9 @@ import pytest
 from torch import nn
 from zoo import ZOO
 
-import autopar
+from autopar import arguments, planning
 from autopar import planfile as files
+from autopar.asked import asked as asked_for
 from autopar.capture import Captured, capture
 from autopar.errors import AutoparError
 from autopar.labels import op_labels
@@ -18,6 +19,7 @@ from autopar.plan import Plan
 from autopar.planner.inter_op.stage_pins import of_stage, starts_of
 from autopar.planner.intra_op.mesh_plan import Options
 from autopar.staging import cut
+from hardware_profiles import load_cluster
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +29,11 @@ def captured() -> Captured:
 
 
 def planned(captured: Captured, cluster: str = "local-x4", **asked: Any) -> Plan:
-    given = {"stages": 2, "microbatches": 4, "schedule": "1f1b", **asked}
-    plan = autopar.plan(nn.Identity(), cluster, (), captured=captured, **given)
-    assert isinstance(plan, Plan)
-    return plan
+    """A plan of four microbatches of what was captured."""
+    arguments.check(**asked)
+    wanted = asked_for({"stages": 2, "microbatches": 4, "schedule": "1f1b", **asked})
+    where = load_cluster(cluster)
+    return planning.find(nn.Identity(), captured, tuple, where, where.n_devices, wanted).plan
 
 
 def test_cuts_by_module_by_label_and_by_name(captured: Captured) -> None:

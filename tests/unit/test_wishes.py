@@ -23,7 +23,7 @@ from autopar.wishes import BY_NAME, PINS, WISHES, pin_words
 GIVEN: dict[str, Any] = {
     "mesh": "data=2,tensor=2", "constraints": {"up": {"tensor": "n"}}, "params": {"*.weight": "S0, I use"},
     "placements": {"x": "S0,R", 0: "I,I"}, "recompute": ["layers.*"], "memory_limit": "4GiB", "optimizer": "sgd",
-    "microbatches": 4, "stages": 2, "schedule": "1f1b", "cuts": ["layers.1"], "max_axes": 3, "time_limit": 5.0,
+    "microbatches": 4, "stages": 2, "schedule": "1f1b", "cuts": ["layers.1"], "max_axes": 2, "time_limit": 5.0,
 }  # fmt: skip
 
 
@@ -79,10 +79,33 @@ def test_all_wishes_arrive() -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "whole", "piped", "numbers", "one", "groups"),
+    [
+        ({}, False, True, (), 1, None), ({}, True, False, None, 1, None),
+        ({"stages": 1}, False, True, (), 1, 1), ({"stages": "auto"}, True, True, (), 1, None),
+        ({"microbatches": 1}, False, True, None, 1, None), ({"microbatches": 1}, True, False, None, 1, None),
+        ({"microbatches": 4}, False, True, None, 4, None), ({"microbatches": 4}, True, False, None, 4, None),
+        ({"microbatches": [2, 4]}, True, True, (2, 4), 1, 1), ({"microbatches": "auto"}, True, True, (), 1, 1),
+        ({"mesh": "data=2"}, False, False, None, 1, None), ({"mesh": "data=2", "stages": 2}, False, True, (), 1, 2),
+        ({"mesh": "data=2", "microbatches": "auto"}, False, True, (), 1, 1),
+        ({"schedule": "1f1b"}, True, True, (), 1, None),
+    ],
+)  # fmt: skip
+def test_what_is_searched(
+    given: dict[str, Any], whole: bool, piped: bool, numbers: Any, one: int, groups: int | None
+) -> None:
+    """Everything, unless told otherwise; for a caller that runs the batch at once, and on a mesh, neither stages nor
+    microbatches, unless told so."""
+    wanted = asked(given, whole=whole)
+    assert (wanted.piped, wanted.numbers, wanted.microbatches, wanted.pins.stages) == (piped, numbers, one, groups)
+    assert wanted.everything == (given == {} and not whole)
+    assert wanted.pins.microbatches == (one if isinstance(given.get("microbatches"), int) else None)
+
+
+@pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"microbatches": "auto"}, "microbatches is 'auto', which is for pipelines"),
-        ({"microbatches": 0}, "microbatches is 0"),
+        ({"microbatches": 0}, "microbatches is 0"), ({"memory_limit": 0.5}, "memory_limit is 0.5"),
         ({"stages": 0}, "stages is 0"), ({"memory_limit": 0}, "memory_limit is 0"), ({"time_limit": 0.0}, "time_limit"),
         ({"placements": {"x": "S0"}}, "give the mesh with it"), ({"max_axes": 0}, "max_axes is 0"),
         ({"constraints": {"up": "n"}}, "give it like"), ({"params": {"a": 3}}, "give it like"),

@@ -51,7 +51,7 @@ SHARES = 16
 WORTH = 1.1
 """On few devices, a stage is not searched to its end if it alone takes this factor of the best step so far."""
 LARGE_GAP = 0.06
-"""The gap that is good enough for stages on more than :data:`SMALL` devices, where memory binds."""
+"""The gap that is good enough for stages where memory binds; on few devices, until the best is known."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ class PipelineOptions:
             ``options.recompute`` or the model itself (activation checkpointing) says what runs again, that and nothing
             else does.
         top: so many different layouts are planned exactly, if there are.
+        max_axes: of a group's mesh, where every shape is tried.
     """
 
     microbatches: int
@@ -79,6 +80,7 @@ class PipelineOptions:
     options: Options = field(default_factory=Options)
     may_recompute: bool = True
     top: int = 1
+    max_axes: int = 3
 
 
 @dataclass(frozen=True)
@@ -283,9 +285,9 @@ class ExactPlans:
             pins = dict(own.params or {})
             names = {n.target for _, n in stage.graph.of_kind("param")}
             pins.update({n: how for (g, n), how in stored.items() if g == group[stage.number] and n in names})
-            if self.n_devices > SMALL:
+            if not thorough:
                 own = replace(own, memory_gap=max(own.memory_gap, LARGE_GAP))
-            else:
+            if self.n_devices <= SMALL:
                 own = replace(own, worth_seconds=WORTH * best_known)
             options = replace(
                 own, in_flight=live[stage.number], params=pins or None,

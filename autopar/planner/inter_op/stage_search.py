@@ -53,13 +53,14 @@ ROOM = (1.0, 0.85, 0.7)
 WORSE = 2
 """Numbers of microbatches in a row that are far from the best, after which no more are looked at."""
 AXES = 2
-"""Axes of a group's mesh, at most, in the first look."""
-MOST_AXES = 3
-"""The same for groups of the number that is best so far, once that is known: meshes of three axes are many, take
-several times as long to plan, and win by little where they win."""
+"""Axes of a group's mesh, at most, in the first look. Those of more are looked at for groups of the number that is best
+so far, once that is known: they are many, take several times as long to plan, and win by little where they win."""
 INTERRUPTED = "the search was interrupted: this is the best plan so far"
 CLOSE = 0.005
 """On more than :data:`SMALL` devices, the next is planned exactly if it looks at most this much worse than the best."""
+MARGIN = 0.9
+"""On few devices, a way is not planned exactly if it takes longer than the best even where its estimate is as much too
+long as the worst so far, and a tenth more."""
 NUMBERS = 4
 """Numbers of microbatches of which the best few ways are planned exactly; of the best two, all that are near."""
 WORTH_A_LOOK = 2.0
@@ -120,14 +121,17 @@ def plan_pipeline(
             if not numbers.found:
                 raise
             stopped = True
-        stopped |= _planned_exactly(numbers.promising(), n_devices, found, asked.top)
+        stopped |= _planned_exactly(numbers.promising(), n_devices, found, asked.top, stopped)
         if found or stopped or asked.starts is not None:
             break
     if not found:
         raise _nothing_fits(searches, asked, n_devices)
     if n_devices <= SMALL and not stopped:
         best = min(found, key=lambda f: f.seconds)
-        found += best.search.improved(best)
+        try:
+            found += best.search.improved(best)
+        except KeyboardInterrupt:
+            stopped = True
     found.sort(key=lambda f: f.seconds)
     tried: dict[str, Exact] = {}
     for f in found:
@@ -139,12 +143,14 @@ def plan_pipeline(
 
 
 def _planned_exactly(
-    promising: Sequence[tuple[_Search, Candidate]], n_devices: int, found: list[Exact], top: int
+    promising: Sequence[tuple[_Search, Candidate]], n_devices: int, found: list[Exact], top: int, stopped: bool
 ) -> bool:
     """Add exact plans of what is promising, the best first, to what was found: at least ``top`` different ones, if
-    there are. Whether Ctrl-C ended it early."""
-    failed = 0
+    there are; where Ctrl-C ended the search, only the first that fits. Whether Ctrl-C ended it early here."""
+    failed, trust = 0, MARGIN
     for search, candidate in promising:
+        if stopped and found:
+            break
         least = min((f.seconds for f in found), default=inf)
         different = {f.what for f in found}
         if n_devices > SMALL and len(different) >= top and (
@@ -152,6 +158,8 @@ def _planned_exactly(
         ):
             break  # simulated with the times of the estimate, which are seldom much too long
         if n_devices > SMALL and top > 1 and search.what(candidate) in different:
+            continue
+        if n_devices <= SMALL and len(found) >= max(CANDIDATES, top) and candidate.seconds * trust > least:
             continue
         try:
             one = search.exact(candidate, least if top == 1 else inf)
@@ -165,15 +173,19 @@ def _planned_exactly(
             if not found:
                 raise
             return True
-        found += [one] if one is not None else []
+        if one is not None:
+            found.append(one)
+            if candidate.seconds:
+                trust = min(trust, MARGIN * one.seconds / candidate.seconds)
     return False
 
 
 def _nothing_fits(searches: Sequence[_Search], asked: PipelineOptions, n_devices: int) -> PlanError | InfeasibleError:
     """The error where no way to cut was planned: what was tried, and the least change that would do."""
     counts = ", ".join(str(s.asked.microbatches) for s in searches)
-    groups = f"{asked.groups} groups" if asked.groups else "any number of groups"
-    tried = f"{groups} of {n_devices} devices, {counts} microbatches, schedules {', '.join(asked.schedules)}"
+    groups = f"{asked.groups} group{'s' * (asked.groups > 1)}" if asked.groups else "any number of groups"
+    devices = f"{n_devices} device{'s' * (n_devices > 1)}"
+    tried = f"{groups} of {devices}, {counts} microbatches, schedules {', '.join(asked.schedules)}"
     leanest = min((s.leanest for s in searches if s.leanest is not None), default=None, key=lambda need: need.n_bytes)
     if leanest is not None and len(searches) > 1:
         again = ", blocks recomputed where that helps" if asked.may_recompute else ""
@@ -248,9 +260,9 @@ class _Numbers:
             return
         seconds, _, search, candidate = min(self.found, key=lambda f: f[:2])
         equal = len({n_devices(mesh) for mesh in candidate.meshes}) == 1
-        if search.asked.mesh or search.asked.starts is not None or not equal:
+        if search.asked.mesh or search.asked.starts is not None or not equal or search.asked.max_axes <= AXES:
             return
-        search.most_axes = MOST_AXES
+        search.most_axes = search.asked.max_axes
         try:
             self._take(search, search.candidates(None, seconds, 1.0, self.share, candidate.groups))
         finally:
@@ -408,7 +420,8 @@ class _Search(ExactPlans):
         if self.asked.mesh:
             return [self.asked.mesh] if prod(k for _, k in self.asked.mesh) == size else []
         near = max(1, self.cluster.n_devices // self.cluster.n_nodes)
-        shapes = [m for m in mesh_shapes(size, self.most_axes) if len(m) == 1 or prod(k for _, k in m[1:]) <= near]
+        every = mesh_shapes(size, min(self.most_axes, self.asked.max_axes))
+        shapes = [m for m in every if len(m) == 1 or prod(k for _, k in m[1:]) <= near]
         if self.most_axes > AXES:  # those with fewer were looked at before
             shapes = [m for m in shapes if len(m) > AXES]
         return [m for m in shapes if allows(m, self.asked.options)]

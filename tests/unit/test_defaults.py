@@ -1,0 +1,117 @@
+"""What is searched where nothing is asked: everything by ``plan``; by ``parallelize`` all that goes on with
+``loss = pm(batch); loss.backward()``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar import planning
+from autopar.capture import Captured
+from autopar.errors import InfeasibleError, RunError
+from autopar.planner.inter_op.stage_search import INTERRUPTED
+from hardware_profiles import load_cluster
+
+SMALL = "7MiB"
+"""Less than the whole batch needs on one device, more than a part of it."""
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+X = torch.randn(512, 64)
+
+
+@pytest.fixture(scope="module")
+def captured() -> Captured:
+    return autopar.capture(Net(), X)
+
+
+def test_a_plan_is_found_where_one_fits(captured: Captured) -> None:
+    """In microbatches, or in stages, whatever it takes; restricted, it says what was tried."""
+    one = autopar.plan(Net(), "local-x1", X, memory_limit=SMALL, captured=captured)
+    assert one.microbatches > 1 and one.memory_bytes <= 7 * 2**20
+    two = autopar.plan(Net(), "local-x2", X, memory_limit="2MiB", captured=captured)
+    assert len(two.stages) == 2 and two.memory_bytes <= 2 * 2**20
+    with pytest.raises(InfeasibleError, match=r"no plan fits 7\.00 MiB per device"):
+        autopar.plan(Net(), "local-x1", X, memory_limit=SMALL, captured=captured, microbatches=1)
+    with pytest.raises(InfeasibleError, match=r"tried: 1 group of 2 devices, 1, 2, 4.*\n.*the least that would do"):
+        autopar.plan(Net(), "local-x2", X, memory_limit="1MiB", captured=captured, stages=1)
+
+
+def test_the_batch_is_that_of_a_step(captured: Captured) -> None:
+    """However the number of microbatches came about."""
+    for asked in (4, [4]):
+        plan = autopar.plan(Net(), "local-x2", X, stages=1, microbatches=asked, captured=captured)
+        assert plan.fingerprint == autopar.capture(Net(), X[:128]).graph.fingerprint
+    assert autopar.plan(Net(), "local-x2", X, microbatches=1, captured=captured).fingerprint == (
+        captured.graph.fingerprint
+    )
+
+
+def test_a_parallel_module_takes_the_whole_batch() -> None:
+    """Unless told otherwise: a script that calls ``backward`` itself goes on."""
+    eager, pm = Net(), autopar.parallelize(Net(), 1, X)
+    assert pm.plan.microbatches == len(pm.plan.stages) == 1
+    pm(X).backward()
+    eager(X).backward()
+    wanted = dict(eager.named_parameters())
+    assert all(torch.allclose(p.grad, wanted[name].grad, atol=1e-6) for name, p in pm.named_parameters())
+    with pytest.raises(InfeasibleError, match=r"as pm\(batch\) and loss.backward\(\) run it; microbatches=\d+ would"):
+        autopar.parallelize(Net(), 1, X, memory_limit=SMALL)
+    with pytest.raises(InfeasibleError, match=r"nor in microbatches or stages: no plan fits 1\.00 MiB"):
+        autopar.parallelize(Net(), 1, X, memory_limit="1MiB")
+
+
+@pytest.mark.parametrize("asked", ["auto", 4])
+def test_microbatches_of_a_parallel_module(asked: Any) -> None:
+    """They are cut from the batch in ``train_step``, with the numbers of the whole; called with it, it says so."""
+    eager = Net()
+    pm = autopar.parallelize(Net(), 1, X, memory_limit=SMALL, microbatches=asked)
+    parts = pm.plan.microbatches
+    assert parts > 1
+    loss = pm.train_step(X)
+    whole = eager(X)
+    whole.backward()
+    assert torch.allclose(loss, whole.detach(), rtol=1e-5)
+    wanted = dict(eager.named_parameters())
+    assert all(torch.allclose(p.grad, wanted[name].grad, atol=1e-6) for name, p in pm.named_parameters())
+    with pytest.raises(RunError, match=rf"512 rows, the batch of a step, and the plan cuts it into {parts} micro"):
+        pm(X)
+    pm(X[: 512 // parts]).backward()
+
+
+def test_an_interrupted_choice_of_a_mesh_keeps_the_best_so_far(
+    captured: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, shapes = planning.on_mesh, []
+
+    def on_mesh(graph: Any, cluster: Any, mesh: Any, *rest: Any) -> Any:
+        shapes.append(mesh)
+        if len(shapes) == at:
+            raise KeyboardInterrupt
+        return real(graph, cluster, mesh, *rest)
+
+    monkeypatch.setattr(planning, "on_mesh", on_mesh)
+    wanted, cluster = planning.Asked(piped=False, numbers=None), load_cluster("local-x4")
+    at = 2
+    found = planning.on_best_mesh(captured, cluster, 4, wanted, "local-x4")
+    assert found.plan.mesh == shapes[0] and INTERRUPTED in found.plan.notes and len(shapes) == 2
+    at = 3
+    with pytest.raises(KeyboardInterrupt):
+        planning.on_best_mesh(captured, cluster, 4, wanted, "local-x4")
