@@ -239,6 +239,8 @@ def in_stages(
     graph, pins = next(iter(graphs.values())), asked.pins
     if pins.mesh is not None:
         size = n_devices(pins.mesh)
+        if pins.stages == 1 and size < n:  # as without stages: the first devices
+            n = size
         if pins.stages is not None and size * pins.stages != n:
             raise MeshError(
                 f"{pins.stages} stages on a mesh of {size} devices each need {pins.stages * size} devices, there are "
