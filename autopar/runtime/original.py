@@ -6,10 +6,13 @@ of its own. So what scripts do with the model after ``parallelize``, out of thos
 * ``model.state_dict()`` after training has the weights of before: refused, because a checkpoint of them loses the run;
 * ``model(batch)`` computes with these weights: a warning, once, since a model may be kept as a reference;
 * ``model.load_state_dict(...)`` before training does not reach the parallel module: a warning, once;
-* ``model.head = nn.Linear(...)`` is not part of the program: an error at the next call of the parallel module.
+* ``model.head = nn.Linear(...)`` is not part of the program: an error at the next call of the parallel module;
+* ``model.backbone.requires_grad_(False)`` freezes nothing: an error at one of the next calls;
+* ``model.ema.weight.data.mul_(0.9)``, ``nn.init.zeros_(model.head.weight)`` write to what is not read: a warning, once;
+* ``model.eval()`` leaves the parallel module in training mode: a warning, once.
 
-Whoever writes to the model's parameters again (``model.load_state_dict(full_state_dict(pm))``) knows that they are
-another copy, and hears nothing.
+Whoever loads the model's parameters again after training (``model.load_state_dict(full_state_dict(pm))``) knows that
+they are another copy, and hears nothing.
 """
 
 from __future__ import annotations
@@ -27,12 +30,16 @@ from torch.nn.modules.module import (
 )
 
 from autopar.errors import RunError
+from autopar.runtime.old_parameters import OldParameters
+from autopar.runtime.same_batch import is_checked
 from autopar.runtime.state import version_of
 
 _watched: weakref.WeakKeyDictionary[torch.nn.Module, list[weakref.ref[Original]]] = weakref.WeakKeyDictionary()
 """Modules of models that were parallelized, with who wants to hear of a change."""
 _hooks: list[Any] = []
 _quiet = 0
+OFTEN = 64
+"""Every so many calls of a parallel module it is seen whether the model's parameters were frozen or written to."""
 
 
 @contextlib.contextmanager
@@ -55,6 +62,8 @@ class Original:
         self.params = {name: weakref.ref(p) for name, p in model.named_parameters(remove_duplicate=False)}
         self.versions = [version_of(p) for p in model.parameters()]
         self.trained = {name: (weakref.ref(p), version_of(p)) for name, p in pm.named_parameters()}
+        self.old = OldParameters(model.named_parameters())
+        self.calls, self.mode = 0, model.training
         self.touched = False
         """Someone has registered a module or a parameter somewhere in the model."""
         self.said: set[str] = set()
@@ -66,6 +75,69 @@ class Original:
         model.register_forward_pre_hook(_Hook(self, "_called"))
         model.register_state_dict_pre_hook(_Hook(self, "_saved"))
         model.register_load_state_dict_pre_hook(_Hook(self, "_loaded"))
+        model.register_load_state_dict_post_hook(_Hook(self, "_was_loaded"))
+
+    def at_call(self, pm: torch.nn.Module) -> None:
+        """Look at the model before a call of its parallel module.
+
+        Raises:
+            RunError: modules or parameters were replaced, or parameters frozen.
+        """
+        model = self.model()
+        if model is None or _quiet:
+            return
+        if self.touched:
+            self.check()
+        if model.training is not self.mode:
+            self._check_mode(model.training, pm)
+        self.calls = calls = self.calls + 1
+        thoroughly = is_checked(calls)
+        often = calls % OFTEN == 0 and getattr(pm, "leads", None) is None  # stages look when they compare batches
+        if thoroughly or (often and not self.old.same()):
+            self.check_parameters(pm, thoroughly)
+
+    def check_parameters(self, pm: torch.nn.Module, thoroughly: bool) -> None:
+        """Look at the parameters.
+
+        Args:
+            thoroughly: find writes past autograd, too.
+
+        Raises:
+            RunError: some were frozen or thawed, and those of the parallel module were not.
+        """
+        if frozen := self.old.frozen():
+            now = dict(pm.named_parameters())
+            names = [name for name, wanted in frozen.items() if name in now and now[name].requires_grad is not wanted]
+            if names:
+                what = "thawed" if frozen[names[0]] else "frozen"
+                text = (
+                    f"{_listed(names)} of the model {'was' if len(names) == 1 else 'were'} {what} after parallelize, "
+                    "and the parallel module has parameters of its own, which were not: do it there too, or instead "
+                    f"(pm.get_parameter('{names[0]}').requires_grad_({frozen[names[0]]})), or before parallelize"
+                )
+                if any(p.requires_grad for p in self.old.alive()):
+                    raise RunError(text)
+                self._once("frozen", text + "; if all of the model is kept for reference, all is well")
+        if written := self.old.written(thoroughly):
+            self._once(
+                "written",
+                f"{_listed(written)} of the model that was parallelized {'was' if len(written) == 1 else 'were'} "
+                "written to since, which does not reach the parallel module: it has parameters of its own. Write to "
+                f"these (pm.get_parameter('{written[0]}'), under torch.no_grad()), or write to the model before "
+                "parallelize; if the model is kept for something else, such as averaged weights, all is well",
+            )
+
+    def _check_mode(self, training: bool, pm: torch.nn.Module) -> None:
+        """Say that the model's mode is its own; where the modes agree again, it may be said of the next change."""
+        self.mode = training
+        if pm.training is not training:
+            call = "train()" if training else "eval()"
+            self._once(
+                "mode",
+                f"{call} of the model that was parallelized does not reach its parallel module, which is in "
+                f"{'training' if pm.training else 'eval'} mode: call pm.{call}, too (if the model is kept for "
+                "reference, all is well)",
+            )
 
     def check(self) -> None:
         """Refuse to go on with modules that the model no longer has.
@@ -131,6 +203,9 @@ class Original:
                 "copy them before training, or take named_parameters()"
             )
 
+    def _was_loaded(self, *_: Any) -> None:
+        self.old.remember()
+
     def _loaded(self, module: torch.nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
         pm = self.pm()
         if pm is None or "loaded" in self.said or self._is_trained(pm):
@@ -146,6 +221,11 @@ class Original:
                         "autopar.load_full_state_dict(pm, ...) where only rank 0 has the weights",
                     )
                     return
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:3]) + (", ..." if len(names) > 3 else "")
+    return f"parameter {shown}" if len(names) == 1 else f"{len(names)} parameters ({shown})"
 
 
 class _Hook:

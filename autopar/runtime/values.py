@@ -56,8 +56,8 @@ def check_values(pm: Any) -> None:
             of the model were replaced.
     """
     original, programs = pm._original, pm._programs
-    if original is not None and original.touched:
-        original.check()
+    if original is not None:
+        original.at_call(pm)
     if programs is not None:
         programs.follow(pm)
     elif not pm._captured.guards.same():

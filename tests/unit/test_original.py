@@ -125,3 +125,68 @@ def test_the_model_can_go():
     gc.collect()
     assert seen() is None
     trained(pm)
+
+
+def test_parameters_that_are_frozen_in_the_model_are_refused():
+    model, pm = made()
+    pm(X)
+    model[0].weight.requires_grad_(False)
+    for _ in range(2):
+        with pytest.raises(RunError, match=r"parameter '0.weight' of the model was frozen(.|\n)*pm.get_parameter\('0.w"):
+            pm(X)
+    pm.get_parameter("0.weight").requires_grad_(False)
+    trained(pm)
+    model.requires_grad_(False)  # kept for reference
+    with pytest.warns(UserWarning, match="3 parameters .* frozen after parallelize"):
+        for _ in range(20):
+            pm(X)
+
+
+def test_freezing_is_seen_in_the_middle_of_training():
+    model, pm = made()
+    for _ in range(40):
+        pm(X)
+    model[2].requires_grad_(False)
+    with pytest.raises(RunError, match="2 parameters .'2.weight', '2.bias'. of the model were frozen"):
+        for _ in range(64):
+            pm(X)
+
+
+WRITES = {
+    "in place": lambda model: nn.init.ones_(model[0].weight),
+    "past autograd": lambda model: model[0].weight.data.mul_(0.5),
+    "another tensor": lambda model: setattr(model[0].weight, "data", torch.ones(8, 4)),
+    "another dtype": lambda model: model[0].half(),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_parameters_that_are_written_to_in_the_model_warn_once(name):
+    model, pm = made()
+    pm(X)
+    WRITES[name](model)
+    with pytest.warns(UserWarning, match="'0.weight'.* written to since, which does not reach the parallel module"):
+        pm(X)
+    WRITES[name](model)
+    pm(X)
+
+
+def test_a_model_that_was_moved_away_or_loaded_is_none_that_was_written_to():
+    model, pm = made()
+    trained(pm)
+    model.load_state_dict(autopar.full_state_dict(pm))
+    pm(X)
+    model.to("meta")
+    pm(X)
+
+
+def test_the_mode_of_the_model_is_its_own():
+    model, pm = made()
+    model.eval()
+    with pytest.warns(UserWarning, match=r"eval\(\) of the model .* call pm.eval\(\)"):
+        pm(X)
+    model.train()
+    pm(X)
+    pm.eval()
+    model.eval()
+    pm(X)
