@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 import autopar.rules  # noqa: F401  (registers the rules)
-from autopar import again, arguments, planfile, planning, spreading
+from autopar import arguments, planfile, planning, recapture, spreading
 from autopar.asked import Asked
 from autopar.asked import asked as asked_for
 from autopar.capture import Captured, on_meta
 from autopar.capture import capture as _capture
-from autopar.capture.parts import first_part
+from autopar.capture.microbatches import first_part
 from autopar.clusters import get_cluster, profile_of, reference
 from autopar.comparison import compare_with_eager
 from autopar.errors import AutoparError, CaptureError, ClusterError
@@ -280,10 +280,10 @@ def parallelize(
     pm = spreading.spread(model, one, decided, group, device_mesh=device_mesh, init=init)
     if on_change == "recapture":
         batch = first(decided.microbatches)
-        compare = again.comparer_of(batch[0], batch[1], batch[2], group) if verify_capture else None
+        compare = recapture.comparer_of(batch[0], batch[1], batch[2], group) if verify_capture else None
         planner = None
         if len(decided.stages) == 1:
-            planner = again.planner_of(decided, spreading.hardware_for(decided, model, mesh, cluster), group)
+            planner = recapture.planner_of(decided, spreading.hardware_for(decided, model, mesh, cluster), group)
         pm.follow_values(Programs(model, _ranks_of(pm), planner, compare))
     if move is not None:
         move.to(pm, group)

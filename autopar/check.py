@@ -29,7 +29,7 @@ from autopar.placements import elements_moved, local_shape, only_change, step_co
 from autopar.plan import StagePlan
 from autopar.recount import Watch, Watched, watch_of
 from autopar.rules.function import PREFIX
-from autopar.rules.pieces import fake_world
+from autopar.rules.many_ranks import fake_world
 from autopar.rules.registry import rules_of
 from cost_models import optimizer_state_bytes
 from cost_models.costs import Axis, Costs, OpSeconds, OpWork, costs_of

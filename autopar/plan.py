@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from autopar.device_groups import check_places
 from autopar.errors import PlanError
 from autopar.graph import Graph, Ref, Spec
 from autopar.placements import Mesh, State, n_devices, whole_state
-from autopar.places import check_places
 from autopar.transfer import Side
 from cost_models.pipeline.actions import Action, Schedule
 

@@ -14,12 +14,12 @@ import torch
 
 from autopar.asked import Asked
 from autopar.capture import Captured, capture
-from autopar.capture.parts import NotLinear, first_part, numbers_of_parts, resized, rows_of
+from autopar.capture.microbatches import NotLinear, first_part, numbers_of_parts, resized, rows_of
 from autopar.errors import CaptureError, InfeasibleError, MeshError, PlanError
 from autopar.graph import Graph
 from autopar.placements import Mesh, mesh_shapes, mesh_text, n_devices
 from autopar.plan import Pins, Plan
-from autopar.planner.inter_op.exact import Exact
+from autopar.planner.inter_op.exact_stages import Exact
 from autopar.planner.inter_op.order import check_name
 from autopar.planner.inter_op.stage_pins import allows, check, check_counts, starts_of
 from autopar.planner.inter_op.stage_search import INTERRUPTED, PipelineOptions, Planned, plan_pipeline

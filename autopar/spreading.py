@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autopar import planfile
 from autopar.capture import Captured
 from autopar.clusters import check_mesh, get_cluster, reference
+from autopar.device_groups import check_within
 from autopar.errors import MeshError
 from autopar.placements import Mesh, mesh_text
-from autopar.places import check_within
 from autopar.plan import Plan
 from autopar.planning import Found
 from autopar.runtime.agree import FirstRankValues, Meeting, Stopped, first_seed, share, together

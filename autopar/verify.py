@@ -29,7 +29,7 @@ from autopar.planner.intra_op.mesh_plan import plan_graph
 from autopar.planner.intra_op.price import pricer
 from autopar.planner.intra_op.recompute import segments_of
 from autopar.planner.intra_op.single import one_device as one_device
-from autopar.rules.pieces import fake_world
+from autopar.rules.many_ranks import fake_world
 from autopar.rules.registry import rules_of
 from autopar.runtime.world import pipeline_step, run_step
 from autopar.staging import cut

@@ -22,8 +22,8 @@ from pathlib import Path
 import numpy as np
 
 from cost_models import mesh_axes
-from cost_models.axes import steps_of
 from cost_models.fitting import fit_collective
+from cost_models.mesh_links import steps_of
 from hardware_profiles import Cluster, CollectiveCurve, load_cluster
 
 OUT = Path(__file__).parent.parent / "hardware_profiles" / "data" / "collectives.toml"

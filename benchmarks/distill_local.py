@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from cost_models.axes import steps_of
 from cost_models.fitting import fit_collective, fit_gemm
+from cost_models.mesh_links import steps_of
 from hardware_profiles import CollectiveCurve, EfficiencyCurve
 
 MEASURED = Path(__file__).parent.parent / "hardware_profiles" / "measured"

@@ -96,7 +96,7 @@ def measure(case: str, portfolio: int = 0) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     import autopar.rules  # noqa: F401
     from autopar.capture import capture
-    from autopar.capture.parts import numbers_of_parts, resized
+    from autopar.capture.microbatches import numbers_of_parts, resized
     from autopar.errors import AutoparError
     from autopar.planner.inter_op.layouts import parse_layout
     from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline

@@ -4,7 +4,6 @@
 (the one that is imported last is asked first).
 """
 
-from .axes import mesh_axes
 from .collectives import KINDS as COLLECTIVE_KINDS
 from .collectives import AxisCost
 from .compute import KINDS as OP_KINDS
@@ -12,6 +11,7 @@ from .compute import op_seconds, peak_flops
 from .costs import Costs, cost_source, costs_of
 from .measured import MeasuredCosts
 from .memory import adam_state_bytes, gradient_bytes, optimizer_state_bytes, training_state_bytes
+from .mesh_links import mesh_axes
 from .roofline import Roofline
 
 __all__ = [

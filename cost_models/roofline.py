@@ -12,10 +12,10 @@ from typing import Any
 
 from hardware_profiles import Cluster, Device
 
-from .axes import mesh_axes
 from .collectives import AxisCost
 from .compute import op_seconds
 from .costs import OpSeconds, OpWork, StageSeconds, StageWork, cost_source
+from .mesh_links import mesh_axes
 
 ATTENTION_PASSES = 3.5
 """Forwards of attention that its forward and backward cost."""

@@ -93,7 +93,7 @@ def load_and_capture(
         from dataclasses import replace
 
         from autopar.capture import capture
-        from autopar.capture.parts import first_part
+        from autopar.capture.microbatches import first_part
         from autopar.capture.trace.progress import heard
         from autopar.models import load_model
 
@@ -157,7 +157,7 @@ def bound(document: Document, captured: Captured) -> tuple[Plan, Cluster]:
     Raises:
         MeshError: the cluster has not all devices of the plan.
     """
-    from autopar.places import check_within
+    from autopar.device_groups import check_within
     from autopar.planfile import bind
 
     cluster = document.cluster()

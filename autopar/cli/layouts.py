@@ -52,7 +52,7 @@ def priced_like(
     Raises:
         PlanError, InfeasibleError: it cannot be, or does not fit.
     """
-    from autopar.capture.parts import rows_of
+    from autopar.capture.microbatches import rows_of
     from autopar.errors import InfeasibleError
     from autopar.planner.inter_op.stage_search import PipelineOptions
     from autopar.planning import in_parts, options_of

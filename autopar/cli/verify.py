@@ -113,7 +113,7 @@ def _report(rows: list[dict[str, Any]], limits: list[float], where: str, as_json
 
 def _in_stages(model: str, batch: int | None, seq: int | None, document: Document) -> list[dict[str, Any]]:
     """The row of a plan of several stages."""
-    from autopar.capture.parts import first_part
+    from autopar.capture.microbatches import first_part
     from autopar.planfile import bind
     from autopar.verify import verify_pipeline
 

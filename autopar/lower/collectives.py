@@ -15,7 +15,7 @@ import torch.fx
 
 from autopar.placements import Mesh, Placement, State, cut_extent, is_shard, only_change, shard_dim
 from autopar.placements import shard as placement_of
-from autopar.rules.across import length_of
+from autopar.rules.distributed import length_of
 
 _TYPE = {"R": spmd.R, "I": spmd.I, "P": spmd.P}
 

@@ -31,7 +31,7 @@ from autopar.lower.segments import make_again, with_segments
 from autopar.placements import Mesh, State, format_state, local_shape, only_change, whole_state
 from autopar.plan import StagePlan, route_key, segment_numbers
 from autopar.regather import regathered, segment_outputs
-from autopar.rules.across import length_of
+from autopar.rules.distributed import length_of
 from autopar.rules.local import PieceSize, Seed, local_call
 from autopar.rules.notation import In, Rule, call_of
 from autopar.rules.registry import rules_of

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from autopar.errors import RuleError
-from autopar.rules.across import axes_of, pending
+from autopar.rules.distributed import axes_of, pending
 from autopar.rules.notation import Call, In, Lowering, Rule, line
 from autopar.rules.registry import T, prove_with, rule, sample
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from autopar.rules.across import axes_of, bilinear, pending
+from autopar.rules.distributed import axes_of, bilinear, pending
 from autopar.rules.local import resolve
 from autopar.rules.notation import Call, Lowering, Rule, line
 from autopar.rules.registry import T, prove_with, rule, sample

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from autopar.rules.across import axes_of, bilinear, first, pending
+from autopar.rules.distributed import axes_of, bilinear, first, pending
 from autopar.rules.notation import Call, Lowering, Rule, line
 from autopar.rules.registry import T, rule, sample
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autopar.rules.across import positions
+from autopar.rules.distributed import positions
 from autopar.rules.notation import Call, Lowering, Rule
 from autopar.rules.registry import prove_with, rule, sample
 from autopar.rules.shape import named

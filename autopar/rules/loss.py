@@ -9,7 +9,7 @@ from typing import Any
 import spmd_types as spmd
 import torch
 
-from autopar.rules.across import all_of, axes_except, axes_of, first, greatest, n_pieces, pending, share, total
+from autopar.rules.distributed import all_of, axes_except, axes_of, first, greatest, n_pieces, pending, share, total
 from autopar.rules.local import resolve
 from autopar.rules.notation import Call, Comm, In, Lowering, Rule, line
 from autopar.rules.registry import T, prove_with, rule, sample

@@ -13,7 +13,7 @@ from typing import Any
 import spmd_types as spmd
 import torch
 
-from autopar.rules.across import all_of, average, axes_of, greatest, total
+from autopar.rules.distributed import all_of, average, axes_of, greatest, total
 from autopar.rules.notation import Call, Comm, In, Lowering, Rule, line
 from autopar.rules.registry import T, prove_with, rule, sample
 

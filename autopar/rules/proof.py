@@ -19,10 +19,10 @@ from torch.distributed._local_tensor import LocalTensor
 
 from autopar.graph import Spec
 from autopar.placements import Mesh, State, coordinates, fits, format_state, n_devices
-from autopar.rules.across import length_of
+from autopar.rules.distributed import length_of
 from autopar.rules.local import PieceSize, Seed, local_call, resolve
+from autopar.rules.many_ranks import join, many_ranks, piece
 from autopar.rules.notation import Call, In, Option, Rule, axis_options
-from autopar.rules.pieces import join, many_ranks, piece
 from autopar.rules.registry import Sample, T, rule_for
 from autopar.rules.strategy import can_be_cut
 
@@ -222,7 +222,7 @@ def _pieces(value: Any, n: int) -> list[torch.Tensor]:
 
 
 def _joined(pieces: Sequence[torch.Tensor], state: State, mesh: Mesh, where: str) -> torch.Tensor:
-    """:func:`~autopar.rules.pieces.join`, which takes the first of several copies, and proof that the copies agree."""
+    """:func:`~autopar.rules.many_ranks.join`, which takes the first of several copies; proves that they agree."""
     parts = list(pieces)
     for axis in reversed(range(len(mesh))):
         (name, size), placement = mesh[axis], state[axis]

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from autopar.rules.across import positions
+from autopar.rules.distributed import positions
 from autopar.rules.notation import Call, Lowering, Rule, line
 from autopar.rules.registry import T, rule, sample
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from autopar.rules.across import n_pieces, share
+from autopar.rules.distributed import n_pieces, share
 from autopar.rules.notation import Call, Lowering, Rule
 from autopar.rules.registry import T, prove_with, rule, sample
 from autopar.rules.shape import named

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from autopar.graph import Graph
 from autopar.placements import Mesh, local_shape
-from autopar.rules.across import trial
+from autopar.rules.distributed import trial
 from autopar.rules.function import PREFIX
 from autopar.rules.local import LocalCall, PieceSize, Seed, local_call
 from autopar.rules.notation import Call, In, Option, Rule, call_of

@@ -17,7 +17,7 @@ import torch
 
 from autopar.placements import Mesh, Placement, shard
 from autopar.rules.local import resolve
-from autopar.rules.pieces import join, piece
+from autopar.rules.many_ranks import join, piece
 from autopar.rules.proof import Case, invoke
 from autopar.rules.registry import Sample
 

@@ -1,7 +1,7 @@
 """What parallel modules share as ``torch.nn.Module``: the mode, dtypes and devices, and loading a state dict.
 
 A parallel module has the names of the model's parameters and buffers, not its submodules: a
-:class:`~autopar.runtime.parts.Part` stands where one was.
+:class:`~autopar.runtime.submodules.Part` stands where one was.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from autopar.capture import Captured
 from autopar.capture.evaluation import Skeleton
 from autopar.capture.losses import LOSS, other_losses
 from autopar.errors import RunError
-from autopar.runtime import dtensors
+from autopar.runtime import dtensor_fixes
 from autopar.runtime.original import Original
-from autopar.runtime.parts import Part, check_conversion, place, refuse_apply, refuse_replacing
 from autopar.runtime.programs import AllWell, Fields, PlanAgain, Programs
+from autopar.runtime.submodules import Part, check_conversion, place, refuse_apply, refuse_replacing
 from autopar.runtime.values import assigned
 
 EXTRA = "_extra_state"
@@ -51,7 +51,7 @@ class SpreadModule(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        dtensors.correct()
+        dtensor_fixes.correct()
 
     def __setattr__(self, name: str, value: Any) -> None:
         refuse_replacing(self, name, value)

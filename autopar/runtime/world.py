@@ -19,7 +19,7 @@ from autopar.lower.collectives import state_step
 from autopar.lower.emit import Program
 from autopar.placements import Mesh, State, coordinates, format_state, in_pieces, path
 from autopar.plan import ParamChoice, StagePlan
-from autopar.rules.pieces import join, many_ranks, piece
+from autopar.rules.many_ranks import join, many_ranks, piece
 from autopar.staging import StageGraph
 from cost_models.pipeline.actions import Action, Schedule
 

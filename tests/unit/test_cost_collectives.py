@@ -207,7 +207,7 @@ def test_a_sample_of_nodes_prices_a_large_mesh_like_all_of_them(monkeypatch):
     cluster = load_cluster("dgx-h100-x16")
     for shape in ({"data": 16, "tensor": 8}, {"data": 128}, {"a": 8, "b": 16}):
         full = mesh_axes(cluster, shape)
-        monkeypatch.setattr("cost_models.axes.MAX_HOPS", 16)
+        monkeypatch.setattr("cost_models.mesh_links.MAX_HOPS", 16)
         sampled = mesh_axes(cluster, shape)
         monkeypatch.undo()
         for axis in shape:

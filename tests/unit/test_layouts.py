@@ -8,7 +8,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from autopar.capture import capture
 from autopar.errors import PlanError
-from autopar.planner.inter_op.exact import PipelineOptions
+from autopar.planner.inter_op.exact_stages import PipelineOptions
 from autopar.planner.inter_op.layouts import block_pattern, parse_layout
 from autopar.report.layouts import LayoutRow, model_flops, tokens_of, with_front
 

@@ -16,7 +16,7 @@ from zoo import ZOO
 import autopar
 from autopar import planfile as files
 from autopar.capture import capture
-from autopar.capture.parts import NotLinear, first_part, numbers_of_parts, resized, rows_of
+from autopar.capture.microbatches import NotLinear, first_part, numbers_of_parts, resized, rows_of
 from autopar.errors import AutoparError, CaptureError
 from autopar.graph import Graph
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline

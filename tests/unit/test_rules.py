@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import autopar.rules  # noqa: F401
-from autopar.rules.across import piece
+from autopar.rules.distributed import piece
 from autopar.rules.notation import Lowering, axis_options
 from autopar.rules.proof import Case, RuleIsWrong, prove, strategies_of
 from autopar.rules.registry import RULES, SAMPLES, T, sample

@@ -20,8 +20,8 @@ from autopar.graph import Spec
 from autopar.placements import fits, local_shape
 from autopar.rules import attention, contraction, conv, embed, loss, norm, random
 from autopar.rules.local import Seed, cuts_of, local_call, resolve
+from autopar.rules.many_ranks import fake_world
 from autopar.rules.notation import Call, In, axis_options
-from autopar.rules.pieces import fake_world
 from autopar.rules.registry import RULES, SAMPLES, Sample, T, rule_for
 
 MESH = (("data", 2), ("tensor", 2))

@@ -22,7 +22,7 @@ from autopar.errors import ClusterError, MeshError, PlanError
 from autopar.graph import Graph, Spec
 from autopar.placements import Mesh, State, is_shard, local_shape, only_change, shard_dim
 from autopar.plan import Plan, StagePlan
-from autopar.planner.inter_op.exact import ExactPlans
+from autopar.planner.inter_op.exact_stages import ExactPlans
 from autopar.planner.inter_op.phases import Phases, phases
 from autopar.planner.inter_op.replan import Replanner, limit_of_stage
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline

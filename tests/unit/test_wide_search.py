@@ -10,11 +10,11 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from autopar.capture import capture
-from autopar.capture.parts import numbers_of_parts, resized
+from autopar.capture.microbatches import numbers_of_parts, resized
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
 from autopar.planner.inter_op import stage_search
-from autopar.planner.inter_op.exact import PipelineOptions
+from autopar.planner.inter_op.exact_stages import PipelineOptions
 from autopar.planner.inter_op.stage_search import INTERRUPTED, plan_pipeline
 from autopar.planner.intra_op.mesh_plan import Options
 from hardware_profiles import load_cluster

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autopar.capture.python.places import is_users, user_line
+from autopar.capture.python.user_lines import is_users, user_line
 from autopar.errors import CaptureError
 
 ASK = "autopar.ask.default"

@@ -19,7 +19,7 @@ import torch
 
 from autopar.capture.python.generators import is_generator, state_of
 from autopar.capture.python.guards import Read, frozen
-from autopar.capture.python.places import is_own
+from autopar.capture.python.user_lines import is_own
 
 
 @dataclass

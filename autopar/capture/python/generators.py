@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from autopar.capture.python.places import is_users
+from autopar.capture.python.user_lines import is_users
 from autopar.errors import CaptureError
 
 

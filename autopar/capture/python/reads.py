@@ -24,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import _AttrProxy
 from autopar.capture.python.free import Free, free_values
 from autopar.capture.python.generators import global_states, is_generator, same_state, set_state, state_of
 from autopar.capture.python.guards import OTHER, Guards, Held, Read, Same, frozen, is_plain, show
-from autopar.capture.python.places import from_machinery, user_line
+from autopar.capture.python.user_lines import from_machinery, user_line
 from autopar.capture.trace.tracing import depends_on_data
 
 _OWN = frozenset({*torch.nn.Module().__dict__, *dir(torch.nn.Module)})

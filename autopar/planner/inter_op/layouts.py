@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from autopar.errors import PlanError, closest
 from autopar.graph import Graph
 from autopar.placements import Mesh
-from autopar.planner.inter_op.exact import PipelineOptions
+from autopar.planner.inter_op.exact_stages import PipelineOptions
 from autopar.planner.inter_op.order import check_name
 
 AXES = {"dp": "data", "tp": "tensor", "cp": "context"}

@@ -25,7 +25,7 @@ from autopar.plan import Plan, StagePlan
 from autopar.planner.inter_op import trial
 from autopar.planner.inter_op.blocks import Block
 from autopar.planner.inter_op.equal import FAR, NEAR, Equal, Need
-from autopar.planner.inter_op.exact import SMALL, Candidate, Exact, ExactPlans, PipelineOptions
+from autopar.planner.inter_op.exact_stages import SMALL, Candidate, Exact, ExactPlans, PipelineOptions
 from autopar.planner.inter_op.menu import Menus
 from autopar.planner.inter_op.order import SEARCHED, START, check_name
 from autopar.planner.inter_op.stage_pins import allows

@@ -7,14 +7,14 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+from autopar.device_groups import check_places, check_within
 from autopar.errors import PlanError
 from autopar.graph import Graph
 from autopar.placements import n_devices, parse_mesh
-from autopar.places import check_places, check_within
 from autopar.plan import Pins, Plan, StagePlan
 from autopar.planfile import pins as pin_section
 from autopar.planfile.failures import Failures
-from autopar.planfile.form import Document, parse
+from autopar.planfile.parsing import Document, parse
 from autopar.planfile.price import Setting, stage_plan
 from autopar.planfile.stage import StageReader
 from autopar.planfile.write import step_checksum
