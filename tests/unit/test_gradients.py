@@ -26,6 +26,7 @@ from autopar.placements import Mesh
 from autopar.planner.intra_op.draw import random_plan
 from autopar.planner.intra_op.mesh_plan import plan_graph
 from autopar.planner.intra_op.price import pricer
+from autopar.planning import notes_on
 from autopar.rules.function import function_rule
 from autopar.rules.registry import rules_of
 from autopar.runtime.world import run_step
@@ -997,13 +998,13 @@ def test_a_rule_in_one_line() -> None:
     captured = capture(model, (batches()[0],))
     plan = plan_graph(captured.graph, CLUSTER, MESH)
     assert plan.ops["function"] == ("I",)
-    assert plan.notes == ("no rule for function.Cubed: kept whole on every rank",)
+    assert notes_on(captured.graph) == ("no rule for function.Cubed: kept whole on every rank",)
     function_rule(Cubed, "b k, k -> b k")
     rule = next(r for r in rules_of(captured.graph) if r is not None and r.whole_gradients)
     assert str(rule) == "b k, k -> b k"
     plan = plan_graph(captured.graph, CLUSTER, MESH)
     assert plan.ops["function"] in (("b",), ("k",))
-    assert not plan.notes
+    assert not notes_on(captured.graph)
     compare(model, captured, n_random=4)
     assert check(plan, captured.graph, CLUSTER).ok
     with pytest.raises(RuleError, match=r"is no torch.autograd.Function; pass the class"):

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from autopar.capture import capture
+from autopar.plan import Plan
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.planner.intra_op.written import held_whole
 from autopar.verify import verify
@@ -33,7 +34,7 @@ def test_a_norm_that_layers_share_is_planned() -> None:
     norms = [i for i, node in enumerate(captured.graph.nodes) if node.target == "aten.batch_norm.default"]
     assert sorted(held_whole(captured.graph)) == norms
     for constraints in ({"first": {"tensor": "o"}}, {"norm:batch_norm*": {"tensor": "c"}}):
-        plan = plan_graph(captured.graph, cluster, MESH, Options(constraints=constraints))
+        plan = Plan.alone(plan_graph(captured.graph, cluster, MESH, Options(constraints=constraints)))
         channels = plan.ops[captured.graph.nodes[norms[0]].name] == ("c",)
         assert channels == ("first" not in constraints)  # pins that agree are heard
         for difference in verify(captured, model, (x,), {}, MESH, cluster, plan=plan):
