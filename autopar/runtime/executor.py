@@ -29,6 +29,7 @@ from autopar.placements import Mesh, in_pieces, mesh_text
 from autopar.plan import Plan
 from autopar.runtime.agree import mesh_group
 from autopar.runtime.batch import Batch
+from autopar.runtime.copied import copied
 from autopar.runtime.crossing import crossed
 from autopar.runtime.direct import stand_ins
 from autopar.runtime.failures import Failures
@@ -97,7 +98,7 @@ class ParallelModule(SpreadModule):
         self._device = torch.device(device_of(device_mesh))
         self._signature = inspect.signature(model.forward)
         self._captured, self._captured_training = captured, model.training
-        self._skeleton = Skeleton(model) if model.training else None
+        self._skeleton = Skeleton(model) if model.training and not isinstance(model, ParallelModule) else None
         self._meeting = None
         self._failures = Failures(ranks) if len(ranks) > 1 else None
         self._seed = _agreed_seed(device_mesh) if seed is None else seed
@@ -168,6 +169,21 @@ class ParallelModule(SpreadModule):
 
     def _take_program(self, new: Captured, plan_again: PlanAgain | None, all_well: AllWell) -> None:
         take(self, new, plan_again, all_well)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        """Another one, with the values that this one has now; every rank copies. Values that ``forward`` reads stay
+        those of the program that runs now, so a copy does not follow changes (``on_change="recapture"``).
+        """
+        captured, seed = self._captured, self._seed
+        new: ParallelModule = copied(
+            self, memo, lambda values: ParallelModule(self, captured, self.plan, self._mesh, values, seed=seed)
+        )  # it has all that is asked of a model here: names, shapes and classes
+        new._captured_training, new._skeleton = self._captured_training, self._skeleton
+        new._signature, new._model_ref = self._signature, self._model_ref
+        new._batch = Batch(captured, self._signature, self._device)
+        new._mode, new._calls = self._captured_training, self._calls
+        new.training = self._mode
+        return new
 
     def _in_step(self) -> bool:
         return self._stage.gradients.accumulating or self._stage.gradients.defer

@@ -26,6 +26,7 @@ from autopar.rules.registry import rules_of
 from autopar.runtime.agree import Meeting, first_seed
 from autopar.runtime.batch import Batch
 from autopar.runtime.checkpoint import full_state_dict, load_full_state_dict
+from autopar.runtime.copied import BY_HAND
 from autopar.runtime.executor import mixed_seed
 from autopar.runtime.failures import Failures
 from autopar.runtime.programs import AllWell, Fields, PlanAgain
@@ -157,6 +158,14 @@ class PipelineModule(SpreadModule):
 
     def _ranks(self) -> tuple[Any, int]:
         return dist.group.WORLD, 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Always an error.
+
+        Raises:
+            RunError: it says what to do instead.
+        """
+        raise RunError(f"a pipeline cannot be copied (copy.deepcopy, AveragedModel): {BY_HAND}")
 
     def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
         """Those of this rank's stages; if they have none, one without elements and without a name, because optimizers

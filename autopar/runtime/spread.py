@@ -180,6 +180,18 @@ class SpreadModule(torch.nn.Module):
         """
         return refuse_apply()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Always an error: a rank has its part only, and process groups are no values.
+
+        Raises:
+            RunError: it says what to save.
+        """
+        raise RunError(
+            "a parallel module cannot be pickled or saved as a whole: save pm.state_dict() with "
+            "torch.distributed.checkpoint, or autopar.full_state_dict(pm), which has the model's names and whole "
+            "tensors"
+        )
+
     # -- state dicts
 
     def _position(self) -> tuple[int, int]:

@@ -26,6 +26,9 @@ _OF_TORCH = frozenset(vars(torch.nn.Module()))
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 """Values that a part still knows when the model is gone."""
 
+_STANDING = ("_part_class", "_part_module", "_part_values", "_part_trained", "training")
+"""What a part knows of its submodule."""
+
 
 def refuse_replacing(module: torch.nn.Module, name: str, value: Any) -> None:
     """Refuse to put another module where a part of a parallel module is.
@@ -54,6 +57,10 @@ class Part(torch.nn.Module):
         Args:
             trained: the submodule is in training mode when the whole is.
         """
+        if type(module) is Part:  # of a parallel module that is copied
+            self.__dict__.update({key: module.__dict__[key] for key in _STANDING})
+            self.__dict__["_stands_for"] = weakref.ref(whole), path
+            return
         simple = {
             name: value for name, value in vars(module).items()
             if name not in _OF_TORCH and all(isinstance(leaf, _SIMPLE) for leaf in pytree.tree_leaves(value))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import datetime
+import io
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from procs.cases import TWO, device_mesh, whole
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import swa_utils
 
 import autopar
 from autopar.errors import CaptureError, RunError
@@ -353,6 +355,37 @@ def norms_and_flags_of_gradients() -> None:
         flags = [(g > g.min()).any().float() for g in grads]
         numbers.append([float(norms.sum()), float(norms.mean()), float(norms.norm()), *map(float, flags)])
     assert numbers[0] == pytest.approx(numbers[1], abs=1e-12)
+
+
+@case
+def averaged_weights() -> None:
+    """A copy of the module that follows it, and one that goes with a copy of its optimizer."""
+    x, y = batch()
+    for options in ({}, ZERO_FIRST):
+        module, eager = pair(Net(mse), (x, y), **options)
+        found = []
+        for model in (module, eager):
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            averages = [swa_utils.AveragedModel(model)]
+            averages.append(swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9)))
+            for _ in range(3):
+                model(x, y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                for average in averages:
+                    average.update_parameters(model)
+            other, its = copy.deepcopy((model, optimizer))
+            other(x, y).backward()
+            assert all(p.grad is None for p in model.parameters())
+            its.step()
+            with torch.no_grad():
+                found.append([average.eval()(x, y) for average in averages] + [other(x, y), model(x, y)])
+        for mine, theirs in zip(*found, strict=True):
+            same(mine, theirs)
+    with pytest.raises(RunError, match=r"save pm.state_dict\(\)"):
+        torch.save(module, io.BytesIO())
+    with pytest.raises(RunError, match="averages of the weights can be kept by hand"):
+        copy.deepcopy(pipeline()[0])
 
 
 @case
