@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from autopar.cli import explain, hardware, inspect, plan, profiling, run, show, simulate, verify
+from autopar.cli import check, explain, hardware, inspect, plan, profiling, run, show, simulate, verify
 from autopar.cli.common import err, print_error
 from autopar.errors import AutoparError
 from hardware_profiles.errors import ProfileError
@@ -43,7 +43,7 @@ def _every(
 
 
 for name, command in (
-    ("plan", plan.plan), ("show", show.show), ("explain", explain.explain), ("diff", show.diff),
+    ("plan", plan.plan), ("check", check.check), ("show", show.show), ("explain", explain.explain), ("diff", show.diff),
     ("inspect", inspect.inspect), ("verify", verify.verify), ("run", run.run), ("simulate", simulate.simulate),
     ("devices", hardware.devices), ("clusters", hardware.clusters), ("profile", profiling.profile),
 ):  # fmt: skip

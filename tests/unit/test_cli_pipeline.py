@@ -61,6 +61,17 @@ def test_show(folder: Path) -> None:
     assert out.count("def forward") == 2 and "# stage 1" in out
 
 
+def test_certificate(folder: Path) -> None:
+    code, out, err = autopar("check", folder / "plan.json")
+    assert code == 0 and "certified" in out, err
+    code, out, _ = autopar("check", folder / "plan.json", "--json")
+    stages = json.loads(out)["stages"]
+    assert [s["failures"] for s in stages] == [[], []] and all(s["seconds"] > 0 for s in stages)
+    with mock.patch("autopar.certificate.program.optimizer_state_bytes", lambda *_: 1):
+        code, out, _ = autopar("check", folder / "plan.json")
+    assert code == 1 and "stage 1: optimizer_bytes: the plan says" in out and "certified" not in out
+
+
 def test_simulate_and_run_write_one_trace(folder: Path) -> None:
     trace = folder / "trace.json"
     code, out, err = autopar("simulate", folder / "plan.json", "--trace", trace, "--json")

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 import autopar.rules  # noqa: F401
 from autopar import verify as V
 from autopar.capture import Captured, capture
-from autopar.check import check
+from autopar.certificate import check
 from autopar.errors import CaptureError, RuleError
 from autopar.placements import Mesh
 from autopar.planner.intra_op.draw import random_plan

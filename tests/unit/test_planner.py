@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from zoo import ZOO
 
 from autopar.capture import capture
-from autopar.check import check
+from autopar.certificate import check
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
 from autopar.planner.intra_op.draw import random_plan

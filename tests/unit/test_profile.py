@@ -15,7 +15,7 @@ from unit.test_bad_input import put
 from unit.test_cli_pipeline import autopar as command
 
 import autopar
-from autopar.check import check
+from autopar.certificate import check
 from autopar.clusters import profile_of
 from autopar.errors import ClusterError
 from autopar.graph import Graph

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from autopar.capture import capture
-from autopar.check import Report, check
+from autopar.certificate import Report, check
 from autopar.graph import Graph
 from autopar.plan import StagePlan
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph

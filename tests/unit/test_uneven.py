@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import autopar
 import autopar.rules
-from autopar.check import check
+from autopar.certificate import check
 from autopar.graph import Spec
 from autopar.placements import (
     Mesh,

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_sel
 from autopar import planfile
 from autopar import verify as V
 from autopar.capture import Captured, capture
-from autopar.check import check
+from autopar.certificate import check
 from autopar.placements import Mesh
 from autopar.plan import Plan, StagePlan
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline

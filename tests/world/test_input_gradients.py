@@ -12,7 +12,7 @@ from zoo import ZOO
 
 from autopar import verify as V
 from autopar.capture import Captured, capture
-from autopar.check import check
+from autopar.certificate import check
 from autopar.errors import PlanError
 from autopar.planner.intra_op.draw import random_plan
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph

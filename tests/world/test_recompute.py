@@ -11,7 +11,7 @@ from zoo import ZOO
 
 from autopar import verify as V
 from autopar.capture import Captured, capture
-from autopar.check import check
+from autopar.certificate import check
 from autopar.errors import InfeasibleError, PlanError
 from autopar.lower.emit import lower
 from autopar.placements import Mesh

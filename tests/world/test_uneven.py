@@ -14,7 +14,7 @@ from zoo import ZOO
 
 from autopar import verify as V
 from autopar.capture import Captured, capture
-from autopar.check import check
+from autopar.certificate import check
 from autopar.placements import Mesh
 from autopar.planner.intra_op.draw import random_plan
 from autopar.planner.intra_op.price import pricer

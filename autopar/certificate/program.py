@@ -3,7 +3,7 @@
 The plan is lowered, and the emitted program is run once on fake tensors (shapes only), forward and backward. A
 dispatch mode counts every collective that is really issued, with its group and its bytes, and what is recomputed runs
 twice; operators are priced from the local shapes that really occur. From that follow the seconds; from the shapes of
-parameters the stored bytes; from what autograd's own hooks see, the activations (:mod:`autopar.recount`).
+parameters the stored bytes; from what autograd sees, the activations (:mod:`autopar.certificate.activations`).
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from autopar.certificate.activations import Watch, Watched, watch_of
 from autopar.graph import Graph
 from autopar.lower.collectives import has_uneven_pieces
 from autopar.lower.emit import Program, lower, used_shape
+from autopar.lower.typecheck import typecheck
 from autopar.placements import elements_moved, local_shape, only_change, step_collectives
 from autopar.plan import StagePlan
-from autopar.recount import Watch, Watched, watch_of
 from autopar.rules.function import PREFIX
 from autopar.rules.many_ranks import fake_world
 from autopar.rules.registry import rules_of
@@ -118,11 +119,19 @@ def _groups() -> Mapping[str, Any]:
     return {distributed_c10d._world.pg_names[pg]: pg for pg in distributed_c10d._world.pg_names}
 
 
-def check(plan: StagePlan, graph: Graph, cluster: Cluster, *, tolerance: float = 0.01) -> Report:
+def check(
+    plan: StagePlan, graph: Graph, cluster: Cluster, *, tolerance: float = 0.01, types: bool = False
+) -> Report:
     """Certify a plan. The process must not be in a process group: a fake one is made.
 
     Args:
+        graph: of the stage.
         tolerance: how far the plan's seconds may be from the recounted ones, as a share.
+        types: have spmd-types check the program too.
+
+    Raises:
+        PlanError: an operator's types do not fit.
+        MeshError: this process already belongs to a process group.
     """
     program = lower(graph, plan)
     report = Report()
@@ -130,6 +139,8 @@ def check(plan: StagePlan, graph: Graph, cluster: Cluster, *, tolerance: float =
     axes = costs.axes(dict(plan.mesh), plan.devices)
     with fake_world(plan.mesh) as mesh:
         names = {str(mesh.get_group(name).group_name): name for name, _ in plan.mesh}
+        if types:
+            typecheck(program)
         _recount(program, plan, graph, device, costs, axes, names, report)
     _stored(plan, graph, report)
     _parameters(plan, graph, axes, costs.bucket_bytes, report)
@@ -164,8 +175,10 @@ def _recount(
             with watch.on():
                 flat = pricer.run(*values)
             report.kept_bytes = sum(watch.kept().values())
-            if graph.loss is not None and flat[graph.loss].requires_grad:
-                flat[graph.loss].backward()
+            ends = [flat[graph.loss]] if graph.loss is not None else flat[: graph.sends]
+            wanting = [value for value in ends if isinstance(value, torch.Tensor) and value.requires_grad]
+            if wanting:
+                torch.autograd.backward(wanting, [torch.ones_like(value) for value in wanting])
     report.again_bytes = pricer.again_bytes
     report.compute_seconds = sum(pricer.seconds) * plan.microbatches
     for group, kind, n_bytes in counter.seen:

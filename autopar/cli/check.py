@@ -1,0 +1,80 @@
+"""``autopar check``: the certificate of a plan file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autopar.cli.common import Json, bound, model_of, open_plan, out, print_json, progress, show_bytes, show_seconds
+
+if TYPE_CHECKING:
+    from autopar.certificate import Report
+    from autopar.plan import StagePlan
+
+
+def check(
+    path: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
+    model: Annotated[str | None, typer.Option("--model", help="The model, if not the one that the file names.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Certify a plan: count again, from the program that it emits, what it claims of its seconds and bytes.
+
+    The program of every stage runs once on tensors without values, forward and backward, and passes the type checker of
+    spmd-types. Ends with exit code 1 where a claim does not hold.
+
+    Example: autopar check plan.json
+    """
+    document = open_plan(path)
+    _, captured = model_of(document, path, model)
+    plan, cluster = bound(document, captured)
+    with progress("checking") as say:
+        from autopar import certificate
+        from autopar.staging import cut
+
+        reports = []
+        for stage, part in zip(plan.stages, cut(captured.graph, plan.starts), strict=True):
+            say(f"stage {part.number + 1} of {len(plan.stages)}" if len(plan.stages) > 1 else "")
+            reports.append(certificate.check(stage, part.graph, cluster, types=True))
+    if as_json:
+        print_json({"certified": all(r.ok for r in reports), "stages": [_as_json(r) for r in reports]})
+    else:
+        _show(plan.stages, reports)
+    if not all(report.ok for report in reports):
+        raise typer.Exit(1)
+
+
+def _as_json(report: Report) -> dict[str, Any]:
+    kinds = [{"axis": axis, "kind": kind, "times": n} for (axis, kind), n in sorted(report.collectives.items())]
+    return {
+        "seconds": report.seconds, "kept_bytes": report.kept_bytes, "again_bytes": report.again_bytes,
+        "parameter_bytes": report.parameter_bytes, "gradient_bytes": report.gradient_bytes,
+        "optimizer_bytes": report.optimizer_bytes, "collectives": kinds, "failures": report.failures,
+    }  # fmt: skip
+
+
+def _show(stages: tuple[StagePlan, ...], reports: list[Report]) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title="what plans claim, and what their programs do", title_justify="left")
+    for name in ("stage", "seconds", "counted", "state", "counted", "activations", "counted", "collectives"):
+        table.add_column(name, justify="left" if name in ("stage", "collectives") else "right")
+    for number, (stage, report) in enumerate(zip(stages, reports, strict=True)):
+        price = stage.price
+        state = price.parameter_bytes + price.gradient_bytes + price.optimizer_bytes
+        counted = report.parameter_bytes + report.gradient_bytes + report.optimizer_bytes
+        kinds = (f"{n} {kind} over {axis}" for (axis, kind), n in sorted(report.collectives.items()))
+        table.add_row(
+            str(number), show_seconds(price.seconds), show_seconds(report.seconds), show_bytes(state),
+            show_bytes(counted), show_bytes(stage.kept_bytes), show_bytes(report.kept_bytes),
+            escape("\n".join(kinds)),
+        )  # fmt: skip
+    console = out()
+    console.print(table)
+    failures = [f"stage {number}: {said}" for number, report in enumerate(reports) for said in report.failures]
+    for said in failures:
+        console.print(f"[red]{escape(said)}[/red]", soft_wrap=True)
+    if not failures:
+        console.print("certified: the emitted programs do what the plan says, and spmd-types finds their types right")
