@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
 import autopar.rules  # noqa: F401  (registers the rules)
 from autopar import arguments, planfile, planning, recapture, spreading
@@ -32,6 +31,7 @@ from autopar.runtime.optimizers import replaced
 from autopar.runtime.original import Original
 from autopar.runtime.pipeline import PipelineModule
 from autopar.runtime.programs import Programs
+from autopar.torch_private import pytree
 from autopar.wishes import MOST_AXES, WISHES, documented
 from hardware_profiles import Cluster
 

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from autopar.capture import Captured
 from autopar.capture.module_hooks import check_hooks
@@ -29,6 +28,7 @@ from autopar.runtime.agree import together
 from autopar.runtime.executor import ParallelModule
 from autopar.runtime.optimizers import Move, name_of
 from autopar.runtime.pipeline import PipelineModule
+from autopar.torch_private import pytree
 from autopar.wishes import OPTIMIZERS, WISHES, is_number, is_table, is_whole, optional
 from hardware_profiles import Cluster
 

@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.capture import Captured
 from autopar.capture.python.guards import is_plain
@@ -30,6 +28,7 @@ from autopar.planner.intra_op.single import one_device
 from autopar.rules.local import resolve
 from autopar.rules.registry import rules_of
 from autopar.runtime.reached import reached_whatever_is_drawn
+from autopar.torch_private import TorchDispatchMode, pytree
 
 LIMITS = {"float64": 1e-9, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 """Largest relative difference that rounding explains, by precision."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
+
+from autopar.torch_private import pytree
 
 IGNORED = -100
 """The label that losses of torch leave out."""

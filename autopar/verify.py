@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from autopar.capture import Captured
 from autopar.comparison import LOW as LOW
@@ -33,6 +32,7 @@ from autopar.rules.many_ranks import fake_world
 from autopar.rules.registry import rules_of
 from autopar.runtime.world import pipeline_step, run_step
 from autopar.staging import cut
+from autopar.torch_private import pytree
 from hardware_profiles import Cluster
 
 SGD: dict[str, Any] = {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.01}

@@ -40,7 +40,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from autopar.capture.losses import check_loss
 from autopar.capture.python.guards import Guards
@@ -48,6 +47,7 @@ from autopar.capture.recorded import traced
 from autopar.collection import uncollected
 from autopar.errors import CaptureError
 from autopar.graph import Graph
+from autopar.torch_private import pytree
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from autopar.errors import CaptureError
 from autopar.graph import Graph, Node, Ref
+from autopar.torch_private import pytree
 
 LOSS = "loss"
 """What a model calls the output that is to be trained, where it gives several scalars."""

@@ -13,10 +13,10 @@ from fractions import Fraction
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from autopar.errors import CaptureError
 from autopar.graph import Graph, Node, Spec
+from autopar.torch_private import pytree
 
 MOST = 1024
 """Microbatches that are tried at most."""

@@ -23,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from autopar.lower.emit import Program
 from autopar.lower.freed import is_empty
 from autopar.lower.segments import again_in_backward, make_again
+from autopar.torch_private import pytree, top_saved_tensors_hooks
 
 
 class _Held:
@@ -44,7 +45,7 @@ class Watch:
 
     def made(self, name: str, value: Any) -> None:
         """A node's result."""
-        for x in torch.utils._pytree.tree_leaves(value):
+        for x in pytree.tree_leaves(value):
             if isinstance(x, torch.Tensor):
                 self.made_so_far.append(x.detach())  # its storage lives, its autograd node need not
                 self.maker.setdefault(_storage(x), name)
@@ -52,7 +53,7 @@ class Watch:
     @contextmanager
     def on(self) -> Iterator[None]:
         """Everything saved in here is noted, and then given to the hooks that were there before."""
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        outer = top_saved_tensors_hooks(True)
         pack, unpack = outer if outer is not None else (torch.Tensor.detach, lambda x: x)
 
         def note(x: torch.Tensor) -> _Held:

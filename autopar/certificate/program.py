@@ -17,9 +17,6 @@ from typing import Any
 import spmd_types as spmd
 import torch
 import torch.fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.certificate.activations import Watch, Watched, watch_of
@@ -32,6 +29,7 @@ from autopar.plan import StagePlan
 from autopar.rules.function import PREFIX
 from autopar.rules.many_ranks import fake_world
 from autopar.rules.registry import rules_of
+from autopar.torch_private import FakeTensorMode, OpOverload, TorchDispatchMode, group_names, pytree
 from cost_models import optimizer_state_bytes
 from cost_models.costs import Axis, Costs, OpSeconds, OpWork, costs_of
 from hardware_profiles import Cluster, Device
@@ -103,20 +101,15 @@ class _Count(TorchDispatchMode):
             if name[1] == "alltoall_":  # lists of pieces: what a rank sends is the second
                 n_bytes = sum(t.numel() * t.element_size() for t in args[1])
             else:
-                tensors = [t for t in tree_leaves((args, out)) if isinstance(t, torch.Tensor)]
+                tensors = [t for t in pytree.tree_leaves((args, out)) if isinstance(t, torch.Tensor)]
                 n_bytes = max(t.numel() * t.element_size() for t in tensors)
-            group = next((a for a in tree_leaves((args, kwargs)) if isinstance(a, str) and a in _groups()), "")
+            given = pytree.tree_leaves((args, kwargs))
+            group = next((a for a in given if isinstance(a, str) and a in group_names()), "")
             if not group:
-                holder = next((a for a in tree_leaves((args, kwargs)) if isinstance(a, torch.ScriptObject)), None)
+                holder = next((a for a in given if isinstance(a, torch.ScriptObject)), None)
                 group = torch.distributed.ProcessGroup.unbox(holder).group_name if holder is not None else ""
             self.seen.append((group, kind, n_bytes))
         return out
-
-
-def _groups() -> Mapping[str, Any]:
-    from torch.distributed import distributed_c10d
-
-    return {distributed_c10d._world.pg_names[pg]: pg for pg in distributed_c10d._world.pg_names}
 
 
 def check(
@@ -214,8 +207,8 @@ class _Priced(Watched):
         result = super().run_node(n)
         if n.op == "call_function" and "node" in meta:
             args, kwargs = self.fetch_args_kwargs_from_env(n)
-            ins = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-            outs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+            ins = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+            outs = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
             flops = self.flops.get_total_flops() - before
             spent = self._op(n, ins, outs, flops, lambda: self._key(n, args, kwargs, outs))
             self.seconds.append(spent.forward if self.second else spent.total)
@@ -228,7 +221,7 @@ class _Priced(Watched):
         meta = n.meta["autopar"]
         rule = self.kinds[meta["node"]]
         cut = set(meta["options"]) & set(rule.sizes) if any(size > 1 for _, size in self.mesh) else set()
-        if not isinstance(n.target, torch._ops.OpOverload) and (not rule.random or cut):
+        if not isinstance(n.target, OpOverload) and (not rule.random or cut):
             return None
         differentiable = any(t.requires_grad for t in outs)
 

@@ -21,6 +21,7 @@ from autopar.cli.common import (
     print_json,
     progress,
 )
+from autopar.torch_private import pytree
 
 if TYPE_CHECKING:
     from autopar.capture import Captured
@@ -215,7 +216,7 @@ def _rank(
     loaded.model.load_state_dict(state)
     loaded.model.double()
     captured = replace(v.promoted(captured), constants=v.doubled(captured.constants))
-    args, kwargs = torch.utils._pytree.tree_map_only(
+    args, kwargs = pytree.tree_map_only(
         torch.Tensor, lambda t: t.double() if t.dtype in v.LOW else t, inputs
     )
     return [_trained(loaded, captured, plan, args, kwargs) for plan in plans]

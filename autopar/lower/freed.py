@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
+
+from autopar.torch_private import is_traceable_wrapper_subclass, pytree
 
 _FREED: weakref.WeakValueDictionary[int, Freed] = weakref.WeakValueDictionary()
 """Tensors that may be empty now, by storage."""
@@ -63,7 +63,7 @@ class Freed:
 
     def until_backward(self, maker: Any, readers: Sequence[Any]) -> None:
         """Free now, fill before the backward of any of the readers' results, free before that of the maker."""
-        nodes = {x.grad_fn for x in tree_leaves(readers) if isinstance(x, torch.Tensor) and x.grad_fn is not None}
+        nodes = {x.grad_fn for x in pytree.tree_leaves(readers) if isinstance(x, torch.Tensor) and x.grad_fn is not None}
         for node in nodes:
             node.register_prehook(self.fill)
         maker.register_prehook(self.free)

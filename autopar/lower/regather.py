@@ -15,6 +15,7 @@ import torch
 from autopar.lower import collectives
 from autopar.lower.freed import Freed, fill_all, is_empty
 from autopar.lower.segments import current_mesh, on_mesh
+from autopar.torch_private import top_saved_tensors_hooks
 
 Steps = tuple[tuple[str, tuple[Any, ...]], ...]
 
@@ -25,7 +26,7 @@ class _Copy(Freed):
     def __init__(self, whole: torch.Tensor, piece: torch.Tensor, steps: Steps) -> None:
         super().__init__(whole)
         self.steps = steps
-        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        hooks: Any = top_saved_tensors_hooks(False)
         if hooks is None or is_empty(piece):
             hooks = (lambda x: x, lambda x: x)  # what was given up itself is no memory to be packed
         pack, self.unpack = hooks

@@ -13,12 +13,12 @@ import spmd_types as spmd
 import spmd_types.checker
 import torch
 import torch.fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.errors import PlanError
 from autopar.lower.emit import Program, used_shape
 from autopar.placements import State, kind
 from autopar.rules.function import Callee
+from autopar.torch_private import FakeTensorMode
 
 _TYPES = {"R": spmd.R, "I": spmd.I, "P": spmd.P, "S": spmd.V}
 

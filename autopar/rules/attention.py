@@ -15,6 +15,7 @@ import torch
 from autopar.rules.notation import Call, In, Lowering, Rule, line
 from autopar.rules.random import kept
 from autopar.rules.registry import T, rule, sample
+from autopar.torch_private import safe_softmax
 
 
 def attention_with_dropout(
@@ -33,7 +34,7 @@ def attention_with_dropout(
     if attn_mask is not None:
         is_bool = attn_mask.dtype == torch.bool
         scores = scores.masked_fill(~attn_mask, -math.inf) if is_bool else scores + attn_mask
-    weights = torch._safe_softmax(scores, -1)  # a row without any key gives zeros, as in the fused kernels
+    weights = safe_softmax(scores, -1)  # a row without any key gives zeros, as in the fused kernels
     mask = kept(dropout_p, seed, site, (*shape[:-1], k.shape[-2]), (*shards[:-1], ()), q.device)
     return torch.matmul(weights * mask, v) * (1 / (1 - dropout_p) if dropout_p < 1 else 0.0)
 

@@ -7,12 +7,11 @@
 from __future__ import annotations
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed._local_tensor import LocalTensor
 
 from autopar.rules.notation import Call, Rule
 from autopar.rules.pointwise import elementwise
 from autopar.rules.registry import T, rule, sample
+from autopar.torch_private import FakeTensor, LocalTensor
 
 BRANCH = "autopar.branch.default"
 BY_NUMBER = -1

@@ -14,12 +14,10 @@ from typing import Any
 import spmd_types as spmd
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 from spmd_types import rules
-from spmd_types._mesh import _pg_for_axis  # the process group of an axis of the ambient mesh; no public name for it
-from torch.distributed._local_tensor import LocalIntNode, local_tensor_mode
 
 from autopar.placements import piece_of
+from autopar.torch_private import LocalIntNode, functional_collectives, group_of_axis, local_tensor_mode
 
 Axes = Sequence[str]
 
@@ -70,7 +68,7 @@ def n_pieces(axes: Axes) -> int:
 
 def index_on(axis: str) -> Any:
     """This rank's number on an axis of the ambient mesh: an int; in a process that plays many ranks, one for each."""
-    group = _pg_for_axis(axis)
+    group = group_of_axis(axis)
     mode = local_tensor_mode()
     if mode is None:
         return dist.get_rank(group)
@@ -160,8 +158,8 @@ class _Greatest(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: str) -> torch.Tensor:
-        y = funcol.all_reduce(x, "max", _pg_for_axis(axis))
-        return y.wait() if isinstance(y, funcol.AsyncCollectiveTensor) else y
+        y = functional_collectives.all_reduce(x, "max", group_of_axis(axis))
+        return y.wait() if isinstance(y, functional_collectives.AsyncCollectiveTensor) else y
 
     @staticmethod
     def spmd_typecheck(*, x: torch.Tensor, axis: str) -> Any:

@@ -23,11 +23,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
 
 from autopar.errors import RuleError, RunError
 from autopar.rules.notation import Call, Rule, line
+from autopar.torch_private import DisableTorchFunction, FakeTensor, no_dispatch_modes, pytree, unset_fake_temporarily
 
 PREFIX = "function."
 _DRAWS = 0x9E3779B97F4A7C15
@@ -206,10 +205,8 @@ def _no_module_hooks() -> Iterator[None]:
 
 def on_zeros(run: Callable[[Sequence[Any]], tuple[torch.Tensor, ...]], leaves: Sequence[Any]) -> Any:
     """``run(leaves)`` with zeros on the CPU in place of tensors without values."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-    from torch.utils._python_dispatch import _disable_current_modes
 
-    with torch._C.DisableTorchFunction(), _disable_current_modes(), unset_fake_temporarily(), torch.enable_grad():
+    with DisableTorchFunction(), no_dispatch_modes(), unset_fake_temporarily(), torch.enable_grad():
         real = [
             torch.zeros(tuple(x.shape), dtype=x.dtype).requires_grad_(x.requires_grad)
             if isinstance(x, torch.Tensor) else x

@@ -14,6 +14,7 @@ from autopar.errors import MeshError
 from autopar.placements import Mesh, State, box_of, coordinates, n_devices, shard_dim
 from autopar.rules.one_by_one import OneByOne
 from autopar.rules.simulation import simulation
+from autopar.torch_private import fake_store
 
 
 def piece(whole: torch.Tensor, state: State, mesh: Mesh, rank: int) -> torch.Tensor:
@@ -56,12 +57,10 @@ def fake_world(mesh: Mesh) -> Iterator[DeviceMesh]:
     Raises:
         MeshError: this process already belongs to a process group.
     """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     if dist.is_initialized():
         raise MeshError("this process is already in a process group; verify in a process of its own")
     n = n_devices(mesh)
-    dist.init_process_group(backend="fake", rank=0, world_size=n, store=FakeStore())
+    dist.init_process_group(backend="fake", rank=0, world_size=n, store=fake_store())
     try:
         device_mesh = init_device_mesh(
             "cpu", tuple(size for _, size in mesh), mesh_dim_names=tuple(name for name, _ in mesh)

@@ -16,6 +16,7 @@ import torch
 from autopar.rules.distributed import all_of, average, axes_of, greatest, total
 from autopar.rules.notation import Call, Comm, In, Lowering, Rule, line
 from autopar.rules.registry import T, prove_with, rule, sample
+from autopar.torch_private import preserve_version_counter
 
 NORMALIZED = ("n0", "n1", "n2")
 """The factors of the dims that layer and RMS norm normalize."""
@@ -149,7 +150,7 @@ def batch_norm_across(
         with torch.no_grad():
             for running, new in ((running_mean, mean), (running_var, var * (n / (n - 1)))):
                 # as torch's own norm does: another call of the module may have saved it, and does not read it
-                with torch.autograd._unsafe_preserve_version_counter(running):
+                with preserve_version_counter(running):
                     running.mul_(1 - momentum).add_(new.detach().reshape(-1).to(running.dtype) * momentum)
     scale = torch.rsqrt(var + eps)
     per_channel = [1, -1, *[1] * (x.dim() - 2)]

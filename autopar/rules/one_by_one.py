@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed._local_tensor import LocalTensor, local_tensor_mode
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
+
+from autopar.torch_private import LocalTensor, OpOverload, local_tensor_mode, pytree
 
 NAMES = frozenset({
     "cross_entropy_loss", "cross_entropy", "nll_loss", "nll_loss_nd", "nll_loss2d", "einsum", "var_mean", "sgn", "sign",
@@ -35,7 +35,7 @@ class OneByOne(TorchFunctionMode):
 
 
 def _name(func: Any) -> str:
-    if isinstance(func, torch._ops.OpOverload):
+    if isinstance(func, OpOverload):
         return func.overloadpacket.__name__
     return getattr(func, "__name__", "")
 

@@ -15,7 +15,6 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch.distributed._local_tensor import LocalTensor
 
 from autopar.graph import Spec
 from autopar.placements import Mesh, State, coordinates, fits, format_state, n_devices
@@ -25,6 +24,7 @@ from autopar.rules.many_ranks import join, many_ranks, piece
 from autopar.rules.notation import Call, In, Option, Rule, axis_options
 from autopar.rules.registry import Sample, T, rule_for
 from autopar.rules.strategy import can_be_cut
+from autopar.torch_private import LocalTensor
 
 
 class RuleIsWrong(AssertionError):

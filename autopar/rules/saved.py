@@ -20,9 +20,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 
 from autopar.graph import Graph
 from autopar.placements import Mesh, local_shape
@@ -31,6 +29,7 @@ from autopar.rules.function import PREFIX
 from autopar.rules.local import LocalCall, PieceSize, Seed, local_call
 from autopar.rules.notation import Call, In, Option, Rule, call_of
 from autopar.rules.strategy import Strategy, grads_of
+from autopar.torch_private import FakeTensorMode, pytree
 
 Strides = tuple[int, ...]
 
@@ -172,7 +171,7 @@ def _watched(local: LocalCall, ins: Sequence[Layout], sizes: Mapping[str, int], 
     numbers: dict[int, int] = {}
     memories: list[tuple[int, bool]] = []
     results = []
-    for x in tree_leaves(made):
+    for x in pytree.tree_leaves(made):
         if not isinstance(x, torch.Tensor):
             continue
         storage = _storage(x)

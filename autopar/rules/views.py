@@ -12,6 +12,7 @@ import torch
 
 from autopar.rules.local import resolve
 from autopar.rules.notation import Call, In
+from autopar.torch_private import OpOverload, has_kernel, pytree
 
 _known: dict[Any, bool] = {}
 
@@ -22,11 +23,11 @@ def may_alias(call: Call) -> bool:
         op = resolve(call.target)
     except Exception:
         return True
-    if not isinstance(op, torch._ops.OpOverload):
+    if not isinstance(op, OpOverload):
         return True
     if any(out.alias_info is not None for out in op._schema.returns):
         return True
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"):
+    if not has_kernel(op.name(), "CompositeImplicitAutograd"):
         return False  # torch's own tests hold kernels to their schema
     key = call.target, repr(call.args), repr(sorted(call.kwargs.items())), call.ins
     if key not in _known:
@@ -50,7 +51,7 @@ def _shares(op: Any, call: Call) -> bool:
     except Exception:
         return True
     storages = {t.untyped_storage()._cdata for t in tensors}
-    outs = torch.utils._pytree.tree_leaves(made)
+    outs = pytree.tree_leaves(made)
     return any(isinstance(t, torch.Tensor) and t.untyped_storage()._cdata in storages for t in outs)
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from autopar.capture import Captured
 from autopar.errors import RunError
@@ -22,6 +21,7 @@ from autopar.lower.emit import Slot
 from autopar.placements import Mesh, State, format_state, is_cut, local_shape
 from autopar.runtime.calls import describe, example_leaves, flatten_call, leaf_name, same_device, same_literal
 from autopar.runtime.state import coordinate_of, joined, local_piece, torch_placements
+from autopar.torch_private import pytree
 
 Shape = tuple[int, ...]
 

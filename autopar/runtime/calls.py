@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from autopar.capture import Captured
 from autopar.errors import RunError
+from autopar.torch_private import pytree
 
 
 def flatten_call(

@@ -22,8 +22,9 @@ from autopar.errors import RunError
 from autopar.runtime.gradients import Gradients
 from autopar.runtime.mixed import whole
 from autopar.runtime.state import Held
+from autopar.torch_private import autograd_engine, functorch_is_active, keeps_graph, will_run
 
-_ENGINE: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+_ENGINE: Any = autograd_engine
 Run = Callable[[Mapping[str, torch.Tensor]], tuple[Any, ...]]
 Around = Callable[[], contextlib.AbstractContextManager[None]]
 
@@ -131,7 +132,7 @@ class _Crossing(torch.autograd.Function):
             for params, _ in before[len(call.wanting) :]:  # none, or the one node of all parameters
                 reached = [_reached(node) for node, _ in params.next_functions]
                 wanted = [held for (held, _), here in zip(call.trained.pairs, reached, strict=True) if here]
-        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        keep = keeps_graph()
         inputs, left = call.backward(grads, keep, wanted)
         return (None, None, *inputs, *(torch.empty(0) if left else None for _ in before[len(call.wanting) :]))
 
@@ -145,7 +146,7 @@ def _reached(node: Node | None) -> bool:
     if node is None:
         return False
     try:
-        return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
+        return bool(will_run(node))
     except RuntimeError:  # what it says of a leaf whose gradient autograd.grad is to return
         return True
 
@@ -167,7 +168,7 @@ def crossed(
     if not torch.is_grad_enabled() or not (call.wanting or token is not None):
         return run({name: x.detach() for name, x in inputs.items()})
     before = [inputs[name] for name in call.wanting] + ([token] if token is not None and call.hands else [])
-    if torch._C._are_functorch_transforms_active():  # it says what it cannot do
+    if functorch_is_active():  # it says what it cannot do
         return _Crossing.apply(call, probe, *before)  # type: ignore[no-any-return]
     return _apply(call, probe, *before)  # type: ignore[no-any-return]
 

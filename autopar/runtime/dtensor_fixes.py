@@ -22,20 +22,26 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._dispatch import found_inf_reduce_handler
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor._op_schema import OpSchema, OpStrategy
-from torch.distributed.tensor._ops._math_ops import LINEAR_REDUCTION_OP_MAP, _NormPartial
-from torch.distributed.tensor._ops.utils import generate_redistribute_costs
 
 from autopar.errors import RunError
+from autopar.torch_private import (
+    DTENSOR_HANDLERS,
+    DTENSOR_STRATEGIES,
+    LINEAR_REDUCTION_OP_MAP,
+    DTensorSpec,
+    NormPartial,
+    OpSchema,
+    OpStrategy,
+    data_of_tensors,
+    found_inf_reduce_handler,
+    generate_redistribute_costs,
+)
 
 _READ = torch.ops.aten._local_scalar_dense.default
 _UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 _SUMS = (torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList)
 _ANYS = (torch.ops.aten.any.default, torch.ops.aten.any.dim, torch.ops.aten.any.dims)
 _Strategy = Callable[[OpSchema], OpStrategy]
-_DATA: Any = torch.Tensor.__dict__.get("data") or torch._C.TensorBase.__dict__["data"]
 
 
 def _number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -64,7 +70,7 @@ def _set_data(tensor: DTensor, value: torch.Tensor) -> None:
             "p.data = value: the parameter is a DTensor, and the value a plain tensor; copy it with "
             "torch.distributed.tensor.distribute_tensor(value, p.device_mesh, p.placements), or use load_state_dict"
         )
-    _DATA.__set__(tensor, value)
+    data_of_tensors.__set__(tensor, value)
     tensor._local_tensor, tensor._spec = value._local_tensor, value._spec
 
 
@@ -75,7 +81,7 @@ def _of_whole_norms(strategy: _Strategy) -> _Strategy:
         found = strategy(schema)
         for choice in found.strategies:
             for spec in choice.input_specs or ():
-                if any(isinstance(p, _NormPartial) for p in spec.placements):
+                if any(isinstance(p, NormPartial) for p in spec.placements):
                     before = schema.args_schema[0]
                     assert isinstance(before, OpStrategy)
                     choice.input_specs = [_without_norms(spec)]
@@ -88,21 +94,21 @@ def _of_whole_norms(strategy: _Strategy) -> _Strategy:
 
 
 def _without_norms(spec: DTensorSpec) -> DTensorSpec:
-    placements = tuple(Replicate() if isinstance(p, _NormPartial) else p for p in spec.placements)
+    placements = tuple(Replicate() if isinstance(p, NormPartial) else p for p in spec.placements)
     return DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
 
 
 def correct() -> None:
     """Have the numbers, overflows and assignments of DTensors be right from now on; a second call changes nothing."""
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers  # type: ignore[assignment]
+    handlers: dict[Any, Any] = DTENSOR_HANDLERS.get()
     if handlers.get(_READ) is _number:
         return
     handlers[_READ], handlers[_UNSCALE] = _number, _unscaled
-    strategies: dict[Any, Any] = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
+    strategies: dict[Any, Any] = DTENSOR_STRATEGIES.get()
     for op in _SUMS:
         strategies[op] = _of_whole_norms(strategies[op])
     LINEAR_REDUCTION_OP_MAP.update(dict.fromkeys(_ANYS, "max"))
-    DTensor.data = property(_DATA.__get__, _set_data)  # type: ignore[assignment,method-assign]
+    DTensor.data = property(data_of_tensors.__get__, _set_data)  # type: ignore[assignment,method-assign]
 
 
 __all__ = ["correct"]

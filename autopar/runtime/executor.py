@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from autopar.capture import Captured
 from autopar.capture.evaluation import Skeleton
@@ -42,6 +41,7 @@ from autopar.runtime.spread import SpreadModule, check_mode
 from autopar.runtime.stage import Stage, device_of
 from autopar.runtime.state import Held, as_dtensor
 from autopar.runtime.values import check_values
+from autopar.torch_private import pytree
 
 warnings.filterwarnings("ignore", category=FutureWarning, module="spmd_types")  # it calls torch 2.12's names
 _GOLDEN = 0x9E3779B97F4A7C15

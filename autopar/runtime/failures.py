@@ -20,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from autopar.errors import AutoparError, RunError
+from autopar.torch_private import default_store, default_timeout_seconds
 
 _MADE: dict[tuple[int, ...], Any] = {}
 POLL_SECONDS = 0.01
@@ -36,9 +37,9 @@ class Failures:
         key = tuple(ranks)
         number = next(_MADE.setdefault(key, itertools.count()))
         name = f"autopar/failures/{'-'.join(map(str, key)) if len(key) < 9 else hash(key)}/{number}"
-        self.store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        self.store = dist.PrefixStore(name, default_store())
         self.rank, self.others = dist.get_rank(), [r for r in key if r != dist.get_rank()]
-        self.timeout = dist.distributed_c10d._get_default_timeout(dist.get_backend()).total_seconds()
+        self.timeout = default_timeout_seconds()
         self.count = 0
         self.where = ""
 

@@ -14,6 +14,7 @@ import torch
 
 from autopar.runtime.hops import Hop, all_gather_flat, apply, padded_to, stacked, unstack
 from autopar.runtime.state import Held
+from autopar.torch_private import preserve_version_counter
 
 UNIT_BYTES = 8 << 20
 """Small parameters are gathered together up to this size."""
@@ -75,7 +76,7 @@ class Unit:
                 assert x is not None
                 for hop in held.hops:
                     x = apply(hop.forward, x, hop)
-                with torch.autograd._unsafe_preserve_version_counter(held.leaf):
+                with preserve_version_counter(held.leaf):
                     held.leaf.copy_(x)
             self.ready = True
             return
@@ -88,7 +89,7 @@ class Unit:
                 m = prod(held.padded_shape)
                 part = flat[:, offset : offset + m].view(hop.n, *held.padded_shape)
                 offset += m
-                with torch.autograd._unsafe_preserve_version_counter(held.leaf):
+                with preserve_version_counter(held.leaf):
                     if hop.cut.size % hop.n:
                         held.leaf.copy_(unstack(part, hop.cut.dim).narrow(hop.cut.dim, 0, hop.cut.size))
                     else:

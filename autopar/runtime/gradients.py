@@ -17,6 +17,7 @@ import torch
 from autopar.runtime.prefetch import Schedule
 from autopar.runtime.reduce import Reducer, bucket_bytes
 from autopar.runtime.state import Held, give
+from autopar.torch_private import autograd_engine, current_backward
 
 
 class Trained:
@@ -41,7 +42,7 @@ class Trained:
 
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Have autograd add these, one for each parameter, in the backward that runs now."""
-        task = torch._C._current_graph_task_id()
+        task = current_backward()
         before = self.waiting if task == self.task else [None] * len(grads)  # what an interrupted one left is void
         self.task = task
         self.waiting = [
@@ -52,7 +53,7 @@ class Trained:
     def take(self) -> list[torch.Tensor | None]:
         """What waits, which is over with that."""
         grads, self.waiting = self.waiting, [None] * len(self.pairs)
-        return grads if self.task == torch._C._current_graph_task_id() else self.waiting
+        return grads if self.task == current_backward() else self.waiting
 
     def silence(self, params: Sequence[torch.nn.Parameter]) -> None:
         """Have autograd, which comes to all parameters, call no hooks of these until the backward ends: they have no
@@ -63,7 +64,7 @@ class Trained:
             self.silent = hooks
             for called, _ in hooks:
                 called.clear()
-            torch.autograd.Variable._execution_engine.queue_callback(self.speak)  # type: ignore[attr-defined]
+            autograd_engine.queue_callback(self.speak)
 
     def speak(self) -> None:
         """Hooks are called again, also after a backward that broke."""

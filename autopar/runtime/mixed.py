@@ -20,23 +20,29 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.utils import _pytree as pytree
+
+from autopar.torch_private import (
+    DTENSOR_RESULT,
+    PLAIN_BESIDE_DTENSOR,
+    DTensorSpec,
+    TensorMeta,
+    allow_plain_tensors,
+    pytree,
+)
 
 _meshes: set[DeviceMesh] = set()
 """Those of parallel modules."""
 _TURNED = "_autopar_gradient_turned"
 _ARITHMETIC = ("add", "sub", "mul", "truediv")
-_dispatcher: Any = DTensor._op_dispatcher
-_spec_of_plain: Callable[..., Any] = _dispatcher._try_replicate_spec_for_scalar_tensor
-_result_of: Callable[..., Any] = _dispatcher._dispatch_fast_path_python_tail
+_spec_of_plain: Callable[..., Any] = PLAIN_BESIDE_DTENSOR.get()
+_result_of: Callable[..., Any] = DTENSOR_RESULT.get()
 
 
 def mix_on(device_mesh: DeviceMesh) -> None:
     """Have operators mix plain tensors with DTensors on this mesh from now on."""
     if not _meshes:
-        _dispatcher._try_replicate_spec_for_scalar_tensor = _replicated
-        _dispatcher._dispatch_fast_path_python_tail = _result
+        PLAIN_BESIDE_DTENSOR.set(_replicated)
+        DTENSOR_RESULT.set(_result)
         for name in _ARITHMETIC:
             for method in (f"__{name}__", f"__r{name}__"):  # Python asks a subclass for these first
                 setattr(DTensor, method, _beside_plain(getattr(torch.Tensor, method)))
@@ -52,7 +58,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def _allow(_: Any = None) -> None:
     """Have torch's dispatcher ask :func:`_replicated` for plain tensors of any size; each thread has a switch of its
     own, and autograd's threads begin without."""
-    torch._C._set_dtensor_allow_implicit_replication(True)
+    allow_plain_tensors(True)
 
 
 def _copies(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
@@ -86,7 +92,7 @@ def _replicated(op: Any, tensor: torch.Tensor, mesh: DeviceMesh) -> DTensorSpec:
     if mesh in _meshes:
         meta = TensorMeta(shape=tensor.shape, stride=tensor.stride(), dtype=tensor.dtype)
         return DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
-    torch._C._set_dtensor_allow_implicit_replication(False)
+    allow_plain_tensors(False)
     try:
         spec: DTensorSpec = _spec_of_plain(op, tensor, mesh)
     finally:

@@ -20,11 +20,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
 from autopar.errors import RunError
 from autopar.placements import State
 from autopar.runtime.state import joined, local_piece
+from autopar.torch_private import (
+    DisableTorchFunctionSubclass,
+    default_store,
+    default_timeout_seconds,
+    make_wrapper_subclass,
+    pytree,
+)
 
 IN_PIECES = (
     "this output is in pieces on the ranks, so all ranks must read it, at the same place in the program; read it on "
@@ -46,9 +52,9 @@ class Meeting:
         key = tuple(ranks)
         number = next(_MADE.setdefault(key, itertools.count()))
         name = f"autopar/{'-'.join(map(str, key)) if len(key) < 9 else hash(key)}/{number}"
-        self.store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        self.store = dist.PrefixStore(name, default_store())
         self.rank, self.others = dist.get_rank(), [r for r in key if r != dist.get_rank()]
-        self.timeout = timeout_seconds or dist.distributed_c10d._get_default_timeout(dist.get_backend()).total_seconds()
+        self.timeout = timeout_seconds or default_timeout_seconds()
         self.count = 0
         self.read: deque[str] = deque(maxlen=4)  # an accelerator's collectives let a rank run ahead of one reading
 
@@ -115,7 +121,7 @@ class Unread(torch.Tensor):
     def __new__(
         cls, local: torch.Tensor, state: State, shape: Sequence[int], device_mesh: DeviceMesh, meet: Callable[[], None]
     ) -> Unread:
-        made = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=local.dtype, device=local.device)
+        made = make_wrapper_subclass(cls, tuple(shape), dtype=local.dtype, device=local.device)
         made._local, made._state, made._mesh, made._meet, made._plain = local, state, device_mesh, meet, None
         return made  # type: ignore[no-any-return]
 
@@ -123,7 +129,7 @@ class Unread(torch.Tensor):
         """The plain tensor, in the caller's autograd graph. A collective, the first time."""
         if self._plain is None:
             self._meet()
-            with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
+            with DisableTorchFunctionSubclass(), torch.enable_grad():
                 self._plain = _Read.apply(self)
         assert self._plain is not None
         return self._plain
@@ -131,7 +137,7 @@ class Unread(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _ABOUT:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         args, kwargs = pytree.tree_map_only(Unread, Unread.whole, (args, kwargs or {}))
         return func(*args, **kwargs)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
 from autopar.capture import Captured
 from autopar.capture.evaluation import Skeleton
@@ -42,6 +41,7 @@ from autopar.runtime.state import hops
 from autopar.runtime.values import check_values
 from autopar.runtime.work import Work
 from autopar.staging import StageGraph, cut
+from autopar.torch_private import pytree
 
 _PROGRAM = ("_captured", "_parts", "_plan", "_skeleton", "_evaluates", "_batch", "_reached_by")
 """What is another with other values, beside the programs of the stages."""

@@ -22,6 +22,7 @@ from autopar.lower.segments import with_segments
 from autopar.rules.function import Callee
 from autopar.runtime.gathering import Unit
 from autopar.runtime.state import Held
+from autopar.torch_private import current_backward
 
 AHEAD = 2
 """Units under way ahead of the one in use."""
@@ -55,7 +56,7 @@ class Schedule:
             for held in unit.helds:
                 self.storages[held.leaf.untyped_storage().data_ptr()] = i
         end = i + 1 + AHEAD
-        if last is not None and torch._C._current_graph_task_id() != -1:  # in a backward: those after it are done with
+        if last is not None and current_backward() != -1:  # in a backward: those after it are done with
             end = min(end, last + 1)
         for ahead in self.units[i + 1 : end]:
             ahead.start()

@@ -24,9 +24,9 @@ import torch
 from torch.distributed.checkpoint import state_dict as dsd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grad
 
 from autopar.errors import RunError
+from autopar.torch_private import STATE_DICT_OPTIONS, TOTAL_NORM
 
 _meshes: dict[int, weakref.ref[DeviceMesh]] = {}
 
@@ -40,7 +40,7 @@ def refuse_norms_on(mesh: DeviceMesh) -> None:
 
 def flat_optimizer_states(kind: type[torch.nn.Module]) -> None:
     """From now on, torch's state dicts of optimizers of such modules are flat."""
-    real: Any = dsd._verify_options
+    real: Any = STATE_DICT_OPTIONS.get()
     if hasattr(real, "_flat_for"):
         return
 
@@ -53,7 +53,7 @@ def flat_optimizer_states(kind: type[torch.nn.Module]) -> None:
         return real(*bound.args, **bound.kwargs)
 
     verify._flat_for = kind  # type: ignore[attr-defined]
-    dsd._verify_options = verify
+    STATE_DICT_OPTIONS.set(verify)
 
 
 def _of_a_stage(tensor: Any) -> bool:
@@ -65,7 +65,7 @@ def _of_a_stage(tensor: Any) -> bool:
 
 def _wrap() -> None:
     """Put the refusal into torch's function itself, of which scripts may hold references from before."""
-    total_norm: Any = clip_grad._get_total_norm
+    total_norm: Any = TOTAL_NORM.get()
     if hasattr(total_norm, "_refuses_stages"):
         return
     inner = dict(zip(total_norm.__code__.co_freevars, total_norm.__closure__ or (), strict=True)).get("func")
@@ -73,7 +73,8 @@ def _wrap() -> None:
         inner.cell_contents = _refusing(inner.cell_contents)
         total_norm._refuses_stages = True
     else:
-        clip_grad._get_total_norm = torch.nn.utils.get_total_norm = _refusing(total_norm)
+        torch.nn.utils.get_total_norm = _refusing(total_norm)
+        TOTAL_NORM.set(torch.nn.utils.get_total_norm)
 
 
 def _refusing(real: Any) -> Any:

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from autopar.errors import RunError
 from autopar.runtime.state import like
 from autopar.runtime.values import assigned
+from autopar.torch_private import pytree
 
 _OF_TORCH = frozenset(vars(torch.nn.Module()))
 """Attributes that torch keeps in every module: a part has its own."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed._local_tensor import LocalTensor
 
 from autopar.errors import RunError
 from autopar.graph import Graph
@@ -21,6 +20,7 @@ from autopar.placements import Mesh, State, coordinates, format_state, in_pieces
 from autopar.plan import ParamChoice, StagePlan
 from autopar.rules.many_ranks import join, many_ranks, piece
 from autopar.staging import StageGraph
+from autopar.torch_private import LocalTensor
 from cost_models.pipeline.actions import Action, Schedule
 
 

@@ -21,6 +21,7 @@ from autopar.capture.memory.writes import Writing
 from autopar.capture.trace.recording import BEGIN, END, FUNCTION, HOOK
 from autopar.errors import CaptureError
 from autopar.graph import Graph, Node, Ref, map_refs
+from autopar.torch_private import OpOverload
 
 
 @dataclass(frozen=True)
@@ -249,7 +250,7 @@ class Builder(Writing):
             self.value[fx] = self._walk(body, no_grad)
         elif name in (ASK, BEGIN, END, FUNCTION, HOOK):
             self.value[fx] = self._own(fx, name)
-        elif not isinstance(target, torch._ops.OpOverload):
+        elif not isinstance(target, OpOverload):
             raise CaptureError(
                 f"cannot capture '{name}' in '{module_of(fx)}'" + at(fx) + "\n  higher-order operators "
                 "(control flow, autocast regions) cannot be planned; write that part with plain tensor operations"

@@ -11,6 +11,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.rules.registry import RULES
+from autopar.torch_private import OpOverload, OpOverloadPacket
 
 
 @dataclass(frozen=True)
@@ -28,14 +29,14 @@ class Facts:
     """
 
     writes: tuple[tuple[int, str], ...]
-    pure: torch._ops.OpOverload | None
+    pure: OpOverload | None
     renames: bool
     may_alias: bool
     drawn: bool
 
 
 @cache
-def facts(op: torch._ops.OpOverload) -> Facts:
+def facts(op: OpOverload) -> Facts:
     """The :class:`Facts` of an operator, from its schema and its tags."""
     schema = op._schema
     writes = tuple(
@@ -49,7 +50,7 @@ def facts(op: torch._ops.OpOverload) -> Facts:
     return Facts(writes, pure, torch.Tag.inplace_view in op.tags, may_alias, drawn and "rrelu" not in str(pure))
 
 
-def _pure(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+def _pure(op: OpOverload) -> OpOverload | None:
     namespace, name = op._schema.name.split("::")
     written = [a for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     is_out = all(a.is_out for a in written)
@@ -63,10 +64,10 @@ def _pure(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
         return None
     wanted = _types(op._schema.arguments, skip_out=is_out)
     count = len(written)
-    found: list[torch._ops.OpOverload] = []
+    found: list[OpOverload] = []
     for base in bases:
         packet = getattr(getattr(torch.ops, namespace), base, None)
-        if not isinstance(packet, torch._ops.OpOverloadPacket):
+        if not isinstance(packet, OpOverloadPacket):
             continue
         for overload in packet.overloads():
             other = getattr(packet, overload)
@@ -83,7 +84,7 @@ def _pure(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     return next(iter(same or found), None)
 
 
-def parts_of(op: torch._ops.OpOverload, args: Sequence[Any]) -> torch.fx.GraphModule | None:
+def parts_of(op: OpOverload, args: Sequence[Any]) -> torch.fx.GraphModule | None:
     """What a composite operator does, traced on tensors without values, as a program of their nodes; None where it is
     no composite."""
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
@@ -100,7 +101,7 @@ def _types(arguments: Sequence[Any], skip_out: bool = False) -> list[str]:
     return [str(a.type) for a in arguments if not (skip_out and a.is_out)]
 
 
-def argument(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
+def argument(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
     """The value of a named argument of a call, or its default; None where the schema has no such argument."""
     for position, a in enumerate(op._schema.arguments):
         if a.name == name:
@@ -111,7 +112,7 @@ def argument(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str
 
 
 def with_defaults(
-    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The call with trailing positional arguments that were left out, where ``pure`` has no default for them."""
     full, pure = list(args), facts(op).pure
@@ -125,13 +126,13 @@ def with_defaults(
 
 
 @cache
-def named(target: str) -> torch._ops.OpOverload | None:
+def named(target: str) -> OpOverload | None:
     """The operator of a name such as ``aten.linear.default``; None for a name that torch does not know."""
     try:
         op = reduce(getattr, target.split("."), torch.ops)
     except AttributeError:
         return None
-    return op if isinstance(op, torch._ops.OpOverload) else None
+    return op if isinstance(op, OpOverload) else None
 
 
 @cache

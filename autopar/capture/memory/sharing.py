@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from autopar.capture.graph.exported import flat, storage_of, without_values
+from autopar.torch_private import OpOverload
 
 
 class Shared(NamedTuple):
@@ -39,7 +40,7 @@ class Sharing:
     def __init__(self) -> None:
         self.known: dict[Any, list[Shared]] = {}
 
-    def __call__(self, fx: torch.fx.Node, op: torch._ops.OpOverload) -> list[Shared]:
+    def __call__(self, fx: torch.fx.Node, op: OpOverload) -> list[Shared]:
         """What every output of a call is; empty where the operator cannot be asked."""
         inputs = fx.all_input_nodes
         numbers = {n: i for i, n in enumerate(inputs)}
@@ -61,7 +62,7 @@ def _layout(val: Any) -> Any:
     return tuple(map(_layout, val)) if isinstance(val, (tuple, list)) else val
 
 
-def _asked(fx: torch.fx.Node, op: torch._ops.OpOverload, numbers: dict[torch.fx.Node, int]) -> list[Shared]:
+def _asked(fx: torch.fx.Node, op: OpOverload, numbers: dict[torch.fx.Node, int]) -> list[Shared]:
     made: dict[int | None, tuple[int, torch.Tensor]] = {}
 
     def empty(node: torch.fx.Node) -> Any:

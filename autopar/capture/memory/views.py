@@ -15,6 +15,7 @@ from autopar.capture.memory.storages import Alias, CannotInvert, Geometry, Memor
 from autopar.capture.trace.recording import DATA
 from autopar.graph import Ref, Spec
 from autopar.normalize import DROPPED, FRESH, Form, normalize
+from autopar.torch_private import OpOverload
 
 
 class Viewing(Emitting):
@@ -42,7 +43,7 @@ class Viewing(Emitting):
     def _look(self, fx: torch.fx.Node) -> Any:
         return self._read(self.value[fx])
 
-    def _pure(self, fx: torch.fx.Node, op: torch._ops.OpOverload) -> Any:
+    def _pure(self, fx: torch.fx.Node, op: OpOverload) -> Any:
         """An operator that writes nothing: new values, or views of what it is given."""
         name, val = name_of(op), fx.meta["val"]
         vals = flat(val)
@@ -86,7 +87,7 @@ class Viewing(Emitting):
         return refs, Step(target, tuple(args), dict(kwargs), Ref(-1), outs, self.at.name)
 
     def _result(
-        self, fx: torch.fx.Node, op: torch._ops.OpOverload, val: torch.Tensor, ref: Ref, step: Step | None,
+        self, fx: torch.fx.Node, op: OpOverload, val: torch.Tensor, ref: Ref, step: Step | None,
         number: int = 0, position: int = 0,
     ) -> Alias:  # fmt: skip
         """The traced tensor that output ``position`` is: a place in the memory of an input, or new memory. It is
@@ -114,7 +115,7 @@ class Viewing(Emitting):
         return Alias(parent.history, place)
 
     def _shared(
-        self, fx: torch.fx.Node, op: torch._ops.OpOverload, val: torch.Tensor, number: int, same: bool
+        self, fx: torch.fx.Node, op: OpOverload, val: torch.Tensor, number: int, same: bool
     ) -> Shared:
         """Where an output lies; ``same`` says that it has the values of the first input."""
         if name_of(op) in FRESH:
@@ -154,7 +155,7 @@ class Viewing(Emitting):
 
     # -- operators that write beside their schema
 
-    def _copies_what_changes(self, fx: torch.fx.Node, op: torch._ops.OpOverload) -> bool:
+    def _copies_what_changes(self, fx: torch.fx.Node, op: OpOverload) -> bool:
         """Whether a copy is made of a buffer that an operator of the program changes in place when it runs."""
         source = fx.args[0] if fx.args else None
         alias = self.value.get(source) if isinstance(source, torch.fx.Node) else None
@@ -163,7 +164,7 @@ class Viewing(Emitting):
             and self._shared(fx, op, fx.meta["val"], 0, True) is NEW
         )  # fmt: skip
 
-    def _check_effect(self, fx: torch.fx.Node, op: torch._ops.OpOverload) -> None:
+    def _check_effect(self, fx: torch.fx.Node, op: OpOverload) -> None:
         """Running statistics are changed where they are kept: they must be buffers that nothing else wrote."""
         if not any(argument(op, fx.args, fx.kwargs, name) for name in ("training", "use_input_stats")):
             return

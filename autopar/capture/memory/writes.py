@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from autopar.capture.graph.exported import at, flat, module_of, spec_of, without_values
 from autopar.capture.memory.schemas import Facts, parts_of, with_defaults
@@ -16,6 +15,7 @@ from autopar.graph import Ref, Spec, map_refs
 from autopar.normalize import normalize
 from autopar.rules.notation import call_of
 from autopar.rules.registry import rule_for
+from autopar.torch_private import OpOverload, pytree
 
 
 class Writing(Viewing):
@@ -24,7 +24,7 @@ class Writing(Viewing):
     def _walk(self, gm: torch.fx.GraphModule, no_grad: bool = False) -> Any:
         raise NotImplementedError
 
-    def _writing(self, fx: torch.fx.Node, op: torch._ops.OpOverload, known: Facts) -> Any:
+    def _writing(self, fx: torch.fx.Node, op: OpOverload, known: Facts) -> Any:
         """An operator that writes: its functional form, and its results put where the written arguments lie."""
         if known.pure is None:
             return self._in_parts(fx, op, known)
@@ -50,7 +50,7 @@ class Writing(Viewing):
             raise self._refused(fx, "changes the size of a tensor", "give it an output of the right size")
         return written[0]
 
-    def _in_parts(self, fx: torch.fx.Node, op: torch._ops.OpOverload, known: Facts) -> Any:
+    def _in_parts(self, fx: torch.fx.Node, op: OpOverload, known: Facts) -> Any:
         """An operator that has no form without writes: the operators that it is made of."""
         inputs = [a for a in fx.args if isinstance(a, torch.fx.Node)]
         body = None
@@ -70,7 +70,7 @@ class Writing(Viewing):
         return made
 
     def _functional(
-        self, pure: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], spec: Spec
+        self, pure: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], spec: Spec
     ) -> list[Ref]:
         """The results of a functional form, with the dtypes that it gives by itself."""
         name = str(pure)
@@ -84,7 +84,7 @@ class Writing(Viewing):
         return self.emit(target, args, kwargs, outs, "")
 
     def _specs_of(
-        self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Spec | None, ...]:
         """What an operator gives, asked without values; empty where it does not say."""
 

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx.experimental.proxy_tensor import _AttrProxy
 
 from autopar.capture.python.free import Free, free_values
 from autopar.capture.python.generators import global_states, is_generator, same_state, set_state, state_of
 from autopar.capture.python.guards import OTHER, Guards, Held, Read, Same, frozen, is_plain, show
 from autopar.capture.python.user_lines import from_machinery, user_line
 from autopar.capture.trace.tracing import depends_on_data
+from autopar.torch_private import AttributeProxy
 
 _OWN = frozenset({*torch.nn.Module().__dict__, *dir(torch.nn.Module)})
 """Attributes that every module has: the machinery's, and ``training``, which is what modes are for."""
@@ -67,7 +67,7 @@ def _restored(owner: Any, name: str, value: Any) -> None:
 
 def _behind(owner: Any) -> Any:
     """The module itself: where one has two names, the trace of torch.export runs on stand-ins that share its dict."""
-    if not isinstance(owner, _AttrProxy):
+    if not isinstance(owner, AttributeProxy):
         return owner
     stand_in: Any = type(owner)
     return stand_in.get_base(owner)

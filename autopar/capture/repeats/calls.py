@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from autopar.capture.branches.asking import ASK
 from autopar.capture.repeats.state import Unknown, plain, seen, shape_of
+from autopar.torch_private import OpOverload, pytree
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def nodes_after(graph: torch.fx.Graph, node: torch.fx.Node) -> Iterator[torch.fx
 
 
 def is_operator(target: Any) -> bool:
-    return isinstance(target, torch._ops.OpOverload) and (target.namespace != "autopar" or str(target) == ASK)
+    return isinstance(target, OpOverload) and (target.namespace != "autopar" or str(target) == ASK)
 
 
 def written(node: torch.fx.Node) -> list[Any]:

@@ -25,9 +25,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.fx.experimental.proxy_tensor import _ModuleStackTracer, disable_proxy_modes_tracing, track_tensor_tree
-from torch.fx.graph import _Namespace
-from torch.utils import _pytree as pytree
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, track_tensor_tree
 
 from autopar.capture.branches.asking import ASK, asking
 from autopar.capture.repeats.calls import (
@@ -57,6 +55,7 @@ from autopar.capture.repeats.calls import (
 )  # fmt: skip
 from autopar.capture.repeats.state import Same, Structures, Unknown, named_state, plain, random_state, seen, shape_of
 from autopar.capture.trace.quick import unstacked
+from autopar.torch_private import DisableTorchFunction, ModuleStackTracer, Namespace, pytree
 
 LIBRARY = torch.library.Library("autopar", "FRAGMENT")
 LIBRARY.define("block(Tensor[] tensors, str key) -> Tensor[]", tags=(torch.Tag.nondeterministic_seeded,))
@@ -117,10 +116,10 @@ class Watching:
     """No default."""
 
 
-class _Names(_Namespace):
+class _Names(Namespace):
     """The names of a graph, with a list of those that were asked for."""
 
-    def __init__(self, other: _Namespace) -> None:
+    def __init__(self, other: Namespace) -> None:
         self._obj_to_name, self._used_names = other._obj_to_name, other._used_names
         self._base_count = other._base_count
         self.used_before, self.count_before = set(other._used_names), dict(other._base_count)
@@ -200,7 +199,7 @@ class Repeats:
         if not self.groups:
             yield self
             return
-        original = _ModuleStackTracer.call_module
+        original = ModuleStackTracer.call_module
 
         def call_module(tracer: Any, m: Any, forward: Any, args: Any, kwargs: Any) -> Any:
             if self.tracer is None:
@@ -221,7 +220,7 @@ class Repeats:
             return result
 
         with contextlib.ExitStack() as stack:
-            stack.enter_context(mock.patch.object(_ModuleStackTracer, "call_module", outermost))
+            stack.enter_context(mock.patch.object(ModuleStackTracer, "call_module", outermost))
             for kind, name in {
                 (type(m.get_submodule(path)), name)
                 for g in self.groups.values() for m in g.instances[:1] for path, name in g.varying
@@ -242,7 +241,7 @@ class Repeats:
                 setattr(kind, name, before)
 
     def _call(self, group: Group, module: Any, m: Any, run: Any, args: Any, kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunction():  # looking at a tensor is not the model's doing, and is dear in a trace
+        with DisableTorchFunction():  # looking at a tensor is not the model's doing, and is dear in a trace
             call = self._describe(group, module, m, args, kwargs)
             for traced in group.traced.get(call.key, ()) if call is not None else ():
                 if call is None or not traced.verified or not asking().would_answer(traced.asks()):
@@ -292,7 +291,7 @@ class Repeats:
             result = run()
         finally:
             self.active = False
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             self._look(group, call, before, list(nodes_after(self.tracer.graph, last)), logged, result)
         return result
 

@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from autopar.torch_private import OpOverload, OpOverloadPacket
+
 OWN = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
 """Entries of a module's ``__dict__`` that are no plain attributes."""
 
@@ -32,7 +34,7 @@ HOOKS = frozenset(k for k in torch.nn.Module().__dict__ if "hook" in k and k != 
 _VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout,
            torch.memory_format, enum.Enum, range, slice, torch.Size)  # fmt: skip
 _NAMES = (type, types.BuiltinFunctionType, types.ModuleType, types.MethodWrapperType, types.WrapperDescriptorType,
-          types.MethodDescriptorType, types.GenericAlias, torch._ops.OpOverload, torch._ops.OpOverloadPacket,
+          types.MethodDescriptorType, types.GenericAlias, OpOverload, OpOverloadPacket,
           logging.Logger, property, staticmethod, classmethod)  # fmt: skip
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
 DEPTH, LENGTH = 6, 4096

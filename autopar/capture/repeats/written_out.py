@@ -11,11 +11,11 @@ import operator
 from typing import Any
 
 import torch
-from torch.fx.graph import _Namespace
 
 from autopar.capture.repeats.calls import HERE, Ext, Int, storage
 from autopar.capture.repeats.repeated import BLOCK, Repeats, Skipped
 from autopar.capture.trace.recording import HOOK
+from autopar.torch_private import Namespace, OpOverload
 
 
 class Unlike(Exception):
@@ -45,7 +45,7 @@ def _names(repeats: Repeats) -> tuple[dict[str, str], dict[str, list[str]]]:
     """Names in the whole program, by the names in the traced one; and for every skipped call those of its operators."""
     names = repeats.names
     assert names is not None
-    space = _Namespace()
+    space = Namespace()
     space._used_names, space._base_count = set(names.used_before), dict(names.count_before)
     create = space.create_name
     made: list[str] = []
@@ -76,7 +76,7 @@ def _write(gm: torch.fx.GraphModule, repeats: Repeats, old: dict[str, str], new:
                 _write(inner, repeats, old, new)
         elif node.op != "placeholder" and node.name in old:
             node.name = old[node.name]
-        elif node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+        elif node.op == "call_function" and isinstance(node.target, OpOverload):
             raise Unlike(f"{node.name} has another name than when it was traced")
 
 

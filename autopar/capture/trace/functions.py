@@ -17,14 +17,19 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.autograd.function import _SingleLevelFunction
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.capture.trace import regions
 from autopar.capture.trace.recording import now, refuse
 from autopar.rules.function import PLAIN, Callee, Read, identity_of, on_zeros, tensors_of
+from autopar.torch_private import (
+    BackwardHookFunction,
+    DisableTorchFunction,
+    SingleLevelFunction,
+    TorchDispatchMode,
+    functorch_is_active,
+    pytree,
+)
 
 
 @contextlib.contextmanager
@@ -32,23 +37,23 @@ def whole_functions(model: torch.nn.Module) -> Iterator[None]:
     """Calls of Functions are recorded as they are, also through an ``apply`` that was taken off its class before."""
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if now() is None or torch._C._are_functorch_transforms_active():
+        if now() is None or functorch_is_active():
             return _plainly(cls, args, kwargs)
         if cls is torch.utils.checkpoint.CheckpointFunction:
             return regions.reentrant(*args)
-        if cls is torch.nn.modules._functions.BackwardHookFunction:
+        if cls is BackwardHookFunction:
             raise refuse(
                 "the backward hooks of a module", "remove them, or hook a tensor of its forward with register_hook"
             )
         return _call(cls, args, kwargs, model)
 
-    with mock.patch.object(_SingleLevelFunction, "apply", classmethod(apply), create=True):
+    with mock.patch.object(SingleLevelFunction, "apply", classmethod(apply), create=True):
         yield
 
 
 def _plainly(cls: Any, args: Any, kwargs: Any) -> Any:
     """The call as torch makes it."""
-    return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
+    return super(SingleLevelFunction, cls).apply(*args, **kwargs)
 
 
 @dataclass
@@ -111,10 +116,10 @@ def _try(run: Callable[[Sequence[Any]], Any], leaves: Sequence[Any], name: str) 
     random = torch.get_rng_state()
     trial = _Trial()
     try:
-        with torch._C.DisableTorchFunction(), disable_proxy_modes_tracing(), torch.enable_grad():
+        with DisableTorchFunction(), disable_proxy_modes_tracing(), torch.enable_grad():
             starts = _apart(leaves)
             trial.own = _copies(starts)
-        with torch._C.DisableTorchFunction(), disable_proxy_modes_tracing(), watch, torch.enable_grad():
+        with DisableTorchFunction(), disable_proxy_modes_tracing(), watch, torch.enable_grad():
             trial.result = run(trial.own)
             trial.written = _written(trial.own)
             trial.random, watch.random = watch.random, False

@@ -15,11 +15,11 @@ from unittest import mock
 import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from autopar.capture.trace.recording import Recording, here, now, refuse
 from autopar.rules.function import Callee, identity_of, refuse_fake
+from autopar.torch_private import GRADIENT_NODE, pytree
 
 
 class _Hooked(torch.autograd.Function):
@@ -98,7 +98,7 @@ _ASKED = (torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.autograd.g
 def as_in_eager(model: torch.nn.Module) -> Iterator[None]:
     """Hooks are recorded; what no program can do is refused."""
     backward, enter = torch.autograd.backward, torch.autograd.graph.saved_tensors_hooks.__enter__
-    past: Any = torch.autograd.graph._get_grad_fn_or_grad_acc
+    past: Any = GRADIENT_NODE.get()
     inference = torch.inference_mode.__enter__, torch.inference_mode.__exit__
 
     def no_backward(*args: Any, **kwargs: Any) -> None:
@@ -138,7 +138,7 @@ def as_in_eager(model: torch.nn.Module) -> Iterator[None]:
 
     with (
         mock.patch.object(torch.autograd, "backward", no_backward),
-        mock.patch.object(torch.autograd.graph, "_get_grad_fn_or_grad_acc", no_past),
+        GRADIENT_NODE.replaced(no_past),
         mock.patch.object(torch.inference_mode, "__enter__", no_gradients),
         mock.patch.object(torch.inference_mode, "__exit__", gradients),
         mock.patch.object(torch.autograd.graph.saved_tensors_hooks, "__enter__", no_saved),

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from typing import Any
 from unittest import mock
 
-from torch.fx.experimental.proxy_tensor import _ModuleStackTracer
+from autopar.torch_private import ModuleStackTracer
 
 Say = Callable[[str], None]
 
@@ -30,7 +30,7 @@ def heard(say: Say) -> Iterator[None]:
 @contextlib.contextmanager
 def told() -> Iterator[None]:
     """Around a trace."""
-    say, call_module = _SAY.get(), _ModuleStackTracer.call_module
+    say, call_module = _SAY.get(), ModuleStackTracer.call_module
     if say is None:
         yield
         return
@@ -44,7 +44,7 @@ def told() -> Iterator[None]:
             say(str(tracer.path_of_module(m)).removeprefix("_export_root").removeprefix("."))
         return call_module(tracer, m, *rest)
 
-    with mock.patch.object(_ModuleStackTracer, "call_module", telling):
+    with mock.patch.object(ModuleStackTracer, "call_module", telling):
         yield
 
 

@@ -14,21 +14,14 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.export._trace
 import torch.fx.experimental.proxy_tensor
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
-_ITS_OWN = (
-    (torch.fx.experimental.proxy_tensor, "track_tensor_tree"),
-    (torch.export._trace, "_fakify_params_buffers"),
-    (torch.export._trace, "_produce_aten_artifact"),
-)
-"""Functions of torch's tracing that run no code of the model."""
+from autopar.torch_private import EXPORT_INSIDE, DisableTorchFunction, lazy_graph_modules
 
 
 def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return function(*args, **kwargs)
 
     return run
@@ -59,11 +52,11 @@ def unstacked(tracer: Any) -> Iterator[None]:
 def quickly() -> Iterator[None]:
     """Around a call of ``torch.export``."""
     with contextlib.ExitStack() as stack:
-        for where, name in _ITS_OWN:
-            stack.enter_context(mock.patch.object(where, name, _without_modes(getattr(where, name))))
+        for inside in EXPORT_INSIDE:
+            stack.enter_context(inside.replaced(_without_modes(inside.get())))
         inputs = torch.fx.Tracer.create_args_for_root
         stack.enter_context(mock.patch.object(torch.fx.Tracer, "create_args_for_root", _without_lines(inputs)))
-        stack.enter_context(_use_lazy_graph_module(True))
+        stack.enter_context(lazy_graph_modules(True))
         yield
 
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.utils.checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.capture.trace.recording import here, now
+from autopar.torch_private import CHECKPOINT, TorchDispatchMode
 
 
 @contextlib.contextmanager
@@ -43,7 +42,7 @@ def marked() -> Iterator[None]:
 @contextlib.contextmanager
 def marked_regions() -> Iterator[None]:
     """Checkpointing of either kind marks its regions."""
-    plain = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+    plain = CHECKPOINT.get()
 
     def generator(fn: Any, preserve: Any = True, context_fn: Any = None, *rest: Any, **kwargs: Any) -> Iterator[None]:
         if now() is None:
@@ -55,7 +54,7 @@ def marked_regions() -> Iterator[None]:
         with marked(), forward:
             yield
 
-    with mock.patch.object(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", generator):
+    with CHECKPOINT.replaced(generator):
         yield
 
 

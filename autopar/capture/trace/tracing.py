@@ -14,8 +14,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.export._trace as export_trace
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 
@@ -34,6 +32,14 @@ from autopar.capture.trace.quick import quickly
 from autopar.capture.trace.recording import parameters_noted, recording
 from autopar.capture.trace.regions import marked_regions
 from autopar.errors import AutoparError, CaptureError
+from autopar.torch_private import (
+    EXPORT_BUFFER_HOOK,
+    DisableTorchFunction,
+    FakeTensor,
+    OpOverload,
+    no_dispatch_modes,
+    unset_fake_temporarily,
+)
 
 
 def _constant(tensor: Any, read: Callable[[torch.Tensor], Any] = lambda t: t) -> Any:
@@ -58,11 +64,9 @@ def _constant(tensor: Any, read: Callable[[torch.Tensor], Any] = lambda t: t) ->
         return values[asked]
 
     try:
-        from torch._subclasses.fake_tensor import unset_fake_temporarily
         from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
-        from torch.utils._python_dispatch import _disable_current_modes
 
-        with torch._C.DisableTorchFunction(), _disable_current_modes(), disable_proxy_modes_tracing():
+        with DisableTorchFunction(), no_dispatch_modes(), disable_proxy_modes_tracing():
             with unset_fake_temporarily():
                 nodes, drawn = _made_by(asked)
                 return None if drawn else read(value(nodes))
@@ -130,7 +134,7 @@ def _made_by(asked: torch.fx.Node) -> tuple[list[torch.fx.Node], list[str]]:
         LookupError: it depends on an input, a parameter or a buffer.
     """
     nodes = list(asked.graph.nodes)
-    writers = [n for n in nodes if isinstance(n.target, torch._ops.OpOverload) and facts(n.target).writes]
+    writers = [n for n in nodes if isinstance(n.target, OpOverload) and facts(n.target).writes]
     found: set[torch.fx.Node] = set()
     drawn: list[str] = []
     memory: set[int | None] = set()
@@ -144,7 +148,7 @@ def _made_by(asked: torch.fx.Node) -> tuple[list[torch.fx.Node], list[str]]:
             if node.op == "get_attr":  # a tensor that Python code made of numbers
                 continue
             if node.target is not operator.getitem:
-                if not isinstance(node.target, torch._ops.OpOverload) or node.target is BLOCK:
+                if not isinstance(node.target, OpOverload) or node.target is BLOCK:
                     raise LookupError
                 if torch.Tag.nondeterministic_seeded in node.target.tags:
                     drawn.append(str(node.target))
@@ -247,7 +251,7 @@ def _export(module: torch.nn.Module, args: Any, kwargs: Any, repeats: Repeats | 
                     _quiet(), quickly(), _plain_tensors_kept(module), parameters_noted(record),
                     # the recorder copies what forward puts in a buffer's place: export does it for the root module
                     # alone, and takes a wrong one where an empty buffer stands before it
-                    mock.patch.object(export_trace, "register_buffer_assignment_hook", lambda *_: _NoHook()),
+                    EXPORT_BUFFER_HOOK.replaced(lambda *_: _NoHook()),
                 ):  # fmt: skip
                     exported = torch.export.export(module, args, kwargs, strict=False)
             except AutoparError as error:  # it says what and where

@@ -1,0 +1,226 @@
+"""Every private name of torch and spmd-types that autopar uses, in one place (a test sees to it).
+
+A private name may be gone in the next release. When torch changes, this file is what has to be looked at: each name
+says what it is used for, so that another way can be found. What takes long to import is imported when first asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+# Collectives as functions of a tensor and a group: the maximum over ranks, inside of an operator of ours.
+import torch.distributed._functional_collectives as functional_collectives
+
+# The process group of an axis of the ambient mesh.
+from spmd_types._mesh import _pg_for_axis as group_of_axis
+
+# Function modes and tensor subclasses see nothing of what happens inside: we look at tensors, which is not the model's
+# doing.
+from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
+
+# --- autograd --------------------------------------------------------------------------------------------------------
+# Whether a call is inside vmap, grad or the like, which change what an autograd.Function does.
+from torch._C import _are_functorch_transforms_active as functorch_is_active
+
+# Which backward is running, -1 outside of any: gradients of several backwards must not be mixed.
+from torch._C import _current_graph_task_id as current_backward
+
+# Whether an operator is put together of others, so that it can return a view of its argument.
+from torch._C import _dispatch_has_kernel_for_dispatch_key as has_kernel
+
+# Whether a plain tensor may meet a DTensor, in this thread.
+from torch._C import _set_dtensor_allow_implicit_replication as allow_plain_tensors  # type: ignore[attr-defined]
+
+# Whether the backward that runs will come to a node: a stage waits only for gradients that will arrive.
+from torch._C import _will_engine_execute_node as will_run  # type: ignore[attr-defined]
+
+# Whether the backward that runs keeps its graph for another one.
+from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
+
+# The hooks on saved tensors that are on, to be put on again inside of others.
+from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_tensors_hooks
+
+# isort: off   each import keeps the comment that says what it is for
+# --- operators and nested values -------------------------------------------------------------------------------------
+# The types of operators, for annotations and to tell operators from other functions.
+from torch._ops import OpOverload, OpOverloadPacket
+
+# --- fake tensors, modes and subclasses ------------------------------------------------------------------------------
+# Tensors with shapes and without values, on which programs run to be checked and counted.
+# Inside, tensors that are made are real: values of constants are looked at while a trace is on.
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+
+# What is written to a tensor that autograd saved must not count as a change: the same values are gathered again.
+from torch.autograd import _unsafe_preserve_version_counter as preserve_version_counter
+
+# The class from which every autograd.Function has its ``apply``: calls are recorded there.
+from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
+
+# --- ranks -----------------------------------------------------------------------------------------------------------
+# All ranks of a mesh in one process, one tensor of each: proofs of rules, random plans, worlds of tests.
+from torch.distributed._local_tensor import LocalIntNode, LocalTensor, LocalTensorMode, local_tensor_mode
+
+# --- DTensor ---------------------------------------------------------------------------------------------------------
+# DTensor's own check of a gradient scaler, which is right for gradients of one placement.
+from torch.distributed.tensor._dispatch import found_inf_reduce_handler
+
+# What a DTensor's operators are cut by: a plain tensor that meets one, and sums of norms, are placed by us.
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema, OpStrategy
+from torch.distributed.tensor._ops._math_ops import LINEAR_REDUCTION_OP_MAP
+from torch.distributed.tensor._ops._math_ops import _NormPartial as NormPartial
+from torch.distributed.tensor._ops.utils import generate_redistribute_costs
+
+# --- tracing ---------------------------------------------------------------------------------------------------------
+# Graph modules are not compiled into Python code before somebody runs them.
+from torch.fx._lazy_graph_module import _use_lazy_graph_module as lazy_graph_modules
+
+# What stands for a module's attribute in a trace, and the tracer that enters modules.
+from torch.fx.experimental.proxy_tensor import _AttrProxy as AttributeProxy
+from torch.fx.experimental.proxy_tensor import _ModuleStackTracer as ModuleStackTracer
+
+# Names of a graph's nodes, as fx gives them.
+from torch.fx.graph import _Namespace as Namespace
+
+# The Function that carries the backward hooks of modules, which cannot be traced.
+from torch.nn.modules._functions import BackwardHookFunction
+
+# Nested arguments and results; its public twin, torch.utils.pytree, has no maps over types.
+from torch.utils import _pytree as pytree
+
+# Modes that see every operator: programs are counted and compared in them.
+# Whether a tensor is a subclass that consists of other tensors.
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+# All such modes are off inside: a user's function is run for real.
+from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_modes
+
+# isort: on
+
+autograd_engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+"""Calls back when a backward has ended."""
+
+make_wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass
+"""A tensor with a shape and without storage of its own, around another: outputs that know their ranks."""
+
+safe_softmax: Any = torch._safe_softmax
+"""A softmax that gives zeros for a row without any key, as fused attention does."""
+
+data_of_tensors: Any = torch.Tensor.__dict__.get("data") or torch._C.TensorBase.__dict__["data"]
+"""The descriptor of ``tensor.data``: assigning it to a DTensor goes on to its local tensor."""
+
+
+@dataclass(frozen=True)
+class Replaceable:
+    """A private function of torch that is replaced, for a while or for good; its module is imported when needed.
+
+    Attributes:
+        module: where it is.
+        path: its name there, through attributes where it has dots.
+    """
+
+    module: str
+    path: str
+
+    def get(self) -> Any:
+        """The function as it is now."""
+        owner, name = self._place()
+        return getattr(owner, name)
+
+    def set(self, value: Any) -> None:
+        """Another function from now on."""
+        owner, name = self._place()
+        setattr(owner, name, value)
+
+    def replaced(self, value: Any) -> contextlib.AbstractContextManager[Any]:
+        """Another function inside."""
+        owner, name = self._place()
+        return mock.patch.object(owner, name, value)
+
+    def _place(self) -> tuple[Any, str]:
+        *above, name = self.path.split(".")
+        return reduce(getattr, above, importlib.import_module(self.module)), name
+
+
+EXPORT_INSIDE = (
+    Replaceable("torch.fx.experimental.proxy_tensor", "track_tensor_tree"),
+    Replaceable("torch.export._trace", "_fakify_params_buffers"),
+    Replaceable("torch.export._trace", "_produce_aten_artifact"),
+)
+"""Functions of torch's tracing that run no code of the model: function modes are off in them."""
+
+EXPORT_BUFFER_HOOK = Replaceable("torch.export._trace", "register_buffer_assignment_hook")
+"""What refuses to let a module assign a buffer in a trace: capture follows such writes itself."""
+
+CHECKPOINT = Replaceable("torch.utils.checkpoint", "_checkpoint_without_reentrant_generator")
+"""What runs a region that the model checkpoints: capture marks where it begins and ends."""
+
+GRADIENT_NODE = Replaceable("torch.autograd.graph", "_get_grad_fn_or_grad_acc")
+"""Where a hook looks for the node of a tensor's gradient: a traced tensor has none, and such a hook is refused."""
+
+STATE_DICT_OPTIONS = Replaceable("torch.distributed.checkpoint.state_dict", "_verify_options")
+"""How torch's state dicts find their options: optimizer states of our modules are always flat."""
+
+TOTAL_NORM = Replaceable("torch.nn.utils.clip_grad", "_get_total_norm")
+"""torch's norm of gradients, which would take the gradients of one stage for those of all."""
+
+PLAIN_BESIDE_DTENSOR = Replaceable(
+    "torch.distributed.tensor", "DTensor._op_dispatcher._try_replicate_spec_for_scalar_tensor"
+)
+"""How DTensor places a plain tensor that it meets: torch allows numbers only."""
+
+DTENSOR_RESULT = Replaceable("torch.distributed.tensor", "DTensor._op_dispatcher._dispatch_fast_path_python_tail")
+"""What an operator of DTensors returns, of its local results: torch's own knows no plain tensor that is written to."""
+
+DTENSOR_HANDLERS = Replaceable("torch.distributed.tensor", "DTensor._op_dispatcher._custom_op_handlers")
+"""By operator, what DTensor calls instead of its own dispatch: a dict."""
+
+DTENSOR_STRATEGIES = Replaceable(
+    "torch.distributed.tensor", "DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs"
+)
+"""By operator, how DTensor cuts it: a dict."""
+
+
+def fake_store() -> Any:
+    """The store of a process group that sends nothing: worlds of one process."""
+    return importlib.import_module("torch.testing._internal.distributed.fake_pg").FakeStore()
+
+
+def group_names() -> Mapping[str, dist.ProcessGroup]:
+    """All process groups by the names that collectives call them by in a graph."""
+    names = dist.distributed_c10d._world.pg_names
+    return {name: group for group, name in names.items()}
+
+
+def default_store() -> dist.Store:
+    """The store through which the ranks of this world found each other: failures are told through it."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def default_timeout_seconds() -> float:
+    """After how long a collective of the default process group gives up."""
+    return dist.distributed_c10d._get_default_timeout(dist.get_backend()).total_seconds()
+
+
+__all__ = [
+    "CHECKPOINT", "DTENSOR_HANDLERS", "DTENSOR_RESULT", "DTENSOR_STRATEGIES", "EXPORT_BUFFER_HOOK", "EXPORT_INSIDE",
+    "GRADIENT_NODE", "LINEAR_REDUCTION_OP_MAP", "PLAIN_BESIDE_DTENSOR", "STATE_DICT_OPTIONS", "TOTAL_NORM",
+    "AttributeProxy", "BackwardHookFunction", "DTensorSpec", "DisableTorchFunction", "DisableTorchFunctionSubclass",
+    "FakeTensor", "FakeTensorMode", "LocalIntNode", "LocalTensor", "LocalTensorMode", "ModuleStackTracer", "Namespace",
+    "NormPartial", "OpOverload", "OpOverloadPacket", "OpSchema", "OpStrategy", "Replaceable", "SingleLevelFunction",
+    "TensorMeta", "TorchDispatchMode", "allow_plain_tensors", "autograd_engine", "current_backward", "data_of_tensors",
+    "default_store", "default_timeout_seconds", "fake_store", "found_inf_reduce_handler", "functional_collectives",
+    "functorch_is_active", "generate_redistribute_costs", "group_names", "group_of_axis", "has_kernel",
+    "is_traceable_wrapper_subclass", "keeps_graph", "lazy_graph_modules", "local_tensor_mode", "make_wrapper_subclass",
+    "no_dispatch_modes", "preserve_version_counter", "pytree", "safe_softmax", "top_saved_tensors_hooks",
+    "unset_fake_temporarily", "will_run",
+]  # fmt: skip
