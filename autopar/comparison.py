@@ -23,7 +23,8 @@ from autopar.capture import Captured
 from autopar.capture.python.guards import is_plain
 from autopar.errors import AutoparError, CaptureError
 from autopar.graph import Graph, Node, Spec
-from autopar.lower.emit import Program, lower
+from autopar.lower.emit import lower
+from autopar.lower.program import Program
 from autopar.planner.intra_op.single import one_device
 from autopar.rules.local import resolve
 from autopar.rules.registry import rules_of

@@ -14,8 +14,8 @@ import networkx as nx
 from .abstract import read_abstract
 from .errors import ProfileError
 from .load import DATA, builtin_curves, builtin_devices, builtin_links, read_curves, read_device, read_link
-from .measurements import is_measured, read_measured
 from .model import Cluster, Device, Link
+from .profile_file import is_measured, read_measured
 from .reader import Failures, Table, closest, read_document
 
 CLUSTERS = DATA / "clusters"

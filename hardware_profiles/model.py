@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import networkx as nx
 
-if TYPE_CHECKING:
-    from .measurements import Measured
+from .measurements import Measured
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
 OP_KINDS = ("matmul", "conv", "attention", "pointwise")

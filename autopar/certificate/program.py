@@ -22,7 +22,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from autopar.certificate.activations import Watch, Watched, watch_of
 from autopar.graph import Graph
 from autopar.lower.collectives import has_uneven_pieces
-from autopar.lower.emit import Program, lower, used_shape
+from autopar.lower.emit import lower, used_shape
+from autopar.lower.program import Program
 from autopar.lower.typecheck import typecheck
 from autopar.placements import elements_moved, local_shape, only_change, step_collectives
 from autopar.plan import StagePlan

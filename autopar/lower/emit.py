@@ -15,8 +15,6 @@ import keyword
 import operator
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,10 +22,10 @@ import torch.fx
 
 from autopar.errors import PlanError
 from autopar.graph import Graph, Node, Ref
-from autopar.lower.code import code_of
 from autopar.lower.collectives import FRESH, state_step
+from autopar.lower.program import Program, Slot
 from autopar.lower.regather import free_until_backward
-from autopar.lower.segments import make_again, with_segments
+from autopar.lower.segments import make_again
 from autopar.placements import Mesh, State, format_state, local_shape, only_change, whole_state
 from autopar.plan import StagePlan, route_key, segment_numbers
 from autopar.regather import regathered, segment_outputs
@@ -40,48 +38,6 @@ from autopar.rules.views import may_alias
 
 FACTORIES = frozenset({"aten.full.default", "aten.arange.start_step", "aten.scalar_tensor.default"})
 """Operators that make a tensor from nothing: lowering gives them the device."""
-
-
-@dataclass(frozen=True)
-class Slot:
-    """One input of a program: ``kind`` is ``param``, ``buffer``, ``input`` or ``seed``; ``state`` is its placement."""
-
-    kind: str
-    name: str
-    state: State
-    shape: tuple[int, ...]
-    dtype: str
-    needs_grad: bool = False
-
-
-@dataclass(frozen=True)
-class Program:
-    """The rewritten model.
-
-    Attributes:
-        module: ``module(*values)`` with one value per slot, tensors local; returns a flat tuple: the model's outputs,
-            then the new values of the buffers in ``updates``. Flat: what is recomputed stands there once.
-        slots: what the positional inputs are.
-        outputs: placement of each output (None for an output that is no tensor).
-        updates: buffers whose new values follow the outputs.
-        mesh: axis names and sizes.
-    """
-
-    module: torch.fx.GraphModule
-    slots: tuple[Slot, ...]
-    outputs: tuple[State | None, ...]
-    updates: tuple[str, ...]
-    mesh: Mesh
-
-    @cached_property
-    def runnable(self) -> torch.fx.GraphModule:
-        """The module to run: what the plan recomputes are submodules that run again in the backward."""
-        return with_segments(self.module)
-
-    @property
-    def code(self) -> str:
-        """The program as readable Python: one line per op, on the shapes of one rank."""
-        return code_of(self)
 
 
 def lower(graph: Graph, plan: StagePlan, device: str | torch.device = "cpu") -> Program:

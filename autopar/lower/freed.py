@@ -63,7 +63,8 @@ class Freed:
 
     def until_backward(self, maker: Any, readers: Sequence[Any]) -> None:
         """Free now, fill before the backward of any of the readers' results, free before that of the maker."""
-        nodes = {x.grad_fn for x in pytree.tree_leaves(readers) if isinstance(x, torch.Tensor) and x.grad_fn is not None}
+        results = [x for x in pytree.tree_leaves(readers) if isinstance(x, torch.Tensor)]
+        nodes = {x.grad_fn for x in results if x.grad_fn is not None}
         for node in nodes:
             node.register_prehook(self.fill)
         maker.register_prehook(self.free)

@@ -15,7 +15,8 @@ import torch
 import torch.fx
 
 from autopar.errors import PlanError
-from autopar.lower.emit import Program, used_shape
+from autopar.lower.emit import used_shape
+from autopar.lower.program import Program
 from autopar.placements import State, kind
 from autopar.rules.function import Callee
 from autopar.torch_private import FakeTensorMode

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from autopar.capture import Captured
 from autopar.errors import RunError
 from autopar.graph import Node
-from autopar.lower.emit import Slot
+from autopar.lower.program import Slot
 from autopar.placements import Mesh, State, format_state, is_cut, local_shape
 from autopar.runtime.calls import describe, example_leaves, flatten_call, leaf_name, same_device, same_literal
 from autopar.runtime.state import coordinate_of, joined, local_piece, torch_placements

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from autopar.capture import Captured
 from autopar.capture.evaluation import Skeleton
 from autopar.errors import MeshError, RunError
-from autopar.lower.emit import Program
+from autopar.lower.program import Program
 from autopar.placements import Mesh, in_pieces, mesh_text
 from autopar.plan import Plan
 from autopar.runtime.agree import mesh_group

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from autopar.lower.emit import Program
+from autopar.lower.program import Program
 from autopar.lower.segments import with_segments
 from autopar.rules.function import Callee
 from autopar.runtime.gathering import Unit

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from autopar.capture.evaluation import evaluated
 from autopar.graph import Graph
-from autopar.lower.emit import Program, lower
+from autopar.lower.emit import lower
+from autopar.lower.program import Program
 from autopar.lower.segments import on_mesh
 from autopar.placements import State
 from autopar.plan import StagePlan

@@ -15,7 +15,7 @@ import torch
 from autopar.errors import RunError
 from autopar.graph import Graph
 from autopar.lower.collectives import state_step
-from autopar.lower.emit import Program
+from autopar.lower.program import Program
 from autopar.placements import Mesh, State, coordinates, format_state, in_pieces, path
 from autopar.plan import ParamChoice, StagePlan
 from autopar.rules.many_ranks import join, many_ranks, piece

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import deque
 
 from .actions import Action, Overlap, Schedule, Step, parts
+from .deadlock import deadlock_message
 from .timeline import Timeline, Transfer
 from .times import Times
 
@@ -51,8 +52,6 @@ def simulate(schedule: Schedule, times: Times) -> Timeline:
         schedule, times, tuple(tuple(row) for row in starts), tuple(tuple(row) for row in ends), tuple(state.transfers)
     )
     if any(len(done) < len(row) for done, row in zip(state.starts, rows)):
-        from .grid import deadlock_message  # the drawing imports this module
-
         raise Deadlock(deadlock_message(timeline, [len(row) for row in state.starts]), timeline)
     return timeline
 

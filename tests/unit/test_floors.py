@@ -1,9 +1,13 @@
-"""Imports go to the same floor or a lower one."""
+"""Imports go to the same floor or a lower one, and never in a circle: those inside of functions and for types too."""
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+
+import networkx as nx
 
 ROOT = Path(__file__).resolve().parents[2]
 FLOORS = {
@@ -19,29 +23,82 @@ FLOORS = {
 }  # fmt: skip
 
 
-def floor_of(module: str) -> tuple[str, int] | None:
-    found = [m for m in FLOORS if module == m or module.startswith(m + ".")]
-    return (best := max(found, key=len), FLOORS[best]) if found else None
+FOLDERS = ("autopar", "cost_models", "hardware_profiles")
+
+
+def name_of(path: Path, root: Path = ROOT) -> str:
+    return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+
+
+@cache
+def modules() -> dict[str, Path]:
+    return {name_of(path): path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))}
+
+
+def imported(text: str, name: str, is_package: bool) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """``(module, names)`` of every import in a file, wherever it stands; relative ones by their full name."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, ()
+        elif isinstance(node, ast.ImportFrom):
+            above = name.split(".")[: len(name.split(".")) - node.level + is_package] if node.level else []
+            yield ".".join([*above, *([node.module] if node.module else [])]), tuple(a.name for a in node.names)
+
+
+def edges(known: dict[str, Path]) -> Iterator[tuple[str, str]]:
+    """From each module to those that it imports: to the submodule that is named, not to the package that it is in."""
+    for name, path in known.items():
+        for base, names in imported(path.read_text(encoding="utf-8"), name, path.name == "__init__.py"):
+            for target in {f"{base}.{n}" if f"{base}.{n}" in known else base for n in names} or {base}:
+                if target in known and target != name:
+                    yield name, target
+
+
+def floor_of(module: str) -> int | None:
+    if module == "autopar":
+        return FLOORS["autopar.api"]  # which it offers, lazily
+    floors = [name for name in FLOORS if module == name or module.startswith(name + ".")]
+    return FLOORS[max(floors, key=len)] if floors else None
+
+
+def test_every_module_stands_on_a_floor() -> None:
+    assert [name for name in modules() if floor_of(name) is None] == []
 
 
 def test_imports_go_down() -> None:
     wrong = []
-    folders = ("autopar", "cost_models", "hardware_profiles")
-    for path in sorted(p for folder in folders for p in (ROOT / folder).rglob("*.py")):
-        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        own = floor_of(name)
-        if own is None:
-            assert name == "autopar", f"{name} stands on no floor"
-            continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                targets = [node.module, *(f"{node.module}.{a.name}" for a in node.names)]
-            elif isinstance(node, ast.Import):
-                targets = [a.name for a in node.names]
-            else:
-                continue
-            for target in targets:
-                other = floor_of(target)
-                if other is not None and other[1] > own[1]:
-                    wrong.append(f"{name} (floor {own[1]}) imports {target} (floor {other[1]})")
+    for name, target in edges(modules()):
+        here, there = floor_of(name), floor_of(target)
+        assert here is not None and there is not None
+        if there > here:
+            wrong.append(f"{name} (floor {here}) imports {target} (floor {there})")
     assert not wrong, "\n".join(sorted(set(wrong)))
+
+
+def circles(known: dict[str, Path]) -> list[list[str]]:
+    graph = nx.DiGraph(edges(known))
+    return [sorted(ring) for ring in nx.strongly_connected_components(graph) if len(ring) > 1]
+
+
+def test_no_circles() -> None:
+    assert circles(modules()) == []
+
+
+def test_the_search_sees_all_imports(tmp_path: Path) -> None:
+    """Inside of functions, under ``TYPE_CHECKING``, relative."""
+    files = {
+        "pack/__init__.py": "",
+        "pack/a.py": "def f():\n    from pack import b",
+        "pack/b.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .inner.c import C",
+        "pack/inner/__init__.py": "from . import c",
+        "pack/inner/c.py": "from ..a import f",
+    }
+    known = {}
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        known[name_of(path, tmp_path)] = path
+    assert circles(known) == [["pack.a", "pack.b", "pack.inner.c"]]
+    assert ("pack.inner", "pack.inner.c") in edges(known)

@@ -1,4 +1,4 @@
-"""Private names of torch and spmd-types are in one module, each with a word on what it is for, and none is left over."""
+"""Private names of torch and spmd-types are in one module, each says what it is for, none is left over."""
 
 from __future__ import annotations
 

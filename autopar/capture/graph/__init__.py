@@ -1,11 +1,11 @@
 """From an exported program to a :class:`~autopar.graph.Graph` in one spelling.
 
-===================== ==============================================================================================
-:mod:`.building`      the walk over the exported program
-:mod:`.emitting`      one node of the graph
-:mod:`.exported`      what stands in an exported program, and where
-:mod:`.own`           operators of autopar's own become nodes
-:mod:`.merging`       equal expressions become one, on the pure graph
-:mod:`.pruning`       what nobody reads goes
-===================== ==============================================================================================
+====================== =============================================================================================
+:mod:`.building`       the walk over the exported program
+:mod:`.emitting`       one node of the graph
+:mod:`.exported`       what stands in an exported program, and where
+:mod:`.recorded_calls` calls of user functions and hooks
+:mod:`.merging`        equal expressions become one, on the pure graph
+:mod:`.pruning`        what nobody reads goes
+====================== =============================================================================================
 """

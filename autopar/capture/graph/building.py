@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from autopar.capture.branches.asking import ASK, Question, plain_path
-from autopar.capture.graph.exported import at, flat, get, is_symbolic, module_of, name_of, spec_of
+from autopar.capture.graph.exported import at, flat, get, is_symbolic, module_of, name_of, source_of, spec_of
 from autopar.capture.graph.merging import merged
-from autopar.capture.graph.own import own_operator
 from autopar.capture.graph.pruning import has_effect, without_dead
+from autopar.capture.graph.recorded_calls import recorded_call
 from autopar.capture.losses import the_loss
 from autopar.capture.memory.schemas import argument, facts
 from autopar.capture.memory.storages import Alias, Geometry, Storage
@@ -21,6 +21,7 @@ from autopar.capture.memory.writes import Writing
 from autopar.capture.trace.recording import BEGIN, END, FUNCTION, HOOK
 from autopar.errors import CaptureError
 from autopar.graph import Graph, Node, Ref, map_refs
+from autopar.rules.function import PREFIX
 from autopar.torch_private import OpOverload
 
 
@@ -277,13 +278,34 @@ class Builder(Writing):
 
     def _own(self, fx: torch.fx.Node, name: str) -> Any:
         """An operator of autopar's own in the trace."""
-        refs = own_operator(self, fx, name, torch.fx.node.map_arg(fx.args, self._look), self.no_grad)
+        args = torch.fx.node.map_arg(fx.args, self._look)
+        if name == ASK:
+            self.asked(fx, *args)
+            return []
+        if name in (BEGIN, END):
+            self.region = args[0] if name == BEGIN else -1
+            return []
+        refs = self._call(fx, *recorded_call(self.exported.recording, name, args))
         if name == HOOK:  # the tensor stays the same; from here on its gradient passes the hook
             alias: Alias = self.value[fx.args[0]]  # type: ignore[index]
             self.memory.passes(alias, refs[0])
             return alias
         made = [self._fresh(ref, Geometry.of(val)) for ref, val in zip(refs, flat(fx.meta.get("val")), strict=False)]
         return [Alias(storage.first, storage.root) for storage in made]
+
+    def _call(self, fx: torch.fx.Node, callee: Any, leaves: list[Any]) -> list[Ref]:
+        """Take a call of a user's function or hook into the graph; its results."""
+        outs = tuple(spec_of(v) for v in flat(fx.meta["val"]))
+        refs = [x for x in leaves if isinstance(x, Ref)]
+        flows = not self.no_grad and any(self.nodes[r.node].needs_grad and self._spec_of(r).is_float for r in refs)
+        ref = self._add(
+            Node(
+                fx.name, "op", PREFIX + callee.name, (callee, *leaves), {}, outs,
+                module_of(fx).removeprefix(self.prefix), source_of(fx), flows and any(o.is_float for o in outs),
+                any(self.nodes[r.node].hot for r in refs),
+            )
+        )  # fmt: skip
+        return [Ref(ref.node, k) for k in range(len(outs))]
 
     def _sizes_are_known(self, fx: torch.fx.Node) -> None:
         shapes = [v.shape for v in flat(fx.meta.get("val")) if isinstance(v, torch.Tensor)]

@@ -1,0 +1,82 @@
+"""A program: what every rank runs, on its own pieces, and the same as Python that a person can read."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch.fx
+
+from autopar.lower.segments import with_segments
+from autopar.placements import Mesh, State, format_state, local_shape, mesh_text
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One input of a program: ``kind`` is ``param``, ``buffer``, ``input`` or ``seed``; ``state`` is its placement."""
+
+    kind: str
+    name: str
+    state: State
+    shape: tuple[int, ...]
+    dtype: str
+    needs_grad: bool = False
+
+
+@dataclass(frozen=True)
+class Program:
+    """The rewritten model.
+
+    Attributes:
+        module: ``module(*values)`` with one value per slot, tensors local; returns a flat tuple: the model's outputs,
+            then the new values of the buffers in ``updates``. Flat: what is recomputed stands there once.
+        slots: what the positional inputs are.
+        outputs: placement of each output (None for an output that is no tensor).
+        updates: buffers whose new values follow the outputs.
+        mesh: axis names and sizes.
+    """
+
+    module: torch.fx.GraphModule
+    slots: tuple[Slot, ...]
+    outputs: tuple[State | None, ...]
+    updates: tuple[str, ...]
+    mesh: Mesh
+
+    @cached_property
+    def runnable(self) -> torch.fx.GraphModule:
+        """The module to run: what the plan recomputes are submodules that run again in the backward."""
+        return with_segments(self.module)
+
+    @property
+    def code(self) -> str:
+        """The program as readable Python: one line per op, on the shapes of one rank."""
+        return code_of(self)
+
+
+def code_of(program: Program) -> str:
+    """The function that every rank runs: one line per op on local shapes, its inputs one per line with placement."""
+    lines = [line for line in program.module.code.splitlines() if line.strip()]
+    start = next(k for k, line in enumerate(lines) if line.startswith("def forward("))
+    body = []
+    for line in lines[start + 1 :]:
+        line = re.sub(r";\s+(\w+ = )+None\s*(#.*)?$", "", line)
+        line = re.sub(r"\bautopar_rules_([a-z]+)_", r"\1.", line)
+        line = line.replace("autopar_lower_regather_", "regather.").replace("autopar_lower_segments_", "segments.")
+        body.append(line.replace("autopar_lower_collectives_", "collectives.").replace("torch.ops.", ""))
+    mesh = mesh_text(program.mesh, ", ")
+    head = [
+        f"# mesh {mesh}; shapes are those of one rank",
+        "from autopar.lower import collectives, regather, segments",
+        "",
+        "",
+        "def forward(",
+    ]
+    names = [node.name for node in program.module.graph.nodes if node.op == "placeholder"]
+    for name, slot in zip(names, program.slots, strict=True):
+        shape = " ".join(map(str, local_shape(slot.shape, slot.state, program.mesh)))
+        head.append(f"    {name},  # {slot.dtype}[{shape}] {format_state(slot.state)}  {slot.kind} {slot.name}")
+    return "\n".join([*head, "):", *body])
+
+
+__all__ = ["Program", "Slot", "code_of"]
