@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.distributed._local_tensor import LocalIntNode, LocalTensor, LocalTensorMode
+
+from autopar.torch_private import LocalIntNode, LocalTensor, LocalTensorMode
 
 aten = torch.ops.aten
 

@@ -278,7 +278,7 @@ class Builder(Writing):
 
     def _own(self, fx: torch.fx.Node, name: str) -> Any:
         """An operator of autopar's own in the trace."""
-        args = torch.fx.node.map_arg(fx.args, self._look)
+        args: Any = torch.fx.node.map_arg(fx.args, self._look)
         if name == ASK:
             self.asked(fx, *args)
             return []
