@@ -5,7 +5,9 @@ habits that stem from plain tensors. Some of these habits give other numbers, or
 drift apart:
 
 * ``p.grad.norm().item()``, ``float(p.sum())``, ``if (p > 1).any():`` read this rank's part of a number that is still to
-  be reduced. They read the number: all ranks reduce it, as with every other operator of a DTensor.
+  be reduced. They read the number: all ranks reduce it, as with every other operator of a DTensor. A rank that is alone
+  with it (``if rank == 0: print(p.grad.norm().item())``) would pair its collective with another one of the others, so
+  ranks of parallel modules tell each other first that they read. Of a pipeline it is the number of one stage.
 * ``GradScaler`` looks for infinite gradients, and reduces what was found by the placement of the first gradient alone:
   where that is whole, an overflow in a piece of another one is seen by the rank that has the piece, which skips the
   step alone. It is reduced over every axis along which one of the gradients is in pieces.
@@ -17,13 +19,18 @@ drift apart:
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.errors import RunError
+from autopar.runtime.outputs import Meeting
+from autopar.runtime.stagewise import of_a_stage, watch_norms
 from autopar.torch_private import (
     DTENSOR_HANDLERS,
     DTENSOR_STRATEGIES,
@@ -44,8 +51,53 @@ _ANYS = (torch.ops.aten.any.default, torch.ops.aten.any.dim, torch.ops.aten.any.
 _Strategy = Callable[[OpSchema], OpStrategy]
 
 
+ALONE = (
+    "it is in pieces on the ranks, or still to be added up, so all ranks must read it, at the same place in the "
+    "program (.item(), float(), bool(), an if): read it on every rank, outside of `if rank == 0`, and print it on one"
+)
+STAGE = (
+    "a number of a pipeline's parameter or gradient is read: it is that of this rank's stage, and a sum over "
+    "pm.parameters() is one over this rank's stages, another one on every rank. pm.clip_grad_norm_(float('inf')) gives "
+    "the norm of all gradients; other sums need torch.distributed.all_reduce over one rank of each stage"
+)
+_meetings: dict[tuple[int, ...], tuple[Any, Meeting]] = {}
+"""By the ranks of a mesh, with the group of all ranks in whose store they meet."""
+_said: set[str] = set()
+
+
+def _ranks(device_mesh: DeviceMesh) -> tuple[int, ...]:
+    return tuple(int(rank) for rank in device_mesh.mesh.flatten())
+
+
+def meet_on(device_mesh: DeviceMesh) -> None:
+    """Have the ranks of a parallel module's mesh see whether all of them read a number; all of them call it."""
+    ranks, world = _ranks(device_mesh), dist.group.WORLD
+    if len(ranks) > 1 and _meetings.get(ranks, (None,))[0] is not world:
+        meeting = Meeting(ranks)
+        after = ranks.index(dist.get_rank()) + 1
+        meeting.others = [ranks[after % len(ranks)]]  # of those who read without all, one's neighbour does not
+        _meetings[ranks] = world, meeting
+
+
+def note_on(device_mesh: DeviceMesh, what: str) -> None:
+    """This rank comes to something else than a number, and so do all ranks of the mesh."""
+    if found := _meetings.get(_ranks(device_mesh)):
+        found[1].note(what)
+
+
 def _number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The number that a DTensor of one element holds, on every rank."""
+    """The number that a DTensor of one element holds, on every rank.
+
+    Raises:
+        RunError: another rank does not read it.
+    """
+    number: DTensor = args[0]
+    if of_a_stage(number) and "stage" not in _said:
+        _said.add("stage")
+        warnings.warn(STAGE, stacklevel=3)
+    found = _meetings.get(_ranks(number.device_mesh))
+    if found and not all(isinstance(p, Replicate) for p in number.placements):
+        found[1].meet("reads", "a number of a parameter or gradient", ALONE)
     with torch.no_grad():
         return op(args[0].detach().full_tensor())
 
@@ -104,6 +156,7 @@ def correct() -> None:
     if handlers.get(_READ) is _number:
         return
     handlers[_READ], handlers[_UNSCALE] = _number, _unscaled
+    watch_norms()
     strategies: dict[Any, Any] = DTENSOR_STRATEGIES.get()
     for op in _SUMS:
         strategies[op] = _of_whole_norms(strategies[op])
@@ -111,4 +164,4 @@ def correct() -> None:
     DTensor.data = property(data_of_tensors.__get__, _set_data)  # type: ignore[assignment,method-assign]
 
 
-__all__ = ["correct"]
+__all__ = ["correct", "meet_on", "note_on"]

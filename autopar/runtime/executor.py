@@ -103,7 +103,7 @@ class ParallelModule(SpreadModule):
         self._failures = Failures(ranks) if len(ranks) > 1 else None
         self._seed = _agreed_seed(device_mesh) if seed is None else seed
         self._calls = 0
-        self._compared = Calls(lambda: mesh_group(device_mesh), device_mesh, alone=len(ranks) == 1)
+        self._compared = Calls(lambda: mesh_group(device_mesh), device_mesh, len(ranks) == 1, [device_mesh])
         self._given = plan
         placing = Placing(self, model, captured.graph, captured.constants, plan.only(), device_mesh, values)
         placing.parameters()
@@ -200,6 +200,7 @@ class ParallelModule(SpreadModule):
         for fields in (self._kept_program(), *(self._programs.kept if self._programs is not None else ())):
             fields["_stage"].compile(args, kwargs)
 
+    @torch.compiler.disable  # of torch.compile(pm), or of a function around it; compile() is another thing
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for a whole batch, which every rank passes alike.
 
@@ -288,6 +289,7 @@ class ParallelModule(SpreadModule):
         """The parameters that the program reads, by name."""
         return self._stage.helds
 
+    @torch.compiler.disable
     def train_step(
         self, *args: Any, optimizer: torch.optim.Optimizer | None = None, microbatches: int | None = None, **kwargs: Any
     ) -> torch.Tensor:

@@ -122,7 +122,7 @@ class PipelineModule(SpreadModule):
         self._none = torch.nn.Parameter(torch.empty(0, device=self._device))
         self._batch = Batch(captured, self._signature, self._device)
         self._reached_by = reached_by(captured.graph, self._device)
-        self._compared = Calls(lambda: dist.group.WORLD, None, alone=False)
+        self._compared = Calls(lambda: dist.group.WORLD, None, False, [meshes[s] for s in mine])
         self._failures = Failures(range(dist.get_world_size()))
         self.leads = self._rank == plan.stages[mine[0]].devices[0]
         shared: dict[str, torch.nn.Parameter] = {}
@@ -175,6 +175,7 @@ class PipelineModule(SpreadModule):
 
     # -- a step
 
+    @torch.compiler.disable  # of torch.compile(pm), or of a function around it
     def train_step(self, *args: Any, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any) -> torch.Tensor:
         """One training step on a batch of ``plan.microbatches`` microbatches; returns the mean of their losses.
 
@@ -263,6 +264,7 @@ class PipelineModule(SpreadModule):
         """
         return self._forwards(self._microbatches(args, kwargs)[1], None)
 
+    @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """In eval mode, the model's output for a whole batch on every rank, without gradients: the mean loss, and of
         other tensors those of all microbatches one after the other (of scalars the mean).

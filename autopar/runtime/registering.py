@@ -12,6 +12,7 @@ from autopar.errors import RunError
 from autopar.graph import Graph
 from autopar.placements import State, format_state, is_cut, whole_state
 from autopar.plan import StagePlan
+from autopar.runtime.dtensor_fixes import meet_on
 from autopar.runtime.mixed import mix_on
 from autopar.runtime.spread import SpreadModule
 from autopar.runtime.stage import Buffers, device_of
@@ -39,6 +40,7 @@ class Placing:
         self.home, self.model, self.graph, self.constants = home, model, graph, constants
         self.plan, self.device_mesh, self.values, self.shared = plan, device_mesh, values, shared
         mix_on(device_mesh)
+        meet_on(device_mesh)
         self.params = dict(model.named_parameters(remove_duplicate=False))
         self.buffers = dict(model.named_buffers(remove_duplicate=False))
         self.nodes = {node.target: node for node in graph.nodes if node.kind in ("param", "buffer")}

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from autopar.errors import AutoparError, RunError
 from autopar.placements import State, is_shard
+from autopar.runtime.dtensor_fixes import note_on
 
 SAMPLE = 4096
 """Elements of a tensor that are looked at."""
@@ -176,10 +177,14 @@ class Calls:
         group: gives the process group of the module's ranks.
         device_mesh: on which inputs may be slices; None where every rank passes everything.
         alone: there is one rank.
+        stages: the meshes on which this rank holds parameters.
     """
 
-    def __init__(self, group: Callable[[], Any], device_mesh: DeviceMesh | None, alone: bool) -> None:
+    def __init__(
+        self, group: Callable[[], Any], device_mesh: DeviceMesh | None, alone: bool, stages: Iterable[DeviceMesh] = ()
+    ) -> None:
         self.group, self.device_mesh, self.alone = group, device_mesh, alone
+        self.stages = list({id(mesh): mesh for mesh in stages}.values())
         self.count = 0
 
     def inputs(self, take: Callable[[Seen | None], Taken], parameters: Iterable[tuple[str, torch.Tensor]]) -> Taken:
@@ -193,6 +198,9 @@ class Calls:
             AutoparError: this one's is.
         """
         self.count += 1
+        if not self.alone and (self.count <= 4 or self.count % 10 in (0, 1)):  # scripts log in every so many steps
+            for mesh in self.stages:
+                note_on(mesh, f"call {self.count} of a module")
         if self.alone or not is_checked(self.count):
             return take(None)
         seen, error = Seen(self.device_mesh), None

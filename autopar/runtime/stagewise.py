@@ -4,8 +4,8 @@
 computes from them would be that of these stages, another one on every group of ranks: gradients would be scaled apart
 without a word. The sum over all stages needs every rank, and torch's function does nothing on a rank whose stages have
 no gradients; ``PipelineModule.clip_grad_norm_`` does it. All of torch's functions get their norm from one, so that is
-what is wrapped, however they were imported. Only gradients on the mesh of a stage are looked for; all others go to
-torch as they came.
+what is wrapped, however they were imported. Only gradients on the mesh of a stage, or none at all, are looked for; all
+others go to torch as they came.
 
 ``torch.distributed.checkpoint`` writes the options of an optimizer's groups, and the names in them, once for all ranks,
 unless they are flat, by name of parameter. Of a pipeline they are always flat: else only one rank could load them.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 import weakref
 from collections.abc import Iterable
 from dataclasses import replace
@@ -28,6 +29,11 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import RunError
 from autopar.torch_private import STATE_DICT_OPTIONS, TOTAL_NORM
 
+NOTHING = (
+    "torch's norm of gradients, as of clip_grad_norm_, was called for parameters none of which has a gradient, so "
+    "nothing is clipped: if they are those of a model that was parallelized, pass the parallel module's parameters()"
+)
+_said: set[str] = set()
 _meshes: dict[int, weakref.ref[DeviceMesh]] = {}
 
 
@@ -35,6 +41,12 @@ def refuse_norms_on(mesh: DeviceMesh) -> None:
     """From now on, torch's norm of gradients on ``mesh``, one of several of a pipeline, is an error."""
     key = id(mesh)
     _meshes[key] = weakref.ref(mesh, lambda _: _meshes.pop(key, None))
+    _wrap()
+
+
+def watch_norms() -> None:
+    """From now on, torch's norm of no gradients at all is told about, once: of a model that was parallelized, which
+    has none (``clip_grad_norm_(model.parameters(), 1.0)``), nothing would be clipped."""
     _wrap()
 
 
@@ -56,7 +68,8 @@ def flat_optimizer_states(kind: type[torch.nn.Module]) -> None:
     STATE_DICT_OPTIONS.set(verify)
 
 
-def _of_a_stage(tensor: Any) -> bool:
+def of_a_stage(tensor: Any) -> bool:
+    """Whether it is a DTensor on the mesh of one of several stages."""
     if not isinstance(tensor, DTensor):
         return False
     found = _meshes.get(id(tensor.device_mesh))
@@ -81,7 +94,10 @@ def _refusing(real: Any) -> Any:
     @functools.wraps(real)
     def total_norm(tensors: Iterable[torch.Tensor] | torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        if any(map(_of_a_stage, tensors)):
+        if not tensors and NOTHING not in _said and not _meshes:
+            _said.add(NOTHING)
+            warnings.warn(NOTHING, stacklevel=4)
+        if any(map(of_a_stage, tensors)):
             raise RunError(
                 "torch's norm of the gradients of a pipeline would be that of this rank's stages alone, another one on "
                 "every rank; call pm.clip_grad_norm_(max_norm) on all ranks, which counts all stages"
@@ -92,4 +108,4 @@ def _refusing(real: Any) -> Any:
     return total_norm
 
 
-__all__ = ["flat_optimizer_states", "refuse_norms_on"]
+__all__ = ["flat_optimizer_states", "of_a_stage", "refuse_norms_on", "watch_norms"]

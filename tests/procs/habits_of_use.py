@@ -25,6 +25,7 @@ from torch.optim import swa_utils
 
 import autopar
 from autopar.errors import CaptureError, RunError
+from autopar.runtime import dtensor_fixes
 from autopar.runtime.failures import Failures
 from autopar.runtime.flight import Flight
 from autopar.runtime.outputs import Unread
@@ -386,6 +387,51 @@ def averaged_weights() -> None:
         torch.save(module, io.BytesIO())
     with pytest.raises(RunError, match="averages of the weights can be kept by hand"):
         copy.deepcopy(pipeline()[0])
+
+
+@case
+def one_rank_reads_a_number() -> None:
+    """The habit of logging on rank 0: another collective of the other ranks would answer."""
+    x, y = batch()
+    module, eager = pair(Net(mse), (x, y))
+    for step in range(3):
+        for model in (module, eager):
+            model.zero_grad()
+            model(x, y).backward()
+        norm = module.first.weight.grad.norm()
+        if dist.get_rank() == step % 2:
+            at = f"rank {1 - step % 2} is at call {step + 2} of a module"
+            with pytest.raises(RunError, match=rf"reads a number of a parameter or gradient, {at}(.|\n)*if rank == 0"):
+                print(norm.item())
+    module(x, y)
+    assert norm.item() == pytest.approx(float(eager.first.weight.grad.norm()))
+
+
+@case
+def a_number_of_a_stage() -> None:
+    module, _ = pipeline()
+    module.train_step(*batch())
+    with mock.patch.object(dtensor_fixes, "_said", set()), pytest.warns(UserWarning, match="that of this rank's stage"):
+        assert float(sum(p.grad.norm() for p in module.parameters())) > 0
+
+
+@case
+def a_compiled_module() -> None:
+    """torch.compile of the module itself leaves it as it is, since it cannot look into its collectives."""
+    x, y = batch()
+    module, eager = pair(Net(mse), (x, y))
+    compiled = torch.compile(module, backend="eager")
+
+    @torch.compile(backend="eager")
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return 2 * module(x, y)
+
+    for call in (compiled, step):
+        for model in (module, eager):
+            model.zero_grad()
+        call(x, y).backward()
+        (eager(x, y) * (2 if call is step else 1)).backward()
+        same_gradients(module, eager)
 
 
 @case
