@@ -54,9 +54,11 @@ def run(
         if int(os.environ.get("RANK", "0")) == 0:
             _report(result, document.raw["cluster"], as_json)
         return
+    from autopar.frontends import split_spec
+
     loaded, captured = model_of(document, path, model)
     spec = model or str((document.model or {})["spec"])
-    if not spec.startswith("hf:"):  # those are made here without values, and by the ranks with them
+    if not split_spec(spec)[0]:  # what frontends give is made here without values, and by the ranks with them
         check_values(loaded, spec)
     plan, cluster = bound(document, captured)  # all that can be wrong with the plan is said before processes start
     if captured.graph.loss is None:

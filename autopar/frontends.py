@@ -1,0 +1,111 @@
+"""Where models come from: what a frontend gives, and by which prefix it is known.
+
+``hf:path/to/config.json`` is read by the frontend of the prefix ``hf:`` (:mod:`autopar.hugging_face`); a spec without a
+prefix is ``path.py:factory`` (:mod:`autopar.models`).
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autopar.errors import ModelError
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model with its example inputs, and the words with which a plan file names it.
+
+    ``parts``: into how many microbatches the example batch was cut before it was captured; None for not at all.
+    """
+
+    model: torch.nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    spec: str
+    batch: int | None = None
+    seq: int | None = None
+    parts: int | None = None
+
+    def named(self, folder: Path) -> dict[str, Any]:
+        """For a plan file in ``folder``: the spec with its path relative to that folder."""
+        prefix, path, factory = split_spec(self.spec)
+        relative = os.path.relpath(Path(path).resolve(), folder.resolve())
+        named: dict[str, Any] = {"spec": prefix + Path(relative).as_posix() + (f":{factory}" if factory else "")}
+        for key, value in (("batch", self.batch), ("seq", self.seq), ("parts", self.parts)):
+            if value is not None:
+                named[key] = value
+        return named
+
+
+Load = Callable[[str, Path, int | None, int | None, str], Loaded]
+"""``(spec, file, batch, seq, device)`` -> the model; ``batch`` and ``seq`` are None where nobody asked for any, and on
+the device ``meta`` nothing is allocated. Raises :class:`~autopar.errors.ModelError`."""
+
+
+@dataclass(frozen=True)
+class Frontend:
+    """One source of models.
+
+    Attributes:
+        form: how its specs look, for messages: ``hf:PATH.json``.
+        load: makes the model.
+    """
+
+    form: str
+    load: Load
+
+
+FRONTENDS: dict[str, Frontend] = {}
+"""By prefix, colon included."""
+
+
+def frontend(form: str) -> Callable[[Load], Load]:
+    """Register a function as the frontend of specs of this form, such as ``hf:PATH.json``."""
+
+    def register(load: Load) -> Load:
+        FRONTENDS[form.partition(":")[0] + ":"] = Frontend(form, load)
+        return load
+
+    return register
+
+
+def forms() -> str:
+    """How specs look, for messages."""
+    return " or ".join(["PATH.py:factory", *(known.form for known in FRONTENDS.values())])
+
+
+def split_spec(spec: str) -> tuple[str, str, str]:
+    """``(prefix, path, factory)`` of a spec."""
+    for prefix in FRONTENDS:
+        if spec.startswith(prefix):
+            path = spec.removeprefix(prefix)
+            if not path:
+                raise ModelError(f"model '{spec}' names no file; write {FRONTENDS[prefix].form}")
+            return prefix, path, ""
+    path, colon, factory = spec.rpartition(":")
+    if not colon or not path.endswith(".py") or not factory:
+        raise ModelError(
+            f"model '{spec}' is neither {forms().replace(' or ', ' nor ')}; write for example gpt.py:make, where "
+            "make() returns a model and its example inputs"
+        )
+    return "", path, factory
+
+
+def cause_in(error: Exception, file: Path) -> str:
+    """``ValueError: text (file.py:3)``, with the last line of the user's file that was running."""
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg} ({Path(error.filename or file).name}:{error.lineno})"
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == file.name]
+    text = str(error).strip().splitlines()
+    what = type(error).__name__ + (f": {text[0]}" if text else "")
+    return what + (f" ({file.name}:{lines[-1]})" if lines else "")
+
+
+__all__ = ["FRONTENDS", "Frontend", "Loaded", "cause_in", "forms", "frontend", "split_spec"]

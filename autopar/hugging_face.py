@@ -1,0 +1,135 @@
+"""The frontend ``hf:path/to/config.json``: a Hugging Face config becomes the model that its ``architectures`` names.
+
+Nothing is downloaded, and no code that a config points to is executed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autopar.errors import ModelError
+from autopar.frontends import Loaded, cause_in, frontend
+from hardware_profiles.strict import Unreadable, parse_json, read_text
+
+DEFAULT_BATCH, DEFAULT_SEQ = 8, 2048
+
+CAUSAL = ("ForCausalLM", "LMHeadModel")
+SEQ2SEQ = ("ForConditionalGeneration", "ForSpeechSeq2Seq")
+TEXT_LABELS = {"ForMaskedLM": "token", "ForTokenClassification": "token", "ForSequenceClassification": "row"}
+KINDS = (
+    "ForCausalLM, LMHeadModel, ForMaskedLM, ForSequenceClassification, ForConditionalGeneration, ForImageClassification"
+)
+
+
+@frontend("hf:PATH.json")
+def from_config(spec: str, file: Path, batch: int | None, seq: int | None, device: str) -> Loaded:
+    if importlib.util.find_spec("transformers") is None:
+        raise ModelError(f"model '{spec}' needs the package transformers; install it with: pip install transformers")
+    try:
+        values = parse_json(read_text(file))
+    except Unreadable as error:
+        raise ModelError(f"model '{spec}': {file.name}: {error}; give a config.json") from error
+    if not isinstance(values, dict) or "model_type" not in values:
+        raise ModelError(
+            f"model '{spec}': {file.name} has no 'model_type'; give the config.json of a transformers model"
+        )
+    import transformers
+
+    kind = values.pop("model_type")
+    if kind not in transformers.CONFIG_MAPPING:
+        near = get_close_matches(str(kind), list(transformers.CONFIG_MAPPING.keys()), n=1)
+        hint = f"did you mean '{near[0]}'?" if near else "use another version of it"
+        raise ModelError(
+            f"model '{spec}': transformers {transformers.__version__} does not know model type '{kind}'; {hint}"
+        )
+    architectures = values.get("architectures") or []
+    name = architectures[0] if isinstance(architectures, list) and architectures else ""
+    cls = getattr(transformers, name, None) if name else None
+    if cls is None:
+        got = f"names '{name}', which transformers {transformers.__version__} does not have" if name else "is missing"
+        raise ModelError(
+            f"model '{spec}': 'architectures' {got}; write the model class there, such as "
+            f'["{_suggest(transformers, kind)}"]'
+        )
+    values.pop("auto_map", None)
+    try:
+        config = transformers.CONFIG_MAPPING[kind](**values)
+        config.use_cache = False
+        if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+            config.decoder_start_token_id = (
+                getattr(config, "pad_token_id", None) or 0
+            )  # files often leave it to the task
+        dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+        with torch.device(device):
+            model = cls._from_config(config, dtype=dtype)
+        batch = DEFAULT_BATCH if batch is None else batch
+        kwargs, seq = _hf_inputs(spec, name, config, batch, seq, dtype, device)
+    except ModelError:
+        raise
+    except Exception as error:
+        why = cause_in(error, file)
+        raise ModelError(f"model '{spec}': building {name} raised {why}; correct the config") from error
+    return Loaded(model.train(), (), kwargs, spec, batch, seq)
+
+
+def _suggest(transformers: Any, kind: str) -> str:
+    for mapping in ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "IMAGE_CLASSIFICATION"):
+        names = getattr(transformers.models.auto.modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES", {})
+        if kind in names:
+            return str(names[kind])
+    return "GPT2LMHeadModel"
+
+
+def _hf_inputs(
+    spec: str, name: str, config: Any, batch: int, seq: int | None, dtype: torch.dtype, device: str
+) -> tuple[dict[str, torch.Tensor], int | None]:
+    """``(kwargs, sequence length)``: example inputs of a transformers model by the ending of its class name."""
+    vocabulary = int(getattr(config, "vocab_size", 2) or 2)
+
+    def ids(*shape: int, high: int = vocabulary) -> torch.Tensor:
+        if device == "meta":
+            return torch.empty(shape, dtype=torch.int64, device=device)
+        return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(0)).to(device)
+
+    def floats(*shape: int) -> torch.Tensor:
+        if device == "meta":
+            return torch.empty(shape, dtype=dtype, device=device)
+        return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+
+    if name.endswith("ForImageClassification"):
+        if seq is not None:
+            raise ModelError(f"model '{spec}': {name} takes images, no sequence; leave --seq out")
+        side = getattr(config, "image_size", 224)
+        height, width = side if isinstance(side, (tuple, list)) else (side, side)
+        images = floats(batch, getattr(config, "num_channels", 3), height, width)
+        return {"pixel_values": images, "labels": ids(batch, high=config.num_labels)}, None
+    longest = getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)
+    if seq is None:
+        seq = min(longest or DEFAULT_SEQ, DEFAULT_SEQ)
+    elif longest is not None and seq > longest:
+        raise ModelError(
+            f"model '{spec}': --seq {seq} is longer than the {longest} positions that the config allows; use at most "
+            f"{longest}"
+        )
+    if name.endswith(SEQ2SEQ) and hasattr(config, "num_mel_bins"):
+        features = floats(batch, config.num_mel_bins, 2 * config.max_source_positions)
+        return {"input_features": features, "labels": ids(batch, seq)}, seq
+    if name.endswith((*CAUSAL, *SEQ2SEQ)):
+        tokens = ids(batch, seq)
+        return {"input_ids": tokens, "labels": ids(batch, seq)}, seq
+    for ending, labels in TEXT_LABELS.items():
+        if name.endswith(ending):
+            label = ids(batch, seq) if labels == "token" else ids(batch, high=config.num_labels)
+            return {"input_ids": ids(batch, seq), "labels": label}, seq
+    raise ModelError(
+        f"model '{spec}': example inputs of {name} are not known; use a class that ends in one of {KINDS}, or write a "
+        "factory that returns the model and its inputs"
+    )
+
+
+__all__ = ["from_config"]
