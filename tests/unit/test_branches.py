@@ -104,7 +104,7 @@ def wav2vec() -> tuple[nn.Module, dict[str, Tensor]]:
     return transformers.Wav2Vec2ForCTC(config), {"input_values": sound}
 
 
-@pytest.mark.parametrize("make", [opt, bart, whisper, wav2vec])
+@pytest.mark.parametrize("make", [opt, wav2vec, *(pytest.param(m, marks=pytest.mark.slow) for m in (bart, whisper))])
 def test_layer_drop_of_transformers(make: Any) -> None:
     torch.manual_seed(0)
     model, batch = make()

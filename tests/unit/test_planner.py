@@ -24,6 +24,7 @@ from autopar.rules.registry import rules_of
 from hardware_profiles import abstract_cluster, load_cluster
 
 TWO = (("data", 2), ("tensor", 4))
+RECOUNTED = ("gpt2", "llama", "resnet", "t5", "unet")
 
 
 @functools.cache
@@ -32,7 +33,7 @@ def graph_of(name: str, layers: int = 2) -> Graph:
     return capture(case.model, case.args, case.kwargs).graph
 
 
-@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("resnet", marks=pytest.mark.slow)])
 def test_same_inputs_same_plan_also_after_other_meshes(name: str) -> None:
     graph, cluster = graph_of(name), load_cluster("dgx-h100")
     alone = plan_graph(graph, cluster, TWO)
@@ -49,7 +50,7 @@ def test_identical_blocks_are_found_and_deciding_them_once_loses_nothing() -> No
     assert folded.price.seconds == pytest.approx(plain.price.seconds, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["mlp", "llama", "t5"])
+@pytest.mark.parametrize("name", ["mlp", "llama", pytest.param("t5", marks=pytest.mark.slow)])
 def test_better_hardware_is_never_worse(name: str) -> None:
     graph = graph_of(name)
     rng = random.Random(3)
@@ -68,11 +69,13 @@ def test_faster_gpus_give_faster_plans() -> None:
     assert seconds[1] <= seconds[0]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "resnet", "t5", "unet"])
-def test_the_price_is_what_check_recounts(name: str) -> None:
+@pytest.mark.parametrize(
+    "name, seeds", [("gpt2", 1), ("resnet", 1), *(pytest.param(n, 3, marks=pytest.mark.slow) for n in RECOUNTED)]
+)
+def test_the_price_is_what_check_recounts(name: str, seeds: int) -> None:
     graph, cluster, mesh = graph_of(name), load_cluster("dgx-h100"), (("data", 2), ("tensor", 2))
     rules, priced = rules_of(graph), pricer(cluster, mesh)
-    plans = [plan_graph(graph, cluster, mesh), *(random_plan(graph, rules, priced, seed) for seed in range(3))]
+    plans = [plan_graph(graph, cluster, mesh), *(random_plan(graph, rules, priced, seed) for seed in range(seeds))]
     for plan in plans:
         report = check(plan, graph, cluster)
         assert report.ok, report.failures

@@ -12,7 +12,7 @@ import functools
 
 import pytest
 import torch
-from zoo import ZOO
+from zoo import ZOO, Case
 
 from autopar import verify as V
 from autopar.capture import Captured, capture
@@ -36,10 +36,16 @@ MODELS = sorted(ZOO)
 
 
 @functools.cache
-def _prepared(name: str) -> tuple[Captured, dict, dict, dict, V.Trained]:
+def _captured(name: str) -> tuple[Captured, Case]:
     case = ZOO[name]()
-    args, kwargs = V.wanting((case.args, case.kwargs))  # gradients of inputs are compared, too
-    captured = capture(case.model, args, kwargs)
+    args, kwargs = V.wanting(case.batch)  # gradients of inputs are compared, too
+    return capture(case.model, args, kwargs), case
+
+
+@functools.cache
+def _prepared(name: str) -> tuple[Captured, dict, dict, dict, V.Trained]:
+    captured, case = _captured(name)
+    args, kwargs = case.batch
     weights, buffers = V.state_of(captured, case.model)
     inputs = V.inputs_of(captured, args, kwargs)
     promoted = V.promoted(captured)
@@ -74,11 +80,11 @@ def _optimal(captured: Captured, cluster: Cluster, mesh: Mesh, memory: bool) -> 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_operator_has_a_rule(name: str) -> None:
-    assert ops_without_rule(_prepared(name)[0].graph) == []
+    assert ops_without_rule(_captured(name)[0].graph) == []
 
 
 SIMILAR = ("unet_upsample", "bert_masked", "whisper", "mistral", "opt")  # to others, which are tried every time
-TWICE = ("gpt2", "llama", "resnet", "mlp")
+TWICE = ("gpt2", "resnet", "unet")
 """Models that are tried under two random plans every time; the others under one, and all under twenty in the sweep."""
 
 
@@ -86,10 +92,12 @@ TWICE = ("gpt2", "llama", "resnet", "mlp")
     "name", [pytest.param(n, marks=pytest.mark.slow) if n in SIMILAR else n for n in MODELS]
 )
 def test_on_2x2(name: str) -> None:
-    _check(name, "2x2", range(2 if name in TWICE else 1), optimal=True)
+    _check(name, "2x2", range(2 if name in TWICE else 1), optimal=name != "unet")  # HiGHS takes 11 s for it
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "resnet", pytest.param("t5", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "resnet", *(pytest.param(n, marks=pytest.mark.slow) for n in ("llama", "t5"))]
+)
 def test_on_8_ranks(name: str) -> None:
     _check(name, "2x2x2", range(1), optimal=False)
 
@@ -103,27 +111,30 @@ def test_sweep(name: str, mesh: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_one_device_is_eager(name: str) -> None:
-    case = ZOO[name]()
-    captured = capture(case.model, case.args, case.kwargs)
+    captured, case = _captured(name)
     weights, buffers = V.state_of(captured, case.model)
-    for args, kwargs in (case.batch, case.batch2):  # the second batch shows what the first would have baked in
+    # the second batch shows what the first would have baked in
+    for args, kwargs in map(V.wanting, (case.batch, case.batch2)):
         inputs = V.inputs_of(captured, args, kwargs)
         mine = V.train(captured, V.one_device(captured.graph), weights, buffers, inputs)
         found = V.compare(name, mine, V.train_eager(captured, case.model, args, kwargs))
         assert found.worst < 1e-4, found
 
 
-@pytest.mark.parametrize("name", ["mlp", "gpt2", "transformer_encoder"])
-def test_dropout_does_not_depend_on_the_mesh(name: str) -> None:
+@pytest.mark.parametrize(
+    "name, seeds",
+    [("mlp", 3), ("gpt2", 1), *(pytest.param(n, 3, marks=pytest.mark.slow) for n in ("gpt2", "transformer_encoder"))],
+)
+def test_dropout_does_not_depend_on_the_mesh(name: str, seeds: int) -> None:
     case = ZOO[name](dropout=0.1)
     captured = V.promoted(capture(case.model, case.args, case.kwargs))
     weights, buffers = V.state_of(captured, case.model)
     state = V.doubled(weights), V.doubled(buffers), V.doubled(V.inputs_of(captured, case.args, case.kwargs))
     graph, cluster, mesh = captured.graph, load_cluster("dgx-h100"), MESHES["2x2"]
     reference = V.train(captured, V.one_device(graph), *state)
-    other = V.train(captured, V.one_device(graph), *state, seed=5)
+    other = V.train(captured, V.one_device(graph), *state, steps=1, seed=5)
     assert not torch.allclose(reference.losses[0], other.losses[0]), "another seed draws other masks"
-    for seed in range(3):
+    for seed in range(seeds):
         plan = random_plan(graph, rules_of(graph), pricer(cluster, mesh), seed)
         found = V.compare(str(seed), V.train(captured, plan, *state), reference)
         assert found.worst < 1e-9, found
