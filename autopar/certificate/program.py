@@ -21,7 +21,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.certificate.activations import Watch, Watched, watch_of
 from autopar.graph import Graph
-from autopar.lower.collectives import has_uneven_pieces
 from autopar.lower.emit import lower, used_shape
 from autopar.lower.program import Program
 from autopar.lower.typecheck import typecheck
@@ -48,10 +47,6 @@ COLLECTIVES = {
     "alltoall_base_": "all_to_all",
     "alltoall_": "all_to_all",
 }
-
-PADDED = 0.25
-"""How far the activation bytes of a plan with uneven pieces may be from those recounted: a gathered value keeps the
-memory of its padding, and weights of means are kept, too. With equal pieces they agree to the byte."""
 
 
 @dataclass
@@ -139,7 +134,7 @@ def check(
     _stored(plan, graph, report)
     _parameters(plan, graph, axes, costs.bucket_bytes, report)
     _claims(plan, report, tolerance)
-    _activations(plan, graph, report, PADDED if has_uneven_pieces(program.module) else 0.0)
+    _activations(plan, graph, report)
     return report
 
 
@@ -320,19 +315,15 @@ def _claims(plan: StagePlan, report: Report, tolerance: float) -> None:
         )
 
 
-def _activations(plan: StagePlan, graph: Graph, report: Report, padding: float) -> None:
-    """What autograd keeps, to the byte. Of a user's own function nobody knows it but the rule that the user gives.
-
-    Args:
-        padding: by what part the two may differ: plans do not count what uneven pieces are padded with.
-    """
+def _activations(plan: StagePlan, graph: Graph, report: Report) -> None:
+    """What autograd keeps, to the byte. Of a user's own function nobody knows it but the rule that the user gives."""
     if any(node.target.startswith(PREFIX) for node in graph.nodes):
         return
     for what, mine, theirs in (
         ("of a microbatch", report.kept_bytes, plan.kept_bytes),
         ("while a segment runs again", report.again_bytes, plan.price.again_bytes),
     ):
-        if abs(mine - theirs) > padding * max(mine, theirs):
+        if mine != theirs:
             report.failures.append(
                 f"activation bytes {what}: the plan says {theirs}, autograd holds {mine} in the emitted program"
             )

@@ -148,13 +148,6 @@ _PIECES: dict[Any, Any] = {
 }  # fmt: skip
 
 
-def has_uneven_pieces(module: torch.fx.GraphModule) -> bool:
-    """Whether a program cuts something into pieces that are not equal."""
-    uneven = {*_PIECES.values(), terms_of_pieces, length_of}
-    return any(node.op == "call_function" and (node.target in uneven or "sizes" in node.kwargs)
-               for node in module.graph.nodes)  # fmt: skip
-
-
 def state_step(shape: Sequence[int], src: State, dst: State, mesh: Mesh) -> tuple[object, tuple[object, ...]]:
     """``(function, arguments after the tensor)`` for one step of a tensor of global ``shape``."""
     axis = only_change(src, dst)

@@ -315,11 +315,15 @@ def makes_memory(src: State, dst: State, mesh: Mesh) -> bool:
 
 
 def _padded_shape(shape: Sequence[int], src: State, dst: State, mesh: Mesh) -> tuple[int, ...]:
-    """Shape of the memory of a step's result on one rank: pieces that are not equal are padded to the largest one."""
+    """Shape of the memory of a step's result on one rank.
+
+    Pieces that are not equal travel padded to the largest one. What was added is cut off by a copy, or, where the rest
+    lies in one piece, by a view, which keeps all of it.
+    """
     axis = only_change(src, dst)
     padded = list(local_shape(shape, dst, mesh))
     d = shard_dim(src[axis])
-    if d is not None:
+    if d is not None and all(n == 1 for n in padded[:d]):
         padded[d] = local_shape(shape, src, mesh)[d] * mesh[axis][1]
     return tuple(padded)
 
