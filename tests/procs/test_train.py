@@ -45,8 +45,8 @@ def test_eval_mode() -> None:
 def test_two_ranks() -> None:
     zero = {"params": {"*": "S0"}, "constraints": CUT}
     check(2, [
-        *(of(name, TWO) for name in MODELS),
-        *(of(name, TWO, seed=s) for name, s in (("gpt2", 3), ("llama", 1), ("resnet", 3), ("bert", 3))),
+        *(of(name, TWO) for name in ("mlp", "gpt2")),  # all of them, and more plans, in the sweeps
+        *(of(name, TWO, seed=s) for name, s in (("llama", 1), ("resnet", 3))),
         of("mlp", TWO, options={"constraints": CUT}),  # data parallel
         of("mlp", TWO, options=zero, microbatches=2, clip=0.1),  # ZeRO-1
         of("mlp", TWO, options=zero, lifetime="use", microbatches=4, clip=0.1),  # ZeRO-3
@@ -62,7 +62,6 @@ def test_two_ranks_that_recompute() -> None:
         of("gpt2", TWO, options={**blocks, "params": {"*": "S0"}, "constraints": CUT}, lifetime="use", clip=0.1),
         of("gpt2", TWO, options={**blocks, "params": {"*": "S0"}}, lifetime="use", microbatches=2),
         of("gpt2", TWO, options=blocks, seed=3),
-        of("t5", TWO, options={"recompute": ["*.block.*"]}, seed=2, lifetime="use"),
         of("resnet", TWO, options={"recompute": ["*layer?"]}, seed=3, lifetime="use"),
     ])  # fmt: skip
 
@@ -82,9 +81,14 @@ def test_four_ranks() -> None:
         of("mlp", GRID, options={"constraints": {"*:linear*": {"data": "b", "tensor": "n"}}}, clip=0.1),
         of("mlp", GRID, options={"params": {"*": "S0,S0"}, "constraints": {"*:linear*": {"data": "b", "tensor": "b"}}},
            lifetime="use", clip=0.1, foreach=True),
-        *(of(name, GRID, seed=5, clip=0.1) for name in ("gpt2", "resnet", "mlp")),
-        of("gpt2", GRID, seed=6, lifetime="use"),
+        of("resnet", GRID, seed=5, clip=0.1),
+        of("gpt2", GRID, seed=6, lifetime="use", clip=0.1),
     ])  # fmt: skip
+
+
+@pytest.mark.slow
+def test_more_that_recompute() -> None:
+    check(2, [of("t5", TWO, options={"recompute": ["*.block.*"]}, seed=2, lifetime="use")])
 
 
 @pytest.mark.slow
@@ -100,4 +104,6 @@ def test_four_ranks_wide(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_two_ranks_wide(name: str) -> None:
-    check(2, [of(name, TWO, seed=s, lifetime="use" if s % 3 == 2 else "", clip=0.1) for s in range(12)])
+    check(2, [
+        of(name, TWO), *(of(name, TWO, seed=s, lifetime="use" if s % 3 == 2 else "", clip=0.1) for s in range(12))
+    ])  # fmt: skip

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from procs import cases
 from procs.test_train import check, of
@@ -23,8 +24,7 @@ def test_parameters_of_any_size_are_stored_in_pieces() -> None:
         of("mlp", THREE, options=zero, microbatches=2, clip=0.1),  # ZeRO-1
         of("mlp", THREE, options=zero, lifetime="use", microbatches=2, clip=0.1),  # ZeRO-3
         of("mlp", THREE, options=zero, foreach=True),
-        *(of("gpt2", THREE, seed=seed, lifetime=how) for seed, how in ((1, "step"), (2, "use"))),
-        of("resnet", THREE, seed=3),
+        of("gpt2", THREE, seed=2, lifetime="use"),
     ])  # fmt: skip
 
 
@@ -36,10 +36,18 @@ def test_operators_are_cut_into_uneven_pieces() -> None:
     }
     check(3, [
         of("gpt2", THREE, **vocabulary, clip=0.1),
-        *(of(name, THREE, seed=seed) for name, seed in (("mlp", 0), ("gpt2", 2), ("llama", 1), ("resnet", 2))),
-        of("gpt2", THREE, seed=3, lifetime="use", microbatches=2),
+        *(of(name, THREE, seed=seed) for name, seed in (("mlp", 0), ("resnet", 2))),
     ])  # fmt: skip
     check(2, [of("gpt2", TWO, **vocabulary)])
+
+
+@pytest.mark.slow
+def test_more_random_plans() -> None:
+    check(3, [
+        *(of(name, THREE, seed=seed) for name, seed in (("gpt2", 2), ("llama", 1), ("resnet", 3))),
+        of("gpt2", THREE, seed=1, lifetime="step"),
+        of("gpt2", THREE, seed=3, lifetime="use", microbatches=2),
+    ])  # fmt: skip
 
 
 def test_a_checkpoint_of_uneven_pieces_is_read_on_another_mesh(tmp_path: Path) -> None:
