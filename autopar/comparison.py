@@ -69,6 +69,14 @@ class Comparison:
         return bool(self.note) or self.worst <= self.limit
 
 
+TWICE = (
+    "all outputs and gradients are the same: the batch norm is in a region under activation checkpointing, which eager "
+    "mode runs once more in the backward, so that it counts every batch twice; the program counts each once\n"
+    "  leave out the checkpoint, and pass recompute= to parallelize for the same saving; or verify_capture=False, to "
+    "go on with statistics that count once"
+)
+
+
 @dataclass
 class _Ran:
     """What one side gives: outputs, gradients by name, new buffers by name."""
@@ -246,9 +254,19 @@ class _Sides:
         return (
             f"the captured graph of {type(self.model).__name__} is not what the model does in eager mode: on the same "
             f"inputs they differ in {', '.join(what)} (relative; rounding explains {found.limit:.0e})\n  "
-            + self._first(found)
-            + "\n  write that part in another way, and please report it; verify_capture=False goes on without a check"
+            + (
+                TWICE
+                if self._counts_twice(found)
+                else f"{self._first(found)}\n  write that part in another way, and please report it; "
+                "verify_capture=False goes on without a check"
+            )
         )
+
+    def _counts_twice(self, found: Comparison) -> bool:
+        """Whether only statistics of a batch norm differ that eager mode runs again in the backward."""
+        again = any(n.again >= 0 and "batch_norm" in str(n.target) for n in self.captured.graph.nodes)
+        statistics = found.buffer_of.rpartition(".")[2] in ("running_mean", "running_var", "num_batches_tracked")
+        return again and statistics and max(found.loss, found.gradient) <= found.limit
 
     def _first(self, found: Comparison) -> str:
         values: list[torch.Tensor] = []

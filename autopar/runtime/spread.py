@@ -6,6 +6,7 @@ A parallel module has the names of the model's parameters and buffers, not its s
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import weakref
 from collections.abc import Callable, Mapping
@@ -22,9 +23,17 @@ from autopar.runtime.original import Original
 from autopar.runtime.programs import AllWell, Fields, PlanAgain, Programs
 from autopar.runtime.submodules import Part, check_conversion, place, refuse_apply, refuse_replacing
 from autopar.runtime.values import assigned
+from autopar.torch_private import pytree
 
 EXTRA = "_extra_state"
 """Under which torch keeps what is no tensor of the model; checkpoints know it."""
+
+
+_WRAPPERS = {
+    "module": "a parallel module has the model's own names, so use it itself (state_dict(), parameters() and parts)",
+    "join": "every rank is called with the whole batch, so no rank runs out of batches before another one",
+}
+"""What scripts ask of a wrapped model."""
 
 
 class SpreadModule(torch.nn.Module):
@@ -38,6 +47,7 @@ class SpreadModule(torch.nn.Module):
     _programs: Programs | None = None
     _original: Original | None = None
     _model_ref: Callable[[], torch.nn.Module | None]
+    _model_class: type
     leads: bool | None = None
     """Of a pipeline, whether this rank is the first of its group; None where every rank has a part of everything."""
 
@@ -59,6 +69,44 @@ class SpreadModule(torch.nn.Module):
             object.__setattr__(self, name, value)
         elif "_model_ref" not in self.__dict__ or not assigned(self, "", name, value):
             super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        """A plain attribute of the model, as of its submodules; what else it has is named.
+
+        Raises:
+            AttributeError: there is none, or it is a method, which would work on the model's own tensors.
+        """
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if name.startswith("_") or "_model_class" not in self.__dict__:
+                raise
+            raised = error
+        kind: type = self.__dict__["_model_class"]
+        if (other := _WRAPPERS.get(name)) is not None:
+            raise AttributeError(f"{type(self).__name__} has no '{name}', which is DistributedDataParallel's: {other}")
+        model = self._model_ref()
+        value = vars(model).get(name, raised) if model is not None else raised
+        leaves = pytree.tree_leaves(value)
+        if value is not raised and not any(isinstance(x, torch.Tensor | torch.nn.Module) for x in leaves):
+            return value
+        if inspect.isroutine(inspect.getattr_static(kind, name, None)):
+            raise AttributeError(
+                f"'{name}' is a method of {kind.__name__}, and a {type(self).__name__} has only what its forward "
+                f"computes: it was captured whole, with parameters of its own. Do in the script what {name}() does, "
+                "with this module in the model's place, or parallelize a module whose forward does it"
+            )
+        raise AttributeError(
+            f"{type(self).__name__} has no attribute '{name}'" + (
+                f": the {kind.__name__} that was parallelized has one, or a property, of its own"
+                if hasattr(kind, name) or (model is not None and name in vars(model)) else ""
+            )
+        )  # fmt: skip
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """A context as DistributedDataParallel has for adding up gradients. They add up without it, too: every backward
+        reduces what it adds, and ``train_step`` reduces once for all its microbatches. So it does nothing."""
+        return contextlib.nullcontext()
 
     def owner_of(self, name: str) -> tuple[torch.nn.Module, str]:
         """The module and the key under which a parameter or buffer is registered; parts on the way are made."""
@@ -106,7 +154,7 @@ class SpreadModule(torch.nn.Module):
     def _set_mode_of(self, model: torch.nn.Module) -> None:
         """Begin in the modes of the model and of its submodules."""
         self._mode = model.training
-        self._model_ref = weakref.ref(model)
+        self._model_ref, self._model_class = weakref.ref(model), type(model)
         modules = dict(model.named_modules(remove_duplicate=False))
         present = {path for path, _ in self.named_modules(remove_duplicate=False)}
         first: dict[torch.nn.Module, Part] = {}

@@ -435,6 +435,16 @@ def a_compiled_module() -> None:
 
 
 @case
+def optimizers_that_cannot_step_pieces() -> None:
+    module, _ = pair(Net(mse), batch())
+    module(*batch()).backward()
+    params = list(module.parameters())
+    for optimizer in (torch.optim.Adafactor(params), torch.optim.Rprop(params), torch.optim.SGD(params, fused=True)):
+        with pytest.raises(RunError, match=f"{type(optimizer).__name__} (cannot step|has no fused step)"):
+            optimizer.step()
+
+
+@case
 def an_overflow_in_one_piece() -> None:
     """GradScaler: all ranks skip the step though only one has the infinite element, and the first gradient is whole."""
     (x, y) = batch()

@@ -111,3 +111,32 @@ def test_a_part_is_captured_again_with_its_new_number() -> None:
             part.eps = 0.5
     twin = copy.deepcopy(model)
     torch.testing.assert_close(pm(X), twin(X))
+
+
+class Trainer(Net):
+    """A model with a method of its own, as of Lightning's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.width, self.held = 4, [torch.zeros(1)]
+
+    def training_step(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x)
+
+
+def test_the_models_methods_and_attributes() -> None:
+    model = Trainer()
+    pm: Any = autopar.parallelize(model, 1, X)
+    assert pm.width == 4 and not hasattr(pm, "held") and not hasattr(pm, "nothing")
+    with pytest.raises(AttributeError, match=r"'training_step' is a method of Trainer(.|\n)*training_step\(\) does"):
+        pm.training_step(X)
+    with pytest.raises(AttributeError, match="DistributedDataParallel's: a parallel module has the model's own names"):
+        pm.module.state_dict()
+    with pm.no_sync():
+        pm(X).backward()
+    pm(X).backward()
+    copied = copy.deepcopy(pm)
+    del model
+    gc.collect()
+    with pytest.raises(AttributeError, match="'training_step' is a method of Trainer"):
+        copied.training_step(X)

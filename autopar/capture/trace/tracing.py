@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import linecache
 import logging
 import operator
+import re
 import sys
 import sysconfig
 import warnings
@@ -306,22 +308,45 @@ def _quiet() -> Iterator[None]:
 _STDLIB = sysconfig.get_path("stdlib")
 
 
+def _instead_of_reading(line: str, inside: str) -> str:
+    """What to do about a line of the model that reads the values of a tensor."""
+    if inside == "batch norm":
+        return (
+            "BatchNorm with momentum=None computes with its number of batches in Python, which a program cannot: give "
+            "it a momentum, such as momentum=0.1"
+        )
+    if re.search(r"torch\.(equal|allclose)\(", line):
+        return (
+            "torch.equal and torch.allclose give a bool of Python: write `(a == b).all()`, of which both sides of the "
+            "branch are kept where it follows from random numbers alone; or torch.where, or move it out of forward()"
+        )
+    if re.search(r"\b(int|float)\(|\.(item|tolist)\(", line):
+        return (
+            "a number that is read from a tensor, such as a pointer into a queue, changes between calls: compute with "
+            "the tensor itself (queue.index_copy_(1, (ptr + torch.arange(n)) % size, keys); ptr.add_(n)), or move it "
+            "out of forward()"
+        )
+    return "compute the branch with torch.where, or from sizes or configuration, or move it out of forward()"
+
+
 def _explain(error: Exception, module: torch.nn.Module) -> str:
     """One message for what torch.export raised: what, where in the user's code, what to do."""
-    where = ""
+    where, line, inside = "", "", ""
     trace = error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
+        inside = "batch norm" if file.endswith("/torch/nn/modules/batchnorm.py") else inside
         own = file.startswith(_STDLIB) and "site-packages" not in file
         if not own and "/torch/" not in file and not file.startswith("<") and "/autopar/" not in file:
             where = f"{file}:{trace.tb_lineno}"
+            line = linecache.getline(file, trace.tb_lineno).strip()
         trace = trace.tb_next
     kind = type(error).__name__
     text = str(error).strip().splitlines()
     first = next((t.strip() for t in text if t.strip()), kind)
     if "DataDependent" in kind or "data-dependent" in str(error).lower() or "data dependent" in str(error).lower():
         what = "its Python code branches on the value of a tensor, or a shape depends on one"
-        do = "compute the branch with torch.where, or from sizes or configuration, or move it out of forward()"
+        do = _instead_of_reading(line, inside)
     elif (isinstance(error, TypeError) and "forward" in str(error)) or (
         "argument" in first and isinstance(error, TypeError)
     ):

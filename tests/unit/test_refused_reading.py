@@ -1,0 +1,90 @@
+"""Models that read values of tensors in Python, as popular ones do: what is refused says the line and what to write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from autopar import capture
+from autopar.comparison import compare_with_eager
+from autopar.errors import CaptureError
+
+X = torch.randn(8, 4)
+
+
+class Queue(nn.Module):
+    """MoCo's queue of keys, with a pointer that is read, or computed with."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.encode, self.reads = nn.Linear(4, 4), reads
+        self.register_buffer("queue", torch.randn(4, 32))
+        self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        keys = self.encode(x)
+        loss = (keys @ self.queue.clone()).square().mean()
+        with torch.no_grad():
+            if self.reads:
+                at = int(self.pointer)
+                self.queue[:, at : at + 8] = keys.T
+                self.pointer[0] = (at + 8) % 32
+            else:
+                self.queue.index_copy_(1, (self.pointer + torch.arange(8)) % 32, keys.T)
+                self.pointer.add_(8).remainder_(32)
+        return loss
+
+
+class Norm(nn.Module):
+    def __init__(self, momentum: float | None = 0.1, again: bool = False) -> None:
+        super().__init__()
+        self.first, self.norm, self.again = nn.Linear(4, 8), nn.BatchNorm1d(8, momentum=momentum), again
+
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.norm(self.first(x)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: Any = checkpoint(self.part, x, use_reentrant=False) if self.again else self.part(x)
+        return out.square().mean()
+
+
+class Skip(nn.Module):
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.layer, self.reads = nn.Linear(4, 4), reads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        drawn = torch.distributions.Bernoulli(torch.tensor([0.5])).sample()
+        if torch.equal(drawn, torch.ones(1)) if self.reads else (drawn == torch.ones(1)).all():
+            x = self.layer(x)
+        return self.layer(x).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (Queue(True), r"at .*test_refused_reading.py:\d+\n  a number that is read from a tensor(.|\n)*index_copy_"),
+        (Norm(None), r"BatchNorm with momentum=None .* give it a momentum"),
+        (Skip(True), r"write `\(a == b\).all\(\)`"),
+    ],
+    ids=["a pointer", "no momentum", "torch.equal"],
+)
+def test_what_is_read_is_refused_with_what_to_write(model: nn.Module, text: str) -> None:
+    with pytest.raises(CaptureError, match=text):
+        capture(model, X)
+
+
+@pytest.mark.parametrize("model", [Queue(False), Norm(), Skip(False)], ids=["a pointer", "momentum", "equal"])
+def test_what_is_to_be_written_instead_is_captured(model: nn.Module) -> None:
+    assert compare_with_eager(capture(model, X), model, (X,), {}).same
+
+
+def test_statistics_under_activation_checkpointing_are_refused_with_both_ways_out() -> None:
+    model = Norm(again=True)
+    text = r"counts every batch twice(.|\n)*pass recompute= to parallelize .*verify_capture=False"
+    with pytest.raises(CaptureError, match=text):
+        compare_with_eager(capture(model, X), model, (X,), {})
