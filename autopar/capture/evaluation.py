@@ -82,22 +82,22 @@ class Skeleton:
             reason = "there is no example call" if self.model is not None else str(self.error)
             raise RunError(f"the model cannot be captured again in eval mode ({reason}); {hint}")
         try:
-            other = captured.example.capture(self.model.eval())
+            eval_capture = captured.example.capture(self.model.eval())
         except CaptureError as error:
             raise RunError(f"the model cannot be captured in eval mode; {hint}\n{error}") from error
-        theirs, said = _told(other.graph), ""
-        for sides in _ways(captured.graph, other.graph):
+        theirs, said = _told(eval_capture.graph), ""
+        for sides in _ways(captured.graph, eval_capture.graph):
             different = _difference(_told(evaluated(captured.graph, sides)), theirs)
-            if not different and not other.graph.updates:
+            if not different and not eval_capture.graph.updates:
                 return sides
             said = said or different
         raise RunError(f"in eval mode the model computes something else{said or ', or changes buffers'}; {hint}")
 
 
-def _ways(graph: Graph, other: Graph) -> list[dict[str, int]]:
+def _ways(graph: Graph, eval_graph: Graph) -> list[dict[str, int]]:
     """The ways that the branches of a graph may go in eval mode; those that are there too stay random."""
     lines = dict.fromkeys(n.source for n in graph.nodes if n.target == BRANCH)
-    there = {n.source for n in other.nodes if n.target == BRANCH}
+    there = {n.source for n in eval_graph.nodes if n.target == BRANCH}
     settled = [line for line in lines if line not in there]
     if len(settled) > MOST_LINES:
         return [dict.fromkeys(settled, side) for side in (0, 1)]
@@ -132,7 +132,7 @@ def _told(graph: Graph) -> list[tuple[object, str]]:
             wanted.add(ref.node)
             todo.extend(graph.nodes[ref.node].refs)
     number: dict[int, int] = {}
-    found: list[tuple[object, str]] = []
+    told: list[tuple[object, str]] = []
 
     def seen(ref: Ref) -> object:
         ref = same.get(ref, ref)
@@ -144,9 +144,9 @@ def _told(graph: Graph) -> list[tuple[object, str]]:
         if node.kind == "op":
             number[i] = len(number)
             shapes = tuple(None if s is None else s.shape for s in node.outs)
-            found.append(((node.target, node.module, _plain(_call(node), seen), shapes), node.where))
+            told.append(((node.target, node.module, _plain(_call(node), seen), shapes), node.where))
     outs = [seen(r) if isinstance(r, Ref) else None for r in graph.outputs]
-    return [*found, (str(outs), "its outputs")]
+    return [*told, (str(outs), "its outputs")]
 
 
 def _call(node: Node) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def output_names(out_spec: pytree.TreeSpec) -> list[str]:
 
 
 def the_loss(scalars: Sequence[int], out_spec: pytree.TreeSpec) -> int | None:
-    """Position of the output that is the loss, among scalars with a gradient: the one that is called so, or the first.
+    """Position of the output that is the loss, among scalars with a gradient: the one of that name, or the first.
     """
     names = output_names(out_spec) if len(scalars) > 1 else []
     return next((i for i in scalars if names and names[i] == LOSS), scalars[0] if scalars else None)

@@ -55,11 +55,11 @@ def first_part(example: Any, parts: int) -> Any:
 
 def numbers_of_parts(rows: int) -> list[int]:
     """Numbers of microbatches to try: divisors of the rows, each at least twice the one before."""
-    found: list[int] = []
+    numbers: list[int] = []
     for n in range(1, min(rows, MOST) + 1):
-        if rows % n == 0 and (not found or n >= 2 * found[-1]):
-            found.append(n)
-    return found
+        if rows % n == 0 and (not numbers or n >= 2 * numbers[-1]):
+            numbers.append(n)
+    return numbers
 
 
 class NotLinear(Exception):
@@ -78,10 +78,10 @@ def resized(a: Graph, b: Graph, rows_a: int, rows_b: int, rows: int) -> Graph:
         if type(x) is not type(y):
             raise NotLinear(f"{x!r} and {y!r}")
         if isinstance(x, int) and not isinstance(x, bool) and x != y:
-            made = x + (y - x) * share
-            if made.denominator != 1:
+            on_the_line = x + (y - x) * share
+            if on_the_line.denominator != 1:
                 raise NotLinear(f"{x} and {y}")
-            return int(made)
+            return int(on_the_line)
         if isinstance(x, (tuple, list)):
             if len(x) != len(y):
                 raise NotLinear(f"{x!r} and {y!r}")

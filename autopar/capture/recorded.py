@@ -48,9 +48,9 @@ def traced(
 
         def again(answer: Any) -> tuple[Builder, Any]:
             with answering(answer):
-                other, exported = once()
-            other.undo()
-            recorder.learn(other)
+                trial, exported = once()
+            trial.undo()
+            recorder.learn(trial)
             return Builder(module, exported, prefix), exported
 
         return build(Builder(module, exported, prefix), again)

@@ -26,6 +26,7 @@ from autopar.errors import CaptureError
 MOST_ALONE = 16
 """Questions up to which each has a trace of its own where a few traces do not show what hangs on them."""
 
+
 @dataclass(frozen=True)
 class Trace:
     """What one trace gave."""
@@ -100,9 +101,9 @@ class Explorer:
             if site is None:
                 return base
             tried.add(site)
-            other = self._plainly(self.yes | {site})
-            if other.size > base.size:
-                base, self.yes = other, self.yes | {site}
+            trial = self._plainly(self.yes | {site})
+            if trial.size > base.size:
+                base, self.yes = trial, self.yes | {site}
 
     def _trace(self, flipped: Sequence[Question], inside: Mapping[Question, Question]) -> Trace:
         """The trace in which these answers are not those of the base, its questions told by those of the base.

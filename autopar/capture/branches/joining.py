@@ -66,13 +66,13 @@ class Union:
         assert spec is not None
         return spec
 
-    def join(self, other: Draft, flipped: Collection[Question], constants: Mapping[str, Any]) -> None:
+    def join(self, draft: Draft, flipped: Collection[Question], constants: Mapping[str, Any]) -> None:
         """Take in a trace in which some questions of the base were answered otherwise; its questions are the base's.
 
         Raises:
             Apart: they have too little in common.
         """
-        _Joining(self, other, flipped, constants).run()
+        _Joining(self, draft, flipped, constants).run()
 
 
 def key_of(node: Node, constants: Mapping[str, Any]) -> Any:
@@ -98,14 +98,12 @@ def literals(node: Node) -> str:
 class _Joining:
     """One call of :meth:`Union.join`."""
 
-    def __init__(
-        self, union: Union, other: Draft, flipped: Collection[Question], constants: Mapping[str, Any]
-    ) -> None:
-        self.union, self.other, self.constants = union, other, constants
-        self.flips = [ask for ask in other.asks if ask.question in flipped]
+    def __init__(self, union: Union, draft: Draft, flipped: Collection[Question], constants: Mapping[str, Any]) -> None:
+        self.union, self.other, self.constants = union, draft, constants
+        self.flips = [ask for ask in draft.asks if ask.question in flipped]
         here = [union.asks[ask.question].position for ask in self.flips]
         there = [ask.position for ask in self.flips]
-        self.here, self.there = [0, *here, len(union.base.nodes)], [0, *there, len(other.nodes)]
+        self.here, self.there = [0, *here, len(union.base.nodes)], [0, *there, len(draft.nodes)]
         self.image: dict[int, int] = {}
         self.missing: dict[int, Question] = {}
 
@@ -119,12 +117,12 @@ class _Joining:
                 if b is None:
                     self._take(f, node, segment)
                     continue
-                own = union.nodes[b]
-                if (node.needs_grad, node.hot) != (own.needs_grad, own.hot):
+                node_here = union.nodes[b]
+                if (node.needs_grad, node.hot) != (node_here.needs_grad, node_here.hot):
                     union.nodes[b] = replace(
-                        own, needs_grad=own.needs_grad or node.needs_grad, hot=own.hot or node.hot
+                        node_here, needs_grad=node_here.needs_grad or node.needs_grad, hot=node_here.hot or node.hot
                     )
-                for position, (mine, theirs) in enumerate(zip(own.refs, node.refs, strict=True)):
+                for position, (mine, theirs) in enumerate(zip(node_here.refs, node.refs, strict=True)):
                     self._meet(Use(b, position), mine, self._moved(theirs), segment)
         if len(union.base.outputs) != len(self.other.outputs):
             raise Apart("the model gives more outputs on one side")

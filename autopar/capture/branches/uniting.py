@@ -48,17 +48,17 @@ def after_what_is_inside(union: Union) -> list[Question]:
     inner: dict[Question, list[Question]] = {}
     for question, outer in union.inside.items():
         inner.setdefault(outer, []).append(question)
-    found: list[Question] = []
+    in_order: list[Question] = []
 
     def visit(question: Question) -> None:
-        for other in sorted(inner.get(question, ()), key=lambda q: q.number):
-            visit(other)
-        found.append(question)
+        for inner_question in sorted(inner.get(question, ()), key=lambda q: q.number):
+            visit(inner_question)
+        in_order.append(question)
 
     for question in union.asks:
         if question not in union.inside:
             visit(question)
-    return found
+    return in_order
 
 
 class _Uniting:
@@ -75,8 +75,8 @@ class _Uniting:
         self.detached: dict[Ref, Ref] = {}
         self.of_base: dict[Ref, dict[Question, set[Ref]]] = {}
         for use, others in union.meets.items():
-            for question, other in others.items():
-                self.of_base.setdefault(self._read_by_base(use), {}).setdefault(question, set()).add(other)
+            for question, otherwise in others.items():
+                self.of_base.setdefault(self._read_by_base(use), {}).setdefault(question, set()).add(otherwise)
 
     def _read_by_base(self, use: Use) -> Ref:
         base = self.union.base
@@ -117,9 +117,10 @@ class _Uniting:
             raise Apart(f"{self.union.nodes[i].where} would have to run before what it depends on")
         self.under_way.add(i)
         node = self.union.nodes[i]
-        own = self.union.only.get(i)
+        asked_by = self.union.only.get(i)
         read = [
-            self._value(Use(i, k), ref) if own is None else self._before(own, ref) for k, ref in enumerate(node.refs)
+            self._value(Use(i, k), ref) if asked_by is None else self._before(asked_by, ref)
+            for k, ref in enumerate(node.refs)
         ]
         if node.needs_grad:
             read = [self._entered(i, ref.node, value) for ref, value in zip(node.refs, read, strict=True)]
@@ -127,7 +128,7 @@ class _Uniting:
         node = replace(
             node, args=map_refs(node.args, lambda r: next(values)), kwargs=map_refs(node.kwargs, lambda r: next(values))
         )
-        if has_effect(node.target) and (own is not None or i in self.union.left_out):
+        if has_effect(node.target) and (asked_by is not None or i in self.union.left_out):
             node = self._beside(node, i)
         self.place[i] = self._add(node).node
         return Ref(self.place[i])
@@ -176,9 +177,9 @@ class _Uniting:
             )  # fmt: skip
         return self.detached[value]
 
-    def _choice(self, question: Question, other: Ref, value: Ref, reader: int | str) -> Ref:
+    def _choice(self, question: Question, otherwise: Ref, value: Ref, reader: int | str) -> Ref:
         """``value`` where the base's answer is right, else ``other``."""
-        key = question, other, value
+        key = question, otherwise, value
         if key not in self.chosen:
             ask = self.union.asks[question]
             condition = self._moved(ask.condition)
@@ -186,9 +187,9 @@ class _Uniting:
             spec = self._spec(value)
             again = self.nodes[value.node].again
             there = self.union.nodes[reader].again if isinstance(reader, int) and reader >= 0 else -1
-            grad = spec.is_float and any(self.nodes[r.node].needs_grad for r in (value, other))
-            hot = any(self.nodes[r.node].hot for r in (value, other, condition))
-            sides = (value, other) if ask.answer else (other, value)
+            grad = spec.is_float and any(self.nodes[r.node].needs_grad for r in (value, otherwise))
+            hot = any(self.nodes[r.node].hot for r in (value, otherwise, condition))
+            sides = (value, otherwise) if ask.answer else (otherwise, value)
             self.chosen[key] = self._add(
                 Node("branch", "op", BRANCH, (condition, *sides), {}, (spec,), self._module(question),
                      question.line, grad, hot, again=again if again == there else -1)

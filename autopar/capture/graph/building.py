@@ -174,9 +174,9 @@ class Builder(Writing):
                             needs_grad=grads, hot=kind == "PARAMETER", module=target.rpartition(".")[0])  # fmt: skip
                 self.value[fx] = self.held[id(tensor)] = self._placeholder(node, val)
                 storage = self.storages[-1]
-                other = memory.setdefault(tensor.untyped_storage()._cdata, storage)
-                if other is not storage and other.origin is not None and storage.origin is not None:
-                    other.shared, storage.shared = storage.origin[1], other.origin[1]
+                first_there = memory.setdefault(tensor.untyped_storage()._cdata, storage)
+                if first_there is not storage and first_there.origin is not None and storage.origin is not None:
+                    first_there.shared, storage.shared = storage.origin[1], first_there.origin[1]
             elif kind == "USER_INPUT":
                 if isinstance(val, torch.Tensor):
                     # an input that wants a gradient is planned like what depends on parameters
@@ -191,12 +191,12 @@ class Builder(Writing):
                 raise CaptureError(f"the model has an input of kind {kind} ({fx.name}), which cannot be planned")
         # every name of a tied parameter, also those that torch.export left out
         for name, tensor in self.parameters.items():
-            known = self.held.get(id(tensor))
+            kept = self.held.get(id(tensor))
             short = name.removeprefix(self.prefix)
-            if known is not None and known.place.storage.origin is not None:
-                own = known.place.storage.origin[1]
-                if own != short:
-                    tied.setdefault(short, own)
+            if kept is not None and kept.place.storage.origin is not None:
+                first_name = kept.place.storage.origin[1]
+                if first_name != short:
+                    tied.setdefault(short, first_name)
         return user, tied
 
     def _placeholder(self, node: Node, val: torch.Tensor) -> Alias:
@@ -260,13 +260,13 @@ class Builder(Writing):
             self.value[fx] = fx.meta.get("val")  # of an assert, or a number that depends on data
         else:
             self._sizes_are_known(fx)
-            known = facts(target)
-            if known.renames:
-                if known.pure is None or not facts(known.pure).may_alias:
+            schema = facts(target)
+            if schema.renames:
+                if schema.pure is None or not facts(schema.pure).may_alias:
                     raise self._refused(fx, "exchanges the memory of a tensor", "make a new tensor instead")
-                self.value[fx] = self._pure(fx, known.pure)
-            elif known.writes:
-                self.value[fx] = self._writing(fx, target, known)
+                self.value[fx] = self._pure(fx, schema.pure)
+            elif schema.writes:
+                self.value[fx] = self._writing(fx, target, schema)
             else:
                 self.value[fx] = self._pure(fx, target)
 
@@ -290,8 +290,10 @@ class Builder(Writing):
             alias: Alias = self.value[fx.args[0]]  # type: ignore[index]
             self.memory.passes(alias, refs[0])
             return alias
-        made = [self._fresh(ref, Geometry.of(val)) for ref, val in zip(refs, flat(fx.meta.get("val")), strict=False)]
-        return [Alias(storage.first, storage.root) for storage in made]
+        storages = [
+            self._fresh(ref, Geometry.of(val)) for ref, val in zip(refs, flat(fx.meta.get("val")), strict=False)
+        ]
+        return [Alias(storage.first, storage.root) for storage in storages]
 
     def _call(self, fx: torch.fx.Node, callee: Any, leaves: list[Any]) -> list[Ref]:
         """Take a call of a user's function or hook into the graph; its results."""

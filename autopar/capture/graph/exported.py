@@ -80,14 +80,14 @@ def source_of(fx: torch.fx.Node) -> str:
 
 @functools.lru_cache(maxsize=4096)  # nodes of repeated blocks, and all nodes of one line, have the same trace
 def _innermost(trace: str) -> str:
-    found = ""
+    place = ""
     for text in trace.splitlines():
         text = text.strip()
         if text.startswith("File ") and "/torch/" not in text:
             parts = text.split('"')
             number = text.split(", line ")[-1].split(",")[0]
-            found = f"{parts[1].rsplit('/', 1)[-1]}:{number}"
-    return found
+            place = f"{parts[1].rsplit('/', 1)[-1]}:{number}"
+    return place
 
 
 def at(fx: torch.fx.Node) -> str:

@@ -117,13 +117,13 @@ def _places(emit: Emit, size: Sequence[int], stride: Sequence[int], offset: int)
         start = offset if where is None else 0
         kwargs = {"dtype": torch.int64}
         (line,) = emit("aten.arange.start_step", (start, start + n * step, step), kwargs, (Spec((n,), "int64"),), "")
-        own = (n, *(1 for _ in range(rank - d - 1)))
-        if len(own) > 1:
-            (line,) = emit("aten.reshape.default", (line, list(own)), {}, (Spec(own, "int64"),), "")
+        line_shape = (n, *(1 for _ in range(rank - d - 1)))
+        if len(line_shape) > 1:
+            (line,) = emit("aten.reshape.default", (line, list(line_shape)), {}, (Spec(line_shape, "int64"),), "")
         if where is None:
-            where, shape = line, own
+            where, shape = line, line_shape
         else:
-            shape = tuple(torch.broadcast_shapes(shape, own))
+            shape = tuple(torch.broadcast_shapes(shape, line_shape))
             (where,) = emit("aten.add.Tensor", (where, line), {}, (Spec(shape, "int64"),), "")
     if where is None:
         return emit("aten.full.default", (list(size), offset), {"dtype": torch.int64}, (Spec(size, "int64"),), "")[0]

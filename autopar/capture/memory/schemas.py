@@ -64,24 +64,25 @@ def _pure(op: OpOverload) -> OpOverload | None:
         return None
     wanted = _types(op._schema.arguments, skip_out=is_out)
     count = len(written)
-    found: list[OpOverload] = []
+    candidates: list[OpOverload] = []
     for base in bases:
         packet = getattr(getattr(torch.ops, namespace), base, None)
         if not isinstance(packet, OpOverloadPacket):
             continue
         for overload in packet.overloads():
-            other = getattr(packet, overload)
-            schema = other._schema
+            candidate = getattr(packet, overload)
+            schema = candidate._schema
             if any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
                 continue
-            own = {a.name for a in op._schema.arguments}
-            like = [a for a in schema.arguments if a.name in own or not (is_out and a.kwarg_only)]  # dtype of factories
+            names = {a.name for a in op._schema.arguments}
+            # a factory has its dtype among the arguments that are given by keyword only
+            like = [a for a in schema.arguments if a.name in names or not (is_out and a.kwarg_only)]
             if _types(like) == wanted and len(schema.returns) == count:
-                found.append(other)
-        if found:
+                candidates.append(candidate)
+        if candidates:
             break
-    same = [f for f in found if f._overloadname == op._overloadname]
-    return next(iter(same or found), None)
+    same = [f for f in candidates if f._overloadname == op._overloadname]
+    return next(iter(same or candidates), None)
 
 
 def parts_of(op: OpOverload, args: Sequence[Any]) -> torch.fx.GraphModule | None:
@@ -117,10 +118,10 @@ def with_defaults(
     """The call with trailing positional arguments that were left out, where ``pure`` has no default for them."""
     full, pure = list(args), facts(op).pure
     assert pure is not None
-    for position, (own, other) in enumerate(zip(op._schema.arguments, pure._schema.arguments, strict=False)):
-        if own.kwarg_only or position < len(full) or own.name in kwargs:
+    for position, (argument, of_pure) in enumerate(zip(op._schema.arguments, pure._schema.arguments, strict=False)):
+        if argument.kwarg_only or position < len(full) or argument.name in kwargs:
             continue
-        if own.has_default_value() and not other.has_default_value():
+        if argument.has_default_value() and not of_pure.has_default_value():
             full += [a.default_value for a in op._schema.arguments[len(full) : position + 1]]
     return tuple(full), dict(kwargs)
 

@@ -46,10 +46,10 @@ class Sharing:
         numbers = {n: i for i, n in enumerate(inputs)}
         args, kwargs = torch.fx.node.map_arg((fx.args, dict(fx.kwargs)), lambda n: _Input(numbers[n]))
         key = (op, repr(args), repr(kwargs), tuple(_layout(n.meta.get("val")) for n in inputs))
-        found = self.known.get(key)
-        if found is None:
-            found = self.known[key] = _asked(fx, op, numbers)
-        return found
+        shared = self.known.get(key)
+        if shared is None:
+            shared = self.known[key] = _asked(fx, op, numbers)
+        return shared
 
 
 class _Input(NamedTuple):
@@ -63,11 +63,11 @@ def _layout(val: Any) -> Any:
 
 
 def _asked(fx: torch.fx.Node, op: OpOverload, numbers: dict[torch.fx.Node, int]) -> list[Shared]:
-    made: dict[int | None, tuple[int, torch.Tensor]] = {}
+    inputs_by_memory: dict[int | None, tuple[int, torch.Tensor]] = {}
 
     def empty(node: torch.fx.Node) -> Any:
         given = without_values(node)
-        made.update({storage_of(x): (numbers[node], x) for x in flat(given) if isinstance(x, torch.Tensor)})
+        inputs_by_memory.update({storage_of(x): (numbers[node], x) for x in flat(given) if isinstance(x, torch.Tensor)})
         return given
 
     args = torch.fx.node.map_arg(fx.args, empty)
@@ -77,12 +77,12 @@ def _asked(fx: torch.fx.Node, op: OpOverload, numbers: dict[torch.fx.Node, int])
             outs = flat(op(*_on_meta(args), **{k: _on_meta(v) for k, v in kwargs.items()}))
     except (RuntimeError, NotImplementedError, TypeError):
         return []
-    found = []
+    shared = []
     for out in outs:
-        number, x = made.get(storage_of(out), (-1, out))
+        number, x = inputs_by_memory.get(storage_of(out), (-1, out))
         lies = (tuple(out.stride()), int(out.storage_offset())) if number >= 0 else ((), 0)
-        found.append(Shared(number, out is x and number >= 0, *lies))
-    return found
+        shared.append(Shared(number, out is x and number >= 0, *lies))
+    return shared
 
 
 def _on_meta(value: Any) -> Any:

@@ -184,8 +184,8 @@ class Memory:
 
     def _value(self, history: History, place: Place) -> Ref:
         self._sync(history)
-        known = history.known
-        ref = known.get(place)
+        value_at = history.known
+        ref = value_at.get(place)
         if ref is not None:
             return ref
         if place.parent is None:
@@ -199,11 +199,11 @@ class Memory:
                 ref = self._picked(place, base)
             else:
                 target, args = step.form(base)
-                made = self.graph.emit(target, args, step.kwargs, step.outs, step.name)
-                for number, other in step.places.items():
-                    known[other] = made[number]
-                ref = made[place.number]
-        known[place] = ref
+                results = self.graph.emit(target, args, step.kwargs, step.outs, step.name)
+                for number, output in step.places.items():
+                    value_at[output] = results[number]
+                ref = results[place.number]
+        value_at[place] = ref
         return ref
 
     def _detached(self, ref: Ref, spec: Spec) -> Ref:
@@ -221,52 +221,52 @@ class Memory:
         """
         place, storage = alias.place, alias.place.storage
         history = storage.plain if no_grad else alias.history
-        known = {place: new}
+        new_values = {place: new}
         at = place
         while (parent := at.parent) is not None:
             base = self._base(alias, parent, no_grad)
-            made = None
+            inverse = None
             if at.step is not None:
                 target, args = at.step.form(base)
-                made = written(self.graph.emit, target, args, at.number, new, parent.spec)
-            if made is None:  # by strides, from the root
+                inverse = written(self.graph.emit, target, args, at.number, new, parent.spec)
+            if inverse is None:  # by strides, from the root
                 base = self._base(alias, storage.root, no_grad)
-                new, at = self._placed(place, base, known[place]), storage.root
-                known = {place: known[place], at: new}
+                new, at = self._placed(place, base, new_values[place]), storage.root
+                new_values = {place: new_values[place], at: new}
                 break
-            new, at = made, parent
-            known[at] = new
+            new, at = inverse, parent
+            new_values[at] = new
         storage.value = new
         storage.version += 1
         history.root = new if self.graph.needs_grad(new) else None
-        history.version, history.known = storage.version, known
+        history.version, history.known = storage.version, new_values
 
     def _base(self, alias: Alias, place: Place, no_grad: bool) -> Ref:
         return self.read(Alias(alias.history, place), no_grad=no_grad)
 
     def _strides(self, place: Place) -> tuple[Geometry, Geometry]:
         """How a place and the root lie."""
-        own, root = place.geometry, place.storage.root.geometry
-        if own is None or root is None or own.dtype != root.dtype:
+        geometry, root = place.geometry, place.storage.root.geometry
+        if geometry is None or root is None or geometry.dtype != root.dtype:
             raise CannotInvert("its views change how the memory is read")
-        return own, root
+        return geometry, root
 
     def _picked(self, place: Place, base: Ref) -> Ref:
-        own, root = self._strides(place)
+        geometry, root = self._strides(place)
         flat = flattened(self.graph.emit, base, root.size, root.stride, place.storage.root.spec)
         if flat is None:
             raise CannotInvert("it reads memory by strides that the traced tensors do not determine")
-        return picked(self.graph.emit, flat, own.size, own.stride, own.offset, place.spec)
+        return picked(self.graph.emit, flat, geometry.size, geometry.stride, geometry.offset, place.spec)
 
     def _placed(self, place: Place, base: Ref, new: Ref) -> Ref:
-        own, root = self._strides(place)
-        if own.overlaps:
+        geometry, root = self._strides(place)
+        if geometry.overlaps:
             raise CannotInvert("several of its elements are one in memory")
         spec = place.storage.root.spec
         flat = flattened(self.graph.emit, base, root.size, root.stride, spec)
         if flat is None:
             raise CannotInvert("its views have no inverse")
-        flat = placed(self.graph.emit, flat, own.size, own.stride, own.offset, new, spec)
+        flat = placed(self.graph.emit, flat, geometry.size, geometry.stride, geometry.offset, new, spec)
         return put_back(self.graph.emit, flat, root.size, root.stride, spec)
 
 

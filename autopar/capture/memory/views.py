@@ -57,10 +57,10 @@ class Viewing(Emitting):
                 normalize("aten.expand.default", (x, list(o.shape)), {}, (o,), self._spec_of)
                 for x, o in zip(args[0], outs, strict=True) if o is not None
             ]  # fmt: skip
-            made = [self._made(form, (o,), x) for form, o, x in zip(forms, outs, args[0], strict=True)]
+            as_made = [self._made(form, (o,), x) for form, o, x in zip(forms, outs, args[0], strict=True)]
             return [
                 self._result(fx, op, v, refs[0], step, position=i)
-                for i, (v, (refs, step)) in enumerate(zip(vals, made, strict=True))
+                for i, (v, (refs, step)) in enumerate(zip(vals, as_made, strict=True))
             ]
         if name == DATA:
             form: Form | None = ("aten.detach.default", args, {})
@@ -127,8 +127,8 @@ class Viewing(Emitting):
             return NEW
         asked = self.sharing(fx, op)
         shared = asked[number] if asked else Shared(traced)
-        known = shared.source >= 0 and isinstance(self.value.get(inputs[shared.source]), Alias)
-        return shared if known else NEW
+        in_traced_memory = shared.source >= 0 and isinstance(self.value.get(inputs[shared.source]), Alias)
+        return shared if in_traced_memory else NEW
 
     def _strided(self, fx: torch.fx.Node, val: torch.Tensor) -> Alias:
         parent: Alias = self.value[fx.args[0]]  # type: ignore[index]

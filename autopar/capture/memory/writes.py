@@ -24,23 +24,23 @@ class Writing(Viewing):
     def _walk(self, gm: torch.fx.GraphModule, no_grad: bool = False) -> Any:
         raise NotImplementedError
 
-    def _writing(self, fx: torch.fx.Node, op: OpOverload, known: Facts) -> Any:
+    def _writing(self, fx: torch.fx.Node, op: OpOverload, schema: Facts) -> Any:
         """An operator that writes: its functional form, and its results put where the written arguments lie."""
-        if known.pure is None:
-            return self._in_parts(fx, op, known)
-        nodes = [fx.kwargs[name] if p < 0 else fx.args[p] for p, name in known.writes]
+        if schema.pure is None:
+            return self._in_parts(fx, op, schema)
+        nodes = [fx.kwargs[name] if p < 0 else fx.args[p] for p, name in schema.writes]
         written: list[Alias] = [self.value[n] for n in pytree.tree_leaves(nodes)]
         args, kwargs = with_defaults(op, fx.args, fx.kwargs)
         args = torch.fx.node.map_arg(args, self._look)
-        out = {name for p, name in known.writes if p < 0}
+        out = {name for p, name in schema.writes if p < 0}
         kwargs = dict(torch.fx.node.map_arg({k: v for k, v in kwargs.items() if k not in out}, self._look))
-        if out and any(a.name == "dtype" for a in known.pure._schema.arguments):
+        if out and any(a.name == "dtype" for a in schema.pure._schema.arguments):
             kwargs.setdefault("dtype", getattr(torch, written[0].place.spec.dtype))
-        if known.drawn and not out:
+        if schema.drawn and not out:
             first = written[0].place.spec
             kind = {"dtype": getattr(torch, first.dtype)}
             args = (self.emit("aten.full.default", (list(first.shape), 0), kind, (first,), "")[0], *args[1:])
-        new = self._functional(known.pure, args, kwargs, written[0].place.spec)
+        new = self._functional(schema.pure, args, kwargs, written[0].place.spec)
         for alias, ref in zip(written, new, strict=True):
             self._write(fx, alias, ref)
         val = fx.meta.get("val")
@@ -50,14 +50,14 @@ class Writing(Viewing):
             raise self._refused(fx, "changes the size of a tensor", "give it an output of the right size")
         return written[0]
 
-    def _in_parts(self, fx: torch.fx.Node, op: OpOverload, known: Facts) -> Any:
+    def _in_parts(self, fx: torch.fx.Node, op: OpOverload, schema: Facts) -> Any:
         """An operator that has no form without writes: the operators that it is made of."""
         inputs = [a for a in fx.args if isinstance(a, torch.fx.Node)]
         body = None
         if not fx.kwargs and all(isinstance(self.value[n], Alias) for n in inputs):
             body = parts_of(op, [without_values(a) if isinstance(a, torch.fx.Node) else a for a in fx.args])
         if body is None:
-            names = ", ".join(name for _, name in known.writes)
+            names = ", ".join(name for _, name in schema.writes)
             raise self._refused(
                 fx, f"writes its argument {names} and has no form that does not", "write it out of place"
             )
@@ -65,9 +65,9 @@ class Writing(Viewing):
             node.meta.update({k: v for k, v in fx.meta.items() if k != "val"})
         for placeholder, n in zip((n for n in body.graph.nodes if n.op == "placeholder"), inputs, strict=True):
             self.value[placeholder] = self.value[n]
-        made = self._walk(body, self.no_grad)
+        result = self._walk(body, self.no_grad)
         self.at = fx
-        return made
+        return result
 
     def _functional(
         self, pure: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], spec: Spec
@@ -94,10 +94,10 @@ class Writing(Viewing):
 
         try:
             with torch.no_grad():
-                made = op(*map_refs(args, empty), **map_refs(kwargs, empty))
+                results = op(*map_refs(args, empty), **map_refs(kwargs, empty))
         except (RuntimeError, NotImplementedError, TypeError):
             return ()
-        return tuple(spec_of(v) for v in flat(made))
+        return tuple(spec_of(v) for v in flat(results))
 
     def _write(self, fx: torch.fx.Node, alias: Alias, ref: Ref) -> None:
         if ref == self._read(alias):
@@ -145,11 +145,11 @@ class Writing(Viewing):
 
     def _filled(self, ref: Ref, spec: Spec) -> Ref:
         """A value cast and broadcast to what it is put into."""
-        own = self._spec_of(ref)
-        if own.dtype != spec.dtype:
-            own = Spec(own.shape, spec.dtype)
-            (ref,) = self.emit("aten.to.dtype", (ref, getattr(torch, spec.dtype)), {}, (own,), "")
-        if own.shape != spec.shape:
-            target = "aten.reshape.default" if len(own.shape) > len(spec.shape) else "aten.expand.default"
+        value_spec = self._spec_of(ref)
+        if value_spec.dtype != spec.dtype:
+            value_spec = Spec(value_spec.shape, spec.dtype)
+            (ref,) = self.emit("aten.to.dtype", (ref, getattr(torch, spec.dtype)), {}, (value_spec,), "")
+        if value_spec.shape != spec.shape:
+            target = "aten.reshape.default" if len(value_spec.shape) > len(spec.shape) else "aten.expand.default"
             (ref,) = self.emit(target, (ref, list(spec.shape)), {}, (spec,), "")
         return ref

@@ -47,7 +47,7 @@ class Free:
 
 def free_values(modules: Sequence[torch.nn.Module], functions: Sequence[Any] = ()) -> list[Free]:
     """The plain values, and the objects, that the code of ``modules`` and ``functions`` takes from outside."""
-    found: dict[tuple[int, str], Free] = {}
+    values: dict[tuple[int, str], Free] = {}
     seen: set[tuple[int, type | None]] = set()
     todo: list[tuple[types.FunctionType, type | None]] = []
     for module in {type(m): m for m in modules}.values():
@@ -69,7 +69,7 @@ def free_values(modules: Sequence[torch.nn.Module], functions: Sequence[Any] = (
             except ValueError:  # not yet given
                 continue
             todo.extend((f, owner) for f in _functions(value))
-            _keep(found, cell, "cell_contents", value, f"variable '{name}' of {function.__qualname__}", "cell")
+            _keep(values, cell, "cell_contents", value, f"variable '{name}' of {function.__qualname__}", "cell")
         file = os.path.basename(function.__code__.co_filename)
         for code in _codes(function.__code__):
             names, attributes = _names(code)
@@ -82,20 +82,20 @@ def free_values(modules: Sequence[torch.nn.Module], functions: Sequence[Any] = (
                     for attribute in attributes & vars(value).keys():
                         inner = vars(value)[attribute]
                         todo.extend((f, None) for f in _functions(inner))
-                        _keep(found, vars(value), attribute, inner, os.path.basename(value.__file__ or ""), "global")
+                        _keep(values, vars(value), attribute, inner, os.path.basename(value.__file__ or ""), "global")
                 else:
-                    _keep(found, function.__globals__, name, value, file, "global")
+                    _keep(values, function.__globals__, name, value, file, "global")
             for name in attributes if owner is not None else ():
                 todo.extend((f, owner) for f in _functions(inspect.getattr_static(owner, name, None)))
-    return list(found.values())
+    return list(values.values())
 
 
-def _keep(found: dict[tuple[int, str], Free], place: Any, name: str, value: Any, path: str, kind: str) -> None:
+def _keep(values: dict[tuple[int, str], Free], place: Any, name: str, value: Any, path: str, kind: str) -> None:
     if isinstance(value, types.FunctionType | type | types.BuiltinFunctionType | types.ModuleType):
         return
     state = state_of(value) if is_generator(value) else None
-    held = frozen(value)
-    found.setdefault((id(place), name), Free(place, Read(path, name, held, kind=kind), value, state))
+    frozen_value = frozen(value)
+    values.setdefault((id(place), name), Free(place, Read(path, name, frozen_value, kind=kind), value, state))
 
 
 def _functions(value: Any) -> Iterator[types.FunctionType]:

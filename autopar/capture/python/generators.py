@@ -47,12 +47,12 @@ State = tuple[str, Callable[[], Any], Any, Callable[[Any], Any]]
 
 def global_states() -> list[State]:
     """``(name, how to read its state, its state now, how to set it)`` of the generators that modules share."""
-    found: list[State] = [("random", random.getstate, random.getstate(), random.setstate)]
+    states: list[State] = [("random", random.getstate, random.getstate(), random.setstate)]
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        own = numpy.random
-        found.append(("numpy.random", own.get_state, own.get_state(), own.set_state))
-    return found
+        numpy_random = numpy.random
+        states.append(("numpy.random", numpy_random.get_state, numpy_random.get_state(), numpy_random.set_state))
+    return states
 
 
 def same_state(a: Any, b: Any) -> bool:
@@ -70,22 +70,22 @@ def draw_place(trace: Callable[[], Any], states: Callable[[], Any]) -> str:
 
     It traces once more and looks after every line, which is slow: only for a message.
     """
-    found: list[str] = []
+    places: list[str] = []
     last = states()
 
     def line(frame: Any, event: str, _: Any, at: list[str]) -> Any:
-        if not found and not same_state(last, states()):
-            found.append(at[0])
+        if not places and not same_state(last, states()):
+            places.append(at[0])
         at[0] = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-        return None if found else functools.partial(line, at=at)
+        return None if places else functools.partial(line, at=at)
 
     def call(frame: Any, event: str, _: Any) -> Any:
-        if found or not is_users(frame.f_code.co_filename):
+        if places or not is_users(frame.f_code.co_filename):
             return None
         if not same_state(last, states()):  # before this function was called: in a line that runs, or in none we see
             while (frame := frame.f_back) is not None and frame.f_trace is None:
                 pass
-            found.append("" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}")
+            places.append("" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}")
             return None
         return functools.partial(line, at=[f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"])
 
@@ -96,7 +96,7 @@ def draw_place(trace: Callable[[], Any], states: Callable[[], Any]) -> str:
             trace()
     finally:
         sys.settrace(before)
-    return found[0] if found else ""
+    return places[0] if places else ""
 
 
 __all__ = ["draw_place", "global_states", "is_generator", "same_state", "set_state", "state_of"]

@@ -235,11 +235,11 @@ class _Own:
         kind = type(owner)
         if not isinstance(getattr(kind, "__getattribute__", None), types.FunctionType):
             return False
-        found = [type(vars(base)[name]) for base in kind.__mro__ if name in vars(base)]
-        if any(hasattr(descriptor, "__set__") for descriptor in found) or not kind.__weakrefoffset__:  # a property, say
+        descriptors = [type(vars(base)[name]) for base in kind.__mro__ if name in vars(base)]
+        if any(hasattr(d, "__set__") for d in descriptors) or not kind.__weakrefoffset__:  # a property, say
             return False
-        own = object.__getattribute__(owner, "__dict__")
-        return name in own and own[name] is value
+        entries = object.__getattribute__(owner, "__dict__")
+        return name in entries and entries[name] is value
 
 
 class Guards:
@@ -287,17 +287,17 @@ class Guards:
         self._entries.append((ref, reads))
         names: list[str] = []
         values: list[Any] = []
-        own: tuple[list[str], list[Any]] = [], []
+        in_dict: tuple[list[str], list[Any]] = [], []
         for read in sorted(reads, key=lambda r: r.name):
             now = _fetch(owner, read)
             if _holds_other(read.value) or frozen(now) != read.value or _leaves_out(now):
                 self._partly.append((ref, read))
             else:
-                to = own if kind == "attribute" and _Own.holds(owner, read.name, now) else (names, values)
+                to = in_dict if kind == "attribute" and _Own.holds(owner, read.name, now) else (names, values)
                 to[0].append(read.name)
                 to[1].append(copy.deepcopy(now) if isinstance(read.value, tuple) else read.value)
-        if own[0]:
-            self._own.append(_Own(ref, *own))
+        if in_dict[0]:
+            self._own.append(_Own(ref, *in_dict))
         if names:
             lookup = operator.itemgetter if kind == "global" else operator.attrgetter
             key = ("global" if kind == "global" else "", *names)
@@ -334,7 +334,7 @@ class Guards:
                     alike.bury()
                     if not alike.same():
                         return False
-            if not all(own.same() for own in self._own):
+            if not all(of_object.same() for of_object in self._own):
                 return False
             for ref, read in self._partly:
                 owner = ref()
@@ -353,9 +353,9 @@ class Guards:
 
     def changes(self) -> list[Change]:
         """The values that are not what they were."""
-        found: list[Change] = []
+        changes: list[Change] = []
         if (on := autocast()) != self.autocast:
-            found.append(Change(Read("", "torch.autocast", self.autocast), show(on)))
+            changes.append(Change(Read("", "torch.autocast", self.autocast), show(on)))
         for ref, reads in self._entries:
             owner = ref()
             for read in reads if owner is not None else ():
@@ -363,16 +363,16 @@ class Guards:
                 if now is not read.value and now != read.value:
                     text = "another object" if isinstance(now, Same) else show(now)
                     both = isinstance(now, Held) and isinstance(read.value, Held)
-                    found.append(Change(read, f"another: {text}" if both else text))
+                    changes.append(Change(read, f"another: {text}" if both else text))
         for entry in filter(_is_written, self._watched):
             tensor = Held(entry[0]())
-            found.append(
+            changes.append(
                 Change(
                     Read("", entry[2], tensor),
                     f"{tensor} that was written to since: it is no buffer, so the program keeps its first value",
                 )
             )
-        return found
+        return changes
 
     def check(self) -> None:
         """Refuse to run a program that computes with values that are no longer so.
@@ -422,27 +422,27 @@ def _below(path: str, root: str) -> bool:
     return not root or path == root or path.startswith(root + ".")
 
 
-def _moved(path: str, one: str, other: str) -> str:
+def _moved(path: str, base: str, target: str) -> str:
     """A path below ``one`` as it is below ``other``."""
-    return f"{other}.{path[len(one) :].lstrip('.')}".strip(".")
+    return f"{target}.{path[len(base) :].lstrip('.')}".strip(".")
 
 
 def repeated(guards: Guards, one: str, others: Iterable[str], modules: Mapping[str, torch.nn.Module]) -> None:
     """Guard in the modules at paths ``others`` what was read in that at path ``one``: its trace stands for all."""
-    found = [
+    reads = [
         read
         for read in guards.reads
         if read.kind == "attribute" and _below(read.path, one) and not isinstance(read.value, Same)
     ]
-    for other in others:
-        own: dict[str, list[Read]] = {}
-        for read in found:
-            path = _moved(read.path, one, other)
+    for twin in others:
+        by_path: dict[str, list[Read]] = {}
+        for read in reads:
+            path = _moved(read.path, one, twin)
             if path in modules:  # objects that hang on modules are mostly shared, and then guarded already
                 value = _now(modules[path], read) if _holds_other(read.value) else read.value
-                own.setdefault(path, []).append(Read(path, read.name, value, read.where))
-        for path, reads in own.items():
-            guards.add(modules[path], reads)
+                by_path.setdefault(path, []).append(Read(path, read.name, value, read.where))
+        for path, reads_there in by_path.items():
+            guards.add(modules[path], reads_there)
 
 
 __all__ = ["Change", "Guards", "Held", "Read", "frozen", "is_plain", "refusal", "repeated", "show"]

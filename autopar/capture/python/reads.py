@@ -138,11 +138,11 @@ class Recorder:
                 else:
                     del module._buffers[name]  # the trace's own tensor, which is of no use to anybody
         for cls, (get, set_) in self.patched.items():
-            for name, own in (("__getattribute__", get), ("__setattr__", set_)):
-                if own is None:
+            for name, class_method in (("__getattribute__", get), ("__setattr__", set_)):
+                if class_method is None:
                     delattr(cls, name)
                 else:
-                    setattr(cls, name, own)
+                    setattr(cls, name, class_method)
         self.patched.clear()
 
     def _patch(self, cls: type) -> None:
@@ -163,14 +163,14 @@ class Recorder:
                 self._wrote(owner, name, value)
             set_(owner, name, value)
 
-        own = vars(cls).get("__getattribute__"), vars(cls).get("__setattr__")
+        methods_before = vars(cls).get("__getattribute__"), vars(cls).get("__setattr__")
         try:
             for function, original in ((__getattribute__, get), (__setattr__, set_)):
                 function.__dict__["_original"] = original
                 setattr(cls, function.__name__, function)
         except TypeError:  # a class that cannot be changed
             return
-        self.patched[cls] = own
+        self.patched[cls] = methods_before
 
     # -- what is heard
 
@@ -185,32 +185,32 @@ class Recorder:
                 self.tensors.add(key)
                 self._saw_tensor(owner, name, value, frame)
             return
-        known = self.owned.get(id(owner))
-        if known is None or known[0] is not owner or not _stored(owner, name, value):
+        owner_and_path = self.owned.get(id(owner))
+        if owner_and_path is None or owner_and_path[0] is not owner or not _stored(owner, name, value):
             return
         frame = sys._getframe(2)
         if from_machinery(frame):
             return
         where = user_line(frame)
-        path = known[1]
+        path = owner_and_path[1]
         if is_generator(value):
             self.generators.setdefault(id(value), (value, Read(path, name, None).label, state_of(value)))
             return
-        held = frozen(value)
+        frozen_value = frozen(value)
         if key in self.counted:  # not only counted: what the next call reads is another value
             if not _only_counts(frame, name):
                 read, value = self.counted[key][1:]
                 self.first[key], self.raw[key] = (owner, read), value
             return
         if is_plain(value) and _only_counts(frame, name):
-            self.counted[key] = owner, Read(path, name, held, where), value
+            self.counted[key] = owner, Read(path, name, frozen_value, where), value
             return
-        if held is OTHER:
+        if frozen_value is OTHER:
             if not isinstance(value, types.MethodType) and self._adopt(value, f"{path}.{name}".lstrip(".")):
                 self.first[key] = owner, Read(path, name, Same(value), where)
                 self.raw[key] = value
             return
-        self.first[key] = owner, Read(path, name, held, where)
+        self.first[key] = owner, Read(path, name, frozen_value, where)
         self.raw[key] = value
         if not is_plain(value):
             self.before[key] = copy.copy(value)
@@ -218,10 +218,10 @@ class Recorder:
 
     def _saw_tensor(self, owner: Any, name: str, value: torch.Tensor, frame: Any) -> None:
         """A tensor that is no parameter and no buffer, but an attribute like others, is part of the program."""
-        known = self.owned.get(id(owner))
-        if known is not None and known[0] is owner and _stored(owner, name, value):
+        owner_and_path = self.owned.get(id(owner))
+        if owner_and_path is not None and owner_and_path[0] is owner and _stored(owner, name, value):
             key = id(owner), name
-            self.plain.setdefault(key, (owner, Read(known[1], name, Held(value), user_line(frame)), value))
+            self.plain.setdefault(key, (owner, Read(owner_and_path[1], name, Held(value), user_line(frame)), value))
 
     def _inside(self, container: Any, path: str) -> None:
         """Follow objects that stand in a container."""
@@ -251,12 +251,12 @@ class Recorder:
 
     def _wrote(self, owner: Any, name: str, value: Any) -> None:
         owner = _behind(owner)
-        known = self.owned.get(id(owner))
-        if known is None or known[0] is not owner:
+        owner_and_path = self.owned.get(id(owner))
+        if owner_and_path is None or owner_and_path[0] is not owner:
             return
         key = id(owner), name
         if isinstance(value, torch.Tensor):
-            self._kept(key, known[1], name, value)
+            self._kept(key, owner_and_path[1], name, value)
             return
         if key not in self.first and key not in self.counted:  # what is read later is the forward's own
             self.fresh.add(key)
@@ -285,7 +285,7 @@ class Recorder:
             read = self.first[key][1]
             if any(map(depends_on_data, _new_tensors(before, self.raw[key]))):
                 self.kept[key] = f"{read.label} at {read.where or 'its forward'}"
-        held = [b for _, _, buffers in self.traced for b in buffers.values()]
+        buffers_before = [b for _, _, buffers in self.traced for b in buffers.values()]
         assigned: list[tuple[torch.nn.Module, str, torch.Tensor, torch.Tensor]] = []
         for module, path, buffers in self.traced:
             for name, value in module._buffers.items():
@@ -293,7 +293,9 @@ class Recorder:
                 if before is value or not isinstance(value, torch.Tensor):
                     continue
                 if before is not None and (before.shape, before.dtype) == (value.shape, value.dtype):
-                    shared = value._is_view() or any(value is b for b in held)  # two buffers may change places
+                    shared = value._is_view() or any(
+                        value is b for b in buffers_before
+                    )  # two buffers may change places
                     assigned.append((module, name, before, value.detach().clone() if shared else value))
                 elif before is not None or depends_on_data(value):
                     self.kept[id(module), name] = f"{Read(path, name, None).label}, which forward registers as a buffer"
@@ -305,7 +307,7 @@ class Recorder:
 
     def _ended(self) -> None:
         """Note what the trace changed; containers get back what they held, and torch's copies of them make way."""
-        found = [w for key, w in self.written.items() if key in self.first and frozen(w.value) != w.read.value]
+        changes = [w for key, w in self.written.items() if key in self.first and frozen(w.value) != w.read.value]
         filled = []
         for key, (owner, read) in self.first.items():
             container = self.raw[key]
@@ -315,15 +317,15 @@ class Recorder:
                     if _only_more(read.value, now):
                         filled.append(read.label)
                     elif key not in self.written:
-                        found.append(Written(owner, read, now, read.where or "its forward"))
+                        changes.append(Written(owner, read, now, read.where or "its forward"))
                     _refill(container, self.before[key])
                 if key not in self.written and isinstance(owner, torch.nn.Module):
                     _restored(owner, read.name, container)
         for value in self.free:
             now = frozen(value.now())
             if value.read.value is not OTHER and now != value.read.value:
-                found.append(Written(None, value.read, now, f"a call of {type(self.root).__name__}"))
-        self.changed = found
+                changes.append(Written(None, value.read, now, f"a call of {type(self.root).__name__}"))
+        self.changed = changes
         self.filled = tuple(filled)
 
     def apply(self) -> None:
@@ -356,9 +358,9 @@ class Recorder:
     def _generators(self) -> Iterator[tuple[str, Any, Any, Any]]:
         for name, get, state, put in self.drawn:
             yield name, get, put, state
-        own = [(label, generator, state) for generator, label, state in self.generators.values()]
-        free = [(v.read.label, v.value, v.state) for v in self.free if v.state is not None]
-        for label, generator, state in (*own, *free):
+        of_modules = [(label, generator, state) for generator, label, state in self.generators.values()]
+        from_outside = [(v.read.label, v.value, v.state) for v in self.free if v.state is not None]
+        for label, generator, state in (*of_modules, *from_outside):
             get, put = functools.partial(state_of, generator), functools.partial(set_state, generator)
             yield label, get, put, state
 
@@ -367,8 +369,8 @@ class Recorder:
         for key, (owner, read) in other.first.items():
             if key not in self.first:
                 self.first[key], self.raw[key] = (owner, read), other.raw.get(key)
-        for place, found in other.plain.items():
-            self.plain.setdefault(place, found)
+        for place, plain_read in other.plain.items():
+            self.plain.setdefault(place, plain_read)
 
     def guards(self, constants: Mapping[str, torch.Tensor]) -> Guards:
         """What was read, to be checked at each call.
@@ -386,8 +388,8 @@ class Recorder:
             guards.add(owner, reads)
         by_place: dict[int, tuple[Any, list[Read]]] = {}
         for value in self.free:
-            own = isinstance(value.value, torch.Tensor) and value.value.untyped_storage()._cdata not in memory
-            if value.read.value is not OTHER and not own:
+            is_written = isinstance(value.value, torch.Tensor) and value.value.untyped_storage()._cdata not in memory
+            if value.read.value is not OTHER and not is_written:
                 by_place.setdefault(id(value.place), (value.place, []))[1].append(value.read)
         for place, reads in by_place.values():
             guards.add(place, reads)
@@ -419,14 +421,14 @@ def _only_counts(frame: Any, name: str) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _counts(code: types.CodeType) -> dict[str, list[int]]:
     """Where code loads an attribute, by name, to add to it: it keeps the owner, to store the sum there again."""
-    found: dict[str, list[int]] = {}
+    offsets: dict[str, list[int]] = {}
     before = ""
     for instruction in dis.get_instructions(code):
         if instruction.opname == "LOAD_ATTR" and before == "COPY":
-            found.setdefault(instruction.argval, []).append(instruction.offset)
+            offsets.setdefault(instruction.argval, []).append(instruction.offset)
         if instruction.opname not in ("CACHE", "EXTENDED_ARG"):
             before = instruction.opname
-    return found
+    return offsets
 
 
 def _new_tensors(before: Any, now: Any) -> list[torch.Tensor]:

@@ -153,11 +153,11 @@ def modes() -> Any:
 
 def callers() -> Any:
     """Lines of the functions that run, from the call of a block outwards."""
-    frame, found = sys._getframe(1), []
+    frame, lines = sys._getframe(1), []
     while frame is not None:
-        found.append((frame.f_code, frame.f_lineno))
+        lines.append((frame.f_code, frame.f_lineno))
         frame = frame.f_back  # type: ignore[assignment]
-    return tuple(found)
+    return tuple(lines)
 
 
 def flatten(value: Any) -> tuple[list[Any], Any]:
@@ -167,8 +167,8 @@ def flatten(value: Any) -> tuple[list[Any], Any]:
 
 def tensors_of(leaves: list[Any], module: torch.nn.Module) -> list[torch.Tensor]:
     """The tensors of a call: those among the arguments, then all parameters and buffers."""
-    held = [t for m in module.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
-    return [t for t in leaves if isinstance(t, torch.Tensor)] + held
+    of_modules = [t for m in module.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
+    return [t for t in leaves if isinstance(t, torch.Tensor)] + of_modules
 
 
 def pattern(values: Any) -> tuple[int, ...]:
@@ -238,8 +238,8 @@ def relative_stack(stack: Any, block: str) -> Any:
 
 def empty(shape: Any) -> torch.Tensor:
     """A tensor without a value, as the one that was traced looked."""
-    made = torch.empty_strided(shape.shape, shape.stride, dtype=shape.dtype, device=shape.device)
-    return made.requires_grad_().clone() if shape.requires_grad else made
+    tensor = torch.empty_strided(shape.shape, shape.stride, dtype=shape.dtype, device=shape.device)
+    return tensor.requires_grad_().clone() if shape.requires_grad else tensor
 
 
 def is_dense(t: torch.Tensor) -> bool:

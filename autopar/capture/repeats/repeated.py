@@ -119,10 +119,10 @@ class Watching:
 class _Names(Namespace):
     """The names of a graph, with a list of those that were asked for."""
 
-    def __init__(self, other: Namespace) -> None:
-        self._obj_to_name, self._used_names = other._obj_to_name, other._used_names
-        self._base_count = other._base_count
-        self.used_before, self.count_before = set(other._used_names), dict(other._base_count)
+    def __init__(self, namespace: Namespace) -> None:
+        self._obj_to_name, self._used_names = namespace._obj_to_name, namespace._used_names
+        self._base_count = namespace._base_count
+        self.used_before, self.count_before = set(namespace._used_names), dict(namespace._base_count)
         self.log: list[str | Skipped] = []
         self.given: dict[str, int] = {}
         self.silent = False
@@ -186,8 +186,8 @@ class Repeats:
         first = own_state(group.instances[0], memo)
         varying: set[tuple[str, str]] = set()
         for module in group.instances[1:]:
-            other = own_state(module, memo)
-            varying |= {k for k in first.keys() | other.keys() if first.get(k, Same) != other.get(k, Same)}
+            state = own_state(module, memo)
+            varying |= {k for k in first.keys() | state.keys() if first.get(k, Same) != state.get(k, Same)}
         group.varying = frozenset(varying)
         group.globals, group.looks_inside = named_state({type(m) for m in group.instances[0].modules()})
 
@@ -261,7 +261,7 @@ class Repeats:
         try:
             leaves, spec = flatten((args, kwargs))
             values = tuple([None if isinstance(v, torch.Tensor) else seen(v, memo) for v in leaves])
-            own = own_state(module, memo)
+            state_before = own_state(module, memo)
             outer = [plain(m, memo) for m in self.outer], [global_state(g, n, memo) for g, n in group.globals]
         except Unknown:
             return None
@@ -274,7 +274,7 @@ class Repeats:
         looks = tuple([(shape_of(t), t.is_leaf, tuple(sorted(vars(t).keys() - FAKE))) for t in tensors])
         calls = self.tracer.num_calls.get(path, 0)
         key = (repr(spec), values, looks, pattern(map(id, tensors)), pattern(nodes), calls, modes(), callers())
-        return Call(path, key, (args, kwargs), tensors, nodes, values, own, outer, module)
+        return Call(path, key, (args, kwargs), tensors, nodes, values, state_before, outer, module)
 
     def _all_state(self, group: Group) -> Any:
         memo: dict[int, Any] = {}
@@ -313,13 +313,13 @@ class Repeats:
         except Unknown as why:
             group.refused = str(why)
             return
-        known = group.traced.setdefault(call.key, [])
-        for other in known:
-            if not other.verified and call.fits(other, group.varying) and traced.same(other):
-                other.verified = True
-                self.trusted += [other, traced]
+        earlier = group.traced.setdefault(call.key, [])
+        for before_it in earlier:
+            if not before_it.verified and call.fits(before_it, group.varying) and traced.same(before_it):
+                before_it.verified = True
+                self.trusted += [before_it, traced]
                 return
-        known.append(traced)
+        earlier.append(traced)
 
     def _pattern(self, call: Call, nodes: list[Any], logged: int, result: Any, reads: Any) -> Traced:
         names = self.names
@@ -355,7 +355,7 @@ class Repeats:
         for i, t in enumerate(call.tensors):
             of_tensor.setdefault(id(t), i)
         outputs: list[tuple[str, Any]] = []
-        made: dict[int, Any] = {}
+        result_shapes: dict[int, Any] = {}
         made_by: dict[int, int] = {}
         for leaf in leaves:
             if not isinstance(leaf, torch.Tensor):
@@ -375,13 +375,13 @@ class Repeats:
             if ops[number].target is torch.ops.aten.detach.default:  # it may be dropped where nobody reads it
                 raise Unknown("its result is detached")
             outputs.append(("made", number))
-            made[number] = shape_of(leaf)
-        if not made:
+            result_shapes[number] = shape_of(leaf)
+        if not result_shapes:
             raise Nothing("it makes nothing")
         memory = [(e if isinstance(e, torch.fx.Node) else call.nodes[e]).meta.get("val") for e in external]
         return Traced(
-            call.path, ops, [n.meta for n in nodes], [str(c) for c in log], named, list(external), outputs, made, spec,
-            call.outer, call.own, reads, nodes, memory,
+            call.path, ops, [n.meta for n in nodes], [str(c) for c in log], named, list(external), outputs,
+            result_shapes, spec, call.outer, call.own, reads, nodes, memory,
         )  # fmt: skip
 
     def _skip(self, traced: Traced, call: Call) -> Any:
@@ -420,9 +420,9 @@ class Repeats:
         slots = [self.tracer.tensor_tracker.get(t) for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
         returned = {slot.proxy.node for slot in slots if slot is not None}
         for traced in self.trusted if self.skipped else ():
-            own = set(traced.nodes)
+            inside = set(traced.nodes)
             for number, node in enumerate(traced.nodes):
-                if number not in traced.made and (node in returned or any(user not in own for user in node.users)):
+                if number not in traced.made and (node in returned or any(user not in inside for user in node.users)):
                     self.doubt = f"{node.name} of {traced.path} is used outside"
 
 

@@ -94,9 +94,9 @@ def seen(value: Any, memo: dict[int, Any], depth: int = DEPTH, above: tuple[int,
     if sort == "mapping":
         if len(value) > LENGTH:
             raise Unknown(f"{kind.__name__} of {len(value)} entries")
-        held = tuple([(seen(k, memo, depth - 1, above), seen(v, memo, depth - 1, above)) for k, v in value.items()])
+        entries = tuple([(seen(k, memo, depth - 1, above), seen(v, memo, depth - 1, above)) for k, v in value.items()])
         more = _fields(value, memo, depth, above) if hasattr(value, "__dict__") else ()
-        return (kind, held, more)
+        return (kind, entries, more)
     if sort == "sequence":
         if len(value) > LENGTH:
             raise Unknown(f"{kind.__name__} of {len(value)} entries")
@@ -190,15 +190,15 @@ def named_state(classes: Iterable[type]) -> tuple[list[tuple[Any, str]], bool]:
         Globals, attributes of classes and modules, and variables of enclosing functions, each as something with
         ``get`` and a name; and whether some function looks into objects as a whole.
     """
-    found: dict[tuple[int, str], tuple[Any, str]] = {}
+    places: dict[tuple[int, str], tuple[Any, str]] = {}
     todo: list[Any] = []
-    known: set[int] = set()
+    visited: set[int] = set()
     inside = False
 
     def of_class(kind: type) -> None:
-        if id(kind) in known:
+        if id(kind) in visited:
             return
-        known.add(id(kind))
+        visited.add(id(kind))
         for c in kind.__mro__:
             if _foreign(c.__module__):
                 continue
@@ -209,7 +209,7 @@ def named_state(classes: Iterable[type]) -> tuple[list[tuple[Any, str]], bool]:
                 if isinstance(function, types.FunctionType) or hasattr(function, "__wrapped__"):
                     todo.append(function)
                 elif not name.startswith("__") and not isinstance(value, _NAMES) and not hasattr(value, "__get__"):
-                    found[id(c), name] = (vars(c), name)
+                    places[id(c), name] = (vars(c), name)
 
     def used(where: Any, name: str, others: frozenset[str]) -> None:
         value = where.get(name)
@@ -218,24 +218,24 @@ def named_state(classes: Iterable[type]) -> tuple[list[tuple[Any, str]], bool]:
         elif isinstance(value, type):
             of_class(value)
         elif isinstance(value, types.ModuleType):
-            if not _foreign(value.__name__) and id(value) not in known:
-                known.add(id(value))
-                for other in others & vars(value).keys():
-                    used(vars(value), other, frozenset())
+            if not _foreign(value.__name__) and id(value) not in visited:
+                visited.add(id(value))
+                for attribute in others & vars(value).keys():
+                    used(vars(value), attribute, frozenset())
         elif not isinstance(value, _NAMES):
-            found[id(where), name] = (where, name)
+            places[id(where), name] = (where, name)
 
     for kind in classes:
         of_class(kind)
     while todo:
         function = todo.pop()
-        if not isinstance(function, types.FunctionType) or id(function) in known or _foreign(function.__module__):
+        if not isinstance(function, types.FunctionType) or id(function) in visited or _foreign(function.__module__):
             wrapped = getattr(function, "__wrapped__", None)
-            if wrapped is not None and id(function) not in known:
-                known.add(id(function))
+            if wrapped is not None and id(function) not in visited:
+                visited.add(id(function))
                 todo.append(wrapped)
             continue
-        known.add(id(function))
+        visited.add(id(function))
         names = _names(function.__code__)
         inside = inside or not names.isdisjoint(LOOKS_INSIDE)
         for cell in function.__closure__ or ():
@@ -245,7 +245,7 @@ def named_state(classes: Iterable[type]) -> tuple[list[tuple[Any, str]], bool]:
         for name in names & function.__globals__.keys():
             if not hasattr(builtins, name):
                 used(function.__globals__, name, names)
-    return list(found.values()), inside
+    return list(places.values()), inside
 
 
 class _Cell:
@@ -326,7 +326,7 @@ class Structures:
         tensors = [*module._parameters.items(), *module._buffers.items()]
         if any(t is not None and t.layout is not torch.strided for _, t in tensors):
             return None
-        held = tuple([(n, None if t is None else shape_of(t)) for n, t in tensors])
-        key = (type(module), held, tuple(module._parameters), tuple(sorted(module._non_persistent_buffers_set)),
+        shapes = tuple([(n, None if t is None else shape_of(t)) for n, t in tensors])
+        key = (type(module), shapes, tuple(module._parameters), tuple(sorted(module._non_persistent_buffers_set)),
                children, tuple(k for k in module.__dict__ if k not in OWN and k not in HOOKS))  # fmt: skip
         return self.numbers.setdefault(key, len(self.numbers))

@@ -48,17 +48,17 @@ def _names(repeats: Repeats) -> tuple[dict[str, str], dict[str, list[str]]]:
     space = Namespace()
     space._used_names, space._base_count = set(names.used_before), dict(names.count_before)
     create = space.create_name
-    made: list[str] = []
+    names_in_order: list[str] = []
     inside: dict[str, list[str]] = {}
     keys = iter(repeats.skipped)
     for entry in names.log:
         if isinstance(entry, Skipped):
             given = [create(candidate, None) for candidate in entry.like.names]
             inside[next(keys)] = [given[i] for i in entry.like.named]
-            made.append("")
+            names_in_order.append("")
         else:
-            made.append(create(entry, None))
-    old = {name: made[position] for name, position in names.given.items()}
+            names_in_order.append(create(entry, None))
+    old = {name: names_in_order[position] for name, position in names.given.items()}
     for key, skipped in repeats.skipped.items():  # a region without gradients has the name of its result
         old |= {name: inside[key][n] for name, n in zip(skipped.results, skipped.like.made, strict=True)}
     return old, inside
@@ -83,7 +83,7 @@ def _write(gm: torch.fx.GraphModule, repeats: Repeats, old: dict[str, str], new:
 def _expand(graph: torch.fx.Graph, call: torch.fx.Node, skipped: Skipped, names: list[str]) -> None:
     """Put a block's operators before its call, and their results in place of the call's."""
     external: Any = call.args[0]
-    like, made = skipped.like, list[torch.fx.Node]()
+    like, copies = skipped.like, list[torch.fx.Node]()
     path = in_model(skipped.path)
     stacks: dict[Any, Any] = {}
     there = [(storage(a), n.meta["val"]) for a, n in zip(like.memory, external, strict=True)]
@@ -91,7 +91,7 @@ def _expand(graph: torch.fx.Graph, call: torch.fx.Node, skipped: Skipped, names:
 
     def value(token: Any) -> Any:
         if type(token) is Int:
-            return made[token.number]
+            return copies[token.number]
         if type(token) is Ext:
             return external[token.number]
         if isinstance(token, (list, tuple)):
@@ -105,13 +105,13 @@ def _expand(graph: torch.fx.Graph, call: torch.fx.Node, skipped: Skipped, names:
         if op.stack not in stacks:
             stacks[op.stack] = {_there(k, path): (_there(v[0], path), v[1]) for k, v in op.stack}
         node.meta = {**meta, "nn_module_stack": stacks[op.stack], "val": _apart(meta.get("val"), memory)}
-        made.append(node)
+        copies.append(node)
     results = list(like.made)
     for user in list(call.users):
         assert user.target is operator.getitem
         if any(str(reader.target) == HOOK for reader in user.users):
             raise Unlike("a hook stands right behind what it changes")
-        user.replace_all_uses_with(made[results[int(user.args[1])]])  # type: ignore[arg-type]
+        user.replace_all_uses_with(copies[results[int(user.args[1])]])  # type: ignore[arg-type]
         graph.erase_node(user)
     graph.erase_node(call)
 
@@ -126,10 +126,10 @@ def _apart(val: Any, memory: dict[Any, torch.UntypedStorage]) -> Any:
         return type(val)([_apart(v, memory) for v in val])
     if not isinstance(val, torch.Tensor):
         return val
-    own = memory.get(storage(val))
-    if own is None:
-        own = memory[storage(val)] = torch.UntypedStorage(val.untyped_storage().nbytes(), device="meta")
-    return torch.empty(0, dtype=val.dtype, device="meta").set_(own, val.storage_offset(), val.shape, val.stride())
+    fresh = memory.get(storage(val))
+    if fresh is None:
+        fresh = memory[storage(val)] = torch.UntypedStorage(val.untyped_storage().nbytes(), device="meta")
+    return torch.empty(0, dtype=val.dtype, device="meta").set_(fresh, val.storage_offset(), val.shape, val.stride())
 
 
 def _there(path: str, block: str) -> str:

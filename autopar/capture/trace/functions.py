@@ -157,8 +157,8 @@ def _try(run: Callable[[Sequence[Any]], Any], leaves: Sequence[Any], name: str) 
     return trial
 
 
-def _written(own: Sequence[Any]) -> tuple[int, ...]:
-    return tuple(k for k, x in enumerate(own) if isinstance(x, torch.Tensor) and x._version)
+def _written(leaves: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(k for k, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x._version)
 
 
 def _first(error: Exception) -> str:
@@ -209,29 +209,29 @@ def _reads(read: Sequence[torch.Tensor], model: torch.nn.Module, name: str) -> l
     Raises:
         CaptureError: no module keeps one of them.
     """
-    found: dict[int, Read] = {}
+    reads: dict[int, Read] = {}
     for path, module in model.named_modules():
         for table in (module._parameters, module._buffers):
             for key, value in table.items():
                 if value is not None:
-                    found.setdefault(id(value), Read(module, key, f"{path}.{key}" if path else key))
+                    reads.setdefault(id(value), Read(module, key, f"{path}.{key}" if path else key))
     for x in read:
-        if id(x) not in found:
+        if id(x) not in reads:
             shape = " ".join(map(str, x.shape))
             raise refuse(
                 f"the autograd.Function {name}: it uses a tensor of shape [{shape}] that was made in the forward and "
                 "is not among its arguments,",
                 "pass that tensor to apply()",
             )
-    return [found[id(x)] for x in read]
+    return [reads[id(x)] for x in read]
 
 
 def _record(callee: Callee, leaves: list[Any], read: list[torch.Tensor], trial: _Trial, name: str) -> Any:
     recording = now()
     assert recording is not None
-    own = {id(x): k for k, x in enumerate(trial.own) if isinstance(x, torch.Tensor)}
+    position_of = {id(x): k for k, x in enumerate(trial.own) if isinstance(x, torch.Tensor)}
     outs = tensors_of(trial.result)
-    returned = {own[id(x)] for x in outs if id(x) in own}
+    returned = {position_of[id(x)] for x in outs if id(x) in position_of}
     silent = [k for k in trial.written if k not in returned]
     for k in silent:
         if leaves[k].requires_grad:
@@ -244,24 +244,24 @@ def _record(callee: Callee, leaves: list[Any], read: list[torch.Tensor], trial: 
             f"the autograd.Function {name}: it returns tensors inside a container, which have no gradient,",
             "return them as a flat tuple",
         )
-    made = [*outs, *(trial.own[k] for k in silent)]
-    if not made:
+    results = [*outs, *(trial.own[k] for k in silent)]
+    if not results:
         raise refuse(f"the autograd.Function {name}: it returns no tensor,", "return what it computes")
-    number = recording.call(callee, leaves, made)
+    number = recording.call(callee, leaves, results)
     apart = {*callee.hidden, *trial.without}
     tensors = [(k, x) for k, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
     values = torch.ops.autopar.function([*(x.detach() if k in apart else x for k, x in tensors), *read], number)
     for k, value in zip(silent, values[len(outs) :], strict=True):
         with torch.no_grad():
             leaves[k].copy_(value)
-    found = iter(zip(outs, values, strict=False))
+    traced_outs = iter(zip(outs, values, strict=False))
 
     def give(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
-        tried, value = next(found)
-        if id(tried) in own:
-            return leaves[own[id(tried)]].copy_(value)
+        tried, value = next(traced_outs)
+        if id(tried) in position_of:
+            return leaves[position_of[id(tried)]].copy_(value)
         return value if tried.requires_grad else value.detach()
 
     if isinstance(trial.result, (tuple, list)):

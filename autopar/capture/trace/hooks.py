@@ -156,9 +156,9 @@ def _hook(recording: Recording, model: torch.nn.Module, x: torch.Tensor, hook: C
             "a hook on a parameter inside a forward, which would be there once more at every call",
             "register it once, on the parameters of the parallel module",
         )
-    held = [what for what in _closed_over(hook) if _is_traced(what)]
-    if held:
-        shape = " ".join(map(str, held[0].shape))
+    traced_tensors = [what for what in _closed_over(hook) if _is_traced(what)]
+    if traced_tensors:
+        shape = " ".join(map(str, traced_tensors[0].shape))
         raise refuse(
             f"the hook {_called(hook)}: it closes over a tensor of shape [{shape}] of the forward,",
             "compute with the gradient alone, or write an autograd.Function that takes the tensor as an argument",
@@ -172,8 +172,8 @@ def _hook(recording: Recording, model: torch.nn.Module, x: torch.Tensor, hook: C
     tracker = mode.tracer.tensor_tracker
     node = tracker[x].proxy.node
     number = recording.call(callee, [x, hook], [x])
-    made = torch.ops.autopar.hook(x, number)
-    new = tracker[made].proxy.node
+    hooked = torch.ops.autopar.hook(x, number)
+    new = tracker[hooked].proxy.node
     if node.target is torch.ops.autopar.hook.default:  # hooks run in the order in which they came
         base: Any = node.args[0]
         _after(base, new)
@@ -182,7 +182,7 @@ def _hook(recording: Recording, model: torch.nn.Module, x: torch.Tensor, hook: C
         return handle
     _after(node, new)
     node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
-    tracker[x] = tracker[made]
+    tracker[x] = tracker[hooked]
     return handle
 
 
@@ -195,7 +195,7 @@ def _after(node: torch.fx.Node, new: torch.fx.Node) -> None:
 
 def _closed_over(hook: Any) -> list[torch.Tensor]:
     """Tensors that a function holds: in its closure, its defaults, its object, or what it is a partial of."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     seen: set[int] = set()
     todo = [hook]
     while todo:
@@ -204,20 +204,20 @@ def _closed_over(hook: Any) -> list[torch.Tensor]:
             continue
         seen.add(id(value))
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (list, tuple)):
             todo.extend(value)
         elif isinstance(value, dict):
             todo.extend(value.values())
         for name in ("__self__", "__func__", "func", "args", "keywords", "__defaults__", "__kwdefaults__"):
-            if callable(value) and (held := getattr(value, name, None)) is not None:
-                todo.append(held)
+            if callable(value) and (part := getattr(value, name, None)) is not None:
+                todo.append(part)
         for cell in getattr(value, "__closure__", None) or ():
             with contextlib.suppress(ValueError):
                 todo.append(cell.cell_contents)
         if value is not hook and not callable(value) and hasattr(value, "__dict__"):
             todo.extend(vars(value).values())
-    return found
+    return tensors
 
 
 def _is_traced(x: torch.Tensor) -> bool:

@@ -20,14 +20,14 @@ _MEMO: Any = type(functools.lru_cache(lambda: None))
 
 def _memos(model: torch.nn.Module) -> list[Any]:
     """The memoized functions among the methods of the model's modules and in the files of their classes."""
-    found: dict[int, Any] = {}
+    memos: dict[int, Any] = {}
     seen: set[int] = set()
 
     def look(value: Any) -> None:
         while value is not None and id(value) not in seen:
             seen.add(id(value))
             if isinstance(value, _MEMO):
-                found[id(value)] = value
+                memos[id(value)] = value
             elif isinstance(value, (staticmethod, classmethod, types.MethodType)):
                 look(value.__func__)
             elif isinstance(value, property):
@@ -43,17 +43,17 @@ def _memos(model: torch.nn.Module) -> list[Any]:
             continue
         for value in [*vars(kind).values(), *vars(sys.modules.get(kind.__module__, types)).values()]:
             look(value)
-    return list(found.values())
+    return list(memos.values())
 
 
 @contextlib.contextmanager
 def memos_forgotten(model: torch.nn.Module) -> Iterator[None]:
     """After what runs in here, memoized functions that were computed anew forget what they gave."""
-    known = [(memo, memo.cache_info().misses) for memo in _memos(model)]
+    misses_before = [(memo, memo.cache_info().misses) for memo in _memos(model)]
     try:
         yield
     finally:
-        for memo, misses in known:
+        for memo, misses in misses_before:
             if memo.cache_info().misses != misses:
                 memo.cache_clear()
 

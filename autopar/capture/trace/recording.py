@@ -48,10 +48,10 @@ class Recording:
     notes: dict[str, None] = field(default_factory=dict)
     kept: list[torch.nn.Parameter] = field(default_factory=list)
 
-    def call(self, callee: Callee, leaves: Sequence[Any], made: Sequence[torch.Tensor]) -> int:
+    def call(self, callee: Callee, leaves: Sequence[Any], results: Sequence[torch.Tensor]) -> int:
         """A number for a call."""
         self.calls.append(callee)
-        self.made.append([(tuple(x.shape), x.stride(), x.dtype) for x in made])
+        self.made.append([(tuple(x.shape), x.stride(), x.dtype) for x in results])
         tensors = [isinstance(x, torch.Tensor) for x in leaves]
         self.leaves.append([(t, None if t else x) for t, x in zip(tensors, leaves, strict=True)])
         return len(self.calls) - 1
@@ -128,11 +128,11 @@ _LIBRARY.define("end(int number) -> ()")
 
 
 def _function(xs: Sequence[torch.Tensor], number: int) -> list[torch.Tensor]:
-    known = _NOW.get()
-    assert known is not None
+    recording = _NOW.get()
+    assert recording is not None
     return [
         torch.empty_strided(shape, stride, dtype=dtype, device=xs[0].device)
-        for shape, stride, dtype in known.made[number]
+        for shape, stride, dtype in recording.made[number]
     ]
 
 

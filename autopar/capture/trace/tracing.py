@@ -137,16 +137,16 @@ def _made_by(asked: torch.fx.Node) -> tuple[list[torch.fx.Node], list[str]]:
     """
     nodes = list(asked.graph.nodes)
     writers = [n for n in nodes if isinstance(n.target, OpOverload) and facts(n.target).writes]
-    found: set[torch.fx.Node] = set()
+    makers: set[torch.fx.Node] = set()
     drawn: list[str] = []
     memory: set[int | None] = set()
     todo = [asked]
     while todo:
         while todo:
             node = todo.pop()
-            if node in found:
+            if node in makers:
                 continue
-            found.add(node)
+            makers.add(node)
             if node.op == "get_attr":  # a tensor that Python code made of numbers
                 continue
             if node.target is not operator.getitem:
@@ -158,9 +158,9 @@ def _made_by(asked: torch.fx.Node) -> tuple[list[torch.fx.Node], list[str]]:
             read = node.all_input_nodes
             todo.extend(read[1:] if str(node.target) in _OF_THE_SHAPE else read)
         for writer in writers:
-            if writer not in found and any(storage_of(n.meta.get("val")) in memory for n in writer.all_input_nodes):
+            if writer not in makers and any(storage_of(n.meta.get("val")) in memory for n in writer.all_input_nodes):
                 todo.append(writer)
-    return [n for n in nodes if n in found], drawn
+    return [n for n in nodes if n in makers], drawn
 
 
 class _AnswerConstants(TorchFunctionMode):
@@ -181,9 +181,9 @@ class _AnswerConstants(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self.ASKED and args:
-            known = _constant(args[0], lambda t: func(t, *args[1:]))
-            if known is not None:
-                return known
+            constant = _constant(args[0], lambda t: func(t, *args[1:]))
+            if constant is not None:
+                return constant
             drawn = _drawn(args[0])
             if drawn:
                 return self._random(func, args[0], drawn[0])
@@ -268,7 +268,7 @@ def _export(module: torch.nn.Module, args: Any, kwargs: Any, repeats: Repeats | 
 def _plain_tensors_kept(module: torch.nn.Module) -> Iterator[None]:
     """Tensors of one element that a model has as plain attributes keep their values: the tracer follows such values,
     and what the model writes to them while it is traced it writes to the tensors themselves."""
-    held = {
+    values_before = {
         id(value): (value, value._version, value.detach().clone())
         for m in module.modules()
         for value in vars(m).values()
@@ -278,7 +278,7 @@ def _plain_tensors_kept(module: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         with torch.no_grad():
-            for value, version, kept in held.values():
+            for value, version, kept in values_before.values():
                 if value._version != version:
                     value.copy_(kept)
 
@@ -336,8 +336,8 @@ def _explain(error: Exception, module: torch.nn.Module) -> str:
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
         inside = "batch norm" if file.endswith("/torch/nn/modules/batchnorm.py") else inside
-        own = file.startswith(_STDLIB) and "site-packages" not in file
-        if not own and "/torch/" not in file and not file.startswith("<") and "/autopar/" not in file:
+        in_stdlib = file.startswith(_STDLIB) and "site-packages" not in file
+        if not in_stdlib and "/torch/" not in file and not file.startswith("<") and "/autopar/" not in file:
             where = f"{file}:{trace.tb_lineno}"
             line = linecache.getline(file, trace.tb_lineno).strip()
         trace = trace.tb_next
