@@ -119,7 +119,7 @@ def check_loss(captured: Captured) -> None:
         return
     trains = any(node.needs_grad for _, node in graph.of_kind("param"))
     specs = [graph.nodes[o.node].outs[o.out] if isinstance(o, Ref) else None for o in graph.outputs]
-    made = [
+    returned = [
         f"a {spec.dtype} tensor of shape {spec.shape}" if spec else "a number" if isinstance(o, Ref) else shown(o)
         for o, spec in zip(graph.outputs, specs, strict=True)
     ]
@@ -128,8 +128,8 @@ def check_loss(captured: Captured) -> None:
         return
     why = ", through which no gradient flows back to the parameters" if scalars else ""
     raise CaptureError(
-        f"loss_fn returned {', '.join(made) or 'nothing'}{why}; it must return a tensor of no dims (such as a mean) "
-        "that is computed from the model's output by torch, without .item(), float() or detach()"
+        f"loss_fn returned {', '.join(returned) or 'nothing'}{why}; it must return a tensor of no dims (such as a "
+        "mean) that is computed from the model's output by torch, without .item(), float() or detach()"
     )
 
 

@@ -44,14 +44,14 @@ def profile_of(profile: str | Path, cluster: str | Path | Cluster | None = None)
     Raises:
         ClusterError: it is no profile, or one of another cluster than the one given.
     """
-    found = get_cluster(profile)
-    if not found.is_profile:
+    profiled = get_cluster(profile)
+    if not profiled.is_profile:
         raise ClusterError(f"{profile} is a cluster without measurements; make a profile with autopar profile")
     wanted = get_cluster(cluster) if cluster is not None else None
-    if wanted is not None and (wanted.n_devices, kinds(wanted)) != (found.n_devices, kinds(found)):
+    if wanted is not None and (wanted.n_devices, kinds(wanted)) != (profiled.n_devices, kinds(profiled)):
         raise ClusterError(
-            f"profile {profile} is of {found.n_devices} devices ({', '.join(sorted(set(kinds(found))))}), the cluster "
-            f"given has {wanted.n_devices} ({', '.join(sorted(set(kinds(wanted))))}); leave the cluster out"
+            f"profile {profile} is of {profiled.n_devices} devices ({', '.join(sorted(set(kinds(profiled))))}), the "
+            f"cluster given has {wanted.n_devices} ({', '.join(sorted(set(kinds(wanted))))}); leave the cluster out"
         )
     return str(profile)
 

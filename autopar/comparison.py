@@ -110,12 +110,12 @@ def compare_with_eager(
             note=f"the model itself fails on these inputs ({type(error).__name__}: {error})".split("\n")[0]
         )
     mine = side.captured_()
-    found = _difference(captured.graph, mine, theirs)
-    if found.worst <= found.limit:
-        return found
-    if found.limit > LIMITS["float64"] and _same_in_double(captured, model, args, kwargs, targets):
-        return replace(found, limit=found.worst)  # rounding alone: it vanishes with the precision
-    raise CaptureError(side.explained(found))
+    difference = _difference(captured.graph, mine, theirs)
+    if difference.worst <= difference.limit:
+        return difference
+    if difference.limit > LIMITS["float64"] and _same_in_double(captured, model, args, kwargs, targets):
+        return replace(difference, limit=difference.worst)  # rounding alone: it vanishes with the precision
+    raise CaptureError(side.explained(difference))
 
 
 def _reason_not_to(captured: Captured, model: torch.nn.Module, batch: Any, bounded: bool) -> str:
@@ -191,7 +191,7 @@ class _Sides:
     # -- the graph
 
     def captured_(self, keep: list[torch.Tensor] | None = None) -> _Ran:
-        graph, values, named, held = self.captured.graph, [], {}, {}
+        graph, values, named, buffers_before = self.captured.graph, [], {}, {}
         inputs = {}
         for number, leaf in zip(self.captured.inputs, self.leaves, strict=True):
             if number is not None:
@@ -207,7 +207,7 @@ class _Sides:
                 if slot.kind == "param":
                     value = named[slot.name] = value.detach().requires_grad_(slot.needs_grad)
                 else:  # some operators write to it
-                    value = held[slot.name] = value.detach().clone()
+                    value = buffers_before[slot.name] = value.detach().clone()
                 values.append(value)
         with _same_draws(), torch.enable_grad(), _generators_kept():
             if keep is None:
@@ -217,7 +217,7 @@ class _Sides:
             count = len(self.program.outputs)
             names = {f"input '{k}'": x for k, x in inputs.items()}
             gradients = self._gradients(flat[:count], named, names)
-        buffers = held | {n: x.detach() for n, x in zip(self.program.updates, flat[count:], strict=True)}
+        buffers = buffers_before | {n: x.detach() for n, x in zip(self.program.updates, flat[count:], strict=True)}
         return _Ran([x.detach() if _is_tensor(x) else x for x in flat[:count]], gradients, buffers)
 
     # -- both
@@ -247,37 +247,40 @@ class _Sides:
 
     # -- where they differ
 
-    def explained(self, found: Comparison) -> str:
-        what = [f"the loss by {found.loss:.1e}"] if found.loss > found.limit else []
-        what += [f"the gradient of {found.gradient_of} by {found.gradient:.1e}"] if found.gradient > found.limit else []
-        what += [f"buffer {found.buffer_of} by {found.buffer:.1e}"] if found.buffer > found.limit else []
+    def explained(self, difference: Comparison) -> str:
+        compared = (
+            ("the loss", difference.loss),
+            (f"the gradient of {difference.gradient_of}", difference.gradient),
+            (f"buffer {difference.buffer_of}", difference.buffer),
+        )
+        what = [f"{name} by {off:.1e}" for name, off in compared if off > difference.limit]
         return (
             f"the captured graph of {type(self.model).__name__} is not what the model does in eager mode: on the same "
-            f"inputs they differ in {', '.join(what)} (relative; rounding explains {found.limit:.0e})\n  "
+            f"inputs they differ in {', '.join(what)} (relative; rounding explains {difference.limit:.0e})\n  "
             + (
                 TWICE
-                if self._counts_twice(found)
-                else f"{self._first(found)}\n  write that part in another way, and please report it; "
+                if self._counts_twice(difference)
+                else f"{self._first(difference)}\n  write that part in another way, and please report it; "
                 "verify_capture=False goes on without a check"
             )
         )
 
-    def _counts_twice(self, found: Comparison) -> bool:
+    def _counts_twice(self, difference: Comparison) -> bool:
         """Whether only statistics of a batch norm differ that eager mode runs again in the backward."""
         again = any(n.again >= 0 and "batch_norm" in str(n.target) for n in self.captured.graph.nodes)
-        statistics = found.buffer_of.rpartition(".")[2] in ("running_mean", "running_var", "num_batches_tracked")
-        return again and statistics and max(found.loss, found.gradient) <= found.limit
+        statistics = difference.buffer_of.rpartition(".")[2] in ("running_mean", "running_var", "num_batches_tracked")
+        return again and statistics and max(difference.loss, difference.gradient) <= difference.limit
 
-    def _first(self, found: Comparison) -> str:
+    def _first(self, difference: Comparison) -> str:
         values: list[torch.Tensor] = []
         self.captured_(values)
-        made: list[tuple[str, str, list[torch.Tensor]]] = []
+        module_outputs: list[tuple[str, str, list[torch.Tensor]]] = []
         hooks = []
 
         def note(path: str, kind: str) -> Any:
             def hook(module: Any, args: Any, output: Any) -> None:
                 tensors = [x.detach().clone() for x in pytree.tree_leaves(output) if _is_tensor(x)]
-                made.append((path, kind, tensors))
+                module_outputs.append((path, kind, tensors))
 
             return hook
 
@@ -291,15 +294,15 @@ class _Sides:
         by_shape: dict[Any, list[torch.Tensor]] = {}
         for value in values:
             by_shape.setdefault(tuple(value.shape), []).append(value)
-        for path, kind, tensors in made:
+        for path, kind, tensors in module_outputs:
             for x in tensors:
-                if not any(_relative(v, x) <= found.limit for v in by_shape.get(tuple(x.shape), ())):
+                if not any(_relative(v, x) <= difference.limit for v in by_shape.get(tuple(x.shape), ())):
                     return f"the first module whose output differs is '{path or '<model>'}' ({kind})"
-        if found.loss > found.limit:
+        if difference.loss > difference.limit:
             return "the output of every module is the same; what is computed after them differs"
-        return self._first_gradient(found)
+        return self._first_gradient(difference)
 
-    def _first_gradient(self, found: Comparison) -> str:
+    def _first_gradient(self, difference: Comparison) -> str:
         mine, theirs = self.captured_().gradients, self.eager().gradients
         users = self.captured.graph.consumers
         order = {}
@@ -307,7 +310,7 @@ class _Sides:
             if node.kind == "param":
                 order[node.target] = max((u for (ref, us) in users.items() if ref.node == i for u, _ in us), default=0)
         largest = max((g.abs().max().item() for g in theirs.values() if g.numel()), default=1.0)
-        wrong = [n for n in theirs | mine if _off(mine.get(n), theirs.get(n), largest) > found.limit]
+        wrong = [n for n in theirs | mine if _off(mine.get(n), theirs.get(n), largest) > difference.limit]
         if not wrong:
             return "all outputs and gradients are the same; buffers differ"
         last = max(wrong, key=lambda n: order.get(n, -1))
@@ -334,10 +337,10 @@ def _program(graph: Graph, device: torch.device) -> Program:
     for fx in program.module.graph.nodes:
         if fx.op == "call_function" and "seed" in fx.kwargs and "shards" in fx.kwargs:
             node = graph.nodes[graph.index[fx.meta["autopar"]["node"]]]
-            own = {k: v for k, v in fx.kwargs.items() if k not in ("cut", "seed", "site", "shape", "shards")}
-            if not node.refs and "size" not in own:
-                own["device"] = device
-            fx.target, fx.kwargs = resolve(node.target), own
+            eager_kwargs = {k: v for k, v in fx.kwargs.items() if k not in ("cut", "seed", "site", "shape", "shards")}
+            if not node.refs and "size" not in eager_kwargs:
+                eager_kwargs["device"] = device
+            fx.target, fx.kwargs = resolve(node.target), eager_kwargs
     program.module.recompile()
     return program
 
@@ -377,15 +380,15 @@ def _same_draws() -> Iterator[None]:
 def _generators_kept() -> Iterator[None]:
     """The states of all generators are put back."""
     numpy = sys.modules.get("numpy")
-    own = random.getstate(), None if numpy is None else numpy.random.get_state()
+    states = random.getstate(), None if numpy is None else numpy.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         try:
             yield
         finally:
-            random.setstate(own[0])
-            if numpy is not None and own[1] is not None:
-                numpy.random.set_state(own[1])
+            random.setstate(states[0])
+            if numpy is not None and states[1] is not None:
+                numpy.random.set_state(states[1])
 
 
 @contextlib.contextmanager
@@ -394,10 +397,10 @@ def _kept(*roots: Any) -> Iterator[None]:
     modules = [m for root in roots if isinstance(root, torch.nn.Module) for m in root.modules()]
     attributes = []
     for module in modules:
-        own = {k: v for k, v in vars(module).items() if k not in ("_parameters", "_buffers", "_modules")}
-        inside = {k: copy.copy(v) for k, v in own.items() if isinstance(v, (dict, list, set)) and not is_plain(v)}
-        attributes.append((module, own, inside, dict(module._buffers)))
-    values = [(b, b.detach().clone()) for *_, own in attributes for b in own.values() if b is not None]
+        entries = {k: v for k, v in vars(module).items() if k not in ("_parameters", "_buffers", "_modules")}
+        inside = {k: copy.copy(v) for k, v in entries.items() if isinstance(v, (dict, list, set)) and not is_plain(v)}
+        attributes.append((module, entries, inside, dict(module._buffers)))
+    values = [(b, b.detach().clone()) for *_, buffers in attributes for b in buffers.values() if b is not None]
     params = [p for m in modules for p in m._parameters.values() if p is not None]
     hooked: list[Any] = [hooks for p in params for hooks in (p._backward_hooks, getattr(p, _AFTER, None)) if hooks]
     removed = [dict(hooks) for hooks in hooked]
@@ -406,14 +409,15 @@ def _kept(*roots: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        for hooks, own in zip(hooked, removed, strict=True):
-            hooks.update(own)
-        for module, own, inside, buffers in attributes:
-            for name in [k for k in vars(module) if k not in own and k not in ("_parameters", "_buffers", "_modules")]:
+        for hooks, hooks_before in zip(hooked, removed, strict=True):
+            hooks.update(hooks_before)
+        for module, entries, inside, buffers in attributes:
+            new = vars(module).keys() - entries.keys() - {"_parameters", "_buffers", "_modules"}
+            for name in new:
                 del module.__dict__[name]
-            module.__dict__.update(own)
+            module.__dict__.update(entries)
             for name, before in inside.items():
-                value = own[name]
+                value = entries[name]
                 value.clear()
                 value.extend(before) if isinstance(value, list) else value.update(before)
             module._buffers.update(buffers)
@@ -448,10 +452,10 @@ def _relative(a: torch.Tensor, b: torch.Tensor, largest: float = 0.0) -> float:
     if same.all():
         return 0.0
     off = torch.where(same, torch.zeros_like(x), x - y).abs().max().item()
-    known = y[y.isfinite()].abs()
-    scale = known.max().item() if known.numel() else 0.0
-    found = off / (scale + 1e-3 * largest + 1e-30)
-    return found if found == found else float("inf")
+    finite = y[y.isfinite()].abs()
+    scale = finite.max().item() if finite.numel() else 0.0
+    relative = off / (scale + 1e-3 * largest + 1e-30)
+    return relative if relative == relative else float("inf")
 
 
 def _off(a: torch.Tensor | None, b: torch.Tensor | None, largest: float) -> float:
@@ -527,14 +531,14 @@ def _same_in_double(captured: Captured, model: Any, args: Any, kwargs: Any, targ
         return x.detach().double().requires_grad_(x.requires_grad)
 
     try:
-        own = copy.deepcopy(model).double()
+        in_double = copy.deepcopy(model).double()
         args, kwargs, targets = pytree.tree_map(double, (tuple(args), dict(kwargs), tuple(targets)))
         wide = promoted(replace(captured, constants=doubled(captured.constants)))
-        side = _Sides(wide, own, args, kwargs, targets)
-        found = _difference(wide.graph, side.captured_(), side.eager())
+        side = _Sides(wide, in_double, args, kwargs, targets)
+        difference = _difference(wide.graph, side.captured_(), side.eager())
     except (AutoparError, RuntimeError, TypeError, ValueError, NotImplementedError):
         return False
-    return found.worst <= 1e-6  # the model may still cast to float32 in places
+    return difference.worst <= 1e-6  # the model may still cast to float32 in places
 
 
 __all__ = ["LIMITS", "LOW", "Comparison", "compare_with_eager", "doubled", "promoted"]

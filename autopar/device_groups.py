@@ -23,10 +23,10 @@ def check_places(schedule: Schedule, meshes: Sequence[Mesh], devices: Sequence[S
         if len({*ranks}) != len(ranks):
             raise PlanError(f"stage {number} names a device twice: {', '.join(map(str, ranks))}")
     owner: dict[int, int] = {}
-    for group, held in enumerate(schedule.stages_of_rank):
-        sets = {frozenset(devices[s]) for s in held}
+    for group, of_group in enumerate(schedule.stages_of_rank):
+        sets = {frozenset(devices[s]) for s in of_group}
         if len(sets) > 1:
-            raise PlanError(f"stages {list(held)} belong together in the schedule but are on different devices")
+            raise PlanError(f"stages {list(of_group)} belong together in the schedule but are on different devices")
         for device in next(iter(sets), frozenset()):
             if owner.setdefault(device, group) != group:
                 raise PlanError(f"device {device} is in group {owner[device]} and in group {group}")

@@ -47,10 +47,10 @@ class RunError(AutoparError):
     """A program was called with inputs or state that it was not built for."""
 
 
-def closest(word: str, known: Sequence[str] | Mapping[str, Any]) -> str:
+def closest(word: str, words: Sequence[str] | Mapping[str, Any]) -> str:
     """A hint for a mistyped word."""
-    near = get_close_matches(word, list(known), n=1, cutoff=0.6)
+    near = get_close_matches(word, list(words), n=1, cutoff=0.6)
     if near:
         return f"did you mean '{near[0]}'?"
-    names = list(known)
+    names = list(words)
     return f"known: {', '.join(names[:8])}" + (", ..." if len(names) > 8 else "") if names else "there is none"

@@ -118,13 +118,13 @@ class Node:
     @cached_property
     def refs(self) -> tuple[Ref, ...]:
         """Tensor inputs in argument order; a tensor used twice stands twice."""
-        found: list[Ref] = []
+        refs: list[Ref] = []
         for value in self.args:
             if isinstance(value, Ref):
-                found.append(value)
+                refs.append(value)
             elif isinstance(value, (tuple, list, dict)):
-                found.extend(refs_in(value))
-        return (*found, *refs_in(self.kwargs)) if self.kwargs else tuple(found)
+                refs.extend(refs_in(value))
+        return (*refs, *refs_in(self.kwargs)) if self.kwargs else tuple(refs)
 
     def moved(self, fn: Callable[[Ref], Ref]) -> Node:
         """The node with other tensor inputs."""
@@ -187,11 +187,11 @@ class Graph:
     @cached_property
     def consumers(self) -> dict[Ref, list[tuple[int, int]]]:
         """``{tensor: [(node, position in node.refs), ...]}`` in execution order; outputs are not listed."""
-        found: dict[Ref, list[tuple[int, int]]] = {}
+        users: dict[Ref, list[tuple[int, int]]] = {}
         for i, node in enumerate(self.nodes):
             for position, ref in enumerate(node.refs):
-                found.setdefault(ref, []).append((i, position))
-        return found
+                users.setdefault(ref, []).append((i, position))
+        return users
 
     @cached_property
     def alike(self) -> tuple[int, ...]:

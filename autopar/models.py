@@ -75,24 +75,24 @@ def _from_factory(spec: str, file: Path, factory: str) -> Loaded:
             "defaults, or wrap it in a function without arguments"
         )
     try:
-        made = make()
+        returned = make()
     except Exception as error:
         raise ModelError(f"model '{spec}': '{factory}' raised {cause_in(error, file)}; correct it there") from error
-    return _checked(spec, factory, made)
+    return _checked(spec, factory, returned)
 
 
 def _import(spec: str, file: Path) -> Any:
     name = f"autopar_model_{file.stem}"
-    found = importlib.util.spec_from_file_location(name, file)
-    assert found is not None and found.loader is not None
-    module = importlib.util.module_from_spec(found)
+    module_spec = importlib.util.spec_from_file_location(name, file)
+    assert module_spec is not None and module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
     sys.modules[name] = module
     folder = str(file.resolve().parent)
     added = folder not in sys.path
     if added:
         sys.path.insert(0, folder)  # as if the file were run as a script
     try:
-        found.loader.exec_module(module)
+        module_spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
         raise ModelError(
@@ -112,20 +112,20 @@ def _needs_arguments(make: Any) -> bool:
     return any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
 
 
-def _checked(spec: str, factory: str, made: Any) -> Loaded:
+def _checked(spec: str, factory: str, returned: Any) -> Loaded:
     def wrong(got: str) -> ModelError:
         return ModelError(
             f"model '{spec}': '{factory}' returned {got}; return a model and its example inputs: (model, (x, y)), "
             '(model, {"input_ids": ids}) or (model, args, kwargs)'
         )
 
-    if isinstance(made, torch.nn.Module):
+    if isinstance(returned, torch.nn.Module):
         raise wrong("a model without example inputs")
-    if not isinstance(made, (tuple, list)):
-        raise wrong(_a(made))
-    if len(made) not in (2, 3):
-        raise wrong(f"{len(made)} values")
-    model, *inputs = made
+    if not isinstance(returned, (tuple, list)):
+        raise wrong(_a(returned))
+    if len(returned) not in (2, 3):
+        raise wrong(f"{len(returned)} values")
+    model, *inputs = returned
     if not isinstance(model, torch.nn.Module):
         raise wrong(f"{_a(model)} where the model should be")
     if len(inputs) == 1 and isinstance(inputs[0], tuple) and len(inputs[0]) == 2:

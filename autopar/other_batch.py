@@ -25,11 +25,11 @@ def other_batch(batch: Any, seed: int = 1, *, ignored: bool = True) -> Any:
     """
     generator = torch.Generator().manual_seed(seed)
     leaves, spec = pytree.tree_flatten_with_path(batch)
-    made = [
+    drawn = [
         _other(pytree.keystr(path).lower(), leaf, generator, ignored) if isinstance(leaf, torch.Tensor) else leaf
         for path, leaf in leaves
     ]
-    return pytree.tree_unflatten(made, spec)
+    return pytree.tree_unflatten(drawn, spec)
 
 
 def _other(name: str, x: torch.Tensor, generator: torch.Generator, ignored: bool) -> torch.Tensor:

@@ -243,11 +243,11 @@ def parse_mesh(text: str) -> Mesh:
 
 def coordinates(rank: int, mesh: Mesh) -> tuple[int, ...]:
     """Row-major coordinate of a rank."""
-    found = []
+    coordinate = []
     for _, size in reversed(mesh):
-        found.append(rank % size)
+        coordinate.append(rank % size)
         rank //= size
-    return tuple(reversed(found))
+    return tuple(reversed(coordinate))
 
 
 def has_pieces(shape: Sequence[int], state: State, mesh: Mesh) -> bool:
@@ -336,17 +336,17 @@ AXIS_NAMES = ("data", "tensor", "context", "expert")
 
 def mesh_shapes(n: int, max_axes: int = 2) -> list[Mesh]:
     """Every way to arrange ``n`` devices on 1 to ``max_axes`` axes, each larger than 1 (but for one device)."""
-    found: list[Mesh] = []
+    shapes: list[Mesh] = []
 
     def split(rest: int, sizes: tuple[int, ...]) -> None:
         if sizes:
-            found.append(tuple(zip(AXIS_NAMES, (*sizes, rest))))
+            shapes.append(tuple(zip(AXIS_NAMES, (*sizes, rest))))
         else:
-            found.append(((AXIS_NAMES[0], rest),))
+            shapes.append(((AXIS_NAMES[0], rest),))
         if len(sizes) + 1 < max_axes:
             for size in range(2, rest // 2 + 1):
                 if rest % size == 0:
                     split(rest // size, (*sizes, size))
 
     split(n, ())
-    return sorted(found, key=lambda mesh: (len(mesh), mesh))
+    return sorted(shapes, key=lambda mesh: (len(mesh), mesh))

@@ -187,8 +187,8 @@ class StagePlan:
         """The same decisions where ``n`` microbatches are in flight."""
         if n == self.in_flight:
             return self
-        held = n * self.kept_bytes + self.price.again_bytes
-        return replace(self, in_flight=n, price=replace(self.price, activation_bytes=held))
+        activation_bytes = n * self.kept_bytes + self.price.again_bytes
+        return replace(self, in_flight=n, price=replace(self.price, activation_bytes=activation_bytes))
 
     @property
     def n_devices(self) -> int:
@@ -219,10 +219,10 @@ class Crossing:
     def sides(self, stages: Sequence[StagePlan], target: int) -> tuple[Side, Side]:
         """Where it is at the stage that makes it, and at one that reads it."""
         maker, reader = stages[self.source], stages[target]
-        made = maker.outputs[self.output]
-        assert made is not None
+        made_as = maker.outputs[self.output]
+        assert made_as is not None
         wanted = reader.inputs.get(self.tensor, whole_state(reader.mesh, self.needs_grad))
-        return Side(made, maker.mesh, maker.devices), Side(wanted, reader.mesh, reader.devices)
+        return Side(made_as, maker.mesh, maker.devices), Side(wanted, reader.mesh, reader.devices)
 
 
 @dataclass(frozen=True)
@@ -282,7 +282,7 @@ class Plan:
     @property
     def memory_bytes(self) -> int:
         """The peak on a device: of the group of devices that holds most."""
-        return max(sum(self.stages[s].price.memory_bytes for s in held) for held in self.schedule.stages_of_rank)
+        return max(sum(self.stages[s].price.memory_bytes for s in group) for group in self.schedule.stages_of_rank)
 
     def only(self, what: str = "decisions") -> StagePlan:
         """The stage of a plan that has one.
@@ -354,7 +354,7 @@ class Plan:
         Args:
             of_stages: fingerprints of the stages' graphs.
         """
-        stages = (replace(stage, fingerprint=own) for stage, own in zip(self.stages, of_stages, strict=True))
+        stages = (replace(stage, fingerprint=new) for stage, new in zip(self.stages, of_stages, strict=True))
         return replace(self, fingerprint=fingerprint, stages=tuple(stages))
 
     def of_graph(self, fingerprint: str) -> Plan:

@@ -47,7 +47,7 @@ def segment_outputs(graph: Graph, keys: Collection[str], segment_of: Mapping[int
     Raises:
         PlanError: a key names no tensor that a recomputed segment makes, or one that the backward cannot ask for.
     """
-    found = []
+    refs = []
     for key in keys:
         name, _, number = key.partition("#")
         ref = Ref(graph.index[name], int(number or 0)) if name in graph.index else None
@@ -56,8 +56,8 @@ def segment_outputs(graph: Graph, keys: Collection[str], segment_of: Mapping[int
                 f"make_again: '{key}' is not made by what is recomputed, is an output, or has no gradient; remove the "
                 "entry"
             )
-        found.append(ref)
-    return found
+        refs.append(ref)
+    return refs
 
 
 def can_make_again(graph: Graph, ref: Ref, segment_of: Mapping[int, int]) -> bool:

@@ -33,13 +33,13 @@ Where = DeviceMesh | str | Cluster | int
 def on_all(group: Any, make: Callable[[], T]) -> T:
     """What each rank of ``group`` makes; what fails on one of them is raised on all."""
     error: BaseException | None = None
-    made: list[T] = []
+    results: list[T] = []
     try:
-        made.append(make())
+        results.append(make())
     except Exception as e:
         error = e
     together(group, error)
-    return made[0]
+    return results[0]
 
 
 # --- where -----------------------------------------------------------------------------------------------------------
@@ -108,14 +108,14 @@ def _default_cluster(n: int, device_type: str) -> str:
         return f"local-x{n}"
     name = torch.cuda.get_device_name() if device_type == "cuda" else device_type
     key = re.sub(r"[^a-z0-9]", "", name.lower())
-    for known in list_clusters():
+    for listed in list_clusters():
         try:
-            found = load_cluster(known)
+            cluster = load_cluster(listed)
         except ProfileError:
             continue
-        short = re.sub(r"[^a-z0-9]", "", found.device(0).name.lower().split("-")[0])
-        if short and short in key and found.n_devices >= n:
-            return known
+        short = re.sub(r"[^a-z0-9]", "", cluster.device(0).name.lower().split("-")[0])
+        if short and short in key and cluster.n_devices >= n:
+            return listed
     raise MeshError(
         f"no built-in cluster has {n} devices like '{name}'; pass cluster= with a name "
         f"({', '.join(list_clusters())}) or the path of a profile"
@@ -148,21 +148,21 @@ def agreed(
         AutoparError: what fails on one rank, on all of them.
     """
     first = dist.get_rank(group) == 0
-    found: Found | None = None
+    decided: Found | None = None
     text: str | None = None
     error: BaseException | None = None
     try:
         if first:
-            found = decide()
-            check_size(found.plan, dist.get_world_size(group))
-            text = planfile.dumps(found.plan, found.captured.graph) if dist.get_world_size(group) > 1 else ""
+            decided = decide()
+            check_size(decided.plan, dist.get_world_size(group))
+            text = planfile.dumps(decided.plan, decided.captured.graph) if dist.get_world_size(group) > 1 else ""
     except Exception as e:
         error = e
     text = share(group, text, error)
 
     def read() -> tuple[Captured, Plan]:
-        if found is not None:
-            return found.captured, found.plan
+        if decided is not None:
+            return decided.captured, decided.plan
         document = planfile.parse(text, "rank 0's plan")
         one = captured if part is None else part(document.microbatches)
         return one, planfile.bind(document, one.graph)
@@ -216,11 +216,11 @@ def spread(
             return ParallelModule(model, captured, plan, device_mesh, values, seed=seed)
         return PipelineModule(model, captured, plan, device_type, values, seed=seed, meeting=meeting)
 
-    made: ParallelModule | PipelineModule | None = None
+    module: ParallelModule | PipelineModule | None = None
     error: BaseException | None = None
     try:  # in here ranks meet nowhere but in the meeting
         try:
-            made = make()
+            module = make()
         except Stopped:
             raise
         except Exception as e:
@@ -230,8 +230,8 @@ def spread(
     except Stopped:
         pass
     together(group, error)
-    assert made is not None
-    return made
+    assert module is not None
+    return module
 
 
 def _values(

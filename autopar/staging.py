@@ -101,21 +101,21 @@ def cut(graph: Graph, starts: Sequence[str]) -> tuple[StageGraph, ...]:
 
 def _cold(graph: Graph, refs: Sequence[Ref]) -> set[int]:
     """Nodes that must be made again for tensors that depend on no parameter."""
-    found: set[int] = set()
+    nodes: set[int] = set()
     todo = [r.node for r in refs]
     while todo:
         i = todo.pop()
         node = graph.nodes[i]
-        if i in found or (node.kind == "op" and node.hot):
+        if i in nodes or (node.kind == "op" and node.hot):
             continue
-        found.add(i)
+        nodes.add(i)
         todo.extend(r.node for r in node.refs)
-    return found
+    return nodes
 
 
 def _closure(graph: Graph, stage_of: dict[int, int], stage: int) -> set[int]:
-    own = {i for i, s in stage_of.items() if s == stage}
-    return own | _cold(graph, [ref for i in own for ref in graph.nodes[i].refs])
+    of_stage = {i for i, s in stage_of.items() if s == stage}
+    return of_stage | _cold(graph, [ref for i in of_stage for ref in graph.nodes[i].refs])
 
 
 def _update_stage(graph: Graph, ref: Ref, stage_of: dict[int, int], last: int) -> int:
@@ -143,9 +143,9 @@ def _stage(
     arriving = {ref: crossing for ref, crossing in crossings.items() if number in crossing.targets}
     nodes: list[Node] = []
     renumbered: dict[Ref, Ref] = {}
-    held = [i for i in sorted(wanted) if graph.nodes[i].kind != "op"]
-    held += [graph.index[n] for n, s in made_at.items() if s == number and graph.index[n] not in wanted]
-    for i in sorted(held):
+    leaves = [i for i in sorted(wanted) if graph.nodes[i].kind != "op"]
+    leaves += [graph.index[n] for n, s in made_at.items() if s == number and graph.index[n] not in wanted]
+    for i in sorted(leaves):
         renumbered[Ref(i)] = Ref(len(nodes))
         nodes.append(graph.nodes[i])
     for ref, crossing in arriving.items():

@@ -89,15 +89,15 @@ class Load:
     n_bytes: int
 
 
-def loads(found: Transfer) -> tuple[Load, ...]:
+def loads(moved: Transfer) -> tuple[Load, ...]:
     """What each rank sends, and what each receives, those that are alike once; nothing where all stays at home."""
     ends: Counter[tuple[bool, int]] = Counter()
     n_bytes: Counter[tuple[bool, int]] = Counter()
-    for piece in found.pieces:
+    for piece in moved.pieces:
         if piece.source != piece.target:
             for end in ((True, piece.source), (False, piece.target)):
                 ends[end] += 1
-                n_bytes[end] += piece.n_elements * found.spec.item_bytes
+                n_bytes[end] += piece.n_elements * moved.spec.item_bytes
     return tuple(dict.fromkeys(Load(n, n_bytes[end]) for end, n in ends.items()))
 
 
@@ -111,9 +111,9 @@ def _landing(spec: Spec, target: Side) -> State:
             state = list(target.state)
             for axis, placement in zip(whole[:n], dims, strict=True):
                 state[axis] = placement
-            found = tuple(state)
-            if divides(spec.shape, found, target.mesh) and path(found, target.state) is not None:
-                return found
+            landing = tuple(state)
+            if divides(spec.shape, landing, target.mesh) and path(landing, target.state) is not None:
+                return landing
     return target.state
 
 

@@ -81,11 +81,11 @@ def state_of(captured: Captured, model: torch.nn.Module) -> tuple[dict[str, torc
         node.target: params[node.target].detach().clone().requires_grad_(node.needs_grad)
         for _, node in captured.graph.of_kind("param")
     }
-    held = {
+    copies = {
         node.target: captured.constants.get(node.target, buffers.get(node.target)).detach().clone()  # type: ignore[union-attr]
         for _, node in captured.graph.of_kind("buffer")
     }
-    return weights, held
+    return weights, copies
 
 
 def inputs_of(captured: Captured, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -116,20 +116,20 @@ def train(
         with fake_world(plan.mesh):
             typecheck(program)
     now = {k: v.detach().clone().requires_grad_(v.requires_grad) for k, v in weights.items()}
-    held = dict(buffers)
+    buffers_now = dict(buffers)
     optimizer = _optimizer(now.values())
     losses, first = [], {}
     for step in range(steps):
-        done = run_step(graph, plan, program, now, held, inputs, seed=seed + step)
+        done = run_step(graph, plan, program, now, buffers_now, inputs, seed=seed + step)
         assert graph.loss is not None, "the model has no scalar loss output; give loss_fn"
         losses.append(done.outputs[graph.loss])
-        held.update(done.buffers)
+        buffers_now.update(done.buffers)
         for name, leaf in now.items():
             leaf.grad = done.gradients.get(name)
         if step == 0:
             first = {**done.gradients, **{input_name(k): g for k, g in done.arriving.items()}}
         optimizer.step()
-    return Trained(losses, first, {k: v.detach() for k, v in now.items()}, held)
+    return Trained(losses, first, {k: v.detach() for k, v in now.items()}, buffers_now)
 
 
 def _optimizer(params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
@@ -155,28 +155,28 @@ def train_pipeline(
     assert captured.graph.loss is not None, "the model has no scalar loss output; give loss_fn"
     graphs = cut(captured.graph, plan.starts)
     plans = list(plan.stages)
-    programs = [lower(stage.graph, own) for stage, own in zip(graphs, plans, strict=True)]
-    for own, program in zip(plans, programs, strict=True):
-        if own.n_devices > 1:
-            with fake_world(own.mesh):
+    programs = [lower(stage.graph, stage_plan) for stage, stage_plan in zip(graphs, plans, strict=True)]
+    for stage_plan, program in zip(plans, programs, strict=True):
+        if stage_plan.n_devices > 1:
+            with fake_world(stage_plan.mesh):
                 typecheck(program)
     now = {k: v.detach().clone().requires_grad_(v.requires_grad) for k, v in weights.items()}
-    held = dict(buffers)
+    buffers_now = dict(buffers)
     optimizer = _optimizer(now.values())
     losses, first = [], {}
     for step in range(steps):
         seeds = [step * len(microbatches) + i for i in range(len(microbatches))]
         done = pipeline_step(
-            graphs, plans, programs, plan.schedule, now, held, microbatches, captured.graph.loss, seeds=seeds
+            graphs, plans, programs, plan.schedule, now, buffers_now, microbatches, captured.graph.loss, seeds=seeds
         )
         losses.append(done.outputs[captured.graph.loss])
-        held.update(done.buffers)
+        buffers_now.update(done.buffers)
         for name, leaf in now.items():
             leaf.grad = done.gradients.get(name)
         if step == 0:
             first = {**done.gradients, **{input_name(k): g for k, g in done.arriving.items()}}
         optimizer.step()
-    return Trained(losses, first, {k: v.detach() for k, v in now.items()}, held)
+    return Trained(losses, first, {k: v.detach() for k, v in now.items()}, buffers_now)
 
 
 def verify_pipeline(
@@ -236,12 +236,16 @@ def against_eager(
         CaptureError: they differ; it names the first module whose output does.
     """
     count = len(captured.example.targets) if captured.example is not None else 0
-    own, targets = tuple(args)[: len(args) - count], tuple(args)[len(args) - count :]
-    found = compare_with_eager(captured, model, own, kwargs, targets, bounded=False)
-    if found.note:
+    inputs, targets = tuple(args)[: len(args) - count], tuple(args)[len(args) - count :]
+    comparison = compare_with_eager(captured, model, inputs, kwargs, targets, bounded=False)
+    if comparison.note:
         return []
     name = "one device / eager"
-    return [Difference(name, found.loss, found.gradient, found.gradient_of, found.buffer, found.buffer_of)]
+    return [
+        Difference(
+            name, comparison.loss, comparison.gradient, comparison.gradient_of, comparison.buffer, comparison.buffer_of
+        )
+    ]
 
 
 def verify(

@@ -43,15 +43,15 @@ class MeasuredCosts:
     def op(self, device: Device, work: OpWork) -> OpSeconds:
         """As it was measured; one that was not, as the formulas say, corrected by what was measured of its kind."""
         key = work.key()
-        known = self.measured.ops.get(key) if key is not None else None
-        if known is not None:
-            forward, backward = known.forward_seconds, known.backward_seconds
+        measured = self.measured.ops.get(key) if key is not None else None
+        if measured is not None:
+            forward, backward = measured.forward_seconds, measured.backward_seconds
             if not work.differentiable:
                 return OpSeconds(forward, forward, from_profile=True)
             split = 0.0
-            if known.weight_seconds and known.input_seconds:
-                split = max(0.0, known.input_seconds + known.weight_seconds - backward)
-            return OpSeconds(forward, forward + backward, min(known.weight_seconds, backward), split, True)
+            if measured.weight_seconds and measured.input_seconds:
+                split = max(0.0, measured.input_seconds + measured.weight_seconds - backward)
+            return OpSeconds(forward, forward + backward, min(measured.weight_seconds, backward), split, True)
         plain = self.formulas.op(device, work)
         forward, backward = corrected(
             self.measured, work.kind, plain.forward, plain.total - plain.forward, work.differentiable

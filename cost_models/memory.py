@@ -38,5 +38,5 @@ def gradient_bytes(n_elements: int, element_bytes: int) -> int:
 
 def training_state_bytes(optimizer: str, n_elements: int, element_bytes: int, n_tensors: int = 1) -> int:
     """Parameter + gradient + optimizer state, in bytes."""
-    own = n_elements * element_bytes + gradient_bytes(n_elements, element_bytes)
-    return own + optimizer_state_bytes(optimizer, n_elements, element_bytes, n_tensors)
+    with_gradient = n_elements * element_bytes + gradient_bytes(n_elements, element_bytes)
+    return with_gradient + optimizer_state_bytes(optimizer, n_elements, element_bytes, n_tensors)

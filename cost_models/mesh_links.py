@@ -74,12 +74,12 @@ def mesh_axes(
 
 def _abstract_axes(cluster: Cluster, shape: Mapping[str, int]) -> dict[str, AxisCost]:
     """Axes of an abstract mesh by name, or by position when all sizes agree in order."""
-    known = {axis.name: axis for axis in cluster.abstract}
+    by_name = {axis.name: axis for axis in cluster.abstract}
     if [axis.size for axis in cluster.abstract] == list(shape.values()):
         pairs = dict(zip(shape, cluster.abstract, strict=True))
-        pairs.update({name: known[name] for name in shape if name in known and set(shape) == set(known)})
+        pairs.update({name: by_name[name] for name in shape if name in by_name and set(shape) == set(by_name)})
     else:
-        pairs = {name: known[name] for name in shape if name in known and known[name].size == shape[name]}
+        pairs = {name: by_name[name] for name in shape if name in by_name and by_name[name].size == shape[name]}
     if missing := [name for name in shape if name not in pairs and shape[name] > 1]:
         has = ", ".join(f"{axis.name}={axis.size}" for axis in cluster.abstract)
         asked = ", ".join(f"{name}={shape[name]}" for name in missing)
@@ -139,11 +139,11 @@ def _alike(
     thousands of links, of which few differ: what the slowest of them takes is asked of one of each kind.
     """
     succ, inside, between = cluster.graph._succ, loads["inside"], loads["between"]
-    found: dict[tuple[int, float, float, bool], Link] = {}
+    links: dict[tuple[int, float, float, bool], Link] = {}
     for edge, (load, ring) in crossed.items():
         link = succ[edge[0]][edge[1]]["link"]
-        found.setdefault((id(link), load, ring, edge in between and edge not in inside), link)
-    return [(link, load, ring, far) for (_, load, ring, far), link in found.items()]
+        links.setdefault((id(link), load, ring, edge in between and edge not in inside), link)
+    return [(link, load, ring, far) for (_, load, ring, far), link in links.items()]
 
 
 def steps_of(kind: str, members: int, nodes: int) -> tuple[int, int]:

@@ -30,16 +30,16 @@ def route(graph: nx.DiGraph, source: int, target: int) -> list[Edge]:
         so_far, _, node = heapq.heappop(heaps[side])
         if so_far > distance[side][node] or (isinstance(node, int) and node != ends[side]):
             continue
-        for other, edge in neighbours[side][node].items():
-            if isinstance(other, int) and other != ends[1 - side]:
+        for neighbour, edge in neighbours[side][node].items():
+            if isinstance(neighbour, int) and neighbour != ends[1 - side]:
                 continue
             total = so_far + edge["link"].latency_seconds + HOP_SECONDS
-            if total < distance[side].get(other, float("inf")):
-                distance[side][other], parent[side][other] = total, node
+            if total < distance[side].get(neighbour, float("inf")):
+                distance[side][neighbour], parent[side][neighbour] = total, node
                 order += 1
-                heapq.heappush(heaps[side], (total, order, other))
-                if other in distance[1 - side] and total + distance[1 - side][other] < best:
-                    best, meeting = total + distance[1 - side][other], other
+                heapq.heappush(heaps[side], (total, order, neighbour))
+                if neighbour in distance[1 - side] and total + distance[1 - side][neighbour] < best:
+                    best, meeting = total + distance[1 - side][neighbour], neighbour
     if meeting is None:
         raise ValueError(
             f"no route from rank {source} to rank {target}: add the missing links to the cluster file"

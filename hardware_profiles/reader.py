@@ -28,14 +28,14 @@ def read_document(path: Path) -> dict[str, Any]:
     return document
 
 
-def closest(word: str, known: Iterable[str]) -> str:
+def closest(word: str, words: Iterable[str]) -> str:
     """A hint for a mistyped word: the known ones that it begins, else the nearest one, else all of them."""
-    known = sorted(known)
-    begun = [name for name in known if word and name.lower().startswith(word.lower())]
-    if 1 < len(begun) < len(known):
+    words = sorted(words)
+    begun = [name for name in words if word and name.lower().startswith(word.lower())]
+    if 1 < len(begun) < len(words):
         return f"did you mean one of {', '.join(begun)}?"
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f"did you mean '{near[0]}'?" if near else f"known: {', '.join(known) or 'none'}"
+    near = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
+    return f"did you mean '{near[0]}'?" if near else f"known: {', '.join(words) or 'none'}"
 
 
 class Failures:

@@ -186,10 +186,10 @@ def optimizer_of(name: str, params: list[Any], lr: float) -> Any:
     """The optimizer that a plan names."""
     import torch
 
-    made = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+    classes = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
     if name == "sgd_momentum":
         return torch.optim.SGD(params, lr=lr, momentum=0.9)
-    return made[name](params, lr=lr)
+    return classes[name](params, lr=lr)
 
 
 # --- numbers for people ----------------------------------------------------------------------------------------------

@@ -84,23 +84,23 @@ def _explain_op(
     graph, plan = asked.graph, asked.plan
     labels = op_labels(graph)
     names = {graph.nodes[i].name for i in found_ops(graph, op)}
-    held = {
+    in_stage = {
         part.number: numbers for part in asked.graphs
         if (numbers := [i for i, n in enumerate(part.graph.nodes) if n.kind == "op" and n.name in names])
     }  # fmt: skip
-    if not held:
+    if not in_stage:
         raise UsageError(f"'{op}' is in no stage: nothing that is returned depends on it")
-    for number in held if wanted is not None else ():
+    for number in in_stage if wanted is not None else ():
         check(graph, Options(constraints={op: wanted or {}}), plan.stages[number].mesh)
     facts: list[dict[str, Any]] = []
-    for number, numbers in held.items():
+    for number, numbers in in_stage.items():
         part, stage = asked.graphs[number].graph, plan.stages[number]
         results = priced_ops(part, stage, pricer(asked.cluster, stage.mesh, stage.devices), numbers)
         if as_json:
             facts += [{"stage": number, **as_facts(part, result, labels)} for result in results]
         else:
             print_ops(part, stage, results, labels, top, f", stage {number}" if len(plan.stages) > 1 else "")
-    best = None if wanted is None else _instead(asked, held, wanted, limit)
+    best = None if wanted is None else _instead(asked, in_stage, wanted, limit)
     if as_json:
         print_json({"ops": facts, "instead": best})
     elif best is not None:
@@ -108,12 +108,12 @@ def _explain_op(
 
 
 def _instead(
-    asked: Replanner, held: dict[int, list[int]], wanted: dict[str, str], limit: float | None
+    asked: Replanner, in_stage: dict[int, list[int]], wanted: dict[str, str], limit: float | None
 ) -> dict[str, Any]:
     """The stages with the ops and their copies cut as wanted solved again, and the step simulated with them."""
     stages = list(asked.plan.stages)
     whole, ops = asked.graph, 0
-    for number, numbers in held.items():
+    for number, numbers in in_stage.items():
         graph = asked.graphs[number].graph
         alike = copies_able(whole, [whole.index[graph.nodes[i].name] for i in numbers], wanted)
         targets = [name for i in alike if (name := whole.nodes[i].name) in graph.index]
@@ -134,7 +134,7 @@ def _instead(
                 "plan_seconds": now.times.forward_seconds[s] + now.times.backward_seconds[s],
                 "memory_bytes": after.stages[s].price.memory_bytes,
                 "plan_memory_bytes": before.stages[s].price.memory_bytes, "price": asdict(after.stages[s].price),
-            } for s in held
+            } for s in in_stage
         ],
     }  # fmt: skip
 

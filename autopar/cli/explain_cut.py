@@ -46,8 +46,8 @@ def explain_cut(captured: Captured, asked: Replanner, stage: str, as_json: bool)
         f"at the cut {show_bytes(crossing)} a microbatch arrive from earlier stages: "
         f"{show_seconds(cut['forward_seconds'])} forward, {show_seconds(cut['backward_seconds'])} backward"
     )
-    for other in others:
-        console.print(_told(other, facts), markup=False)
+    for neighbour in others:
+        console.print(_told(neighbour, facts), markup=False)
     if cut["pinned"]:
         console.print("The cut is where it was asked for.")
 
@@ -58,20 +58,20 @@ def _moved(captured: Captured, asked: Replanner, number: int, by: int) -> dict[s
     from autopar.labels import op_labels
 
     first = asked.neighbour(number, by)
-    found: dict[str, Any] = {"blocks": by, "begins_at": None, "seconds": None, "why_not": None}
+    facts: dict[str, Any] = {"blocks": by, "begins_at": None, "seconds": None, "why_not": None}
     if first is None:
-        found["why_not"] = f"stage {number - 1 if by < 0 else number} would be empty"
-        return found
-    found["begins_at"] = op_labels(captured.graph)[first]
+        facts["why_not"] = f"stage {number - 1 if by < 0 else number} would be empty"
+        return facts
+    facts["begins_at"] = op_labels(captured.graph)[first]
     try:
         with progress(f"moving the cut by {by:+d}"):
             plan, timeline = asked.moved(number, first)
     except AutoparError as error:
-        found["why_not"] = str(error)
-        return found
+        facts["why_not"] = str(error)
+        return facts
     t, pair = timeline.times, (number - 1, number)
     return {
-        **found, "seconds": plan.seconds, "bubble_fraction": timeline.bubble_fraction,
+        **facts, "seconds": plan.seconds, "bubble_fraction": timeline.bubble_fraction,
         "stages": [
             {"stage": s, "seconds": t.forward_seconds[s] + t.backward_seconds[s],
              "memory_bytes": plan.stages[s].price.memory_bytes} for s in pair
@@ -79,15 +79,17 @@ def _moved(captured: Captured, asked: Replanner, number: int, by: int) -> dict[s
     }  # fmt: skip
 
 
-def _told(other: dict[str, Any], facts: dict[str, Any]) -> str:
-    where = "with the cut one block earlier" if other["blocks"] < 0 else "with the cut one block later"
-    if other["begins_at"] is not None:
-        where += f", at {other['begins_at']}"
-    if other["seconds"] is None:
-        return f"{where}: not possible, {other['why_not']}"
-    change = other["seconds"] / facts["seconds"] - 1
-    lines = [f"{where}: {show_seconds(other['seconds'])} a step ({change:+.1%}), {other['bubble_fraction']:.1%} idle"]
-    for s in other["stages"]:
+def _told(neighbour: dict[str, Any], facts: dict[str, Any]) -> str:
+    where = "with the cut one block earlier" if neighbour["blocks"] < 0 else "with the cut one block later"
+    if neighbour["begins_at"] is not None:
+        where += f", at {neighbour['begins_at']}"
+    if neighbour["seconds"] is None:
+        return f"{where}: not possible, {neighbour['why_not']}"
+    change = neighbour["seconds"] / facts["seconds"] - 1
+    lines = [
+        f"{where}: {show_seconds(neighbour['seconds'])} a step ({change:+.1%}), {neighbour['bubble_fraction']:.1%} idle"
+    ]
+    for s in neighbour["stages"]:
         more = s["seconds"] - _seconds(facts["stages"][s["stage"]])
         lines.append(
             f"  stage {s['stage']}: {show_seconds(s['seconds'])} a microbatch ({'-' if more < 0 else '+'}"

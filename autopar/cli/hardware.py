@@ -17,7 +17,7 @@ def devices(as_json: Json = False) -> None:
     """
     from hardware_profiles import list_devices, load_device
 
-    found = [load_device(name) for name in list_devices()]
+    profiles = [load_device(name) for name in list_devices()]
     if as_json:
         print_json(
             [
@@ -26,12 +26,12 @@ def devices(as_json: Json = False) -> None:
                     "memory_bytes_per_second": d.memory_bytes_per_second, "peak_flops": dict(d.peak_flops),
                     "launch_seconds": d.launch_seconds, "sources": dict(d.sources),
                 }
-                for d in found
+                for d in profiles
             ]
         )  # fmt: skip
         return
     table = Table("device", "memory", "bandwidth", "bfloat16", "float32", header_style="bold")
-    for d in found:
+    for d in profiles:
         rates = [f"{d.peak_flops[t] / 1e12:.4g} TFLOP/s" if t in d.peak_flops else "-" for t in ("bfloat16", "float32")]
         table.add_row(d.name, f"{d.memory_bytes / 1e9:.4g} GB", f"{d.memory_bytes_per_second / 1e9:.4g} GB/s", *rates)
     out().print(table)
@@ -50,9 +50,9 @@ def clusters(
     """
     from hardware_profiles import list_clusters, load_cluster
 
-    found = [load_cluster(name) for name in names or list_clusters()]
+    listed = [load_cluster(name) for name in names or list_clusters()]
     rows: list[dict[str, Any]] = []
-    for c in found:
+    for c in listed:
         kinds: dict[str, int] = {}
         for d in c.devices:
             kinds[d.name] = kinds.get(d.name, 0) + 1
@@ -62,7 +62,7 @@ def clusters(
     if as_json:
         print_json(rows)
     elif names:
-        for c in found:
+        for c in listed:
             out().print(c.describe(), markup=False)
     else:
         table = Table("cluster", "devices", "nodes", "kind", "description", header_style="bold")

@@ -49,7 +49,7 @@ def inspect(
     where: dict[str, str] = {}
     for _, node in ops:
         where.setdefault(node.target, node.where)
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "model": type(loaded.model).__name__,
         "fingerprint": graph.fingerprint,
         "inputs": {node.target: str(node.out) for _, node in graph.of_kind("input")},
@@ -75,13 +75,13 @@ def inspect(
         "rules": {t: {"count": n, "rules": sorted(lines[t])} for t, n in counts.most_common() if t in RULES},
     }  # fmt: skip
     if verified:
-        found["compared with eager mode"] = compared
+        facts["compared with eager mode"] = compared
     if graph_text:
-        found["graph"] = str(graph).splitlines()
+        facts["graph"] = str(graph).splitlines()
     if as_json:
-        print_json(found)
+        print_json(facts)
     else:
-        _print(found)
+        _print(facts)
 
 
 def _compared(loaded: Any, captured: Any, spec: str) -> list[dict[str, Any]]:
@@ -90,30 +90,31 @@ def _compared(loaded: Any, captured: Any, spec: str) -> list[dict[str, Any]]:
     from autopar.other_batch import other_batch
 
     check_values(loaded, spec)
-    own = loaded.args, loaded.kwargs
+    example = loaded.args, loaded.kwargs
     rows = []
-    for name, tries in (("example batch", [own]),
-                        ("another batch", [other_batch(own), other_batch(own, ignored=False)])):  # fmt: skip
+    for name, tries in (("example batch", [example]),
+                        ("another batch", [other_batch(example), other_batch(example, ignored=False)])):  # fmt: skip
         with progress(f"comparing with eager mode on the {name}"):
             for args, kwargs in tries:  # a loss may not take ignored labels
-                found = compare_with_eager(captured, loaded.model, args, kwargs, bounded=False)
-                if not found.note:
+                comparison = compare_with_eager(captured, loaded.model, args, kwargs, bounded=False)
+                if not comparison.note:
                     break
-        rows.append({"batch": name, "loss": found.loss, "gradients": found.gradient, "worst in": found.gradient_of,
-                     "buffers": found.buffer, "not compared": found.note})  # fmt: skip
+        rows.append({"batch": name, "loss": comparison.loss, "gradients": comparison.gradient,
+                     "worst in": comparison.gradient_of, "buffers": comparison.buffer,
+                     "not compared": comparison.note})  # fmt: skip
     return rows
 
 
-def _print(found: dict[str, Any]) -> None:
+def _print(facts: dict[str, Any]) -> None:
     from rich.table import Table
     from rich.text import Text
 
     console = out()
-    p = found["parameters"]
-    console.print(f"[bold]{found['model']}[/bold], fingerprint {found['fingerprint']}")
-    for name, spec in found["inputs"].items():
+    p = facts["parameters"]
+    console.print(f"[bold]{facts['model']}[/bold], fingerprint {facts['fingerprint']}")
+    for name, spec in facts["inputs"].items():
         console.print(f"  input {name}: {spec}", markup=False)
-    console.print(f"  loss: {found['loss'] or 'none; a training step needs a scalar loss among the outputs'}")
+    console.print(f"  loss: {facts['loss'] or 'none; a training step needs a scalar loss among the outputs'}")
     console.print(f"  {p['count']} parameters, {p['elements']:,} elements, {show_bytes(p['bytes'])}")
     for name, spec in p["largest"]:
         console.print(f"    {name}: {spec}", markup=False)
@@ -121,25 +122,25 @@ def _print(found: dict[str, Any]) -> None:
         console.print(f"  {name} is tied to {target}", markup=False)
     if p["without gradient"]:
         console.print(f"  without gradient: {', '.join(p['without gradient'])}", markup=False)
-    if found["buffers"]:
-        console.print(f"  {len(found['buffers'])} buffers, {len(found['updated buffers'])} of them changed by a step")
-    for row in found.get("compared with eager mode", ()):
+    if facts["buffers"]:
+        console.print(f"  {len(facts['buffers'])} buffers, {len(facts['updated buffers'])} of them changed by a step")
+    for row in facts.get("compared with eager mode", ()):
         said = f"not compared: {row['not compared']}" if row["not compared"] else (
             f"loss {row['loss']:.1e}, gradients {row['gradients']:.1e}, buffers {row['buffers']:.1e} off (relative)"
         )  # fmt: skip
         console.print(f"  the model in eager mode, {row['batch']}: {said}", markup=False)
-    console.print(f"  {found['ops']} ops, {found['ops that depend on no parameter']} of them depend on no parameter")
-    for block in found["blocks"]:
+    console.print(f"  {facts['ops']} ops, {facts['ops that depend on no parameter']} of them depend on no parameter")
+    for block in facts["blocks"]:
         console.print(f"  block of {block['ops']} ops x {block['repeats']}: {block['first']} .. {block['last']}")
-    if not found["blocks"]:
+    if not facts["blocks"]:
         console.print("  no repeated blocks")
-    if found["without rule"]:
+    if facts["without rule"]:
         table = Table("op without a rule (kept whole)", "count", "first", header_style="bold yellow")
-        for target, row in found["without rule"].items():
+        for target, row in facts["without rule"].items():
             table.add_row(target, str(row["count"]), Text(row["first"]))
         console.print(table)
     table = Table("op", "count", "rules", header_style="bold")
-    for target, row in found["rules"].items():
+    for target, row in facts["rules"].items():
         more = f"\n... {len(row['rules']) - 4} more" if len(row["rules"]) > 4 else ""
         table.add_row(target, str(row["count"]), Text("\n".join(row["rules"][:4]) + more))
     console.print(table)

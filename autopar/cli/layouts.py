@@ -64,13 +64,13 @@ def priced_like(
     asked = replace(asked, numbers=(wanted.microbatches,))
     with progress(f"planning {layout.text}"):
         try:
-            found = in_parts(
+            result = in_parts(
                 loaded.model, captured, example, hardware, n, asked, cluster, runs=False, wanted=wanted
             )
         except InfeasibleError as error:
             raise InfeasibleError(f"--like {layout.text}: {error}") from error
-    assert found.timeline is not None
-    return layout_row(f"like {found.tried[0][0]}", found.plan, found.timeline, found.captured.graph, hardware)
+    assert result.timeline is not None
+    return layout_row(f"like {result.tried[0][0]}", result.plan, result.timeline, result.captured.graph, hardware)
 
 
 def rows_of_layouts(found: Found, hardware: Cluster) -> list[LayoutRow]:

@@ -146,15 +146,15 @@ def _arguments(said: dict[str, Any]) -> dict[str, Any]:
 def _with_flags(command: Any) -> Any:
     """The command with an option for every flag of every wish, before its own last ones."""
     signature = inspect.signature(command, eval_str=True)
-    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    arguments = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     flags = []
     for flag in (flag for wish in WISHES for flag in wish.flags):
         kind = list[str] | None if flag.repeatable else flag.kind | None
         annotation = Annotated[kind, typer.Option(*flag.names, help=flag.help)]  # type: ignore[valid-type]
         flags.append(inspect.Parameter(flag.parameter, inspect.Parameter.KEYWORD_ONLY, default=None,
                                        annotation=annotation))  # fmt: skip
-    parameters = [*(p.replace(kind=p.KEYWORD_ONLY) for p in own[:2]), *flags,
-                  *(p.replace(kind=p.KEYWORD_ONLY) for p in own[2:])]  # fmt: skip
+    parameters = [*(p.replace(kind=p.KEYWORD_ONLY) for p in arguments[:2]), *flags,
+                  *(p.replace(kind=p.KEYWORD_ONLY) for p in arguments[2:])]  # fmt: skip
     command.__signature__ = signature.replace(parameters=parameters)
     command.__annotations__ = {p.name: p.annotation for p in parameters}
     return command
@@ -173,8 +173,8 @@ def _summary(found: Found, hardware: Cluster, path: Path | None, top: int) -> No
         describe(found.captured, plan, found.timeline, hardware, False, {"tried": found.tried if top == 1 else ()})
     else:
         _of_one_stage(plan)
-        if known := coverage([found.captured.graph], plan.stages, hardware):
-            console.print("  " + line(known), markup=False)
+        if profiled := coverage([found.captured.graph], plan.stages, hardware):
+            console.print("  " + line(profiled), markup=False)
     if path is not None:
         console.print(f"  written to {path}; look at it with: autopar show {path}")
 

@@ -76,9 +76,9 @@ def profile(
         cluster = Path(os.path.relpath(Path(cluster).resolve(), output.parent.resolve())).as_posix()
     asked = documents.Asked(seconds, count, meshes, most_ops, timeout=timeout)
     with progress(f"measuring in {count} processes, about {seconds + 20:.0f} s"):
-        found = documents.profile(captured.graph, hardware, cluster, str(loaded.named(output.parent)["spec"]), asked)
-    documents.save(output, found)
-    report = summary(found)
+        measured = documents.profile(captured.graph, hardware, cluster, str(loaded.named(output.parent)["spec"]), asked)
+    documents.save(output, measured)
+    report = summary(measured)
     if as_json:
         print_json({"profile": str(output), **report})
         return
@@ -93,7 +93,7 @@ def profile(
             f"{show_seconds(row['backward_seconds'])} together; other sizes: {_line(row['forward'])} forward, "
             f"{_line(row['backward'])} backward"
         )
-    for what in found["provenance"]["left_out"]:
+    for what in measured["provenance"]["left_out"]:
         console.print(f"  [yellow]left out:[/yellow] {what}")
     console.print(f"written to {output}; plan with it: autopar plan {model} --cluster {output}")
 

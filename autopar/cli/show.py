@@ -109,7 +109,7 @@ def _show_stage(
         params = rows.param_rows(graph, stage, priced)
         counts = rows.collective_counts(stage, graph, priced)
         again_seconds = rows.recomputed_seconds(graph, stage, priced)
-        known = coverage([graph], [stage], cluster)
+        profiled = coverage([graph], [stage], cluster)
     if as_json:
         print_json(
             {
@@ -117,7 +117,7 @@ def _show_stage(
                 "cluster": plan.cluster, "blocks": blocks, "parameters": params, **rows.totals(stage.price),
                 "collectives": counts, "solution": stage.solution, "pins": plan.pins, "notes": plan.notes,
                 "recompute": {"segments": stage.recompute, "seconds": again_seconds},
-                **({"profile": known} if known else {}),
+                **({"profile": profiled} if profiled else {}),
             }
         )  # fmt: skip
         return
@@ -135,8 +135,8 @@ def _show_stage(
     if counts:
         console.print("collectives of a step: " + ", ".join(f"{n} {name}" for name, n in counts.items()))
     console.print(show_solution(stage.solution))
-    if known:
-        console.print(line(known), markup=False)
+    if profiled:
+        console.print(line(profiled), markup=False)
     for note in plan.notes:
         console.print(f"[yellow]note:[/yellow] {note}")
 
@@ -192,8 +192,8 @@ def diff(
     specs = [(document.model or {}).get("spec") for document in (first, second)]
     if first.raw["fingerprint"] == second.raw["fingerprint"] or (specs[0] == specs[1] is not None):
         try:
-            (captured, x), (other, y) = opened(a, model), opened(b, model)
-            if [n.name for n in captured.graph.nodes] == [n.name for n in other.graph.nodes]:
+            (captured, x), (captured_b, y) = opened(a, model), opened(b, model)
+            if [n.name for n in captured.graph.nodes] == [n.name for n in captured_b.graph.nodes]:
                 rows = differences(captured.graph, x, y)  # microbatches of another size are graphs of another size
         except (ModelError, PlanError):
             if model is not None:

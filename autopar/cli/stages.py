@@ -24,7 +24,7 @@ def facts_of(captured: Captured, plan: Plan, timeline: Timeline, cluster: Cluste
     from autopar.staging import cut
 
     stages = stage_rows(captured.graph, plan, timeline, cluster)
-    known = coverage([stage.graph for stage in cut(captured.graph, plan.starts)], plan.stages, cluster)
+    profiled = coverage([stage.graph for stage in cut(captured.graph, plan.starts)], plan.stages, cluster)
     return {
         "schedule": plan.schedule.name, "microbatches": plan.microbatches, "devices": plan.n_devices,
         "groups": plan.schedule.n_ranks, "cluster": plan.cluster, "pins": plan.pins, "seconds": plan.seconds,
@@ -33,7 +33,7 @@ def facts_of(captured: Captured, plan: Plan, timeline: Timeline, cluster: Cluste
         "transfers": [
             {"source": e.source, "target": e.target, "forward_seconds": e.forward_seconds,
              "backward_seconds": e.backward_seconds} for e in timeline.times.edges
-        ], "notes": list(plan.notes), **({"profile": known} if known else {}),
+        ], "notes": list(plan.notes), **({"profile": profiled} if profiled else {}),
     }  # fmt: skip
 
 
@@ -98,18 +98,18 @@ def memory_table(stages: list[dict[str, Any]]) -> Any:
         table.add_column(name, justify="right")
     for s in stages:
         again = s["activation_bytes"] - s["in_flight"] * s["microbatch_bytes"]
-        held = f"{s['in_flight']} x {show_bytes(s['microbatch_bytes'])}" + (f" + {show_bytes(again)}" if again else "")
+        kept = f"{s['in_flight']} x {show_bytes(s['microbatch_bytes'])}" + (f" + {show_bytes(again)}" if again else "")
         table.add_row(
-            str(s["stage"]), *(show_bytes(s[f"{p}_bytes"]) for p in parts), held, show_bytes(s["memory_bytes"]),
+            str(s["stage"]), *(show_bytes(s[f"{p}_bytes"]) for p in parts), kept, show_bytes(s["memory_bytes"]),
             show_bytes(s["limit_bytes"]),
         )  # fmt: skip
     return table
 
 
-def show_devices(held: list[int]) -> str:
+def show_devices(devices: list[int]) -> str:
     """``0..3``, or ``0,2,5`` where they are no range."""
-    whole = len(held) > 2 and held == list(range(held[0], held[-1] + 1))
-    return f"{held[0]}..{held[-1]}" if whole else ",".join(map(str, held))
+    whole = len(devices) > 2 and devices == list(range(devices[0], devices[-1] + 1))
+    return f"{devices[0]}..{devices[-1]}" if whole else ",".join(map(str, devices))
 
 
 def why(facts: dict[str, Any]) -> list[str]:
@@ -118,8 +118,8 @@ def why(facts: dict[str, Any]) -> list[str]:
 
     step, stages = facts["step"], facts["stages"]
     busiest = step["busiest_group"]
-    held = [str(s["stage"]) for s in stages if s["group"] == busiest]
-    own = f"stage{'s' if len(held) > 1 else ''} {', '.join(held)}"
+    numbers = [str(s["stage"]) for s in stages if s["group"] == busiest]
+    which = f"stage{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
     full = fullest(stages)
     share = full["memory_bytes"] / full["limit_bytes"]
     lines = [
@@ -131,7 +131,7 @@ def why(facts: dict[str, Any]) -> list[str]:
     ]
     if facts["groups"] > 1:
         lines.append(
-            f"  slowest: group {busiest} ({own}) computes {show_seconds(max(step['busy_seconds']))}, the mean is "
+            f"  slowest: group {busiest} ({which}) computes {show_seconds(max(step['busy_seconds']))}, the mean is "
             f"{show_seconds(step['even_seconds'])}"
         )
     lines.append(

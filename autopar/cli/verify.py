@@ -135,14 +135,14 @@ def _in_one(
 
     console = err()
     with console.status("verifying") as status:
-        found = v.verify(
+        differences = v.verify(
             captured, loaded.model, loaded.args, loaded.kwargs, mesh, cluster, plan=given, random_plans=random_plans,
             seed=seed, progress=lambda what: status.update(f"verifying: {what}"),
         )  # fmt: skip
-    rows = [{**asdict(d), "worst": d.worst} for d in found]
+    rows = [{**asdict(d), "worst": d.worst} for d in differences]
     eager = ["eager" in r["name"] for r in rows]
-    own = max(LIMITS.get(node.out.dtype, 0.0) for node in captured.graph.nodes if node.kind in ("param", "input"))
-    return rows, [own if e else LIMITS["float64"] for e in eager]
+    limit = max(LIMITS.get(node.out.dtype, 0.0) for node in captured.graph.nodes if node.kind in ("param", "input"))
+    return rows, [limit if e else LIMITS["float64"] for e in eager]
 
 
 def _in_processes(
@@ -194,8 +194,8 @@ def _in_processes(
             {k: w for k, w in result["weights"].items() if k in reference.weights},
             {k: w for k, w in result["weights"].items() if k in reference.buffers},
         )
-        held = {k: b for k, b in reference.buffers.items() if k in mine.buffers}
-        difference = v.compare(name, mine, replace(reference, buffers=held))
+        buffers_here = {k: b for k, b in reference.buffers.items() if k in mine.buffers}
+        difference = v.compare(name, mine, replace(reference, buffers=buffers_here))
         rows.append({**asdict(difference), "worst": difference.worst})
     return rows
 

@@ -126,9 +126,9 @@ class _Emitter:
 
     def _get(self, ref: Ref, state: State) -> torch.fx.Node:
         """The value of ``ref`` in ``state``, with the steps on the way emitted where first needed."""
-        known = self.value.get((ref, state))
-        if known is not None:
-            return known
+        emitted = self.value.get((ref, state))
+        if emitted is not None:
+            return emitted
         src = self.before[ref].get(state)
         if src is None:
             raise PlanError(

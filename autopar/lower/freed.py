@@ -81,8 +81,8 @@ def parts(x: torch.Tensor) -> list[torch.Tensor]:
 
 def is_empty(x: torch.Tensor) -> bool:
     """Whether a tensor lies in memory that is given up now."""
-    found = [_FREED.get(part.untyped_storage()._cdata) for part in parts(x)]
-    return any(freed is not None and freed.empty for freed in found)
+    memories = [_FREED.get(part.untyped_storage()._cdata) for part in parts(x)]
+    return any(freed is not None and freed.empty for freed in memories)
 
 
 def fill_all(values: Iterable[Any]) -> None:

@@ -122,14 +122,14 @@ def again_in_backward(
         return run(*inputs)
     inputs = [x.clone() if k in renewed else x for k, x in enumerate(inputs)]
     mesh = _MESH.get()
-    held = [(k, inputs[k]) for k in sorted(changing)]
+    changing_inputs = [(k, inputs[k]) for k in sorted(changing)]
     first = True
     given_up: dict[int, weakref.ref[_Output]] = {}
 
     def with_held(*rest: Any) -> tuple[Any, ...]:
         nonlocal first
         values = list(rest)
-        for k, value in held:
+        for k, value in changing_inputs:
             values.insert(k, value if first else value.clone())
         fill_all(() if first else values)
         results = list(run(*values))

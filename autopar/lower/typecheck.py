@@ -113,8 +113,8 @@ class _Checked(torch.fx.Interpreter):
         self.checked += 1
         parts = result if isinstance(result, (tuple, list)) else [result]
         wanted = iter(states)
-        made = [self._made(p, next(wanted)) if isinstance(p, torch.Tensor) else p for p in parts]
-        return type(result)(made) if isinstance(result, (tuple, list)) else made[0]
+        outs = [self._made(p, next(wanted)) if isinstance(p, torch.Tensor) else p for p in parts]
+        return type(result)(outs) if isinstance(result, (tuple, list)) else outs[0]
 
     def _axes(self, state: State) -> list[tuple[str, Any]]:
         return list(_type(state, self.program).items())
@@ -149,10 +149,10 @@ def _as_varying(value: torch.Tensor, axes: list[str]) -> torch.Tensor:
     """The same values, typed as varying on ``axes``."""
     if not axes:
         return value
-    known = spmd.get_local_type(value)
+    local_type = spmd.get_local_type(value)
     with spmd.no_typecheck():
         alias = value.view_as(value)
-    spmd.assert_type(alias, dict(known))
+    spmd.assert_type(alias, dict(local_type))
     names = spmd.current_mesh_all_names() or {}
     for axis in axes:
         spmd.mutate_type(alias, names[axis], src=spmd.get_axis_local_type(alias, axis), dst=spmd.V)
@@ -160,11 +160,11 @@ def _as_varying(value: torch.Tensor, axes: list[str]) -> torch.Tensor:
 
 
 def _tensor_args(n: torch.fx.Node) -> list[torch.fx.Node]:
-    found: list[torch.fx.Node] = []
+    args: list[torch.fx.Node] = []
 
     def note(arg: torch.fx.Node) -> torch.fx.Node:
-        found.append(arg)
+        args.append(arg)
         return arg
 
     torch.fx.node.map_arg((n.args, n.kwargs), note)
-    return found
+    return args

@@ -223,10 +223,10 @@ def _list(raw: Mapping[str, Any], key: str) -> list[Any]:
 def _check_param(at: str, entry: Any, bad: Failures) -> None:
     if not bad.type(at, entry, dict):
         return
-    known = ("stored", "used", "lifetime")
+    keys = ("stored", "used", "lifetime")
     for key, item in entry.items():
-        if key not in known:
-            bad.unknown(f"{at}.{key}", key, known)
+        if key not in keys:
+            bad.unknown(f"{at}.{key}", key, keys)
         else:
             bad.type(f"{at}.{key}", item, str)
     for key in ("stored", "used"):

@@ -41,12 +41,12 @@ def compress(every: Sequence[str], value: Callable[[str], V], needed: set[str] |
     while pending:
         t = pending.pop()
         for n in hits[t]:
-            other = template[n]
-            if other != t and value(n) != base[t]:
-                first.setdefault(other, set()).add(t)
-                if other not in chosen:
-                    chosen.add(other)
-                    pending.append(other)
+            overlapping = template[n]
+            if overlapping != t and value(n) != base[t]:
+                first.setdefault(overlapping, set()).add(t)
+                if overlapping not in chosen:
+                    chosen.add(overlapping)
+                    pending.append(overlapping)
     entries: dict[str, V] = {}
     result: dict[str, V] = {}
 

@@ -50,7 +50,7 @@ def stage_plan(reader: StageReader, decided: Decisions, setting: Setting) -> tup
     raw, graph, bad = reader.raw, reader.graph, reader.bad
     chosen, buffers = demand(graph, reader.rules, reader.mesh, decided.ops)
     buffers.update(decided.buffers)
-    made, wanted, outputs = needs(
+    made_as, wanted, outputs = needs(
         graph, reader.mesh, chosen, decided.params, buffers, decided.inputs, decided.outputs
     )
     checksum = raw.get("checksum") or {}
@@ -69,7 +69,7 @@ def stage_plan(reader: StageReader, decided: Decisions, setting: Setting) -> tup
     for ref, goals in wanted.items():
         key = route_key(graph, ref)
         given = routes.pop(key, ())
-        problem = _misfit(made[ref], goals, given)
+        problem = _misfit(made_as[ref], goals, given)
         if not problem:
             kept.update({key: given} if given else {})
         elif edited or not given:
@@ -140,11 +140,11 @@ def _routes_seconds(graph: Graph, priced: Pricer, routes: Mapping[str, Sequence[
     return seconds
 
 
-def _misfit(made: State, goals: Mapping[State, None], route: Route) -> str:
+def _misfit(made_as: State, goals: Mapping[State, None], route: Route) -> str:
     """Why a route does not bring a tensor from where it is made to where it is wanted; empty if it does."""
-    if route and route[0][0] != made:
-        return f"begins at {format_state(route[0][0])}, the tensor is made as {format_state(made)}; remove the entry"
-    reached = {made, *(b for _, b in route)}
+    if route and route[0][0] != made_as:
+        return f"begins at {format_state(route[0][0])}, the tensor is made as {format_state(made_as)}; remove the entry"
+    reached = {made_as, *(b for _, b in route)}
     missing = [g for g in goals if g not in reached]
     if missing:
         return f"does not reach {format_state(missing[0])}, as which the tensor is wanted; remove the entry"

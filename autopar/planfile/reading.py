@@ -88,9 +88,9 @@ def bind(document: Document, graph: Graph, cluster: Cluster | None = None) -> Pl
 
     @cache
     def hardware() -> Cluster:
-        found = cluster or document.cluster()
-        check_within(devices, found.n_devices, f"devices are in cluster '{raw['cluster']}'")
-        return found
+        machine = cluster or document.cluster()
+        check_within(devices, machine.n_devices, f"devices are in cluster '{raw['cluster']}'")
+        return machine
 
     pins = _pins(document, graph, bad)
     readers = [

@@ -79,15 +79,15 @@ class StageReader:
                 if axis not in self.axes:
                     self.bad.add(f"{path}.{axis}", f"the mesh has no axis '{axis}'; it has {', '.join(self.axes)}")
             match = re.compile(translate(pattern)).match
-            found = [i for i, n in ops if match(self.labels[n.name])]
-            if not found:
-                found = [i for i, n in ops if match(n.module) or n.name == pattern]
-                able = [i for i in found if all(_option(f) in self.options(i) for f in entry.values())]
-                found = able or found  # a module: those of its ops that have the factors
-            if not found:
-                known = [*self.labels.values(), *dict.fromkeys(n.module for _, n in ops if n.module)]
-                self.bad.add(path, f"matches no op of the model; {closest(pattern, known)}")
-            last.update((i, (path, entry)) for i in found)
+            matched = [i for i, n in ops if match(self.labels[n.name])]
+            if not matched:
+                matched = [i for i, n in ops if match(n.module) or n.name == pattern]
+                able = [i for i in matched if all(_option(f) in self.options(i) for f in entry.values())]
+                matched = able or matched  # a module: those of its ops that have the factors
+            if not matched:
+                names = [*self.labels.values(), *dict.fromkeys(n.module for _, n in ops if n.module)]
+                self.bad.add(path, f"matches no op of the model; {closest(pattern, names)}")
+            last.update((i, (path, entry)) for i in matched)
         decided = {}
         for i, node in ops:
             if i in last:
@@ -163,7 +163,7 @@ class StageReader:
 
     def _matched(self, section: str, every: Mapping[str, int]) -> dict[str, tuple[str, Any]]:
         """``{name: (path in the file, entry)}`` of the last entry that matches each name."""
-        found: dict[str, tuple[str, Any]] = {}
+        matched: dict[str, tuple[str, Any]] = {}
         for pattern, entry in self.raw.get(section, {}).items():
             path = f"{section}[{json.dumps(pattern)}]"
             match = re.compile(translate(pattern)).match
@@ -171,19 +171,19 @@ class StageReader:
             if not hits:
                 what = {"params": "parameter", "routes": "tensor"}.get(section, section[:-1])
                 self.bad.add(path, f"matches no {what} of the model; {closest(pattern, every)}")
-            found.update((name, (path, entry)) for name in hits)
-        return found
+            matched.update((name, (path, entry)) for name in hits)
+        return matched
 
     def params(self) -> dict[int, ParamChoice]:
         """How every parameter is kept."""
         nodes = {node.target: i for i, node in self.graph.of_kind("param")}
-        found = self._matched("params", nodes)
-        missing = [name for name in nodes if name not in found]
+        matched = self._matched("params", nodes)
+        missing = [name for name in nodes if name not in matched]
         if missing:
             more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
             self.bad.add("params", f"no entry for parameter {', '.join(missing[:4])}{more}; add one, or plan again")
         result = {}
-        for name, (path, entry) in found.items():
+        for name, (path, entry) in matched.items():
             node = self.graph.nodes[nodes[name]]
             shape = node.out.shape
             stored = self._state(f"{path}.stored", entry["stored"], shape, "SI" if node.needs_grad else "SR", True)
@@ -272,13 +272,13 @@ class StageReader:
                     self.bad.add(f"recompute[{k}]", f"'{name}' is no op of the model; {closest(name, list(named))}")
             first, last = (named.get(name, name) for name in segment)
             segments.append((first, last))
-        found = tuple(segments)
-        if all(name in names for segment in found for name in segment):
+        result = tuple(segments)
+        if all(name in names for segment in result for name in segment):
             try:
-                segment_numbers(self.graph, found)
+                segment_numbers(self.graph, result)
             except PlanError as error:
                 self.bad.say(str(error))
-        return found
+        return result
 
     def tensors(self, section: str) -> tuple[str, ...]:
         """The tensors that a section lists, by the plan's own keys."""

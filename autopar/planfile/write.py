@@ -142,10 +142,10 @@ def _ops(plan: StagePlan, graph: Graph) -> dict[str, dict[str, str]]:
     explicit = {i for i in strategy if graph.nodes[i].hot}
     while True:
         chosen, _ = demand(graph, rules, plan.mesh, {i: strategy[i] for i in explicit}, partly=True)
-        other = {i for i in strategy if chosen[i].names != plan.ops[graph.nodes[i].name]}
-        if not other:
+        differing = {i for i in strategy if chosen[i].names != plan.ops[graph.nodes[i].name]}
+        if not differing:
             break
-        explicit |= other
+        explicit |= differing
     by_label = {labels[graph.nodes[i].name]: plan.ops[graph.nodes[i].name] for i in strategy}
     needed = {
         labels[graph.nodes[i].name]

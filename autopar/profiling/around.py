@@ -38,26 +38,26 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 def accumulate_points(*, in_place: bool) -> list[list[float]]:
     """``[bytes, seconds]`` of adding a fresh gradient to one that was last touched long ago, or of making their sum
     anew."""
-    found = []
+    points = []
     for n_bytes in ADDED:
         n = n_bytes // 4
-        held = [torch.ones(n) for _ in range(max(2, min(64, 2**26 // n_bytes)))]
+        gradients = [torch.ones(n) for _ in range(max(2, min(64, 2**26 // n_bytes)))]
         times = []
-        for k in range(3 * len(held) if len(held) < 8 else len(held)):
+        for k in range(3 * len(gradients) if len(gradients) < 8 else len(gradients)):
             fresh = torch.ones(n)
             start = time.thread_time()
-            at = k % len(held)
-            held[at] = held[at].add_(fresh) if in_place else held[at] + fresh
+            at = k % len(gradients)
+            gradients[at] = gradients[at].add_(fresh) if in_place else gradients[at] + fresh
             del fresh
             times.append(time.thread_time() - start)
-        found.append([n_bytes, median(times)])
-    return found
+        points.append([n_bytes, median(times)])
+    return points
 
 
 def send_points() -> list[list[float]]:
     """``[bytes, seconds]`` of one message between two ranks, there and back, as a pipeline sends it."""
     rank, repeats = dist.get_rank(), 20
-    found = []
+    points = []
     for n_bytes in SIZES:
         spec = Spec((n_bytes // 4,), "float32")
         mesh = (("data", 1),)
@@ -80,24 +80,24 @@ def send_points() -> list[list[float]]:
                 times.append((time.perf_counter() - start) / 2)
             post.end()
         dist.barrier()
-        found.append([n_bytes, median(times[2:]) if times else 0.0])
-    return found
+        points.append([n_bytes, median(times[2:]) if times else 0.0])
+    return points
 
 
 def collective_points() -> dict[str, list[list[float]]]:
     """``[bytes, seconds]`` of each collective among all ranks, until the last has it."""
     world = dist.get_world_size()
-    found: dict[str, list[list[float]]] = {}
+    points: dict[str, list[list[float]]] = {}
     for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
         rows = []
         for n_bytes in SIZES:
             n = ceil(n_bytes / 4 / world) * world
-            whole, part, other = torch.ones(n), torch.ones(n // world), torch.empty(n)
+            whole, part, landing = torch.ones(n), torch.ones(n // world), torch.empty(n)
             call: dict[str, Callable[[], Any]] = {
                 "all_reduce": partial(dist.all_reduce, whole),
                 "all_gather": partial(dist.all_gather_into_tensor, whole, part),
                 "reduce_scatter": partial(dist.reduce_scatter_tensor, part, whole),
-                "all_to_all": partial(dist.all_to_all_single, other, whole),
+                "all_to_all": partial(dist.all_to_all_single, landing, whole),
             }
             times = []
             for _ in range(12 if n_bytes < 2**21 else 6):
@@ -108,8 +108,8 @@ def collective_points() -> dict[str, list[list[float]]]:
                 dist.all_reduce(took, dist.ReduceOp.MAX)
                 times.append(took.item())
             rows.append([n_bytes, median(times)])
-        found[kind] = rows
-    return found
+        points[kind] = rows
+    return points
 
 
 def optimizer_seconds() -> dict[str, tuple[float, float]]:
@@ -117,7 +117,7 @@ def optimizer_seconds() -> dict[str, tuple[float, float]]:
     meshes = [
         DeviceMesh("cpu", torch.tensor([r]), mesh_dim_names=("data",)) for r in range(dist.get_world_size())
     ]  # fmt: skip
-    mesh, found = meshes[dist.get_rank()], {}
+    mesh, costs = meshes[dist.get_rank()], {}
 
     def sharded(n: int) -> DTensor:  # ones: pages of zeros are not there before they are read
         return DTensor.from_local(torch.ones(n), mesh, [Replicate()], run_check=False)
@@ -137,8 +137,8 @@ def optimizer_seconds() -> dict[str, tuple[float, float]]:
                 times.append((time.thread_time() - start) / len(params))
             rows.append((4.0 * n, median(times[1:])))
         tensor = rows[0][1]
-        found[name] = tensor, max(0.0, (rows[-1][1] - tensor) / rows[-1][0])
-    return found
+        costs[name] = tensor, max(0.0, (rows[-1][1] - tensor) / rows[-1][0])
+    return costs
 
 
 class _Tiny(torch.nn.Module):
@@ -163,19 +163,19 @@ def executor_spans(cluster: Cluster, layers: int, schedule: str) -> dict[str, fl
     captured = capture(model, (x,))
     starts = (next(n.name for n in captured.graph.nodes if n.kind == "op" and n.module == f"layers.{layers}"),)
     asked = PipelineOptions(count, 2, (schedule,), (("data", 1),), starts, may_recompute=False)
-    found = plan_pipeline(captured.graph, cluster, 2, asked)
-    module = PipelineModule(model, captured, found.plan)
+    planned = plan_pipeline(captured.graph, cluster, 2, asked)
+    module = PipelineModule(model, captured, planned.plan)
     batch = x.repeat(count, 1)
     spans: dict[str, list[float]] = {}
     for _ in range(30):
-        own = module.record()
+        events = module.record()
         dist.barrier()
         start = time.perf_counter()
         module.train_step(batch)
         whole = time.perf_counter() - start
-        for what, _, begin, end in own:
+        for what, _, begin, end in events:
             spans.setdefault(next(c for c in what if c in "FBIW"), []).append(end - begin)
-        spans.setdefault("step", []).append(max(0.0, whole - (own[-1][3] - own[0][2])))
+        spans.setdefault("step", []).append(max(0.0, whole - (events[-1][3] - events[0][2])))
         for p in module.parameters():
             p.grad = None
     return {k: quantiles(v[len(v) // 5 :], n=4)[0] for k, v in spans.items()}

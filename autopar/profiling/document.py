@@ -57,8 +57,8 @@ def profile(graph: Graph, cluster: Cluster, name: str, model: str, asked: Asked)
     passes = passes_of(graph, cluster, asked.meshes, asked.most_ops, asked.most_bytes)
     before = os.getloadavg()[0]
     ranks = run_local(_measure, asked.processes, passes, asked.seconds, cluster, timeout=asked.timeout)
-    known = set.intersection(*(set(rank["ops"]) for rank in ranks))
-    ops = {op.key: op for one in passes.passes for op in one if op.key in known}
+    on_all_ranks = set.intersection(*(set(rank["ops"]) for rank in ranks))
+    ops = {op.key: op for one in passes.passes for op in one if op.key in on_all_ranks}
     left_out = [*passes.left_out, *(f"{key}: {why}" for key, why in sorted(ranks[0]["failed"].items()))]
     seconds = {
         key: tuple(mean(rank["ops"][key][i] for rank in ranks) for i in range(4)) for key in ops
@@ -108,33 +108,33 @@ def _measure(passes: Passes, seconds: float, cluster: Cluster) -> dict[str, Any]
         for key, value in taken.items():
             ops.setdefault(key, value.medians())
     until_quiet(PATIENCE * seconds)
-    found: dict[str, Any] = {"optimizers": around.optimizer_seconds()}
-    found["accumulate"] = around.accumulate_points(in_place=True)
-    found["accumulate_new"] = around.accumulate_points(in_place=False)
-    found["transfers"] = around.collective_points() if dist.get_world_size() > 1 else {}
+    beside_ops: dict[str, Any] = {"optimizers": around.optimizer_seconds()}
+    beside_ops["accumulate"] = around.accumulate_points(in_place=True)
+    beside_ops["accumulate_new"] = around.accumulate_points(in_place=False)
+    beside_ops["transfers"] = around.collective_points() if dist.get_world_size() > 1 else {}
     until_quiet(PATIENCE * seconds)
     if dist.get_world_size() > 1:
-        found["transfers"]["send_recv"] = around.send_points()
+        beside_ops["transfers"]["send_recv"] = around.send_points()
     if dist.get_world_size() == 2:
         until_quiet(PATIENCE * seconds)
-        found["spans"] = {
+        beside_ops["spans"] = {
             f"{schedule} {layers}": around.executor_spans(cluster, layers, schedule)
             for schedule in ("1f1b", "zb-h1") for layers in (1, 9)
         }  # fmt: skip
-    return {"ops": ops, "failed": failed, "rounds": rounds, "others": max(others, default=0.0), "around": found}
+    return {"ops": ops, "failed": failed, "rounds": rounds, "others": max(others, default=0.0), "around": beside_ops}
 
 
 def _corrections(ops: Mapping[str, LocalOp], seconds: Mapping[str, tuple[float, ...]]) -> dict[str, Any]:
     """Lines from computed to measured seconds, by kind of op."""
-    found: dict[str, Any] = {}
+    lines: dict[str, Any] = {}
     for kind in [*sorted({op.kind for op in ops.values()}), OTHER]:
-        own = [(op.seconds, seconds[key]) for key, op in ops.items() if kind in (op.kind, OTHER)]
-        with_grad = [(c, m) for c, m in own if m[1] > 0]
-        found[kind] = {
-            "forward": list(fit_correction([c[0] for c, _ in own], [m[0] for _, m in own])),
+        of_kind = [(op.seconds, seconds[key]) for key, op in ops.items() if kind in (op.kind, OTHER)]
+        with_grad = [(c, m) for c, m in of_kind if m[1] > 0]
+        lines[kind] = {
+            "forward": list(fit_correction([c[0] for c, _ in of_kind], [m[0] for _, m in of_kind])),
             "backward": list(fit_correction([c[1] for c, _ in with_grad], [m[1] for _, m in with_grad])),
         }  # fmt: skip
-    return found
+    return lines
 
 
 def _overheads(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -163,11 +163,11 @@ def _overheads(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def _optimizers(ranks: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     names = ranks[0]["around"]["optimizers"]
-    found = {}
+    costs = {}
     for name in sorted(names):
         tensor, byte = (mean(r["around"]["optimizers"][name][i] for r in ranks) for i in (0, 1))
-        found[name] = {"tensor_seconds": tensor, "byte_seconds": byte}
-    return found
+        costs[name] = {"tensor_seconds": tensor, "byte_seconds": byte}
+    return costs
 
 
 def _mean_points(rows: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:

@@ -44,9 +44,9 @@ class Taken:
 
     def add(self, other: Taken) -> None:
         """Count what was measured in another round too."""
-        for own, more in ((self.forward, other.forward), (self.backward, other.backward),
+        for mine, more in ((self.forward, other.forward), (self.backward, other.backward),
                           (self.inputs, other.inputs), (self.weights, other.weights)):  # fmt: skip
-            own.extend(more)
+            mine.extend(more)
 
     def medians(self) -> tuple[float, float, float, float]:
         """Of forward, backward, and its halves; 0 for what is not there."""
@@ -92,11 +92,11 @@ class _Live:
         args, kwargs = fill(op.args), {k: fill(v) for k, v in op.kwargs.items()}
         fn = self.fn
         start = time.thread_time()
-        made = fn(*args, **kwargs)
+        result = fn(*args, **kwargs)
         seconds = time.thread_time() - start
-        outs = made if isinstance(made, (tuple, list)) else (made,)
+        outs = result if isinstance(result, (tuple, list)) else (result,)
         self.roots = [x for x in outs if isinstance(x, torch.Tensor) and x.requires_grad]
-        self.kept = made
+        self.kept = result
         return seconds
 
     def runs(self, failed: dict[str, str]) -> bool:
@@ -132,10 +132,10 @@ class _Live:
         """Seconds of the gradients of some inputs alone."""
         grads = self.gradients()
         start = time.thread_time()
-        found = torch.autograd.grad(self.roots, list(wanted), grads, retain_graph=True, allow_unused=True)
+        gradients = torch.autograd.grad(self.roots, list(wanted), grads, retain_graph=True, allow_unused=True)
         del grads
         seconds = time.thread_time() - start
-        del found
+        del gradients
         return seconds
 
 
@@ -167,19 +167,19 @@ def measure_pass(
         split, left = number % 3 == 2, PATIENCE * seconds - waited
         waited += until_quiet(left) if number >= 0 and left > 0 and rounds and rounds[-1][1] > QUIET else 0.0
         watch = Watch()
-        own = {live.op.key: Taken() for live in lives}
-        _round(lives, own, entry, split=split)
+        of_round = {live.op.key: Taken() for live in lives}
+        _round(lives, of_round, entry, split=split)
         others, _ = watch.others()  # all ranks wait here, so they start rounds at once
         if number >= 0:
-            rounds.append((split, others, own))
+            rounds.append((split, others, of_round))
         quiet = sum(others <= QUIET for _, others, _ in rounds)
         spent = began.others()[1] - waited
         if number + 1 >= LEAST_ROUNDS and spent > (seconds if quiet >= LEAST_ROUNDS else PATIENCE * seconds):
             break
     taken = {live.op.key: Taken() for live in lives}
     kept = [r for way in (False, True) for r in quietest([r for r in rounds if r[0] is way], lambda r: r[1], 2)]
-    for _, _, own in kept:
-        for key, row in own.items():
+    for _, _, of_round in kept:
+        for key, row in of_round.items():
             taken[key].add(row)
     return taken, max(r[1] for r in kept)
 

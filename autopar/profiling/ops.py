@@ -94,7 +94,7 @@ def passes_of(graph: Graph, cluster: Cluster, meshes: Sequence[Mesh], most_ops: 
     rules = rules_of(graph)
     one: Mesh = (("data", 1),)
     plain = replace(cluster, measured=None)
-    known: set[str] = set()
+    keys: set[str] = set()
     passes: list[list[LocalOp]] = []
     beyond: set[str] = set()
     unpicklable: set[str] = set()
@@ -105,25 +105,25 @@ def passes_of(graph: Graph, cluster: Cluster, meshes: Sequence[Mesh], most_ops: 
         for node, rule in zip(graph.nodes, rules, strict=True):
             if node.kind != "op" or rule is None:
                 continue
-            own: dict[str, LocalOp] = {}
+            of_node: dict[str, LocalOp] = {}
             for strategy in strategies(graph, node, rule, mesh):
                 key = key_of(graph, node, rule, strategy, mesh)
                 if key is None:
                     inside.add(f"{node.target} with communication inside")
-                elif key not in own and (mesh == one or key not in known):
+                elif key not in of_node and (mesh == one or key not in keys):
                     op = _local_op(graph, node, rule, strategy, priced, key)
                     if op is not None:
-                        own[key] = op
+                        of_node[key] = op
                     else:
                         unpicklable.add(node.target)
-            rows.append(list(own.values()))
+            rows.append(list(of_node.values()))
         for place in range(max(map(len, rows), default=0)):
-            row = [own[place] for own in rows if place < len(own)]
-            new = {op.key for op in row} - known
-            for key in list(new)[: max(0, len(known) + len(new) - most_ops)]:
+            row = [of_node[place] for of_node in rows if place < len(of_node)]
+            new = {op.key for op in row} - keys
+            for key in list(new)[: max(0, len(keys) + len(new) - most_ops)]:
                 beyond.add(key)
             row = [op for op in row if op.key not in beyond]
-            known |= {op.key for op in row}
+            keys |= {op.key for op in row}
             passes.append(row)
     passes = [list(_within(ops, most_bytes)) for ops in passes if ops]
     left_out = sorted(inside) + [f"{t}: cannot be sent to a process" for t in sorted(unpicklable)]

@@ -45,13 +45,13 @@ def coverage(
     }  # fmt: skip
 
 
-def line(found: dict[str, float | str]) -> str:
+def line(facts: dict[str, float | str]) -> str:
     """That in words."""
-    measured, computed = float(found["measured_seconds"]), float(found["computed_seconds"])
+    measured, computed = float(facts["measured_seconds"]), float(facts["computed_seconds"])
     share = measured / (measured + computed) if measured + computed else 0.0
     return (
         f"ops priced from measurements: {share:.1%} of their seconds, the rest by formulas corrected by them "
-        f"(profile of {found['date']}, {found['processor']})"
+        f"(profile of {facts['date']}, {facts['processor']})"
     )
 
 

@@ -69,14 +69,14 @@ def _cuts(graph: Graph, a: Replanner, b: Replanner) -> list[Row]:
         return rows
     labels = op_labels(graph)
     place = {graph.nodes[i].name: p for p, i in enumerate(hot_ops(graph))}
-    known = sorted(place[name] for name in a.bounds)
+    begins = sorted(place[name] for name in a.bounds)
 
     def block(first: str) -> int:
-        return sum(p <= place[first] for p in known) - 1
+        return sum(p <= place[first] for p in begins) - 1
 
     for number in range(1, most):
         firsts = [p.stages[number].first if number < len(p.stages) else None for p in (a.plan, b.plan)]
-        words = [None if f is None else f"{labels[f]} (block {block(f)} of {len(known)})" for f in firsts]
+        words = [None if f is None else f"{labels[f]} (block {block(f)} of {len(begins)})" for f in firsts]
         if firsts[0] is not None and firsts[1] is not None and (by := block(firsts[1]) - block(firsts[0])):
             words[1] = f"{words[1]}, {abs(by)} block{'s' if abs(by) > 1 else ''} {'later' if by > 0 else 'earlier'}"
         rows.append((f"stage {number} begins at", words[0], words[1]))
@@ -133,21 +133,21 @@ def _route_texts(plan: Plan) -> dict[str, tuple[str, ...]]:
 
 
 def _op_texts(plan: Plan) -> dict[str, str]:
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for choice in reversed(plan.stages):
         for name, names in choice.ops.items():
             cuts = zip(choice.mesh, names, strict=True)
-            found[name] = " ".join(f"{axis}={written(n)}" for (axis, size), n in cuts if size > 1) or "on one device"
-    return found
+            texts[name] = " ".join(f"{axis}={written(n)}" for (axis, size), n in cuts if size > 1) or "on one device"
+    return texts
 
 
 def _param_texts(plan: Plan) -> dict[str, str]:
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for choice in reversed(plan.stages):
         for name, c in choice.params.items():
             life = f", per {c.lifetime}" if c.stored != c.used else ""
-            found[name] = f"stored {format_state(c.stored)}, used {format_state(c.used)}{life}"
-    return found
+            texts[name] = f"stored {format_state(c.stored)}, used {format_state(c.used)}{life}"
+    return texts
 
 
 def _prices(a: Replanner, b: Replanner) -> list[Row]:
@@ -159,21 +159,21 @@ def _prices(a: Replanner, b: Replanner) -> list[Row]:
 def _price(asked: Replanner) -> Mapping[str, Any]:
     if len(asked.plan.stages) == 1:
         price = asked.plan.price
-        found = {f"price.{key}": value for key, value in asdict(price).items()}
-        return {**found, "price.seconds": price.seconds, "price.memory_bytes": price.memory_bytes}
+        values = {f"price.{key}": value for key, value in asdict(price).items()}
+        return {**values, "price.seconds": price.seconds, "price.memory_bytes": price.memory_bytes}
     plan, timeline = asked.simulated()
     t = timeline.times
-    found = {}
+    values = {}
     for number, choice in enumerate(plan.stages):
-        found[f"stage {number} forward_seconds"] = t.forward_seconds[number]
-        found[f"stage {number} backward_seconds"] = t.backward_seconds[number]
-        found[f"stage {number} step_seconds"] = choice.price.parameter_seconds
-        found[f"stage {number} memory_bytes"] = choice.price.memory_bytes
-    found["price.makespan_seconds"] = timeline.makespan_seconds
-    found["price.bubble_fraction"] = timeline.bubble_fraction
-    found["price.seconds"] = plan.seconds
-    found["price.memory_bytes"] = plan.memory_bytes
-    return found
+        values[f"stage {number} forward_seconds"] = t.forward_seconds[number]
+        values[f"stage {number} backward_seconds"] = t.backward_seconds[number]
+        values[f"stage {number} step_seconds"] = choice.price.parameter_seconds
+        values[f"stage {number} memory_bytes"] = choice.price.memory_bytes
+    values["price.makespan_seconds"] = timeline.makespan_seconds
+    values["price.bubble_fraction"] = timeline.bubble_fraction
+    values["price.seconds"] = plan.seconds
+    values["price.memory_bytes"] = plan.memory_bytes
+    return values
 
 
 __all__ = ["differences", "entries"]

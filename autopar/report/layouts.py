@@ -45,7 +45,7 @@ def layout_row(what: str, plan: Plan, timeline: Timeline, graph: Graph, cluster:
         graph: of one microbatch.
     """
     schedule, m = plan.schedule, plan.microbatches
-    memory = max(sum(plan.stages[s].price.memory_bytes for s in held) for held in schedule.stages_of_rank)
+    memory = max(sum(plan.stages[s].price.memory_bytes for s in of_rank) for of_rank in schedule.stages_of_rank)
     devices = sorted({d for stage in plan.stages for d in stage.devices})
     flops = m * model_flops(graph)
     peak = sum(sum(peak_flops(cluster.device(d), dtype) * share for dtype, share in flops_by_dtype(graph).items())
@@ -61,19 +61,19 @@ def model_flops(graph: Graph) -> float:
 
 def flops_by_dtype(graph: Graph) -> dict[str, float]:
     """The share of each dtype in them."""
-    found = _flops(graph)
-    total = sum(found.values())
-    return {dtype: flops / total for dtype, flops in found.items()} if total else {"float32": 1.0}
+    by_dtype = _flops(graph)
+    total = sum(by_dtype.values())
+    return {dtype: flops / total for dtype, flops in by_dtype.items()} if total else {"float32": 1.0}
 
 
 def _flops(graph: Graph) -> Mapping[str, float]:
-    found: dict[str, float] = {}
+    by_dtype: dict[str, float] = {}
     for node, rule in zip(graph.nodes, rules_of(graph), strict=True):
         if node.kind == "op" and rule is not None and rule.kind in COMPUTE_KINDS:
             times = 1 + (BACKWARD if node.needs_grad else 0)
             dtype = graph.spec(node.refs[0]).dtype
-            found[dtype] = found.get(dtype, 0.0) + times * rule.flops_at({})
-    return found
+            by_dtype[dtype] = by_dtype.get(dtype, 0.0) + times * rule.flops_at({})
+    return by_dtype
 
 
 def tokens_of(graph: Graph) -> int:
@@ -89,12 +89,12 @@ def tokens_of(graph: Graph) -> int:
 
 def with_front(rows: Sequence[LayoutRow]) -> list[LayoutRow]:
     """The rows, fastest first, with those marked that no other beats in both time and memory."""
-    found: list[LayoutRow] = []
+    marked: list[LayoutRow] = []
     least = float("inf")
     for row in sorted(rows, key=lambda r: (r.seconds, r.memory_bytes)):
-        found.append(LayoutRow(**{**vars(row), "on_front": row.memory_bytes < least}))
+        marked.append(LayoutRow(**{**vars(row), "on_front": row.memory_bytes < least}))
         least = min(least, row.memory_bytes)
-    return found
+    return marked
 
 
 __all__ = ["LayoutRow", "layout_row", "model_flops", "tokens_of", "with_front"]

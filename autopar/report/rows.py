@@ -123,12 +123,12 @@ def step_rows(plan: StagePlan, spec: Any, grad: bool, a: State, b: State) -> lis
     if size == 1:
         return []
     here, there = (prod(local_shape(spec.shape, s, plan.mesh)) * spec.item_bytes for s in (a, b))
-    found = []
+    collectives = []
     for backward, kind in enumerate(step_collectives(a[axis], b[axis])):
         if kind is not None and (grad or not backward):
             whole = kind in ("all_gather", "reduce_scatter")
-            found.append(_collective(kind, name, bool(backward), max(here, there) if whole else here))
-    return found
+            collectives.append(_collective(kind, name, bool(backward), max(here, there) if whole else here))
+    return collectives
 
 
 def block_rows(graph: Graph, plan: StagePlan, priced: Pricer, *, every: bool = False) -> list[BlockRows]:
@@ -148,9 +148,9 @@ def block_rows(graph: Graph, plan: StagePlan, priced: Pricer, *, every: bool = F
         )  # fmt: skip
 
     def add(numbers: Sequence[int], count: int = 1, name: str = "", last: str = "") -> None:
-        found = rows(numbers, name)
-        if found:
-            result.append(BlockRows(f"{name} .. {last}" if last else name, count, found))
+        op_rows = rows(numbers, name)
+        if op_rows:
+            result.append(BlockRows(f"{name} .. {last}" if last else name, count, op_rows))
 
     arriving: dict[str, list[OpRow]] = {}
     for i in range(len(graph.nodes)):
@@ -162,8 +162,8 @@ def block_rows(graph: Graph, plan: StagePlan, priced: Pricer, *, every: bool = F
     for same in arriving.values():
         label = re.sub(r"(?<=\.)\d+(?=\.)", "*", same[0].label) if len(same) > 1 else same[0].label
         by_count.setdefault(len(same), []).append(replace(same[0], label=label))
-    for count, found in by_count.items():
-        result.append(BlockRows("inputs and parameters that are brought elsewhere", count, tuple(found)))
+    for count, op_rows in by_count.items():
+        result.append(BlockRows("inputs and parameters that are brought elsewhere", count, tuple(op_rows)))
     at = 0
     for first, length, repeats in fold(graph).blocks:
         add(ops[at:first])
@@ -201,8 +201,8 @@ def _alike(graph: Graph, plan: StagePlan, a: Sequence[int], b: Sequence[int]) ->
         if plan.ops[graph.nodes[i].name] != plan.ops[graph.nodes[j].name]:
             return False
         for number in range(len(graph.nodes[i].outs)):
-            mine, other = (plan.routes.get(route_key(graph, Ref(n, number)), ()) for n in (i, j))
-            if mine != other:
+            route_a, route_b = (plan.routes.get(route_key(graph, Ref(n, number)), ()) for n in (i, j))
+            if route_a != route_b:
                 return False
     return True
 
@@ -278,8 +278,8 @@ def collective_counts(plan: StagePlan, graph: Graph, priced: Pricer) -> dict[str
     rules, labels = rules_of(graph), op_labels(graph)
     counts: dict[str, int] = {}
 
-    def count(found: Sequence[Collective]) -> None:
-        for c in found:
+    def count(collectives: Sequence[Collective]) -> None:
+        for c in collectives:
             key = f"{c['kind']} over {c['axis']}"
             counts[key] = counts.get(key, 0) + 1
 
@@ -293,8 +293,8 @@ def collective_counts(plan: StagePlan, graph: Graph, priced: Pricer) -> dict[str
     holds = _again(graph, plan, _chosen(graph, plan))
     for segment in holds.segments:
         for i in segment.ops if segment.active else ():
-            own = op_row(graph, replace(plan, routes={}), priced, i, rules, "").collectives
-            count([c for c in own if c["pass"] == "forward"])
+            of_op = op_row(graph, replace(plan, routes={}), priced, i, rules, "").collectives
+            count([c for c in of_op if c["pass"] == "forward"])
         for ref, a, b in segment.steps if segment.active else ():
             count(step_rows(plan, graph.spec(ref), False, a, b))
     for ref, a, b in holds.steps_again:

@@ -49,7 +49,7 @@ def step_anatomy(plan: Plan, timeline: Timeline) -> dict[str, Any]:
     busy = timeline.busy_seconds
     mean, longest = sum(busy) / len(busy), max(busy)
     once = max(
-        sum(plan.stages[s].price.parameter_seconds for s in held) for held in plan.schedule.stages_of_rank
+        sum(plan.stages[s].price.parameter_seconds for s in of_rank) for of_rank in plan.schedule.stages_of_rank
     )  # fmt: skip
     return {
         "seconds": timeline.makespan_seconds + once, "even_seconds": mean, "uneven_seconds": longest - mean,

@@ -55,10 +55,10 @@ def block_table(block: BlockRows, mesh: Mesh, show_bytes: Show, show_seconds: Sh
     return table
 
 
-def collectives_text(found: Sequence[Collective]) -> str:
+def collectives_text(collectives: Sequence[Collective]) -> str:
     """``all-reduce tensor data (b)``: axes joined, equal ones counted; f is the forward, b the backward."""
     kinds: dict[tuple[str, str], dict[str, int]] = {}
-    for c in found:
+    for c in collectives:
         axes = kinds.setdefault((c["kind"], c["pass"]), {})
         axes[c["axis"]] = axes.get(c["axis"], 0) + 1
     lines = []

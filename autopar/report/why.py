@@ -57,20 +57,20 @@ def alternatives(graph: Graph, plan: StagePlan, priced: Pricer, i: int) -> list[
     chosen: dict[int, Strategy] = {}
     for k, n in enumerate(graph.nodes):
         if n.kind == "op":
-            own = rules[k]
-            assert own is not None
-            chosen[k] = strategy_in_plan(graph, n, own, plan.ops[n.name], mesh)
+            rule_there = rules[k]
+            assert rule_there is not None
+            chosen[k] = strategy_in_plan(graph, n, rule_there, plan.ops[n.name], mesh)
     owned = {k: plan.params[n.target] for k, n in graph.of_kind("param")}
     outputs = {k: state for k, state in enumerate(plan.outputs) if state is not None}
     rows = []
     for strategy in strategies(graph, node, rule, mesh):
         decided = {**chosen, i: strategy}
         kept, parameter_seconds, stored = _params(graph, plan, priced, i, strategy, owned)
-        made, wanted, _ = needs(graph, mesh, decided, {**owned, **kept}, plan.buffers, plan.inputs, outputs)
+        made_as, wanted, _ = needs(graph, mesh, decided, {**owned, **kept}, plan.buffers, plan.inputs, outputs)
         reshard = 0.0
         for ref in {*node.refs, *(Ref(i, k) for k, o in enumerate(node.outs) if o is not None)}:
             if ref in wanted:
-                reshard += _route_seconds(graph, plan, priced, ref, made[ref], wanted[ref], strategy is chosen[i])
+                reshard += _route_seconds(graph, plan, priced, ref, made_as[ref], wanted[ref], strategy is chosen[i])
         compute, inside = priced.op(graph, node, rule, strategy)
         cuts = {
             axis: "replicate" if name == "I" else name for (axis, _), name in zip(mesh, strategy.names, strict=True)
@@ -81,14 +81,14 @@ def alternatives(graph: Graph, plan: StagePlan, priced: Pricer, i: int) -> list[
 
 
 def _route_seconds(
-    graph: Graph, plan: StagePlan, priced: Pricer, ref: Ref, made: State, goals: Mapping[State, None], same: bool
+    graph: Graph, plan: StagePlan, priced: Pricer, ref: Ref, made_as: State, goals: Mapping[State, None], same: bool
 ) -> float:
     node, spec = graph.nodes[ref.node], graph.spec(ref)
     grad = node.needs_grad and spec.is_float
     if same:
         return sum(priced.step(spec, grad, a, b) for a, b in plan.routes.get(route_key(graph, ref), ()))
-    found = route(spec.shape, plan.mesh, grad, made, list(goals), lambda a, b: priced.step(spec, grad, a, b))
-    return float("inf") if found is None else found[0]
+    cheapest = route(spec.shape, plan.mesh, grad, made_as, list(goals), lambda a, b: priced.step(spec, grad, a, b))
+    return float("inf") if cheapest is None else cheapest[0]
 
 
 def _params(

@@ -48,12 +48,12 @@ def _value(condition: torch.Tensor) -> bool | None:
     """What a condition says, which is read once however many branches it decides; None where it has no value."""
     if condition.is_meta or isinstance(condition, FakeTensor):
         return None
-    known: bool | None = getattr(condition, _READ, None)
-    if known is None:
+    answer: bool | None = getattr(condition, _READ, None)
+    if answer is None:
         whole = next(iter(condition._local_tensors.values())) if isinstance(condition, LocalTensor) else condition
-        known = bool(whole)
-        setattr(condition, _READ, known)
-    return known
+        answer = bool(whole)
+        setattr(condition, _READ, answer)
+    return answer
 
 
 @rule(

@@ -145,27 +145,27 @@ class _WithReads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, callee: Callee, *leaves: Any) -> Any:
         n = callee.spec.num_leaves
-        own = [
+        inner = [
             x.detach().requires_grad_(x.requires_grad and x.is_floating_point()) if isinstance(x, torch.Tensor) else x
             for x in leaves
         ]
-        with torch.enable_grad(), swapped(callee.reads, own[n:]):
-            outs = callee.run(own)
-        ctx.callee, ctx.own, ctx.outs = callee, own, outs
+        with torch.enable_grad(), swapped(callee.reads, inner[n:]):
+            outs = callee.run(inner)
+        ctx.callee, ctx.inner, ctx.outs = callee, inner, outs
         plain = tuple(x.detach() for x in outs)
         ctx.mark_non_differentiable(*(d for d, x in zip(plain, outs, strict=True) if not x.requires_grad))
         return plain
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        own, callee = ctx.own, ctx.callee
+        inner, callee = ctx.inner, ctx.callee
         pairs = [(x, g) for x, g in zip(ctx.outs, grads, strict=True) if x.requires_grad and g is not None]
-        for x in own:
+        for x in inner:
             if isinstance(x, torch.Tensor):
                 x.grad = None
-        with torch.enable_grad(), swapped(callee.reads, own[callee.spec.num_leaves :]):
+        with torch.enable_grad(), swapped(callee.reads, inner[callee.spec.num_leaves :]):
             torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs], retain_graph=True)
-        return (None, *(x.grad if isinstance(x, torch.Tensor) else None for x in own))
+        return (None, *(x.grad if isinstance(x, torch.Tensor) else None for x in inner))
 
 
 class _OnFakes(torch.autograd.Function):
@@ -175,16 +175,16 @@ class _OnFakes(torch.autograd.Function):
     def forward(ctx: Any, callee: Callee, *leaves: Any) -> Any:
         ctx.leaves = leaves
         n = callee.spec.num_leaves
-        own = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in leaves]
+        inner = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in leaves]
         if callee.opaque:
-            outs = on_zeros(callee.run, own)
+            outs = on_zeros(callee.run, inner)
         else:  # without hooks of those who count, which want more of a module than that it has a shape
-            with torch.enable_grad(), swapped(callee.reads, own[n:]), _no_module_hooks():
-                outs = callee.run(own)
+            with torch.enable_grad(), swapped(callee.reads, inner[n:]), _no_module_hooks():
+                outs = callee.run(inner)
         fake = next(x for x in leaves if isinstance(x, FakeTensor))
-        made = tuple(fake.new_empty(tuple(x.shape), dtype=x.dtype) for x in outs)
-        ctx.mark_non_differentiable(*(m for m, x in zip(made, outs, strict=True) if not x.requires_grad))
-        return made
+        fakes = tuple(fake.new_empty(tuple(x.shape), dtype=x.dtype) for x in outs)
+        ctx.mark_non_differentiable(*(m for m, x in zip(fakes, outs, strict=True) if not x.requires_grad))
+        return fakes
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -44,10 +44,10 @@ def index(call: Call) -> Rule:
     return Rule(sizes, tuple(terms), (out,), "copy", whole, _FIRST, saves=tuple(range(1, len(terms))))
 
 
-def _right_aligned(dims: Sequence[Dim], shape: Sequence[int], own: Sequence[int]) -> tuple[Dim, ...]:
+def _right_aligned(dims: Sequence[Dim], shape: Sequence[int], in_shape: Sequence[int]) -> tuple[Dim, ...]:
     """The term of a tensor that is broadcast to ``shape``."""
-    lead = len(shape) - len(own)
-    return tuple(dims[lead + k] if n == shape[lead + k] else () for k, n in enumerate(own))
+    lead = len(shape) - len(in_shape)
+    return tuple(dims[lead + k] if n == shape[lead + k] else () for k, n in enumerate(in_shape))
 
 
 def _all_whole(call: Call) -> Rule:
@@ -156,18 +156,18 @@ def gather(call: Call) -> Rule:
     """Input and index share the dims of equal size; dims that the index shortens are whole, and so is the gathered."""
     d = call.args[1] % max(1, len(call.out.shape))
     sizes, dims = named(call.ins[0].shape)
-    own: list[Dim] = []
+    term: list[Dim] = []
     whole = set()
     for k, n in enumerate(call.ins[1].shape):
         if k == d or n != call.ins[0].shape[k]:
             sizes[f"o{k}"] = n
-            own.append((f"o{k}",))
+            term.append((f"o{k}",))
             whole.add(dims[k][0])
             if k != d:
                 whole.add(f"o{k}")
         else:
-            own.append(dims[k])
-    return Rule(sizes, (tuple(dims), tuple(own)), (tuple(own),), "copy", frozenset(whole), _FIRST, saves=(1,))
+            term.append(dims[k])
+    return Rule(sizes, (tuple(dims), tuple(term)), (tuple(term),), "copy", frozenset(whole), _FIRST, saves=(1,))
 
 
 @rule("aten.index_select.default", samples=[sample(T((4, 6)), 1, T((4,), "int64", 6))])

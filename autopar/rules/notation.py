@@ -357,7 +357,7 @@ def bind(
     left, right = parse_terms(text)
     used = {f for t in (*left, *right) for d in t for f in d}
     names = [n for n in BATCH_NAMES if n not in used]
-    known: dict[str, int] = dict(sizes or {})
+    factor_sizes: dict[str, int] = dict(sizes or {})
     shapes = [tuple(s) for s in (*ins, *outs)]
     terms = [*left, *right]
     if len(terms) != len(shapes):
@@ -381,20 +381,20 @@ def bind(
     while progress:
         progress = False
         for d, n in pending:
-            unknown = [f for f in d if f not in known]
+            unknown = [f for f in d if f not in factor_sizes]
             if len(unknown) == 1:
-                rest = prod(known[f] for f in d if f in known)
+                rest = prod(factor_sizes[f] for f in d if f in factor_sizes)
                 if rest == 0 or n % rest:
                     raise RuleError(f"rule '{text}': dim of size {n} is no multiple of {rest}")
-                known[unknown[0]] = n // rest
+                factor_sizes[unknown[0]] = n // rest
                 progress = True
     for d, n in pending:
-        if any(f not in known for f in d):
+        if any(f not in factor_sizes for f in d):
             raise RuleError(f"rule '{text}': sizes of {d} do not follow from the shapes")
-        if prod(known[f] for f in d) != n:
-            raise RuleError(f"rule '{text}': {d} has sizes {[known[f] for f in d]}, the tensor has {n}")
+        if prod(factor_sizes[f] for f in d) != n:
+            raise RuleError(f"rule '{text}': {d} has sizes {[factor_sizes[f] for f in d]}, the tensor has {n}")
     result = tuple(tuple(d) for d in full)
-    return known, result[: len(ins)], result[len(ins) :]
+    return factor_sizes, result[: len(ins)], result[len(ins) :]
 
 
 def line(
@@ -409,11 +409,11 @@ def line(
     **rest: Any,
 ) -> Rule:
     """A :class:`Rule` from one line of notation and a call; ``whole`` holds names of factors."""
-    known, inputs, outputs = bind(
+    factor_sizes, inputs, outputs = bind(
         text, [s.shape for s in call.ins], [o.shape for o in call.outs if o is not None], sizes
     )
     return Rule(
-        sizes=known,
+        sizes=factor_sizes,
         inputs=inputs,
         outputs=outputs,
         whole=frozenset(whole.split()),

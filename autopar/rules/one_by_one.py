@@ -57,37 +57,39 @@ class _EachRank(torch.autograd.Function):
     def forward(ctx: Any, func: Any, flat: Any, spec: Any, at: Any, shape: Any, *tensors: LocalTensor) -> Any:
         mode = local_tensor_mode()
         assert mode is not None
-        made: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        by_rank: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         with mode.disable(), torch.enable_grad():
             for rank in sorted(mode.ranks):
                 values = [_of_rank(x, rank) for x in flat]
-                own = [t._local_tensors[rank].detach().requires_grad_(t.requires_grad) for t in tensors]
-                for i, value in zip(at, own, strict=True):
+                leaves = [t._local_tensors[rank].detach().requires_grad_(t.requires_grad) for t in tensors]
+                for i, value in zip(at, leaves, strict=True):
                     values[i] = value
                 args, kwargs = pytree.tree_unflatten(values, spec)
                 outs, out_spec = pytree.tree_flatten(func(*args, **kwargs))
-                made[rank] = own, outs
+                by_rank[rank] = leaves, outs
         shape.append(out_spec)
-        ctx.made, ctx.mode = made, mode
+        ctx.by_rank, ctx.mode = by_rank, mode
         return tuple(
-            LocalTensor({rank: outs[k].detach() for rank, (_, outs) in made.items()}) for k in range(len(outs))
+            LocalTensor({rank: outs[k].detach() for rank, (_, outs) in by_rank.items()}) for k in range(len(outs))
         )
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        found: dict[int, list[torch.Tensor | None]] = {}
+        by_rank: dict[int, list[torch.Tensor | None]] = {}
         with ctx.mode.disable():
-            for rank, (own, outs) in ctx.made.items():
-                wanted = [x for x in own if x.requires_grad]
+            for rank, (leaves, outs) in ctx.by_rank.items():
+                wanted = [x for x in leaves if x.requires_grad]
                 pairs = [(o, g) for o, g in zip(outs, grads, strict=True) if o.requires_grad and g is not None]
                 got = iter(torch.autograd.grad(
                     [o for o, _ in pairs], wanted, [_of_rank(g, rank) for _, g in pairs], allow_unused=True,
                     retain_graph=True,
                 ))  # fmt: skip
-                found[rank] = [next(got) if x.requires_grad else None for x in own]
-            n = len(next(iter(found.values())))
+                by_rank[rank] = [next(got) if x.requires_grad else None for x in leaves]
+            n = len(next(iter(by_rank.values())))
             joined = [
-                None if any(f[k] is None for f in found.values()) else LocalTensor({r: f[k] for r, f in found.items()})
+                None
+                if any(f[k] is None for f in by_rank.values())
+                else LocalTensor({r: f[k] for r, f in by_rank.items()})
                 for k in range(n)
             ]
         return (None, None, None, None, None, *joined)

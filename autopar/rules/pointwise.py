@@ -80,8 +80,8 @@ def elementwise(call: Call) -> tuple[dict[str, int], tuple[Term, ...], Term]:
     n = len(shape)
     names = BATCH_NAMES[:n]
 
-    def term(own: tuple[int, ...]) -> Term:
-        return tuple((names[n - len(own) + i],) if size > 1 else () for i, size in enumerate(own))
+    def term(in_shape: tuple[int, ...]) -> Term:
+        return tuple((names[n - len(in_shape) + i],) if size > 1 else () for i, size in enumerate(in_shape))
 
     sizes = {name: size for name, size in zip(names, shape, strict=True) if size != 1}
     return sizes, tuple(term(s.shape) for s in call.ins), term(shape)

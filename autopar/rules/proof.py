@@ -78,9 +78,9 @@ class Case:
         if self.rule.random:  # the reference of a random operator is its own lowering on one device
             names = axis_options(self.rule, grads, [o is not None and o.is_float for o in specs])
             with many_ranks(whole):
-                own = [LocalTensor({0: x.detach()}).requires_grad_(g) for x, g in zip(leaves, grads, strict=True)]
-                outs = _run(self.call, self.rule, [names[0]], whole, own)
-            leaves = own
+                simulated = [LocalTensor({0: x.detach()}).requires_grad_(g) for x, g in zip(leaves, grads, strict=True)]
+                outs = _run(self.call, self.rule, [names[0]], whole, simulated)
+            leaves = simulated
         tensors = [o for o in outs if isinstance(o, torch.Tensor)]
         self.out_grads = [any(grads) and t.is_floating_point() and t.requires_grad for t in tensors]
         self.grads = [g and any(self.out_grads) for g in grads]
@@ -94,8 +94,8 @@ class Case:
                 if self.rule.random:
                     pairs = [(t, LocalTensor({0: c})) for t, c in pairs]
                 got = torch.autograd.grad([t for t, _ in pairs], wanted, [c for _, c in pairs], allow_unused=True)
-            found = iter(None if x is None else _pieces(x, 1)[0] for x in got)
-            self.gradients = [next(found) if g else None for g in self.grads]
+            gradients = iter(None if x is None else _pieces(x, 1)[0] for x in got)
+            self.gradients = [next(gradients) if g else None for g in self.grads]
         self.after = [_pieces(x, 1)[0] for x in leaves]  # operators such as batch norm write to their inputs
 
     def options(self) -> list[Option]:
@@ -105,15 +105,15 @@ class Case:
 
 def strategies_of(case: Case, mesh: Mesh) -> list[tuple[Option, ...]]:
     """Every combination of options that is legal."""
-    found = []
+    legal = []
     for picked in product(case.options(), repeat=len(mesh)):
         if not can_be_cut(case.rule, picked, mesh):
             continue
         ins, outs = _states(picked)
         shapes = [s.shape for s in (*case.call.ins, *(o for o in case.call.outs if o is not None))]
         if all(fits(shape, state, mesh) for shape, state in zip(shapes, (*ins, *outs), strict=True)):
-            found.append(picked)
-    return found
+            legal.append(picked)
+    return legal
 
 
 def prove(case: Case, picked: Sequence[Option], mesh: Mesh, tolerance: float = 1e-9) -> None:
@@ -134,9 +134,9 @@ def prove(case: Case, picked: Sequence[Option], mesh: Mesh, tolerance: float = 1
             _spread(t, state, mesh, rng).requires_grad_(g)
             for t, state, g in zip(case.tensors, ins, case.grads, strict=True)
         ]
-        made = _run(case.call, case.rule, picked, mesh, leaves)
+        results = _run(case.call, case.rule, picked, mesh, leaves)
         pairs = []
-        for t, c, state, g in zip(made, case.cotangents, outs, case.out_grads, strict=True):
+        for t, c, state, g in zip(results, case.cotangents, outs, case.out_grads, strict=True):
             if g and t.requires_grad:
                 pairs.append((t, _spread(c, adjoint(state), mesh, rng)))
         if pairs:
@@ -145,7 +145,7 @@ def prove(case: Case, picked: Sequence[Option], mesh: Mesh, tolerance: float = 1
     def check(value: Any, state: State, expected: torch.Tensor, what: str) -> None:
         _compare(_joined(_pieces(value, n), state, mesh, f"{where}: {what}"), expected, f"{where}: {what}", tolerance)
 
-    for number, (t, state, expected) in enumerate(zip(made, outs, case.outs, strict=True)):
+    for number, (t, state, expected) in enumerate(zip(results, outs, case.outs, strict=True)):
         check(t, state, expected, f"output {number}")
     for number, (leaf, state, gradient) in enumerate(zip(leaves, ins, case.gradients, strict=True)):
         if gradient is not None:
@@ -228,8 +228,8 @@ def _joined(pieces: Sequence[torch.Tensor], state: State, mesh: Mesh, where: str
         (name, size), placement = mesh[axis], state[axis]
         groups = [parts[i : i + size] for i in range(0, len(parts), size)]
         for first, *others in groups if placement in ("R", "I") else ():
-            for other in others:
-                if first.shape != other.shape or not torch.allclose(first, other, 1e-6, 1e-9, equal_nan=True):
+            for copy in others:
+                if first.shape != copy.shape or not torch.allclose(first, copy, 1e-6, 1e-9, equal_nan=True):
                     raise RuleIsWrong(f"{where}: the copies on axis '{name}' differ ({format_state(state)})")
         parts = [join(group, (placement,), ((name, size),)) for group in groups]
     return parts[0]

@@ -110,10 +110,10 @@ def rules_of(graph: Graph, representative: Sequence[int] | None = None) -> list[
         if node.kind != "op":
             result.append(None)
             continue
-        known = i if representative is None else representative[i]
-        known = graph.alike[i] if known == i else known
-        if known != i:
-            result.append(result[known])
+        same_as = i if representative is None else representative[i]
+        same_as = graph.alike[i] if same_as == i else same_as
+        if same_as != i:
+            result.append(result[same_as])
             continue
         call = call_of(node, graph.spec)
         key = (call.target, repr(call.args), repr(sorted(call.kwargs.items())), call.ins, call.outs)

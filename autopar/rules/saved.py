@@ -159,19 +159,19 @@ def _watched(local: LocalCall, ins: Sequence[Layout], sizes: Mapping[str, int], 
     packed: list[weakref.ref[_Packed]] = []
 
     def pack(x: torch.Tensor) -> _Packed:
-        held = _Packed(x.detach())  # an output in its own node's hand would keep both alive for ever
-        packed.append(weakref.ref(held))
-        return held
+        packing = _Packed(x.detach())  # an output in its own node's hand would keep both alive for ever
+        packed.append(weakref.ref(packing))
+        return packing
 
-    with torch.enable_grad(), trial(sizes), saved_tensors_hooks(pack, lambda held: held.tensor):
-        made = local.fn(*map(fill, local.args), **kwargs)
-    alive = [held.tensor for held in (ref() for ref in packed) if held is not None]
+    with torch.enable_grad(), trial(sizes), saved_tensors_hooks(pack, lambda packing: packing.tensor):
+        results_of_call = local.fn(*map(fill, local.args), **kwargs)
+    alive = [packing.tensor for packing in (ref() for ref in packed) if packing is not None]
     kept = {_storage(x): x for x in alive}
     given = {_storage(x): position for position, x in reversed([*enumerate(tensors)])}
     numbers: dict[int, int] = {}
     memories: list[tuple[int, bool]] = []
     results = []
-    for x in pytree.tree_leaves(made):
+    for x in pytree.tree_leaves(results_of_call):
         if not isinstance(x, torch.Tensor):
             continue
         storage = _storage(x)

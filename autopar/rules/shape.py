@@ -115,9 +115,9 @@ def permute(call: Call) -> Rule:
 )  # fmt: skip
 def expand(call: Call) -> Rule:
     sizes, dims = named(call.out.shape)
-    own = call.ins[0].shape
-    lead = len(dims) - len(own)
-    term = tuple(dims[lead + d] if n == call.out.shape[lead + d] else () for d, n in enumerate(own))
+    shape = call.ins[0].shape
+    lead = len(dims) - len(shape)
+    term = tuple(dims[lead + d] if n == call.out.shape[lead + d] else () for d, n in enumerate(shape))
     return Rule(sizes, (term,), (tuple(dims),), "none", linear=_FIRST, shape_arg=(1, "size"))
 
 
@@ -168,10 +168,10 @@ def cat(call: Call) -> Rule:
 )  # fmt: skip
 def meshgrid(call: Call) -> Rule:
     sizes, dims = named(call.out.shape)
-    own = [(dims[d],) for d in range(len(call.ins))]
+    terms = [(dims[d],) for d in range(len(call.ins))]
     if call.kwargs.get("indexing") == "xy":
-        own[:2] = own[1::-1]
-    return Rule(sizes, tuple(own), (tuple(dims),) * len(call.outs), "copy")
+        terms[:2] = terms[1::-1]
+    return Rule(sizes, tuple(terms), (tuple(dims),) * len(call.outs), "copy")
 
 
 @rule("aten.stack.default", samples=[sample([T((4, 6)), T((4, 6))], 1), sample([T((4, 6))] * 4, 0)])
@@ -218,12 +218,12 @@ def triangle(call: Call) -> Rule:
 def repeat(call: Call) -> Rule:
     """A dim that is repeated is whole, unless it had size 1; a new leading dim is free."""
     sizes, dims = named(call.out.shape)
-    own = call.ins[0].shape
-    lead = len(dims) - len(own)
+    shape = call.ins[0].shape
+    lead = len(dims) - len(shape)
     times = (*(1 for _ in range(len(dims) - len(call.args[1]))), *call.args[1])
     inputs: list[Dim] = []
     whole = set()
-    for d, n in enumerate(own):
+    for d, n in enumerate(shape):
         if times[lead + d] == 1:
             inputs.append(dims[lead + d])
         elif n == 1:
@@ -232,20 +232,21 @@ def repeat(call: Call) -> Rule:
             sizes[f"i{d}"] = n
             inputs.append((f"i{d}",))
             whole |= {f"i{d}", dims[lead + d][0]}
-    made = frozenset(f for d, (f,) in enumerate(dims) if times[d] > 1)
+    repeated = frozenset(f for d, (f,) in enumerate(dims) if times[d] > 1)
     return Rule(
-        sizes, (tuple(inputs),), (tuple(dims),), "copy", frozenset(whole), _FIRST, even=made, localize=_fewer_repeats
+        sizes, (tuple(inputs),), (tuple(dims),), "copy", frozenset(whole), _FIRST, even=repeated,
+        localize=_fewer_repeats
     )
 
 
 def _fewer_repeats(call: Call, cuts: Mapping[str, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A cut of a dim that the operator makes is fewer repeats."""
-    own = call.ins[0].shape
+    shape = call.ins[0].shape
     dims = named(call.out.shape)[1]
-    lead = len(dims) - len(own)
+    lead = len(dims) - len(shape)
     times = [*(1 for _ in range(len(dims) - len(call.args[1]))), *call.args[1]]
     for d, (name,) in enumerate(dims):
-        if times[d] > 1 and (d < lead or own[d - lead] == 1):
+        if times[d] > 1 and (d < lead or shape[d - lead] == 1):
             times[d] //= cuts.get(name, 1)
     return (call.args[0], times), dict(call.kwargs)
 

@@ -37,22 +37,22 @@ class Cut:
 
 def valid_cuts(target: str, sample: Sample, seeds: tuple[int, ...] = (0, 1)) -> list[Cut]:
     """Every cut in two that is valid for all ``seeds``; those that leave every tensor whole are not listed."""
-    found: dict[tuple[Placement, ...], list[frozenset[Placement]]] | None = None
+    common: dict[tuple[Placement, ...], list[frozenset[Placement]]] | None = None
     for seed in seeds:
         case = Case(target, sample, seed)
-        mine: dict[tuple[Placement, ...], list[frozenset[Placement]]] = {}
+        of_seed: dict[tuple[Placement, ...], list[frozenset[Placement]]] = {}
         for ins in product(*(_placements(s.shape) for s in case.call.ins)):
             for args, kwargs in _variants(case):
                 outs = _try(case, ins, args, kwargs)
                 if outs is None or (all(p == "R" for p in ins) and all("R" in o for o in outs)):
                     continue
-                mine.setdefault(ins, outs)
-        found = mine if found is None else {
+                of_seed.setdefault(ins, outs)
+        common = of_seed if common is None else {
             ins: both
-            for ins, outs in found.items()
-            if ins in mine and all(both := [a & b for a, b in zip(outs, mine[ins], strict=True)])
+            for ins, outs in common.items()
+            if ins in of_seed and all(both := [a & b for a, b in zip(outs, of_seed[ins], strict=True)])
         }  # fmt: skip
-    return [Cut(ins, tuple(outs)) for ins, outs in (found or {}).items()]
+    return [Cut(ins, tuple(outs)) for ins, outs in (common or {}).items()]
 
 
 def unoffered(target: str, sample: Sample) -> list[Cut]:
@@ -91,21 +91,21 @@ def _variants(case: Case) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
 
 def _try(case: Case, ins: tuple[Placement, ...], args: Any, kwargs: Any) -> list[frozenset[Placement]] | None:
     """The placements that describe each output, or None if an output has none."""
-    made = []
+    results = []
     for rank in range(2):
         tensors = [piece(t, (p,), _AXIS, rank) for t, p in zip(case.tensors, ins, strict=True)]
         try:
             got = invoke(resolve(case.call.target), args, kwargs, tensors)
         except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
             return None  # the operator refuses these shapes
-        made.append([t for t in (got if isinstance(got, (tuple, list)) else [got]) if isinstance(t, torch.Tensor)])
-    found = []
-    for a, b, whole in zip(*made, case.outs, strict=True):
+        results.append([t for t in (got if isinstance(got, (tuple, list)) else [got]) if isinstance(t, torch.Tensor)])
+    placements = []
+    for a, b, whole in zip(*results, case.outs, strict=True):
         fits = frozenset(p for p in ["R", "P", *map(shard, range(whole.dim()))] if _same(p, a, b, whole))
         if not fits:
             return None
-        found.append(fits)
-    return found
+        placements.append(fits)
+    return placements
 
 
 def _same(placement: Placement, a: torch.Tensor, b: torch.Tensor, whole: torch.Tensor) -> bool:

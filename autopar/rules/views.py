@@ -47,11 +47,11 @@ def _shares(op: Any, call: Call) -> bool:
 
     try:
         with torch.no_grad():
-            made = op(*map(fill, call.args), **{name: fill(value) for name, value in call.kwargs.items()})
+            results = op(*map(fill, call.args), **{name: fill(value) for name, value in call.kwargs.items()})
     except Exception:
         return True
     storages = {t.untyped_storage()._cdata for t in tensors}
-    outs = pytree.tree_leaves(made)
+    outs = pytree.tree_leaves(results)
     return any(isinstance(t, torch.Tensor) and t.untyped_storage()._cdata in storages for t in outs)
 
 

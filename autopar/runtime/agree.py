@@ -170,5 +170,5 @@ def same_error(group: Any, problem: str | None, kind: type[AutoparError]) -> Non
 
 
 def _class_of(name: str) -> type[AutoparError]:
-    found = getattr(errors, name, AutoparError)
-    return found if isinstance(found, type) and issubclass(found, AutoparError) else AutoparError
+    kind = getattr(errors, name, AutoparError)
+    return kind if isinstance(kind, type) and issubclass(kind, AutoparError) else AutoparError

@@ -54,15 +54,15 @@ class Halves:
                 for group in groups:
                     for node in group.cuts:
                         hooks.callback(node.register_prehook(_keeper(group.cuts, node)).remove)
-                found = torch.autograd.grad(roots, list(wanted), grads, retain_graph=True, allow_unused=True)
-            _accumulate(wanted, found)
+                gradients = torch.autograd.grad(roots, list(wanted), grads, retain_graph=True, allow_unused=True)
+            _accumulate(wanted, gradients)
         self.waiting[microbatch] = groups, inside
 
     def weights(self, microbatch: int, leaves: Sequence[torch.Tensor]) -> None:
         """Add the gradients of the weights."""
         groups, inside = self.waiting.pop(microbatch)
         for group in groups:
-            own = [leaves[i] for i in group.leaves]
+            weights = [leaves[i] for i in group.leaves]
             kept = [(GradientEdge(node, k), g) for node, gs in group.cuts.items() for k, g in enumerate(gs)]
             given = [(edge, g) for edge, g in [*kept, *group.roots] if g is not None]
             if not given:
@@ -71,12 +71,12 @@ class Halves:
                 for node, hook in _fences(group, inside) if len(group.cuts) > 1 else ():
                     hooks.callback(node.register_prehook(hook).remove)
                 edges, grads = zip(*given, strict=True)
-                found = torch.autograd.grad(edges, own, grads, retain_graph=True, allow_unused=True)
-            _accumulate(own, found)
+                gradients = torch.autograd.grad(edges, weights, grads, retain_graph=True, allow_unused=True)
+            _accumulate(weights, gradients)
 
 
-def _accumulate(tensors: Sequence[torch.Tensor], found: Sequence[torch.Tensor | None]) -> None:
-    for x, grad in zip(tensors, found, strict=True):
+def _accumulate(tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
+    for x, grad in zip(tensors, grads, strict=True):
         if grad is not None:
             x.grad = grad if x.grad is None else x.grad + grad
 
@@ -86,41 +86,41 @@ def _node(x: torch.Tensor) -> Node:
     if x.grad_fn is not None:
         return x.grad_fn
     with torch.enable_grad():
-        made = x.view_as(x).grad_fn
-    assert made is not None
-    accumulate = made.next_functions[0][0]
+        view_node = x.view_as(x).grad_fn
+    assert view_node is not None
+    accumulate = view_node.next_functions[0][0]
     assert accumulate is not None
     return accumulate
 
 
 def _before(ends: Iterable[Node]) -> Before:
     """Of every node that a backward reaches, the nodes that it comes from."""
-    found: dict[Node, list[Node]] = {node: [] for node in ends}
-    todo = list(found)
+    sources: dict[Node, list[Node]] = {node: [] for node in ends}
+    todo = list(sources)
     while todo:
         node = todo.pop()
         for after, _ in node.next_functions:
             if after is not None:
-                if after not in found:
-                    found[after] = []
+                if after not in sources:
+                    sources[after] = []
                     todo.append(after)
-                found[after].append(node)
-    return found
+                sources[after].append(node)
+    return sources
 
 
 def _closure(starts: Iterable[Node], before: Before, stop: set[Node]) -> tuple[set[Node], set[Node]]:
     """All nodes that lead to ``starts`` without passing ``stop``, and the nodes of ``stop`` that are met."""
-    found = {node for node in starts if node in before}
+    reached = {node for node in starts if node in before}
     met: set[Node] = set()
-    todo = list(found)
+    todo = list(reached)
     while todo:
         for node in before[todo.pop()]:
             if node in stop:
                 met.add(node)
-            elif node not in found:
-                found.add(node)
+            elif node not in reached:
+                reached.add(node)
                 todo.append(node)
-    return found, met
+    return reached, met
 
 
 def _groups(leaves: Sequence[Node], inside: set[Node], ends: set[Node], before: Before) -> list[_Group]:
@@ -133,9 +133,13 @@ def _groups(leaves: Sequence[Node], inside: set[Node], ends: set[Node], before: 
         if not cuts and not own_ends:
             continue
         merged = _Group([i], dict.fromkeys(cuts, ()), own_ends)
-        for other in dict.fromkeys(group_of[node] for node in (*cuts, *own_ends) if node in group_of):
-            groups.remove(other)
-            merged = _Group([*other.leaves, *merged.leaves], {**other.cuts, **merged.cuts}, other.ends | merged.ends)
+        for overlapping in dict.fromkeys(group_of[node] for node in (*cuts, *own_ends) if node in group_of):
+            groups.remove(overlapping)
+            merged = _Group(
+                [*overlapping.leaves, *merged.leaves],
+                {**overlapping.cuts, **merged.cuts},
+                overlapping.ends | merged.ends,
+            )
         groups.append(merged)
         group_of.update(dict.fromkeys((*merged.cuts, *merged.ends), merged))
     return groups
@@ -157,12 +161,12 @@ def _putter(kept: Grads) -> Hook:
 
 def _fences(group: _Group, inside: set[Node]) -> list[tuple[Node, Hook]]:
     """Hooks under which every cut has what it kept, whatever arrives there, and no path towards inputs is walked."""
-    found: list[tuple[Node, Hook]] = []
+    fences: list[tuple[Node, Hook]] = []
     for node, kept in group.cuts.items():
-        found.append((node, _putter(kept)))
+        fences.append((node, _putter(kept)))
         after = {n for n, _ in node.next_functions if n is not None and n in inside and n not in group.cuts}
-        found.extend((n, lambda grads: (None,) * len(grads)) for n in after)
-    return found
+        fences.extend((n, lambda grads: (None,) * len(grads)) for n in after)
+    return fences
 
 
 __all__ = ["Halves"]

@@ -31,13 +31,13 @@ def flatten_call(
     example_args, example_kwargs = pytree.tree_unflatten(example_leaves(captured)[0], spec)
     try:  # the same call spelled otherwise: keywords for positions, another order of keywords
         bound = signature.bind(*args, **kwargs)
-        known = signature.bind(*example_args, **example_kwargs)
+        bound_example = signature.bind(*example_args, **example_kwargs)
     except TypeError:
-        bound = known = None  # type: ignore[assignment]
-    if bound is not None and known is not None and set(bound.arguments) == set(known.arguments):
+        bound = bound_example = None  # type: ignore[assignment]
+    if bound is not None and bound_example is not None and set(bound.arguments) == set(bound_example.arguments):
         by_name = dict(bound.arguments)
         by_name.update(by_name.pop("kwargs", {}) if isinstance(by_name.get("kwargs"), dict) else {})
-        names = list(known.arguments)
+        names = list(bound_example.arguments)
         if all(k in by_name for k in example_kwargs) and len(example_args) <= len(names):
             positional = tuple(by_name[n] for n in names[: len(example_args)])
             leaves, have = pytree.tree_flatten((positional, {k: by_name[k] for k in example_kwargs}))
@@ -100,8 +100,8 @@ def same_device(a: torch.device, b: torch.device) -> bool:
     """Whether two names mean one device; one without a number means the process's own of its kind."""
     if a.type != b.type or a.type == "cpu":
         return a.type == b.type
-    own = torch.accelerator.current_device_index() if None in (a.index, b.index) else 0
-    return (own if a.index is None else a.index) == (own if b.index is None else b.index)
+    current = torch.accelerator.current_device_index() if None in (a.index, b.index) else 0
+    return (current if a.index is None else a.index) == (current if b.index is None else b.index)
 
 
 def same_literal(a: Any, b: Any) -> bool:

@@ -32,15 +32,15 @@ def full_state_dict(pm: SpreadModule, *, all_ranks: bool = False) -> dict[str, t
         return _of_all_groups(pm, all_ranks)
     keep = all_ranks or dist.get_rank() == pm._ranks()[1]
     seen: dict[int, torch.Tensor] = {}
-    found: dict[str, torch.Tensor] = {}
+    state: dict[str, torch.Tensor] = {}
     for name, value in _stored(pm).items():
         if id(value) not in seen:
             value_ = value.detach()
             whole = value_.full_tensor() if isinstance(value_, DTensor) else value_
             seen[id(value)] = whole.to("cpu", copy=True) if keep else whole.new_empty(0)
         if keep:
-            found[name] = seen[id(value)]
-    return found
+            state[name] = seen[id(value)]
+    return state
 
 
 def _of_all_groups(pm: SpreadModule, all_ranks: bool) -> dict[str, torch.Tensor]:
@@ -72,18 +72,18 @@ def load_full_state_dict(pm: SpreadModule, state: Mapping[str, torch.Tensor] | N
         RunError: names or shapes do not fit; on all ranks alike, and before anything was changed.
     """
     (group, first), device, me = pm._ranks(), pm._device, dist.get_rank()
-    own = _stored(pm)
-    known = _names(pm, own, group)
+    stored = _stored(pm)
+    specs = _names(pm, stored, group)
     if me == first and state is None:
         problem: str | None = "load_full_state_dict: rank 0 has no state dict; pass it there at least"
     else:
-        problem = _problem(known, state, strict) if state is not None else None
+        problem = _problem(specs, state, strict) if state is not None else None
     same_error(group, problem, RunError)
     have = torch.tensor([state is not None], dtype=torch.int64, device=device)
     dist.all_reduce(have, op=dist.ReduceOp.MIN, group=group)
     everywhere = bool(have.item())
     aliases: dict[str, list[str]] = {}
-    for name, (_, _, source) in known.items():
+    for name, (_, _, source) in specs.items():
         aliases.setdefault(source, []).append(name)
     present = [set(state or ())]
     dist.broadcast_object_list(present, src=first, group=group)
@@ -91,12 +91,12 @@ def load_full_state_dict(pm: SpreadModule, state: Mapping[str, torch.Tensor] | N
         source = next((name for name in names if name in present[0]), None)
         if source is None:
             continue
-        target = own.get(source)
+        target = stored.get(source)
         if everywhere:
             assert state is not None
             whole = state[source]
         else:
-            shape, dtype, _ = known[source]
+            shape, dtype, _ = specs[source]
             whole = torch.empty(shape, dtype=dtype, device=device)
             if state is not None and me == first:
                 whole.copy_(state[source])
@@ -118,29 +118,29 @@ def _stored(pm: SpreadModule) -> dict[str, torch.Tensor]:
     return {name: named[name] for name in pm.state_dict() if name in named}
 
 
-def _names(pm: SpreadModule, own: Mapping[str, torch.Tensor], group: Any) -> _Known:
+def _names(pm: SpreadModule, stored: Mapping[str, torch.Tensor], group: Any) -> _Known:
     """Shape, dtype and the first name of everything in the state dict, on any rank."""
     firsts: dict[int, str] = {}
-    known = {n: (tuple(t.shape), t.dtype, firsts.setdefault(id(t), n)) for n, t in own.items()}
+    specs = {n: (tuple(t.shape), t.dtype, firsts.setdefault(id(t), n)) for n, t in stored.items()}
     if pm.leads is None:
-        return known
+        return specs
     everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, known, group=group)
+    dist.all_gather_object(everyone, specs, group=group)
     return {name: of for theirs in everyone for name, of in theirs.items()}
 
 
-def _problem(known: _Known, state: Mapping[str, Any], strict: bool) -> str | None:
-    given = {known[name][2] for name in state if name in known}
-    missing = [name for name, (_, _, source) in known.items() if name not in state and source not in given]
-    unexpected = [name for name in state if name not in known and name != EXTRA]
+def _problem(specs: _Known, state: Mapping[str, Any], strict: bool) -> str | None:
+    given = {specs[name][2] for name in state if name in specs}
+    missing = [name for name, (_, _, source) in specs.items() if name not in state and source not in given]
+    unexpected = [name for name in state if name not in specs and name != EXTRA]
     lines = []
     if strict and missing:
         lines.append(f"{len(missing)} missing: {_some(missing)}")
     if strict and unexpected:
         lines.append(f"{len(unexpected)} unexpected: {_some(unexpected)}")
     for name, value in state.items():
-        if name in known and tuple(value.shape) != known[name][0]:
-            lines.append(f"{name}: shape {tuple(value.shape)} in the state dict, {known[name][0]} in the model")
+        if name in specs and tuple(value.shape) != specs[name][0]:
+            lines.append(f"{name}: shape {tuple(value.shape)} in the state dict, {specs[name][0]} in the model")
     if not lines:
         return None
     return "the state dict is not this model's\n  " + "\n  ".join(lines) + "\n  pass the state_dict() of the same model"

@@ -62,11 +62,11 @@ class _Call:
         self.leaves = [inner[name] for name in self.wanting]
         self.inputs = {}
         with torch.enable_grad():
-            made = self.run(inner)
-        self.roots = [x if isinstance(x, torch.Tensor) and x.requires_grad else None for x in made]
+            outputs = self.run(inner)
+        self.roots = [x if isinstance(x, torch.Tensor) and x.requires_grad else None for x in outputs]
         if self.hands and self.gradients.schedule.units:
             self.gathered = [(held, held.version) for held, _ in self.trained.pairs if not held.alias]
-        return tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in made)
+        return tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in outputs)
 
     def backward(
         self, grads: Sequence[torch.Tensor | None], keep: bool, wanted: Sequence[Held] | None
@@ -113,12 +113,12 @@ class _Crossing(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, probe: torch.Tensor, *_: torch.Tensor) -> tuple[Any, ...]:
         ctx.set_materialize_grads(False)
         ctx.call = call
-        made = call.forward()
+        outputs = call.forward()
         assert call.roots is not None
         ctx.mark_non_differentiable(
-            *(x for x, root in zip(made, call.roots, strict=True) if root is None and isinstance(x, torch.Tensor))
+            *(x for x, root in zip(outputs, call.roots, strict=True) if root is None and isinstance(x, torch.Tensor))
         )
-        return made
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

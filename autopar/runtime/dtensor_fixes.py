@@ -130,8 +130,8 @@ def _of_whole_norms(strategy: _Strategy) -> _Strategy:
     """How sums are cut: of norms only where these are put together."""
 
     def of(schema: OpSchema) -> OpStrategy:
-        found = strategy(schema)
-        for choice in found.strategies:
+        choices = strategy(schema)
+        for choice in choices.strategies:
             for spec in choice.input_specs or ():
                 if any(isinstance(p, NormPartial) for p in spec.placements):
                     before = schema.args_schema[0]
@@ -140,7 +140,7 @@ def _of_whole_norms(strategy: _Strategy) -> _Strategy:
                     choice.output_specs = _without_norms(choice.output_spec)
                     choice.redistribute_cost = [generate_redistribute_costs(before, choice.input_specs[0])]
                     break
-        return found
+        return choices
 
     return of
 

@@ -251,15 +251,15 @@ class ParallelModule(SpreadModule):
     def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], seen: Seen | None) -> dict[str, torch.Tensor]:
         """Local inputs by name; what ranks are to compare goes into ``seen``."""
         stage, batch = self._stage, self._batch
-        found: dict[str, torch.Tensor] = {}
+        local_inputs: dict[str, torch.Tensor] = {}
         tensors = batch.tensors(args, kwargs)
         batch.check_one(tensors, self._given.microbatches)
         for name, leaf in tensors.items():
-            found[name] = stage.local_input(name, leaf, batch.shown[name])
+            local_inputs[name] = stage.local_input(name, leaf, batch.shown[name])
             if seen is not None and not isinstance(leaf, DTensor):
                 slot = stage.inputs[name]
                 seen.add(batch.shown[name], name, leaf, None if tuple(leaf.shape) == slot.shape else slot.state)
-        return found
+        return local_inputs
 
     def _outputs(self, flat: tuple[Any, ...], call: int) -> Any:
         graph, plan = self._captured.graph, self._stage.plan

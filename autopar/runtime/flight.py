@@ -60,8 +60,8 @@ class Flight:
         self.microbatches, self.leads = microbatches, leads
         self.into = [wire for wire in wires if wire.target == part.number]
         self.out = [wire for wire in wires if wire.source == part.number]
-        own = [action for action in row if action.stage == part.number and action.kind in "BW"]
-        self.last = own[-1] if own else None
+        backwards = [action for action in row if action.stage == part.number and action.kind in "BW"]
+        self.last = backwards[-1] if backwards else None
         self.halves = Halves()
         self.begun = False
         self.flying: dict[int, _Microbatch] = {}

@@ -102,7 +102,7 @@ def hops(
             last[2].insert(0, axis)
         else:
             merged.append((a, b, [axis], src))
-    found = []
+    result = []
     coordinate = device_mesh.get_coordinate()
     assert coordinate is not None
     for a, b, axes, state in merged:
@@ -116,8 +116,8 @@ def hops(
         whole = tuple("R" if axis in axes else p for axis, p in enumerate(state))
         sizes = local_shape(shape, whole, mesh, coordinate)
         cuts = [Cut(d, sizes[d]) for d in (shard_dim(a), shard_dim(b)) if d is not None] or [Cut()]
-        found.append(Hop(forward, backward, group_of(device_mesh, mesh, axes), n, index, cuts[0], cuts[-1]))
-    return tuple(found)
+        result.append(Hop(forward, backward, group_of(device_mesh, mesh, axes), n, index, cuts[0], cuts[-1]))
+    return tuple(result)
 
 
 def _as_one(shape: Sequence[int], state: State, mesh: Mesh, axis: int, inner: Sequence[int]) -> bool:

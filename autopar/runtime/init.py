@@ -37,26 +37,26 @@ class MetaValues:
 
     def _materialise(self, path: str) -> dict[str, torch.Tensor]:
         module = self.model.get_submodule(path)
-        own = copy.copy(module)
+        stand_in = copy.copy(module)
         blank: dict[str, torch.Tensor] = {}
         for kind in ("_parameters", "_buffers"):
-            made: dict[str, Any] = {}
+            entries: dict[str, Any] = {}
             for key, value in getattr(module, kind).items():
                 if value is not None and value.device.type == "meta":
                     fresh = _unset(value)
                     blank[key] = fresh
                     value = torch.nn.Parameter(fresh, value.requires_grad) if kind == "_parameters" else fresh
-                made[key] = value
-            own.__dict__[kind] = made
+                entries[key] = value
+            stand_in.__dict__[kind] = entries
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed((self.seed * 1_000_003 + zlib.crc32(path.encode())) % (1 << 62))
             with torch.no_grad():
-                for how in self._ways(own):
+                for how in self._ways(stand_in):
                     how()
-                    if not any(_is_unset(own._parameters.get(k, own._buffers.get(k))) for k in blank):
+                    if not any(_is_unset(stand_in._parameters.get(k, stand_in._buffers.get(k))) for k in blank):
                         break
-        found = {**own._parameters, **own._buffers}
-        missing = sorted(k for k in blank if _is_unset(found[k]))
+        initialised = {**stand_in._parameters, **stand_in._buffers}
+        missing = sorted(k for k in blank if _is_unset(initialised[k]))
         if missing:
             raise RunError(
                 f"no initial value for {', '.join(missing)} of module '{path or '<model>'}' "
@@ -64,18 +64,18 @@ class MetaValues:
                 "fn(module) sets the parameters and buffers that the module itself owns, give the class a "
                 "reset_parameters() method, or build the model on the CPU"
             )
-        return {k: v.detach() for k, v in found.items() if v is not None}
+        return {k: v.detach() for k, v in initialised.items() if v is not None}
 
-    def _ways(self, own: torch.nn.Module) -> list[Callable[[], Any]]:
+    def _ways(self, stand_in: torch.nn.Module) -> list[Callable[[], Any]]:
         if self.init is not None:
             init = self.init
-            return [lambda: init(own)]
+            return [lambda: init(stand_in)]
         ways: list[Callable[[], Any]] = []
         whole: Any = getattr(self.model, "_init_weights", None)
         if callable(whole):
-            ways.append(lambda: whole(own))
+            ways.append(lambda: whole(stand_in))
         for name in ("reset_parameters", "_reset_parameters"):
-            method = getattr(own, name, None)
+            method = getattr(stand_in, name, None)
             if callable(method):
                 ways.append(method)
         return ways

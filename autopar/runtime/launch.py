@@ -144,8 +144,8 @@ def _collect(processes: list[Any], pipes: dict[Connection, int], deadline: float
                 assert isinstance(pipe, Connection)
                 rank = open_pipes.pop(pipe)
                 _receive(pipe, rank, processes[rank], results, failures)
-        own = {r: text for r, text in failures.items() if not _is_consequence(text)}
-        rank = min(own or failures)
+        causes = {r: text for r, text in failures.items() if not _is_consequence(text)}
+        rank = min(causes or failures)
         raise RunError(f"rank {rank} of {n} failed:\n{failures[rank]}")
     return [results[rank] for rank in range(n)]
 

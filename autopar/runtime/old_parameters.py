@@ -84,19 +84,19 @@ class OldParameters:
         """
         params = self.alive()
         versions, forms = list(map(version_of, params)), list(map(_form, params))
-        found = []
+        written = []
         for i, param in enumerate(params):
             dtype, device, _ = self.forms[i]
             if param.device != device and param.dtype == dtype:
                 continue  # moved away to free memory
             seen = versions[i] != self.versions[i] or forms[i] != self.forms[i]
             if seen or (thoroughly and _bits(param) != self.bits[i]):
-                found.append(self.names[i])
+                written.append(self.names[i])
         self.versions, self.forms = versions, forms
         self._note(params)
-        if found or thoroughly:
+        if written or thoroughly:
             self.bits = [_bits(param) for param in params]
-        return found
+        return written
 
 
 def _bits(param: torch.Tensor) -> Any:

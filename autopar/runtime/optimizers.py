@@ -144,11 +144,11 @@ class Move:
             )
         for param, name in self._own():
             for key, value in self.optimizer.state.get(param, {}).items():
-                held = [t for t in _tensors(value) if not _scalar(key, t, param)]
-                if any(t.device.type == "meta" for t in held):
+                tensors = [t for t in _tensors(value) if not _scalar(key, t, param)]
+                if any(t.device.type == "meta" for t in tensors):
                     raise AutoparError(f"optimizer: state '{key}' of '{name}' is on the meta device; it has no values")
-                if held and (held[0] is not value or value.shape != param.shape):
-                    shape = tuple(held[0].shape)
+                if tensors and (tensors[0] is not value or value.shape != param.shape):
+                    shape = tuple(tensors[0].shape)
                     raise AutoparError(
                         f"optimizer: state '{key}' of '{name}' in this {kind} has shape {shape}, the parameter "
                         f"{tuple(param.shape)}; only state of the parameter's shape, and single numbers, can be cut as "
@@ -218,24 +218,24 @@ class Move:
             box = [{name: {k: _described(k, v, params[name]) for k, v in s.items()} for name, s in mine.items()}]
         if not alone:
             dist.broadcast_object_list(box, src=first, group=group)
-        found: dict[str, dict[str, Any]] = {}
+        states: dict[str, dict[str, Any]] = {}
         for name, values in box[0].items():
             for key, value in values.items():
                 if isinstance(value, _Shaped):
                     device = pm._device
-                    own = mine[name][key].detach() if leading else None
-                    if own is None:
+                    here = mine[name][key].detach() if leading else None
+                    if here is None:
                         whole = torch.empty(value.shape, dtype=value.dtype, device=device)
                     else:
-                        whole = own.to(device, copy=True).contiguous()
+                        whole = here.to(device, copy=True).contiguous()
                     if not alone:
                         dist.broadcast(whole, src=first, group=group)
                     value = like(new[name], whole) if name in new else None
                 elif isinstance(value, torch.Tensor) and leading:
                     value = mine[name][key]
                 if name in new:
-                    found.setdefault(name, {})[key] = value
-        return found
+                    states.setdefault(name, {})[key] = value
+        return states
 
 
 class _Shaped:

@@ -77,10 +77,10 @@ class Meeting:
         self.read.append(mine)
         self.note(what)
         began = time.monotonic()
-        for other in self.others:
+        for other_rank in self.others:
             while True:
-                known = self.store.check([str(other)])
-                count, at, read = self.store.get(str(other)).decode().split("|") if known else ("0", "", "")
+                has_come = self.store.check([str(other_rank)])
+                count, at, read = self.store.get(str(other_rank)).decode().split("|") if has_come else ("0", "", "")
                 if mine in read.split(";"):
                     break
                 late = time.monotonic() - began > self.timeout
@@ -88,7 +88,7 @@ class Meeting:
                     self.count -= 1
                     self.read.pop()
                     done = f"is at {at}" if not late else f"has not come in {self.timeout:g} s"
-                    raise RunError(f"rank {self.rank} {verb} {what}, rank {other} {done}: {why}")
+                    raise RunError(f"rank {self.rank} {verb} {what}, rank {other_rank} {done}: {why}")
                 time.sleep(POLL_SECONDS)
 
 
@@ -121,9 +121,9 @@ class Unread(torch.Tensor):
     def __new__(
         cls, local: torch.Tensor, state: State, shape: Sequence[int], device_mesh: DeviceMesh, meet: Callable[[], None]
     ) -> Unread:
-        made = make_wrapper_subclass(cls, tuple(shape), dtype=local.dtype, device=local.device)
-        made._local, made._state, made._mesh, made._meet, made._plain = local, state, device_mesh, meet, None
-        return made  # type: ignore[no-any-return]
+        unread = make_wrapper_subclass(cls, tuple(shape), dtype=local.dtype, device=local.device)
+        unread._local, unread._state, unread._mesh, unread._meet, unread._plain = local, state, device_mesh, meet, None
+        return unread  # type: ignore[no-any-return]
 
     def whole(self) -> torch.Tensor:
         """The plain tensor, in the caller's autograd graph. A collective, the first time."""

@@ -170,8 +170,8 @@ class PipelineModule(SpreadModule):
     def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
         """Those of this rank's stages; if they have none, one without elements and without a name, because optimizers
         refuse an empty list."""
-        found = list(super().parameters(recurse))
-        yield from found or [self._none]
+        params = list(super().parameters(recurse))
+        yield from params or [self._none]
 
     # -- a step
 
@@ -277,7 +277,7 @@ class PipelineModule(SpreadModule):
                 "a pipelined model trains in whole steps: call train_step(*batch); for outputs call eval() first, for "
                 "a loss without gradients evaluate(*batch)"
             )
-        made: dict[int, list[torch.Tensor]] = {}
+        parts: dict[int, list[torch.Tensor]] = {}
         callers, batches = self._microbatches(args, kwargs)
         for name, x in callers.items():
             if x.requires_grad and torch.is_grad_enabled():
@@ -286,14 +286,14 @@ class PipelineModule(SpreadModule):
                     "gradients: call it under torch.no_grad(), or detach() this input; train_step(*batch) gives inputs "
                     "their gradients"
                 )
-        loss = self._forwards(batches, made)
+        loss = self._forwards(batches, parts)
         graph = self._captured.graph
         outputs: list[Any] = []
         for position, out in enumerate(graph.outputs):
             if position == graph.loss or not isinstance(out, Ref):
                 outputs.append(loss if position == graph.loss else out)
             else:
-                outputs.append(self._everywhere(position, graph.spec(out), made.get(position)))
+                outputs.append(self._everywhere(position, graph.spec(out), parts.get(position)))
         return pytree.tree_unflatten(outputs, self._captured.out_spec)
 
     def _everywhere(self, position: int, spec: Spec, parts: list[torch.Tensor] | None) -> torch.Tensor:
@@ -309,14 +309,14 @@ class PipelineModule(SpreadModule):
 
     @torch.no_grad()
     def _forwards(
-        self, batches: list[dict[str, torch.Tensor]], made: dict[int, list[torch.Tensor]] | None
+        self, batches: list[dict[str, torch.Tensor]], parts: dict[int, list[torch.Tensor]] | None
     ) -> torch.Tensor:
         """The mean loss; into ``made`` go whole outputs of this rank's stages by position, if they are other ones."""
         if self._captured.graph.loss is None:
             raise RunError("the model has no scalar loss; give loss_fn= and targets= when planning")
         self._failures.settle()
         with self._failures.during("a forward without gradients"):
-            loss = self._work.forwards(batches, self._seeds(), self._batch.shown, self.training, made)
+            loss = self._work.forwards(batches, self._seeds(), self._batch.shown, self.training, parts)
         if self.training:
             self._steps += 1
         return loss.to(self._loss_dtype)
@@ -332,8 +332,8 @@ class PipelineModule(SpreadModule):
     def _loss_dtype(self) -> torch.dtype:
         graph = self._captured.graph
         assert graph.loss is not None
-        found: torch.dtype = getattr(torch, graph.spec(graph.outputs[graph.loss]).dtype)
-        return found
+        dtype: torch.dtype = getattr(torch, graph.spec(graph.outputs[graph.loss]).dtype)
+        return dtype
 
     def _microbatches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Batches:
         """The whole inputs by name, and those of every microbatch; now and then the ranks compare what they were
@@ -413,7 +413,7 @@ def _values(
     """Whole values of what this rank holds; rank 0's, so that ranks that were seeded differently agree."""
     named: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     named.update(model.named_buffers(remove_duplicate=False))
-    found = {}
+    result = {}
     for name, tensor in named.items():
         if values is not None:
             value = values(name)
@@ -421,8 +421,8 @@ def _values(
             value = tensor.detach().clone().contiguous()
             dist.broadcast(value, src=0)
         if name in needed:
-            found[name] = value
-    return found
+            result[name] = value
+    return result
 
 
 __all__ = ["PipelineModule"]

@@ -232,9 +232,9 @@ def _copy_for_functions(graph: torch.fx.Graph, parameter: torch.fx.Node) -> None
 
 def _readers(node: torch.fx.Node) -> set[torch.fx.Node]:
     """Ops that read a tensor or a view of it."""
-    found: set[torch.fx.Node] = set()
+    readers: set[torch.fx.Node] = set()
     for user in node.users:
-        found.add(user)
+        readers.add(user)
         if user.meta.get("autopar", {}).get("alias", True):  # what nothing is known of may be a view
-            found |= _readers(user)
-    return found
+            readers |= _readers(user)
+    return readers

@@ -97,12 +97,12 @@ def skeleton_of(pm: Any) -> Skeleton | None:
 
 def _stored(pm: Any) -> dict[str, str]:
     """How the parameters are stored, as pins; none on one device, where nothing is placed."""
-    found = {}
+    pins = {}
     for name, param in pm.named_parameters(remove_duplicate=False):
         if isinstance(param, DTensor):
             whole = whole_placement(param.requires_grad)
-            found[name] = ",".join(f"S{p.dim}" if isinstance(p, Shard) else whole for p in param.placements)
-    return found
+            pins[name] = ",".join(f"S{p.dim}" if isinstance(p, Shard) else whole for p in param.placements)
+    return pins
 
 
 def under_another_plan(pm: Any, new: Captured, plan: StagePlan) -> Stage:

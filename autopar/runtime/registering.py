@@ -80,7 +80,7 @@ class Placing:
 
         A buffer that another stage of this rank has registered is used again if it is placed alike.
         """
-        found: Buffers = {}
+        placed: Buffers = {}
         shown: dict[str, torch.Tensor] = {}
         mesh = self.plan.mesh
         constants = [n.target for n in self.graph.nodes if n.kind == "buffer" and n.target not in self.buffers]
@@ -89,14 +89,14 @@ class Placing:
             if self.shared is not None and source not in self.nodes:
                 continue
             state = self.plan.buffers.get(source, whole_state(mesh))
-            if source not in found:
+            if source not in placed:
                 before = self._registered(name) if name in self.buffers else None
                 if before is not None and _placed_as(before, state, self.device_mesh):
                     shown[source] = before
-                    found[source] = before._local_tensor if isinstance(before, DTensor) else before, state
+                    placed[source] = before._local_tensor if isinstance(before, DTensor) else before, state
                 else:
                     local = self._local(source, state)
-                    found[source] = local, state
+                    placed[source] = local, state
                     cut = is_cut(state)
                     shape = self.nodes[source].out.shape if cut else ()
                     shown[source] = as_dtensor(local, state, shape, self.device_mesh) if cut else local
@@ -107,7 +107,7 @@ class Placing:
                 owner._buffers[key] = shown[source]
                 if not persistent:
                     owner._non_persistent_buffers_set.add(key)
-        return found
+        return placed
 
     def _registered(self, name: str) -> torch.Tensor | None:
         owner, key = self.home.owner_of(name)
@@ -134,9 +134,9 @@ def _placed_as(tensor: torch.Tensor, state: State, device_mesh: DeviceMesh) -> b
     return tensor.device_mesh == device_mesh and tuple(tensor.placements) == tuple(torch_placements(state))
 
 
-def _same_storage(name: str, held: torch.nn.Parameter, state: State, mesh: DeviceMesh) -> None:
+def _same_storage(name: str, stored: torch.nn.Parameter, state: State, mesh: DeviceMesh) -> None:
     """Two stages of one rank that use a parameter share it, so they must store it alike."""
-    have = (held.device_mesh, tuple(held.placements)) if isinstance(held, DTensor) else None
+    have = (stored.device_mesh, tuple(stored.placements)) if isinstance(stored, DTensor) else None
     if have != (mesh, tuple(torch_placements(state))):
         raise RunError(
             f"parameter '{name}' is used by two stages on the same devices and stored in two ways ({have} and "

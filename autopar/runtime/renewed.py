@@ -12,7 +12,7 @@ from autopar.graph import Graph
 
 def outliving(graph: Graph) -> frozenset[str]:
     """Names of the buffers that the program is given a copy of."""
-    found = set()
+    names = set()
     for i, node in graph.of_kind("buffer"):
         if node.target not in graph.updates:
             continue
@@ -22,8 +22,8 @@ def outliving(graph: Graph) -> frozenset[str]:
                 reached.add(n)
         others = {ref.node for name, ref in graph.updates.items() if name != node.target}
         if reached & others or any(graph.nodes[n].needs_grad for n in reached):
-            found.add(node.target)
-    return frozenset(found)
+            names.add(node.target)
+    return frozenset(names)
 
 
 __all__ = ["outliving"]

@@ -109,10 +109,10 @@ def sampled(x: torch.Tensor) -> Any:
 def _differ(a: Any, b: Any) -> bool:
     if isinstance(a, int) or isinstance(b, int):
         return bool(a != b)
-    (mine, size), (theirs, other) = a, b
+    (mine, size), (theirs, other_size) = a, b
     if len(mine) != len(theirs):
         return True
-    return any(abs(p - q) > ROUNDING * max(size, other) for p, q in zip(mine, theirs, strict=True))
+    return any(abs(p - q) > ROUNDING * max(size, other_size) for p, q in zip(mine, theirs, strict=True))
 
 
 def compare(group: Any, seen: Seen, error: AutoparError | None) -> None:

@@ -272,10 +272,10 @@ class SpreadModule(torch.nn.Module):
         """As of the model; of a program with random operators also where these stand (``_extra_state``), so that a
         resumed run draws what an uninterrupted one would. ``full_state_dict`` has only what the model has.
         """
-        found = super().state_dict(*args, **kwargs)
+        state = super().state_dict(*args, **kwargs)
         if not self._draws():
-            found.pop(kwargs.get("prefix", args[1] if len(args) > 1 else "") + EXTRA, None)
-        return found
+            state.pop(kwargs.get("prefix", args[1] if len(args) > 1 else "") + EXTRA, None)
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As of any module; a whole tensor, or a DTensor in another placement, is placed as what it replaces.

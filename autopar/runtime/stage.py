@@ -132,12 +132,12 @@ class Stage:
 
     def with_other_literals(self, graph: Graph) -> Stage:
         """The same stage with a graph that differs in nothing but literals; both share parameters and gradients."""
-        other = copy.copy(self)
-        other.graph, other.plan = graph, replace(self.plan, fingerprint=graph.fingerprint)
-        other.program = lower(graph, other.plan, self.device)
-        other.run_program = self._compiled(prefetch.with_gathers(other.program, self.helds, self.schedule))
-        other.evaluation = None
-        return other
+        twin = copy.copy(self)
+        twin.graph, twin.plan = graph, replace(self.plan, fingerprint=graph.fingerprint)
+        twin.program = lower(graph, twin.plan, self.device)
+        twin.run_program = self._compiled(prefetch.with_gathers(twin.program, self.helds, self.schedule))
+        twin.evaluation = None
+        return twin
 
     def compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compile the program with ``torch.compile``."""

@@ -72,8 +72,8 @@ def of_a_stage(tensor: Any) -> bool:
     """Whether it is a DTensor on the mesh of one of several stages."""
     if not isinstance(tensor, DTensor):
         return False
-    found = _meshes.get(id(tensor.device_mesh))
-    return found is not None and found() is tensor.device_mesh
+    stage_mesh = _meshes.get(id(tensor.device_mesh))
+    return stage_mesh is not None and stage_mesh() is tensor.device_mesh
 
 
 def _wrap() -> None:

@@ -47,11 +47,11 @@ def version_of(param: torch.Tensor) -> tuple[int, int]:
 
 def torch_placements(state: State) -> tuple[TorchPlacement, ...]:
     """A state in DTensor's words; it does not tell ``I`` from ``R``."""
-    made: list[TorchPlacement] = []
+    placements: list[TorchPlacement] = []
     for p in state:
         d = shard_dim(p)
-        made.append(Shard(d) if d is not None else Partial() if p == "P" else Replicate())
-    return tuple(made)
+        placements.append(Shard(d) if d is not None else Partial() if p == "P" else Replicate())
+    return tuple(placements)
 
 
 def mesh_of(device_mesh: DeviceMesh) -> Mesh:
@@ -103,16 +103,16 @@ def as_dtensor(local: torch.Tensor, state: State, shape: Sequence[int], device_m
     )
 
 
-def like(held: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+def like(example: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """This rank's share of ``whole``, placed as ``held`` is: a DTensor of its placements, or a plain tensor."""
-    whole = whole.detach().to(held.device)
-    if not isinstance(held, DTensor):
+    whole = whole.detach().to(example.device)
+    if not isinstance(example, DTensor):
         return whole.contiguous()
-    state = tuple(shard(p.dim) if isinstance(p, Shard) else "R" for p in held.placements)
-    piece = local_piece(whole, state, held.device_mesh)
+    state = tuple(shard(p.dim) if isinstance(p, Shard) else "R" for p in example.placements)
+    piece = local_piece(whole, state, example.device_mesh)
     if piece is not whole:  # a share of its own, so that the whole can go
         piece = piece.clone(memory_format=torch.contiguous_format)
-    return as_dtensor(piece.contiguous(), state, whole.shape, held.device_mesh)
+    return as_dtensor(piece.contiguous(), state, whole.shape, example.device_mesh)
 
 
 # --- what may be replaced ---------------------------------------------------------------------------------------------
@@ -120,14 +120,14 @@ def like(held: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 Form = tuple[tuple[int, ...], torch.dtype, Any]
 
 
-def same_form(name: str, held: torch.Tensor, form: Form | None) -> Form:
+def same_form(name: str, stored: torch.Tensor, form: Form | None) -> Form:
     """Shape, dtype and placement of a stored tensor, which a tensor that is put in its place must have too.
 
     Raises:
         RunError: it has others.
     """
-    at = (held.device_mesh, tuple(held.placements)) if isinstance(held, DTensor) else None
-    now = tuple(held.shape), held.dtype, at
+    at = (stored.device_mesh, tuple(stored.placements)) if isinstance(stored, DTensor) else None
+    now = tuple(stored.shape), stored.dtype, at
     if form is not None and now != form:
         show = [
             f"{str(dtype).removeprefix('torch.')} of shape {shape}, "
@@ -190,9 +190,9 @@ class Held:
     @property
     def param(self) -> torch.nn.Parameter:
         """The stored parameter."""
-        found = self.owner._parameters[self.key]
-        assert found is not None
-        return found
+        param = self.owner._parameters[self.key]
+        assert param is not None
+        return param
 
     @property
     def per_use(self) -> bool:
@@ -242,10 +242,10 @@ class Held:
         grad, self.sum = self.sum, None
         if not self.adjoint:
             leaf = self.leaf
-            own = leaf.grad
-            if own is not None:
+            of_autograd = leaf.grad
+            if of_autograd is not None:
                 leaf.grad = None
-                grad = own if grad is None else grad.add_(own)
+                grad = of_autograd if grad is None else grad.add_(of_autograd)
         return grad
 
     def placed(self, grad: torch.Tensor) -> torch.Tensor:

@@ -25,10 +25,10 @@ def time_collectives(fn: Callable[[], Any]) -> list[CollectiveTime]:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities, record_shapes=True) as profile:
         fn()
-    found = []
+    times = []
     for event in sorted(profile.events() or [], key=lambda e: e.time_range.start):
         backend, colon, name = event.name.partition(":")
         if colon and backend in ("gloo", "nccl"):
             shapes = " ".join("x".join(map(str, s)) for s in event.input_shapes if s)
-            found.append(CollectiveTime(name, shapes, event.time_range.elapsed_us() / 1e6))
-    return found
+            times.append(CollectiveTime(name, shapes, event.time_range.elapsed_us() / 1e6))
+    return times

@@ -44,9 +44,9 @@ class Wire:
 
     def transfer(self, backward: bool) -> Transfer:
         """The forward's messages, or the backward's."""
-        found = self.back if backward else self.there
-        assert found is not None
-        return found
+        direction = self.back if backward else self.there
+        assert direction is not None
+        return direction
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,8 @@ class Post:
                 if piece.source == rank != piece.target:
                     going.setdefault(piece.target, []).append((message, piece))
         post = Post(rank, device, wires, microbatches, coming, going)
-        for sender, own in coming.items():
-            for i, (message, _) in enumerate(own):
+        for sender, messages in coming.items():
+            for i, (message, _) in enumerate(messages):
                 post.place[message] = (sender, i)
         return post
 
@@ -153,9 +153,9 @@ class Post:
         self.posted, self.sent = {}, {}
 
     def _receive(self, sender: int, upto: int) -> None:
-        own = self.coming[sender]
-        while self.posted[sender] < min(upto, len(own)):
-            message, piece = own[self.posted[sender]]
+        messages = self.coming[sender]
+        while self.posted[sender] < min(upto, len(messages)):
+            message, piece = messages[self.posted[sender]]
             buffer = self._buffer(message, piece)
             self.inbox[message] = dist.irecv(buffer, src=sender), buffer
             self.posted[sender] += 1
@@ -172,8 +172,8 @@ class Post:
             if piece.source != self.rank:
                 continue
             cut = value.detach()
-            for d, ((start, n), (own, _)) in enumerate(zip(piece.box, have, strict=True)):
-                cut = cut.narrow(d, start - own, n)
+            for d, ((start, n), (own_start, _)) in enumerate(zip(piece.box, have, strict=True)):
+                cut = cut.narrow(d, start - own_start, n)
             message = Message(wire.number, backward, microbatch, part)
             if piece.target == self.rank:
                 self.inbox[message] = None, cut
@@ -229,8 +229,8 @@ class Post:
             if whole is None:
                 whole = got.new_empty([n for _, n in box])
             view = whole
-            for d, ((start, n), (own, _)) in enumerate(zip(piece.box, box, strict=True)):
-                view = view.narrow(d, start - own, n)
+            for d, ((start, n), (own_start, _)) in enumerate(zip(piece.box, box, strict=True)):
+                view = view.narrow(d, start - own_start, n)
             view.copy_(got)
         assert whole is not None
         steps = path(messages.landing, target.state)
@@ -247,8 +247,8 @@ def clear(posts: Sequence[Post]) -> None:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, [(post.posted, post.sent) for post in posts])
     for i, post in enumerate(posts):
-        posted = {rank: own[i][0].get(post.rank, 0) for rank, own in enumerate(everyone) if rank != post.rank}
-        sent = {rank: own[i][1].get(post.rank, 0) for rank, own in enumerate(everyone) if rank != post.rank}
+        posted = {rank: state[i][0].get(post.rank, 0) for rank, state in enumerate(everyone) if rank != post.rank}
+        sent = {rank: state[i][1].get(post.rank, 0) for rank, state in enumerate(everyone) if rank != post.rank}
         post.clear(posted, sent)
 
 

@@ -115,7 +115,7 @@ class Work:
     @torch.no_grad()
     def forwards(
         self, batches: Batches, seeds: Sequence[int], shown: Mapping[str, str], training: bool,
-        made: dict[int, list[torch.Tensor]] | None,
+        outputs: dict[int, list[torch.Tensor]] | None,
     ) -> torch.Tensor:  # fmt: skip
         """The mean loss of all microbatches without gradients, on every rank.
 
@@ -128,8 +128,8 @@ class Work:
         for action in self.forward_row:
             flight = self.flights[action.stage]
             flat = self._forward(flight, self.forward_post, action, batches, seeds, shown, not training, total)
-            for position, whole in _other_outputs(flight, flat) if made is not None else ():
-                made.setdefault(position, []).append(whole)  # type: ignore[union-attr]
+            for position, whole in _other_outputs(flight, flat) if outputs is not None else ():
+                outputs.setdefault(position, []).append(whole)  # type: ignore[union-attr]
         self.forward_post.end()
         dist.all_reduce(total)
         self.broken = False

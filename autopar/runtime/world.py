@@ -77,7 +77,7 @@ def run_step(
             return LocalTensor({r: piece(value, state, mesh, r) for r in range(n)})
 
         stored: dict[str, LocalTensor] = {}
-        held: dict[str, tuple[LocalTensor, State]] = {}
+        buffer_pieces: dict[str, tuple[LocalTensor, State]] = {}
         taken: dict[str, tuple[LocalTensor, State]] = {}
         values: list[Any] = []
         for slot in program.slots:
@@ -89,8 +89,8 @@ def run_step(
                 stored[slot.name] = leaf
                 values.append(along(leaf, slot.shape, choice.stored, choice.used, mesh))
             elif slot.kind == "buffer":
-                held[slot.name] = (spread(buffers[slot.name], slot.state), slot.state)
-                values.append(held[slot.name][0])
+                buffer_pieces[slot.name] = (spread(buffers[slot.name], slot.state), slot.state)
+                values.append(buffer_pieces[slot.name][0])
             elif slot.kind == "input":
                 arrived = spread(inputs[slot.name].detach(), slot.state)
                 if slot.needs_grad:
@@ -134,7 +134,7 @@ def run_step(
         name: whole(leaf.grad, state, f"gradient of {name}") for name, (leaf, state) in taken.items()
         if leaf.grad is not None
     }  # fmt: skip
-    new = {name: whole(x, state, name) for name, (x, state) in held.items()}
+    new = {name: whole(x, state, name) for name, (x, state) in buffer_pieces.items()}
     for name, x in zip(program.updates, updates, strict=True):
         new[name] = whole(x, plan.buffers[name], name)
     return WorldStep(outputs, gradients, new, arriving)
@@ -146,9 +146,9 @@ def _same_copies(pieces: Sequence[torch.Tensor], state: State, mesh: Mesh, name:
         first = 0
         for placement, (_, size), c in zip(state, mesh, at, strict=True):
             first = first * size + (c if in_pieces((placement,)) else 0)
-        other = pieces[first]
-        if not torch.allclose(value, other, rtol=1e-4, atol=1e-6, equal_nan=True):
-            worst = (value - other).abs().max().item()
+        copy_there = pieces[first]
+        if not torch.allclose(value, copy_there, rtol=1e-4, atol=1e-6, equal_nan=True):
+            worst = (value - copy_there).abs().max().item()
             shown = format_state(state)
             raise AssertionError(f"{name} ({shown}) differs between ranks {first} and {rank} by {worst:.3e}")
 
@@ -167,11 +167,11 @@ def pipeline_step(
     Raises:
         RunError: the rows wait for each other.
     """
-    held = dict(buffers)
+    buffers_now = dict(buffers)
     share = 1 / len(microbatches)
     total: torch.Tensor | None = None
     sums: dict[str, torch.Tensor] = {}
-    made: list[dict[str, torch.Tensor]] = [{} for _ in microbatches]
+    crossed: list[dict[str, torch.Tensor]] = [{} for _ in microbatches]
     grads: list[dict[str, torch.Tensor]] = [{} for _ in microbatches]
     before: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
     late: dict[tuple[int, int], Mapping[str, torch.Tensor]] = {}
@@ -182,12 +182,12 @@ def pipeline_step(
 
     for s, kind, k in _in_order(graphs, schedule):
         stage, plan, program = graphs[s], plans[s], programs[s]
-        known = {**microbatches[k], **made[k]}
+        given = {**microbatches[k], **crossed[k]}
         if kind == "F":
-            before[s, k] = dict(held)
-            done = run_step(stage.graph, plan, program, weights, held, known, seed=seeds[k], backward=False)
-            made[k].update(zip((c.tensor for c in stage.gives), done.outputs, strict=False))
-            held.update(done.buffers)
+            before[s, k] = dict(buffers_now)
+            done = run_step(stage.graph, plan, program, weights, buffers_now, given, seed=seeds[k], backward=False)
+            crossed[k].update(zip((c.tensor for c in stage.gives), done.outputs, strict=False))
+            buffers_now.update(done.buffers)
             if stage.graph.loss is not None:
                 part = done.outputs[stage.graph.loss] * share
                 total = part if total is None else total + part
@@ -196,7 +196,7 @@ def pipeline_step(
         else:
             leaving = {c.output: grads[k][c.tensor] for c in stage.gives if c.tensor in grads[k]}
             done = run_step(
-                stage.graph, plan, program, weights, before.pop((s, k)), known, seed=seeds[k], leaving=leaving,
+                stage.graph, plan, program, weights, before.pop((s, k)), given, seed=seeds[k], leaving=leaving,
                 loss_weight=share,
             )  # fmt: skip
             add(grads[k], done.arriving)
@@ -207,13 +207,13 @@ def pipeline_step(
     outputs: list[Any] = [None] * (loss + 1)
     outputs[loss] = total
     arriving = {name: torch.cat([part[name] for part in grads]) for name in microbatches[0] if name in grads[0]}
-    return WorldStep(outputs, sums, held, arriving)
+    return WorldStep(outputs, sums, buffers_now, arriving)
 
 
 def _in_order(graphs: Sequence[StageGraph], schedule: Schedule) -> Iterator[Action]:
     """The actions of a schedule, each after those whose tensors it takes and after those before it in its row."""
     sources = [{crossing.source for crossing in stage.takes} for stage in graphs]
-    readers = [{t for t, found in enumerate(sources) if s in found} for s in range(len(graphs))]
+    readers = [{t for t, stages_before in enumerate(sources) if s in stages_before} for s in range(len(graphs))]
     done: set[Action] = set()
 
     def ready(action: Action) -> bool:

@@ -90,8 +90,8 @@ class Schedule:
         tail = " forward-only" if self.forward_only else ""
         lines = [f"schedule {self.name} stages {self.n_stages} microbatches {self.n_microbatches}{tail}"]
         for rank, (stages, row) in enumerate(zip(self.stages_of_rank, self.rows, strict=True)):
-            held = " ".join(str(s) for s in stages)
-            lines.append(f"rank {rank} holds {held}: " + " ".join(str(step) for step in row))
+            numbers = " ".join(str(s) for s in stages)
+            lines.append(f"rank {rank} holds {numbers}: " + " ".join(str(step) for step in row))
         return "\n".join(line.rstrip() for line in lines) + "\n"
 
     def validate(self) -> Schedule:

@@ -56,16 +56,16 @@ class AsynchronousSchedule:
         already."""
         if len(weight_bytes) != self.schedule.n_stages:
             raise ValueError(f"weight_bytes of {len(weight_bytes)} stages for {self.schedule.n_stages}")
-        held = self.versions_held()
+        versions = self.versions_held()
         peaks = peak_bytes(self.schedule, times)
         return tuple(
-            peak + sum((held[s] - 1) * weight_bytes[s] for s in stages)
+            peak + sum((versions[s] - 1) * weight_bytes[s] for s in stages)
             for peak, stages in zip(peaks, self.schedule.stages_of_rank)
         )
 
     def _walk(self) -> tuple[dict[tuple[int, int], int], tuple[int, ...]]:
         newest = [0] * self.schedule.n_stages
-        held = [1] * self.schedule.n_stages
+        most_alive = [1] * self.schedule.n_stages
         in_flight: list[dict[int, int]] = [{} for _ in newest]
         used: dict[tuple[int, int], int] = {}
         for _, action in self.schedule.actions():
@@ -84,8 +84,8 @@ class AsynchronousSchedule:
             if self.delay is not None and (coming := _next(microbatch, kind, in_flight[stage])) is not None:
                 if coming < self.schedule.n_microbatches:
                     alive |= set(range(max(0, coming // self.n_accumulate - self.delay), newest[stage] + 1))
-            held[stage] = max(held[stage], len(alive))
-        return used, tuple(held)
+            most_alive[stage] = max(most_alive[stage], len(alive))
+        return used, tuple(most_alive)
 
 
 def _next(microbatch: int, kind: str, in_flight: dict[int, int]) -> int | None:

@@ -148,9 +148,11 @@ class _Case:
                     yield (Action(s, "B", k), *self.run(after, s, "B", t.backward_seconds[s]))
             if node.forwards[s] < self.m and all(node.arrived[q] for q in self.takes[s, "F"]):
                 k = node.forwards[s]
-                held = node.held[rank] + t.activation_bytes[s]
-                if held <= room:
-                    after = node._replace(held=_with(node.held, rank, held), forwards=_with(node.forwards, s, k + 1))
+                bytes_after = node.held[rank] + t.activation_bytes[s]
+                if bytes_after <= room:
+                    after = node._replace(
+                        held=_with(node.held, rank, bytes_after), forwards=_with(node.forwards, s, k + 1)
+                    )
                     yield (Action(s, "F", k), *self.run(after, s, "F", t.forward_seconds[s]))
 
     def run(self, node: _Node, stage: int, phase: str, seconds: float) -> tuple[float, _Node]:
@@ -258,9 +260,9 @@ def _dominated(seen: dict[tuple, list[tuple[float, ...]]], node: _Node) -> bool:
     """Whether a state with the same counts was nowhere later; remembers `node` if not."""
     key = (node.forwards, node.backwards, tuple(len(o) for o in node.owed))
     now = (*node.free, *node.link_free, *(when for queue in node.arrived for when in queue))
-    known = seen.setdefault(key, [])
-    if any(all(a <= b for a, b in zip(old, now)) for old in known):
+    earlier = seen.setdefault(key, [])
+    if any(all(a <= b for a, b in zip(old, now)) for old in earlier):
         return True
-    known[:] = [old for old in known if not all(a <= b for a, b in zip(now, old))]
-    known.append(now)
+    earlier[:] = [old for old in earlier if not all(a <= b for a, b in zip(now, old))]
+    earlier.append(now)
     return False

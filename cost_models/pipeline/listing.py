@@ -200,11 +200,11 @@ class _Run:
         heapq.heappush(self.heap, (self.free[rank], rank))
 
     def send(self, rank: int, stage: int, end: float, seconds: float) -> float:
-        other = self.rank_of[stage]
-        if other == rank:
+        receiver = self.rank_of[stage]
+        if receiver == rank:
             return end
-        start = max(end, self.link_free.get((rank, other), 0.0))
-        self.link_free[rank, other] = start + seconds
+        start = max(end, self.link_free.get((rank, receiver), 0.0))
+        self.link_free[rank, receiver] = start + seconds
         return start + seconds
 
     def arrive(self, missing: list[list[int]], ready: list[list[float]], stage: int, k: int, when: float) -> None:

@@ -13,11 +13,11 @@ def v_placement(n_stages: int, n_ranks: int) -> tuple[tuple[int, ...], ...]:
     """To and fro: 0 1 .. P-1, then P-1 .. 0, and so on. The last stage is beside the first when there are two a
     rank."""
     _whole(n_stages, n_ranks)
-    held: list[list[int]] = [[] for _ in range(n_ranks)]
+    placed: list[list[int]] = [[] for _ in range(n_ranks)]
     for stage in range(n_stages):
         turn, place = divmod(stage, n_ranks)
-        held[place if turn % 2 == 0 else n_ranks - 1 - place].append(stage)
-    return tuple(tuple(stages) for stages in held)
+        placed[place if turn % 2 == 0 else n_ranks - 1 - place].append(stage)
+    return tuple(tuple(stages) for stages in placed)
 
 
 def _whole(n_stages: int, n_ranks: int) -> None:

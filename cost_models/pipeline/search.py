@@ -66,9 +66,9 @@ def search(
     def add(schedule: Schedule) -> None:
         if _fits(schedule, problem):
             timeline = simulate(schedule, times)
-            held = sum(peak_bytes(schedule, problem.times))
+            bytes_held = sum(peak_bytes(schedule, problem.times))
             score = timeline.makespan_seconds if objective == "makespan" else timeline.span_seconds
-            candidates.append((score, held, len(candidates), timeline))
+            candidates.append((score, bytes_held, len(candidates), timeline))
 
     n_ranks = len(problem.stages_of_rank)
     for kind in SCHEDULES.values():
@@ -123,10 +123,10 @@ def _problem(
     limit_live: int | Sequence[int] | None,
 ) -> Problem:
     placement = stages_of_rank if stages_of_rank is not None else loop_placement(times.n_stages, times.n_stages)
-    held = sorted(s for stages in placement for s in stages)
-    if n_microbatches < 1 or held != list(range(times.n_stages)):
+    placed = sorted(s for stages in placement for s in stages)
+    if n_microbatches < 1 or placed != list(range(times.n_stages)):
         raise ValueError(
-            f"search of {n_microbatches} microbatches on stages {held}: needs at least 1, and stages 0 to "
+            f"search of {n_microbatches} microbatches on stages {placed}: needs at least 1, and stages 0 to "
             f"{times.n_stages - 1} once each"
         )
     if limit_bytes is not None and limit_live is not None:
@@ -165,9 +165,9 @@ def improve(timeline: Timeline, problem: Problem, simulations: int) -> Timeline:
     if any(len(parts(step)) > 1 for row in timeline.schedule.rows for step in row):
         return timeline  # overlapped pairs stay together: no single swap is meant for them
     spent = 0
-    found = True
-    while found and spent < simulations:
-        found = False
+    improved = True
+    while improved and spent < simulations:
+        improved = False
         for rank, place in critical_pairs(timeline):
             rows = [list(row) for row in timeline.schedule.flat_rows]
             row = rows[rank]
@@ -181,11 +181,11 @@ def improve(timeline: Timeline, problem: Problem, simulations: int) -> Timeline:
                 break
             spent += 1
             try:
-                other = simulate(swapped, timeline.times)
+                trial = simulate(swapped, timeline.times)
             except ValueError:
                 continue  # it deadlocks
-            if other.makespan_seconds < timeline.makespan_seconds * (1 - 1e-12):
-                timeline, found = other, True
+            if trial.makespan_seconds < timeline.makespan_seconds * (1 - 1e-12):
+                timeline, improved = trial, True
                 break
     return timeline
 

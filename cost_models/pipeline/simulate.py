@@ -144,13 +144,13 @@ class _State:
             if kind == "I":
                 self.arrive("W", at, end, self.rank_of[stage], work)
             targets, phase = self.backward_to[stage], "B"
-        for other, link, seconds in targets:
+        for target, link, seconds in targets:
             when = end
             if link is not None:
                 start = max(end, self.link_free.get(link, 0.0))
                 when = self.link_free[link] = start + seconds
-                self.transfers.append(Transfer(stage, other, phase, microbatch, start, when))
-            self.arrive(phase, other * self.m + microbatch, when, self.rank_of[other], work)
+                self.transfers.append(Transfer(stage, target, phase, microbatch, start, when))
+            self.arrive(phase, target * self.m + microbatch, when, self.rank_of[target], work)
 
     def arrive(self, phase: str, at: int, when: float, rank: int, work: deque[int]) -> None:
         ready = self.ready[phase]

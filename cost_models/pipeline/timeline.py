@@ -125,22 +125,22 @@ def live_at_peak(schedule: Schedule, stage_bytes: Sequence[float]) -> tuple[int,
     Args:
         stage_bytes: what a stage keeps of a microbatch, until its weight gradient.
     """
-    found = [1] * schedule.n_stages
+    at_peak = [1] * schedule.n_stages
     for row in schedule.flat_rows:
         live: dict[int, int] = {}
-        held = most = 0.0
+        bytes_held = peak = 0.0
         for stage, kind, _ in row:
             if kind == "F":
                 live[stage] = live.get(stage, 0) + 1
-                held += stage_bytes[stage]
-                if held > most:
-                    most = held
+                bytes_held += stage_bytes[stage]
+                if bytes_held > peak:
+                    peak = bytes_held
                     for s, n in live.items():
-                        found[s] = max(1, n)
+                        at_peak[s] = max(1, n)
             elif kind != "I":
                 live[stage] -= 1
-                held -= stage_bytes[stage]
-    return tuple(found)
+                bytes_held -= stage_bytes[stage]
+    return tuple(at_peak)
 
 
 def live_per_rank(schedule: Schedule) -> tuple[int, ...]:
@@ -162,18 +162,18 @@ def peak_bytes(schedule: Schedule, times: Times) -> tuple[float, ...]:
 def _peaks(schedule: Schedule, activation: tuple[float, ...], waiting: tuple[float, ...]) -> list[float]:
     out = []
     for row in schedule.flat_rows:
-        held = most = 0.0
+        bytes_held = peak = 0.0
         for stage, kind, _ in row:
             if kind == "F":
                 # Nothing is kept for a backward that never comes.
-                held += 0.0 if schedule.forward_only else activation[stage]
+                bytes_held += 0.0 if schedule.forward_only else activation[stage]
             elif kind == "B":
-                held -= activation[stage]
+                bytes_held -= activation[stage]
             elif kind == "I":
-                held += waiting[stage] - activation[stage]
+                bytes_held += waiting[stage] - activation[stage]
             else:
-                held -= waiting[stage]
-            if held > most:
-                most = held
-        out.append(most)
+                bytes_held -= waiting[stage]
+            if bytes_held > peak:
+                peak = bytes_held
+        out.append(peak)
     return out

@@ -95,8 +95,12 @@ def bounds(
     run = np.full((n_runs, len(share)), INF)
     for r in range(limit - 1, -1, -1):
         if filled.any() and (r == limit - 1 or not np.array_equal(least[:, r + 1], least[:, r + 2])):
-            own = least[:, r + 1, None]
-            price = np.where(np.isfinite(own), np.where(np.isfinite(own), own, 0.0) * factor + part * rent, INF)
+            least_after = least[:, r + 1, None]
+            price = np.where(
+                np.isfinite(least_after),
+                np.where(np.isfinite(least_after), least_after, 0.0) * factor + part * rent,
+                INF,
+            )
             run[filled] = np.minimum.reduceat(price, run_starts[filled], axis=0)
         for end in range(1, n + 1):
             rest[r, end] = (rest[r + 1, :end] + run[index[:end, end - 1]]).min(axis=0)
@@ -106,10 +110,10 @@ def bounds(
 def _weights(least: Floats, used: Ints, n_blocks: Ints) -> Floats:
     """Speed of a device of each type: the inverse of the mean device-seconds of a block on that type."""
     types = used.shape[1]
-    found = np.zeros(types)
+    speeds = np.zeros(types)
     for t in range(types):
-        own = (used[:, t] > 0) & np.isfinite(least)
-        per_block = used[own, t] * least[own] / n_blocks[own]
-        found[t] = 1 / per_block.mean() if len(per_block) and per_block.mean() > 0 else 0.0
+        of_type = (used[:, t] > 0) & np.isfinite(least)
+        per_block = used[of_type, t] * least[of_type] / n_blocks[of_type]
+        speeds[t] = 1 / per_block.mean() if len(per_block) and per_block.mean() > 0 else 0.0
     # A type that cannot run anything within the limit weighs nothing; all zero would divide by zero.
-    return found / found.max() if found.max() > 0 else np.ones(types)
+    return speeds / speeds.max() if speeds.max() > 0 else np.ones(types)

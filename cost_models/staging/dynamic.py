@@ -135,25 +135,25 @@ class _Search:
         paced = self.m > b  # otherwise the slowest stage costs nothing more
         self.pace_limit = limit / (self.m - b) if paced else INF
         rent = self.pace_limit if np.isfinite(self.pace_limit) else 0.0
-        found = None
+        result = None
         if np.isfinite(limit):  # a cheap look, before the whole table: one level is enough for the whole chain
             glance = bounds(self.table, self.times, b, self.m, self.n_stages, self.pace_limit, rent, 1)
             if not glance.least_seconds <= limit:
                 return None
         for _ in range(2):  # a smaller limit makes better bounds, which make a smaller limit
-            found = bounds(self.table, self.times, b, self.m, self.n_stages, self.pace_limit, rent)
-            if not found.least_seconds <= limit or found.least_seconds == INF:
+            result = bounds(self.table, self.times, b, self.m, self.n_stages, self.pace_limit, rent)
+            if not result.least_seconds <= limit or result.least_seconds == INF:
                 return None
             if not paced:
                 break
-            rent = min(self.pace_limit, RENT * found.least_seconds / (self.m - b))
-            lower = (limit - found.least_sum_seconds) / (self.m - b)
+            rent = min(self.pace_limit, RENT * result.least_seconds / (self.m - b))
+            lower = (limit - result.least_sum_seconds) / (self.m - b)
             if np.isfinite(self.pace_limit) and lower >= self.pace_limit * 0.98:
                 break
             self.pace_limit = min(lower, self.pace_limit)
         self.possible = np.isfinite(self.times.seconds) & (self.times.seconds <= self.pace_limit * ROUND)
         self.some: NDArray[np.bool_] = np.asarray(self.possible[:, 1:].any(axis=1))
-        return found
+        return result
 
     def _stages(self, k: int) -> tuple[Ints, Ints]:
         """(first block, row) of every stage that ends at block k - 1."""
@@ -161,10 +161,10 @@ class _Search:
         first, rows = [], []
         for a in range(k):
             run = t.run_of[a, k - 1]
-            own = np.arange(t.rows_of[run], t.rows_of[run + 1])
-            own = own[self.some[own]]
-            rows.append(own)
-            first.append(np.full(len(own), a))
+            of_run = np.arange(t.rows_of[run], t.rows_of[run + 1])
+            of_run = of_run[self.some[of_run]]
+            rows.append(of_run)
+            first.append(np.full(len(of_run), a))
         return np.concatenate(first), np.concatenate(rows)
 
     def _extend(self, k: int, labels: _Labels, begin: int, waiting: dict[int, list[_Labels]]) -> None:
@@ -275,11 +275,11 @@ class _Search:
         return Found(best, self.dropped, self.count)
 
     def _choices(self, last: _Labels, i: int, everything: _Labels) -> tuple[Choice, ...]:
-        found, first, labels = [], 0, last
+        chosen, first, labels = [], 0, last
         while labels.parent[i] >= 0:
             row, r = int(labels.row[i]), int(labels.r[i])
             end = first + int(self.table.n_blocks[row])
             submesh = self.table.problem.submeshes[self.table.submesh[row]]
-            found.append(Choice(first, end - 1, submesh, int(self.times.recomputed[row, r])))
+            chosen.append(Choice(first, end - 1, submesh, int(self.times.recomputed[row, r])))
             first, i, labels = end, int(labels.parent[i]), everything
-        return tuple(found)
+        return tuple(chosen)

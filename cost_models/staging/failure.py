@@ -41,12 +41,12 @@ def explain(problem: Problem, n_microbatches: int, fill: Fill) -> NothingFits:
     )  # fmt: skip
 
 
-def _lacking(own: Table) -> str:
+def _lacking(table: Table) -> str:
     """Blocks for which no stage has a cost at all."""
-    n = own.problem.n_blocks
+    n = table.problem.n_blocks
     possible = [False] * n
-    for (first, last), run in own.run_of.items():
-        if own.rows_of[run] < own.rows_of[run + 1]:
+    for (first, last), run in table.run_of.items():
+        if table.rows_of[run] < table.rows_of[run + 1]:
             possible[first : last + 1] = [True] * (last - first + 1)
     missing = [i for i in range(n) if not possible[i]]
     if not missing:
@@ -55,26 +55,26 @@ def _lacking(own: Table) -> str:
     return f"no submesh can run blocks {names} ({len(missing)} of {n}): every cost is None"
 
 
-def _attempt(own: Table, fill: Fill, m: int, factor: float) -> Candidate | None:
+def _attempt(table: Table, fill: Fill, m: int, factor: float) -> Candidate | None:
     """Any plan with `factor` times the memory."""
-    counts = [None] if fill.by_distance else range(1, own.problem.stage_limit + 1)
-    found = []
+    counts = [None] if fill.by_distance else range(1, table.problem.stage_limit + 1)
+    cuts = []
     for n in counts:
         if n is not None and not fill.allows(n, m):
             continue
-        best = solve(own, timed(own, fill, m, n, factor), fill, m, n, INF, ATTEMPT_WIDTH).best
-        found += list(best.values())
-    if not found:
+        best = solve(table, timed(table, fill, m, n, factor), fill, m, n, INF, ATTEMPT_WIDTH).best
+        cuts += list(best.values())
+    if not cuts:
         return None
-    return evaluate(own.problem, fill, m, min(found, key=lambda f: f[0])[1])
+    return evaluate(table.problem, fill, m, min(cuts, key=lambda f: f[0])[1])
 
 
-def _least_memory(own: Table, fill: Fill, m: int) -> Candidate | None:
+def _least_memory(table: Table, fill: Fill, m: int) -> Candidate | None:
     """A plan that fits in the least multiple of the memory, nearly; None where none fits in any."""
     low, high = 1.0, 2.0
     best = None
     while best is None:
-        best = _attempt(own, fill, m, high)
+        best = _attempt(table, fill, m, high)
         if best is None:
             if high > 1e12:
                 return None
@@ -83,11 +83,11 @@ def _least_memory(own: Table, fill: Fill, m: int) -> Candidate | None:
         # What an attempt needs is often less than it was allowed.
         high = min(high, max(s.needed_bytes / s.memory_bytes for s in best.stages))
         middle = (low + high) / 2
-        found = _attempt(own, fill, m, middle)
-        if found is None:
+        attempt = _attempt(table, fill, m, middle)
+        if attempt is None:
             low = middle
         else:
-            best, high = found, middle
+            best, high = attempt, middle
     return best
 
 
@@ -95,11 +95,11 @@ def _counts(problem: Problem) -> str:
     """Memory aside, the counts do not come out."""
     devices = " and ".join(f"{n} {t}" for t, n in problem.devices.items())
     if problem.all_devices:
-        own = replace(problem, all_devices=False)
+        with_idle = replace(problem, all_devices=False)
         sizes = ", ".join(str(n) for n in sorted({s.n_devices for s in problem.submeshes}))
         return (
             f"devices: no at most {problem.stage_limit} stages on submeshes of {sizes} devices use all of {devices} "
-            f"({'fewer would do' if own.stage_limit else ''}); allow idle devices or more submeshes"
+            f"({'fewer would do' if with_idle.stage_limit else ''}); allow idle devices or more submeshes"
         )
     return (
         f"counts: {problem.n_blocks} blocks cannot be cut into at most {problem.stage_limit} stages on {devices}: "

@@ -56,10 +56,10 @@ def stage(
     def run(n_stages: int | None, width: int, only: NDArray[np.bool_] | None = None) -> float:
         """Take in what is found for a number of stages; what was not found takes at least so long."""
         times = timed(whole, fill, n_microbatches, n_stages)
-        found = solve(whole, times, fill, n_microbatches, n_stages, limit(), width, only)
-        for n, cut in found.best.items():
+        solved = solve(whole, times, fill, n_microbatches, n_stages, limit(), width, only)
+        for n, cut in solved.best.items():
             best[n] = min(best.get(n, cut), cut, key=lambda c: c[0])
-        return found.bound_seconds
+        return solved.bound_seconds
 
     # A wide pass is spared for depths that a narrower one, or the bound before any pass, shows to be behind or done.
     bound_of = dict.fromkeys(depths, 0.0)

@@ -24,10 +24,10 @@ def pools_of(cluster: Cluster, memory_fraction: float = 0.9) -> tuple[Pool, ...]
     nodes: dict[str, dict[int, int]] = {}
     memory: dict[str, float] = {}
     for device, node in zip(cluster.devices, cluster.node_of, strict=True):
-        own = nodes.setdefault(device.name, {})
-        own[node] = own.get(node, 0) + 1
+        by_node = nodes.setdefault(device.name, {})
+        by_node[node] = by_node.get(node, 0) + 1
         memory[device.name] = device.memory_bytes * memory_fraction
-    return tuple(Pool(name, tuple(own.values()), memory[name]) for name, own in nodes.items())
+    return tuple(Pool(name, tuple(by_node.values()), memory[name]) for name, by_node in nodes.items())
 
 
 def any_sizes(pool: Pool) -> tuple[int, ...]:
@@ -37,20 +37,20 @@ def any_sizes(pool: Pool) -> tuple[int, ...]:
 
 def alpa_sizes(pool: Pool) -> tuple[int, ...]:
     """Powers of two within a node, nodes, and runs of whole nodes; of many alike nodes fewer runs, see MANY_NODES."""
-    found = set(pool.node_sizes)
+    sizes = set(pool.node_sizes)
     for size in set(pool.node_sizes):
-        found |= {1 << i for i in range(size.bit_length()) if 1 << i <= size}
+        sizes |= {1 << i for i in range(size.bit_length()) if 1 << i <= size}
     n = len(pool.node_sizes)
     if n >= MANY_NODES and len(set(pool.node_sizes)) == 1:
         counts = {1 << i for i in range(n.bit_length())} | {c for c in range(1, n + 1) if n % c == 0}
-        found |= {c * pool.node_sizes[0] for c in counts}
+        sizes |= {c * pool.node_sizes[0] for c in counts}
     else:
         for i in range(n):
             total = 0
             for size in pool.node_sizes[i:]:
                 total += size
-                found.add(total)
-    return tuple(sorted(found))
+                sizes.add(total)
+    return tuple(sorted(sizes))
 
 
 def sizes(pool: Pool) -> tuple[int, ...]:
@@ -73,23 +73,23 @@ def place(pools: Sequence[Pool], stages: Sequence[Submesh]) -> list[tuple[int, .
     Stages that do not fill a node stay inside one; larger ones take whole nodes and, where their size asks for it, a
     part of one more. Stages that follow each other stand as near as that allows.
     """
-    found: list[tuple[int, ...]] = [()] * len(stages)
+    devices: list[tuple[int, ...]] = [()] * len(stages)
     for pool in pools:
         starts = [sum(pool.node_sizes[:i]) for i in range(len(pool.node_sizes))]
         free = [list(range(a, a + size)) for a, size in zip(starts, pool.node_sizes)]
-        own = [i for i, s in enumerate(stages) if s.device_type == pool.device_type]
+        of_pool = [i for i, s in enumerate(stages) if s.device_type == pool.device_type]
         # The largest first: what is left over from whole nodes is then filled by the small ones.
-        for i in sorted(own, key=lambda i: -stages[i].n_devices):
+        for i in sorted(of_pool, key=lambda i: -stages[i].n_devices):
             taken = _take(free, pool.node_sizes, stages[i].n_devices)
             if taken is None:
                 return None
-            found[i] = taken
-    return found
+            devices[i] = taken
+    return devices
 
 
 def _take(free: list[list[int]], node_sizes: Sequence[int], n: int) -> tuple[int, ...] | None:
     """Removes n devices: from the fullest fitting node, or whole free nodes in a row and a part of one more."""
-    fitting = [i for i, own in enumerate(free) if len(own) >= n]
+    fitting = [i for i, in_node in enumerate(free) if len(in_node) >= n]
     if fitting:
         best = min(fitting, key=lambda i: (len(free[i]), i))
         taken, free[best] = free[best][:n], free[best][n:]

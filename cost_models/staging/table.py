@@ -43,7 +43,7 @@ class Table:
     def columns(self) -> dict[str, Floats]:
         """The numbers of the costs, and the memory of each row's device."""
         memory = self.problem.memory_bytes
-        own = np.array([memory[s.device_type] for s in self.problem.submeshes])
+        of_submesh = np.array([memory[s.device_type] for s in self.problem.submeshes])
         return {
             "forward": np.array([c.forward_seconds for c in self.costs]),
             "backward": np.array([c.backward_seconds for c in self.costs]),
@@ -52,21 +52,21 @@ class Table:
             "kept": np.array([c.activation_bytes for c in self.costs]),
             "least": np.array([_least(c) for c in self.costs]),
             "extra": np.array([c.recompute_seconds for c in self.costs]),
-            "memory": own[self.submesh],
+            "memory": of_submesh[self.submesh],
         }
 
     @cached_property
     def places(self) -> tuple[Ints, list[Submesh]]:
         """The place of each submesh, and a submesh that stands for each place."""
-        known: dict[Hashable, int] = {}
+        number_of: dict[Hashable, int] = {}
         stand: list[Submesh] = []
         index = []
         for s in self.problem.submeshes:
             key = self.problem.place(s)
-            if key not in known:
-                known[key] = len(stand)
+            if key not in number_of:
+                number_of[key] = len(stand)
                 stand.append(s)
-            index.append(known[key])
+            index.append(number_of[key])
         return np.array(index), stand
 
     @cached_property
@@ -92,14 +92,14 @@ class Table:
         problem, (_, stand) = self.problem, self.places
         names: Sequence[Hashable] = problem.classes or range(problem.n_blocks)
         nothing = np.zeros((len(stand), len(stand)))
-        known: dict[Hashable, Floats] = {}
-        found = [nothing]
+        by_classes: dict[Hashable, Floats] = {}
+        seconds = [nothing]
         for cut in range(1, problem.n_blocks):
             key = names[cut - 1], names[cut]
-            if key not in known:
-                known[key] = np.array([[problem.transfer(cut, a, b) for b in stand] for a in stand], dtype=float)
-            found.append(known[key])
-        return [*found, nothing]
+            if key not in by_classes:
+                by_classes[key] = np.array([[problem.transfer(cut, a, b) for b in stand] for a in stand], dtype=float)
+            seconds.append(by_classes[key])
+        return [*seconds, nothing]
 
     def recomputed(self, in_flight: Floats, memory_factor: float = 1.0) -> Floats:
         """The fewest recomputed blocks with which each row fits [rows, in flight]; inf where none do.
@@ -141,13 +141,13 @@ def table(problem: Problem) -> Table:
     """Asks the problem for the cost of every distinct run on every submesh."""
     names: Sequence[Hashable] = problem.classes or range(problem.n_blocks)
     # A run's identity is built from the run that is one block shorter, so that no tuple of labels is hashed whole.
-    known: dict[tuple[int, Hashable], int] = {}
+    run_number: dict[tuple[int, Hashable], int] = {}
     run_of: dict[tuple[int, int], int] = {}
     starts: list[tuple[int, int]] = []
     for first in range(problem.n_blocks):
         before = -1
         for last in range(first, problem.n_blocks):
-            run = known.setdefault((before, names[last]), len(known))
+            run = run_number.setdefault((before, names[last]), len(run_number))
             if run == len(starts):
                 starts.append((first, last))
             run_of[first, last] = before = run
@@ -206,7 +206,7 @@ def _useless(table: Table, fill: Fill, seconds: Floats, backward: Floats) -> NDA
     step = table.columns["step"]
     with np.errstate(invalid="ignore"):
         end = fill.bubble * seconds - fill.drain * backward
-    found = np.zeros(seconds.shape, dtype=bool)
+    useless = np.zeros(seconds.shape, dtype=bool)
     widest = int(np.diff(np.append(starts, len(seconds))).max(initial=1))
     for s in range(1, widest):
         alike = ((group[s:] == group[:-s]) & (place[s:] == place[:-s]))[:, None]
@@ -215,8 +215,8 @@ def _useless(table: Table, fill: Fill, seconds: Floats, backward: Floats) -> NDA
         a = seconds[:-s], step[:-s, None], end[:-s]
         b = seconds[s:], step[s:, None], end[s:]
         # Of two equal rows the first stays.
-        found[s:] |= alike & (a[0] <= b[0]) & (a[1] <= b[1]) & (a[2] <= b[2])
-        found[:-s] |= alike & (b[0] <= a[0]) & (b[1] <= a[1]) & (b[2] <= a[2]) & (
+        useless[s:] |= alike & (a[0] <= b[0]) & (a[1] <= b[1]) & (a[2] <= b[2])
+        useless[:-s] |= alike & (b[0] <= a[0]) & (b[1] <= a[1]) & (b[2] <= a[2]) & (
             (b[0] < a[0]) | (b[1] < a[1]) | (b[2] < a[2])
         )  # fmt: skip
-    return found
+    return useless
