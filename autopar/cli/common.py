@@ -23,7 +23,6 @@ from autopar.cli.terminal import out as out
 from autopar.errors import AutoparError
 from autopar.texts import show_bytes as show_bytes
 from autopar.texts import show_seconds as show_seconds
-from autopar.torch_private import pytree
 
 if TYPE_CHECKING:
     from autopar.capture import Captured
@@ -115,6 +114,7 @@ def check_values(loaded: Loaded, name: str) -> None:
     Raises:
         UsageError: a parameter, a buffer or an input is on the meta device.
     """
+    from autopar.torch_private import pytree
 
     named = {f"'{k}'": t for k, t in loaded.model.state_dict().items()}
     leaves, _ = pytree.tree_flatten_with_path((loaded.args, loaded.kwargs))

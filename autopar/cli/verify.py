@@ -21,7 +21,6 @@ from autopar.cli.common import (
     print_json,
     progress,
 )
-from autopar.torch_private import pytree
 
 if TYPE_CHECKING:
     from autopar.capture import Captured
@@ -211,6 +210,7 @@ def _rank(
     import torch
 
     from autopar import verify as v
+    from autopar.torch_private import pytree
 
     loaded, captured = load_and_capture(spec, batch, seq, device="cpu")
     loaded.model.load_state_dict(state)
