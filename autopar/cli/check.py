@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.cli.common import Json, bound, model_of, open_plan, out, print_json, progress, show_bytes, show_seconds
+from autopar.cli.common import (
+    Json,
+    bound,
+    model_of,
+    open_plan,
+    out,
+    print_json,
+    progress,
+    show_bytes,
+    show_seconds,
+    styled,
+)
 
 if TYPE_CHECKING:
     from autopar.certificate import Report
@@ -55,7 +66,6 @@ def _as_json(report: Report) -> dict[str, Any]:
 
 
 def _show(stages: tuple[StagePlan, ...], reports: list[Report]) -> None:
-    from rich.markup import escape
     from rich.table import Table
 
     table = Table(title="what plans claim, and what their programs do", title_justify="left")
@@ -69,12 +79,12 @@ def _show(stages: tuple[StagePlan, ...], reports: list[Report]) -> None:
         table.add_row(
             str(number), show_seconds(price.seconds), show_seconds(report.seconds), show_bytes(state),
             show_bytes(counted), show_bytes(stage.kept_bytes), show_bytes(report.kept_bytes),
-            escape("\n".join(kinds)),
+            "\n".join(kinds),
         )  # fmt: skip
     console = out()
     console.print(table)
     failures = [f"stage {number}: {said}" for number, report in enumerate(reports) for said in report.failures]
     for said in failures:
-        console.print(f"[red]{escape(said)}[/red]", soft_wrap=True)
+        console.print(styled("[red]{}[/red]", said), soft_wrap=True)
     if not failures:
         console.print("certified: the emitted programs do what the plan says, and spmd-types finds their types right")

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
+from rich.text import Text
 
 from autopar.cli.terminal import err as err
 from autopar.cli.terminal import out as out
+from autopar.cli.terminal import styled as styled
 from autopar.errors import AutoparError
 from autopar.texts import show_bytes as show_bytes
 from autopar.texts import show_seconds as show_seconds
@@ -65,16 +66,16 @@ def progress(what: str) -> Iterator[Callable[[str], None]]:
     told how far that is."""
     console = err()
     start = time.perf_counter()
-    with console.status(what, spinner="dots") as status:
-        yield lambda text: status.update(escape(f"{what}: {text}" if text else what))
+    with console.status(Text(what), spinner="dots") as status:
+        yield lambda text: status.update(Text(f"{what}: {text}" if text else what))
     seconds = time.perf_counter() - start
     if seconds > 1 and console.is_terminal:
-        console.print(f"[dim]{escape(what)}: {seconds:.1f} s[/dim]")
+        console.print(styled("[dim]{}[/dim]", f"{what}: {seconds:.1f} s"))
 
 
 def print_error(error: BaseException) -> None:
     """One red paragraph."""
-    err().print(f"[bold red]error:[/bold red] [red]{escape(str(error))}[/red]", soft_wrap=True)
+    err().print(styled("[bold red]error:[/bold red] [red]{}[/red]", error), soft_wrap=True)
 
 
 # --- models, plans, clusters -----------------------------------------------------------------------------------------

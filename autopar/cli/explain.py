@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.cli.common import Json, UsageError, opened, out, print_json, progress, show_bytes, show_seconds
+from autopar.cli.common import Json, UsageError, opened, out, print_json, progress, show_bytes, show_seconds, styled
 from autopar.cli.explain_cut import explain_cut
 
 if TYPE_CHECKING:
@@ -145,8 +145,8 @@ def _print_instead(best: dict[str, Any]) -> None:
     console.print(f"With {wanted} on {best['ops']} op{'s' if best['ops'] != 1 else ''}:")
     if best["plan_stages"] == 1:
         console.print(
-            f"  the best plan takes [bold]{show_seconds(best['seconds'])}[/bold] a step and "
-            f"{show_bytes(best['memory_bytes'])}; this plan {show_seconds(best['plan_seconds'])} and "
+            styled("  the best plan takes [bold]{}[/bold] a step and ", show_seconds(best["seconds"]))
+            + f"{show_bytes(best['memory_bytes'])}; this plan {show_seconds(best['plan_seconds'])} and "
             f"{show_bytes(best['plan_memory_bytes'])}: {best['seconds'] / best['plan_seconds'] - 1:+.1%} time."
         )
         return
@@ -157,8 +157,8 @@ def _print_instead(best: dict[str, Any]) -> None:
             f"{show_bytes(s['plan_memory_bytes'])}: {s['seconds'] / s['plan_seconds'] - 1:+.1%} time"
         )
     console.print(
-        f"  the whole step takes [bold]{show_seconds(best['seconds'])}[/bold], {best['bubble_fraction']:.1%} of its "
-        f"schedule idle; this plan {show_seconds(best['plan_seconds'])}: "
+        styled("  the whole step takes [bold]{}[/bold], ", show_seconds(best["seconds"]))
+        + f"{best['bubble_fraction']:.1%} of its schedule idle; this plan {show_seconds(best['plan_seconds'])}: "
         f"{best['seconds'] / best['plan_seconds'] - 1:+.1%}."
     )
 
@@ -218,7 +218,8 @@ def print_ops(
     for r in results:
         node = graph.nodes[r["number"]]
         copies = f" and {r['count'] - 1} like it" if r["count"] > 1 else ""
-        console.print(f"[bold]{labels[node.name]}[/bold]{copies}{where}: {node.out}  {node.source}", markup=True)
+        text = "[bold]{}[/bold]{}{}: {}  {}"
+        console.print(styled(text, labels[node.name], copies, where, node.out, node.source))
         console.print(f"  rule: {rules[r['number']]}", markup=False)
         rows = possible(r["rows"])
         cut = rows[:top]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from autopar.cli.common import UsageError, out, print_json, progress, show_bytes, show_pins, show_seconds
+from autopar.cli.common import UsageError, out, print_json, progress, show_bytes, show_pins, show_seconds, styled
 from autopar.cli.stages import facts_of, memory_table, times_table, why
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def explain_cut(captured: Captured, asked: Replanner, stage: str, as_json: bool)
         print_json({**facts, "cut": cut})
         return
     console = out()
-    console.print(f"stage {number} begins at [bold]{cut['begins_at']}[/bold]", highlight=False)
+    console.print(styled("stage {} begins at [bold]{}[/bold]", number, cut["begins_at"]))
     if show_pins(plan.pins):
         console.print(f"asked for: {show_pins(plan.pins)}", markup=False)
     console.print(times_table(stages))

@@ -7,7 +7,18 @@ from typing import Annotated, Any
 
 import typer
 
-from autopar.cli.common import Batch, Json, Seq, check_values, load_and_capture, out, print_json, progress, show_bytes
+from autopar.cli.common import (
+    Batch,
+    Json,
+    Seq,
+    check_values,
+    load_and_capture,
+    out,
+    print_json,
+    progress,
+    show_bytes,
+    styled,
+)
 
 
 def inspect(
@@ -111,7 +122,7 @@ def _print(facts: dict[str, Any]) -> None:
 
     console = out()
     p = facts["parameters"]
-    console.print(f"[bold]{facts['model']}[/bold], fingerprint {facts['fingerprint']}")
+    console.print(styled("[bold]{}[/bold], fingerprint {}", facts["model"], facts["fingerprint"]))
     for name, spec in facts["inputs"].items():
         console.print(f"  input {name}: {spec}", markup=False)
     console.print(f"  loss: {facts['loss'] or 'none; a training step needs a scalar loss among the outputs'}")

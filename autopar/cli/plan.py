@@ -24,6 +24,7 @@ from autopar.cli.common import (
     show_bytes,
     show_seconds,
     show_solution,
+    styled,
 )
 from autopar.collection import uncollected
 from autopar.wishes import OPTIMIZERS, WISHES
@@ -183,7 +184,8 @@ def _of_one_stage(plan: Plan) -> None:
     from autopar.placements import mesh_text
 
     p, console = plan.price, out()
-    console.print(f"[bold]{mesh_text(plan.mesh)}[/bold] on {plan.cluster}: {show_seconds(p.seconds)} a step")
+    mesh, seconds = mesh_text(plan.mesh), show_seconds(p.seconds)
+    console.print(styled("[bold]{}[/bold] on {}: {} a step", mesh, plan.cluster, seconds))
     console.print(
         f"  compute {show_seconds(p.compute_seconds)}, activation collectives {show_seconds(p.activation_seconds)}, "
         f"parameter collectives {show_seconds(p.parameter_seconds)}"
@@ -196,4 +198,4 @@ def _of_one_stage(plan: Plan) -> None:
     if plan.solution is not None:
         console.print(f"  {show_solution(plan.solution)}")
     for note in plan.notes:
-        console.print(f"  [yellow]note:[/yellow] {note}")
+        console.print(styled("  [yellow]note:[/yellow] {}", note))

@@ -18,6 +18,7 @@ from autopar.cli.common import (
     print_json,
     progress,
     show_seconds,
+    styled,
 )
 
 
@@ -94,7 +95,7 @@ def profile(
             f"{_line(row['backward'])} backward"
         )
     for what in measured["provenance"]["left_out"]:
-        console.print(f"  [yellow]left out:[/yellow] {what}")
+        console.print(styled("  [yellow]left out:[/yellow] {}", what))
     console.print(f"written to {output}; plan with it: autopar plan {model} --cluster {output}")
 
 

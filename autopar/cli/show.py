@@ -22,12 +22,15 @@ from autopar.cli.common import (
     show_pins,
     show_seconds,
     show_solution,
+    styled,
     what_if,
 )
 from autopar.cli.stages import describe
 from autopar.errors import ModelError, PlanError
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from autopar.graph import Graph
     from autopar.plan import Plan
     from autopar.planfile import Document
@@ -138,18 +141,18 @@ def _show_stage(
     if profiled:
         console.print(line(profiled), markup=False)
     for note in plan.notes:
-        console.print(f"[yellow]note:[/yellow] {note}")
+        console.print(styled("[yellow]note:[/yellow] {}", note))
 
 
-def _headline(document: Document, number: int) -> str:
+def _headline(document: Document, number: int) -> Text:
     raw = document.raw
     model = (raw.get("model") or {}).get("spec", "a model")
     where = f", stage {number} of {len(document.meshes)}" if len(document.meshes) > 1 else ""
     plural = "es" if document.microbatches != 1 else ""
-    return (
-        f"[bold]{model}[/bold]{where} on {raw['cluster']}, mesh {raw['stages'][number]['mesh']}, optimizer "
-        f"{raw['optimizer']}, {document.microbatches} microbatch{plural}"
-    )
+    return styled(
+        "[bold]{}[/bold]{} on {}, mesh {}, optimizer {}, {} microbatch{}", model, where, raw["cluster"],
+        raw["stages"][number]["mesh"], raw["optimizer"], document.microbatches, plural,
+    )  # fmt: skip
 
 
 def _show_file(document: Document, as_json: bool, why: str) -> None:
@@ -161,8 +164,9 @@ def _show_file(document: Document, as_json: bool, why: str) -> None:
     from autopar.report.rows import totals
 
     console = out()
-    err().print(f"[yellow]note:[/yellow] {why}", soft_wrap=True)
-    err().print("[yellow]note:[/yellow] what follows is what the file says by itself; an edited file has stale prices")
+    err().print(styled("[yellow]note:[/yellow] {}", why), soft_wrap=True)
+    stale = "what follows is what the file says by itself; an edited file has stale prices"
+    err().print(styled("[yellow]note:[/yellow] {}", stale))
     for number, stage in enumerate(document.raw["stages"]):
         console.print(_headline(document, number))
         for table in tables.file_tables(stage):

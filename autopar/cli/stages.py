@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from autopar.cli.common import out, print_json, show_bytes, show_pins, show_seconds
+from autopar.cli.common import out, print_json, show_bytes, show_pins, show_seconds, styled
 from autopar.placements import mesh_text
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ def describe(
     console, stages = out(), facts["stages"]
     groups = facts["groups"]
     console.print(
-        f"[bold]{groups} group{'s' if groups != 1 else ''}[/bold] of devices on {plan.cluster}, schedule "
-        f"{plan.schedule.name}, {plan.microbatches} microbatches, {plan.n_devices} devices"
+        styled("[bold]{} group{}[/bold] of devices on {}, ", groups, "s" if groups != 1 else "", plan.cluster)
+        + f"schedule {plan.schedule.name}, {plan.microbatches} microbatches, {plan.n_devices} devices"
     )
     if asked := show_pins(plan.pins):
         console.print(f"asked for: {asked}", markup=False)

@@ -7,13 +7,17 @@ from collections.abc import Iterable
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.text import Text
 
 WIDE = 150
 """Columns where the output is no terminal."""
+_HOLE = "\ue000"
+"""Stands for a value in a template: a character that Unicode leaves to programs."""
 
 
 class Terminal(Console):
-    """A console that writes control characters in texts out, ``\\x1b`` for the escape character."""
+    """A console that writes control characters in texts out, ``\\x1b`` for the escape character, and takes square
+    brackets for what they are: styles are given by :func:`styled`."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """The segments of what is shown; only those that rich itself makes control the terminal."""
@@ -28,14 +32,28 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
+def styled(template: str, *values: object) -> Text:
+    """``template`` in rich's markup, its ``{}`` filled with texts in which nothing is markup:
+    ``styled("[bold]{}[/bold]", model)``."""
+    marked = Text.from_markup(template.replace("{}", _HOLE))
+    holes = [i for i, c in enumerate(marked.plain) if c == _HOLE]
+    result, rest = Text(), iter(values)
+    for piece in marked.divide([end for i in holes for end in (i, i + 1)]):
+        if piece.plain == _HOLE:
+            result.append(str(next(rest)), piece.spans[0].style if piece.spans else None)
+        else:
+            result.append_text(piece)
+    return result
+
+
 def out() -> Console:
     """Standard output, for tables."""
-    return Terminal(width=None if sys.stdout.isatty() else WIDE, highlight=False, soft_wrap=False)
+    return Terminal(width=None if sys.stdout.isatty() else WIDE, highlight=False, markup=False, soft_wrap=False)
 
 
 def err() -> Console:
     """Standard error, for progress and errors."""
-    return Terminal(file=sys.stderr, width=None if sys.stderr.isatty() else WIDE, highlight=False)
+    return Terminal(file=sys.stderr, width=None if sys.stderr.isatty() else WIDE, highlight=False, markup=False)
 
 
-__all__ = ["WIDE", "err", "out", "printable"]
+__all__ = ["WIDE", "err", "out", "printable", "styled"]

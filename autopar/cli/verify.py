@@ -20,6 +20,7 @@ from autopar.cli.common import (
     out,
     print_json,
     progress,
+    styled,
 )
 
 if TYPE_CHECKING:
@@ -261,7 +262,8 @@ def _print(rows: list[dict[str, Any]], where: str) -> None:
     for r in rows:
         table.add_row(
             r["name"], f"{r['loss']:.1e}", f"{r['gradient']:.1e}", r["gradient_of"], f"{r['weight']:.1e}",
-            r["weight_of"], "[green]same[/green]" if r["ok"] else f"[red]more than {r['limit']:.0e}[/red]",
+            r["weight_of"],
+            styled("[green]same[/green]") if r["ok"] else styled("[red]more than {}[/red]", f"{r['limit']:.0e}"),
         )  # fmt: skip
     out().print(table)
     worst = max(rows, key=lambda r: r["worst"] / r["limit"])
