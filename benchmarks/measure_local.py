@@ -120,7 +120,7 @@ def measure_compute() -> list[dict]:
 
 
 def _collective(kind: str, n_bytes: int, rank: int, world: int):
-    """A call of one collective with nccl-tests sizes (see cost_models/collectives.py), float32."""
+    """A call of one collective with nccl-tests sizes (see cost_models/collective_cost.py), float32."""
     elements = max(n_bytes // 4 // world * world, world)
     whole, part = torch.ones(elements), torch.ones(elements // world)
     other = torch.empty(elements)

@@ -15,7 +15,7 @@ import resource
 import sys
 import time
 
-from cost_models.staging import Candidate, Pool, Problem, StageCost, Submesh, stage
+from cost_models.staging import Candidate, Pool, StageCost, StagingProblem, Submesh, stage
 from cost_models.staging.submeshes import alpa_sizes, submeshes
 
 BATCH = 2048
@@ -33,7 +33,7 @@ def shapes(n_devices: int) -> list[str]:
     return [f"{t} {z}" for t in TENSOR if n_devices % t == 0 for z in ("whole", "sharded")]
 
 
-def problem(n_blocks: int, pools: tuple[Pool, ...], m: int) -> Problem:
+def problem(n_blocks: int, pools: tuple[Pool, ...], m: int) -> StagingProblem:
     """Alike blocks between an embedding and a head of another class."""
     sequences = BATCH / m
 
@@ -62,7 +62,7 @@ def problem(n_blocks: int, pools: tuple[Pool, ...], m: int) -> Problem:
     def transfer(cut: int, a: Submesh, b: Submesh) -> float:
         return sequences * 2 * 8192 * 16384 / min(a.n_devices, b.n_devices) / 2.5e10
 
-    return Problem(
+    return StagingProblem(
         n_blocks, pools, submeshes(pools, shapes, alpa_sizes), cost, transfer,
         ["embedding", *["layer"] * (n_blocks - 2), "head"], place=lambda s: (s.device_type, s.n_devices),
         recompute="blocks",

@@ -4,8 +4,8 @@
 (the one that is imported last is asked first).
 """
 
-from .collectives import KINDS as COLLECTIVE_KINDS
-from .collectives import AxisCost
+from .collective_cost import KINDS as COLLECTIVE_KINDS
+from .collective_cost import AxisCost
 from .compute import KINDS as OP_KINDS
 from .compute import op_seconds, peak_flops
 from .costs import Costs, cost_source, costs_of

@@ -110,8 +110,8 @@ class Axis(Protocol):
     """The collectives along one axis of a mesh."""
 
     def seconds(self, kind: str, n_bytes: float) -> float:
-        """The time of one collective, its bytes as :class:`cost_models.collectives.AxisCost` counts them; 0 on an axis
-        of size 1. Raises ValueError for an unknown kind."""
+        """The time of one collective, its bytes as :class:`cost_models.collective_cost.AxisCost` counts them; 0 on an
+        axis of size 1. Raises ValueError for an unknown kind."""
         ...
 
 

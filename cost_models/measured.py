@@ -10,7 +10,7 @@ from typing import Any
 from hardware_profiles import Cluster, Device
 from hardware_profiles.measurements import OTHER, Correction, Measured, Points
 
-from .collectives import AxisCost
+from .collective_cost import AxisCost
 from .costs import OpSeconds, OpWork, StageSeconds, StageWork, cost_source
 from .roofline import Roofline
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from hardware_profiles import Cluster, Link
 
-from .collectives import KINDS, AxisCost, abstract_terms
+from .collective_cost import KINDS, AxisCost, abstract_terms
 from .routes import Edge, route
 
 MAX_HOPS = 4096  # above this many hops only the traffic of some nodes is followed

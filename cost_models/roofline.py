@@ -12,7 +12,7 @@ from typing import Any
 
 from hardware_profiles import Cluster, Device
 
-from .collectives import AxisCost
+from .collective_cost import AxisCost
 from .compute import op_seconds
 from .costs import OpSeconds, OpWork, StageSeconds, StageWork, cost_source
 from .mesh_links import mesh_axes

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections import deque
 
 from .actions import Action, Overlap, Schedule, Step
-from .placements import loop_placement, v_placement
+from .stage_placement import loop_placement, v_placement
 
 
 def gpipe(n_stages: int, n_ranks: int, n_microbatches: int) -> Schedule:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .actions import Action, Schedule
-from .listing import SLACK, Problem
+from .listing import SLACK, OrderProblem
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class _Case:
     for its backward.
     """
 
-    def __init__(self, problem: Problem):
+    def __init__(self, problem: OrderProblem):
         t, n = problem.times, problem.n_stages
         self.problem, self.t, self.n, self.m = problem, t, n, problem.n_microbatches
         self.rank_of = {s: r for r, stages in enumerate(problem.stages_of_rank) for s in stages}
@@ -181,18 +181,18 @@ def _with(values: tuple, at: int, value: object) -> tuple:
     return values[:at] + (value,) + values[at + 1 :]
 
 
-def backward_seconds(problem: Problem, stage: int) -> float:
+def backward_seconds(problem: OrderProblem, stage: int) -> float:
     """The least that both halves of a backward take."""
     t = problem.times
     return min(t.backward_seconds[stage], t.input_seconds[stage] + t.weight_seconds[stage])
 
 
-def work_seconds(problem: Problem, stage: int) -> float:
+def work_seconds(problem: OrderProblem, stage: int) -> float:
     """The least that all microbatches take on a stage."""
     return problem.n_microbatches * (problem.times.forward_seconds[stage] + backward_seconds(problem, stage))
 
 
-def lower_bound_seconds(problem: Problem) -> float:
+def lower_bound_seconds(problem: OrderProblem) -> float:
     """What no schedule can beat: each rank's own work after its first input can arrive, and one microbatch's whole
     way."""
     case = _Case(problem)
@@ -206,7 +206,7 @@ def lower_bound_seconds(problem: Problem) -> float:
     return least
 
 
-def solve(problem: Problem, best_seconds: float = math.inf, max_nodes: int = 100_000) -> Solution:
+def solve(problem: OrderProblem, best_seconds: float = math.inf, max_nodes: int = 100_000) -> Solution:
     """A schedule quicker than `best_seconds`, if there is one; complete unless it would visit more than `max_nodes`.
 
     Exact for up to about 3 stages x 4 microbatches in seconds; the states grow with (microbatches^2 / 2)^stages.

@@ -25,7 +25,7 @@ from functools import lru_cache
 
 from . import builders
 from .actions import Schedule
-from .placements import loop_placement, v_placement
+from .stage_placement import loop_placement, v_placement
 
 Builder = Callable[[int, int, int], Schedule]
 """(stages, ranks, microbatches) -> the schedule; ValueError for counts that it does not allow."""

@@ -22,7 +22,7 @@ SLACK = 1 + 1e-9  # limits are sums of floats
 
 
 @dataclass(frozen=True)
-class Problem:
+class OrderProblem:
     """What to order: `room_bytes[r]` is what rank r has for activations, static bytes taken off."""
 
     times: Times
@@ -84,13 +84,13 @@ def policies(several_stages: bool) -> list[Policy]:
     return out
 
 
-def list_schedule(problem: Problem, policy: Policy) -> Schedule:
+def list_schedule(problem: OrderProblem, policy: Policy) -> Schedule:
     """The schedule that `policy` makes; within `room_bytes`, complete and free of deadlock by construction."""
     return _Run(problem, policy).rows(f"searched ({policy})")
 
 
 class _Run:
-    def __init__(self, problem: Problem, policy: Policy):
+    def __init__(self, problem: OrderProblem, policy: Policy):
         self.problem, self.policy, self.times = problem, policy, problem.times
         t, n, m = problem.times, problem.n_stages, problem.n_microbatches
         n_ranks = len(problem.stages_of_rank)

@@ -9,11 +9,32 @@ The planner uses it where groups of devices differ (:mod:`autopar.planner.inter_
 quicker way. What schedules need and leave idle is in :mod:`cost_models.pipeline.kinds`.
 """
 
+from .best_cuts import stage
 from .estimate import evaluate
-from .search import stage
-from .words import RECOMPUTE, Candidate, Choice, NothingFits, Pool, Problem, Stage, StageCost, Submesh, no_transfer
+from .words import (
+    RECOMPUTE,
+    Candidate,
+    Choice,
+    NothingFits,
+    Pool,
+    Stage,
+    StageCost,
+    StagingProblem,
+    Submesh,
+    no_transfer,
+)
 
 __all__ = [
-    "RECOMPUTE", "Candidate", "Choice", "NothingFits", "Pool", "Problem", "Stage", "StageCost", "Submesh", "evaluate",
-    "no_transfer", "stage",
+    "RECOMPUTE",
+    "Candidate",
+    "Choice",
+    "NothingFits",
+    "Pool",
+    "Stage",
+    "StageCost",
+    "StagingProblem",
+    "Submesh",
+    "evaluate",
+    "no_transfer",
+    "stage",
 ]  # fmt: skip

@@ -62,7 +62,7 @@ def _joined(parts: list[_Labels]) -> _Labels:
 
 
 @dataclass(frozen=True)
-class Found:
+class BestByStages:
     """The best of each number of stages within the limit: {stages: (seconds, choices)}.
 
     `bound_seconds` is a lower bound of every plan, within the limit, that was not found. `labels` counts the work.
@@ -82,7 +82,7 @@ def solve(
     limit_seconds: float,
     width: int,
     only: NDArray[np.bool_] | None = None,
-) -> Found:
+) -> BestByStages:
     """Plans of at most `limit_seconds`, of `n_stages` stages where `times` are for that number alone.
 
     `only` marks the rows of the table that may be used.
@@ -102,14 +102,14 @@ class _Search:
     limit_seconds: float
     width: int
 
-    def run(self) -> Found:
+    def run(self) -> BestByStages:
         problem = self.table.problem
         n = problem.n_blocks
         self.most = problem.stage_limit if self.n_stages is None else self.n_stages
         self.devices = np.array([problem.devices[p.device_type] for p in problem.pools])
         bound = self._bounds()
         if bound is None:
-            return Found({}, INF, 0)
+            return BestByStages({}, INF, 0)
         self.bound: Bounds = bound
         self.dropped, self.count = INF, 0
         types = self.table.used.shape[1]
@@ -259,9 +259,9 @@ class _Search:
             labels = labels.take(~useless)
         return labels
 
-    def _finish(self, waiting: list[_Labels], kept: list[_Labels]) -> Found:
+    def _finish(self, waiting: list[_Labels], kept: list[_Labels]) -> BestByStages:
         if not waiting:
-            return Found({}, self.dropped, self.count)
+            return BestByStages({}, self.dropped, self.count)
         last = _joined(waiting)
         b = self.fill.bubble
         seconds = b * last.total + (self.m - b) * last.pace + last.tail
@@ -272,7 +272,7 @@ class _Search:
             r = int(last.r[i])
             if r not in best and seconds[i] <= self.limit_seconds * ROUND:
                 best[r] = float(seconds[i]), self._choices(last, int(i), everything)
-        return Found(best, self.dropped, self.count)
+        return BestByStages(best, self.dropped, self.count)
 
     def _choices(self, last: _Labels, i: int, everything: _Labels) -> tuple[Choice, ...]:
         chosen, first, labels = [], 0, last

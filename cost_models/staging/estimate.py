@@ -21,10 +21,10 @@ from typing import NamedTuple
 
 from cost_models.pipeline.kinds import Fill
 
-from .words import Candidate, Choice, Problem, Stage
+from .words import Candidate, Choice, Stage, StagingProblem
 
 
-class Load(NamedTuple):
+class StageLoad(NamedTuple):
     """What one group of devices does: seconds of a microbatch (t_i and its backward), once a step (`once_seconds`), and
     of a microbatch's transfers one way to the groups that follow its stages."""
 
@@ -35,7 +35,7 @@ class Load(NamedTuple):
 
 
 def estimated_seconds(
-    bubble: float, drain: float, n_microbatches: int, loads: Sequence[Load], overlap: bool = True
+    bubble: float, drain: float, n_microbatches: int, loads: Sequence[StageLoad], overlap: bool = True
 ) -> float:
     """The formula above, of groups from the first to the last.
 
@@ -51,7 +51,7 @@ def estimated_seconds(
     return bubble * total + (n_microbatches - bubble) * pace + tail
 
 
-def evaluate(problem: Problem, fill: Fill, n_microbatches: int, choices: Sequence[Choice]) -> Candidate:
+def evaluate(problem: StagingProblem, fill: Fill, n_microbatches: int, choices: Sequence[Choice]) -> Candidate:
     """The estimate of chosen stages, memory counted but not judged. Raises ValueError where a cost is None."""
     n, chunks = len(choices), fill.chunks
     stages, loads = [], []
@@ -64,7 +64,7 @@ def evaluate(problem: Problem, fill: Fill, n_microbatches: int, choices: Sequenc
         in_flight = fill.in_flight(i, n, n_microbatches)
         backward = cost.backward_seconds + cost.extra_seconds(c.n_recomputed, blocks)
         seconds = cost.forward_seconds + backward + (0.0 if problem.overlap else 2 * chunks * behind)
-        loads.append(Load(seconds, backward, cost.step_seconds, chunks * behind))
+        loads.append(StageLoad(seconds, backward, cost.step_seconds, chunks * behind))
         stages.append(
             Stage(
                 c, seconds, cost.forward_seconds, backward, behind, cost.step_seconds, in_flight,

@@ -9,14 +9,14 @@ from cost_models.pipeline.kinds import Fill
 from .dynamic import solve
 from .estimate import evaluate
 from .table import INF, Table, table, timed
-from .words import Candidate, NothingFits, Problem
+from .words import Candidate, NothingFits, StagingProblem
 
 ATTEMPT_WIDTH = 1024
 PRECISION = 1e-3
 """Of the memory that would be needed."""
 
 
-def explain(problem: Problem, n_microbatches: int, fill: Fill) -> NothingFits:
+def explain(problem: StagingProblem, n_microbatches: int, fill: Fill) -> NothingFits:
     """The exception to raise when a search came back empty."""
     whole = table(problem)
     lacking = _lacking(whole)
@@ -91,7 +91,7 @@ def _least_memory(table: Table, fill: Fill, m: int) -> Candidate | None:
     return best
 
 
-def _counts(problem: Problem) -> str:
+def _counts(problem: StagingProblem) -> str:
     """Memory aside, the counts do not come out."""
     devices = " and ".join(f"{n} {t}" for t, n in problem.devices.items())
     if problem.all_devices:

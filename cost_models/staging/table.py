@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from cost_models.pipeline.kinds import Fill
 
-from .words import Problem, StageCost, Submesh
+from .words import StageCost, StagingProblem, Submesh
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -32,7 +32,7 @@ class Table:
         n_blocks, costs: of each row.
     """
 
-    problem: Problem
+    problem: StagingProblem
     run_of: dict[tuple[int, int], int]
     rows_of: Ints
     submesh: Ints
@@ -137,7 +137,7 @@ def _least(cost: StageCost) -> float:
     return cost.activation_bytes if cost.recomputed_bytes is None else cost.recomputed_bytes
 
 
-def table(problem: Problem) -> Table:
+def table(problem: StagingProblem) -> Table:
     """Asks the problem for the cost of every distinct run on every submesh."""
     names: Sequence[Hashable] = problem.classes or range(problem.n_blocks)
     # A run's identity is built from the run that is one block shorter, so that no tuple of labels is hashed whole.

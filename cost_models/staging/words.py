@@ -92,7 +92,7 @@ def _itself(submesh: Submesh) -> Hashable:
 
 
 @dataclass(frozen=True)
-class Problem:
+class StagingProblem:
     """A chain of `n_blocks` blocks to be cut into stages over the pools of a cluster.
 
     Attributes:

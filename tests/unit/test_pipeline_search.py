@@ -21,7 +21,7 @@ from cost_models.pipeline import (
     v_placement,
 )
 from cost_models.pipeline.exact import lower_bound_seconds, solve
-from cost_models.pipeline.listing import SLACK, Problem, list_schedule, policies
+from cost_models.pipeline.listing import SLACK, OrderProblem, list_schedule, policies
 
 
 def uneven(rng: random.Random, n: int, fused: bool = False):
@@ -106,7 +106,7 @@ def test_every_policy_makes_a_valid_schedule_within_its_memory(placement):
     placement = placement or tuple((s,) for s in range(6))
     for extra in (0, 1, 3, 100):
         room = tuple(float(len(stages) + extra) for stages in placement)
-        problem = Problem(t, 5, placement, room)
+        problem = OrderProblem(t, 5, placement, room)
         for policy in policies(True):
             schedule = list_schedule(problem, policy).validate()
             simulate(schedule, t)
@@ -116,7 +116,7 @@ def test_every_policy_makes_a_valid_schedule_within_its_memory(placement):
 def test_full_backwards_where_waiting_for_weights_takes_too_much():
     t = times(3, activation_bytes=2.0, weight_grad_bytes=5.0)
     for room in (4.0, 7.0):
-        problem = Problem(t, 4, ((0,), (1,), (2,)), (room,) * 3)
+        problem = OrderProblem(t, 4, ((0,), (1,), (2,)), (room,) * 3)
         for policy in policies(False):
             schedule = list_schedule(problem, policy).validate()
             assert max(peak_bytes(schedule, t)) <= room
@@ -170,7 +170,7 @@ def brute_force(t, m: int, room: tuple[float, ...], fused: bool) -> float:
 )
 def test_exact_equals_brute_force(seed, n, fused, room):
     t = uneven(random.Random(seed), n, fused)
-    problem = Problem(t, 2, tuple((s,) for s in range(n)), (room,) * n)
+    problem = OrderProblem(t, 2, tuple((s,) for s in range(n)), (room,) * n)
     best = brute_force(t, 2, problem.room_bytes, fused)
     solution = solve(problem)
     assert solution.proven and solution.schedule is not None
@@ -196,7 +196,7 @@ def test_exact_is_at_most_the_list_schedule_and_sometimes_less():
 
 def test_exact_gives_up_where_told():
     t = uneven(random.Random(1), 4)
-    problem = Problem(t, 6, ((0,), (1,), (2,), (3,)), (4.0, 3.0, 2.0, 2.0))
+    problem = OrderProblem(t, 6, ((0,), (1,), (2,), (3,)), (4.0, 3.0, 2.0, 2.0))
     solution = solve(problem, max_nodes=50)
     assert not solution.proven and solution.nodes == 51
 

@@ -8,14 +8,14 @@ import pytest
 from oracles.pipedream import parse_profile, partition, stage_seconds
 
 from cost_models.pipeline import SCHEDULES, build, simulate, times
-from cost_models.staging import NothingFits, Pool, Problem, StageCost, Submesh, stage
+from cost_models.staging import NothingFits, Pool, StageCost, StagingProblem, Submesh, stage
 from cost_models.staging.submeshes import alpa_sizes, any_sizes, place, pools_of, submeshes
 from hardware_profiles import load_cluster
 
 VGG16 = Path(__file__).parents[1] / "data" / "pipedream_vgg16_profile.txt"
 
 
-def chain(n_blocks: int, pools: tuple[Pool, ...], speed: dict[str, float] | None = None, **options) -> Problem:  # type: ignore[no-untyped-def]
+def chain(n_blocks: int, pools: tuple[Pool, ...], speed: dict[str, float] | None = None, **options) -> StagingProblem:  # type: ignore[no-untyped-def]
     """Alike blocks of 1 + 2 seconds on one device, which split perfectly; 1 byte static and 1 kept a block."""
 
     def cost(first: int, last: int, s: Submesh) -> StageCost:
@@ -25,7 +25,7 @@ def chain(n_blocks: int, pools: tuple[Pool, ...], speed: dict[str, float] | None
         return StageCost(each, 2 * each, 0.0, kept, kept, 0.0, each)
 
     options = {"submeshes": submeshes(pools), "classes": ["layer"] * n_blocks} | options
-    return Problem(n_blocks, pools, cost=cost, **options)
+    return StagingProblem(n_blocks, pools, cost=cost, **options)
 
 
 def pool(*node_sizes: int, memory: float = 1e9, kind: str = "gpu") -> Pool:
@@ -104,7 +104,7 @@ def test_once_a_step_work_hides_behind_the_backwards_of_earlier_stages() -> None
     def cost(first: int, last: int, s: Submesh) -> StageCost:
         return StageCost(1.0, 2.0, step_seconds=3.0 if last == 1 else 0.5)
 
-    problem = Problem(2, (pool(2),), (Submesh("gpu", 1),), cost, lambda *_: 0.25, all_devices=True)
+    problem = StagingProblem(2, (pool(2),), (Submesh("gpu", 1),), cost, lambda *_: 0.25, all_devices=True)
     best = stage(problem, 4)[0]
     # 2 (1 + 2) + 2 / 4 in the pipeline, 3 more rounds; the last stage's 3 s end 3 - 2 - 1 / 4 after the first's.
     assert best.seconds == pytest.approx(6.5 + 3 * 3 + 0.75)
@@ -114,7 +114,7 @@ def test_alexnets_two_columns() -> None:
     """A block that is cheap to cut behind, and one that is not: the cut goes where little crosses."""
     crossing = {1: 5.0, 2: 0.1, 3: 5.0}
     problem = chain(4, (pool(2),), classes=None, submeshes=(Submesh("gpu", 1),), all_devices=True)
-    moved = Problem(
+    moved = StagingProblem(
         4, problem.pools, problem.submeshes, problem.cost, lambda cut, a, b: crossing[cut], all_devices=True
     )
     best = stage(moved, 2)[0]
@@ -133,7 +133,7 @@ def test_nothing_fits_says_which_limit_and_by_how_much() -> None:
         return None if last == 3 else StageCost(1.0, 1.0)
 
     with pytest.raises(NothingFits, match="no submesh can run blocks 3 "):
-        stage(Problem(4, (pool(2),), (Submesh("gpu", 1),), no_head), 4)
+        stage(StagingProblem(4, (pool(2),), (Submesh("gpu", 1),), no_head), 4)
     with pytest.raises(NothingFits, match="use all of 7 gpu"):
         stage(chain(4, (pool(7),), submeshes=(Submesh("gpu", 2),), all_devices=True), 4)
     with pytest.raises(NothingFits, match="dualpipe-v does not allow 1 microbatches"):

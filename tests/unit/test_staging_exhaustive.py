@@ -12,10 +12,10 @@ import pytest
 from oracles.exhaustive import exhaustive
 
 from cost_models.pipeline import SCHEDULES, fill_of
-from cost_models.staging import NothingFits, Pool, Problem, StageCost, Submesh, evaluate, stage
+from cost_models.staging import NothingFits, Pool, StageCost, StagingProblem, Submesh, evaluate, stage
 
 
-def instance(rng: random.Random, n_types: int, tight: float) -> Problem:
+def instance(rng: random.Random, n_types: int, tight: float) -> StagingProblem:
     """A chain of a few classes of blocks on up to six devices of up to two types."""
     n_blocks = rng.randint(1, 5)
     pools = tuple(Pool(f"t{i}", (rng.randint(1, 4),), rng.randint(20, 60) * tight) for i in range(n_types))
@@ -51,7 +51,7 @@ def instance(rng: random.Random, n_types: int, tight: float) -> Problem:
     def transfer(cut: int, a: Submesh, b: Submesh) -> float:
         return number(0, 2, classes[cut - 1], classes[cut], a, b)
 
-    return Problem(
+    return StagingProblem(
         n_blocks, pools, tuple(submeshes), cost, transfer, classes, overlap=rng.random() < 0.5,
         all_devices=rng.random() < 0.3, recompute=rng.choice(["never", "stage", "blocks"]),
         max_stages=rng.choice([None, None, 2]),

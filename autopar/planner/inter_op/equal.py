@@ -23,7 +23,7 @@ from autopar.planner.inter_op.menu import Filled, Filler, Menus, kinds_of, menus
 from autopar.planner.intra_op.mesh_plan import size_text
 from cost_models.costs import costs_of
 from cost_models.pipeline import Fill, fill_of, parse_kind
-from cost_models.staging.estimate import Load, estimated_seconds
+from cost_models.staging.estimate import StageLoad, estimated_seconds
 from hardware_profiles import Cluster
 
 FAR = 1.3
@@ -307,7 +307,7 @@ class Equal:
         ]  # fmt: skip
         filled = tuple(s for _, s in stages)
         loads = [
-            Load(
+            StageLoad(
                 sum(filled[s].seconds for s in own), sum(filled[s].backward_seconds for s in own),
                 sum(filled[s].step_seconds for s in own), sum(crossing[s] for s in own if s < len(crossing)),
             )

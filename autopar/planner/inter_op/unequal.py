@@ -18,13 +18,13 @@ from autopar.planner.inter_op.menu import WAYS, Menus, Way
 from autopar.planner.intra_op.mesh_plan import MEMORY_FRACTION, Options
 from cost_models.costs import costs_of
 from cost_models.pipeline import fill_of
-from cost_models.staging import NothingFits, Pool, Problem, StageCost, Submesh, stage
+from cost_models.staging import NothingFits, Pool, StageCost, StagingProblem, Submesh, stage
 from cost_models.staging.submeshes import place, pools_of, sizes, submeshes
 from hardware_profiles import Cluster
 
 
 @dataclass(frozen=True)
-class Found:
+class UnequalCut:
     """Cuts (block numbers) with the mesh and the ranks of every stage, and how many of its blocks run again."""
 
     bounds: tuple[int, ...]
@@ -60,14 +60,14 @@ class Unequal:
             found.setdefault(device.name, []).append(rank)
         return found
 
-    def candidates(self, schedule: str, n: int, groups: int | None = None) -> list[Found]:
+    def candidates(self, schedule: str, n: int, groups: int | None = None) -> list[UnequalCut]:
         """The best ways to cut, by estimate.
 
         Args:
             groups: exactly so many stages; None for any number.
         """
         places = submeshes(self.pools, self._labels, sizes)
-        problem = Problem(
+        problem = StagingProblem(
             len(self.blocks), self.pools, places, self._cost, self._transfer,
             classes=[b.kind for b in self.blocks], place=lambda s: (s.device_type, s.n_devices), all_devices=True,
             recompute="blocks" if self.menus.recompute else "never", max_stages=groups,
@@ -90,7 +90,7 @@ class Unequal:
             )
             meshes = tuple(self._mesh(c.submesh) for c in chosen)
             again = tuple(c.n_recomputed for c in chosen)
-            found.append(Found(tuple(c.first for c in chosen[1:]), meshes, devices, again, candidate.seconds))
+            found.append(UnequalCut(tuple(c.first for c in chosen[1:]), meshes, devices, again, candidate.seconds))
         return found
 
     def _labels(self, n: int) -> list[str]:
@@ -143,4 +143,4 @@ class Unequal:
         return costs_of(self.cluster).transfer(a, b, n_bytes)
 
 
-__all__ = ["Found", "Unequal"]
+__all__ = ["Unequal", "UnequalCut"]

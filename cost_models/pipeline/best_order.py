@@ -17,15 +17,15 @@ from typing import Literal
 from .actions import Action, Schedule, parts
 from .exact import lower_bound_seconds, solve, work_seconds
 from .kinds import SCHEDULES
-from .listing import SLACK, Problem, list_schedule, policies
-from .placements import loop_placement
+from .listing import SLACK, OrderProblem, list_schedule, policies
 from .simulate import simulate
+from .stage_placement import loop_placement
 from .timeline import Timeline, peak_bytes
 from .times import Times
 
 
 @dataclass(frozen=True)
-class Found:
+class BestOrder:
     """The best schedule, timed; `proven` when no order is quicker, `lower_bound_seconds` what none can beat (of the
     objective: the makespan or the longest span)."""
 
@@ -49,7 +49,7 @@ def search(
     objective: Literal["makespan", "span"] = "makespan",
     swaps: int = 60,
     exact_nodes: int = 0,
-) -> Found:
+) -> BestOrder:
     """The quickest schedule found whose ranks hold at most `limit_bytes` (static bytes included) and `limit_live`
     (stage, microbatch) pairs until their weight gradient; one limit for all ranks or one each, no more than one of
     the two kinds.
@@ -110,9 +110,9 @@ def search(
 
 def _found(
     best: Timeline, origin: str, proven: bool, bound: float, candidates: list[tuple[float, float, int, Timeline]]
-) -> Found:
+) -> BestOrder:
     best = dataclasses.replace(best, schedule=dataclasses.replace(best.schedule, name="searched"))
-    return Found(best, origin, proven, bound, tuple((c[3].schedule.name, c[0]) for c in candidates))
+    return BestOrder(best, origin, proven, bound, tuple((c[3].schedule.name, c[0]) for c in candidates))
 
 
 def _problem(
@@ -121,7 +121,7 @@ def _problem(
     stages_of_rank: tuple[tuple[int, ...], ...] | None,
     limit_bytes: float | Sequence[float] | None,
     limit_live: int | Sequence[int] | None,
-) -> Problem:
+) -> OrderProblem:
     placement = stages_of_rank if stages_of_rank is not None else loop_placement(times.n_stages, times.n_stages)
     placed = sorted(s for stages in placement for s in stages)
     if n_microbatches < 1 or placed != list(range(times.n_stages)):
@@ -141,7 +141,7 @@ def _problem(
         ones = (1.0,) * times.n_stages
         times = dataclasses.replace(times, activation_bytes=ones, weight_grad_bytes=ones, static_bytes=())
     room = tuple(limits[r] - times.static_of(r) for r in range(n_ranks))
-    problem = Problem(times, n_microbatches, placement, room)
+    problem = OrderProblem(times, n_microbatches, placement, room)
     short = []
     for rank, stages in enumerate(placement):
         needed = sum(times.activation_bytes[s] for s in stages)
@@ -155,12 +155,12 @@ def _problem(
     return problem
 
 
-def _fits(schedule: Schedule, problem: Problem) -> bool:
+def _fits(schedule: Schedule, problem: OrderProblem) -> bool:
     peaks = peak_bytes(schedule, dataclasses.replace(problem.times, static_bytes=()))
     return all(peak <= room * SLACK for peak, room in zip(peaks, problem.room_bytes))
 
 
-def improve(timeline: Timeline, problem: Problem, simulations: int) -> Timeline:
+def improve(timeline: Timeline, problem: OrderProblem, simulations: int) -> Timeline:
     """Swap neighbours on a rank along the critical path, as long as it helps and at most so many simulations."""
     if any(len(parts(step)) > 1 for row in timeline.schedule.rows for step in row):
         return timeline  # overlapped pairs stay together: no single swap is meant for them

@@ -13,7 +13,7 @@ from .dynamic import solve
 from .estimate import bounded, evaluate
 from .failure import explain
 from .table import INF, Table, table, timed
-from .words import Candidate, Choice, NothingFits, Problem
+from .words import Candidate, Choice, NothingFits, StagingProblem
 
 NARROW = (64, 512)
 """Labels for each block in the first passes, which find good plans to measure the rest by."""
@@ -28,8 +28,9 @@ WIDTH = 1024
 
 
 def stage(
-    problem: Problem, n_microbatches: int, schedule: str | Fill = "1f1b", *, n_candidates: int = 1, width: int = WIDTH
-) -> list[Candidate]:
+    problem: StagingProblem, n_microbatches: int, schedule: str | Fill = "1f1b", *, n_candidates: int = 1,
+    width: int = WIDTH,
+) -> list[Candidate]:  # fmt: skip
     """The best cut into every number of stages; of these the `n_candidates` best, best first.
 
     `problem` is that of a step with so many microbatches: costs are of one of them. Each candidate is the optimum for
