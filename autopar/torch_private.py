@@ -181,6 +181,11 @@ PLAIN_BESIDE_DTENSOR = Replaceable(
 DTENSOR_RESULT = Replaceable("torch.distributed.tensor", "DTensor._op_dispatcher._dispatch_fast_path_python_tail")
 """What an operator of DTensors returns, of its local results: torch's own knows no plain tensor that is written to."""
 
+DTENSOR_STRATEGY = Replaceable(
+    "torch.distributed.tensor", "DTensor._op_dispatcher._propagate_op_sharding_dispatch_slow_path"
+)
+"""How DTensor finds out how to cut an operator that it has not met yet, or an error."""
+
 DTENSOR_HANDLERS = Replaceable("torch.distributed.tensor", "DTensor._op_dispatcher._custom_op_handlers")
 """By operator, what DTensor calls instead of its own dispatch: a dict."""
 
@@ -212,7 +217,8 @@ def default_timeout_seconds() -> float:
 
 
 __all__ = [
-    "CHECKPOINT", "DTENSOR_HANDLERS", "DTENSOR_RESULT", "DTENSOR_STRATEGIES", "EXPORT_BUFFER_HOOK", "EXPORT_INSIDE",
+    "CHECKPOINT", "DTENSOR_HANDLERS", "DTENSOR_RESULT", "DTENSOR_STRATEGIES", "DTENSOR_STRATEGY",
+    "EXPORT_BUFFER_HOOK", "EXPORT_INSIDE",
     "GRADIENT_NODE", "LINEAR_REDUCTION_OP_MAP", "PLAIN_BESIDE_DTENSOR", "STATE_DICT_OPTIONS", "TOTAL_NORM",
     "AttributeProxy", "BackwardHookFunction", "DTensorSpec", "DisableTorchFunction", "DisableTorchFunctionSubclass",
     "FakeTensor", "FakeTensorMode", "LocalIntNode", "LocalTensor", "LocalTensorMode", "ModuleStackTracer", "Namespace",

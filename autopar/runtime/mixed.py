@@ -21,8 +21,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from autopar.runtime.writes import can_run_on_whole, handle_on_whole, run_on_whole, written_through
 from autopar.torch_private import (
     DTENSOR_RESULT,
+    DTENSOR_STRATEGY,
     PLAIN_BESIDE_DTENSOR,
     DTensorSpec,
     TensorMeta,
@@ -36,6 +38,7 @@ _TURNED = "_autopar_gradient_turned"
 _ARITHMETIC = ("add", "sub", "mul", "truediv")
 _spec_of_plain: Callable[..., Any] = PLAIN_BESIDE_DTENSOR.get()
 _result_of: Callable[..., Any] = DTENSOR_RESULT.get()
+_strategy_of: Callable[..., Any] = DTENSOR_STRATEGY.get()
 
 
 def mix_on(device_mesh: DeviceMesh) -> None:
@@ -43,6 +46,8 @@ def mix_on(device_mesh: DeviceMesh) -> None:
     if not _meshes:
         PLAIN_BESIDE_DTENSOR.set(_replicated)
         DTENSOR_RESULT.set(_result)
+        DTENSOR_STRATEGY.set(_strategy)
+        handle_on_whole(_meshes)
         for name in _ARITHMETIC:
             for method in (f"__{name}__", f"__r{name}__"):  # Python asks a subclass for these first
                 setattr(DTensor, method, _beside_plain(getattr(torch.Tensor, method)))
@@ -106,6 +111,10 @@ def _result(
 ) -> Any:  # fmt: skip
     """What an operator gives, of its local results; torch's own knows no plain tensor that is written to."""
     written = args[0] if is_inplace and args else None
+    if is_inplace and mesh in _meshes:
+        for tensor in written if isinstance(written, list | tuple) else (written,):
+            if isinstance(tensor, DTensor) and tensor._is_view():
+                written_through(tensor)
     if not isinstance(written, torch.Tensor) or isinstance(written, DTensor) or mesh not in _meshes:
         return _result_of(op, args, kwargs, mesh, sharding, results, participating, is_inplace, is_out)
     for tensor in pytree.tree_leaves((args, kwargs)) if torch.is_grad_enabled() else ():
@@ -113,6 +122,17 @@ def _result(
             setattr(tensor, _TURNED, True)
             tensor.register_hook(_turned(mesh))
     return written
+
+
+def _strategy(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], info: Any, try_cache: bool) -> Any:
+    """How an operator is cut; of one that torch cannot cut, what it gives on whole tensors."""
+    try:
+        return _strategy_of(op, args, kwargs, info, try_cache)
+    except (NotImplementedError, RuntimeError):
+        mesh = info.compute_mesh
+        if mesh not in _meshes or not can_run_on_whole(op):
+            raise
+        return run_on_whole(op, args, kwargs, mesh)
 
 
 def _turned(mesh: DeviceMesh) -> Callable[[torch.Tensor], torch.Tensor]:

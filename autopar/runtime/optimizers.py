@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -27,8 +26,6 @@ _STATES = {
     "Adagrad": 1, "RMSprop": 1, "SGD": 0, "Muon": 1, "Adafactor": 0, "LBFGS": 2,
 }  # fmt: skip
 """Values of state for each element of a parameter, of torch's own optimizers without options."""
-_UNABLE = {"Adafactor": "norms that are still to be added up", "Rprop": "parts chosen by a mask"}
-_NOT_FUSED = ("SGD", "Adagrad")
 
 
 def name_of(optimizer: torch.optim.Optimizer | str) -> str:
@@ -75,31 +72,7 @@ def _refuse_old(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
             "to it: parallelize(model, ..., optimizer=optimizer)\n"
             "  (to go on training the old model too, parallelize a copy.deepcopy of it)"
         )
-    _refuse_unable(optimizer)
     _seen[optimizer] = now
-
-
-def _refuse_unable(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse optimizers of torch whose operators cannot be cut: torch's own errors name an operator alone.
-
-    Raises:
-        RunError: it says what else there is.
-    """
-    kind = type(optimizer).__name__
-    if not type(optimizer).__module__.startswith("torch.optim"):
-        return
-    for group in optimizer.param_groups:
-        if any(isinstance(param, DTensor) for param in group["params"]):
-            if kind in _UNABLE:
-                raise RunError(
-                    f"torch's {kind} cannot step the parameters of a parallel module on several ranks, which are "
-                    f"DTensors (its operators work in place on {_UNABLE[kind]}); use another optimizer, such as AdamW"
-                )
-            if kind in _NOT_FUSED and group.get("fused"):
-                raise RunError(
-                    f"torch's {kind} has no fused step for DTensors, as which a parallel module holds its parameters "
-                    "on several ranks; leave out fused=True (Adam and AdamW have one)"
-                )
 
 
 # --- the move --------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from procs.cases import TWO, device_mesh, whole
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.optim import swa_utils
 
 import autopar
@@ -435,13 +436,52 @@ def a_compiled_module() -> None:
 
 
 @case
-def optimizers_that_cannot_step_pieces() -> None:
-    module, _ = pair(Net(mse), batch())
-    module(*batch()).backward()
-    params = list(module.parameters())
-    for optimizer in (torch.optim.Adafactor(params), torch.optim.Rprop(params), torch.optim.SGD(params, fused=True)):
-        with pytest.raises(RunError, match=f"{type(optimizer).__name__} (cannot step|has no fused step)"):
-            optimizer.step()
+def optimizers_of_torch() -> None:
+    """Those for which DTensor has no way to cut an operator."""
+    makers: list[Callable[[Any], torch.optim.Optimizer]] = [
+        torch.optim.Adafactor, torch.optim.Rprop, lambda params: torch.optim.SGD(params, 0.1, fused=True),
+    ]  # fmt: skip
+    for make in makers:
+        module, eager = pair(Net(mse), (x := batch()))
+        for model in (module, eager):
+            optimizer = make(list(model.parameters()))
+            for _ in range(2):
+                model(*x).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        same_weights(module, eager)
+
+
+@case
+def writes_to_parts_of_parameters() -> None:
+    """Padding that is zeroed, weights that are partly loaded, pruned, projected: torch loses most of these."""
+    writes: list[Callable[[Any], Any]] = [
+        lambda w: w[0].zero_(), lambda w: w.__setitem__(5, 0.0), lambda w: w[2:6].copy_(torch.ones(4, 4)),
+        lambda w: w.data[:, 1].mul_(3), lambda w: w.detach()[1:][2].zero_(), lambda w: w[::2, 1:3].fill_(0.5),
+        lambda w: w.__setitem__(w.abs() < 0.2, 0.0), lambda w: w.__setitem__(torch.tensor([1, 6]), torch.ones(4)),
+        lambda w: w.index_copy_(0, torch.tensor([1, 6]), torch.ones(2, 4)), lambda w: w.diagonal().zero_(),
+        lambda w: w.t()[2].add_(1), lambda w: w.view(-1)[9].fill_(7), lambda w: w.chunk(2, 0)[1].neg_(),
+        lambda w: w.unbind(0)[4].zero_(), lambda w: w.renorm_(2, 0, 0.5), lambda w: w.triu_(), nn.init.eye_,
+        lambda w: w.fill_(torch.tensor(2.0)), lambda w: [x.mul_(i) for i, x in enumerate(w.split([3, 5], 0))],
+    ]  # fmt: skip
+    mesh, drawn = device_mesh(TWO), torch.randn(8, 4)
+    pair(Net(mse), batch())  # DTensors of this mesh are put right with a parallel module on it
+    for placement in (Shard(0), Shard(1), Replicate()):
+        for i, write in enumerate(writes):
+            mine, plain = nn.Parameter(distribute_tensor(drawn, mesh, [placement])), nn.Parameter(drawn.clone())
+            with torch.no_grad():
+                write(plain)
+                write(mine)
+            assert mine.placements == (placement,), i
+            same(mine.detach(), plain.detach())
+    (x, y) = batch()
+    module, eager = pair(Net(mse), (x, y), **ZERO_FIRST)
+    for model in (module, eager):
+        with torch.no_grad():
+            model.first.weight[3].zero_()
+            model.second.weight[:, :2] = 0.25
+    same_weights(module, eager)
+    same(module(x, y).detach(), eager(x, y).detach())
 
 
 @case
