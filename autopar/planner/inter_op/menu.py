@@ -26,7 +26,9 @@ from hardware_profiles import Cluster
 WAYS = 1 + len(PRICES)
 """Plans of a block on a mesh, at most."""
 RARE_PRICES = (2.0,)
-"""Like :data:`PRICES`, for blocks that hardly count."""
+"""Like :data:`PRICES`, for blocks that hardly count, and on meshes of more than :data:`AXES` axes."""
+AXES = 2
+"""Of a mesh whose programs are quickly solved: with three, each price takes five times as long."""
 IN_FLIGHT = 4
 """Microbatches in flight for which the bytes of a block's plans are weighed."""
 
@@ -94,7 +96,7 @@ class Menus:
         """
         key = self._key(block, mesh, devices)
         if not self._know(block, mesh, devices):
-            prices = RARE_PRICES if block.kind in self.rare else PRICES
+            prices = RARE_PRICES if block.kind in self.rare or len(mesh) > AXES else PRICES
             plans = self.decided[key] = self._plans(block, mesh, devices).every(prices)
             self._known[key] = self._ways(self._graph(block), plans, mesh, devices)
             del self._begun[key]

@@ -330,7 +330,7 @@ class _Search(ExactPlans):
         search = Equal(
             self.cluster, pools, self.blocks, self.menus, self._shapes, schedules, asked.microbatches,
             [share * self.limit(pool) for pool in pools], asked.groups or groups, floors or {}, best_known, far,
-            self.n_devices <= SMALL,
+            self.n_devices <= SMALL and self.most_axes == AXES,
         )  # fmt: skip
         found = search.cuts()
         self.fastest = search.fastest
