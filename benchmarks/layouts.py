@@ -30,6 +30,8 @@ CASES: dict[str, tuple[str, dict[str, Any], str, int, int, str]] = {
                       "tp=4,pp=4,dp=16,vp=5,sp"),
     "llama-405b-512": ("llama", {"hidden": 16384, "ffn": 53248, "heads": 128, "layers": 126}, "dgx-h100-x64", 256,
                        8192, "tp=8,pp=8,dp=8,vp=7,sp"),
+    "llama-405b-2048": ("llama", {"hidden": 16384, "ffn": 53248, "heads": 128, "layers": 126}, "dgx-h100-x256", 1024,
+                        8192, "tp=8,pp=16,dp=16,vp=7,sp"),
     "llama-405b-16384": ("llama", {"hidden": 16384, "ffn": 53248, "heads": 128, "layers": 126}, "dgx-h100-x2048", 2048,
                          8192, "tp=8,pp=16,dp=128,vp=7,zero=1,sp"),
     "gpt2-8": ("gpt2", {"hidden": 768, "heads": 12, "layers": 12}, "dgx-h100", 64, 1024, "dp=8,m=1"),
