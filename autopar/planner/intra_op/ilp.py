@@ -24,6 +24,9 @@ try:
 except ImportError:  # CBC solves then
     highspy = None  # type: ignore[assignment]
 
+ROUGH = 0.05
+"""Who is content with such a gap (a search that compares hundreds of plans) gets of a large program the whole choice
+that lies next to the relaxation's; branch and bound takes minutes there."""
 LARGE = 60_000
 """Columns from which presolve is worth its time: 11 s without it and 1 s with it at 117,000 (a mesh of three axes); at
 17,000 it takes longer than the solution."""
@@ -211,7 +214,9 @@ class Program:
         start: _Point | None = None
         if gap > 0.0 and self._relaxed is not None:
             _, start = self.around(self._relaxed)
-            if start.n_bytes <= self.room and start.seconds - start.bound <= gap * start.seconds:
+            near = start.seconds - start.bound <= gap * start.seconds
+            rough = gap >= ROUGH and self.engine.getNumCol() > LARGE
+            if start.n_bytes <= self.room and (near or rough):
                 return self.choice(replace(start, gap=gap))
         if self._relaxed and self.choice(self._relaxed).bound >= worth_seconds:
             raise Beaten
