@@ -52,5 +52,9 @@ def closest(word: str, words: Sequence[str] | Mapping[str, Any]) -> str:
     near = get_close_matches(word, list(words), n=1, cutoff=0.6)
     if near:
         return f"did you mean '{near[0]}'?"
-    names = list(words)
-    return f"known: {', '.join(names[:8])}" + (", ..." if len(names) > 8 else "") if names else "there is none"
+    return f"known: {first_few(list(words))}" if words else "there is none"
+
+
+def first_few(words: Sequence[str], most: int = 8) -> str:
+    """``a, b, ...``: what a message shows of a list that may be long."""
+    return ", ".join(words[:most]) + (", ..." if len(words) > most else "")

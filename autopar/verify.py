@@ -6,7 +6,6 @@ graph on one device, and that with the model itself in eager mode, so a differen
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,8 @@ from autopar.comparison import compare_with_eager
 from autopar.comparison import doubled as doubled
 from autopar.comparison import promoted as promoted
 from autopar.errors import CaptureError
-from autopar.lower.emit import lower
+from autopar.graph import Graph
+from autopar.lower.emit import Program, lower
 from autopar.lower.typecheck import typecheck
 from autopar.placements import Mesh
 from autopar.plan import Plan, StagePlan, one_stage
@@ -30,7 +30,7 @@ from autopar.planner.intra_op.recompute import segments_of
 from autopar.planner.intra_op.single import one_device as one_device
 from autopar.rules.many_ranks import fake_world
 from autopar.rules.registry import rules_of
-from autopar.runtime.world import pipeline_step, run_step
+from autopar.runtime.world import WorldStep, pipeline_step, run_step
 from autopar.staging import cut
 from autopar.torch_private import pytree
 from hardware_profiles import Cluster
@@ -38,6 +38,8 @@ from hardware_profiles import Cluster
 SGD: dict[str, Any] = {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.01}
 """A step that is smooth in the gradient. AdamW's is not: it divides a gradient by its own size, and makes a whole step
 of the rounding in a gradient that is truly zero, such as that of a key's bias."""
+
+_Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -111,25 +113,53 @@ def train(
 ) -> Trained:  # fmt: skip
     """Two steps of SGD under a plan; the program also passes the type checker."""
     graph = captured.graph
+    program = _checked_program(graph, plan)
+
+    def step(number: int, weights_now: _Tensors, buffers_now: _Tensors) -> WorldStep:
+        return run_step(graph, plan, program, weights_now, buffers_now, inputs, seed=seed + number)
+
+    return _trained(_loss_of(captured), weights, buffers, steps, step)
+
+
+def _loss_of(captured: Captured) -> int:
+    loss = captured.graph.loss
+    assert loss is not None, "the model has no scalar loss output; give loss_fn"
+    return loss
+
+
+def _checked_program(graph: Graph, plan: StagePlan) -> Program:
+    """What a stage runs; on several devices it passes the type checker."""
     program = lower(graph, plan)
     if plan.n_devices > 1:
         with fake_world(plan.mesh):
             typecheck(program)
-    now = {k: v.detach().clone().requires_grad_(v.requires_grad) for k, v in weights.items()}
+    return program
+
+
+def _trained(
+    loss: int, weights: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], steps: int,
+    step: Callable[[int, _Tensors, _Tensors], WorldStep],
+) -> Trained:  # fmt: skip
+    """Steps of SGD from copies of the given weights.
+
+    Args:
+        loss: position of the loss among the outputs.
+        step: a forward and a backward, given its number and the weights and buffers that it begins with.
+    """
+    weights_now = {k: v.detach().clone().requires_grad_(v.requires_grad) for k, v in weights.items()}
     buffers_now = dict(buffers)
-    optimizer = _optimizer(now.values())
+    optimizer = _optimizer(weights_now.values())
     losses, first = [], {}
-    for step in range(steps):
-        done = run_step(graph, plan, program, now, buffers_now, inputs, seed=seed + step)
-        assert graph.loss is not None, "the model has no scalar loss output; give loss_fn"
-        losses.append(done.outputs[graph.loss])
+    for number in range(steps):
+        done = step(number, weights_now, buffers_now)
+        losses.append(done.outputs[loss])
         buffers_now.update(done.buffers)
-        for name, leaf in now.items():
+        for name, leaf in weights_now.items():
             leaf.grad = done.gradients.get(name)
-        if step == 0:
+        if number == 0:
             first = {**done.gradients, **{input_name(k): g for k, g in done.arriving.items()}}
         optimizer.step()
-    return Trained(losses, first, {k: v.detach() for k, v in now.items()}, buffers_now)
+    return Trained(losses, first, {k: v.detach() for k, v in weights_now.items()}, buffers_now)
 
 
 def _optimizer(params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
@@ -152,31 +182,19 @@ def train_pipeline(
     With one stage on one device this is the reference for several microbatches.
     """
     plan.validate()
-    assert captured.graph.loss is not None, "the model has no scalar loss output; give loss_fn"
+    loss = _loss_of(captured)
     graphs = cut(captured.graph, plan.starts)
     plans = list(plan.stages)
-    programs = [lower(stage.graph, stage_plan) for stage, stage_plan in zip(graphs, plans, strict=True)]
-    for stage_plan, program in zip(plans, programs, strict=True):
-        if stage_plan.n_devices > 1:
-            with fake_world(stage_plan.mesh):
-                typecheck(program)
-    now = {k: v.detach().clone().requires_grad_(v.requires_grad) for k, v in weights.items()}
-    buffers_now = dict(buffers)
-    optimizer = _optimizer(now.values())
-    losses, first = [], {}
-    for step in range(steps):
-        seeds = [step * len(microbatches) + i for i in range(len(microbatches))]
-        done = pipeline_step(
-            graphs, plans, programs, plan.schedule, now, buffers_now, microbatches, captured.graph.loss, seeds=seeds
-        )
-        losses.append(done.outputs[captured.graph.loss])
-        buffers_now.update(done.buffers)
-        for name, leaf in now.items():
-            leaf.grad = done.gradients.get(name)
-        if step == 0:
-            first = {**done.gradients, **{input_name(k): g for k, g in done.arriving.items()}}
-        optimizer.step()
-    return Trained(losses, first, {k: v.detach() for k, v in now.items()}, buffers_now)
+    programs = [_checked_program(stage.graph, stage_plan) for stage, stage_plan in zip(graphs, plans, strict=True)]
+    n = len(microbatches)
+
+    def step(number: int, weights_now: _Tensors, buffers_now: _Tensors) -> WorldStep:
+        return pipeline_step(
+            graphs, plans, programs, plan.schedule, weights_now, buffers_now, microbatches, loss,
+            seeds=range(number * n, (number + 1) * n),
+        )  # fmt: skip
+
+    return _trained(loss, weights, buffers, steps, step)
 
 
 def verify_pipeline(
@@ -302,32 +320,3 @@ def verify(
         drawn = random_plan(graph, rules, priced, seed + i, recompute=segments_of(graph, rules, ()))
         rows.append(compare(f"random {seed + i}", train(captured, drawn, weights, buffers, inputs), reference))
     return rows
-
-
-def train_eager(
-    captured: Captured, model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], steps: int = 2
-) -> Trained:
-    """Two steps of SGD of the model itself, on a copy."""
-    model = copy.deepcopy(model)
-    names = [node.target for _, node in captured.graph.of_kind("param")]
-    params = dict(model.named_parameters(remove_duplicate=False))
-    optimizer = _optimizer(params[n] for n in names)
-    losses, first = [], {}
-    given, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    given = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in given]
-    args, kwargs = pytree.tree_unflatten(given, spec)
-    for step in range(steps):
-        optimizer.zero_grad()
-        out = model(*args, **kwargs)
-        loss = pytree.tree_leaves(out)[captured.graph.loss or 0]
-        loss.backward()
-        losses.append(loss.detach())
-        if step == 0:
-            first = {n: g.detach().clone() for n in names if (g := params[n].grad) is not None}
-            for node, x in zip(captured.inputs, given, strict=True):
-                if node is not None and x.grad is not None:
-                    first[input_name(captured.graph.nodes[node].target)] = x.grad.detach().clone()
-        optimizer.step()
-    held = dict(model.named_buffers(remove_duplicate=False))
-    buffers = {n.target: held[n.target] for _, n in captured.graph.of_kind("buffer") if n.target in held}
-    return Trained(losses, first, {n: params[n].detach() for n in names}, buffers)

@@ -10,12 +10,11 @@ from .compute import KINDS as OP_KINDS
 from .compute import op_seconds, peak_flops
 from .costs import Costs, cost_source, costs_of
 from .measured import MeasuredCosts
-from .memory import adam_state_bytes, gradient_bytes, optimizer_state_bytes, training_state_bytes
+from .memory import optimizer_state_bytes
 from .mesh_links import mesh_axes
 from .roofline import Roofline
 
 __all__ = [
-    "COLLECTIVE_KINDS", "OP_KINDS", "AxisCost", "Costs", "MeasuredCosts", "Roofline", "adam_state_bytes",
-    "cost_source", "costs_of", "gradient_bytes", "mesh_axes", "op_seconds", "optimizer_state_bytes",
-    "peak_flops", "training_state_bytes",
+    "COLLECTIVE_KINDS", "OP_KINDS", "AxisCost", "Costs", "MeasuredCosts", "Roofline", "cost_source",
+    "costs_of", "mesh_axes", "op_seconds", "optimizer_state_bytes", "peak_flops",
 ]  # fmt: skip

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
 
 
@@ -45,16 +43,6 @@ class AxisCost:
         if sharpness == 1.0:
             return latency + per_byte * n_bytes
         return (latency**sharpness + (per_byte * n_bytes) ** sharpness) ** (1.0 / sharpness)
-
-    def seconds_array(self, kind: str, n_bytes: np.ndarray) -> np.ndarray:
-        """`seconds` for an array of sizes, any shape."""
-        sizes = np.asarray(n_bytes, dtype=np.float64)
-        if kind not in self.terms:
-            raise ValueError(f"unknown collective '{kind}', known: {', '.join(KINDS)}")
-        if self.size == 1:
-            return np.zeros_like(sizes)
-        latency, per_byte, sharpness = self.terms[kind]
-        return (latency**sharpness + (per_byte * sizes) ** sharpness) ** (1.0 / sharpness)
 
 
 def abstract_terms(size: int, alpha: float, beta: float, constants: Mapping[str, float]) -> dict:

@@ -1,4 +1,4 @@
-"""Bytes that a parameter costs besides itself: gradient and optimizer state."""
+"""Bytes that an optimizer keeps for a parameter."""
 
 from __future__ import annotations
 
@@ -24,19 +24,3 @@ def optimizer_state_bytes(optimizer: str, n_elements: int, element_bytes: int, n
         raise ValueError(f"unknown optimizer '{optimizer}', known: {', '.join(OPTIMIZERS)}")
     copies, has_step = OPTIMIZERS[optimizer]
     return copies * n_elements * element_bytes + has_step * STEP_BYTES * n_tensors
-
-
-def adam_state_bytes(n_elements: int, element_bytes: int, n_tensors: int = 1) -> int:
-    """exp_avg and exp_avg_sq in the parameter's dtype, plus one float32 `step` per tensor."""
-    return optimizer_state_bytes("adamw", n_elements, element_bytes, n_tensors)
-
-
-def gradient_bytes(n_elements: int, element_bytes: int) -> int:
-    """The gradient has the parameter's shape and dtype."""
-    return n_elements * element_bytes
-
-
-def training_state_bytes(optimizer: str, n_elements: int, element_bytes: int, n_tensors: int = 1) -> int:
-    """Parameter + gradient + optimizer state, in bytes."""
-    with_gradient = n_elements * element_bytes + gradient_bytes(n_elements, element_bytes)
-    return with_gradient + optimizer_state_bytes(optimizer, n_elements, element_bytes, n_tensors)

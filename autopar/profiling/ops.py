@@ -79,11 +79,6 @@ class Passes:
     passes: tuple[tuple[LocalOp, ...], ...]
     left_out: tuple[str, ...]
 
-    @property
-    def n_distinct(self) -> int:
-        """Ops that differ."""
-        return len({op.key for one in self.passes for op in one})
-
 
 def passes_of(graph: Graph, cluster: Cluster, meshes: Sequence[Mesh], most_ops: int, most_bytes: float) -> Passes:
     """All local ops of a model on one device and on ``meshes``, up to ``most_ops`` distinct ones.

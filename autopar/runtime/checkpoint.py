@@ -13,10 +13,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import RunError
+from autopar.errors import RunError, first_few
 from autopar.runtime.agree import same_error
 from autopar.runtime.spread import EXTRA, SpreadModule
 from autopar.runtime.state import like
+
+SHOWN = 6
+"""Names of a state dict that a message lists."""
 
 
 def full_state_dict(pm: SpreadModule, *, all_ranks: bool = False) -> dict[str, torch.Tensor]:
@@ -135,16 +138,12 @@ def _problem(specs: _Known, state: Mapping[str, Any], strict: bool) -> str | Non
     unexpected = [name for name in state if name not in specs and name != EXTRA]
     lines = []
     if strict and missing:
-        lines.append(f"{len(missing)} missing: {_some(missing)}")
+        lines.append(f"{len(missing)} missing: {first_few(missing, SHOWN)}")
     if strict and unexpected:
-        lines.append(f"{len(unexpected)} unexpected: {_some(unexpected)}")
+        lines.append(f"{len(unexpected)} unexpected: {first_few(unexpected, SHOWN)}")
     for name, value in state.items():
         if name in specs and tuple(value.shape) != specs[name][0]:
             lines.append(f"{name}: shape {tuple(value.shape)} in the state dict, {specs[name][0]} in the model")
     if not lines:
         return None
     return "the state dict is not this model's\n  " + "\n  ".join(lines) + "\n  pass the state_dict() of the same model"
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")

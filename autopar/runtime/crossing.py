@@ -21,7 +21,7 @@ from torch.autograd.graph import Node
 from autopar.errors import RunError
 from autopar.runtime.gradients import Gradients
 from autopar.runtime.mixed import whole
-from autopar.runtime.state import Held
+from autopar.runtime.state import HeldParam
 from autopar.torch_private import autograd_engine, functorch_is_active, keeps_graph, will_run
 
 _ENGINE: Any = autograd_engine
@@ -55,7 +55,7 @@ class _Call:
         self.inputs = inputs
         self.leaves: list[torch.Tensor] = []
         self.roots: list[torch.Tensor | None] | None = None
-        self.gathered: list[tuple[Held, Any]] = []  # autograd itself knows when what is not gathered has changed
+        self.gathered: list[tuple[HeldParam, Any]] = []  # autograd itself knows when what is not gathered has changed
 
     def forward(self) -> tuple[Any, ...]:
         inner = {name: x.detach().requires_grad_(x.requires_grad) for name, x in self.inputs.items()}
@@ -69,7 +69,7 @@ class _Call:
         return tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in outputs)
 
     def backward(
-        self, grads: Sequence[torch.Tensor | None], keep: bool, wanted: Sequence[Held] | None
+        self, grads: Sequence[torch.Tensor | None], keep: bool, wanted: Sequence[HeldParam] | None
     ) -> tuple[list[torch.Tensor | None], bool]:
         """Gradients of the inputs that want one, and whether autograd is to add gradients of stored parameters.
 
@@ -126,7 +126,7 @@ class _Crossing(torch.autograd.Function):
             raise RunError(TWICE)
         call: _Call = ctx.call
         (probe, _), *before = ctx.next_functions
-        wanted: list[Held] | None = None
+        wanted: list[HeldParam] | None = None
         if not _reached(probe):  # autograd.grad, or backward(inputs=...)
             wanted = []
             for params, _ in before[len(call.wanting) :]:  # none, or the one node of all parameters

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from autopar.runtime.gradients import has_hooks
-from autopar.runtime.state import Held, give
+from autopar.runtime.state import HeldParam, give
 
 
 @contextlib.contextmanager
-def stand_ins(slots: Sequence[tuple[int, Held]], template: list[Any]) -> Iterator[None]:
+def stand_ins(slots: Sequence[tuple[int, HeldParam]], template: list[Any]) -> Iterator[None]:
     """Have the program read stand-ins, which share the parameters' memory and collect the gradients of a step.
 
     At its end the parameters get them; if it breaks, they are forgotten.

@@ -39,7 +39,7 @@ from autopar.runtime.registering import Placing
 from autopar.runtime.same_batch import Calls, Seen
 from autopar.runtime.spread import SpreadModule, check_mode
 from autopar.runtime.stage import Stage, device_of
-from autopar.runtime.state import Held, as_dtensor
+from autopar.runtime.state import HeldParam, as_dtensor
 from autopar.runtime.values import check_values
 from autopar.torch_private import pytree
 
@@ -285,9 +285,9 @@ class ParallelModule(SpreadModule):
         return self._stage
 
     @property
-    def helds(self) -> Mapping[str, Held]:
+    def held_params(self) -> Mapping[str, HeldParam]:
         """The parameters that the program reads, by name."""
-        return self._stage.helds
+        return self._stage.held_params
 
     @torch.compiler.disable
     def train_step(
@@ -339,7 +339,7 @@ class ParallelModule(SpreadModule):
 
     def __repr__(self) -> str:
         mesh = mesh_text(self.plan.mesh)
-        return f"ParallelModule({mesh}, {len(self.helds)} parameters, {len(self._captured.graph.nodes)} nodes)"
+        return f"ParallelModule({mesh}, {len(self.held_params)} parameters, {len(self._captured.graph.nodes)} nodes)"
 
 
 # --- helpers ---------------------------------------------------------------------------------------------------------

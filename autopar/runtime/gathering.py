@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from autopar.runtime.hops import Hop, all_gather_flat, apply, padded_to, stacked, unstack
-from autopar.runtime.state import Held
+from autopar.runtime.state import HeldParam
 from autopar.torch_private import preserve_version_counter
 
 UNIT_BYTES = 8 << 20
@@ -23,17 +23,17 @@ UNIT_BYTES = 8 << 20
 class Unit:
     """Parameters that are gathered together, in one collective where each needs just one over the same ranks."""
 
-    def __init__(self, helds: Sequence[Held]) -> None:
-        self.helds = list(helds)
-        self.per_use = helds[0].per_use
-        self.together = coalesces(helds[0]) and all(same_gather(helds[0], h) for h in helds)
-        alone = gather_of(helds[0]) if self.together and len(helds) == 1 else None
+    def __init__(self, held_params: Sequence[HeldParam]) -> None:
+        self.held_params = list(held_params)
+        self.per_use = held_params[0].per_use
+        self.together = coalesces(held_params[0]) and all(same_gather(held_params[0], h) for h in held_params)
+        alone = gather_of(held_params[0]) if self.together and len(held_params) == 1 else None
         self.direct = alone is not None and alone.cut.is_first_and_even(alone.n)
         self.work: Any = None
         self.flat: torch.Tensor | None = None
         self.ready = False
         self.waiting = 0
-        for held in self.helds:
+        for held in self.held_params:
             held.unit = self
 
     def expire(self) -> None:
@@ -48,19 +48,19 @@ class Unit:
         if self.ready or self.work is not None:
             return
         if self.per_use:
-            for held in self.helds:
+            for held in self.held_params:
                 n = prod(held.used_shape) * held.leaf.element_size()
                 held.leaf.untyped_storage().resize_(n)
         if not self.together:
             return
-        hop = gather_of(self.helds[0])
+        hop = gather_of(self.held_params[0])
         if self.direct:
             # .data has a version counter of its own: a backend may write, and count, at any time until it is waited for
-            out, piece = self.helds[0].leaf.data, self.helds[0].local
+            out, piece = self.held_params[0].leaf.data, self.held_params[0].local
             assert piece is not None
             self.work = all_gather_flat(out, piece.contiguous(), group=hop.group, async_op=True)
             return
-        pieces = torch.cat([padded_to(h.local, h.padded_shape).reshape(-1) for h in self.helds])  # type: ignore[arg-type]
+        pieces = torch.cat([padded_to(h.local, h.padded_shape).reshape(-1) for h in self.held_params])  # type: ignore[arg-type]
         self.flat = pieces.new_empty(hop.n, pieces.numel())
         self.work = all_gather_flat(self.flat.view(-1), pieces, group=hop.group, async_op=True)
 
@@ -71,7 +71,7 @@ class Unit:
             return
         self.start()
         if not self.together:
-            for held in self.helds:
+            for held in self.held_params:
                 x = held.local
                 assert x is not None
                 for hop in held.hops:
@@ -84,7 +84,7 @@ class Unit:
         self.finish_work()
         if flat is not None:
             offset = 0
-            for held in self.helds:
+            for held in self.held_params:
                 hop = gather_of(held)
                 m = prod(held.padded_shape)
                 part = flat[:, offset : offset + m].view(hop.n, *held.padded_shape)
@@ -117,22 +117,22 @@ class Unit:
 
     def _empty(self) -> None:
         """Without memory for values that are gathered for one use."""
-        for held in self.helds if self.per_use else ():
+        for held in self.held_params if self.per_use else ():
             held.leaf.untyped_storage().resize_(0)
 
 
-def coalesces(held: Held) -> bool:
+def coalesces(held: HeldParam) -> bool:
     """One gather and nothing else that changes values."""
     kinds = [hop.forward for hop in held.hops if hop.forward != "none"]
     return kinds == ["gather"]
 
 
-def gather_of(held: Held) -> Hop:
+def gather_of(held: HeldParam) -> Hop:
     """The hop that gathers a parameter that :func:`coalesces`."""
     return next(hop for hop in held.hops if hop.forward == "gather")
 
 
-def same_gather(a: Held, b: Held) -> bool:
+def same_gather(a: HeldParam, b: HeldParam) -> bool:
     """Whether two parameters may share a gather."""
     if not (coalesces(a) and coalesces(b)) or a.choice.lifetime != b.choice.lifetime:
         return False
@@ -141,14 +141,14 @@ def same_gather(a: Held, b: Held) -> bool:
     return ga.group is gb.group and dtypes[0] == dtypes[1]
 
 
-def make_units(helds: Sequence[Held], limit: int = UNIT_BYTES) -> list[Unit]:
+def make_units(held_params: Sequence[HeldParam]) -> list[Unit]:
     """Units of the gathered parameters, given in order of first use."""
     units: list[Unit] = []
-    run: list[Held] = []
+    run: list[HeldParam] = []
     n_bytes = 0
-    for held in helds:
+    for held in held_params:
         n = prod(held.used_shape) * held.param.element_size()
-        if run and not (same_gather(run[0], held) and n_bytes + n <= limit):
+        if run and not (same_gather(run[0], held) and n_bytes + n <= UNIT_BYTES):
             units.append(Unit(run))
             run, n_bytes = [], 0
         run.append(held)

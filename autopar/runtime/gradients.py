@@ -16,7 +16,7 @@ import torch
 
 from autopar.runtime.prefetch import Schedule
 from autopar.runtime.reduce import Reducer, bucket_bytes
-from autopar.runtime.state import Held, give
+from autopar.runtime.state import HeldParam, give
 from autopar.torch_private import autograd_engine, current_backward
 
 
@@ -30,7 +30,7 @@ class Trained:
         token: a tensor without elements that is made from all parameters, as autograd sees it; None without any.
     """
 
-    def __init__(self, pairs: Sequence[tuple[Held, torch.nn.Parameter]]) -> None:
+    def __init__(self, pairs: Sequence[tuple[HeldParam, torch.nn.Parameter]]) -> None:
         self.pairs = list(pairs)
         self.waiting: list[torch.Tensor | None] = [None] * len(self.pairs)
         self.task = -1
@@ -97,18 +97,18 @@ class Gradients:
         accumulating: earlier microbatches of this step have left gradients.
     """
 
-    def __init__(self, helds: Mapping[str, Held], schedule: Schedule) -> None:
-        self.helds = list(helds.values())
+    def __init__(self, held_params: Mapping[str, HeldParam], schedule: Schedule) -> None:
+        self.held_params = list(held_params.values())
         self.schedule = schedule
         self.defer = self.accumulating = False
-        reduced = [held for held in self.helds if held.adjoint]
-        for held in self.helds:
+        reduced = [held for held in self.held_params if held.adjoint]
+        for held in self.held_params:
             held.changed = self._changed
         self.clean = True
         self._trained: Trained | None = None
         self.reducer = Reducer(bucket_bytes(sum(prod(held.used_shape) * held.param.element_size() for held in reduced)))
 
-    def listen(self, held: Held) -> None:
+    def listen(self, held: HeldParam) -> None:
         """Hear when a leaf has its gradient; call it for every new leaf."""
         if not (held.adjoint or held.per_use):
             return
@@ -121,7 +121,7 @@ class Gradients:
         held.leaf.register_post_accumulate_grad_hook(ready)
         held.leaf.requires_grad_(wanted)
 
-    def _ready(self, held: Held, leaf: torch.Tensor) -> None:
+    def _ready(self, held: HeldParam, leaf: torch.Tensor) -> None:
         """A used leaf has its whole gradient of this backward."""
         if held.per_use:
             assert held.unit is not None
@@ -142,7 +142,7 @@ class Gradients:
         try:
             yield
             with torch.no_grad():
-                for held in self.helds:  # left by hand, or by earlier microbatches where this one has none
+                for held in self.held_params:  # left by hand, or by earlier microbatches where this one has none
                     if held.adjoint and held.leaf.grad is not None and (last or (by_hand and held.per_use)):
                         self._ready(held, held.leaf)
                 self.reducer.finish()
@@ -153,7 +153,7 @@ class Gradients:
     def trained(self) -> Trained:
         """The parameters that want gradients now, as autograd is to know them."""
         if self._trained is None:
-            stored = [(held, held.param) for held in self.helds]
+            stored = [(held, held.param) for held in self.held_params]
             self._trained = Trained([(held, param) for held, param in stored if param.requires_grad])
         return self._trained
 
@@ -187,7 +187,7 @@ class Gradients:
         """Add the sums to the parameters' gradients; hooks of parameters get the sum, as if autograd had made it."""
         hooked: list[torch.Tensor] = []
         grads: list[torch.Tensor] = []
-        for held in self.helds:
+        for held in self.held_params:
             grad = held.taken()
             if grad is not None and has_hooks(held.param):
                 hooked.append(held.param)
@@ -206,7 +206,7 @@ class Gradients:
             return
         self.clean = True
         self.reducer.drop()
-        for held in self.helds:
+        for held in self.held_params:
             held.leaf.grad = None
             held.sum = None
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autopar.errors import AutoparError, RunError
+from autopar.errors import AutoparError, RunError, first_few
 from autopar.runtime.state import like
 
 _STATES = {
@@ -64,7 +64,7 @@ def _refuse_old(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         return
     names = [_old[p] for group in optimizer.param_groups for p in group["params"] if p in _old]
     if names:
-        shown = ", ".join(f"'{name}'" for name in names[:3]) + (", ..." if len(names) > 3 else "")
+        shown = first_few([f"'{name}'" for name in names], 3)
         raise RunError(
             f"this {type(optimizer).__name__} holds {len(names)} of {now[1]} parameters that parallelize has replaced "
             f"({shown}), so its steps would not train the parallel module\n"

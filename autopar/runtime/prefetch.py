@@ -11,7 +11,7 @@ it runs again, its fetches gather again. The release of a unit last read in a se
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from autopar.lower.program import Program
 from autopar.lower.segments import with_segments
 from autopar.rules.function import Callee
 from autopar.runtime.gathering import Unit
-from autopar.runtime.state import Held
+from autopar.runtime.state import HeldParam
 from autopar.torch_private import current_backward
 
 AHEAD = 2
@@ -34,7 +34,7 @@ class Schedule:
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = list(units)
         self.per_use = [i for i, unit in enumerate(self.units) if unit.per_use]
-        self.number = {id(held): i for i, unit in enumerate(self.units) for held in unit.helds}
+        self.number = {id(held): i for i, unit in enumerate(self.units) for held in unit.held_params}
         self.storages: dict[int, int] = {}
         self.hooks: Any = None
         self.left: dict[int, set[int]] = {}
@@ -53,7 +53,7 @@ class Schedule:
         unit = self.units[i]
         unit.fetch()
         if unit.per_use:
-            for held in unit.helds:
+            for held in unit.held_params:
                 self.storages[held.leaf.untyped_storage().data_ptr()] = i
         end = i + 1 + AHEAD
         if last is not None and current_backward() != -1:  # in a backward: those after it are done with
@@ -67,7 +67,7 @@ class Schedule:
     def _free(self, i: int) -> None:
         unit = self.units[i]
         if unit.per_use:
-            for held in unit.helds:
+            for held in unit.held_params:
                 self.storages.pop(held.leaf.untyped_storage().data_ptr(), None)
             unit.free()
 
@@ -98,10 +98,10 @@ class Schedule:
 
     # -- backward
 
-    def done(self, held: Held) -> None:
+    def done(self, held: HeldParam) -> None:
         """A parameter has its gradient: when all of its unit have, the copy is no longer needed."""
         i = self.number[id(held)]
-        left = self.left.setdefault(i, {id(h) for h in self.units[i].helds if h.leaf.requires_grad})
+        left = self.left.setdefault(i, {id(h) for h in self.units[i].held_params if h.leaf.requires_grad})
         left.discard(id(held))
         if not left:
             del self.left[i]
@@ -157,7 +157,7 @@ def order_of_use(program: Program) -> list[int]:
     return sorted(numbers, key=lambda i: (first(i), i))
 
 
-def with_gathers(program: Program, helds: Mapping[str, Held], schedule: Schedule) -> torch.fx.GraphModule:
+def with_gathers(program: Program, schedule: Schedule) -> torch.fx.GraphModule:
     """The program as it runs, with fetches, releases and guards; its first input is the schedule."""
     if not schedule.units:
         return program.runnable
@@ -175,7 +175,7 @@ def with_gathers(program: Program, helds: Mapping[str, Held], schedule: Schedule
     guarded: set[torch.fx.Node] = set()
     for i, unit in enumerate(schedule.units):
         readers: set[torch.fx.Node] = set()
-        for held in unit.helds:
+        for held in unit.held_params:
             readers |= _readers(slot_of[held.name])
         readers = {n for n in readers if n.op == "call_function"}
         if not readers:
@@ -186,7 +186,7 @@ def with_gathers(program: Program, helds: Mapping[str, Held], schedule: Schedule
             if "segment" in node.meta:
                 by_segment.setdefault(node.meta["segment"], node)
         fetched.extend((i, node) for node in dict.fromkeys(by_segment.values()))
-        if unit.per_use and len(by_segment) > 1 and not all(held.leaf.requires_grad for held in unit.helds):
+        if unit.per_use and len(by_segment) > 1 and not all(held.leaf.requires_grad for held in unit.held_params):
             schedule.late.add(i)  # nobody says when the backward of a segment is done with a frozen parameter
         if unit.per_use:
             guarded |= {n for n in readers if "segment" not in n.meta}
@@ -209,7 +209,7 @@ def with_gathers(program: Program, helds: Mapping[str, Held], schedule: Schedule
         with graph.inserting_after(node):
             graph.call_function(unguard, (handle,))
     for unit in schedule.units:
-        for held in unit.helds if unit.per_use else ():
+        for held in unit.held_params if unit.per_use else ():
             _copy_for_functions(graph, slot_of[held.name])
     graph.output(output)
     return with_segments(torch.fx.GraphModule(torch.nn.Module(), graph, class_name="ProgramWithGathers"))

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.runtime.hops import Hop, apply, own_part, reduce_scatter_flat, stacked
-from autopar.runtime.state import Held
+from autopar.runtime.state import HeldParam
 
 BUCKET_BYTES = 25 << 20
 ALONE_BYTES = 1 << 20
@@ -31,8 +31,10 @@ def bucket_bytes(total: int) -> int:
 class _Travel:
     """One tensor of gradients and what is still to be done with it."""
 
-    def __init__(self, helds: Sequence[Held], value: torch.Tensor, stages: Sequence[Hop], flat: bool) -> None:
-        self.helds, self.value, self.stages, self.flat = helds, value, list(stages), flat
+    def __init__(
+        self, held_params: Sequence[HeldParam], value: torch.Tensor, stages: Sequence[Hop], flat: bool
+    ) -> None:
+        self.held_params, self.value, self.stages, self.flat = held_params, value, list(stages), flat
         self.work: Any = None
         self.keep: torch.Tensor | None = None
         self.padded: Hop | None = None
@@ -68,12 +70,12 @@ class _Travel:
             self.wait()
         if not self.flat:
             value = self.value
-            if value.shape != self.helds[0].stored_shape or value._base is not None:
+            if value.shape != self.held_params[0].stored_shape or value._base is not None:
                 value = value.contiguous() if not value.is_contiguous() else value
-            self.helds[0].add(value)
+            self.held_params[0].add(value)
             return
         offset = 0
-        for held in self.helds:
+        for held in self.held_params:
             m = prod(held.padded_shape)
             value = self.value[offset : offset + m].view(held.padded_shape)
             if held.padded_shape != held.stored_shape:
@@ -83,15 +85,15 @@ class _Travel:
 
 
 class Reducer:
-    """Takes gradients as they become ready; in :meth:`finish` the parameters have them to come (``Held.add``)."""
+    """Takes gradients as they become ready; in :meth:`finish` the parameters have them to come (``HeldParam.add``)."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.travels: list[_Travel] = []
-        self.open: dict[Any, list[tuple[Held, torch.Tensor]]] = {}
+        self.open: dict[Any, list[tuple[HeldParam, torch.Tensor]]] = {}
         self.filled: dict[Any, int] = {}
 
-    def add(self, held: Held, grad: torch.Tensor) -> None:
+    def add(self, held: HeldParam, grad: torch.Tensor) -> None:
         """A gradient in the used placement."""
         stages = held.adjoint
         n_bytes = grad.numel() * grad.element_size()
@@ -107,14 +109,14 @@ class Reducer:
     def _flush(self, key: Any) -> None:
         entries = self.open.pop(key)
         self.filled[key] = 0
-        helds = [held for held, _ in entries]
-        first = helds[0].adjoint[0]
+        held_params = [held for held, _ in entries]
+        first = held_params[0].adjoint[0]
         if first.backward == "reduce_scatter":
             rows = [stacked(g, held.adjoint[0].cut.dim, first.n).reshape(first.n, -1) for held, g in entries]
             value = torch.cat(rows, 1)
         else:
             value = torch.cat([g.reshape(-1) for _, g in entries])
-        self._send(_Travel(helds, value, helds[0].adjoint, flat=True))
+        self._send(_Travel(held_params, value, held_params[0].adjoint, flat=True))
 
     def _send(self, travel: _Travel) -> None:
         travel.launch()

@@ -29,7 +29,7 @@ from autopar.runtime.gathering import Unit, make_units
 from autopar.runtime.gradients import Gradients
 from autopar.runtime.renewed import outliving
 from autopar.runtime.spread import SpreadModule
-from autopar.runtime.state import Followed, Held, joined
+from autopar.runtime.state import Followed, HeldParam, joined
 
 Buffers = dict[str, tuple[torch.Tensor, State]]
 """This rank's part of each buffer and constant, and how it is placed, by name."""
@@ -41,7 +41,7 @@ class Stage:
     """One program, and what it needs to run.
 
     Attributes:
-        helds: the parameters that the program reads, by name.
+        held_params: the parameters that the program reads, by name.
         gradients: those of the step that is under way.
         direct: nothing is gathered or reduced, so the program reads the stored parameters themselves.
         probe: an empty leaf that wants a gradient, for :mod:`autopar.runtime.crossing`.
@@ -60,12 +60,13 @@ class Stage:
         self.device = torch.device(device_of(device_mesh))
         self.buffers, self.compile_args = buffers, compile_args
         self.program: Program = lower(graph, plan, self.device)
-        self.helds = self._hold_parameters()
+        self.held_params = self._hold_parameters()
         self.schedule = prefetch.Schedule(self._units())
-        self.run_program = self._compiled(prefetch.with_gathers(self.program, self.helds, self.schedule))
+        self.run_program = self._compiled(prefetch.with_gathers(self.program, self.schedule))
         self.evaluation: tuple[Program, Any] | None = None
-        self.direct = device_mesh.size() == 1 and not any(isinstance(h.param, DTensor) for h in self.helds.values())
-        self.gradients = Gradients({} if self.direct else self.helds, self.schedule)
+        on_meshes = any(isinstance(held.param, DTensor) for held in self.held_params.values())
+        self.direct = device_mesh.size() == 1 and not on_meshes
+        self.gradients = Gradients({} if self.direct else self.held_params, self.schedule)
         self.probe = torch.empty(0, requires_grad=True)
         self.distributed = any(size > 1 for _, size in self.program.mesh)
         slots = self.program.slots
@@ -73,7 +74,7 @@ class Stage:
         self.inputs = {slot.name: slot for slot in slots if slot.kind == "input"}
         self.input_slots = {slot.name: i for i, slot in enumerate(slots) if slot.kind == "input"}
         self.seed_slot = next((i for i, slot in enumerate(slots) if slot.kind == "seed"), None)
-        self.param_slots = [(i, self.helds[slot.name]) for i, slot in enumerate(slots) if slot.kind == "param"]
+        self.param_slots = [(i, self.held_params[slot.name]) for i, slot in enumerate(slots) if slot.kind == "param"]
         copied = outliving(graph)
         self.copied = [i for i, slot in enumerate(slots) if slot.kind == "buffer" and slot.name in copied]
         for i, held in self.param_slots:
@@ -82,27 +83,27 @@ class Stage:
         self.followed: list[tuple[int, Followed]] = []
         self.follow_buffers()
 
-    def _hold_parameters(self) -> dict[str, Held]:
-        helds: dict[str, Held] = {}
+    def _hold_parameters(self) -> dict[str, HeldParam]:
+        held_params: dict[str, HeldParam] = {}
         nodes = {node.target: node for _, node in self.graph.of_kind("param")}
         for name, _ in self.home.named_parameters(remove_duplicate=False):
             source = self.graph.tied.get(name, name)
-            if source in nodes and source not in helds:
+            if source in nodes and source not in held_params:
                 owner, key = self.home.owner_of(name)
-                helds[source] = Held(
+                held_params[source] = HeldParam(
                     source, owner, key, self.plan.params[source], self.device_mesh, self.plan.mesh,
                     nodes[source].out.shape, nodes[source].needs_grad,
                 )  # fmt: skip
-                helds[source].bind()
-        return helds
+                held_params[source].bind()
+        return held_params
 
     def _units(self) -> list[Unit]:
-        order = [self.helds[self.program.slots[i].name] for i in prefetch.order_of_use(self.program)]
+        order = [self.held_params[self.program.slots[i].name] for i in prefetch.order_of_use(self.program)]
         gathered = [held for held in order if not held.alias]
-        idle = [held for held in self.helds.values() if not held.alias and held not in gathered]
+        idle = [held for held in self.held_params.values() if not held.alias and held not in gathered]
         units = make_units([*gathered, *idle])
         for unit in units:
-            for held in unit.helds:
+            for held in unit.held_params:
                 held.bind()
         return units
 
@@ -128,14 +129,14 @@ class Stage:
         plan = replace(self.plan, fingerprint=graph.fingerprint, recompute=(), gather_again=(), make_again=())
         program = lower(graph, plan, self.device)
         assert program.slots == self.program.slots[: len(program.slots)]
-        self.evaluation = program, prefetch.with_gathers(program, self.helds, self.schedule)
+        self.evaluation = program, prefetch.with_gathers(program, self.schedule)
 
     def with_other_literals(self, graph: Graph) -> Stage:
         """The same stage with a graph that differs in nothing but literals; both share parameters and gradients."""
         twin = copy.copy(self)
         twin.graph, twin.plan = graph, replace(self.plan, fingerprint=graph.fingerprint)
         twin.program = lower(graph, twin.plan, self.device)
-        twin.run_program = self._compiled(prefetch.with_gathers(twin.program, self.helds, self.schedule))
+        twin.run_program = self._compiled(prefetch.with_gathers(twin.program, self.schedule))
         twin.evaluation = None
         return twin
 
@@ -221,7 +222,7 @@ class Stage:
 
     def leaves(self) -> list[torch.Tensor]:
         """The used parameters that want gradients."""
-        return [held.leaf for held in self.helds.values() if held.leaf.requires_grad]
+        return [held.leaf for held in self.held_params.values() if held.leaf.requires_grad]
 
     def joined_gradient(self, name: str, grad: torch.Tensor) -> torch.Tensor:
         """The whole gradient of an input, from the ranks' pieces; every rank of the mesh calls it."""

@@ -1,7 +1,7 @@
 """How a rank holds parameters: stored as DTensors for the optimizer, used as plain local tensors by the program.
 On a mesh of one device they are stored as plain tensors, too.
 
-Between the two stand hops (see :mod:`autopar.runtime.hops`). A :class:`Held` parameter has a *used leaf*, a plain
+Between the two stand hops (see :mod:`autopar.runtime.hops`). A :class:`HeldParam` parameter has a *used leaf*, a plain
 tensor on which autograd accumulates. If no hop changes the values, the leaf shares the stored tensor's memory: nothing
 is copied. Otherwise it belongs to a :class:`~autopar.runtime.gathering.Unit`, a few parameters that are gathered
 together, for one step or for one use.
@@ -144,7 +144,7 @@ def same_form(name: str, stored: torch.Tensor, form: Form | None) -> Form:
 # --- parameters ------------------------------------------------------------------------------------------------------
 
 
-class Held:
+class HeldParam:
     """One parameter of the program.
 
     Attributes:

@@ -14,7 +14,7 @@ from autopar.graph import Spec
 from autopar.plan import Plan
 from autopar.runtime.reached import Reached
 from autopar.runtime.stage import Stage
-from autopar.runtime.state import Held
+from autopar.runtime.state import HeldParam
 from autopar.runtime.wires import Post, Wire
 from autopar.staging import StageGraph
 from autopar.transfer import Side, transfer
@@ -65,9 +65,9 @@ class Ties:
         Args:
             reached: what has a gradient in this step; None where all that wants one does.
         """
-        first: dict[int, Held] = {}
+        first: dict[int, HeldParam] = {}
         for _, stage in sorted(stages.items()):
-            for held in stage.helds.values():
+            for held in stage.held_params.values():
                 keeper = first.setdefault(id(held.param), held)
                 if keeper is not held and (grad := held.taken()) is not None:
                     keeper.add(grad)
@@ -79,7 +79,7 @@ class Ties:
             for (name, a, _), wire in self.wires.items():
                 if a == s:
                     if (name, s) not in mine:
-                        mine[name, s] = _gradient(stages[s].helds[name])
+                        mine[name, s] = _gradient(stages[s].held_params[name])
                     self.post.send(wire, False, 0, mine[name, s])
         for (name, s), gradient in mine.items():
             total: torch.Tensor | None = None
@@ -89,11 +89,11 @@ class Ties:
                     total = part if total is None else total + part
             assert total is not None
             if reached is None or name in reached:
-                stages[s].helds[name].add(total)
+                stages[s].held_params[name].add(total)
         self.post.end()
 
 
-def _gradient(held: Held) -> torch.Tensor:
+def _gradient(held: HeldParam) -> torch.Tensor:
     grad = held.taken()
     assert held.local is not None
     return torch.zeros_like(held.local) if grad is None else grad

@@ -165,7 +165,7 @@ class Work:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         seen: set[int] = set()
         for number, flight in self.flights.items():
-            for name, held in flight.stage.helds.items():
+            for name, held in flight.stage.held_params.items():
                 param = held.param
                 if param.grad is None or id(param) in seen:
                     continue

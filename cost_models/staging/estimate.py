@@ -67,7 +67,7 @@ def evaluate(problem: StagingProblem, fill: Fill, n_microbatches: int, choices: 
         loads.append(StageLoad(seconds, backward, cost.step_seconds, chunks * behind))
         stages.append(
             Stage(
-                c, seconds, cost.forward_seconds, backward, behind, cost.step_seconds, in_flight,
+                c, seconds, cost.forward_seconds, backward, cost.step_seconds, in_flight,
                 cost.needed_bytes(c.n_recomputed, blocks, in_flight), problem.memory_bytes[c.submesh.device_type],
             )
         )  # fmt: skip

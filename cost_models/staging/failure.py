@@ -37,8 +37,8 @@ def explain(problem: StagingProblem, n_microbatches: int, fill: Fill) -> Nothing
         f"{c.submesh}, which has {worst.memory_bytes / 1e9:.4g} GB: {excess / 1e9:.4g} GB too much, with "
         f"{worst.in_flight:g} microbatches in flight and {c.n_recomputed} of {c.last - c.first + 1} blocks recomputed; "
         f"use smaller microbatches, more devices or more stages{advice}",
-        attempt.stages, excess,
-    )  # fmt: skip
+        excess,
+    )
 
 
 def _lacking(table: Table) -> str:

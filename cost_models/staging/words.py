@@ -179,14 +179,13 @@ class Stage:
     """A chosen stage with its share of the step.
 
     `seconds` is the time that one microbatch occupies it (forward, backward, recomputing, transfers that do not
-    overlap); `transfer_seconds` one way to the next stage; `needed_bytes` and `memory_bytes` of one device.
+    overlap); `needed_bytes` and `memory_bytes` of one device.
     """
 
     choice: Choice
     seconds: float
     forward_seconds: float
     backward_seconds: float
-    transfer_seconds: float
     step_seconds: float
     in_flight: float
     needed_bytes: float
@@ -207,10 +206,6 @@ class Candidate:
     seconds: float
     lower_bound_seconds: float = field(default=0.0, compare=False)
 
-    @property
-    def slowest_seconds(self) -> float:
-        return max(s.seconds for s in self.stages)
-
     def __str__(self) -> str:
         head = f"{self.seconds:.6g} s a step: {len(self.stages)} stages, {self.n_microbatches} microbatches, "
         rows = [
@@ -223,12 +218,11 @@ class Candidate:
 
 
 class NothingFits(ValueError):
-    """No way to cut is possible. `attempt` is the one that came nearest, `excess_bytes` what its worst device lacks.
+    """No way to cut is possible.
 
-    Both are empty where memory is not the reason.
+    `excess_bytes` is what the worst device of the nearest attempt lacks; 0 where memory is not the reason.
     """
 
-    def __init__(self, message: str, attempt: tuple[Stage, ...] = (), excess_bytes: float = 0.0) -> None:
+    def __init__(self, message: str, excess_bytes: float = 0.0) -> None:
         super().__init__(message)
-        self.attempt = attempt
         self.excess_bytes = excess_bytes

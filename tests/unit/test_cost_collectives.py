@@ -163,17 +163,16 @@ def every_axis() -> list[AxisCost]:
     return axes
 
 
-def test_seconds_grow_with_bytes_and_arrays_agree():
+def test_seconds_grow_with_bytes():
     sizes = np.concatenate([[0.0], np.logspace(0, 11, 60)])
     for axis in every_axis():
         for kind in COLLECTIVE_KINDS:
-            array = axis.seconds_array(kind, sizes)
-            assert array.tolist() == pytest.approx([axis.seconds(kind, float(size)) for size in sizes])
+            seconds = np.array([axis.seconds(kind, float(size)) for size in sizes])
             if axis.size == 1:
-                assert not array.any()
+                assert not seconds.any()
             else:
-                assert (np.diff(array) >= 0).all() and array[0] > 0
-                assert math.isfinite(array[-1])
+                assert (np.diff(seconds) >= 0).all() and seconds[0] > 0
+                assert math.isfinite(seconds[-1])
 
 
 def test_axis_of_size_one_is_free():

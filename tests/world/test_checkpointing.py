@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from eager import train_eager
 from kept import kept_bytes
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
@@ -138,7 +139,7 @@ def test_as_in_eager_mode() -> None:
         weights, buffers = V.state_of(captured, model)
         plan = alone(captured, segments_of(captured.graph, rules_of(captured.graph), ()))
         mine = V.train(captured, plan, weights, buffers, {"x": x})
-        assert V.compare(name, mine, V.train_eager(captured, model, (x,), {})).worst < 1e-9, name
+        assert V.compare(name, mine, train_eager(captured, model, (x,), {})).worst < 1e-9, name
 
 
 def test_dropout_is_drawn_again() -> None:
@@ -166,7 +167,7 @@ def test_reentrant_without_a_gradient_coming_in() -> None:
     weights, buffers = V.state_of(captured, model)
     mine = V.train(captured, V.one_device(captured.graph), weights, buffers, {"x": x})
     assert set(mine.gradients) == {"first.weight", "first.bias", "head.weight", "head.bias"}
-    assert V.compare("", mine, V.train_eager(captured, model, (x,), {})).worst < 1e-9
+    assert V.compare("", mine, train_eager(captured, model, (x,), {})).worst < 1e-9
 
 
 def test_users_patterns_are_added() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from eager import train_eager
 from procs.pipelines import Config, make_plan
 from zoo import ZOO
 
@@ -31,7 +32,7 @@ def prepared(name: str, frozen: bool) -> tuple[Captured, tuple[Any, ...], V.Trai
     captured = capture(case.model, args, kwargs)
     weights, buffers = V.state_of(captured, case.model)
     state = weights, buffers, V.inputs_of(captured, args, kwargs)
-    eager = V.train_eager(captured, case.model, args, kwargs)
+    eager = train_eager(captured, case.model, args, kwargs)
     found = V.compare(name, V.train(captured, V.one_device(captured.graph), *state), eager)
     assert found.worst < 1e-4, found
     promoted = V.promoted(captured)
