@@ -142,7 +142,7 @@ class StagePlan:
         params: qualified name -> how it is stored and used.
         buffers: qualified name -> placement; ``R`` unless every reader wants the same shard.
         outputs: placement of each output tensor (None for an output that is no tensor).
-        routes: ``"<node>.<output>"`` -> reshard steps ``(from, to)`` that form a tree rooted at the producer's state.
+        routes: tensor, by :func:`route_key` -> reshard steps ``(from, to)``, a tree rooted at the producer's state.
         inputs: placement in which a rank receives an input; inputs not named here arrive whole (``R``).
         optimizer, microbatches, in_flight: for which the price is counted: ``microbatches`` a step, of which so many
             keep their activations at once (more than one in a stage of a pipeline).
@@ -379,7 +379,7 @@ def one_stage(microbatches: int) -> Schedule:
 
 
 def route_key(graph: Graph, ref: Ref) -> str:
-    """How a plan names a tensor: ``node`` or ``node.<output>``."""
+    """How a plan names a tensor: ``node`` for the first output of a node, ``node#1`` for the second, and so on."""
     name = graph.nodes[ref.node].name
     return f"{name}#{ref.out}" if ref.out else name
 

@@ -12,6 +12,20 @@ import numpy as np
 
 from hardware_profiles import CollectiveCurve, EfficiencyCurve
 
+FIRST_STEP, LARGEST_STEP = 0.5, 1.0
+"""Of the search: its parameters are logarithms and logits, so a step of 1 is large."""
+LONGER, SHORTER = 1.5, 0.6
+"""How the step changes after a round that helped, and after one that did not."""
+SMALLEST_STEP = 1e-5
+"""Where the search ends: far below what measurements tell apart."""
+
+MOST_FRACTION = 1.2
+"""Of the data-sheet bandwidth. Above 1, because switches that add up save wire bytes."""
+MOST_RAMP = 1.5
+"""Below 2, with which a ring of two would have no rate at all."""
+LEAST_SHARPNESS = 0.3
+"""Exponent p of ``(latency^p + transfer^p)^(1/p)``; 1 is their sum."""
+
 
 def search(loss: Callable[[np.ndarray], float], start: Sequence[float], rounds: int = 400) -> np.ndarray:
     """A local minimum of `loss` near `start`, by trying steps along random orthogonal directions.
@@ -19,7 +33,7 @@ def search(loss: Callable[[np.ndarray], float], start: Sequence[float], rounds: 
     The step grows after a round that helped and shrinks after one that did not. Deterministic: the seed is
     fixed.
     """
-    best, step = np.asarray(start, dtype=float), 0.5
+    best, step = np.asarray(start, dtype=float), FIRST_STEP
     value, random = loss(best), np.random.default_rng(0)
     for _ in range(rounds):
         directions, _ = np.linalg.qr(random.normal(size=(len(best), len(best))))
@@ -28,8 +42,8 @@ def search(loss: Callable[[np.ndarray], float], start: Sequence[float], rounds: 
             trial = best + step * direction
             if (trial_value := loss(trial)) < value:
                 best, value, improved = trial, trial_value, True
-        step = min(step * 1.5, 1.0) if improved else step * 0.6
-        if step < 1e-5:
+        step = min(step * LONGER, LARGEST_STEP) if improved else step * SHORTER
+        if step < SMALLEST_STEP:
             break
     return best
 
@@ -60,14 +74,14 @@ def fit_collective(
     log_seconds = np.log(seconds)
 
     def unpack(x: np.ndarray) -> tuple[float, float, float, float, float]:
-        fraction = 1.2 / (1 + np.exp(-x[2]))  # above 1: switches that add up save wire bytes
-        ramp = 1.5 / (1 + np.exp(-x[4])) if with_ramp else 0.0
+        fraction = MOST_FRACTION / (1 + np.exp(-x[2]))
+        ramp = MOST_RAMP / (1 + np.exp(-x[4])) if with_ramp else 0.0
         return (
             np.exp(x[0]) if with_base else 0.0,
             np.exp(x[1]),
             fraction,
             ramp,
-            0.3 + 0.7 / (1 + np.exp(-x[3])),
+            LEAST_SHARPNESS + (1 - LEAST_SHARPNESS) / (1 + np.exp(-x[3])),
         )
 
     def log_model(x: np.ndarray) -> np.ndarray:

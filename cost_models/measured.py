@@ -14,6 +14,9 @@ from .collective_cost import AxisCost
 from .costs import OpSeconds, OpWork, StageSeconds, StageWork, cost_source
 from .roofline import Roofline
 
+SINGULAR = 1e-9
+"""Below this share of its largest value the determinant of a fit is rounding: all computed seconds are alike."""
+
 
 @dataclass(frozen=True, eq=False)
 class MeasuredCosts:
@@ -171,7 +174,7 @@ def fit_correction(computed: Sequence[float], measured: Sequence[float]) -> tupl
     cc, cb, bb = (sum(f(c, b) for c, b in rows) for f in (lambda c, b: c * c, lambda c, b: c * b, lambda c, b: b * b))
     c1, b1 = sum(c for c, _ in rows), sum(b for _, b in rows)
     det = cc * bb - cb * cb
-    if det > 1e-9 * cc * bb:
+    if det > SINGULAR * cc * bb:
         factor, base = (c1 * bb - b1 * cb) / det, (b1 * cc - c1 * cb) / det
         if factor >= 0 and base >= 0:
             return base, factor

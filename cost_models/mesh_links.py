@@ -27,7 +27,10 @@ from .collective_cost import KINDS, AxisCost, abstract_terms
 from .routes import Edge, route
 
 MAX_HOPS = 4096  # above this many hops only the traffic of some nodes is followed
-SAMPLED_NODES = 6
+SAMPLED_NODES = 6  # of every make, the first ones ...
+LAST_NODES = 2  # ... and the last ones, where rings close and chains end
+RING_MEMBERS = 8  # up to so many in a node small messages go round the ring; beyond, the depth of a tree is added
+LEAST_RING = 2.0  # ranks; a ramp is below 2, so that the rate stays above 0
 
 Loads = dict[
     str, dict[Edge, list[float]]
@@ -117,7 +120,7 @@ def _axis(cluster: Cluster, name: str, groups: np.ndarray, routes: dict) -> Axis
         bases, steps_inside, steps_between = [0.0], [0.0], [0.0]
         for link, load, ring, far in alike[pattern]:
             curve = cluster.curves[link.curve][kind]
-            rate = link.bandwidth_bytes_per_second * curve.fraction * (1.0 - curve.ramp / max(ring, 2.0))
+            rate = link.bandwidth_bytes_per_second * curve.fraction * (1.0 - curve.ramp / max(ring, LEAST_RING))
             if load / rate > per_byte:
                 per_byte, sharpness = load / rate, curve.sharpness
                 if kind == "all_reduce":
@@ -149,11 +152,13 @@ def _alike(
 def steps_of(kind: str, members: int, nodes: int) -> tuple[int, int]:
     """Dependent steps inside a node and between nodes.
 
-    Rings inside, but all_reduce and broadcast of more than 8 members add a tree's depth only, as between
+    Rings inside, but all_reduce and broadcast of more than RING_MEMBERS add a tree's depth only, as between
     nodes: the library then takes trees for small messages.
     """
     depth = math.ceil(math.log2(nodes)) if nodes > 1 else 0
-    tree_members = members if members <= 8 else 8 + 2 * math.ceil(math.log2(members / 8))
+    tree_members = members
+    if members > RING_MEMBERS:
+        tree_members = RING_MEMBERS + 2 * math.ceil(math.log2(members / RING_MEMBERS))
     if kind == "all_reduce":
         return 2 * (tree_members - 1), 2 * depth
     if kind == "broadcast":
@@ -215,7 +220,7 @@ def _followed_nodes(cluster: Cluster, groups: np.ndarray) -> set[int] | None:
         makes[tuple(devices)].append(node)
     followed: set[int] = set()
     for nodes in makes.values():
-        followed.update(nodes[:SAMPLED_NODES], nodes[-2:])
+        followed.update(nodes[:SAMPLED_NODES], nodes[-LAST_NODES:])
     return followed
 
 

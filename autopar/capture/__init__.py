@@ -119,6 +119,10 @@ def capture(
         model: any module; its parameters may be on the meta device. Its training mode is kept.
         args, kwargs: example inputs with global shapes: tensors, nested containers, None, numbers.
         loss_fn: called with the model's output and the targets; with it the graph's output is the loss.
+        targets: what ``loss_fn`` takes behind the model's output, of global shapes.
+
+    Returns:
+        The graph, at global shapes and with the dtypes of the model, and what is needed to call it like the model.
 
     Raises:
         CaptureError: the model branches on tensor values, has data-dependent shapes, or uses what cannot be traced;

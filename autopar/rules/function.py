@@ -244,8 +244,14 @@ def function_rule(function: type[torch.autograd.Function], text: str, **options:
     sizes that differ; a dim that must stay whole is named in ``whole="k"``. ``autopar verify`` tries it on numbers.
 
     Args:
+        function: the class; the rule counts for models that are captured from now on.
+        text: the line of notation.
         options: more about the rule, as for :func:`autopar.rules.notation.line`; ``whole_gradients=False`` says that
             the backward is linear in the gradient.
+
+    Raises:
+        RuleError: ``function`` is no such class, or ``text`` is no line of notation. Whether the names fit the shapes
+            of a call is seen when a model that calls it is planned.
     """
     if not (isinstance(function, type) and issubclass(function, torch.autograd.Function)):
         raise RuleError(f"function_rule: {function!r} is no torch.autograd.Function; pass the class")

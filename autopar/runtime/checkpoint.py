@@ -30,6 +30,10 @@ def full_state_dict(pm: SpreadModule, *, all_ranks: bool = False) -> dict[str, t
     Args:
         pm: a parallel module, or a pipeline.
         all_ranks: give it to every rank.
+
+    Returns:
+        Parameters and persistent buffers by the names that they have in the model, tied ones under each of their names;
+        plain tensors of global shape on the CPU, in the dtype in which they are stored. They are copies.
     """
     if pm.leads is not None:
         return _of_all_groups(pm, all_ranks)
@@ -64,11 +68,14 @@ def _of_all_groups(pm: SpreadModule, all_ranks: bool) -> dict[str, torch.Tensor]
 
 
 def load_full_state_dict(pm: SpreadModule, state: Mapping[str, torch.Tensor] | None, *, strict: bool = True) -> None:
-    """Load a state dict of the model on one device.
+    """Load a state dict of the model on one device; each rank copies its pieces into its own parameters and buffers.
+
+    Every rank must call it.
 
     Args:
         pm: a parallel module, or a pipeline.
-        state: on every rank, or on rank 0 alone (None elsewhere), which then sends each tensor in turn.
+        state: tensors of global shape by the names of the model, on any device; values are cast to the stored dtype. On
+            every rank, or on rank 0 alone (None elsewhere), which then sends each tensor in turn.
         strict: missing and unexpected names are errors. One name of a tied parameter is enough.
 
     Raises:

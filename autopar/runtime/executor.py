@@ -204,6 +204,14 @@ class ParallelModule(SpreadModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for a whole batch, which every rank passes alike.
 
+        Args:
+            args, kwargs: what the model is called with: tensors of global shape, as in the example inputs, on this
+                rank's device, or DTensors of any placement. A tensor that has the shape of this rank's piece where an
+                input is cut is that piece.
+
+        Returns:
+            The model's output, of global shapes and in the model's dtypes.
+
         All outputs are plain and whole, the same on all ranks, and any of them, or a sum of them, can be called
         ``backward`` on. Large ones beside a loss are put together when their values are first used, on every rank.
         Outputs that were pinned to pieces (``placements={1: "S0"}``) are DTensors.
@@ -293,7 +301,7 @@ class ParallelModule(SpreadModule):
     def train_step(
         self, *args: Any, optimizer: torch.optim.Optimizer | None = None, microbatches: int | None = None, **kwargs: Any
     ) -> torch.Tensor:
-        """One training step on a batch of one or more microbatches; returns the mean of their losses.
+        """One training step on a batch of one or more microbatches.
 
         A microbatch has the shapes of the example inputs. An input whose first dim is ``microbatches`` times as long
         is cut there; one with exactly the captured shape goes into every microbatch. Each loss counts ``1/k``: for a
@@ -302,7 +310,15 @@ class ParallelModule(SpreadModule):
 
         Args:
             optimizer: if given, ``step()`` and ``zero_grad()`` follow; else gradients are left in ``param.grad``.
+            args, kwargs: the batch, of global shapes, the same on every rank.
             microbatches: how many; by default found from the shapes.
+
+        Returns:
+            The mean of the microbatches' losses, a tensor of shape [] and of the loss's dtype, the same on every rank.
+            Gradients in ``param.grad`` are added to those that are there, as ``loss.backward()`` adds them.
+
+        Raises:
+            RunError: the model has no scalar loss, is in eval mode, or the shapes are not those of whole microbatches.
         """
         graph = self._captured.graph
         if graph.loss is None:

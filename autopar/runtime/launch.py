@@ -48,13 +48,18 @@ def run_local(
     env: dict[str, str] | None = None,
     threads: int = 1,
 ) -> list[Any]:
-    """Run ``fn(*args)`` on ``n`` new processes with a gloo process group; returns each rank's result.
+    """Run ``fn(*args)`` on ``n`` new processes with a gloo process group.
 
     Args:
         fn: a function that a fresh interpreter can import (defined at the top of a module).
+        n: how many ranks, 1 or more.
+        args: what ``fn`` is called with on every rank, pickled.
         timeout: seconds for everything, process start included; also the timeout of every collective.
         env: more environment variables for the ranks.
         threads: torch threads per rank.
+
+    Returns:
+        What ``fn`` returned on each rank, in order of ranks; it must be possible to pickle it.
 
     Raises:
         RunError: a rank raised (the message holds its traceback, or the text of an AutoparError), died, or the time is

@@ -177,7 +177,7 @@ class PipelineModule(SpreadModule):
 
     @torch.compiler.disable  # of torch.compile(pm), or of a function around it
     def train_step(self, *args: Any, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any) -> torch.Tensor:
-        """One training step on a batch of ``plan.microbatches`` microbatches; returns the mean of their losses.
+        """One training step on a batch of ``plan.microbatches`` microbatches.
 
         Inputs whose first dim is that many times the captured one are cut there; those of the captured shape go into
         every microbatch.
@@ -187,7 +187,11 @@ class PipelineModule(SpreadModule):
         was made with, such as those of a layer in front. Its graph is freed, as after ``loss.backward()``.
 
         Args:
+            args, kwargs: the batch, of global shapes, the same on every rank.
             optimizer: if given, ``step()`` and ``zero_grad()`` follow.
+
+        Returns:
+            The mean of the microbatches' losses, a tensor of shape [] and of the loss's dtype, the same on every rank.
 
         Raises:
             RunError: an input requires grad, and the example did not, so that its gradient was not planned.
@@ -261,6 +265,15 @@ class PipelineModule(SpreadModule):
         """The mean loss of a batch without gradients, in the mode (:meth:`train`, ``eval()``) that is set.
 
         In training mode buffers that a forward changes are changed, as the model would.
+
+        Args:
+            args, kwargs: the batch, as for :meth:`train_step`.
+
+        Returns:
+            A tensor of shape [] and of the loss's dtype, the same on every rank.
+
+        Raises:
+            RunError: the model has no scalar loss, or the shapes are not those of whole microbatches.
         """
         return self._forwards(self._microbatches(args, kwargs)[1], None)
 

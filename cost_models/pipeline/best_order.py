@@ -23,6 +23,11 @@ from .stage_placement import loop_placement
 from .timeline import Timeline, peak_bytes
 from .times import Times
 
+SWAPS = 60
+"""Simulations that swapping neighbours may take, by default."""
+ROUNDING = 1e-12
+"""A swap must gain more than this part of the makespan, or it is rounding that changes."""
+
 
 @dataclass(frozen=True)
 class BestOrder:
@@ -47,7 +52,7 @@ def search(
     limit_bytes: float | Sequence[float] | None = None,
     limit_live: int | Sequence[int] | None = None,
     objective: Literal["makespan", "span"] = "makespan",
-    swaps: int = 60,
+    swaps: int = SWAPS,
     exact_nodes: int = 0,
 ) -> BestOrder:
     """The quickest schedule found whose ranks hold at most `limit_bytes` (static bytes included) and `limit_live`
@@ -184,7 +189,7 @@ def improve(timeline: Timeline, problem: OrderProblem, simulations: int) -> Time
                 trial = simulate(swapped, timeline.times)
             except ValueError:
                 continue  # it deadlocks
-            if trial.makespan_seconds < timeline.makespan_seconds * (1 - 1e-12):
+            if trial.makespan_seconds < timeline.makespan_seconds * (1 - ROUNDING):
                 timeline, improved = trial, True
                 break
     return timeline

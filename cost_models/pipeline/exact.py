@@ -21,6 +21,9 @@ from typing import NamedTuple
 from .actions import Action, Schedule
 from .listing import SLACK, OrderProblem
 
+MAX_NODES = 100_000
+"""States that a solve may visit, by default: some seconds."""
+
 
 @dataclass(frozen=True)
 class Solution:
@@ -206,7 +209,7 @@ def lower_bound_seconds(problem: OrderProblem) -> float:
     return least
 
 
-def solve(problem: OrderProblem, best_seconds: float = math.inf, max_nodes: int = 100_000) -> Solution:
+def solve(problem: OrderProblem, best_seconds: float = math.inf, max_nodes: int = MAX_NODES) -> Solution:
     """A schedule quicker than `best_seconds`, if there is one; complete unless it would visit more than `max_nodes`.
 
     Exact for up to about 3 stages x 4 microbatches in seconds; the states grow with (microbatches^2 / 2)^stages.

@@ -19,6 +19,10 @@ from .actions import Action, Schedule
 from .times import Times
 
 SLACK = 1 + 1e-9  # limits are sums of floats
+ROUNDING = 1e-9  # what a product may be above a whole number by rounding
+ROUNDING_SECONDS = 1e-15  # what a sum of two halves may be above the whole by rounding
+AHEAD = (1.0, 1.5, 2.0, math.inf)  # in multiples of the forwards that 1F1B keeps
+PATIENCE = (0.0, 0.5, 1.0)  # in weight gradients
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class OrderProblem:
     def fused(self, stage: int) -> bool:
         """Whether the full backward is quicker than its halves."""
         t = self.times
-        return t.backward_seconds[stage] < t.input_seconds[stage] + t.weight_seconds[stage] - 1e-15
+        return t.backward_seconds[stage] < t.input_seconds[stage] + t.weight_seconds[stage] - ROUNDING_SECONDS
 
     def reserve(self, stage: int) -> float:
         """Bytes that a forward of `stage` leaves free: one microbatch on each later stage of its rank.
@@ -78,8 +82,8 @@ def policies(several_stages: bool) -> list[Policy]:
     """All that are worth trying."""
     out = []
     firsts: tuple[Literal["backward", "forward", "alternate"], ...] = ("backward", "forward", "alternate")
-    for deep, ahead, first in product((True, False) if several_stages else (True,), (1.0, 1.5, 2.0, math.inf), firsts):
-        out += [Policy(ahead, first, "fill", patience, deep) for patience in (0.0, 0.5, 1.0)]
+    for deep, ahead, first in product((True, False) if several_stages else (True,), AHEAD, firsts):
+        out += [Policy(ahead, first, "fill", patience, deep) for patience in PATIENCE]
         out += [Policy(ahead, first, "eager", 0.0, deep), Policy(ahead, first, "full", 0.0, deep)]
     return out
 
@@ -104,7 +108,7 @@ class _Run:
         self.ready_b = [[0.0] * m for _ in range(n)]
         self.done_f, self.done_b = [0] * n, [0] * n
         self.cap = [
-            m if math.isinf(policy.ahead) else max(1, math.ceil(policy.ahead * (n - s) - 1e-9)) for s in range(n)
+            m if math.isinf(policy.ahead) else max(1, math.ceil(policy.ahead * (n - s) - ROUNDING)) for s in range(n)
         ]
         self.reserve = [problem.reserve(s) for s in range(n)]
         self.owed: list[deque[Action]] = [deque() for _ in range(n_ranks)]

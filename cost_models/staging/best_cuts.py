@@ -20,9 +20,9 @@ NARROW = (64, 512)
 FAR = 0.8
 """Where the first pass leaves the bound below this share of the best plan, plans of equal sizes are tried too."""
 ALL_DEPTHS = 12
-"""Up to so many stages, a schedule that needs a search for each number of stages gets all of them; beyond, the
-GUIDED numbers that are best for 1F1B."""
+"""Up to so many stages, a schedule that needs a search for each number of stages gets all of them."""
 GUIDED = 3
+"""Numbers of stages that are searched where a narrow pass of 1F1B has shown which are good."""
 WIDTH = 1024
 """Labels for each block in the exact pass. Where more would be needed the result says so by its lower bound."""
 

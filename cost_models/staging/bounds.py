@@ -31,6 +31,8 @@ SHARES = ((0.0, 0.0), (1.0, 0.0), (0.5, 0.0), (0.5, 0.5), (0.8, 0.8), (0.8, 1.6)
 """Pairs (f, g)."""
 LEVELS = 40
 """Amounts of devices for which the path is solved; others take the next larger one, which bounds them too."""
+HAIR = 1e-9
+"""Part of an amount that is left out, so that rounding never takes a larger level than needed."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,7 @@ class Bounds:
     def seconds(self, total: Floats, pace: Floats, left: Ints, k: Ints, r: Ints, bubble: float, m: int) -> Floats:
         """At least so long is the step of any plan that ends in these r stages. `left` [.., types] devices."""
         amount = left @ self.weight
-        # A hair less, so that rounding never takes a larger level than needed.
-        level = np.minimum(np.searchsorted(self.levels, amount * (1 - 1e-9)), len(self.levels) - 1)
+        level = np.minimum(np.searchsorted(self.levels, amount * (1 - HAIR)), len(self.levels) - 1)
         best = np.zeros_like(total)
         for i, (share, _) in enumerate(SHARES):
             best = np.maximum(best, (1 - share) * (m - bubble) * pace + self.rest[r, i * len(self.levels) + level, k])

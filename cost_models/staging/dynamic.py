@@ -34,6 +34,9 @@ ROUND = 1 + 1e-12
 RENT = 1.25
 """The pace that the rent of devices assumes, in multiples of the least possible, while no plan is known."""
 SHIFTS = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Labels before a label, in the order that puts good ones first, with which it is compared."""
+TIGHTENED = 0.98
+"""Bounds are made again only if the limit of the pace has fallen below this share of what they were made with."""
 
 
 @dataclass
@@ -148,7 +151,7 @@ class _Search:
                 break
             rent = min(self.pace_limit, RENT * result.least_seconds / (self.m - b))
             lower = (limit - result.least_sum_seconds) / (self.m - b)
-            if np.isfinite(self.pace_limit) and lower >= self.pace_limit * 0.98:
+            if np.isfinite(self.pace_limit) and lower >= self.pace_limit * TIGHTENED:
                 break
             self.pace_limit = min(lower, self.pace_limit)
         self.possible = np.isfinite(self.times.seconds) & (self.times.seconds <= self.pace_limit * ROUND)

@@ -12,8 +12,15 @@ from .table import INF, Table, table, timed
 from .words import Candidate, NothingFits, StagingProblem
 
 ATTEMPT_WIDTH = 1024
+"""Labels for each block: an attempt is there to be shown, not to be the best."""
 PRECISION = 1e-3
 """Of the memory that would be needed."""
+STEP, NEAR, LONG_STEP = 4, 100, 1000
+"""By what the memory is multiplied until something fits: by little up to NEAR times what there is, then by much."""
+HOPELESS = 1e12
+"""Times the memory there is; where nothing fits in that, memory is not what is in the way."""
+SHOWN = 8
+"""Blocks that a message lists."""
 
 
 def explain(problem: StagingProblem, n_microbatches: int, fill: Fill) -> NothingFits:
@@ -51,7 +58,7 @@ def _lacking(table: Table) -> str:
     missing = [i for i in range(n) if not possible[i]]
     if not missing:
         return ""
-    names = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
+    names = ", ".join(map(str, missing[:SHOWN])) + (" ..." if len(missing) > SHOWN else "")
     return f"no submesh can run blocks {names} ({len(missing)} of {n}): every cost is None"
 
 
@@ -76,9 +83,9 @@ def _least_memory(table: Table, fill: Fill, m: int) -> Candidate | None:
     while best is None:
         best = _attempt(table, fill, m, high)
         if best is None:
-            if high > 1e12:
+            if high > HOPELESS:
                 return None
-            low, high = high, high * (4 if high < 100 else 1000)
+            low, high = high, high * (STEP if high < NEAR else LONG_STEP)
     while high > low * (1 + PRECISION):
         # What an attempt needs is often less than it was allowed.
         high = min(high, max(s.needed_bytes / s.memory_bytes for s in best.stages))

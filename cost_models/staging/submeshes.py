@@ -19,7 +19,7 @@ MANY_NODES = 16
 """Nodes of a type from which whole nodes come in powers of two times and in divisors of their number."""
 
 
-def pools_of(cluster: Cluster, memory_fraction: float = 0.9) -> tuple[Pool, ...]:
+def pools_of(cluster: Cluster, memory_fraction: float) -> tuple[Pool, ...]:
     """One pool for every device type of a cluster; stages may fill `memory_fraction` of a device's memory."""
     nodes: dict[str, dict[int, int]] = {}
     memory: dict[str, float] = {}
