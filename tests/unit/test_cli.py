@@ -224,6 +224,12 @@ def test_a_plan_remembers_what_was_asked() -> None:
     assert instead("first", "data=b", "--memory-limit", "1GiB")["seconds"] <= again["seconds"]
 
 
+def test_check_counts_the_peak() -> None:
+    facts = json.loads(autopar("check", "plan.json", "--json"))
+    assert facts["certified"] and facts["peak_bytes"] > facts["stages"][0]["kept_bytes"]
+    assert "most at once: " in autopar("check", "plan.json")
+
+
 def test_diff() -> None:
     assert "the same" in autopar("diff", "plan.json", "plan.json")
     rows = {r["what"]: r for r in json.loads(autopar("diff", "plan.json", "cut.json", "--json"))}

@@ -10,6 +10,7 @@ import functools
 
 import pytest
 import torch
+from procs.pipelines import Config, make_plan
 from zoo import ZOO
 
 from autopar import verify as V
@@ -52,6 +53,26 @@ def _check(name: str, mesh_name: str, seed: int) -> None:
 @pytest.mark.parametrize("name, mesh", [("mlp", "2x3"), ("gpt2", "3"), ("llama", "2x3"), ("resnet", "5")])
 def test_numbers(name: str, mesh: str) -> None:
     _check(name, mesh, 1)
+
+
+def _check_stages(name: str, groups: tuple[Mesh, ...], schedule: str, seed: int) -> None:
+    """One microbatch through stages whose ranks hold uneven pieces, so that uneven pieces cross between them."""
+    captured, (weights, buffers, inputs), reference = _prepared(name)
+    plan = make_plan(captured, Config(name, schedule, groups, 1, len(groups), seed, cuts=seed))
+    found = V.compare(schedule, V.train_pipeline(captured, plan, weights, buffers, [inputs]), reference)
+    assert found.worst < 1e-9, found
+
+
+def test_numbers_of_stages() -> None:
+    _check_stages("gpt2", (MESHES["3"], (("data", 2),)), "1f1b", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("groups", ["3+5", "2x3+2"])
+@pytest.mark.parametrize("name", sorted(ZOO))
+def test_every_model_in_stages(name: str, groups: str) -> None:
+    meshes = {**MESHES, "2": (("data", 2),)}
+    _check_stages(name, tuple(meshes[part] for part in groups.split("+")), "1f1b", len(name))
 
 
 @pytest.mark.slow
