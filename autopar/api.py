@@ -77,8 +77,19 @@ def capture(
     """What ``model`` computes on ``inputs``, as a graph; see :func:`autopar.capture.capture`.
 
     Args:
-        inputs: a tuple of args, a dict of kwargs, or a tensor.
+        model: any module; on the meta device nothing is allocated. Its training mode is kept.
+        inputs: the batch with its global shapes: a tuple of args, a dict of kwargs, or a tensor.
         example_kwargs: keyword arguments, for a model that takes both.
+        loss_fn, targets: ``loss_fn(output, *targets)`` if the model does not return its loss; targets of global shape.
+
+    Returns:
+        The graph, at global shapes and in the model's dtypes, and what is needed to call it like the model; for
+        :func:`plan`, several times over.
+
+    Raises:
+        CaptureError: the model cannot be traced, or ``loss_fn`` returns no scalar with a gradient; the message names
+            the source line and what to change.
+        AutoparError: an argument is not what it must be.
     """
     arguments.check_model(model)
     arguments.check(example_kwargs=example_kwargs, loss_fn=loss_fn, targets=targets)
@@ -149,6 +160,15 @@ def plan(
         {wishes}
         captured: what :func:`capture` gave of the batch, to plan several meshes without capturing again.
         profile: what ``autopar profile`` measured; ``cluster`` may then be None, or is checked to be the one measured.
+
+    Returns:
+        The fastest plan that fits, by its price (``plan.seconds`` of a step, ``plan.memory_bytes`` of the fullest
+        device). :func:`parallelize` runs it, :func:`autopar.planfile.save` writes it to a file.
+
+    Raises:
+        InfeasibleError: nothing fits; it says what was tried, by how much the nearest misses, and what would do.
+        CaptureError: the model cannot be traced.
+        ClusterError, MeshError, PlanError, AutoparError: an argument names what there is not, or cannot be.
     """
     given = dict(locals())
     arguments.check(**given)
@@ -206,9 +226,6 @@ def parallelize(
     ``stages="auto"`` searches pipelines, too, as :func:`plan` does: such a model trains by
     ``pm.train_step(*batch)``. Where nothing fits without, the error says what would.
 
-    Returns a :class:`~autopar.runtime.executor.ParallelModule`; if the plan has several stages, a
-    :class:`~autopar.runtime.pipeline.PipelineModule`.
-
     Args:
         model: with its weights (rank 0's are used), or on the meta device.
         mesh: a DeviceMesh with named axes; or a cluster's name, or the number of ranks, and the shape is chosen. In a
@@ -235,6 +252,18 @@ def parallelize(
             All ranks change values alike (:mod:`autopar.runtime.programs`).
 
     The other arguments are those of :func:`plan`.
+
+    Returns:
+        A :class:`~autopar.runtime.executor.ParallelModule`; if the plan has several stages, a
+        :class:`~autopar.runtime.pipeline.PipelineModule`. Its parameters are new ones, DTensors under the model's names
+        and in its dtypes: make the optimizer after this call, or pass it in.
+
+    Raises:
+        InfeasibleError: nothing fits.
+        CaptureError: the model cannot be traced, is another one on some rank, or its graph is not what it does in eager
+            mode.
+        RunError: a parameter or buffer of a model on the meta device gets no value.
+        ClusterError, MeshError, PlanError, AutoparError: an argument names what there is not, or cannot be.
     """
     given = dict(locals())
     ensure_process_group(timeout if arguments.is_right("timeout", timeout) else TIMEOUT_SECONDS)
