@@ -5,9 +5,9 @@ put together, so what scripts write to it is lost: rows of padding that are zero
 masks of pruning. On the meshes of parallel modules the write is done again on the whole tensor, from the view that
 autograd remembers, and every rank takes its piece.
 
-Some operators write where torch has no way to cut them, are refused, or leave a DTensor that is none (``index_copy_``,
-``index_put_`` with a mask, ``renorm_``, ``torch.nn.init.eye_``): they run on the whole tensors, and pieces are taken.
-All of this gathers, so all ranks do it.
+Some operators torch refuses, or they leave a DTensor that is none (``index_copy_``, ``index_put_`` with a mask,
+``renorm_``, ``torch.nn.init.eye_``), or give gradients of another loss (the mean of a piece): they run on the whole
+tensors, and pieces are taken. All of this gathers, so all ranks do it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,18 @@ _ATEN = torch.ops.aten
 ON_WHOLE = (
     _ATEN.index_put_.default, _ATEN.index_copy_.default, _ATEN.index_add_.default, _ATEN.index_fill_.int_Scalar,
     _ATEN.index_fill_.int_Tensor, _ATEN.index_reduce_.default, _ATEN.scatter_.src, _ATEN.scatter_.value,
-    _ATEN.scatter_add_.default, _ATEN.masked_scatter_.default, _ATEN.eye.out, _ATEN.eye.m_out,
+    _ATEN.scatter_add_.default, _ATEN.masked_scatter_.default, _ATEN.eye.out, _ATEN.eye.m_out, _ATEN.gather.default,
+    _ATEN.embedding.default, _ATEN.embedding_dense_backward.default, _ATEN.mse_loss_backward.default,
+    _ATEN.smooth_l1_loss_backward.default, _ATEN.huber_loss_backward.default, _ATEN.soft_margin_loss_backward.default,
+    _ATEN.binary_cross_entropy_backward.default, _ATEN.convolution.default, _ATEN.convolution_backward.default,
+    _ATEN.amax.default, _ATEN.amin.default,
 )  # fmt: skip
-"""Operators that torch's own strategies get wrong or refuse where the dim in question is cut."""
+"""Operators that torch's own strategies get wrong or refuse where the dim in question is cut.
+
+Gradients of losses that are means, for one, are means over the piece of a rank.
+"""
+PENDING_ON_WHOLE = (_ATEN.fill_.Scalar,)
+"""Those that it gets wrong where values are still to be added up: a number on every rank."""
 
 
 def written_through(view: Any) -> None:
@@ -107,20 +116,24 @@ def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator
 
 
 def handle_on_whole(meshes: set[DeviceMesh]) -> None:
-    """Have :data:`ON_WHOLE` run on whole tensors on these meshes."""
+    """Have :data:`ON_WHOLE` and :data:`PENDING_ON_WHOLE` run on whole tensors on these meshes."""
     handlers: dict[Any, Any] = DTENSOR_HANDLERS.get()
+    before = dict(handlers)
 
     def handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, DTensor)]
-        if found[0].device_mesh in meshes:
+        pending = op not in PENDING_ON_WHOLE or any(p.is_partial() for p in found[0].placements)
+        if pending and found[0].device_mesh in meshes:
             return run_on_whole(op, args, kwargs, found[0].device_mesh)
         del handlers[op]
+        if op in before:
+            handlers[op] = before[op]
         try:
             return op(*args, **kwargs)  # as torch does it
         finally:
             handlers[op] = handle
 
-    for op in ON_WHOLE:
+    for op in (*ON_WHOLE, *PENDING_ON_WHOLE):
         handlers[op] = handle
 
 

@@ -453,6 +453,32 @@ def optimizers_of_torch() -> None:
 
 
 @case
+def losses_of_parameters() -> None:
+    """Functions of torch on parameters: values and gradients, of which DTensor gets some wrong in silence."""
+    f, target = nn.functional, torch.linspace(-1, 1, 32).reshape(8, 4)
+    rows = torch.tensor([[1, 7], [3, 0]])
+    functions: list[Callable[[Any], Any]] = [
+        lambda w: f.mse_loss(w, target), lambda w: f.smooth_l1_loss(w, target), lambda w: f.huber_loss(w, target),
+        lambda w: f.binary_cross_entropy(w.sigmoid(), target.sigmoid()), lambda w: f.soft_margin_loss(w, target.sign()),
+        lambda w: f.cosine_embedding_loss(w, target, torch.ones(8)), lambda w: f.embedding(rows, w).sum(),
+        lambda w: f.cross_entropy(w, torch.arange(8) % 4), lambda w: w.gather(0, rows).norm(), lambda w: w.abs().amax(),
+        lambda w: f.conv1d(w[None], torch.ones(2, 8, 3)).norm(), lambda w: w.flatten().topk(5)[0].sum(),
+        lambda w: f.cosine_similarity(w, target, dim=1).mean(), lambda w: torch.linalg.svdvals(w).sum(),
+        lambda w: torch.cdist(w, target).mean(), lambda w: w[w > 0.1].sum(), lambda w: w.std() + w.var(0).sum(),
+    ]  # fmt: skip
+    mesh, drawn = device_mesh(TWO), torch.randn(8, 4)
+    pair(Net(mse), batch())  # DTensors of this mesh are put right with a parallel module on it
+    for placement in (Shard(0), Shard(1)):
+        for function in functions:
+            mine, plain = nn.Parameter(distribute_tensor(drawn, mesh, [placement])), nn.Parameter(drawn.clone())
+            values = [function(mine), function(plain)]
+            same(values[0].detach(), values[1].detach())
+            for value in values:
+                value.backward()
+            same(mine.grad, plain.grad)
+
+
+@case
 def writes_to_parts_of_parameters() -> None:
     """Padding that is zeroed, weights that are partly loaded, pruned, projected: torch loses most of these."""
     writes: list[Callable[[Any], Any]] = [
