@@ -23,7 +23,7 @@ from autopar.comparison import compare_with_eager
 from autopar.errors import AutoparError, CaptureError, ClusterError
 from autopar.placements import Mesh, mesh_shapes
 from autopar.plan import Plan
-from autopar.planning import Found
+from autopar.planning import Outcome
 from autopar.runtime.agree import TIMEOUT_SECONDS, ensure_process_group, mesh_group, share, together
 from autopar.runtime.executor import ParallelModule
 from autopar.runtime.init import Init, is_meta
@@ -95,7 +95,7 @@ def capture(
     arguments.check(example_kwargs=example_kwargs, loss_fn=loss_fn, targets=targets)
     args, kwargs, targets = _example(model, inputs, example_kwargs, targets)
     try:
-        found = _capture(model, args, kwargs, loss_fn=loss_fn, targets=targets)
+        captured = _capture(model, args, kwargs, loss_fn=loss_fn, targets=targets)
     except CaptureError as error:
         if kwargs or len(args) != 2 or not isinstance(args[0], (tuple, list)) or not isinstance(args[1], Mapping):
             raise
@@ -104,8 +104,8 @@ def capture(
             "example_kwargs=kwargs beside them"
         ) from error
     if loss_fn is not None:
-        arguments.check_loss(found)
-    return found
+        arguments.check_loss(captured)
+    return captured
 
 
 def _example(
@@ -113,10 +113,10 @@ def _example(
 ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
     """``(args, kwargs, targets)`` on the meta device if the model is there."""
     args, kwargs = split_inputs(inputs, example_kwargs)
-    found = args, kwargs, (targets,) if isinstance(targets, torch.Tensor) else tuple(targets)
+    example = args, kwargs, (targets,) if isinstance(targets, torch.Tensor) else tuple(targets)
     if isinstance(model, torch.nn.Module) and is_meta(model):
-        found = pytree.tree_map_only(torch.Tensor, on_meta, found)
-    return found
+        example = pytree.tree_map_only(torch.Tensor, on_meta, example)
+    return example
 
 
 @documented
@@ -292,7 +292,7 @@ def parallelize(
         args, kwargs = split_inputs(example_inputs, example_kwargs)
         _compare(captured, model, first_part((args, kwargs, targets), fixed), group)
 
-    def decide() -> Found:
+    def decide() -> Outcome:
         if plan is None:
             where, n, name = spreading.hardware_of(model, mesh, cluster)
             return planning.find(model, captured, lambda: first(1), where, n, asked, name)
@@ -335,13 +335,13 @@ def _asked(given: Mapping[str, Any], device_mesh: DeviceMesh | None) -> Asked:
     return asked_for(wanted, whole=True)
 
 
-def _given(plan: Plan | str | Path, part: Callable[[int], Captured], cluster: Cluster | None) -> Found:
+def _given(plan: Plan | str | Path, part: Callable[[int], Captured], cluster: Cluster | None) -> Outcome:
     """The plan that a caller gives, and one of the microbatches that it is for."""
     if isinstance(plan, Plan):
-        return Found(plan, part(plan.microbatches))
+        return Outcome(plan, part(plan.microbatches))
     document = planfile.open_(plan)
     one = part(document.microbatches)
-    return Found(planfile.bind(document, one.graph, cluster), one)
+    return Outcome(planfile.bind(document, one.graph, cluster), one)
 
 
 def _ranks_of(pm: ParallelModule | PipelineModule) -> list[int]:

@@ -78,7 +78,7 @@ def frontend(form: str) -> Callable[[Load], Load]:
 
 def forms() -> str:
     """How specs look, for messages."""
-    return " or ".join(["PATH.py:factory", *(known.form for known in FRONTENDS.values())])
+    return " or ".join(["PATH.py:factory", *(frontend.form for frontend in FRONTENDS.values())])
 
 
 def split_spec(spec: str) -> tuple[str, str, str]:

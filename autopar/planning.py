@@ -34,7 +34,7 @@ DEFAULT_SCHEDULES = PipelineOptions(1).schedules
 
 
 @dataclass(frozen=True)
-class Found:
+class Outcome:
     """A plan, and how it was found.
 
     Attributes:
@@ -73,7 +73,7 @@ def wishes_of(plan: Plan) -> Options:
 def find(
     model: torch.nn.Module, captured: Captured, example: Callable[[], Any], cluster: Cluster, n: int, asked: Asked,
     name: str = "", runs: bool = True, say: Callable[[str], None] = lambda what: None,
-) -> Found:  # fmt: skip
+) -> Outcome:  # fmt: skip
     """The best plan for ``n`` devices of a cluster that does what is asked.
 
     Args:
@@ -100,12 +100,12 @@ def find(
     if asked.numbers is None:
         say("stages")
         planned = in_stages({asked.microbatches: captured.graph}, cluster, n, asked, name)
-        return Found(planned.plan, captured, planned.timeline, planned.tried, planned.others)
+        return Outcome(planned.plan, captured, planned.timeline, planned.tried, planned.others)
     say("meshes, stages, schedules, microbatches")
-    found = in_parts(model, captured, example(), cluster, n, asked, name, runs)
-    if len(found.plan.stages) == 1 and found.plan.microbatches > 1 and 1 in (asked.numbers or (1,)):
-        return _simpler(found, captured, cluster, asked, name)
-    return found
+    outcome = in_parts(model, captured, example(), cluster, n, asked, name, runs)
+    if len(outcome.plan.stages) == 1 and outcome.plan.microbatches > 1 and 1 in (asked.numbers or (1,)):
+        return _simpler(outcome, captured, cluster, asked, name)
+    return outcome
 
 
 def can_be_cut(graph: Graph, example: Any) -> bool:
@@ -116,16 +116,16 @@ def can_be_cut(graph: Graph, example: Any) -> bool:
         return False
 
 
-def _simpler(found: Found, captured: Captured, cluster: Cluster, asked: Asked, name: str) -> Found:
+def _simpler(outcome: Outcome, captured: Captured, cluster: Cluster, asked: Asked, name: str) -> Outcome:
     """The plan of the whole batch on the same mesh, if that takes hardly longer than in microbatches."""
     options = replace(options_of(asked), microbatches=1)
     try:
-        simple = on_mesh(captured.graph, cluster, found.plan.mesh, options, name, asked.pins)
+        simple = on_mesh(captured.graph, cluster, outcome.plan.mesh, options, name, asked.pins)
     except InfeasibleError:
-        return found
-    if simple.seconds > found.plan.seconds * (1 + SIMPLER):
-        return found
-    return replace(found, plan=simple, captured=captured, timeline=None)
+        return outcome
+    if simple.seconds > outcome.plan.seconds * (1 + SIMPLER):
+        return outcome
+    return replace(outcome, plan=simple, captured=captured, timeline=None)
 
 
 def _in_other_ways(
@@ -134,13 +134,13 @@ def _in_other_ways(
     """What would fit a model of which the whole batch at once does not."""
     free = replace(asked, whole=False, piped=True, numbers=())
     try:
-        found = in_parts(model, captured, example, cluster, n, free, cluster.name, runs=False)
+        outcome = in_parts(model, captured, example, cluster, n, free, cluster.name, runs=False)
     except (InfeasibleError, PlanError, MeshError) as error:
         return f"nor in microbatches or stages: {error}"
-    words = "stages='auto'" if len(found.plan.stages) > 1 else f"microbatches={found.plan.microbatches}"
+    words = "stages='auto'" if len(outcome.plan.stages) > 1 else f"microbatches={outcome.plan.microbatches}"
     return (
         f"that is for the whole batch at once, as pm(batch) and loss.backward() run it; {words} would fit "
-        f"({found.tried[0][0]}: {show_seconds(found.plan.seconds)} a step), and trains by pm.train_step(*batch)"
+        f"({outcome.tried[0][0]}: {show_seconds(outcome.plan.seconds)} a step), and trains by pm.train_step(*batch)"
     )
 
 
@@ -161,7 +161,7 @@ def notes_on(graph: Graph) -> tuple[str, ...]:
 def on_best_mesh(
     captured: Captured, cluster: Cluster, n: int, asked: Asked, name: str,
     say: Callable[[str], None] = lambda what: None,
-) -> Found:  # fmt: skip
+) -> Outcome:  # fmt: skip
     """The plan on the mesh that is asked for, or the fastest over the mesh shapes of ``n`` devices."""
     graph, pins, options = captured.graph, asked.pins, options_of(asked)
     shapes = [pins.mesh] if pins.mesh is not None else mesh_shapes(n, asked.max_axes)
@@ -200,12 +200,12 @@ def on_best_mesh(
     if best is None:
         assert infeasible is not None
         raise infeasible
-    return Found(best, captured, None, tuple(sorted(tried, key=lambda way: way[1])))
+    return Outcome(best, captured, None, tuple(sorted(tried, key=lambda way: way[1])))
 
 
 def _with_recomputation(
     captured: Captured, cluster: Cluster, n: int, asked: Asked, name: str, best: Plan | None
-) -> Found | None:
+) -> Outcome | None:
     """The plan of one group of devices in which the planner chooses what runs again, where memory binds; None where
     that is not asked for, or no faster than the ``best`` of all meshes."""
     binds = best is None or best.solution is None or best.solution.binds
@@ -220,7 +220,7 @@ def _with_recomputation(
     if best is not None and best.seconds <= planned.plan.seconds * (1 + SIMPLER):
         return None
     plan = replace(planned.plan, pins=asked.pins)
-    return Found(plan, captured, planned.timeline, planned.tried, planned.others)
+    return Outcome(plan, captured, planned.timeline, planned.tried, planned.others)
 
 
 # --- in stages -------------------------------------------------------------------------------------------------------
@@ -272,10 +272,10 @@ def in_stages(
     return replace(planned, plan=replace(planned.plan, pins=pins, notes=notes))
 
 
-def _others(found: Planned) -> list[str]:
+def _others(planned: Planned) -> list[str]:
     """What came next, for those who read the plan later."""
-    best = found.plan.seconds
-    others = dict(reversed([t for t in found.tried if t[1] > best * (1 + 1e-9)]))
+    best = planned.plan.seconds
+    others = dict(reversed([t for t in planned.tried if t[1] > best * (1 + 1e-9)]))
     ways = sorted(others.items(), key=lambda t: t[1])[:3]
     return [f"next best: {what}, {1e3 * seconds:.4g} ms a step ({seconds / best - 1:+.1%})" for what, seconds in ways]
 
@@ -294,7 +294,7 @@ def part_of(model: torch.nn.Module, captured: Captured, example: Any, parts: int
 def in_parts(
     model: torch.nn.Module, captured: Captured, example: Any, cluster: Cluster, n: int, asked: Asked, name: str,
     runs: bool = True, wanted: PipelineOptions | None = None,
-) -> Found:  # fmt: skip
+) -> Outcome:  # fmt: skip
     """The best plan in stages of a batch on ``n`` devices, the number of microbatches chosen too.
 
     Args:
@@ -310,12 +310,12 @@ def in_parts(
     counts = sorted(set(asked.numbers or ())) or numbers_of_parts(rows)
     for m in counts:
         first_part(example, m)  # refuses what does not divide before anything takes its time
-    known = {1: captured}
+    captures = {1: captured}
 
     def part(m: int) -> Captured:
-        if m not in known:
-            known[m] = part_of(model, captured, example, m)
-        return known[m]
+        if m not in captures:
+            captures[m] = part_of(model, captured, example, m)
+        return captures[m]
 
     second = next((m for m in counts if m > 1), 1)
 
@@ -330,14 +330,14 @@ def in_parts(
     graphs = {m: graph(m) for m in counts}
     planned = in_stages(graphs, cluster, n, asked, name, wanted)
     one = planned.plan.microbatches
-    chosen = part(one) if runs or one in known else replace(captured, graph=graphs[one], example=None)
+    chosen = part(one) if runs or one in captures else replace(captured, graph=graphs[one], example=None)
     if chosen.graph.fingerprint != planned.plan.fingerprint:  # the model treats this size in another way
         planned = in_stages({planned.plan.microbatches: chosen.graph}, cluster, n, asked, name, wanted)
     plan = planned.plan
     if chosen.graph.updates and len(counts) > 1:
         said = "batch statistics are those of a microbatch: with another number of them, training differs"
         plan = replace(plan, notes=(*plan.notes, said))
-    return Found(plan, chosen, planned.timeline, planned.tried, planned.others)
+    return Outcome(plan, chosen, planned.timeline, planned.tried, planned.others)
 
 
-__all__ = ["Found", "find", "in_stages", "on_best_mesh", "on_mesh", "part_of", "wishes_of"]
+__all__ = ["Outcome", "find", "in_stages", "on_best_mesh", "on_mesh", "part_of", "wishes_of"]

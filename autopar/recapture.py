@@ -20,7 +20,7 @@ from autopar.graph import Graph
 from autopar.labels import matches, op_labels
 from autopar.plan import Plan, StagePlan
 from autopar.planner.intra_op.mesh_plan import Options
-from autopar.planning import Found, on_mesh, wishes_of
+from autopar.planning import Outcome, on_mesh, wishes_of
 from autopar.runtime.programs import Compare, PlanAgain
 from autopar.spreading import agreed
 from hardware_profiles import Cluster
@@ -31,9 +31,9 @@ def planner_of(plan: Plan, cluster: Cluster, group: Any) -> PlanAgain:
     wishes = wishes_of(plan)
 
     def plan_again(new: Captured, stored: Mapping[str, str]) -> StagePlan:
-        def decide() -> Found:
+        def decide() -> Outcome:
             options = for_graph(wishes, new.graph, stored)
-            return Found(on_mesh(new.graph, cluster, plan.mesh, options, plan.cluster, plan.pins), new)
+            return Outcome(on_mesh(new.graph, cluster, plan.mesh, options, plan.cluster, plan.pins), new)
 
         return agreed(decide, new, group)[1].only()
 

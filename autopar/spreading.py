@@ -18,7 +18,7 @@ from autopar.device_groups import check_within
 from autopar.errors import MeshError
 from autopar.placements import Mesh, mesh_text
 from autopar.plan import Plan
-from autopar.planning import Found
+from autopar.planning import Outcome
 from autopar.runtime.agree import FirstRankValues, Meeting, Stopped, first_seed, share, together
 from autopar.runtime.executor import ParallelModule, check_device_mesh
 from autopar.runtime.init import Init, MetaValues, is_meta
@@ -134,7 +134,7 @@ def device_type_of(model: torch.nn.Module) -> str:
 
 
 def agreed(
-    decide: Callable[[], Found], captured: Captured, group: Any, part: Callable[[int], Captured] | None = None
+    decide: Callable[[], Outcome], captured: Captured, group: Any, part: Callable[[int], Captured] | None = None
 ) -> tuple[Captured, Plan]:
     """The plan of rank 0 on all ranks of ``group``, and what it is for.
 
@@ -148,7 +148,7 @@ def agreed(
         AutoparError: what fails on one rank, on all of them.
     """
     first = dist.get_rank(group) == 0
-    decided: Found | None = None
+    decided: Outcome | None = None
     text: str | None = None
     error: BaseException | None = None
     try:

@@ -51,9 +51,9 @@ def read_measured(root: Table) -> Measured:
             failures.add(f"transfers.{kind}", f"is no collective: known are {', '.join(COLLECTIVES)}")
         transfers[kind] = _points(moves, kind)
     accumulate, accumulate_new = _points(root, "accumulate"), _points(root, "accumulate_new")
-    own = root.table("overheads")
-    overheads = Overheads(*(_seconds(own, name) for name in Overheads.__dataclass_fields__))
-    own.close()
+    overhead_table = root.table("overheads")
+    overheads = Overheads(*(_seconds(overhead_table, name) for name in Overheads.__dataclass_fields__))
+    overhead_table.close()
     table = root.table("optimizers")
     optimizers = {}
     for name in table.data:
@@ -71,9 +71,9 @@ def _op(table: Table) -> MeasuredOp:
     if kind not in KINDS:
         table.failures.add(f"{table.path}.kind", f"got '{kind}': known are {', '.join(KINDS)}")
     names = ("forward_seconds", "backward_seconds", "input_seconds", "weight_seconds")
-    found = MeasuredOp(kind, *(_seconds(table, name) for name in names))
+    seconds = MeasuredOp(kind, *(_seconds(table, name) for name in names))
     table.close()
-    return found
+    return seconds
 
 
 def _seconds(table: Table, key: str) -> float:

@@ -66,17 +66,17 @@ class Watch:
 
     def kept(self, given: bool = False) -> dict[tuple[str, str], int]:
         """Bytes that are still held, by ``(saved by, made by)``: of what was not given, or of what was."""
-        found: dict[tuple[str, str], int] = {}
+        kept: dict[tuple[str, str], int] = {}
         seen: set[int] = set()
         for ref, by in self.saved:
-            held = ref()
-            if held is None or _storage(held.tensor) in seen or (_storage(held.tensor) in self.given) != given:
+            packed = ref()
+            if packed is None or _storage(packed.tensor) in seen or (_storage(packed.tensor) in self.given) != given:
                 continue
-            storage = _storage(held.tensor)
+            storage = _storage(packed.tensor)
             seen.add(storage)
             key = by, self.maker.get(storage, by)
-            found[key] = found.get(key, 0) + held.tensor.untyped_storage().nbytes()
-        return found
+            kept[key] = kept.get(key, 0) + packed.tensor.untyped_storage().nbytes()
+        return kept
 
 
 def _storage(x: torch.Tensor) -> int:

@@ -49,8 +49,8 @@ class Allocations(TorchDispatchMode):
 
     def note(self, x: torch.Tensor) -> None:
         storage = x.untyped_storage()
-        known = self.living.get(storage._cdata)
-        if known is None or known[0].expired():
+        noted = self.living.get(storage._cdata)
+        if noted is None or noted[0].expired():
             self.living[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
             self.noted_bytes += storage.nbytes()
 

@@ -156,8 +156,8 @@ def _recount(
             values.append(value.requires_grad_(slot.needs_grad))
         counter = _Count()
         # the attention of this process's device is not in torch's table
-        own = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
-        flops = FlopCounterMode(display=False, custom_mapping=own)
+        formulas = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+        flops = FlopCounterMode(display=False, custom_mapping=formulas)
         watch = watch_of(program, values, graph.arriving)
         pricer = _Priced(program, graph, device, flops, costs, watch)
         with counter, flops:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from autopar.capture import Captured
     from autopar.models import Loaded
     from autopar.planner.inter_op.layouts import Layout
-    from autopar.planning import Found
+    from autopar.planning import Outcome
     from autopar.report.layouts import LayoutRow
     from hardware_profiles import Cluster
 
@@ -24,7 +24,7 @@ def parsed(like: str | None) -> Layout | None:
     return parse_layout(like) if like is not None else None
 
 
-def show(found: Found, hardware: Cluster, top: int, layout: Layout | None, pinned: LayoutRow | None) -> None:
+def show(outcome: Outcome, hardware: Cluster, top: int, layout: Layout | None, pinned: LayoutRow | None) -> None:
     """Print the best layouts, and one that was asked for beside them.
 
     Args:
@@ -32,9 +32,9 @@ def show(found: Found, hardware: Cluster, top: int, layout: Layout | None, pinne
         pinned: the row of ``layout``.
     """
     if top > 1 or pinned is not None:
-        table(rows_of_layouts(found, hardware)[:top], pinned)
+        table(rows_of_layouts(outcome, hardware)[:top], pinned)
     if pinned is not None and layout is not None:
-        times = pinned.seconds / found.plan.seconds
+        times = pinned.seconds / outcome.plan.seconds
         out().print(f"  {layout.text}: {show_seconds(pinned.seconds)} a step, {times:.3f} times the best", markup=False)
         if layout.free:
             out().print(
@@ -73,11 +73,11 @@ def priced_like(
     return layout_row(f"like {result.tried[0][0]}", result.plan, result.timeline, result.captured.graph, hardware)
 
 
-def rows_of_layouts(found: Found, hardware: Cluster) -> list[LayoutRow]:
+def rows_of_layouts(outcome: Outcome, hardware: Cluster) -> list[LayoutRow]:
     """Rows of all layouts that were planned exactly, the fastest first."""
     from autopar.report.layouts import layout_row, with_front
 
-    rows = [layout_row(f.what, f.plan, f.timeline, f.search.graph, hardware) for f in found.others]
+    rows = [layout_row(f.what, f.plan, f.timeline, f.search.graph, hardware) for f in outcome.others]
     return with_front(rows)
 
 

@@ -31,7 +31,7 @@ from autopar.wishes import OPTIMIZERS, WISHES
 
 if TYPE_CHECKING:
     from autopar.plan import Plan
-    from autopar.planning import Found
+    from autopar.planning import Outcome
     from hardware_profiles import Cluster
 
 
@@ -113,20 +113,20 @@ def plan(
         cluster = Path(os.path.relpath(Path(cluster).resolve(), folder.resolve())).as_posix()
     pinned = layouts.priced_like(loaded, captured, hardware, cluster, wanted, layout) if layout else None
     with progress("planning") as say:
-        found = planning.find(
+        outcome = planning.find(
             loaded.model, captured, lambda: (loaded.args, loaded.kwargs), hardware, hardware.n_devices, wanted,
             cluster, runs=False, say=say,
         )  # fmt: skip
-    if found.captured is not captured:
-        loaded = replace(loaded, parts=found.plan.microbatches)
+    if outcome.captured is not captured:
+        loaded = replace(loaded, parts=outcome.plan.microbatches)
     named = loaded.named(folder)
     if output is not None:
-        save(output, found.plan, found.captured.graph, named)
+        save(output, outcome.plan, outcome.captured.graph, named)
     if as_json:
-        sys.stdout.write(dumps(found.plan, found.captured.graph, named))
+        sys.stdout.write(dumps(outcome.plan, outcome.captured.graph, named))
     else:
-        _summary(found, hardware, output, top)
-        layouts.show(found, hardware, top, layout, pinned)
+        _summary(outcome, hardware, output, top)
+        layouts.show(outcome, hardware, top, layout, pinned)
 
 
 def _arguments(said: dict[str, Any]) -> dict[str, Any]:
@@ -164,17 +164,18 @@ def _with_flags(command: Any) -> Any:
 plan = uncollected()(_with_flags(plan))  # an eighth of the time of a large plan, imports included
 
 
-def _summary(found: Found, hardware: Cluster, path: Path | None, top: int) -> None:
+def _summary(outcome: Outcome, hardware: Cluster, path: Path | None, top: int) -> None:
     """A few lines about a plan; of several stages, tables."""
     from autopar.cli.stages import describe
     from autopar.report.coverage import coverage, line
 
-    plan, console = found.plan, out()
-    if found.timeline is not None:
-        describe(found.captured, plan, found.timeline, hardware, False, {"tried": found.tried if top == 1 else ()})
+    plan, console = outcome.plan, out()
+    if outcome.timeline is not None:
+        tried = outcome.tried if top == 1 else ()
+        describe(outcome.captured, plan, outcome.timeline, hardware, False, {"tried": tried})
     else:
         _of_one_stage(plan)
-        if profiled := coverage([found.captured.graph], plan.stages, hardware):
+        if profiled := coverage([outcome.captured.graph], plan.stages, hardware):
             console.print("  " + line(profiled), markup=False)
     if path is not None:
         console.print(f"  written to {path}; look at it with: autopar show {path}")

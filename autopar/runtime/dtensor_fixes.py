@@ -81,8 +81,8 @@ def meet_on(device_mesh: DeviceMesh) -> None:
 
 def note_on(device_mesh: DeviceMesh, what: str) -> None:
     """This rank comes to something else than a number, and so do all ranks of the mesh."""
-    if found := _meetings.get(_ranks(device_mesh)):
-        found[1].note(what)
+    if mesh_and_meeting := _meetings.get(_ranks(device_mesh)):
+        mesh_and_meeting[1].note(what)
 
 
 def _number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -95,9 +95,9 @@ def _number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if of_a_stage(number) and "stage" not in _said:
         _said.add("stage")
         warnings.warn(STAGE, stacklevel=3)
-    found = _meetings.get(_ranks(number.device_mesh))
-    if found and not all(isinstance(p, Replicate) for p in number.placements):
-        found[1].meet("reads", "a number of a parameter or gradient", ALONE)
+    mesh_and_meeting = _meetings.get(_ranks(number.device_mesh))
+    if mesh_and_meeting and not all(isinstance(p, Replicate) for p in number.placements):
+        mesh_and_meeting[1].meet("reads", "a number of a parameter or gradient", ALONE)
     with torch.no_grad():
         return op(args[0].detach().full_tensor())
 
