@@ -11,7 +11,7 @@ from autopar.errors import AutoparError, MeshError, PlanError
 from autopar.placements import Mesh, format_state, parse_state
 from autopar.plan import LIFETIMES, Pins
 from autopar.texts import mesh_of, parse_bytes
-from autopar.wishes import BY_NAME, MOST_AXES, WISHES
+from autopar.wishes import BY_NAME, MOST_AXES, TIME_LIMIT_SECONDS, WISHES
 
 NOTHING = "none"
 """What is recomputed where nothing may be."""
@@ -36,7 +36,7 @@ class Asked:
     optimizer: str = "adamw"
     microbatches: int = 1
     numbers: tuple[int, ...] | None = ()
-    time_limit_seconds: float = 120.0
+    time_limit_seconds: float = TIME_LIMIT_SECONDS
     max_axes: int = MOST_AXES
     piped: bool = True
     insisted: bool = False

@@ -51,6 +51,12 @@ class Outcome:
     others: tuple[Exact, ...] = ()
 
 
+ROUNDING = 1e-9
+"""Two sums of the same prices differ by less than this part."""
+BETTER = 1e-6
+"""A shape of the mesh has to be faster by more than this part: of shapes that are as fast the first one is taken."""
+NEXT_BEST = 3
+"""Ways that the notes of a plan name."""
 SIMPLER = 0.001
 """A plan without pipeline and microbatches is preferred if its step is at most this much longer."""
 
@@ -192,7 +198,7 @@ def on_best_mesh(
             best = replace(best, notes=(*best.notes, INTERRUPTED))
             break
         tried.append((mesh_text(shape), plan.seconds))
-        if plan.seconds < least * (1 - 1e-6):
+        if plan.seconds < least * (1 - BETTER):
             best = plan
     again = _with_recomputation(captured, cluster, n, asked, name, best)
     if again is not None:
@@ -275,8 +281,8 @@ def in_stages(
 def _others(planned: Planned) -> list[str]:
     """What came next, for those who read the plan later."""
     best = planned.plan.seconds
-    others = dict(reversed([t for t in planned.tried if t[1] > best * (1 + 1e-9)]))
-    ways = sorted(others.items(), key=lambda t: t[1])[:3]
+    others = dict(reversed([t for t in planned.tried if t[1] > best * (1 + ROUNDING)]))
+    ways = sorted(others.items(), key=lambda t: t[1])[:NEXT_BEST]
     return [f"next best: {what}, {1e3 * seconds:.4g} ms a step ({seconds / best - 1:+.1%})" for what, seconds in ways]
 
 

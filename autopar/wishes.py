@@ -25,6 +25,11 @@ MOST = 1 << 24
 """No count of ranks, stages or microbatches is larger: it would only take time."""
 MOST_AXES = 3
 """Axes of the mesh shapes that are tried, at most, unless told otherwise."""
+TIME_LIMIT_SECONDS = 120.0
+"""For one run of the solver, unless told otherwise; what it has by then is a plan too, with its gap."""
+MEMORY_FRACTION = 0.9
+"""Of a device's memory a plan may fill, unless told otherwise: the rest is for the allocator's gaps, the libraries'
+buffers and what prices do not count."""
 
 
 @dataclass(frozen=True)
@@ -269,7 +274,7 @@ WISHES: tuple[Wish, ...] = (
         "memory_limit", None, optional(lambda v: isinstance(v, str) or (is_number(v) and v < math.inf)),
         "bytes, or such as '40GiB'",
         'per device, in bytes or as ``"40GiB"``; None for nine tenths of the device\'s memory.',
-        (Flag(("--memory-limit",), "Bytes per device: 70GiB. Default: 0.9 of its memory."),),
+        (Flag(("--memory-limit",), f"Bytes per device: 70GiB. Default: {MEMORY_FRACTION:g} of its memory."),),
         (Pin("memory_limit_bytes", "count", "same", lambda n: [f"at most {show_bytes(n)} per device"]),),
     ),
     Wish(
@@ -317,7 +322,7 @@ WISHES: tuple[Wish, ...] = (
         "of the mesh shapes that are tried where none is given.",
     ),
     Wish(
-        "time_limit", 120.0, is_number, "seconds, more than 0", "seconds for one run of the solver.",
+        "time_limit", TIME_LIMIT_SECONDS, is_number, "seconds, more than 0", "seconds for one run of the solver.",
         (Flag(("--time-limit",), "Seconds for one run of the solver.", kind=float),),
     ),
 )  # fmt: skip
