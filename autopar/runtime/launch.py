@@ -1,6 +1,8 @@
 """Ranks on this machine: ``run_local(fn, n)`` starts n processes that form a gloo process group, and cleans up.
 
-Tests, examples and the command line use it; on a cluster it is ``torchrun`` that starts the ranks.
+Tests, examples and the command line use it; on a cluster it is ``torchrun`` that starts the ranks. torch's own starters
+(``torch.multiprocessing.start_processes``, and torchrun's on top of it) give back no results, report the first failure
+whether it is the cause or a neighbour's broken connection, and keep no time limit: these are what this module adds.
 """
 
 from __future__ import annotations

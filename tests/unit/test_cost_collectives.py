@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 import time
+from itertools import pairwise
 
+import networkx as nx
 import numpy as np
 import pytest
 
 from cost_models import COLLECTIVE_KINDS, AxisCost, mesh_axes
+from cost_models.routes import HOP_SECONDS, route
 from hardware_profiles import Cluster, abstract_cluster, build_cluster, load_cluster
 
 
@@ -235,3 +239,18 @@ def test_a_sample_of_nodes_prices_a_large_mesh_like_all_of_them(monkeypatch):
 def test_collectives_are_close_to_measured(cluster, kind, n, n_bytes, measured, tolerance):
     predicted = mesh_axes(load_cluster(cluster), {"x": n})["x"].seconds(kind, n_bytes)
     assert abs(math.log(predicted / measured)) < tolerance
+
+
+@pytest.mark.parametrize("name", ["dgx-h100-x4", "dgx-v100", "pcie-l4-x2", "nvl72-gb200-x2", "local-x4"])
+def test_routes_are_those_of_networkx(name: str) -> None:
+    """Which also finds the shortest route where devices forward nothing, and takes longer on large clusters."""
+    cluster, draw = load_cluster(name), random.Random(0)
+    for _ in range(12):
+        source, target = draw.sample(range(cluster.n_devices), 2)
+
+        def seconds(a: object, b: object, edge: dict, ends: tuple[int, int] = (source, target)) -> float | None:
+            hidden = (isinstance(a, int) and a != ends[0]) or (isinstance(b, int) and b != ends[1])
+            return None if hidden else edge["link"].latency_seconds + HOP_SECONDS
+
+        _, path = nx.bidirectional_dijkstra(cluster.graph, source, target, weight=seconds)
+        assert route(cluster.graph, source, target) == list(pairwise(path))

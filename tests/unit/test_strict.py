@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -86,3 +87,20 @@ def test_texts_do_not_steer_the_terminal() -> None:
     console.print("[bold]x[/bold] \x1b]0;title\x07", markup=True)
     written = stream.getvalue()
     assert "\x1b]" not in written and "\\x1b]0;title" in written and "\x1b[1m" in written
+
+
+READS = re.compile(r"(?<![\w.])open\(|json\.loads?\(|tomllib\.|\bnp\.load\(|\.read_(text|bytes)\(")
+
+
+def test_no_other_reader() -> None:
+    """Every file that is given is read by the strict reader; what the kernel writes under /proc needs none."""
+    root = Path(strict.__file__).resolve().parents[1]
+    folders = ("autopar", "cost_models", "hardware_profiles")
+    paths = [path for folder in folders for path in sorted((root / folder).rglob("*.py"))]
+    wrong = [
+        f"{path.relative_to(root)}:{number}: {line.strip()}"
+        for path in paths if path.name != "strict.py"
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if READS.search(line) and "/proc/" not in line
+    ]  # fmt: skip
+    assert not wrong, "read it with hardware_profiles.strict:\n" + "\n".join(wrong)
