@@ -18,10 +18,7 @@ from typing import Any
 
 import spmd_types as spmd
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.graph import Graph
 from autopar.lower.collectives import state_step
@@ -30,6 +27,7 @@ from autopar.lower.program import Slot
 from autopar.placements import local_shape, path
 from autopar.plan import ParamChoice, StagePlan
 from autopar.rules.many_ranks import fake_world
+from autopar.torch_private import FakeTensorMode, TorchDispatchMode, pytree
 from cost_models import optimizer_state_bytes
 
 
