@@ -18,6 +18,11 @@ from autopar.staging import hot_ops
 
 MAX_PIECES = 16
 """Pieces that a stretch without repeats is cut into at most."""
+FLOPS_A_BYTE = 100.0
+"""What a device computes while it moves a byte, roughly: data-sheet rates of the accelerators that are known are within
+a few times that."""
+NEAR = 0.4
+"""A cut between pieces may be moved by this part of a piece, to where fewer bytes cross."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +33,9 @@ class Block:
     end: int
     kind: tuple[int, ...]
     crossing_bytes: int  # of all tensors that flow over its beginning, at global shapes
-    param_bytes: int  # of the parameters that it reads, at global shapes
 
 
-def blocks(graph: Graph, folding: Fold, rules: Sequence[Rule | None], max_pieces: int = MAX_PIECES) -> list[Block]:
+def blocks(graph: Graph, folding: Fold, rules: Sequence[Rule | None]) -> list[Block]:
     """The blocks of a graph in execution order; every operator that a stage is made of is in one."""
     ops = hot_ops(graph)
     position = {i: p for p, i in enumerate(ops)}
@@ -47,22 +51,16 @@ def blocks(graph: Graph, folding: Fold, rules: Sequence[Rule | None], max_pieces
         bounds = [_hot_from(every, position, begin + k * length) for k in range(last + 1)]
         cuts.update(bounds)
         inside.update(range(bounds[0] + 1, bounds[-1]))
-    known = sorted(cuts)
-    for a, b in pairwise(known):
+    for a, b in pairwise(sorted(cuts)):
         if a not in inside and a + 1 not in inside:
             share = (work[b] - work[a]) / work[-1] if work[-1] else 0.0
-            cuts.update(_pieces(crossing, work, a, b, round(share * max_pieces)))
+            cuts.update(_pieces(crossing, work, a, b, round(share * MAX_PIECES)))
     ends = sorted(cuts)
     return [
-        Block(a, b, tuple(folding.representative[i] for i in ops[a:b]), crossing[a], _param_bytes(graph, ops[a:b]))
+        Block(a, b, tuple(folding.representative[i] for i in ops[a:b]), crossing[a])
         for a, b in pairwise(ends)
         if b > a
     ]
-
-
-def _param_bytes(graph: Graph, ops: Sequence[int]) -> int:
-    read = {r.node for i in ops for r in graph.nodes[i].refs if graph.nodes[r.node].kind == "param"}
-    return sum(graph.nodes[i].out.n_bytes for i in read)
 
 
 def _hot_from(every: Sequence[int], position: dict[int, int], at: int) -> int:
@@ -74,10 +72,10 @@ def _hot_from(every: Sequence[int], position: dict[int, int], at: int) -> int:
 
 
 def _work(graph: Graph, rules: Sequence[Rule | None], i: int) -> float:
-    """Something like seconds: flops, and bytes at a hundred flops each."""
+    """Something like seconds: flops, and what could be computed while bytes are moved."""
     node, rule = graph.nodes[i], rules[i]
     flops = rule.flops_at({}) if rule is not None else 0.0
-    return flops + 100.0 * sum(o.n_bytes for o in node.outs if o is not None)
+    return flops + FLOPS_A_BYTE * sum(o.n_bytes for o in node.outs if o is not None)
 
 
 def _crossing(graph: Graph, ops: Sequence[int], position: dict[int, int]) -> list[int]:
@@ -96,13 +94,13 @@ def _crossing(graph: Graph, ops: Sequence[int], position: dict[int, int]) -> lis
 
 def _pieces(crossing: Sequence[int], work: Sequence[float], a: int, b: int, n: int) -> list[int]:
     """Up to ``n - 1`` cuts between ``a`` and ``b``: near equal shares of the work, where the fewest bytes cross."""
-    found = []
+    cuts = []
     for k in range(1, n):
-        low, high = (work[a] + (work[b] - work[a]) * (k + d) / n for d in (-0.4, 0.4))
+        low, high = (work[a] + (work[b] - work[a]) * (k + d) / n for d in (-NEAR, NEAR))
         start, stop = bisect_left(work, low, a + 1, b), bisect_left(work, high, a + 1, b)
         if start <= stop < b:
-            found.append(min(range(start, stop + 1), key=lambda p: (crossing[p], p)))
-    return found
+            cuts.append(min(range(start, stop + 1), key=lambda p: (crossing[p], p)))
+    return cuts
 
 
 __all__ = ["Block", "blocks"]

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heapify, heappop, heappush
 from itertools import product
-from math import inf, prod
+from math import inf
 
 from autopar.errors import InfeasibleError
 from autopar.placements import Mesh, mesh_text, n_devices
 from autopar.planner.inter_op.blocks import Block
 from autopar.planner.inter_op.menu import Filled, Filler, Menus, kinds_of, menus_of
-from autopar.planner.intra_op.mesh_plan import size_text
+from autopar.texts import show_bytes
 from cost_models.costs import costs_of
 from cost_models.pipeline import Fill, fill_of, parse_kind
 from cost_models.staging.estimate import StageLoad, estimated_seconds
@@ -117,13 +117,13 @@ class Equal:
         """All that are worth a further look, best first."""
         places = [(self._bound(meshes), meshes) for meshes in self._places()]
         heapify(places)
-        found: list[Cut] = []
+        cuts: list[Cut] = []
         seen: list[tuple[Mesh, ...]] = []
         filled: set[tuple[Mesh, ...]] = set()  # with the commonest blocks alone
         looked = 0
         while places and looked < MOST_PLACES:
             least, meshes = heappop(places)
-            near = self.far * min([self.best_known, *(c.seconds for c in found)])
+            near = self.far * min([self.best_known, *(c.seconds for c in cuts)])
             if least == inf or least > near:
                 break
             unsolved = [(pool, mesh) for pool, mesh in enumerate(meshes) if (pool, mesh) not in self.fastest]
@@ -133,40 +133,40 @@ class Equal:
                 continue
             if not self.thorough and meshes not in filled:  # others are planned where the commonest alone come near
                 filled.add(meshes)
-                own = self._cuts_on(meshes, near, self._common[0])
-                if own:
-                    heappush(places, (max(least, (1 - PRECISE) * min(c.seconds for c in own)), meshes))
+                of_commonest = self._cuts_on(meshes, near, self._common[0])
+                if of_commonest:
+                    heappush(places, (max(least, (1 - PRECISE) * min(c.seconds for c in of_commonest)), meshes))
                 else:
                     seen.append(meshes)
                 continue
             seen.append(meshes)  # so some schedule allows so many groups
             looked += 1
-            found += self._cuts_on(meshes, inf if self.thorough else near)
+            cuts += self._cuts_on(meshes, inf if self.thorough else near)
         self.menus.forget()
-        if not found and seen and self.infeasible is None:
+        if not cuts and seen and self.infeasible is None:
             self.infeasible = self._too_small(seen)
-        return sorted(found, key=lambda c: (c.seconds, len(c.groups), c.groups))
+        return sorted(cuts, key=lambda c: (c.seconds, len(c.groups), c.groups))
 
     def _cuts_on(self, meshes: tuple[Mesh, ...], near: float, only: int | None = None) -> list[Cut]:
         """The best cut of every schedule that may take less than ``near`` seconds; ``only`` as for :func:`menus_of`."""
-        found = []
+        cuts = []
         for groups in self._orders(meshes):
             n = len(groups)
             for fill in self._fills(n):
                 if self._least(meshes, fill.bubble) <= near:
                     one = self._cut(groups, fill, near, only)
-                    found += [one] if one is not None else []
-        return found
+                    cuts += [one] if one is not None else []
+        return cuts
 
     def _places(self) -> list[tuple[Mesh, ...]]:
         """A mesh for the groups of every pool."""
         most = len(self.blocks)
-        own = [
+        by_pool = [
             [m for k in range(1, len(p) + 1) if len(p) % k == 0 and len(p) // k <= most for m in self.shapes(k)]
             for p in self.pools
         ]
-        found = [(self._count(meshes), meshes) for meshes in product(*own)]
-        return [meshes for n, meshes in found if n <= most and self.groups in (None, n)]
+        counted = [(self._count(meshes), meshes) for meshes in product(*by_pool)]
+        return [meshes for n, meshes in counted if n <= most and self.groups in (None, n)]
 
     def _bound(self, meshes: tuple[Mesh, ...]) -> float:
         """Less than any step takes: the commonest blocks at full pace, and the bubble."""
@@ -176,13 +176,13 @@ class Equal:
 
     def _count(self, meshes: tuple[Mesh, ...]) -> int:
         """Groups of all pools."""
-        return sum(len(p) // prod(k for _, k in m) for p, m in zip(self.pools, meshes, strict=True))
+        return sum(len(p) // n_devices(m) for p, m in zip(self.pools, meshes, strict=True))
 
     def _least(self, meshes: tuple[Mesh, ...], bubble: float) -> float:
         """The same with the bubble of one schedule."""
         rate = 0.0
         for pool, mesh in enumerate(meshes):
-            size = prod(k for _, k in mesh)
+            size = n_devices(mesh)
             ideal = max(self.floors.get((pool, mesh), 0.0), self._alone[pool] / size)
             seconds = self.fastest.get((pool, mesh), ideal)
             if seconds == inf:
@@ -206,12 +206,12 @@ class Equal:
         its share (see :mod:`cost_models.compute`); 0 where the cost source does not promise that."""
         if not costs_of(self.cluster).share_bounds:
             return [0.0] * len(self.pools)
-        found = []
+        least = []
         for pool in range(len(self.pools)):
             self._solve(pool, ALONE)
             seconds = self.fastest[pool, ALONE]
-            found.append(seconds if seconds < inf else 0.0)
-        return found
+            least.append(seconds if seconds < inf else 0.0)
+        return least
 
     def _solve(self, pool: int, mesh: Mesh) -> None:
         """Find what the commonest block takes at least; for ever if it cannot be planned."""
@@ -234,16 +234,16 @@ class Equal:
         for pool, mesh in zip(self.pools, meshes, strict=True):
             size = n_devices(mesh)
             by_pool.append([Group(mesh, tuple(pool[k : k + size])) for k in range(0, len(pool), size)])
-        orders = [[g for own in by_pool for g in own]]
+        orders = [[g for of_pool in by_pool for g in of_pool]]
         if len(by_pool) > 1:
-            orders.append([g for own in reversed(by_pool) for g in own])
+            orders.append([g for of_pool in reversed(by_pool) for g in of_pool])
         return orders
 
     def _filler(self, pool: int, mesh: Mesh, only: int | None) -> Filler | None:
         key = pool, mesh, only
         if key not in self._fillers:
-            known = menus_of(self.menus, self.blocks, mesh, self._first(pool, mesh), only)
-            filler = Filler(kinds_of(self.blocks), known, self.microbatches) if known is not None else None
+            menus = menus_of(self.menus, self.blocks, mesh, self._first(pool, mesh), only)
+            filler = Filler(kinds_of(self.blocks), menus, self.microbatches) if menus is not None else None
             self._fillers[key] = filler
         return self._fillers[key]
 
@@ -251,9 +251,9 @@ class Equal:
         """What the leanest cut would need, spread evenly."""
         needs = []
         for mesh, *_ in places:
-            known = menus_of(self.menus, self.blocks, mesh, self._first(0, mesh))
-            if known is not None:
-                least = {k: min(w.static_bytes + w.kept_bytes for w in ways) for k, ways in known.items()}
+            menus = menus_of(self.menus, self.blocks, mesh, self._first(0, mesh))
+            if menus is not None:
+                least = {k: min(w.static_bytes + w.kept_bytes for w in ways) for k, ways in menus.items()}
                 groups = sum(map(len, self.pools)) // n_devices(mesh)
                 needs.append((sum(least[k] for k in kinds_of(self.blocks)) / max(1, groups), groups, mesh))
         if not needs:
@@ -263,14 +263,14 @@ class Equal:
         self.leanest = Need(n_bytes, memory, groups, mesh, self.microbatches)
         if n_bytes <= memory:
             return InfeasibleError(
-                f"no plan fits {size_text(memory)} per device with {self.microbatches} microbatches under "
+                f"no plan fits {show_bytes(memory)} per device with {self.microbatches} microbatches under "
                 f"{', '.join(self.schedules)}: stages are too large, or too many microbatches are in flight; use more "
                 "devices, smaller microbatches or other schedules"
             )
         shape = mesh_text(mesh)
         return InfeasibleError(
-            f"no plan fits {size_text(memory)} per device: the leanest, {groups} group(s) of {shape}, needs "
-            f"about {size_text(n_bytes)} with one microbatch in flight; use more devices or smaller microbatches"
+            f"no plan fits {show_bytes(memory)} per device: the leanest, {groups} group(s) of {shape}, needs "
+            f"about {show_bytes(n_bytes)} with one microbatch in flight; use more devices or smaller microbatches"
         )
 
     def _fills(self, groups: int) -> tuple[Fill, ...]:
@@ -279,12 +279,12 @@ class Equal:
         if groups == 1:
             return (fill_of("1f1b"),)
         if groups not in self._known_fills:
-            found = []
+            fills = []
             for text in self.schedules:
                 kind, degree = parse_kind(text)
                 degrees = kind.degrees(groups, len(self.blocks)) if degree is None else [degree]
-                found += [kind.at(d) for d in degrees if groups * d <= len(self.blocks)]
-            self._known_fills[groups] = tuple(f for f in found if f.allows(groups, self.microbatches))
+                fills += [kind.at(d) for d in degrees if groups * d <= len(self.blocks)]
+            self._known_fills[groups] = tuple(f for f in fills if f.allows(groups, self.microbatches))
         return self._known_fills[groups]
 
     def _cut(self, groups: Sequence[Group], fill: Fill, near: float, only: int | None) -> Cut | None:
@@ -292,15 +292,15 @@ class Equal:
         pool_of = {d: k for k, pool in enumerate(self.pools) for d in pool}
         pools = [pool_of[g.devices[0]] for g in groups]
         fillers = [self._filler(k, g.mesh, only) for k, g in zip(pools, groups, strict=True)]
-        known = [f for f in fillers if f is not None]
-        if len(known) < n:
+        usable = [f for f in fillers if f is not None]
+        if len(usable) < n:
             return None
         memory = [self.memory_bytes[k] for k in pools]
-        stages = Places(fill, self.microbatches, memory, known, len(self.blocks)).best(near / self.microbatches)
+        stages = Places(fill, self.microbatches, memory, usable, len(self.blocks)).best(near / self.microbatches)
         if stages is None:
             return None
-        held = fill.kind.placement(len(stages), n)
-        owner = {s: g for g, own in enumerate(held) for s in own}
+        stages_of = fill.kind.placement(len(stages), n)
+        owner = {s: g for g, of_group in enumerate(stages_of) for s in of_group}
         crossing = [
             self._transfer(first, groups) if owner[s] != owner[s + 1] else 0.0
             for s, (first, _) in enumerate(stages[1:])
@@ -308,10 +308,10 @@ class Equal:
         filled = tuple(s for _, s in stages)
         loads = [
             StageLoad(
-                sum(filled[s].seconds for s in own), sum(filled[s].backward_seconds for s in own),
-                sum(filled[s].step_seconds for s in own), sum(crossing[s] for s in own if s < len(crossing)),
+                sum(filled[s].seconds for s in of_group), sum(filled[s].backward_seconds for s in of_group),
+                sum(filled[s].step_seconds for s in of_group), sum(crossing[s] for s in of_group if s < len(crossing)),
             )
-            for own in held
+            for of_group in stages_of
         ]  # fmt: skip
         again = any(s.recomputed for s in filled)  # a backward that recomputes is not split
         bubble = fill.whole_bubble if again else fill.bubble
@@ -350,8 +350,8 @@ class Places:
         chunks = self.fill.chunks
         self.n_stages = self.groups * chunks
         self.memory = [n / chunks for n in self.memory_bytes]
-        held = self.fill.kind.placement(self.n_stages, self.groups)
-        self.group_of = {s: g for g, own in enumerate(held) for s in own}
+        stages_of = self.fill.kind.placement(self.n_stages, self.groups)
+        self.group_of = {s: g for g, of_group in enumerate(stages_of) for s in of_group}
         self.in_flight = [
             self.fill.in_flight(self.group_of[s], self.groups, self.microbatches) for s in range(self.n_stages)
         ]
@@ -362,26 +362,26 @@ class Places:
         if widest is None:
             return None
         high = max(s.seconds for _, s in widest)
-        low, found = min(f.least_seconds for f in self.fillers) / self.n_stages, widest
+        low, stages_found = min(f.least_seconds for f in self.fillers) / self.n_stages, widest
         while high - low > PRECISE * high:
             middle = (low + high) / 2
             stages = self._filled(middle)
             if stages is None:
                 low = middle
             else:
-                found, high = stages, max(s.seconds for _, s in stages)
-        return found
+                stages_found, high = stages, max(s.seconds for _, s in stages)
+        return stages_found
 
     def _filled(self, pace: float) -> list[tuple[int, Filled]] | None:
         """Stages that no one is slower than a pace."""
-        end, guess, found = self.n_blocks, 1, []
+        end, guess, filled = self.n_blocks, 1, []
         for s in range(self.n_stages - 1, -1, -1):
             one = self._longest(s, end, pace, guess)
             if one is None:
                 return None
-            found.append(one)
+            filled.append(one)
             guess, end = end - one[0], one[0]
-        return found[::-1] if end == 0 else None
+        return filled[::-1] if end == 0 else None
 
     def _longest(self, s: int, end: int, pace: float, guess: int) -> tuple[int, Filled] | None:
         """Stage ``s`` that ends at ``end`` with as many blocks as may be, looked for around a guess of their number,

@@ -24,11 +24,12 @@ from autopar.planner.inter_op.stage_pins import of_stage
 from autopar.planner.inter_op.timing import timing_of
 from autopar.planner.inter_op.transplant import structure, transplant
 from autopar.planner.intra_op.fold import fold
-from autopar.planner.intra_op.mesh_plan import Options, device_limit, plan_graph, size_text
+from autopar.planner.intra_op.mesh_plan import Options, device_limit, plan_graph
 from autopar.planner.intra_op.problem import Beaten
 from autopar.planner.intra_op.recompute import is_asked, patterns_in, segment, segments_of
 from autopar.rules.registry import rules_of
 from autopar.staging import StageGraph, crossings_of, cut, hot_ops
+from autopar.texts import show_bytes
 from cost_models.pipeline import (
     SCHEDULES,
     USUAL,
@@ -105,7 +106,7 @@ class Candidate:
 
     def __str__(self) -> str:
         shapes = [mesh_text(mesh) for mesh in self.meshes]
-        runs = [(shape, len(list(own))) for shape, own in groupby(shapes)]
+        runs = [(shape, len(list(run))) for shape, run in groupby(shapes)]
         return ", ".join(f"{n} group{'s' if n > 1 else ''} of {shape}" for shape, n in runs)
 
 
@@ -147,7 +148,7 @@ class ExactPlans:
     def improved(self, best: Exact) -> list[Exact]:
         """Plans of cuts like the best so far, with what the estimate knows least about: as many blocks recomputed as is
         best, where memory binds, and cuts that differ by one block at one bound, as long as that is better."""
-        found: list[Exact] = []
+        plans: list[Exact] = []
         near = [best.candidate]
         tried = set()
         for _ in range(REFINED):
@@ -159,27 +160,27 @@ class ExactPlans:
                 except (InfeasibleError, Beaten):
                     continue
                 new += [one] if one is not None else []
-            found += new
+            plans += new
             fastest = min(new, key=lambda f: f.seconds, default=best)
             if fastest.seconds >= best.seconds and len(tried) > 1:
                 break
             best = min(best, fastest, key=lambda f: f.seconds)
             near = [c for c in self._moved(best.candidate) if c.bounds not in tried]
-        return found
+        return plans
 
     def _moved(self, candidate: Candidate) -> list[Candidate]:
         """Cuts that differ by one block at one bound."""
         if self.asked.starts is not None:
             return []
         firsts = [b.first for b in self.blocks]
-        found = []
+        moved = []
         for k, bound in enumerate(candidate.bounds):
             for step in (-1, 1):
                 number = firsts.index(bound) + step
                 new = firsts[number] if 0 < number < len(firsts) else None
                 if new is not None and new not in candidate.bounds:
-                    found.append(replace(candidate, bounds=(*candidate.bounds[:k], new, *candidate.bounds[k + 1 :])))
-        return found
+                    moved.append(replace(candidate, bounds=(*candidate.bounds[:k], new, *candidate.bounds[k + 1 :])))
+        return moved
 
     def exact(self, candidate: Candidate, best_known: float = inf, thorough: bool = False) -> Exact | None:
         """Plans of the stages, and the simulation; None if the schedule does not allow these counts.
@@ -204,7 +205,7 @@ class ExactPlans:
             schedule = one_stage(self.asked.microbatches)
         choices, timing, step = self._stages(graphs, schedule, candidate, best_known, thorough)
         if asked == SEARCHED and n > 1:
-            limits = [self.limit(own) for own in candidate.devices]
+            limits = [self.limit(devices) for devices in candidate.devices]
             choices, schedule = better_order(choices, schedule, timing, limits)
         timeline = simulate(schedule, timing)
         seconds = timeline.makespan_seconds + step
@@ -251,17 +252,18 @@ class ExactPlans:
             kept = [choice.kept_bytes for choice in choices]
             live = live_at_peak(schedule, kept)
             choices = [c.with_in_flight(n) for c, n in zip(choices, live, strict=True)]
-            needed = [sum(choices[s].price.memory_bytes for s in held) for held in schedule.stages_of_rank]
-            full = [g for g, held in enumerate(schedule.stages_of_rank) if len(held) > 1 and needed[g] > limits[g]]
+            needed = [sum(choices[s].price.memory_bytes for s in of_group) for of_group in schedule.stages_of_rank]
+            shared = [g for g, of_group in enumerate(schedule.stages_of_rank) if len(of_group) > 1]
+            full = [g for g in shared if needed[g] > limits[g]]
             if not full:
                 timing, step = timing_of(graphs, choices, schedule, self.cluster)
                 return tuple(choices), timing, step
             for g in full:
                 rooms[g] *= limits[g] / needed[g]
         raise InfeasibleError(
-            f"no plan fits {size_text(limits[full[0]])} per device: the {len(schedule.stages_of_rank[full[0]])} stages "
-            f"of group {full[0]} need {size_text(needed[full[0]])} together; use fewer stages a group or smaller "
-            "microbatches"
+            f"no plan fits {show_bytes(limits[full[0]])} per device: the {len(schedule.stages_of_rank[full[0]])} "
+            f"stages of group {full[0]} need {show_bytes(needed[full[0]])} together; use fewer stages a group or "
+            "smaller microbatches"
         )
 
     def _planned(
@@ -281,20 +283,20 @@ class ExactPlans:
         stored: dict[tuple[int, str], str] = {}
         for stage in graphs:
             mesh, devices = candidate.meshes[group[stage.number]], candidate.devices[group[stage.number]]
-            own = of_stage(self.asked.options, stage, mesh)
-            pins = dict(own.params or {})
+            wishes = of_stage(self.asked.options, stage, mesh)
+            pins = dict(wishes.params or {})
             names = {n.target for _, n in stage.graph.of_kind("param")}
             pins.update({n: how for (g, n), how in stored.items() if g == group[stage.number] and n in names})
             if not thorough:
-                own = replace(own, memory_gap=max(own.memory_gap, LARGE_GAP))
+                wishes = replace(wishes, memory_gap=max(wishes.memory_gap, LARGE_GAP))
             if self.n_devices <= SMALL:
-                own = replace(own, worth_seconds=WORTH * best_known)
+                wishes = replace(wishes, worth_seconds=WORTH * best_known)
             options = replace(
-                own, in_flight=live[stage.number], params=pins or None,
+                wishes, in_flight=live[stage.number], params=pins or None,
                 microbatches=self.asked.microbatches,
                 memory_limit_bytes=rooms[group[stage.number]]
                 * self._share(stage.number, shares[group[stage.number]], live, candidate),
-                recompute=patterns_in(stage.graph, own.recompute),
+                recompute=patterns_in(stage.graph, wishes.recompute),
             )  # fmt: skip
             plan = self._fitting(stage, candidate, mesh, options, devices, thorough=thorough)
             stored.update({(group[stage.number], n): ",".join(c.stored) for n, c in plan.params.items()})
@@ -311,7 +313,7 @@ class ExactPlans:
         slow: plans are shared between stages by counting up to a round number."""
         owners = Counter(n.target for stage in graphs for _, n in stage.graph.of_kind("param"))
         for _ in range(REFINED):
-            slowest = max(schedule.stages_of_rank, key=lambda held: sum(_pace(choices[s]) for s in held))
+            slowest = max(schedule.stages_of_rank, key=lambda of_group: sum(_pace(choices[s]) for s in of_group))
             better = False
             for s in slowest:
                 graph, choice = graphs[s], choices[s]
@@ -326,14 +328,14 @@ class ExactPlans:
                 return
 
     @staticmethod
-    def _share(stage: int, held: Sequence[int], live: Sequence[int], candidate: Candidate) -> float:
+    def _share(stage: int, of_group: Sequence[int], live: Sequence[int], candidate: Candidate) -> float:
         """A stage's share of its group's memory: by what is estimated that each stage needs, or else equal."""
-        if not candidate.n_bytes or len(held) == 1:
-            return 1 / len(held)
-        needs = {s: candidate.n_bytes[s][0] + live[s] * candidate.n_bytes[s][1] for s in held}
-        most = max(held, key=lambda s: (needs[s], s))
-        shares = SHARES * len(held) // 2
-        parts = {s: ceil(shares * needs[s] / sum(needs.values())) for s in held if s != most}
+        if not candidate.n_bytes or len(of_group) == 1:
+            return 1 / len(of_group)
+        needs = {s: candidate.n_bytes[s][0] + live[s] * candidate.n_bytes[s][1] for s in of_group}
+        most = max(of_group, key=lambda s: (needs[s], s))
+        shares = SHARES * len(of_group) // 2
+        parts = {s: ceil(shares * needs[s] / sum(needs.values())) for s in of_group if s != most}
         return parts.get(stage, shares - sum(parts.values())) / shares
 
     def _fitting(
@@ -364,8 +366,8 @@ class ExactPlans:
         best = n = min(n, len(blocks))
         if seconds(n) == inf and free and not isinstance(failed, Beaten):
             best = len(blocks)
-        known = plans[0] if n == 0 else None
-        if free and thorough and not (known and _is_free(known)):
+        without = plans[0] if n == 0 else None
+        if free and thorough and not (without and _is_free(without)):
             best = min(dict.fromkeys((best, 0, len(blocks))), key=seconds)
             for step in (-1, 1):  # seconds fall and rise again: each block less costs memory, each more costs time
                 while 0 <= best + step <= len(blocks) and seconds(best + step) < seconds(best):
@@ -380,13 +382,13 @@ class ExactPlans:
         """What would run again of a stage, block by block."""
         bounds = (0, *candidate.bounds, len(self.ops))
         first, end = bounds[stage.number], bounds[stage.number + 1]
-        graph, found = stage.graph, []
+        graph, segments = stage.graph, []
         rules = rules_of(graph)
         for block in self.blocks:
             if first <= block.first and block.end <= end:
                 a, b = (graph.index[self.name(p)] for p in (block.first, block.end - 1))
-                found.append(segment(graph, rules, a, b))
-        return tuple(s for s in found if s is not None)
+                segments.append(segment(graph, rules, a, b))
+        return tuple(s for s in segments if s is not None)
 
     def _stage_plan(
         self, graph: Graph, mesh: Mesh, options: Options, devices: tuple[int, ...], exact: bool = False
@@ -402,13 +404,13 @@ class ExactPlans:
         again = options.segments or segments_of(graph, rules_of(graph), options.recompute)
         places = tuple((graph.index[first], graph.index[last]) for first, last in again)
         key = structure(graph), mesh, kinds, options.memory_limit_bytes, places
-        known = self._plans.setdefault(key, {})
+        by_in_flight = self._plans.setdefault(key, {})
         wanted = options.in_flight
         target = wanted if exact else _rounded(wanted)
-        for n, (first, plan) in sorted(known.items()):
+        for n, (first, plan) in sorted(by_in_flight.items()):
             if n == target or (n > wanted and _is_free(plan)):
-                own = plan if first is graph else transplant(plan, first, graph)
-                return replace(own.with_in_flight(wanted), devices=devices)
+                alike = plan if first is graph else transplant(plan, first, graph)
+                return replace(alike.with_in_flight(wanted), devices=devices)
         n = target
         try:
             plan = plan_graph(
@@ -420,7 +422,7 @@ class ExactPlans:
             n, plan = wanted, plan_graph(
                 graph, self.cluster, mesh, options, devices=devices
             )
-        known[n] = graph, plan
+        by_in_flight[n] = graph, plan
         return plan.with_in_flight(wanted)
 
 

@@ -20,6 +20,7 @@ from autopar.graph import Graph
 from autopar.placements import Mesh
 from autopar.planner.inter_op.exact_stages import PipelineOptions
 from autopar.planner.inter_op.order import check_name
+from autopar.wishes import MOST
 
 AXES = {"dp": "data", "tp": "tensor", "cp": "context"}
 NUMBERS = (*AXES, "pp", "vp", "mbs", "m")
@@ -32,7 +33,7 @@ class Layout:
 
     Attributes:
         sizes: of the axes ``dp``, ``tp`` and ``cp``.
-        groups, stages_a_group: ``pp`` and ``vp``.
+        groups: ``pp``.
         rows: of a microbatch on every data rank.
         microbatches: of a step; None where ``rows`` says it.
         free: words that name what the planner decides all the same.
@@ -41,7 +42,6 @@ class Layout:
     text: str
     sizes: Mapping[str, int]
     groups: int
-    stages_a_group: int
     rows: int
     microbatches: int | None
     schedule: str
@@ -116,7 +116,7 @@ def parse_layout(text: str) -> Layout:
         if word in numbers or word in others or word in free:
             raise PlanError(f"--like {text}: '{word}' stands there twice")
         if word in NUMBERS:
-            if not value.isdigit() or not 1 <= int(value) <= 1 << 24:
+            if not value.isdigit() or not 1 <= int(value) <= MOST:
                 raise PlanError(f"--like {text}: {word} is '{value}'; give a whole number of 1 or more: {word}=8")
             numbers[word] = int(value)
         elif (word == "sp" and not equals) or (word == "zero" and value in ("0", "1", "2", "3")):
@@ -145,7 +145,7 @@ def parse_layout(text: str) -> Layout:
     check_name(schedule)
     sizes = {word: numbers.get(word, 1) for word in AXES}
     return Layout(
-        text, sizes, groups, deep, numbers.get("mbs", 1), numbers.get("m"), schedule, recompute, tuple(free)
+        text, sizes, groups, numbers.get("mbs", 1), numbers.get("m"), schedule, recompute, tuple(free)
     )
 
 

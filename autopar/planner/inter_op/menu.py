@@ -110,8 +110,8 @@ class Menus:
         """
         if self._know(block, mesh, devices):
             return min(w.seconds for w in self.ways(block, mesh, devices))
-        key, known = self._key(block, mesh, devices), self._fastest.get((block.kind, mesh))
-        plans = self._again(block, mesh, devices, [known]) if known is not None and key not in self._begun else None
+        key, of_kind = self._key(block, mesh, devices), self._fastest.get((block.kind, mesh))
+        plans = self._again(block, mesh, devices, [of_kind]) if of_kind is not None and key not in self._begun else None
         if plans is None:
             plans = [self._plans(block, mesh, devices).fastest()]
             if self.share:
@@ -243,18 +243,18 @@ class Filler:
         self._names = sorted(self.menus)
         self._count = [[0] for _ in self._names]
         for kind in self.kinds:
-            for own, name in zip(self._count, self._names, strict=True):
-                own.append(own[-1] + (kind == name))
+            for counts, name in zip(self._count, self._names, strict=True):
+                counts.append(counts[-1] + (kind == name))
 
     @cached_property
     def least_seconds(self) -> float:
         """Of all blocks, each in its fastest way."""
-        counts = {name: own[-1] for name, own in zip(self._names, self._count, strict=True)}
+        counts = {name: of_kind[-1] for name, of_kind in zip(self._names, self._count, strict=True)}
         return sum(n * min(w.seconds for w in self.menus[name]) for name, n in counts.items())
 
     def stage(self, first: int, end: int, in_flight: float, memory_bytes: float) -> Filled | None:
         """Blocks ``first`` to ``end``; None if not even the leanest ways fit."""
-        counts = tuple(own[end] - own[first] for own in self._count)
+        counts = tuple(of_kind[end] - of_kind[first] for of_kind in self._count)
         key = counts, in_flight, memory_bytes
         if key not in self._known:
             reserved, needed = 0.0, 0.0
@@ -289,7 +289,7 @@ class Filler:
             taken[k][w] -= n
             taken[k][w - 1] += n
             left -= n * more
-        picked = [(n, w) for own, (_, hull) in zip(taken, used, strict=True) for n, w in zip(own, hull, strict=True)]
+        picked = [(n, w) for ns, (_, hull) in zip(taken, used, strict=True) for n, w in zip(ns, hull, strict=True)]
         picked = [(n, w) for n, w in picked if n]
         again = sum(n for n, w in picked if w.recomputed)
         filled = Filled(
@@ -340,22 +340,22 @@ def menus_of(
     Args:
         only: the number of the one kind that is taken into account; the others are free.
     """
-    found: dict[int, tuple[Way, ...]] = {}
+    menus_by_kind: dict[int, tuple[Way, ...]] = {}
     for number, block in zip(kinds_of(blocks), blocks, strict=True):
         if only is not None and number != only:
-            found[number] = (FREE,)
-        elif number not in found:
+            menus_by_kind[number] = (FREE,)
+        elif number not in menus_by_kind:
             try:
-                found[number] = menus.ways(block, mesh, devices)
+                menus_by_kind[number] = menus.ways(block, mesh, devices)
             except InfeasibleError:
                 return None
-    return found
+    return menus_by_kind
 
 
 def kinds_of(blocks: Sequence[Block]) -> list[int]:
     """The number of every block's kind, in order of appearance."""
-    known: dict[tuple[int, ...], int] = {}
-    return [known.setdefault(b.kind, len(known)) for b in blocks]
+    number_of: dict[tuple[int, ...], int] = {}
+    return [number_of.setdefault(b.kind, len(number_of)) for b in blocks]
 
 
 __all__ = ["Filled", "Filler", "Menus", "Way", "kinds_of", "menus_of"]

@@ -46,12 +46,12 @@ def better_order(
     """A schedule at least as good as ``start``, whose groups hold no more bytes than their limits; the stages' prices
     then count the microbatches that it keeps in flight."""
     actions = 3 * start.n_stages * start.n_microbatches
-    found = search(
+    schedule = search(
         timing, start.n_microbatches, start.stages_of_rank, limit_bytes=limits,
         exact_nodes=STATES if actions <= SMALL else 0,
     ).schedule  # fmt: skip
-    live = live_per_stage(found)
-    return tuple(s.with_in_flight(n) for s, n in zip(stages, live, strict=True)), found
+    live = live_per_stage(schedule)
+    return tuple(s.with_in_flight(n) for s, n in zip(stages, live, strict=True)), schedule
 
 
 __all__ = ["SEARCHED", "START", "better_order", "check_name"]

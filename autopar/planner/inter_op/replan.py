@@ -35,8 +35,8 @@ def limit_of_stage(plan: Plan, number: int, cluster: Cluster, asked: float | Non
         asked: the limit that was asked for; None for nine tenths of the device.
     """
     limit = device_limit(cluster, plan.stages[number].devices, asked)
-    held = plan.schedule.stages_of_rank[plan.schedule.rank_of_stage[number]]
-    return max(1.0, limit - sum(plan.stages[s].price.memory_bytes for s in held if s != number))
+    of_group = plan.schedule.stages_of_rank[plan.schedule.rank_of_stage[number]]
+    return max(1.0, limit - sum(plan.stages[s].price.memory_bytes for s in of_group if s != number))
 
 
 class Replanner:
@@ -79,20 +79,20 @@ class Replanner:
         """
         options, stage = options or self.options, stage or self.graphs[number]
         choice = self.plan.stages[number]
-        own = of_stage(options, stage, choice.mesh)
+        wishes = of_stage(options, stage, choice.mesh)
         names = {n.target for _, n in stage.graph.of_kind("param")}
-        held = [s for s in self.plan.schedule.stages_of_rank[self._group[number]] if s != number]
+        of_group = [s for s in self.plan.schedule.stages_of_rank[self._group[number]] if s != number]
         shared = {
             name: ",".join(how.stored)
-            for s in held for name, how in self.plan.stages[s].params.items() if name in names
+            for s in of_group for name, how in self.plan.stages[s].params.items() if name in names
         }  # fmt: skip
-        own = replace(
-            own, params={**(own.params or {}), **shared} or None, in_flight=choice.in_flight,
+        wishes = replace(
+            wishes, params={**(wishes.params or {}), **shared} or None, in_flight=choice.in_flight,
             microbatches=self.plan.microbatches, memory_limit_bytes=self.limit_bytes(number, options),
-            recompute=patterns_in(stage.graph, own.recompute),
+            recompute=patterns_in(stage.graph, wishes.recompute),
         )  # fmt: skip
         return plan_graph(
-            stage.graph, self.cluster, choice.mesh, own, devices=choice.devices
+            stage.graph, self.cluster, choice.mesh, wishes, devices=choice.devices
         )
 
     # -- cuts
@@ -101,15 +101,15 @@ class Replanner:
     def bounds(self) -> list[str]:
         """First operators of the blocks, of which stages are made."""
         folding, hot = fold(self.graph), hot_ops(self.graph)
-        found = blocks(self.graph, folding, rules_of(self.graph, folding.representative))
-        return [self.graph.nodes[hot[b.first]].name for b in found]
+        all_blocks = blocks(self.graph, folding, rules_of(self.graph, folding.representative))
+        return [self.graph.nodes[hot[b.first]].name for b in all_blocks]
 
     def neighbour(self, number: int, by: int) -> str | None:
         """Where stage ``number`` would begin, ``by`` blocks later (or earlier); None if a stage would be empty."""
         place = {self.graph.nodes[i].name: p for p, i in enumerate(hot_ops(self.graph))}
         at = [place[c.first] for c in self.plan.stages] + [len(place)]
-        known = sorted(place[name] for name in self.bounds)
-        ways = [p for p in known if (p > at[number]) == (by > 0) and p != at[number]]
+        begins = sorted(place[name] for name in self.bounds)
+        ways = [p for p in begins if (p > at[number]) == (by > 0) and p != at[number]]
         ways = ways if by > 0 else ways[::-1]
         if len(ways) < abs(by) or not at[number - 1] < ways[abs(by) - 1] < at[number + 1]:
             return None

@@ -30,7 +30,7 @@ def starts_of(graph: Graph, cuts: Sequence[str]) -> tuple[str, ...]:
     """
     labels = op_labels(graph)
     hot = [graph.nodes[i] for i in hot_ops(graph)]
-    found: list[int] = []
+    positions: list[int] = []
     for word in cuts:
         at = [
             p for p, n in enumerate(hot)
@@ -41,13 +41,13 @@ def starts_of(graph: Graph, cuts: Sequence[str]) -> tuple[str, ...]:
             raise PlanError(f"cut '{word}': no module or operator that depends on a parameter; {closest(word, names)}")
         if at[0] == 0:
             raise PlanError(f"cut '{word}' is where the model begins, so stage 0 would be empty; leave it out")
-        if found and at[0] <= found[-1]:
+        if positions and at[0] <= positions[-1]:
             raise PlanError(
-                f"cut '{word}' is operator {at[0]} in execution order, '{cuts[len(found) - 1]}' before it operator "
-                f"{found[-1]}; name each once, in execution order"
+                f"cut '{word}' is operator {at[0]} in execution order, '{cuts[len(positions) - 1]}' before it operator "
+                f"{positions[-1]}; name each once, in execution order"
             )
-        found.append(at[0])
-    return tuple(hot[p].name for p in found)
+        positions.append(at[0])
+    return tuple(hot[p].name for p in positions)
 
 
 def check(graph: Graph, options: Options, mesh: Mesh | None) -> None:
@@ -85,20 +85,20 @@ def of_stage(options: Options, stage: StageGraph, mesh: Mesh) -> Options:
     parts: dict[str, Any] = {
         _FIELDS[name]: part_of(getattr(options, _FIELDS[name]) or {}, stage) or None for name, part_of in PARTS.items()
     }
-    own = replace(options, **parts)
-    if not allows(mesh, own):
+    wishes = replace(options, **parts)
+    if not allows(mesh, wishes):
         raise InfeasibleError(
             f"stage {stage.number} on mesh {', '.join(f'{a}={n}' for a, n in mesh)}: what is asked of its operators "
             "and parameters names other axes; give the mesh of a group with mesh="
         )
-    return own
+    return wishes
 
 
 def _ops(constraints: Mapping[str, Mapping[str, str]], stage: StageGraph) -> dict[str, dict[str, str]]:
     """The pins of operators that a stage has, with the factors that one of them has."""
-    found: dict[str, dict[str, str]] = {}
+    pins: dict[str, dict[str, str]] = {}
     if not constraints:
-        return found
+        return pins
     graph = stage.graph
     labels, rules = op_labels(graph), rules_of(graph)
     for pattern, wanted in constraints.items():
@@ -110,8 +110,8 @@ def _ops(constraints: Mapping[str, Mapping[str, str]], stage: StageGraph) -> dic
         }
         kept = {axis: f for axis, f in wanted.items() if ("I" if f == "replicate" else f) in factors}
         if kept:
-            found[pattern] = kept
-    return found
+            pins[pattern] = kept
+    return pins
 
 
 def _params(params: Mapping[str, str], stage: StageGraph) -> dict[str, str]:

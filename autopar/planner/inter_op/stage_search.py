@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import ceil, inf, prod
+from math import ceil, inf
 
 from autopar.collection import uncollected
 from autopar.errors import InfeasibleError, PlanError
@@ -31,11 +31,11 @@ from autopar.planner.inter_op.order import SEARCHED, START, check_name
 from autopar.planner.inter_op.stage_pins import allows
 from autopar.planner.inter_op.unequal import Unequal
 from autopar.planner.intra_op.fold import fold
-from autopar.planner.intra_op.mesh_plan import size_text
 from autopar.planner.intra_op.problem import Beaten
 from autopar.planner.intra_op.recompute import is_asked, segments_of
 from autopar.rules.registry import rules_of
 from autopar.staging import cut
+from autopar.texts import show_bytes
 from cost_models.costs import costs_of
 from cost_models.pipeline import Fill, Timeline, fill_of, parse_kind
 from hardware_profiles import Cluster
@@ -69,7 +69,7 @@ of the best; and so is every schedule of the best cuts."""
 
 
 def _equal(groups: int, mesh: Mesh, schedule: str, bounds: tuple[int, ...]) -> Candidate:
-    size = prod(k for _, k in mesh)
+    size = n_devices(mesh)
     devices = tuple(tuple(range(g * size, (g + 1) * size)) for g in range(groups))
     return Candidate((mesh,) * groups, devices, schedule, bounds, 0.0)
 
@@ -106,12 +106,12 @@ def plan_pipeline(
     if asked.groups is not None and not 1 <= asked.groups <= n_devices:
         raise PlanError(f"{n_devices} devices cannot be cut into {asked.groups} groups; use 1 to {n_devices}")
     searches = [
-        _Search(own, cluster, n_devices, replace(asked, microbatches=m), cluster_name) for m, own in graphs.items()
+        _Search(one, cluster, n_devices, replace(asked, microbatches=m), cluster_name) for m, one in graphs.items()
     ]
     if asked.options.recompute:  # the patterns are those of the whole model
         first = searches[0].graph
         segments_of(first, rules_of(first, fold(first).representative), asked.options.recompute)
-    found: list[Exact] = []
+    exact_plans: list[Exact] = []
     stopped = False
     for share in ROOM:
         numbers = _Numbers(searches, share)
@@ -121,45 +121,45 @@ def plan_pipeline(
             if not numbers.found:
                 raise
             stopped = True
-        stopped |= _planned_exactly(numbers.promising(), n_devices, found, asked.top, stopped)
-        if found or stopped or asked.starts is not None:
+        stopped |= _planned_exactly(numbers.promising(), n_devices, exact_plans, asked.top, stopped)
+        if exact_plans or stopped or asked.starts is not None:
             break
-    if not found:
+    if not exact_plans:
         raise _nothing_fits(searches, asked, n_devices)
     if n_devices <= SMALL and not stopped:
-        best = min(found, key=lambda f: f.seconds)
+        best = min(exact_plans, key=lambda f: f.seconds)
         try:
-            found += best.search.improved(best)
+            exact_plans += best.search.improved(best)
         except KeyboardInterrupt:
             stopped = True
-    found.sort(key=lambda f: f.seconds)
+    exact_plans.sort(key=lambda f: f.seconds)
     tried: dict[str, Exact] = {}
-    for f in found:
+    for f in exact_plans:
         tried.setdefault(f.what, f)
-    best = found[0]
+    best = exact_plans[0]
     notes = (*best.plan.notes, INTERRUPTED) if stopped else best.plan.notes
     seconds = tuple((what, f.seconds) for what, f in tried.items())
     return Planned(replace(best.plan, notes=notes), best.timeline, seconds, tuple(tried.values()))
 
 
 def _planned_exactly(
-    promising: Sequence[tuple[_Search, Candidate]], n_devices: int, found: list[Exact], top: int, stopped: bool
+    promising: Sequence[tuple[_Search, Candidate]], n_devices: int, exact_plans: list[Exact], top: int, stopped: bool
 ) -> bool:
     """Add exact plans of what is promising, the best first, to what was found: at least ``top`` different ones, if
     there are; where Ctrl-C ended the search, only the first that fits. Whether Ctrl-C ended it early here."""
     failed, trust = 0, MARGIN
     for search, candidate in promising:
-        if stopped and found:
+        if stopped and exact_plans:
             break
-        least = min((f.seconds for f in found), default=inf)
-        different = {f.what for f in found}
+        least = min((f.seconds for f in exact_plans), default=inf)
+        different = {f.what for f in exact_plans}
         if n_devices > SMALL and len(different) >= top and (
-            len(found) >= CANDIDATES or failed == FAILED or least * (1 + CLOSE) < candidate.seconds
+            len(exact_plans) >= CANDIDATES or failed == FAILED or least * (1 + CLOSE) < candidate.seconds
         ):
             break  # simulated with the times of the estimate, which are seldom much too long
         if n_devices > SMALL and top > 1 and search.what(candidate) in different:
             continue
-        if n_devices <= SMALL and len(found) >= max(CANDIDATES, top) and candidate.seconds * trust > least:
+        if n_devices <= SMALL and len(exact_plans) >= max(CANDIDATES, top) and candidate.seconds * trust > least:
             continue
         try:
             one = search.exact(candidate, least if top == 1 else inf)
@@ -170,11 +170,11 @@ def _planned_exactly(
             failed += 1
             continue
         except KeyboardInterrupt:
-            if not found:
+            if not exact_plans:
                 raise
             return True
         if one is not None:
-            found.append(one)
+            exact_plans.append(one)
             if candidate.seconds:
                 trust = min(trust, MARGIN * one.seconds / candidate.seconds)
     return False
@@ -191,14 +191,15 @@ def _nothing_fits(searches: Sequence[_Search], asked: PipelineOptions, n_devices
         again = ", blocks recomputed where that helps" if asked.may_recompute else ""
         factor = leanest.n_bytes / leanest.limit_bytes
         least = (
-            f"devices of which {size_text(leanest.n_bytes)} may be filled, or about {ceil(factor * n_devices)} of these"
+            f"devices of which {show_bytes(leanest.n_bytes)} may be filled, or about {ceil(factor * n_devices)} of "
+            "these"
             if factor > 1
             else "more devices, or a smaller batch: what fits on average does not fit in every stage"
         )
         return InfeasibleError(
-            f"no plan fits {size_text(leanest.limit_bytes)} per device; tried: {tried}{again}\n"
+            f"no plan fits {show_bytes(leanest.limit_bytes)} per device; tried: {tried}{again}\n"
             f"  the leanest, {leanest.groups} group(s) of {mesh_text(leanest.mesh)} with {leanest.microbatches} "
-            f"microbatches, needs about {size_text(leanest.n_bytes)} with one of them in flight; the least that would "
+            f"microbatches, needs about {show_bytes(leanest.n_bytes)} with one of them in flight; the least that would "
             f"do: {least}"
         )
     return next((s.infeasible for s in searches if s.infeasible), None) or PlanError(
@@ -288,16 +289,16 @@ class _Numbers:
         """What is planned exactly, the best first."""
         if len(self.searches) == 1 or self.searches[0].asked.starts is not None:
             return [(s, c) for _, _, s, c in self.found]
-        found = sorted(self.found, key=lambda f: f[:2])
-        if not found or not self.few:
-            return [(s, c) for _, _, s, c in found]
-        near = [f for f in found if f[0] <= WORTH_A_LOOK * found[0][0]]
+        ordered = sorted(self.found, key=lambda f: f[:2])
+        if not ordered or not self.few:
+            return [(s, c) for _, _, s, c in ordered]
+        near = [f for f in ordered if f[0] <= WORTH_A_LOOK * ordered[0][0]]
         counts = list(dict.fromkeys(id(f[2]) for f in near))  # by the best estimate of each number of microbatches
         picked = [
             (s, c) for _, k, s, c in near
             if id(s) in counts[:2] or (id(s) in counts[:NUMBERS] and k < CANDIDATES)
         ]  # fmt: skip
-        alone = [(s, c) for _, _, s, c in found if c.groups == 1][:CANDIDATES]  # one stage is planned in no time
+        alone = [(s, c) for _, _, s, c in ordered if c.groups == 1][:CANDIDATES]  # one stage is planned in no time
         return [*picked, *(pair for pair in alone if pair not in picked)]
 
 
@@ -332,19 +333,19 @@ class _Search(ExactPlans):
             [share * self.limit(pool) for pool in pools], asked.groups or groups, floors or {}, best_known, far,
             self.n_devices <= SMALL and self.most_axes == AXES,
         )  # fmt: skip
-        found = search.cuts()
+        cuts = search.cuts()
         self.fastest = search.fastest
         self.infeasible = self.infeasible or search.infeasible
         self.leanest = self.leanest or search.leanest
         if self.n_devices > SMALL:
-            found = [replace(c, seconds=s) for s, c in trial.best(found, asked.microbatches, TRIALS)]
-        best = found[:CANDIDATES] if self.n_devices <= SMALL else found
-        if self.n_devices <= SMALL and found:  # the estimate knows neither the order of actions nor the exact plans
-            near = [c for c in found if c.seconds <= WORTH_A_LOOK * found[0].seconds]
+            cuts = [replace(c, seconds=s) for s, c in trial.best(cuts, asked.microbatches, TRIALS)]
+        best = cuts[:CANDIDATES] if self.n_devices <= SMALL else cuts
+        if self.n_devices <= SMALL and cuts:  # the estimate knows neither the order of actions nor the exact plans
+            near = [c for c in cuts if c.seconds <= WORTH_A_LOOK * cuts[0].seconds]
             for groups in sorted({len(c.groups) for c in near}):
                 best += [c for c in near if len(c.groups) == groups][:1]
-            best += [c for c in near if any(c.groups == d.groups for d in found[:CANDIDATES])]
-        cuts = [
+            best += [c for c in near if any(c.groups == d.groups for d in cuts[:CANDIDATES])]
+        candidates = [
             Candidate(
                 tuple(g.mesh for g in c.groups), tuple(g.devices for g in c.groups), self._named(c.schedule),
                 tuple(self.blocks[b].first for b in c.bounds), c.seconds, c.recomputed,
@@ -352,13 +353,13 @@ class _Search(ExactPlans):
             )
             for c in dict.fromkeys(best)
         ]  # fmt: skip
-        return cuts if self.most_axes > AXES else [*cuts, *self._unequal()]
+        return candidates if self.most_axes > AXES else [*candidates, *self._unequal()]
 
     def _pinned(self, starts: Sequence[str]) -> list[Candidate]:
         """All groups, shapes and schedules for which the user's cuts are right."""
         positions = {self.name(p): p for p in range(len(self.ops))}
         bounds = tuple(positions.get(s, 0) for s in starts)
-        found = []
+        candidates = []
         n_stages = len(starts) + 1
         for text in self.asked.schedules:
             kind, degree = parse_kind(START if text == SEARCHED else text)
@@ -369,8 +370,8 @@ class _Search(ExactPlans):
                     continue
                 if self.asked.groups not in (None, groups) or (groups == 1 and n_stages > 1):
                     continue
-                found += [_equal(groups, mesh, name, bounds) for mesh in self._shapes(self.n_devices // groups)]
-        return found
+                candidates += [_equal(groups, mesh, name, bounds) for mesh in self._shapes(self.n_devices // groups)]
+        return candidates
 
     def _named(self, fill: Fill) -> str:
         """The schedule's name; that of the one that is searched for, where its stages are planned for this one."""
@@ -418,10 +419,10 @@ class _Search(ExactPlans):
     def _shapes(self, size: int) -> list[Mesh]:
         """Mesh shapes of a group. The last axis joins neighbours; one larger than a node is better split in two."""
         if self.asked.mesh:
-            return [self.asked.mesh] if prod(k for _, k in self.asked.mesh) == size else []
+            return [self.asked.mesh] if n_devices(self.asked.mesh) == size else []
         near = max(1, self.cluster.n_devices // self.cluster.n_nodes)
         every = mesh_shapes(size, min(self.most_axes, self.asked.max_axes))
-        shapes = [m for m in every if len(m) == 1 or prod(k for _, k in m[1:]) <= near]
+        shapes = [m for m in every if len(m) == 1 or n_devices(m[1:]) <= near]
         if self.most_axes > AXES:  # those with fewer were looked at before
             shapes = [m for m in shapes if len(m) > AXES]
         return [m for m in shapes if allows(m, self.asked.options)]

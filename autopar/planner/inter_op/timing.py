@@ -22,7 +22,7 @@ def timing_of(
     graphs: Sequence[StageGraph], stages: Sequence[StagePlan], schedule: Schedule, cluster: Cluster
 ) -> tuple[Times, float]:
     """What a schedule is simulated with, and the seconds that follow it once a step (gradients, gathers)."""
-    own = [
+    of_stage = [
         phases(graph.graph, stage, pricer(cluster, stage.mesh, stage.devices))
         for graph, stage in zip(graphs, stages, strict=True)
     ]
@@ -31,33 +31,33 @@ def timing_of(
     ways = [(crossing, graph.number) for graph in graphs for crossing in graph.takes]
     for crossing, target in ways:
         source = crossing.source
-        made, wanted = crossing.sides(stages, target)
-        there = crossing_seconds(crossing.spec, made, wanted, cluster)
-        back = crossing_seconds(crossing.spec, wanted, made, cluster) if crossing.needs_grad else 0.0
+        made_as, wanted = crossing.sides(stages, target)
+        there = crossing_seconds(crossing.spec, made_as, wanted, cluster)
+        back = crossing_seconds(crossing.spec, wanted, made_as, cluster) if crossing.needs_grad else 0.0
         row = edges.setdefault((source, target), [0.0, 0.0])
         if group[source] == group[target]:  # not on the way between groups: the ranks themselves are busy with it
-            own[source] = replace(own[source], input_seconds=own[source].input_seconds + back)
-            own[target] = replace(own[target], forward_seconds=own[target].forward_seconds + there)
+            of_stage[source] = replace(of_stage[source], input_seconds=of_stage[source].input_seconds + back)
+            of_stage[target] = replace(of_stage[target], forward_seconds=of_stage[target].forward_seconds + there)
             continue
         row[0] += there
         row[1] += back
     whole = [bool(stage.recompute or stage.gather_again) for stage in stages]  # these backwards are not split
     timing = times(
-        len(graphs), [p.forward_seconds for p in own],
-        [p.backward_seconds if w else p.input_seconds for w, p in zip(whole, own, strict=True)],
-        [0.0 if w else p.weight_seconds for w, p in zip(whole, own, strict=True)],
-        backward_seconds=[p.backward_seconds for p in own],
+        len(graphs), [p.forward_seconds for p in of_stage],
+        [p.backward_seconds if w else p.input_seconds for w, p in zip(whole, of_stage, strict=True)],
+        [0.0 if w else p.weight_seconds for w, p in zip(whole, of_stage, strict=True)],
+        backward_seconds=[p.backward_seconds for p in of_stage],
         edges=[Edge(*ends, *seconds) for ends, seconds in sorted(edges.items())],
         activation_bytes=[stage.kept_bytes for stage in stages],
-        static_bytes=[_static_bytes([stages[s] for s in held]) for held in schedule.stages_of_rank],
+        static_bytes=[_static_bytes([stages[s] for s in of_group]) for of_group in schedule.stages_of_rank],
     )  # fmt: skip
-    return timing, max(sum(own[s].step_seconds for s in held) for held in schedule.stages_of_rank)
+    return timing, max(sum(of_stage[s].step_seconds for s in of_group) for of_group in schedule.stages_of_rank)
 
 
 def _static_bytes(plans: Sequence[StagePlan]) -> float:
     """What a group's stages hold all the time, and the segment that runs again: one at a time."""
-    held = sum(p.price.memory_bytes - p.price.activation_bytes for p in plans)
-    return held + max(p.price.again_bytes for p in plans)
+    all_the_time = sum(p.price.memory_bytes - p.price.activation_bytes for p in plans)
+    return all_the_time + max(p.price.again_bytes for p in plans)
 
 
 def crossing_seconds(spec: Spec, source: Side, target: Side, cluster: Cluster) -> float:
@@ -85,10 +85,10 @@ def crossing_seconds(spec: Spec, source: Side, target: Side, cluster: Cluster) -
 @lru_cache(maxsize=4096)
 def _crossing(spec: Spec, source: Side, target: Side) -> tuple[tuple[tuple[State, State], ...], tuple[Load, ...]]:
     """The gathers at the target, and what ranks send and receive."""
-    found = transfer(spec, source, target)
-    steps = path(found.landing, target.state)
+    moved = transfer(spec, source, target)
+    steps = path(moved.landing, target.state)
     assert steps is not None
-    return tuple((a, b) for _, a, b in steps), loads(found)
+    return tuple((a, b) for _, a, b in steps), loads(moved)
 
 
 __all__ = ["crossing_seconds", "timing_of"]

@@ -16,9 +16,9 @@ def structure(graph: Graph) -> str:
     """Equal for graphs that differ in names alone."""
     digest = hashlib.sha256()
     for node in graph.nodes:
-        own = node.target if node.kind == "op" else ""
+        target = node.target if node.kind == "op" else ""
         digest.update(
-            f"{node.kind}|{own}|{node.args}|{node.kwargs}|{node.outs}|{node.needs_grad}|{node.hot}\n".encode()
+            f"{node.kind}|{target}|{node.args}|{node.kwargs}|{node.outs}|{node.needs_grad}|{node.hot}\n".encode()
         )
     updates = sorted((ref.node, ref.out) for ref in graph.updates.values())
     digest.update(f"{graph.outputs}|{graph.loss}|{graph.sends}|{updates}".encode())
@@ -29,7 +29,7 @@ def transplant(plan: StagePlan, source: Graph, target: Graph) -> StagePlan:
     """The plan of ``source`` for ``target``, which has the same :func:`structure`."""
     nodes = list(zip(source.nodes, target.nodes, strict=True))
     ops = {a.name: b.name for a, b in nodes if a.kind == "op"}
-    held = {kind: {a.target: b.target for a, b in nodes if a.kind == kind} for kind in ("param", "buffer", "input")}
+    names = {kind: {a.target: b.target for a, b in nodes if a.kind == kind} for kind in ("param", "buffer", "input")}
     routes = {
         route_key(source, Ref(i, k)): route_key(target, Ref(i, k))
         for i, node in enumerate(source.nodes) for k in range(len(node.outs))
@@ -39,9 +39,9 @@ def transplant(plan: StagePlan, source: Graph, target: Graph) -> StagePlan:
         fingerprint=target.fingerprint,
         first=ops.get(plan.first, ""),
         ops={ops[name]: cut for name, cut in plan.ops.items()},
-        params={held["param"][name]: choice for name, choice in plan.params.items()},
-        buffers={held["buffer"][name]: state for name, state in plan.buffers.items()},
-        inputs={held["input"][name]: state for name, state in plan.inputs.items()},
+        params={names["param"][name]: choice for name, choice in plan.params.items()},
+        buffers={names["buffer"][name]: state for name, state in plan.buffers.items()},
+        inputs={names["input"][name]: state for name, state in plan.inputs.items()},
         routes={routes[key]: steps for key, steps in plan.routes.items()},
         recompute=tuple((ops[first], ops[last]) for first, last in plan.recompute),
         gather_again=tuple(routes[key] for key in plan.gather_again),

@@ -32,24 +32,24 @@ def simulated(cut: Cut, microbatches: int) -> float:
     )  # fmt: skip
     few, more = STEADY * n, (STEADY + 1) * n
     schedule = build(cut.schedule.name, len(stages), n, min(microbatches, more))
-    step = max(sum(stages[s].step_seconds for s in held) for held in schedule.stages_of_rank)
+    step = max(sum(stages[s].step_seconds for s in of_group) for of_group in schedule.stages_of_rank)
     last = simulate(schedule, timing).makespan_seconds
     if microbatches <= more:
         return last + step
     first = simulate(build(cut.schedule.name, len(stages), n, few), timing).makespan_seconds
-    slowest = max(sum(stages[s].seconds for s in held) for held in schedule.stages_of_rank)
+    slowest = max(sum(stages[s].seconds for s in of_group) for of_group in schedule.stages_of_rank)
     return last + max((last - first) / n, slowest) * (microbatches - more) + step
 
 
 def best(cuts: Sequence[Cut], microbatches: int, most: int) -> list[tuple[float, Cut]]:
     """Up to ``most`` cuts of those with the best estimates, with their simulated seconds, the best first. Those whose
     estimates are beyond what was simulated already are left out: estimates are seldom too long."""
-    found: list[tuple[float, Cut]] = []
-    for own in cuts[:most]:
-        if own.seconds > BEYOND * min((s for s, _ in found), default=inf):
+    timed: list[tuple[float, Cut]] = []
+    for cut in cuts[:most]:
+        if cut.seconds > BEYOND * min((s for s, _ in timed), default=inf):
             break
-        found.append((simulated(own, microbatches), own))
-    return sorted(found, key=lambda f: f[0])
+        timed.append((simulated(cut, microbatches), cut))
+    return sorted(timed, key=lambda f: f[0])
 
 
 __all__ = ["best", "simulated"]

@@ -48,17 +48,17 @@ class Unequal:
     @cached_property
     def pools(self) -> tuple[Pool, ...]:
         """Devices by type, each type's in order of rank."""
-        found = pools_of(self.cluster, MEMORY_FRACTION)
+        pools = pools_of(self.cluster, MEMORY_FRACTION)
         limit = self.options.memory_limit_bytes
-        return tuple(replace(p, memory_bytes=limit) for p in found) if limit is not None else found
+        return tuple(replace(p, memory_bytes=limit) for p in pools) if limit is not None else pools
 
     @cached_property
     def ranks(self) -> dict[str, list[int]]:
         """Ranks of each device type."""
-        found: dict[str, list[int]] = {}
+        by_type: dict[str, list[int]] = {}
         for rank, device in enumerate(self.cluster.devices):
-            found.setdefault(device.name, []).append(rank)
-        return found
+            by_type.setdefault(device.name, []).append(rank)
+        return by_type
 
     def candidates(self, schedule: str, n: int, groups: int | None = None) -> list[UnequalCut]:
         """The best ways to cut, by estimate.
@@ -77,7 +77,7 @@ class Unequal:
             best = stage(problem, self.microbatches, fill, n_candidates=n)
         except NothingFits as error:
             raise InfeasibleError(str(error)) from None
-        found = []
+        candidates = []
         for candidate in best:
             chosen = [s.choice for s in candidate.stages]
             if groups is not None and len(chosen) != groups:
@@ -86,12 +86,12 @@ class Unequal:
             if numbers is None:
                 continue
             devices = tuple(
-                tuple(self.ranks[c.submesh.device_type][i] for i in own) for c, own in zip(chosen, numbers, strict=True)
+                tuple(self.ranks[c.submesh.device_type][i] for i in ns) for c, ns in zip(chosen, numbers, strict=True)
             )
             meshes = tuple(self._mesh(c.submesh) for c in chosen)
             again = tuple(c.n_recomputed for c in chosen)
-            found.append(UnequalCut(tuple(c.first for c in chosen[1:]), meshes, devices, again, candidate.seconds))
-        return found
+            candidates.append(UnequalCut(tuple(c.first for c in chosen[1:]), meshes, devices, again, candidate.seconds))
+        return candidates
 
     def _labels(self, n: int) -> list[str]:
         near = max(1, self.cluster.n_devices // self.cluster.n_nodes)
@@ -104,10 +104,10 @@ class Unequal:
         return tuple((name, int(size)) for name, _, size in parts)
 
     def _cost(self, first: int, last: int, submesh: Submesh) -> StageCost | None:
-        known = [self._way(self.blocks[i], submesh) for i in range(first, last + 1)]
-        if any(pair is None for pair in known):
+        ways = [self._way(self.blocks[i], submesh) for i in range(first, last + 1)]
+        if any(pair is None for pair in ways):
             return None
-        pairs = [pair for pair in known if pair is not None]
+        pairs = [pair for pair in ways if pair is not None]
         plain, again = [p[0] for p in pairs], [p[1] for p in pairs]
         least = sum(w.kept_bytes for w in again)
         return StageCost(
@@ -128,15 +128,15 @@ class Unequal:
         number = int(submesh.shape.partition(" ")[2])
         if number >= len(plain):
             return None
-        own = plain[number]
-        static, kept = own.static_bytes, own.kept_bytes
+        way = plain[number]
+        static, kept = way.static_bytes, way.kept_bytes
         again = [w for w in ways if w.recomputed and (w.static_bytes, w.again_bytes) == (static, kept)]
-        return own, (again or [own])[0]
+        return way, (again or [way])[0]
 
     def _transfer(self, at: int, source: Submesh, target: Submesh) -> float:
         a = self.ranks[source.device_type][0]
-        own = self.ranks[target.device_type]
-        b = own[min(source.n_devices, len(own) - 1)] if source.device_type == target.device_type else own[0]
+        ranks = self.ranks[target.device_type]
+        b = ranks[min(source.n_devices, len(ranks) - 1)] if source.device_type == target.device_type else ranks[0]
         if a == b:
             return 0.0
         n_bytes = self.blocks[at].crossing_bytes / min(source.n_devices, target.n_devices)

@@ -111,27 +111,27 @@ def needs(
     """``(made, wanted, outputs)``: the state in which each tensor is made, those in which it is wanted, and the
     placement of every output (None for one that is no tensor)."""
     whole_grad, whole = whole_state(mesh, True), whole_state(mesh)
-    made: dict[Ref, State] = {}
+    made_as: dict[Ref, State] = {}
     wanted: dict[Ref, dict[State, None]] = {}
     for i, node in enumerate(graph.nodes):
         if node.kind == "op":
-            own = chosen[i]
-            if len(node.outs) == len(own.outs) == 1:
-                made[Ref(i)] = own.outs[0]
+            strategy = chosen[i]
+            if len(node.outs) == len(strategy.outs) == 1:
+                made_as[Ref(i)] = strategy.outs[0]
             else:
-                held = (k for k, spec in enumerate(node.outs) if spec is not None)
-                made.update({Ref(i, k): state for k, state in zip(held, own.outs, strict=True)})
-            for ref, state in zip(node.refs, own.ins, strict=True):
+                tensors = (k for k, spec in enumerate(node.outs) if spec is not None)
+                made_as.update({Ref(i, k): state for k, state in zip(tensors, strategy.outs, strict=True)})
+            for ref, state in zip(node.refs, strategy.ins, strict=True):
                 goals = wanted.get(ref)
                 if goals is None:
                     wanted[ref] = {state: None}
                 else:
                     goals[state] = None
         elif node.kind == "param":
-            made[Ref(i)] = params[i].used
+            made_as[Ref(i)] = params[i].used
         else:
-            known = buffers if node.kind == "buffer" else inputs
-            made[Ref(i)] = known.get(node.target, whole_grad if node.needs_grad else whole)
+            states = buffers if node.kind == "buffer" else inputs
+            made_as[Ref(i)] = states.get(node.target, whole_grad if node.needs_grad else whole)
     out_states: list[State | None] = []
     for number, out in enumerate(graph.outputs):
         if not isinstance(out, Ref):
@@ -143,7 +143,7 @@ def needs(
         wanted.setdefault(out, {})[state] = None
     for name, ref in graph.updates.items():
         wanted.setdefault(ref, {})[buffers.get(name, whole)] = None
-    return made, wanted, out_states
+    return made_as, wanted, out_states
 
 
 def complete(
@@ -181,19 +181,19 @@ def complete(
         PlanError: a tensor cannot be brought to where it is wanted.
     """
     mesh = pricer.mesh
-    chosen, held = demand(graph, rules, mesh, decided)
-    held.update(buffers or {})
+    chosen, buffer_states = demand(graph, rules, mesh, decided)
+    buffer_states.update(buffers or {})
     whole_grad, whole = whole_state(mesh, True), whole_state(mesh)
     owned: dict[int, ParamChoice] = {}
     for i, node in graph.of_kind("param"):
         state = whole_grad if node.needs_grad else whole
         owned[i] = params.get(i, ParamChoice(state, state))
-    made, wanted, out_states = needs(graph, mesh, chosen, owned, held, inputs or {}, outputs)
+    made_as, wanted, out_states = needs(graph, mesh, chosen, owned, buffer_states, inputs or {}, outputs)
     routes: dict[str, tuple[Edge, ...]] = {}
     seconds = 0.0
     cache: dict[object, tuple[float, tuple[Edge, ...]] | None] = {}
     for ref, goals in wanted.items():
-        state = made[ref]
+        state = made_as[ref]
         if len(goals) == 1 and state in goals:
             continue
         node, spec = graph.nodes[ref.node], graph.spec(ref)
@@ -201,15 +201,15 @@ def complete(
         key = (spec, grad, state, tuple(sorted(goals)))
         if key not in cache:
             cache[key] = route(spec.shape, mesh, grad, state, list(goals), partial(pricer.step, spec, grad))
-        found = cache[key]
-        if found is None:
+        cheapest = cache[key]
+        if cheapest is None:
             raise PlanError(
-                f"{node.where}: a tensor of shape {spec.shape} made as {format_state(made[ref])} cannot be brought to "
-                f"{' and '.join(format_state(g) for g in goals)}; choose another cut for it or for its readers"
+                f"{node.where}: a tensor of shape {spec.shape} made as {format_state(made_as[ref])} cannot be brought "
+                f"to {' and '.join(format_state(g) for g in goals)}; choose another cut for it or for its readers"
             )
-        if found[1]:
-            routes[route_key(graph, ref)] = found[1]
-            seconds += found[0]
+        if cheapest[1]:
+            routes[route_key(graph, ref)] = cheapest[1]
+            seconds += cheapest[0]
     can = set(gathers(graph, mesh, routes, segment_numbers(graph, recompute))) if gather_again else ()
     gather_again = tuple(sorted(set(gather_again).intersection(can)))
     holds = ledger(graph, rules, mesh, chosen, routes, recompute, gather_again, make_again)
@@ -219,7 +219,7 @@ def complete(
         graph.fingerprint, mesh,
         {node.name: names_of[id(chosen[i])] for i, node in enumerate(graph.nodes) if node.kind == "op"},
         {graph.nodes[i].target: choice for i, choice in owned.items()},
-        held, tuple(out_states), routes, dict(inputs or {}), optimizer, microbatches, price,
+        buffer_states, tuple(out_states), routes, dict(inputs or {}), optimizer, microbatches, price,
         recompute=recompute, in_flight=in_flight, gather_again=gather_again, first=first_op(graph),
         devices=pricer.devices, make_again=holds.make_again,
     )  # fmt: skip

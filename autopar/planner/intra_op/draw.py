@@ -18,9 +18,12 @@ from autopar.regather import can_make_again, gathers
 from autopar.rules.notation import Rule
 from autopar.rules.strategy import Strategy
 
+ATTEMPTS = 50
+"""Draws until one has a way from every tensor to its readers: most have."""
+
 
 def random_plan(
-    graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, seed: int, *, attempts: int = 50,
+    graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, seed: int, *,
     recompute: Recompute = (), gather_again: bool = False, make_again: bool = False,
 ) -> StagePlan:  # fmt: skip
     """A feasible plan with every decision drawn at random: ops (cold ones too), parameters and lifetimes.
@@ -30,13 +33,13 @@ def random_plan(
     up until then.
 
     Raises:
-        PlanError: ``attempts`` draws gave no plan in which every tensor can reach its readers.
+        PlanError: ``ATTEMPTS`` draws gave no plan in which every tensor can reach its readers.
     """
     rng = random.Random(seed)
     mesh = pricer.mesh
     options: dict[int, list[Strategy]] = {}
     error: PlanError | None = None
-    for _ in range(attempts):
+    for _ in range(ATTEMPTS):
         decided: dict[int, Strategy] = {}
         uses: dict[int, set[State]] = {}
         for i, node in enumerate(graph.nodes):
@@ -54,15 +57,14 @@ def random_plan(
         params: dict[int, ParamChoice] = {}
         for i, node in graph.of_kind("param"):
             everywhere = whole_state(mesh, node.needs_grad)
-            found = P.choices(node.out, node.needs_grad, uses.get(i, {everywhere}), mesh)
-            params[i] = rng.choice(found)
+            params[i] = rng.choice(P.choices(node.out, node.needs_grad, uses.get(i, {everywhere}), mesh))
         inputs, outputs = _at_the_borders(graph, mesh, rng)
         try:
             runs = stretches(graph, recompute, rng) if make_again else recompute
             segment_of = segment_numbers(graph, runs)
-            made = [Ref(i, k) for i in segment_of for k, spec in enumerate(graph.nodes[i].outs) if spec is not None]
+            results = [Ref(i, k) for i in segment_of for k, spec in enumerate(graph.nodes[i].outs) if spec is not None]
             remade = [
-                route_key(graph, ref) for ref in made
+                route_key(graph, ref) for ref in results
                 if make_again and can_make_again(graph, ref, segment_of) and rng.random() < 0.5
             ]  # fmt: skip
             plan = complete(
@@ -78,7 +80,7 @@ def random_plan(
             )  # fmt: skip
         except PlanError as failed:
             error = failed
-    raise PlanError(f"no random plan in {attempts} draws: {error}")
+    raise PlanError(f"no random plan in {ATTEMPTS} draws: {error}")
 
 
 def stretches(graph: Graph, recompute: Recompute, rng: random.Random) -> Recompute:

@@ -16,6 +16,10 @@ MIN_CONTRACTIONS = 4
 """A block has at least this many operators with a parameter of two or more dims: neighbouring layers of a plain MLP
 must stay free to differ (one is cut by columns, the next by rows)."""
 MIN_REPEATS = 3
+GRAM = 4
+"""Operators in a row by which a place is known: single operators are alike everywhere."""
+PERIODS = 12
+"""Distances that are tried, the most frequent first: others are those of rare operators."""
 
 
 @dataclass(frozen=True)
@@ -75,16 +79,16 @@ def fold(graph: Graph) -> Fold:
     return Fold(tuple(representative), tuple(sorted(blocks)))
 
 
-def _periods(signs: list[int], gram: int = 4) -> list[int]:
+def _periods(signs: list[int]) -> list[int]:
     """Distances at which the sequence of signatures repeats, most frequent first."""
     last: dict[tuple[int, ...], int] = {}
-    found: Counter[int] = Counter()
-    for p in range(len(signs) - gram + 1):
-        key = tuple(signs[p : p + gram])
+    periods: Counter[int] = Counter()
+    for p in range(len(signs) - GRAM + 1):
+        key = tuple(signs[p : p + GRAM])
         if key in last:
-            found[p - last[key]] += 1
+            periods[p - last[key]] += 1
         last[key] = p
-    return [p for p, n in sorted(found.items(), key=lambda e: (-e[1], e[0])) if n >= 2][:12]
+    return [p for p, n in sorted(periods.items(), key=lambda e: (-e[1], e[0])) if n >= 2][:PERIODS]
 
 
 def _run(
@@ -106,12 +110,12 @@ def _run(
 
 def _same_inputs(graph: Graph, ops: list[int], position: list[int], start: int, at: int, period: int) -> bool:
     first = at - start < period
-    for mine, other in zip(graph.nodes[ops[at]].refs, graph.nodes[ops[at + period]].refs, strict=True):
-        a, b = position[mine.node], position[other.node]  # -1: no operator
-        if mine.out == other.out and (mine.node == other.node or (b - a == period and a >= 0)):
+    for ref, next_ref in zip(graph.nodes[ops[at]].refs, graph.nodes[ops[at + period]].refs, strict=True):
+        a, b = position[ref.node], position[next_ref.node]  # -1: no operator
+        if ref.out == next_ref.out and (ref.node == next_ref.node or (b - a == period and a >= 0)):
             continue
         if a < 0 and b < 0:
-            if graph.nodes[mine.node].kind != graph.nodes[other.node].kind or graph.nodes[mine.node].kind == "input":
+            if graph.nodes[ref.node].kind != graph.nodes[next_ref.node].kind or graph.nodes[ref.node].kind == "input":
                 return False
         elif first and start <= b < start + period and a < start:
             continue  # the first block is fed from before the blocks, the others from the block before
@@ -133,8 +137,8 @@ def _merge(graph: Graph, ops: list[int], representative: list[int], first: int, 
         base = ops[first + offset]
         owned = any(nodes[r.node].kind in ("param", "buffer") for r in nodes[base].refs)
         for block in range(1, repeats):
-            other = ops[first + block * length + offset]
-            representative[other] = base
-            for a, b in zip(nodes[base].refs, nodes[other].refs, strict=True) if owned else ():
+            twin = ops[first + block * length + offset]
+            representative[twin] = base
+            for a, b in zip(nodes[base].refs, nodes[twin].refs, strict=True) if owned else ():
                 if a.node != b.node and nodes[b.node].kind in ("param", "buffer") and representative[b.node] == b.node:
                     representative[b.node] = representative[a.node]

@@ -58,7 +58,7 @@ def choices(spec: Spec, grad: bool, used: Iterable[State], mesh: Mesh, *, all_di
     On an axis where the used placement is a shard, the stored one is the same. Elsewhere it is whole, or sharded on
     the first dim that divides, or, where none does, on the one whose largest piece is smallest (``all_dims``: on any).
     """
-    found: list[ParamChoice] = []
+    result: list[ParamChoice] = []
     whole = whole_placement(grad)
     for use in sorted(set(used)):
         options: list[list[str]] = []
@@ -69,10 +69,10 @@ def choices(spec: Spec, grad: bool, used: Iterable[State], mesh: Mesh, *, all_di
                 options.append([whole, *map(shard, range(len(spec.shape)))])
         for stored in _stored(spec.shape, options, use, mesh, all_dims):
             gathers = any(is_shard(a) and not is_shard(b) for a, b in zip(stored, use, strict=True))
-            found.append(ParamChoice(stored, use, "step"))
+            result.append(ParamChoice(stored, use, "step"))
             if gathers:
-                found.append(ParamChoice(stored, use, "use"))
-    return found
+                result.append(ParamChoice(stored, use, "use"))
+    return result
 
 
 def _stored(
@@ -106,7 +106,7 @@ def collectives(
     spec: Spec, grad: bool, choice: ParamChoice, mesh: Mesh, microbatches: int
 ) -> list[tuple[str, str, int, int]]:
     """``(axis, kind, bytes, times)`` of the collectives that a parameter costs per step, by its lifetime."""
-    found: list[tuple[str, str, int, int]] = []
+    result: list[tuple[str, str, int, int]] = []
     steps = path(choice.stored, choice.used)
     assert steps is not None
     per_use = choice.lifetime == "use"
@@ -117,10 +117,10 @@ def collectives(
         whole = elements_moved(spec.shape, src, dst, mesh) * spec.item_bytes
         forward, backward = step_collectives(src[axis], dst[axis])
         if forward:
-            found.append((name, forward, whole, 2 * microbatches if per_use and grad else 1))
+            result.append((name, forward, whole, 2 * microbatches if per_use and grad else 1))
         if backward and grad:
-            found.append((name, backward, whole, microbatches if per_use else 1))
-    return found
+            result.append((name, backward, whole, microbatches if per_use else 1))
+    return result
 
 
 def cost(spec: Spec, grad: bool, choice: ParamChoice, pricer: Pricer, optimizer: str, microbatches: int) -> ParamCost:

@@ -45,10 +45,10 @@ class Pricer:
     def step(self, spec: Spec, grad: bool, src: State, dst: State) -> float:
         """Seconds, forward and backward, of changing one axis of a tensor from ``src`` to ``dst``."""
         key = (spec, grad, src, dst)
-        known = self._steps.get(key)
-        if known is None:
-            known = self._steps[key] = sum(self.step_parts(spec, grad, src, dst))
-        return known
+        seconds = self._steps.get(key)
+        if seconds is None:
+            seconds = self._steps[key] = sum(self.step_parts(spec, grad, src, dst))
+        return seconds
 
     def step_parts(self, spec: Spec, grad: bool, src: State, dst: State) -> tuple[float, float]:
         """Seconds of the forward and of the backward of one step."""

@@ -11,12 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from autopar.errors import PlanError
+from autopar.errors import PlanError, first_few
 from autopar.graph import Graph, Ref
 from autopar.placements import State
 from autopar.plan import Recompute
 from autopar.rules.notation import Rule
 from autopar.rules.saved import keeps
+
+SHOWN = 12
+"""Modules that a message lists."""
 
 
 def segments_of(graph: Graph, rules: Sequence[Rule | None], patterns: Sequence[str]) -> Recompute:
@@ -37,18 +40,18 @@ def segments_of(graph: Graph, rules: Sequence[Rule | None], patterns: Sequence[s
     modules = _modules(graph)
     chosen: set[str] = set()
     for pattern in patterns:
-        found = {path for path in modules if fnmatchcase(path, pattern)}
-        if not found:
+        matched = {path for path in modules if fnmatchcase(path, pattern)}
+        if not matched:
             outer = sorted(modules, key=lambda path: (path.count("."), path))
-            shown = ", ".join(outer[:12]) + (", ..." if len(outer) > 12 else "")
+            shown = first_few(outer, SHOWN)
             raise PlanError(f"recompute '{pattern}' matches no module; modules are {shown or 'none'}")
-        chosen |= found
+        chosen |= matched
     outermost = [path for path in modules if path in chosen and not _outer(path) & chosen]
     for path in outermost:
-        own = [p for p, i in enumerate(ops) if f"{graph.nodes[i].module}.".startswith(f"{path}.")]
-        first, last = own[0], own[-1]
-        if last - first + 1 != len(own):
-            stranger = next(graph.nodes[ops[p]] for p in range(first, last) if p not in set(own))
+        positions = [p for p, i in enumerate(ops) if f"{graph.nodes[i].module}.".startswith(f"{path}.")]
+        first, last = positions[0], positions[-1]
+        if last - first + 1 != len(positions):
+            stranger = next(graph.nodes[ops[p]] for p in range(first, last) if p not in set(positions))
             raise PlanError(
                 f"recompute: the operators of module '{path}' are not one contiguous run ({stranger.where} is between "
                 "them); name modules inside it, or one around it"
@@ -65,23 +68,23 @@ def _segments(graph: Graph, rules: Sequence[Rule | None], runs: list[tuple[int, 
             joined[-1] = joined[-1][0], max(last, joined[-1][1])
         else:
             joined.append((first, last))
-    found = [segment(graph, rules, first, last) for first, last in joined]
-    return tuple(s for s in found if s is not None)
+    segments = [segment(graph, rules, first, last) for first, last in joined]
+    return tuple(s for s in segments if s is not None)
 
 
 def _regions(graph: Graph) -> list[tuple[int, int]]:
     """Runs of operators of one region under activation checkpointing, first and last."""
-    found: list[tuple[int, int]] = []
+    regions: list[tuple[int, int]] = []
     now = -1
     for i, node in enumerate(graph.nodes):
         if node.kind != "op":
             continue
         if node.again >= 0 and node.again == now:
-            found[-1] = found[-1][0], i
+            regions[-1] = regions[-1][0], i
         elif node.again >= 0:
-            found.append((i, i))
+            regions.append((i, i))
         now = node.again
-    return found
+    return regions
 
 
 def is_asked(graph: Graph, patterns: Sequence[str]) -> bool:
@@ -98,11 +101,11 @@ def segment(graph: Graph, rules: Sequence[Rule | None], first: int, last: int) -
 
 def _modules(graph: Graph) -> dict[str, None]:
     """Paths of the modules that have operators, those around them included."""
-    found: dict[str, None] = {}
+    paths: dict[str, None] = {}
     for node in graph.nodes:
         parts = node.module.split(".") if node.kind == "op" else [""]
-        found.update(dict.fromkeys(".".join(parts[: k + 1]) for k in range(len(parts)) if parts[0]))
-    return found
+        paths.update(dict.fromkeys(".".join(parts[: k + 1]) for k in range(len(parts)) if parts[0]))
+    return paths
 
 
 def patterns_in(graph: Graph, patterns: Sequence[str]) -> tuple[str, ...]:

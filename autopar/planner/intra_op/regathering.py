@@ -63,11 +63,11 @@ def _ledger(graph: Graph, plan: StagePlan, again: Collection[str]) -> Ledger:
 
 
 def _bytes_by_node(holds: Ledger) -> dict[int, int]:
-    found: dict[int, int] = {}
+    by_node: dict[int, int] = {}
     for entry in holds.entries:
         if entry.decision == "keep":
-            found[entry.since] = found.get(entry.since, 0) + entry.n_bytes
-    return found
+            by_node[entry.since] = by_node.get(entry.since, 0) + entry.n_bytes
+    return by_node
 
 
 __all__ = ["gathering_everything_again", "within"]

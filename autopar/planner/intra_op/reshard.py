@@ -16,6 +16,10 @@ from itertools import product
 from autopar.placements import Mesh, Placement, State, fits, steps_from
 
 Edge = tuple[State, State]
+STEP_SECONDS = 1e-15
+"""Added to every step, so that of two ways that cost the same, or nothing, the one of fewer steps is taken."""
+EXACT = 6
+"""Readers' states up to which the tree is exact: its time grows with 3 to the power of their number."""
 
 
 @lru_cache(maxsize=200_000)
@@ -34,8 +38,8 @@ def state_graph(
     ]
     every = [tuple(dict.fromkeys((*s, *p))) for s, p in zip(sources, passing, strict=True)]
     states = tuple(s for s in product(*every) if fits(shape, s, mesh))
-    known = set(states)
-    edges = tuple((s, d) for s in states for _, d in steps_from(s, passing) if d in known)
+    legal = set(states)
+    edges = tuple((s, d) for s in states for _, d in steps_from(s, passing) if d in legal)
     return states, edges
 
 
@@ -67,9 +71,9 @@ def route(
         return None
     into: list[list[tuple[int, float]]] = [[] for _ in states]
     for s, d in edges:
-        into[number[d]].append((number[s], price(s, d) + 1e-15))
+        into[number[d]].append((number[s], price(s, d) + STEP_SECONDS))
     inf = float("inf")
-    if len(wanted) > 6:  # too many to be exact: one after the other, each from the nearest state that exists
+    if len(wanted) > EXACT:  # too many to be exact: one after the other, each from the nearest state that exists
         return _greedy(states, number, into, source, wanted)
     full = (1 << len(wanted)) - 1
     best = [[inf] * len(states) for _ in range(full + 1)]
@@ -80,13 +84,13 @@ def route(
             row[number[wanted[mask.bit_length() - 1]]] = 0.0
         sub = (mask - 1) & mask
         while sub:
-            other = mask ^ sub
-            if sub < other:
-                a, b = best[sub], best[other]
+            complement = mask ^ sub
+            if sub < complement:
+                a, b = best[sub], best[complement]
                 for v in range(len(states)):
                     cost = a[v] + b[v]
                     if cost < row[v]:
-                        row[v], steps[v] = cost, (sub, other)
+                        row[v], steps[v] = cost, (sub, complement)
             sub = (sub - 1) & mask
         heap = [(c, v) for v, c in enumerate(row) if c < inf]
         heapq.heapify(heap)
@@ -152,23 +156,23 @@ def _greedy(
         dist = {v: 0.0 for v in have}
         parent: dict[int, int] = {}
         heap = [(0.0, v) for v in sorted(have)]
-        found = None
+        nearest = None
         while heap:
             c, v = heapq.heappop(heap)
             if c > dist[v]:
                 continue
             if v in missing and v not in have:
-                found = v
+                nearest = v
                 break
             for u, w in out[v]:
                 if c + w < dist.get(u, float("inf")):
                     dist[u], parent[u] = c + w, v
                     heapq.heappush(heap, (c + w, u))
-        if found is None:
+        if nearest is None:
             return None
-        total += dist[found]
+        total += dist[nearest]
         path = []
-        v = found
+        v = nearest
         while v not in have:
             path.append(v)
             v = parent[v]

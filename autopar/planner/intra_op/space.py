@@ -15,8 +15,8 @@ def strategies(graph: Graph, node: Node, rule: Rule, mesh: Mesh) -> list[Strateg
     """Every strategy of one op; on an axis of size 1 the op is whole."""
     options = list(options_of(graph, node, rule).values())
     choices = [options if size > 1 else options[:1] for _, size in mesh]
-    made = (_strategy(graph, node, rule, mesh, picked) for picked in product(*choices))
-    return [strategy for strategy in made if strategy is not None]
+    every = (_strategy(graph, node, rule, mesh, picked) for picked in product(*choices))
+    return [strategy for strategy in every if strategy is not None]
 
 
 def fitting_strategy(

@@ -22,14 +22,14 @@ def held_whole(graph: Graph) -> Mapping[int, Sequence[int]]:
         for ref in {*node.refs} if node.kind == "op" else ():
             if graph.nodes[ref.node].kind == "buffer":
                 readers.setdefault(ref.node, []).append(i)
-    found: dict[int, list[int]] = {}
-    for buffer, own in readers.items():
-        writers = [i for i in own if has_effect(graph.nodes[i].target)]
-        both_sides = any(own[0] < i < own[-1] for i in writers)
-        for i in own if both_sides else writers if len(writers) > 1 else ():
+    positions: dict[int, list[int]] = {}
+    for buffer, users in readers.items():
+        writers = [i for i in users if has_effect(graph.nodes[i].target)]
+        both_sides = any(users[0] < i < users[-1] for i in writers)
+        for i in users if both_sides else writers if len(writers) > 1 else ():
             refs = graph.nodes[i].refs
-            found.setdefault(i, []).extend(k for k, ref in enumerate(refs) if ref.node == buffer)
-    return found
+            positions.setdefault(i, []).extend(k for k, ref in enumerate(refs) if ref.node == buffer)
+    return positions
 
 
 def holds_whole(strategy: Strategy, positions: Sequence[int]) -> bool:
