@@ -22,6 +22,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 
 CASES = {
     # name: (model, layers, cluster, mesh, batch, sequence, memory limit)
@@ -88,11 +89,13 @@ def shell(case: str) -> dict[str, float | str]:
     from autopar.collection import uncollected
 
     with uncollected():  # as the command imports them
-        importlib.import_module("autopar.rules")
-        modules = [importlib.import_module(f"autopar.{name}") for name in ("models", "capture", "planning")]
-    models, capture, planning = (vars(module) for module in modules)  # autopar.capture is a function by another name
+        for name in ("rules", "models"):
+            importlib.import_module(f"autopar.{name}")
+        modules = [importlib.import_module(f"autopar.{name}") for name in ("frontends", "capture", "planning")]
+    frontends, capture, planning = (vars(module) for module in modules)  # autopar.capture is a function by another name
     importing = time.process_time() - begin
-    models["_from_config"] = timed("model", models["_from_config"])
+    registered = frontends["FRONTENDS"]
+    registered["hf:"] = replace(registered["hf:"], load=timed("model", registered["hf:"].load))
     capture["capture"] = planning["capture"] = timed("capture", capture["capture"])
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/config.json"
