@@ -30,6 +30,7 @@ from autopar.planner.intra_op.recompute import is_asked, patterns_in, segment, s
 from autopar.rules.registry import rules_of
 from autopar.staging import StageGraph, crossings_of, cut, hot_ops
 from autopar.texts import show_bytes
+from autopar.wishes import MOST_AXES
 from cost_models.pipeline import (
     SCHEDULES,
     USUAL,
@@ -81,7 +82,7 @@ class PipelineOptions:
     options: Options = field(default_factory=Options)
     may_recompute: bool = True
     top: int = 1
-    max_axes: int = 3
+    max_axes: int = MOST_AXES
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,8 @@ AXES = 2
 """Of a mesh whose programs are quickly solved: with three, each price takes five times as long."""
 IN_FLIGHT = 4
 """Microbatches in flight for which the bytes of a block's plans are weighed."""
+LEAST_BYTES = 1e-9
+"""Ways that need no more bytes are taken first, as if they needed this much."""
 
 
 @dataclass(frozen=True)
@@ -283,7 +285,7 @@ class Filler:
         for k, (_, hull) in enumerate(used):
             for w in range(len(hull) - 1, 0, -1):
                 more = self._bytes(hull[w - 1], in_flight) - self._bytes(hull[w], in_flight)
-                steps.append((-(self._total(hull[w]) - self._total(hull[w - 1])) / max(more, 1e-9), k, w, more))
+                steps.append((-(self._total(hull[w]) - self._total(hull[w - 1])) / max(more, LEAST_BYTES), k, w, more))
         for _, k, w, more in sorted(steps):
             n = taken[k][w] if more <= 0 else min(taken[k][w], int(left / more))
             taken[k][w] -= n
