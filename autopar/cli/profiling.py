@@ -34,6 +34,9 @@ def profile(
     ] = None,
     batch: Batch = None,
     seq: Seq = None,
+    microbatches: Annotated[
+        int, typer.Option("--microbatches", help="That plans will cut the example batch into: ops of one are measured.")
+    ] = 1,
     seconds: Annotated[float, typer.Option("--seconds", help="For measuring the ops, about.")] = 60.0,
     processes: Annotated[
         int | None, typer.Option("--processes", help="That measure at once. Default: 2; 1 on a cluster of one device.")
@@ -44,11 +47,11 @@ def profile(
 ) -> None:
     """Measure on this machine what a model's plans are priced with, and write it to a profile file.
 
-    The example batch is one microbatch, as for autopar plan --stages. The file is a cluster: wherever a cluster can be
+    The example batch is that of a step, as for autopar plan. The file is a cluster: wherever a cluster can be
     named, it can be too. Measured are the distinct local ops of the model, whole and as cut on the meshes asked for,
     forward and backward; transfers; the optimizer; the executor. Other sizes get the formulas' prices, corrected.
 
-    Example: autopar profile gpt.py:make --cluster local-x2 -o profile.json
+    Example: autopar profile gpt.py:make --cluster local-x2 --microbatches 8 -o profile.json
 
     Then: autopar plan gpt.py:make --cluster profile.json --stages 2 --microbatches 8 -o plan.json
     """
@@ -65,6 +68,8 @@ def profile(
     count = processes or min(2, hardware.n_devices)
     if processes is not None and not 1 <= processes <= 2:
         raise UsageError(f"--processes is {processes}; it is 1 or 2: transfers are measured between two")
+    if microbatches < 1:
+        raise UsageError(f"--microbatches is {microbatches}; it is 1 or more")
     if seconds <= 0 or most_ops < 1:
         raise UsageError(f"--seconds is {seconds:g} and --most-ops {most_ops}; both are more than 0")
     if output.suffix != ".json":
@@ -72,7 +77,7 @@ def profile(
     if not output.parent.is_dir():
         raise UsageError(f"there is no folder {output.parent}; give one that exists")
     meshes = tuple(m for m in (parse_mesh(text) for text in mesh or ()) if m is not None)
-    loaded, captured = load_and_capture(model, batch, seq)
+    loaded, captured = load_and_capture(model, batch, seq, parts=microbatches)
     if cluster.endswith((".toml", ".json")):
         cluster = Path(os.path.relpath(Path(cluster).resolve(), output.parent.resolve())).as_posix()
     asked = documents.Asked(seconds, count, meshes, most_ops, timeout=timeout)

@@ -315,7 +315,9 @@ def make():
 def test_profile_then_plan(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(NET)
     profile, plan = tmp_path / "profile.json", tmp_path / "plan.json"
-    code, out, err = command("profile", tmp_path / "net.py:make", "-o", profile, "--seconds", 0.1, "--json")
+    code, out, err = command(
+        "profile", tmp_path / "net.py:make", "--microbatches", 2, "-o", profile, "--seconds", 0.1, "--json"
+    )
     assert code == 0, err
     said = json.loads(out)
     assert said["ops"] == 5 and said["kinds"]["matmul"]["ops"] == 3 and said["provenance"]["processes"] == 2
