@@ -37,13 +37,13 @@ CASES = {
 }
 
 
-SHELL = {
+SHELL = {  # without --mesh everything is searched
     # name: (layers, hidden, ffn, heads, cluster, options of autopar plan)
     "shell-llama-8b": (32, 4096, 14336, 32, "dgx-h100-x8", ("--batch", "16", "--mesh", "data=8,tensor=8")),
-    "shell-405b-16384": (
-        126, 16384, 53248, 128, "dgx-h100-x2048",
-        ("--batch", "2048", "--stages", "auto", "--microbatches", "auto"),
-    ),
+    "shell-llama-8b-all": (32, 4096, 14336, 32, "dgx-h100-x8", ("--batch", "128")),
+    "shell-405b-512": (126, 16384, 53248, 128, "dgx-h100-x64", ("--batch", "256")),
+    "shell-405b-2048": (126, 16384, 53248, 128, "dgx-h100-x256", ("--batch", "1024")),
+    "shell-405b-16384": (126, 16384, 53248, 128, "dgx-h100-x2048", ("--batch", "2048")),
 }  # fmt: skip
 
 

@@ -68,8 +68,11 @@ def describe(
         console.print(f"  {known(facts['profile'])}", markup=False)
     for what, seconds in more.get("tried", ())[:8]:
         console.print(f"  tried: {show_seconds(seconds):>8}  {what}", markup=False)
-    for note in plan.notes if "tried" not in more else ():
-        console.print(f"  {note}", markup=False)
+    from autopar.planning import NEXT
+
+    for note in plan.notes:
+        if "tried" not in more or not note.startswith(NEXT):  # they stand among those that were tried
+            console.print(f"  {note}", markup=False)
 
 
 def times_table(stages: list[dict[str, Any]]) -> Any:

@@ -13,6 +13,7 @@ import autopar
 from autopar import planning
 from autopar.capture import Captured
 from autopar.errors import InfeasibleError, RunError
+from autopar.planner.inter_op import stage_search
 from autopar.planner.inter_op.stage_search import INTERRUPTED
 from hardware_profiles import load_cluster
 
@@ -97,6 +98,20 @@ def test_microbatches_of_a_parallel_module(asked: Any) -> None:
     with pytest.raises(RunError, match=rf"512 rows, the batch of a step, and the plan cuts it into {parts} micro"):
         pm(X)
     pm(X[: 512 // parts]).backward()
+
+
+def test_a_plan_of_an_interrupted_search_says_so(captured: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, looked = stage_search._Search.candidates, []
+
+    def candidates(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if looked:
+            raise KeyboardInterrupt
+        looked.append(self)
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(stage_search._Search, "candidates", candidates)
+    plan = autopar.plan(Net(), "local-x2", X, captured=captured)
+    assert plan.microbatches == looked[0].asked.microbatches and INTERRUPTED in plan.notes
 
 
 def test_an_interrupted_choice_of_a_mesh_keeps_the_best_so_far(

@@ -256,18 +256,20 @@ class _Numbers:
         self._look_deeper()
 
     def _look_deeper(self) -> None:
-        """Look at meshes of more axes for the number of microbatches and of groups that is best so far."""
-        if not self.found:
-            return
-        seconds, _, search, candidate = min(self.found, key=lambda f: f[:2])
-        equal = len({n_devices(mesh) for mesh in candidate.meshes}) == 1
-        if search.asked.mesh or search.asked.starts is not None or not equal or search.asked.max_axes <= AXES:
-            return
-        search.most_axes = search.asked.max_axes
-        try:
-            self._take(search, search.candidates(None, seconds, 1.0, self.share, candidate.groups))
-        finally:
-            search.most_axes = AXES
+        """Look at meshes of more axes for the number of microbatches and of groups that is best so far; on few devices,
+        also for the best single group, which a pipeline may only seem to beat."""
+        ways = sorted(self.found, key=lambda f: f[:2])
+        alone = [f for f in ways if f[3].groups == 1] if self.few else []
+        for _, _, search, candidate in {(id(f[2]), f[3].groups): f for f in (*alone[:1], *ways[:1])}.values():
+            equal = len({n_devices(mesh) for mesh in candidate.meshes}) == 1
+            if search.asked.mesh or search.asked.starts is not None or not equal or search.asked.max_axes <= AXES:
+                continue
+            search.most_axes = search.asked.max_axes
+            far = NEAR if self.few else 1.0
+            try:
+                self._take(search, search.candidates(None, ways[0][0], far, self.share, candidate.groups))
+            finally:
+                search.most_axes = AXES
 
     def _look_at(self, number: int) -> bool:
         """Whether a number is near the best."""

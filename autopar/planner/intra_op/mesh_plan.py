@@ -312,8 +312,9 @@ class _Solving:
                         self.setting.decided_seconds, gap,
                     )  # fmt: skip
                     tried += [plan] if plan is not None else []
-                    if plan is not None and plan.solution is not None and plan.solution.gap <= gap:
-                        return plan
+                    if plan is not None and plan.solution is not None:
+                        if plan.solution.gap <= gap or program.is_rough(gap):
+                            return plan
                 plan = self._finish(program.solve(gap, self.setting.options.worth_seconds))
             except InfeasibleError:
                 break
