@@ -68,7 +68,7 @@ def model_of(family: str, shape: dict[str, Any], seq: int) -> Any:
         if family == "t5":
             config = t.T5Config(
                 d_model=shape["hidden"], d_ff=shape["ffn"], d_kv=128, num_layers=shape["layers"],
-                num_heads=shape["heads"], dropout_rate=0.0, use_cache=False,
+                num_heads=shape["heads"], dropout_rate=0.0, use_cache=False, decoder_start_token_id=0,
             )  # fmt: skip
             return t.T5ForConditionalGeneration(config).to(torch.bfloat16)
         if family == "vit":

@@ -133,3 +133,23 @@ def test_memory_by_prices_is_within_its_gap_of_brute_force() -> None:
         assert expected - 1e-6 <= choice.objective <= expected * 1.01 + 1e-6
         checked += 1
     assert checked > 50
+
+
+def test_large_programs_of_a_rough_search_fit_and_know_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Presolved, and whole next to the relaxation: within the limit, no better than the best, the bound no worse."""
+    monkeypatch.setattr(ilp, "LARGE", 0)
+    rng, rough, searched = random.Random(8), 0, []
+    real = ilp.Program.best
+    monkeypatch.setattr(ilp.Program, "best", lambda *a, **k: searched.append(1) or real(*a, **k))
+    for _ in range(150):
+        problem = _random_problem(rng, True)
+        expected = _brute_force(problem)
+        if expected == float("inf"):
+            with pytest.raises(InfeasibleError):
+                ilp.solve(problem, gap=ilp.ROUGH)
+            continue
+        choice = ilp.solve(problem, gap=ilp.ROUGH)
+        assert _bytes(problem, choice.picked) <= problem.limit_bytes
+        assert choice.bound <= expected + 1e-6 <= choice.objective + 2e-6
+        rough += choice.objective > expected * (1 + ilp.ROUGH)
+    assert rough and len(searched) < 75, "branch and bound is rare, and so is what it would have found"

@@ -55,6 +55,9 @@ WORSE = 2
 AXES = 2
 """Axes of a group's mesh, at most, in the first look. Those of more are looked at for groups of the number that is best
 so far, once that is known: they are many, take several times as long to plan, and win by little where they win."""
+DEEPER = 0.99
+"""On more than :data:`SMALL` devices, meshes of more axes are planned exactly only where they seem to take less than
+this factor of the best: the programs of their stages, where memory binds, take minutes."""
 INTERRUPTED = "the search was interrupted: this is the best plan so far"
 CLOSE = 0.005
 """On more than :data:`SMALL` devices, the next is planned exactly if it looks at most this much worse than the best."""
@@ -265,9 +268,10 @@ class _Numbers:
             if search.asked.mesh or search.asked.starts is not None or not equal or search.asked.max_axes <= AXES:
                 continue
             search.most_axes = search.asked.max_axes
-            far = NEAR if self.few else 1.0
+            far = NEAR if self.few else DEEPER
             try:
-                self._take(search, search.candidates(None, ways[0][0], far, self.share, candidate.groups))
+                deeper = search.candidates(None, ways[0][0], far, self.share, candidate.groups)
+                self._take(search, [c for c in deeper if c.seconds <= far * ways[0][0]])
             finally:
                 search.most_axes = AXES
 
