@@ -57,7 +57,7 @@ BETTER = 1e-6
 """A shape of the mesh has to be faster by more than this part: of shapes that are as fast the first one is taken."""
 NEXT_BEST = 3
 """Ways that the notes of a plan name."""
-NEXT = "next best"
+NEXT_WORDS = "next best"
 """How notes begin that name the ways that came next."""
 SIMPLER = 0.001
 """A plan without pipeline and microbatches is preferred if its step is at most this much longer."""
@@ -285,7 +285,9 @@ def _others(planned: Planned) -> list[str]:
     best = planned.plan.seconds
     others = dict(reversed([t for t in planned.tried if t[1] > best * (1 + ROUNDING)]))
     ways = sorted(others.items(), key=lambda t: t[1])[:NEXT_BEST]
-    return [f"{NEXT}: {what}, {1e3 * seconds:.4g} ms a step ({seconds / best - 1:+.1%})" for what, seconds in ways]
+    return [
+        f"{NEXT_WORDS}: {what}, {1e3 * seconds:.4g} ms a step ({seconds / best - 1:+.1%})" for what, seconds in ways
+    ]
 
 
 def part_of(model: torch.nn.Module, captured: Captured, example: Any, parts: int) -> Captured:

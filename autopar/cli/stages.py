@@ -68,10 +68,10 @@ def describe(
         console.print(f"  {known(facts['profile'])}", markup=False)
     for what, seconds in more.get("tried", ())[:8]:
         console.print(f"  tried: {show_seconds(seconds):>8}  {what}", markup=False)
-    from autopar.planning import NEXT
+    from autopar.planning import NEXT_WORDS
 
     for note in plan.notes:
-        if "tried" not in more or not note.startswith(NEXT):  # they stand among those that were tried
+        if "tried" not in more or not note.startswith(NEXT_WORDS):  # they stand among those that were tried
             console.print(f"  {note}", markup=False)
 
 
