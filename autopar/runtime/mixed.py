@@ -111,9 +111,9 @@ def _result(
 ) -> Any:  # fmt: skip
     """What an operator gives, of its local results; torch's own knows no plain tensor that is written to."""
     written = args[0] if is_inplace and args else None
-    if is_inplace and mesh in _meshes:
+    if is_inplace and args and mesh in _meshes:
         for tensor in written if isinstance(written, list | tuple) else (written,):
-            if isinstance(tensor, DTensor) and tensor._is_view():
+            if tensor._is_view() and isinstance(tensor, DTensor):
                 written_through(tensor)
     if not isinstance(written, torch.Tensor) or isinstance(written, DTensor) or mesh not in _meshes:
         return _result_of(op, args, kwargs, mesh, sharding, results, participating, is_inplace, is_out)
