@@ -10,7 +10,6 @@ import contextlib
 import copy
 import dataclasses
 import fnmatch
-import functools
 import itertools
 import threading
 import time
@@ -35,9 +34,9 @@ from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.planner.intra_op.price import pricer
 from autopar.planner.intra_op.recompute import segments_of
 from autopar.rules.registry import rules_of
-from autopar.runtime import registering, stage
+from autopar.runtime import gathering, registering, stage
 from autopar.runtime.executor import ParallelModule
-from autopar.runtime.gathering import Unit, make_units
+from autopar.runtime.gathering import Unit
 from hardware_profiles import load_cluster
 
 LR = 1e-2
@@ -436,7 +435,7 @@ def recomputed_in_another_thread(name: str, pattern: str, frozen: str, seed: int
     reference = copy.deepcopy(case.model)
     captured = capture(case.model, *case.batch)
     plan = make_plan(captured, Config(name, TWO, seed=seed, options={"recompute": [pattern]}, lifetime="use"))
-    with mock.patch.object(stage, "make_units", functools.partial(make_units, limit=1 << 14)):
+    with mock.patch.object(gathering, "UNIT_BYTES", 1 << 14):
         pm = ParallelModule(case.model, captured, plan, device_mesh(TWO))
     gathered: list[list[int]] = [[], []]
     now = gathered[0]
