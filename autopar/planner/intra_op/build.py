@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
+from typing import NamedTuple
 
 from autopar.graph import Graph, Node, Ref
 from autopar.placements import (
@@ -28,8 +29,9 @@ from autopar.placements import (
 )
 from autopar.plan import ParamChoice, Recompute, segment_numbers
 from autopar.planner.intra_op import params as P
+from autopar.planner.intra_op.again import Again, again
 from autopar.planner.intra_op.fold import Fold
-from autopar.planner.intra_op.ledger import Entry, Keeper, ledger
+from autopar.planner.intra_op.ledger import Entry, Keeper, Ledger, ledger
 from autopar.planner.intra_op.price import Pricer
 from autopar.planner.intra_op.problem import Held, Item, Problem, Tensor
 from autopar.planner.intra_op.reshard import axis_sets, state_graph
@@ -46,12 +48,31 @@ OUT = -1
 
 @dataclass
 class _Chain:
-    """Nodes decided as one item; ``rows[s]`` has the strategy of every node."""
+    """Nodes decided as one item; ``rows[s]`` has the strategy of every node, ``again[s]`` those that run again."""
 
     nodes: list[int]
     rows: list[tuple[Strategy, ...]]
     seconds: list[float]
     n_bytes: list[float]
+    again: list[frozenset[int]] = field(default_factory=list)
+
+
+class Decided(NamedTuple):
+    """What is decided of a graph.
+
+    Attributes:
+        ops: strategies by node.
+        params: choices by parameter node.
+        outputs: states by output position.
+        inputs: states in which tensors of earlier stages arrive, by input name.
+        again: operators that run again in the backward.
+    """
+
+    ops: dict[int, Strategy]
+    params: dict[int, ParamChoice]
+    outputs: dict[int, State]
+    inputs: dict[str, State]
+    again: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -62,6 +83,17 @@ class Decoder:
     parameters: tuple[tuple[int, int, tuple[ParamChoice, ...]], ...]
     outputs: tuple[tuple[int, int, tuple[State, ...]], ...]
     arrivals: tuple[tuple[int, str, tuple[State, ...]], ...] = ()
+    repeats: tuple[tuple[int, tuple[frozenset[int], ...]], ...] = ()
+    again: Again | None = None
+
+    def runs_again(self, picked: Sequence[int], fold: Fold) -> frozenset[int]:
+        """Operators that run again in the backward, of every block."""
+        chosen = {node for item, rows in self.repeats for node in rows[picked[item]]}
+        return frozenset(i for i, r in enumerate(fold.representative) if r in chosen) if chosen else frozenset()
+
+    def decided(self, picked: Sequence[int], fold: Fold) -> Decided:
+        """All that a choice decides, for every node of every class."""
+        return Decided(*self.decode(picked, fold), self.inputs(picked), self.runs_again(picked, fold))
 
     def inputs(self, picked: Sequence[int]) -> dict[str, State]:
         """States in which tensors of earlier pipeline stages arrive, by input."""
@@ -107,6 +139,7 @@ class Builder:
         in_flight: microbatches whose activations are kept at once.
         recompute: segments that run again in the backward.
         keep_memory: keep strategies that are slower and smaller; needed when a memory limit binds.
+        choose_again: let operators run again in the backward instead of keeping what they make.
     """
 
     graph: Graph
@@ -123,6 +156,7 @@ class Builder:
     cut_contractions: bool = False
     in_flight: int = 1
     recompute: Recompute = ()
+    choose_again: bool = False
 
     def build(self) -> tuple[Problem, Decoder]:
         """The problem, and what reads its solution."""
@@ -130,6 +164,8 @@ class Builder:
         counts = self.fold.counts
         groups = self._groups()
         chains, chain_of = self._chains(groups, counts)
+        for chain in chains if self.choose_again else ():
+            self._offer_again(chain, counts)
         items: list[Item] = []
         item_of: dict[int, int] = {}
         decoded_chains = []
@@ -139,6 +175,7 @@ class Builder:
             decoded_chains.append((len(items), tuple(chain.nodes), tuple(chain.rows)))
             items.append(Item(graph.nodes[chain.nodes[-1]].name, tuple(chain.seconds), tuple(chain.n_bytes)))
         row_of = {node: (chain.rows, k) for chain in chains for k, node in enumerate(chain.nodes)}
+        again_of = {item_of[chain.nodes[0]]: chain.again for chain in chains if chain.again}
 
         def wanted(node: int, position: int) -> list[State]:
             rows, k = row_of[node]
@@ -194,9 +231,13 @@ class Builder:
                     items.append(Item(f"update {name}", (0.0,), (0.0,)))
                 if readers:
                     tensors.append(self._tensor(group, item_of[i], made, readers))
-        held = self._kept(items, item_of, row_of) if self.keep_memory else ()
+        held = self._kept(items, item_of, row_of, again_of) if self.keep_memory else ()
         problem = Problem(tuple(items), tuple(tensors), held)
-        return problem, Decoder(tuple(decoded_chains), tuple(parameters), tuple(outputs), tuple(arrivals))
+        repeats = tuple((item, tuple(rows)) for item, rows in again_of.items())
+        may = self._may_again if self.choose_again else None
+        return problem, Decoder(
+            tuple(decoded_chains), tuple(parameters), tuple(outputs), tuple(arrivals), repeats, may
+        )  # fmt: skip
 
     # -- tensors
 
@@ -333,6 +374,56 @@ class Builder:
         """How many nodes that a representative stands for run again."""
         return Counter(self.fold.representative[i] for i in self._segment_of)
 
+    @cached_property
+    def _memory(self) -> Ledger:
+        """The ledger of whole tensors."""
+        return ledger(
+            self.graph, self.rules, self.pricer.mesh, None, {}, self.recompute, every=self.choose_again
+        )  # fmt: skip
+
+    @cached_property
+    def _may_again(self) -> Again:
+        return again(self.graph, self.rules, self.fold, self._memory.entries)
+
+    def _offer_again(self, chain: _Chain, counts: Mapping[int, int]) -> None:
+        """Add rows in which operators of a chain run again: all that may from one of them on.
+
+        While they do, what they make is there for the backward of one block.
+        """
+        graph, able = self.graph, self._may_again.able
+        places = [k for k, node in enumerate(chain.nodes) if node in able]
+        if not places:
+            return
+        plain = list(zip(chain.rows, chain.seconds, chain.n_bytes, strict=True))
+        chain.again = [frozenset()] * len(plain)
+        for first in places:
+            own = [k for k in places if k >= first]
+            for row, seconds, n_bytes in plain:
+                more = lives = 0.0
+                for k in own:
+                    node, rule = graph.nodes[chain.nodes[k]], self.rules[chain.nodes[k]]
+                    assert rule is not None
+                    more += sum(self.pricer.forward(graph, node, rule, row[k]))
+                    lives += self._inside_of(chain.nodes[k]) * self._share(chain.nodes[k], OUT, row[k])
+                    lives += sum(
+                        self.pricer.local_bytes(spec, state)
+                        for spec, state in zip([o for o in node.outs if o is not None], row[k].outs, strict=True)
+                    )
+                chain.rows.append(row)
+                chain.seconds.append(seconds + counts[chain.nodes[0]] * self.microbatches * more)
+                chain.n_bytes.append(n_bytes + lives)
+                chain.again.append(frozenset(chain.nodes[k] for k in own))
+
+    def _inside_of(self, i: int) -> int:
+        """Bytes that autograd keeps inside one operator, of whole tensors."""
+        return self._inside.get(i, 0)
+
+    @cached_property
+    def _inside(self) -> dict[int, int]:
+        return {
+            e.since: e.n_bytes for e in self._memory.entries if e.keepers and e.keepers[0].what == "inside"
+        }  # fmt: skip
+
     # -- chains
 
     def _chains(
@@ -429,50 +520,66 @@ class Builder:
 
     def _kept(
         self, items: list[Item], item_of: Mapping[int, int],
-        row_of: Mapping[int, tuple[list[tuple[Strategy, ...]], int]],
+        row_of: Mapping[int, tuple[list[tuple[Strategy, ...]], int]], again_of: Mapping[int, Sequence[frozenset[int]]],
     ) -> tuple[Held, ...]:  # fmt: skip
         """The ledger of whole tensors in the layouts of every strategy: added to the items, and returned where several
-        operators keep memory in common.
+        operators keep memory in common, or where an operator may make it again.
 
         An entry takes the share of its bytes that a strategy leaves of the tensor by which an operator keeps it. What a
         segment takes from outside counts in the layout in which it is made there; of what it keeps while it runs again
         the segment that keeps most counts (by whole tensors). Copies in other layouts than the first, and another
         segment that turns out to be the larger one, are not seen here but in the price of the finished plan.
+
+        An operator that may run again needs what it reads only if it does, or if it keeps it anyway.
         """
-        graph, rep = self.graph, self.fold.representative
-        whole = ledger(graph, self.rules, self.pricer.mesh, None, {}, self.recompute)
+        rep = self.fold.representative
+        whole = self._memory
         bytes_of = whole.segment_bytes()
         largest = max(bytes_of, key=lambda segment: bytes_of[segment], default=None)
+        able = self._may_again.able if self.choose_again else frozenset()
         inside: dict[int, float] = {}  # bytes that operators keep inside, by representative
         sliced: list[tuple[int, int, float]] = []  # what is kept of the batch: operator, position and whole bytes
-        classes: dict[tuple[tuple[tuple[int, int], ...], int], int] = {}
+        classes: dict[tuple[tuple[tuple[int, int, bool], ...], int, int], int] = {}
         for entry in whole.entries:
             if entry.segment is not None and entry.segment != largest:
                 continue
             users = {self._user(entry, keeper) for keeper in entry.keepers}
-            decided = tuple(sorted({(rep[i], position) for i, position in users if rep[i] in row_of}))
+            kept = {(rep[i], position) for i, position in users if rep[i] in row_of}
+            times = self.in_flight if entry.segment is None else 1
+            if entry.decision == "given":
+                sliced += [(i, position, entry.n_bytes * self.in_flight) for i, position in sorted(kept)]
+                continue
+            if kept and entry.keepers[0].what == "inside":
+                ((node, _),) = kept
+                inside[node] = inside.get(node, 0.0) + times * entry.n_bytes
+                continue
+            asked = {(rep[i], position) for i, position in entry.readers if i < len(rep) and rep[i] in able} - kept
+            decided = tuple(sorted({(*user, True) for user in kept} | {(*user, False) for user in asked}))
             if decided:
-                times = self.in_flight if entry.segment is None else 1
-                if entry.decision == "given":
-                    sliced += [(i, position, entry.n_bytes * self.in_flight) for i, position in decided]
-                    continue
-                if entry.keepers[0].what == "inside":
-                    node = decided[0][0]
-                    inside[node] = inside.get(node, 0.0) + times * entry.n_bytes
-                    continue
-                classes[decided, entry.n_bytes] = classes.get((decided, entry.n_bytes), 0) + times
+                maker = rep[entry.since] if rep[entry.since] in able else -1
+                key = decided, entry.n_bytes, maker
+                classes[key] = classes.get(key, 0) + times
         held: list[Held] = []
-        for (users_of, n_bytes), count in classes.items():
+        for (users_of, n_bytes, maker), count in classes.items():
+            made_by = item_of.get(maker, -1)
+            remade: dict[int, set[int]] = {}  # bytes -> rows in which the maker makes them again; not copies of them
+            for r, nodes in enumerate(again_of.get(made_by, ())):
+                if maker in nodes:
+                    rows, k = row_of[maker]
+                    remade.setdefault(round(n_bytes * self._share(maker, OUT, rows[r][k])), set()).add(r)
             layouts: dict[int, dict[int, set[int]]] = {}  # bytes -> item -> rows
-            for i, position in users_of:
+            for i, position, keeps in users_of:
                 rows, k = row_of[i]
+                runs_again = again_of.get(item_of[i], ())
                 for r, row in enumerate(rows):
                     n = round(n_bytes * self._share(i, position, row[k]))
-                    layouts.setdefault(n, {}).setdefault(item_of[i], set()).add(r)
+                    if (keeps or i in runs_again[r]) and not (item_of[i] == made_by and r in remade.get(n, ())):
+                        layouts.setdefault(n, {}).setdefault(item_of[i], set()).add(r)
             for n, users_in in layouts.items():
-                if len(users_in) > 1:
-                    pairs = tuple((item, tuple(sorted(rows_of))) for item, rows_of in sorted(users_in.items()))
-                    held.append(Held(float(count * n), pairs))
+                pairs = tuple((item, tuple(sorted(rows_of))) for item, rows_of in sorted(users_in.items()))
+                again_rows = tuple(sorted(remade.get(n, ())))
+                if len(pairs) > 1 or (again_rows and pairs[0][0] != made_by):
+                    held.append(Held(float(count * n), pairs, again=(made_by, again_rows) if again_rows else None))
                     continue
                 ((item, only),) = users_in.items()
                 more = tuple(b + count * n * (r in only) for r, b in enumerate(items[item].n_bytes))
@@ -483,12 +590,13 @@ class Builder:
             item = items[item_of[i]]
             more = tuple(n + (share < 1) * share * whole_bytes for n, share in zip(item.n_bytes, shares, strict=True))
             items[item_of[i]] = replace(item, n_bytes=more)
-        self._kept_inside(items, item_of, row_of, inside)
+        self._kept_inside(items, item_of, row_of, again_of, inside)
         return tuple(held)
 
     def _kept_inside(
         self, items: list[Item], item_of: Mapping[int, int],
-        row_of: Mapping[int, tuple[list[tuple[Strategy, ...]], int]], inside: Mapping[int, float],
+        row_of: Mapping[int, tuple[list[tuple[Strategy, ...]], int]], again_of: Mapping[int, Sequence[frozenset[int]]],
+        inside: Mapping[int, float],
     ) -> None:  # fmt: skip
         """Add what operators keep that is neither input nor output.
 
@@ -506,7 +614,11 @@ class Builder:
             times = (counts[i] - self._recomputed[i]) * self.in_flight
             asked: dict[frozenset[str], float] = {}
             more = []
-            for row in rows:
+            runs_again = again_of.get(item_of[i], ())
+            for r, row in enumerate(rows):
+                if runs_again and i in runs_again[r]:
+                    more.append(0.0)
+                    continue
                 strategy = row[k]
                 across = inside_of.intersection(
                     name for name, (_, size) in zip(strategy.names, self.pricer.mesh, strict=True) if size > 1

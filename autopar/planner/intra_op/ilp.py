@@ -117,6 +117,16 @@ class Program:
         self._relaxed = self._relaxed or self.relaxed()
         return self.choice(self._relaxed) if self._relaxed is not None and self._relaxed.whole else None
 
+    def unbound(self) -> Choice | None:
+        """The optimum, if the limit does not bind."""
+        try:
+            whole = self.whole()
+        except InfeasibleError:
+            return None
+        if self._relaxed is None or self._relaxed.byte_price > 0.0:
+            return None
+        return whole if whole is not None else self.solve()
+
     def pairs(self) -> Iterator[tuple[Choice, Choice]]:
         """Two choices whose mixture solves the relaxation under the limit: a faster, larger one and a smaller.
 
@@ -162,7 +172,7 @@ class Program:
         """Bytes of a whole choice, but for those that all choices have."""
         items = self.problem.items
         peak = max((i.peak_bytes[k] for i, k in zip(items, picked, strict=True) if i.peak_bytes), default=0.0)
-        kept = sum(h.n_bytes for h in self.problem.held if any(picked[i] in rows for i, rows in h.users))
+        kept = sum(h.n_bytes for h in self.problem.held if h.is_held(picked))
         return sum(i.n_bytes[k] for i, k in zip(items, picked, strict=True)) + peak + kept
 
     def hull(self, prices: Sequence[float] = PRICES, peak_share: float = 1.0) -> list[Choice]:
@@ -398,6 +408,11 @@ class ByCbc:
     def whole(self) -> Choice | None:
         """Not known before the problem is solved."""
         return None
+
+    def unbound(self) -> Choice | None:
+        """The optimum without a limit: whoever asks sees whether it fits."""
+        free = ByCbc(replace(self.problem, limit_bytes=None), self.time_limit_seconds)
+        return free.solve()
 
     def pairs(self) -> Iterator[tuple[Choice, Choice]]:
         """Not known."""

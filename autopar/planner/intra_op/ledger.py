@@ -45,7 +45,8 @@ class Entry:
         n_bytes: on one rank, of one microbatch.
         since: number of the node that makes it.
         until: number of the operator after whose backward it is free: the first that keeps it.
-        keepers: all that keep it.
+        keepers: all that keep it; nobody, of memory that is only asked for with all the rest.
+        readers: operators and positions that read it, kept or not, and the graph's end; only where that is asked for.
         segment: number of the recomputed segment in whose second run it lives; None from forward to backward.
         decision: ``keep`` (as it is), ``recompute`` (lives from the second run on, in a segment or for its readers
             outside), ``gather again`` (a copy that is freed after the forward: the piece that it is gathered from is an
@@ -58,6 +59,7 @@ class Entry:
     keepers: tuple[Keeper, ...]
     segment: int | None = None
     decision: str = "keep"
+    readers: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ class _Walk:
     def __init__(
         self, graph: Graph, rules: Sequence[Rule | None], mesh: Mesh, chosen: Mapping[int, Strategy] | None,
         routes: Mapping[str, Sequence[tuple[State, State]]], recompute: Recompute, gather_again: Collection[str],
-        make_again: Collection[str],
+        make_again: Collection[str], every: bool,
     ) -> None:  # fmt: skip
         self.graph, self.rules, self.mesh, self.chosen, self.routes = graph, rules, mesh, chosen, routes
         self.segment_of = segment_numbers(graph, recompute)
@@ -126,6 +128,8 @@ class _Walk:
         self.made_again = frozenset(segment_outputs(graph, make_again, self.segment_of))
         self.given_up: dict[int, Ref] = {}  # memory that a segment makes again for its readers outside
         self.readers: dict[int, list[int]] = {}  # operators outside of segments, by the memory that they read
+        self.every = every
+        self.reads: dict[int, list[tuple[int, int]]] = {}  # operators and positions, by memory, if all is asked for
         self.memories: list[_Memory] = []
         self.lies: dict[Value, tuple[int, Strides]] = {}  # memory number and strides of every value
         self.before: dict[Ref, dict[State, State]] = {}
@@ -188,6 +192,8 @@ class _Walk:
         places = [self.place(ref, state, segment) for ref, state in zip(node.refs, strategy.ins, strict=True)]
         for memory, _ in places if self.made_again and segment < 0 else ():
             self.readers.setdefault(memory, []).append(i)
+        for position, (memory, _) in enumerate(places) if self.every else ():
+            self.reads.setdefault(memory, []).append((i, position))
         saved = self.saved(i, node, rule, strategy, tuple([p[1] for p in places]))
         fresh = [self.new(n_bytes, i, segment) for n_bytes, _ in saved.memories]
         outs = [k for k, spec in enumerate(node.outs) if spec is not None]
@@ -276,6 +282,13 @@ class _Walk:
             segment.active |= any((memory, None) in keepers for memory in made_in_segment.get(number, ()))
             for memory, keeper in taken_by.get(number, ()) if segment.active else ():
                 keepers.setdefault((memory, None), []).append(keeper)
+        if self.every:
+            for (ref, _), (memory, _) in self.lies.items():
+                if ref in outputs:
+                    self.reads.setdefault(memory, []).append((len(self.graph.nodes), 0))
+            for memory, is_there in enumerate(self.memories):
+                if not is_there.given:
+                    keepers.setdefault((memory, None), [])
         found = []
         for (memory, of_segment), kept in keepers.items():
             n_bytes, since, given, made_in = self.memories[memory]
@@ -283,7 +296,9 @@ class _Walk:
             decision = "gather again" if memory in self.piece_of else decision
             if of_segment is None and memory in self.given_up:
                 decision, of_segment = "recompute", made_in
-            found.append(Entry(n_bytes, since, min(k.node for k in kept), tuple(kept), of_segment, decision))
+            until = min((k.node for k in kept), default=since)
+            readers = tuple(self.reads.get(memory, ()))
+            found.append(Entry(n_bytes, since, until, tuple(kept), of_segment, decision, readers))
         wanted = {memory: ref for memory, ref in self.given_up.items() if (memory, None) in keepers}
         again = {(ref, a, b): None for (ref, _), (_, steps) in self.copies_again.items() for a, b in steps}
         keys = tuple(sorted(route_key(self.graph, ref) for ref in wanted.values()))
@@ -338,7 +353,7 @@ def _bytes(shape: Sequence[int], item_bytes: int) -> int:
 def ledger(
     graph: Graph, rules: Sequence[Rule | None], mesh: Mesh, chosen: Mapping[int, Strategy] | None,
     routes: Mapping[str, Sequence[tuple[State, State]]], recompute: Recompute, gather_again: Collection[str] = (),
-    make_again: Collection[str] = (),
+    make_again: Collection[str] = (), every: bool = False,
 ) -> Ledger:  # fmt: skip
     """The ledger of a graph whose operators are cut as ``chosen``; of whole tensors if that is None.
 
@@ -347,12 +362,14 @@ def ledger(
         recompute: the segments that run again.
         gather_again: tensors whose gathered copies are freed until the backward.
         make_again: results of segments that are freed until the backward.
+        every: entries of memory that nobody keeps, too.
 
     Raises:
         PlanError: ``recompute`` names no operators, or segments overlap; ``gather_again`` names what is not gathered,
             or ``make_again`` what no segment makes.
     """
-    walk = _Walk(graph, rules, mesh if chosen is not None else (), chosen, routes, recompute, gather_again, make_again)
+    mesh = mesh if chosen is not None else ()
+    walk = _Walk(graph, rules, mesh, chosen, routes, recompute, gather_again, make_again, every)
     for i, node in enumerate(graph.nodes):
         if node.kind == "op":
             rule = rules[i]

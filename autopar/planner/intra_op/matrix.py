@@ -128,7 +128,10 @@ def _shared_bytes(problem: Problem, found: Matrix) -> None:
         (kept,) = found.add([held.seconds])
         found.common.append((kept, held.n_bytes))
         for i, rows in held.users:
-            found.row({kept: 1.0, **{found.picks[i][s]: -1.0 for s in rows}}, 0.0, math.inf)
+            entries = {kept: 1.0, **{found.picks[i][s]: -1.0 for s in rows}}
+            for v in [found.picks[held.again[0]][s] for s in held.again[1]] if held.again is not None else ():
+                entries[v] = entries.get(v, 0.0) + 1.0
+            found.row(entries, 0.0, math.inf)
 
 
 __all__ = ["Matrix", "matrix"]

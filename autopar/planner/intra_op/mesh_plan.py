@@ -15,10 +15,11 @@ from autopar.labels import matches, op_labels
 from autopar.placements import Mesh, State, fits, format_state, is_cut, is_shard, kind, mesh_text, shard_dim
 from autopar.plan import LIFETIMES, ParamChoice, Recompute, Solution, StagePlan
 from autopar.planner.intra_op import ilp
-from autopar.planner.intra_op.build import Builder, Decoder
+from autopar.planner.intra_op.again import Again
+from autopar.planner.intra_op.build import Builder, Decided, Decoder
 from autopar.planner.intra_op.complete import complete
 from autopar.planner.intra_op.fold import Fold, fold, unfolded
-from autopar.planner.intra_op.mixture import Decided, mixture
+from autopar.planner.intra_op.mixture import mixture
 from autopar.planner.intra_op.price import pricer
 from autopar.planner.intra_op.problem import Choice, Item, Problem
 from autopar.planner.intra_op.recompute import segments_of
@@ -56,6 +57,8 @@ class Options:
         recompute: patterns of module paths (``layers.*``); each module that matches keeps only its inputs for the
             backward, and runs again there. So do the regions that the model itself runs under activation checkpointing.
         segments: the same as ``(first op, last op)``, for whoever knows them; instead of ``recompute``.
+        may_recompute: where memory binds, and neither ``recompute`` nor the model says what runs again, operators of
+            any block may.
     """
 
     constraints: Mapping[str, Mapping[str, str]] | None = None
@@ -73,6 +76,7 @@ class Options:
     in_flight: int = 1
     recompute: Sequence[str] = ()
     segments: Recompute = ()
+    may_recompute: bool = True
 
 
 @uncollected()
@@ -90,8 +94,19 @@ def plan_graph(
     options = options or Options()
     setting = _Setting(graph, cluster, mesh, options, devices)
     limit = device_limit(cluster, setting.priced.devices, options.memory_limit_bytes)
-    problem, decoder = setting.problem(limit < float("inf"))
-    return _Solving(setting, problem, decoder, limit).plan()
+    keeping = _Solving(setting, *setting.problem(limit < float("inf")), limit)
+    if limit == float("inf") or not options.may_recompute or setting.again:
+        return keeping.plan()
+    free = keeping.free()
+    if free is not None:
+        return free
+    try:  # the same problem, and more to choose from
+        return _Solving(setting, *setting.problem(True, choose_again=True), limit).plan()
+    except InfeasibleError as error:
+        try:
+            return keeping.plan()
+        except InfeasibleError:
+            raise error from None
 
 
 PEAK_SHARE = 0.125
@@ -141,8 +156,8 @@ class PlansByMemory:
         return found + [plan for plan in again if plan.gather_again]
 
     def _plan(self, choice: Choice, gather_again: Collection[str] = ()) -> StagePlan:
-        decided = self.decoder.decode(choice.picked, self.setting.folding)
-        return self.setting.realise((*decided, self.decoder.inputs(choice.picked)), gather_again)
+        decided = self.decoder.decided(choice.picked, self.setting.folding)
+        return self.setting.realise(decided, gather_again)
 
     def _gathering_again(self, choice: Choice) -> StagePlan:
         return gathering_everything_again(self.setting.graph, self._plan(choice), lambda keys: self._plan(choice, keys))
@@ -172,7 +187,7 @@ def priced_again(
                 ops[i] = strategy
         outputs = {k: state for k, state in enumerate(plan.outputs) if state is not None}
         try:
-            found.append(setting.realise((ops, params, outputs, dict(plan.inputs)), plan.gather_again))
+            found.append(setting.realise(Decided(ops, params, outputs, dict(plan.inputs)), plan.gather_again))
         except (PlanError, MeshError):
             return None
     return found
@@ -197,27 +212,34 @@ class _Setting:
         self.again = options.segments or segments_of(graph, self.rules, options.recompute)
         # blocks that are pinned differently are different blocks
         self.folding = folding if self.pins.uniform(folding) else unfolded(graph)
+        self.may_again: Again | None = None
 
-    def problem(self, keep_memory: bool) -> tuple[Problem, Decoder]:
-        """The problem, with strategies that only help where memory is short if that is asked."""
+    def problem(self, keep_memory: bool, choose_again: bool = False) -> tuple[Problem, Decoder]:
+        """The problem, with strategies that only help where memory is short, and with operators that may run again, if
+        that is asked."""
         pins, options = self.pins, self.options
         problem, decoder = Builder(
             self.graph, self.rules, self.folding, self.priced, options.optimizer, options.microbatches,
             pins.op if pins.ops or pins.uncut else None, pins.param if pins.params else None,
             dict(options.outputs or {}), dict(options.inputs or {}), keep_memory, bool(self.cluster.abstract),
-            options.in_flight, self.again,
+            options.in_flight, self.again, choose_again,
         ).build()  # fmt: skip
+        self.may_again = decoder.again
         pins.require(problem)
         return problem, decoder
 
     def realise(self, decided: Decided, gather_again: Collection[str] = ()) -> StagePlan:
         """The plan of what was decided, with some copies gathered again in the backward."""
-        ops, params, outputs, arriving = decided
-        options = self.options
+        options, segments, remade = self.options, self.again, []
+        if decided.again:
+            assert self.may_again is not None
+            segments = self.may_again.segments(self.graph, self.rules, decided.again)
+            remade = self.may_again.results(self.graph, segments, self.folding)
         return complete(
-            self.graph, self.rules, self.priced, ops, params, outputs, inputs={**arriving, **(options.inputs or {})},
-            optimizer=options.optimizer, microbatches=options.microbatches,
-            in_flight=options.in_flight, recompute=self.again, gather_again=gather_again,
+            self.graph, self.rules, self.priced, decided.ops, decided.params, decided.outputs,
+            inputs={**decided.inputs, **(options.inputs or {})}, optimizer=options.optimizer,
+            microbatches=options.microbatches, in_flight=options.in_flight, recompute=segments,
+            gather_again=gather_again, make_again=remade,
         )  # fmt: skip
 
     def decided_seconds(self, plan: StagePlan) -> float:
@@ -269,6 +291,13 @@ class _Solving:
             raise failed
         return best
 
+    def free(self) -> StagePlan | None:
+        """The plan, if memory does not bind it; found as fast as if there were no limit."""
+        program = self._program(replace(self.problem, limit_bytes=self.limit))
+        choice = program.unbound()
+        plan = self._finish(choice) if choice is not None else None
+        return plan if plan is not None and plan.price.memory_bytes <= self.limit else None
+
     def _gathering_again(self) -> StagePlan | None:
         """The best of two plans that gather copies again: the fastest cuts, and those that fit without their copies."""
         fastest, every = self._gathering(self._program(self.problem).solve(), self.limit)
@@ -286,7 +315,7 @@ class _Solving:
 
     def _gathering(self, choice: Choice, limit: float) -> tuple[StagePlan, StagePlan]:
         """The plan of a choice that keeps its copies, and the one that gathers again what it must."""
-        decided = (*self.decoder.decode(choice.picked, self.setting.folding), self.decoder.inputs(choice.picked))
+        decided = self.decoder.decided(choice.picked, self.setting.folding)
         kept = self._finish(choice)
         setting = self.setting
         fitting = within(
@@ -349,8 +378,7 @@ class _Solving:
         return ilp.program(problem, time_limit_seconds=options.time_limit_seconds, solver=options.solver)
 
     def _finish(self, choice: Choice) -> StagePlan:
-        decided = self.decoder.decode(choice.picked, self.setting.folding)
-        plan = self.setting.realise((*decided, self.decoder.inputs(choice.picked)))
+        plan = self.setting.realise(self.decoder.decided(choice.picked, self.setting.folding))
         said = Solution(choice.solver, choice.status, choice.objective, choice.gap, choice.binds)
         return replace(plan, solution=said)
 

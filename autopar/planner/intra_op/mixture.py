@@ -14,16 +14,11 @@ from math import ceil
 from typing import Any
 
 from autopar.graph import Graph, Ref
-from autopar.placements import State
-from autopar.plan import ParamChoice, Solution, StagePlan
+from autopar.plan import Solution, StagePlan
 from autopar.planner.intra_op import ilp
-from autopar.planner.intra_op.build import Decoder
+from autopar.planner.intra_op.build import Decided, Decoder
 from autopar.planner.intra_op.fold import Fold
 from autopar.planner.intra_op.problem import Choice
-from autopar.rules.strategy import Strategy
-
-Decided = tuple[dict[int, Strategy], dict[int, ParamChoice], dict[int, State], dict[str, State]]
-"""Strategies and parameter choices by node, states by output position and by input name."""
 
 
 def mixture(
@@ -119,8 +114,7 @@ def _first(fits: Callable[[int], bool], n: int, guess: int) -> int | None:
 
 def _mixed(graph: Graph, decoder: Decoder, folding: Fold, before: Choice, after: Choice, cut: int) -> Decided:
     """Nodes before the cut as in the one choice, the others as in the other; parameters go with their readers."""
-    one: tuple[Any, ...] = (*decoder.decode(before.picked, folding), decoder.inputs(before.picked))
-    other: tuple[Any, ...] = (*decoder.decode(after.picked, folding), decoder.inputs(after.picked))
+    one, other = decoder.decided(before.picked, folding), decoder.decided(after.picked, folding)
 
     def place(node: int) -> int:
         if graph.nodes[node].kind == "op":
@@ -130,13 +124,15 @@ def _mixed(graph: Graph, decoder: Decoder, folding: Fold, before: Choice, after:
     inputs = {n.target: i for i, n in graph.of_kind("input")}
     outputs: Sequence[Any] = graph.outputs
 
-    def pick(which: int, node_of: Callable[[Any], int]) -> dict[Any, Any]:
-        a, b = one[which], other[which]
+    def pick(a: dict[Any, Any], b: dict[Any, Any], node_of: Callable[[Any], int]) -> dict[Any, Any]:
         return {key: (a if place(node_of(key)) < cut else b)[key] for key in a}
 
-    ops, others = one[0], other[0]
-    mixed = {node: strategy if node < cut else others[node] for node, strategy in ops.items()}
-    return mixed, pick(1, int), pick(2, lambda k: outputs[k].node), pick(3, lambda name: inputs[name])
+    return Decided(
+        {node: strategy if node < cut else other.ops[node] for node, strategy in one.ops.items()},
+        pick(one.params, other.params, int), pick(one.outputs, other.outputs, lambda k: outputs[k].node),
+        pick(one.inputs, other.inputs, lambda name: inputs[name]),
+        frozenset(i for i in one.again if i < cut) | frozenset(i for i in other.again if i >= cut),
+    )  # fmt: skip
 
 
-__all__ = ["Decided", "boundaries", "mixture"]
+__all__ = ["boundaries", "mixture"]

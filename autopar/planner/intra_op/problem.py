@@ -7,15 +7,17 @@ For items ``i`` (operators and parameters, one per fold class), strategies ``s``
                 in(v) - out(v) + made(v) - wanted(v) = 0                    a flow per consumer of t
                 y[t,a] >= flow[t,c,a]                                       a step is paid once     (y >= 0)
                 peak >= sum_s x[i,s] * peak_bytes[i,s]                      for every i that has peak bytes
-                held[h] >= sum_{s in rows} x[i,s]                           for every user (i, rows) of h
+                held[h] >= sum_{s in rows} x[i,s] - sum_{s in again} x[j,s] for every user (i, rows) of h
                 sum_i sum_s x[i,s] * bytes[i,s] + sum_h held[h] * bytes[h] + peak <= limit             memory
 
 where ``a`` are the single-axis steps between states ``v`` of a tensor, ``made(v)`` is the sum of the producer's x over
-strategies that make ``v``, ``wanted(v)`` the sum of consumer c's x over strategies that want ``v``.
+strategies that make ``v``, ``wanted(v)`` the sum of consumer c's x over strategies that want ``v``. ``j`` is the item
+that makes what is held, if it can, with its strategies ``again``, make it again in the backward.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -56,12 +58,20 @@ class Tensor:
 class Held:
     """Bytes that several items keep in common: held once if any of them picks one of its rows.
 
-    ``users`` are ``(item number, strategy numbers)``; ``n_bytes`` is a total over the tensors of the class.
+    ``users`` are ``(item number, strategy numbers)``; ``n_bytes`` is a total over the tensors of the class. ``again``
+    is the item that makes them with the strategies that make them again, and so keep nothing for anyone.
     """
 
     n_bytes: float
     users: tuple[tuple[int, tuple[int, ...]], ...]
     seconds: float = 0.0
+    again: tuple[int, tuple[int, ...]] | None = None
+
+    def is_held(self, picked: Sequence[int]) -> bool:
+        """Whether a choice holds the bytes."""
+        if self.again is not None and picked[self.again[0]] in self.again[1]:
+            return False
+        return any(picked[i] in rows for i, rows in self.users)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,122 @@
+"""What may run again in the backward instead of being kept, as choices of the integer program.
+
+An operator that runs again keeps nothing: neither what autograd would keep inside of it, nor its results for those who
+read them. It needs its inputs for that, which are kept or made again in their turn. So which operators run again is one
+choice for each of them, made together with its cut: none, some pointwise operators and norms, attention's inside, or
+all of a block are points of one space.
+
+What a block gives to the next is kept: otherwise the backward of the last block would run the whole model again.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from autopar.capture.graph.pruning import has_effect
+from autopar.graph import Graph, Node, Ref
+from autopar.plan import Recompute, route_key
+from autopar.planner.intra_op.fold import Fold
+from autopar.planner.intra_op.ledger import Entry
+from autopar.regather import can_make_again
+from autopar.rules.notation import Rule
+
+
+@dataclass(frozen=True)
+class Again:
+    """What may run again in a graph.
+
+    Attributes:
+        able: operators that may, by representative of their fold class.
+        block_of: the number of the block of every operator; what stands between repeated blocks has numbers too.
+    """
+
+    able: frozenset[int]
+    block_of: dict[int, int]
+
+    def segments(self, graph: Graph, rules: Sequence[Rule | None], chosen: Collection[int]) -> Recompute:
+        """Runs of operators that were chosen to run again, with the views between them, none over the end of a
+        block."""
+        runs: list[list[int]] = []
+        between: list[int] = []  # views behind the last run
+        block = -1
+        for i, node in graph.of_kind("op"):
+            joins = bool(runs) and self.block_of[i] == block and i == ([*runs[-1], *between][-1] + 1)
+            if i in chosen:
+                if joins:
+                    runs[-1] += [*between, i]
+                else:
+                    runs.append([i])
+                between, block = [], self.block_of[i]
+            elif joins and _is_view(node, rules[i]):
+                between.append(i)
+            else:
+                block = -1
+        return tuple((graph.nodes[run[0]].name, graph.nodes[run[-1]].name) for run in runs)
+
+    def results(self, graph: Graph, segments: Recompute, folding: Fold) -> list[str]:
+        """Results of the operators of these segments that need not be kept for other readers either."""
+        found = []
+        for first, last in segments:
+            inside = range(graph.index[first], graph.index[last] + 1)
+            found += [
+                route_key(graph, Ref(i, k)) for i in inside if folding.representative[i] in self.able
+                for k, spec in enumerate(graph.nodes[i].outs)
+                if spec is not None and can_make_again(graph, Ref(i, k), {i: 0})
+            ]  # fmt: skip
+        return found
+
+
+def again(graph: Graph, rules: Sequence[Rule | None], folding: Fold, memory: Sequence[Entry]) -> Again:
+    """What may run again.
+
+    Args:
+        memory: all memory of the whole tensors, that which nobody keeps included.
+    """
+    block_of = blocks(graph, folding)
+    able = {folding.representative[i] for i, node in graph.of_kind("op") if _may(node)}
+    makes = set()
+    for entry in memory:
+        maker = graph.nodes[entry.since]
+        if maker.kind == "op":
+            makes.add(folding.representative[entry.since])
+            here = block_of[entry.since]
+            if any(i >= len(graph.nodes) or block_of[i] != here for i, _ in entry.readers):
+                able.discard(folding.representative[entry.since])  # what it makes is read behind its block
+    return Again(frozenset(able & makes), block_of)
+
+
+def blocks(graph: Graph, folding: Fold) -> dict[int, int]:
+    """The number of every operator's block: repeated ones begin where in their period the fewest bytes cross."""
+    ops = [i for i, node in enumerate(graph.nodes) if node.kind == "op"]
+    position = {i: p for p, i in enumerate(ops)}
+    change = [0] * (len(ops) + 1)
+    for i in ops:
+        for k, spec in enumerate(graph.nodes[i].outs):
+            readers = [position[c] for c, _ in graph.consumers.get(Ref(i, k), ()) if c in position]
+            if spec is not None and readers and graph.nodes[i].hot:
+                change[position[i] + 1] += spec.n_bytes
+                change[max(readers) + 1 if max(readers) < len(ops) else len(ops)] -= spec.n_bytes
+    crossing = list(accumulate(change))
+    starts = []
+    for first, length, repeats in folding.blocks:
+        begin = min(range(first, first + length), key=lambda at: (crossing[at + length], at))
+        last = repeats + (begin == first)
+        starts += [begin + k * length for k in range(last)]
+    return {i: bisect_right(starts, p) for i, p in position.items()}
+
+
+def _may(node: Node) -> bool:
+    """Whether an operator may run again: it has a gradient, writes to nothing and is not a user's own."""
+    grads = all(spec.is_float for spec in node.outs if spec is not None)
+    fit = node.hot and node.needs_grad and grads and not has_effect(node.target)
+    return fit and node.target.startswith("aten.")
+
+
+def _is_view(node: Node, rule: Rule | None) -> bool:
+    return rule is not None and rule.kind == "none" and node.hot
+
+
+__all__ = ["Again", "again", "blocks"]
