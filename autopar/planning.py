@@ -70,6 +70,7 @@ def options_of(asked: Asked) -> Options:
         constraints=pins.ops or None, params=pins.params or None, inputs=pins.inputs or None,
         outputs=pins.outputs or None, memory_limit_bytes=pins.memory_limit_bytes, optimizer=asked.optimizer,
         microbatches=asked.microbatches, time_limit_seconds=asked.time_limit_seconds, recompute=pins.recompute,
+        may_recompute=asked.may_recompute,
     )  # fmt: skip
 
 

@@ -304,12 +304,6 @@ def collective_counts(plan: StagePlan, graph: Graph, priced: Pricer) -> dict[str
     return dict(sorted(counts.items()))
 
 
-def recomputed(graph: Graph, plan: StagePlan) -> list[str]:
-    """``layers.0.q:linear to layers.0.norm:layer_norm`` of every segment that runs again in the backward."""
-    labels = op_labels(graph)
-    return [f"{labels[first]} to {labels[last]}" for first, last in plan.recompute]
-
-
 def recomputed_seconds(graph: Graph, plan: StagePlan, priced: Pricer) -> float:
     """What these segments' second forwards, and second gathers, take in a step; the rows of ops are without it."""
     rules, chosen = rules_of(graph), _chosen(graph, plan)

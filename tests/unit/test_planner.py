@@ -159,12 +159,13 @@ def test_blocks_differ_where_one_choice_for_all_would_waste_memory() -> None:
     graph = capture(model, (), {"input_ids": ids, "labels": ids, "use_cache": False}).graph
     cluster, mesh = load_cluster("dgx-h100"), (("data", 8),)
     limit = 0.55 * plan_graph(graph, cluster, mesh).price.memory_bytes
-    mixed = plan_graph(graph, cluster, mesh, Options(memory_limit_bytes=limit))
+    keeping = Options(memory_limit_bytes=limit, may_recompute=False)
+    mixed = plan_graph(graph, cluster, mesh, keeping)
     assert mixed.solution is not None and mixed.solution.binds
     with pytest.raises(Beaten):  # branch and bound would be needed, for what is known to be too slow
-        short = Options(memory_limit_bytes=limit, memory_gap=0.0, worth_seconds=0.9 * mixed.price.seconds)
+        short = replace(keeping, memory_gap=0.0, worth_seconds=0.9 * mixed.price.seconds)
         plan_graph(graph, cluster, mesh, short)
-    alike = plan_graph(graph, cluster, mesh, Options(memory_limit_bytes=limit, memory_gap=0.0))
+    alike = plan_graph(graph, cluster, mesh, replace(keeping, memory_gap=0.0))
     assert alike.solution is not None and mixed.solution is not None
     names = [n.removeprefix("model.layers.1.") for n in mixed.params if n.startswith("model.layers.1.")]
     ways = [len({mixed.params[f"model.layers.{k}.{name}"] for k in range(1, 24)}) for name in names]

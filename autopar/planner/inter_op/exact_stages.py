@@ -297,7 +297,7 @@ class ExactPlans:
                 microbatches=self.asked.microbatches,
                 memory_limit_bytes=rooms[group[stage.number]]
                 * self._share(stage.number, shares[group[stage.number]], live, candidate),
-                recompute=patterns_in(stage.graph, wishes.recompute),
+                recompute=patterns_in(stage.graph, wishes.recompute), may_recompute=False,
             )  # fmt: skip
             plan = self._fitting(stage, candidate, mesh, options, devices, thorough=thorough)
             stored.update({(group[stage.number], n): ",".join(c.stored) for n, c in plan.params.items()})

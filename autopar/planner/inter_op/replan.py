@@ -89,7 +89,7 @@ class Replanner:
         wishes = replace(
             wishes, params={**(wishes.params or {}), **shared} or None, in_flight=choice.in_flight,
             microbatches=self.plan.microbatches, memory_limit_bytes=self.limit_bytes(number, options),
-            recompute=patterns_in(stage.graph, wishes.recompute),
+            recompute=patterns_in(stage.graph, wishes.recompute), may_recompute=False,
         )  # fmt: skip
         return plan_graph(
             stage.graph, self.cluster, choice.mesh, wishes, devices=choice.devices

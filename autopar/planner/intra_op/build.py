@@ -388,12 +388,14 @@ class Builder:
     def _offer_again(self, chain: _Chain, counts: Mapping[int, int]) -> None:
         """Add rows in which operators of a chain run again: all that may from one of them on.
 
-        While they do, what they make is there for the backward of one block.
+        What is made again is there for the backward of one block at a time: this is counted for the blocks of which
+        there are most, and seen of others in the price of the finished plan alone.
         """
         graph, able = self.graph, self._may_again.able
         places = [k for k, node in enumerate(chain.nodes) if node in able]
         if not places:
             return
+        once = counts[chain.nodes[0]] == max(counts.values()) > 1
         plain = list(zip(chain.rows, chain.seconds, chain.n_bytes, strict=True))
         chain.again = [frozenset()] * len(plain)
         for first in places:
@@ -404,25 +406,20 @@ class Builder:
                     node, rule = graph.nodes[chain.nodes[k]], self.rules[chain.nodes[k]]
                     assert rule is not None
                     more += sum(self.pricer.forward(graph, node, rule, row[k]))
-                    lives += self._inside_of(chain.nodes[k]) * self._share(chain.nodes[k], OUT, row[k])
-                    lives += sum(
-                        self.pricer.local_bytes(spec, state)
-                        for spec, state in zip([o for o in node.outs if o is not None], row[k].outs, strict=True)
-                    )
+                    lives += once * self._made.get(chain.nodes[k], 0) * self._share(chain.nodes[k], OUT, row[k])
                 chain.rows.append(row)
                 chain.seconds.append(seconds + counts[chain.nodes[0]] * self.microbatches * more)
                 chain.n_bytes.append(n_bytes + lives)
                 chain.again.append(frozenset(chain.nodes[k] for k in own))
 
-    def _inside_of(self, i: int) -> int:
-        """Bytes that autograd keeps inside one operator, of whole tensors."""
-        return self._inside.get(i, 0)
-
     @cached_property
-    def _inside(self) -> dict[int, int]:
-        return {
-            e.since: e.n_bytes for e in self._memory.entries if e.keepers and e.keepers[0].what == "inside"
-        }  # fmt: skip
+    def _made(self) -> Counter[int]:
+        """Bytes of whole tensors that an operator makes and someone keeps."""
+        made: Counter[int] = Counter()
+        for entry in self._memory.entries:
+            if entry.keepers and entry.decision == "keep":
+                made[entry.since] += entry.n_bytes
+        return made
 
     # -- chains
 

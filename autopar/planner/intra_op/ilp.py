@@ -117,16 +117,6 @@ class Program:
         self._relaxed = self._relaxed or self.relaxed()
         return self.choice(self._relaxed) if self._relaxed is not None and self._relaxed.whole else None
 
-    def unbound(self) -> Choice | None:
-        """The optimum, if the limit does not bind."""
-        try:
-            whole = self.whole()
-        except InfeasibleError:
-            return None
-        if self._relaxed is None or self._relaxed.byte_price > 0.0:
-            return None
-        return whole if whole is not None else self.solve()
-
     def pairs(self) -> Iterator[tuple[Choice, Choice]]:
         """Two choices whose mixture solves the relaxation under the limit: a faster, larger one and a smaller.
 
@@ -408,11 +398,6 @@ class ByCbc:
     def whole(self) -> Choice | None:
         """Not known before the problem is solved."""
         return None
-
-    def unbound(self) -> Choice | None:
-        """The optimum without a limit: whoever asks sees whether it fits."""
-        free = ByCbc(replace(self.problem, limit_bytes=None), self.time_limit_seconds)
-        return free.solve()
 
     def pairs(self) -> Iterator[tuple[Choice, Choice]]:
         """Not known."""

@@ -193,6 +193,12 @@ def priced_again(
     return found
 
 
+MIXED_GAP = 0.02
+"""The gap of a mixture that is good enough where operators may run again: the search for a better one is long there."""
+AGAIN_SECONDS = 10.0
+"""For one run of the solver where operators may run again."""
+STEEP_PRICES = (10.0, 30.0, 100.0)
+"""Like :data:`autopar.planner.intra_op.ilp.PRICES`, where little memory is all that counts."""
 UNLIMITED = 1e18
 """Bytes that no device has."""
 
@@ -292,11 +298,9 @@ class _Solving:
         return best
 
     def free(self) -> StagePlan | None:
-        """The plan, if memory does not bind it; found as fast as if there were no limit."""
-        program = self._program(replace(self.problem, limit_bytes=self.limit))
-        choice = program.unbound()
-        plan = self._finish(choice) if choice is not None else None
-        return plan if plan is not None and plan.price.memory_bytes <= self.limit else None
+        """The fastest plan, if it fits: the limit does not bind it then."""
+        plan = self._finish(self._program(self.problem).solve())
+        return plan if plan.price.memory_bytes <= self.limit else None
 
     def _gathering_again(self) -> StagePlan | None:
         """The best of two plans that gather copies again: the fastest cuts, and those that fit without their copies."""
@@ -328,6 +332,7 @@ class _Solving:
     def _keeping(self) -> StagePlan:
         """The plan that keeps every copy that it gathers."""
         limit, gap = self.limit, self.setting.options.memory_gap
+        enough = gap if self.decoder.again is None else max(gap, MIXED_GAP)
         program = self._program(replace(self.problem, limit_bytes=limit if limit < float("inf") else None))
         tried: list[StagePlan] = []
         best: StagePlan | None = None
@@ -342,8 +347,9 @@ class _Solving:
                     )  # fmt: skip
                     tried += [plan] if plan is not None else []
                     if plan is not None and plan.solution is not None:
-                        if plan.solution.gap <= gap or program.is_rough(gap):
+                        if plan.solution.gap <= enough or program.is_rough(gap):
                             return plan
+                    best = plan
                 plan = self._finish(program.solve(gap, self.setting.options.worth_seconds))
             except InfeasibleError:
                 break
@@ -375,7 +381,10 @@ class _Solving:
 
     def _program(self, problem: Problem) -> ilp.Program | ilp.ByCbc:
         options = self.setting.options
-        return ilp.program(problem, time_limit_seconds=options.time_limit_seconds, solver=options.solver)
+        seconds = options.time_limit_seconds
+        if self.decoder.again is not None:
+            seconds = min(seconds, AGAIN_SECONDS)
+        return ilp.program(problem, time_limit_seconds=seconds, solver=options.solver)
 
     def _finish(self, choice: Choice) -> StagePlan:
         plan = self.setting.realise(self.decoder.decided(choice.picked, self.setting.folding))
@@ -390,8 +399,13 @@ class _Solving:
             held=tuple(replace(h, seconds=h.n_bytes) for h in self.problem.held),
             tensors=tuple(replace(t, steps=tuple((a, b, 0.0) for a, b, _ in t.steps)) for t in self.problem.tensors),
         )
-        kept, again = self._gathering(self._program(smallest).solve(), self.limit)
-        plan = min([*tried, kept, again], key=lambda p: p.price.memory_bytes)
+        choices = [self._program(smallest).solve()]
+        if self.decoder.again is not None:  # of all that could be cut for less, sound ones may be smaller when finished
+            choices += self._program(replace(self.problem, limit_bytes=UNLIMITED)).hull(STEEP_PRICES)
+        plan = min(
+            [*tried, *(p for choice in choices for p in self._gathering(choice, self.limit))],
+            key=lambda p: (max(p.price.memory_bytes, self.limit), p.price.seconds),
+        )
         if plan.price.memory_bytes > self.limit:
             fastest = self._finish(self._program(self.problem).solve())
             raise InfeasibleError(_too_big(self.setting.graph, fastest, plan, self.limit))

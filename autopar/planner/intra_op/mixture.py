@@ -39,8 +39,9 @@ def mixture(
         return None
     best: StagePlan | None = None
     for faster, smaller in program.pairs():
-        if smaller.gap <= gap:
-            return None  # all blocks alike are good enough
+        alike = _within(realise(decoder.decided(smaller.picked, folding)), smaller.bound, seconds_of, gap)
+        if alike.price.memory_bytes <= limit and alike.solution is not None and alike.solution.gap <= gap:
+            return alike  # no block need differ
         plan = _between(graph, folding, decoder, (faster, smaller), cuts, limit, realise, seconds_of, gap)
         if plan is not None and (best is None or plan.price.seconds < best.price.seconds):
             best = plan
@@ -76,11 +77,14 @@ def _between(
             best = plan_at(k)
         if best is not None and seconds_of(best) * (1 - gap) <= smaller.bound:
             break
-    if best is None:
-        return None
-    seconds = seconds_of(best)
-    off = max(0.0, 1 - smaller.bound / seconds)
-    return replace(best, solution=Solution("highs", "within gap" if off <= gap else "best found", seconds, off, True))
+    return _within(best, smaller.bound, seconds_of, gap) if best is not None else None
+
+
+def _within(plan: StagePlan, bound: float, seconds_of: Callable[[StagePlan], float], gap: float) -> StagePlan:
+    """The plan with what is known of its distance to the bound."""
+    seconds = seconds_of(plan)
+    off = max(0.0, 1 - bound / seconds)
+    return replace(plan, solution=Solution("highs", "within gap" if off <= gap else "best found", seconds, off, True))
 
 
 def boundaries(graph: Graph, folding: Fold) -> list[int]:

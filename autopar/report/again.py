@@ -1,0 +1,69 @@
+"""What a plan recomputes, in words: ``model.layers 0-11 selective (mlp: mul; mlp.act_fn: silu), 12-31 none``.
+
+Modules with a number in their path are blocks. A block is *full* if all of its operators but those at its end that keep
+nothing run again, *selective* if some do; blocks of which the same runs again share an entry.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from autopar.graph import Graph
+from autopar.plan import StagePlan, segment_numbers
+from autopar.rules.registry import rules_of
+from autopar.rules.saved import keeps
+
+
+def recomputed(graph: Graph, plan: StagePlan) -> list[str]:
+    """An entry for each group of blocks, and for what stands outside of blocks; empty if nothing is recomputed."""
+    segment_of = segment_numbers(graph, plan.recompute)
+    if not segment_of:
+        return []
+    rules = rules_of(graph)
+    blocks: dict[str, dict[int, dict[str, dict[str, None]]]] = {}  # path, number, module inside: operators
+    partly: set[tuple[str, int]] = set()
+    others: dict[str, dict[str, None]] = {}
+    for i, node in graph.of_kind("op"):
+        path, number, inside = _place(node.module)
+        op = node.target.split(".")[1]
+        if number is None:
+            if i in segment_of:
+                others.setdefault(node.module, {})[op] = None
+            continue
+        own = blocks.setdefault(path, {}).setdefault(number, {})
+        if i in segment_of:
+            own.setdefault(inside, {})[op] = None
+        elif keeps(graph, rules, i):
+            partly.add((path, number))
+    said = []
+    for path, numbers in blocks.items():
+        entries = []
+        for text, run in groupby(sorted(numbers), key=lambda n: _what(numbers[n], (path, n) in partly)):
+            own_run = list(run)
+            span = f"{own_run[0]}-{own_run[-1]}" if len(own_run) > 1 else f"{own_run[0]}"
+            entries.append(f"{span} {text}")
+        if any(not entry.endswith(" none") for entry in entries):
+            said.append(f"{path} {', '.join(entries)}")
+    return said + [_modules({module: ops}) for module, ops in others.items()]
+
+
+def _place(module: str) -> tuple[str, int | None, str]:
+    """``("model.layers", 3, "mlp.act_fn")``; no number for a module outside of numbered ones."""
+    parts = module.split(".")
+    for k, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[:k]), int(part), ".".join(parts[k + 1 :])
+    return module, None, ""
+
+
+def _what(again: dict[str, dict[str, None]], partly: bool) -> str:
+    if not again:
+        return "none"
+    return f"selective ({_modules(again)})" if partly else "full"
+
+
+def _modules(again: dict[str, dict[str, None]]) -> str:
+    return "; ".join(f"{module}: {', '.join(ops)}" if module else ", ".join(ops) for module, ops in again.items())
+
+
+__all__ = ["recomputed"]

@@ -1,0 +1,76 @@
+"""What runs again in the backward is decided with the cuts: nothing where there is room, what is cheapest elsewhere."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from autopar import planfile
+from autopar.capture import capture
+from autopar.certificate import check
+from autopar.graph import Graph
+from autopar.placements import Mesh
+from autopar.plan import Plan
+from autopar.planner.inter_op.phases import phases
+from autopar.planner.intra_op.mesh_plan import Options, plan_graph
+from autopar.planner.intra_op.price import pricer
+from autopar.report.again import recomputed
+from hardware_profiles import load_cluster
+
+CLUSTER = load_cluster("dgx-h100")
+MESH: Mesh = (("data", 2), ("tensor", 2))
+LAYERS = 4
+
+
+@functools.cache
+def llama() -> Graph:
+    config = LlamaConfig(
+        hidden_size=512, intermediate_size=1408, num_hidden_layers=LAYERS, num_attention_heads=8, num_key_value_heads=8,
+        vocab_size=1024, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model, ids = LlamaForCausalLM(config), torch.zeros(32, 512, dtype=torch.long)
+    return capture(model, (), {"input_ids": ids, "labels": ids}).graph
+
+
+def test_with_less_memory_more_runs_again_and_the_certificate_holds() -> None:
+    graph = llama()
+    free = plan_graph(graph, CLUSTER, MESH)
+    assert not free.recompute and free.solution is not None and not free.solution.binds
+    last = free
+    for share in (0.8, 0.4):
+        limit = share * free.price.memory_bytes
+        plan = plan_graph(graph, CLUSTER, MESH, Options(memory_limit_bytes=limit))
+        assert plan.price.memory_bytes <= limit
+        assert plan.recompute and plan.price.seconds >= last.price.seconds
+        assert plan.price.compute_seconds > last.price.compute_seconds
+        parts = phases(graph, plan, pricer(CLUSTER, MESH))
+        assert parts.forward_seconds + parts.backward_seconds + parts.step_seconds == pytest.approx(plan.price.seconds)
+        last = plan
+    report = check(last, graph, CLUSTER)
+    assert report.ok, report.failures
+
+
+def test_in_words_and_in_a_plan_file() -> None:
+    graph = llama()
+    free = plan_graph(graph, CLUSTER, MESH)
+    plan = plan_graph(graph, CLUSTER, MESH, Options(memory_limit_bytes=0.8 * free.price.memory_bytes))
+    said = recomputed(graph, plan)
+    assert said[0].startswith("model.layers 0") and "selective (" in said[0]
+    assert recomputed(graph, free) == []
+    whole = plan_graph(graph, CLUSTER, MESH, Options(recompute=["model.layers.[01]"]))
+    assert recomputed(graph, whole) == [f"model.layers 0-1 full, 2-{LAYERS - 1} none"]
+    text = planfile.dumps(Plan.alone(plan, "dgx-h100"), graph, None)
+    read = planfile.loads(text, graph)
+    assert (read.recompute, read.make_again, read.price) == (plan.recompute, plan.make_again, plan.price)
+
+
+def test_what_is_asked_for_is_all_that_runs_again() -> None:
+    graph = llama()
+    limit = 0.9 * plan_graph(graph, CLUSTER, MESH).price.memory_bytes
+    plan = plan_graph(graph, CLUSTER, MESH, Options(recompute=["model.layers.*"], memory_limit_bytes=limit))
+    assert len(plan.recompute) == LAYERS and not plan.make_again
+    assert not plan_graph(graph, CLUSTER, MESH, Options(memory_limit_bytes=limit, may_recompute=False)).recompute
