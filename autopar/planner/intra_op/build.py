@@ -389,13 +389,13 @@ class Builder:
         """Add rows in which operators of a chain run again: all that may from one of them on.
 
         What is made again is there for the backward of one block at a time: this is counted for the blocks of which
-        there are most, and seen of others in the price of the finished plan alone.
+        there are most and for the largest one, and seen of others in the price of the finished plan alone.
         """
         graph, able = self.graph, self._may_again.able
         places = [k for k, node in enumerate(chain.nodes) if node in able]
         if not places:
             return
-        once = counts[chain.nodes[0]] == max(counts.values()) > 1
+        once = counts[chain.nodes[0]] == self._most_repeated or chain.nodes[0] in self._in_largest_block
         plain = list(zip(chain.rows, chain.seconds, chain.n_bytes, strict=True))
         chain.again = [frozenset()] * len(plain)
         for first in places:
@@ -411,6 +411,23 @@ class Builder:
                 chain.seconds.append(seconds + counts[chain.nodes[0]] * self.microbatches * more)
                 chain.n_bytes.append(n_bytes + lives)
                 chain.again.append(frozenset(chain.nodes[k] for k in own))
+
+    @cached_property
+    def _most_repeated(self) -> int:
+        """How many blocks there are of the commonest; more than any where none repeat."""
+        most = max(self.fold.counts.values())
+        return most if most > 1 else most + 1
+
+    @cached_property
+    def _in_largest_block(self) -> set[int]:
+        """Representatives of the operators of the block that makes most."""
+        block_of = self._may_again.block_of
+        size: Counter[int] = Counter()
+        for i, n_bytes in self._made.items():
+            if i in block_of:
+                size[block_of[i]] += n_bytes
+        largest = max(size, key=lambda block: size[block], default=-1)
+        return {self.fold.representative[i] for i, block in block_of.items() if block == largest}
 
     @cached_property
     def _made(self) -> Counter[int]:

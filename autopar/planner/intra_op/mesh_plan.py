@@ -100,15 +100,27 @@ def plan_graph(
     free = keeping.free()
     if free is not None:
         return free
+    failed: InfeasibleError | None = None
+    best: StagePlan | None = None
     try:  # the same problem, and more to choose from
-        return _Solving(setting, *setting.problem(True, choose_again=True), limit).plan()
+        best = _Solving(setting, *setting.problem(True, choose_again=True), limit).plan()
     except InfeasibleError as error:
+        failed = error
+    if best is None or (best.solution is not None and best.solution.gap > FAR):
         try:
-            return keeping.plan()
-        except InfeasibleError:
-            raise error from None
+            other = keeping.plan()
+        except InfeasibleError as error:
+            failed = failed or error
+        else:
+            best = min([other, *([best] if best is not None else [])], key=lambda p: p.price.seconds)
+    if best is None:
+        assert failed is not None
+        raise failed
+    return best
 
 
+FAR = 0.05
+"""Where a plan that makes things again is further than this from its bound, one that keeps all is looked at too."""
 PEAK_SHARE = 0.125
 """Of what a block gathers for a use, where its bytes are weighed: the blocks of a stage share it."""
 
