@@ -119,7 +119,7 @@ def plan_graph(
     return best
 
 
-FAR = 0.05
+FAR = 0.1
 """Where a plan that makes things again is further than this from its bound, one that keeps all is looked at too."""
 PEAK_SHARE = 0.125
 """Of what a block gathers for a use, where its bytes are weighed: the blocks of a stage share it."""
@@ -338,7 +338,9 @@ class _Solving:
             setting.graph, kept, setting.priced, limit, lambda keys: setting.realise(decided, keys)
         )
         assert kept.solution is not None
-        said = replace(kept.solution, status="best found", binds=True)
+        bound, seconds = kept.solution.objective_seconds * (1 - kept.solution.gap), setting.decided_seconds(fitting)
+        gap = max(0.0, 1 - bound / seconds) if seconds else 0.0
+        said = replace(kept.solution, status="best found", objective_seconds=seconds, gap=gap, binds=True)
         return kept, replace(fitting, solution=said)
 
     def _keeping(self) -> StagePlan:
