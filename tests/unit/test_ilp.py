@@ -10,7 +10,7 @@ import pytest
 
 from autopar.errors import InfeasibleError
 from autopar.planner.intra_op import ilp
-from autopar.planner.intra_op.problem import Held, Item, Problem, Tensor
+from autopar.planner.intra_op.problem import Item, Problem, SharedBytes, Tensor
 
 
 def _random_problem(rng: random.Random, limit: bool) -> Problem:
@@ -37,7 +37,7 @@ def _random_problem(rng: random.Random, limit: bool) -> Problem:
             return tuple(rng.randrange(n_states) for _ in items[item].seconds)
 
         tensors.append(
-            Tensor(f"t{t}", producer, states(producer), tuple((r, states(r)) for r in readers), n_states, steps)
+            Tensor(f"t{t}", producer, states(producer), tuple((r, states(r)) for r in readers), steps)
         )
     limit_bytes = rng.randint(2 * n_items, 10 * n_items) if limit else None
     held = []
@@ -45,7 +45,7 @@ def _random_problem(rng: random.Random, limit: bool) -> Problem:
         users = rng.sample(range(n_items), min(n_items, rng.randint(2, 3)))
         rows = ((i, tuple(s for s in range(len(items[i].seconds)) if rng.random() < 0.6)) for i in users)
         pairs = tuple((i, r) for i, r in rows if r)
-        held.extend([Held(rng.randint(1, 6), pairs)] if pairs else [])
+        held.extend([SharedBytes(rng.randint(1, 6), pairs)] if pairs else [])
     return Problem(tuple(items), tuple(tensors), tuple(held), limit_bytes)
 
 
@@ -101,9 +101,9 @@ def test_equals_brute_force(solver: str, limit: bool) -> None:
         expected = _brute_force(problem)
         if expected == float("inf"):
             with pytest.raises(InfeasibleError):
-                ilp.solve(problem, solver=solver)
+                ilp.program(problem, solver=solver).solve()
             continue
-        choice = ilp.solve(problem, solver=solver)
+        choice = ilp.program(problem, solver=solver).solve()
         assert choice.status == "optimal"
         assert choice.objective == pytest.approx(expected, abs=1e-6), problem
         feasible += 1
@@ -113,7 +113,7 @@ def test_equals_brute_force(solver: str, limit: bool) -> None:
 def test_same_problem_same_answer() -> None:
     rng = random.Random(3)
     problem = _random_problem(rng, False)
-    assert ilp.solve(problem).picked == ilp.solve(problem).picked
+    assert ilp.program(problem).solve().picked == ilp.program(problem).solve().picked
 
 
 def test_memory_by_prices_is_within_its_gap_of_brute_force() -> None:
@@ -124,9 +124,9 @@ def test_memory_by_prices_is_within_its_gap_of_brute_force() -> None:
         expected = _brute_force(problem)
         if expected == float("inf"):
             with pytest.raises(InfeasibleError):
-                ilp.solve(problem, gap=0.01)
+                ilp.program(problem).solve(0.01)
             continue
-        choice = ilp.solve(problem, gap=0.01)
+        choice = ilp.program(problem).solve(0.01)
         n_bytes = _bytes(problem, choice.picked)
         assert problem.limit_bytes is not None and n_bytes <= problem.limit_bytes
         assert choice.bound <= expected + 1e-6
@@ -139,16 +139,16 @@ def test_large_programs_of_a_rough_search_fit_and_know_their_bound(monkeypatch: 
     """Presolved, and whole next to the relaxation: within the limit, no better than the best, the bound no worse."""
     monkeypatch.setattr(ilp, "LARGE", 0)
     rng, rough, searched = random.Random(8), 0, []
-    real = ilp.Program.best
-    monkeypatch.setattr(ilp.Program, "best", lambda *a, **k: searched.append(1) or real(*a, **k))
+    real = ilp.HighsProgram.best
+    monkeypatch.setattr(ilp.HighsProgram, "best", lambda *a, **k: searched.append(1) or real(*a, **k))
     for _ in range(150):
         problem = _random_problem(rng, True)
         expected = _brute_force(problem)
         if expected == float("inf"):
             with pytest.raises(InfeasibleError):
-                ilp.solve(problem, gap=ilp.ROUGH)
+                ilp.program(problem).solve(gap=ilp.ROUGH)
             continue
-        choice = ilp.solve(problem, gap=ilp.ROUGH)
+        choice = ilp.program(problem).solve(gap=ilp.ROUGH)
         assert _bytes(problem, choice.picked) <= problem.limit_bytes
         assert choice.bound <= expected + 1e-6 <= choice.objective + 2e-6
         rough += choice.objective > expected * (1 + ilp.ROUGH)

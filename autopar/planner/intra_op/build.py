@@ -33,7 +33,7 @@ from autopar.planner.intra_op.again import Again, again
 from autopar.planner.intra_op.fold import Fold
 from autopar.planner.intra_op.ledger import Entry, Keeper, Ledger, ledger
 from autopar.planner.intra_op.price import Pricer
-from autopar.planner.intra_op.problem import Held, Item, Problem, Tensor
+from autopar.planner.intra_op.problem import Item, Problem, SharedBytes, Tensor
 from autopar.planner.intra_op.reshard import axis_sets, state_graph
 from autopar.planner.intra_op.space import strategies
 from autopar.rules.notation import Rule
@@ -44,6 +44,9 @@ FOLLOWERS = frozenset({"none", "pointwise", "copy", "reduce"})
 Allowed = Callable[[Node, Strategy], bool]
 OUT = -1
 """Position that stands for an operator's own output among the tensors that it keeps."""
+
+LONG_CHAIN, GROWTH = 48, 1.5
+"""Rows that a chain may have, or by how much it may grow when it has more: rows are the variables of the program."""
 
 
 @dataclass
@@ -206,9 +209,9 @@ class Builder:
                 items.append(Item(node.name, seconds, (0.0,) * len(seconds)))
         tensors: list[Tensor] = []
         outputs = []
-        for i, own in sorted(groups.items()):
-            for group in own:
-                made = (
+        for i, of_node in sorted(groups.items()):
+            for group in of_node:
+                made_as = (
                     made_by_param[i]
                     if i in made_by_param
                     else [row[row_of[i][1]].outs[_position(graph.nodes[i], group.ref.out)] for row in row_of[i][0]]
@@ -221,7 +224,7 @@ class Builder:
                     if entry not in readers:
                         readers.append(entry)
                 for number in group.outputs:
-                    states = self._output_states(number, group.ref, made)
+                    states = self._output_states(number, group.ref, made_as)
                     outputs.append((len(items), number, tuple(states)))
                     readers.append((len(items), states))
                     items.append(Item(f"output{number}", (0.0,) * len(states), (0.0,) * len(states)))
@@ -230,9 +233,9 @@ class Builder:
                     readers.append((len(items), states))
                     items.append(Item(f"update {name}", (0.0,), (0.0,)))
                 if readers:
-                    tensors.append(self._tensor(group, item_of[i], made, readers))
-        held = self._kept(items, item_of, row_of, again_of) if self.keep_memory else ()
-        problem = Problem(tuple(items), tuple(tensors), held)
+                    tensors.append(self._tensor(group, item_of[i], made_as, readers))
+        shared_bytes = self._kept(items, item_of, row_of, again_of) if self.keep_memory else ()
+        problem = Problem(tuple(items), tuple(tensors), shared_bytes)
         repeats = tuple((item, tuple(rows)) for item, rows in again_of.items())
         may = self._may_again if self.choose_again else None
         return problem, Decoder(
@@ -244,7 +247,7 @@ class Builder:
     def _groups(self) -> dict[int, list[_Group]]:
         """Hot tensors by representative of their producer, those with the same readers together."""
         graph, rep, again = self.graph, self.fold.representative, self._segment_of
-        found: dict[int, dict[object, _Group]] = {}
+        by_node: dict[int, dict[object, _Group]] = {}
         out_of: dict[Ref, list[int]] = {}
         for number, out in enumerate(graph.outputs):
             if isinstance(out, Ref):
@@ -266,16 +269,16 @@ class Builder:
                 else:
                     readers = tuple(sorted({(rep[c], p) for c, p in read}))
                 outs, updates = tuple(out_of.get(ref, ())), tuple(update_of.get(ref, ()))
-                own = found.setdefault(rep[i], {})
+                of_node = by_node.setdefault(rep[i], {})
                 key = (k, readers, outs, updates)
-                if key not in own:
-                    own[key] = _Group(Ref(rep[i], k), 0, 0, readers, outs, updates)
-                own[key].count += 1
-                own[key].again += 1 if read and read[0][0] in again else 0
-        return {i: list(g.values()) for i, g in found.items()}
+                if key not in of_node:
+                    of_node[key] = _Group(Ref(rep[i], k), 0, 0, readers, outs, updates)
+                of_node[key].count += 1
+                of_node[key].again += 1 if read and read[0][0] in again else 0
+        return {i: list(g.values()) for i, g in by_node.items()}
 
     def _tensor(
-        self, group: _Group, producer: int, made: Sequence[State], readers: Sequence[tuple[int, Sequence[State]]]
+        self, group: _Group, producer: int, made_as: Sequence[State], readers: Sequence[tuple[int, Sequence[State]]]
     ) -> Tensor:
         spec = self.graph.spec(group.ref)
         grad = self.graph.nodes[group.ref.node].needs_grad and spec.is_float
@@ -283,7 +286,7 @@ class Builder:
         n = len(mesh)
         whole = ("I", "R") if grad else ("R",)
         goals = axis_sets([s for _, states in readers for s in states], n)
-        sources = axis_sets(list(made), n)
+        sources = axis_sets(list(made_as), n)
         goals = tuple(
             tuple(dict.fromkeys((*g, *(p for p in s if p in whole)))) for g, s in zip(goals, sources, strict=True)
         )
@@ -292,7 +295,7 @@ class Builder:
             # gathering a parameter is the business of its stored placement and lifetime, not of a reshard
             edges = tuple((a, b) for a, b in edges if _is_free(a, b))
         number = {s: k for k, s in enumerate(states)}
-        for s in (*made, *(s for _, all_ in readers for s in all_)):
+        for s in (*made_as, *(s for _, all_ in readers for s in all_)):
             if s not in number:
                 raise AssertionError(f"{self.graph.nodes[group.ref.node].where}: state {s} of {spec} is not legal")
         price, parts = self.pricer.step, self.pricer.step_parts
@@ -302,11 +305,11 @@ class Builder:
             for a, b in edges
         )
         return Tensor(
-            self.graph.nodes[group.ref.node].name, producer, tuple(number[s] for s in made),
-            tuple((item, tuple(number[s] for s in states)) for item, states in readers), len(states), steps,
+            self.graph.nodes[group.ref.node].name, producer, tuple(number[s] for s in made_as),
+            tuple((item, tuple(number[s] for s in states)) for item, states in readers), steps,
         )  # fmt: skip
 
-    def _output_states(self, number: int, ref: Ref, made: Sequence[State]) -> list[State]:
+    def _output_states(self, number: int, ref: Ref, made_as: Sequence[State]) -> list[State]:
         graph, mesh = self.graph, self.pricer.mesh
         if number in self.output_states:
             return [self.output_states[number]]
@@ -315,7 +318,7 @@ class Builder:
         sent = number < graph.sends
         if (not sent and (graph.loss is None or graph.loss == number)) or not graph.spec(ref).shape:
             return [whole]
-        fixed = {tuple("I" if p in ("P", "R") and grad else "R" if p == "P" else p for p in s) for s in made}
+        fixed = {tuple("I" if p in ("P", "R") and grad else "R" if p == "P" else p for p in s) for s in made_as}
         return sorted({whole, *fixed})
 
     # -- tensors of earlier stages
@@ -357,9 +360,9 @@ class Builder:
             cost = P.cost(spec, node.needs_grad, choice, self.pricer, self.optimizer, self.microbatches)
             row = (choice, cost.seconds * count, cost.n_bytes * count, cost.peak_bytes)
             by_use.setdefault(choice.used, []).append(row)
-        for own in by_use.values():
+        for of_use in by_use.values():
             # peaks of several parameters do not add up, so a choice with one is compared by the bytes it adds at least
-            options.extend(own[k] for k in P.cheapest([(o[1], o[2]) for o in own], self.keep_memory))
+            options.extend(of_use[k] for k in P.cheapest([(o[1], o[2]) for o in of_use], self.keep_memory))
         return options
 
     # -- what is recomputed
@@ -399,10 +402,10 @@ class Builder:
         plain = list(zip(chain.rows, chain.seconds, chain.n_bytes, strict=True))
         chain.again = [frozenset()] * len(plain)
         for first in places:
-            own = [k for k in places if k >= first]
+            usable = [k for k in places if k >= first]
             for row, seconds, n_bytes in plain:
                 more = lives = 0.0
-                for k in own:
+                for k in usable:
                     node, rule = graph.nodes[chain.nodes[k]], self.rules[chain.nodes[k]]
                     assert rule is not None
                     more += sum(self.pricer.forward(graph, node, rule, row[k]))
@@ -410,7 +413,7 @@ class Builder:
                 chain.rows.append(row)
                 chain.seconds.append(seconds + counts[chain.nodes[0]] * self.microbatches * more)
                 chain.n_bytes.append(n_bytes + lives)
-                chain.again.append(frozenset(chain.nodes[k] for k in own))
+                chain.again.append(frozenset(chain.nodes[k] for k in usable))
 
     @cached_property
     def _most_repeated(self) -> int:
@@ -455,38 +458,38 @@ class Builder:
             key = (id(rule), node.needs_grad, tuple(graph.nodes[r.node].needs_grad for r in node.refs))
             if key not in cache:
                 cache[key] = strategies(graph, node, rule, self.pricer.mesh)
-            own = cache[key]
+            usable = cache[key]
             if self.allowed is not None:
-                own = [s for s in own if self.allowed(node, s)]
+                usable = [s for s in usable if self.allowed(node, s)]
             if rule.kind in ("pointwise", "reduce") and i in self._from_inputs:
-                own = [s for s in own if _is_plain(s, rule)] or own
+                usable = [s for s in usable if _is_plain(s, rule)] or usable
             if self.cut_contractions and rule.kind in ("matmul", "conv", "attention"):
-                own = _most_cut(own, rule)
+                usable = _most_cut(usable, rule)
             times = counts[i] * self.microbatches
-            seconds = [times * sum(self.pricer.op(graph, node, rule, s)) for s in own]
+            seconds = [times * sum(self.pricer.op(graph, node, rule, s)) for s in usable]
             again = self._recomputed[i] * self.microbatches
             if again:
-                more = [again * sum(self.pricer.forward(graph, node, rule, s)) for s in own]
+                more = [again * sum(self.pricer.forward(graph, node, rule, s)) for s in usable]
                 seconds = [a + b for a, b in zip(seconds, more, strict=True)]
-            n_bytes = [0.0] * len(own)
+            n_bytes = [0.0] * len(usable)
             leader = self._leader(i, node, rule, groups, counts, chain_of)
             if leader is not None:
                 chain = chains[chain_of[leader[0]]]
-                if chain.nodes[-1] == leader[0] and self._follow(chain, i, leader[1], own, seconds, n_bytes):
+                if chain.nodes[-1] == leader[0] and self._follow(chain, i, leader[1], usable, seconds, n_bytes):
                     chain_of[i] = chain_of[leader[0]]
                     continue
             chain_of[i] = len(chains)
-            chains.append(_Chain([i], [(s,) for s in own], seconds, n_bytes))
+            chains.append(_Chain([i], [(s,) for s in usable], seconds, n_bytes))
         return chains, chain_of
 
     @cached_property
     def _from_inputs(self) -> set[int]:
         """Nodes whose value depends on an input of the model: activations, as opposed to functions of parameters."""
-        found: set[int] = set()
+        activations: set[int] = set()
         for i, node in enumerate(self.graph.nodes):
-            if node.kind == "input" or not found.isdisjoint([r.node for r in node.refs]):
-                found.add(i)
-        return found
+            if node.kind == "input" or not activations.isdisjoint([r.node for r in node.refs]):
+                activations.add(i)
+        return activations
 
     def _leader(
         self, i: int, node: Node, rule: Rule, groups: dict[int, list[_Group]], counts: Mapping[int, int],
@@ -497,11 +500,11 @@ class Builder:
             return None
         for position, ref in enumerate(node.refs):
             u = ref.node
-            own = groups.get(u, ())
+            of_u = groups.get(u, ())
             if (
                 u in chain_of and node.out.n_bytes <= self.graph.spec(ref).n_bytes
-                and len(own) == 1 and own[0].readers == ((i, position),) and not own[0].outputs
-                and not own[0].updates and own[0].count == counts[i] and len(self.graph.nodes[u].outs) == 1
+                and len(of_u) == 1 and of_u[0].readers == ((i, position),) and not of_u[0].outputs
+                and not of_u[0].updates and of_u[0].count == counts[i] and len(self.graph.nodes[u].outs) == 1
             ):  # fmt: skip
                 return u, position
         return None
@@ -511,21 +514,21 @@ class Builder:
         chain: _Chain,
         i: int,
         position: int,
-        own: Sequence[Strategy],
+        strategies: Sequence[Strategy],
         seconds: Sequence[float],
         n_bytes: Sequence[float],
     ) -> bool:
         """Append node ``i`` to the chain if it can follow every strategy; returns whether it did."""
         by_in: dict[State, list[int]] = {}
-        for k, s in enumerate(own):
+        for k, s in enumerate(strategies):
             by_in.setdefault(s.ins[position], []).append(k)
         if any(row[-1].outs[0] not in by_in for row in chain.rows):
             return False
         pairs = [(r, k) for r, row in enumerate(chain.rows) for k in by_in[row[-1].outs[0]]]
-        if len(pairs) > max(48, 3 * len(chain.rows) // 2):
+        if len(pairs) > max(LONG_CHAIN, GROWTH * len(chain.rows)):
             return False
         chain.rows, chain.seconds, chain.n_bytes = (
-            [(*chain.rows[r], own[k]) for r, k in pairs],
+            [(*chain.rows[r], strategies[k]) for r, k in pairs],
             [chain.seconds[r] + seconds[k] for r, k in pairs],
             [chain.n_bytes[r] + n_bytes[k] for r, k in pairs],
         )
@@ -535,7 +538,7 @@ class Builder:
     def _kept(
         self, items: list[Item], item_of: Mapping[int, int],
         row_of: Mapping[int, tuple[list[tuple[Strategy, ...]], int]], again_of: Mapping[int, Sequence[frozenset[int]]],
-    ) -> tuple[Held, ...]:  # fmt: skip
+    ) -> tuple[SharedBytes, ...]:  # fmt: skip
         """The ledger of whole tensors in the layouts of every strategy: added to the items, and returned where several
         operators keep memory in common, or where an operator may make it again.
 
@@ -573,7 +576,7 @@ class Builder:
                 maker = rep[entry.since] if rep[entry.since] in able else -1
                 key = decided, entry.n_bytes, maker
                 classes[key] = classes.get(key, 0) + times
-        held: list[Held] = []
+        shared: list[SharedBytes] = []
         for (users_of, n_bytes, maker), count in classes.items():
             made_by = item_of.get(maker, -1)
             remade: dict[int, set[int]] = {}  # bytes -> rows in which the maker makes them again; not copies of them
@@ -593,7 +596,8 @@ class Builder:
                 pairs = tuple((item, tuple(sorted(rows_of))) for item, rows_of in sorted(users_in.items()))
                 again_rows = tuple(sorted(remade.get(n, ())))
                 if len(pairs) > 1 or (again_rows and pairs[0][0] != made_by):
-                    held.append(Held(float(count * n), pairs, again=(made_by, again_rows) if again_rows else None))
+                    again = (made_by, again_rows) if again_rows else None
+                    shared.append(SharedBytes(float(count * n), pairs, again=again))
                     continue
                 ((item, only),) = users_in.items()
                 more = tuple(b + count * n * (r in only) for r, b in enumerate(items[item].n_bytes))
@@ -605,7 +609,7 @@ class Builder:
             more = tuple(n + (share < 1) * share * whole_bytes for n, share in zip(item.n_bytes, shares, strict=True))
             items[item_of[i]] = replace(item, n_bytes=more)
         self._kept_inside(items, item_of, row_of, again_of, inside)
-        return tuple(held)
+        return tuple(shared)
 
     def _kept_inside(
         self, items: list[Item], item_of: Mapping[int, int],
@@ -680,10 +684,10 @@ def _is_plain(strategy: Strategy, rule: Rule) -> bool:
     return all(name in rule.sizes or name == "I" or name in joint for name in strategy.names)
 
 
-def _most_cut(own: list[Strategy], rule: Rule) -> list[Strategy]:
+def _most_cut(strategies: list[Strategy], rule: Rule) -> list[Strategy]:
     """The strategies that cut a factor on as many axes as any does."""
-    cuts = [sum(name in rule.sizes for name in s.names) for s in own]
-    return [s for s, n in zip(own, cuts, strict=True) if n == max(cuts)]
+    cuts = [sum(name in rule.sizes for name in s.names) for s in strategies]
+    return [s for s, n in zip(strategies, cuts, strict=True) if n == max(cuts)]
 
 
 def _is_free(src: State, dst: State) -> bool:

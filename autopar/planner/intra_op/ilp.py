@@ -17,7 +17,8 @@ import pulp
 
 from autopar.errors import InfeasibleError
 from autopar.planner.intra_op.matrix import Matrix, matrix
-from autopar.planner.intra_op.problem import Beaten, Choice, Problem
+from autopar.planner.intra_op.problem import ROUNDING, Beaten, Choice, Problem
+from autopar.wishes import TIME_LIMIT_SECONDS
 
 try:
     import highspy
@@ -34,28 +35,24 @@ LARGE = 60_000
 17,000 it takes longer than the solution."""
 PRICES = (0.3, 2.0, 10.0)
 """Of all bytes of the fastest choice, in multiples of its seconds."""
+NOTHING = 1e-6
+"""A value of the relaxation below this is 0, one as near to 1 is 1: HiGHS's own tolerance."""
+NUDGE = 1e-3
+"""By this part the price of a byte is moved to see the solutions on both sides of it."""
 HULL_GAP = 0.01
 """How far the fastest choice may be from the best, where branch and bound is needed to find it."""
 
 
-def solve(problem: Problem, *, time_limit_seconds: float = 120.0, solver: str = "auto", gap: float = 0.0) -> Choice:
-    """The cheapest strategies.
+def program(
+    problem: Problem, *, time_limit_seconds: float = TIME_LIMIT_SECONDS, solver: str = "auto"
+) -> HighsProgram | ByCbc:
+    """A problem that may be solved several times, with several limits.
 
     Args:
-        time_limit_seconds: after it, the best solution so far is returned with its gap.
-        gap: relative distance from the proven bound at which the solver may stop; 0 asks for the optimum. It is used
-            only where a memory limit binds, since the problem without one is easy.
+        time_limit_seconds: for one run; after it, the best solution so far is returned with its gap.
         solver: ``highs``, ``cbc`` or ``auto`` (HiGHS if highspy is installed).
-
-    Raises:
-        InfeasibleError: no choice satisfies the memory limit and the reach of reshards.
     """
-    return program(problem, time_limit_seconds=time_limit_seconds, solver=solver).solve(gap)
-
-
-def program(problem: Problem, *, time_limit_seconds: float = 120.0, solver: str = "auto") -> Program | ByCbc:
-    """A problem that is solved several times, with several limits."""
-    return (Program if _pick(solver) == "highs" else ByCbc)(problem, time_limit_seconds)
+    return (HighsProgram if _pick(solver) == "highs" else ByCbc)(problem, time_limit_seconds)
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,7 @@ class _Point:
     values: Any = None
 
 
-class Program:
+class HighsProgram:
     """A problem in HiGHS.
 
     The relaxation is solved first: without a memory limit that binds its vertices are almost always whole choices,
@@ -81,29 +78,29 @@ class Program:
 
     def __init__(self, problem: Problem, time_limit_seconds: float) -> None:
         self.problem, self.time_limit_seconds = problem, time_limit_seconds
-        found = matrix(problem)
-        self.scale, common = found.scale, found.common
-        self.engine = _engine(found, time_limit_seconds)
-        self.rows = [np.array(own, dtype=np.int32) for own in found.picks]
+        lp = matrix(problem)
+        self.scale, common = lp.scale, lp.common
+        self.engine = _engine(lp, time_limit_seconds)
+        self.rows = [np.array(picks, dtype=np.int32) for picks in lp.picks]
         self.lengths = np.array([len(row) for row in self.rows])
         self.starts = np.concatenate(([0], np.cumsum(self.lengths)[:-1]))
         self.flat, self.row_of = np.concatenate(self.rows), np.repeat(np.arange(len(self.rows)), self.lengths)
-        flat = [(v, n) for own, item in zip(found.picks, problem.items, strict=True)
-                for v, n in zip(own, item.n_bytes, strict=True) if n]  # fmt: skip
+        flat = [(v, n) for picks, item in zip(lp.picks, problem.items, strict=True)
+                for v, n in zip(picks, item.n_bytes, strict=True) if n]  # fmt: skip
         flat.extend(common)
         self.columns = np.array([f[0] for f in flat], dtype=np.int32)
         self.n_bytes = np.array([f[1] for f in flat], dtype=np.float64)
-        self.costs = np.array(found.cost)[self.columns]
+        self.costs = np.array(lp.cost)[self.columns]
         self.peak = common[0] if any(any(i.peak_bytes) for i in problem.items) else None
         self._weigh_peak(1.0)
-        self.memory_row = len(found.low) - 1
-        self.unit = found.unit
+        self.memory_row = len(lp.low) - 1
+        self.unit = lp.unit
         self.price = 0.0
         self.limit(problem.limit_bytes)
 
     def limit(self, n_bytes: float | None) -> None:
         """Another limit; a problem that was given none keeps none."""
-        self.room = math.inf if n_bytes is None else n_bytes - self.problem.fixed_bytes
+        self.room = math.inf if n_bytes is None else n_bytes
         self._relaxed: _Point | None = None
         if self.problem.limit_bytes is not None:
             self.engine.changeRowBounds(self.memory_row, -math.inf, self.room / self.unit)
@@ -141,13 +138,13 @@ class Program:
     def _parts(self, relaxed: _Point) -> tuple[_Point, _Point] | None:
         """A faster and a smaller choice between which a fractional solution lies: the larger shares of its items, and
         the smaller ones. None if an item has more than two, or if the limit is not between the two."""
-        own = relaxed.values[self.flat]
-        many = np.add.reduceat((own > 1e-6).astype(int), self.starts)
+        shares = relaxed.values[self.flat]
+        many = np.add.reduceat((shares > NOTHING).astype(int), self.starts)
         if many.max() != 2:
             return None
         first, second = relaxed.picked, list(relaxed.picked)
         for i in np.flatnonzero(many == 2):
-            row = own[self.starts[i] : self.starts[i] + self.lengths[i]].copy()
+            row = shares[self.starts[i] : self.starts[i] + self.lengths[i]].copy()
             row[first[i]] = 0.0
             second[i] = int(row.argmax())
         points = []
@@ -178,15 +175,15 @@ class Program:
         """
         self.engine.changeRowBounds(self.memory_row, -math.inf, math.inf)
         self._weigh_peak(peak_share)
-        found = [self._at(0.0, HULL_GAP)]
-        unit = max(1.0, found[0].seconds) / max(1.0, found[0].n_bytes)
+        points = [self._at(0.0, HULL_GAP)]
+        unit = max(1.0, points[0].seconds) / max(1.0, points[0].n_bytes)
         for price in prices:
             point = self._relaxed_at(price * unit)  # the largest share of each is good enough, and no search
-            found += [point] if point is not None else []
+            points += [point] if point is not None else []
         self._charge(0.0)
         self._weigh_peak(1.0)
         self.limit(self.problem.limit_bytes)
-        ordered = sorted({p.picked: p for p in found}.values(), key=lambda p: (p.seconds, p.n_bytes))
+        ordered = sorted({p.picked: p for p in points}.values(), key=lambda p: (p.seconds, p.n_bytes))
         return [self.choice(replace(p, bound=p.seconds)) for p in ordered]
 
     def _at(self, price: float, gap: float = 0.0) -> _Point:
@@ -203,9 +200,15 @@ class Program:
         return point
 
     def solve(self, gap: float = 0.0, worth_seconds: float = math.inf) -> Choice:
-        """As :func:`solve`.
+        """The cheapest strategies.
+
+        Args:
+            gap: relative distance from the proven bound at which the solver may stop; 0 asks for the optimum. It is
+                used only where a memory limit binds, since the problem without one is easy.
+            worth_seconds: what takes as long is not worth branch and bound.
 
         Raises:
+            InfeasibleError: no choice satisfies the memory limit and the reach of reshards.
             Beaten: branch and bound would be needed, for what takes at least ``worth_seconds``.
         """
         whole = self.whole()
@@ -258,7 +261,7 @@ class Program:
                     return point
             return self._at(price)
 
-        faster, smaller = near(price * (1 - 1e-3), False), near(price * (1 + 1e-3), True)
+        faster, smaller = near(price * (1 - NUDGE), False), near(price * (1 + NUDGE), True)
         self._charge(0.0)
         engine.changeRowBounds(self.memory_row, -math.inf, self.room / self.unit)
         return replace(faster, bound=relaxed.bound), replace(smaller, bound=relaxed.bound)
@@ -284,8 +287,9 @@ class Program:
         """The relaxation with no peak above that of a choice: the peak is what makes a vertex not whole, mostly."""
         items = self.problem.items
         peaks = [i.peak_bytes or (0.0,) * len(i.n_bytes) for i in items]
-        most = max(own[k] for own, k in zip(peaks, picked, strict=True))
-        above = np.array([r[k] for r, own in zip(self.rows, peaks, strict=True) for k, n in enumerate(own) if n > most])
+        most = max(of_item[k] for of_item, k in zip(peaks, picked, strict=True))
+        rows = zip(self.rows, peaks, strict=True)
+        above = np.array([row[k] for row, of_item in rows for k, n in enumerate(of_item) if n > most])
         if self.peak is None or not most:
             return None
         column, largest = self.peak
@@ -309,9 +313,9 @@ class Program:
         engine.setOptionValue("time_limit", engine.getRunTime() + self.time_limit_seconds)  # counts all runs
         engine.clearSolver()  # presolve may hang on the relaxation's values, which HiGHS would complete to a solution
         if start is not None and start.n_bytes <= self.room:
-            known = highspy.HighsSolution()
-            known.col_value = list(start.values)
-            engine.setSolution(known)
+            starting = highspy.HighsSolution()
+            starting.col_value = list(start.values)
+            engine.setSolution(starting)
         engine.run()
         info, status = engine.getInfo(), engine.getModelStatus().name
         if info.primal_solution_status != 2:
@@ -325,14 +329,14 @@ class Program:
 
     def choice(self, point: _Point) -> Choice:
         """As seconds."""
-        fixed, off = self.problem.fixed_seconds, point.seconds - point.bound
+        off = point.seconds - point.bound
         status = "time limit" if point.gap < 0 else "optimal"
-        if point.gap >= 0 and off > 1e-6 * abs(point.seconds):
+        if point.gap >= 0 and off > ROUNDING * abs(point.seconds):
             status = "within gap"
         return Choice(
-            point.picked, point.seconds / self.scale + fixed, point.bound / self.scale + fixed, status, "highs",
+            point.picked, point.seconds / self.scale, point.bound / self.scale, status, "highs",
             self.room < math.inf and not (self._relaxed and self._relaxed.byte_price == 0.0),
-            {"bytes": point.n_bytes + self.problem.fixed_bytes},
+            {"bytes": point.n_bytes},
         )  # fmt: skip
 
     def _charge(self, price: float) -> None:
@@ -348,29 +352,29 @@ class Program:
     def _point(self, bound: float) -> _Point:
         values = np.asarray(self.engine.getSolution().col_value)
         total = float(values[self.columns] @ self.n_bytes)
-        own = values[self.flat]
-        most = np.maximum.reduceat(own, self.starts)
-        largest = np.flatnonzero(own == np.repeat(most, self.lengths))
+        shares = values[self.flat]
+        most = np.maximum.reduceat(shares, self.starts)
+        largest = np.flatnonzero(shares == np.repeat(most, self.lengths))
         _, first = np.unique(self.row_of[largest], return_index=True)
         picked = tuple((largest[first] - self.starts).tolist())
-        whole = bool((most > 1 - 1e-6).all())
+        whole = bool((most > 1 - NOTHING).all())
         paid = self.price * float(values[self.columns] @ self.priced)
         return _Point(picked, self.engine.getObjectiveValue() - paid, total, bound - paid, whole, values=values)
 
 
-def _engine(found: Matrix, time_limit_seconds: float) -> Any:
+def _engine(lp: Matrix, time_limit_seconds: float) -> Any:
     """HiGHS with the program."""
-    n, m, kinds = len(found.cost), len(found.low), highspy.HighsVarType
+    n, m, kinds = len(lp.cost), len(lp.low), highspy.HighsVarType
     model = highspy.HighsLp()
     model.num_col_, model.num_row_ = n, m
-    model.col_cost_, model.col_lower_, model.col_upper_ = np.array(found.cost), np.zeros(n), np.array(found.upper)
-    model.integrality_ = [kinds.kInteger if w else kinds.kContinuous for w in found.whole]
-    model.row_lower_, model.row_upper_ = np.array(found.low), np.array(found.high)
+    model.col_cost_, model.col_lower_, model.col_upper_ = np.array(lp.cost), np.zeros(n), np.array(lp.upper)
+    model.integrality_ = [kinds.kInteger if w else kinds.kContinuous for w in lp.whole]
+    model.row_lower_, model.row_upper_ = np.array(lp.low), np.array(lp.high)
     model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
     model.a_matrix_.num_col_, model.a_matrix_.num_row_ = n, m
-    model.a_matrix_.start_ = np.array(found.start, dtype=np.int32)
-    model.a_matrix_.index_ = np.array(found.columns, dtype=np.int32)
-    model.a_matrix_.value_ = np.array(found.values, dtype=np.float64)
+    model.a_matrix_.start_ = np.array(lp.start, dtype=np.int32)
+    model.a_matrix_.index_ = np.array(lp.columns, dtype=np.int32)
+    model.a_matrix_.value_ = np.array(lp.values, dtype=np.float64)
     engine = highspy.Highs()
     for name, value in (
         ("output_flag", False), ("threads", 1), ("random_seed", 0), ("time_limit", float(time_limit_seconds))
@@ -387,7 +391,7 @@ class ByCbc:
         self.problem, self.time_limit_seconds = problem, time_limit_seconds
 
     def limit(self, n_bytes: float | None) -> None:
-        """As in :class:`Program`."""
+        """As in :class:`HighsProgram`."""
         if self.problem.limit_bytes is not None:
             self.problem = replace(self.problem, limit_bytes=n_bytes)
 
@@ -409,22 +413,21 @@ class ByCbc:
         return [self.solve()]
 
     def solve(self, gap: float = 0.0, worth_seconds: float = math.inf) -> Choice:
-        """As :func:`solve`."""
+        """As :meth:`HighsProgram.solve`."""
         problem = self.problem
-        found = matrix(problem)
-        model, columns = _pulp(found)
+        lp = matrix(problem)
+        model, columns = _pulp(lp)
         model.solve(_cbc()(msg=False, timeLimit=self.time_limit_seconds, gapRel=gap, threads=1))
-        values = [[columns[v].varValue for v in own] for own in found.picks]
+        values = [[columns[v].varValue for v in picks] for picks in lp.picks]
         if pulp.LpStatus[model.status] == "Infeasible" or any(v is None for row in values for v in row):
             raise InfeasibleError("no choice of strategies satisfies the constraints")
-        objective = pulp.value(model.objective) / found.scale
+        objective = pulp.value(model.objective) / lp.scale
         picked = tuple(row.index(max(row)) for row in values)
         proven = pulp.LpStatus[model.status] == "Optimal"
         exact = gap == 0.0 or problem.limit_bytes is None
         status = "time limit" if not proven else "optimal" if exact else "within gap"
         bound = objective if status == "optimal" else objective * (1 - gap)
-        fixed, limited = problem.fixed_seconds, problem.limit_bytes is not None
-        return Choice(picked, objective + fixed, bound + fixed, status, "cbc", limited)
+        return Choice(picked, objective, bound, status, "cbc", binds=problem.limit_bytes is not None)
 
 
 def _pick(solver: str) -> str:
@@ -441,17 +444,17 @@ def _cbc() -> type:
     return pulp.PULP_CBC_CMD
 
 
-def _pulp(found: Matrix) -> tuple[pulp.LpProblem, list[pulp.LpVariable]]:
+def _pulp(lp: Matrix) -> tuple[pulp.LpProblem, list[pulp.LpVariable]]:
     """The program in PuLP, with its columns."""
     model = pulp.LpProblem("autopar", pulp.LpMinimize)
     columns = [
         model.add_variable(f"v{k}", 0, None if up == math.inf else up, pulp.LpInteger if whole else pulp.LpContinuous)
-        for k, (up, whole) in enumerate(zip(found.upper, found.whole, strict=True))
+        for k, (up, whole) in enumerate(zip(lp.upper, lp.whole, strict=True))
     ]
-    for r, (low, high) in enumerate(zip(found.low, found.high, strict=True)):
-        entries = range(found.start[r], found.start[r + 1])
-        terms = pulp.LpAffineExpression([(columns[found.columns[e]], found.values[e]) for e in entries])
+    for r, (low, high) in enumerate(zip(lp.low, lp.high, strict=True)):
+        entries = range(lp.start[r], lp.start[r + 1])
+        terms = pulp.LpAffineExpression([(columns[lp.columns[e]], lp.values[e]) for e in entries])
         sense = pulp.LpConstraintEQ if low == high else pulp.LpConstraintLE if low == -math.inf else pulp.LpConstraintGE
         model.addConstraint(pulp.LpConstraint(terms, sense, f"r{r}", high if low == -math.inf else low))
-    model.setObjective(pulp.LpAffineExpression([(v, c) for v, c in zip(columns, found.cost, strict=True) if c]))
+    model.setObjective(pulp.LpAffineExpression([(v, c) for v, c in zip(columns, lp.cost, strict=True) if c]))
     return model, columns

@@ -44,7 +44,6 @@ class Entry:
     Attributes:
         n_bytes: on one rank, of one microbatch.
         since: number of the node that makes it.
-        until: number of the operator after whose backward it is free: the first that keeps it.
         keepers: all that keep it; nobody, of memory that is only asked for with all the rest.
         readers: operators and positions that read it, kept or not, and the graph's end; only where that is asked for.
         segment: number of the recomputed segment in whose second run it lives; None from forward to backward.
@@ -55,7 +54,6 @@ class Entry:
 
     n_bytes: int
     since: int
-    until: int
     keepers: tuple[Keeper, ...]
     segment: int | None = None
     decision: str = "keep"
@@ -86,11 +84,11 @@ class Ledger:
 
     def segment_bytes(self) -> dict[int, int]:
         """What each segment keeps while it runs again, beside its inputs."""
-        found: dict[int, int] = {}
+        by_segment: dict[int, int] = {}
         for e in self.entries:
             if e.segment is not None:
-                found[e.segment] = found.get(e.segment, 0) + e.n_bytes
-        return found
+                by_segment[e.segment] = by_segment.get(e.segment, 0) + e.n_bytes
+        return by_segment
 
     @property
     def again_bytes(self) -> int:
@@ -145,19 +143,19 @@ class _Walk:
 
     def keep(self, memory: int, keeper: Keeper, segment: int) -> None:
         """An operator keeps some memory; one of a segment only its own memory, and only while it runs again."""
-        known = self.memories[memory]
-        if known.given and (segment >= 0 or self.graph.nodes[known.since].kind == "param"):
+        kept = self.memories[memory]
+        if kept.given and (segment >= 0 or self.graph.nodes[kept.since].kind == "param"):
             return
         if segment < 0:
             self.keepers.setdefault((memory, None), []).append(keeper)
-        elif known.segment == segment:
+        elif kept.segment == segment:
             self.keepers.setdefault((memory, segment), []).append(keeper)
 
     def place(self, ref: Ref, state: State, segment: int) -> tuple[int, Strides]:
         """Where a value lies; steps on the way to it are made here."""
-        known = self.lies.get((ref, state))
-        if known is not None:
-            return known
+        there_already = self.lies.get((ref, state))
+        if there_already is not None:
+            return there_already
         before = self.before.get(ref)
         if before is None:
             steps = self.routes.get(route_key(self.graph, ref), ())
@@ -169,7 +167,7 @@ class _Walk:
             assert node.kind != "op", f"{node.where}: no way to {state}"
             shape = local_shape(spec.shape, state, self.mesh)
             given = node.kind != "input" or node.target not in self.graph.arriving
-            found = self.new(_bytes(shape, spec.item_bytes), ref.node, -1, given), contiguous(shape)
+            place = self.new(_bytes(shape, spec.item_bytes), ref.node, -1, given), contiguous(shape)
         else:
             memory, strides = self.place(ref, src, segment)
             if segment >= 0:
@@ -179,9 +177,9 @@ class _Walk:
                 memory, strides = self.new(_bytes(shape, spec.item_bytes), ref.node, segment), contiguous(shape)
             if (ref, state) in self.copies_again:
                 self.piece_of[memory] = self.lies[ref, self.copies_again[ref, state][0]][0]
-            found = memory, strides
-        self.lies[ref, state] = found
-        return found
+            place = memory, strides
+        self.lies[ref, state] = place
+        return place
 
     def op(self, i: int, node: Node, rule: Rule) -> None:
         segment = self.segment_of.get(i, -1)
@@ -220,15 +218,15 @@ class _Walk:
         for position, (ref, state) in enumerate(zip(node.refs, strategy.ins, strict=True)):
             while (ref, state) not in self.lies and self.way(ref).get(state) is not None:
                 state = self.way(ref)[state]
-            made = self.lies.get((ref, state))
-            memory = made[0] if made is not None else self.place(ref, state, -1)[0]
-            known, node_of = self.memories[memory], self.graph.nodes[ref.node]
+            place = self.lies.get((ref, state))
+            memory = place[0] if place is not None else self.place(ref, state, -1)[0]
+            kept, node_of = self.memories[memory], self.graph.nodes[ref.node]
             if node_of.kind == "buffer" and node_of.target in self.graph.updates:
                 # it gets its new value before the backward: the segment keeps a copy of the old one
                 if (segment, memory) not in self.copies:
-                    self.copies[segment, memory] = self.new(known.n_bytes, i, -1)
+                    self.copies[segment, memory] = self.new(kept.n_bytes, i, -1)
                 self.taken.append((segment, self.copies[segment, memory], Keeper(i, "in", position)))
-            elif not known.given and known.segment != segment:
+            elif not kept.given and kept.segment != segment:
                 self.taken.append((segment, memory, Keeper(i, "in", position)))
 
     def way(self, ref: Ref) -> dict[State, State]:
@@ -247,18 +245,18 @@ class _Walk:
 
     def saved(self, i: int, node: Node, rule: Rule, strategy: Strategy, strides: tuple[Strides, ...]) -> Saved:
         key = self.graph.alike[i], id(strategy), strides
-        known = self.known.get(key)
-        if known is None:
+        saves = self.known.get(key)
+        if saves is None:
             grads, _ = grads_of(self.graph, node)
             layouts = [
-                Layout(local_shape(spec.shape, state, self.mesh), own, spec.dtype, grad)
-                for spec, state, own, grad in zip(
+                Layout(local_shape(spec.shape, state, self.mesh), lies, spec.dtype, grad)
+                for spec, state, lies, grad in zip(
                     map(self.graph.spec, node.refs), strategy.ins, strides, grads, strict=True
                 )
             ]
             call = call_of(node, self.graph.spec)
-            known = self.known[key] = saved_by(call, rule, strategy.options, self.mesh, layouts)
-        return known
+            saves = self.known[key] = saved_by(call, rule, strategy.options, self.mesh, layouts)
+        return saves
 
     def finish(self) -> Ledger:
         """The ledger, when all operators were walked through."""
@@ -289,20 +287,19 @@ class _Walk:
             for memory, is_there in enumerate(self.memories):
                 if not is_there.given:
                     keepers.setdefault((memory, None), [])
-        found = []
+        entries = []
         for (memory, of_segment), kept in keepers.items():
             n_bytes, since, given, made_in = self.memories[memory]
             decision = "recompute" if of_segment is not None else "given" if given else "keep"
             decision = "gather again" if memory in self.piece_of else decision
             if of_segment is None and memory in self.given_up:
                 decision, of_segment = "recompute", made_in
-            until = min((k.node for k in kept), default=since)
             readers = tuple(self.reads.get(memory, ()))
-            found.append(Entry(n_bytes, since, until, tuple(kept), of_segment, decision, readers))
+            entries.append(Entry(n_bytes, since, tuple(kept), of_segment, decision, readers))
         wanted = {memory: ref for memory, ref in self.given_up.items() if (memory, None) in keepers}
         again = {(ref, a, b): None for (ref, _), (_, steps) in self.copies_again.items() for a, b in steps}
         keys = tuple(sorted(route_key(self.graph, ref) for ref in wanted.values()))
-        return Ledger(tuple(found), self.segments, tuple(again), keys, self.lives(wanted))
+        return Ledger(tuple(entries), self.segments, tuple(again), keys, self.lives(wanted))
 
     def lives(self, given_up: Collection[int]) -> tuple[tuple[int, int], ...]:
         """:attr:`Ledger.lives`, where this memory of segments is given up."""

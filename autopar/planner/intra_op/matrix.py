@@ -68,25 +68,25 @@ def matrix(problem: Problem) -> Matrix:
     costs are rounded to multiples of 2**-20 (one part in 10**9 of the total), so that their sums are exact.
     """
     total = sum(min(i.seconds) for i in problem.items) or max((max(i.seconds) for i in problem.items), default=0.0)
-    found = Matrix(2.0 ** round(math.log2(1e3 / total)) if total > 0 else 1.0)
+    lp = Matrix(2.0 ** round(math.log2(1e3 / total)) if total > 0 else 1.0)
     for item in problem.items:
-        found.picks.append(found.add(item.seconds, 1.0, True))
-        found.row(dict.fromkeys(found.picks[-1], 1.0), 1.0, 1.0)
-    _flows(problem, found)
-    _shared_bytes(problem, found)
+        lp.picks.append(lp.add(item.seconds, 1.0, True))
+        lp.row(dict.fromkeys(lp.picks[-1], 1.0), 1.0, 1.0)
+    _flows(problem, lp)
+    _shared_bytes(problem, lp)
     if problem.limit_bytes is not None:
-        found.unit = max(problem.limit_bytes, 1.0)
+        lp.unit = max(problem.limit_bytes, 1.0)
         entries = {
-            v: b / found.unit
-            for own, item in zip(found.picks, problem.items, strict=True)
-            for v, b in zip(own, item.n_bytes, strict=True) if b
+            v: b / lp.unit
+            for picks, item in zip(lp.picks, problem.items, strict=True)
+            for v, b in zip(picks, item.n_bytes, strict=True) if b
         }  # fmt: skip
-        entries.update((v, b / found.unit) for v, b in found.common)
-        found.row(entries, -math.inf, (problem.limit_bytes - problem.fixed_bytes) / found.unit)
-    return found
+        entries.update((v, b / lp.unit) for v, b in lp.common)
+        lp.row(entries, -math.inf, problem.limit_bytes / lp.unit)
+    return lp
 
 
-def _flows(problem: Problem, found: Matrix) -> None:
+def _flows(problem: Problem, lp: Matrix) -> None:
     """Of every tensor to each of its consumers, and what steps that several of them use cost."""
     for tensor in problem.tensors:
         shared = len(tensor.consumers) > 1
@@ -94,44 +94,44 @@ def _flows(problem: Problem, found: Matrix) -> None:
         costly = [a for a, s in enumerate(seconds) if s]
         paid: range | None = None
         for consumer, wanted in tensor.consumers:
-            flow = found.add([0.0] * len(seconds) if shared else seconds)
+            flow = lp.add([0.0] * len(seconds) if shared else seconds)
             balance: dict[int, dict[int, float]] = {}
             for v, (src, dst, _) in zip(flow, tensor.steps, strict=True):
                 balance.setdefault(src, {})[v] = -1.0
                 balance.setdefault(dst, {})[v] = 1.0
-            for v, state in zip(found.picks[tensor.producer], tensor.made, strict=True):
+            for v, state in zip(lp.picks[tensor.producer], tensor.made, strict=True):
                 balance.setdefault(state, {})[v] = 1.0
-            for v, state in zip(found.picks[consumer], wanted, strict=True):
-                own = balance.setdefault(state, {})
-                own[v] = own.get(v, 0.0) - 1.0  # nothing is left where a class feeds itself
+            for v, state in zip(lp.picks[consumer], wanted, strict=True):
+                of_state = balance.setdefault(state, {})
+                of_state[v] = of_state.get(v, 0.0) - 1.0  # nothing is left where a class feeds itself
             # one balance follows from the others, since as much is made as wanted; HiGHS 1.15 was seen to loop for
             # ever in presolve when it was there too
             for entries in list(balance.values())[:-1]:
-                found.row(entries, 0.0, 0.0)
+                lp.row(entries, 0.0, 0.0)
             if shared:
-                paid = paid or found.add(seconds[a] for a in costly)
+                paid = paid or lp.add(seconds[a] for a in costly)
                 for v, a in zip(paid, costly, strict=True):
-                    found.row({v: 1.0, flow[a]: -1.0}, 0.0, math.inf)
+                    lp.row({v: 1.0, flow[a]: -1.0}, 0.0, math.inf)
 
 
-def _shared_bytes(problem: Problem, found: Matrix) -> None:
+def _shared_bytes(problem: Problem, lp: Matrix) -> None:
     """The peak, and what several items keep in common."""
     largest = max((max(item.peak_bytes) for item in problem.items if item.peak_bytes), default=0.0)
     if largest:
-        (peak,) = found.add([0.0])
-        found.common.append((peak, largest))
-        for own, item in zip(found.picks, problem.items, strict=True):
+        (peak,) = lp.add([0.0])
+        lp.common.append((peak, largest))
+        for picks, item in zip(lp.picks, problem.items, strict=True):
             if any(item.peak_bytes):
-                parts = {v: -b / largest for v, b in zip(own, item.peak_bytes, strict=True) if b}
-                found.row({peak: 1.0, **parts}, 0.0, math.inf)
-    for held in problem.held:
-        (kept,) = found.add([held.seconds])
-        found.common.append((kept, held.n_bytes))
-        for i, rows in held.users:
-            entries = {kept: 1.0, **{found.picks[i][s]: -1.0 for s in rows}}
-            for v in [found.picks[held.again[0]][s] for s in held.again[1]] if held.again is not None else ():
+                parts = {v: -b / largest for v, b in zip(picks, item.peak_bytes, strict=True) if b}
+                lp.row({peak: 1.0, **parts}, 0.0, math.inf)
+    for shared in problem.held:
+        (kept,) = lp.add([shared.seconds])
+        lp.common.append((kept, shared.n_bytes))
+        for i, rows in shared.users:
+            entries = {kept: 1.0, **{lp.picks[i][s]: -1.0 for s in rows}}
+            for v in [lp.picks[shared.again[0]][s] for s in shared.again[1]] if shared.again is not None else ():
                 entries[v] = entries.get(v, 0.0) + 1.0
-            found.row(entries, 0.0, math.inf)
+            lp.row(entries, 0.0, math.inf)
 
 
 __all__ = ["Matrix", "matrix"]

@@ -9,7 +9,7 @@ from math import inf
 
 from autopar.clusters import check_mesh
 from autopar.collection import uncollected
-from autopar.errors import InfeasibleError, MeshError, PlanError
+from autopar.errors import InfeasibleError, MeshError, PlanError, first_few
 from autopar.graph import Graph, Node, Ref
 from autopar.labels import matches, op_labels
 from autopar.placements import Mesh, State, fits, format_state, is_cut, is_shard, kind, mesh_text, shard_dim
@@ -21,7 +21,7 @@ from autopar.planner.intra_op.complete import complete
 from autopar.planner.intra_op.fold import Fold, fold, unfolded
 from autopar.planner.intra_op.mixture import mixture
 from autopar.planner.intra_op.price import pricer
-from autopar.planner.intra_op.problem import Choice, Item, Problem
+from autopar.planner.intra_op.problem import ROUNDING, Choice, Item, Problem
 from autopar.planner.intra_op.recompute import segments_of
 from autopar.planner.intra_op.regathering import gathering_everything_again, within
 from autopar.planner.intra_op.space import fitting_strategy
@@ -29,10 +29,16 @@ from autopar.planner.intra_op.written import held_whole, holds_whole
 from autopar.rules.notation import Rule
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import Strategy, options_of, strategy_named, why_not_cut
+from autopar.texts import show_bytes
+from autopar.wishes import MEMORY_FRACTION, TIME_LIMIT_SECONDS
 from hardware_profiles import Cluster
 
-MEMORY_FRACTION = 0.9
-"""Share of a device's memory that a plan may fill; the rest is for the allocator, kernels and the framework."""
+ATTEMPTS = 8
+"""Limits that are tried until what the solver finds fits: its bytes are not quite those of the finished plan."""
+REFINED, CLOSE = 2, 1e-3
+"""Of these, how often a plan that fits is made better, and how near the limits may be, as a part of the memory."""
+LARGEST, SHOWN = 3, 20
+"""Parameters, and pins that do not fit, that a message lists."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +74,7 @@ class Options:
     memory_limit_bytes: float | None = None
     optimizer: str = "adamw"
     microbatches: int = 1
-    time_limit_seconds: float = 120.0
-    solver: str = "auto"
+    time_limit_seconds: float = TIME_LIMIT_SECONDS
     memory_gap: float = 0.01
     worth_seconds: float = inf
     fold: bool = True
@@ -108,11 +113,11 @@ def plan_graph(
         failed = error
     if best is None or (best.solution is not None and best.solution.gap > FAR):
         try:
-            other = keeping.plan()
+            keeping_all = keeping.plan()
         except InfeasibleError as error:
             failed = failed or error
         else:
-            best = min([other, *([best] if best is not None else [])], key=lambda p: p.price.seconds)
+            best = min([keeping_all, *([best] if best is not None else [])], key=lambda p: p.price.seconds)
     if best is None:
         assert failed is not None
         raise failed
@@ -146,7 +151,6 @@ class PlansByMemory:
         problem, self.decoder = self.setting.problem(True)
         self.program = ilp.program(
             replace(problem, limit_bytes=UNLIMITED), time_limit_seconds=options.time_limit_seconds,
-            solver=options.solver,
         )  # fmt: skip
 
     @uncollected()
@@ -156,16 +160,16 @@ class PlansByMemory:
 
     @uncollected()
     def every(self, prices: Sequence[float] = ilp.PRICES) -> list[StagePlan]:
-        """All of them, the fastest first; prices as for :meth:`autopar.planner.intra_op.ilp.Program.hull`."""
+        """All of them, the fastest first; prices as for :meth:`autopar.planner.intra_op.ilp.HighsProgram.hull`."""
         fastest, *others = self.program.hull(prices, PEAK_SHARE)
-        found, again = [self._plan(fastest)], [self._gathering_again(fastest)]
+        plans, again = [self._plan(fastest)], [self._gathering_again(fastest)]
         for choice in others:
             try:
-                found.append(self._plan(choice))
+                plans.append(self._plan(choice))
                 again.append(self._gathering_again(choice))
             except PlanError:  # rounded to strategies between which there is no way
                 continue
-        return found + [plan for plan in again if plan.gather_again]
+        return plans + [plan for plan in again if plan.gather_again]
 
     def _plan(self, choice: Choice, gather_again: Collection[str] = ()) -> StagePlan:
         decided = self.decoder.decided(choice.picked, self.setting.folding)
@@ -183,7 +187,7 @@ def priced_again(
     """The plans of a graph that differs from another in sizes only, decided as those of the other; None if the sizes
     do not allow it."""
     setting = _Setting(graph, cluster, mesh, options, devices)
-    found = []
+    priced = []
     for plan in plans:
         ops: dict[int, Strategy] = {}
         params: dict[int, ParamChoice] = {}
@@ -199,10 +203,10 @@ def priced_again(
                 ops[i] = strategy
         outputs = {k: state for k, state in enumerate(plan.outputs) if state is not None}
         try:
-            found.append(setting.realise(Decided(ops, params, outputs, dict(plan.inputs)), plan.gather_again))
+            priced.append(setting.realise(Decided(ops, params, outputs, dict(plan.inputs)), plan.gather_again))
         except (PlanError, MeshError):
             return None
-    return found
+    return priced
 
 
 MIXED_GAP = 0.02
@@ -301,9 +305,9 @@ class _Solving:
                 return best
         except InfeasibleError as error:
             failed = error
-        other = self._gathering_again()
-        if other is not None and (best is None or other.price.seconds < best.price.seconds):
-            return other
+        gathering = self._gathering_again()
+        if gathering is not None and (best is None or gathering.price.seconds < best.price.seconds):
+            return gathering
         if best is None:
             assert failed is not None
             raise failed
@@ -352,7 +356,7 @@ class _Solving:
         best: StagePlan | None = None
         bound = 0.0
         fits_at, too_much, target, refined = 0.0, limit, limit, 0
-        for attempt in range(8):
+        for attempt in range(ATTEMPTS):
             try:
                 if attempt == 0 and gap > 0.0:
                     plan = mixture(
@@ -387,18 +391,18 @@ class _Solving:
             best = replace(best, solution=_against(bound, best, gap))
             assert best.solution is not None
             refined += 1
-            if best.solution.gap <= max(gap, 1e-6) or refined > 2 or too_much - fits_at <= 1e-3 * limit:
+            if best.solution.gap <= max(gap, ROUNDING) or refined > REFINED or too_much - fits_at <= CLOSE * limit:
                 break
             target = (fits_at + too_much) / 2
             program.limit(target)
         return best if best is not None else self._smallest(tried, bound)
 
-    def _program(self, problem: Problem) -> ilp.Program | ilp.ByCbc:
+    def _program(self, problem: Problem) -> ilp.HighsProgram | ilp.ByCbc:
         options = self.setting.options
         seconds = options.time_limit_seconds
         if self.decoder.again is not None:
             seconds = min(seconds, AGAIN_SECONDS)
-        return ilp.program(problem, time_limit_seconds=seconds, solver=options.solver)
+        return ilp.program(problem, time_limit_seconds=seconds)
 
     def _finish(self, choice: Choice) -> StagePlan:
         plan = self.setting.realise(self.decoder.decided(choice.picked, self.setting.folding))
@@ -423,17 +427,18 @@ class _Solving:
         if plan.price.memory_bytes > self.limit:
             fastest = self._finish(self._program(self.problem).solve())
             raise InfeasibleError(_too_big(self.setting.graph, fastest, plan, self.limit))
-        found = Solution("smallest", "best found", plan.price.seconds, 0.0, True)
-        return replace(plan, solution=_against(bound, replace(plan, solution=found), self.setting.options.memory_gap))
+        solution = Solution("smallest", "best found", plan.price.seconds, 0.0, True)
+        plan = replace(plan, solution=solution)
+        return replace(plan, solution=_against(bound, plan, self.setting.options.memory_gap))
 
 
 def _against(bound: float, plan: StagePlan, gap: float) -> Solution:
     """What the solver said of a plan, measured against a bound of the whole search."""
     said = plan.solution
     assert said is not None
-    own = max(0.0, 1 - bound / said.objective_seconds) if said.objective_seconds else 0.0
-    status = "optimal" if own <= 1e-6 else "within gap" if own <= gap else "best found"
-    return replace(said, gap=own, status=said.status if own > gap and said.status == "time limit" else status)
+    off = max(0.0, 1 - bound / said.objective_seconds) if said.objective_seconds else 0.0
+    status = "optimal" if off <= ROUNDING else "within gap" if off <= gap else "best found"
+    return replace(said, gap=off, status=said.status if off > gap and said.status == "time limit" else status)
 
 
 def _by_bytes(item: Item) -> Item:
@@ -449,27 +454,16 @@ def _too_big(graph: Graph, fastest: StagePlan, tight: StagePlan, limit: float) -
         [("parameters", p.parameter_bytes), ("gradients", p.gradient_bytes), ("optimizer state", p.optimizer_bytes),
          ("gathered parameters", p.gathered_bytes), ("activations", p.activation_bytes)], key=lambda e: -e[1],
     )  # fmt: skip
-    biggest = sorted(graph.of_kind("param"), key=lambda e: -e[1].out.n_bytes)[:3]
+    biggest = sorted(graph.of_kind("param"), key=lambda e: -e[1].out.n_bytes)[:LARGEST]
     return (
-        f"no plan fits {size_text(limit)} per device: the smallest needs {size_text(p.memory_bytes)}, the fastest "
-        f"{size_text(fastest.price.memory_bytes)}\n  of the smallest: "
-        + ", ".join(f"{name} {size_text(n)}" for name, n in parts)
+        f"no plan fits {show_bytes(limit)} per device: the smallest needs {show_bytes(p.memory_bytes)}, the fastest "
+        f"{show_bytes(fastest.price.memory_bytes)}\n  of the smallest: "
+        + ", ".join(f"{name} {show_bytes(n)}" for name, n in parts)
         + "\n  largest parameters: "
-        + ", ".join(f"{node.target} {size_text(node.out.n_bytes)}" for _, node in biggest)
-        + f"\n  it would fit with {size_text(p.memory_bytes - limit)} more per device, more devices, or a smaller batch"
+        + ", ".join(f"{node.target} {show_bytes(node.out.n_bytes)}" for _, node in biggest)
+        + f"\n  it would fit with {show_bytes(p.memory_bytes - limit)} more per device, more devices, or a smaller "
+        "batch"
     )
-
-
-def size_text(n_bytes: float) -> str:
-    """``1.50 GiB``."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if n_bytes >= size:
-            return f"{n_bytes / size:.2f} {unit}"
-    return f"{n_bytes:.0f} bytes"
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
 
 
 def device_limit(cluster: Cluster, devices: Iterable[int], asked: float | None) -> float:
@@ -518,7 +512,7 @@ class _Pins:
                         hit.add(axis)
             if not seen:
                 modules = sorted({n.module for n in self.graph.nodes if n.kind == "op" and n.module})
-                raise PlanError(f"constraint '{pattern}' matches no op; modules are {_some(modules)}")
+                raise PlanError(f"constraint '{pattern}' matches no op; modules are {first_few(modules)}")
             for axis in wanted:
                 if axis not in hit:
                     lines = "\n  ".join(list(offered)[:6])
@@ -528,10 +522,10 @@ class _Pins:
 
     def _params(self) -> None:
         for pattern, how in (self.options.params or {}).items():
-            found = [n.target for _, n in self.graph.of_kind("param") if fnmatchcase(n.target, pattern)]
-            if not found:
+            matched = [n.target for _, n in self.graph.of_kind("param") if fnmatchcase(n.target, pattern)]
+            if not matched:
                 names = [n.target for _, n in self.graph.of_kind("param")]
-                raise PlanError(f"'{pattern}' matches no parameter; parameters are {_some(names)}")
+                raise PlanError(f"'{pattern}' matches no parameter; parameters are {first_few(names)}")
             placement, _ = _kept(how)
             if how != "replicate" and len(placement.split(",")) != len(self.mesh):
                 raise PlanError(
@@ -539,7 +533,7 @@ class _Pins:
                     + ",".join(["S0", *["I"] * (len(self.mesh) - 1)])
                     + ", after which may stand a lifetime, 'step' or 'use'"
                 )
-            self.params.update(dict.fromkeys(found, how))
+            self.params.update(dict.fromkeys(matched, how))
         self._params_large_enough()
 
     def _params_large_enough(self) -> None:
@@ -563,7 +557,7 @@ class _Pins:
                     break
                 left[d] = -(-left[d] // size)
         if lines:
-            shown = "\n  ".join(lines[:20]) + (f"\n  and {len(lines) - 20} more" if len(lines) > 20 else "")
+            shown = "\n  ".join(lines[:SHOWN]) + (f"\n  and {len(lines) - SHOWN} more" if len(lines) > SHOWN else "")
             raise InfeasibleError(
                 f"{len(lines)} of {len(self.params)} parameters that were pinned are too small\n  {shown}\n  use "
                 "smaller axes, or except them: a later pattern of params= goes before an earlier one, so end "
@@ -657,5 +651,4 @@ def _kept(how: str) -> tuple[str, str]:
 
 __all__ = [
     "Options", "PlansByMemory", "device_limit", "plan_graph", "priced_again",
-    "size_text",
 ]  # fmt: skip

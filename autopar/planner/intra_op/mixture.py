@@ -2,7 +2,7 @@
 
 One choice for all the blocks of a deep model is a coarse tool: 126 layers that keep a parameter whole may be just too
 large, and cutting it in all of them wasteful. The relaxation of the integer program says which two choices to mix
-(:func:`.ilp.Program.pair`); here the boundary between blocks is found at which the mixture fits.
+(:func:`.ilp.HighsProgram.pair`); here the boundary between blocks is found at which the mixture fits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autopar.planner.intra_op.problem import Choice
 
 
 def mixture(
-    graph: Graph, folding: Fold, program: ilp.Program | ilp.ByCbc, decoder: Decoder, limit: float,
+    graph: Graph, folding: Fold, program: ilp.HighsProgram | ilp.ByCbc, decoder: Decoder, limit: float,
     realise: Callable[[Decided], StagePlan], seconds_of: Callable[[StagePlan], float], gap: float,
 ) -> StagePlan | None:  # fmt: skip
     """A mixture within the limit, its gap measured against the relaxation; None if there is none.
@@ -63,8 +63,8 @@ def _between(
         @cache
         def plan_at(k: int, first: bool = first) -> StagePlan:
             cut = cuts[k] if first else ([0, *cuts[:-1]])[len(cuts) - 1 - k]
-            one, other = (smaller, faster) if first else (faster, smaller)
-            return realise(_mixed(graph, decoder, folding, one, other, cut))
+            before, after = (smaller, faster) if first else (faster, smaller)
+            return realise(_mixed(graph, decoder, folding, before, after, cut))
 
         def fits(k: int, plan_at: Callable[[int], StagePlan] = plan_at) -> bool:
             return plan_at(k).price.memory_bytes <= limit
@@ -90,8 +90,8 @@ def _within(plan: StagePlan, bound: float, seconds_of: Callable[[StagePlan], flo
 def boundaries(graph: Graph, folding: Fold) -> list[int]:
     """Numbers of the nodes at which repeated blocks begin and end, and of the graph's end; none without repeats."""
     ops = [i for i, n in enumerate(graph.nodes) if n.kind == "op"]
-    found = {first + k * length for first, length, repeats in folding.blocks for k in range(repeats + 1)}
-    return [*sorted(ops[p] for p in found if p < len(ops)), len(graph.nodes)] if found else []
+    positions = {first + k * length for first, length, repeats in folding.blocks for k in range(repeats + 1)}
+    return [*sorted(ops[p] for p in positions if p < len(ops)), len(graph.nodes)] if positions else []
 
 
 def _guess(faster: Choice, smaller: Choice, limit: float, n: int) -> int:
@@ -118,7 +118,7 @@ def _first(fits: Callable[[int], bool], n: int, guess: int) -> int | None:
 
 def _mixed(graph: Graph, decoder: Decoder, folding: Fold, before: Choice, after: Choice, cut: int) -> Decided:
     """Nodes before the cut as in the one choice, the others as in the other; parameters go with their readers."""
-    one, other = decoder.decided(before.picked, folding), decoder.decided(after.picked, folding)
+    first, second = decoder.decided(before.picked, folding), decoder.decided(after.picked, folding)
 
     def place(node: int) -> int:
         if graph.nodes[node].kind == "op":
@@ -132,10 +132,10 @@ def _mixed(graph: Graph, decoder: Decoder, folding: Fold, before: Choice, after:
         return {key: (a if place(node_of(key)) < cut else b)[key] for key in a}
 
     return Decided(
-        {node: strategy if node < cut else other.ops[node] for node, strategy in one.ops.items()},
-        pick(one.params, other.params, int), pick(one.outputs, other.outputs, lambda k: outputs[k].node),
-        pick(one.inputs, other.inputs, lambda name: inputs[name]),
-        frozenset(i for i in one.again if i < cut) | frozenset(i for i in other.again if i >= cut),
+        {node: strategy if node < cut else second.ops[node] for node, strategy in first.ops.items()},
+        pick(first.params, second.params, int), pick(first.outputs, second.outputs, lambda k: outputs[k].node),
+        pick(first.inputs, second.inputs, lambda name: inputs[name]),
+        frozenset(i for i in first.again if i < cut) | frozenset(i for i in second.again if i >= cut),
     )  # fmt: skip
 
 

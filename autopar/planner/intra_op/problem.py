@@ -42,7 +42,6 @@ class Tensor:
     Attributes:
         producer: item number; ``made[s]`` is the state number that its strategy ``s`` makes.
         consumers: ``(item number, wanted)`` with ``wanted[s]`` the state number that strategy ``s`` wants.
-        n_states: number of states.
         steps: ``(from, to, seconds)``; seconds are totals over ``count`` tensors.
     """
 
@@ -50,12 +49,11 @@ class Tensor:
     producer: int
     made: tuple[int, ...]
     consumers: tuple[tuple[int, tuple[int, ...]], ...]
-    n_states: int
     steps: tuple[tuple[int, int, float], ...]
 
 
 @dataclass(frozen=True)
-class Held:
+class SharedBytes:
     """Bytes that several items keep in common: held once if any of them picks one of its rows.
 
     ``users`` are ``(item number, strategy numbers)``; ``n_bytes`` is a total over the tensors of the class. ``again``
@@ -80,10 +78,12 @@ class Problem:
 
     items: tuple[Item, ...]
     tensors: tuple[Tensor, ...]
-    held: tuple[Held, ...] = ()
+    held: tuple[SharedBytes, ...] = ()
     limit_bytes: float | None = None
-    fixed_seconds: float = 0.0
-    fixed_bytes: float = 0.0
+
+
+ROUNDING = 1e-6
+"""Relative distances below this are the solvers' tolerances: such a choice is optimal."""
 
 
 class Beaten(Exception):
