@@ -392,7 +392,7 @@ def message(kind: str, how: Any) -> str:
         text = on_plan(change, "plan.json" if kind == "put" else "pipe.json")
     text = text.replace(os.getcwd() + "/", "").replace(os.path.realpath(os.getcwd()) + "/", "")
     if text.startswith("no plan fits"):  # what the planner reaches may improve: the sizes are not what is tested here
-        text = re.sub(r"(?<=[a-z] )\d+(\.\d+)? (GiB|MiB|KiB|bytes)(?! per device:)", "1.00 KiB", text)
+        text = re.sub(r"(?<=[a-z] )\d+(\.\d+)? (GiB|MiB|KiB|B)\b(?! per device:)", "1.00 KiB", text)
     text = re.sub(r"(this one has|has fingerprint|its plan is for) [0-9a-f]{16}", r"\1 0123456789abcdef", text)
     return re.sub(r"transformers \d+\.\d+\.\d+", "transformers 5.0.0", text)
 
