@@ -30,6 +30,12 @@ def is_same(src: State, dst: State) -> bool:
     return {src[axis], dst[axis]} == {"I", "R"}
 
 
+def makes_memory(src: State, dst: State, mesh: Mesh) -> bool:
+    """Whether a step of one axis has a result of its own: all but those that change the type alone, ``I`` to ``R`` and
+    back, and those on an axis of one rank."""
+    return mesh[only_change(src, dst)][1] > 1 and not is_same(src, dst)
+
+
 def can_gather_again(graph: Graph, ref: Ref, segment_of: Mapping[int, int]) -> bool:
     """Whether copies of a tensor may be freed between forward and backward: it has a gradient, it is no output, and no
     recomputed segment reads it, which would gather it again anyway."""
@@ -126,4 +132,7 @@ def gathers(graph: Graph, mesh: Mesh, routes: Mapping[str, Route], segment_of: M
     return keys
 
 
-__all__ = ["can_gather_again", "can_make_again", "gathers", "is_gather", "is_same", "regathered", "segment_outputs"]
+__all__ = [
+    "can_gather_again", "can_make_again", "gathers", "is_gather", "is_same", "makes_memory", "regathered",
+    "segment_outputs",
+]  # fmt: skip

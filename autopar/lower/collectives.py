@@ -137,11 +137,6 @@ def terms_of_pieces(x: torch.Tensor, axis: str, dim: int, n: int, outer: Sequenc
     return convert(_padded(x, dim, largest), axis, placement_of(dim), "P").narrow(dim, 0, whole).contiguous()
 
 
-FRESH: frozenset[Any] = frozenset({
-    all_gather, all_reduce, reduce_scatter, all_to_all, all_gather_pieces, reduce_scatter_pieces, all_to_all_pieces,
-})  # fmt: skip
-"""Those whose result is memory of its own, on an axis of more than one rank."""
-
 _PIECES: dict[Any, Any] = {
     all_gather: all_gather_pieces, reduce_scatter: reduce_scatter_pieces, all_to_all: all_to_all_pieces,
     shard: shard_pieces,

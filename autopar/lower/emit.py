@@ -22,13 +22,13 @@ import torch.fx
 
 from autopar.errors import PlanError
 from autopar.graph import Graph, Node, Ref
-from autopar.lower.collectives import FRESH, state_step
+from autopar.lower.collectives import state_step
 from autopar.lower.program import Program, Slot
 from autopar.lower.regather import free_until_backward
 from autopar.lower.segments import make_again
 from autopar.placements import Mesh, State, format_state, local_shape, only_change, whole_state
 from autopar.plan import StagePlan, route_key, segment_numbers
-from autopar.regather import regathered, segment_outputs
+from autopar.regather import makes_memory, regathered, segment_outputs
 from autopar.rules.distributed import length_of
 from autopar.rules.local import PieceSize, Seed, local_call
 from autopar.rules.notation import In, Rule, call_of
@@ -144,7 +144,8 @@ class _Emitter:
             fn, args = state_step(self.graph.spec(ref).shape, src, state, self.mesh)
             fx = self.fx.call_function(fn, (x, *args))  # type: ignore[arg-type]
             fx.meta["autopar"] = {
-                "step": (src, state), "outs": [state], "ins": [src], "ref": ref, "alias": fn not in FRESH,
+                "step": (src, state), "outs": [state], "ins": [src], "ref": ref,
+                "alias": not makes_memory(src, state, self.mesh),
             }  # fmt: skip
         self.value[ref, state] = fx
         return fx

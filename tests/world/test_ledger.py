@@ -129,6 +129,41 @@ def test_results_of_segments_made_again_are_not_kept_and_give_the_same_numbers()
         assert V.compare("again", V.train(captured, plan, *state), reference).worst < 1e-12
 
 
+class SlicedLate(nn.Module):
+    """A pointwise result that one operator reads early and another late, where its gradient is cut already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 64)
+        self.c = nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.nn.functional.silu(self.a(x))
+        wide = torch.cos(torch.sin(self.b(torch.exp(y))))
+        return (self.c(wide) + y).square().mean()
+
+
+def test_a_slice_of_a_result_made_again_is_memory_of_its_own_and_asks_for_nothing() -> None:
+    torch.manual_seed(0)
+    model, x = SlicedLate(), torch.randn(8, 16)
+    captured = V.promoted(capture(model, (x,)))
+    graph, mesh = captured.graph, (("t", 2),)
+    rules = rules_of(graph)
+    silu, exp, sin, cos, add = (
+        next(n.name for n in graph.nodes if word in n.target) for word in ("silu", "exp.", "sin.", "cos.", "add.")
+    )
+    chosen = {
+        i: strategy_named(graph, node, rules[i], ("b",) if node.name == add else ("I",))  # type: ignore[arg-type]
+        for i, node in graph.of_kind("op")
+    }
+    plan = complete(
+        graph, rules, pricer(CLUSTER, mesh), chosen, {}, {},
+        recompute=[(silu, silu), (exp, exp), (sin, cos)], make_again=[silu],
+    )  # fmt: skip
+    assert plan.routes[silu] == ((("I",), ("S0",)),) and plan.make_again == (silu,)
+    agrees(plan, captured)
+
+
 def test_make_again_names_what_segments_make(tmp_path) -> None:  # type: ignore[no-untyped-def]
     captured, _, _ = captured_of("gpt2", 0.1)
     plan = drawn(captured, 5, make_again=True)

@@ -21,7 +21,7 @@ from autopar.placements import Mesh, State, local_shape, only_change, shard_dim
 from autopar.plan import Recompute, route_key, segment_numbers
 from autopar.planner.intra_op.price import Pricer
 from autopar.planner.intra_op.recompute import Segment
-from autopar.regather import is_same, regathered, segment_outputs
+from autopar.regather import makes_memory, regathered, segment_outputs
 from autopar.rules.notation import Rule, call_of
 from autopar.rules.saved import Layout, Saved, Strides, contiguous, saved_by
 from autopar.rules.strategy import Strategy, grads_of
@@ -320,12 +320,6 @@ class _Walk:
         return tuple((b, s.ops[0] if s.ops else -1) for b, s in zip(begin, self.segments, strict=True))
 
 
-def makes_memory(src: State, dst: State, mesh: Mesh) -> bool:
-    """Whether a step of one axis has a result of its own: all but those that change the type alone, ``I`` to ``R`` and
-    back, and those on an axis of one rank."""
-    return mesh[only_change(src, dst)][1] > 1 and not is_same(src, dst)
-
-
 def _padded_shape(shape: Sequence[int], src: State, dst: State, mesh: Mesh) -> tuple[int, ...]:
     """Shape of the memory of a step's result on one rank.
 
@@ -399,4 +393,4 @@ def seconds_again(
     return compute, moved
 
 
-__all__ = ["Entry", "Keeper", "Ledger", "ledger", "makes_memory", "seconds_again"]
+__all__ = ["Entry", "Keeper", "Ledger", "ledger", "seconds_again"]
