@@ -21,6 +21,7 @@ from autopar.capture.microbatches import first_part
 from autopar.clusters import get_cluster, profile_of, reference
 from autopar.comparison import compare_with_eager
 from autopar.errors import AutoparError, CaptureError, ClusterError
+from autopar.parts_of_loss import difference_by_parts
 from autopar.placements import Mesh, mesh_shapes
 from autopar.plan import Plan
 from autopar.planning import Outcome
@@ -306,6 +307,10 @@ def parallelize(
     if device_mesh is not None and (len(decided.stages) > 1 or "pipe" in (device_mesh.mesh_dim_names or ())):
         spreading.groups_of(device_mesh, None)  # a mesh for stages, of which each takes its part
         device_mesh = None
+    if verify_capture and decided.microbatches > 1 and dist.get_rank(group) == 0:
+        said = difference_by_parts(one, model, first(1), decided.microbatches)
+        if said:
+            warnings.warn(said, stacklevel=2)
     pm = spreading.spread(model, one, decided, group, device_mesh=device_mesh, init=init)
     if on_change == "recapture":
         batch = first(decided.microbatches)

@@ -99,7 +99,7 @@ def compare_with_eager(
     Raises:
         CaptureError: they differ by more than rounding; it names the first module whose output does.
     """
-    note = _reason_not_to(captured, model, (args, kwargs, targets), bounded)
+    note = reason_not_to(captured, model, (args, kwargs, targets), bounded)
     if note:
         return Comparison(note=note)
     side = _Sides(captured, model, args, kwargs, targets)
@@ -118,7 +118,8 @@ def compare_with_eager(
     raise CaptureError(side.explained(difference))
 
 
-def _reason_not_to(captured: Captured, model: torch.nn.Module, batch: Any, bounded: bool) -> str:
+def reason_not_to(captured: Captured, model: torch.nn.Module, batch: Any, bounded: bool) -> str:
+    """Why a model is not run on a batch to compare something; empty if nothing speaks against it."""
     tensors = [*model.parameters(), *model.buffers(), *(x for x in pytree.tree_leaves(batch) if _is_tensor(x))]
     if any(t.is_meta or type(t) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) for t in tensors):
         return "model or inputs have no values"
@@ -150,7 +151,7 @@ class _Sides:
     # -- the model
 
     def eager(self) -> _Ran:
-        with _kept(self.model, self.loss_fn), _same_draws(), torch.enable_grad():
+        with kept(self.model, self.loss_fn), _same_draws(), torch.enable_grad():
             if self.captured.guards.filled:  # the first call fills caches, and later ones read them
                 with torch.no_grad():
                     self._call(self.leaves)
@@ -209,7 +210,7 @@ class _Sides:
                 else:  # some operators write to it
                     value = buffers_before[slot.name] = value.detach().clone()
                 values.append(value)
-        with _same_draws(), torch.enable_grad(), _generators_kept():
+        with _same_draws(), torch.enable_grad(), generators_kept():
             if keep is None:
                 flat = self.program.runnable(*values)
             else:
@@ -372,12 +373,12 @@ class _Seeded(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _same_draws() -> Iterator[None]:
-    with _generators_kept(), _Seeded():
+    with generators_kept(), _Seeded():
         yield
 
 
 @contextlib.contextmanager
-def _generators_kept() -> Iterator[None]:
+def generators_kept() -> Iterator[None]:
     """The states of all generators are put back."""
     numpy = sys.modules.get("numpy")
     states = random.getstate(), None if numpy is None else numpy.random.get_state()
@@ -392,7 +393,7 @@ def _generators_kept() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _kept(*roots: Any) -> Iterator[None]:
+def kept(*roots: Any) -> Iterator[None]:
     """Buffers, hooks of parameters and Python attributes of modules are put back."""
     modules = [m for root in roots if isinstance(root, torch.nn.Module) for m in root.modules()]
     attributes = []
@@ -541,4 +542,7 @@ def _same_in_double(captured: Captured, model: Any, args: Any, kwargs: Any, targ
     return difference.worst <= 1e-6  # the model may still cast to float32 in places
 
 
-__all__ = ["LIMITS", "LOW", "Comparison", "compare_with_eager", "doubled", "promoted"]
+__all__ = [
+    "LIMITS", "LOW", "Comparison", "compare_with_eager", "doubled", "generators_kept", "kept", "promoted",
+    "reason_not_to",
+]  # fmt: skip

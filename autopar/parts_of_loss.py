@@ -1,0 +1,75 @@
+"""Whether the mean of the microbatches' losses is the loss of the batch.
+
+A step in microbatches takes the mean of their losses, as gradient accumulation does. That is the loss of the whole
+batch only if it is a mean over rows: not of a sum, of tokens of which some do not count, or of rows that are compared
+with each other. Who trains in microbatches then trains by another loss, and hears so.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autopar.capture import Captured
+from autopar.capture.microbatches import rows_of
+from autopar.comparison import generators_kept, kept, reason_not_to
+from autopar.torch_private import pytree
+
+ROUNDING, ROUNDING_OF_HALF = 1e-4, 2e-2
+"""Relative differences of two losses that sums in another order explain, with room: a thousand units in the last place
+of single precision, and a few of bfloat16."""
+
+
+def difference_by_parts(captured: Captured, model: torch.nn.Module, example: Any, parts: int) -> str:
+    """What a step in ``parts`` microbatches does to the loss of a batch; nothing where it is the same, or not known.
+
+    The model runs without dropout and with the statistics that its batch norms hold, without gradients, and is left as
+    it was. A model without values, one that takes long, that fails in eval mode, or whose loss is random even so is not
+    judged.
+
+    Args:
+        captured: of one microbatch.
+        example: ``(args, kwargs, targets)``, the batch of a step, with values.
+    """
+    loss_fn = captured.example.loss_fn if captured.example is not None else None
+    number = captured.graph.loss
+    if number is None or reason_not_to(captured, model, example, True):
+        return ""
+    rows = rows_of(example)
+
+    def loss_of(first: int, last: int) -> float:
+        def cut(leaf: Any) -> Any:
+            has_rows = isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == rows
+            return leaf[first:last].detach().clone() if has_rows else leaf
+
+        args, kwargs, targets = pytree.tree_map(cut, example)
+        given = (targets,) if isinstance(targets, torch.Tensor) else tuple(targets)
+        output = model(*args, **kwargs)
+        return float(pytree.tree_leaves(output if loss_fn is None else loss_fn(output, *given))[number])
+
+    with kept(model, loss_fn), generators_kept(), torch.no_grad():
+        for root in (model, loss_fn):
+            if isinstance(root, torch.nn.Module):
+                root.eval()
+        try:
+            torch.manual_seed(0)
+            whole = loss_of(0, rows)
+            torch.manual_seed(1)
+            if loss_of(0, rows) != whole:
+                return ""
+            each = rows // parts
+            mean = sum(loss_of(k * each, (k + 1) * each) for k in range(parts)) / parts
+        except Exception:  # of the user's code, in a mode in which it is not run otherwise
+            return ""
+    single = all(p.dtype in (torch.float32, torch.float64) for p in model.parameters())
+    if abs(whole - mean) <= (ROUNDING if single else ROUNDING_OF_HALF) * max(abs(whole), abs(mean)):
+        return ""
+    return (
+        f"the loss of the example batch is {whole:.6g} at once and {mean:.6g} as the mean of {parts} microbatches, by "
+        "which a step trains: it is no mean over rows (a sum, tokens that do not count, or rows compared with each "
+        "other)\n  microbatches=1 trains by the loss as it is; or write it as a mean over rows"
+    )
+
+
+__all__ = ["difference_by_parts"]

@@ -1,0 +1,79 @@
+"""A step in microbatches trains by the mean of their losses: who loses something by it hears so."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autopar
+from autopar.capture import capture
+from autopar.parts_of_loss import difference_by_parts
+
+LABELS = torch.tensor([1, -100, -100, -100, 2, 0, 3, 1])
+
+
+class Net(nn.Module):
+    def __init__(self, loss: Callable[..., Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 4))
+        self.loss = loss
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return self.loss(self.body(x), labels)
+
+
+def _contrast(out: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(out @ out.t(), torch.arange(len(out)))
+
+
+SAME = {
+    "mean over rows": lambda out, labels: F.cross_entropy(out, labels.clamp(min=0)),
+    "penalty": lambda out, labels: out.square().mean() + 3.0,
+}
+OTHER = {
+    "rows that do not count": F.cross_entropy,
+    "sum": lambda out, labels: F.cross_entropy(out, labels.clamp(min=0), reduction="sum"),
+    "rows compared with each other": _contrast,
+}
+
+
+def _said(loss: Any) -> str:
+    model, batch = Net(loss), (torch.randn(8, 6), LABELS)
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    part = capture(model, (batch[0][:4], batch[1][:4]))
+    drawn = torch.random.get_rng_state()
+    said = difference_by_parts(part, model, (batch, {}, ()), 2)
+    assert model.training and model.body[2].training
+    assert torch.equal(drawn, torch.random.get_rng_state())
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+    return said
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_a_mean_over_rows_is_the_same(name: str) -> None:
+    assert _said(SAME[name]) == ""
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_another_loss_is_told_about(name: str) -> None:
+    assert "as the mean of 2 microbatches" in _said(OTHER[name])
+
+
+def test_a_random_loss_is_not_judged() -> None:
+    assert _said(lambda out, labels: (out * torch.rand_like(out)).sum()) == ""
+
+
+def test_parallelize_warns() -> None:
+    batch = (torch.randn(8, 6), LABELS)
+    with pytest.warns(UserWarning, match="it is no mean over rows"):
+        autopar.parallelize(Net(OTHER["sum"]), 1, batch, microbatches=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        autopar.parallelize(Net(SAME["penalty"]), 1, batch, microbatches=2)
