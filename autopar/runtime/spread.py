@@ -156,12 +156,10 @@ class SpreadModule(torch.nn.Module):
         self._mode = model.training
         self._model_ref, self._model_class = weakref.ref(model), type(model)
         modules = dict(model.named_modules(remove_duplicate=False))
-        present = {path for path, _ in self.named_modules(remove_duplicate=False)}
+        shown = self._paths_of_parts(modules)
         first: dict[torch.nn.Module, Part] = {}
         for path, module in modules.items():
-            tensors = [*module._parameters.values(), *module._buffers.values()]
-            elsewhere = self.leads is not None and path not in present and any(t is not None for t in tensors)
-            if not path or elsewhere:  # in a pipeline: on other ranks
+            if path not in shown:
                 continue
             home, key = self.owner_of(path)
             part = home._modules.setdefault(key, Part())
@@ -176,6 +174,24 @@ class SpreadModule(torch.nn.Module):
                 for key in modules[path]._modules:  # loops meet them in the model's order
                     if key in part._modules:
                         part._modules[key] = part._modules.pop(key)
+
+    def _paths_of_parts(self, modules: Mapping[str, torch.nn.Module]) -> set[str]:
+        """Where the model has modules that this rank shows, the model itself left out.
+
+        Of a pipeline, a rank shows the modules whose tensors it holds, and those without tensors, which are on every
+        rank alike. A part is reached through the parts above it, so whatever encloses one is shown too, even if its own
+        tensors are on other ranks: a block with a buffer and a dropout.
+
+        Args:
+            modules: the model's, by path; one that it has under several names, under each of them.
+        """
+        shown = {path for path, _ in self.named_modules(remove_duplicate=False)}
+        for path, module in modules.items():
+            tensors = [*module._parameters.values(), *module._buffers.values()]
+            if self.leads is None or all(tensor is None for tensor in tensors):
+                names = path.split(".")
+                shown.update(".".join(names[: depth + 1]) for depth in range(len(names)))
+        return shown - {""}
 
     def check_trains(self) -> None:
         """Refuse a training step of a module that was put into eval mode, or that gives several losses.

@@ -320,7 +320,28 @@ def clips(piped: bool) -> float:
     return max(difference(found, wanted), *(difference(whole(p.grad), grads[n].grad) for n, p in pm.named_parameters()))
 
 
-def resumed(piped: bool, how: str, path: str) -> float:
+class Masked(nn.Module):
+    """A block as of nanoGPT: a mask that is its own buffer, beside a dropout that is used twice."""
+
+    def __init__(self, inputs: int, outputs: int, dropout: float) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(inputs, outputs), nn.Dropout(dropout)
+        self.register_buffer("mask", torch.linspace(0.5, 2.0, outputs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(self.linear(self.drop(x)) * self.mask)
+
+
+class MaskedNet(Net):
+    """Each stage of its pipeline has a block."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__(dropout)
+        self.up, self.down = Masked(6, 12, dropout), Masked(12, 6, dropout)
+        self.double()
+
+
+def resumed(piped: bool, how: str, path: str, kind: type[Net] = Net) -> float:
     """Three steps with dropout, saved, and two more: as those of another run that loads what was saved."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import state_dict as dsd
@@ -328,7 +349,7 @@ def resumed(piped: bool, how: str, path: str) -> float:
     xs = batches(5)
     made = []
     for _ in range(2):
-        pm = spread(Net(0.5), piped, xs[0])
+        pm = spread(kind(0.5), piped, xs[0])
         made.append((pm, torch.optim.AdamW(pm.parameters(), lr=0.01)))
     (pm, optimizer), (other, later) = made
     torch.manual_seed(dist.get_rank() + 17)
@@ -353,7 +374,7 @@ def resumed(piped: bool, how: str, path: str) -> float:
         dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
         dsd.set_state_dict(other, later, model_state_dict=model_state, optim_state_dict=optimizer_state)
     elif how == "full":
-        plain = Net(0.5)
+        plain = kind(0.5)
         if dist.get_rank() == 0:
             plain.load_state_dict(whole_state)
         for given in (whole_state if dist.get_rank() == 0 else None, autopar.full_state_dict(pm, all_ranks=True)):

@@ -21,6 +21,8 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
     **{f"clipped gradients, {'pipeline' if piped else 'cut'}": ("clips", piped) for piped in (False, True)},
     **{f"a run resumed, {how}, {'pipeline' if piped else 'cut'}": ("resumed", piped, how, PATH)
        for how in ("state_dict", "dcp", "full") for piped in (False, True)},
+    **{f"a run resumed, {how}, pipeline of blocks with a buffer": ("resumed", True, how, PATH, habits.MaskedNet)
+       for how in ("state_dict", "full")},
     **{f"a ZeRO-3 parameter seen through {how}": ("viewed", how) for how in habits.VIEWS},
     **{f"layers left out at random, {how}, {k} microbatches": ("left_out", how, k) for how, k in habits.LEFT_OUT},
     "a stage without parameters": ("stage_without_parameters",),

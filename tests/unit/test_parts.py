@@ -13,6 +13,7 @@ from torch import nn
 import autopar
 from autopar import ParallelModule
 from autopar.errors import RunError
+from autopar.runtime.spread import SpreadModule
 
 
 class Net(nn.Module):
@@ -140,3 +141,52 @@ def test_the_models_methods_and_attributes() -> None:
     gc.collect()
     with pytest.raises(AttributeError, match="'training_step' is a method of Trainer"):
         copied.training_step(X)
+
+
+class Block(nn.Module):
+    """As of nanoGPT: a mask that is its own buffer, beside a dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(4, 4), nn.Dropout(0.25)
+        self.register_buffer("mask", torch.ones(4))
+
+
+class SecondStage(SpreadModule):
+    """What the rank of a pipeline's second stage shows."""
+
+    position: tuple[int, int]
+
+    def __init__(self, model: nn.Module, held: str) -> None:
+        super().__init__()
+        self.leads, self.position = True, (7, 3)
+        for name, param in model.named_parameters():
+            if name.startswith(held):
+                owner, key = self.owner_of(name)
+                owner._parameters[key] = param
+        self._set_mode_of(model)
+
+    def _position(self) -> tuple[int, int]:
+        return self.position
+
+    def _set_position(self, seed: int, calls: int) -> None:
+        self.position = seed, calls
+
+    def _draws(self) -> bool:
+        return True
+
+
+def test_a_block_on_another_rank_that_encloses_a_dropout_is_known() -> None:
+    model = nn.Sequential(Block(), Block())
+    stage: Any = SecondStage(model, "1.")
+    theirs = dict(model.named_modules())
+    shown = {path: module.__class__ for path, module in stage.named_modules() if path}
+    assert shown == {path: theirs[path].__class__ for path in ("0", "0.drop", "1", "1.linear", "1.drop")}
+    assert stage.get_submodule("0.drop").p == 0.25
+    state = stage.state_dict()
+    assert set(state) == {"1.linear.weight", "1.linear.bias", "_extra_state"}
+    stage.position = 0, 0
+    stage.load_state_dict(state)
+    assert stage.position == (7, 3)
+    with pytest.raises(AttributeError, match="'0' of a parallel module, which stands for a Block, has no attribute 'm"):
+        _ = stage.get_submodule("0").mask
