@@ -25,6 +25,7 @@ from autopar.plan import Plan, StagePlan
 from autopar.planner.inter_op.phases import phases
 from autopar.planner.intra_op.complete import complete
 from autopar.planner.intra_op.draw import random_plan
+from autopar.planner.intra_op.ledger import ledger
 from autopar.planner.intra_op.mesh_plan import plan_graph
 from autopar.planner.intra_op.price import pricer
 from autopar.planner.intra_op.recompute import segments_of
@@ -267,6 +268,18 @@ def test_a_copy_gathered_again_is_not_kept_and_gives_the_same_numbers() -> None:
     state = tuple(map(V.doubled, (*V.state_of(captured, model), V.inputs_of(captured, (x,), {}))))
     reference = V.train(captured, V.one_device(graph), *state)
     assert V.compare("again", V.train(captured, plan, *state), reference).worst < 1e-12
+
+
+def test_copies_that_no_backward_asks_for_are_not_gathered_again_nor_paid_for() -> None:
+    """A copy of which only slices are read, which are memory of their own, is freed and never filled."""
+    captured, _, _ = captured_of("gpt2", 0.1)
+    graph, rules = captured.graph, rules_of(captured.graph)
+    plan = drawn(captured, 1, gather_again=True)
+    chosen = {i: strategy_named(graph, n, rules[i], plan.ops[n.name]) for i, n in graph.of_kind("op")}  # type: ignore[arg-type]
+    holds = ledger(graph, rules, plan.mesh, chosen, plan.routes, (), plan.gather_again)
+    gathered, before = (check(p, graph, CLUSTER, tolerance=1.0) for p in (plan, replace(plan, gather_again=())))
+    more = gathered.collectives - before.collectives
+    assert 0 < len(holds.steps_again) == sum(more.values())
 
 
 def test_gather_again_in_a_plan_file(tmp_path) -> None:  # type: ignore[no-untyped-def]

@@ -25,6 +25,7 @@ from autopar.regather import makes_memory, regathered, segment_outputs
 from autopar.rules.notation import Rule, call_of
 from autopar.rules.saved import Layout, Saved, Strides, contiguous, saved_by
 from autopar.rules.strategy import Strategy, grads_of
+from autopar.rules.views import may_alias
 
 Value = tuple[Ref, State]
 
@@ -65,7 +66,7 @@ class Ledger:
     """All entries of one microbatch, and the segments that run again.
 
     Attributes:
-        steps_again: the reshard steps that gather copies a second time.
+        steps_again: the reshard steps that gather copies a second time: those that an operator's backward asks for.
         make_again: what segments make again for their readers outside, by :func:`~autopar.plan.route_key`.
         lives: of each segment, the operators between which the backward has its entries: the one whose backward first
             asks for them, and the segment's first.
@@ -125,7 +126,8 @@ class _Walk:
         self.piece_of: dict[int, int] = {}  # by the memory of a copy that is gathered again
         self.made_again = frozenset(segment_outputs(graph, make_again, self.segment_of))
         self.given_up: dict[int, Ref] = {}  # memory that a segment makes again for its readers outside
-        self.readers: dict[int, list[int]] = {}  # operators outside of segments, by the memory that they read
+        self.readers: dict[int, list[int]] = {}  # operators whose backward asks for memory that was given up
+        self.may_lie: dict[Value, frozenset[int]] = {}  # memory that a value may be a view of, for the emitted program
         self.every = every
         self.reads: dict[int, list[tuple[int, int]]] = {}  # operators and positions, by memory, if all is asked for
         self.memories: list[_Memory] = []
@@ -188,8 +190,6 @@ class _Walk:
             self.segments[segment].ops.append(i)
             self.inputs(i, node, strategy, segment)
         places = [self.place(ref, state, segment) for ref, state in zip(node.refs, strategy.ins, strict=True)]
-        for memory, _ in places if self.made_again and segment < 0 else ():
-            self.readers.setdefault(memory, []).append(i)
         for position, (memory, _) in enumerate(places) if self.every else ():
             self.reads.setdefault(memory, []).append((i, position))
         saved = self.saved(i, node, rule, strategy, tuple([p[1] for p in places]))
@@ -200,6 +200,8 @@ class _Walk:
             self.lies[Ref(i, k), state] = memory, result.strides
             if result.source is None and Ref(i, k) in self.made_again:
                 self.given_up[memory] = Ref(i, k)
+        if self.made_again or self.copies_again:
+            self.asks(i, node, strategy)
         if not node.needs_grad or not saved.keeps:
             return
         if segment >= 0:
@@ -212,6 +214,29 @@ class _Walk:
                 self.keep(memory, Keeper(i, "out", first), segment)
         if saved.inside_bytes:
             self.keep(self.new(saved.inside_bytes, i, segment), Keeper(i, "inside"), segment)
+
+    def asks(self, i: int, node: Node, strategy: Strategy) -> None:
+        """Note what the operator's backward asks for of what was given up: as the emitted program does, which follows
+        whatever may be a view to those that read it."""
+        reads = frozenset[int]().union(*map(self.may_be, zip(node.refs, strategy.ins, strict=True)))
+        if may_alias(call_of(node, self.graph.spec)):
+            outs = (k for k, spec in enumerate(node.outs) if spec is not None)
+            for k, state in zip(outs, strategy.outs, strict=True):
+                self.may_lie[Ref(i, k), state] = reads | {self.lies[Ref(i, k), state][0]}
+        elif node.needs_grad:
+            for memory in reads:
+                self.readers.setdefault(memory, []).append(i)
+
+    def may_be(self, value: Value) -> frozenset[int]:
+        """The memory that a value may lie in: its own, or that of what it may be a view of."""
+        if value not in self.may_lie:
+            ref, state = value
+            src = self.way(ref).get(state)
+            if src is not None and not makes_memory(src, state, self.mesh):
+                self.may_lie[value] = self.may_be((ref, src))
+            else:
+                self.may_lie[value] = frozenset([self.lies[value][0]])
+        return self.may_lie[value]
 
     def inputs(self, i: int, node: Node, strategy: Strategy, segment: int) -> None:
         """What a segment takes from outside is kept for its second run, as it lies outside."""
@@ -297,7 +322,10 @@ class _Walk:
             readers = tuple(self.reads.get(memory, ()))
             entries.append(Entry(n_bytes, since, tuple(kept), of_segment, decision, readers))
         wanted = {memory: ref for memory, ref in self.given_up.items() if (memory, None) in keepers}
-        again = {(ref, a, b): None for (ref, _), (_, steps) in self.copies_again.items() for a, b in steps}
+        again = {
+            (ref, a, b): None for (ref, state), (_, steps) in self.copies_again.items()
+            if self.lies[ref, state][0] in self.readers for a, b in steps
+        }  # fmt: skip
         keys = tuple(sorted(route_key(self.graph, ref) for ref in wanted.values()))
         return Ledger(tuple(entries), self.segments, tuple(again), keys, self.lives(wanted))
 
@@ -314,7 +342,7 @@ class _Walk:
         for memory in sorted(given_up, key=lambda m: -self.memories[m].segment):  # of later segments first
             asked = [begin[number] for number in takers.get(memory, ())]
             for lies in (memory, *copies_of.get(memory, ())):
-                asked += self.readers.get(lies, ())
+                asked += [i for i in self.readers.get(lies, ()) if i not in self.segment_of]
             number = self.memories[memory].segment
             begin[number] = max([begin[number], *asked])
         return tuple((b, s.ops[0] if s.ops else -1) for b, s in zip(begin, self.segments, strict=True))
