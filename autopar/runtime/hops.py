@@ -173,6 +173,11 @@ def own_part(x: torch.Tensor, cut: Cut, hop: Hop) -> torch.Tensor:
     return x if x.shape[cut.dim] == length else x.narrow(cut.dim, 0, length)
 
 
+def of_its_own(x: torch.Tensor) -> torch.Tensor:
+    """``x``, in memory that holds nothing else: a copy where it is a part of a larger tensor, else ``x`` itself."""
+    return x if x.untyped_storage().nbytes() == x.numel() * x.element_size() else x.clone()
+
+
 def unstack(x: torch.Tensor, dim: int) -> torch.Tensor:
     """[n, ..., k, ...] -> [..., n * k, ...]"""
     return x.movedim(0, dim).flatten(dim, dim + 1)
@@ -210,6 +215,6 @@ def apply(kind: str, x: torch.Tensor, hop: Hop, backward: bool = False) -> torch
 
 
 __all__ = [
-    "Cut", "Hop", "all_gather_flat", "apply", "gather", "group_of", "hops", "own_part", "padded", "padded_to",
-    "reduce_scatter_flat", "stacked", "unstack",
+    "Cut", "Hop", "all_gather_flat", "apply", "gather", "group_of", "hops", "of_its_own", "own_part", "padded",
+    "padded_to", "reduce_scatter_flat", "stacked", "unstack",
 ]  # fmt: skip

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.runtime.hops import Hop, apply, own_part, reduce_scatter_flat, stacked
+from autopar.runtime.hops import Hop, apply, of_its_own, own_part, reduce_scatter_flat, stacked
 from autopar.runtime.state import HeldParam
 
 BUCKET_BYTES = 25 << 20
@@ -54,7 +54,8 @@ class _Travel:
                 self.work = reduce_scatter_flat(out, parts.flatten(0, 1), group=hop.group, async_op=True)
                 self.value = out
             else:
-                self.value = apply(hop.backward, self.value, hop, backward=True)
+                # a slice must not keep the whole gradient alive
+                self.value = of_its_own(apply(hop.backward, self.value, hop, backward=True))
 
     def wait(self) -> None:
         if self.work is not None:

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from autopar.errors import RunError
 from autopar.placements import Mesh, State, box_of, local_shape, shard, shard_dim
 from autopar.plan import ParamChoice
-from autopar.runtime.hops import Cut, Hop, gather, hops
+from autopar.runtime.hops import Cut, Hop, gather, hops, of_its_own
 
 _STEPS = "_autopar_steps"
 
@@ -238,7 +238,8 @@ class HeldParam:
         self.sum = grad if self.sum is None else self.sum.add_(grad)
 
     def taken(self) -> torch.Tensor | None:
-        """The step's sum, which is over with that."""
+        """The step's sum, which is over with that. What a DTensor is to hold has memory of its own: a part of a bucket
+        would keep the bucket alive, and ``copy.deepcopy`` of a DTensor fails where its local tensor has an offset."""
         grad, self.sum = self.sum, None
         if not self.adjoint:
             leaf = self.leaf
@@ -246,7 +247,7 @@ class HeldParam:
             if of_autograd is not None:
                 leaf.grad = None
                 grad = of_autograd if grad is None else grad.add_(of_autograd)
-        return grad
+        return of_its_own(grad) if grad is not None and isinstance(self.param, DTensor) else grad
 
     def placed(self, grad: torch.Tensor) -> torch.Tensor:
         """A reduced gradient as the stored parameter is: a DTensor of its placement, or plain."""

@@ -266,6 +266,23 @@ def values_are_assigned_to_data() -> None:
 
 
 @case
+def parameters_are_copied_with_their_gradients() -> None:
+    """Gradients that were sliced, and those that came in one bucket, hold memory of their own on every rank."""
+    for options in ({"constraints": {}, "params": {"*": "S0"}}, {"constraints": ROWS}, ZERO_FIRST):
+        (x, y) = batch()
+        module, eager = pair(Net(mse), (x, y), **options)
+        for model in (module, eager):
+            model(x, y).backward()
+        for p, e in zip(module.parameters(), eager.parameters(), strict=True):
+            local = p.grad.to_local()
+            assert local.untyped_storage().nbytes() == local.nbytes
+            copied = copy.deepcopy(p)
+            for tensor, gradient in ((p, p.grad), (copied, copied.grad), (p, copy.deepcopy(p.grad))):
+                same(tensor, e)
+                same(gradient, e.grad)
+
+
+@case
 def a_module_is_replaced() -> None:
     (x, y) = batch()
     module, eager = pair(Net(mse), (x, y))
