@@ -14,6 +14,8 @@ drift apart:
 * ``torch.stack([p.grad.norm() for p in ...]).sum()`` adds up parts of norms as if they were parts of sums. Norms are
   put together first.
 * ``torch.isnan(p.grad).any().float()`` counts the ranks that have one. It is one or zero.
+* ``dist.all_reduce(p.grad)``, DDP by hand, runs on a copy, so that the division after it gives gradients that are too
+  small; ``dist.broadcast(p.data, 0)`` sends nothing. Collectives that are called with DTensors are refused.
 * ``p.data = value`` changes nothing: the local tensor, which operators read, stays. It becomes the value's own.
 """
 
@@ -60,6 +62,38 @@ STAGE = (
     "pm.parameters() is one over this rank's stages, another one on every rank. pm.clip_grad_norm_(float('inf')) gives "
     "the norm of all gradients; other sums need torch.distributed.all_reduce over one rank of each stage"
 )
+REDUCED = (
+    "gradients of a parallel module are already reduced over its ranks; remove the {call} (and the division by the "
+    "number of ranks)"
+)
+EQUAL = (
+    "all ranks have the same parameters already: those of a parallel module come from rank 0; remove the {call}, or "
+    "put other values in with load_state_dict"
+)
+PIECE = (
+    "a collective cannot know which piece of the tensor it is to take; call it on x.full_tensor(), which all ranks "
+    "have, or on x.to_local(), this rank's piece"
+)
+_COLLECTIVES = {
+    "allreduce_": ("all_reduce", REDUCED),
+    "allreduce_coalesced_": ("all_reduce", REDUCED),
+    "reduce_": ("reduce", REDUCED),
+    "reduce_scatter_": ("reduce_scatter", REDUCED),
+    "_reduce_scatter_base_": ("reduce_scatter", REDUCED),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", REDUCED),
+    "broadcast_": ("broadcast", EQUAL),
+    "allgather_": ("all_gather", PIECE),
+    "_allgather_base_": ("all_gather", PIECE),
+    "allgather_coalesced_": ("all_gather", PIECE),
+    "allgather_into_tensor_coalesced_": ("all_gather", PIECE),
+    "gather_": ("gather", PIECE),
+    "scatter_": ("scatter", PIECE),
+    "alltoall_": ("all_to_all", PIECE),
+    "alltoall_base_": ("all_to_all", PIECE),
+    "send": ("send", PIECE),
+    "recv_": ("recv", PIECE),
+}
+"""torch's operators of collectives that take tensors: how scripts call them, and what is to be done instead."""
 _meetings: dict[tuple[int, ...], tuple[Any, Meeting]] = {}
 """By the ranks of a mesh, with the group of all ranks in whose store they meet."""
 _said: set[str] = set()
@@ -111,6 +145,16 @@ def _unscaled(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         found_inf_reduce_handler(op, (grads, *args[1:]), kwargs)
 
 
+def _refused(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A collective of torch.distributed, called with a DTensor.
+
+    Raises:
+        RunError: always.
+    """
+    call, instead = _COLLECTIVES[op._schema.name.removeprefix("c10d::")]
+    raise RunError(f"torch.distributed.{call} of a DTensor: {instead.format(call=call)}")
+
+
 def _set_data(tensor: DTensor, value: torch.Tensor) -> None:
     """``tensor.data = value``.
 
@@ -156,6 +200,9 @@ def correct() -> None:
     if handlers.get(_READ) is _number:
         return
     handlers[_READ], handlers[_UNSCALE] = _number, _unscaled
+    for name in _COLLECTIVES:
+        if (collective := getattr(torch.ops.c10d, name, None)) is not None:
+            handlers[collective.default] = _refused
     watch_norms()
     strategies: dict[Any, Any] = DTENSOR_STRATEGIES.get()
     for op in _SUMS:

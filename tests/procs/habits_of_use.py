@@ -29,6 +29,7 @@ from autopar.errors import CaptureError, RunError
 from autopar.runtime import dtensor_fixes
 from autopar.runtime.failures import Failures
 from autopar.runtime.flight import Flight
+from autopar.runtime.hops import reduce_scatter_flat
 from autopar.runtime.outputs import Unread
 from autopar.runtime.stage import Stage
 
@@ -280,6 +281,30 @@ def parameters_are_copied_with_their_gradients() -> None:
             for tensor, gradient in ((p, p.grad), (copied, copied.grad), (p, copy.deepcopy(p.grad))):
                 same(tensor, e)
                 same(gradient, e.grad)
+
+
+@case
+def gradients_are_reduced_by_hand() -> None:
+    """DDP's work done by hand is refused, and changes nothing; plain tensors are reduced as ever."""
+    (x, y) = batch()
+    module, eager = pair(Net(mse), (x, y), **ZERO_FIRST)
+    for model in (module, eager):
+        model(x, y).backward()
+    for p in module.parameters():
+        for call in (lambda p: dist.all_reduce(p.grad), lambda p: dist.reduce(p.grad, 0)):
+            with pytest.raises(RunError, match=r"already reduced over its ranks; remove the (all_)?reduce \(and"):
+                call(p)
+        with pytest.raises(RunError, match="broadcast of a DTensor: all ranks have the same parameters already"):
+            dist.broadcast(p.data, 0)
+        with pytest.raises(RunError, match=r"all_gather of a DTensor: .*x\.full_tensor\(\)"):
+            dist.all_gather([torch.empty_like(p.to_local()) for _ in range(2)], p.data)
+        with pytest.raises(RunError, match="reduce_scatter of a DTensor: gradients of a parallel module are already"):
+            reduce_scatter_flat(p.grad, torch.empty(2, *p.shape).flatten(0, 1))
+    same_gradients(module, eager)
+    same_weights(module, eager)
+    plain = torch.ones(3)
+    dist.all_reduce(plain)
+    assert plain.tolist() == [2.0] * 3
 
 
 @case
