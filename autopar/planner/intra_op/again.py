@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from autopar.capture.graph.pruning import has_effect
+from autopar.errors import PlanError
 from autopar.graph import Graph, Node, Ref
 from autopar.plan import Recompute, route_key
 from autopar.planner.intra_op.fold import Fold
 from autopar.planner.intra_op.ledger import Entry
+from autopar.planner.intra_op.recompute import segments_of
 from autopar.regather import can_make_again
 from autopar.rules.notation import Rule
 
@@ -108,6 +110,27 @@ def blocks(graph: Graph, folding: Fold) -> dict[int, int]:
     return {i: bisect_right(starts, p) for i, p in position.items()}
 
 
+def whole_blocks(graph: Graph, rules: Sequence[Rule | None], folding: Fold) -> Recompute:
+    """The numbered modules around repeated operators (``layers.0``, ``layers.1``) as segments that run again as a
+    whole, but for those that write to something; none where their operators do not stand together."""
+    ops = [node for _, node in graph.of_kind("op")]
+    patterns: dict[str, None] = {}
+    for first, length, repeats in folding.blocks:
+        for node in ops[first : first + length * repeats]:
+            parts = node.module.split(".")
+            number = next((k for k, part in enumerate(parts) if k and part.isdigit()), None)
+            if number is not None:
+                patterns[".".join(parts[:number]) + ".*"] = None
+    try:
+        segments = segments_of(graph, rules, list(patterns)) if patterns else ()
+    except PlanError:
+        return ()
+    return tuple(
+        (first, last) for first, last in segments
+        if not any(has_effect(node.target) for node in graph.nodes[graph.index[first] : graph.index[last] + 1])
+    )  # fmt: skip
+
+
 def _may(node: Node) -> bool:
     """Whether an operator may run again: it has a gradient, writes to nothing and is not a user's own."""
     grads = all(spec.is_float for spec in node.outs if spec is not None)
@@ -119,4 +142,4 @@ def _is_view(node: Node, rule: Rule | None) -> bool:
     return rule is not None and rule.kind == "none" and node.hot
 
 
-__all__ = ["Again", "again", "blocks"]
+__all__ = ["Again", "again", "blocks", "whole_blocks"]

@@ -15,7 +15,7 @@ from autopar.labels import matches, op_labels
 from autopar.placements import Mesh, State, fits, format_state, is_cut, is_shard, kind, mesh_text, shard_dim
 from autopar.plan import LIFETIMES, ParamChoice, Recompute, Solution, StagePlan
 from autopar.planner.intra_op import ilp
-from autopar.planner.intra_op.again import Again
+from autopar.planner.intra_op.again import Again, whole_blocks
 from autopar.planner.intra_op.build import Builder, Decided, Decoder
 from autopar.planner.intra_op.complete import complete
 from autopar.planner.intra_op.fold import Fold, fold, unfolded
@@ -118,10 +118,16 @@ def plan_graph(
             failed = failed or error
         else:
             best = min([keeping_all, *([best] if best is not None else [])], key=lambda p: p.price.seconds)
-    if best is None:
-        assert failed is not None
+    if best is not None:
+        return best
+    assert failed is not None
+    blocks = whole_blocks(graph, setting.rules, setting.folding)
+    if not blocks:
         raise failed
-    return best
+    try:  # one by one, what is read behind its block is not made again: whole blocks can be smaller
+        return plan_graph(graph, cluster, mesh, replace(options, segments=blocks), devices=devices)
+    except InfeasibleError:
+        raise failed from None
 
 
 FAR = 0.1
