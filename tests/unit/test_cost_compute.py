@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 
 import pytest
 
@@ -103,14 +102,6 @@ def test_a_cut_op_is_never_slower_than_the_whole():
         for kind in ("conv", "attention", "pointwise", "reduce", "copy"):
             whole = op_seconds(device, kind, 1e9, 1e8, "float32")
             assert op_seconds(device, kind, 5e8, 5e7, "float32") <= whole
-
-
-def test_one_price_takes_microseconds():
-    device = load_device("H100-SXM-80GB")
-    start = time.process_time()
-    for _ in range(20_000):
-        op_seconds(device, "matmul", 2e12, 4e6, "bfloat16", (8192, 128, 256))
-    assert (time.process_time() - start) / 20_000 < 10e-6  # 0.5 us measured
 
 
 def test_op_details():
