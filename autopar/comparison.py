@@ -118,14 +118,19 @@ def compare_with_eager(
     raise CaptureError(side.explained(difference))
 
 
-def reason_not_to(captured: Captured, model: torch.nn.Module, batch: Any, bounded: bool) -> str:
-    """Why a model is not run on a batch to compare something; empty if nothing speaks against it."""
+def reason_not_to(captured: Captured, model: torch.nn.Module, batch: Any, bounded: bool, times: int = 1) -> str:
+    """Why a model is not run on a batch to compare something; empty if nothing speaks against it.
+
+    Args:
+        bounded: what takes long does.
+        times: how often as large as what was captured the batch is.
+    """
     tensors = [*model.parameters(), *model.buffers(), *(x for x in pytree.tree_leaves(batch) if _is_tensor(x))]
     if any(t.is_meta or type(t) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) for t in tensors):
         return "model or inputs have no values"
     if len({t.device for t in tensors}) > 1:
         return "model and inputs are on several devices"
-    flops = sum(rule.flops_at({}) for rule in rules_of(captured.graph) if rule is not None)
+    flops = times * sum(rule.flops_at({}) for rule in rules_of(captured.graph) if rule is not None)
     n_bytes = sum(node.out.n_bytes for _, node in captured.graph.of_kind("param"))
     kind = tensors[0].device.type if tensors else "cpu"
     if bounded and (flops > FLOPS.get(kind, FLOPS["cuda"]) or n_bytes > BYTES):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from autopar.capture import Captured
-from autopar.capture.microbatches import rows_of
+from autopar.capture.microbatches import part_of
 from autopar.comparison import generators_kept, kept, reason_not_to
 from autopar.torch_private import pytree
 
@@ -34,16 +34,11 @@ def difference_by_parts(captured: Captured, model: torch.nn.Module, example: Any
     """
     loss_fn = captured.example.loss_fn if captured.example is not None else None
     number = captured.graph.loss
-    if number is None or reason_not_to(captured, model, example, True):
+    if number is None or reason_not_to(captured, model, example, True, times=parts):
         return ""
-    rows = rows_of(example)
 
-    def loss_of(first: int, last: int) -> float:
-        def cut(leaf: Any) -> Any:
-            has_rows = isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == rows
-            return leaf[first:last].detach().clone() if has_rows else leaf
-
-        args, kwargs, targets = pytree.tree_map(cut, example)
+    def loss_of(batch: Any) -> float:
+        args, kwargs, targets = pytree.tree_map_only(torch.Tensor, lambda x: x.detach().clone(), batch)
         given = (targets,) if isinstance(targets, torch.Tensor) else tuple(targets)
         output = model(*args, **kwargs)
         return float(pytree.tree_leaves(output if loss_fn is None else loss_fn(output, *given))[number])
@@ -54,12 +49,11 @@ def difference_by_parts(captured: Captured, model: torch.nn.Module, example: Any
                 root.eval()
         try:
             torch.manual_seed(0)
-            whole = loss_of(0, rows)
+            whole = loss_of(example)
             torch.manual_seed(1)
-            if loss_of(0, rows) != whole:
+            if loss_of(example) != whole:
                 return ""
-            each = rows // parts
-            mean = sum(loss_of(k * each, (k + 1) * each) for k in range(parts)) / parts
+            mean = sum(loss_of(part_of(example, parts, k)) for k in range(parts)) / parts
         except Exception:  # of the user's code, in a mode in which it is not run otherwise
             return ""
     single = all(p.dtype in (torch.float32, torch.float64) for p in model.parameters())

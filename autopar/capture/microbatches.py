@@ -35,7 +35,12 @@ def rows_of(example: Any) -> int:
 
 
 def first_part(example: Any, parts: int) -> Any:
-    """The first of equal parts of a batch: tensors with the batch's rows are cut, the others belong to every part.
+    """:func:`part_of` number 0."""
+    return part_of(example, parts, 0)
+
+
+def part_of(example: Any, parts: int, number: int) -> Any:
+    """One of equal parts of a batch: tensors with the batch's rows are cut, the others belong to every part.
 
     Raises:
         CaptureError: the rows do not divide.
@@ -46,9 +51,11 @@ def first_part(example: Any, parts: int) -> Any:
     if rows % parts:
         raise CaptureError(f"a batch of {rows} rows cannot be cut into {parts} microbatches; use a divisor of {rows}")
 
+    each = rows // parts
+
     def part(leaf: Any) -> Any:
         whole = isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == rows
-        return leaf[: rows // parts] if whole else leaf
+        return leaf[number * each : (number + 1) * each] if whole else leaf
 
     return pytree.tree_map(part, example)
 
@@ -115,4 +122,4 @@ def resized(a: Graph, b: Graph, rows_a: int, rows_b: int, rows: int) -> Graph:
     return replace(a, nodes=nodes, outputs=value(a.outputs, b.outputs))
 
 
-__all__ = ["NotLinear", "first_part", "numbers_of_parts", "resized", "rows_of"]
+__all__ = ["NotLinear", "first_part", "numbers_of_parts", "part_of", "resized", "rows_of"]
