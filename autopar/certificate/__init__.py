@@ -1,13 +1,13 @@
 """Certificates: what a plan claims, recounted from the program that it emits, without the solver and the pricer.
 
 ==================  ===================================================================================
-``program.py``      collectives, seconds and stored bytes of the emitted program, run on fake tensors
+``recount.py``      collectives, seconds and stored bytes of the emitted program, run on fake tensors
 ``activations.py``  what autograd holds from the forward to the backward, counted by storage
 ``peak.py``         the most memory that lives at once in a training step, allocation by allocation
 ==================  ===================================================================================
 """
 
 from autopar.certificate.peak import Peak, peak_of
-from autopar.certificate.program import Report, check
+from autopar.certificate.recount import Report, check
 
 __all__ = ["Peak", "Report", "check", "peak_of"]

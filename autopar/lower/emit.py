@@ -29,12 +29,12 @@ from autopar.lower.segments import make_again
 from autopar.placements import Mesh, State, format_state, local_shape, only_change, whole_state
 from autopar.plan import StagePlan, route_key, segment_numbers
 from autopar.regather import makes_memory, regathered, segment_outputs
+from autopar.rules.aliasing import may_alias
 from autopar.rules.distributed import length_of
 from autopar.rules.local import PieceSize, Seed, local_call
 from autopar.rules.notation import In, Rule, call_of
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import Strategy, strategy_in_plan
-from autopar.rules.views import may_alias
 
 FACTORIES = frozenset({"aten.full.default", "aten.arange.start_step", "aten.scalar_tensor.default"})
 """Operators that make a tensor from nothing: lowering gives them the device."""

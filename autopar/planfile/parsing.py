@@ -13,7 +13,7 @@ from autopar.errors import MeshError, PlanError, closest
 from autopar.placements import Mesh, parse_mesh
 from autopar.plan import LIFETIMES, VERSION, Price, Solution, one_stage
 from autopar.planfile import pins, previous
-from autopar.planfile.failures import Failures
+from autopar.planfile.file_errors import Failures
 from autopar.wishes import OPTIMIZERS
 from cost_models.pipeline import Schedule, simulate, times
 from cost_models.pipeline import parse as parse_schedule

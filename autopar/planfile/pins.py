@@ -17,7 +17,7 @@ from autopar.graph import Graph, Ref
 from autopar.labels import matches, op_labels
 from autopar.placements import Mesh, State, format_mesh, format_state, parse_mesh
 from autopar.plan import Pins
-from autopar.planfile.failures import Failures
+from autopar.planfile.file_errors import Failures
 from autopar.planfile.states import read_state
 from autopar.planner.intra_op.recompute import segments_of
 from autopar.rules.registry import rules_of

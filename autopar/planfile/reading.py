@@ -13,10 +13,10 @@ from autopar.graph import Graph
 from autopar.placements import n_devices, parse_mesh
 from autopar.plan import Pins, Plan, StagePlan
 from autopar.planfile import pins as pin_section
-from autopar.planfile.failures import Failures
+from autopar.planfile.file_errors import Failures
 from autopar.planfile.parsing import Document, parse
-from autopar.planfile.price import Setting, stage_plan
-from autopar.planfile.stage import StageReader
+from autopar.planfile.repricing import Setting, stage_plan
+from autopar.planfile.stage_entries import StageReader
 from autopar.planfile.write import step_checksum
 from autopar.planner.inter_op.timing import timing_of
 from autopar.staging import StageGraph, crossings_of, cut, first_op

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from autopar.errors import MeshError
 from autopar.placements import Mesh, State, fits, format_mesh, has_pieces, parse_state
-from autopar.planfile.failures import Failures
+from autopar.planfile.file_errors import Failures
 
 
 def read_state(

@@ -6,7 +6,7 @@ A stage
 :mod:`.registering`      the model's parameters and buffers, placed and registered under their names
 :mod:`.state`            a parameter as it is stored and as it is used; :mod:`.hops`: the collectives between the two
 :mod:`.gathering`        parameters that are gathered together; :mod:`.prefetch`: when
-:mod:`.gradients`        a step's gradients on their way to the parameters; :mod:`.reduce`: their collectives
+:mod:`.gradients`        a step's gradients on their way to the parameters; :mod:`.gradient_reduction`: collectives
 :mod:`.renewed`          buffers of which the program is given a copy
 
 Two faces, which are ``torch.nn.Module``; :mod:`.spread` is what they share
@@ -19,7 +19,7 @@ Two faces, which are ``torch.nn.Module``; :mod:`.spread` is what they share
 :mod:`.flight`           a stage with the microbatches that are in flight; :mod:`.backward`: a backward in halves
 :mod:`.wires`            messages between stages; :mod:`.ties`: parameters that several stages use
 :mod:`.input_gradients`  gradients of a pipeline's inputs
-:mod:`.rows`             schedules that cannot be run
+:mod:`.schedule_check`   schedules that cannot be run
 :mod:`.stagewise`        functions of torch that take the parameters of one rank for all there are
 
 A call
@@ -35,5 +35,5 @@ Ranks together
 :mod:`.agree`            one plan, and errors that are raised everywhere
 :mod:`.failures`         a step that breaks on one rank
 :mod:`.checkpoint`       whole state dicts; :mod:`.optimizers`: those made before; :mod:`.init`: models without values
-:mod:`.launch`           processes on this machine; :mod:`.world`: many ranks in one process; :mod:`.timing`
+:mod:`.launch`           processes on this machine; :mod:`.world`: many ranks in one process; :mod:`.collective_seconds`
 """

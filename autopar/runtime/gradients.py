@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from autopar.runtime.gradient_reduction import Reducer, bucket_bytes
 from autopar.runtime.prefetch import Schedule
-from autopar.runtime.reduce import Reducer, bucket_bytes
 from autopar.runtime.state import HeldParam, give
 from autopar.torch_private import autograd_engine, current_backward
 

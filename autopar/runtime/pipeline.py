@@ -32,8 +32,8 @@ from autopar.runtime.programs import AllWell, Fields, PlanAgain
 from autopar.runtime.reached import ReachedBy, reached_by
 from autopar.runtime.recaptured import differs, skeleton_of, with_buffers_of
 from autopar.runtime.registering import Placing
-from autopar.runtime.rows import check_rows
 from autopar.runtime.same_batch import Calls, Seen
+from autopar.runtime.schedule_check import check_rows
 from autopar.runtime.spread import SpreadModule, check_mode
 from autopar.runtime.stage import Stage, device_of
 from autopar.runtime.stagewise import flat_optimizer_states, refuse_norms_on

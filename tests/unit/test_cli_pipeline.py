@@ -67,7 +67,7 @@ def test_certificate(folder: Path) -> None:
     code, out, _ = autopar("check", folder / "plan.json", "--json")
     stages = json.loads(out)["stages"]
     assert [s["failures"] for s in stages] == [[], []] and all(s["seconds"] > 0 for s in stages)
-    with mock.patch("autopar.certificate.program.optimizer_state_bytes", lambda *_: 1):
+    with mock.patch("autopar.certificate.recount.optimizer_state_bytes", lambda *_: 1):
         code, out, _ = autopar("check", folder / "plan.json")
     assert code == 1 and "stage 1: optimizer_bytes: the plan says" in out and "certified" not in out
 

@@ -2,8 +2,8 @@
 
 ===================== ==============================================================================================
 :mod:`.repeated`      which calls look the same, and what becomes of the third one
-:mod:`.calls`         what a call of a block takes and gives
-:mod:`.state`         the Python state that the block's code can see
+:mod:`.block_calls`   what a call of a block takes and gives
+:mod:`.python_state`  the Python state that the block's code can see
 :mod:`.written_out`   the operators of skipped calls, as if they had been traced
 ===================== ==============================================================================================
 """

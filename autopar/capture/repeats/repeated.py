@@ -3,7 +3,7 @@
 A transformer's layers run the same Python code on tensors of the same shapes. Tracing an operator takes a millisecond,
 so a deep model takes long for nothing new. While ``torch.export`` traces, the call of a module that is built like
 others is looked at: its arguments, its tensors and the Python state that its code can see
-(:mod:`.state`). The first two calls that look the same are traced, and compared operator by operator; if
+(:mod:`.python_state`). The first two calls that look the same are traced, and compared operator by operator; if
 they are the same up to the names of their parameters, each further call that looks the same becomes one node
 ``autopar::block``, whose outputs are empty tensors like those that were traced. :mod:`.written_out` puts
 the operators back, with the names that tracing all of them would have given.
@@ -28,7 +28,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, track_tensor_tree
 
 from autopar.capture.branches.asking import ASK, asking
-from autopar.capture.repeats.calls import (
+from autopar.capture.repeats.block_calls import (
     FAKE,
     PLAIN,
     Call,
@@ -53,7 +53,16 @@ from autopar.capture.repeats.calls import (
     tensors_of,
     written,
 )  # fmt: skip
-from autopar.capture.repeats.state import Same, Structures, Unknown, named_state, plain, random_state, seen, shape_of
+from autopar.capture.repeats.python_state import (
+    Same,
+    Structures,
+    Unknown,
+    named_state,
+    plain,
+    random_state,
+    seen,
+    shape_of,
+)
 from autopar.capture.trace.quick import unstacked
 from autopar.torch_private import DisableTorchFunction, ModuleStackTracer, Namespace, pytree
 

@@ -25,7 +25,6 @@ from autopar.capture.graph.exported import flat, storage_of
 from autopar.capture.memory.schemas import facts
 from autopar.capture.repeats.repeated import BLOCK, Repeats
 from autopar.capture.repeats.written_out import Unlike, write_out
-from autopar.capture.trace.draws import own_draws_refused
 from autopar.capture.trace.functions import whole_functions
 from autopar.capture.trace.hooks import as_in_eager
 from autopar.capture.trace.memos import memos_forgotten
@@ -33,6 +32,7 @@ from autopar.capture.trace.progress import told
 from autopar.capture.trace.quick import quickly
 from autopar.capture.trace.recording import parameters_noted, recording
 from autopar.capture.trace.regions import marked_regions
+from autopar.capture.trace.seeding import own_draws_refused
 from autopar.errors import AutoparError, CaptureError
 from autopar.torch_private import (
     EXPORT_BUFFER_HOOK,

@@ -22,10 +22,10 @@ from autopar.plan import Recompute, route_key, segment_numbers
 from autopar.planner.intra_op.price import Pricer
 from autopar.planner.intra_op.recompute import Segment
 from autopar.regather import makes_memory, regathered, segment_outputs
+from autopar.rules.aliasing import may_alias
 from autopar.rules.notation import Rule, call_of
 from autopar.rules.saved import Layout, Saved, Strides, contiguous, saved_by
 from autopar.rules.strategy import Strategy, grads_of
-from autopar.rules.views import may_alias
 
 Value = tuple[Ref, State]
 

@@ -11,7 +11,7 @@ from autopar.errors import PlanError
 from autopar.graph import Graph, Ref
 from autopar.placements import State, format_state
 from autopar.plan import Pins, Price, Solution, StagePlan, route_key
-from autopar.planfile.stage import Decisions, Route, StageReader
+from autopar.planfile.stage_entries import Decisions, Route, StageReader
 from autopar.planfile.write import decisions, rest
 from autopar.planner.intra_op.complete import complete, demand, needs
 from autopar.planner.intra_op.ledger import ledger, seconds_again

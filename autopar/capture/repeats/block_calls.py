@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from autopar.capture.branches.asking import ASK
-from autopar.capture.repeats.state import Unknown, plain, seen, shape_of
+from autopar.capture.repeats.python_state import Unknown, plain, seen, shape_of
 from autopar.torch_private import OpOverload, pytree
 
 
