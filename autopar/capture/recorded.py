@@ -9,7 +9,7 @@ import torch
 
 from autopar.capture.branches.asking import answering
 from autopar.capture.branches.exploring import Explorer
-from autopar.capture.graph.building import Builder
+from autopar.capture.graph.building import GraphBuilder
 from autopar.capture.python.generators import draw_place, same_state
 from autopar.capture.python.guards import Guards, repeated
 from autopar.capture.python.reads import Recorder, Written, undone
@@ -19,7 +19,7 @@ from autopar.errors import AutoparError, CaptureError
 
 def traced(
     module: torch.nn.Module, args: Any, kwargs: Any, prefix: str, loss_fn: Callable[..., Any] | None
-) -> tuple[Guards, Any, Builder, Any]:
+) -> tuple[Guards, Any, GraphBuilder, Any]:
     """``(guards, exported program, builder, what it built)`` of a call of ``module``.
 
     Raises:
@@ -43,17 +43,17 @@ def traced(
                 _refuse_draws(drawn, place, again)
         return recorder, exported
 
-    def whole(exported: Any, recorder: Recorder) -> tuple[Builder, Any]:
+    def whole(exported: Any, recorder: Recorder) -> tuple[GraphBuilder, Any]:
         """The graph of a trace; of one in which Python asked for random numbers, that of all its branches."""
 
-        def again(answer: Any) -> tuple[Builder, Any]:
+        def again(answer: Any) -> tuple[GraphBuilder, Any]:
             with answering(answer):
                 trial, exported = once()
             trial.undo()
             recorder.learn(trial)
-            return Builder(module, exported, prefix), exported
+            return GraphBuilder(module, exported, prefix), exported
 
-        return build(Builder(module, exported, prefix), again)
+        return build(GraphBuilder(module, exported, prefix), again)
 
     recorder, exported = once()
     builder, built = whole(exported, recorder)
@@ -77,7 +77,7 @@ def traced(
     return guards, exported, builder, built
 
 
-def build(builder: Builder, again: Callable[[Any], tuple[Builder, Any]] | None = None) -> tuple[Builder, Any]:
+def build(builder: GraphBuilder, again: Callable[[Any], tuple[GraphBuilder, Any]] | None = None) -> tuple[GraphBuilder, Any]:
     """The graph, and the builder that made it; what goes wrong on the way is told with the place in the model.
 
     Args:

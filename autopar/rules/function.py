@@ -33,7 +33,7 @@ _DRAWS = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True)
-class Read:
+class ReadTensor:
     """A parameter or buffer that the code reads from a module and that is not among its arguments."""
 
     module: torch.nn.Module
@@ -71,7 +71,7 @@ class Callee:
     objects: tuple[tuple[int, Any], ...] = ()
     hidden: tuple[int, ...] = ()
     written: tuple[int, ...] = ()
-    reads: tuple[Read, ...] = ()
+    reads: tuple[ReadTensor, ...] = ()
     random: bool = False
     opaque: bool = False
     double: bool = False
@@ -125,7 +125,7 @@ def tensors_of(result: Any) -> tuple[torch.Tensor, ...]:
 
 
 @contextlib.contextmanager
-def swapped(reads: Sequence[Read], values: Sequence[Any]) -> Iterator[None]:
+def swapped(reads: Sequence[ReadTensor], values: Sequence[Any]) -> Iterator[None]:
     """The modules have these values of the parameters and buffers that are read."""
     tables = [(read.table, read.key) for read in reads]
     before = [table[key] for table, key in tables]

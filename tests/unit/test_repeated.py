@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from zoo import ZOO
 
 from autopar.capture import capture
-from autopar.capture.graph.building import Builder
+from autopar.capture.graph.building import GraphBuilder
 from autopar.capture.recorded import build
 from autopar.capture.repeats import repeated
 from autopar.capture.trace.tracing import export
@@ -68,7 +68,7 @@ def check(make, skipped, *args, **kwargs):
         with mock.patch.object(repeated.Repeats, "__init__", init), contextlib.ExitStack() as stack:
             if all_of_it:
                 stack.enter_context(mock.patch.object(repeated.Repeats, "_find", lambda self, model: None))
-            found.append(build(Builder(model, export(model, args, kwargs), ""))[1])
+            found.append(build(GraphBuilder(model, export(model, args, kwargs), ""))[1])
     for x, y in zip(found[0][0].nodes, found[1][0].nodes, strict=True):
         assert repr(x) == repr(y)
     assert repr(found[0]) == repr(found[1])

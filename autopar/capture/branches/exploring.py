@@ -20,7 +20,7 @@ from autopar.capture.branches.asking import Answer, Question
 from autopar.capture.branches.joining import Apart, Union
 from autopar.capture.branches.same import computes
 from autopar.capture.branches.uniting import United, unite
-from autopar.capture.graph.building import Builder, Draft
+from autopar.capture.graph.building import GraphBuilder, Draft
 from autopar.errors import CaptureError
 
 MOST_ALONE = 16
@@ -31,7 +31,7 @@ MOST_ALONE = 16
 class Trace:
     """What one trace gave."""
 
-    builder: Builder
+    builder: GraphBuilder
     draft: Draft
 
     @property
@@ -59,7 +59,7 @@ class Explorer:
     """
 
     def __init__(
-        self, builder: Builder, first: Draft, again: Callable[[Answer], tuple[Builder, Any]], prefix: str
+        self, builder: GraphBuilder, first: Draft, again: Callable[[Answer], tuple[GraphBuilder, Any]], prefix: str
     ) -> None:
         self.again, self.prefix = again, prefix
         self.plain = {frozenset[str](): Trace(builder, first)}
@@ -67,7 +67,7 @@ class Explorer:
         self.yes = frozenset[str]()
         """Places where the answer of the base is True."""
 
-    def explored(self) -> tuple[Builder, Draft]:
+    def explored(self) -> tuple[GraphBuilder, Draft]:
         """A draft with both sides of every branch, and the builder that finishes it.
 
         Raises:

@@ -60,7 +60,7 @@ class Draft:
     asks: list[Ask]
 
 
-class Builder(Writing):
+class GraphBuilder(Writing):
     """Walks the exported FX graph once, in order, and follows every tensor's memory (:mod:`~.storages`)."""
 
     def __init__(self, module: torch.nn.Module, exported: Any, prefix: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from autopar.capture.python.generators import is_generator, state_of
-from autopar.capture.python.guards import Read, frozen
+from autopar.capture.python.guards import ReadValue, frozen
 from autopar.capture.python.user_lines import is_own
 
 
@@ -27,7 +27,7 @@ class Free:
     """One value: ``place`` is the dict of a module's globals, or a cell."""
 
     place: Any
-    read: Read
+    read: ReadValue
     value: Any
     state: Any = None
 
@@ -95,7 +95,7 @@ def _keep(values: dict[tuple[int, str], Free], place: Any, name: str, value: Any
         return
     state = state_of(value) if is_generator(value) else None
     frozen_value = frozen(value)
-    values.setdefault((id(place), name), Free(place, Read(path, name, frozen_value, kind=kind), value, state))
+    values.setdefault((id(place), name), Free(place, ReadValue(path, name, frozen_value, kind=kind), value, state))
 
 
 def _functions(value: Any) -> Iterator[types.FunctionType]:

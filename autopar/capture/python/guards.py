@@ -41,7 +41,7 @@ class _Other:
 OTHER = _Other()
 
 
-class Same:
+class SameObject:
     """Stands for an object whose attributes were read: it must stay that object."""
 
     def __init__(self, value: Any) -> None:
@@ -53,7 +53,7 @@ class Same:
             self.ref = lambda: value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self.ref() is other.ref()
+        return isinstance(other, SameObject) and self.ref() is other.ref()
 
     def __hash__(self) -> int:
         return hash(self.kind)
@@ -141,7 +141,7 @@ def show(value: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Read:
+class ReadValue:
     """A value that tracing read.
 
     Attributes:
@@ -172,7 +172,7 @@ class Read:
 class Change:
     """A value that is not what it was when the model was captured."""
 
-    read: Read
+    read: ReadValue
     now: str
 
     def __str__(self) -> str:
@@ -246,15 +246,15 @@ class Guards:
     """What tracing read outside of tensors; empty for a model that reads nothing."""
 
     def __init__(self) -> None:
-        self.reads: list[Read] = []
+        self.reads: list[ReadValue] = []
         self.filled: tuple[str, ...] = ()
         """Dicts to which the forward added tensors: caches that later calls read."""
         self.autocast = autocast()
         self._by_path: dict[str, Callable[[], Any]] = {}
-        self._entries: list[tuple[Callable[[], Any], list[Read]]] = []
+        self._entries: list[tuple[Callable[[], Any], list[ReadValue]]] = []
         self._alike: dict[tuple[str, ...], _Alike] = {}
         self._own: list[_Own] = []
-        self._partly: list[tuple[Callable[[], Any], Read]] = []  # containers of which only a part is compared
+        self._partly: list[tuple[Callable[[], Any], ReadValue]] = []  # containers of which only a part is compared
         self._watched: list[tuple[Callable[[], Any], int, str]] = []
 
     def __reduce__(self) -> Any:
@@ -263,10 +263,10 @@ class Guards:
     def __len__(self) -> int:
         return len(self.reads)
 
-    def __iter__(self) -> Iterator[Read]:
+    def __iter__(self) -> Iterator[ReadValue]:
         return iter(self.reads)
 
-    def add(self, owner: Any, reads: list[Read]) -> None:
+    def add(self, owner: Any, reads: list[ReadValue]) -> None:
         """Guard values of one owner: an object for its attributes, a dict for globals, a cell for what it holds."""
         if not reads:
             return
@@ -315,7 +315,7 @@ class Guards:
         ref = self._by_path.get(path)
         return ref() if ref is not None else None
 
-    def read(self, path: str, name: str) -> Read | None:
+    def read(self, path: str, name: str) -> ReadValue | None:
         """The guarded attribute of a module, if it is one."""
         return next((r for r in self.reads if (r.path, r.name, r.kind) == (path, name, "attribute")), None)
 
@@ -340,7 +340,7 @@ class Guards:
                 owner = ref()
                 if owner is None:
                     continue
-                if isinstance(read.value, Same):
+                if isinstance(read.value, SameObject):
                     if read.value.ref() is not _fetch(owner, read):
                         return False
                 elif _now(owner, read) != read.value:
@@ -355,20 +355,20 @@ class Guards:
         """The values that are not what they were."""
         changes: list[Change] = []
         if (on := autocast()) != self.autocast:
-            changes.append(Change(Read("", "torch.autocast", self.autocast), show(on)))
+            changes.append(Change(ReadValue("", "torch.autocast", self.autocast), show(on)))
         for ref, reads in self._entries:
             owner = ref()
             for read in reads if owner is not None else ():
                 now = _now(owner, read)
                 if now is not read.value and now != read.value:
-                    text = "another object" if isinstance(now, Same) else show(now)
+                    text = "another object" if isinstance(now, SameObject) else show(now)
                     both = isinstance(now, Held) and isinstance(read.value, Held)
                     changes.append(Change(read, f"another: {text}" if both else text))
         for entry in filter(_is_written, self._watched):
             tensor = Held(entry[0]())
             changes.append(
                 Change(
-                    Read("", entry[2], tensor),
+                    ReadValue("", entry[2], tensor),
                     f"{tensor} that was written to since: it is no buffer, so the program keeps its first value",
                 )
             )
@@ -399,19 +399,19 @@ def _is_written(watched: tuple[Callable[[], Any], int, str]) -> bool:
     return tensor is not None and tensor._version != watched[1]
 
 
-def _now(owner: Any, read: Read) -> Any:
+def _now(owner: Any, read: ReadValue) -> Any:
     """The value of a read as it is, to be compared with what it was."""
     value = _fetch(owner, read)
-    return Same(value) if isinstance(read.value, Same) else frozen(value)
+    return SameObject(value) if isinstance(read.value, SameObject) else frozen(value)
 
 
 def _holds_other(value: Any) -> bool:
     if isinstance(value, tuple):
         return any(map(_holds_other, value))
-    return value is OTHER or isinstance(value, (Same, Held))
+    return value is OTHER or isinstance(value, (SameObject, Held))
 
 
-def _fetch(owner: Any, read: Read) -> Any:
+def _fetch(owner: Any, read: ReadValue) -> Any:
     try:
         return owner[read.name] if read.kind == "global" else getattr(owner, read.name)
     except (AttributeError, KeyError, ValueError):
@@ -432,15 +432,15 @@ def repeated(guards: Guards, one: str, others: Iterable[str], modules: Mapping[s
     reads = [
         read
         for read in guards.reads
-        if read.kind == "attribute" and _below(read.path, one) and not isinstance(read.value, Same)
+        if read.kind == "attribute" and _below(read.path, one) and not isinstance(read.value, SameObject)
     ]
     for twin in others:
-        by_path: dict[str, list[Read]] = {}
+        by_path: dict[str, list[ReadValue]] = {}
         for read in reads:
             path = _moved(read.path, one, twin)
             if path in modules:  # objects that hang on modules are mostly shared, and then guarded already
                 value = _now(modules[path], read) if _holds_other(read.value) else read.value
-                by_path.setdefault(path, []).append(Read(path, read.name, value, read.where))
+                by_path.setdefault(path, []).append(ReadValue(path, read.name, value, read.where))
         for path, reads_there in by_path.items():
             guards.add(modules[path], reads_there)
 

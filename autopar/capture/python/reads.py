@@ -22,7 +22,7 @@ import torch
 
 from autopar.capture.python.free import Free, free_values
 from autopar.capture.python.generators import global_states, is_generator, same_state, set_state, state_of
-from autopar.capture.python.guards import OTHER, Guards, Held, Read, Same, frozen, is_plain, show
+from autopar.capture.python.guards import OTHER, Guards, Held, ReadValue, SameObject, frozen, is_plain, show
 from autopar.capture.python.user_lines import from_machinery, user_line
 from autopar.capture.trace.tracing import depends_on_data
 from autopar.torch_private import AttributeProxy
@@ -41,7 +41,7 @@ class Written:
     """An attribute that a forward read, and then gave another value."""
 
     owner: Any
-    read: Read
+    read: ReadValue
     value: Any
     where: str
 
@@ -85,14 +85,14 @@ class Recorder:
     def __init__(self, root: torch.nn.Module, prefix: str = "", functions: tuple[Any, ...] = ()) -> None:
         self.root, self.prefix = root, prefix
         self.owned: dict[int, tuple[Any, str]] = {}
-        self.first: dict[tuple[int, str], tuple[Any, Read]] = {}
+        self.first: dict[tuple[int, str], tuple[Any, ReadValue]] = {}
         self.raw: dict[tuple[int, str], Any] = {}
         self.before: dict[tuple[int, str], Any] = {}
-        self.counted: dict[tuple[int, str], tuple[Any, Read, Any]] = {}
+        self.counted: dict[tuple[int, str], tuple[Any, ReadValue, Any]] = {}
         self.written: dict[tuple[int, str], Written] = {}
         self.fresh: set[tuple[int, str]] = set()
         self.tensors: set[tuple[int, str]] = set()
-        self.plain: dict[tuple[int, str], tuple[Any, Read, torch.Tensor]] = {}
+        self.plain: dict[tuple[int, str], tuple[Any, ReadValue, torch.Tensor]] = {}
         self.kept: dict[tuple[int, str], str] = {}
         """Tensors of a call that the next one reads, from an attribute: what it is called, and where it is set."""
         self.held: list[tuple[torch.nn.Module, str, dict[str, Any]]] = []
@@ -194,7 +194,7 @@ class Recorder:
         where = user_line(frame)
         path = owner_and_path[1]
         if is_generator(value):
-            self.generators.setdefault(id(value), (value, Read(path, name, None).label, state_of(value)))
+            self.generators.setdefault(id(value), (value, ReadValue(path, name, None).label, state_of(value)))
             return
         frozen_value = frozen(value)
         if key in self.counted:  # not only counted: what the next call reads is another value
@@ -203,14 +203,14 @@ class Recorder:
                 self.first[key], self.raw[key] = (owner, read), value
             return
         if is_plain(value) and _only_counts(frame, name):
-            self.counted[key] = owner, Read(path, name, frozen_value, where), value
+            self.counted[key] = owner, ReadValue(path, name, frozen_value, where), value
             return
         if frozen_value is OTHER:
             if not isinstance(value, types.MethodType) and self._adopt(value, f"{path}.{name}".lstrip(".")):
-                self.first[key] = owner, Read(path, name, Same(value), where)
+                self.first[key] = owner, ReadValue(path, name, SameObject(value), where)
                 self.raw[key] = value
             return
-        self.first[key] = owner, Read(path, name, frozen_value, where)
+        self.first[key] = owner, ReadValue(path, name, frozen_value, where)
         self.raw[key] = value
         if not is_plain(value):
             self.before[key] = copy.copy(value)
@@ -221,7 +221,7 @@ class Recorder:
         owner_and_path = self.owned.get(id(owner))
         if owner_and_path is not None and owner_and_path[0] is owner and _stored(owner, name, value):
             key = id(owner), name
-            self.plain.setdefault(key, (owner, Read(owner_and_path[1], name, Held(value), user_line(frame)), value))
+            self.plain.setdefault(key, (owner, ReadValue(owner_and_path[1], name, Held(value), user_line(frame)), value))
 
     def _inside(self, container: Any, path: str) -> None:
         """Follow objects that stand in a container."""
@@ -381,12 +381,12 @@ class Recorder:
         guards = Guards()
         memory = {tensor.untyped_storage()._cdata for tensor in constants.values()}
         plain = [(o, r) for o, r, t in self.plain.values() if t.untyped_storage()._cdata in memory]
-        by_owner: dict[int, tuple[Any, list[Read]]] = {}
+        by_owner: dict[int, tuple[Any, list[ReadValue]]] = {}
         for owner, read in (*self.first.values(), *plain):
             by_owner.setdefault(id(owner), (owner, []))[1].append(read)
         for owner, reads in by_owner.values():
             guards.add(owner, reads)
-        by_place: dict[int, tuple[Any, list[Read]]] = {}
+        by_place: dict[int, tuple[Any, list[ReadValue]]] = {}
         for value in self.free:
             is_written = isinstance(value.value, torch.Tensor) and value.value.untyped_storage()._cdata not in memory
             if value.read.value is not OTHER and not is_written:

@@ -1,6 +1,6 @@
 """What tracing sees of one call of a block, and what it made of it.
 
-A :class:`Call` is all that the block's code can see: arguments, parameters and buffers, plain attributes, the state
+A :class:`BlockCall` is all that the block's code can see: arguments, parameters and buffers, plain attributes, the state
 around it. A :class:`Traced` is the list of operators that the call became, its tensors told by where they come from.
 """
 
@@ -99,7 +99,7 @@ class Traced:
 
 
 @dataclass
-class Call:
+class BlockCall:
     """One call of a block: all that its code can see."""
 
     path: str

@@ -44,7 +44,7 @@ class Unknown(Exception):
     """A value whose state cannot be seen."""
 
 
-class Same:
+class ByIdentity:
     """An object that is compared by identity, and kept alive so that its place is not taken by another."""
 
     __slots__ = ("value",)
@@ -53,7 +53,7 @@ class Same:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self.value is other.value
+        return isinstance(other, ByIdentity) and self.value is other.value
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -77,7 +77,7 @@ def seen(value: Any, memo: dict[int, Any], depth: int = DEPTH, above: tuple[int,
     if sort == "value":
         return (kind, repr(value))
     if sort == "same":
-        return Same(value)
+        return ByIdentity(value)
     if id(value) in above:
         return (kind, "again", above.index(id(value)))
     if depth == 0:
@@ -85,9 +85,9 @@ def seen(value: Any, memo: dict[int, Any], depth: int = DEPTH, above: tuple[int,
     above = (*above, id(value))
     if sort == "function":
         cells = value.__closure__ or ()
-        return (Same(value.__code__), tuple([seen(c.cell_contents, memo, depth - 1, above) for c in cells if _full(c)]))
+        return (ByIdentity(value.__code__), tuple([seen(c.cell_contents, memo, depth - 1, above) for c in cells if _full(c)]))
     if sort == "method":
-        return (Same(value.__func__), seen(value.__self__, memo, depth - 1, above))
+        return (ByIdentity(value.__func__), seen(value.__self__, memo, depth - 1, above))
     if sort == "partial":
         parts = (value.func, value.args, value.keywords)
         return (kind, tuple([seen(part, memo, depth - 1, above) for part in parts]))
@@ -106,7 +106,7 @@ def seen(value: Any, memo: dict[int, Any], depth: int = DEPTH, above: tuple[int,
     if sort == "iterator":
         return (kind, repr(value))
     if sort == "opaque":
-        return Same(value)
+        return ByIdentity(value)
     if hasattr(value, "__dict__"):
         if id(value) not in memo:
             memo[id(value)] = (kind, _fields(value, memo, depth, above))

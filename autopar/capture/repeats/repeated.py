@@ -31,7 +31,7 @@ from autopar.capture.branches.asking import ASK, asking
 from autopar.capture.repeats.block_calls import (
     FAKE,
     PLAIN,
-    Call,
+    BlockCall,
     Ext,
     Int,
     Op,
@@ -54,7 +54,7 @@ from autopar.capture.repeats.block_calls import (
     written,
 )  # fmt: skip
 from autopar.capture.repeats.python_state import (
-    Same,
+    ByIdentity,
     Structures,
     Unknown,
     named_state,
@@ -74,7 +74,7 @@ FEWEST, MOST_TRACED = 3, 6
 
 
 @dataclass
-class Group:
+class AlikeModules:
     """Modules that are built alike, and what is known of them."""
 
     instances: list[torch.nn.Module]
@@ -158,7 +158,7 @@ class Repeats:
         self.tracer: Any = None
         self.active = False
         self.reads: set[tuple[int, str]] = set()
-        self.groups: dict[int, Group] = {}
+        self.groups: dict[int, AlikeModules] = {}
         self.outer: list[torch.nn.Module] = []
         self.trusted: list[Traced] = []
         self.doubt = ""
@@ -178,7 +178,7 @@ class Repeats:
         for instances in alike.values():
             if len(instances) < FEWEST:
                 continue
-            group = Group(instances)
+            group = AlikeModules(instances)
             try:
                 self._vary(group)
             except Unknown:
@@ -190,13 +190,13 @@ class Repeats:
         self.all = modules
 
     @staticmethod
-    def _vary(group: Group) -> None:
+    def _vary(group: AlikeModules) -> None:
         memo: dict[int, Any] = {}
         first = own_state(group.instances[0], memo)
         varying: set[tuple[str, str]] = set()
         for module in group.instances[1:]:
             state = own_state(module, memo)
-            varying |= {k for k in first.keys() | state.keys() if first.get(k, Same) != state.get(k, Same)}
+            varying |= {k for k in first.keys() | state.keys() if first.get(k, ByIdentity) != state.get(k, ByIdentity)}
         group.varying = frozenset(varying)
         group.globals, group.looks_inside = named_state({type(m) for m in group.instances[0].modules()})
 
@@ -249,7 +249,7 @@ class Repeats:
             if there:
                 setattr(kind, name, before)
 
-    def _call(self, group: Group, module: Any, m: Any, run: Any, args: Any, kwargs: Any) -> Any:
+    def _call(self, group: AlikeModules, module: Any, m: Any, run: Any, args: Any, kwargs: Any) -> Any:
         with DisableTorchFunction():  # looking at a tensor is not the model's doing, and is dear in a trace
             call = self._describe(group, module, m, args, kwargs)
             for traced in group.traced.get(call.key, ()) if call is not None else ():
@@ -265,7 +265,7 @@ class Repeats:
         group.count += 1
         return self._trace(group, call, run)
 
-    def _describe(self, group: Group, module: torch.nn.Module, m: Any, args: Any, kwargs: Any) -> Call | None:
+    def _describe(self, group: AlikeModules, module: torch.nn.Module, m: Any, args: Any, kwargs: Any) -> BlockCall | None:
         memo: dict[int, Any] = {}
         try:
             leaves, spec = flatten((args, kwargs))
@@ -283,14 +283,14 @@ class Repeats:
         looks = tuple([(shape_of(t), t.is_leaf, tuple(sorted(vars(t).keys() - FAKE))) for t in tensors])
         calls = self.tracer.num_calls.get(path, 0)
         key = (repr(spec), values, looks, pattern(map(id, tensors)), pattern(nodes), calls, modes(), callers())
-        return Call(path, key, (args, kwargs), tensors, nodes, values, state_before, outer, module)
+        return BlockCall(path, key, (args, kwargs), tensors, nodes, values, state_before, outer, module)
 
-    def _all_state(self, group: Group) -> Any:
+    def _all_state(self, group: AlikeModules) -> Any:
         memo: dict[int, Any] = {}
         state = [plain(m, memo) for m in self.all]
         return state, [global_state(g, n, memo) for g, n in group.globals], random_state(), modes()
 
-    def _trace(self, group: Group, call: Call, run: Any) -> Any:
+    def _trace(self, group: AlikeModules, call: BlockCall, run: Any) -> Any:
         assert self.names is not None
         before = self._all_state(group)
         last, logged = last_node(self.tracer.graph), len(self.names.log)
@@ -304,7 +304,7 @@ class Repeats:
             self._look(group, call, before, list(nodes_after(self.tracer.graph, last)), logged, result)
         return result
 
-    def _look(self, group: Group, call: Call, before: Any, nodes: list[Any], logged: int, result: Any) -> None:
+    def _look(self, group: AlikeModules, call: BlockCall, before: Any, nodes: list[Any], logged: int, result: Any) -> None:
         """Compare a call that was traced with those before it."""
         paths = {id(m.__dict__): p for p, m in call.module.named_modules()}
         reads = frozenset((paths.get(i, "?"), n) for i, n in self.reads)
@@ -330,7 +330,7 @@ class Repeats:
                 return
         earlier.append(traced)
 
-    def _pattern(self, call: Call, nodes: list[Any], logged: int, result: Any, reads: Any) -> Traced:
+    def _pattern(self, call: BlockCall, nodes: list[Any], logged: int, result: Any, reads: Any) -> Traced:
         names = self.names
         assert names is not None
         numbers = {n: i for i, n in enumerate(nodes)}
@@ -393,7 +393,7 @@ class Repeats:
             result_shapes, spec, call.outer, call.own, reads, nodes, memory,
         )  # fmt: skip
 
-    def _skip(self, traced: Traced, call: Call) -> Any:
+    def _skip(self, traced: Traced, call: BlockCall) -> Any:
         names, tracer = self.names, self.tracer
         assert names is not None
         key = str(len(self.skipped))

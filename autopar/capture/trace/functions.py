@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_
 
 from autopar.capture.trace import regions
 from autopar.capture.trace.recording import now, refuse
-from autopar.rules.function import PLAIN, Callee, Read, identity_of, on_zeros, tensors_of
+from autopar.rules.function import PLAIN, Callee, ReadTensor, identity_of, on_zeros, tensors_of
 from autopar.torch_private import (
     BackwardHookFunction,
     DisableTorchFunction,
@@ -203,18 +203,18 @@ def _call(cls: Any, args: Any, kwargs: Any, model: torch.nn.Module) -> Any:
     return _record(callee, leaves, trial.read, trial, name)
 
 
-def _reads(read: Sequence[torch.Tensor], model: torch.nn.Module, name: str) -> list[Read]:
+def _reads(read: Sequence[torch.Tensor], model: torch.nn.Module, name: str) -> list[ReadTensor]:
     """Where modules keep the tensors that the code read.
 
     Raises:
         CaptureError: no module keeps one of them.
     """
-    reads: dict[int, Read] = {}
+    reads: dict[int, ReadTensor] = {}
     for path, module in model.named_modules():
         for table in (module._parameters, module._buffers):
             for key, value in table.items():
                 if value is not None:
-                    reads.setdefault(id(value), Read(module, key, f"{path}.{key}" if path else key))
+                    reads.setdefault(id(value), ReadTensor(module, key, f"{path}.{key}" if path else key))
     for x in read:
         if id(x) not in reads:
             shape = " ".join(map(str, x.shape))
