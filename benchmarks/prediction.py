@@ -35,7 +35,7 @@ from autopar.planner.inter_op.replan import Replanner
 from autopar.planner.intra_op.mesh_plan import Options
 from autopar.planning import in_stages
 from autopar.profiling import document as profiles
-from autopar.profiling.quiet import QUIET, Watch, quietest, until_quiet
+from autopar.profiling.quiet import QUIET, CpuWatch, quietest, until_quiet
 from autopar.runtime.pipeline import PipelineModule
 from hardware_profiles import load_cluster
 
@@ -146,7 +146,7 @@ def one_step(module: PipelineModule, optimizer: Any, batch: dict[str, Any]) -> t
     """Seconds of a step, processors that others kept busy meanwhile, and when the actions were."""
     spans = module.record()
     dist.barrier()
-    watch, start = Watch(), time.perf_counter()
+    watch, start = CpuWatch(), time.perf_counter()
     module.train_step(**batch, optimizer=optimizer)
     dist.barrier()
     seconds = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
@@ -178,7 +178,7 @@ def measure(name: str, seconds: float, steps: int, patience: float) -> dict[str,
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "profile.json"
         began = time.perf_counter()
-        document = profiles.profile(captured.graph, plain, "local-x2", name, profiles.Asked(seconds))
+        document = profiles.profile(captured.graph, plain, "local-x2", name, profiles.ProfilingOptions(seconds))
         profiles.save(path, document)
         took = time.perf_counter() - began
         cluster = load_cluster(path)

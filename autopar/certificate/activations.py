@@ -33,7 +33,7 @@ class _Held:
         self.tensor, self.packed = tensor, packed
 
 
-class Watch:
+class SavedTensors:
     """Notes what autograd saves while :meth:`on` is entered."""
 
     def __init__(self, given: Sequence[torch.Tensor]) -> None:
@@ -84,25 +84,25 @@ def _storage(x: torch.Tensor) -> int:
 
 
 class Watched(torch.fx.Interpreter):
-    """Runs a program and tells a :class:`Watch` which node is running.
+    """Runs a program and tells a :class:`SavedTensors` which node is running.
 
     Attributes:
         second: whether this is the second run of a segment.
-        again: bytes as :meth:`Watch.kept` has them, by the name of a segment, for its second run.
+        again: bytes as :meth:`SavedTensors.kept` has them, by the name of a segment, for its second run.
         given_up: results that a segment makes again for those who read them outside, and bytes of their storages.
         again_bytes: the most of both that segments had at once which had run again and were not through with their
             backward.
     """
 
-    def __init__(self, program: Program, watch: Watch) -> None:
+    def __init__(self, program: Program, watch: SavedTensors) -> None:
         super().__init__(program.runnable)
         self.watch, self.second = watch, False
         self.again: dict[str, dict[tuple[str, str], int]] = {}
-        self.watch_of: dict[str, Watch] = {}
+        self.watch_of: dict[str, SavedTensors] = {}
         self.given_up: dict[str, list[tuple[torch.Tensor, int]]] = {}
         self.again_bytes = 0
 
-    def ran_again(self, name: str, watch: Watch) -> None:
+    def ran_again(self, name: str, watch: SavedTensors) -> None:
         """A segment has run again."""
         self.again[name], self.watch_of[name] = watch.kept(), watch
         total = 0
@@ -136,7 +136,7 @@ class Watched(torch.fx.Interpreter):
             inner.second = runs > 1
             if not inner.second:
                 return inner.run(*values)
-            inner.watch = Watch(list(values))
+            inner.watch = SavedTensors(list(values))
             with inner.watch.on():
                 result = inner.run(*values)
             self.ran_again(str(target), inner.watch)
@@ -145,13 +145,13 @@ class Watched(torch.fx.Interpreter):
         return again_in_backward(run, args, segment.changing, segment.renewed, segment.gives_up)
 
 
-def watch_of(program: Program, values: Sequence[torch.Tensor], arriving: Collection[str] = ()) -> Watch:
+def watch_of(program: Program, values: Sequence[torch.Tensor], arriving: Collection[str] = ()) -> SavedTensors:
     """The watch over a program that runs on these values, one for each of its inputs.
 
     Args:
         arriving: names of inputs that come from earlier stages of a pipeline: those are kept by this one.
     """
-    return Watch([x for slot, x in zip(program.slots, values, strict=True) if slot.name not in arriving])
+    return SavedTensors([x for slot, x in zip(program.slots, values, strict=True) if slot.name not in arriving])
 
 
 __all__ = ["Watch", "Watched", "watch_of"]

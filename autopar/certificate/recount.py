@@ -19,7 +19,7 @@ import torch
 import torch.fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from autopar.certificate.activations import Watch, Watched, watch_of
+from autopar.certificate.activations import SavedTensors, Watched, watch_of
 from autopar.graph import Graph
 from autopar.lower.emit import lower, used_shape
 from autopar.lower.program import Program
@@ -185,7 +185,7 @@ class _Priced(Watched):
     """Runs a program and prices every operator from the shapes that it really gets, flops counted by torch."""
 
     def __init__(
-        self, program: Program, graph: Graph, device: Device, flops: FlopCounterMode, costs: Costs, watch: Watch
+        self, program: Program, graph: Graph, device: Device, flops: FlopCounterMode, costs: Costs, watch: SavedTensors
     ) -> None:
         super().__init__(program, watch)
         self.costs = costs

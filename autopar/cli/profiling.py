@@ -80,7 +80,7 @@ def profile(
     loaded, captured = load_and_capture(model, batch, seq, parts=microbatches)
     if cluster.endswith((".toml", ".json")):
         cluster = Path(os.path.relpath(Path(cluster).resolve(), output.parent.resolve())).as_posix()
-    asked = documents.Asked(seconds, count, meshes, most_ops, timeout=timeout)
+    asked = documents.ProfilingOptions(seconds, count, meshes, most_ops, timeout=timeout)
     with progress(f"measuring in {count} processes, about {seconds + 20:.0f} s"):
         measured = documents.profile(captured.graph, hardware, cluster, str(loaded.named(output.parent)["spec"]), asked)
     documents.save(output, measured)

@@ -30,7 +30,7 @@ MOST_BYTES = 2e9
 
 
 @dataclass(frozen=True)
-class Asked:
+class ProfilingOptions:
     """How to measure.
 
     Attributes:
@@ -47,7 +47,7 @@ class Asked:
     timeout: float = 1800.0
 
 
-def profile(graph: Graph, cluster: Cluster, name: str, model: str, asked: Asked) -> dict[str, Any]:
+def profile(graph: Graph, cluster: Cluster, name: str, model: str, asked: ProfilingOptions) -> dict[str, Any]:
     """The document of a profile of ``graph`` on this machine.
 
     Args:

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.profiling.ops import LocalOp, Tensor, values_of
-from autopar.profiling.quiet import QUIET, Watch, quietest, until_quiet
+from autopar.profiling.ops import LocalOp, TensorArgument, values_of
+from autopar.profiling.quiet import QUIET, CpuWatch, quietest, until_quiet
 from autopar.rules.local import Seed, resolve
 from autopar.rules.notation import In
 
@@ -58,7 +58,7 @@ class Taken:
 class _Live:
     """An op in a round: its tensors, and what its forward made."""
 
-    def __init__(self, op: LocalOp, params: dict[int, torch.Tensor], sources: dict[Tensor, torch.Tensor]) -> None:
+    def __init__(self, op: LocalOp, params: dict[int, torch.Tensor], sources: dict[TensorArgument, torch.Tensor]) -> None:
         self.op, self.sources = op, sources
         self.fn = resolve(op.fn) if isinstance(op.fn, str) else op.fn
         self.kept: Any = None
@@ -162,11 +162,11 @@ def measure_pass(
     lives = _turned(lives)
     entry = engine_seconds()
     rounds: list[tuple[bool, float, dict[str, Taken]]] = []
-    began, waited = Watch(), 0.0
+    began, waited = CpuWatch(), 0.0
     for number in range(-1, MOST_ROUNDS):
         split, left = number % 3 == 2, PATIENCE * seconds - waited
         waited += until_quiet(left) if number >= 0 and left > 0 and rounds and rounds[-1][1] > QUIET else 0.0
-        watch = Watch()
+        watch = CpuWatch()
         of_round = {live.op.key: Taken() for live in lives}
         _round(lives, of_round, entry, split=split)
         others, _ = watch.others()  # all ranks wait here, so they start rounds at once

@@ -22,7 +22,7 @@ from hardware_profiles import Cluster
 
 
 @dataclass(frozen=True)
-class Tensor:
+class TensorArgument:
     """One tensor that an op is measured with.
 
     Attributes:
@@ -60,7 +60,7 @@ class LocalOp:
     fn: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    ins: tuple[Tensor, ...]
+    ins: tuple[TensorArgument, ...]
     kind: str
     seconds: tuple[float, float]
     out_bytes: int
@@ -146,12 +146,12 @@ def _local_op(
     mesh = priced.mesh
     call = local_call(call_of(node, graph.spec), rule, strategy.options, mesh)
     in_grads, _ = grads_of(graph, node)
-    ins: list[Tensor] = []
+    ins: list[TensorArgument] = []
     for position, (ref, state, grad) in enumerate(zip(node.refs, strategy.ins, in_grads, strict=True)):
         spec = graph.spec(ref)
         high = ins[0].shape[0] if position and node.target == "aten.embedding.default" else 1  # rows of the table
         is_param = graph.nodes[ref.node].kind == "param"
-        ins.append(Tensor(local_shape(spec.shape, state, mesh), spec.dtype, grad, is_param, high))
+        ins.append(TensorArgument(local_shape(spec.shape, state, mesh), spec.dtype, grad, is_param, high))
     outs = [o for o in node.outs if o is not None]
     n_bytes = sum(priced.local_bytes(o, s) for o, s in zip(outs, strategy.outs, strict=True))
     spent = priced.compute(graph, node, rule, strategy)
@@ -166,7 +166,7 @@ def _local_op(
     return op
 
 
-def values_of(tensor: Tensor) -> torch.Tensor:
+def values_of(tensor: TensorArgument) -> torch.Tensor:
     """Values to measure with: floats between 0.1 and 1 (no op slows down there), integers below ``high``."""
     dtype = getattr(torch, tensor.dtype)
     if tensor.dtype == "bool":

@@ -30,7 +30,7 @@ def busy_seconds() -> float | None:
     return (user + nice + system + irq + soft + stolen) / os.sysconf("SC_CLK_TCK")
 
 
-class Watch:
+class CpuWatch:
     """Counts what others do from its start on. Every rank makes one, and asks it, at the same points."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ def until_quiet(most_seconds: float) -> float:
     """Wait until others leave the machine alone, at most so long; returns the seconds waited. All ranks wait."""
     began = time.perf_counter()
     while True:
-        watch = Watch()
+        watch = CpuWatch()
         time.sleep(LOOK)
         others, _ = watch.others()
         waited = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
