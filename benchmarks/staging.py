@@ -15,7 +15,7 @@ import resource
 import sys
 import time
 
-from cost_models.staging import Candidate, Pool, StageCost, StagingProblem, Submesh, stage
+from cost_models.staging import StagingEstimate, Pool, StageCost, StagingProblem, Submesh, stage
 from cost_models.staging.submeshes import alpa_sizes, submeshes
 
 BATCH = 2048
@@ -76,7 +76,7 @@ def nodes(kind: str, n_devices: int) -> Pool:
 def row(name: str, n_blocks: int, pools: tuple[Pool, ...], schedules: tuple[str, ...] = SCHEDULES) -> None:
     """Prints one line of the table."""
     begin = time.process_time()
-    best: Candidate = min(
+    best: StagingEstimate = min(
         (stage(problem(n_blocks, pools, m), m, s)[0] for m in MICROBATCHES for s in schedules), key=lambda c: c.seconds
     )
     spent = time.process_time() - begin

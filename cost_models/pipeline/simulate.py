@@ -18,7 +18,7 @@ from collections import deque
 
 from .actions import Action, Overlap, Schedule, Step, parts
 from .deadlock import deadlock_message
-from .timeline import Timeline, Transfer
+from .timeline import Timeline, LinkUse
 from .times import Times
 
 
@@ -92,7 +92,7 @@ class _State:
         self.ends: list[list[float]] = [[] for _ in range(schedule.n_ranks)]
         self.free = [0.0] * schedule.n_ranks
         self.link_free: dict[tuple[int, int], float] = {}
-        self.transfers: list[Transfer] = []
+        self.transfers: list[LinkUse] = []
         self.awaits: list[tuple[str, int] | None] = [None] * schedule.n_ranks
 
     def run(self, rank: int, rows: tuple[tuple[Step, ...], ...], work: deque[int]) -> None:
@@ -149,7 +149,7 @@ class _State:
             if link is not None:
                 start = max(end, self.link_free.get(link, 0.0))
                 when = self.link_free[link] = start + seconds
-                self.transfers.append(Transfer(stage, target, phase, microbatch, start, when))
+                self.transfers.append(LinkUse(stage, target, phase, microbatch, start, when))
             self.arrive(phase, target * self.m + microbatch, when, self.rank_of[target], work)
 
     def arrive(self, phase: str, at: int, when: float, rank: int, work: deque[int]) -> None:

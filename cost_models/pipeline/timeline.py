@@ -11,7 +11,7 @@ from .actions import Action, Schedule, Step
 from .times import Times
 
 
-class Transfer(NamedTuple):
+class LinkUse(NamedTuple):
     """A microbatch's tensors (`F`) or gradients (`B`) on the link between two ranks."""
 
     source: int  # stages
@@ -33,7 +33,7 @@ class Timeline:
     times: Times
     starts: tuple[tuple[float, ...], ...]
     ends: tuple[tuple[float, ...], ...]
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[LinkUse, ...]
 
     @property
     def makespan_seconds(self) -> float:

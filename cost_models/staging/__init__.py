@@ -13,11 +13,11 @@ from .best_cuts import stage
 from .estimate import evaluate
 from .words import (
     RECOMPUTE,
-    Candidate,
-    Choice,
+    StagingEstimate,
+    StageChoice,
     NothingFits,
     Pool,
-    Stage,
+    StageEstimate,
     StageCost,
     StagingProblem,
     Submesh,

@@ -12,8 +12,8 @@ from cost_models.pipeline.kinds import Fill, fill_of
 from .dynamic import solve
 from .estimate import bounded, evaluate
 from .failure import explain
-from .table import INF, Table, table, timed
-from .words import Candidate, Choice, NothingFits, StagingProblem
+from .table import INF, StageTable, table, timed
+from .words import StagingEstimate, StageChoice, NothingFits, StagingProblem
 
 NARROW = (64, 512)
 """Labels for each block in the first passes, which find good plans to measure the rest by."""
@@ -30,7 +30,7 @@ WIDTH = 1024
 def stage(
     problem: StagingProblem, n_microbatches: int, schedule: str | Fill = "1f1b", *, n_candidates: int = 1,
     width: int = WIDTH,
-) -> list[Candidate]:  # fmt: skip
+) -> list[StagingEstimate]:  # fmt: skip
     """The best cut into every number of stages; of these the `n_candidates` best, best first.
 
     `problem` is that of a step with so many microbatches: costs are of one of them. Each candidate is the optimum for
@@ -48,7 +48,7 @@ def stage(
         )
     whole = table(problem)
     depths = list(_depths(whole, fill, n_microbatches))
-    best: dict[int, tuple[float, tuple[Choice, ...]]] = {}  # by number of stages
+    best: dict[int, tuple[float, tuple[StageChoice, ...]]] = {}  # by number of stages
 
     def limit() -> float:
         seconds = sorted(value for value, _ in best.values())
@@ -79,7 +79,7 @@ def stage(
     return [bounded(evaluate(problem, fill, n_microbatches, c), bound) for _, _, c in chosen[:n_candidates]]
 
 
-def _depths(whole: Table, fill: Fill, m: int) -> Iterator[int | None]:
+def _depths(whole: StageTable, fill: Fill, m: int) -> Iterator[int | None]:
     """Numbers of stages that need a search of their own; None where one search finds them all."""
     limit = whole.problem.stage_limit
     if fill.by_distance:
@@ -93,7 +93,7 @@ def _depths(whole: Table, fill: Fill, m: int) -> Iterator[int | None]:
     yield from (n for n in depths if fill.allows(n, m))
 
 
-def _equal_sizes(whole: Table) -> Iterator[NDArray[np.bool_]]:
+def _equal_sizes(whole: StageTable) -> Iterator[NDArray[np.bool_]]:
     """Rows of each size, whatever the device type."""
     sizes = np.array([s.n_devices for s in whole.problem.submeshes])[whole.submesh]
     return (sizes == size for size in np.unique(sizes))

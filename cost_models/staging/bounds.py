@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .table import INF, Floats, Ints, Table, Timed
+from .table import INF, Floats, Ints, StageTable, Timed
 
 SHARES = ((0.0, 0.0), (1.0, 0.0), (0.5, 0.0), (0.5, 0.5), (0.8, 0.8), (0.8, 1.6))
 """Pairs (f, g)."""
@@ -64,7 +64,7 @@ class Bounds:
 
 
 def bounds(
-    table: Table,
+    table: StageTable,
     times: Timed,
     bubble: float,
     m: int,

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from cost_models.pipeline.kinds import Fill
 
 from .bounds import Bounds, bounds
-from .table import INF, Floats, Ints, Table, Timed
-from .words import Choice
+from .table import INF, Floats, Ints, StageTable, Timed
+from .words import StageChoice
 
 CELLS = 1 << 20
 """Pairs of label and stage that are looked at together: bounds the memory of one step."""
@@ -71,13 +71,13 @@ class BestByStages:
     `bound_seconds` is a lower bound of every plan, within the limit, that was not found. `labels` counts the work.
     """
 
-    best: dict[int, tuple[float, tuple[Choice, ...]]]
+    best: dict[int, tuple[float, tuple[StageChoice, ...]]]
     bound_seconds: float
     labels: int
 
 
 def solve(
-    table: Table,
+    table: StageTable,
     times: Timed,
     fill: Fill,
     m: int,
@@ -97,7 +97,7 @@ def solve(
 
 @dataclass
 class _Search:
-    table: Table
+    table: StageTable
     times: Timed
     fill: Fill
     m: int
@@ -270,19 +270,19 @@ class _Search:
         seconds = b * last.total + (self.m - b) * last.pace + last.tail
         order = np.lexsort((last.row, last.parent, seconds))
         everything = _joined(kept)
-        best: dict[int, tuple[float, tuple[Choice, ...]]] = {}
+        best: dict[int, tuple[float, tuple[StageChoice, ...]]] = {}
         for i in order:
             r = int(last.r[i])
             if r not in best and seconds[i] <= self.limit_seconds * ROUND:
                 best[r] = float(seconds[i]), self._choices(last, int(i), everything)
         return BestByStages(best, self.dropped, self.count)
 
-    def _choices(self, last: _Labels, i: int, everything: _Labels) -> tuple[Choice, ...]:
+    def _choices(self, last: _Labels, i: int, everything: _Labels) -> tuple[StageChoice, ...]:
         chosen, first, labels = [], 0, last
         while labels.parent[i] >= 0:
             row, r = int(labels.row[i]), int(labels.r[i])
             end = first + int(self.table.n_blocks[row])
             submesh = self.table.problem.submeshes[self.table.submesh[row]]
-            chosen.append(Choice(first, end - 1, submesh, int(self.times.recomputed[row, r])))
+            chosen.append(StageChoice(first, end - 1, submesh, int(self.times.recomputed[row, r])))
             first, i, labels = end, int(labels.parent[i]), everything
         return tuple(chosen)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from cost_models.pipeline.kinds import Fill
 
-from .words import Candidate, Choice, Stage, StagingProblem
+from .words import StagingEstimate, StageChoice, StageEstimate, StagingProblem
 
 
 class StageLoad(NamedTuple):
@@ -51,7 +51,7 @@ def estimated_seconds(
     return bubble * total + (n_microbatches - bubble) * pace + tail
 
 
-def evaluate(problem: StagingProblem, fill: Fill, n_microbatches: int, choices: Sequence[Choice]) -> Candidate:
+def evaluate(problem: StagingProblem, fill: Fill, n_microbatches: int, choices: Sequence[StageChoice]) -> StagingEstimate:
     """The estimate of chosen stages, memory counted but not judged. Raises ValueError where a cost is None."""
     n, chunks = len(choices), fill.chunks
     stages, loads = [], []
@@ -66,14 +66,14 @@ def evaluate(problem: StagingProblem, fill: Fill, n_microbatches: int, choices: 
         seconds = cost.forward_seconds + backward + (0.0 if problem.overlap else 2 * chunks * behind)
         loads.append(StageLoad(seconds, backward, cost.step_seconds, chunks * behind))
         stages.append(
-            Stage(
+            StageEstimate(
                 c, seconds, cost.forward_seconds, backward, cost.step_seconds, in_flight,
                 cost.needed_bytes(c.n_recomputed, blocks, in_flight), problem.memory_bytes[c.submesh.device_type],
             )
         )  # fmt: skip
     estimate = estimated_seconds(fill.bubble, fill.drain, n_microbatches, loads, problem.overlap)
-    return Candidate(fill.name, n_microbatches, tuple(stages), estimate)
+    return StagingEstimate(fill.name, n_microbatches, tuple(stages), estimate)
 
 
-def bounded(candidate: Candidate, lower_bound_seconds: float) -> Candidate:
+def bounded(candidate: StagingEstimate, lower_bound_seconds: float) -> StagingEstimate:
     return replace(candidate, lower_bound_seconds=lower_bound_seconds)

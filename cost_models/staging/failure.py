@@ -8,8 +8,8 @@ from cost_models.pipeline.kinds import Fill
 
 from .dynamic import solve
 from .estimate import evaluate
-from .table import INF, Table, table, timed
-from .words import Candidate, NothingFits, StagingProblem
+from .table import INF, StageTable, table, timed
+from .words import StagingEstimate, NothingFits, StagingProblem
 
 ATTEMPT_WIDTH = 1024
 """Labels for each block: an attempt is there to be shown, not to be the best."""
@@ -48,7 +48,7 @@ def explain(problem: StagingProblem, n_microbatches: int, fill: Fill) -> Nothing
     )
 
 
-def _lacking(table: Table) -> str:
+def _lacking(table: StageTable) -> str:
     """Blocks for which no stage has a cost at all."""
     n = table.problem.n_blocks
     possible = [False] * n
@@ -62,7 +62,7 @@ def _lacking(table: Table) -> str:
     return f"no submesh can run blocks {names} ({len(missing)} of {n}): every cost is None"
 
 
-def _attempt(table: Table, fill: Fill, m: int, factor: float) -> Candidate | None:
+def _attempt(table: StageTable, fill: Fill, m: int, factor: float) -> StagingEstimate | None:
     """Any plan with `factor` times the memory."""
     counts = [None] if fill.by_distance else range(1, table.problem.stage_limit + 1)
     cuts = []
@@ -76,7 +76,7 @@ def _attempt(table: Table, fill: Fill, m: int, factor: float) -> Candidate | Non
     return evaluate(table.problem, fill, m, min(cuts, key=lambda f: f[0])[1])
 
 
-def _least_memory(table: Table, fill: Fill, m: int) -> Candidate | None:
+def _least_memory(table: StageTable, fill: Fill, m: int) -> StagingEstimate | None:
     """A plan that fits in the least multiple of the memory, nearly; None where none fits in any."""
     low, high = 1.0, 2.0
     best = None

@@ -22,7 +22,7 @@ INF = float("inf")
 
 
 @dataclass(frozen=True)
-class Table:
+class StageTable:
     """Rows of possible stages.
 
     Attributes:
@@ -137,7 +137,7 @@ def _least(cost: StageCost) -> float:
     return cost.activation_bytes if cost.recomputed_bytes is None else cost.recomputed_bytes
 
 
-def table(problem: StagingProblem) -> Table:
+def table(problem: StagingProblem) -> StageTable:
     """Asks the problem for the cost of every distinct run on every submesh."""
     names: Sequence[Hashable] = problem.classes or range(problem.n_blocks)
     # A run's identity is built from the run that is one block shorter, so that no tuple of labels is hashed whole.
@@ -163,7 +163,7 @@ def table(problem: StagingProblem) -> Table:
                 n_blocks.append(last - first + 1)
                 costs.append(cost)
         rows_of.append(len(costs))
-    return Table(
+    return StageTable(
         problem, run_of, np.array(rows_of), np.array(submesh, dtype=np.int64), np.array(n_blocks, dtype=np.int64),
         tuple(costs),
     )  # fmt: skip
@@ -181,7 +181,7 @@ class Timed:
     recomputed: Floats
 
 
-def timed(table: Table, fill: Fill, n_microbatches: int, n_stages: int | None, memory_factor: float = 1.0) -> Timed:
+def timed(table: StageTable, fill: Fill, n_microbatches: int, n_stages: int | None, memory_factor: float = 1.0) -> Timed:
     """With `n_stages` None the schedule must depend on the distance from the end alone."""
     limit = table.problem.stage_limit if n_stages is None else n_stages
     counts = [fill.in_flight(limit - r, limit, n_microbatches) for r in range(1, limit + 1)]
@@ -198,7 +198,7 @@ def timed(table: Table, fill: Fill, n_microbatches: int, n_stages: int | None, m
     return Timed(seconds[:, pick], backward[:, pick], few[:, pick])
 
 
-def _useless(table: Table, fill: Fill, seconds: Floats, backward: Floats) -> NDArray[np.bool_]:
+def _useless(table: StageTable, fill: Fill, seconds: Floats, backward: Floats) -> NDArray[np.bool_]:
     """Rows that another one of the same run, size and place beats in time, once-a-step time, and what hides it."""
     starts, _ = table.groups
     group = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, len(seconds))))

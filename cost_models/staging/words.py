@@ -165,7 +165,7 @@ class StagingProblem:
 
 
 @dataclass(frozen=True)
-class Choice:
+class StageChoice:
     """One stage as chosen: blocks first..last (both included) on a submesh, `n_recomputed` of them recomputed."""
 
     first: int
@@ -175,14 +175,14 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageEstimate:
     """A chosen stage with its share of the step.
 
     `seconds` is the time that one microbatch occupies it (forward, backward, recomputing, transfers that do not
     overlap); `needed_bytes` and `memory_bytes` of one device.
     """
 
-    choice: Choice
+    choice: StageChoice
     seconds: float
     forward_seconds: float
     backward_seconds: float
@@ -193,7 +193,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class StagingEstimate:
     """A way to cut, with the estimate of its step.
 
     `lower_bound_seconds` is of all ways that the search looked for: equal to the best candidate's `seconds` when it
@@ -202,7 +202,7 @@ class Candidate:
 
     schedule: str
     n_microbatches: int
-    stages: tuple[Stage, ...]
+    stages: tuple[StageEstimate, ...]
     seconds: float
     lower_bound_seconds: float = field(default=0.0, compare=False)
 

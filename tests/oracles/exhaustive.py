@@ -8,14 +8,14 @@ from functools import cache
 from itertools import combinations
 
 from cost_models.pipeline import Fill, fill_of
-from cost_models.staging import Candidate, Choice, StagingProblem, evaluate
+from cost_models.staging import StagingEstimate, StageChoice, StagingProblem, evaluate
 
 
-def exhaustive(problem: StagingProblem, n_microbatches: int, schedule: str | Fill = "1f1b") -> list[Candidate]:
+def exhaustive(problem: StagingProblem, n_microbatches: int, schedule: str | Fill = "1f1b") -> list[StagingEstimate]:
     """The best candidate of every number of stages that has one, best first; empty if nothing fits."""
     fill = fill_of(schedule)
     problem = replace(problem, cost=cache(problem.cost), transfer=cache(problem.transfer))
-    best: dict[int, Candidate] = {}
+    best: dict[int, StagingEstimate] = {}
     for n in range(1, problem.stage_limit + 1):
         if not fill.allows(n, n_microbatches):
             continue
@@ -32,13 +32,13 @@ def exhaustive(problem: StagingProblem, n_microbatches: int, schedule: str | Fil
     return sorted(best.values(), key=lambda c: c.seconds)
 
 
-def _choices(problem: StagingProblem, first: int, last: int) -> Iterator[Choice]:
+def _choices(problem: StagingProblem, first: int, last: int) -> Iterator[StageChoice]:
     blocks = last - first + 1
     counts = {"never": (0,), "stage": (0, blocks), "blocks": range(blocks + 1)}[problem.recompute]
-    return (Choice(first, last, s, q) for s in problem.submeshes for q in counts)
+    return (StageChoice(first, last, s, q) for s in problem.submeshes for q in counts)
 
 
-def _fits(problem: StagingProblem, c: Choice, in_flight: float) -> bool:
+def _fits(problem: StagingProblem, c: StageChoice, in_flight: float) -> bool:
     cost = problem.cost(c.first, c.last, c.submesh)
     if cost is None or (c.n_recomputed and cost.recomputed_bytes is None):
         return False
@@ -47,8 +47,8 @@ def _fits(problem: StagingProblem, c: Choice, in_flight: float) -> bool:
 
 
 def _product(
-    problem: StagingProblem, options: list[list[Choice]], left: dict[str, int]
-) -> Iterator[tuple[Choice, ...]]:
+    problem: StagingProblem, options: list[list[StageChoice]], left: dict[str, int]
+) -> Iterator[tuple[StageChoice, ...]]:
     """One choice a stage, with no more devices than there are."""
     if not options:
         if not problem.all_devices or not any(left.values()):
