@@ -15,7 +15,7 @@ import resource
 import sys
 import time
 
-from cost_models.staging import StagingEstimate, Pool, StageCost, StagingProblem, Submesh, stage
+from cost_models.staging import Pool, StageCost, StagingEstimate, StagingProblem, Submesh, stage
 from cost_models.staging.submeshes import alpa_sizes, submeshes
 
 BATCH = 2048

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import networkx as nx
 
 from .model import AbstractAxis, Cluster, Device, EfficiencyCurve
-from .reader import Failures, Table
+from .reader import ProfileErrors, Table
 
 # The constants of Alpa's LogicalDeviceMesh, one per collective, in its own units.
 ALPA_CONSTANTS = {"all_reduce": 0.01, "all_gather": 0.1, "reduce_scatter": 0.001, "all_to_all": 0.001}
@@ -31,7 +31,7 @@ def abstract_cluster(
     def listed(value: Sequence[float] | float) -> list[float]:
         return [value] * len(shape) if isinstance(value, (int, float)) else list(value)
 
-    failures = Failures("abstract_cluster")
+    failures = ProfileErrors("abstract_cluster")
     table = Table(
         {"shape": dict(shape), "alpha": listed(alpha), "beta": listed(beta),
          "constants": dict(constants or {}), "memory_bytes": memory_bytes},

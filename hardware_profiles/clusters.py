@@ -16,7 +16,7 @@ from .errors import ProfileError
 from .load import DATA, builtin_curves, builtin_devices, builtin_links, read_curves, read_device, read_link
 from .model import Cluster, Device, Link
 from .profile_file import is_measured, read_measured
-from .reader import Failures, Table, closest, read_document
+from .reader import ProfileErrors, Table, closest, read_document
 
 CLUSTERS = DATA / "clusters"
 
@@ -43,7 +43,7 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
 
 def _measured_cluster(document: Mapping[str, Any], path: Path) -> Cluster:
     """A profile file: the cluster that it names, by another name, with what was measured."""
-    failures = Failures(str(path))
+    failures = ProfileErrors(str(path))
     root = Table(dict(document), "", failures)
     name = root.text("cluster")
     measured = read_measured(root)
@@ -79,7 +79,7 @@ class _Builder:
     """Collects devices and edges while a cluster document is read."""
 
     def __init__(
-        self, failures: Failures, devices: Mapping[str, Device], links: Mapping[str, Link], curves: Mapping
+        self, failures: ProfileErrors, devices: Mapping[str, Device], links: Mapping[str, Link], curves: Mapping
     ):
         self.failures, self.known_devices, self.known_links, self.curves = failures, devices, links, curves
         self.graph = nx.DiGraph()
@@ -213,7 +213,7 @@ def _share_link(link: Link, part: float, crowded_curve: str) -> Link:
 
 def build_cluster(document: Mapping[str, Any], where: str, default_name: str = "cluster") -> Cluster:
     """A cluster from a document already read. `where` stands in errors. Raises ProfileError."""
-    failures = Failures(where)
+    failures = ProfileErrors(where)
     root = Table(dict(document), "", failures)
     root.text("suffix", "")
     name, description = root.text("name", default_name), root.text("description", "")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .errors import ProfileError
 from .model import COLLECTIVES, OP_KINDS, CollectiveCurve, Device, EfficiencyCurve, Link
-from .reader import Failures, Table, closest, read_document
+from .reader import ProfileErrors, Table, closest, read_document
 
 DATA = Path(__file__).parent / "data"
 
@@ -16,7 +16,7 @@ DATA = Path(__file__).parent / "data"
 @functools.cache
 def efficiency_families() -> dict[str, dict[str, EfficiencyCurve]]:
     """Family name -> op kind -> curve, from data/efficiency.toml."""
-    failures = Failures("data/efficiency.toml")
+    failures = ProfileErrors("data/efficiency.toml")
     root = Table(read_document(DATA / "efficiency.toml"), "", failures)
     families = {name: read_efficiency(root.table(name)) for name in root.data}
     failures.raise_if_any()
@@ -119,7 +119,7 @@ def builtin_curves() -> dict[str, dict[str, CollectiveCurve]]:
     """Curve name -> collective -> curve: data/collectives.toml plus those measured on the local machine."""
     curves: dict[str, dict[str, CollectiveCurve]] = {}
     for path in [DATA / "collectives.toml", *sorted((DATA.parent / "measured").glob("curves_*.toml"))]:
-        failures = Failures(path.name)
+        failures = ProfileErrors(path.name)
         root = Table(read_document(path), "", failures)
         curves.update({name: read_curves(root.table(name)) for name in root.data})
         failures.raise_if_any()
@@ -129,7 +129,7 @@ def builtin_curves() -> dict[str, dict[str, CollectiveCurve]]:
 @functools.cache
 def builtin_links() -> dict[str, Link]:
     """Link name -> link, from data/links.toml."""
-    failures = Failures("data/links.toml")
+    failures = ProfileErrors("data/links.toml")
     root = Table(read_document(DATA / "links.toml"), "", failures)
     links = {name: read_link(name, root.table(name), builtin_curves()) for name in root.data}
     failures.raise_if_any()
@@ -141,7 +141,7 @@ def builtin_devices() -> dict[str, Device]:
     """Device name -> device: data/devices.toml plus the measured local core."""
     devices: dict[str, Device] = {}
     for path in [DATA / "devices.toml", *sorted((DATA.parent / "measured").glob("devices_*.toml"))]:
-        failures = Failures(path.name)
+        failures = ProfileErrors(path.name)
         root = Table(read_document(path), "", failures)
         devices.update({name: read_device(name, root.table(name)) for name in root.data})
         failures.raise_if_any()

@@ -38,7 +38,7 @@ def closest(word: str, words: Iterable[str]) -> str:
     return f"did you mean '{near[0]}'?" if near else f"known: {', '.join(words) or 'none'}"
 
 
-class Failures:
+class ProfileErrors:
     """The list of failures of one file, shared by all of its tables."""
 
     def __init__(self, where: str):
@@ -59,7 +59,7 @@ class Table:
     A wrong value adds a failure and returns a harmless stand-in, so that reading goes on to the next key.
     """
 
-    def __init__(self, value: Any, path: str, failures: Failures):
+    def __init__(self, value: Any, path: str, failures: ProfileErrors):
         self.path = path
         self.failures = failures
         self.asked: set[str] = set()

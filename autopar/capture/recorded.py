@@ -77,7 +77,9 @@ def traced(
     return guards, exported, builder, built
 
 
-def build(builder: GraphBuilder, again: Callable[[Any], tuple[GraphBuilder, Any]] | None = None) -> tuple[GraphBuilder, Any]:
+def build(
+    builder: GraphBuilder, again: Callable[[Any], tuple[GraphBuilder, Any]] | None = None
+) -> tuple[GraphBuilder, Any]:
     """The graph, and the builder that made it; what goes wrong on the way is told with the place in the model.
 
     Args:

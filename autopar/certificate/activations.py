@@ -154,4 +154,4 @@ def watch_of(program: Program, values: Sequence[torch.Tensor], arriving: Collect
     return SavedTensors([x for slot, x in zip(program.slots, values, strict=True) if slot.name not in arriving])
 
 
-__all__ = ["Watch", "Watched", "watch_of"]
+__all__ = ["SavedTensors", "Watched", "watch_of"]

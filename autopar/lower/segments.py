@@ -153,7 +153,7 @@ def again_in_backward(
     )  # fmt: skip
 
 
-class Segment(torch.nn.Module):
+class SegmentModule(torch.nn.Module):
     """One segment of a program: ``inner`` maps its inputs to its outputs; see :func:`again_in_backward`."""
 
     def __init__(
@@ -190,7 +190,7 @@ def with_segments(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
             kinds = [x.meta.get("autopar", {}).get("buffer") for x in inputs]
             changing, renewed = ({k for k, kind in enumerate(kinds) if kind == w} for w in ("changing", "renewed"))
             gives_up = any(user.target is make_again for x in outputs for user in x.users)
-            root.add_module(name, Segment(inner, changing, renewed, gives_up))
+            root.add_module(name, SegmentModule(inner, changing, renewed, gives_up))
             call = graph.call_module(name, tuple(env[x] for x in inputs))
             env.update((x, graph.call_function(operator.getitem, (call, k))) for k, x in enumerate(outputs))
     return torch.fx.GraphModule(root, graph, class_name=type(module).__name__)
@@ -206,7 +206,7 @@ def _cut_out(nodes: list[torch.fx.Node]) -> tuple[list[torch.fx.Node], list[torc
     for node in nodes:
         env[node] = graph.node_copy(node, env.__getitem__)
     graph.output(tuple(env[x] for x in outputs))
-    return inputs, outputs, torch.fx.GraphModule(torch.nn.Module(), graph, class_name="Segment")
+    return inputs, outputs, torch.fx.GraphModule(torch.nn.Module(), graph, class_name="SegmentModule")
 
 
-__all__ = ["Segment", "again_in_backward", "current_mesh", "make_again", "on_mesh", "with_segments"]
+__all__ = ["SegmentModule", "again_in_backward", "current_mesh", "make_again", "on_mesh", "with_segments"]

@@ -13,16 +13,16 @@ TYPES = {
 """What a reader calls the types of a file."""
 
 
-class Failures:
+class FileErrors:
     """What is wrong with a file, or with a part of it, whose paths then begin with that of the part."""
 
     def __init__(self, where: str, part: str = "", lines: list[str] | None = None) -> None:
         self.where, self.part = where, part
         self.lines = [] if lines is None else lines
 
-    def within(self, part: str) -> Failures:
+    def within(self, part: str) -> FileErrors:
         """Failures of a part of the file, kept with those of the whole."""
-        return Failures(self.where, f"{self.part}{part}.", self.lines)
+        return FileErrors(self.where, f"{self.part}{part}.", self.lines)
 
     def add(self, path: str, problem: str) -> None:
         """One failure: the JSON path, what is there, what to do."""
@@ -64,4 +64,4 @@ class Failures:
             raise PlanError(f"{self.where}: {count} in this plan\n" + "\n".join(f"  - {line}" for line in self.lines))
 
 
-__all__ = ["Failures"]
+__all__ = ["FileErrors"]

@@ -13,7 +13,7 @@ from autopar.errors import MeshError, PlanError, closest
 from autopar.placements import Mesh, parse_mesh
 from autopar.plan import LIFETIMES, VERSION, Price, Solution, one_stage
 from autopar.planfile import pins, previous
-from autopar.planfile.file_errors import Failures
+from autopar.planfile.file_errors import FileErrors
 from autopar.wishes import OPTIMIZERS
 from cost_models.pipeline import Schedule, simulate, times
 from cost_models.pipeline import parse as parse_schedule
@@ -96,7 +96,7 @@ def parse(text: str, where: str = "plan", folder: Path | None = None) -> Documen
         raise PlanError(f"{where}: {error}") from error
     if not isinstance(raw, dict) or not ("autopar_plan" in raw or previous.is_one(raw)):
         raise PlanError(f"{where}: no plan file (it has no 'autopar_plan'); make one with 'autopar plan'")
-    bad = Failures(where)
+    bad = FileErrors(where)
     for key in twice:
         bad.add(key, "stands twice in one table; remove one of them")
     bad.raise_if_any()
@@ -134,7 +134,7 @@ def parse(text: str, where: str = "plan", folder: Path | None = None) -> Documen
     return Document(raw, where, _schedule(raw["schedule"], len(stages), where), tuple(meshes), folder or Path())
 
 
-def _check_keys(raw: Mapping[str, Any], kinds: Mapping[str, type], required: Any, bad: Failures) -> None:
+def _check_keys(raw: Mapping[str, Any], kinds: Mapping[str, type], required: Any, bad: FileErrors) -> None:
     for key in raw:
         if key not in kinds:
             bad.unknown(key, key, kinds)
@@ -165,7 +165,7 @@ def _schedule(lines: list[str], n_stages: int, where: str) -> Schedule:
     return schedule
 
 
-def _check_stage(raw: Mapping[str, Any], bad: Failures) -> Mesh:
+def _check_stage(raw: Mapping[str, Any], bad: FileErrors) -> Mesh:
     """The mesh of a stage, whose form is checked."""
     _check_keys(raw, STAGE_KEYS, STAGE_REQUIRED, bad)
     mesh: Mesh = ()
@@ -220,7 +220,7 @@ def _list(raw: Mapping[str, Any], key: str) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _check_param(at: str, entry: Any, bad: Failures) -> None:
+def _check_param(at: str, entry: Any, bad: FileErrors) -> None:
     if not bad.type(at, entry, dict):
         return
     keys = ("stored", "used", "lifetime")
@@ -236,7 +236,7 @@ def _check_param(at: str, entry: Any, bad: Failures) -> None:
         bad.add(f"{at}.lifetime", f"got {entry['lifetime']!r}; use {' or '.join(LIFETIMES)}")
 
 
-def _check_numbers(section: str, cls: Any, value: Mapping[str, Any] | None, bad: Failures) -> None:
+def _check_numbers(section: str, cls: Any, value: Mapping[str, Any] | None, bad: FileErrors) -> None:
     """The fields of a dataclass of plain values."""
     if value is None:
         return

@@ -17,7 +17,7 @@ from autopar.graph import Graph, Ref
 from autopar.labels import matches, op_labels
 from autopar.placements import Mesh, State, format_mesh, format_state, parse_mesh
 from autopar.plan import Pins
-from autopar.planfile.file_errors import Failures
+from autopar.planfile.file_errors import FileErrors
 from autopar.planfile.states import read_state
 from autopar.planner.intra_op.recompute import segments_of
 from autopar.rules.registry import rules_of
@@ -36,7 +36,7 @@ class Model:
     graph: Graph
     mesh: Mesh
     axes: tuple[str, ...]
-    bad: Failures
+    bad: FileErrors
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class Form:
         write: the inverse.
     """
 
-    check: Callable[[str, Any, Failures], object]
+    check: Callable[[str, Any, FileErrors], object]
     read: Callable[[str, Any, Model], Any]
     write: Callable[[Any], Any]
 
 
-def _check_mesh(at: str, value: Any, bad: Failures) -> None:
+def _check_mesh(at: str, value: Any, bad: FileErrors) -> None:
     if bad.type(at, value, str):
         try:
             parse_mesh(value)
@@ -62,20 +62,20 @@ def _check_mesh(at: str, value: Any, bad: Failures) -> None:
             bad.add(at, str(error))
 
 
-def _check_table(at: str, value: Any, bad: Failures) -> bool:
+def _check_table(at: str, value: Any, bad: FileErrors) -> bool:
     return bad.type(at, value, dict) and all(
         [bad.type(f"{at}[{json.dumps(name)}]", entry, str) for name, entry in value.items()]
     )
 
 
-def _check_ops(at: str, value: Any, bad: Failures) -> None:
+def _check_ops(at: str, value: Any, bad: FileErrors) -> None:
     for pattern, entry in value.items() if bad.type(at, value, dict) else ():
         place = f"{at}[{json.dumps(pattern)}]"
         for axis, factor in entry.items() if bad.type(place, entry, dict) else ():
             bad.type(f"{place}.{axis}", factor, str)
 
 
-def _check_outputs(at: str, value: Any, bad: Failures) -> None:
+def _check_outputs(at: str, value: Any, bad: FileErrors) -> None:
     for number in value if _check_table(at, value, bad) else ():
         if not number.isdecimal():
             bad.add(f"{at}[{json.dumps(number)}]", f"'{number}' is no output number; outputs count from 0")
@@ -159,7 +159,7 @@ FORMS: dict[str, Form] = {
 }  # fmt: skip
 
 
-def check(raw: Mapping[str, Any], bad: Failures) -> None:
+def check(raw: Mapping[str, Any], bad: FileErrors) -> None:
     """Check the form of a file's pins."""
     forms = {pin.name: FORMS[pin.form] for pin in PINS}
     for key, value in raw.items():

@@ -13,7 +13,7 @@ from autopar.graph import Graph
 from autopar.placements import n_devices, parse_mesh
 from autopar.plan import Pins, Plan, StagePlan
 from autopar.planfile import pins as pin_section
-from autopar.planfile.file_errors import Failures
+from autopar.planfile.file_errors import FileErrors
 from autopar.planfile.parsing import Document, parse
 from autopar.planfile.repricing import Setting, stage_plan
 from autopar.planfile.stage_entries import StageReader
@@ -67,7 +67,7 @@ def loads(text: str, graph: Graph, cluster: Cluster | None = None, *, where: str
 def bind(document: Document, graph: Graph, cluster: Cluster | None = None) -> Plan:
     """The plan of a parsed file for the model with this graph; see :func:`loads`."""
     raw, where, schedule, meshes = document.raw, document.where, document.schedule, document.meshes
-    bad = Failures(where)
+    bad = FileErrors(where)
     if raw["fingerprint"] != graph.fingerprint:
         bad.add(
             "fingerprint",
@@ -144,7 +144,7 @@ def _check_cuts(document: Document, graphs: Sequence[StageGraph]) -> None:
             )
 
 
-def _pins(document: Document, graph: Graph, bad: Failures) -> Pins:
+def _pins(document: Document, graph: Graph, bad: FileErrors) -> Pins:
     """What the user asked for; placements are for the mesh that was asked for, or that of the first stage."""
     raw, meshes = document.raw.get("pins") or {}, document.meshes
     given = parse_mesh(raw["mesh"]) if "mesh" in raw else None

@@ -15,7 +15,7 @@ from autopar.labels import op_labels
 from autopar.placements import Mesh, State, fits, format_mesh, format_state, step_is_legal
 from autopar.placements import path as way
 from autopar.plan import ParamChoice, Recompute, segment_numbers
-from autopar.planfile.file_errors import Failures
+from autopar.planfile.file_errors import FileErrors
 from autopar.planfile.states import read_state
 from autopar.planfile.write import route_keys
 from autopar.rules.notation import Option
@@ -52,7 +52,7 @@ class StageReader:
     raw: Mapping[str, Any]
     mesh: Mesh
     graph: Graph
-    bad: Failures
+    bad: FileErrors
     _options_of: dict[int, dict[str, Option]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from autopar.errors import MeshError
 from autopar.placements import Mesh, State, fits, format_mesh, has_pieces, parse_state
-from autopar.planfile.file_errors import Failures
+from autopar.planfile.file_errors import FileErrors
 
 
 def read_state(
-    path: str, text: str, mesh: Mesh, shape: Sequence[int], kinds: str, bad: Failures, uneven: bool = False
+    path: str, text: str, mesh: Mesh, shape: Sequence[int], kinds: str, bad: FileErrors, uneven: bool = False
 ) -> State | None:
     """The state that a text names for a tensor of this shape; None, and a failure, if it cannot be.
 

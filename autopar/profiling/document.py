@@ -218,4 +218,4 @@ def save(path: Path, document: Mapping[str, Any]) -> None:
         raise PlanError(f"cannot write the profile to {path}: {error.strerror}; choose a folder that exists") from error
 
 
-__all__ = ["Asked", "dumps", "processor", "profile", "save"]
+__all__ = ["ProfilingOptions", "dumps", "processor", "profile", "save"]

@@ -58,7 +58,9 @@ class Taken:
 class _Live:
     """An op in a round: its tensors, and what its forward made."""
 
-    def __init__(self, op: LocalOp, params: dict[int, torch.Tensor], sources: dict[TensorArgument, torch.Tensor]) -> None:
+    def __init__(
+        self, op: LocalOp, params: dict[int, torch.Tensor], sources: dict[TensorArgument, torch.Tensor]
+    ) -> None:
         self.op, self.sources = op, sources
         self.fn = resolve(op.fn) if isinstance(op.fn, str) else op.fn
         self.kept: Any = None

@@ -176,4 +176,4 @@ def values_of(tensor: TensorArgument) -> torch.Tensor:
     return (torch.rand(tensor.shape) * 0.9 + 0.1).to(dtype)
 
 
-__all__ = ["LocalOp", "Passes", "Tensor", "passes_of", "values_of"]
+__all__ = ["LocalOp", "Passes", "TensorArgument", "passes_of", "values_of"]

@@ -71,4 +71,4 @@ def quietest(rows: Sequence[Row], others: Callable[[Row], float], least: int) ->
     return [row for i, row in enumerate(ordered) if i < least or others(row) <= QUIET]
 
 
-__all__ = ["QUIET", "Watch", "busy_seconds", "quietest", "until_quiet"]
+__all__ = ["QUIET", "CpuWatch", "busy_seconds", "quietest", "until_quiet"]

@@ -320,7 +320,7 @@ __all__ = [
     "PLAIN",
     "PREFIX",
     "Callee",
-    "Read",
+    "ReadTensor",
     "function_rule",
     "has_rule",
     "identity_of",

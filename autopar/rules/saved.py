@@ -38,7 +38,7 @@ BY_DEVICE = frozenset({"aten.scaled_dot_product_attention.default", "aten.batch_
 mode makes statistics that nobody needs."""
 
 
-class Layout(NamedTuple):
+class LocalLayout(NamedTuple):
     """One tensor as it lies on one rank."""
 
     shape: tuple[int, ...]
@@ -89,7 +89,7 @@ def contiguous(shape: Sequence[int]) -> Strides:
 _known: dict[object, Saved] = {}
 
 
-def saved_by(call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh, ins: Sequence[Layout]) -> Saved:
+def saved_by(call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh, ins: Sequence[LocalLayout]) -> Saved:
     """What is kept of a call on one rank.
 
     Args:
@@ -111,7 +111,7 @@ def saved_of(graph: Graph, i: int, rule: Rule, strategy: Strategy | None, mesh: 
     ins = []
     for spec, state, grad in zip(map(graph.spec, node.refs), states, grads_of(graph, node)[0], strict=True):
         shape = local_shape(spec.shape, state, mesh)
-        ins.append(Layout(shape, contiguous(shape), spec.dtype, grad))
+        ins.append(LocalLayout(shape, contiguous(shape), spec.dtype, grad))
     options = strategy.options if strategy is not None else ()
     return saved_by(call_of(node, graph.spec), rule, options, mesh, ins)
 
@@ -122,7 +122,7 @@ def keeps(graph: Graph, rules: Sequence[Rule | None], i: int) -> bool:
     return rule is not None and graph.nodes[i].needs_grad and saved_of(graph, i, rule, None, ()).keeps
 
 
-def _tried(call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh, ins: Sequence[Layout]) -> Saved:
+def _tried(call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh, ins: Sequence[LocalLayout]) -> Saved:
     if call.target.startswith(PREFIX):
         return _said(call, rule, options, mesh)
     local = local_call(call, rule, options, mesh)
@@ -135,7 +135,7 @@ def _tried(call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh, ins: S
         return _said(call, rule, options, mesh)
 
 
-def _watched(local: LocalCall, ins: Sequence[Layout], sizes: Mapping[str, int], device: str) -> Saved:
+def _watched(local: LocalCall, ins: Sequence[LocalLayout], sizes: Mapping[str, int], device: str) -> Saved:
     tensors = [
         torch.empty_strided(x.shape, x.strides, dtype=getattr(torch, x.dtype), device=device).requires_grad_(x.grad)
         for x in ins
@@ -212,4 +212,4 @@ def _said(call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh) -> Save
     return Saved(rule.saves, tuple(results), tuple(memories))
 
 
-__all__ = ["Layout", "Result", "Saved", "Strides", "contiguous", "keeps", "saved_by", "saved_of"]
+__all__ = ["LocalLayout", "Result", "Saved", "Strides", "contiguous", "keeps", "saved_by", "saved_of"]

@@ -27,7 +27,7 @@ SEEDS = (0, 1)
 
 
 @dataclass(frozen=True)
-class Cut:
+class ValidCut:
     """A valid cut: one placement per input, and per output all placements that describe its pieces."""
 
     ins: tuple[Placement, ...]
@@ -37,7 +37,7 @@ class Cut:
         return ", ".join(self.ins) + " -> " + ", ".join("|".join(sorted(o)) for o in self.outs)
 
 
-def valid_cuts(target: str, sample: Sample) -> list[Cut]:
+def valid_cuts(target: str, sample: Sample) -> list[ValidCut]:
     """Every cut in two that is valid with the numbers of all seeds, but those that leave every tensor whole."""
     common: dict[tuple[Placement, ...], list[frozenset[Placement]]] | None = None
     for seed in SEEDS:
@@ -54,10 +54,10 @@ def valid_cuts(target: str, sample: Sample) -> list[Cut]:
             for ins, outs in common.items()
             if ins in of_seed and all(both := [a & b for a, b in zip(outs, of_seed[ins], strict=True)])
         }  # fmt: skip
-    return [Cut(ins, tuple(outs)) for ins, outs in (common or {}).items()]
+    return [ValidCut(ins, tuple(outs)) for ins, outs in (common or {}).items()]
 
 
-def unoffered(target: str, sample: Sample) -> list[Cut]:
+def unoffered(target: str, sample: Sample) -> list[ValidCut]:
     """The valid cuts that no option of the rule is."""
     case = Case(target, sample)
     if case.rule.random:

@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.errors import RunError
-from autopar.runtime.outputs import Meeting
+from autopar.runtime.outputs import CollectiveLog
 from autopar.runtime.stagewise import of_a_stage, watch_norms
 from autopar.torch_private import (
     DTENSOR_HANDLERS,
@@ -94,7 +94,7 @@ _COLLECTIVES = {
     "recv_": ("recv", PIECE),
 }
 """torch's operators of collectives that take tensors: how scripts call them, and what is to be done instead."""
-_meetings: dict[tuple[int, ...], tuple[Any, Meeting]] = {}
+_meetings: dict[tuple[int, ...], tuple[Any, CollectiveLog]] = {}
 """By the ranks of a mesh, with the group of all ranks in whose store they meet."""
 _said: set[str] = set()
 
@@ -107,7 +107,7 @@ def meet_on(device_mesh: DeviceMesh) -> None:
     """Have the ranks of a parallel module's mesh see whether all of them read a number; all of them call it."""
     ranks, world = _ranks(device_mesh), dist.group.WORLD
     if len(ranks) > 1 and _meetings.get(ranks, (None,))[0] is not world:
-        meeting = Meeting(ranks)
+        meeting = CollectiveLog(ranks)
         after = ranks.index(dist.get_rank()) + 1
         meeting.others = [ranks[after % len(ranks)]]  # of those who read without all, one's neighbour does not
         _meetings[ranks] = world, meeting

@@ -32,7 +32,7 @@ from autopar.runtime.copied import copied
 from autopar.runtime.crossing import crossed
 from autopar.runtime.direct import stand_ins
 from autopar.runtime.failures import Failures
-from autopar.runtime.outputs import IN_PIECES, Meeting, unread, with_pending
+from autopar.runtime.outputs import IN_PIECES, CollectiveLog, unread, with_pending
 from autopar.runtime.programs import AllWell, Fields, PlanAgain
 from autopar.runtime.recaptured import fields_of, resume, take
 from autopar.runtime.registering import Placing
@@ -77,7 +77,7 @@ class ParallelModule(SpreadModule):
     _seed: int
     _calls: int
     _compared: Calls
-    _meeting: Meeting | None
+    _meeting: CollectiveLog | None
     _failures: Failures | None
 
     def __init__(
@@ -123,7 +123,7 @@ class ParallelModule(SpreadModule):
             if state is not None and i not in self._given.pins.outputs and in_pieces(state)
         ]  # fmt: skip
         if cut_outputs and self._mesh.size() > 1 and self._meeting is None:
-            self._meeting = Meeting([int(r) for r in self._mesh.mesh.flatten()])
+            self._meeting = CollectiveLog([int(r) for r in self._mesh.mesh.flatten()])
 
     @property
     def plan(self) -> Plan:

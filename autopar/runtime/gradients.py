@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from autopar.runtime.gradient_reduction import Reducer, bucket_bytes
-from autopar.runtime.prefetch import Schedule
+from autopar.runtime.prefetch import GatherOrder
 from autopar.runtime.state import HeldParam, give
 from autopar.torch_private import autograd_engine, current_backward
 
 
-class Trained:
+class TrainedParams:
     """Parameters that want gradients, as one node of autograd's graph that all forwards share.
 
     A node for each forward with an edge to every parameter would take as long as a small model's backward. What is left
@@ -75,14 +75,14 @@ class Trained:
 
 class _Parameters(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, trained: Trained, *_: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, trained: TrainedParams, *_: torch.Tensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.trained = trained
         return torch.empty(0)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        trained: Trained = ctx.trained
+        trained: TrainedParams = ctx.trained
         grads = trained.take()
         trained.silence([param for (_, param), g in zip(trained.pairs, grads, strict=True) if g is None])
         return (None, *grads)
@@ -97,7 +97,7 @@ class Gradients:
         accumulating: earlier microbatches of this step have left gradients.
     """
 
-    def __init__(self, held_params: Mapping[str, HeldParam], schedule: Schedule) -> None:
+    def __init__(self, held_params: Mapping[str, HeldParam], schedule: GatherOrder) -> None:
         self.held_params = list(held_params.values())
         self.schedule = schedule
         self.defer = self.accumulating = False
@@ -105,7 +105,7 @@ class Gradients:
         for held in self.held_params:
             held.changed = self._changed
         self.clean = True
-        self._trained: Trained | None = None
+        self._trained: TrainedParams | None = None
         self.reducer = Reducer(bucket_bytes(sum(prod(held.used_shape) * held.param.element_size() for held in reduced)))
 
     def listen(self, held: HeldParam) -> None:
@@ -150,17 +150,17 @@ class Gradients:
         finally:
             self.defer = before
 
-    def trained(self) -> Trained:
+    def trained(self) -> TrainedParams:
         """The parameters that want gradients now, as autograd is to know them."""
         if self._trained is None:
             stored = [(held, held.param) for held in self.held_params]
-            self._trained = Trained([(held, param) for held, param in stored if param.requires_grad])
+            self._trained = TrainedParams([(held, param) for held, param in stored if param.requires_grad])
         return self._trained
 
     def _changed(self) -> None:
         self._trained = None
 
-    def handed(self, trained: Trained, *, by_autograd: bool) -> bool:
+    def handed(self, trained: TrainedParams, *, by_autograd: bool) -> bool:
         """Hand over the sums of the step, of the parameters that were there in the forward.
 
         Args:
@@ -222,4 +222,4 @@ def has_hooks(param: torch.Tensor) -> bool:
     return bool(param._backward_hooks) or bool(getattr(param, "_post_accumulate_grad_hooks", None))
 
 
-__all__ = ["Gradients", "Trained", "has_hooks"]
+__all__ = ["Gradients", "TrainedParams", "has_hooks"]

@@ -6,7 +6,7 @@ tensor, put together when its values are first asked for. Its gradient is whole,
 its piece, which costs nothing.
 
 Reading is a collective, so all ranks must do it. That only one does (``if rank == 0: print(logits)``) must not hang:
-ranks first tell each other, through the process group's store, what they are about to do (:class:`Meeting`).
+ranks first tell each other, through the process group's store, what they are about to do (:class:`CollectiveLog`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MADE: dict[tuple[int, ...], Any] = {}
 POLL_SECONDS = 0.002
 
 
-class Meeting:
+class CollectiveLog:
     """What ranks do together, one thing after the other, so that a reader knows whether all read.
 
     Every rank numbers the forwards, backwards and readings of one module, and writes the last one to the store. All
@@ -209,4 +209,4 @@ def unread(
     return _Spread.apply(local, state, tuple(shape), device_mesh, meet)  # type: ignore[no-any-return]
 
 
-__all__ = ["IN_PIECES", "Meeting", "Unread", "unread", "with_pending"]
+__all__ = ["IN_PIECES", "CollectiveLog", "Unread", "unread", "with_pending"]

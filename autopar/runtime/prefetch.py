@@ -28,7 +28,7 @@ AHEAD = 2
 """Units under way ahead of the one in use."""
 
 
-class Schedule:
+class GatherOrder:
     """The units of a program in order of first use."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -124,22 +124,22 @@ class Schedule:
         self.end()
 
 
-def fetch(schedule: Schedule, i: int, last: int | None = None) -> None:
+def fetch(schedule: GatherOrder, i: int, last: int | None = None) -> None:
     """Wait for unit ``i`` and start the next ones; ``last`` is the last unit of its segment, if it is in one."""
     schedule.fetch(i, last)
 
 
-def release(schedule: Schedule, i: int) -> None:
+def release(schedule: GatherOrder, i: int) -> None:
     """Free unit ``i`` if it lives for one use."""
     schedule.release(i)
 
 
-def guard(schedule: Schedule) -> None:
+def guard(schedule: GatherOrder) -> None:
     """From here on, saved tensors in gathered copies become handles."""
     schedule.guard()
 
 
-def unguard(schedule: Schedule) -> None:
+def unguard(schedule: GatherOrder) -> None:
     """End of :func:`guard`."""
     schedule.unguard()
 
@@ -157,7 +157,7 @@ def order_of_use(program: Program) -> list[int]:
     return sorted(numbers, key=lambda i: (first(i), i))
 
 
-def with_gathers(program: Program, schedule: Schedule) -> torch.fx.GraphModule:
+def with_gathers(program: Program, schedule: GatherOrder) -> torch.fx.GraphModule:
     """The program as it runs, with fetches, releases and guards; its first input is the schedule."""
     if not schedule.units:
         return program.runnable

@@ -30,7 +30,7 @@ from autopar.errors import AutoparError, RunError
 from autopar.plan import StagePlan
 from autopar.runtime.agree import everywhere
 from autopar.runtime.original import unheard
-from autopar.runtime.outputs import Meeting
+from autopar.runtime.outputs import CollectiveLog
 
 KEPT = 8
 """Programs of one module that are kept beside the one that runs."""
@@ -66,7 +66,7 @@ class Programs:
         self.plan_again, self.compare = plan_again, compare
         self.kept: list[Fields] = []
         """Programs that do not run now, the one that was used last at the end."""
-        self.meeting = Meeting(ranks) if len(ranks) > 1 else None
+        self.meeting = CollectiveLog(ranks) if len(ranks) > 1 else None
         self.calls = 0
 
     def follow(self, pm: Any) -> None:

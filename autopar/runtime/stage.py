@@ -61,7 +61,7 @@ class Stage:
         self.buffers, self.compile_args = buffers, compile_args
         self.program: Program = lower(graph, plan, self.device)
         self.held_params = self._hold_parameters()
-        self.schedule = prefetch.Schedule(self._units())
+        self.schedule = prefetch.GatherOrder(self._units())
         self.run_program = self._compiled(prefetch.with_gathers(self.program, self.schedule))
         self.evaluation: tuple[Program, Any] | None = None
         on_meshes = any(isinstance(held.param, DTensor) for held in self.held_params.values())

@@ -26,7 +26,7 @@ MAX_NODES = 100_000
 
 
 @dataclass(frozen=True)
-class BestOrder:
+class ProvenOrder:
     """`schedule` is quicker than what was known before, or None; `proven` when the search was complete."""
 
     schedule: Schedule | None
@@ -209,7 +209,7 @@ def lower_bound_seconds(problem: OrderProblem) -> float:
     return least
 
 
-def solve(problem: OrderProblem, best_seconds: float = math.inf, max_nodes: int = MAX_NODES) -> BestOrder:
+def solve(problem: OrderProblem, best_seconds: float = math.inf, max_nodes: int = MAX_NODES) -> ProvenOrder:
     """A schedule quicker than `best_seconds`, if there is one; complete unless it would visit more than `max_nodes`.
 
     Exact for up to about 3 stages x 4 microbatches in seconds; the states grow with (microbatches^2 / 2)^stages.
@@ -250,7 +250,7 @@ def solve(problem: OrderProblem, best_seconds: float = math.inf, max_nodes: int 
         for _, rank, action in best_path:
             rows[rank].append(action)
         schedule = problem.schedule("exact", rows)
-    return BestOrder(schedule, nodes <= max_nodes, nodes)
+    return ProvenOrder(schedule, nodes <= max_nodes, nodes)
 
 
 def _sorted(case: _Case, node: _Node) -> list[tuple[Action, float, _Node]]:

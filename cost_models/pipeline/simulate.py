@@ -18,7 +18,7 @@ from collections import deque
 
 from .actions import Action, Overlap, Schedule, Step, parts
 from .deadlock import deadlock_message
-from .timeline import Timeline, LinkUse
+from .timeline import LinkUse, Timeline
 from .times import Times
 
 

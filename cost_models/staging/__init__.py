@@ -13,12 +13,12 @@ from .best_cuts import stage
 from .estimate import evaluate
 from .words import (
     RECOMPUTE,
-    StagingEstimate,
-    StageChoice,
     NothingFits,
     Pool,
-    StageEstimate,
+    StageChoice,
     StageCost,
+    StageEstimate,
+    StagingEstimate,
     StagingProblem,
     Submesh,
     no_transfer,
@@ -26,12 +26,12 @@ from .words import (
 
 __all__ = [
     "RECOMPUTE",
-    "Candidate",
-    "Choice",
     "NothingFits",
     "Pool",
-    "Stage",
+    "StageChoice",
     "StageCost",
+    "StageEstimate",
+    "StagingEstimate",
     "StagingProblem",
     "Submesh",
     "evaluate",

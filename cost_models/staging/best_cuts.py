@@ -13,7 +13,7 @@ from .dynamic import solve
 from .estimate import bounded, evaluate
 from .failure import explain
 from .table import INF, StageTable, table, timed
-from .words import StagingEstimate, StageChoice, NothingFits, StagingProblem
+from .words import NothingFits, StageChoice, StagingEstimate, StagingProblem
 
 NARROW = (64, 512)
 """Labels for each block in the first passes, which find good plans to measure the rest by."""

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from cost_models.pipeline.kinds import Fill
 
-from .words import StagingEstimate, StageChoice, StageEstimate, StagingProblem
+from .words import StageChoice, StageEstimate, StagingEstimate, StagingProblem
 
 
 class StageLoad(NamedTuple):
@@ -51,7 +51,9 @@ def estimated_seconds(
     return bubble * total + (n_microbatches - bubble) * pace + tail
 
 
-def evaluate(problem: StagingProblem, fill: Fill, n_microbatches: int, choices: Sequence[StageChoice]) -> StagingEstimate:
+def evaluate(
+    problem: StagingProblem, fill: Fill, n_microbatches: int, choices: Sequence[StageChoice]
+) -> StagingEstimate:
     """The estimate of chosen stages, memory counted but not judged. Raises ValueError where a cost is None."""
     n, chunks = len(choices), fill.chunks
     stages, loads = [], []

@@ -9,7 +9,7 @@ from cost_models.pipeline.kinds import Fill
 from .dynamic import solve
 from .estimate import evaluate
 from .table import INF, StageTable, table, timed
-from .words import StagingEstimate, NothingFits, StagingProblem
+from .words import NothingFits, StagingEstimate, StagingProblem
 
 ATTEMPT_WIDTH = 1024
 """Labels for each block: an attempt is there to be shown, not to be the best."""

@@ -181,7 +181,9 @@ class Timed:
     recomputed: Floats
 
 
-def timed(table: StageTable, fill: Fill, n_microbatches: int, n_stages: int | None, memory_factor: float = 1.0) -> Timed:
+def timed(
+    table: StageTable, fill: Fill, n_microbatches: int, n_stages: int | None, memory_factor: float = 1.0
+) -> Timed:
     """With `n_stages` None the schedule must depend on the distance from the end alone."""
     limit = table.problem.stage_limit if n_stages is None else n_stages
     counts = [fill.in_flight(limit - r, limit, n_microbatches) for r in range(1, limit + 1)]

@@ -8,7 +8,7 @@ from functools import cache
 from itertools import combinations
 
 from cost_models.pipeline import Fill, fill_of
-from cost_models.staging import StagingEstimate, StageChoice, StagingProblem, evaluate
+from cost_models.staging import StageChoice, StagingEstimate, StagingProblem, evaluate
 
 
 def exhaustive(problem: StagingProblem, n_microbatches: int, schedule: str | Fill = "1f1b") -> list[StagingEstimate]:

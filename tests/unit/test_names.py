@@ -13,14 +13,6 @@ SAME_THING = {"again", "plan", "simulate", "stages", "verify", "layouts", "clust
 """Module names that stand twice for one thing: a command and what it runs or shows, the words of a thing on a lower
 floor and what is done with it."""
 
-STILL_MODULES: set[str] = set()
-STILL_CLASSES = {
-    "Asked", "Builder", "Call", "Candidate", "Choice", "Cut", "Failures", "Group", "Layout", "Meeting",
-    "Read", "Same", "Schedule", "Segment", "Solution", "Stage", "Table", "Tensor", "Trained", "Transfer",
-    "Watch",
-}  # fmt: skip
-"""Names that stand for several things still: to be renamed, never to be added to."""
-
 
 def modules() -> dict[str, list[str]]:
     found = defaultdict(list)
@@ -43,11 +35,9 @@ def classes() -> dict[str, list[str]]:
 
 def test_modules_have_names_of_their_own() -> None:
     twice = {name: paths for name, paths in modules().items() if len(paths) > 1}
-    assert {name: paths for name, paths in twice.items() if name not in SAME_THING | STILL_MODULES} == {}
-    assert STILL_MODULES - twice.keys() == set(), "these are renamed: take them off the list"
+    assert {name: paths for name, paths in twice.items() if name not in SAME_THING} == {}
+    assert SAME_THING - twice.keys() == set(), "these stand once: take them off the list"
 
 
 def test_classes_have_names_of_their_own() -> None:
-    twice = {name: paths for name, paths in classes().items() if len(paths) > 1}
-    assert {name: paths for name, paths in twice.items() if name not in STILL_CLASSES} == {}
-    assert STILL_CLASSES - twice.keys() == set(), "these are renamed: take them off the list"
+    assert {name: paths for name, paths in classes().items() if len(paths) > 1} == {}

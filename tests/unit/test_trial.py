@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from autopar.capture import capture
 from autopar.graph import Graph
-from autopar.planner.inter_op.equal import Cut, Equal, Group
+from autopar.planner.inter_op.equal import Equal, EstimatedCut, Group
 from autopar.planner.inter_op.menu import Filled
 from autopar.planner.inter_op.stage_search import PipelineOptions, _Search, plan_pipeline
 from autopar.planner.inter_op.trial import STEADY, best, simulated
@@ -34,7 +34,7 @@ def llama() -> Graph:
     return capture(model, (), {"input_ids": ids, "labels": ids, "use_cache": False}).graph
 
 
-def random_cut(rng: random.Random, schedule: str, groups: int) -> Cut:
+def random_cut(rng: random.Random, schedule: str, groups: int) -> EstimatedCut:
     chunks = fill_of(schedule).chunks
     stages = []
     for _ in range(groups * chunks):
@@ -42,7 +42,7 @@ def random_cut(rng: random.Random, schedule: str, groups: int) -> Cut:
         stages.append(Filled(forward + inputs + weights, rng.uniform(0, 1), 1.0, 0, forward, weights))
     places = tuple(Group((("data", 1),), (g,)) for g in range(groups))
     crossing = tuple(rng.uniform(0, 0.2) for _ in stages[1:])
-    return Cut(places, fill_of(schedule), tuple(range(1, len(stages))), tuple(stages), crossing, 0.0)
+    return EstimatedCut(places, fill_of(schedule), tuple(range(1, len(stages))), tuple(stages), crossing, 0.0)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

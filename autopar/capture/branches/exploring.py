@@ -20,7 +20,7 @@ from autopar.capture.branches.asking import Answer, Question
 from autopar.capture.branches.joining import Apart, Union
 from autopar.capture.branches.same import computes
 from autopar.capture.branches.uniting import United, unite
-from autopar.capture.graph.building import GraphBuilder, Draft
+from autopar.capture.graph.building import Draft, GraphBuilder
 from autopar.errors import CaptureError
 
 MOST_ALONE = 16

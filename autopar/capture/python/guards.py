@@ -445,4 +445,4 @@ def repeated(guards: Guards, one: str, others: Iterable[str], modules: Mapping[s
             guards.add(modules[path], reads_there)
 
 
-__all__ = ["Change", "Guards", "Held", "Read", "frozen", "is_plain", "refusal", "repeated", "show"]
+__all__ = ["Change", "Guards", "Held", "ReadValue", "frozen", "is_plain", "refusal", "repeated", "show"]

@@ -221,7 +221,8 @@ class Recorder:
         owner_and_path = self.owned.get(id(owner))
         if owner_and_path is not None and owner_and_path[0] is owner and _stored(owner, name, value):
             key = id(owner), name
-            self.plain.setdefault(key, (owner, ReadValue(owner_and_path[1], name, Held(value), user_line(frame)), value))
+            read = ReadValue(owner_and_path[1], name, Held(value), user_line(frame))
+            self.plain.setdefault(key, (owner, read, value))
 
     def _inside(self, container: Any, path: str) -> None:
         """Follow objects that stand in a container."""
@@ -274,7 +275,7 @@ class Recorder:
             return
         frame = sys._getframe(3)
         if not from_machinery(frame) and depends_on_data(value):
-            self.kept[key] = f"{Read(path, name, None).label} at {user_line(frame)}"
+            self.kept[key] = f"{ReadValue(path, name, None).label} at {user_line(frame)}"
 
     def _forward_begins(self, *call: Any) -> None:
         self.traced = [(m, path, dict(m._buffers)) for m, path, _ in self.held]
@@ -298,7 +299,8 @@ class Recorder:
                     )  # two buffers may change places
                     assigned.append((module, name, before, value.detach().clone() if shared else value))
                 elif before is not None or depends_on_data(value):
-                    self.kept[id(module), name] = f"{Read(path, name, None).label}, which forward registers as a buffer"
+                    label = ReadValue(path, name, None).label
+                    self.kept[id(module), name] = f"{label}, which forward registers as a buffer"
         with torch.no_grad():
             for module, name, before, value in assigned:  # another tensor in a buffer's place: it takes its values
                 module._buffers[name] = before.copy_(value)

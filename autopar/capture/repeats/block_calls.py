@@ -1,7 +1,8 @@
 """What tracing sees of one call of a block, and what it made of it.
 
-A :class:`BlockCall` is all that the block's code can see: arguments, parameters and buffers, plain attributes, the state
-around it. A :class:`Traced` is the list of operators that the call became, its tensors told by where they come from.
+A :class:`BlockCall` is all that the block's code can see: arguments, parameters and buffers, plain attributes, the
+state around it. A :class:`Traced` is the list of operators that the call became, its tensors told by where they come
+from.
 """
 
 from __future__ import annotations

@@ -85,7 +85,8 @@ def seen(value: Any, memo: dict[int, Any], depth: int = DEPTH, above: tuple[int,
     above = (*above, id(value))
     if sort == "function":
         cells = value.__closure__ or ()
-        return (ByIdentity(value.__code__), tuple([seen(c.cell_contents, memo, depth - 1, above) for c in cells if _full(c)]))
+        contents = tuple([seen(c.cell_contents, memo, depth - 1, above) for c in cells if _full(c)])
+        return (ByIdentity(value.__code__), contents)
     if sort == "method":
         return (ByIdentity(value.__func__), seen(value.__self__, memo, depth - 1, above))
     if sort == "partial":

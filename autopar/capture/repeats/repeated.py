@@ -265,7 +265,9 @@ class Repeats:
         group.count += 1
         return self._trace(group, call, run)
 
-    def _describe(self, group: AlikeModules, module: torch.nn.Module, m: Any, args: Any, kwargs: Any) -> BlockCall | None:
+    def _describe(
+        self, group: AlikeModules, module: torch.nn.Module, m: Any, args: Any, kwargs: Any
+    ) -> BlockCall | None:
         memo: dict[int, Any] = {}
         try:
             leaves, spec = flatten((args, kwargs))
@@ -304,7 +306,9 @@ class Repeats:
             self._look(group, call, before, list(nodes_after(self.tracer.graph, last)), logged, result)
         return result
 
-    def _look(self, group: AlikeModules, call: BlockCall, before: Any, nodes: list[Any], logged: int, result: Any) -> None:
+    def _look(
+        self, group: AlikeModules, call: BlockCall, before: Any, nodes: list[Any], logged: int, result: Any
+    ) -> None:
         """Compare a call that was traced with those before it."""
         paths = {id(m.__dict__): p for p, m in call.module.named_modules()}
         reads = frozenset((paths.get(i, "?"), n) for i, n in self.reads)

@@ -47,7 +47,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Cut:
+class EstimatedCut:
     """A cut with its estimate: the first block of every stage but the first, every stage's times, and the seconds of a
     transfer over every bound."""
 
@@ -113,11 +113,11 @@ class Equal:
     _fillers: dict[tuple[int, Mesh, int | None], Filler | None] = field(default_factory=dict, init=False)
     _known_fills: dict[int, tuple[Fill, ...]] = field(default_factory=dict, init=False)
 
-    def cuts(self) -> list[Cut]:
+    def cuts(self) -> list[EstimatedCut]:
         """All that are worth a further look, best first."""
         places = [(self._bound(meshes), meshes) for meshes in self._places()]
         heapify(places)
-        cuts: list[Cut] = []
+        cuts: list[EstimatedCut] = []
         seen: list[tuple[Mesh, ...]] = []
         filled: set[tuple[Mesh, ...]] = set()  # with the commonest blocks alone
         looked = 0
@@ -147,7 +147,7 @@ class Equal:
             self.infeasible = self._too_small(seen)
         return sorted(cuts, key=lambda c: (c.seconds, len(c.groups), c.groups))
 
-    def _cuts_on(self, meshes: tuple[Mesh, ...], near: float, only: int | None = None) -> list[Cut]:
+    def _cuts_on(self, meshes: tuple[Mesh, ...], near: float, only: int | None = None) -> list[EstimatedCut]:
         """The best cut of every schedule that may take less than ``near`` seconds; ``only`` as for :func:`menus_of`."""
         cuts = []
         for groups in self._orders(meshes):
@@ -287,7 +287,7 @@ class Equal:
             self._known_fills[groups] = tuple(f for f in fills if f.allows(groups, self.microbatches))
         return self._known_fills[groups]
 
-    def _cut(self, groups: Sequence[Group], fill: Fill, near: float, only: int | None) -> Cut | None:
+    def _cut(self, groups: Sequence[Group], fill: Fill, near: float, only: int | None) -> EstimatedCut | None:
         n = len(groups)
         pool_of = {d: k for k, pool in enumerate(self.pools) for d in pool}
         pools = [pool_of[g.devices[0]] for g in groups]
@@ -320,7 +320,8 @@ class Equal:
         apart = not again and fill.kind.splits
         way = sum(s.seconds - (s.weight_seconds if apart else 0.0) for s in filled) + 2 * sum(crossing)
         seconds = max(seconds, way + max(load.once_seconds for load in loads))
-        return Cut(tuple(groups), fill, tuple(first for first, _ in stages[1:]), filled, tuple(crossing), seconds)
+        firsts = tuple(first for first, _ in stages[1:])
+        return EstimatedCut(tuple(groups), fill, firsts, filled, tuple(crossing), seconds)
 
     def _transfer(self, block: int, groups: Sequence[Group]) -> float:
         """Of what crosses, between the first two groups: they are alike, or near enough for an estimate."""
@@ -412,4 +413,4 @@ class Places:
         return end - low, best
 
 
-__all__ = ["Cut", "Equal", "Group", "Places"]
+__all__ = ["Equal", "EstimatedCut", "Group", "Places"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
-from autopar.planner.inter_op.equal import Cut
+from autopar.planner.inter_op.equal import EstimatedCut
 from cost_models.pipeline import Edge, build, simulate, times
 
 BEYOND = 1.1
@@ -18,7 +18,7 @@ STEADY = 2
 """Microbatches for every group after which each more costs about the same."""
 
 
-def simulated(cut: Cut, microbatches: int) -> float:
+def simulated(cut: EstimatedCut, microbatches: int) -> float:
     """Seconds of a step of the cut. With many microbatches those of two smaller numbers are carried on: beyond the
     ramps, the time grows by the same with each microbatch, at least by that of the slowest group."""
     n = len(cut.groups)
@@ -41,10 +41,10 @@ def simulated(cut: Cut, microbatches: int) -> float:
     return last + max((last - first) / n, slowest) * (microbatches - more) + step
 
 
-def best(cuts: Sequence[Cut], microbatches: int, most: int) -> list[tuple[float, Cut]]:
+def best(cuts: Sequence[EstimatedCut], microbatches: int, most: int) -> list[tuple[float, EstimatedCut]]:
     """Up to ``most`` cuts of those with the best estimates, with their simulated seconds, the best first. Those whose
     estimates are beyond what was simulated already are left out: estimates are seldom too long."""
-    timed: list[tuple[float, Cut]] = []
+    timed: list[tuple[float, EstimatedCut]] = []
     for cut in cuts[:most]:
         if cut.seconds > BEYOND * min((s for s, _ in timed), default=inf):
             break

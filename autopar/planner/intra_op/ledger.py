@@ -24,7 +24,7 @@ from autopar.planner.intra_op.recompute import Segment
 from autopar.regather import makes_memory, regathered, segment_outputs
 from autopar.rules.aliasing import may_alias
 from autopar.rules.notation import Rule, call_of
-from autopar.rules.saved import Layout, Saved, Strides, contiguous, saved_by
+from autopar.rules.saved import LocalLayout, Saved, Strides, contiguous, saved_by
 from autopar.rules.strategy import Strategy, grads_of
 
 Value = tuple[Ref, State]
@@ -274,7 +274,7 @@ class _Walk:
         if saves is None:
             grads, _ = grads_of(self.graph, node)
             layouts = [
-                Layout(local_shape(spec.shape, state, self.mesh), lies, spec.dtype, grad)
+                LocalLayout(local_shape(spec.shape, state, self.mesh), lies, spec.dtype, grad)
                 for spec, state, lies, grad in zip(
                     map(self.graph.spec, node.refs), strategy.ins, strides, grads, strict=True
                 )
