@@ -94,6 +94,9 @@ from torch.fx.graph import _Namespace as Namespace
 # The Function that carries the backward hooks of modules, which cannot be traced.
 from torch.nn.modules._functions import BackwardHookFunction
 
+# The function modes that are on: what runs again in a backward runs under those of its first run.
+from torch.overrides import _get_current_function_mode_stack as function_modes
+
 # Nested arguments and results; its public twin, torch.utils.pytree, has no maps over types.
 from torch.utils import _pytree as pytree
 
@@ -224,8 +227,9 @@ __all__ = [
     "FakeTensor", "FakeTensorMode", "LocalIntNode", "LocalTensor", "LocalTensorMode", "ModuleStackTracer", "Namespace",
     "NormPartial", "OpOverload", "OpOverloadPacket", "OpSchema", "OpStrategy", "Replaceable", "SingleLevelFunction",
     "TensorMeta", "TorchDispatchMode", "allow_plain_tensors", "autograd_engine", "current_backward", "data_of_tensors",
-    "default_store", "default_timeout_seconds", "fake_store", "found_inf_reduce_handler", "functional_collectives",
-    "functorch_is_active", "generate_redistribute_costs", "group_names", "group_of_axis", "has_kernel",
+    "default_store", "default_timeout_seconds", "fake_store", "found_inf_reduce_handler", "function_modes",
+    "functional_collectives", "functorch_is_active", "generate_redistribute_costs", "group_names", "group_of_axis",
+    "has_kernel",
     "is_traceable_wrapper_subclass", "keeps_graph", "lazy_graph_modules", "local_tensor_mode", "make_wrapper_subclass",
     "no_dispatch_modes", "preserve_version_counter", "pytree", "safe_softmax", "top_saved_tensors_hooks",
     "unset_fake_temporarily", "will_run",

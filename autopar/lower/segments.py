@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from autopar.lower.freed import Freed, fill_all
+from autopar.torch_private import function_modes
 
 _MESH: contextvars.ContextVar[DeviceMesh | None] = contextvars.ContextVar("mesh", default=None)
 
@@ -44,15 +45,21 @@ def current_mesh() -> DeviceMesh | None:
     return _MESH.get()
 
 
-class _OnMesh(contextlib.ExitStack):
-    """:func:`on_mesh`, entered as often as a segment runs again: once for every backward of its graph."""
+class _AsBefore(contextlib.ExitStack):
+    """Where a segment runs again: :func:`on_mesh`, and under the function modes that its first run was under, which are
+    off in ``Tensor.backward``. Entered as often as the segment runs again: once for every backward of its graph."""
 
-    def __init__(self, device_mesh: DeviceMesh) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.device_mesh = device_mesh
+        self.device_mesh, self.modes = current_mesh(), function_modes()
 
-    def __enter__(self) -> _OnMesh:
-        self.enter_context(on_mesh(self.device_mesh))
+    def __enter__(self) -> _AsBefore:
+        if self.device_mesh is not None:
+            self.enter_context(on_mesh(self.device_mesh))
+        still_on = function_modes()
+        for mode in self.modes:
+            if all(mode is not other for other in still_on):
+                self.enter_context(mode)
         return self
 
 
@@ -121,7 +128,7 @@ def again_in_backward(
     if not torch.is_grad_enabled():
         return run(*inputs)
     inputs = [x.clone() if k in renewed else x for k, x in enumerate(inputs)]
-    mesh = _MESH.get()
+    as_before = _AsBefore()
     changing_inputs = [(k, inputs[k]) for k in sorted(changing)]
     first = True
     given_up: dict[int, weakref.ref[_Output]] = {}
@@ -145,7 +152,7 @@ def again_in_backward(
         return tuple(results)
 
     def contexts() -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
-        return contextlib.nullcontext(), contextlib.nullcontext() if mesh is None else _OnMesh(mesh)
+        return contextlib.nullcontext(), as_before
 
     return checkpoint(  # type: ignore[no-any-return]
         with_held, *(x for k, x in enumerate(inputs) if k not in changing), use_reentrant=False,

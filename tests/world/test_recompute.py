@@ -23,6 +23,7 @@ from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.planner.intra_op.price import pricer
 from autopar.planner.intra_op.recompute import segments_of
 from autopar.rules.registry import rules_of
+from autopar.rules.strategy import strategy_named
 from autopar.staging import cut, hot_ops
 from hardware_profiles import load_cluster
 
@@ -66,6 +67,31 @@ def test_same_numbers(name: str, seeds: int) -> None:
         assert whole == pytest.approx(plan.price.seconds, rel=1e-9)
         found = V.compare(str(seed), V.train(captured, plan, *state), reference)
         assert found.worst < 1e-9, found
+
+
+class Normed(torch.nn.Module):
+    """A norm whose rows 3 ranks have in pieces of different sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = torch.nn.Linear(16, 16), torch.nn.LayerNorm(16), torch.nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.norm(torch.tanh(self.a(x)))).square().mean()
+
+
+def test_uneven_pieces_run_again_as_they_ran_first() -> None:
+    """Many ranks of uneven pieces in one process need a function mode, which ``backward`` puts off."""
+    torch.manual_seed(0)
+    model, x = Normed(), torch.randn(7, 16)
+    captured = V.promoted(capture(model, (x,)))
+    graph, mesh, rules = captured.graph, (("data", 3),), rules_of(captured.graph)
+    norm = next(n.name for n in graph.nodes if "layer_norm" in n.target)
+    state = tuple(map(V.doubled, (*V.state_of(captured, model), V.inputs_of(captured, (x,), {}))))
+    chosen = {i: strategy_named(graph, n, rules[i], ("n0",)) for i, n in graph.of_kind("op") if n.name == norm}
+    plan = complete(graph, rules, pricer(CLUSTER, mesh), chosen, {}, {}, recompute=[(norm, norm)])  # type: ignore[arg-type]
+    reference = V.train(captured, V.one_device(graph), *state)
+    assert V.compare("uneven", V.train(captured, plan, *state), reference).worst < 1e-12
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
