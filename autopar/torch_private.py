@@ -197,6 +197,12 @@ DTENSOR_STRATEGIES = Replaceable(
 )
 """By operator, how DTensor cuts it: a dict."""
 
+DTENSOR_REDUCED_DIMS = Replaceable("torch.distributed.tensor._ops._math_ops", "_infer_reduction_dims")
+"""Which dims a reduction of a DTensor is over: torch's takes an empty list for no dim, where operators take all."""
+
+TENSOR_LIST_CHECK = Replaceable("torch.distributed.distributed_c10d", "_check_tensor_list")
+"""What collectives do with a list of tensors: the dispatcher does not see DTensors that lie in lists of lists."""
+
 
 def fake_store() -> Any:
     """The store of a process group that sends nothing: worlds of one process."""
@@ -220,9 +226,10 @@ def default_timeout_seconds() -> float:
 
 
 __all__ = [
-    "CHECKPOINT", "DTENSOR_HANDLERS", "DTENSOR_RESULT", "DTENSOR_STRATEGIES", "DTENSOR_STRATEGY",
-    "EXPORT_BUFFER_HOOK", "EXPORT_INSIDE",
-    "GRADIENT_NODE", "LINEAR_REDUCTION_OP_MAP", "PLAIN_BESIDE_DTENSOR", "STATE_DICT_OPTIONS", "TOTAL_NORM",
+    "CHECKPOINT", "DTENSOR_HANDLERS", "DTENSOR_REDUCED_DIMS", "DTENSOR_RESULT", "DTENSOR_STRATEGIES",
+    "DTENSOR_STRATEGY", "EXPORT_BUFFER_HOOK", "EXPORT_INSIDE",
+    "GRADIENT_NODE", "LINEAR_REDUCTION_OP_MAP", "PLAIN_BESIDE_DTENSOR", "STATE_DICT_OPTIONS", "TENSOR_LIST_CHECK",
+    "TOTAL_NORM",
     "AttributeProxy", "BackwardHookFunction", "DTensorSpec", "DisableTorchFunction", "DisableTorchFunctionSubclass",
     "FakeTensor", "FakeTensorMode", "LocalIntNode", "LocalTensor", "LocalTensorMode", "ModuleStackTracer", "Namespace",
     "NormPartial", "OpOverload", "OpOverloadPacket", "OpSchema", "OpStrategy", "Replaceable", "SingleLevelFunction",

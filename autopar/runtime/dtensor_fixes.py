@@ -16,11 +16,18 @@ drift apart:
 * ``torch.isnan(p.grad).any().float()`` counts the ranks that have one. It is one or zero.
 * ``dist.all_reduce(p.grad)``, DDP by hand, runs on a copy, so that the division after it gives gradients that are too
   small; ``dist.broadcast(p.data, 0)`` sends nothing. Collectives that are called with DTensors are refused.
+  torch's dispatcher does not look into lists of lists, so those of ``dist.reduce_scatter(out, [p.grad, ...])``, whose
+  missing memory the process group would read, are found where torch checks its lists.
+* ``p.amax()``, ``p.norm(inf)`` and ``p.sum(())`` name no dim and reduce over all. DTensor reduces over none, and the
+  gradient of such a maximum is NaN on each rank that does not have it.
+* ``f"{p.grad.norm():.4f}"`` and ``p.grad.norm().tolist()`` read the number, as ``item()`` does. Of ``p.numpy()`` and
+  ``p.tolist()`` torch says only that it does not support them, here the error says what does.
 * ``p.data = value`` changes nothing: the local tensor, which operators read, stays. It becomes the value's own.
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -35,8 +42,10 @@ from autopar.runtime.outputs import CollectiveLog
 from autopar.runtime.stagewise import of_a_stage, watch_norms
 from autopar.torch_private import (
     DTENSOR_HANDLERS,
+    DTENSOR_REDUCED_DIMS,
     DTENSOR_STRATEGIES,
     LINEAR_REDUCTION_OP_MAP,
+    TENSOR_LIST_CHECK,
     DTensorSpec,
     NormPartial,
     OpSchema,
@@ -73,6 +82,10 @@ EQUAL = (
 PIECE = (
     "a collective cannot know which piece of the tensor it is to take; call it on x.full_tensor(), which all ranks "
     "have, or on x.to_local(), this rank's piece"
+)
+WHOLE = (
+    "{call}() of a DTensor, which holds this rank's piece only; x.full_tensor().{call}() has all of it, and every rank "
+    "must call full_tensor(); x.to_local().{call}() has the piece"
 )
 _COLLECTIVES = {
     "allreduce_": ("all_reduce", REDUCED),
@@ -151,8 +164,57 @@ def _refused(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     Raises:
         RunError: always.
     """
-    call, instead = _COLLECTIVES[op._schema.name.removeprefix("c10d::")]
-    raise RunError(f"torch.distributed.{call} of a DTensor: {instead.format(call=call)}")
+    raise _refusal(*_COLLECTIVES[op._schema.name.removeprefix("c10d::")])
+
+
+def _refusal(call: str, instead: str) -> RunError:
+    return RunError(f"torch.distributed.{call} of a DTensor: {instead.format(call=call)}")
+
+
+def _lists_looked_into(check: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
+    """torch's check of a collective's list of tensors, which refuses a list with a DTensor.
+
+    Raises:
+        RunError: there is one.
+    """
+
+    def looked_into(tensors: Any, argument: str) -> None:
+        if isinstance(tensors, list) and any(isinstance(tensor, DTensor) for tensor in tensors):
+            call = sys._getframe(1).f_code.co_name
+            raise _refusal(call, dict(_COLLECTIVES.values()).get(call, PIECE))
+        check(tensors, argument)
+
+    return looked_into
+
+
+def _all_dims(infer: Callable[[Any, int], list[int] | None]) -> Callable[[Any, int], list[int] | None]:
+    """Which dims a reduction is over, None for all: of no dims that are named, all."""
+    return lambda dims, ndim: infer(None if isinstance(dims, list | tuple) and not dims else dims, ndim)
+
+
+def _formatted(tensor: DTensor, spec: str) -> str:
+    """``f"{tensor:.4f}"``: as of a plain tensor, of a number the number in that format."""
+    return format(tensor.item(), spec) if tensor.ndim == 0 and spec else object.__format__(tensor, spec)
+
+
+def _listed(tensor: DTensor) -> Any:
+    """``tensor.tolist()``: a number is read.
+
+    Raises:
+        RunError: it is more than a number.
+    """
+    if tensor.ndim == 0:
+        return tensor.item()
+    raise RunError(WHOLE.format(call="tolist"))
+
+
+def _as_numpy(tensor: DTensor, *, force: bool = False) -> Any:
+    """``tensor.numpy()``.
+
+    Raises:
+        RunError: always.
+    """
+    raise RunError(WHOLE.format(call="numpy"))
 
 
 def _set_data(tensor: DTensor, value: torch.Tensor) -> None:
@@ -208,6 +270,10 @@ def correct() -> None:
     for op in _SUMS:
         strategies[op] = _of_whole_norms(strategies[op])
     LINEAR_REDUCTION_OP_MAP.update(dict.fromkeys(_ANYS, "max"))
+    DTENSOR_REDUCED_DIMS.set(_all_dims(DTENSOR_REDUCED_DIMS.get()))
+    TENSOR_LIST_CHECK.set(_lists_looked_into(TENSOR_LIST_CHECK.get()))
+    for method, ours in {"__format__": _formatted, "tolist": _listed, "numpy": _as_numpy}.items():
+        setattr(DTensor, method, ours)
     DTensor.data = property(data_of_tensors.__get__, _set_data)  # type: ignore[assignment,method-assign]
 
 

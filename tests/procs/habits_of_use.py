@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -283,6 +284,15 @@ def parameters_are_copied_with_their_gradients() -> None:
                 same(gradient, e.grad)
 
 
+LISTS_OF_DTENSORS: dict[str, tuple[Callable[..., Any], Callable[..., tuple[Any, ...]]]] = {
+    "all_gather": (dist.all_gather, lambda d, plain: ([d, d], plain)),
+    "reduce_scatter": (dist.reduce_scatter, lambda d, plain: (plain, [d, d])),
+    "gather": (lambda *args: dist.gather(*args, dst=dist.get_rank()), lambda d, plain: (plain, [d, d])),
+    "scatter": (lambda *args: dist.scatter(*args, src=dist.get_rank()), lambda d, plain: (plain, [d, d])),
+}
+"""Collectives whose lists of tensors torch's dispatcher does not see: DTensors there had no memory to be read."""
+
+
 @case
 def gradients_are_reduced_by_hand() -> None:
     """DDP's work done by hand is refused, and changes nothing; plain tensors are reduced as ever."""
@@ -300,6 +310,9 @@ def gradients_are_reduced_by_hand() -> None:
             dist.all_gather([torch.empty_like(p.to_local()) for _ in range(2)], p.data)
         with pytest.raises(RunError, match="reduce_scatter of a DTensor: gradients of a parallel module are already"):
             reduce_scatter_flat(p.grad, torch.empty(2, *p.shape).flatten(0, 1))
+        for listed, (call, arguments) in LISTS_OF_DTENSORS.items():
+            with pytest.raises(RunError, match=f"distributed.{listed} of a DTensor: "):
+                call(*arguments(p.data, p.to_local()))
     same_gradients(module, eager)
     same_weights(module, eager)
     plain = torch.ones(3)
@@ -398,7 +411,11 @@ def norms_and_flags_of_gradients() -> None:
         norms = torch.stack([g.norm() for g in grads])
         flags = [(g > g.min()).any().float() for g in grads]
         numbers.append([float(norms.sum()), float(norms.mean()), float(norms.norm()), *map(float, flags)])
+        numbers[-1] += [float(f"{g.norm():.9f}") for g in grads] + [g.norm().tolist() for g in grads]
     assert numbers[0] == pytest.approx(numbers[1], abs=1e-12)
+    for call in (lambda p: p.numpy(), lambda p: p.tolist(), np.asarray):
+        with pytest.raises(RunError, match=r"of a DTensor, which holds this rank's piece only; x\.full_tensor\(\)\."):
+            call(next(module.parameters()).detach())
 
 
 @case
@@ -507,6 +524,7 @@ def losses_of_parameters() -> None:
         lambda w: f.conv1d(w[None], torch.ones(2, 8, 3)).norm(), lambda w: w.flatten().topk(5)[0].sum(),
         lambda w: f.cosine_similarity(w, target, dim=1).mean(), lambda w: torch.linalg.svdvals(w).sum(),
         lambda w: torch.cdist(w, target).mean(), lambda w: w[w > 0.1].sum(), lambda w: w.std() + w.var(0).sum(),
+        lambda w: w.amax(), lambda w: w.amin(), lambda w: w.norm(float("inf")), lambda w: w.exp().sum(()),
     ]  # fmt: skip
     mesh, drawn = device_mesh(TWO), torch.randn(8, 4)
     pair(Net(mse), batch())  # DTensors of this mesh are put right with a parallel module on it
