@@ -117,6 +117,7 @@ class Batch:
                     raise RunError(
                         f"input {self.names[i]}: captured with {literal!r}, called with {describe(leaf)}; such "
                         "values are part of the program; parallelize again with the new value"
+                        + (", or pass a tensor each time, torch.tensor(...)" if isinstance(literal, float) else "")
                     )
                 continue
             node = captured.graph.nodes[number]

@@ -22,7 +22,8 @@ drift apart:
   gradient of such a maximum is NaN on each rank that does not have it.
 * ``f"{p.grad.norm():.4f}"`` and ``p.grad.norm().tolist()`` read the number, as ``item()`` does. Of ``p.numpy()`` and
   ``p.tolist()`` torch says only that it does not support them, here the error says what does.
-* ``p.data = value`` changes nothing: the local tensor, which operators read, stays. It becomes the value's own.
+* ``p.data = value`` changes nothing: the local tensor, which operators read, stays. It becomes the value's own, or
+  this rank's piece of it: ``vector_to_parameters`` assigns so.
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.errors import RunError
+from autopar.runtime.mixed import mixes_on
 from autopar.runtime.outputs import CollectiveLog
 from autopar.runtime.stagewise import of_a_stage, watch_norms
+from autopar.runtime.state import placed_as
 from autopar.torch_private import (
     DTENSOR_HANDLERS,
     DTENSOR_REDUCED_DIMS,
@@ -218,14 +221,19 @@ def _as_numpy(tensor: DTensor, *, force: bool = False) -> Any:
 
 
 def _set_data(tensor: DTensor, value: torch.Tensor) -> None:
-    """``tensor.data = value``.
+    """``tensor.data = value``: on the meshes of parallel modules it is placed as the tensor is, a plain one too.
 
     Raises:
-        RunError: the value is a plain tensor, of which a rank would have to take its piece.
+        RunError: the value is a plain tensor, of which a rank cannot know whether it is whole or its piece.
     """
+    if mixes_on(tensor.device_mesh) and value.shape == tensor.shape:
+        placed = placed_as(tensor, value)
+        assert isinstance(placed, DTensor)
+        value = placed
     if not isinstance(value, DTensor):
         raise RunError(
-            "p.data = value: the parameter is a DTensor, and the value a plain tensor; copy it with "
+            f"p.data = value: the parameter is a DTensor of shape {tuple(tensor.shape)}, and the value a plain tensor "
+            f"of shape {tuple(value.shape)}, so this rank's piece of it is not known; copy a whole one with "
             "torch.distributed.tensor.distribute_tensor(value, p.device_mesh, p.placements), or use load_state_dict"
         )
     data_of_tensors.__set__(tensor, value)

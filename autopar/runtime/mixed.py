@@ -55,6 +55,11 @@ def mix_on(device_mesh: DeviceMesh) -> None:
     _allow()
 
 
+def mixes_on(device_mesh: DeviceMesh) -> bool:
+    """Whether a plain tensor on this mesh counts as whole, and the same on every rank."""
+    return device_mesh in _meshes
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """A plain tensor as it is, a DTensor put together, on all ranks."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -145,4 +150,4 @@ def _turned(mesh: DeviceMesh) -> Callable[[torch.Tensor], torch.Tensor]:
     return turned
 
 
-__all__ = ["mix_on", "whole"]
+__all__ = ["mix_on", "mixes_on", "whole"]

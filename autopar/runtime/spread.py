@@ -21,7 +21,7 @@ from autopar.errors import RunError
 from autopar.runtime import dtensor_fixes
 from autopar.runtime.original import Original
 from autopar.runtime.programs import AllWell, Fields, PlanAgain, Programs
-from autopar.runtime.submodules import Part, check_conversion, place, refuse_apply, refuse_replacing
+from autopar.runtime.submodules import Part, check_conversion, place, plain_values, refuse_apply, refuse_replacing
 from autopar.runtime.values import assigned
 from autopar.torch_private import pytree
 
@@ -48,6 +48,7 @@ class SpreadModule(torch.nn.Module):
     _original: Original | None = None
     _model_ref: Callable[[], torch.nn.Module | None]
     _model_class: type
+    _model_values: dict[str, Any]
     leads: bool | None = None
     """Of a pipeline, whether this rank is the first of its group; None where every rank has a part of everything."""
 
@@ -86,7 +87,7 @@ class SpreadModule(torch.nn.Module):
         if (other := _WRAPPERS.get(name)) is not None:
             raise AttributeError(f"{type(self).__name__} has no '{name}', which is DistributedDataParallel's: {other}")
         model = self._model_ref()
-        value = vars(model).get(name, raised) if model is not None else raised
+        value = (self._model_values if model is None else vars(model)).get(name, raised)
         leaves = pytree.tree_leaves(value)
         if value is not raised and not any(isinstance(x, torch.Tensor | torch.nn.Module) for x in leaves):
             return value
@@ -154,7 +155,7 @@ class SpreadModule(torch.nn.Module):
     def _set_mode_of(self, model: torch.nn.Module) -> None:
         """Begin in the modes of the model and of its submodules."""
         self._mode = model.training
-        self._model_ref, self._model_class = weakref.ref(model), type(model)
+        self._model_ref, self._model_class, self._model_values = weakref.ref(model), type(model), plain_values(model)
         modules = dict(model.named_modules(remove_duplicate=False))
         shown = self._paths_of_parts(modules)
         first: dict[torch.nn.Module, Part] = {}

@@ -115,6 +115,17 @@ def like(example: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     return as_dtensor(piece.contiguous(), state, whole.shape, example.device_mesh)
 
 
+def placed_as(held: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """``value`` placed as ``held`` is; a plain tensor is whole, and the same on all ranks."""
+    if not isinstance(value, DTensor):
+        return like(held, value) if isinstance(held, DTensor) else value
+    if not isinstance(held, DTensor):
+        return value.full_tensor()
+    if value.device_mesh == held.device_mesh and value.placements != held.placements:
+        return value.redistribute(held.device_mesh, held.placements)
+    return value
+
+
 # --- what may be replaced ---------------------------------------------------------------------------------------------
 
 Form = tuple[tuple[int, ...], torch.dtype, Any]

@@ -10,24 +10,36 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError
-from autopar.runtime.state import like
+from autopar.runtime.state import placed_as
 from autopar.runtime.values import assigned
 from autopar.torch_private import pytree
 
 _OF_TORCH = frozenset(vars(torch.nn.Module()))
 """Attributes that torch keeps in every module: a part has its own."""
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-"""Values that a part still knows when the model is gone."""
+"""Values that a part still knows when the model is gone, and so it does lists and other nests of them."""
+_NESTS = (tuple, list, dict)
+_BY_NAME = (torch.nn.ModuleDict, torch.nn.ParameterDict)
+_CONTAINERS = (torch.nn.ModuleList, torch.nn.Sequential, torch.nn.ParameterList, *_BY_NAME)
+"""torch's modules that are read as lists and dicts."""
 
-_STANDING = ("_part_class", "_part_module", "_part_values", "_part_trained", "training")
+_STANDING = ("_part_class", "_part_module", "_part_values", "_part_trained", "_part_keys", "training")
 """What a part knows of its submodule."""
+
+
+def plain_values(module: torch.nn.Module) -> dict[str, Any]:
+    """A module's attributes that hold numbers, names and nests of them, and nothing that would keep the model alive."""
+    return {
+        name: value for name, value in vars(module).items()
+        if name not in _OF_TORCH and isinstance(value, (*_SIMPLE, *_NESTS))
+        and all(isinstance(leaf, _SIMPLE) for leaf in pytree.tree_leaves(value))
+    }  # fmt: skip
 
 
 def refuse_replacing(module: torch.nn.Module, name: str, value: Any) -> None:
@@ -61,14 +73,10 @@ class Part(torch.nn.Module):
             self.__dict__.update({key: module.__dict__[key] for key in _STANDING})
             self.__dict__["_stands_for"] = weakref.ref(whole), path
             return
-        simple = {
-            name: value for name, value in vars(module).items()
-            if name not in _OF_TORCH and all(isinstance(leaf, _SIMPLE) for leaf in pytree.tree_leaves(value))
-            and isinstance(value, (*_SIMPLE, tuple))
-        }  # fmt: skip
         self.__dict__.update(
             _stands_for=(weakref.ref(whole), path), _part_class=type(module), _part_module=weakref.ref(module),
-            _part_values=simple, _part_trained=trained, training=module.training,
+            _part_values=plain_values(module), _part_trained=trained, training=module.training,
+            _part_keys=tuple(module._modules or module._parameters),
         )  # fmt: skip
 
     @property  # type: ignore[misc]
@@ -137,6 +145,49 @@ class Part(torch.nn.Module):
                 super().__setattr__(name, value)  # forward does not read it
             else:
                 setattr(module, name, value)
+
+    def __bool__(self) -> bool:
+        return bool(self._keys("bool")) if issubclass(self.__dict__.get("_part_class", Part), _CONTAINERS) else True
+
+    def __len__(self) -> int:
+        return len(self._keys("len"))
+
+    def __iter__(self) -> Iterator[Any]:
+        keys = self._keys("iter")
+        return iter(keys if issubclass(self.__class__, _BY_NAME) else [self[key] for key in range(len(keys))])
+
+    def __getitem__(self, key: Any) -> Any:
+        """What a list or dict of modules or parameters holds there; of a slice a list.
+
+        Raises:
+            RunError: another rank of the pipeline has it.
+        """
+        keys = self._keys("[]")
+        if isinstance(key, slice):
+            return [self[i] for i in range(len(keys))[key]]
+        name = keys[key] if isinstance(key, int) else key
+        if name in keys and name not in self._modules and name not in self._parameters:
+            raise RunError(
+                f"'{self.__dict__['_stands_for'][1]}.{name}' is not on this rank, which has other stages of the "
+                "pipeline; named_modules() and named_parameters() give what it has"
+            )
+        return getattr(self, name)
+
+    def _keys(self, use: str) -> tuple[str, ...]:
+        """What a list or dict of the model's holds, on all ranks.
+
+        Raises:
+            TypeError: the submodule is neither.
+        """
+        kind = self.__dict__.get("_part_class", Part)
+        if not issubclass(kind, _CONTAINERS):
+            raise TypeError(
+                f"{use} of '{self.__dict__.get('_stands_for', (None, ''))[1]}', which stands for a {kind.__name__} in "
+                "a parallel module: of lists and dicts of torch.nn alone are the elements known; named_modules() and "
+                "named_parameters() give all that there is"
+            )
+        keys: tuple[str, ...] = self.__dict__["_part_keys"]
+        return keys
 
     def extra_repr(self) -> str:
         """As of the submodule, while there is one."""
@@ -249,17 +300,7 @@ def place(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, loca
                     "program, which was made for that; load without assign=True, or parallelize a model of that "
                     "dtype"
                 )
-            state_dict[name] = _placed(value, held)
-
-
-def _placed(value: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
-    if not isinstance(value, DTensor):
-        return like(held, value) if isinstance(held, DTensor) else value
-    if not isinstance(held, DTensor):
-        return value.full_tensor()
-    if value.device_mesh == held.device_mesh and value.placements != held.placements:
-        return value.redistribute(held.device_mesh, held.placements)
-    return value
+            state_dict[name] = placed_as(held, value)
 
 
 def check_conversion(fn: Any, tensors: list[torch.Tensor], device: torch.device) -> None:
@@ -282,4 +323,4 @@ def check_conversion(fn: Any, tensors: list[torch.Tensor], device: torch.device)
             )
 
 
-__all__ = ["Part", "check_conversion", "place", "refuse_apply", "refuse_replacing"]
+__all__ = ["Part", "check_conversion", "place", "plain_values", "refuse_apply", "refuse_replacing"]

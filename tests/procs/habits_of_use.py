@@ -22,7 +22,7 @@ import torch.distributed as dist
 from procs.cases import TWO, device_mesh, whole
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import swa_utils
 
 import autopar
@@ -263,8 +263,14 @@ def values_are_assigned_to_data() -> None:
         for mine, theirs in zip(*losses, strict=True):
             same(mine, theirs)
         same_weights(module, eager)
-    with pytest.raises(RunError, match=r"p\.data = value: the parameter is a DTensor"):
-        next(module.parameters()).data = torch.zeros(16, 8)
+        for vectors in (nn.utils.parameters_to_vector(module.parameters()), torch.linspace(-1, 1, 212)):
+            nn.utils.vector_to_parameters(vectors.detach() / 2, module.parameters())
+            whole_vector = vectors.full_tensor() if isinstance(vectors, DTensor) else vectors
+            nn.utils.vector_to_parameters(whole_vector.detach() / 2, eager.parameters())
+            same(module(x, y), eager(x, y))
+            same_weights(module, eager)
+    with pytest.raises(RunError, match=r"the parameter is a DTensor of shape \(16, 8\), and the value .* \(8, 8\)"):
+        next(module.parameters()).data = torch.zeros(8, 8)
 
 
 @case

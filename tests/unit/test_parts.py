@@ -86,6 +86,41 @@ def test_plain_attributes_are_the_models() -> None:
         pm.drop.p = 0.5
 
 
+class Lists(nn.Module):
+    """torch's lists and dicts of modules and parameters, and a plain list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 2)])
+        self.heads = nn.ModuleDict({"one": nn.Linear(2, 2)})
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(2))])
+        self.names = ["first", "second"]
+
+    def forward(self, x: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return (factor * self.scales[0] * self.heads["one"](x)).square().mean()
+
+
+def test_lists_and_dicts_of_modules_are_read() -> None:
+    pm: Any = autopar.parallelize(Lists(), 1, (X, 0.5))
+    gc.collect()  # the model is gone
+    assert [layer.out_features for layer in pm.layers] == [4, 2] and len(pm.layers) == 2
+    assert pm.layers[-1] is pm.layers[1] and pm.layers[:1] == [pm.layers[0]]
+    assert pm.scales[0] is pm.get_parameter("scales.0")
+    assert "one" in pm.heads and list(pm.heads) == ["one"] and pm.heads["one"].weight.shape == (2, 2)
+    assert bool(pm.heads["one"]) and bool(pm.layers) and pm.names == ["first", "second"]
+    with pytest.raises(IndexError):
+        pm.layers[2]
+    for use in (iter, len, lambda part: part[0]):
+        with pytest.raises(TypeError, match=r"of 'heads.one', which stands for a Linear in .* named_modules\(\)"):
+            use(pm.heads["one"])
+    with pytest.raises(RunError, match=r"input args\[1\]: captured with 0\.5, called with 0\.7 .*torch\.tensor"):
+        pm(X, 0.7)
+    pm = autopar.parallelize(Lists(), 1, (X, torch.tensor(0.5)))
+    assert pm(X, torch.tensor(0.7)) != pm(X, torch.tensor(0.5))
+
+
 def test_a_mode_of_a_part_is_refused_where_it_differs() -> None:
     pm: Any = autopar.parallelize(Net(), 1, X)
     norms = [m for m in pm.modules() if isinstance(m, nn.BatchNorm1d)]
@@ -190,3 +225,9 @@ def test_a_block_on_another_rank_that_encloses_a_dropout_is_known() -> None:
     assert stage.position == (7, 3)
     with pytest.raises(AttributeError, match="'0' of a parallel module, which stands for a Block, has no attribute 'm"):
         _ = stage.get_submodule("0").mask
+    with pytest.raises(TypeError, match="iter of '0', which stands for a Block"):
+        list(stage.get_submodule("0"))
+    lists: Any = SecondStage(Lists(), "layers.1.")
+    assert lists.layers[1].out_features == 2
+    with pytest.raises(RunError, match=r"'layers.0' is not on this rank, which has other stages of the pipeline"):
+        list(lists.layers)

@@ -64,21 +64,37 @@ class Skip(nn.Module):
         return self.layer(x).square().mean()
 
 
+class Masked(nn.Module):
+    """torch's encoder, which reads a mask to see whether it is causal, unless it is told."""
+
+    def __init__(self, is_causal: bool | None) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True), 1)
+        self.is_causal = is_causal
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.zeros(2, 2).masked_fill(x[:2, :2] > 9.0, -1.0)
+        return self.encoder(x.reshape(4, 2, 4), mask=mask, is_causal=self.is_causal).square().mean()
+
+
 @pytest.mark.parametrize(
     ("model", "text"),
     [
         (Queue(True), r"at .*test_refused_reading.py:\d+\n  a number that is read from a tensor(.|\n)*index_copy_"),
         (Norm(None), r"BatchNorm with momentum=None .* give it a momentum"),
         (Skip(True), r"write `\(a == b\).all\(\)`"),
+        (Masked(None), r"test_refused_reading.py:\d+ \(in torch/nn/modules/transformer.py:\d+(.|\n)*is_causal=False"),
     ],
-    ids=["a pointer", "no momentum", "torch.equal"],
+    ids=["a pointer", "no momentum", "torch.equal", "a mask"],
 )
 def test_what_is_read_is_refused_with_what_to_write(model: nn.Module, text: str) -> None:
     with pytest.raises(CaptureError, match=text):
         capture(model, X)
 
 
-@pytest.mark.parametrize("model", [Queue(False), Norm(), Skip(False)], ids=["a pointer", "momentum", "equal"])
+@pytest.mark.parametrize(
+    "model", [Queue(False), Norm(), Skip(False), Masked(False)], ids=["a pointer", "momentum", "equal", "a mask"]
+)
 def test_what_is_to_be_written_instead_is_captured(model: nn.Module) -> None:
     assert compare_with_eager(capture(model, X), model, (X,), {}).same
 

@@ -7,6 +7,7 @@ import io
 import linecache
 import logging
 import operator
+import os
 import re
 import sys
 import sysconfig
@@ -306,11 +307,17 @@ def _quiet() -> Iterator[None]:
 
 
 _STDLIB = sysconfig.get_path("stdlib")
+_LAYERS = "/torch/nn/modules/"
 
 
-def _instead_of_reading(line: str, inside: str) -> str:
-    """What to do about a line of the model that reads the values of a tensor."""
-    if inside == "batch norm":
+def _instead_of_reading(line: str, layer: str) -> str:
+    """What to do about a line of the model that reads the values of a tensor, or calls a layer of torch that does."""
+    if layer == "transformer":
+        return (
+            "torch's transformer compares the mask that it is given with a causal one: call it with is_causal=False "
+            "(tgt_is_causal=False of a decoder), or True for a mask that is causal"
+        )
+    if layer == "batchnorm":
         return (
             "BatchNorm with momentum=None computes with its number of batches in Python, which a program cannot: give "
             "it a momentum, such as momentum=0.1"
@@ -331,22 +338,26 @@ def _instead_of_reading(line: str, inside: str) -> str:
 
 def _explain(error: Exception, module: torch.nn.Module) -> str:
     """One message for what torch.export raised: what, where in the user's code, what to do."""
-    where, line, inside = "", "", ""
+    where, line, layer, in_torch = "", "", "", ""
     trace = error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        inside = "batch norm" if file.endswith("/torch/nn/modules/batchnorm.py") else inside
+        if _LAYERS in file and not file.endswith("/module.py"):
+            layer = os.path.basename(file).removesuffix(".py")
+            in_torch = f" (in torch/nn/modules/{layer}.py:{trace.tb_lineno}, {trace.tb_frame.f_code.co_name})"
         in_stdlib = file.startswith(_STDLIB) and "site-packages" not in file
         if not in_stdlib and "/torch/" not in file and not file.startswith("<") and "/autopar/" not in file:
             where = f"{file}:{trace.tb_lineno}"
             line = linecache.getline(file, trace.tb_lineno).strip()
+            layer = in_torch = ""  # below a line of the user's there is no layer of torch yet
         trace = trace.tb_next
     kind = type(error).__name__
     text = str(error).strip().splitlines()
     first = next((t.strip() for t in text if t.strip()), kind)
     if "DataDependent" in kind or "data-dependent" in str(error).lower() or "data dependent" in str(error).lower():
         what = "its Python code branches on the value of a tensor, or a shape depends on one"
-        do = _instead_of_reading(line, inside)
+        do = _instead_of_reading(line, layer)
+        where += in_torch
     elif (isinstance(error, TypeError) and "forward" in str(error)) or (
         "argument" in first and isinstance(error, TypeError)
     ):
