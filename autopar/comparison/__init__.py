@@ -1,0 +1,26 @@
+"""A captured graph beside the model itself: the same loss, gradients and buffers, or the module that differs.
+
+Everything behind capture is proved against the graph, so the graph has to be what the model does. Both run once on one
+device, in the model's own precision. Random operators draw the same on both sides: the generator is seeded before each
+of them. Nothing of the model is changed: gradients go nowhere, and buffers, Python attributes and the states of all
+generators are put back.
+
+========================= =============================================================================================
+:mod:`.with_eager`        the comparison, and for which models it would take too long
+:mod:`.sides`             how the model runs, and how the graph
+:mod:`.restoring`         the same random numbers on both sides, and everything put back
+:mod:`.relative`          how far the results are apart, and how far rounding brings them
+:mod:`.first_difference`  where in the model the two part
+:mod:`.double_precision`  the same computation in float64, where rounding does not blur a check
+========================= =============================================================================================
+"""
+
+from autopar.comparison.double_precision import LOW, doubled, promoted
+from autopar.comparison.relative import LIMITS, Comparison
+from autopar.comparison.restoring import generators_kept, kept
+from autopar.comparison.with_eager import FLOPS, compare_with_eager, reason_not_to
+
+__all__ = [
+    "FLOPS", "LIMITS", "LOW", "Comparison", "compare_with_eager", "doubled", "generators_kept", "kept", "promoted",
+    "reason_not_to",
+]  # fmt: skip

@@ -1,0 +1,47 @@
+"""The same computation in float64, where rounding does not blur a check."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autopar.capture import Captured
+from autopar.graph import Node, Spec
+
+LOW = (torch.float32, torch.bfloat16, torch.float16)
+"""Precisions that a comparison in double precision replaces."""
+
+
+def promoted(captured: Captured) -> Captured:
+    """The same computation in float64 throughout, casts to less included, so that rounding does not blur a check."""
+    low = {str(d).removeprefix("torch.") for d in LOW}
+
+    def value(x: Any) -> Any:
+        if isinstance(x, (tuple, list)):
+            return type(x)(value(v) for v in x)
+        return torch.float64 if x in LOW else x
+
+    def spec(s: Spec | None) -> Spec | None:
+        return s._replace(dtype="float64") if s is not None and s.dtype in low else s
+
+    def node(n: Node) -> Node:
+        return replace(
+            n, args=value(n.args), kwargs={k: value(v) for k, v in n.kwargs.items()}, outs=tuple(map(spec, n.outs))
+        )
+
+    graph = replace(captured.graph, nodes=tuple(map(node, captured.graph.nodes)))
+    return replace(captured, graph=graph)
+
+
+def doubled(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies in float64 of what had less precision."""
+    return {
+        k: v.detach().to(torch.float64 if v.dtype in LOW else v.dtype).clone().requires_grad_(v.requires_grad)
+        for k, v in tensors.items()
+    }
+
+
+__all__ = ["LOW", "doubled", "promoted"]

@@ -1,0 +1,107 @@
+"""How far the results of two sides are apart, and how far rounding brings them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autopar.graph import Graph
+from autopar.runtime.reached import reached_whatever_is_drawn
+
+LIMITS = {"float64": 1e-9, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+"""Largest relative difference that rounding explains, by precision."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Worst relative differences between graph and model, with the name of the tensor; all 0 where nothing was run.
+
+    Attributes:
+        note: why nothing was compared; empty where it was.
+    """
+
+    loss: float = 0.0
+    gradient: float = 0.0
+    gradient_of: str = ""
+    buffer: float = 0.0
+    buffer_of: str = ""
+    limit: float = 0.0
+    note: str = ""
+
+    @property
+    def worst(self) -> float:
+        return max(self.loss, self.gradient, self.buffer)
+
+    @property
+    def same(self) -> bool:
+        """Whether rounding explains the differences (true where nothing was compared)."""
+        return bool(self.note) or self.worst <= self.limit
+
+
+@dataclass
+class Ran:
+    """What one side gives: outputs, gradients by name, new buffers by name."""
+
+    outputs: list[Any]
+    gradients: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+
+
+def is_tensor(x: Any) -> bool:
+    return isinstance(x, torch.Tensor)
+
+
+def relative(a: torch.Tensor, b: torch.Tensor, largest: float = 0.0) -> float:
+    """``max|a - b|`` in units of the largest value; equal infinities and NaNs are no difference."""
+    if a.shape != b.shape:
+        return float("inf")
+    if not b.numel():
+        return 0.0
+    kind = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    x, y = a.to(kind), b.to(kind)
+    same = (x == y) | (x.isnan() & y.isnan())
+    if same.all():
+        return 0.0
+    apart = torch.where(same, torch.zeros_like(x), x - y).abs().max().item()
+    finite = y[y.isfinite()].abs()
+    scale = finite.max().item() if finite.numel() else 0.0
+    ratio = apart / (scale + 1e-3 * largest + 1e-30)
+    return ratio if ratio == ratio else float("inf")
+
+
+def off(a: torch.Tensor | None, b: torch.Tensor | None, largest: float) -> float:
+    """The same where a gradient may be missing, which is zero."""
+    if a is None or b is None:
+        some = b if a is None else a
+        return 0.0 if some is None else relative(some, torch.zeros_like(some), largest)
+    return relative(a, b, largest)
+
+
+def difference_of(graph: Graph, mine: Ran, theirs: Ran) -> Comparison:
+    """The largest relative differences between what the graph gives (``mine``) and the model (``theirs``)."""
+    kinds = {spec.dtype for node in graph.nodes for spec in node.outs if spec is not None}
+    limit = max([LIMITS[k] for k in kinds if k in LIMITS], default=LIMITS["float64"])
+    loss = 0.0 if len(mine.outputs) == len(theirs.outputs) else float("inf")
+    for a, b in zip(mine.outputs, theirs.outputs, strict=False):
+        if is_tensor(a) and is_tensor(b):
+            loss = max(loss, relative(a, b, 1e3 if b.ndim == 0 else 0.0))
+        elif is_tensor(a) != is_tensor(b):
+            loss = float("inf")
+    largest = max((g.abs().max().item() for g in theirs.gradients.values() if g.numel()), default=1.0)
+    gradient, gradient_of = 0.0, ""
+    params = {node.target for _, node in graph.of_kind("param")} - reached_whatever_is_drawn(graph)
+    for name in mine.gradients | theirs.gradients:
+        apart = off(mine.gradients.get(name), theirs.gradients.get(name), largest)
+        if name in params and (name in mine.gradients) != (name in theirs.gradients):
+            apart = float("inf")  # an optimizer passes over a parameter that hangs on a branch, or moves it
+        gradient, gradient_of = max((gradient, gradient_of), (apart, name))
+    buffer, buffer_of = 0.0, ""
+    for name, b in theirs.buffers.items():
+        apart = relative(mine.buffers[name], b)
+        buffer, buffer_of = max((buffer, buffer_of), (apart, name))
+    return Comparison(loss, gradient, gradient_of if gradient else "", buffer, buffer_of if buffer else "", limit)
+
+
+__all__ = ["LIMITS", "Comparison", "Ran", "difference_of", "is_tensor", "off", "relative"]

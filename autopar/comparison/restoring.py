@@ -1,0 +1,91 @@
+"""The same random numbers on both sides of a comparison, and everything put back that a run of the model changes."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from autopar.capture.python.guards import is_plain
+from autopar.torch_private import TorchDispatchMode
+
+_SEED = 20240229
+_AFTER = "_post_accumulate_grad_hooks"
+
+
+class _Seeded(TorchDispatchMode):
+    """Seeds the generator before each random operator: operators of one kind and shape draw the same numbers."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            torch.manual_seed(_SEED)
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def same_draws() -> Iterator[None]:
+    with generators_kept(), _Seeded():
+        yield
+
+
+@contextlib.contextmanager
+def generators_kept() -> Iterator[None]:
+    """The states of all generators are put back."""
+    numpy = sys.modules.get("numpy")
+    states = random.getstate(), None if numpy is None else numpy.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            if numpy is not None and states[1] is not None:
+                numpy.random.set_state(states[1])
+
+
+@contextlib.contextmanager
+def kept(*roots: Any) -> Iterator[None]:
+    """Buffers, hooks of parameters and Python attributes of modules are put back."""
+    modules = [m for root in roots if isinstance(root, torch.nn.Module) for m in root.modules()]
+    attributes = []
+    for module in modules:
+        entries = {k: v for k, v in vars(module).items() if k not in ("_parameters", "_buffers", "_modules")}
+        inside = {k: copy.copy(v) for k, v in entries.items() if isinstance(v, (dict, list, set)) and not is_plain(v)}
+        attributes.append((module, entries, inside, dict(module._buffers)))
+    values = [(b, b.detach().clone()) for *_, buffers in attributes for b in buffers.values() if b is not None]
+    params = [p for m in modules for p in m._parameters.values() if p is not None]
+    hooked: list[Any] = [hooks for p in params for hooks in (p._backward_hooks, getattr(p, _AFTER, None)) if hooks]
+    removed = [dict(hooks) for hooks in hooked]
+    for hooks in hooked:  # they belong to the reduced gradient, not to this comparison
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, hooks_before in zip(hooked, removed, strict=True):
+            hooks.update(hooks_before)
+        for module, entries, inside, buffers in attributes:
+            new = vars(module).keys() - entries.keys() - {"_parameters", "_buffers", "_modules"}
+            for name in new:
+                del module.__dict__[name]
+            module.__dict__.update(entries)
+            for name, before in inside.items():
+                value = entries[name]
+                value.clear()
+                value.extend(before) if isinstance(value, list) else value.update(before)
+            module._buffers.update(buffers)
+        with torch.no_grad():
+            for buffer, before in values:
+                if not _same_bits(buffer, before):
+                    buffer.copy_(before)
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.detach(), b)
+
+
+__all__ = ["generators_kept", "kept", "same_draws"]

@@ -1,0 +1,177 @@
+"""The two sides of a comparison: how the model runs on a batch, and how its graph does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+
+from autopar.capture import Captured
+from autopar.comparison.relative import Ran, is_tensor
+from autopar.comparison.restoring import generators_kept, kept, same_draws
+from autopar.graph import Graph
+from autopar.lower.emit import lower
+from autopar.lower.program import Program
+from autopar.planner.intra_op.single import one_device
+from autopar.rules.local import resolve
+from autopar.torch_private import pytree
+
+
+class Sides:
+    """The two sides of a comparison, and how to run them."""
+
+    def __init__(self, captured: Captured, model: Any, args: Any, kwargs: Any, targets: Any) -> None:
+        self.captured, self.model = captured, model
+        self.args, self.kwargs, self.targets = tuple(args), dict(kwargs), tuple(targets)
+        self.loss_fn = captured.example.loss_fn if captured.example is not None else None
+        self.named = _named(model, self.loss_fn)
+        self.program = _program(captured.graph, next((p.device for p in self.named.values()), torch.device("cpu")))
+        self.leaves = [*pytree.tree_leaves(((*self.args, *self.targets), self.kwargs))]
+
+    # -- the model
+
+    def eager(self) -> Ran:
+        """What the model gives; it is left as it was."""
+        with kept(self.model, self.loss_fn), same_draws(), torch.enable_grad():
+            if self.captured.guards.filled:  # the first call fills caches, and later ones read them
+                with torch.no_grad():
+                    self._call(self.leaves)
+                self._reset_buffers()
+            inputs = [x.detach().clone().requires_grad_(x.requires_grad) if is_tensor(x) else x for x in self.leaves]
+            outputs = pytree.tree_leaves(self._call(inputs))
+            gradients = self._gradients(outputs, self.named, dict(zip(self._input_names(), inputs, strict=True)))
+            now = self._now()
+            names = [node.target for _, node in self.captured.graph.of_kind("buffer")]
+            buffers = {name: now[name].detach().clone() for name in names if name in now}
+        return Ran([x.detach() if is_tensor(x) else x for x in outputs], gradients, buffers)
+
+    def _call(self, leaves: Sequence[Any]) -> Any:
+        args, kwargs = pytree.tree_unflatten(list(leaves), self.captured.in_spec)
+        if self.loss_fn is None:
+            return self.model(*args, **kwargs)
+        n = len(self.args)
+        return self.loss_fn(self.model(*args[:n], **kwargs), *args[n:])
+
+    def _now(self) -> dict[str, torch.Tensor]:
+        return _named(self.model, self.loss_fn)
+
+    def _reset_buffers(self) -> None:
+        for name, value in self._now().items():
+            before = self.buffers_before.get(name)
+            if before is not None:
+                with torch.no_grad():
+                    value.copy_(before)
+
+    @property
+    def buffers_before(self) -> dict[str, torch.Tensor]:
+        return {n: t for n, t in self.named.items() if not isinstance(t, torch.nn.Parameter)}
+
+    def _input_names(self) -> list[str]:
+        nodes = self.captured.graph.nodes
+        return [f"input '{nodes[n].target}'" if n is not None else "" for n in self.captured.inputs]
+
+    # -- the graph
+
+    def graph(self, keep: list[torch.Tensor] | None = None) -> Ran:
+        """What the captured graph gives; every tensor that it computes is added to ``keep``."""
+        graph, values, named, buffers_before = self.captured.graph, [], {}, {}
+        inputs = {}
+        for number, leaf in zip(self.captured.inputs, self.leaves, strict=True):
+            if number is not None:
+                inputs[graph.nodes[number].target] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        for slot in self.program.slots:
+            if slot.kind == "input":
+                values.append(inputs[slot.name])
+            elif slot.kind == "seed":
+                values.append(torch.zeros((), dtype=torch.int64))
+            else:
+                value = self.captured.constants.get(slot.name, self.named.get(slot.name))
+                assert value is not None, slot.name
+                if slot.kind == "param":
+                    value = named[slot.name] = value.detach().requires_grad_(slot.needs_grad)
+                else:  # some operators write to it
+                    value = buffers_before[slot.name] = value.detach().clone()
+                values.append(value)
+        with same_draws(), torch.enable_grad(), generators_kept():
+            if keep is None:
+                flat = self.program.runnable(*values)
+            else:
+                flat = _Keeping(self.program.module, keep).run(*values)
+            count = len(self.program.outputs)
+            names = {f"input '{k}'": x for k, x in inputs.items()}
+            gradients = self._gradients(flat[:count], named, names)
+        buffers = buffers_before | {n: x.detach() for n, x in zip(self.program.updates, flat[count:], strict=True)}
+        return Ran([x.detach() if is_tensor(x) else x for x in flat[:count]], gradients, buffers)
+
+    # -- both
+
+    def _gradients(self, outputs: Sequence[Any], params: Mapping[str, Any], inputs: Mapping[str, Any]) -> Any:
+        """Gradients of the loss, or of a fixed weighting of all outputs where there is none."""
+        graph = self.captured.graph
+        names = [node.target for _, node in graph.of_kind("param") if node.needs_grad]
+        wanted = {n: params[n] for n in names if n in params}
+        wanted |= {n: x for n, x in inputs.items() if is_tensor(x) and x.requires_grad}
+        if graph.loss is not None:
+            roots = [outputs[graph.loss]]
+        else:
+            roots = [(o * _weights(o)).sum() for o in outputs if is_tensor(o) and o.is_floating_point()]
+        roots = [r for r in roots if r.requires_grad]
+        if not roots or not wanted:
+            return {}
+        before = {n: x.grad for n, x in wanted.items()}
+        try:  # not autograd.grad: a backward of the model's own may call backward inside
+            for x in wanted.values():
+                x.grad = None
+            sum(roots[1:], roots[0]).backward()
+            return {n: x.grad.detach() for n, x in wanted.items() if x.grad is not None}
+        finally:
+            for n, x in wanted.items():
+                x.grad = before[n]
+
+
+def _named(model: torch.nn.Module, loss_fn: Any) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by the names that a graph has for them."""
+    named: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    named.update(model.named_buffers(remove_duplicate=False))
+    if isinstance(loss_fn, torch.nn.Module):
+        for name, tensor in (*loss_fn.named_parameters(), *loss_fn.named_buffers()):
+            named.setdefault(f"loss_fn.{name}", tensor)
+    return named
+
+
+def _program(graph: Graph, device: torch.device) -> Program:
+    """The program of one device, in which random operators are torch's own."""
+    program = lower(graph, one_device(graph), device)
+    for fx in program.module.graph.nodes:
+        if fx.op == "call_function" and "seed" in fx.kwargs and "shards" in fx.kwargs:
+            node = graph.nodes[graph.index[fx.meta["autopar"]["node"]]]
+            eager_kwargs = {k: v for k, v in fx.kwargs.items() if k not in ("cut", "seed", "site", "shape", "shards")}
+            if not node.refs and "size" not in eager_kwargs:
+                eager_kwargs["device"] = device
+            fx.target, fx.kwargs = resolve(node.target), eager_kwargs
+    program.module.recompile()
+    return program
+
+
+class _Keeping(torch.fx.Interpreter):
+    """Runs a program and keeps every tensor."""
+
+    def __init__(self, module: torch.fx.GraphModule, into: list[torch.Tensor]) -> None:
+        super().__init__(module)
+        self.into = into
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        value = super().run_node(n)
+        self.into.extend(x.detach() for x in pytree.tree_leaves(value) if is_tensor(x))
+        return value
+
+
+def _weights(x: torch.Tensor) -> torch.Tensor:
+    """Fixed weights of an output's elements, so that none counts like another."""
+    at = torch.arange(x.numel(), device=x.device, dtype=torch.float32)
+    return (1 + 0.5 * torch.sin(at)).to(x.dtype).reshape(x.shape)
+
+
+__all__ = ["Sides"]

@@ -1,0 +1,98 @@
+"""The comparison of a captured graph with its model, and for which models it would take too long."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autopar.capture import Captured
+from autopar.comparison.double_precision import LOW, doubled, promoted
+from autopar.comparison.first_difference import explained
+from autopar.comparison.relative import LIMITS, Comparison, difference_of, is_tensor
+from autopar.comparison.sides import Sides
+from autopar.errors import AutoparError, CaptureError
+from autopar.rules.registry import rules_of
+from autopar.torch_private import pytree
+
+FLOPS = {"cpu": 2e10, "cuda": 1e14}
+"""Operations of a forward up to which a model is compared unasked: some seconds on the kind of device."""
+BYTES = 4 * 2**30
+"""Bytes of parameters up to which a model is compared unasked: their gradients are made twice."""
+
+
+def compare_with_eager(
+    captured: Captured, model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any],
+    targets: Sequence[Any] = (), *, bounded: bool = True,
+) -> Comparison:  # fmt: skip
+    """Run the graph and the model on one batch, and compare loss, gradients and new buffers.
+
+    Args:
+        args, kwargs, targets: a batch with values, of the captured shapes.
+        bounded: leave out models that would take long; the note says so.
+
+    Raises:
+        CaptureError: they differ by more than rounding; it names the first module whose output does.
+    """
+    note = reason_not_to(captured, model, (args, kwargs, targets), bounded)
+    if note:
+        return Comparison(note=note)
+    side = Sides(captured, model, args, kwargs, targets)
+    try:
+        theirs = side.eager()
+    except Exception as error:
+        return Comparison(
+            note=f"the model itself fails on these inputs ({type(error).__name__}: {error})".split("\n")[0]
+        )
+    mine = side.graph()
+    difference = difference_of(captured.graph, mine, theirs)
+    if difference.worst <= difference.limit:
+        return difference
+    if difference.limit > LIMITS["float64"] and _same_in_double(captured, model, args, kwargs, targets):
+        return replace(difference, limit=difference.worst)  # rounding alone: it vanishes with the precision
+    raise CaptureError(explained(side, difference))
+
+
+def reason_not_to(captured: Captured, model: torch.nn.Module, batch: Any, bounded: bool, times: int = 1) -> str:
+    """Why a model is not run on a batch to compare something; empty if nothing speaks against it.
+
+    Args:
+        bounded: what takes long does.
+        times: how often as large as what was captured the batch is.
+    """
+    tensors = [*model.parameters(), *model.buffers(), *(x for x in pytree.tree_leaves(batch) if is_tensor(x))]
+    if any(t.is_meta or type(t) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) for t in tensors):
+        return "model or inputs have no values"
+    if len({t.device for t in tensors}) > 1:
+        return "model and inputs are on several devices"
+    flops = times * sum(rule.flops_at({}) for rule in rules_of(captured.graph) if rule is not None)
+    n_bytes = sum(node.out.n_bytes for _, node in captured.graph.of_kind("param"))
+    kind = tensors[0].device.type if tensors else "cpu"
+    if bounded and (flops > FLOPS.get(kind, FLOPS["cuda"]) or n_bytes > BYTES):
+        return f"it would take long ({flops:.1e} operations in a forward, {n_bytes / 2**30:.1f} GiB of parameters)"
+    return ""
+
+
+def _same_in_double(captured: Captured, model: Any, args: Any, kwargs: Any, targets: Any) -> bool:
+    """Whether a copy of the model in double precision agrees with the graph in double precision."""
+
+    def double(x: Any) -> Any:
+        if not is_tensor(x) or x.dtype not in LOW:
+            return x
+        return x.detach().double().requires_grad_(x.requires_grad)
+
+    try:
+        in_double = copy.deepcopy(model).double()
+        args, kwargs, targets = pytree.tree_map(double, (tuple(args), dict(kwargs), tuple(targets)))
+        wide = promoted(replace(captured, constants=doubled(captured.constants)))
+        side = Sides(wide, in_double, args, kwargs, targets)
+        difference = difference_of(wide.graph, side.graph(), side.eager())
+    except (AutoparError, RuntimeError, TypeError, ValueError, NotImplementedError):
+        return False
+    return difference.worst <= 1e-6  # the model may still cast to float32 in places
+
+
+__all__ = ["FLOPS", "compare_with_eager", "reason_not_to"]
