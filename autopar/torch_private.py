@@ -7,6 +7,7 @@ says what it is used for, so that another way can be found. What takes long to i
 from __future__ import annotations
 
 import contextlib
+import datetime
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -225,6 +226,16 @@ def default_timeout_seconds() -> float:
     return dist.distributed_c10d._get_default_timeout(dist.get_backend()).total_seconds()
 
 
+def timeout_of_world() -> datetime.timedelta:
+    """The time-out that the default process group was made with; groups made later get torch's own unless told."""
+    world: Any = dist.distributed_c10d._get_default_group()
+    for device in world._device_types:
+        options = getattr(world._get_backend(device), "options", None)
+        if options is not None:
+            return options._timeout  # type: ignore[no-any-return]
+    return dist.distributed_c10d._get_default_timeout(dist.get_backend())  # type: ignore[no-any-return]
+
+
 __all__ = [
     "CHECKPOINT", "DTENSOR_HANDLERS", "DTENSOR_REDUCED_DIMS", "DTENSOR_RESULT", "DTENSOR_STRATEGIES",
     "DTENSOR_STRATEGY", "EXPORT_BUFFER_HOOK", "EXPORT_INSIDE",
@@ -238,6 +249,6 @@ __all__ = [
     "functional_collectives", "functorch_is_active", "generate_redistribute_costs", "group_names", "group_of_axis",
     "has_kernel",
     "is_traceable_wrapper_subclass", "keeps_graph", "lazy_graph_modules", "local_tensor_mode", "make_wrapper_subclass",
-    "no_dispatch_modes", "preserve_version_counter", "pytree", "safe_softmax", "top_saved_tensors_hooks",
-    "unset_fake_temporarily", "will_run",
+    "no_dispatch_modes", "preserve_version_counter", "pytree", "safe_softmax", "timeout_of_world",
+    "top_saved_tensors_hooks", "unset_fake_temporarily", "will_run",
 ]  # fmt: skip

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from autopar.capture import capture
 from autopar.graph import Spec
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
+from autopar.runtime.groups import channel, groups_for
 from autopar.runtime.pipeline import PipelineModule
 from autopar.runtime.wires import Post, Wire
 from autopar.transfer import Side, transfer
@@ -57,6 +58,9 @@ def accumulate_points(*, in_place: bool) -> list[list[float]]:
 def send_points() -> list[list[float]]:
     """``[bytes, seconds]`` of one message between two ranks, there and back, as a pipeline sends it."""
     rank, repeats = dist.get_rank(), 20
+    pairs = [(0, 1), (1, 0)]
+    groups = groups_for(torch.device("cpu"))
+    groups.make(channel(*pair) for pair in pairs)
     points = []
     for n_bytes in SIZES:
         spec = Spec((n_bytes // 4,), "float32")
@@ -66,7 +70,7 @@ def send_points() -> list[list[float]]:
         rows = {r: [Action(r, kind, k) for k in range(repeats) for kind in "FB"] for r in (0, 1)}
         times = []
         if rank < 2:
-            post = Post.of(rank, torch.device("cpu"), (wire,), rows, repeats)
+            post = Post.of(rank, torch.device("cpu"), (wire,), rows, repeats, groups.channels(pairs))
             post.begin()
             value = torch.ones(spec.shape)
             for k in range(repeats):

@@ -31,6 +31,7 @@ from autopar.placements import (
     shard_dim,
 )
 from autopar.plan import ParamChoice
+from autopar.runtime.groups import groups_for
 
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -85,6 +86,35 @@ def hops(
     Raises:
         PlanError: there is no such path.
     """
+    result = []
+    coordinate = device_mesh.get_coordinate()
+    assert coordinate is not None
+    for a, b, axes, state in _merged(name, choice, shape, mesh):
+        forward, backward = _KINDS[kind(a), kind(b)]
+        index = 0
+        for axis in axes:
+            index = index * mesh[axis][1] + coordinate[axis]
+        n = prod(mesh[axis][1] for axis in axes)
+        whole = tuple("R" if axis in axes else p for axis, p in enumerate(state))
+        sizes = local_shape(shape, whole, mesh, coordinate)
+        cuts = [Cut(d, sizes[d]) for d in (shard_dim(a), shard_dim(b)) if d is not None] or [Cut()]
+        result.append(Hop(forward, backward, group_of(device_mesh, mesh, axes), n, index, cuts[0], cuts[-1]))
+    return tuple(result)
+
+
+def hop_axes(name: str, choice: ParamChoice, shape: Sequence[int], mesh: Mesh) -> list[tuple[int, ...]]:
+    """The axes over whose common groups the hops of a parameter go.
+
+    Raises:
+        PlanError: there is no path from stored to used.
+    """
+    return [tuple(axes) for _, _, axes, _ in _merged(name, choice, shape, mesh)]
+
+
+def _merged(
+    name: str, choice: ParamChoice, shape: Sequence[int], mesh: Mesh
+) -> list[tuple[Placement, Placement, list[int], State]]:
+    """The steps that communicate or cut: from, to, the axes that go together, and the state before."""
     steps = path(choice.stored, choice.used)
     legal = steps is not None and all((kind(a[i]), kind(b[i])) in _KINDS for i, a, b in steps)
     if steps is None or not legal:
@@ -102,22 +132,7 @@ def hops(
             last[2].insert(0, axis)
         else:
             merged.append((a, b, [axis], src))
-    result = []
-    coordinate = device_mesh.get_coordinate()
-    assert coordinate is not None
-    for a, b, axes, state in merged:
-        forward, backward = _KINDS[kind(a), kind(b)]
-        if forward == backward == "none":
-            continue
-        index = 0
-        for axis in axes:
-            index = index * mesh[axis][1] + coordinate[axis]
-        n = prod(mesh[axis][1] for axis in axes)
-        whole = tuple("R" if axis in axes else p for axis, p in enumerate(state))
-        sizes = local_shape(shape, whole, mesh, coordinate)
-        cuts = [Cut(d, sizes[d]) for d in (shard_dim(a), shard_dim(b)) if d is not None] or [Cut()]
-        result.append(Hop(forward, backward, group_of(device_mesh, mesh, axes), n, index, cuts[0], cuts[-1]))
-    return tuple(result)
+    return [each for each in merged if _KINDS[kind(each[0]), kind(each[1])] != ("none", "none")]
 
 
 def _as_one(shape: Sequence[int], state: State, mesh: Mesh, axis: int, inner: Sequence[int]) -> bool:
@@ -133,6 +148,9 @@ def group_of(device_mesh: DeviceMesh, mesh: Mesh, axes: Sequence[int]) -> Any:
     names = tuple(mesh[axis][0] for axis in axes)
     if len(names) == 1:
         return device_mesh.get_group(names[0])
+    made = groups_for(torch.device(device_mesh.device_type)).over(device_mesh, axes)
+    if made is not None:
+        return made
     if len(names) == len(mesh) and device_mesh.size() == dist.get_world_size():
         ranks = device_mesh.mesh.flatten().tolist()
         if ranks == list(range(len(ranks))):
@@ -215,6 +233,6 @@ def apply(kind: str, x: torch.Tensor, hop: Hop, backward: bool = False) -> torch
 
 
 __all__ = [
-    "Cut", "Hop", "all_gather_flat", "apply", "gather", "group_of", "hops", "of_its_own", "own_part", "padded",
-    "padded_to", "reduce_scatter_flat", "stacked", "unstack",
+    "Cut", "Hop", "all_gather_flat", "apply", "gather", "group_of", "hop_axes", "hops", "of_its_own", "own_part",
+    "padded", "padded_to", "reduce_scatter_flat", "stacked", "unstack",
 ]  # fmt: skip

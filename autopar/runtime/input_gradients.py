@@ -11,6 +11,7 @@ Whether there is a gradient is decided when the model is captured, by the exampl
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,12 +25,15 @@ class InputGradients:
     Args:
         parts: the stages, of one microbatch; the model's inputs that want a gradient there are meant.
         microbatches: of a step.
+        everyone: the group of all ranks.
     """
 
-    def __init__(self, parts: Sequence[StageGraph], microbatches: int, device: torch.device) -> None:
+    def __init__(
+        self, parts: Sequence[StageGraph], microbatches: int, device: torch.device, everyone: Any = None
+    ) -> None:
         inputs = [node for part in parts for _, node in part.graph.of_kind("input") if node.target in part.inputs]
         self.shapes = {node.target: node.out.shape for node in inputs if node.needs_grad}
-        self.microbatches, self.device = microbatches, device
+        self.microbatches, self.device, self.everyone = microbatches, device, everyone
         self.callers: dict[str, torch.Tensor] = {}
         self.sums: dict[str, torch.Tensor] = {}
 
@@ -58,7 +62,7 @@ class InputGradients:
         """Add up what the ranks have, and hand it over to the caller's tensors. All ranks call it."""
         callers, sums, self.callers, self.sums = self.callers, self.sums, {}, {}
         for grad in sums.values():
-            dist.all_reduce(grad)
+            dist.all_reduce(grad, group=self.everyone)
         wanted = [name for name, x in callers.items() if x.requires_grad]
         if wanted:
             torch.autograd.backward([callers[name] for name in wanted], [sums[name] for name in wanted])

@@ -8,7 +8,7 @@ reductions are those of a plan without pipeline; what is in flight through it, a
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,8 @@ from autopar.runtime.checkpoint import full_state_dict, load_full_state_dict
 from autopar.runtime.copied import BY_HAND
 from autopar.runtime.executor import mixed_seed
 from autopar.runtime.failures import Failures
+from autopar.runtime.groups import groups_for
+from autopar.runtime.plan_groups import groups_of
 from autopar.runtime.programs import AllWell, Fields, PlanAgain
 from autopar.runtime.reached import ReachedBy, reached_by
 from autopar.runtime.recaptured import differs, skeleton_of, with_buffers_of
@@ -37,8 +39,9 @@ from autopar.runtime.schedule_check import check_rows
 from autopar.runtime.spread import SpreadModule, check_mode
 from autopar.runtime.stage import Stage, device_of
 from autopar.runtime.stagewise import flat_optimizer_states, refuse_norms_on
-from autopar.runtime.state import hops
+from autopar.runtime.ties import tie_wires, tied_parameters
 from autopar.runtime.values import check_values
+from autopar.runtime.wires import wires_of
 from autopar.runtime.work import Work
 from autopar.staging import StageGraph, cut
 from autopar.torch_private import pytree
@@ -107,22 +110,23 @@ class PipelineModule(SpreadModule):
         check_rows(plan.schedule, self._parts)
         well = meeting.tell if meeting is not None else lambda: None
         well()
-        meshes = _meshes(plan, device_type)
+        wires, tied = wires_of(self._parts, plan), tied_parameters(self._parts, plan)
+        groups = groups_for(torch.device(device_type))
+        wanted = groups_of(self._parts, plan, [*wires, *tie_wires(tied, plan).values()], tied)
+        groups.make(wanted)  # all that will ever be needed, before ranks go different ways
         mine = [s for s, stage in enumerate(plan.stages) if self._rank in stage.devices]
+        meshes = {s: groups.mesh(plan.stages[s].mesh, plan.stages[s].devices) for s in mine}
+        _know_stages(plan, meshes.values())
         needed = {n.target for s in mine for n in self._parts[s].graph.nodes if n.kind in ("param", "buffer")}
         given = _values(model, needed, values)
         self._seed = first_seed(dist.group.WORLD) if seed is None else seed
         well()
-        for s in mine:  # groups of several axes are made together; nothing after this waits for other ranks
-            shapes = {node.target: node.out.shape for _, node in self._parts[s].graph.of_kind("param")}
-            for name, choice in plan.stages[s].params.items():
-                hops(name, choice, shapes[name], meshes[s], plan.stages[s].mesh)
         self._random = any(rule is not None and rule.random for rule in rules_of(captured.graph))
         self._device = torch.device(device_of(meshes[mine[0]]))
         self._none = torch.nn.Parameter(torch.empty(0, device=self._device))
         self._batch = Batch(captured, self._signature, self._device)
         self._reached_by = reached_by(captured.graph, self._device)
-        self._compared = Calls(lambda: dist.group.WORLD, None, False, [meshes[s] for s in mine])
+        self._compared = Calls(lambda: dist.group.WORLD, None, False, list(meshes.values()))
         self._failures = Failures(range(dist.get_world_size()))
         self.leads = self._rank == plan.stages[mine[0]].devices[0]
         shared: dict[str, torch.nn.Parameter] = {}
@@ -140,7 +144,7 @@ class PipelineModule(SpreadModule):
             for s, placing in placings.items()
         }
         self._set_mode_of(model)
-        self._work = Work(self._parts, plan, self._rank, self._device, stages)
+        self._work = Work(self._parts, plan, self._rank, stages, wires, tied, groups)
 
     @property
     def plan(self) -> Plan:
@@ -404,20 +408,12 @@ class PipelineModule(SpreadModule):
 # --- construction ----------------------------------------------------------------------------------------------------
 
 
-def _meshes(plan: Plan, device_type: str) -> list[DeviceMesh]:
-    """Of every stage; made on all ranks."""
-    meshes = [
-        DeviceMesh(
-            device_type, torch.tensor(s.devices).reshape([n for _, n in s.mesh]),
-            mesh_dim_names=tuple(name for name, _ in s.mesh),
-        )
-        for s in plan.stages
-    ]  # fmt: skip
+def _know_stages(plan: Plan, meshes: Iterable[DeviceMesh]) -> None:
+    """Have torch's functions that take one rank's parameters for all there are know the meshes of its stages."""
     if len({s.devices for s in plan.stages}) > 1:
         for mesh in meshes:
             refuse_norms_on(mesh)
         flat_optimizer_states(PipelineModule)
-    return meshes
 
 
 def _values(

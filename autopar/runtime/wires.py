@@ -3,11 +3,16 @@
 Both ends derive from plan and schedule which messages pass from one rank to another, and in which order the sender
 sends them; the receiver posts its receives in that order, a few ahead of the one it waits for. So no message has a tag:
 NCCL knows none, and gloo keeps the order of those that are alike.
+
+NCCL does what two ranks post between them in the order of posting, sends and receives alike, one after the other. A
+receive that is posted ahead would hold up every send behind it, on both sides, for ever. So messages from one rank to
+another have a *channel* of their own, a process group that is used in this direction alone: what is posted on it is
+sends on one side and receives on the other, in one order, and nothing there waits for anything but its own message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,6 +99,12 @@ def messages_of(action: Action, wires: Sequence[Wire]) -> Iterator[tuple[Message
             yield Message(wire.number, backward, action.microbatch, part), piece
 
 
+def pairs_of(wires: Iterable[Wire]) -> list[tuple[int, int]]:
+    """Sender and receiver of everything that these wires carry, in the order in which their channels are made."""
+    transfers = [t for wire in wires for t in (wire.there, wire.back) if t is not None]
+    return sorted({(p.source, p.target) for t in transfers for p in t.pieces if p.source != p.target})
+
+
 @dataclass
 class Post:
     """The messages of one rank: what it sends is kept until it has left, what it receives until it is taken."""
@@ -107,14 +118,20 @@ class Post:
     sent: dict[int, int] = field(default_factory=dict)
     posted: dict[int, int] = field(default_factory=dict)
     place: dict[Message, tuple[int, int]] = field(default_factory=dict)
+    channels: Mapping[tuple[int, int], Any] = field(default_factory=dict)
     inbox: dict[Message, tuple[Any, torch.Tensor]] = field(default_factory=dict)
     outbox: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
 
     @staticmethod
     def of(
-        rank: int, device: torch.device, wires: Sequence[Wire], rows: Mapping[int, Sequence[Action]], microbatches: int
-    ) -> Post:
-        """For a rank, given every group's row by the rank of each of its members."""
+        rank: int, device: torch.device, wires: Sequence[Wire], rows: Mapping[int, Sequence[Action]], microbatches: int,
+        channels: Mapping[tuple[int, int], Any],
+    ) -> Post:  # fmt: skip
+        """For a rank, given every group's row by the rank of each of its members.
+
+        Args:
+            channels: by sender and receiver, the process group for what passes from the one to the other.
+        """
         coming: dict[int, list[tuple[Message, Piece]]] = {}
         for sender, row in rows.items():
             if sender == rank:
@@ -128,7 +145,7 @@ class Post:
             for message, piece in messages_of(action, wires):
                 if piece.source == rank != piece.target:
                     going.setdefault(piece.target, []).append((message, piece))
-        post = Post(rank, device, wires, microbatches, coming, going)
+        post = Post(rank, device, wires, microbatches, coming, going, channels=channels)
         for sender, messages in coming.items():
             for i, (message, _) in enumerate(messages):
                 post.place[message] = (sender, i)
@@ -157,7 +174,7 @@ class Post:
         while self.posted[sender] < min(upto, len(messages)):
             message, piece = messages[self.posted[sender]]
             buffer = self._buffer(message, piece)
-            self.inbox[message] = dist.irecv(buffer, src=sender), buffer
+            self.inbox[message] = dist.irecv(buffer, src=sender, group=self.channels[sender, self.rank]), buffer
             self.posted[sender] += 1
 
     def _buffer(self, message: Message, piece: Piece) -> torch.Tensor:
@@ -180,8 +197,11 @@ class Post:
                 continue
             cut = cut.contiguous()
             self.sent[piece.target] += 1
-            self.outbox.append((dist.isend(cut, dst=piece.target), cut))
+            self._send(cut, piece.target)
         self.outbox = [(work, kept) for work, kept in self.outbox if not work.is_completed()]
+
+    def _send(self, value: torch.Tensor, target: int) -> None:
+        self.outbox.append((dist.isend(value, dst=target, group=self.channels[self.rank, target]), value))
 
     def clear(self, posted: Mapping[int, int], sent: Mapping[int, int]) -> None:
         """Receive all that was sent to this rank, and send what others wait for; then nothing is under way.
@@ -193,7 +213,7 @@ class Post:
         for target, count in posted.items():
             for message, piece in self.going.get(target, ())[self.sent.get(target, 0) : count]:
                 nothing = self._buffer(message, piece).zero_()
-                self.outbox.append((dist.isend(nothing, dst=target), nothing))
+                self._send(nothing, target)
         for sender, count in sent.items():
             if sender in self.coming:
                 self.posted.setdefault(sender, 0)
@@ -252,4 +272,4 @@ def clear(posts: Sequence[Post]) -> None:
         post.clear(posted, sent)
 
 
-__all__ = ["Message", "Post", "Wire", "clear", "messages_of", "wires_of"]
+__all__ = ["Message", "Post", "Wire", "clear", "messages_of", "pairs_of", "wires_of"]

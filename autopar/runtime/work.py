@@ -13,12 +13,13 @@ from torch.distributed.tensor import DTensor
 from autopar.graph import Ref
 from autopar.plan import Plan
 from autopar.runtime.flight import Flight
+from autopar.runtime.groups import Groups
 from autopar.runtime.input_gradients import InputGradients
 from autopar.runtime.reached import Reached
 from autopar.runtime.stage import Stage
 from autopar.runtime.state import as_dtensor
-from autopar.runtime.ties import Ties
-from autopar.runtime.wires import Post, clear, wires_of
+from autopar.runtime.ties import Tied, Ties
+from autopar.runtime.wires import Post, Wire, clear, pairs_of
 from autopar.staging import StageGraph
 from cost_models.pipeline import forward_only
 from cost_models.pipeline.actions import KINDS, Action
@@ -38,27 +39,31 @@ class Work:
     """
 
     def __init__(
-        self, parts: Sequence[StageGraph], plan: Plan, rank: int, device: torch.device,
-        stages: Mapping[int, Stage],
+        self, parts: Sequence[StageGraph], plan: Plan, rank: int, stages: Mapping[int, Stage],
+        wires: Sequence[Wire], tied: Sequence[Tied], groups: Groups,
     ) -> None:  # fmt: skip
         """
         Args:
             parts: of the whole model.
             stages: of this rank.
+            wires, tied: what crosses between stages, and what several of them hold.
+            groups: with those that the plan needs.
         """
+        device = groups.device
         self.plan, self.rank, self.device = plan, rank, device
+        self.everyone = groups.of(range(plan.n_devices))
         self.microbatches = plan.microbatches
-        self.input_gradients = InputGradients(parts, plan.microbatches, device)
+        self.input_gradients = InputGradients(parts, plan.microbatches, device, self.everyone)
         group_of = {d: plan.schedule.rank_of_stage[s] for s, stage in enumerate(plan.stages) for d in stage.devices}
         alone = forward_only(len(parts), plan.microbatches, plan.schedule.stages_of_rank)
         rows, forwards = (
             {d: schedule.flat_rows[group] for d, group in group_of.items()} for schedule in (plan.schedule, alone)
         )
         self.row, self.forward_row = rows[rank], forwards[rank]
-        wires = wires_of(parts, plan)
-        self.post = Post.of(rank, device, wires, rows, plan.microbatches)
-        self.forward_post = Post.of(rank, device, wires, forwards, plan.microbatches)
-        self.ties = Ties(parts, plan, rank, device)
+        channels = groups.channels(pairs_of(wires))
+        self.post = Post.of(rank, device, wires, rows, plan.microbatches, channels)
+        self.forward_post = Post.of(rank, device, wires, forwards, plan.microbatches, channels)
+        self.ties = Ties(tied, plan, rank, groups)
         self.flights = {
             s: Flight(
                 parts[s], stage, wires, self.row, self.input_gradients, plan.microbatches,
@@ -106,7 +111,7 @@ class Work:
         self.post.end()
         in_step = None if reached is None else frozenset().union(*reached)
         self.ties.add_up({s: flight.stage for s, flight in self.flights.items()}, in_step)
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=self.everyone)
         self.broken = False
         for flight in self.flights.values():
             flight.stage.gradients.give()
@@ -131,7 +136,7 @@ class Work:
             for position, whole in _other_outputs(flight, flat) if outputs is not None else ():
                 outputs.setdefault(position, []).append(whole)  # type: ignore[union-attr]
         self.forward_post.end()
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=self.everyone)
         self.broken = False
         return total
 

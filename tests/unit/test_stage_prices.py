@@ -186,12 +186,12 @@ class Sent:
         posted: dict[tuple[int, int], int] = defaultdict(int)
         rank = -1
 
-        def isend(value: torch.Tensor, dst: int) -> object:
+        def isend(value: torch.Tensor, dst: int, group: object) -> object:
             self.messages.append((rank, dst, value.nbytes))
             values[rank, dst].append(value.clone())
             return SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
 
-        def irecv(value: torch.Tensor, src: int) -> object:
+        def irecv(value: torch.Tensor, src: int, group: object) -> object:
             pair = src, rank
             number = posted[pair]
             posted[pair] += 1
@@ -217,7 +217,8 @@ class Sent:
         wire = wires.Wire(0, "x", 0, 1, transfer(Spec(shape, "float32"), source, target), None)
         ranks = sorted({*source.devices, *target.devices})
         rows = {r: [Action(0, "F", 0)] if r in source.devices else [] for r in ranks}
-        posts = {r: wires.Post.of(r, torch.device("cpu"), (wire,), rows, 1) for r in ranks}
+        no_groups = dict.fromkeys(wires.pairs_of([wire]))
+        posts = {r: wires.Post.of(r, torch.device("cpu"), (wire,), rows, 1, no_groups) for r in ranks}
         for rank in ranks:
             posts[rank].begin()
         for rank in source.devices:

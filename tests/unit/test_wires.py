@@ -1,67 +1,32 @@
-"""Messages of a pipeline need no tags: with those of each pair of ranks in the order of posting, all arrive right."""
+"""Messages of a pipeline under NCCL's rules: channels of one direction each go through, one for both hangs."""
 
 from __future__ import annotations
 
-import threading
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import pytest
 import torch
+from nccl_rules import SHARED, Deadlock, ThreadRanks
 
 from autopar.graph import Spec
 from autopar.placements import Mesh, local_shape
 from autopar.runtime import wires
 from autopar.transfer import Side, transfer
 from cost_models.pipeline import build
-from cost_models.pipeline.actions import Action
+from cost_models.pipeline.actions import Action, Schedule
 
-SECONDS = 20.0
-
-
-class InOrder:
-    """Channels that ignore tags, as NCCL does: the nth message from one rank to another goes to the nth receive."""
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.sent: dict[tuple[int, int], list[torch.Tensor]] = defaultdict(list)
-        self.posted: dict[tuple[int, int], int] = defaultdict(int)
-        self.here = threading.local()
-
-    def isend(self, value: torch.Tensor, dst: int, tag: int = 0) -> _Done:
-        with self.changed:
-            self.sent[self.here.rank, dst].append(value.clone())
-            self.changed.notify_all()
-        return _Done()
-
-    def irecv(self, value: torch.Tensor, src: int, tag: int = 0) -> _Arrival:
-        with self.changed:
-            pair = src, self.here.rank
-            self.posted[pair] += 1
-            return _Arrival(self, pair, self.posted[pair] - 1, value)
+SCHEDULES = ("gpipe", "1f1b", "zb-h1", "interleaved-1f1b", "zb-v", "dualpipe-v")
+Channels = Callable[[list[tuple[int, int]]], Mapping[tuple[int, int], Hashable]]
 
 
-class _Done:
-    def is_completed(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        pass
+def of_their_own(pairs: list[tuple[int, int]]) -> dict[tuple[int, int], Hashable]:
+    """A group for each ordered pair, as the runtime makes them."""
+    return {pair: f"{pair[0]}>{pair[1]}" for pair in pairs}
 
 
-class _Arrival:
-    def __init__(self, channels: InOrder, pair: tuple[int, int], number: int, value: torch.Tensor) -> None:
-        self.channels, self.pair, self.number, self.value = channels, pair, number, value
-
-    def wait(self) -> None:
-        with self.channels.changed:
-            arrived = self.channels.changed.wait_for(
-                lambda: len(self.channels.sent[self.pair]) > self.number, timeout=SECONDS
-            )
-            assert arrived, f"message {self.number} of {self.pair} never came"
-            message = self.channels.sent[self.pair][self.number]
-        assert message.shape == self.value.shape
-        self.value.copy_(message)
+def of_the_world(pairs: list[tuple[int, int]]) -> dict[tuple[int, int], Hashable]:
+    """All messages in the group of all ranks, as they were once."""
+    return dict.fromkeys(pairs, "world")
 
 
 def number_of(wire: wires.Wire, backward: bool, microbatch: int) -> float:
@@ -90,41 +55,76 @@ def does(post: wires.Post, all_wires: Sequence[wires.Wire], row: Sequence[Action
     post.end()
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "interleaved-1f1b", "zb-v", "dualpipe-v"])
-def test_order_alone_tells_messages_apart(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    per_group = 1 if schedule in ("gpipe", "1f1b", "zb-h1") else 2
-    groups, microbatches = 3, 12
-    plan = build(schedule, groups * per_group, groups, microbatches)
-    mesh: Mesh = (("data", 2),)
-    places = [(2 * plan.rank_of_stage[s], 2 * plan.rank_of_stage[s] + 1) for s in range(plan.n_stages)]
-    sides = [Side(("S0",) if s % 2 else ("S1",), mesh, devices) for s, devices in enumerate(places)]
-    spec = Spec((4, 6), "float32")
-    last = plan.n_stages - 1
-    pairs = [*((s, s + 1) for s in range(last)), (0, last), (0, last), (1, last)]
-    all_wires = [
-        wires.Wire(i, f"x{i}", a, b, transfer(spec, sides[a], sides[b]), transfer(spec, sides[b], sides[a]))
-        for i, (a, b) in enumerate(pairs)
-    ]
-    rows = {device: plan.flat_rows[group] for group in range(groups) for device in (2 * group, 2 * group + 1)}
-    channels = InOrder()
-    monkeypatch.setattr(wires.dist, "isend", channels.isend)
-    monkeypatch.setattr(wires.dist, "irecv", channels.irecv)
-    problems: list[BaseException] = []
+def sizes_of(kind: str, groups: int) -> list[int]:
+    """How many ranks each group has."""
+    return [2] * groups if kind == "equal" else [(1, 2, 4)[number % 3] for number in range(groups)]
 
-    def run(rank: int) -> None:
-        channels.here.rank = rank
-        post = wires.Post.of(rank, torch.device("cpu"), all_wires, rows, microbatches)
-        try:
+
+class Steps:
+    """A pipeline of ranks that are threads: what crosses neighbouring stages, and what skips some, two steps long."""
+
+    def __init__(self, schedule: str, groups: int, kind: str, microbatches: int = 8) -> None:
+        per_group = 1 if schedule in ("gpipe", "1f1b", "zb-h1") else 2
+        self.schedule: Schedule = build(schedule, groups * per_group, groups, microbatches)
+        places, first = [], 0
+        for size in sizes_of(kind, groups):
+            places.append(tuple(range(first, first + size)))
+            first += size
+        of_rank, last = self.schedule.rank_of_stage, self.schedule.n_stages - 1
+        sides = []
+        for s in range(last + 1):
+            devices = places[of_rank[s]]
+            mesh: Mesh = (("data", len(devices)),)
+            sides.append(Side(("S0",) if s % 2 else ("S1",), mesh, devices))
+        spec = Spec((4, 8), "float32")
+        pairs = [*((s, s + 1) for s in range(last)), (0, last), (0, last), *([(1, last)] if last > 1 else [])]
+        self.wires = [
+            wires.Wire(i, f"x{i}", a, b, transfer(spec, sides[a], sides[b]), transfer(spec, sides[b], sides[a]))
+            for i, (a, b) in enumerate(pairs)
+        ]
+        self.rows = {rank: self.schedule.flat_rows[g] for g, ranks in enumerate(places) for rank in ranks}
+
+    def run(self, shared: str, channels: Channels, monkeypatch: pytest.MonkeyPatch) -> ThreadRanks:
+        ranks = ThreadRanks(shared)
+        monkeypatch.setattr(wires.dist, "isend", ranks.isend)
+        monkeypatch.setattr(wires.dist, "irecv", ranks.irecv)
+        groups = channels(wires.pairs_of(self.wires))
+
+        def warm_up(rank: int) -> None:
+            for (source, target), group in groups.items():
+                if rank == source:
+                    ranks.isend(torch.zeros(1), target, group).wait()
+                elif rank == target:
+                    ranks.irecv(torch.zeros(1), source, group).wait()
+
+        def one(rank: int) -> None:
+            warm_up(rank)
+            row, microbatches = self.rows[rank], self.schedule.n_microbatches
+            post = wires.Post.of(rank, torch.device("cpu"), self.wires, self.rows, microbatches, groups)
             for _ in range(2):
-                does(post, all_wires, rows[rank])
-        except BaseException as error:
-            problems.append(error)
+                does(post, self.wires, row)
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in rows]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SECONDS)
-    assert not problems and not any(thread.is_alive() for thread in threads), problems
-    taken = sum(map(len, channels.sent.values()))
-    assert taken == sum(channels.posted.values()) > microbatches * len(pairs)
+        ranks.run(one, list(self.rows))
+        return ranks
+
+
+@pytest.mark.parametrize("shared", SHARED)
+@pytest.mark.parametrize("kind", ["equal", "unequal"])
+@pytest.mark.parametrize("groups", [2, 3, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_channels_of_one_direction_go_through(
+    schedule: str, groups: int, kind: str, shared: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Order alone tells messages apart, and whatever shares a stream, nothing waits for what is behind it."""
+    steps = Steps(schedule, groups, kind)
+    ranks = steps.run(shared, of_their_own, monkeypatch)
+    assert sum(ranks.met.values()) > steps.schedule.n_microbatches * len(steps.wires)
+    assert not any(ranks.open.values())
+
+
+@pytest.mark.parametrize("shared", SHARED)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_one_channel_for_both_directions_hangs(schedule: str, shared: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the rules bite: receives that are posted ahead hold up the sends behind them, on both sides."""
+    with pytest.raises(Deadlock, match="rank 0 waits for its"):
+        Steps(schedule, 2, "equal").run(shared, of_the_world, monkeypatch)

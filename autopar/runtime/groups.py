@@ -1,0 +1,164 @@
+"""Process groups that autopar makes: on all ranks, in one order, each once, each warmed up; ended at exit.
+
+``torch.distributed.new_group`` has to be called by all ranks of the world, in one order, for every group, also by those
+that are not in it: it counts the calls, and the count is the group's name. Where only some ranks call it, the next
+group that the user makes has another name on each rank, and nobody finds the others. And the first operation of an NCCL
+communicator blocks the host until all of its ranks have come there: two ranks that begin with different communicators
+wait for each other for ever. So all that a plan needs is known beforehand (:mod:`autopar.runtime.plan_groups`), and
+made and used once here, in that order, before anything else. Ranks may come late; nobody passes anybody.
+
+Groups are kept: the next plan that needs the same ranks for the same purpose has the same group, since communicators
+take memory and seconds. A group has the backend of the device that it is for, and no other: under
+``cpu:gloo,cuda:nccl`` no processor ever talks to another one in these.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.errors import MeshError
+from autopar.placements import Mesh
+from autopar.torch_private import timeout_of_world
+
+
+class Wanted(NamedTuple):
+    """A group: its ranks in ascending order, and what it is for, where ranks alone do not say it (a channel's
+    direction)."""
+
+    ranks: tuple[int, ...]
+    use: str = ""
+
+
+def channel(source: int, target: int) -> Wanted:
+    """What passes from one rank to another, and nothing that passes back."""
+    return Wanted((min(source, target), max(source, target)), f"{source}>{target}")
+
+
+def blocks(mesh: Mesh, devices: Sequence[int], axes: Sequence[int]) -> list[tuple[int, ...]]:
+    """The ranks of a mesh (``devices`` in row-major order) in sets that differ only along ``axes``."""
+    order = torch.tensor(devices).reshape([size for _, size in mesh])
+    others = [axis for axis in range(len(mesh)) if axis not in axes]
+    count = 1
+    for axis in others:
+        count *= mesh[axis][1]
+    return [tuple(sorted(row)) for row in order.permute(*others, *axes).reshape(count, -1).tolist()]
+
+
+class Groups:
+    """Those of one world of ranks for one type of device.
+
+    Attributes:
+        made: the groups that there are, in the order in which they were made; None where this rank is not in it.
+    """
+
+    def __init__(self, world: Any, device: torch.device) -> None:
+        self.world, self.device = world, device
+        self.made: dict[Wanted, Any] = {}
+
+    def make(self, wanted: Iterable[Wanted]) -> None:
+        """Make what there is not yet, and warm it up. All ranks of the world call it with the same list.
+
+        Raises:
+            MeshError: the world has no backend for the device.
+        """
+        backend, timeout = backend_for(self.device.type), timeout_of_world()
+        new = [each for each in dict.fromkeys(wanted) if each not in self.made]
+        rank = dist.get_rank()
+        for each in new:
+            group = dist.new_group(list(each.ranks), timeout, backend, group_desc=f"autopar {each.use}".strip())
+            self.made[each] = group if rank in each.ranks else None
+        for each in new:
+            if rank in each.ranks and len(each.ranks) > 1:
+                self._warm_up(each)
+
+    def _warm_up(self, wanted: Wanted) -> None:
+        nothing, group = torch.zeros(1, device=self.device), self.made[wanted]
+        if not wanted.use:
+            dist.all_reduce(nothing, group=group)
+            return
+        source, target = map(int, wanted.use.split(">"))
+        if dist.get_rank() == source:
+            dist.isend(nothing, dst=target, group=group).wait()  # type: ignore[union-attr]
+        else:
+            dist.irecv(nothing, src=source, group=group).wait()  # type: ignore[union-attr]
+
+    def of(self, ranks: Sequence[int]) -> Any:
+        """The group of a set of ranks for collectives; it has been made."""
+        return self.made[Wanted(tuple(sorted(ranks)))]
+
+    def channels(self, pairs: Iterable[tuple[int, int]]) -> Mapping[tuple[int, int], Any]:
+        """Those of some pairs of sender and receiver."""
+        return {pair: self.made[channel(*pair)] for pair in pairs}
+
+    def mesh(self, mesh: Mesh, devices: Sequence[int]) -> DeviceMesh:
+        """A mesh of this rank and others, from groups that have been made; ``devices`` in row-major order."""
+        rank, axes = dist.get_rank(), range(len(mesh))
+        along = [next(self.of(b) for b in blocks(mesh, devices, (axis,)) if rank in b) for axis in axes]
+        order = torch.tensor(devices).reshape([size for _, size in mesh])
+        names = tuple(name for name, _ in mesh)
+        return DeviceMesh.from_group(along, self.device.type, order, mesh_dim_names=names)
+
+    def over(self, device_mesh: DeviceMesh, axes: Sequence[int]) -> Any:
+        """The group of this rank along several axes of a mesh that :meth:`mesh` made; None if there is none."""
+        names = device_mesh.mesh_dim_names or ()
+        shape = tuple((name, device_mesh.size(axis)) for axis, name in enumerate(names))
+        rank = dist.get_rank()
+        for block in blocks(shape, device_mesh.mesh.flatten().tolist(), axes):
+            if rank in block:
+                return self.made.get(Wanted(block))
+        return None
+
+    def destroy(self) -> None:
+        """End all of them, the last one first."""
+        for group in reversed(self.made.values()):
+            if group is not None:
+                with contextlib.suppress(Exception):  # the world, or the peer, may be gone
+                    dist.destroy_process_group(group)
+        self.made = {}
+
+
+_of_worlds: dict[str, Groups] = {}
+
+
+def groups_for(device: torch.device) -> Groups:
+    """The groups of the world that there is now, for devices of this type."""
+    groups = _of_worlds.get(device.type)
+    if groups is None or groups.world is not dist.group.WORLD:
+        groups = _of_worlds[device.type] = Groups(dist.group.WORLD, device)
+    return groups
+
+
+def backend_for(device_type: str) -> str:
+    """What the world uses for devices of a type, such as ``nccl``.
+
+    Raises:
+        MeshError: it has nothing for them.
+    """
+    pairs = dist.get_backend_config().split(",")
+    backends = dict(pair.split(":", 1) for pair in pairs if ":" in pair)
+    if device_type not in backends:
+        raise MeshError(
+            f"the process group is for {', '.join(sorted(backends)) or 'nothing'} and the model is on {device_type}: "
+            f"move the model there, or make the group with a backend for both, such as "
+            "init_process_group('cpu:gloo,cuda:nccl')"
+        )
+    return backends[device_type]
+
+
+@atexit.register
+def destroy_groups() -> None:
+    """End all groups that were made here, if their world is still there."""
+    for groups in _of_worlds.values():
+        if dist.is_initialized() and groups.world is dist.group.WORLD:
+            groups.destroy()
+    _of_worlds.clear()
+
+
+__all__ = ["Groups", "Wanted", "backend_for", "blocks", "channel", "destroy_groups", "groups_for"]

@@ -1,0 +1,43 @@
+"""Which process groups a plan needs: the same list on every rank, since it follows from the plan alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from autopar.plan import Plan
+from autopar.runtime.groups import Wanted, blocks, channel
+from autopar.runtime.hops import hop_axes
+from autopar.runtime.ties import Tied
+from autopar.runtime.wires import Wire, pairs_of
+from autopar.staging import StageGraph
+
+
+def groups_of(parts: Sequence[StageGraph], plan: Plan, wires: Sequence[Wire], tied: Sequence[Tied]) -> list[Wanted]:
+    """All groups of a pipeline, in the order in which they are made.
+
+    One of all ranks, for what is the same everywhere (the loss); of each stage one along each axis of its mesh, and
+    over several axes where a parameter is gathered over them at once; the holders of tied parameters; and a channel for
+    each ordered pair of ranks that talks.
+
+    Args:
+        wires: of what crosses between stages, and of tied parameters that are not stored alike.
+    """
+    wanted = [Wanted(tuple(range(plan.n_devices)))]
+    for part in parts:
+        wanted += _of_stage(part, plan)
+    wanted += [Wanted(ranks) for each in tied for ranks in each.rank_sets(plan)]
+    wanted += [channel(source, target) for source, target in pairs_of(wires)]
+    return list(dict.fromkeys(wanted))
+
+
+def _of_stage(part: StageGraph, plan: Plan) -> Iterator[Wanted]:
+    stage = plan.stages[part.number]
+    along: set[tuple[int, ...]] = {(axis,) for axis in range(len(stage.mesh))}
+    shapes = {node.target: node.out.shape for _, node in part.graph.of_kind("param")}
+    for name, choice in stage.params.items():
+        along.update(hop_axes(name, choice, shapes[name], stage.mesh))
+    for axes in sorted(along):
+        yield from map(Wanted, blocks(stage.mesh, stage.devices, axes))
+
+
+__all__ = ["groups_of"]
