@@ -5,6 +5,7 @@
 :mod:`.free`          globals and free variables, found in the code
 :mod:`.generators`    random numbers from outside torch
 :mod:`.guards`        what was read, compared at each call
-:mod:`.places`        whose code, and which line
+:mod:`.lookups`       the classes whose attributes are heard of while a trace runs
+:mod:`.user_lines`    whose code, and which line
 ===================== ==============================================================================================
 """

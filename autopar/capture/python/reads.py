@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dis
 import functools
 import sys
 import types
@@ -23,14 +22,10 @@ import torch
 from autopar.capture.python.free import Free, free_values
 from autopar.capture.python.generators import global_states, is_generator, same_state, set_state, state_of
 from autopar.capture.python.guards import OTHER, Guards, Held, ReadValue, SameObject, frozen, is_plain, show
+from autopar.capture.python.lookups import Lookups, behind, can_tell, only_counts, stored
 from autopar.capture.python.user_lines import from_machinery, user_line
 from autopar.capture.trace.tracing import depends_on_data
-from autopar.torch_private import AttributeProxy
 
-_OWN = frozenset({*torch.nn.Module().__dict__, *dir(torch.nn.Module)})
-"""Attributes that every module has: the machinery's, and ``training``, which is what modes are for."""
-_HEAP = 1 << 9
-"""Flag of classes that are made in Python, whose attribute lookup can be changed."""
 _FOREIGN = ("torch", "builtins", "numpy", "enum", "types", "functools", "collections", "typing", "threading", "logging",
             "re", "weakref", "_thread", "abc", "pathlib", "inspect", "contextlib")  # fmt: skip
 """Packages whose objects are not looked into."""
@@ -65,14 +60,6 @@ def _restored(owner: Any, name: str, value: Any) -> None:
         object.__setattr__(owner, name, value)
 
 
-def _behind(owner: Any) -> Any:
-    """The module itself: where one has two names, the trace of torch.export runs on stand-ins that share its dict."""
-    if not isinstance(owner, AttributeProxy):
-        return owner
-    stand_in: Any = type(owner)
-    return stand_in.get_base(owner)
-
-
 class Recorder:
     """Around a trace: ``with recorder: export(...)``.
 
@@ -100,8 +87,7 @@ class Recorder:
         self.traced: list[tuple[torch.nn.Module, str, dict[str, Any]]] = []
         """The same with the trace's own tensors, when forward begins."""
         self.generators: dict[int, tuple[Any, str, Any]] = {}
-        self.patched: dict[type, tuple[Any, Any]] = {}
-        self.active = False
+        self.lookups = Lookups(self._saw, self._wrote)
         self.changed: list[Written] = []
         """What the next call would read otherwise."""
         self.filled: tuple[str, ...] = ()
@@ -114,9 +100,9 @@ class Recorder:
     # -- around a trace
 
     def __enter__(self) -> Recorder:
-        self.active = True
+        self.lookups.active = True
         for module, _ in list(self.owned.values()):
-            self._patch(type(module))
+            self.lookups.listen(type(module))
         for value in self.free:
             if value.read.value is OTHER:
                 self._adopt(value.value, value.read.path if value.read.kind == "cell" else value.read.name)
@@ -127,7 +113,7 @@ class Recorder:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.active = False
+        self.lookups.active = False
         self.begin.remove()
         self.end.remove()
         self._ended()
@@ -137,45 +123,12 @@ class Recorder:
                     module._buffers[name] = None
                 else:
                     del module._buffers[name]  # the trace's own tensor, which is of no use to anybody
-        for cls, (get, set_) in self.patched.items():
-            for name, class_method in (("__getattribute__", get), ("__setattr__", set_)):
-                if class_method is None:
-                    delattr(cls, name)
-                else:
-                    setattr(cls, name, class_method)
-        self.patched.clear()
-
-    def _patch(self, cls: type) -> None:
-        """Let a class tell of its attributes until the trace ends."""
-        if cls in self.patched or not cls.__flags__ & _HEAP:
-            return
-        get: Any = getattr(cls.__getattribute__, "_original", cls.__getattribute__)  # of a base that tells already
-        set_: Any = getattr(cls.__setattr__, "_original", cls.__setattr__)
-
-        def __getattribute__(owner: Any, name: str) -> Any:
-            value = get(owner, name)
-            if name not in _OWN and self.active and name[:2] != "__":
-                self._saw(owner, name, value)
-            return value
-
-        def __setattr__(owner: Any, name: str, value: Any) -> None:
-            if name not in _OWN and self.active and not isinstance(value, torch.nn.Module):
-                self._wrote(owner, name, value)
-            set_(owner, name, value)
-
-        methods_before = vars(cls).get("__getattribute__"), vars(cls).get("__setattr__")
-        try:
-            for function, original in ((__getattribute__, get), (__setattr__, set_)):
-                function.__dict__["_original"] = original
-                setattr(cls, function.__name__, function)
-        except TypeError:  # a class that cannot be changed
-            return
-        self.patched[cls] = methods_before
+        self.lookups.end()
 
     # -- what is heard
 
     def _saw(self, owner: Any, name: str, value: Any) -> None:
-        owner = _behind(owner)
+        owner = behind(owner)
         key = id(owner), name
         if key in self.first or key in self.fresh or isinstance(value, torch.nn.Module):
             return
@@ -186,7 +139,7 @@ class Recorder:
                 self._saw_tensor(owner, name, value, frame)
             return
         owner_and_path = self.owned.get(id(owner))
-        if owner_and_path is None or owner_and_path[0] is not owner or not _stored(owner, name, value):
+        if owner_and_path is None or owner_and_path[0] is not owner or not stored(owner, name, value):
             return
         frame = sys._getframe(2)
         if from_machinery(frame):
@@ -198,11 +151,11 @@ class Recorder:
             return
         frozen_value = frozen(value)
         if key in self.counted:  # not only counted: what the next call reads is another value
-            if not _only_counts(frame, name):
+            if not only_counts(frame, name):
                 read, value = self.counted[key][1:]
                 self.first[key], self.raw[key] = (owner, read), value
             return
-        if is_plain(value) and _only_counts(frame, name):
+        if is_plain(value) and only_counts(frame, name):
             self.counted[key] = owner, ReadValue(path, name, frozen_value, where), value
             return
         if frozen_value is OTHER:
@@ -219,7 +172,7 @@ class Recorder:
     def _saw_tensor(self, owner: Any, name: str, value: torch.Tensor, frame: Any) -> None:
         """A tensor that is no parameter and no buffer, but an attribute like others, is part of the program."""
         owner_and_path = self.owned.get(id(owner))
-        if owner_and_path is not None and owner_and_path[0] is owner and _stored(owner, name, value):
+        if owner_and_path is not None and owner_and_path[0] is owner and stored(owner, name, value):
             key = id(owner), name
             read = ReadValue(owner_and_path[1], name, Held(value), user_line(frame))
             self.plain.setdefault(key, (owner, read, value))
@@ -242,16 +195,16 @@ class Recorder:
     def _adopt(self, value: Any, path: str) -> bool:
         """Hear of an object that hangs on the model; whether it is the first time."""
         cls = type(value)
-        if isinstance(value, torch.Tensor) or id(value) in self.owned or not cls.__flags__ & _HEAP:
+        if isinstance(value, torch.Tensor) or id(value) in self.owned or not can_tell(cls):
             return False
         if cls.__module__.split(".")[0] in _FOREIGN and not isinstance(value, torch.nn.Module):
             return False
         self.owned[id(value)] = value, path
-        self._patch(cls)
+        self.lookups.listen(cls)
         return True
 
     def _wrote(self, owner: Any, name: str, value: Any) -> None:
-        owner = _behind(owner)
+        owner = behind(owner)
         owner_and_path = self.owned.get(id(owner))
         if owner_and_path is None or owner_and_path[0] is not owner:
             return
@@ -398,39 +351,6 @@ class Recorder:
         for name, tensor in constants.items():
             guards.watch(name, tensor)
         return guards
-
-
-def _stored(owner: Any, name: str, value: Any) -> bool:
-    """Whether an attribute is kept by the object or its class, and not computed."""
-    try:
-        if name in object.__getattribute__(owner, "__dict__"):
-            return True
-    except AttributeError:
-        pass
-    for cls in type(owner).__mro__:
-        if name in vars(cls):
-            raw = vars(cls)[name]
-            return raw is value or isinstance(raw, types.MemberDescriptorType)
-    # found under another name, as a config's attribute_map has it: by a look-up that is written in Python
-    return isinstance(getattr(type(owner).__getattribute__, "_original", None), types.FunctionType)
-
-
-def _only_counts(frame: Any, name: str) -> bool:
-    """Whether a frame reads an attribute for ``self.name += 1``, which reads it for nothing else."""
-    return frame.f_lasti in _counts(frame.f_code).get(name, ())
-
-
-@functools.lru_cache(maxsize=4096)
-def _counts(code: types.CodeType) -> dict[str, list[int]]:
-    """Where code loads an attribute, by name, to add to it: it keeps the owner, to store the sum there again."""
-    offsets: dict[str, list[int]] = {}
-    before = ""
-    for instruction in dis.get_instructions(code):
-        if instruction.opname == "LOAD_ATTR" and before == "COPY":
-            offsets.setdefault(instruction.argval, []).append(instruction.offset)
-        if instruction.opname not in ("CACHE", "EXTENDED_ARG"):
-            before = instruction.opname
-    return offsets
 
 
 def _new_tensors(before: Any, now: Any) -> list[torch.Tensor]:

@@ -1,0 +1,122 @@
+"""Attribute lookups of classes, heard of for as long as a trace runs; and what code does with an attribute.
+
+A class that is made in Python looks up and sets its attributes by methods that can be replaced. Here they tell a
+listener of each attribute before they go on.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from autopar.torch_private import AttributeProxy
+
+_OWN = frozenset({*torch.nn.Module().__dict__, *dir(torch.nn.Module)})
+"""Attributes that every module has: the machinery's, and ``training``, which is what modes are for."""
+_HEAP = 1 << 9
+"""Flag of classes that are made in Python, whose attribute lookup can be changed."""
+
+
+class Lookups:
+    """Classes whose attribute lookup tells of itself, until :meth:`end`.
+
+    Args:
+        saw: is called with an object, a name and the value that was read, two frames below the code that read it.
+        wrote: the same with the value that is written, before it is.
+    """
+
+    def __init__(self, saw: Callable[[Any, str, Any], None], wrote: Callable[[Any, str, Any], None]) -> None:
+        self.saw, self.wrote = saw, wrote
+        self.active = False
+        self._before: dict[type, tuple[Any, Any]] = {}
+
+    def listen(self, cls: type) -> None:
+        """Let a class tell of its attributes until the trace ends."""
+        if cls in self._before or not can_tell(cls):
+            return
+        get: Any = getattr(cls.__getattribute__, "_original", cls.__getattribute__)  # of a base that tells already
+        set_: Any = getattr(cls.__setattr__, "_original", cls.__setattr__)
+
+        def __getattribute__(owner: Any, name: str) -> Any:
+            value = get(owner, name)
+            if name not in _OWN and self.active and name[:2] != "__":
+                self.saw(owner, name, value)
+            return value
+
+        def __setattr__(owner: Any, name: str, value: Any) -> None:
+            if name not in _OWN and self.active and not isinstance(value, torch.nn.Module):
+                self.wrote(owner, name, value)
+            set_(owner, name, value)
+
+        methods_before = vars(cls).get("__getattribute__"), vars(cls).get("__setattr__")
+        try:
+            for function, original in ((__getattribute__, get), (__setattr__, set_)):
+                function.__dict__["_original"] = original
+                setattr(cls, function.__name__, function)
+        except TypeError:  # a class that cannot be changed
+            return
+        self._before[cls] = methods_before
+
+    def end(self) -> None:
+        """The classes are as they were."""
+        for cls, (get, set_) in self._before.items():
+            for name, class_method in (("__getattribute__", get), ("__setattr__", set_)):
+                if class_method is None:
+                    delattr(cls, name)
+                else:
+                    setattr(cls, name, class_method)
+        self._before.clear()
+
+
+def can_tell(cls: type) -> bool:
+    """Whether a class is made in Python, so that its attribute lookup can be changed."""
+    return bool(cls.__flags__ & _HEAP)
+
+
+def behind(owner: Any) -> Any:
+    """The module itself: where one has two names, the trace of torch.export runs on stand-ins that share its dict."""
+    if not isinstance(owner, AttributeProxy):
+        return owner
+    stand_in: Any = type(owner)
+    return stand_in.get_base(owner)
+
+
+def stored(owner: Any, name: str, value: Any) -> bool:
+    """Whether an attribute is kept by the object or its class, and not computed."""
+    try:
+        if name in object.__getattribute__(owner, "__dict__"):
+            return True
+    except AttributeError:
+        pass
+    for cls in type(owner).__mro__:
+        if name in vars(cls):
+            raw = vars(cls)[name]
+            return raw is value or isinstance(raw, types.MemberDescriptorType)
+    # found under another name, as a config's attribute_map has it: by a look-up that is written in Python
+    return isinstance(getattr(type(owner).__getattribute__, "_original", None), types.FunctionType)
+
+
+def only_counts(frame: Any, name: str) -> bool:
+    """Whether a frame reads an attribute for ``self.name += 1``, which reads it for nothing else."""
+    return frame.f_lasti in _counts(frame.f_code).get(name, ())
+
+
+@functools.lru_cache(maxsize=4096)
+def _counts(code: types.CodeType) -> dict[str, list[int]]:
+    """Where code loads an attribute, by name, to add to it: it keeps the owner, to store the sum there again."""
+    offsets: dict[str, list[int]] = {}
+    before = ""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "LOAD_ATTR" and before == "COPY":
+            offsets.setdefault(instruction.argval, []).append(instruction.offset)
+        if instruction.opname not in ("CACHE", "EXTENDED_ARG"):
+            before = instruction.opname
+    return offsets
+
+
+__all__ = ["Lookups", "behind", "can_tell", "only_counts", "stored"]
