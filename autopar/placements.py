@@ -250,10 +250,11 @@ def coordinates(rank: int, mesh: Mesh) -> tuple[int, ...]:
     return tuple(reversed(coordinate))
 
 
-def has_pieces(shape: Sequence[int], state: State, mesh: Mesh) -> bool:
+def fits(shape: Sequence[int], state: State, mesh: Mesh) -> bool:
     """Whether a tensor can be in a state: the dims exist, and no axis cuts a dim into more pieces than it has elements.
 
-    Pieces need not be equal, and the last ones may be empty (6 elements over 4 ranks are 2, 2, 2 and 0).
+    Pieces need not be equal, and the last ones may be empty (6 elements over 4 ranks are 2, 2, 2 and 0). Whether an
+    operator may run on an empty one says its rule (``Rule.needs_some``).
     """
     local = list(shape)
     for placement, (_, size) in zip(state, mesh, strict=True):
@@ -285,21 +286,6 @@ def all_have_some(n: int, sizes: Sequence[int]) -> bool:
         if not min(lengths):  # pieces shrink from the first to the last, and those between are as the first or empty
             return False
     return True
-
-
-def fits(shape: Sequence[int], state: State, mesh: Mesh) -> bool:
-    """Whether a tensor can be computed in a state: the dims exist, and every rank has some elements.
-
-    Pieces need not be equal. What is only stored may also leave ranks without any (:func:`has_pieces`).
-    """
-    if divides(shape, state, mesh):
-        return True
-    if any(placement[0] == "S" and _DIMS[placement] >= len(shape) for placement in state):
-        return False
-    return all(
-        all_have_some(n, [size for placement, (_, size) in zip(state, mesh, strict=True) if placement == _SHARDS[d]])
-        for d, n in enumerate(shape)
-    )
 
 
 def steps_from(state: State, choices: Sequence[Sequence[Placement]]) -> Iterator[tuple[int, State]]:

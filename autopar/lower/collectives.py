@@ -15,7 +15,7 @@ import torch.fx
 
 from autopar.placements import Mesh, Placement, State, cut_extent, is_shard, only_change, shard_dim
 from autopar.placements import shard as placement_of
-from autopar.rules.distributed import length_of
+from autopar.rules.distributed import length_of, padded
 
 _TYPE = {"R": spmd.R, "I": spmd.I, "P": spmd.P}
 
@@ -82,19 +82,6 @@ def convert(x: torch.Tensor, axis: str, src: str, dst: str) -> torch.Tensor:
 # so that operators take the same way on all of them.
 
 
-def _padded(x: torch.Tensor, dim: int, to: Any) -> torch.Tensor:
-    missing = to - x.shape[dim]
-    if isinstance(missing, int) and not missing:
-        return x
-    behind = [*[0, 0] * (x.dim() - 1 - dim), 0, missing]
-    if not spmd.is_type_checking():
-        return torch.nn.functional.pad(x, behind)
-    with spmd.no_typecheck():  # zeros change no type: of a pending sum they are terms
-        longer = torch.nn.functional.pad(x, behind)
-    spmd.assert_type(longer, dict(spmd.get_local_type(x)))
-    return longer
-
-
 def _sizes(axis: str, n: int, outer: Sequence[str]) -> tuple[Any, Any, Any, int]:
     """``(whole, largest piece, own piece, ranks)`` of a dim on the ranks of ``axis``."""
     ranks = spmd.normalize_axis(axis).size()
@@ -105,13 +92,13 @@ def _sizes(axis: str, n: int, outer: Sequence[str]) -> tuple[Any, Any, Any, int]
 def all_gather_pieces(x: torch.Tensor, axis: str, dim: int, to: str, n: int, outer: Sequence[str]) -> torch.Tensor:
     """:func:`all_gather` of pieces that are not equal."""
     whole, largest, _, _ = _sizes(axis, n, outer)
-    return all_gather(_padded(x, dim, largest), axis, dim, to).narrow(dim, 0, whole).contiguous()
+    return all_gather(padded(x, dim, largest), axis, dim, to).narrow(dim, 0, whole).contiguous()
 
 
 def reduce_scatter_pieces(x: torch.Tensor, axis: str, dim: int, n: int, outer: Sequence[str]) -> torch.Tensor:
     """:func:`reduce_scatter` into pieces that are not equal."""
     _, largest, length, ranks = _sizes(axis, n, outer)
-    return reduce_scatter(_padded(x, dim, largest * ranks), axis, dim).narrow(dim, 0, length).contiguous()
+    return reduce_scatter(padded(x, dim, largest * ranks), axis, dim).narrow(dim, 0, length).contiguous()
 
 
 def all_to_all_pieces(
@@ -121,20 +108,20 @@ def all_to_all_pieces(
     """:func:`all_to_all` between pieces that are not equal."""
     whole, largest, _, _ = _sizes(axis, n_src, outer_src)
     _, largest_new, length, ranks = _sizes(axis, n_dst, outer_dst)
-    x = _padded(_padded(x, src, largest), dst, largest_new * ranks)
+    x = padded(padded(x, src, largest), dst, largest_new * ranks)
     return all_to_all(x, axis, src, dst).narrow(src, 0, whole).narrow(dst, 0, length).contiguous()
 
 
 def shard_pieces(x: torch.Tensor, axis: str, dim: int, of: str, n: int, outer: Sequence[str]) -> torch.Tensor:
     """:func:`shard` into pieces that are not equal."""
     _, largest, length, ranks = _sizes(axis, n, outer)
-    return shard(_padded(x, dim, largest * ranks), axis, dim, of).narrow(dim, 0, length).contiguous()
+    return shard(padded(x, dim, largest * ranks), axis, dim, of).narrow(dim, 0, length).contiguous()
 
 
 def terms_of_pieces(x: torch.Tensor, axis: str, dim: int, n: int, outer: Sequence[str]) -> torch.Tensor:
     """``S<dim>`` -> ``P`` of pieces that are not equal: each is a term that is zero elsewhere."""
     whole, largest, _, _ = _sizes(axis, n, outer)
-    return convert(_padded(x, dim, largest), axis, placement_of(dim), "P").narrow(dim, 0, whole).contiguous()
+    return convert(padded(x, dim, largest), axis, placement_of(dim), "P").narrow(dim, 0, whole).contiguous()
 
 
 _PIECES: dict[Any, Any] = {

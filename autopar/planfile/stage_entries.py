@@ -156,10 +156,8 @@ class StageReader:
 
     # -- placements
 
-    def _state(
-        self, path: str, text: str, shape: Sequence[int], kinds: str, uneven: bool = False
-    ) -> State | None:
-        return read_state(path, text, self.mesh, shape, kinds, self.bad, uneven)
+    def _state(self, path: str, text: str, shape: Sequence[int], kinds: str) -> State | None:
+        return read_state(path, text, self.mesh, shape, kinds, self.bad)
 
     def _matched(self, section: str, every: Mapping[str, int]) -> dict[str, tuple[str, Any]]:
         """``{name: (path in the file, entry)}`` of the last entry that matches each name."""
@@ -186,7 +184,7 @@ class StageReader:
         for name, (path, entry) in matched.items():
             node = self.graph.nodes[nodes[name]]
             shape = node.out.shape
-            stored = self._state(f"{path}.stored", entry["stored"], shape, "SI" if node.needs_grad else "SR", True)
+            stored = self._state(f"{path}.stored", entry["stored"], shape, "SI" if node.needs_grad else "SR")
             used = self._state(f"{path}.used", entry["used"], shape, "SIR" if node.needs_grad else "SR")
             if stored is None or used is None:
                 continue

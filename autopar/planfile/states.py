@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.errors import MeshError
-from autopar.placements import Mesh, State, fits, format_mesh, has_pieces, parse_state
+from autopar.placements import Mesh, State, fits, format_mesh, parse_state
 from autopar.planfile.file_errors import FileErrors
 
 
 def read_state(
-    path: str, text: str, mesh: Mesh, shape: Sequence[int], kinds: str, bad: FileErrors, uneven: bool = False
+    path: str, text: str, mesh: Mesh, shape: Sequence[int], kinds: str, bad: FileErrors
 ) -> State | None:
     """The state that a text names for a tensor of this shape; None, and a failure, if it cannot be.
 
     Args:
         kinds: first letters of the placements that are possible.
-        uneven: pieces need not be equal.
     """
     try:
         state = parse_state(text, mesh, f"{bad.part}{path}")
@@ -28,7 +27,7 @@ def read_state(
             allowed = ", ".join("S<dim>" if k == "S" else k for k in kinds)
             bad.add(path, f"'{placement}' on axis '{axis}' is not possible here; use {allowed}")
             return None
-    if not (has_pieces if uneven else fits)(shape, state, mesh):
+    if not fits(shape, state, mesh):
         bad.add(
             path,
             f"a tensor of shape {tuple(shape)} cannot be cut as {text} on mesh {format_mesh(mesh)}; shard "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -87,7 +88,7 @@ def attention(call: Call) -> Rule:
     if n_mask:
         terms.append(_term(call.ins[3].shape, [*lead, "q", "k"]))
     d, e = q[-1], call.ins[2].shape[-1]
-    return line(
+    of_attention = line(
         ", ".join(terms) + " -> " + _term(call.out.shape[:-2], lead) + " q e",
         call,
         sizes=sizes,
@@ -100,3 +101,6 @@ def attention(call: Call) -> Rule:
         saves=tuple(range(3 + n_mask)),
         saves_out=True,
     )
+    if n_mask and call.ins[3].is_float:  # torch's kernels give no gradient of the mask where there are no scores
+        return replace(of_attention, needs_some=frozenset(of_attention.sizes))
+    return of_attention

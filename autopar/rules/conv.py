@@ -46,6 +46,7 @@ def _conv(call: Call, n_space: int, groups_at: int, transposed: bool) -> Rule:
         linear=[{0, 2}, {1, 2}] if has_bias else [{0}, {1}],
         additive=[2] if has_bias else [],
         even="g",
+        needs_some="c o" + (" g" if groups > 1 else ""),
         localize=localize if groups > 1 else None,
         lowerings=(Lowering(summed, frozenset("c"), uneven=True),) if has_bias else (),
         saves=(0, 1),
@@ -82,6 +83,7 @@ prove_with("aten.conv1d.padding", sample(T((2, 4, 8)), T((4, 2, 3)), T((4,)), [1
 prove_with(
     "aten.conv2d.default",
     sample(T((2, 4, 6, 6)), T((8, 4, 3, 3)), _NO_BIAS, [2, 2], [1, 1]),
+    sample(T((4, 2, 4, 4)), T((2, 2, 3, 3)), T((2,))),
     sample(T((2, 4, 6, 6)), T((8, 4, 2, 2)), T((8,)), [2, 2]),
     sample(T((2, 8, 5, 5)), T((8, 2, 3, 3)), T((8,)), [1, 1], [1, 1], [1, 1], 4),
     sample(T((2, 8, 5, 5)), T((8, 1, 3, 3)), _NO_BIAS, [1, 1], [1, 1], [1, 1], 8),

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from spmd_types import rules
 
-from autopar.placements import piece_of
+from autopar.placements import all_have_some, piece_of
 from autopar.torch_private import LocalIntNode, functional_collectives, group_of_axis, local_tensor_mode
 
 Axes = Sequence[str]
@@ -211,7 +211,50 @@ def average(
     axes = axes_of(cut, *factors)
     if sizes is None:
         return total(x, axes, spmd.R) / n_pieces(axes)
-    return total(x * share(x, cut, sizes, factors), axes, spmd.R)
+    return total(numbers(x, cut, sizes, factors) * share(x, cut, sizes, factors), axes, spmd.R)
+
+
+def numbers(
+    x: torch.Tensor, cut: Mapping[str, Axes], sizes: Mapping[str, int] | None, factors: Sequence[str]
+) -> torch.Tensor:
+    """A statistic ``x`` over this rank's elements of these factors, zero where it has none: there it is no number."""
+    if sizes is None or not any(some_have_none(cut, sizes, f) for f in factors):
+        return x
+    return x.masked_fill(share(x, cut, sizes, factors) == 0, 0)
+
+
+def some_have_none(cut: Mapping[str, Axes], sizes: Mapping[str, int] | None, factor: str) -> bool:
+    """Whether the axes that cut a factor leave some rank without any of it."""
+    if sizes is None or factor not in cut:
+        return False
+    return not all_have_some(sizes[factor], [n_pieces((axis,)) for axis in cut[factor]])
+
+
+def with_one(
+    x: torch.Tensor, dim: int, value: float, cut: Mapping[str, Axes], sizes: Mapping[str, int] | None, factor: str
+) -> torch.Tensor:
+    """``x`` with one more element of ``value`` along a dim, where some rank has none of the factor that cuts it; else
+    ``x`` itself.
+
+    So a maximum over nothing has a neutral element, and an index finds something to read.
+    """
+    if not some_have_none(cut, sizes, factor):
+        return x
+    return padded(x, dim, x.shape[dim] + 1, value)
+
+
+def padded(x: torch.Tensor, dim: int, to: Any, value: float = 0.0) -> torch.Tensor:
+    """``x`` with ``value`` behind it along a dim, up to ``to`` elements."""
+    missing = to - x.shape[dim]
+    if isinstance(missing, int) and not missing:
+        return x
+    behind = [*[0, 0] * (x.dim() - 1 - dim % x.dim()), 0, missing]
+    if not spmd.is_type_checking():
+        return torch.nn.functional.pad(x, behind, value=value)
+    with spmd.no_typecheck():  # zeros change no type: of a pending sum they are terms
+        longer = torch.nn.functional.pad(x, behind, value=value)
+    spmd.assert_type(longer, dict(spmd.get_local_type(x)))
+    return longer
 
 
 def share(x: torch.Tensor, cut: Mapping[str, Axes], sizes: Mapping[str, int], factors: Sequence[str]) -> torch.Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from autopar.rules.distributed import axes_of, bilinear, first, pending
+from autopar.rules.distributed import axes_of, bilinear, first, pending, with_one
 from autopar.rules.notation import Call, Lowering, Rule, line
 from autopar.rules.registry import T, rule, sample
 
@@ -20,6 +20,7 @@ def vocabulary_embedding(
     axes = axes_of(cut, "v")
     local = ids - first(cut, sizes, "v", weight, 0)
     inside = (local >= 0) & (local < weight.shape[0])
+    weight = with_one(weight, 0, 0.0, cut, sizes, "v")
     y = bilinear(lambda w, i: torch.embedding(w, i), weight, local * inside) * inside.unsqueeze(-1)
     if padding_idx >= 0:  # the row of the padding is read but gets no gradient
         padding = (ids == padding_idx).unsqueeze(-1)

@@ -271,7 +271,8 @@ def rule_of_function(call: Call, otherwise: Callable[[Call], Rule]) -> Rule:
     if has_rule(callee):
         text, options = _LINES[callee.fn.__self__]  # type: ignore[attr-defined]
         given = {"whole_gradients": True, "saves": tuple(range(len(call.ins))), "saves_out": True, **options}
-        return line(text, call, **given)
+        by_line = line(text, call, **given)
+        return replace(by_line, needs_some=frozenset(by_line.sizes))  # nobody promised that it runs on nothing
     rule = replace(otherwise(call), whole_gradients=True)
     return replace(rule, random=True) if callee.random else rule
 

@@ -23,7 +23,7 @@ _FIRST = (frozenset({0}),)
 )  # fmt: skip
 def pad(call: Call) -> Rule:
     constant = call.arg(2, "mode", "constant") == "constant"
-    return _padded(call, linear=not constant or not call.arg(3, "value", None))
+    return _padded(call, linear=not constant or not call.arg(3, "value", None), only_batches=not constant)
 
 
 @rule("aten.constant_pad_nd.default", samples=[sample(T((4, 6, 8)), [1, 2]), sample(T((4, 6)), [0, 0, 1, 1], 1.5)])
@@ -37,11 +37,15 @@ def constant_pad(call: Call) -> Rule:
     samples=[sample(T((4, 6, 8)), [1, 2])],
 )  # fmt: skip
 def edge_pad(call: Call) -> Rule:
-    return _padded(call, linear=True)
+    return _padded(call, linear=True, only_batches=True)
 
 
-def _padded(call: Call, linear: bool) -> Rule:
-    """Amounts count from the last dim; dims that are not padded are free."""
+def _padded(call: Call, linear: bool, only_batches: bool = False) -> Rule:
+    """Amounts count from the last dim; dims that are not padded are free.
+
+    Args:
+        only_batches: the kernel refuses tensors of no elements, but for their batch.
+    """
     amounts = call.args[1]
     n = len(call.out.shape)
     sizes, dims = named(call.ins[0].shape)
@@ -53,7 +57,10 @@ def _padded(call: Call, linear: bool) -> Rule:
             outs[d] = (f"o{d}",)
             whole |= {f"o{d}", dims[d][0]}
     group = _FIRST if linear and call.out.is_float else ()
-    return Rule(sizes, (tuple(dims),), (tuple(outs),), "copy", frozenset(whole), group)
+    return Rule(
+        sizes, (tuple(dims),), (tuple(outs),), "copy", frozenset(whole), group,
+        needs_some=frozenset(f for dim in dims for f in dim) if only_batches else frozenset(),
+    )
 
 
 @rule(

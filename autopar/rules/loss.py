@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from math import prod
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import spmd_types as spmd
 import torch
 
-from autopar.rules.distributed import all_of, axes_except, axes_of, first, greatest, n_pieces, pending, share, total
+from autopar.rules.distributed import all_of, axes_except, axes_of, first, greatest, n_pieces, pending, total, with_one
 from autopar.rules.local import resolve
 from autopar.rules.notation import Call, Comm, In, Lowering, Rule, line
 from autopar.rules.registry import T, prove_with, rule, sample
@@ -64,7 +65,7 @@ def _vocabulary_cross_entropy(
     """Loss per row, whole on every rank: two all-reduces of a few numbers a row, none in the backward."""
     axes = axes_of(cut, "v")
     dim = 0 if x.dim() == 1 else 1
-    z = x - greatest(x.amax(dim, keepdim=True), axes)
+    z = x - greatest(with_one(x, dim, -math.inf, cut, sizes, "v").amax(dim, keepdim=True), axes)
     parts = [torch.exp(z).sum(dim), _picked(z, target, dim, cut, sizes)]
     if smoothing:
         parts.append(z.sum(dim))
@@ -80,6 +81,7 @@ def _picked(x: torch.Tensor, target: torch.Tensor, dim: int, cut: Any, sizes: An
     """``x`` at the target class where this rank holds it, else 0."""
     local = target - first(cut, sizes, "v", x, dim)
     inside = (local >= 0) & (local < x.shape[dim])
+    x = with_one(x, dim, 0.0, cut, sizes, "v")
     return torch.gather(x, dim, (local * inside).unsqueeze(dim)).squeeze(dim).masked_fill(~inside, 0)
 
 
@@ -192,11 +194,15 @@ def elementwise(call: Call) -> Rule:
     op = resolve(call.target)
     ins = ", ".join(["..."] * len(call.ins))
     factors = line(f"{ins} -> {'...' if reduction == NONE else ''}", call).sizes
+    n_all = prod(factors.values())
 
     def mean_across(*args: Any, cut: Any, sizes: Any = None, **kwargs: Any) -> torch.Tensor:
         """The local means, each by its part of all elements."""
-        axes, local = axes_except(cut), op(*args, **kwargs)
-        return pending(local / n_pieces(axes) if sizes is None else local * share(local, cut, sizes, [*cut]), axes)
+        axes = axes_except(cut)
+        if sizes is None:
+            return pending(op(*args, **kwargs) / n_pieces(axes), axes)
+        summed, keywords = Call(call.target, args, kwargs, call.ins, call.outs).replaced(position, "reduction", SUM)
+        return pending(op(*summed, **keywords) / n_all, axes)
 
     return line(
         f"{ins} -> {'...' if reduction == NONE else ''}",

@@ -6,6 +6,7 @@ of ``variance + (mean - global mean)^2``: no difference of large numbers is form
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import spmd_types as spmd
 import torch
 
-from autopar.rules.distributed import all_of, average, axes_of, greatest, total
+from autopar.rules.distributed import all_of, average, axes_of, greatest, numbers, total, with_one
 from autopar.rules.notation import Call, Comm, In, Lowering, Rule, line
 from autopar.rules.registry import T, prove_with, rule, sample
 from autopar.torch_private import preserve_version_counter
@@ -32,7 +33,9 @@ def _moments(
     x: torch.Tensor, dims: Sequence[int], cut: Any, sizes: Any, factors: Sequence[str]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean and biased variance over ``dims``, which are cut along ``factors``, with the dims kept."""
-    local_var, local_mean = torch.var_mean(x, list(dims), correction=0, keepdim=True)
+    local_var, local_mean = (
+        numbers(of_rank, cut, sizes, factors) for of_rank in torch.var_mean(x, list(dims), correction=0, keepdim=True)
+    )
     mean = average(local_mean, cut, sizes, factors)
     return mean, average(local_var + (local_mean - mean).square(), cut, sizes, factors)
 
@@ -185,6 +188,7 @@ def batch_norm(call: Call) -> Rule:
             Comm(f, "all_reduce", ("c",), item, backward) for f in across for backward in (False, True)
             for _ in range(2)
         ), uneven=True),) if training else (),
+        needs_some="c" if training else x,  # torch's kernel divides by the number of rows
         kind="reduce" if training else "pointwise",
         saves=(0, *weight_at),
     )  # fmt: skip
@@ -205,6 +209,7 @@ def instance_norm(call: Call) -> Rule:
         ", ".join([x, *["c"] * (len(call.ins) - 1)]) + " -> " + x,
         call,
         whole=" ".join([*space, *(["b"] if updates else [])]),
+        needs_some="b c",
         kind="reduce",
         saves=(0, 1) if isinstance(call.args[1], In) else (0,),
     )
@@ -214,7 +219,7 @@ def softmax_across(x: Any, dim: int, dtype: Any = None, *, cut: Any, sizes: Any 
     """``aten.softmax`` with its dim cut."""
     axes = axes_of(cut, "n")
     z = x.to(dtype) if isinstance(dtype, torch.dtype) else x.float() if _half(x.dtype) else x
-    e = torch.exp(z - greatest(z.amax(dim, keepdim=True), axes))
+    e = torch.exp(z - greatest(with_one(z, dim, -math.inf, cut, sizes, "n").amax(dim, keepdim=True), axes))
     y = e / total(e.sum(dim, keepdim=True), axes, spmd.R)
     return y if isinstance(dtype, torch.dtype) else y.to(x.dtype)
 
@@ -223,7 +228,7 @@ def log_softmax_across(x: Any, dim: int, dtype: Any = None, *, cut: Any, sizes: 
     """``aten.log_softmax`` with its dim cut."""
     axes = axes_of(cut, "n")
     z = x.to(dtype) if isinstance(dtype, torch.dtype) else x.float() if _half(x.dtype) else x
-    z = z - greatest(z.amax(dim, keepdim=True), axes)
+    z = z - greatest(with_one(z, dim, -math.inf, cut, sizes, "n").amax(dim, keepdim=True), axes)
     y = z - torch.log(total(torch.exp(z).sum(dim, keepdim=True), axes, spmd.R))
     return y if isinstance(dtype, torch.dtype) else y.to(x.dtype)
 

@@ -167,6 +167,8 @@ class Rule:
         saves: inputs that autograd keeps for the backward; ``saves_out``: outputs that it keeps.
         random: draws random numbers: a lowering replaces the operator always, on every mesh.
         even: factors whose pieces must be equal: an argument is divided by their number.
+        needs_some: factors of which every rank must have some: torch's kernels refuse a piece of no elements, or make
+            no numbers of it. Of all others a rank may have none (6 over 4 ranks are 2, 2, 2 and 0).
         whole_gradients: the backward may not be linear in the gradient, so no rank runs it on a term of a sum.
     """
 
@@ -188,11 +190,12 @@ class Rule:
     random: bool = False
     whole_gradients: bool = False
     even: frozenset[str] = frozenset()
+    needs_some: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         """Refuse what no operator can be: names of no factor, positions of no input."""
         named = {
-            "whole": self.whole, "in_as": self.in_as, "out_as": self.out_as,
+            "whole": self.whole, "needs_some": self.needs_some, "in_as": self.in_as, "out_as": self.out_as,
             "lowerings": [f for lowering in self.lowerings for f in lowering.factors],
             "comm": [f for lowering in self.lowerings for comm in lowering.comm for f in (comm.factor, *comm.over)],
         }  # fmt: skip
@@ -404,6 +407,7 @@ def line(
     sizes: Mapping[str, int] | None = None,
     whole: str = "",
     even: str = "",
+    needs_some: str = "",
     linear: Iterable[Iterable[int]] = (),
     additive: Iterable[int] = (),
     **rest: Any,
@@ -418,6 +422,7 @@ def line(
         outputs=outputs,
         whole=frozenset(whole.split()),
         even=frozenset(even.split()),
+        needs_some=frozenset(needs_some.split()),
         linear=tuple(frozenset(g) for g in linear),
         additive=frozenset(additive),
         **rest,

@@ -18,7 +18,9 @@ from autopar.torch_private import LocalTensor, OpOverload, local_tensor_mode, py
 NAMES = frozenset({
     "cross_entropy_loss", "cross_entropy", "nll_loss", "nll_loss_nd", "nll_loss2d", "einsum", "var_mean", "sgn", "sign",
     "scaled_dot_product_attention", "matmul", "linear", "reshape", "upsample_nearest1d", "upsample_nearest2d",
-    "upsample_nearest3d", "upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d",
+    "rms_norm", "cumsum", "cumprod", "upsample_trilinear3d", "_upsample_nearest_exact2d", "_upsample_bilinear2d_aa",
+    "_upsample_bicubic2d_aa", "adaptive_max_pool1d", "upsample_nearest3d",
+    "upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d",
 })  # fmt: skip
 
 

@@ -27,6 +27,7 @@ def pool(call: Call) -> Rule:
         call,
         whole=" ".join([*x[len(lead) :], *p[len(lead) :]]),
         linear=[{0}] if is_linear else [],
+        needs_some="c" if "c" in lead else "",
         kind="reduce",
         saves=() if is_linear else (0,),
         saves_out=not is_linear,
@@ -34,13 +35,14 @@ def pool(call: Call) -> Rule:
 
 
 prove_with("aten.avg_pool1d.default", sample(T((2, 4, 8)), [2], [2]))
+prove_with("aten.avg_pool2d.default", sample(T((4, 2, 4, 4)), [2, 2]))
 prove_with("aten.avg_pool2d.default", sample(T((2, 4, 6, 6)), [3, 3], [2, 2], [1, 1]), sample(T((4, 6, 6)), [2, 2]))
 prove_with("aten.avg_pool3d.default", sample(T((2, 2, 4, 4, 4)), [2, 2, 2]))
 prove_with("aten.adaptive_avg_pool1d.default", sample(T((2, 4, 6)), [1]))
 prove_with("aten.adaptive_avg_pool2d.default", sample(T((2, 4, 6, 6)), [1, 1]), sample(T((2, 4, 6, 6)), [3, 2]))
 prove_with("aten.adaptive_avg_pool3d.default", sample(T((2, 2, 4, 4, 4)), [2, 2, 2]))
 prove_with("aten.max_pool1d.default", sample(T((2, 4, 8)), [2], [2]))
-prove_with("aten.max_pool2d.default", sample(T((2, 4, 6, 6)), [3, 3], [2, 2], [1, 1]))
+prove_with("aten.max_pool2d.default", sample(T((4, 2, 4, 4)), [2, 2]), sample(T((2, 4, 6, 6)), [3, 3], [2, 2], [1, 1]))
 prove_with("aten.max_pool3d.default", sample(T((2, 2, 4, 4, 4)), [2, 2, 2]))
 prove_with("aten.max_pool2d_with_indices.default", sample(T((2, 4, 6, 6)), [2, 2]))
 prove_with("aten.adaptive_max_pool2d.default", sample(T((2, 4, 6, 6)), [2, 2]))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from autopar.rules.distributed import n_pieces, share
+from autopar.rules.distributed import all_of, n_pieces
 from autopar.rules.notation import Call, Lowering, Rule
 from autopar.rules.registry import T, prove_with, rule, sample
 from autopar.rules.shape import named
@@ -53,15 +53,16 @@ def mean_of_piece(
     x: torch.Tensor, dim: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None,
     cut: Mapping[str, Sequence[str]], names: Sequence[str], sizes: Mapping[str, int] | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """One rank's share of a mean over dims that are cut, a pending sum: the local mean times its part of the elements.
+    """One rank's share of a mean over dims that are cut, a pending sum.
 
     Args:
         names: the factor of every dim of ``x``.
     """
     dims = range(x.dim()) if not dim else [d % x.dim() for d in dim]
+    if sizes is not None:  # a rank that has nothing has no mean, but a sum
+        whole = prod(all_of(x.shape[d], cut, sizes, names[d]) for d in dims)
+        return torch.ops.aten.sum.dim_IntList(x, list(dims), keepdim, dtype=dtype) / whole
     local = torch.ops.aten.mean.dim(x, list(dims), keepdim, dtype=dtype)
-    if sizes is not None:
-        return local * share(local, cut, sizes, [names[d] for d in dims])
     return local / prod(n_pieces(cut.get(names[d], ())) for d in dims)
 
 

@@ -27,8 +27,7 @@ class Strategy:
 
 
 def can_be_cut(rule: Rule, options: Sequence[Option], mesh: Mesh) -> bool:
-    """Whether an op can be cut so: into equal pieces, or, where rule and lowering allow that, such that no rank has
-    nothing."""
+    """Whether an op can be cut so: into equal pieces, or, where rule and lowering allow that, into others."""
     sizes: dict[str, list[int]] = {}
     for option, (_, size) in zip(options, mesh, strict=True):
         if option.name in rule.sizes and size > 1:
@@ -50,7 +49,7 @@ def why_not_cut(rule: Rule, factor: str, axes: Sequence[int]) -> str:
         return ""
     if factor not in rule.uneven:
         return f"has size {n}, which does not divide over {pieces} ranks, and its pieces must be equal here"
-    if not all_have_some(n, axes):
+    if factor in rule.needs_some and not all_have_some(n, axes):
         return f"has size {n}: cut over {pieces} ranks, it leaves some without any"
     return ""
 

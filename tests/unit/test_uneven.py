@@ -22,7 +22,6 @@ from autopar.placements import (
     divides,
     elements_moved,
     fits,
-    has_pieces,
     local_shape,
     n_devices,
     piece_of,
@@ -35,6 +34,7 @@ from autopar.transfer import Side, box_at, transfer
 from hardware_profiles import load_cluster
 
 THREE: Mesh = (("data", 3),)
+FIVE: Mesh = (("data", 5),)
 SIX: Mesh = (("data", 3), ("tensor", 2))
 EVERY = [(target, i) for target in sorted(SAMPLES) for i in range(len(SAMPLES[target]))]
 
@@ -62,9 +62,8 @@ def test_pieces_of_pieces() -> None:
 def test_who_is_left_without_any() -> None:
     assert all_have_some(50257, (8,)) and all_have_some(10, (4,)) and not all_have_some(6, (4,))
     assert not all_have_some(17, (8,)), "3 3 3 3 3 2 0 0"
-    assert fits((50257, 8), ("S0", "S1"), SIX) and not fits((6,), ("S0",), (("a", 4),))
-    assert has_pieces((6,), ("S0",), (("a", 4),)), "what is only stored may leave a rank without any"
-    assert not has_pieces((3,), ("S0",), (("a", 4),)) and not fits((3,), ("S1",), THREE)
+    assert fits((50257, 8), ("S0", "S1"), SIX) and fits((6,), ("S0",), (("a", 4),))
+    assert not fits((3,), ("S0",), (("a", 4),)) and not fits((3,), ("S1",), THREE)
     for n in range(1, 60):
         for sizes in ((2,), (3,), (5,), (2, 3), (3, 2), (2, 2, 2), (3, 2, 2)):
             mesh = tuple((f"a{k}", size) for k, size in enumerate(sizes))
@@ -85,12 +84,32 @@ def test_rules_on_three_ranks(target: str, number: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(("data", 4),), FIVE, SIX], ids=["4", "5", "3x2"])
 @pytest.mark.parametrize("target, number", EVERY, ids=[f"{t.removeprefix('aten.')}-{i}" for t, i in EVERY])
-def test_rules_on_six_ranks(target: str, number: int) -> None:
+def test_rules_on_more_ranks(target: str, number: int, mesh: Mesh) -> None:
+    """As above; 6 over 4 are 2, 2, 2, 0, and 8 over 5 are 2, 2, 2, 2, 0: some ranks have nothing."""
     case = Case(target, SAMPLES[target][number])
-    for picked in strategies_of(case, SIX):
-        if _is_uneven(case, picked, SIX):
-            prove(case, picked, SIX)
+    for picked in strategies_of(case, mesh):
+        if _is_uneven(case, picked, mesh):
+            prove(case, picked, mesh)
+
+
+@pytest.mark.parametrize(
+    "target, number, factor",
+    [
+        ("aten.cross_entropy_loss.default", 2, "v"), ("aten.mean.dim", 0, "s"), ("aten.softmax.int", 1, "n"),
+        ("aten.layer_norm.default", 1, "n0"), ("aten.batch_norm.default", 2, "b"), ("aten.embedding.default", 0, "v"),
+        ("aten.mse_loss.default", 1, "b"), ("aten.scaled_dot_product_attention.default", 0, "h"),
+    ],
+)  # fmt: skip
+def test_rules_where_a_rank_has_nothing(target: str, number: int, factor: str) -> None:
+    """Means, maxima and statistics over no elements: the rules whose operators had to be guarded."""
+    case = Case(target, SAMPLES[target][number])
+    mesh: Mesh = (("data", next(n for n in (3, 5, 7) if not all_have_some(case.rule.sizes[factor], (n,)))),)
+    proved = [picked for picked in strategies_of(case, mesh) if picked[0].name == factor]
+    assert proved
+    for picked in proved:
+        prove(case, picked, mesh)
 
 
 def _is_uneven(case: Case, picked: tuple, mesh: Mesh) -> bool:

@@ -16,9 +16,9 @@ from autopar.graph import Graph, Spec
 from autopar.placements import (
     Mesh,
     State,
+    divides,
     elements_moved,
     fits,
-    has_pieces,
     is_shard,
     local_shape,
     path,
@@ -81,7 +81,7 @@ def _stored(
     """The states to store a parameter in, of every pattern of axes that cut it one (``all_dims``: all)."""
     legal = [
         stored for stored in product(*options)
-        if has_pieces(shape, stored, mesh) and path(stored, use) is not None
+        if fits(shape, stored, mesh) and path(stored, use) is not None
     ]  # fmt: skip
     if all_dims:
         return legal
@@ -90,7 +90,7 @@ def _stored(
         by_pattern.setdefault(tuple(map(is_shard, stored)), []).append(stored)
     chosen = []
     for same in by_pattern.values():
-        even = [stored for stored in same if fits(shape, stored, mesh)]
+        even = [stored for stored in same if divides(shape, stored, mesh)]
         chosen.append(even[0] if even else min(same, key=lambda stored: prod(local_shape(shape, stored, mesh))))
     return chosen
 
