@@ -23,6 +23,7 @@ from autopar.runtime.agree import FirstRankValues, Meeting, Stopped, first_seed,
 from autopar.runtime.executor import ParallelModule, check_device_mesh
 from autopar.runtime.init import Init, MetaValues, is_meta
 from autopar.runtime.pipeline import PipelineModule
+from autopar.runtime.store_meeting import alive
 from hardware_profiles import Cluster, ProfileError, list_clusters, load_cluster
 
 T = TypeVar("T")
@@ -153,7 +154,8 @@ def agreed(
     error: BaseException | None = None
     try:
         if first:
-            decided = decide()
+            with alive(group):
+                decided = decide()
             check_size(decided.plan, dist.get_world_size(group))
             text = planfile.dumps(decided.plan, decided.captured.graph) if dist.get_world_size(group) > 1 else ""
     except Exception as e:

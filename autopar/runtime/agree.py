@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import errors
 from autopar.errors import AutoparError, MeshError, RunError
+from autopar.runtime.store_meeting import from_first, meet
 
 TIMEOUT_SECONDS = 1800.0
 
@@ -51,23 +53,23 @@ def mesh_group(mesh: DeviceMesh) -> Any:
 
 
 def share(group: Any, value: str | None, error: BaseException | None) -> str:
-    """The first rank's ``value`` on every rank of ``group``, or its ``error`` raised on every rank."""
+    """The first rank's ``value`` on every rank of ``group``, or its ``error`` raised on every rank.
+
+    However long the first rank takes: the others wait in the store, not in a collective.
+    """
     if dist.get_world_size(group) == 1:
         if error is not None:
             raise error
         assert value is not None
         return value
-    first = dist.get_global_rank(group, 0) if group is not dist.group.WORLD else 0
-    box: list[Any] = [None]
-    if dist.get_rank(group) == 0:
-        box = [("error", type(error).__name__, str(error)) if error is not None else ("value", "", value)]
-    dist.broadcast_object_list(box, src=first, group=group)
-    what, kind, text = box[0]
-    if what == "error":
+    told = {"value": value} if error is None else {"error": [type(error).__name__, str(error)]}
+    answer = json.loads(from_first(group, json.dumps(told)))
+    if "error" in answer:
         if error is not None:
             raise error
+        kind, text = answer["error"]
         raise _class_of(kind)(f"on rank 0: {text}" if _class_of(kind) is AutoparError else text)
-    return text
+    return str(answer["value"])
 
 
 def together(group: Any, error: BaseException | None) -> None:
@@ -78,6 +80,7 @@ def together(group: Any, error: BaseException | None) -> None:
         return
     mine = None if error is None else (type(error).__name__, str(error))
     everyone: list[Any] = [None] * dist.get_world_size(group)
+    meet(group)
     dist.all_gather_object(everyone, mine, group=group)
     if error is not None:
         raise error

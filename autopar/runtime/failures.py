@@ -1,20 +1,24 @@
 """What a step that breaks on one rank says on the others, which wait for it in a collective.
 
-A rank on which a forward, a backward or a pipeline's step raises writes that to the process group's store. When a
-collective then fails on another rank, because its peer is gone or the time is out, the error there names the rank that
-failed first, where, and how. Nothing is written in a step that ends well.
+A rank on which a forward, a backward or a pipeline's step raises writes that to the process group's store. The others
+look there while a step of theirs takes long, from a thread of its own: they cannot look themselves, since they wait for
+the rank that failed. Where a step goes on for :data:`GRACE_SECONDS` after the news, the groups that autopar made are
+aborted, so that what waits ends with an error, and that error names the rank that failed first, where, and how. Nothing
+is written in a step that ends well, and nothing is read more often than once in :data:`QUIET_SECONDS`.
 
 A rank that goes on after an error of its own (a batch is skipped) must not start its next step while others are still
 in the broken one: its collectives would pair with theirs, and give wrong numbers. So it first waits, in the store,
-until every rank has broken off the same step.
+until every rank has broken off the same step. That goes well where all fail alike and nobody had to be aborted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 import time
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -26,6 +30,10 @@ _MADE: dict[tuple[int, ...], Any] = {}
 POLL_SECONDS = 0.01
 NEWS_SECONDS = 1.0
 """How long a rank whose collective failed waits to hear which rank failed first."""
+QUIET_SECONDS = 1.0
+"""How often a rank looks for news while a step goes on."""
+GRACE_SECONDS = 4.0
+"""How long a rank has after the news to break off the step by itself: all may fail alike, one after the other."""
 SHOWN = 2000
 """Characters of another rank's error that are shown."""
 
@@ -33,7 +41,14 @@ SHOWN = 2000
 class Failures:
     """Those of one module's steps, on the ranks that run it together."""
 
-    def __init__(self, ranks: Sequence[int]) -> None:
+    def __init__(
+        self, ranks: Sequence[int], abort: Callable[[], None] | None = None, stays_armed: bool = False
+    ) -> None:
+        """
+        Args:
+            abort: has what waits in a collective of this module end with an error; called from another thread.
+            stays_armed: a step may go on after it has returned, on a GPU: news count after it, too.
+        """
         key = tuple(ranks)
         number = next(_MADE.setdefault(key, itertools.count()))
         name = f"autopar/failures/{'-'.join(map(str, key)) if len(key) < 9 else hash(key)}/{number}"
@@ -42,6 +57,8 @@ class Failures:
         self.timeout = default_timeout_seconds()
         self.count = 0
         self.where = ""
+        self.aborted = ""
+        self.watch = _Watch(self, abort, stays_armed) if abort is not None else None
 
     @contextlib.contextmanager
     def during(self, where: str) -> Iterator[None]:
@@ -50,28 +67,44 @@ class Failures:
         Raises:
             RunError: a collective failed here, because another rank did before.
         """
+        if self.watch is not None:
+            self.watch.begin()
         try:
             yield
+            if self.aborted:  # a GPU goes on with what there is when a collective is aborted
+                raise RunError(self.aborted)
         except BaseException as error:
-            if _is_of_a_collective(error) and (first := self._first()):
+            waited = _is_of_a_collective(error) or (self.aborted and isinstance(error, RuntimeError))
+            if waited and (first := self.aborted or self._first()):
                 news = f"{first}\n  rank {self.rank} waited for it in {where}: {str(error)[:SHOWN]}"
                 self._write(where, news)
                 raise RunError(news) from error
             self._write(where, f"{type(error).__name__}: {str(error)[:SHOWN]}")
             raise
+        finally:
+            if self.watch is not None:
+                self.watch.end()
 
     def _write(self, where: str, text: str) -> None:
         self.where = self.where or where
         self.count += 1
         with contextlib.suppress(dist.DistError, RuntimeError):  # the store may be gone with the rank that has it
-            self.store.set(str(self.rank), f"{self.count}|{where}|{text}")
+            self.store.set(str(self.rank), f"{self.count}|{int(bool(self.aborted))}|{where}|{text}")
+            self.store.set(f"broken {self.count}", str(self.rank))
 
-    def _read(self, rank: int) -> tuple[int, str, str]:
-        """How many steps another rank has broken off, and the last of them: where, and why."""
+    def news(self) -> str:
+        """Which rank has broken off a step that this one has not; empty if none has."""
+        with contextlib.suppress(dist.DistError, RuntimeError):
+            if self.store.check([f"broken {self.count + 1}"]):
+                return self._first()
+        return ""
+
+    def _read(self, rank: int) -> tuple[int, bool, str, str]:
+        """How many steps another rank has broken off, whether it aborted its groups, and the last: where, and why."""
         if not self.store.check([str(rank)]):
-            return 0, "", ""
-        count, where, text = self.store.get(str(rank)).decode().split("|", 2)
-        return int(count), where, text
+            return 0, False, "", ""
+        count, aborted, where, text = self.store.get(str(rank)).decode().split("|", 3)
+        return int(count), aborted == "1", where, text
 
     def _first(self) -> str:
         """What another rank says that has broken off more steps than this one; empty if none says so in time."""
@@ -79,9 +112,9 @@ class Failures:
         with contextlib.suppress(dist.DistError, RuntimeError):
             while time.monotonic() < end:
                 for rank in self.others:
-                    count, where, text = self._read(rank)
+                    count, _, where, text = self._read(rank)
                     if count > self.count:
-                        return f"rank {rank} failed in {where}: {text}"
+                        return text if " waited for it in " in text else f"rank {rank} failed in {where}: {text}"
                 time.sleep(POLL_SECONDS)
         return ""
 
@@ -89,11 +122,15 @@ class Failures:
         """Before a step: if an earlier one broke off here, wait until it has on all ranks.
 
         Raises:
-            RunError: another rank goes on with that step, or waits in it for this one.
+            RunError: another rank goes on with that step, or waits in it for this one; or a rank that waited in it had
+                to abort its groups, so that no rank can go on.
         """
+        if self.aborted and not self.where:
+            self._write("a step that had returned", self.aborted)
         if not self.where:
             return
         end = time.monotonic() + self.timeout
+        aborted = self.rank if self.aborted else None
         for rank in self.others:
             while self._read(rank)[0] < self.count:
                 if time.monotonic() > end:
@@ -103,7 +140,60 @@ class Failures:
                         "decide it together, or let the job end"
                     )
                 time.sleep(POLL_SECONDS)
+            aborted = rank if aborted is None and self._read(rank)[1] else aborted
+        if aborted is not None:
+            raise RunError(
+                f"{self.where} broke off, and rank {aborted} waited in it for a rank that had failed, until its "
+                "process groups were aborted: this module cannot go on. A step can be skipped only on all ranks alike; "
+                "call parallelize again on all ranks, or let the job end and begin at the last checkpoint"
+            )
         self.where = ""
+
+
+class _Watch:
+    """A thread that looks for news while a step takes long."""
+
+    def __init__(self, failures: Failures, abort: Callable[[], None], stays_armed: bool) -> None:
+        self.failures, self.abort, self.stays_armed = weakref.ref(failures), abort, stays_armed
+        self.changed = threading.Condition()
+        self.step, self.running = 0, False
+        self.thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """A part of a step begins."""
+        with self.changed:
+            self.step, self.running = self.step + 1, True
+            if self.thread is None:
+                self.thread = threading.Thread(target=_look_for_news, args=(weakref.ref(self),), daemon=True)
+                self.thread.start()
+
+    def end(self) -> None:
+        """It has ended."""
+        with self.changed:
+            self.running = self.stays_armed
+
+    def look(self) -> None:
+        """If another rank has failed in the step that runs, and it still runs a while later, abort it."""
+        step, failures = self.step, self.failures()
+        if not self.running or failures is None or failures.aborted or not (news := failures.news()):
+            return
+        end = time.monotonic() + GRACE_SECONDS
+        while time.monotonic() < end and self.running and self.step == step:
+            time.sleep(POLL_SECONDS)
+        with self.changed:
+            if self.running and self.step == step:
+                failures.aborted = news
+                self.abort()
+
+
+def _look_for_news(ref: weakref.ref[_Watch]) -> None:
+    while True:
+        time.sleep(QUIET_SECONDS)
+        watch = ref()
+        if watch is None or not dist.is_initialized():
+            return
+        watch.look()
+        del watch
 
 
 def _is_of_a_collective(error: BaseException) -> bool:

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
+import socket
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -61,6 +63,8 @@ class Groups:
     def __init__(self, world: Any, device: torch.device) -> None:
         self.world, self.device = world, device
         self.made: dict[Wanted, Any] = {}
+        self.aborted = False
+        self._sockets: set[tuple[int, str]] = set()
 
     def make(self, wanted: Iterable[Wanted]) -> None:
         """Make what there is not yet, and warm it up. All ranks of the world call it with the same list.
@@ -69,14 +73,41 @@ class Groups:
             MeshError: the world has no backend for the device.
         """
         backend, timeout = backend_for(self.device.type), timeout_of_world()
+        self._drop_aborted()
         new = [each for each in dict.fromkeys(wanted) if each not in self.made]
         rank = dist.get_rank()
         for each in new:
+            before = open_sockets() if backend == "gloo" else set()
             group = dist.new_group(list(each.ranks), timeout, backend, group_desc=f"autopar {each.use}".strip())
+            self._sockets |= open_sockets() - before if backend == "gloo" else set()
             self.made[each] = group if rank in each.ranks else None
         for each in new:
             if rank in each.ranks and len(each.ranks) > 1:
                 self._warm_up(each)
+
+    def _drop_aborted(self) -> None:
+        """Forget all groups on all ranks if one rank has aborted its own: all ranks have the same ones then, too."""
+        if not self.made:  # on all ranks alike
+            return
+        aborted = torch.tensor([int(self.aborted)], device=self.device)
+        dist.all_reduce(aborted, op=dist.ReduceOp.MAX)
+        if aborted.item():
+            self.destroy()
+            self.aborted = False
+
+    def abort(self) -> None:
+        """End what is under way in all of these groups, from any thread: whoever waits in one of them gets an error.
+
+        NCCL does that itself. gloo does not, so the connections of its groups are shut down.
+        """
+        self.aborted = True
+        for fd, name in self._sockets:
+            shut_down(fd, name)
+        if not self._sockets:
+            for group in self.made.values():
+                if group is not None:
+                    with contextlib.suppress(RuntimeError):
+                        group.abort()
 
     def _warm_up(self, wanted: Wanted) -> None:
         nothing, group = torch.zeros(1, device=self.device), self.made[wanted]
@@ -121,9 +152,35 @@ class Groups:
             if group is not None:
                 with contextlib.suppress(Exception):  # the world, or the peer, may be gone
                     dist.destroy_process_group(group)
-        self.made = {}
+        self.made, self._sockets = {}, set()
 
 
+def open_sockets() -> set[tuple[int, str]]:
+    """The connections of this process: file descriptor and the name of what it stands for; empty but on Linux."""
+    connections = set()
+    with contextlib.suppress(OSError):
+        for entry in os.listdir(_DESCRIPTORS):
+            with contextlib.suppress(OSError):
+                name = os.readlink(f"{_DESCRIPTORS}/{entry}")
+                if name.startswith("socket:"):
+                    connections.add((int(entry), name))
+    return connections
+
+
+def shut_down(fd: int, name: str) -> None:
+    """Shut down a connection, if the descriptor still stands for it."""
+    with contextlib.suppress(OSError):
+        if os.readlink(f"{_DESCRIPTORS}/{fd}") != name:
+            return
+        connection = socket.socket(fileno=os.dup(fd))
+        try:
+            connection.getpeername()  # not one that listens: gloo has one for all groups, also those to come
+            connection.shutdown(socket.SHUT_RDWR)
+        finally:
+            connection.close()
+
+
+_DESCRIPTORS = "/proc/self/fd"
 _of_worlds: dict[str, Groups] = {}
 
 

@@ -127,7 +127,7 @@ class PipelineModule(SpreadModule):
         self._batch = Batch(captured, self._signature, self._device)
         self._reached_by = reached_by(captured.graph, self._device)
         self._compared = Calls(lambda: dist.group.WORLD, None, False, list(meshes.values()))
-        self._failures = Failures(range(dist.get_world_size()))
+        self._failures = Failures(range(dist.get_world_size()), groups.abort, stays_armed=self._device.type != "cpu")
         self.leads = self._rank == plan.stages[mine[0]].devices[0]
         shared: dict[str, torch.nn.Parameter] = {}
         placings = {

@@ -7,7 +7,10 @@ communicator, which does one after the other; what makes groups is recorded, and
 from __future__ import annotations
 
 import contextlib
+import datetime
+import itertools
 import queue
+import random
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -16,9 +19,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from nccl_rules import communicator
-from procs.pipelines import Config, compare, compare_one
+from procs.cases import cut
+from procs.pipelines import ONE, Config, compare, compare_one, make_plan
+from zoo import ZOO
 
+import autopar
+from autopar.capture import capture
+from autopar.errors import RunError
+from autopar.runtime import failures, store_meeting
+from autopar.runtime.agree import share
 from autopar.runtime.groups import Groups
+from autopar.runtime.pipeline import PipelineModule
 from autopar.torch_private import default_store
 
 c10d = dist.distributed_c10d
@@ -145,3 +156,101 @@ def over_the_world(shared: str, config: Config) -> None:
     Groups.channels = lambda self, pairs: dict.fromkeys(pairs, dist.group.WORLD)  # type: ignore[method-assign]
     with under(shared, waits=8.0):
         compare_one(config)
+
+
+def fails_at(rank: int, place: int) -> tuple[float, str]:
+    """One rank of a pipeline fails at an action of its row, and does not go away; seconds until this rank has an error,
+    and the error."""
+    config = Config("mlp", "1f1b", (ONE,) * dist.get_world_size(), 4)
+    case = ZOO["mlp"](layers=2 * dist.get_world_size())
+    captured = capture(case.model, *cut(case.batch, 4, 0))
+    pm = PipelineModule(case.model, captured, make_plan(captured, config))
+    pm.train_step(*case.batch[0], **case.batch[1])  # one goes well
+    if dist.get_rank() == rank:
+        action = pm._work.row[place]
+        flight = pm._work.flights[action.stage]
+        name = {"F": "forward", "W": "weights"}.get(action.kind, "backward")
+        real, calls = getattr(flight, name), itertools.count()
+        number = [a for a in pm._work.row[:place] if (a.kind == "F") == (name == "forward")]
+
+        def trouble(*args: Any, **options: Any) -> Any:
+            if next(calls) == len(number):
+                raise ValueError(f"trouble in {action}")
+            return real(*args, **options)
+
+        setattr(flight, name, trouble)
+    start = time.monotonic()
+    try:
+        pm.train_step(*case.batch[0], **case.batch[1])
+    except (RunError, ValueError) as error:
+        took, text = time.monotonic() - start, str(error)
+        again = ""
+        try:
+            pm.train_step(*case.batch[0], **case.batch[1])
+        except RunError as refused:
+            again = str(refused)
+        assert "this module cannot go on" in again, again
+        return took, text
+    raise AssertionError("the step went well")
+
+
+def fail_at(places: Sequence[tuple[int, int]], grace: float | None = None) -> list[tuple[float, str]]:
+    """One module after the other, each of which fails at one place."""
+    if grace is not None:
+        failures.GRACE_SECONDS = grace
+    return [fails_at(rank, place) for rank, place in places]
+
+
+class _Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class _Small(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.Sequential(_Block(), _Block(), _Block(), _Block())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x).square().mean()
+
+
+def with_groups_between(shared: str, runs: int, late: float) -> tuple[list[tuple[int, ...]], list[float]]:
+    """Two calls of ``parallelize`` and a user's groups after each, ``runs`` times; ranks come late."""
+    chance = random.Random(dist.get_rank())
+    n, rank = dist.get_world_size(), dist.get_rank()
+    losses: list[float] = []
+    with under(shared) as rules:
+        for run in range(runs):
+            for stages in (2, n):
+                time.sleep(chance.uniform(0, late))
+                torch.manual_seed(run)
+                pm = autopar.parallelize(
+                    _Small(), n, (torch.ones(4, 8),), stages=stages, schedule="1f1b", microbatches=2
+                )
+                ranks = [0, n - 1] if run % 2 else [*range(n)]
+                mine = dist.new_group(ranks)  # of the user's own, on all ranks
+                if rank in ranks:
+                    number = torch.ones(1)
+                    dist.all_reduce(number, group=mine)
+                    assert number.item() == len(ranks)
+                time.sleep(chance.uniform(0, late))
+                losses.append(float(pm.train_step(torch.ones(4, 8))))
+        return rules.groups, losses
+
+
+def comes_late(seconds: float) -> tuple[str, float]:
+    """What the first rank gives after some seconds, in a group whose collectives are over sooner."""
+    impatient = dist.new_group(timeout=datetime.timedelta(seconds=seconds / 4))
+    text = None
+    if dist.get_rank() == 0:
+        with store_meeting.alive(impatient):
+            time.sleep(seconds)
+        text = "long " * 2_000_000
+    start = time.monotonic()
+    got = share(impatient, text, None)
+    return got[:9] + str(len(got)), time.monotonic() - start

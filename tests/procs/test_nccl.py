@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from nccl_rules import SHARED
-from procs.nccl import compare_under, over_the_world
+from procs.nccl import comes_late, compare_under, fail_at, over_the_world, with_groups_between
 from procs.pipelines import MODELS, ONE, SCHEDULES, THREE, TWO, Config, by_three, microbatches_from
 
 from autopar.errors import RunError
@@ -26,7 +26,10 @@ def check(n: int, shared: str, configs: Sequence[Config], late: float = 0.0) -> 
             assert worst <= 1e-9, f"{config} rank {rank}: {row}"
 
 
-@pytest.mark.parametrize("shared", SHARED)
+ONE_QUICK = ["pair", pytest.param("group", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("shared", ONE_QUICK)
 def test_unequal_groups(shared: str) -> None:
     """Stages on two ranks and on one, tensors that skip a stage, an embedding that two stages hold."""
     check(3, shared, [
@@ -35,9 +38,57 @@ def test_unequal_groups(shared: str) -> None:
     ], late=1.0)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_one_channel_for_both_directions_hangs() -> None:
     with pytest.raises(RunError, match="never ended"):
         run_local(over_the_world, 2, "pair", Config("mlp", "1f1b", TWO, 4), timeout=120)
+
+
+def check_failures(places: Sequence[tuple[int, int]], grace: float | None = None) -> None:
+    """The failing rank stays alive; all others have its error, within ten seconds at most."""
+    ranks = run_local(fail_at, 4, places, grace, timeout=600)
+    for at, (rank, place) in enumerate(places):
+        culprits = ranks[rank][at][1]
+        assert culprits.startswith("trouble in ")
+        for number, answers in enumerate(ranks):
+            seconds, text = answers[at]
+            assert culprits in text and seconds < 10, (number, rank, place, seconds, text)
+            assert number == rank or f"rank {rank} failed in train_step 1: ValueError: {culprits}" in text
+
+
+def test_a_failure_ends_the_step_on_all_ranks() -> None:
+    """In the middle and in the last backward; afterwards new modules work."""
+    check_failures([(2, 3), (3, 7)], grace=0.5)
+
+
+@pytest.mark.slow
+def test_a_failure_at_every_action() -> None:
+    check_failures([(rank, place) for rank in range(4) for place in range(8)])
+
+
+def check_groups(shared: str, runs: int, late: float) -> None:
+    ranks = run_local(with_groups_between, 3, shared, runs, late, timeout=1500)
+    groups, losses = ranks[0]
+    assert ranks == [ranks[0]] * 3 and len(losses) == 2 * runs
+    made = [tuple(sorted(set(group))) for group in groups]
+    assert len(made) - 2 * runs <= 20, "groups of autopar's are made once, whatever is parallelized afterwards"
+
+
+def test_user_groups_between_calls_of_parallelize() -> None:
+    check_groups("group", 1, 0.3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", SHARED)
+def test_user_groups_between_calls_of_parallelize_fifty_times(shared: str) -> None:
+    check_groups(shared, 50, 3.0)
+
+
+def test_the_others_wait_in_the_store_while_the_first_decides() -> None:
+    """Longer than a collective of theirs may take, and for more than one entry of the store holds."""
+    ranks = run_local(comes_late, 3, 4.0, timeout=120)
+    assert [text for text, _ in ranks] == ["long long10000000"] * 3
+    assert min(seconds for _, seconds in ranks[1:]) > 2
 
 
 def sweep(name: str, meshes: tuple[Mesh, ...]) -> list[Config]:
