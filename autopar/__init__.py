@@ -3,6 +3,33 @@
 >>> pm = autopar.parallelize(model, 2, (x, y))      # in every rank of torchrun --nproc-per-node 2
 >>> optimizer = torch.optim.AdamW(pm.parameters())
 >>> loss = pm(x, y); loss.backward(); optimizer.step()
+
+What stands where, in the order in which a model passes through:
+
+===================== =================================================================================================
+:mod:`.api`           the calls of a script: :mod:`.arguments`, checked; :mod:`.wishes`: what may be asked of a plan;
+                      :mod:`.asked`
+:mod:`.cli`           the command; :mod:`.frontends`, :mod:`.models`, :mod:`.hugging_face`: where models come from
+:mod:`.capture`       a module becomes a :mod:`.graph`; :mod:`.normalize`: in one spelling; :mod:`.comparison`: with
+                      eager mode
+:mod:`.rules`         how each operator may be cut: notation and lowerings
+:mod:`.placements`    where the values of a tensor live; :mod:`.labels`, :mod:`.texts`: as people write them
+:mod:`.planning`      from what is asked to a :mod:`.plan`; :mod:`.clusters`: on which hardware
+:mod:`.planner`       the search: cuts, memory and what runs again (``intra_op``), stages and schedule (``inter_op``)
+:mod:`.staging`       a graph cut into stages; :mod:`.device_groups`: where they run; :mod:`.transfer`: what crosses
+:mod:`.regather`      what is gathered or made again for the backward
+:mod:`.certificate`   what a plan claims, recounted; :mod:`.verify`: the numbers of one device; :mod:`.other_batch`: on
+                      another batch; :mod:`.parts_of_loss`: whether microbatches add up to the loss
+:mod:`.planfile`      plans as files; :mod:`.report`: as tables
+:mod:`.lower`         graph and plan become a program
+:mod:`.runtime`       programs with parameters, on ranks: collectives, gradients, pipelines, checkpoints
+:mod:`.spreading`     a plan on all ranks; :mod:`.recapture`: another one when values change
+:mod:`.profiling`     a machine, measured
+:mod:`.torch_private` private names of torch; :mod:`.errors`: what users can cause; :mod:`.collection`: garbage
+===================== =================================================================================================
+
+Beside it: ``cost_models`` (seconds of operators and collectives, schedules and their simulation) and
+``hardware_profiles`` (devices and links).
 """
 
 from __future__ import annotations

@@ -1,7 +1,16 @@
 """Numbers in, seconds and bytes out. Floor 1: imports `hardware_profiles` only; no torch, no model.
 
-`costs` is what the planner asks for prices; `roofline` and `measured` answer it, and importing them makes them known
-(the one that is imported last is asked first).
+======================= ===============================================================================================
+:mod:`.costs`           what the planner asks for prices; :mod:`.roofline` and :mod:`.measured` answer it, and
+                        importing them
+                        makes them known (the one that is imported last is asked first)
+:mod:`.compute`         seconds of an operator from a data sheet
+:mod:`.collective_cost` seconds of a collective; :mod:`.mesh_links`: which links it crosses; :mod:`.routes`: a
+                        transfer's
+:mod:`.memory`          bytes that an optimizer keeps
+:mod:`.fitting`         measurements as the few numbers of a curve
+:mod:`.pipeline`        schedules and their simulation; :mod:`.staging`: stages on unequal groups of devices
+======================= ===============================================================================================
 """
 
 from .collective_cost import KINDS as COLLECTIVE_KINDS

@@ -1,4 +1,12 @@
-"""What a cluster can do, as data: devices, links, curves. Floor 0: imports nothing of the project."""
+"""What a cluster can do, as data: devices, links, curves. Floor 0: imports nothing of the project.
+
+==================== ==================================================================================================
+:mod:`.model`        the nouns; :mod:`.abstract`: meshes without devices
+:mod:`.load`         names become devices, links and curves; :mod:`.clusters`: files become clusters
+:mod:`.profile_file` files of what was measured; :mod:`.measurements`: the same as values
+:mod:`.strict`       one strict reader of files; :mod:`.reader`: of their tables; :mod:`.errors`: what it raises
+==================== ==================================================================================================
+"""
 
 from .abstract import abstract_cluster
 from .clusters import build_cluster, list_clusters, load_cluster

@@ -1,4 +1,16 @@
-"""The command ``autopar``: one file per group of commands, tables by :mod:`autopar.report`."""
+"""The command ``autopar``: one file per group of commands, tables by :mod:`autopar.report`.
+
+================= =====================================================================================================
+:mod:`.plan`      ``plan``; :mod:`.layouts`: its search over everything, ``--top`` and ``--like``
+:mod:`.check`     ``check``, the certificate; :mod:`.verify`: ``verify``, the numbers of one device
+:mod:`.show`      ``show`` and ``diff``; :mod:`.stages`: plans in stages as tables
+:mod:`.explain`   ``explain``; :mod:`.explain_cut`: of the cut at which a stage begins
+:mod:`.inspect`   ``inspect``, what was captured
+:mod:`.run`       ``run``; :mod:`.simulate`: ``simulate``
+:mod:`.profiling` ``profile``; :mod:`.hardware`: ``devices`` and ``clusters``
+:mod:`.common`    what commands share; :mod:`.terminal`: consoles that no text can steer
+================= =====================================================================================================
+"""
 
 from __future__ import annotations
 

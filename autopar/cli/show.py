@@ -102,7 +102,7 @@ def _show_stage(
 ) -> None:
     """The ops, parameters and memory of a stage."""
     from autopar.planner.intra_op.price import pricer
-    from autopar.report import again, rows, tables
+    from autopar.report import recomputed, rows, tables
     from autopar.report.coverage import coverage, line
 
     stage = plan.stages[number]
@@ -128,7 +128,7 @@ def _show_stage(
     console.print(_headline(document, number))
     if pinned := show_pins(plan.pins):
         console.print(f"asked for: {pinned}", markup=False)
-    if runs_again := again.recomputed(graph, stage):
+    if runs_again := recomputed.runs_again(graph, stage):
         extra = f"for {show_seconds(again_seconds)} a step that no row has"
         console.print(f"recomputed in the backward, {extra}: {'; '.join(runs_again)}", markup=False)
     for block in blocks:

@@ -1,0 +1,13 @@
+"""Lowering: a graph and a plan become one program for all ranks, of local operators and explicit collectives.
+
+=================== ===================================================================================================
+:mod:`.emit`        the lowering itself: every node as a local operator, every step of a reshard as a collective
+:mod:`.program`     what comes of it, and its text
+:mod:`.collectives` the collectives that programs call
+:mod:`.segments`    parts that run again in the backward
+:mod:`.regather`    copies that are gathered again there; :mod:`.freed`: memory that is given up until then
+:mod:`.typecheck`   every program is checked by the type checker of ``spmd_types``
+=================== ===================================================================================================
+
+How one operator is cut, and by which local call, is a rule's business (:mod:`autopar.rules`).
+"""

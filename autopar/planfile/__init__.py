@@ -33,6 +33,15 @@ depend on a parameter; the others follow what their readers want.
 
 The checksums cover the decisions, not the text. After an edit by hand they do not match: routes that no longer fit are
 found anew, and the price is computed anew, so a file never shows the price of another plan. Loading executes nothing.
+
+===================== =================================================================================================
+:mod:`.reading`       text and graph become a plan; :mod:`.write`: a plan becomes text
+:mod:`.parsing`       the form of a file, without the model; :mod:`.file_errors`: all that is wrong, at once
+:mod:`.stage_entries` decisions of a file, for the nodes that the model has; :mod:`.states`: placements
+:mod:`.patterns`      many decisions as few patterns; :mod:`.pins`: what the user asked for
+:mod:`.repricing`     prices of the file, or anew where it was edited
+:mod:`.previous`      files of version 1
+===================== =================================================================================================
 """
 
 from __future__ import annotations

@@ -1,1 +1,13 @@
-"""What a plan says, as rows of plain numbers and words, and how they are printed."""
+"""What a plan says, as rows of plain numbers and words, and how they are printed.
+
+=================== ===================================================================================================
+:mod:`.rows`        operators, collectives, parameters and memory of one mesh; :mod:`.stages`: stages, and where a
+                    step's seconds go
+:mod:`.recomputed`  what runs again in the backward, in words
+:mod:`.layouts`     layouts side by side
+:mod:`.differences` in what two plans differ
+:mod:`.why`         the price of every strategy that an operator has
+:mod:`.coverage`    how much was priced from measurements
+:mod:`.tables`      rows as tables of the terminal; :mod:`.trace`: timelines for Perfetto
+=================== ===================================================================================================
+"""

@@ -1,4 +1,19 @@
-"""Sharding rules: importing this package registers one rule per operator, family by family."""
+"""Sharding rules: importing this package registers one rule per operator, family by family.
+
+================ ======================================================================================================
+:mod:`.notation` a rule: its line, its factors, and the strategies that follow; distributed lowerings of a factor
+:mod:`.registry` rules by operator; :mod:`.strategy`: what one operator does on all axes of a mesh
+:mod:`.local`    the call that one rank makes; :mod:`.distributed`: what distributed lowerings share
+:mod:`.saved`    what autograd keeps of a call; :mod:`.aliasing`: whether its result is memory of its own
+families         :mod:`.pointwise`, :mod:`.shape`, :mod:`.image`, :mod:`.reduce`, :mod:`.factory`, :mod:`.index`,
+                 :mod:`.contraction`, :mod:`.conv`, :mod:`.pool`, :mod:`.attention`, :mod:`.norm`, :mod:`.loss`,
+                 :mod:`.embed`
+random numbers   :mod:`.random`, :mod:`.draws`
+of autopar's own :mod:`.function` (a user's own backward), :mod:`.history` (writes), :mod:`.branch` (random branches)
+on numbers       :mod:`.proof` of a rule; :mod:`.sweep`: what it leaves out; :mod:`.many_ranks`, :mod:`.one_by_one`,
+                 :mod:`.simulation`: ranks in one process
+================ ======================================================================================================
+"""
 
 from __future__ import annotations
 

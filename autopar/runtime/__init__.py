@@ -14,12 +14,14 @@ Two faces, which are ``torch.nn.Module``; :mod:`.spread` is what they share
 :mod:`.executor`         the model on one mesh
 :mod:`.crossing`         its program as a node of the caller's autograd graph; :mod:`.direct`: on one device
 :mod:`.outputs`          what a call gives back
+:mod:`.submodules`       what stands for the model's submodules; :mod:`.copied`: ``copy.deepcopy``
 :mod:`.pipeline`         the model in stages
 :mod:`.work`             what one rank of it does in a step
 :mod:`.flight`           a stage with the microbatches that are in flight; :mod:`.backward`: a backward in halves
 :mod:`.wires`            messages between stages; :mod:`.ties`: parameters that several stages use
 :mod:`.input_gradients`  gradients of a pipeline's inputs
 :mod:`.schedule_check`   schedules that cannot be run
+:mod:`.reached`          what gradients come to, where random numbers choose
 :mod:`.stagewise`        functions of torch that take the parameters of one rank for all there are
 
 A call
@@ -28,12 +30,18 @@ A call
 :mod:`.same_batch`       whether all ranks were called alike
 :mod:`.values`           whether the model's Python values are those that were captured
 :mod:`.programs`         programs by these values; :mod:`.recaptured`: how a module takes another one
-:mod:`.original`         the model after ``parallelize``
+:mod:`.original`         the model after ``parallelize``; :mod:`.old_parameters`: its own parameters
+
+Parameters in a script, which are DTensors
+
+:mod:`.dtensor_fixes`    what torch gets wrong in silence; :mod:`.dtensor_writes`: of writes to parts
+:mod:`.mixed`            plain tensors beside them
 
 Ranks together
 
 :mod:`.agree`            one plan, and errors that are raised everywhere
-:mod:`.failures`         a step that breaks on one rank
+:mod:`.groups`           process groups, each made once; :mod:`.plan_groups`: which ones a plan needs
+:mod:`.failures`         a step that breaks on one rank; :mod:`.store_meeting`: ranks tell each other through the store
 :mod:`.checkpoint`       whole state dicts; :mod:`.optimizers`: those made before; :mod:`.init`: models without values
 :mod:`.launch`           processes on this machine; :mod:`.world`: many ranks in one process; :mod:`.collective_seconds`
 """

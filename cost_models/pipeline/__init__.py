@@ -1,10 +1,21 @@
-"""Pipeline schedules as data: words, builders, simulation, search. Numbers only: no torch, no model, no ranks."""
+"""Pipeline schedules as data. Numbers only: no torch, no model, no ranks.
+
+================== ====================================================================================================
+:mod:`.schedules`  every schedule as a record: all that is asked of it; a new one is added here
+:mod:`.actions`    the words of a schedule and its text; :mod:`.stage_placement`: which rank has which stages
+:mod:`.builders`   rows of the textbook schedules; :mod:`.listing`: rows by a policy; :mod:`.asynchronous`: PipeDream
+:mod:`.best_order` searched schedules; :mod:`.exact`: the quickest of all, for small cases
+:mod:`.times`      what a schedule is timed with; :mod:`.simulate`: when everything happens
+:mod:`.timeline`   what came of it: seconds, bubble, memory; :mod:`.deadlock`: a schedule that waits for itself
+:mod:`.grid`       a schedule drawn as text; :mod:`.drawing`: a timeline
+================== ====================================================================================================
+"""
 
 from .actions import Action, Overlap, Schedule, parse
 from .best_order import BestOrder, search
 from .builders import forward_only
 from .grid import grid
-from .kinds import SCHEDULES, USUAL, Fill, ScheduleKind, allows, build, fill_of, label_of, parse_kind
+from .schedules import SCHEDULES, USUAL, Fill, ScheduleKind, allows, build, fill_of, label_of, parse_kind
 from .simulate import Deadlock, simulate
 from .stage_placement import loop_placement, v_placement
 from .timeline import Timeline, live_at_peak, live_per_rank, live_per_stage, peak_bytes

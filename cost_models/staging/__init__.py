@@ -1,12 +1,18 @@
 """Cutting a chain of blocks into pipeline stages over unequal submeshes. Numbers only: costs come from the caller.
 
-words        what goes in and comes out           bounds       what the rest costs at least
-submeshes    places that a stage may have         dynamic      the dynamic program
-table        all possible stages as arrays        search       over numbers of stages, narrow first
-estimate     the objective                        failure      why nothing fits
+================= =====================================================================================================
+:mod:`.words`     what goes in and comes out
+:mod:`.submeshes` places that a stage may have
+:mod:`.table`     all possible stages as arrays
+:mod:`.estimate`  the objective
+:mod:`.bounds`    what the rest costs at least
+:mod:`.dynamic`   the dynamic program
+:mod:`.best_cuts` the search over numbers of stages, a narrow one first
+:mod:`.failure`   why nothing fits
+================= =====================================================================================================
 
 The planner uses it where groups of devices differ (:mod:`autopar.planner.inter_op.unequal`); equal groups have a
-quicker way. What schedules need and leave idle is in :mod:`cost_models.pipeline.kinds`.
+quicker way. What schedules need and leave idle is in :mod:`cost_models.pipeline.schedules`.
 """
 
 from .best_cuts import stage

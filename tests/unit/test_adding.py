@@ -15,7 +15,7 @@ import autopar.rules  # noqa: F401  (what registers by being imported must have,
 from autopar import frontends
 from autopar.rules import registry
 from cost_models import costs
-from cost_models.pipeline import kinds
+from cost_models.pipeline import schedules
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "adding.md").read_text(encoding="utf-8")
 FILE = re.compile(r"# file: (\S+)\n")
@@ -35,7 +35,7 @@ EXAMPLES = {heading: blocks for heading, blocks in pages().items() if any(FILE.m
 
 
 REGISTRIES = (
-    registry.RULES, registry.SAMPLES, kinds.SCHEDULES, frontends.FRONTENDS, costs._CHOOSERS, sys.modules,
+    registry.RULES, registry.SAMPLES, schedules.SCHEDULES, frontends.FRONTENDS, costs._CHOOSERS, sys.modules,
 )  # fmt: skip
 """Where examples register what they add."""
 

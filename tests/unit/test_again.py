@@ -17,7 +17,7 @@ from autopar.plan import Plan
 from autopar.planner.inter_op.phases import phases
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.planner.intra_op.price import pricer
-from autopar.report.again import recomputed
+from autopar.report.recomputed import runs_again
 from hardware_profiles import load_cluster
 
 CLUSTER = load_cluster("dgx-h100")
@@ -58,11 +58,11 @@ def test_in_words_and_in_a_plan_file() -> None:
     graph = llama()
     free = plan_graph(graph, CLUSTER, MESH)
     plan = plan_graph(graph, CLUSTER, MESH, Options(memory_limit_bytes=0.8 * free.price.memory_bytes))
-    said = recomputed(graph, plan)
+    said = runs_again(graph, plan)
     assert said[0].startswith("model.layers 0") and "selective (" in said[0]
-    assert recomputed(graph, free) == []
+    assert runs_again(graph, free) == []
     whole = plan_graph(graph, CLUSTER, MESH, Options(recompute=["model.layers.[01]"]))
-    assert recomputed(graph, whole) == [f"model.layers 0-1 full, 2-{LAYERS - 1} none"]
+    assert runs_again(graph, whole) == [f"model.layers 0-1 full, 2-{LAYERS - 1} none"]
     text = planfile.dumps(Plan.alone(plan, "dgx-h100"), graph, None)
     read = planfile.loads(text, graph)
     assert (read.recompute, read.make_again, read.price) == (plan.recompute, plan.make_again, plan.price)

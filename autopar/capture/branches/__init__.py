@@ -4,7 +4,7 @@
 So the model is traced several times, with other answers, and the graphs become one, in which the random number chooses.
 
 ================= ==================================================================================================
-:mod:`.asking`    while a model is traced: who asks, and what is answered
+:mod:`.asking`    while a model is traced: who asks, and what is answered; :mod:`.drawn`: random numbers there
 :mod:`.exploring` which answers are tried, and whether the graph that comes of it is right for all that were
 :mod:`.joining`   two graphs that differ in some answers: what they have in common, and where their values meet again
 :mod:`.uniting`   one graph of all

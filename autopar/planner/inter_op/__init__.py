@@ -2,15 +2,15 @@
 
 In the order in which a search passes through, driven by :mod:`.stage_search`:
 
-=================== ================================================================================================
-:mod:`.blocks`      where a model may be cut
-:mod:`.menu`        what a block can cost on a mesh: several plans from the fastest to the smallest
-:mod:`.equal`       stages on equal groups of devices, estimated; :mod:`.unequal`: on unequal ones
-:mod:`.trial`       estimates tried in the simulator
-:mod:`.exact`       the best few planned stage by stage and simulated; :mod:`.transplant`: stages that are alike
-:mod:`.order`       schedules that are searched for
-:mod:`.timing`      what a simulator needs to know of planned stages: :mod:`.phases`, :mod:`.beside`
-:mod:`.stage_pins`  what a user asks of the whole model, for each stage
-:mod:`.replan`      a finished plan with one stage or cut changed
-=================== ================================================================================================
+==================== ==================================================================================================
+:mod:`.blocks`       where a model may be cut
+:mod:`.menu`         what a block can cost on a mesh: several plans from the fastest to the smallest
+:mod:`.equal`        stages on equal groups of devices, estimated; :mod:`.unequal`: on unequal ones
+:mod:`.trial`        estimates tried in the simulator
+:mod:`.exact_stages` the best few planned stage by stage and simulated; :mod:`.transplant`: stages that are alike
+:mod:`.order`        schedules that are searched for
+:mod:`.timing`       what a simulator needs to know of planned stages: :mod:`.phases`, :mod:`.beside`
+:mod:`.stage_pins`   what a user asks of the whole model, for each stage; :mod:`.layouts`: in the words that people use
+:mod:`.replan`       a finished plan with one stage or cut changed
+==================== ==================================================================================================
 """

@@ -2,17 +2,20 @@
 
 In the order in which a graph passes through, driven by :mod:`.mesh_plan`:
 
-=================== ================================================================================================
-:mod:`.fold`        identical blocks are found and decided once
-:mod:`.space`       what each operator can do on each axis; :mod:`.params`: how a parameter can be stored and used
-:mod:`.price`       seconds and bytes of an operator and of a step of a reshard
-:mod:`.build`       graph -> :mod:`.problem`: numbers only; here stands the mathematics
-:mod:`.matrix`      the problem as rows and columns; :mod:`.ilp`: the only file that knows a solver
-:mod:`.mixture`     blocks that differ where memory binds
-:mod:`.complete`    decided strategies -> a whole plan; :mod:`.reshard`: its routes; :mod:`.recompute`: its segments
-:mod:`.again`       which operators may run again in the backward instead of being kept
-:mod:`.ledger`      what is held from the forward to the backward, why, and how that was decided
-:mod:`.regathering` which gathered copies are gathered again in the backward
-:mod:`.single`      the plan for one device; :mod:`.draw`: random plans, for tests
-=================== ================================================================================================
+========================= =============================================================================================
+:mod:`.fold`              identical blocks are found and decided once
+:mod:`.space`             what each operator can do on each axis; :mod:`.params`: how a parameter can be stored and
+                          used
+:mod:`.price`             seconds and bytes of an operator and of a step of a reshard
+:mod:`.build`             graph -> :mod:`.problem`: numbers only; here stands the mathematics
+:mod:`.matrix`            the problem as rows and columns; :mod:`.ilp`: the only file that knows a solver
+:mod:`.mixture`           blocks that differ where memory binds
+:mod:`.complete`          decided strategies -> a whole plan; :mod:`.reshard`: its routes; :mod:`.recompute`: its
+                          segments
+:mod:`.recompute_choices` which operators may run again in the backward instead of being kept
+:mod:`.ledger`            what is held from the forward to the backward, why, and how that was decided
+:mod:`.regathering`       which gathered copies are gathered again in the backward
+:mod:`.single`            the plan for one device; :mod:`.draw`: random plans, for tests; :mod:`.written`: buffers that
+                          operators write to
+========================= =============================================================================================
 """

@@ -29,11 +29,11 @@ from autopar.placements import (
 )
 from autopar.plan import ParamChoice, Recompute, segment_numbers
 from autopar.planner.intra_op import params as P
-from autopar.planner.intra_op.again import Again, again
 from autopar.planner.intra_op.fold import Fold
 from autopar.planner.intra_op.ledger import Entry, Keeper, Ledger, ledger
 from autopar.planner.intra_op.price import Pricer
 from autopar.planner.intra_op.problem import Item, Problem, SharedBytes, Tensor
+from autopar.planner.intra_op.recompute_choices import Again, again
 from autopar.planner.intra_op.reshard import axis_sets, state_graph
 from autopar.planner.intra_op.space import strategies
 from autopar.rules.notation import Rule

@@ -15,7 +15,6 @@ from autopar.labels import matches, op_labels
 from autopar.placements import Mesh, State, fits, format_state, is_cut, is_shard, kind, mesh_text, shard_dim
 from autopar.plan import LIFETIMES, ParamChoice, Recompute, Solution, StagePlan
 from autopar.planner.intra_op import ilp
-from autopar.planner.intra_op.again import Again, whole_blocks
 from autopar.planner.intra_op.build import Builder, Decided, Decoder
 from autopar.planner.intra_op.complete import complete
 from autopar.planner.intra_op.fold import Fold, fold, unfolded
@@ -23,6 +22,7 @@ from autopar.planner.intra_op.mixture import mixture
 from autopar.planner.intra_op.price import pricer
 from autopar.planner.intra_op.problem import ROUNDING, Choice, Item, Problem
 from autopar.planner.intra_op.recompute import segments_of
+from autopar.planner.intra_op.recompute_choices import Again, whole_blocks
 from autopar.planner.intra_op.regathering import gathering_everything_again, within
 from autopar.planner.intra_op.space import fitting_strategy
 from autopar.planner.intra_op.written import held_whole, holds_whole

@@ -14,7 +14,7 @@ from autopar.rules.registry import rules_of
 from autopar.rules.saved import keeps
 
 
-def recomputed(graph: Graph, plan: StagePlan) -> list[str]:
+def runs_again(graph: Graph, plan: StagePlan) -> list[str]:
     """An entry for each group of blocks, and for what stands outside of blocks; empty if nothing is recomputed."""
     segment_of = segment_numbers(graph, plan.recompute)
     if not segment_of:
@@ -66,4 +66,4 @@ def _modules(again: dict[str, dict[str, None]]) -> str:
     return "; ".join(f"{module}: {', '.join(ops)}" if module else ", ".join(ops) for module, ops in again.items())
 
 
-__all__ = ["recomputed"]
+__all__ = ["runs_again"]
