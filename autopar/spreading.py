@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,11 +24,13 @@ from autopar.runtime.executor import ParallelModule, check_device_mesh
 from autopar.runtime.init import Init, MetaValues, is_meta
 from autopar.runtime.pipeline import PipelineModule
 from autopar.runtime.store_meeting import alive
-from hardware_profiles import Cluster, ProfileError, list_clusters, load_cluster
+from hardware_profiles import Cluster, ProfileError, device_named, list_clusters, load_cluster
 
 T = TypeVar("T")
 Where = DeviceMesh | str | Cluster | int
 """What ``parallelize`` takes as its mesh."""
+ACROSS_HOSTS = frozenset({"nvl72-gb200"})
+"""Clusters whose fast links join devices of several hosts."""
 
 
 def on_all(group: Any, make: Callable[[], T]) -> T:
@@ -107,20 +109,39 @@ def hardware_for(plan: Plan, model: torch.nn.Module, mesh: Where, cluster: str |
 def _default_cluster(n: int, device_type: str) -> str:
     if device_type == "cpu":
         return f"local-x{n}"
-    name = torch.cuda.get_device_name() if device_type == "cuda" else device_type
-    key = re.sub(r"[^a-z0-9]", "", name.lower())
-    for listed in list_clusters():
-        try:
-            cluster = load_cluster(listed)
-        except ProfileError:
-            continue
-        short = re.sub(r"[^a-z0-9]", "", cluster.device(0).name.lower().split("-")[0])
-        if short and short in key and cluster.n_devices >= n:
-            return listed
-    raise MeshError(
-        f"no built-in cluster has {n} devices like '{name}'; pass cluster= with a name "
-        f"({', '.join(list_clusters())}) or the path of a profile"
-    )
+    if device_type != "cuda":
+        raise MeshError(f"no built-in cluster has devices of type {device_type}; pass cluster= with a profile of yours")
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return cluster_of(torch.cuda.get_device_name(), memory, n, int(local) if local.isdigit() else None)
+
+
+def cluster_of(product: str, memory_bytes: float, n: int, per_host: int | None) -> str:
+    """The built-in cluster of ``n`` GPUs of a product, by the name and memory that its driver gives.
+
+    Args:
+        per_host: how many of the ranks are on one machine; None where nobody says it.
+
+    Raises:
+        MeshError: no profile is of this product, no built-in cluster has it, or its machines are other ones.
+    """
+    device, reason = device_named(product, memory_bytes)
+    listed = {name: load_cluster(name) for name in list_clusters()} if device is not None else {}
+    fitting = [name for name, cluster in listed.items() if {d.name for d in cluster.devices} == {device}]
+    if not fitting:
+        reason = reason or f"no built-in cluster is of {device}"
+        raise MeshError(
+            f"{reason}; pass cluster= with a name ({', '.join(list_clusters())}) or the path of a file that describes "
+            "these devices"
+        )
+    name = min(fitting, key=lambda each: (not each.startswith("dgx"), each))
+    size = listed[name].n_devices
+    if per_host is not None and per_host < n and per_host != size and name not in ACROSS_HOSTS:
+        raise MeshError(
+            f"{n} ranks are on machines of {per_host}, and those of cluster '{name}' have {size} {device} each; pass "
+            "cluster= with the path of a file that describes these machines and what joins them"
+        )
+    return name if n <= size else f"{name}-x{-(-n // size)}"
 
 
 def device_type_of(model: torch.nn.Module) -> str:
@@ -252,5 +273,6 @@ def _values(
 
 
 __all__ = [
-    "agreed", "axes_of", "check_size", "device_type_of", "groups_of", "hardware_for", "hardware_of", "on_all", "spread",
+    "agreed", "axes_of", "check_size", "cluster_of", "device_type_of", "groups_of", "hardware_for", "hardware_of",
+    "on_all", "spread",
 ]  # fmt: skip

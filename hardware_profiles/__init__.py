@@ -22,9 +22,10 @@ from .model import (
     EfficiencyCurve,
     Link,
 )
+from .product_names import Named, device_named
 
 __all__ = [
     "COLLECTIVES", "OP_KINDS", "AbstractAxis", "Cluster", "CollectiveCurve", "Device", "EfficiencyCurve",
-    "Link", "ProfileError", "abstract_cluster", "build_cluster", "list_clusters", "list_devices",
-    "load_cluster", "load_device",
+    "Link", "Named", "ProfileError", "abstract_cluster", "build_cluster", "device_named", "list_clusters",
+    "list_devices", "load_cluster", "load_device",
 ]  # fmt: skip

@@ -1,0 +1,133 @@
+"""Names of GPUs, as their drivers give them, are the right profile, or none with the reason."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from autopar.errors import MeshError
+from autopar.spreading import cluster_of
+from hardware_profiles import device_named, list_devices, load_device
+from hardware_profiles.product_names import PRODUCTS
+
+MIB = 1 << 20
+KNOWN = [  # name, memory that the driver gives in MiB, profile
+    ("Tesla V100-SXM2-16GB", 16160, "V100-SXM2-16GB"),
+    ("Tesla V100-SXM2-32GB", 32510, "V100-SXM2-32GB"),
+    ("Tesla V100-SXM2-32GB-LS", 32510, "V100-SXM2-32GB"),
+    ("Tesla T4", 15102, "T4"),
+    ("NVIDIA L4", 22563, "L4"),
+    ("NVIDIA L40S", 45467, "L40S"),
+    ("NVIDIA GeForce RTX 4090", 24210, "RTX-4090"),
+    ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 97251, "RTX-PRO-6000-Blackwell-Server"),
+    ("NVIDIA A30", 24062, "A30"),
+    ("A100-SXM4-40GB", 40536, "A100-SXM-40GB"),
+    ("NVIDIA A100-SXM4-40GB", 40441, "A100-SXM-40GB"),
+    ("NVIDIA A100-SXM4-80GB", 81151, "A100-SXM-80GB"),
+    ("NVIDIA A100 80GB PCIe", 81154, "A100-PCIe-80GB"),
+    ("NVIDIA A800-SXM4-80GB", 81251, "A800-SXM-80GB"),
+    ("NVIDIA H100 80GB HBM3", 81105, "H100-SXM-80GB"),
+    ("NVIDIA H100 PCIe", 81008, "H100-PCIe-80GB"),
+    ("NVIDIA H100 96GB HBM2e", 95000, "H100-SXM-96GB-HBM2e-500W"),
+    ("NVIDIA H800", 81105, "H800-SXM-80GB"),
+    ("NVIDIA H200", 143156, "H200-SXM-141GB"),
+    ("NVIDIA GH200 480GB", 97000, "GH200-96GB"),
+    ("NVIDIA B200", 182642, "B200"),
+    ("NVIDIA B300 SXM6 AC", 275040, "B300"),
+    ("NVIDIA GB200", 189471, "GB200"),
+    ("NVIDIA GB300", 284208, "GB300"),
+]
+UNKNOWN = [  # and a word of the reason
+    ("NVIDIA L40", 45467, "no profile is of 'NVIDIA L40'"),
+    ("NVIDIA L20", 45467, "no profile"),
+    ("NVIDIA L2", 22563, "no profile"),
+    ("NVIDIA A10", 22563, "no profile"),
+    ("NVIDIA A10G", 22563, "no profile"),
+    ("NVIDIA A2", 14910, "no profile"),
+    ("NVIDIA A16", 14910, "no profile"),
+    ("NVIDIA A40", 45416, "no profile"),
+    ("NVIDIA A100-PCIE-40GB", 40326, "since its name lacks sxm4 and has pcie"),
+    ("NVIDIA A100-SXM-64GB", 64991, "no profile"),
+    ("NVIDIA A100X", 81154, "no profile"),
+    ("NVIDIA A800 80GB PCIe", 81251, "not A800-SXM-80GB, since its name lacks sxm4 and has pcie"),
+    ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", 9728, "a slice (MIG)"),
+    ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", 40192, "a slice (MIG)"),
+    ("NVIDIA H100 NVL", 95830, "since its name lacks"),
+    ("NVIDIA H100", 65247, "since its name lacks"),
+    ("NVIDIA H100 64GB HBM3", 65247, "has 64gb"),
+    ("NVIDIA H800 PCIe", 81105, "has pcie"),
+    ("NVIDIA H200 NVL", 143771, "has nvl"),
+    ("NVIDIA H20", 97871, "no profile"),
+    ("NVIDIA GH200 144G HBM3e", 146831, "has 144g hbm3e"),
+    ("NVIDIA B100", 192000, "no profile"),
+    ("Tesla V100-PCIE-16GB", 16160, "lacks sxm2 and has pcie"),
+    ("Tesla V100-SXM3-32GB", 32510, "has sxm3"),
+    ("Tesla V100S-PCIE-32GB", 32510, "no profile"),
+    ("Tesla P100-PCIE-16GB", 16280, "no profile"),
+    ("NVIDIA GeForce RTX 4090 D", 24210, "has d"),
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", 16376, "has gpu laptop"),
+    ("NVIDIA GeForce RTX 5090", 32607, "lacks 4090 and has 5090"),
+    ("NVIDIA RTX A6000", 48539, "no profile"),
+    ("NVIDIA RTX 6000 Ada Generation", 48539, "no profile"),
+    ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 97251, "lacks server and has workstation"),
+    ("GRID T4-16Q", 16000, "has 16q grid"),
+    ("AMD Instinct MI300X", 196000, "no profile"),
+]
+
+
+@pytest.mark.parametrize(("name", "mib", "device"), KNOWN)
+def test_a_name_is_its_profile(name: str, mib: int, device: str) -> None:
+    assert device_named(name, mib * MIB) == (device, "")
+    assert device_named(name) == (device, "")
+
+
+@pytest.mark.parametrize(("name", "mib", "reason"), UNKNOWN)
+def test_a_name_without_a_profile_says_why(name: str, mib: int, reason: str) -> None:
+    device, said = device_named(name, mib * MIB)
+    assert device is None and reason in said and name in said
+
+
+def test_other_memory_is_another_device() -> None:
+    assert device_named("NVIDIA H100 80GB HBM3", 64e9) == (
+        None, "'NVIDIA H100 80GB HBM3' has 64 GB of memory, the profile H100-SXM-80GB 80 GB"
+    )  # fmt: skip
+
+
+def test_every_device_of_the_profiles_has_a_name() -> None:
+    assert {p.device for p in PRODUCTS} == {*list_devices()} - {"cpu-core"}
+    assert all(load_device(p.device).name == p.device for p in PRODUCTS)
+
+
+def test_memory_tells_devices_of_one_name_apart() -> None:
+    """The part by which memory may differ is less than what lies between any two sizes of one chip."""
+    for chip in ("V100", "A100", "H100"):
+        sizes = sorted({load_device(d).memory_bytes for d in list_devices() if d.startswith(chip)})
+        assert all(larger / smaller - 1 > 0.12 for smaller, larger in pairwise(sizes))
+
+
+@pytest.mark.parametrize(
+    ("product", "n", "per_host", "cluster"),
+    [
+        ("NVIDIA H100 80GB HBM3", 8, 8, "dgx-h100"),
+        ("NVIDIA H100 80GB HBM3", 2, 2, "dgx-h100"),
+        ("NVIDIA H100 80GB HBM3", 64, 8, "dgx-h100-x8"),
+        ("NVIDIA H100 80GB HBM3", 20, None, "dgx-h100-x3"),
+        ("NVIDIA L40S", 4, 4, "pcie-l40s"),
+        ("NVIDIA L4", 4, 4, "pcie-l4"),
+        ("NVIDIA GB200", 72, 4, "nvl72-gb200"),
+        ("NVIDIA B200", 8, 8, "dgx-b200"),
+    ],
+)
+def test_the_cluster_of_a_product(product: str, n: int, per_host: int | None, cluster: str) -> None:
+    memory = next(mib for name, mib, _ in KNOWN if name == product) * MIB
+    assert cluster_of(product, memory, n, per_host) == cluster
+
+
+def test_no_cluster_is_taken_for_another() -> None:
+    with pytest.raises(MeshError, match="8 ranks are on machines of 4, and those of cluster 'dgx-h100' have 8"):
+        cluster_of("NVIDIA H100 80GB HBM3", 81105 * MIB, 8, 4)
+    with pytest.raises(MeshError, match="no profile is of 'NVIDIA H200 NVL': it is not H200-SXM-141GB"):
+        cluster_of("NVIDIA H200 NVL", 143771 * MIB, 2, 2)
+    with pytest.raises(MeshError, match="no built-in cluster is of A30; pass cluster="):
+        cluster_of("NVIDIA A30", 24062 * MIB, 2, 2)
