@@ -21,8 +21,10 @@ from autopar.plan import Plan
 from autopar.planning import Outcome
 from autopar.runtime.agree import FirstRankValues, Meeting, Stopped, first_seed, share, together
 from autopar.runtime.executor import ParallelModule, check_device_mesh
+from autopar.runtime.groups import groups_for
 from autopar.runtime.init import Init, MetaValues, is_meta
 from autopar.runtime.pipeline import PipelineModule
+from autopar.runtime.plan_groups import axes_together
 from autopar.runtime.store_meeting import alive
 from hardware_profiles import Cluster, ProfileError, device_named, list_clusters, load_cluster
 
@@ -227,6 +229,9 @@ def spread(
             device_type, tuple(size for _, size in plan.mesh), mesh_dim_names=tuple(name for name, _ in plan.mesh)
         )
     on_all(group, lambda: check_device_mesh(device_mesh, plan.mesh) if one and device_mesh is not None else None)
+    if one and device_mesh is not None:  # all groups are made here; after this ranks may fail one by one
+        for axes in axes_together(captured.graph, plan.only()):
+            groups_for(torch.device(device_mesh.device_type)).along(device_mesh, axes)
     seed, values = first_seed(group), _values(model, group, device_mesh if one else None, init)
     if isinstance(values, Meeting):
         meeting: Meeting | None = values

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import errors
 from autopar.errors import AutoparError, MeshError, RunError
+from autopar.runtime.groups import groups_for
 from autopar.runtime.store_meeting import from_first, meet
 
 TIMEOUT_SECONDS = 1800.0
@@ -48,8 +49,7 @@ def mesh_group(mesh: DeviceMesh) -> Any:
         return dist.group.WORLD
     if mesh.ndim == 1:
         return mesh.get_group()
-    assert mesh.mesh_dim_names is not None
-    return mesh._flatten("_".join(mesh.mesh_dim_names)).get_group()
+    return groups_for(torch.device(mesh.device_type)).along(mesh, range(mesh.ndim))
 
 
 def share(group: Any, value: str | None, error: BaseException | None) -> str:

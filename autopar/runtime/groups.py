@@ -57,12 +57,14 @@ class Groups:
     """Those of one world of ranks for one type of device.
 
     Attributes:
-        made: the groups that there are, in the order in which they were made; None where this rank is not in it.
+        made: the groups that all ranks made, in that order; None where this rank is not in one.
+        among_members: those that only their own ranks made, by these.
     """
 
     def __init__(self, world: Any, device: torch.device) -> None:
         self.world, self.device = world, device
         self.made: dict[Wanted, Any] = {}
+        self.among_members: dict[tuple[int, ...], Any] = {}
         self.aborted = False
         self._sockets: set[tuple[int, str]] = set()
 
@@ -136,23 +138,47 @@ class Groups:
         names = tuple(name for name, _ in mesh)
         return DeviceMesh.from_group(along, self.device.type, order, mesh_dim_names=names)
 
-    def over(self, device_mesh: DeviceMesh, axes: Sequence[int]) -> Any:
-        """The group of this rank along several axes of a mesh that :meth:`mesh` made; None if there is none."""
+    def along(self, device_mesh: DeviceMesh, axes: Sequence[int]) -> Any:
+        """The group of this rank along several axes of any mesh; all ranks of the mesh ask for the same in one order.
+
+        On a mesh of all ranks every rank makes the groups of all. On one of a part of the world, whose other ranks know
+        nothing of it, the members make their own among themselves, in a way that torch does not count.
+
+        Raises:
+            MeshError: the mesh is a part of a world that was made with ``device_id=``, where NCCL splits communicators
+                with all ranks of the world.
+        """
         names = device_mesh.mesh_dim_names or ()
         shape = tuple((name, device_mesh.size(axis)) for axis, name in enumerate(names))
+        sets = blocks(shape, device_mesh.mesh.flatten().tolist(), axes)
         rank = dist.get_rank()
-        for block in blocks(shape, device_mesh.mesh.flatten().tolist(), axes):
-            if rank in block:
-                return self.made.get(Wanted(block))
-        return None
+        ranks = next(block for block in sets if rank in block)
+        if ranks == tuple(range(dist.get_world_size())):
+            return dist.group.WORLD
+        found = self.made.get(Wanted(ranks), self.among_members.get(ranks))
+        if found is None and device_mesh.size() == dist.get_world_size():
+            self.make(map(Wanted, sets))
+            found = self.made[Wanted(ranks)]
+        elif found is None:
+            if getattr(self.world, "bound_device_id", None) is not None:
+                raise MeshError(
+                    f"the mesh has {device_mesh.size()} of {dist.get_world_size()} ranks, and the process group was "
+                    "made with device_id=: NCCL makes groups of its ranks with all ranks of the world then. Leave "
+                    "device_id= out of init_process_group, or make the mesh of all ranks"
+                )
+            found = self.among_members[ranks] = dist.new_group(
+                list(ranks), timeout_of_world(), backend_for(self.device.type), use_local_synchronization=True,
+                group_desc="autopar",
+            )  # fmt: skip
+        return found
 
     def destroy(self) -> None:
         """End all of them, the last one first."""
-        for group in reversed(self.made.values()):
+        for group in (*reversed(self.among_members.values()), *reversed(self.made.values())):
             if group is not None:
                 with contextlib.suppress(Exception):  # the world, or the peer, may be gone
                     dist.destroy_process_group(group)
-        self.made, self._sockets = {}, set()
+        self.made, self.among_members, self._sockets = {}, {}, set()
 
 
 def open_sockets() -> set[tuple[int, str]]:

@@ -148,14 +148,7 @@ def group_of(device_mesh: DeviceMesh, mesh: Mesh, axes: Sequence[int]) -> Any:
     names = tuple(mesh[axis][0] for axis in axes)
     if len(names) == 1:
         return device_mesh.get_group(names[0])
-    made = groups_for(torch.device(device_mesh.device_type)).over(device_mesh, axes)
-    if made is not None:
-        return made
-    if len(names) == len(mesh) and device_mesh.size() == dist.get_world_size():
-        ranks = device_mesh.mesh.flatten().tolist()
-        if ranks == list(range(len(ranks))):
-            return dist.group.WORLD
-    return device_mesh[names]._flatten("_".join(names)).get_group()
+    return groups_for(torch.device(device_mesh.device_type)).along(device_mesh, axes)
 
 
 def padded(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from autopar.plan import Plan
+from autopar.graph import Graph
+from autopar.plan import Plan, StagePlan
 from autopar.runtime.groups import Wanted, blocks, channel
 from autopar.runtime.hops import hop_axes
 from autopar.runtime.ties import Tied
@@ -30,14 +31,17 @@ def groups_of(parts: Sequence[StageGraph], plan: Plan, wires: Sequence[Wire], ti
     return list(dict.fromkeys(wanted))
 
 
+def axes_together(graph: Graph, stage: StagePlan) -> list[tuple[int, ...]]:
+    """The sets of several axes of a stage's mesh over which parameters are gathered, or their gradients summed."""
+    shapes = {node.target: node.out.shape for _, node in graph.of_kind("param")}
+    axes = {a for name, choice in stage.params.items() for a in hop_axes(name, choice, shapes[name], stage.mesh)}
+    return sorted(each for each in axes if len(each) > 1)
+
+
 def _of_stage(part: StageGraph, plan: Plan) -> Iterator[Wanted]:
     stage = plan.stages[part.number]
-    along: set[tuple[int, ...]] = {(axis,) for axis in range(len(stage.mesh))}
-    shapes = {node.target: node.out.shape for _, node in part.graph.of_kind("param")}
-    for name, choice in stage.params.items():
-        along.update(hop_axes(name, choice, shapes[name], stage.mesh))
-    for axes in sorted(along):
+    for axes in [*((axis,) for axis in range(len(stage.mesh))), *axes_together(part.graph, stage)]:
         yield from map(Wanted, blocks(stage.mesh, stage.devices, axes))
 
 
-__all__ = ["groups_of"]
+__all__ = ["axes_together", "groups_of"]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from autopar.errors import PlanError
 from autopar.staging import StageGraph
-from cost_models.pipeline import Deadlock, Edge, Schedule, simulate, times
+from cost_models.pipeline import Deadlock, Edge, Schedule, check_channels, simulate, times
 from cost_models.pipeline.asynchronous import ASYNCHRONOUS
 
 
@@ -15,7 +15,8 @@ def check_rows(schedule: Schedule, graphs: Sequence[StageGraph]) -> None:
 
     Raises:
         PlanError: an action is missing or twice, ranks wait for each other, there is no backward, weights would change
-            with microbatches in flight, or a stage whose buffers follow the batches takes these in another order.
+            with microbatches in flight, a rank takes messages too far from the order in which they are sent, or a stage
+            whose buffers follow the batches takes these in another order.
     """
     if schedule.name in ASYNCHRONOUS:
         raise PlanError(
@@ -27,6 +28,7 @@ def check_rows(schedule: Schedule, graphs: Sequence[StageGraph]) -> None:
     pairs = sorted({(crossing.source, g.number) for g in graphs for crossing in g.takes})
     try:
         simulate(schedule.validate(), times(len(graphs), edges=[Edge(a, b) for a, b in pairs]))
+        check_channels(schedule, pairs)
     except Deadlock as error:
         raise PlanError(f"the schedule never ends; change the order of its rows\n{error}") from None
     except ValueError as error:

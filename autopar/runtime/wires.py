@@ -28,7 +28,10 @@ from autopar.transfer import Piece, Transfer, box_at, transfer
 from cost_models.pipeline.actions import Action
 
 AHEAD = 2
-"""Messages from one peer that are received before they are asked for."""
+"""Messages from one peer that are received before they are asked for, on processors."""
+AHEAD_ON_DEVICE = 1
+"""The same on GPUs. A receive is a kernel there, and with one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) all
+that is launched later waits behind a second one of the same stream: behind the first, only what needs it anyway."""
 
 
 @dataclass(frozen=True)
@@ -151,11 +154,15 @@ class Post:
                 post.place[message] = (sender, i)
         return post
 
+    @property
+    def _ahead(self) -> int:
+        return AHEAD if self.device.type == "cpu" else AHEAD_ON_DEVICE
+
     def begin(self) -> None:
         """A new step."""
         self.posted, self.sent = dict.fromkeys(self.coming, 0), dict.fromkeys(self.going, 0)
         for sender in self.coming:
-            self._receive(sender, AHEAD)
+            self._receive(sender, self._ahead)
 
     def end(self) -> None:
         """Wait until everything has left.
@@ -239,7 +246,7 @@ class Post:
             message = Message(wire.number, backward, microbatch, part)
             if message in self.place:
                 sender, i = self.place[message]
-                self._receive(sender, i + 1 + AHEAD)
+                self._receive(sender, i + 1 + self._ahead)
             work, got = self.inbox.pop(message)
             if work is not None:
                 work.wait()

@@ -7,6 +7,7 @@
 :mod:`.best_order` searched schedules; :mod:`.exact`: the quickest of all, for small cases
 :mod:`.times`      what a schedule is timed with; :mod:`.simulate`: when everything happens
 :mod:`.timeline`   what came of it: seconds, bubble, memory; :mod:`.deadlock`: a schedule that waits for itself
+:mod:`.channels`   the order of messages between two ranks, and schedules that ask too much of it
 :mod:`.grid`       a schedule drawn as text; :mod:`.drawing`: a timeline
 ================== ====================================================================================================
 """
@@ -14,6 +15,7 @@
 from .actions import Action, Overlap, Schedule, parse
 from .best_order import BestOrder, search
 from .builders import forward_only
+from .channels import check_channels
 from .grid import grid
 from .schedules import SCHEDULES, USUAL, Fill, ScheduleKind, allows, build, fill_of, label_of, parse_kind
 from .simulate import Deadlock, simulate
@@ -36,6 +38,7 @@ __all__ = [
     "Times",
     "allows",
     "build",
+    "check_channels",
     "fill_of",
     "forward_only",
     "grid",

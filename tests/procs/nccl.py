@@ -21,6 +21,7 @@ import torch.distributed as dist
 from nccl_rules import communicator
 from procs.cases import cut
 from procs.pipelines import ONE, Config, compare, compare_one, make_plan
+from torch.distributed.device_mesh import DeviceMesh
 from zoo import ZOO
 
 import autopar
@@ -112,6 +113,8 @@ class Rules:
 
     def new_group(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def recorded(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **options: Any) -> Any:
+            if options.get("use_local_synchronization"):  # torch does not count it, nor do other ranks hear of it
+                return real(ranks, timeout, backend, *args, **options)
             members = tuple(range(dist.get_world_size())) if ranks is None else tuple(sorted(ranks))
             self.groups.append(members)
             self.backends.append(backend)
@@ -254,3 +257,19 @@ def comes_late(seconds: float) -> tuple[str, float]:
     start = time.monotonic()
     got = share(impatient, text, None)
     return got[:9] + str(len(got)), time.monotonic() - start
+
+
+def on_a_part_of_the_world() -> tuple[float, float]:
+    """A model on the first two of three ranks, on a mesh of two axes; afterwards the user makes a group of all."""
+    mesh = DeviceMesh("cpu", torch.arange(2).reshape(2, 1), mesh_dim_names=("data", "tensor"))
+    loss = 0.0
+    if dist.get_rank() < 2:
+        torch.manual_seed(0)
+        pm = autopar.parallelize(_Small(), mesh, (torch.ones(4, 8),), cluster="local-x2")
+        out = pm(torch.ones(4, 8))
+        out.backward()
+        loss = float(out.detach())
+    mine = dist.new_group([0, 1, 2])
+    number = torch.ones(1)
+    dist.all_reduce(number, group=mine)
+    return loss, number.item()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from nccl_rules import SHARED
-from procs.nccl import comes_late, compare_under, fail_at, over_the_world, with_groups_between
+from procs.nccl import comes_late, compare_under, fail_at, on_a_part_of_the_world, over_the_world, with_groups_between
 from procs.pipelines import MODELS, ONE, SCHEDULES, THREE, TWO, Config, by_three, microbatches_from
 
 from autopar.errors import RunError
@@ -89,6 +89,12 @@ def test_the_others_wait_in_the_store_while_the_first_decides() -> None:
     ranks = run_local(comes_late, 3, 4.0, timeout=120)
     assert [text for text, _ in ranks] == ["long long10000000"] * 3
     assert min(seconds for _, seconds in ranks[1:]) > 2
+
+
+def test_a_mesh_of_a_part_of_the_world_leaves_the_count_of_groups_alone() -> None:
+    """The third rank knows nothing of the model, and the group of all three that follows has one name everywhere."""
+    ranks = run_local(on_a_part_of_the_world, 3, timeout=60)
+    assert ranks[0] == ranks[1] and [number for _, number in ranks] == [3.0] * 3
 
 
 def sweep(name: str, meshes: tuple[Mesh, ...]) -> list[Config]:
