@@ -58,11 +58,6 @@ class EstimatedCut:
     crossing: tuple[float, ...]
     seconds: float
 
-    @property
-    def recomputed(self) -> tuple[int, ...]:
-        """How many blocks of each stage run again."""
-        return tuple(s.recomputed for s in self.stages)
-
 
 @dataclass(frozen=True)
 class Need:

@@ -2,7 +2,8 @@
 
 Plans of stages are shared: stages alike in all but names are solved once, and microbatches in flight are counted up to
 a round number. A group's memory is divided among its stages by need. Where memory binds, the slowest stages are planned
-again for just what they keep, and on few devices the number of recomputed blocks and the cut itself are searched.
+again for just what they keep, and on few devices the cut itself is searched. What runs again in the backward is decided
+in the program of every stage, with its cuts.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from math import ceil, inf
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
 from autopar.placements import Mesh, mesh_text
-from autopar.plan import Plan, Recompute, StagePlan, one_stage
+from autopar.plan import Plan, StagePlan, one_stage
 from autopar.planner.inter_op.blocks import Block, blocks
 from autopar.planner.inter_op.order import SEARCHED, START, better_order
 from autopar.planner.inter_op.stage_pins import of_stage
@@ -26,7 +27,7 @@ from autopar.planner.inter_op.transplant import structure, transplant
 from autopar.planner.intra_op.fold import fold
 from autopar.planner.intra_op.mesh_plan import Options, device_limit, plan_graph
 from autopar.planner.intra_op.problem import Beaten
-from autopar.planner.intra_op.recompute import is_asked, patterns_in, segment, segments_of
+from autopar.planner.intra_op.recompute import is_asked, patterns_in, segments_of
 from autopar.rules.registry import rules_of
 from autopar.staging import StageGraph, crossings_of, cut, hot_ops
 from autopar.texts import show_bytes
@@ -89,8 +90,8 @@ class PipelineOptions:
 class Candidate:
     """A way to cut: positions of the stages' first operators, the groups, and an estimate of the step.
 
-    ``recomputed`` counts the blocks of each stage that run again; empty for none. ``n_bytes`` are estimates for each
-    stage of what it holds all the time and of what it keeps of a microbatch; empty where they are not known.
+    ``n_bytes`` are estimates for each stage of what it holds all the time and of what it keeps of a microbatch; empty
+    where they are not known.
     """
 
     meshes: tuple[Mesh, ...]
@@ -98,7 +99,6 @@ class Candidate:
     schedule: str
     bounds: tuple[int, ...]
     seconds: float
-    recomputed: tuple[int, ...] = ()
     n_bytes: tuple[tuple[float, float], ...] = ()
 
     @property
@@ -147,8 +147,8 @@ class ExactPlans:
         return self.graph.nodes[self.ops[position]].name
 
     def improved(self, best: Exact) -> list[Exact]:
-        """Plans of cuts like the best so far, with what the estimate knows least about: as many blocks recomputed as is
-        best, where memory binds, and cuts that differ by one block at one bound, as long as that is better."""
+        """Plans of the best cut so far, its stages searched to their end, and of cuts that differ by one block at one
+        bound, as long as that is better."""
         plans: list[Exact] = []
         near = [best.candidate]
         tried = set()
@@ -188,7 +188,7 @@ class ExactPlans:
 
         Args:
             best_known: seconds of a step.
-            thorough: as for :meth:`_fitting`.
+            thorough: stages are as near to their optimum as was asked, where memory binds too.
 
         Raises:
             InfeasibleError: a stage does not fit.
@@ -297,19 +297,28 @@ class ExactPlans:
                 microbatches=self.asked.microbatches,
                 memory_limit_bytes=rooms[group[stage.number]]
                 * self._share(stage.number, shares[group[stage.number]], live, candidate),
-                recompute=patterns_in(stage.graph, wishes.recompute), may_recompute=False,
+                recompute=patterns_in(stage.graph, wishes.recompute), may_recompute=self._may_recompute,
+                blocks=self._blocks_in(stage.graph),
             )  # fmt: skip
-            plan = self._fitting(stage, candidate, mesh, options, devices, thorough=thorough)
+            plan = self._stage_plan(stage.graph, mesh, options, devices)
             stored.update({(group[stage.number], n): ",".join(c.stored) for n, c in plan.params.items()})
             choices.append(plan)
             asked.append(options)
-        self._refine(graphs, choices, asked, schedule, candidate)
+        self._refine(graphs, choices, asked, schedule)
         return choices
 
+    @cached_property
+    def _may_recompute(self) -> bool:
+        """Whether the planner chooses what runs again: neither the user nor the model says it."""
+        return self.asked.may_recompute and not is_asked(self.graph, self.asked.options.recompute)
+
+    def _blocks_in(self, graph: Graph) -> tuple[str, ...]:
+        """The operators with which the blocks begin that a stage's graph has."""
+        return tuple(name for name in (self.name(block.first) for block in self.blocks) if name in graph.index)
+
     def _refine(
-        self, graphs: Sequence[StageGraph], choices: list[StagePlan], asked: Sequence[Options], schedule: Schedule,
-        candidate: Candidate,
-    ) -> None:  # fmt: skip
+        self, graphs: Sequence[StageGraph], choices: list[StagePlan], asked: Sequence[Options], schedule: Schedule
+    ) -> None:
         """Plan the slowest stages again for just the microbatches that they keep in flight, where memory made them
         slow: plans are shared between stages by counting up to a round number."""
         owners = Counter(n.target for stage in graphs for _, n in stage.graph.of_kind("param"))
@@ -322,7 +331,7 @@ class ExactPlans:
                     continue  # planned for just these
                 if any(owners[n.target] > 1 for _, n in graph.graph.of_kind("param")):
                     continue  # stages that share a parameter store it alike
-                plan = self._fitting(graph, candidate, choice.mesh, asked[s], choice.devices, exact=True)
+                plan = self._stage_plan(graph.graph, choice.mesh, asked[s], choice.devices, exact=True)
                 if _pace(plan) < _pace(choice):
                     choices[s], better = plan, True
             if not better:
@@ -339,58 +348,6 @@ class ExactPlans:
         parts = {s: ceil(shares * needs[s] / sum(needs.values())) for s in of_group if s != most}
         return parts.get(stage, shares - sum(parts.values())) / shares
 
-    def _fitting(
-        self, stage: StageGraph, candidate: Candidate, mesh: Mesh, options: Options, devices: tuple[int, ...],
-        exact: bool = False, thorough: bool = False,
-    ) -> StagePlan:  # fmt: skip
-        """The plan of a stage with as many blocks recomputed as the estimate says; with all of them if that is not
-        enough; or (``thorough``), where memory binds, with the number of them at which the stage is fastest."""
-        blocks = self._segments(stage, candidate)
-        n = candidate.recomputed[stage.number] if candidate.recomputed else 0
-        free = self.asked.may_recompute and not is_asked(self.graph, self.asked.options.recompute)
-        failed: InfeasibleError | Beaten | None = None
-        plans: dict[int, StagePlan | None] = {}
-
-        def seconds(count: int) -> float:
-            """What the plan with so many blocks recomputed would make of a step if all stages took as long; infinite
-            if none fits."""
-            nonlocal failed
-            if count not in plans:
-                try:
-                    again = replace(options, segments=blocks[:count])
-                    plans[count] = self._stage_plan(stage.graph, mesh, again, devices, exact)
-                except (InfeasibleError, Beaten) as error:
-                    plans[count], failed = None, error
-            plan = plans[count]
-            return plan.price.seconds + (candidate.groups - 1) * _pace(plan) if plan else inf
-
-        best = n = min(n, len(blocks))
-        if seconds(n) == inf and free and not isinstance(failed, Beaten):
-            best = len(blocks)
-        without = plans[0] if n == 0 else None
-        if free and thorough and not (without and _is_free(without)):
-            best = min(dict.fromkeys((best, 0, len(blocks))), key=seconds)
-            for step in (-1, 1):  # seconds fall and rise again: each block less costs memory, each more costs time
-                while 0 <= best + step <= len(blocks) and seconds(best + step) < seconds(best):
-                    best += step
-        if seconds(best) == inf and failed:
-            raise failed
-        plan = plans[best]
-        assert plan is not None
-        return plan
-
-    def _segments(self, stage: StageGraph, candidate: Candidate) -> Recompute:
-        """What would run again of a stage, block by block."""
-        bounds = (0, *candidate.bounds, len(self.ops))
-        first, end = bounds[stage.number], bounds[stage.number + 1]
-        graph, segments = stage.graph, []
-        rules = rules_of(graph)
-        for block in self.blocks:
-            if first <= block.first and block.end <= end:
-                a, b = (graph.index[self.name(p)] for p in (block.first, block.end - 1))
-                segments.append(segment(graph, rules, a, b))
-        return tuple(s for s in segments if s is not None)
-
     def _stage_plan(
         self, graph: Graph, mesh: Mesh, options: Options, devices: tuple[int, ...], exact: bool = False
     ) -> StagePlan:
@@ -402,9 +359,10 @@ class ExactPlans:
         if _is_pinned(options):
             return plan_graph(graph, self.cluster, mesh, options, devices=devices)
         kinds = tuple(self.cluster.device(d).name for d in devices)
-        again = options.segments or segments_of(graph, rules_of(graph), options.recompute)
-        places = tuple((graph.index[first], graph.index[last]) for first, last in again)
-        key = structure(graph), mesh, kinds, options.memory_limit_bytes, places
+        asked_again = segments_of(graph, rules_of(graph), options.recompute)
+        places = tuple((graph.index[first], graph.index[last]) for first, last in asked_again)
+        begins = tuple(graph.index[name] for name in options.blocks)
+        key = structure(graph), mesh, kinds, options.memory_limit_bytes, places, begins
         by_in_flight = self._plans.setdefault(key, {})
         wanted = options.in_flight
         target = wanted if exact else _rounded(wanted)

@@ -1,4 +1,4 @@
-"""What a block can cost on a mesh: a few plans from the fastest to the smallest, each with and without recomputing.
+"""What a block can cost on a mesh: a few plans from the fastest to the smallest, with more and less that runs again.
 
 Stages are put together from these before any stage is planned: a stage that has room takes the fast ways of its blocks,
 one that keeps many microbatches in flight takes smaller ones for as many blocks as it must.
@@ -44,7 +44,8 @@ class Way:
         weight_seconds: of the backward, what is for gradients of weights and may run later.
         static_bytes: whatever does not grow with the microbatches in flight, but for ``peak_bytes``.
         kept_bytes: of one microbatch in flight.
-        again_bytes: what lives while the block runs again, where it is recomputed: once for all blocks of a stage.
+        again_bytes: what lives while parts of the block run again: once for all blocks of a stage.
+        recomputed: something of it runs again.
         peak_bytes: of parameters that are gathered for each use: once for all blocks of a stage, too.
     """
 
@@ -71,7 +72,7 @@ class Menus:
     Attributes:
         graph_of: the graph of one block.
         options: for its plans; those that name operators or placements are left out.
-        recompute: whether running a block again may be offered.
+        recompute: whether operators of a block may run again.
         rare: kinds of which there are so few that one smaller way is enough.
         decided: plans of the same blocks at another size, by kind, mesh and devices: these are priced at this size,
             which takes a tenth of the time of finding the best ones here. What is decided here is added.
@@ -91,7 +92,7 @@ class Menus:
     _fastest: dict[tuple[object, ...], StagePlan] = field(default_factory=dict)  # by kind and mesh
 
     def ways(self, block: Block, mesh: Mesh, devices: Sequence[int]) -> tuple[Way, ...]:
-        """From the fastest to the smallest, those that keep what they need first.
+        """From the fastest to the smallest; those that gather copies again are the last.
 
         Raises:
             InfeasibleError: the block cannot be planned on the mesh at all.
@@ -162,35 +163,27 @@ class Menus:
         return replace(
             self.options, constraints=None, params=None, inputs=None, outputs=None,
             in_flight=min(IN_FLIGHT, self.options.microbatches),
-            recompute=patterns_in(graph, self.options.recompute),
+            recompute=patterns_in(graph, self.options.recompute), may_recompute=self.recompute,
         )  # fmt: skip
 
     def _ways(
         self, graph: Graph, plans: Sequence[StagePlan], mesh: Mesh, devices: Sequence[int]
     ) -> tuple[Way, ...]:
         priced = pricer(self.cluster, mesh, devices)
-        plain, again = [], []
+        ways = []
         for plan in plans:
             spent, price = phases(graph, plan, priced), plan.price
             peak = peak_bytes(graph, plan, priced)
-            way = Way(
-                spent.forward_seconds, spent.backward_seconds, spent.step_seconds,
-                price.memory_bytes - price.activation_bytes - peak, plan.kept_bytes, price.again_bytes, peak_bytes=peak,
-                weight_seconds=0.0 if plan.gather_again else min(spent.weight_seconds, spent.backward_seconds),
+            whole = bool(plan.recompute or plan.gather_again)  # such a backward is not split
+            ways.append(
+                Way(
+                    spent.forward_seconds, spent.backward_seconds, spent.step_seconds,
+                    price.memory_bytes - price.activation_bytes - peak, plan.kept_bytes, price.again_bytes,
+                    recomputed=bool(plan.recompute), peak_bytes=peak,
+                    weight_seconds=0.0 if whole else min(spent.weight_seconds, spent.backward_seconds),
+                )
             )  # fmt: skip
-            plain.append(way)
-            arriving = sum(
-                priced.local_bytes(node.out, plan.inputs[node.target])
-                for _, node in graph.of_kind("input") if node.hot and node.target in plan.inputs
-            )  # fmt: skip
-            if self.recompute and not plan.gather_again and arriving < way.kept_bytes:
-                again.append(
-                    replace(
-                        way, backward_seconds=way.backward_seconds + way.forward_seconds, kept_bytes=float(arriving),
-                        again_bytes=way.kept_bytes, recomputed=True,
-                    )
-                )  # fmt: skip
-        return (*plain, *again)
+        return tuple(ways)
 
 
 @dataclass(frozen=True)
@@ -200,7 +193,7 @@ class Filled:
     Attributes:
         seconds: of a microbatch.
         step_seconds: once a step.
-        recomputed: how many blocks run again.
+        recomputed: of how many blocks something runs again.
         forward_seconds: the part of a microbatch's seconds that is forward.
         weight_seconds: the part of its backward that may run later: none where a block runs again.
         kept_bytes: of one microbatch in flight; the rest of ``n_bytes`` is there all the time.

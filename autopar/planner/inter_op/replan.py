@@ -17,7 +17,7 @@ from autopar.planner.inter_op.stage_pins import of_stage
 from autopar.planner.inter_op.timing import timing_of
 from autopar.planner.intra_op.fold import fold
 from autopar.planner.intra_op.mesh_plan import Options, device_limit, plan_graph
-from autopar.planner.intra_op.recompute import patterns_in
+from autopar.planner.intra_op.recompute import is_asked, patterns_in
 from autopar.rules.registry import rules_of
 from autopar.staging import StageGraph, crossings_of, cut, hot_ops
 from cost_models.pipeline import Timeline, simulate
@@ -89,7 +89,9 @@ class Replanner:
         wishes = replace(
             wishes, params={**(wishes.params or {}), **shared} or None, in_flight=choice.in_flight,
             microbatches=self.plan.microbatches, memory_limit_bytes=self.limit_bytes(number, options),
-            recompute=patterns_in(stage.graph, wishes.recompute), may_recompute=False,
+            recompute=patterns_in(stage.graph, wishes.recompute),
+            may_recompute=wishes.may_recompute and not is_asked(self.graph, self.options.recompute),
+            blocks=[name for name in self.bounds if name in stage.graph.index],
         )  # fmt: skip
         return plan_graph(
             stage.graph, self.cluster, choice.mesh, wishes, devices=choice.devices

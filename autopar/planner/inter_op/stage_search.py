@@ -191,7 +191,7 @@ def _nothing_fits(searches: Sequence[_Search], asked: PipelineOptions, n_devices
     tried = f"{groups} of {devices}, {counts} microbatches, schedules {', '.join(asked.schedules)}"
     leanest = min((s.leanest for s in searches if s.leanest is not None), default=None, key=lambda need: need.n_bytes)
     if leanest is not None and len(searches) > 1:
-        again = ", blocks recomputed where that helps" if asked.may_recompute else ""
+        again = ", operators that run again where that helps" if asked.may_recompute else ""
         factor = leanest.n_bytes / leanest.limit_bytes
         least = (
             f"devices of which {show_bytes(leanest.n_bytes)} may be filled, or about {ceil(factor * n_devices)} of "
@@ -354,7 +354,7 @@ class _Search(ExactPlans):
         candidates = [
             Candidate(
                 tuple(g.mesh for g in c.groups), tuple(g.devices for g in c.groups), self._named(c.schedule),
-                tuple(self.blocks[b].first for b in c.bounds), c.seconds, c.recomputed,
+                tuple(self.blocks[b].first for b in c.bounds), c.seconds,
                 tuple((s.static_bytes, s.kept_bytes) for s in c.stages),
             )
             for c in dict.fromkeys(best)
@@ -411,7 +411,7 @@ class _Search(ExactPlans):
             return []
         return [
             Candidate(
-                w.meshes, w.devices, name, tuple(self.blocks[b].first for b in w.bounds), w.seconds, w.recomputed
+                w.meshes, w.devices, name, tuple(self.blocks[b].first for b in w.bounds), w.seconds
             )
             for w in ways if len(w.meshes) > 1 for name in names
         ]  # fmt: skip

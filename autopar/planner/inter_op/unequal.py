@@ -26,12 +26,11 @@ from hardware_profiles import Cluster
 
 @dataclass(frozen=True)
 class UnequalCut:
-    """Cuts (block numbers) with the mesh and the ranks of every stage, and how many of its blocks run again."""
+    """Cuts (block numbers) with the mesh and the ranks of every stage."""
 
     bounds: tuple[int, ...]
     meshes: tuple[Mesh, ...]
     devices: tuple[tuple[int, ...], ...]
-    recomputed: tuple[int, ...]
     seconds: float
 
 
@@ -90,8 +89,7 @@ class Unequal:
                 tuple(self.ranks[c.submesh.device_type][i] for i in ns) for c, ns in zip(chosen, numbers, strict=True)
             )
             meshes = tuple(self._mesh(c.submesh) for c in chosen)
-            again = tuple(c.n_recomputed for c in chosen)
-            candidates.append(UnequalCut(tuple(c.first for c in chosen[1:]), meshes, devices, again, candidate.seconds))
+            candidates.append(UnequalCut(tuple(c.first for c in chosen[1:]), meshes, devices, candidate.seconds))
         return candidates
 
     def _labels(self, n: int) -> list[str]:
@@ -115,11 +113,11 @@ class Unequal:
             sum(w.forward_seconds for w in plain), sum(w.backward_seconds for w in plain),
             sum(w.step_seconds for w in plain),
             sum(w.static_bytes for w in plain) + max(w.peak_bytes for w in plain),
-            sum(w.kept_bytes for w in plain), least, sum(w.forward_seconds for w in again if w.recomputed),
+            sum(w.kept_bytes for w in plain), least, sum(a.seconds - w.seconds for w, a in pairs),
         )  # fmt: skip
 
     def _way(self, block: Block, submesh: Submesh) -> tuple[Way, Way] | None:
-        """The way that a submesh names, and the same with the block run again if that saves bytes."""
+        """The way that a submesh names, and the same cuts with as much made again as may, if that saves bytes."""
         devices = self.ranks[submesh.device_type][: submesh.n_devices]
         try:
             ways = self.menus.ways(block, self._mesh(submesh), devices)
@@ -130,9 +128,8 @@ class Unequal:
         if number >= len(plain):
             return None
         way = plain[number]
-        static, kept = way.static_bytes, way.kept_bytes
-        again = [w for w in ways if w.recomputed and (w.static_bytes, w.again_bytes) == (static, kept)]
-        return way, (again or [way])[0]
+        alike = [w for w in ways if (w.static_bytes, w.forward_seconds) == (way.static_bytes, way.forward_seconds)]
+        return way, min(alike, key=lambda w: w.kept_bytes)
 
     def _transfer(self, at: int, source: Submesh, target: Submesh) -> float:
         a = self.ranks[source.device_type][0]

@@ -143,6 +143,7 @@ class Builder:
         recompute: segments that run again in the backward.
         keep_memory: keep strategies that are slower and smaller; needed when a memory limit binds.
         choose_again: let operators run again in the backward instead of keeping what they make.
+        blocks: names of the operators with which blocks begin, where they are known.
     """
 
     graph: Graph
@@ -160,6 +161,7 @@ class Builder:
     in_flight: int = 1
     recompute: Recompute = ()
     choose_again: bool = False
+    blocks: Sequence[str] = ()
 
     def build(self) -> tuple[Problem, Decoder]:
         """The problem, and what reads its solution."""
@@ -386,7 +388,7 @@ class Builder:
 
     @cached_property
     def _may_again(self) -> Again:
-        return again(self.graph, self.rules, self.fold, self._memory.entries)
+        return again(self.graph, self.fold, self._memory.entries, self.blocks)
 
     def _offer_again(self, chain: _Chain, counts: Mapping[int, int]) -> None:
         """Add rows in which operators of a chain run again: all that may from one of them on.

@@ -65,6 +65,8 @@ class Options:
         segments: the same as ``(first op, last op)``, for whoever knows them; instead of ``recompute``.
         may_recompute: where memory binds, and neither ``recompute`` nor the model says what runs again, operators of
             any block may.
+        blocks: names of the operators with which blocks begin, for whoever knows them: what runs again does so block
+            by block. By default those of the repeated stretches that folding finds.
     """
 
     constraints: Mapping[str, Mapping[str, str]] | None = None
@@ -82,6 +84,7 @@ class Options:
     recompute: Sequence[str] = ()
     segments: Recompute = ()
     may_recompute: bool = True
+    blocks: Sequence[str] = ()
 
 
 @uncollected()
@@ -154,7 +157,7 @@ class PlansByMemory:
         self, graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, *, devices: Sequence[int] | None = None
     ) -> None:
         self.setting = _Setting(graph, cluster, mesh, options, devices)
-        problem, self.decoder = self.setting.problem(True)
+        problem, self.decoder = self.setting.problem(True, options.may_recompute and not self.setting.again)
         self.program = ilp.program(
             replace(problem, limit_bytes=UNLIMITED), time_limit_seconds=options.time_limit_seconds,
         )  # fmt: skip
@@ -168,14 +171,23 @@ class PlansByMemory:
     def every(self, prices: Sequence[float] = ilp.PRICES) -> list[StagePlan]:
         """All of them, the fastest first; prices as for :meth:`autopar.planner.intra_op.ilp.HighsProgram.hull`."""
         fastest, *others = self.program.hull(prices, PEAK_SHARE)
-        plans, again = [self._plan(fastest)], [self._gathering_again(fastest)]
+        plans, again = self._ways(fastest), [self._gathering_again(fastest)]
         for choice in others:
             try:
-                plans.append(self._plan(choice))
+                plans += self._ways(choice)
                 again.append(self._gathering_again(choice))
             except PlanError:  # rounded to strategies between which there is no way
                 continue
         return plans + [plan for plan in again if plan.gather_again]
+
+    def _ways(self, choice: Choice) -> list[StagePlan]:
+        """The plan of a choice, and the same cuts with nothing, and with all that may, run again."""
+        decided = self.decoder.decided(choice.picked, self.setting.folding)
+        sets = [decided.again]
+        if self.decoder.again is not None:
+            every = self.decoder.again.every(self.setting.folding)
+            sets = list(dict.fromkeys((frozenset(), decided.again, every)))
+        return [self.setting.realise(decided._replace(again=again)) for again in sets]
 
     def _plan(self, choice: Choice, gather_again: Collection[str] = ()) -> StagePlan:
         decided = self.decoder.decided(choice.picked, self.setting.folding)
@@ -250,7 +262,7 @@ class _Setting:
             self.graph, self.rules, self.folding, self.priced, options.optimizer, options.microbatches,
             pins.op if pins.ops or pins.uncut else None, pins.param if pins.params else None,
             dict(options.outputs or {}), dict(options.inputs or {}), keep_memory, bool(self.cluster.abstract),
-            options.in_flight, self.again, choose_again,
+            options.in_flight, self.again, choose_again, options.blocks,
         ).build()  # fmt: skip
         self.may_again = decoder.again
         pins.require(problem)

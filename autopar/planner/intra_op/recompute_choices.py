@@ -38,6 +38,10 @@ class Again:
     able: frozenset[int]
     block_of: dict[int, int]
 
+    def every(self, folding: Fold) -> frozenset[int]:
+        """All operators that may run again, of every block."""
+        return frozenset(i for i, r in enumerate(folding.representative) if r in self.able)
+
     def segments(self, graph: Graph, rules: Sequence[Rule | None], chosen: Collection[int]) -> Recompute:
         """Runs of operators that were chosen to run again, with the views between them, none over the end of a
         block."""
@@ -71,13 +75,14 @@ class Again:
         return found
 
 
-def again(graph: Graph, rules: Sequence[Rule | None], folding: Fold, memory: Sequence[Entry]) -> Again:
+def again(graph: Graph, folding: Fold, memory: Sequence[Entry], begins: Sequence[str] = ()) -> Again:
     """What may run again.
 
     Args:
         memory: all memory of the whole tensors, that which nobody keeps included.
+        begins: names of the operators with which blocks begin, where they are known.
     """
-    block_of = blocks(graph, folding)
+    block_of = blocks_from(graph, [graph.index[name] for name in begins]) if begins else blocks(graph, folding)
     able = {folding.representative[i] for i, node in graph.of_kind("op") if _may(node)}
     makes = set()
     for entry in memory:
@@ -107,7 +112,13 @@ def blocks(graph: Graph, folding: Fold) -> dict[int, int]:
         begin = min(range(first, first + length), key=lambda at: (crossing[at + length], at))
         last = repeats + (begin == first)
         starts += [begin + k * length for k in range(last)]
-    return {i: bisect_right(starts, p) for i, p in position.items()}
+    return blocks_from(graph, [ops[p] for p in starts if p < len(ops)])
+
+
+def blocks_from(graph: Graph, starts: Sequence[int]) -> dict[int, int]:
+    """The number of every operator's block, if blocks begin at these nodes."""
+    begins = sorted(starts)
+    return {i: bisect_right(begins, i) for i, _ in graph.of_kind("op")}
 
 
 def whole_blocks(graph: Graph, rules: Sequence[Rule | None], folding: Fold) -> Recompute:
@@ -142,4 +153,4 @@ def _is_view(node: Node, rule: Rule | None) -> bool:
     return rule is not None and rule.kind == "none" and node.hot
 
 
-__all__ = ["Again", "again", "blocks", "whole_blocks"]
+__all__ = ["Again", "again", "blocks", "blocks_from", "whole_blocks"]
