@@ -556,6 +556,7 @@ class Builder:
         bytes_of = whole.segment_bytes()
         largest = max(bytes_of, key=lambda segment: bytes_of[segment], default=None)
         able = self._may_again.able if self.choose_again else frozenset()
+        gives_up = self._may_again.gives_up if self.choose_again else frozenset()
         inside: dict[int, float] = {}  # bytes that operators keep inside, by representative
         sliced: list[tuple[int, int, float]] = []  # what is kept of the batch: operator, position and whole bytes
         classes: dict[tuple[tuple[tuple[int, int, bool], ...], int, int], int] = {}
@@ -575,7 +576,7 @@ class Builder:
             asked = {(rep[i], position) for i, position in entry.readers if i < len(rep) and rep[i] in able} - kept
             decided = tuple(sorted({(*user, True) for user in kept} | {(*user, False) for user in asked}))
             if decided:
-                maker = rep[entry.since] if rep[entry.since] in able else -1
+                maker = rep[entry.since] if rep[entry.since] in gives_up else -1
                 key = decided, entry.n_bytes, maker
                 classes[key] = classes.get(key, 0) + times
         shared: list[SharedBytes] = []

@@ -5,7 +5,8 @@ read them. It needs its inputs for that, which are kept or made again in their t
 choice for each of them, made together with its cut: none, some pointwise operators and norms, attention's inside, or
 all of a block are points of one space.
 
-What a block gives to the next is kept: otherwise the backward of the last block would run the whole model again.
+What a block gives to the next is kept, though what made it may run again for what it would keep inside: if it were made
+again for the next block, the backward of the last block would run the whole model again.
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ class Again:
 
     Attributes:
         able: operators that may, by representative of their fold class.
+        gives_up: those of them whose results need not be kept for other readers either.
         block_of: the number of the block of every operator; what stands between repeated blocks has numbers too.
     """
 
     able: frozenset[int]
+    gives_up: frozenset[int]
     block_of: dict[int, int]
 
     def every(self, folding: Fold) -> frozenset[int]:
@@ -68,7 +71,7 @@ class Again:
         for first, last in segments:
             inside = range(graph.index[first], graph.index[last] + 1)
             found += [
-                route_key(graph, Ref(i, k)) for i in inside if folding.representative[i] in self.able
+                route_key(graph, Ref(i, k)) for i in inside if folding.representative[i] in self.gives_up
                 for k, spec in enumerate(graph.nodes[i].outs)
                 if spec is not None and can_make_again(graph, Ref(i, k), {i: 0})
             ]  # fmt: skip
@@ -84,15 +87,16 @@ def again(graph: Graph, folding: Fold, memory: Sequence[Entry], begins: Sequence
     """
     block_of = blocks_from(graph, [graph.index[name] for name in begins]) if begins else blocks(graph, folding)
     able = {folding.representative[i] for i, node in graph.of_kind("op") if _may(node)}
-    makes = set()
+    makes, read_behind = set(), set()
     for entry in memory:
         maker = graph.nodes[entry.since]
         if maker.kind == "op":
             makes.add(folding.representative[entry.since])
             here = block_of[entry.since]
             if any(i >= len(graph.nodes) or block_of[i] != here for i, _ in entry.readers):
-                able.discard(folding.representative[entry.since])  # what it makes is read behind its block
-    return Again(frozenset(able & makes), block_of)
+                read_behind.add(folding.representative[entry.since])
+    able &= makes
+    return Again(frozenset(able), frozenset(able - read_behind), block_of)
 
 
 def blocks(graph: Graph, folding: Fold) -> dict[int, int]:
