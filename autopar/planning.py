@@ -203,33 +203,10 @@ def on_best_mesh(
         tried.append((mesh_text(shape), plan.seconds))
         if plan.seconds < least * (1 - BETTER):
             best = plan
-    again = _with_recomputation(captured, cluster, n, asked, name, best)
-    if again is not None:
-        return again
     if best is None:
         assert infeasible is not None
         raise infeasible
     return Outcome(best, captured, None, tuple(sorted(tried, key=lambda way: way[1])))
-
-
-def _with_recomputation(
-    captured: Captured, cluster: Cluster, n: int, asked: Asked, name: str, best: Plan | None
-) -> Outcome | None:
-    """The plan of one group of devices in which the planner chooses what runs again, where memory binds; None where
-    that is not asked for, or no faster than the ``best`` of all meshes."""
-    binds = best is None or best.solution is None or best.solution.binds
-    may = asked.may_recompute and not asked.pins.recompute and captured.graph.loss is not None
-    if not may or not binds or (best is not None and INTERRUPTED in best.notes):
-        return None
-    one = replace(asked, pins=replace(asked.pins, stages=1))
-    try:
-        planned = in_stages({asked.microbatches: captured.graph}, cluster, n, one, name)
-    except InfeasibleError:
-        return None
-    if best is not None and best.seconds <= planned.plan.seconds * (1 + SIMPLER):
-        return None
-    plan = replace(planned.plan, pins=asked.pins)
-    return Outcome(plan, captured, planned.timeline, planned.tried, planned.others)
 
 
 # --- in stages -------------------------------------------------------------------------------------------------------

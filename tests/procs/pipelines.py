@@ -65,6 +65,7 @@ class Config:
     recompute: tuple[str, ...] = ()
     rows: str = ""  # of the schedule, instead of a name
     gather_again: bool = False  # about half of the copies that could be
+    make_again: bool = False  # stretches of operators run again, and about half of what they make is given up
 
 
 def microbatches_from(schedule: str, groups: int, wanted: int) -> int:
@@ -120,8 +121,9 @@ def make_plan(captured: Captured, config: Config) -> Plan:
             else:
                 seed = config.seed + number + 1000 * attempt
                 plan = random_plan(
-                    stage.graph, rules, priced, seed, recompute=segments, gather_again=config.gather_again
-                )
+                    stage.graph, rules, priced, seed, recompute=segments, gather_again=config.gather_again,
+                    make_again=config.make_again,
+                )  # fmt: skip
             if all(stored.get((group, name), c.stored) == c.stored for name, c in plan.params.items()):
                 break  # a parameter of two stages of one group is stored once
         else:

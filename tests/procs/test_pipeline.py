@@ -60,9 +60,11 @@ def test_two_ranks() -> None:
 
 
 def test_recompute() -> None:
-    """Blocks that run again, in whole and split backwards, cut anywhere; gathered again where parameters are."""
+    """Blocks that run again, in whole and split backwards, cut anywhere; gathered again where parameters are; stretches
+    of operators whose results nobody keeps."""
     check(2, [
         Config("gpt2", "1f1b", TWO, 4, recompute=("*.h.*",), clip=0.1),
+        Config("gpt2", "zb-h1", TWO, 4, seed=1, cuts=2, make_again=True, zoo={"dropout": 0.1}),
         Config("gpt2", "zb-h1", TWO, 4, cuts=3, recompute=("*.h.*",), zoo={"dropout": 0.1}),
         Config("resnet", "zb-h1", TWO, 2, recompute=("*layer?",)),  # running statistics move once
     ])  # fmt: skip

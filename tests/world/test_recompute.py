@@ -208,7 +208,7 @@ def test_what_the_planner_lets_run_again_gives_the_same_numbers(name: str, share
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb-v", marks=pytest.mark.slow)])
-def test_the_planner_recomputes_blocks_of_a_pipeline_where_memory_is_short(schedule: str) -> None:
+def test_the_planner_lets_operators_of_stages_run_again_where_memory_is_short(schedule: str) -> None:
     case, cluster = ZOO["llama"](layers=4), load_cluster("local-x4")
     captured = capture(case.model, case.args, case.kwargs)
     free = plan_pipeline(captured.graph, cluster, 4, PipelineOptions(4, 2, (schedule,))).plan
@@ -217,8 +217,14 @@ def test_the_planner_recomputes_blocks_of_a_pipeline_where_memory_is_short(sched
     limit = 0.55 * most * len(free.schedule.stages_of_rank[0])
     asked = PipelineOptions(4, 2, (schedule,), options=Options(memory_limit_bytes=limit))
     plan = plan_pipeline(captured.graph, cluster, 4, asked).plan
-    assert any(s.recompute for s in plan.stages)
-    assert plan.seconds < 1.4 * free.seconds
+    assert any(s.recompute and s.make_again for s in plan.stages)
+    assert plan.seconds < 1.3 * free.seconds  # 1.34 with whole blocks
+    for stage, of_graph in zip(plan.stages, cut(captured.graph, plan.starts), strict=True):
+        report = check(stage, of_graph.graph, cluster)
+        assert not report.failures, report.failures
+        assert report.kept_bytes == stage.kept_bytes, "what each microbatch in flight adds"
+        assert report.again_bytes == stage.price.again_bytes, "what is there once"
+        assert stage.price.activation_bytes == stage.in_flight * report.kept_bytes + report.again_bytes
     for held in plan.schedule.stages_of_rank:
         assert sum(plan.stages[s].price.memory_bytes for s in held) <= limit
     assert V.verify_pipeline(captured, case.model, case.args, case.kwargs, plan).worst < 1e-9
@@ -229,8 +235,8 @@ def test_the_planner_recomputes_blocks_of_a_pipeline_where_memory_is_short(sched
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_less_memory_and_fewer_choices_are_never_faster(schedule: str) -> None:
-    """The number of recomputed blocks and the cut are searched where memory binds, so that neither the estimate of the
-    one nor that of the other decides."""
+    """What runs again is part of every stage's program, and the cut is searched where memory binds, so that the
+    estimate of neither decides."""
     case, cluster = ZOO["llama"](layers=6), load_cluster("local-x4")
     graph = capture(case.model, case.args, case.kwargs).graph
     free = plan_pipeline(graph, cluster, 4, PipelineOptions(4, 2, (schedule,))).plan

@@ -13,7 +13,7 @@ from autopar.errors import InfeasibleError, MeshError, PlanError, first_few
 from autopar.graph import Graph, Node, Ref
 from autopar.labels import matches, op_labels
 from autopar.placements import Mesh, State, fits, format_state, is_cut, is_shard, kind, mesh_text, shard_dim
-from autopar.plan import LIFETIMES, ParamChoice, Recompute, Solution, StagePlan
+from autopar.plan import LIFETIMES, ParamChoice, Solution, StagePlan
 from autopar.planner.intra_op import ilp
 from autopar.planner.intra_op.build import Builder, Decided, Decoder
 from autopar.planner.intra_op.complete import complete
@@ -22,7 +22,7 @@ from autopar.planner.intra_op.mixture import mixture
 from autopar.planner.intra_op.price import pricer
 from autopar.planner.intra_op.problem import ROUNDING, Choice, Item, Problem
 from autopar.planner.intra_op.recompute import segments_of
-from autopar.planner.intra_op.recompute_choices import Again, whole_blocks
+from autopar.planner.intra_op.recompute_choices import Again
 from autopar.planner.intra_op.regathering import gathering_everything_again, within
 from autopar.planner.intra_op.space import fitting_strategy
 from autopar.planner.intra_op.written import held_whole, holds_whole
@@ -62,7 +62,6 @@ class Options:
         in_flight: microbatches whose activations are kept at once: more than one in a stage of a pipeline.
         recompute: patterns of module paths (``layers.*``); each module that matches keeps only its inputs for the
             backward, and runs again there. So do the regions that the model itself runs under activation checkpointing.
-        segments: the same as ``(first op, last op)``, for whoever knows them; instead of ``recompute``.
         may_recompute: where memory binds, and neither ``recompute`` nor the model says what runs again, operators of
             any block may.
         blocks: names of the operators with which blocks begin, for whoever knows them: what runs again does so block
@@ -82,7 +81,6 @@ class Options:
     fold: bool = True
     in_flight: int = 1
     recompute: Sequence[str] = ()
-    segments: Recompute = ()
     may_recompute: bool = True
     blocks: Sequence[str] = ()
 
@@ -121,16 +119,10 @@ def plan_graph(
             failed = failed or error
         else:
             best = min([keeping_all, *([best] if best is not None else [])], key=lambda p: p.price.seconds)
-    if best is not None:
-        return best
-    assert failed is not None
-    blocks = whole_blocks(graph, setting.rules, setting.folding)
-    if not blocks:
+    if best is None:
+        assert failed is not None
         raise failed
-    try:  # one by one, what is read behind its block is not made again: whole blocks can be smaller
-        return plan_graph(graph, cluster, mesh, replace(options, segments=blocks), devices=devices)
-    except InfeasibleError:
-        raise failed from None
+    return best
 
 
 FAR = 0.1
@@ -249,7 +241,7 @@ class _Setting:
         folding = fold(graph) if options.fold else unfolded(graph)
         self.rules = rules_of(graph, folding.representative)
         self.pins = _Pins(graph, self.rules, mesh, options)
-        self.again = options.segments or segments_of(graph, self.rules, options.recompute)
+        self.again = segments_of(graph, self.rules, options.recompute)
         # blocks that are pinned differently are different blocks
         self.folding = folding if self.pins.uniform(folding) else unfolded(graph)
         self.may_again: Again | None = None

@@ -17,12 +17,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from autopar.capture.graph.pruning import has_effect
-from autopar.errors import PlanError
 from autopar.graph import Graph, Node, Ref
 from autopar.plan import Recompute, route_key
 from autopar.planner.intra_op.fold import Fold
 from autopar.planner.intra_op.ledger import Entry
-from autopar.planner.intra_op.recompute import segments_of
 from autopar.regather import can_make_again
 from autopar.rules.notation import Rule
 
@@ -114,8 +112,10 @@ def blocks(graph: Graph, folding: Fold) -> dict[int, int]:
     starts = []
     for first, length, repeats in folding.blocks:
         begin = min(range(first, first + length), key=lambda at: (crossing[at + length], at))
-        last = repeats + (begin == first)
-        starts += [begin + k * length for k in range(last)]
+        starts += [begin + k * length for k in range(repeats)]
+        end = begin + repeats * length  # perhaps behind the last repeat: a layer that folding saw half of ends there
+        if begin == first or (end < len(ops) and crossing[end] <= crossing[end - length]):
+            starts.append(end)
     return blocks_from(graph, [ops[p] for p in starts if p < len(ops)])
 
 
@@ -123,27 +123,6 @@ def blocks_from(graph: Graph, starts: Sequence[int]) -> dict[int, int]:
     """The number of every operator's block, if blocks begin at these nodes."""
     begins = sorted(starts)
     return {i: bisect_right(begins, i) for i, _ in graph.of_kind("op")}
-
-
-def whole_blocks(graph: Graph, rules: Sequence[Rule | None], folding: Fold) -> Recompute:
-    """The numbered modules around repeated operators (``layers.0``, ``layers.1``) as segments that run again as a
-    whole, but for those that write to something; none where their operators do not stand together."""
-    ops = [node for _, node in graph.of_kind("op")]
-    patterns: dict[str, None] = {}
-    for first, length, repeats in folding.blocks:
-        for node in ops[first : first + length * repeats]:
-            parts = node.module.split(".")
-            number = next((k for k, part in enumerate(parts) if k and part.isdigit()), None)
-            if number is not None:
-                patterns[".".join(parts[:number]) + ".*"] = None
-    try:
-        segments = segments_of(graph, rules, list(patterns)) if patterns else ()
-    except PlanError:
-        return ()
-    return tuple(
-        (first, last) for first, last in segments
-        if not any(has_effect(node.target) for node in graph.nodes[graph.index[first] : graph.index[last] + 1])
-    )  # fmt: skip
 
 
 def _may(node: Node) -> bool:
@@ -154,7 +133,7 @@ def _may(node: Node) -> bool:
 
 
 def _is_view(node: Node, rule: Rule | None) -> bool:
-    return rule is not None and rule.kind == "none" and node.hot
+    return rule is not None and rule.kind == "none" and not has_effect(node.target)
 
 
-__all__ = ["Again", "again", "blocks", "blocks_from", "whole_blocks"]
+__all__ = ["Again", "again", "blocks", "blocks_from"]
