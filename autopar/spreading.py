@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +22,7 @@ from autopar.plan import Plan
 from autopar.planning import Outcome
 from autopar.runtime.agree import FirstRankValues, Meeting, Stopped, first_seed, share, together
 from autopar.runtime.executor import ParallelModule, check_device_mesh
-from autopar.runtime.groups import groups_for
+from autopar.runtime.groups import backend_for, backends, groups_for
 from autopar.runtime.init import Init, MetaValues, is_meta
 from autopar.runtime.pipeline import PipelineModule
 from autopar.runtime.plan_groups import axes_together
@@ -147,11 +148,12 @@ def cluster_of(product: str, memory_bytes: float, n: int, per_host: int | None) 
 
 
 def device_type_of(model: torch.nn.Module) -> str:
-    """Where a model's parameters are; of a meta model, where they will be."""
+    """Where a model's parameters are; of a meta model, where they will be: on GPUs where the ranks can talk there."""
     kinds = {t.device.type for t in model.parameters()}
     if kinds - {"meta"}:
         return sorted(kinds - {"meta"})[0]
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    on_gpus = torch.cuda.is_available() and (not dist.is_initialized() or "cuda" in backends())
+    return "cuda" if on_gpus else "cpu"
 
 
 # --- one plan --------------------------------------------------------------------------------------------------------
@@ -222,7 +224,10 @@ def spread(
     Raises:
         AutoparError: what fails on one rank, on all of them.
     """
-    device_type = device_type_of(model)
+    device_type = device_mesh.device_type if device_mesh is not None else device_type_of(model)
+    on_all(group, lambda: backend_for(device_type))
+    if dist.get_rank(group) == 0:
+        tell_of_idle_gpus(device_type)
     one = len(plan.stages) == 1
     if one and device_mesh is None:
         device_mesh = init_device_mesh(
@@ -232,11 +237,12 @@ def spread(
     if one and device_mesh is not None:  # all groups are made here; after this ranks may fail one by one
         for axes in axes_together(captured.graph, plan.only()):
             groups_for(torch.device(device_mesh.device_type)).along(device_mesh, axes)
-    seed, values = first_seed(group), _values(model, group, device_mesh if one else None, init)
+    device = torch.device(device_type)
+    seed, values = first_seed(group), _values(model, group, device_mesh if one else None, init, device)
     if isinstance(values, Meeting):
         meeting: Meeting | None = values
     else:
-        meeting = None if one else Meeting(group, torch.device(device_type))
+        meeting = None if one else Meeting(group, device)
 
     def make() -> ParallelModule | PipelineModule:
         if one:
@@ -262,8 +268,18 @@ def spread(
     return module
 
 
+def tell_of_idle_gpus(device_type: str) -> None:
+    """Warn that a model trains on the CPU of a machine with GPUs."""
+    if device_type == "cpu" and torch.cuda.is_available():
+        warnings.warn(
+            f"the model is on the CPU and trains there, on a machine with {torch.cuda.device_count()} GPUs: call "
+            "model.cuda() before parallelize to use them",
+            stacklevel=4,
+        )
+
+
 def _values(
-    model: torch.nn.Module, group: Any, device_mesh: DeviceMesh | None, init: Init | None
+    model: torch.nn.Module, group: Any, device_mesh: DeviceMesh | None, init: Init | None, device: torch.device
 ) -> Callable[[str], torch.Tensor] | None:
     if is_meta(model):
         seed = int(share(group, str(torch.initial_seed()), None))
@@ -274,10 +290,10 @@ def _values(
         **dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))
     }  # fmt: skip
     first = int(device_mesh.mesh.flatten()[0]) if device_mesh is not None else 0
-    return FirstRankValues(named, group, first)
+    return FirstRankValues(named, group, first, device)
 
 
 __all__ = [
     "agreed", "axes_of", "check_size", "cluster_of", "device_type_of", "groups_of", "hardware_for", "hardware_of",
-    "on_all", "spread",
+    "on_all", "spread", "tell_of_idle_gpus",
 ]  # fmt: skip

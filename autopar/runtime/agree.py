@@ -21,17 +21,36 @@ from autopar.runtime.store_meeting import from_first, meet
 TIMEOUT_SECONDS = 1800.0
 
 
+def choose_device() -> None:
+    """Have CUDA's current device be this rank's own, unless the process uses one already.
+
+    Raises:
+        MeshError: there are more ranks on this machine than GPUs that they see.
+    """
+    if not torch.cuda.is_available() or torch.cuda.is_initialized():
+        return
+    visible, ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if 1 < visible < ranks:
+        raise MeshError(
+            f"{ranks} ranks are on this machine, and they see {visible} GPUs (CUDA_VISIBLE_DEVICES is "
+            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}): start one rank for each, with torchrun "
+            f"--nproc-per-node {visible}"
+        )
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % visible)  # each may see only one, its own
+
+
 def ensure_process_group(timeout_seconds: float = TIMEOUT_SECONDS) -> None:
-    """Use the process group that exists, else the one that torchrun describes, else a group of this process alone."""
+    """Use the process group that exists, else the one that torchrun describes, else a group of this process alone.
+
+    Raises:
+        MeshError: as for :func:`choose_device`.
+    """
+    choose_device()
     if dist.is_initialized():
         return
     timeout = datetime.timedelta(seconds=timeout_seconds)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout)
-        else:
-            dist.init_process_group("gloo", timeout=timeout)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=timeout)
         return
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
@@ -146,8 +165,12 @@ class FirstRankValues(Meeting):
     Ranks ask for the same names in the same order, and meet before each.
     """
 
-    def __init__(self, named: Mapping[str, torch.Tensor], group: Any, first: int) -> None:
-        super().__init__(group, next((t.device for t in named.values()), None))
+    def __init__(self, named: Mapping[str, torch.Tensor], group: Any, first: int, device: torch.device) -> None:
+        """
+        Args:
+            device: on which values travel and arrive: the mesh's, for which the group has a backend.
+        """
+        super().__init__(group, device)
         self.named, self.first = named, first
 
     def __call__(self, name: str) -> torch.Tensor:

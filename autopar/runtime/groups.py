@@ -224,15 +224,19 @@ def backend_for(device_type: str) -> str:
     Raises:
         MeshError: it has nothing for them.
     """
-    pairs = dist.get_backend_config().split(",")
-    backends = dict(pair.split(":", 1) for pair in pairs if ":" in pair)
-    if device_type not in backends:
+    of_devices = backends()
+    if device_type not in of_devices:
         raise MeshError(
-            f"the process group is for {', '.join(sorted(backends)) or 'nothing'} and the model is on {device_type}: "
-            f"move the model there, or make the group with a backend for both, such as "
+            f"the process group is for {', '.join(sorted(of_devices)) or 'nothing'} and the model is on {device_type}: "
+            "move the model there, or make the group with a backend for both, such as "
             "init_process_group('cpu:gloo,cuda:nccl')"
         )
-    return backends[device_type]
+    return of_devices[device_type]
+
+
+def backends() -> dict[str, str]:
+    """What the world uses, by type of device."""
+    return dict(pair.split(":", 1) for pair in dist.get_backend_config().split(",") if ":" in pair)
 
 
 @atexit.register
@@ -244,4 +248,4 @@ def destroy_groups() -> None:
     _of_worlds.clear()
 
 
-__all__ = ["Groups", "Wanted", "backend_for", "blocks", "channel", "destroy_groups", "groups_for"]
+__all__ = ["Groups", "Wanted", "backend_for", "backends", "blocks", "channel", "destroy_groups", "groups_for"]
