@@ -19,7 +19,7 @@ from autopar.comparison import compare_with_eager
 from autopar.graph import Graph
 from autopar.labels import matches, op_labels
 from autopar.plan import Plan, StagePlan
-from autopar.planner.intra_op.mesh_plan import Options
+from autopar.planner.intra_op.options import Options
 from autopar.planning import Outcome, on_mesh, wishes_of
 from autopar.runtime.programs import Compare, PlanAgain
 from autopar.spreading import agreed

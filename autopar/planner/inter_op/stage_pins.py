@@ -12,7 +12,8 @@ from autopar.graph import Graph
 from autopar.labels import matches, op_labels
 from autopar.placements import Mesh, State, format_mesh
 from autopar.planner.inter_op.order import SEARCHED, START
-from autopar.planner.intra_op.mesh_plan import Options, _Pins
+from autopar.planner.intra_op.options import Options
+from autopar.planner.intra_op.pinned_choices import PinnedChoices
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import options_of
 from autopar.staging import StageGraph, hot_ops
@@ -64,7 +65,7 @@ def check(graph: Graph, options: Options, mesh: Mesh | None) -> None:
         mesh = tuple((axis, 1) for axis in named) or (("data", 1),)
         params = dict.fromkeys(options.params or {}, "replicate")
         options = replace(options, params=params, inputs=None, outputs=None)
-    _Pins(graph, rules_of(graph), mesh, options)
+    PinnedChoices(graph, rules_of(graph), mesh, options)
 
 
 def allows(mesh: Mesh, options: Options) -> bool:

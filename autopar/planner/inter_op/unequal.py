@@ -15,7 +15,7 @@ from autopar.errors import InfeasibleError
 from autopar.placements import Mesh, format_mesh, mesh_shapes
 from autopar.planner.inter_op.blocks import Block
 from autopar.planner.inter_op.menu import WAYS, Menus, Way
-from autopar.planner.intra_op.mesh_plan import Options
+from autopar.planner.intra_op.options import Options
 from autopar.wishes import MEMORY_FRACTION
 from cost_models.costs import costs_of
 from cost_models.pipeline import fill_of

@@ -1,0 +1,80 @@
+"""A graph on a mesh with what is asked of it: where its problems come from, and what makes plans of their solutions."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from autopar.clusters import check_mesh
+from autopar.graph import Graph
+from autopar.placements import Mesh
+from autopar.plan import StagePlan
+from autopar.planner.intra_op.build import Builder, Decided, Decoder
+from autopar.planner.intra_op.complete import complete
+from autopar.planner.intra_op.fold import fold, unfolded
+from autopar.planner.intra_op.options import Options
+from autopar.planner.intra_op.pinned_choices import PinnedChoices
+from autopar.planner.intra_op.price import pricer
+from autopar.planner.intra_op.problem import Problem
+from autopar.planner.intra_op.recompute import segments_of
+from autopar.planner.intra_op.recompute_choices import Again
+from autopar.rules.registry import rules_of
+from autopar.rules.strategy import strategy_named
+from hardware_profiles import Cluster
+
+
+class MeshProblem:
+    """A graph on a mesh with what is asked of it: where problems come from, and what makes plans of their solutions."""
+
+    def __init__(
+        self, graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, devices: Sequence[int] | None
+    ) -> None:
+        check_mesh(mesh, cluster)
+        self.graph, self.cluster, self.options = graph, cluster, options
+        self.priced = pricer(cluster, mesh, devices)
+        folding = fold(graph) if options.fold else unfolded(graph)
+        self.rules = rules_of(graph, folding.representative)
+        self.pins = PinnedChoices(graph, self.rules, mesh, options)
+        self.again = segments_of(graph, self.rules, options.recompute)
+        # blocks that are pinned differently are different blocks
+        self.folding = folding if self.pins.uniform(folding) else unfolded(graph)
+        self.may_again: Again | None = None
+
+    def problem(self, keep_memory: bool, choose_again: bool = False) -> tuple[Problem, Decoder]:
+        """The problem, with strategies that only help where memory is short, and with operators that may run again, if
+        that is asked."""
+        pins, options = self.pins, self.options
+        problem, decoder = Builder(
+            self.graph, self.rules, self.folding, self.priced, options.optimizer, options.microbatches,
+            pins.op if pins.ops or pins.uncut else None, pins.param if pins.params else None,
+            dict(options.outputs or {}), dict(options.inputs or {}), keep_memory, bool(self.cluster.abstract),
+            options.in_flight, self.again, choose_again, options.blocks,
+        ).build()  # fmt: skip
+        self.may_again = decoder.again
+        pins.require(problem)
+        return problem, decoder
+
+    def realise(self, decided: Decided, gather_again: Collection[str] = ()) -> StagePlan:
+        """The plan of what was decided, with some copies gathered again in the backward."""
+        options, segments, remade = self.options, self.again, []
+        if decided.again:
+            assert self.may_again is not None
+            segments = self.may_again.segments(self.graph, self.rules, decided.again)
+            remade = self.may_again.results(self.graph, segments, self.folding)
+        return complete(
+            self.graph, self.rules, self.priced, decided.ops, decided.params, decided.outputs,
+            inputs={**decided.inputs, **(options.inputs or {})}, optimizer=options.optimizer,
+            microbatches=options.microbatches, in_flight=options.in_flight, recompute=segments,
+            gather_again=gather_again, make_again=remade,
+        )  # fmt: skip
+
+    def decided_seconds(self, plan: StagePlan) -> float:
+        """The seconds of a plan without the operators that follow demand, which the problem leaves out."""
+        follow = 0.0
+        for node, rule in zip(self.graph.nodes, self.rules, strict=True):
+            if node.kind == "op" and not node.hot and rule is not None:
+                strategy = strategy_named(self.graph, node, rule, plan.ops[node.name])
+                follow += sum(self.priced.op(self.graph, node, rule, strategy))
+        return plan.price.seconds - follow * self.options.microbatches
+
+
+__all__ = ["MeshProblem"]

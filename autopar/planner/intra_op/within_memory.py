@@ -1,0 +1,226 @@
+"""The cheapest plan of a problem whose bytes, counted in full, are within a limit; or the error that says what lacks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from autopar.errors import InfeasibleError
+from autopar.graph import Graph
+from autopar.plan import Solution, StagePlan
+from autopar.planner.intra_op import ilp
+from autopar.planner.intra_op.build import Decoder
+from autopar.planner.intra_op.mesh_problem import MeshProblem
+from autopar.planner.intra_op.mixture import mixture
+from autopar.planner.intra_op.problem import ROUNDING, Choice, Item, Problem
+from autopar.planner.intra_op.regathering import within
+from autopar.texts import show_bytes
+
+ATTEMPTS = 8
+"""Limits that are tried until what the solver finds fits: its bytes are not quite those of the finished plan."""
+REFINED, CLOSE = 2, 1e-3
+"""Of these, how often a plan that fits is made better, and how near the limits may be, as a part of the memory."""
+LARGEST = 3
+"""Parameters that a message lists."""
+MIXED_GAP = 0.02
+"""The gap of a mixture that is good enough where operators may run again: the search for a better one is long there."""
+AGAIN_SECONDS = 10.0
+"""For one run of the solver where operators may run again."""
+STEEP_PRICES = (10.0, 30.0, 100.0)
+"""Like :data:`autopar.planner.intra_op.ilp.PRICES`, where little memory is all that counts."""
+UNLIMITED = 1e18
+"""Bytes that no device has."""
+
+
+@dataclass
+class WithinMemory:
+    """The cheapest plan of a problem whose bytes, counted in full, stay within the limit.
+
+    The problem may count fewer bytes than the finished plan has (see :meth:`Builder._kept`); then it is solved again
+    with a lower limit. The gap reported is to the bound at the full limit, as the solver counts bytes.
+    """
+
+    setting: MeshProblem
+    problem: Problem
+    decoder: Decoder
+    limit: float
+
+    def plan(self) -> StagePlan:
+        """The plan.
+
+        Where memory binds, or nothing fits, faster cuts whose gathered copies do not all fit are tried too: they gather
+        as many of them again in the backward as they must.
+
+        Raises:
+            InfeasibleError: nothing fits.
+            Beaten: it is not worth the search.
+        """
+        failed: InfeasibleError | None = None
+        best: StagePlan | None = None
+        try:
+            best = self._keeping()
+            if best.solution is None or not best.solution.binds:
+                return best
+        except InfeasibleError as error:
+            failed = error
+        gathering = self._gathering_again()
+        if gathering is not None and (best is None or gathering.price.seconds < best.price.seconds):
+            return gathering
+        if best is None:
+            assert failed is not None
+            raise failed
+        return best
+
+    def free(self) -> StagePlan | None:
+        """The fastest plan, if it fits: the limit does not bind it then."""
+        plan = self._finish(self._program(self.problem).solve())
+        return plan if plan.price.memory_bytes <= self.limit else None
+
+    def _gathering_again(self) -> StagePlan | None:
+        """The best of two plans that gather copies again: the fastest cuts, and those that fit without their copies."""
+        fastest, every = self._gathering(self._program(self.problem).solve(), self.limit)
+        freed = fastest.price.memory_bytes - every.price.memory_bytes
+        if freed <= 0 or self.limit == float("inf"):
+            return None
+        if every.price.memory_bytes <= self.limit:
+            return every
+        program = self._program(replace(self.problem, limit_bytes=self.limit + freed))
+        try:
+            _, every = self._gathering(program.solve(self.setting.options.memory_gap), self.limit)
+        except InfeasibleError:
+            return None
+        return every if every.price.memory_bytes <= self.limit else None
+
+    def _gathering(self, choice: Choice, limit: float) -> tuple[StagePlan, StagePlan]:
+        """The plan of a choice that keeps its copies, and the one that gathers again what it must."""
+        decided = self.decoder.decided(choice.picked, self.setting.folding)
+        kept = self._finish(choice)
+        setting = self.setting
+        fitting = within(
+            setting.graph, kept, setting.priced, limit, lambda keys: setting.realise(decided, keys)
+        )
+        assert kept.solution is not None
+        bound, seconds = kept.solution.objective_seconds * (1 - kept.solution.gap), setting.decided_seconds(fitting)
+        gap = max(0.0, 1 - bound / seconds) if seconds else 0.0
+        said = replace(kept.solution, status="best found", objective_seconds=seconds, gap=gap, binds=True)
+        return kept, replace(fitting, solution=said)
+
+    def _keeping(self) -> StagePlan:
+        """The plan that keeps every copy that it gathers."""
+        limit, gap = self.limit, self.setting.options.memory_gap
+        enough = gap if self.decoder.again is None else max(gap, MIXED_GAP)
+        program = self._program(replace(self.problem, limit_bytes=limit if limit < float("inf") else None))
+        tried: list[StagePlan] = []
+        best: StagePlan | None = None
+        bound = 0.0
+        fits_at, too_much, target, refined = 0.0, limit, limit, 0
+        for attempt in range(ATTEMPTS):
+            try:
+                if attempt == 0 and gap > 0.0:
+                    plan = mixture(
+                        self.setting.graph, self.setting.folding, program, self.decoder, limit, self.setting.realise,
+                        self.setting.decided_seconds, gap,
+                    )  # fmt: skip
+                    tried += [plan] if plan is not None else []
+                    if plan is not None and plan.solution is not None:
+                        if plan.solution.gap <= enough or program.is_rough(gap):
+                            return plan
+                    best = plan
+                plan = self._finish(program.solve(gap, self.setting.options.worth_seconds))
+            except InfeasibleError:
+                break
+            tried.append(plan)
+            assert plan.solution is not None
+            if attempt == 0:
+                bound = plan.solution.objective_seconds * (1 - plan.solution.gap)
+            over = plan.price.memory_bytes - limit
+            if over > 0:
+                too_much = target
+            else:
+                fits_at = max(fits_at, target)
+                if best is None or plan.price.seconds < best.price.seconds:
+                    best = plan
+            if best is None:
+                target -= over
+                program.limit(target)
+                continue
+            if attempt == 0:
+                return best
+            best = replace(best, solution=_against(bound, best, gap))
+            assert best.solution is not None
+            refined += 1
+            if best.solution.gap <= max(gap, ROUNDING) or refined > REFINED or too_much - fits_at <= CLOSE * limit:
+                break
+            target = (fits_at + too_much) / 2
+            program.limit(target)
+        return best if best is not None else self._smallest(tried, bound)
+
+    def _program(self, problem: Problem) -> ilp.HighsProgram | ilp.ByCbc:
+        options = self.setting.options
+        seconds = options.time_limit_seconds
+        if self.decoder.again is not None:
+            seconds = min(seconds, AGAIN_SECONDS)
+        return ilp.program(problem, time_limit_seconds=seconds)
+
+    def _finish(self, choice: Choice) -> StagePlan:
+        plan = self.setting.realise(self.decoder.decided(choice.picked, self.setting.folding))
+        said = Solution(choice.solver, choice.status, choice.objective, choice.gap, choice.binds)
+        return replace(plan, solution=said)
+
+    def _smallest(self, tried: list[StagePlan], bound: float) -> StagePlan:
+        """The plan of the fewest bytes, when the limit was not met otherwise."""
+        smallest = replace(
+            self.problem,
+            items=tuple(_by_bytes(item) for item in self.problem.items),
+            held=tuple(replace(h, seconds=h.n_bytes) for h in self.problem.held),
+            tensors=tuple(replace(t, steps=tuple((a, b, 0.0) for a, b, _ in t.steps)) for t in self.problem.tensors),
+        )
+        choices = [self._program(smallest).solve()]
+        if self.decoder.again is not None:  # of all that could be cut for less, sound ones may be smaller when finished
+            choices += self._program(replace(self.problem, limit_bytes=UNLIMITED)).hull(STEEP_PRICES)
+        plan = min(
+            [*tried, *(p for choice in choices for p in self._gathering(choice, self.limit))],
+            key=lambda p: (max(p.price.memory_bytes, self.limit), p.price.seconds),
+        )
+        if plan.price.memory_bytes > self.limit:
+            fastest = self._finish(self._program(self.problem).solve())
+            raise InfeasibleError(_too_big(self.setting.graph, fastest, plan, self.limit))
+        solution = Solution("smallest", "best found", plan.price.seconds, 0.0, True)
+        plan = replace(plan, solution=solution)
+        return replace(plan, solution=_against(bound, plan, self.setting.options.memory_gap))
+
+
+def _against(bound: float, plan: StagePlan, gap: float) -> Solution:
+    """What the solver said of a plan, measured against a bound of the whole search."""
+    said = plan.solution
+    assert said is not None
+    off = max(0.0, 1 - bound / said.objective_seconds) if said.objective_seconds else 0.0
+    status = "optimal" if off <= ROUNDING else "within gap" if off <= gap else "best found"
+    return replace(said, gap=off, status=said.status if off > gap and said.status == "time limit" else status)
+
+
+def _by_bytes(item: Item) -> Item:
+    peaks = item.peak_bytes or (0.0,) * len(item.n_bytes)
+    return Item(
+        item.name, tuple(n + p for n, p in zip(item.n_bytes, peaks, strict=True)), item.n_bytes, item.peak_bytes
+    )
+
+
+def _too_big(graph: Graph, fastest: StagePlan, tight: StagePlan, limit: float) -> str:
+    p = tight.price
+    parts = sorted(
+        [("parameters", p.parameter_bytes), ("gradients", p.gradient_bytes), ("optimizer state", p.optimizer_bytes),
+         ("gathered parameters", p.gathered_bytes), ("activations", p.activation_bytes)], key=lambda e: -e[1],
+    )  # fmt: skip
+    biggest = sorted(graph.of_kind("param"), key=lambda e: -e[1].out.n_bytes)[:LARGEST]
+    return (
+        f"no plan fits {show_bytes(limit)} per device: the smallest needs {show_bytes(p.memory_bytes)}, the fastest "
+        f"{show_bytes(fastest.price.memory_bytes)}\n  of the smallest: "
+        + ", ".join(f"{name} {show_bytes(n)}" for name, n in parts)
+        + "\n  largest parameters: "
+        + ", ".join(f"{node.target} {show_bytes(node.out.n_bytes)}" for _, node in biggest)
+        + f"\n  it would fit with {show_bytes(p.memory_bytes - limit)} more per device, more devices, or a smaller "
+        "batch"
+    )
+
+
+__all__ = ["UNLIMITED", "WithinMemory"]
