@@ -1,4 +1,4 @@
-"""What pins leave of the choices: strategies of operators, ways to keep parameters, placements of inputs and outputs."""
+"""What pins leave of the choices: strategies of operators, ways to keep parameters, placements of inputs, outputs."""
 
 from __future__ import annotations
 

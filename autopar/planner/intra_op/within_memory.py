@@ -1,4 +1,4 @@
-"""The cheapest plan of a problem whose bytes, counted in full, are within a limit; or the error that says what lacks."""
+"""The cheapest plan of a problem whose bytes, counted in full, are within a limit; or an error that says what lacks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ UNLIMITED = 1e18
 class WithinMemory:
     """The cheapest plan of a problem whose bytes, counted in full, stay within the limit.
 
-    The problem may count fewer bytes than the finished plan has (see :meth:`Builder._kept`); then it is solved again
+    The problem may count fewer bytes than the finished plan has (see :meth:`.build.Builder._kept`); then it is solved again
     with a lower limit. The gap reported is to the bound at the full limit, as the solver counts bytes.
     """
 
