@@ -35,7 +35,7 @@ UNLIMITED = 1e18
 class WithinMemory:
     """The cheapest plan of a problem whose bytes, counted in full, stay within the limit.
 
-    The problem may count fewer bytes than the finished plan has (see :meth:`.build.Builder._kept`); then it is solved again
+    The problem may count fewer bytes than the finished plan has (see :class:`.build.Builder`); then it is solved again
     with a lower limit. The gap reported is to the bound at the full limit, as the solver counts bytes.
     """
 
