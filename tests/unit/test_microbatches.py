@@ -70,7 +70,10 @@ def of_rows(name: str, rows: int) -> Graph:
     return capture(case.model, args, kwargs).graph
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert_masked", "t5", "vit", "resnet", "unet", "mlp_mixer"])
+QUICK, SLOW = ("llama", "resnet", "unet", "mlp_mixer"), ("gpt2", "bert_masked", "t5", "vit")
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_a_graph_of_another_size_is_the_captured_one(name: str) -> None:
     two, four, eight = (of_rows(name, rows) for rows in (2, 4, 8))
     assert resized(eight, four, 8, 4, 2) == two

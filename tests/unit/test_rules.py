@@ -27,7 +27,7 @@ def test_rule(target: str, number: int) -> None:
     for picked in strategies_of(case, ONE):
         prove(case, picked, ONE)
     pairs = [p for p in strategies_of(case, TWO) if all(o.name not in ("I", "R") for o in p)]
-    for picked in random.Random(number).sample(pairs, min(3, len(pairs))):
+    for picked in random.Random(number).sample(pairs, min(1, len(pairs))):  # the others below
         prove(case, picked, TWO)
 
 

@@ -62,7 +62,7 @@ def instance(rng: random.Random, n_types: int, tight: float) -> StagingProblem:
 def test_equal_to_all_ways(schedule: str) -> None:
     rng = random.Random(schedule)
     feasible = several = 0
-    for trial in range(120 if schedule == "1f1b" else 50):
+    for trial in range(60 if schedule == "1f1b" else 30):
         problem = instance(rng, 1 + trial % 2, rng.choice([0.5, 1.0, 4.0]))
         m = rng.choice([1, 2, 4, 8])
         best = exhaustive(problem, m, schedule)
