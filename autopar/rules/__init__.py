@@ -10,8 +10,7 @@ families         :mod:`.pointwise`, :mod:`.shape`, :mod:`.image`, :mod:`.reduce`
                  :mod:`.embed`
 random numbers   :mod:`.random`, :mod:`.draws`
 of autopar's own :mod:`.function` (a user's own backward), :mod:`.history` (writes), :mod:`.branch` (random branches)
-on numbers       :mod:`.proof` of a rule; :mod:`.sweep`: what it leaves out; :mod:`.many_ranks`, :mod:`.one_by_one`,
-                 :mod:`.simulation`: ranks in one process
+on numbers       :mod:`.proof` of a rule; :mod:`.many_ranks`, :mod:`.one_by_one`, :mod:`.simulation`: ranks in a process
 ================ ======================================================================================================
 """
 

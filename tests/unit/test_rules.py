@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from oracles.valid_cuts import unoffered
 
 import autopar.rules  # noqa: F401
 from autopar.rules.distributed import piece
 from autopar.rules.notation import Lowering, axis_options
 from autopar.rules.proof import Case, RuleIsWrong, prove, strategies_of
 from autopar.rules.registry import RULES, SAMPLES, T, sample
-from autopar.rules.sweep import unoffered
 
 ONE, TWO = (("data", 2),), (("data", 2), ("tensor", 2))
 EVERY = [(target, i) for target in sorted(SAMPLES) for i in range(len(SAMPLES[target]))]
