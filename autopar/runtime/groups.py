@@ -18,6 +18,7 @@ import atexit
 import contextlib
 import os
 import socket
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -241,9 +242,16 @@ def backends() -> dict[str, str]:
 
 @atexit.register
 def destroy_groups() -> None:
-    """End all groups that were made here, if their world is still there."""
+    """End all groups that were made here, if their world is still there.
+
+    After an error that ended the script they are aborted: an orderly end would wait for what is under way, and for
+    ranks that never come.
+    """
+    failed = getattr(sys, "last_exc", None) is not None or getattr(sys, "last_value", None) is not None
     for groups in _of_worlds.values():
         if dist.is_initialized() and groups.world is dist.group.WORLD:
+            if failed or groups.aborted:
+                groups.abort()
             groups.destroy()
     _of_worlds.clear()
 

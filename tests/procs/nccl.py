@@ -29,9 +29,9 @@ from autopar.capture import capture
 from autopar.errors import RunError
 from autopar.runtime import failures, store_meeting
 from autopar.runtime.agree import share
-from autopar.runtime.groups import Groups
+from autopar.runtime.groups import Groups, destroy_groups
 from autopar.runtime.pipeline import PipelineModule
-from autopar.torch_private import default_store
+from autopar.torch_private import default_store, group_names
 
 c10d = dist.distributed_c10d
 WAITS = 60.0
@@ -243,6 +243,11 @@ def with_groups_between(shared: str, runs: int, late: float) -> tuple[list[tuple
                     assert number.item() == len(ranks)
                 time.sleep(chance.uniform(0, late))
                 losses.append(float(pm.train_step(torch.ones(4, 8))))
+        of_user = [backend is None for backend in rules.backends]  # autopar says one: no gloo for groups of GPUs
+        assert sum(of_user) == 2 * runs and {*rules.backends} == {"gloo", None}
+        there = len(group_names())
+        destroy_groups()
+        assert len(group_names()) == 1 + sum(rank in rules.groups[i] for i, own in enumerate(of_user) if own) < there
         return rules.groups, losses
 
 

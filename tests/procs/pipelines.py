@@ -124,11 +124,12 @@ def make_plan(captured: Captured, config: Config) -> Plan:
                     stage.graph, rules, priced, seed, recompute=segments, gather_again=config.gather_again,
                     make_again=config.make_again,
                 )  # fmt: skip
-            if all(stored.get((group, name), c.stored) == c.stored for name, c in plan.params.items()):
-                break  # a parameter of two stages of one group is stored once
+            places = {name: choice.stored for name, choice in plan.params.items()} | dict(plan.buffers)
+            if all(stored.get((group, name), state) == state for name, state in places.items()):
+                break  # a parameter or buffer of two stages of one group is stored once
         else:
             raise AssertionError(f"stage {number}: no plan stores its parameters like the other stage of group {group}")
-        stored.update({(group, name): choice.stored for name, choice in plan.params.items()})
+        stored.update({(group, name): state for name, state in places.items()})
         params = {
             name: dataclasses.replace(choice, lifetime=config.lifetime or choice.lifetime)
             for name, choice in plan.params.items()

@@ -108,12 +108,15 @@ def sweep(name: str, meshes: tuple[Mesh, ...]) -> list[Config]:
     return found
 
 
+GROUPS = {
+    "1+1": TWO, "2+1": (PAIR, ONE), "2+2": (PAIR, PAIR), "3+1": (THREE, ONE), "2+1+1": (PAIR, ONE, ONE),
+    "1+1+1+1": (ONE,) * 4, "4+2": (SQUARE, PAIR),
+}  # fmt: skip
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shared", SHARED)
-@pytest.mark.parametrize(
-    "meshes", [TWO, (PAIR, ONE), (PAIR, PAIR), (THREE, ONE), (PAIR, ONE, ONE), (ONE,) * 4, (SQUARE, PAIR)], ids=str
-)
+@pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("name", MODELS)
-def test_all_schedules(name: str, meshes: tuple[Mesh, ...], shared: str) -> None:
-    n = sum({ONE: 1, PAIR: 2, THREE: 3, SQUARE: 4}[mesh] for mesh in meshes)
-    check(n, shared, sweep(name, meshes))
+def test_all_schedules(name: str, groups: str, shared: str) -> None:
+    check(sum(map(int, groups.split("+"))), shared, sweep(name, GROUPS[groups]))
