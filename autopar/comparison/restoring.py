@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from autopar.capture.python.guards import is_plain
+from autopar.capture.python.frozen import is_plain
 from autopar.torch_private import TorchDispatchMode
 
 _SEED = 20240229

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from autopar.capture.python.guards import Guards, refusal, show
+from autopar.capture.python.frozen import show
+from autopar.capture.python.guards import Guards, refusal
 from autopar.errors import RunError
 
 

@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
+from autopar.capture.python.frozen import frozen
 from autopar.capture.python.generators import is_generator, state_of
-from autopar.capture.python.guards import ReadValue, frozen
+from autopar.capture.python.guards import ReadValue
 from autopar.capture.python.user_lines import is_own
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import enum
 import operator
 import types
 import weakref
@@ -20,124 +19,14 @@ from typing import Any
 
 import torch
 
+from autopar.capture.python.frozen import OTHER, Held, SameObject, frozen, leaves_out, show
 from autopar.errors import RunError
-
-PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
-         slice, range, enum.Enum, type(...))  # fmt: skip
-"""Types of values that are compared with ``==``."""
-NAMED = (types.FunctionType, types.BuiltinFunctionType, type)
-"""Functions and classes, such as an activation that was chosen: compared by identity, and they keep no module alive."""
-_MOST = 256
-"""Values in a container that is compared as a whole; a larger one is data."""
-
-
-class _Other:
-    """Stands for a value in a container that is no plain one: a tensor, a module."""
-
-    def __repr__(self) -> str:
-        return "..."
-
-
-OTHER = _Other()
-
-
-class SameObject:
-    """Stands for an object whose attributes were read: it must stay that object."""
-
-    def __init__(self, value: Any) -> None:
-        self.kind = type(value).__name__
-        self.ref: Callable[[], Any]
-        try:
-            self.ref = weakref.ref(value)
-        except TypeError:
-            self.ref = lambda: value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, SameObject) and self.ref() is other.ref()
-
-    def __hash__(self) -> int:
-        return hash(self.kind)
-
-    def __repr__(self) -> str:
-        return f"a {self.kind} object"
-
-
-class Held:
-    """Stands for a tensor that an object or a container keeps: it must stay that tensor.
-
-    Whether its values are written anew is watched apart (:meth:`Guards.watch`).
-    """
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape, self.ref = tuple(tensor.shape), weakref.ref(tensor)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Held) and self.ref() is not None and self.ref() is other.ref()
-
-    def __hash__(self) -> int:
-        return hash(self.shape)
-
-    def __repr__(self) -> str:
-        return f"a tensor of shape {self.shape}"
-
-
-def is_plain(value: Any) -> bool:
-    """Whether a value is compared as it is."""
-    if isinstance(value, types.BuiltinFunctionType) and not isinstance(value.__self__, types.ModuleType | type(None)):
-        return False  # a method of some object
-    return isinstance(value, PLAIN) or isinstance(value, NAMED)
-
-
-def frozen(value: Any, depth: int = 4) -> Any:
-    """A copy of a container with plain values as they are, :class:`Held` for tensors and :data:`OTHER` for the rest."""
-    if is_plain(value):
-        return value
-    if isinstance(value, torch.Tensor):
-        return Held(value)
-    if depth and isinstance(value, (tuple, list, set, frozenset)) and len(value) <= _MOST:
-        items = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
-        return tuple([type(value).__name__, *(frozen(v, depth - 1) for v in items)])
-    if depth and isinstance(value, Mapping) and len(value) <= _MOST:
-        items = ((k if is_plain(k) else OTHER, frozen(v, depth - 1)) for k, v in value.items())
-        return tuple(["dict", *(i for i in items if not _by_tensor_class(*i))])
-    if depth and type(value) is types.SimpleNamespace:
-        return frozen(vars(value), depth)
-    return OTHER
 
 
 def autocast() -> tuple[Any, ...]:
     """The autocast around a call, by kind of device: operators compute in its precision, casts in the model do not."""
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     return ("dict", *((kind, torch.get_autocast_dtype(kind)) for kind in kinds))
-
-
-def _by_tensor_class(key: Any, value: Any) -> bool:
-    """Whether an entry is what a library found out about a class of tensors, such as einops' backend for it.
-
-    Tracing calls the model with tensors of its own classes, so it fills such a table itself.
-    """
-    return value is OTHER and isinstance(key, type) and issubclass(key, torch.Tensor)
-
-
-def _leaves_out(value: Any) -> bool:
-    """Whether :func:`frozen` leaves something out of a dict, or of what is in a container."""
-    if isinstance(value, Mapping):
-        return any(_by_tensor_class(k, frozen(v)) or _leaves_out(v) for k, v in value.items())
-    return isinstance(value, (tuple, list)) and any(map(_leaves_out, value))
-
-
-def show(value: Any) -> str:
-    """A value for messages: a frozen container as it was written."""
-    if isinstance(value, tuple) and value and isinstance(value[0], str):
-        kind, *items = value
-        if kind == "dict":
-            return "{" + ", ".join(f"{k!r}: {show(v)}" for k, v in items) + "}"
-        if kind in ("list", "tuple", "set", "frozenset"):
-            return {"list": "[", "tuple": "("}.get(kind, "{") + ", ".join(map(show, items)) + {
-                "list": "]", "tuple": ")"}.get(kind, "}")  # fmt: skip
-    if isinstance(value, NAMED):
-        return getattr(value, "__qualname__", repr(value))
-    return repr(value)
 
 
 @dataclass(frozen=True)
@@ -290,7 +179,7 @@ class Guards:
         in_dict: tuple[list[str], list[Any]] = [], []
         for read in sorted(reads, key=lambda r: r.name):
             now = _fetch(owner, read)
-            if _holds_other(read.value) or frozen(now) != read.value or _leaves_out(now):
+            if _holds_other(read.value) or frozen(now) != read.value or leaves_out(now):
                 self._partly.append((ref, read))
             else:
                 to = in_dict if kind == "attribute" and _Own.holds(owner, read.name, now) else (names, values)
@@ -445,4 +334,4 @@ def repeated(guards: Guards, one: str, others: Iterable[str], modules: Mapping[s
             guards.add(modules[path], reads_there)
 
 
-__all__ = ["Change", "Guards", "Held", "ReadValue", "frozen", "is_plain", "refusal", "repeated", "show"]
+__all__ = ["Change", "Guards", "ReadValue", "refusal", "repeated"]

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 from autopar.capture.python.free import Free, free_values
+from autopar.capture.python.frozen import OTHER, Held, SameObject, frozen, is_plain, show
 from autopar.capture.python.generators import global_states, is_generator, same_state, set_state, state_of
-from autopar.capture.python.guards import OTHER, Guards, Held, ReadValue, SameObject, frozen, is_plain, show
+from autopar.capture.python.guards import Guards, ReadValue
 from autopar.capture.python.lookups import Lookups, behind, can_tell, only_counts, stored
 from autopar.capture.python.user_lines import from_machinery, user_line
 from autopar.capture.trace.tracing import depends_on_data
