@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.errors import MeshError
+from autopar.errors import MeshError, RunError
 from autopar.placements import Mesh
 from autopar.torch_private import timeout_of_world
 
@@ -60,6 +60,8 @@ class Groups:
     Attributes:
         made: the groups that all ranks made, in that order; None where this rank is not in one.
         among_members: those that only their own ranks made, by these.
+        aborted: this rank has aborted them; no operation on them is possible any more.
+        generation: how often all of them have been made anew since.
     """
 
     def __init__(self, world: Any, device: torch.device) -> None:
@@ -67,6 +69,7 @@ class Groups:
         self.made: dict[Wanted, Any] = {}
         self.among_members: dict[tuple[int, ...], Any] = {}
         self.aborted = False
+        self.generation = 0
         self._sockets: set[tuple[int, str]] = set()
 
     def make(self, wanted: Iterable[Wanted]) -> None:
@@ -96,7 +99,19 @@ class Groups:
         dist.all_reduce(aborted, op=dist.ReduceOp.MAX)
         if aborted.item():
             self.destroy()
-            self.aborted = False
+            self.aborted, self.generation = False, self.generation + 1
+
+    def check(self, generation: int) -> None:
+        """Refuse to go on with groups of a generation that was aborted, maybe by another module's step.
+
+        Raises:
+            RunError: it says what to do.
+        """
+        if self.aborted or generation != self.generation:
+            raise RunError(
+                "the process groups of this module were aborted when a rank failed in a step, of this module or of "
+                "another one with the same ranks: call parallelize again on all ranks, or begin at the last checkpoint"
+            )
 
     def abort(self) -> None:
         """End what is under way in all of these groups, from any thread: whoever waits in one of them gets an error.

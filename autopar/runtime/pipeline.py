@@ -28,7 +28,7 @@ from autopar.runtime.checkpoint import full_state_dict, load_full_state_dict
 from autopar.runtime.copied import BY_HAND
 from autopar.runtime.executor import mixed_seed
 from autopar.runtime.failures import Failures
-from autopar.runtime.groups import groups_for
+from autopar.runtime.groups import Groups, groups_for
 from autopar.runtime.plan_groups import groups_of
 from autopar.runtime.programs import AllWell, Fields, PlanAgain
 from autopar.runtime.reached import ReachedBy, reached_by
@@ -73,6 +73,8 @@ class PipelineModule(SpreadModule):
     _reached_by: ReachedBy | None
     _work: Work
     _failures: Failures
+    _groups: Groups
+    _generation: int
 
     def __init__(
         self, model: torch.nn.Module, captured: Captured, plan: Plan, device_type: str = "cpu",
@@ -113,7 +115,9 @@ class PipelineModule(SpreadModule):
         wires, tied = wires_of(self._parts, plan), tied_parameters(self._parts, plan)
         groups = groups_for(torch.device(device_type))
         wanted = groups_of(self._parts, plan, [*wires, *tie_wires(tied, plan).values()], tied)
+        self._groups = groups
         groups.make(wanted)  # all that will ever be needed, before ranks go different ways
+        self._generation = groups.generation
         mine = [s for s, stage in enumerate(plan.stages) if self._rank in stage.devices]
         meshes = {s: groups.mesh(plan.stages[s].mesh, plan.stages[s].devices) for s in mine}
         _know_stages(plan, meshes.values())
@@ -207,6 +211,7 @@ class PipelineModule(SpreadModule):
         self._batch.check_planned(callers)
         self._failures.settle()
         with self._failures.during(f"train_step {self._steps}"):
+            self._groups.check(self._generation)
             seeds = self._seeds()
             reached = None if self._reached_by is None else [self._reached_by(seed) for seed in seeds]
             loss = self._work.train(batches, seeds, self._batch.shown, callers, reached)
@@ -333,6 +338,7 @@ class PipelineModule(SpreadModule):
             raise RunError("the model has no scalar loss; give loss_fn= and targets= when planning")
         self._failures.settle()
         with self._failures.during("a forward without gradients"):
+            self._groups.check(self._generation)
             loss = self._work.forwards(batches, self._seeds(), self._batch.shown, self.training, parts)
         if self.training:
             self._steps += 1

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from nccl_rules import communicator
@@ -168,6 +169,7 @@ def fails_at(rank: int, place: int) -> tuple[float, str]:
     case = ZOO["mlp"](layers=2 * dist.get_world_size())
     captured = capture(case.model, *cut(case.batch, 4, 0))
     pm = PipelineModule(case.model, captured, make_plan(captured, config))
+    beside = PipelineModule(case.model, captured, make_plan(captured, config))
     pm.train_step(*case.batch[0], **case.batch[1])  # one goes well
     if dist.get_rank() == rank:
         action = pm._work.row[place]
@@ -193,6 +195,8 @@ def fails_at(rank: int, place: int) -> tuple[float, str]:
         except RunError as refused:
             again = str(refused)
         assert "this module cannot go on" in again, again
+        with pytest.raises(RunError, match="of this module or of another one with the same ranks"):
+            beside.train_step(*case.batch[0], **case.batch[1])
         return took, text
     raise AssertionError("the step went well")
 
