@@ -6,6 +6,7 @@ A *state* is a tuple with one placement per mesh axis, in mesh order:
 placement   value on the ranks of the axis           gradient on the same ranks
 ==========  =======================================  ==============================
 ``"S<d>"``  a slice of dim ``d``                    the same slice of the gradient
+``"S<d>*<u>"``  the same, of whole blocks of u      the same slice of the gradient
 ``"I"``     the whole value, the same everywhere     whole and the same everywhere
 ``"R"``     the whole value, the same everywhere     pending: the ranks' gradients sum to it
 ``"P"``     pending: the ranks' values sum to it     whole and the same everywhere
@@ -16,6 +17,11 @@ checked by it. For a tensor without gradient ``I`` and ``R`` mean the same, and 
 
 If several axes shard one dim, the earlier axis is the major one, as in DTensor. Slices are those of ``torch.chunk``, as
 in DTensor: equal where the axis divides the dim, else the later ones are smaller or empty (:func:`piece_of`).
+
+``S2*64`` cuts dim 2 into pieces that are multiples of 64 elements, its *unit*: ``torch.chunk`` of the blocks. A dim
+``(heads width)`` of 6 heads of 64 is cut over 4 ranks into 2, 2, 2 and 0 heads so, where ``S2`` would be one and a half
+heads each. Where both are the same pieces, only the placement without a unit is used (:func:`fits`). DTensor has no
+such thing, so parameters are not stored so; they are used so, and come there from another dim or from whole values.
 """
 
 from __future__ import annotations
@@ -51,11 +57,38 @@ _STEPS: dict[tuple[str, str], tuple[str | None, str | None]] = {
 
 _SHARDS = tuple(f"S{d}" for d in range(64))
 _DIMS: dict[Placement, int] = {placement: d for d, placement in enumerate(_SHARDS)}
+_UNITS: dict[Placement, int] = {}
+"""Of the placements with a unit that were ever made."""
 
 
-def shard(dim: int) -> Placement:
-    """The placement that cuts dim number ``dim``."""
-    return _SHARDS[dim]
+def shard(dim: int, unit: int = 1) -> Placement:
+    """The placement that cuts dim number ``dim``, into multiples of ``unit`` elements."""
+    if unit == 1:
+        return _SHARDS[dim]
+    placement = f"S{dim}*{unit}"
+    _DIMS[placement], _UNITS[placement] = dim, unit
+    return placement
+
+
+def unit_of(placement: Placement) -> int:
+    """Of how many elements the pieces of a cut are multiples; 1 where nothing is cut or any number will do."""
+    return _UNITS.get(placement, 1)
+
+
+def has_units(state: State) -> bool:
+    """Whether some axis cuts a dim into multiples of a unit."""
+    return any(placement in _UNITS for placement in state)
+
+
+def axis_text(axis: str, unit: int) -> str:
+    """An axis that cuts into multiples of a unit, as programs name it: ``tensor*64``; without one, its name."""
+    return axis if unit == 1 else f"{axis}*{unit}"
+
+
+def axis_and_unit(text: str) -> tuple[str, int]:
+    """Inverse of :func:`axis_text`."""
+    axis, _, unit = text.partition("*")
+    return axis, int(unit or 1)
 
 
 def shard_dim(placement: Placement) -> int | None:
@@ -113,8 +146,10 @@ def step_is_legal(state: State, axis: int, dst: Placement) -> bool:
     src = state[axis]
     if src == dst or (src[0], dst[0]) not in _STEPS:
         return False
-    moved = {p for p in (src, dst) if p[0] == "S"}
-    return not any(later in moved for later in state[axis + 1 :])
+    dims = {_DIMS[p] for p in (src, dst) if p[0] == "S"}
+    if len(dims) == 1 and src[0] == dst[0]:
+        return False  # from one unit to another one
+    return not any(_DIMS.get(later) in dims for later in state[axis + 1 :])
 
 
 def path(src: State, dst: State) -> list[tuple[int, State, State]] | None:
@@ -131,15 +166,33 @@ def path(src: State, dst: State) -> list[tuple[int, State, State]] | None:
     return steps
 
 
-def piece_of(n: int, size: int, at: int) -> tuple[int, int]:
+def piece_of(n: int, size: int, at: int, unit: int = 1) -> tuple[int, int]:
     """``(start, length)`` of piece number ``at`` of ``n`` elements over ``size`` ranks, as ``torch.chunk`` cuts them.
 
     All pieces have ``ceil(n / size)`` elements, but for later ones, which are smaller or empty where ``size`` does not
-    divide ``n``.
+    divide ``n``. With a unit, which divides ``n``, the same is true of blocks of so many elements.
     """
-    length = -(-n // size)
+    length = largest_piece(n, size, unit)
     start = min(at * length, n)
     return start, min(length, n - start)
+
+
+def largest_piece(n: int, size: int, unit: int = 1) -> int:
+    """Elements of the first of the pieces (:func:`piece_of`), which is the largest."""
+    return -(-n // (size * unit)) * unit
+
+
+def lengths_of(n: int, cuts: Sequence[tuple[int, int]]) -> set[int]:
+    """The lengths of all pieces of ``n`` elements that axes of these ``(size, unit)`` cut one after the other."""
+    lengths = {n}
+    for size, unit in cuts:
+        shorter = set()
+        for length in lengths:
+            largest = largest_piece(length, size, unit)
+            full = length // largest if largest else 0
+            shorter |= {largest, *([length - full * largest] if full < size else []), *([0] if full + 1 < size else [])}
+        lengths = shorter
+    return lengths
 
 
 def local_shape(shape: Sequence[int], state: State, mesh: Mesh, at: Sequence[int] | None = None) -> tuple[int, ...]:
@@ -158,7 +211,8 @@ def local_shape(shape: Sequence[int], state: State, mesh: Mesh, at: Sequence[int
         d = _DIMS[placement]
         if d >= len(local):
             raise MeshError(f"placement {placement} on axis '{name}' names dim {d} of a tensor with {len(local)} dims")
-        local[d] = -(-local[d] // size) if at is None else piece_of(local[d], size, at[axis])[1]
+        unit = _UNITS.get(placement, 1)
+        local[d] = largest_piece(local[d], size, unit) if at is None else piece_of(local[d], size, at[axis], unit)[1]
     return tuple(local)
 
 
@@ -173,7 +227,7 @@ def box_of(shape: Sequence[int], state: State, mesh: Mesh, at: Sequence[int]) ->
         d = shard_dim(placement)
         if d is not None:
             start, length = box[d]
-            inner, n = piece_of(length, size, c)
+            inner, n = piece_of(length, size, c, unit_of(placement))
             box[d] = (start + inner, n)
     return tuple(box)
 
@@ -182,8 +236,8 @@ def cut_extent(shape: Sequence[int], state: State, mesh: Mesh, axis: int) -> tup
     """How ``axis`` cuts its dim: ``(elements on all ranks, earlier axes that cut it, whether pieces are equal)``."""
     d = shard_dim(state[axis])
     assert d is not None
-    earlier = tuple(a for a in range(axis) if state[a] == state[axis] and mesh[a][1] > 1)
-    pieces = prod(mesh[a][1] for a in (*earlier, axis))
+    earlier = tuple(a for a in range(axis) if _DIMS.get(state[a]) == d and mesh[a][1] > 1)
+    pieces = prod(mesh[a][1] * unit_of(state[a]) for a in (*earlier, axis))
     return shape[d], earlier, shape[d] % pieces == 0
 
 
@@ -259,10 +313,22 @@ def fits(shape: Sequence[int], state: State, mesh: Mesh) -> bool:
     local = list(shape)
     for placement, (_, size) in zip(state, mesh, strict=True):
         if placement[0] == "S":
-            d = _DIMS[placement]
-            if d >= len(local) or local[d] < size:
+            d, unit = _DIMS[placement], _UNITS.get(placement, 1)
+            if d >= len(local) or local[d] < size * unit:
                 return False
-            local[d] = -(-local[d] // size)
+            local[d] = largest_piece(local[d], size, unit)
+    return not has_units(state) or _units_are_needed(shape, state, mesh)
+
+
+def _units_are_needed(shape: Sequence[int], state: State, mesh: Mesh) -> bool:
+    """Whether the units of a state can be, and none of them says what the placement without it says."""
+    for axis, (placement, (_, size)) in enumerate(zip(state, mesh, strict=True)):
+        if placement in _UNITS:
+            d, unit = _DIMS[placement], _UNITS[placement]
+            before = [(mesh[a][1], unit_of(state[a])) for a in range(axis) if _DIMS.get(state[a]) == d]
+            lengths = lengths_of(shape[d], before)
+            if any(n % unit for n in lengths) or all(n % (size * unit) == 0 for n in lengths):
+                return False
     return True
 
 
@@ -271,8 +337,8 @@ def divides(shape: Sequence[int], state: State, mesh: Mesh) -> bool:
     local = list(shape)
     for placement, (_, size) in zip(state, mesh, strict=True):
         if placement[0] == "S":
-            d = _DIMS[placement]
-            if d >= len(local) or local[d] % size:
+            d, unit = _DIMS[placement], _UNITS.get(placement, 1)
+            if d >= len(local) or local[d] % (size * unit):
                 return False
             local[d] //= size
     return True
@@ -280,12 +346,7 @@ def divides(shape: Sequence[int], state: State, mesh: Mesh) -> bool:
 
 def all_have_some(n: int, sizes: Sequence[int]) -> bool:
     """Whether no rank is left without any of ``n`` elements that axes of these sizes cut one after the other."""
-    lengths = {n}
-    for size in sizes:
-        lengths = {piece_of(length, size, at)[1] for length in lengths for at in (0, size - 1)}
-        if not min(lengths):  # pieces shrink from the first to the last, and those between are as the first or empty
-            return False
-    return True
+    return min(lengths_of(n, [(size, 1) for size in sizes])) > 0
 
 
 def steps_from(state: State, choices: Sequence[Sequence[Placement]]) -> Iterator[tuple[int, State]]:
@@ -311,6 +372,9 @@ def parse_state(text: str, mesh: Mesh, where: str) -> State:
     if len(state) != len(mesh):
         raise MeshError(f"{where}: '{text}' has {len(state)} placements, the mesh has {len(mesh)} axes")
     for part in state:
+        with_unit = re.fullmatch(r"S(\d{1,2})\*([1-9]\d{0,17})", part)
+        if with_unit is not None and int(with_unit[1]) < len(_SHARDS) and int(with_unit[2]) > 1:
+            shard(int(with_unit[1]), int(with_unit[2]))
         if part not in ("I", "R", "P") and part not in _DIMS:
             raise MeshError(f"{where}: '{part}' is no placement; use S0, S1, ... or R, I, P")
     return state

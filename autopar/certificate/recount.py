@@ -216,7 +216,7 @@ class _Priced(Watched):
         """By what a profile knows an operator on the tensors that it really gets; None if it communicates inside."""
         meta = n.meta["autopar"]
         rule = self.kinds[meta["node"]]
-        cut = set(meta["options"]) & set(rule.sizes) if any(size > 1 for _, size in self.mesh) else set()
+        cut = any(map(rule.factor_of, meta["options"])) and any(size > 1 for _, size in self.mesh)
         if not isinstance(n.target, OpOverload) and (not rule.random or cut):
             return None
         differentiable = any(t.requires_grad for t in outs)

@@ -13,7 +13,18 @@ import spmd_types as spmd
 import torch
 import torch.fx
 
-from autopar.placements import Mesh, Placement, State, cut_extent, is_shard, only_change, shard_dim
+from autopar.placements import (
+    Mesh,
+    Placement,
+    State,
+    axis_and_unit,
+    axis_text,
+    cut_extent,
+    is_shard,
+    only_change,
+    shard_dim,
+    unit_of,
+)
 from autopar.placements import shard as placement_of
 from autopar.rules.distributed import length_of, padded
 
@@ -78,49 +89,51 @@ def convert(x: torch.Tensor, axis: str, src: str, dst: str) -> torch.Tensor:
 #
 # Pieces are padded to the largest one, so that the same collectives serve, and what was added is cut off afterwards.
 # Pieces are those of torch.chunk, so all that was added stands at the end of the whole dim. ``n`` is what the dim has
-# on all ranks of the mesh, ``outer`` the axes that cut it before ``axis`` does. Results are contiguous on every rank,
+# on all ranks of the mesh, ``axes`` those that cut it one after the other, ``axis`` the last of them; ``tensor*64``
+# cuts it into multiples of 64 elements. Results are contiguous on every rank,
 # so that operators take the same way on all of them.
 
 
-def _sizes(axis: str, n: int, outer: Sequence[str]) -> tuple[Any, Any, Any, int]:
-    """``(whole, largest piece, own piece, ranks)`` of a dim on the ranks of ``axis``."""
+def _sizes(n: int, axes: Sequence[str]) -> tuple[Any, Any, Any, int]:
+    """``(whole, largest piece, own piece, ranks)`` of a dim on the ranks of the last of the axes."""
+    axis, unit = axis_and_unit(axes[-1])
     ranks = spmd.normalize_axis(axis).size()
-    whole = length_of(n, outer)
-    return whole, -(-whole // ranks), length_of(n, (*outer, axis)), ranks
+    whole = length_of(n, axes[:-1])
+    return whole, -(-whole // (ranks * unit)) * unit, length_of(n, axes), ranks
 
 
-def all_gather_pieces(x: torch.Tensor, axis: str, dim: int, to: str, n: int, outer: Sequence[str]) -> torch.Tensor:
+def all_gather_pieces(x: torch.Tensor, axis: str, dim: int, to: str, n: int, axes: Sequence[str]) -> torch.Tensor:
     """:func:`all_gather` of pieces that are not equal."""
-    whole, largest, _, _ = _sizes(axis, n, outer)
+    whole, largest, _, _ = _sizes(n, axes)
     return all_gather(padded(x, dim, largest), axis, dim, to).narrow(dim, 0, whole).contiguous()
 
 
-def reduce_scatter_pieces(x: torch.Tensor, axis: str, dim: int, n: int, outer: Sequence[str]) -> torch.Tensor:
+def reduce_scatter_pieces(x: torch.Tensor, axis: str, dim: int, n: int, axes: Sequence[str]) -> torch.Tensor:
     """:func:`reduce_scatter` into pieces that are not equal."""
-    _, largest, length, ranks = _sizes(axis, n, outer)
+    _, largest, length, ranks = _sizes(n, axes)
     return reduce_scatter(padded(x, dim, largest * ranks), axis, dim).narrow(dim, 0, length).contiguous()
 
 
 def all_to_all_pieces(
-    x: torch.Tensor, axis: str, src: int, dst: int, n_src: int, outer_src: Sequence[str], n_dst: int,
-    outer_dst: Sequence[str],
+    x: torch.Tensor, axis: str, src: int, dst: int, n_src: int, axes_src: Sequence[str], n_dst: int,
+    axes_dst: Sequence[str],
 ) -> torch.Tensor:  # fmt: skip
     """:func:`all_to_all` between pieces that are not equal."""
-    whole, largest, _, _ = _sizes(axis, n_src, outer_src)
-    _, largest_new, length, ranks = _sizes(axis, n_dst, outer_dst)
+    whole, largest, _, _ = _sizes(n_src, axes_src)
+    _, largest_new, length, ranks = _sizes(n_dst, axes_dst)
     x = padded(padded(x, src, largest), dst, largest_new * ranks)
     return all_to_all(x, axis, src, dst).narrow(src, 0, whole).narrow(dst, 0, length).contiguous()
 
 
-def shard_pieces(x: torch.Tensor, axis: str, dim: int, of: str, n: int, outer: Sequence[str]) -> torch.Tensor:
+def shard_pieces(x: torch.Tensor, axis: str, dim: int, of: str, n: int, axes: Sequence[str]) -> torch.Tensor:
     """:func:`shard` into pieces that are not equal."""
-    _, largest, length, ranks = _sizes(axis, n, outer)
+    _, largest, length, ranks = _sizes(n, axes)
     return shard(padded(x, dim, largest * ranks), axis, dim, of).narrow(dim, 0, length).contiguous()
 
 
-def terms_of_pieces(x: torch.Tensor, axis: str, dim: int, n: int, outer: Sequence[str]) -> torch.Tensor:
+def terms_of_pieces(x: torch.Tensor, axis: str, dim: int, n: int, axes: Sequence[str]) -> torch.Tensor:
     """``S<dim>`` -> ``P`` of pieces that are not equal: each is a term that is zero elsewhere."""
-    whole, largest, _, _ = _sizes(axis, n, outer)
+    whole, largest, _, _ = _sizes(n, axes)
     return convert(padded(x, dim, largest), axis, placement_of(dim), "P").narrow(dim, 0, whole).contiguous()
 
 
@@ -135,13 +148,18 @@ def state_step(shape: Sequence[int], src: State, dst: State, mesh: Mesh) -> tupl
     axis = only_change(src, dst)
     name = mesh[axis][0]
     fn, args = step(src[axis], dst[axis])
-    cuts = [cut_extent(shape, state, mesh, axis) for state in (src, dst) if is_shard(state[axis])]
-    if all(even for _, _, even in cuts):
+    cuts = [(cut_extent(shape, state, mesh, axis), state) for state in (src, dst) if is_shard(state[axis])]
+    if all(even for (_, _, even), _ in cuts):
         return fn, (name, *args)
-    extents = [part for n, outer, _ in cuts for part in (n, tuple(mesh[a][0] for a in outer))]
+    extents = [part for (n, earlier, _), state in cuts for part in (n, _cutting(mesh, state, (*earlier, axis)))]
     if fn is convert:
         return terms_of_pieces, (name, shard_dim(src[axis]), *extents)
     return _PIECES[fn], (name, *args, *extents)
+
+
+def _cutting(mesh: Mesh, state: State, axes: Sequence[int]) -> tuple[str, ...]:
+    """The names of these axes with the units of the pieces that they cut."""
+    return tuple(axis_text(mesh[a][0], unit_of(state[a])) for a in axes)
 
 
 def step(src: str, dst: str) -> tuple[object, tuple[object, ...]]:

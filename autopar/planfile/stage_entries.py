@@ -18,9 +18,9 @@ from autopar.plan import ParamChoice, Recompute, segment_numbers
 from autopar.planfile.file_errors import FileErrors
 from autopar.planfile.states import read_state
 from autopar.planfile.write import route_keys
-from autopar.rules.notation import Option
+from autopar.rules.notation import Option, factor_and_block
 from autopar.rules.registry import rules_of
-from autopar.rules.strategy import Strategy, can_be_cut, combine, options_of, why_not_cut
+from autopar.rules.strategy import Strategy, blocks_named, can_be_cut, combine, options_of, why_not_cut
 
 Route = tuple[tuple[State, State], ...]
 
@@ -82,7 +82,7 @@ class StageReader:
             matched = [i for i, n in ops if match(self.labels[n.name])]
             if not matched:
                 matched = [i for i, n in ops if match(n.module) or n.name == pattern]
-                able = [i for i in matched if all(_option(f) in self.options(i) for f in entry.values())]
+                able = [i for i in matched if all(_option(f) in self.options(i, entry) for f in entry.values())]
                 matched = able or matched  # a module: those of its ops that have the factors
             if not matched:
                 names = [*self.labels.values(), *dict.fromkeys(n.module for _, n in ops if n.module)]
@@ -99,17 +99,18 @@ class StageReader:
                 decided[i] = combine([self.options(i)["I"]] * len(self.mesh))
         return decided
 
-    def options(self, i: int) -> dict[str, Option]:
-        """The options of an op on one axis, by name."""
+    def options(self, i: int, entry: Mapping[str, str] | None = None) -> dict[str, Option]:
+        """The options of an op on one axis, by name; of those in blocks the ones that an entry names."""
+        rule = self.rules[i]
+        assert rule is not None
         if i not in self._options_of:
-            rule = self.rules[i]
-            assert rule is not None
             self._options_of[i] = options_of(self.graph, self.graph.nodes[i], rule)
-        return self._options_of[i]
+        blocks = blocks_named(rule, [*(entry or {}).values()])
+        return options_of(self.graph, self.graph.nodes[i], rule, blocks) if blocks else self._options_of[i]
 
     def _named(self, path: str, i: int, entry: Mapping[str, str]) -> Strategy | None:
         """The strategy that an entry names for an op."""
-        options, fine = self.options(i), True
+        options, fine = self.options(i, entry), True
         picked = [options["I"]] * len(self.mesh)
         for axis, factor in entry.items():
             if _option(factor) not in options:
@@ -128,15 +129,16 @@ class StageReader:
         """Whether an op can be cut so; if not, that is a failure."""
         node, rule = self.graph.nodes[i], self.rules[i]
         assert rule is not None
-        cut: dict[str, list[int]] = {}
+        cut: dict[str, list[tuple[int, int]]] = {}
         for name, (axis, size) in zip(strategy.names, self.mesh, strict=True):
-            if name in rule.sizes and size > 1:
-                cut.setdefault(name, []).append(size)
-                if why := why_not_cut(rule, name, cut[name]):
+            factor, block = factor_and_block(name)
+            if factor in rule.sizes and size > 1:
+                cut.setdefault(factor, []).append((size, block))
+                if why := why_not_cut(rule, factor, cut[factor]):
                     self.bad.add(
                         f"{path}.{axis}",
                         f"factor '{name}' of {node.where} {why}; use another factor, or a mesh whose axes divide "
-                        f"{rule.sizes[name]}",
+                        f"{rule.sizes[factor]}",
                     )
                     return False
         if not can_be_cut(rule, strategy.options, self.mesh):

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from spmd_types import rules
 
-from autopar.placements import all_have_some, piece_of
+from autopar.placements import axis_and_unit, lengths_of, piece_of
 from autopar.torch_private import LocalIntNode, functional_collectives, group_of_axis, local_tensor_mode
 
 Axes = Sequence[str]
@@ -52,18 +52,24 @@ class _Collected(torch.autograd.Function):
 
 def axes_of(cut: Mapping[str, Axes], *factors: str) -> tuple[str, ...]:
     """The axes that cut any of ``factors``."""
-    return tuple(axis for f in factors for axis in cut.get(f, ()))
+    return tuple(axis_and_unit(axis)[0] for f in factors for axis in cut.get(f, ()))
 
 
 def axes_except(cut: Mapping[str, Axes], *factors: str) -> tuple[str, ...]:
     """The axes that cut any other factor."""
-    return tuple(axis for f, axes in cut.items() if f not in factors for axis in axes)
+    return tuple(axis_and_unit(axis)[0] for f, axes in cut.items() if f not in factors for axis in axes)
 
 
 def n_pieces(axes: Axes) -> int:
     """Number of pieces that ``axes`` cut together."""
+    return prod(_size_and_unit(axis)[0] for axis in axes)
+
+
+def _size_and_unit(axis: str) -> tuple[int, int]:
+    """How many ranks an axis has, and of how many elements the pieces that it cuts are multiples (``tensor*64``)."""
+    name, unit = axis_and_unit(axis)
     sizes = _TRIAL.get()
-    return prod(spmd.normalize_axis(axis).size() if sizes is None else sizes[axis] for axis in axes)
+    return spmd.normalize_axis(name).size() if sizes is None else sizes[name], unit
 
 
 def index_on(axis: str) -> Any:
@@ -89,13 +95,13 @@ def _groups_like(group: Any) -> list[list[int]]:
 
 def length_of(n: int, axes: Axes) -> Any:
     """How many of ``n`` elements this rank has where ``axes`` cut them, each as ``torch.chunk`` does."""
-    trial_sizes = _TRIAL.get()
     for axis in axes:
-        if trial_sizes is not None:  # of the first rank, whose piece is the largest
-            n = -(-n // trial_sizes[axis])
+        size, unit = _size_and_unit(axis)
+        length = -(-n // (size * unit)) * unit
+        if _TRIAL.get() is not None:  # of the first rank, whose piece is the largest
+            n = length
             continue
-        size, at = spmd.normalize_axis(axis).size(), index_on(axis)
-        length = -(-n // size)
+        at = index_on(axis_and_unit(axis)[0])
         n = _least(length, n - _least(at * length, n))
     return n
 
@@ -110,9 +116,9 @@ def first_of(n: int, axes: Axes, device: torch.device) -> torch.Tensor:
         return torch.zeros((), dtype=torch.int64, device=device)
     starts = [(0, n)]
     for axis in axes:
-        size = spmd.normalize_axis(axis).size()
+        size, unit = _size_and_unit(axis)
         starts = [
-            (start + piece_of(length, size, at)[0], piece_of(length, size, at)[1])
+            (start + piece_of(length, size, at, unit)[0], piece_of(length, size, at, unit)[1])
             for start, length in starts for at in range(size)
         ]  # fmt: skip
     return _own([start for start, _ in starts], axes, torch.int64, device)
@@ -122,7 +128,7 @@ def _own(values: Sequence[float], axes: Axes, dtype: torch.dtype, device: torch.
     """This rank's of the values of all ranks of ``axes``, the first axis the major one: no dims, V on ``axes``."""
     # the sum is made by an operator, so that a process that plays many ranks has the values on each of them
     every = torch.zeros(len(values), dtype=dtype, device=device) + torch.tensor(values, dtype=dtype, device=device)
-    for axis in axes:
+    for axis in axes_of({"": axes}, ""):
         every = spmd.convert(every, axis, src=spmd.R, dst=spmd.S(0))
     return every.reshape(())
 
@@ -190,7 +196,7 @@ def piece(axes: Axes, device: torch.device) -> torch.Tensor:
 
 def positions(n: int, axes: Axes, device: torch.device) -> torch.Tensor:
     """Global positions of this rank's elements of a dim of ``n``, which ``axes`` cut."""
-    if n % n_pieces(axes):
+    if n % prod(prod(_size_and_unit(axis)) for axis in axes):
         return torch.arange(length_of(n, axes), device=device) + first_of(n, axes, device)
     local = torch.arange(n // n_pieces(axes), device=device)
     return local + piece(axes, device) * (n // n_pieces(axes)) if axes else local
@@ -227,7 +233,7 @@ def some_have_none(cut: Mapping[str, Axes], sizes: Mapping[str, int] | None, fac
     """Whether the axes that cut a factor leave some rank without any of it."""
     if sizes is None or factor not in cut:
         return False
-    return not all_have_some(sizes[factor], [n_pieces((axis,)) for axis in cut[factor]])
+    return not min(lengths_of(sizes[factor], [_size_and_unit(axis) for axis in cut[factor]]))
 
 
 def with_one(
@@ -271,8 +277,8 @@ def _part(n: int, axes: Axes, x: torch.Tensor) -> torch.Tensor:
         return torch.ones((), dtype=x.dtype, device=x.device)
     lengths = [n]
     for axis in axes:
-        size = spmd.normalize_axis(axis).size()
-        lengths = [piece_of(length, size, at)[1] for length in lengths for at in range(size)]
+        size, unit = _size_and_unit(axis)
+        lengths = [piece_of(length, size, at, unit)[1] for length in lengths for at in range(size)]
     return _own([length / n for length in lengths], axes, x.dtype, x.device)
 
 

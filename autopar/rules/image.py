@@ -89,27 +89,35 @@ def pixel_shuffle(call: Call) -> Rule:
     n = call.args[1]
     if call.target.startswith("aten.channel"):
         return whole_dims(call, [1])
-    return line("... (c p q) h w -> ... c (h p) (w q)", call, sizes={"p": n, "q": n}, kind="copy", linear=[{0}])
+    return line(
+        "... (c p q) h w -> ... c (h p) (w q)", call, sizes={"p": n, "q": n}, kind="copy", linear=[{0}],
+        needs_some="c h w",  # of nothing torch's result has another shape
+    )  # fmt: skip
 
 
 @rule("aten.pixel_unshuffle.default", samples=[sample(T((2, 4, 8, 4)), 2)])
 def pixel_unshuffle(call: Call) -> Rule:
     n = call.args[1]
-    return line("... c (h p) (w q) -> ... (c p q) h w", call, sizes={"p": n, "q": n}, kind="copy", linear=[{0}])
+    return line(
+        "... c (h p) (w q) -> ... (c p q) h w", call, sizes={"p": n, "q": n}, kind="copy", linear=[{0}],
+        needs_some="c h w",  # of nothing torch's result has another shape
+    )  # fmt: skip
 
 
 @rule("aten.im2col.default", samples=[sample(T((2, 4, 6, 6)), [3, 3], [1, 1], [1, 1], [1, 1])])
 def im2col(call: Call) -> Rule:
     """Windows of an image as columns, as in ``nn.Unfold``."""
     return line(
-        "b c h w -> b (c k) l", call, sizes={"k": prod(call.args[1])}, whole="h w k l", kind="copy", linear=[{0}]
+        "b c h w -> b (c k) l", call, sizes={"k": prod(call.args[1])}, whole="h w k l", kind="copy", linear=[{0}],
+        needs_some="b c",
     )
 
 
 @rule("aten.col2im.default", samples=[sample(T((2, 8, 9)), [4, 4], [2, 2], [1, 1], [0, 0], [1, 1])])
 def col2im(call: Call) -> Rule:
     return line(
-        "b (c k) l -> b c h w", call, sizes={"k": prod(call.args[2])}, whole="h w k l", kind="copy", linear=[{0}]
+        "b (c k) l -> b c h w", call, sizes={"k": prod(call.args[2])}, whole="h w k l", kind="copy", linear=[{0}],
+        needs_some="b c",
     )
 
 

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import reduce
 from math import prod
 from typing import Any
 
 import torch
 
-from autopar.placements import Mesh, State, local_shape, shard
+from autopar.placements import (
+    Mesh,
+    Placement,
+    State,
+    axis_and_unit,
+    axis_text,
+    largest_piece,
+    local_shape,
+    shard_dim,
+    unit_of,
+)
 from autopar.rules.function import PREFIX
-from autopar.rules.notation import Call, Comm, Option, Rule
+from autopar.rules.notation import Call, Comm, Option, Rule, factor_and_block
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +57,31 @@ class LocalCall:
     distributed: bool
 
 
-def cuts_of(rule: Rule, options: Sequence[Option], mesh: Mesh) -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
-    """``({factor: pieces}, {factor: axes that cut it})``; axes of size 1 cut nothing."""
-    pieces: dict[str, int] = {}
+def cuts_of(
+    rule: Rule, options: Sequence[Option], mesh: Mesh
+) -> tuple[dict[str, int | Fraction], dict[str, tuple[str, ...]]]:
+    """``({factor: pieces}, {factor: axes that cut it})``; axes of size 1 cut nothing.
+
+    Of a factor that is cut into uneven blocks, pieces are how often the largest one goes into the whole, and the axes
+    name the elements of a block (``tensor*64``).
+    """
+    pieces: dict[str, int | Fraction] = {}
     axes: dict[str, tuple[str, ...]] = {}
     for option, (axis, size) in zip(options, mesh, strict=True):
-        if option.name in rule.sizes and size > 1:
-            pieces[option.name] = pieces.get(option.name, 1) * size
-            axes[option.name] = (*axes.get(option.name, ()), axis)
+        factor, block = factor_and_block(option.name)
+        if factor in rule.sizes and size > 1:
+            before = pieces.get(factor, 1)
+            if block:
+                n = rule.sizes[factor]
+                pieces[factor] = Fraction(n, largest_piece(int(-(-n // before)), size, block))
+            else:
+                pieces[factor] = before * size
+            axes[factor] = (*axes.get(factor, ()), axis_text(axis, max(block, 1)))
     return pieces, axes
 
 
 def collectives_inside(
-    rule: Rule, pieces: Mapping[str, int], axes: Mapping[str, tuple[str, ...]], differentiable: bool
+    rule: Rule, pieces: Mapping[str, int | Fraction], axes: Mapping[str, tuple[str, ...]], differentiable: bool
 ) -> Iterator[tuple[Comm, str, int]]:
     """The collectives of an op's lowering, each with the axis that it is made over and the bytes of its buffer.
 
@@ -71,17 +94,24 @@ def collectives_inside(
         if comm.factor in axes and (differentiable or not comm.backward):
             elements = prod(rule.size_at(f, pieces) for f in comm.over)
             for axis in axes[comm.factor]:
-                yield comm, axis, elements * comm.item_bytes
+                yield comm, axis_and_unit(axis)[0], elements * comm.item_bytes
 
 
 def _local_sizes(shape: Sequence[int], state: State, mesh: Mesh) -> list[int | PieceSize]:
     """The shape of one rank's piece; sizes that are not the same on all ranks are found when the program runs."""
     sizes: list[int | PieceSize] = list(local_shape(shape, state, mesh))
     for d, n in enumerate(shape):
-        axes = [(axis, size) for (axis, size), p in zip(mesh, state, strict=True) if p == shard(d) and size > 1]
-        if n % prod(size for _, size in axes):
-            sizes[d] = PieceSize(n, tuple(axis for axis, _ in axes))
+        if n % prod(size * unit_of(p) for (_, size), p in zip(mesh, state, strict=True) if shard_dim(p) == d):
+            sizes[d] = PieceSize(n, _axes_that_cut(d, state, mesh))
     return sizes
+
+
+def _axes_that_cut(d: int, state: Sequence[Placement], mesh: Mesh) -> tuple[str, ...]:
+    """The axes that cut a dim of a tensor, with the units of their pieces."""
+    return tuple(
+        axis_text(axis, unit_of(p))
+        for (axis, size), p in zip(mesh, state, strict=True) if shard_dim(p) == d and size > 1
+    )
 
 
 def local_call(call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh, site: int = 0) -> LocalCall:
@@ -92,7 +122,7 @@ def local_call(call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh, si
     pieces, axes = cuts_of(rule, options, mesh)
     args, kwargs = call.args, dict(call.kwargs)
     if rule.localize is not None and pieces:
-        args, kwargs = rule.localize(call, pieces)
+        args, kwargs = rule.localize(call, {f: int(n) for f, n in pieces.items()})
     if rule.shape_arg is not None and pieces:
         state = tuple(option.outs[0] for option in options)
         shape = _local_sizes(call.out.shape, state, mesh)
@@ -107,11 +137,8 @@ def local_call(call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh, si
     if rule.random:
         shape = call.out.shape
         state = [option.outs[0] for option in options]
-        shards = tuple(
-            tuple(axis for (axis, size), p in zip(mesh, state, strict=True) if p == shard(d) and size > 1)
-            for d in range(len(shape))
-        )
+        shards = tuple(_axes_that_cut(d, state, mesh) for d in range(len(shape)))
         kwargs |= {"seed": Seed(), "site": site, "shape": shape, "shards": shards}
-    elif any(rule.sizes[f] % n for f, n in pieces.items()):
+    elif any(isinstance(n, Fraction) or rule.sizes[f] % n for f, n in pieces.items()):
         kwargs["sizes"] = {f: rule.sizes[f] for f in axes}
     return LocalCall(lowering.function, args, {**kwargs, "cut": dict(axes)}, True)

@@ -14,6 +14,10 @@ From a rule follows, for one mesh axis, a list of :class:`Option`:
 * for every factor that may be cut, one option: a tensor that has the factor is ``S``; an input that lacks it is ``R``
   (its gradient is pending), an *additive* input (a bias) is ``P`` instead when the factor is summed; an output that
   lacks it is ``P``;
+* for every factor that may be cut into uneven *blocks* of u of its elements, one option ``<factor>*<u>``, where the
+  mesh divides its blocks unevenly: the same placements, with units (``S2*64``). A factor that shares a dim with others,
+  h of ``(h d)``, has ``h*1``: its pieces in that dim are multiples of d. What blocks others want depends on the graph
+  (:mod:`autopar.rules.units`);
 * ``I``: everything whole, gradients whole; ``R``: everything whole, gradients pending;
 * one option for every *linear* group of inputs: those are ``P``, the other inputs ``R``, the outputs ``P``.
 
@@ -26,13 +30,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cached_property
 from math import prod
 from typing import Any
 
 from autopar.errors import RuleError, closest
 from autopar.graph import Node, Ref, Spec, map_refs
-from autopar.placements import Placement, shard
+from autopar.placements import Mesh, Placement, n_devices, shard
 from hardware_profiles.model import COLLECTIVES
 
 Dim = tuple[str, ...]
@@ -167,6 +172,7 @@ class Rule:
         saves: inputs that autograd keeps for the backward; ``saves_out``: outputs that it keeps.
         random: draws random numbers: a lowering replaces the operator always, on every mesh.
         even: factors whose pieces must be equal: an argument is divided by their number.
+        units: of how many elements the blocks are into which a factor may be cut, beside single elements.
         needs_some: factors of which every rank must have some: torch's kernels refuse a piece of no elements, or make
             no numbers of it. Of all others a rank may have none (6 over 4 ranks are 2, 2, 2 and 0).
         whole_gradients: the backward may not be linear in the gradient, so no rank runs it on a term of a sum.
@@ -191,6 +197,7 @@ class Rule:
     whole_gradients: bool = False
     even: frozenset[str] = frozenset()
     needs_some: frozenset[str] = frozenset()
+    units: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuse what no operator can be: names of no factor, positions of no input."""
@@ -254,21 +261,48 @@ class Rule:
         A piece of a dim ``(h d)`` that is cut along h has a multiple of d elements, which ``torch.chunk`` of the dim
         gives only where pieces are equal.
         """
-        tied = {
+        return frozenset(self.cuttable) - self.tied - self.even
+
+    @cached_property
+    def tied(self) -> frozenset[str]:
+        """Factors that share a dim of some tensor with others."""
+        return frozenset(
             f for term in (*self.inputs, *self.outputs) for dim in term
             if sum(self.sizes[g] > 1 for g in dim) > 1 for f in dim
-        }  # fmt: skip
-        return frozenset(self.cuttable) - tied - self.even
+        )  # fmt: skip
 
-    def size_at(self, factor: str, cuts: Mapping[str, int]) -> int:
+    @cached_property
+    def in_blocks(self) -> tuple[str, ...]:
+        """Factors that may be cut into uneven blocks."""
+        return tuple(f for f in self.cuttable if f not in self.even and self.localize is None)
+
+    @cached_property
+    def blocks(self) -> tuple[tuple[str, int], ...]:
+        """``(factor, elements of a block)`` of the options that cut factors into blocks."""
+        singles = [(f, 1) for f in self.in_blocks if f in self.tied]
+        return (*singles, *((f, u) for f in self.in_blocks for u in self.units.get(f, ())))
+
+    def blocks_on(self, mesh: Mesh) -> tuple[tuple[str, int], ...]:
+        """Those of :attr:`blocks` that a mesh may divide unevenly; for others there are the options without units."""
+        if not self.blocks:
+            return ()
+        n = n_devices(mesh)
+        return tuple((f, u) for f, u in self.blocks if self.sizes[f] // u % n)
+
+    def factor_of(self, option: str) -> str | None:
+        """The factor that an option of this name cuts; None if it cuts none."""
+        factor = factor_and_block(option)[0]
+        return factor if factor in self.sizes else None
+
+    def size_at(self, factor: str, cuts: Mapping[str, int | Fraction]) -> int:
         """Size of a factor on one rank: of the largest piece."""
         return -(-self.sizes[factor] // cuts.get(factor, 1))
 
-    def flops_at(self, cuts: Mapping[str, int]) -> float:
+    def flops_at(self, cuts: Mapping[str, int | Fraction]) -> float:
         """Forward floating-point operations on one rank: of the largest pieces."""
         if self.flops and any(self.sizes[f] % n for f, n in cuts.items()):
             return self.flops * prod(self.size_at(f, cuts) for f in self.sizes)
-        return self.flops * prod(self.sizes.values()) / prod(cuts.values()) if self.flops else 0.0
+        return self.flops * prod(self.sizes.values()) / float(prod(cuts.values())) if self.flops else 0.0
 
     def __str__(self) -> str:
         def show(term: Term) -> str:
@@ -286,6 +320,12 @@ class Option:
     name: str
     ins: tuple[Placement, ...]
     outs: tuple[Placement, ...]
+
+
+def factor_and_block(option: str) -> tuple[str, int]:
+    """The factor in the name of an option, and of how many elements its blocks are; 0 where it is cut as it comes."""
+    factor, _, block = option.partition("*")
+    return factor, int(block or 0)
 
 
 _TOKEN = re.compile(r"\s*(->|\.\.\.|[A-Za-z_][A-Za-z_0-9]*|[(),1])")
@@ -429,18 +469,21 @@ def line(
     )
 
 
-def _place(term: Term, factor: str, otherwise: Placement) -> Placement:
+def _place(rule: Rule, term: Term, factor: str, block: int, otherwise: Placement) -> Placement:
     for d, dim in enumerate(term):
         if factor in dim:
-            return shard(d)
+            return shard(d, block * prod(rule.sizes[f] for f in dim[dim.index(factor) + 1 :]) if block else 1)
     return otherwise
 
 
-def axis_options(rule: Rule, in_grads: Sequence[bool], out_grads: Sequence[bool]) -> list[Option]:
+def axis_options(
+    rule: Rule, in_grads: Sequence[bool], out_grads: Sequence[bool], blocks: Sequence[tuple[str, int]] = ()
+) -> list[Option]:
     """Every option on one axis, ``I`` first. A tensor without gradient is ``R`` where it would be ``I``.
 
     Args:
         in_grads, out_grads: whether gradients flow through each input and output.
+        blocks: the ``(factor, elements of a block)`` that get options beside those of all factors.
     """
 
     def option(name: str, ins: Sequence[Placement], outs: Sequence[Placement]) -> Option:
@@ -452,11 +495,15 @@ def axis_options(rule: Rule, in_grads: Sequence[bool], out_grads: Sequence[bool]
 
     n_in, n_out = len(rule.inputs), len(rule.outputs)
     options = [option("I", ["I"] * n_in, ["I"] * n_out)]
-    for factor in rule.cuttable:
-        outs = [_place(t, factor, "P") for t in rule.outputs]
+    for factor, block in (*((f, 0) for f in rule.cuttable), *blocks):
+        outs = [_place(rule, t, factor, block, "P") for t in rule.outputs]
         summed = "P" in outs
-        ins = [_place(t, factor, "P" if summed and i in rule.additive else "R") for i, t in enumerate(rule.inputs)]
-        options.append(option(factor, rule.in_as.get(factor, ins), rule.out_as.get(factor, outs)))
+        ins = [
+            _place(rule, t, factor, block, "P" if summed and i in rule.additive else "R")
+            for i, t in enumerate(rule.inputs)
+        ]
+        name = f"{factor}*{block}" if block else factor
+        options.append(option(name, rule.in_as.get(factor, ins), rule.out_as.get(factor, outs)))
     if any(out_grads) and not rule.whole_gradients:
         options.append(option("R", ["R"] * n_in, ["R"] * n_out))
     for number, group in enumerate(rule.linear):

@@ -98,15 +98,15 @@ class Case:
             self.gradients = [next(gradients) if g else None for g in self.grads]
         self.after = [_pieces(x, 1)[0] for x in leaves]  # operators such as batch norm write to their inputs
 
-    def options(self) -> list[Option]:
-        """Every option on one axis."""
-        return axis_options(self.rule, self.grads, self.out_grads)
+    def options(self, blocks: Sequence[tuple[str, int]] = ()) -> list[Option]:
+        """Every option on one axis, those of ``(factor, elements of a block)`` too."""
+        return axis_options(self.rule, self.grads, self.out_grads, blocks)
 
 
-def strategies_of(case: Case, mesh: Mesh) -> list[tuple[Option, ...]]:
-    """Every combination of options that is legal."""
+def strategies_of(case: Case, mesh: Mesh, blocks: Sequence[tuple[str, int]] = ()) -> list[tuple[Option, ...]]:
+    """Every combination of options that is legal, those of ``(factor, elements of a block)`` among them."""
     legal = []
-    for picked in product(case.options(), repeat=len(mesh)):
+    for picked in product(case.options(blocks), repeat=len(mesh)):
         if not can_be_cut(case.rule, picked, mesh):
             continue
         ins, outs = _states(picked)

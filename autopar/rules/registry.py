@@ -10,6 +10,7 @@ from autopar.errors import RuleError
 from autopar.graph import Graph, Node
 from autopar.rules.function import PREFIX, has_rule, rule_of_function
 from autopar.rules.notation import Call, Rule, Term, call_of
+from autopar.rules.units import with_units
 
 RuleFn = Callable[[Call], Rule]
 
@@ -123,7 +124,7 @@ def rules_of(graph: Graph, representative: Sequence[int] | None = None) -> list[
             except RuleError as error:
                 raise RuleError(f"{node.where}: {error}") from error
         result.append(cache[key])
-    return result
+    return with_units(graph, result)
 
 
 def ops_without_rule(graph: Graph) -> list[str]:

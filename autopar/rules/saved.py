@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from autopar.graph import Graph
 from autopar.placements import Mesh, local_shape
-from autopar.rules.distributed import trial
+from autopar.rules.distributed import length_of, trial
 from autopar.rules.function import PREFIX
 from autopar.rules.local import LocalCall, PieceSize, Seed, local_call
 from autopar.rules.notation import Call, In, Option, Rule, call_of
@@ -148,7 +148,8 @@ def _watched(local: LocalCall, ins: Sequence[LocalLayout], sizes: Mapping[str, i
         if isinstance(value, Seed):
             return seed
         if isinstance(value, PieceSize):
-            return -(-value.n // prod(sizes[axis] for axis in value.axes))
+            with trial(sizes):
+                return length_of(value.n, value.axes)
         if isinstance(value, (tuple, list)):
             return type(value)(fill(v) for v in value)
         return value

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
 from autopar.errors import PlanError
 from autopar.graph import Graph, Node
-from autopar.placements import Mesh, State, all_have_some
-from autopar.rules.notation import Option, Rule, axis_options
+from autopar.placements import Mesh, State, lengths_of
+from autopar.rules.notation import Option, Rule, axis_options, factor_and_block
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,28 +29,46 @@ class Strategy:
 
 def can_be_cut(rule: Rule, options: Sequence[Option], mesh: Mesh) -> bool:
     """Whether an op can be cut so: into equal pieces, or, where rule and lowering allow that, into others."""
-    sizes: dict[str, list[int]] = {}
+    cuts: dict[str, list[tuple[int, int]]] = {}
     for option, (_, size) in zip(options, mesh, strict=True):
-        if option.name in rule.sizes and size > 1:
-            sizes.setdefault(option.name, []).append(size)
-    if not rule.can_lower(sizes):
+        factor, block = factor_and_block(option.name)
+        if factor in rule.sizes and size > 1:
+            cuts.setdefault(factor, []).append((size, block))
+    if not rule.can_lower(cuts):
         return False
-    if all(rule.sizes[f] % prod(axes) == 0 for f, axes in sizes.items()):
+    if all(
+        rule.sizes[f] % prod(size for size, _ in axes) == 0 and not any(block for _, block in axes)
+        for f, axes in cuts.items()
+    ):
         return True
-    lowering = rule.lowering(sizes)
+    lowering = rule.lowering(cuts)
     if lowering is not None and not lowering.uneven and not rule.random:
         return False
-    return not any(why_not_cut(rule, f, axes) for f, axes in sizes.items())
+    return not any(why_not_cut(rule, f, axes) for f, axes in cuts.items())
 
 
-def why_not_cut(rule: Rule, factor: str, axes: Sequence[int]) -> str:
-    """Why axes of these sizes cannot cut a factor one after the other, to follow its name; empty if they can."""
-    n, pieces = rule.sizes[factor], prod(axes)
-    if n % pieces == 0:
+def why_not_cut(rule: Rule, factor: str, axes: Sequence[tuple[int, int]]) -> str:
+    """Why axes of these sizes and blocks (0 for none) cannot cut a factor one after the other, to follow its name;
+    empty if they can."""
+    n, pieces = rule.sizes[factor], prod(size for size, _ in axes)
+    in_blocks = any(block for _, block in axes)
+    if n % pieces == 0 and not in_blocks:
         return ""
-    if factor not in rule.uneven:
-        return f"has size {n}, which does not divide over {pieces} ranks, and its pieces must be equal here"
-    if factor in rule.needs_some and not all_have_some(n, axes):
+    if factor not in rule.uneven and not (in_blocks and factor in rule.in_blocks):
+        able = [f"'{f}*{u}'" for f, u in rule.blocks if f == factor]
+        other = f" ({' or '.join(able)} cuts it into uneven ones)" if able else ""
+        return f"has size {n}, which does not divide over {pieces} ranks, and its pieces must be equal here{other}"
+    before: list[tuple[int, int]] = []
+    for size, block in axes:
+        lengths = lengths_of(n, before)
+        if block and any(length % block for length in lengths):
+            return f"has size {n}, of which not all pieces so far are multiples of {block}"
+        if block and all(not length % (size * block) for length in lengths):
+            return f"has size {n}, whose blocks of {block} go evenly over {size} ranks: name '{factor}' itself"
+        if not block and factor in rule.tied and any(length % size for length in lengths):
+            return f"has size {n}, which does not divide over {pieces} ranks, and its pieces must be equal here"
+        before.append((size, max(block, 1)))
+    if factor in rule.needs_some and not min(lengths_of(n, before)):
         return f"has size {n}: cut over {pieces} ranks, it leaves some without any"
     return ""
 
@@ -71,15 +90,21 @@ def combine(options: Sequence[Option]) -> Strategy:
     )
 
 
-def options_of(graph: Graph, node: Node, rule: Rule) -> dict[str, Option]:
-    """The options of one op on one axis, by name; ``I``, everything whole, comes first."""
-    return {option.name: option for option in axis_options(rule, *grads_of(graph, node))}
+def options_of(graph: Graph, node: Node, rule: Rule, blocks: Sequence[tuple[str, int]] = ()) -> dict[str, Option]:
+    """The options of one op on one axis, by name; those of ``blocks`` too (``Rule.blocks_on``)."""
+    return {option.name: option for option in axis_options(rule, *grads_of(graph, node), blocks)}
+
+
+def blocks_named(rule: Rule, names: Sequence[str]) -> list[tuple[str, int]]:
+    """The blocks that names of options speak of, if the rule's factors can be cut into such."""
+    blocks = dict.fromkeys(factor_and_block(name) for name in names if re.fullmatch(r"\w+\*[1-9]\d{0,17}", name))
+    return [(f, block) for f, block in blocks if f in rule.in_blocks and not rule.sizes[f] % block]
 
 
 def strategy_named(graph: Graph, node: Node, rule: Rule | None, names: Sequence[str]) -> Strategy:
     """The strategy of one op whose options have these names, one per axis. The op has them: plans were checked."""
     assert rule is not None
-    options = options_of(graph, node, rule)
+    options = options_of(graph, node, rule, blocks_named(rule, names))
     return combine([options[name] for name in names])
 
 
@@ -89,7 +114,7 @@ def strategy_in_plan(graph: Graph, node: Node, rule: Rule, names: Sequence[str],
     Raises:
         PlanError: the op has no such option (the message lists those it has), or nothing cuts these factors at once.
     """
-    options = options_of(graph, node, rule)
+    options = options_of(graph, node, rule, blocks_named(rule, names))
     if len(names) != len(mesh):
         raise PlanError(f"{node.where}: the plan has {len(names)} choices {names}, the mesh has {len(mesh)} axes")
     for name, (axis, _) in zip(names, mesh, strict=True):
@@ -97,7 +122,7 @@ def strategy_in_plan(graph: Graph, node: Node, rule: Rule, names: Sequence[str],
             raise PlanError(
                 f"{node.where}: no option '{name}' (axis '{axis}'); it offers {', '.join(options)}\n  rule: {rule}"
             )
-    cut = [name for name, (_, size) in zip(names, mesh, strict=True) if size > 1]
+    cut = [factor_and_block(name)[0] for name, (_, size) in zip(names, mesh, strict=True) if size > 1]
     if not rule.can_lower(cut):
         raise PlanError(f"{node.where}: {' and '.join(cut)} cannot be cut at once; cut one of them\n  rule: {rule}")
     return combine([options[name] for name in names])

@@ -25,10 +25,12 @@ from autopar.placements import (
     format_state,
     is_shard,
     kind,
+    largest_piece,
     local_shape,
     path,
     piece_of,
     shard_dim,
+    unit_of,
 )
 from autopar.plan import ParamChoice
 from autopar.runtime.groups import groups_for
@@ -40,18 +42,23 @@ reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 
 @dataclass(frozen=True)
 class Cut:
-    """A dim that the ranks of a hop cut, and how many elements of it they have together."""
+    """A dim that the ranks of a hop cut, how many elements of it they have together, and the pieces' unit."""
 
     dim: int = 0
     size: int = 0
+    unit: int = 1
 
     def largest(self, n: int) -> int:
         """Elements of the largest of ``n`` pieces."""
-        return -(-self.size // n)
+        return largest_piece(self.size, n, self.unit)
+
+    def piece(self, n: int, at: int) -> tuple[int, int]:
+        """``(start, length)`` of piece number ``at`` of ``n``."""
+        return piece_of(self.size, n, at, self.unit)
 
     def is_first_and_even(self, n: int) -> bool:
         """Whether ``n`` pieces, one after the other, are the whole tensor."""
-        return self.dim == 0 and self.size % n == 0
+        return self.dim == 0 and self.size % (n * self.unit) == 0
 
 
 @dataclass(frozen=True)
@@ -97,7 +104,7 @@ def hops(
         n = prod(mesh[axis][1] for axis in axes)
         whole = tuple("R" if axis in axes else p for axis, p in enumerate(state))
         sizes = local_shape(shape, whole, mesh, coordinate)
-        cuts = [Cut(d, sizes[d]) for d in (shard_dim(a), shard_dim(b)) if d is not None] or [Cut()]
+        cuts = [Cut(d, sizes[d], unit_of(p)) for p in (a, b) if (d := shard_dim(p)) is not None] or [Cut()]
         result.append(Hop(forward, backward, group_of(device_mesh, mesh, axes), n, index, cuts[0], cuts[-1]))
     return tuple(result)
 
@@ -180,7 +187,7 @@ def _without_padding(x: torch.Tensor, cut: Cut) -> torch.Tensor:
 
 def own_part(x: torch.Tensor, cut: Cut, hop: Hop) -> torch.Tensor:
     """This rank's piece without what it was padded with."""
-    length = piece_of(cut.size, hop.n, hop.index)[1]
+    length = cut.piece(hop.n, hop.index)[1]
     return x if x.shape[cut.dim] == length else x.narrow(cut.dim, 0, length)
 
 
@@ -206,7 +213,7 @@ def apply(kind: str, x: torch.Tensor, hop: Hop, backward: bool = False) -> torch
     if kind == "gather":
         return gather(x, hop)
     if kind == "slice":
-        return x.narrow(hop.cut.dim, *piece_of(hop.cut.size, hop.n, hop.index))
+        return x.narrow(hop.cut.dim, *hop.cut.piece(hop.n, hop.index))
     if kind == "all_reduce":
         x = x.contiguous()
         dist.all_reduce(x, group=hop.group)
@@ -218,6 +225,7 @@ def apply(kind: str, x: torch.Tensor, hop: Hop, backward: bool = False) -> torch
         return own_part(out, hop.cut, hop)
     if kind == "swap":
         x = padded(x, from_cut.dim, from_cut.largest(hop.n))
+        x = padded(x, to_cut.dim, to_cut.largest(hop.n) * hop.n)
         parts = stacked(x, to_cut.dim, hop.n).contiguous()
         out = torch.empty_like(parts)
         dist.all_to_all_single(out, parts, group=hop.group)

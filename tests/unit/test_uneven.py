@@ -112,6 +112,32 @@ def test_rules_where_a_rank_has_nothing(target: str, number: int, factor: str) -
         prove(case, picked, mesh)
 
 
+BLOCKS = (
+    "reshape.default", "linear.default", "addmm.default", "layer_norm.default", "softmax.int", "embedding.default",
+    "cross_entropy_loss.default", "mse_loss.default", "dropout.default", "scaled_dot_product_attention.default",
+    "pixel_unshuffle.default", "repeat_interleave.self_int", "gelu.default",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "target, number, mesh",
+    [
+        pytest.param(
+            target, number, mesh, id=f"{target.removeprefix('aten.')}-{number}-{n_devices(mesh)}",
+            marks=() if target.removeprefix("aten.") in BLOCKS and mesh is THREE else pytest.mark.slow,
+        )
+        for target, number in EVERY for mesh in (THREE, (("data", 2), ("tensor", 2)))
+    ],
+)  # fmt: skip
+def test_rules_in_blocks(target: str, number: int, mesh: Mesh) -> None:
+    """Every strategy that cuts a factor into uneven blocks, of one element of ``(h d)`` or of two of any factor."""
+    case = Case(target, SAMPLES[target][number])
+    pairs = [(f, 2) for f in case.rule.in_blocks if case.rule.sizes[f] > 2 and case.rule.sizes[f] % 2 == 0]
+    for picked in strategies_of(case, mesh, [*case.rule.blocks, *pairs]):
+        if any("*" in option.name for option in picked):
+            prove(case, picked, mesh)
+
+
 def _is_uneven(case: Case, picked: tuple, mesh: Mesh) -> bool:
     pieces, _ = cuts_of(case.rule, picked, mesh)
     return any(case.rule.sizes[f] % n for f, n in pieces.items())

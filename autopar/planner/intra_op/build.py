@@ -19,6 +19,7 @@ from autopar.graph import Graph, Node, Ref
 from autopar.placements import (
     State,
     fits,
+    has_units,
     is_shard,
     only_change,
     shard,
@@ -320,7 +321,10 @@ class Builder:
         sent = number < graph.sends
         if (not sent and (graph.loss is None or graph.loss == number)) or not graph.spec(ref).shape:
             return [whole]
-        fixed = {tuple("I" if p in ("P", "R") and grad else "R" if p == "P" else p for p in s) for s in made_as}
+        fixed = {
+            tuple("I" if p in ("P", "R") and grad else "R" if p == "P" else p for p in s)
+            for s in made_as if not has_units(s)
+        }  # fmt: skip
         return sorted({whole, *fixed})
 
     # -- tensors of earlier stages
@@ -684,12 +688,12 @@ def _is_plain(strategy: Strategy, rule: Rule) -> bool:
     at the same price. Pending sums through an addition stay: they join the all-reduces of parallel branches.
     """
     joint = {f"P{k}" for k, group in enumerate(rule.linear) if len(group) > 1}
-    return all(name in rule.sizes or name == "I" or name in joint for name in strategy.names)
+    return all(rule.factor_of(name) or name == "I" or name in joint for name in strategy.names)
 
 
 def _most_cut(strategies: list[Strategy], rule: Rule) -> list[Strategy]:
     """The strategies that cut a factor on as many axes as any does."""
-    cuts = [sum(name in rule.sizes for name in s.names) for s in strategies]
+    cuts = [sum(rule.factor_of(name) is not None for name in s.names) for s in strategies]
     return [s for s, n in zip(strategies, cuts, strict=True) if n == max(cuts)]
 
 

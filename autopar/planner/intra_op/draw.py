@@ -49,7 +49,7 @@ def random_plan(
             if i not in options:
                 options[i] = strategies(graph, node, rule, mesh)
             # shards are what is to be tested: an op is whole only when nothing else is there, or one time in eight
-            cut = [s for s in options[i] if any(n in rule.sizes for n in s.names)]
+            cut = [s for s in options[i] if any(map(rule.factor_of, s.names))]
             decided[i] = rng.choice(cut if cut and rng.random() < 0.875 else options[i])
             for ref, state in zip(node.refs, decided[i].ins, strict=True):
                 if graph.nodes[ref.node].kind == "param":

@@ -23,7 +23,9 @@ from autopar.placements import (
     local_shape,
     path,
     shard,
+    shard_dim,
     step_collectives,
+    unit_of,
     whole_placement,
 )
 from autopar.plan import ParamChoice, StagePlan
@@ -55,7 +57,8 @@ class ParamCost:
 def choices(spec: Spec, grad: bool, used: Iterable[State], mesh: Mesh, *, all_dims: bool = False) -> list[ParamChoice]:
     """Every way to store a parameter for the given used placements: replicated or cut on each axis, both lifetimes.
 
-    On an axis where the used placement is a shard, the stored one is the same. Elsewhere it is whole, or sharded on
+    On an axis where the used placement is a shard, the stored one is the same, or, if that has a unit, whole or a shard
+    of another dim. Elsewhere it is whole, or sharded on
     the first dim that divides, or, where none does, on the one whose largest piece is smallest (``all_dims``: on any).
     """
     result: list[ParamChoice] = []
@@ -64,7 +67,11 @@ def choices(spec: Spec, grad: bool, used: Iterable[State], mesh: Mesh, *, all_di
         options: list[list[str]] = []
         for a, (_, size) in enumerate(mesh):
             if is_shard(use[a]) or size == 1:
-                options.append([use[a] if is_shard(use[a]) else whole])
+                others = [shard(d) for d in range(len(spec.shape)) if d != shard_dim(use[a])]
+                if unit_of(use[a]) > 1:  # what is stored is a DTensor, which knows no units
+                    options.append([whole, *others])
+                else:
+                    options.append([use[a] if is_shard(use[a]) else whole])
             else:
                 options.append([whole, *map(shard, range(len(spec.shape)))])
         for stored in _stored(spec.shape, options, use, mesh, all_dims):

@@ -14,7 +14,7 @@ from autopar.planner.intra_op.fold import Fold
 from autopar.planner.intra_op.options import Options
 from autopar.planner.intra_op.problem import Problem
 from autopar.planner.intra_op.written import held_whole, holds_whole
-from autopar.rules.notation import Rule
+from autopar.rules.notation import Rule, factor_and_block
 from autopar.rules.strategy import Strategy, options_of, why_not_cut
 
 SHOWN = 20
@@ -48,15 +48,16 @@ class PinnedChoices:
                     if node.kind != "op" or rule is None or not matches(pattern, node, labels[node.name]):
                         continue
                     seen = True
-                    names = list(options_of(self.graph, node, rule))
+                    names = list(options_of(self.graph, node, rule, rule.blocks_on(self.mesh)))
                     offered[f"{labels[node.name]}: {' '.join('replicate' if n == 'I' else n for n in names)}"] = None
                     if name in names:
                         size = dict(self.mesh)[axis]
-                        why = why_not_cut(rule, name, [size]) if name in rule.sizes else ""
+                        cut, block = factor_and_block(name)
+                        why = why_not_cut(rule, cut, [(size, block)]) if cut in rule.sizes else ""
                         if why:
                             raise InfeasibleError(
                                 f"constraint '{pattern}': factor '{name}' of {node.where} {why}, on axis '{axis}'; use "
-                                f"an axis size that divides {rule.sizes[name]}"
+                                f"an axis size that divides {rule.sizes[cut]}"
                             )
                         self.ops.setdefault(node.name, {})[axes[axis]] = name
                         hit.add(axis)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import lru_cache, partial
 from math import prod
 
@@ -102,7 +103,7 @@ class Pricer:
         return self._compute(graph, node, rule, strategy, pieces)
 
     def _compute(
-        self, graph: Graph, node: Node, rule: Rule, strategy: Strategy, pieces: Mapping[str, int]
+        self, graph: Graph, node: Node, rule: Rule, strategy: Strategy, pieces: Mapping[str, int | Fraction]
     ) -> OpSeconds:
         in_grads, out_grads = grads_of(graph, node)
         differentiable = any(out_grads)
@@ -130,7 +131,7 @@ class Pricer:
         return self.costs.op(self.device, work)
 
     def _inside(
-        self, rule: Rule, pieces: Mapping[str, int], axes: Mapping[str, tuple[str, ...]], compute: OpSeconds,
+        self, rule: Rule, pieces: Mapping[str, int | Fraction], axes: Mapping[str, tuple[str, ...]], compute: OpSeconds,
         differentiable: bool,
     ) -> float:  # fmt: skip
         """Seconds of an op that its lowering's collectives take beside compute.
@@ -156,7 +157,7 @@ class Pricer:
         return prod(local_shape(spec.shape, state, self.mesh)) * spec.item_bytes
 
 
-def _gemm(rule: Rule, pieces: Mapping[str, int]) -> tuple[int, int, int] | None:
+def _gemm(rule: Rule, pieces: Mapping[str, int | Fraction]) -> tuple[int, int, int] | None:
     """``(m, n, k)`` of a contraction on one rank: k is summed, n comes from the second input alone, m is the rest."""
     if len(rule.inputs) < 2:
         return None

@@ -8,12 +8,12 @@ from itertools import product
 from autopar.graph import Graph, Node
 from autopar.placements import Mesh, fits
 from autopar.rules.notation import Option, Rule
-from autopar.rules.strategy import Strategy, can_be_cut, combine, options_of
+from autopar.rules.strategy import Strategy, blocks_named, can_be_cut, combine, options_of
 
 
 def strategies(graph: Graph, node: Node, rule: Rule, mesh: Mesh) -> list[Strategy]:
     """Every strategy of one op; on an axis of size 1 the op is whole."""
-    options = list(options_of(graph, node, rule).values())
+    options = list(options_of(graph, node, rule, rule.blocks_on(mesh)).values())
     choices = [options if size > 1 else options[:1] for _, size in mesh]
     every = (_strategy(graph, node, rule, mesh, picked) for picked in product(*choices))
     return [strategy for strategy in every if strategy is not None]
@@ -24,7 +24,7 @@ def fitting_strategy(
 ) -> Strategy | None:
     """The strategy of an op whose options have these names, one per axis; None if it has none or cannot be
     cut so."""
-    options = options_of(graph, node, rule)
+    options = options_of(graph, node, rule, blocks_named(rule, names))
     if any(name not in options for name in names):
         return None
     return _strategy(graph, node, rule, mesh, [options[name] for name in names])
