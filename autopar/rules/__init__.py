@@ -3,6 +3,7 @@
 ================ ======================================================================================================
 :mod:`.notation` a rule: its line, its factors, and the strategies that follow; distributed lowerings of a factor
 :mod:`.registry` rules by operator; :mod:`.strategy`: what one operator does on all axes of a mesh
+:mod:`.units`    into which uneven blocks operators may be cut, because others want such pieces
 :mod:`.local`    the call that one rank makes; :mod:`.distributed`: what distributed lowerings share
 :mod:`.saved`    what autograd keeps of a call; :mod:`.aliasing`: whether its result is memory of its own
 families         :mod:`.pointwise`, :mod:`.shape`, :mod:`.image`, :mod:`.reduce`, :mod:`.factory`, :mod:`.index`,

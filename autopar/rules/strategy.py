@@ -61,6 +61,8 @@ def why_not_cut(rule: Rule, factor: str, axes: Sequence[tuple[int, int]]) -> str
     before: list[tuple[int, int]] = []
     for size, block in axes:
         lengths = lengths_of(n, before)
+        if max(lengths) < size * max(block, 1):
+            return f"has size {n}, too little for {pieces} ranks"
         if block and any(length % block for length in lengths):
             return f"has size {n}, of which not all pieces so far are multiples of {block}"
         if block and all(not length % (size * block) for length in lengths):

@@ -14,7 +14,7 @@ from procs.test_train import check, of
 
 from autopar.runtime.launch import run_local
 
-TWO, THREE = (("data", 2),), (("data", 3),)
+TWO, THREE, FOUR = (("data", 2),), (("data", 3),), (("data", 4),)
 
 
 def test_parameters_of_any_size_are_stored_in_pieces() -> None:
@@ -39,6 +39,25 @@ def test_operators_are_cut_into_uneven_pieces() -> None:
         *(of(name, THREE, seed=seed) for name, seed in (("mlp", 0), ("resnet", 2))),
     ])  # fmt: skip
     check(2, [of("gpt2", TWO, **vocabulary)])
+
+
+@pytest.mark.slow
+def test_six_heads_on_four_ranks() -> None:
+    """2, 2, 2 and 0 heads; the projection behind them is cut into blocks of a head's 8 features."""
+    heads = {
+        "zoo": {"heads": 6, "hidden": 48},
+        "options": {"constraints": {
+            "*:scaled_dot_product_attention": {"data": "h"}, "*attn.c_proj:addmm": {"data": "k*8"},
+        }},
+    }  # fmt: skip
+    check(4, [of("gpt2", FOUR, **heads), of("gpt2", FOUR, **heads, lifetime="use", microbatches=2)])
+
+
+@pytest.mark.slow
+def test_rows_of_an_uneven_batch_go_through_its_flattening() -> None:
+    """8 rows over 3 ranks; tokens of all rows in one dim of the loss are cut into multiples of a row's 16."""
+    rows = {"options": {"constraints": {":cross_entropy_loss": {"data": "n*16"}, "*:layer_norm": {"data": "b"}}}}
+    check(3, [of("gpt2", THREE, **rows)])
 
 
 @pytest.mark.slow

@@ -112,7 +112,7 @@ def not_a_model():
     return {"model": MLP()}, (torch.zeros(8, 12),)
 """
 PLAN = "autopar plan models.py:make --cluster dgx-h100 --mesh data=2,tensor=2"
-EIGHT = PLAN.replace("data=2,tensor=2", "data=1,tensor=8")
+SIXTEEN = PLAN.replace("dgx-h100", "dgx-h100-x2").replace("data=2,tensor=2", "data=1,tensor=16")
 PIPE = "autopar plan models.py:make --cluster local-x4 --stages 2 --mesh data=2 --microbatches 4 --schedule 1f1b"
 CLUSTER = '[[node]]\ndevice = "mine"\nn_devices = 4\n\n[[node.level]]\nlink = "nvlink4"\n'
 DEVICE = """
@@ -253,7 +253,7 @@ TABLE: list[tuple[str, list[tuple[str, str, Any]]]] = [
         ("pin on an axis that the mesh lacks", "cli", PLAN + " --pin up:model=n"),
         ("pin that matches no op", "cli", PLAN + " --pin layers.*.up:tensor=n"),
         ("pin to a factor that the op lacks", "cli", PLAN + " --pin up:tensor=h"),
-        ("pin to a factor that has too little", "cli", EIGHT + " --pin up:tensor=k"),
+        ("pin to a factor that has too little", "cli", SIXTEEN + " --pin up:tensor=k"),
         ("pattern that matches no parameter", "cli", PLAN + " --keep-replicated *.gamma"),
         ("lifetime that does not exist", "cli", PLAN + " --pin-param 'up.weight=S0,I zig'"),
         ("pin of a parameter without a placement", "cli", PLAN + " --pin-param up.weight"),
@@ -264,7 +264,7 @@ TABLE: list[tuple[str, list[tuple[str, str, Any]]]] = [
         ("no microbatches", "cli", PLAN + " --microbatches 0"),
         ("placement of an input that does not exist", "cli", PLAN + " --pin-input z=S0,R"),
         ("placement with too few axes", "cli", PLAN + " --pin-input x=S0"),
-        ("placement of an input that has too little", "cli", EIGHT + " --pin-input x=R,S1"),
+        ("placement of an input that has too little", "cli", SIXTEEN + " --pin-input x=R,S1"),
         ("placement that is none", "cli", PLAN + " --pin-input x=S0,T"),
         ("output pinned to an impossible placement", "cli", PLAN + " --pin-output 0=S0,I"),
         ("output that the model does not have", "cli", PLAN + " --pin-output 3=I,I"),
@@ -290,7 +290,7 @@ TABLE: list[tuple[str, list[tuple[str, str, Any]]]] = [
         ("op that is not in the model", "put", [(("stages", 0, "ops", "layers.*.up:linear"), {"data": "b"})]),
         ("factor that the op lacks", "put", [(("stages", 0, "ops", UP), {"data": "h"})]),
         ("axis that the mesh lacks", "put", [(("stages", 0, "ops", UP), {"model": "n"})]),
-        ("factor whose size is too small", "put", [(("stages", 0, "mesh"), "data=1,tensor=8"), (("stages", 0, "devices"), [0, 1, 2, 3, 4, 5, 6, 7]), (("stages", 0, "ops"), {UP: {"tensor": "k"}})]),
+        ("factor whose size is too small", "put", [(("stages", 0, "mesh"), "data=1,tensor=8"), (("stages", 0, "devices"), [0, 1, 2, 3, 4, 5, 6, 7]), (("stages", 0, "ops"), {UP: {"tensor": "k*4"}})]),
         ("parameter that is not there", "put", [(("stages", 0, "params", "up.weight"), None)]),
         ("parameter stored in a placement that is none", "put", [(("stages", 0, "params", "up.weight", "stored"), "S0,T")]),
         ("stored pending", "put", [(("stages", 0, "params", "up.weight", "stored"), "P,I")]),

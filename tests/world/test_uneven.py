@@ -18,6 +18,8 @@ from autopar.capture import Captured, capture
 from autopar.certificate import check
 from autopar.placements import Mesh
 from autopar.planner.intra_op.draw import random_plan
+from autopar.planner.intra_op.mesh_plan import plan_graph
+from autopar.planner.intra_op.options import Options
 from autopar.planner.intra_op.price import pricer
 from autopar.rules.registry import rules_of
 from hardware_profiles import abstract_cluster
@@ -29,8 +31,8 @@ MESHES: dict[str, Mesh] = {
 
 
 @functools.cache
-def _prepared(name: str) -> tuple[Captured, tuple[dict[str, torch.Tensor], ...], V.Trained]:
-    case = ZOO[name]()
+def _prepared(name: str, **zoo: int) -> tuple[Captured, tuple[dict[str, torch.Tensor], ...], V.Trained]:
+    case = ZOO[name](**zoo)
     args, kwargs = V.wanting((case.args, case.kwargs))
     captured = capture(case.model, args, kwargs)
     weights, buffers = V.state_of(captured, case.model)
@@ -53,6 +55,22 @@ def _check(name: str, mesh_name: str, seed: int) -> None:
 @pytest.mark.parametrize("name, mesh", [("mlp", "2x3"), ("gpt2", "3"), ("llama", "2x3"), ("resnet", "5")])
 def test_numbers(name: str, mesh: str) -> None:
     _check(name, mesh, 1)
+
+
+def test_six_heads_on_four_ranks() -> None:
+    """Heads are cut into 2, 2, 2 and 0, in their dim (heads width) too, and so is the projection that reads them."""
+    captured, state, reference = _prepared("gpt2", heads=6, hidden=48, layers=1)
+    graph, mesh = captured.graph, (("tensor", 4),)
+    cluster = abstract_cluster(dict(mesh), alpha=(1e-6,), beta=(1e-9,))
+    heads = {"*:scaled_dot_product_attention": {"tensor": "h"}, "*attn.c_proj:addmm": {"tensor": "k*8"}}
+    plan = plan_graph(graph, cluster, mesh, Options(constraints=heads))
+    projection = next(node for node in graph.nodes if node.module.endswith("attn.c_proj") and "addmm" in node.target)
+    assert plan.ops[projection.name] == ("k*8",)
+    assert plan.params["transformer.h.0.attn.c_proj.weight"].used == ("S0*8",), "of 48 features 16, 16, 16 and none"
+    compared = V.compare("heads", V.train(captured, plan, *state), reference)
+    assert compared.worst < 1e-9, compared
+    report = check(plan, graph, cluster, types=True)
+    assert report.ok, report.failures
 
 
 def _check_stages(name: str, groups: tuple[Mesh, ...], schedule: str, seed: int) -> None:
