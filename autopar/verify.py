@@ -17,6 +17,7 @@ from autopar.comparison import LOW as LOW
 from autopar.comparison import compare_with_eager
 from autopar.comparison import doubled as doubled
 from autopar.comparison import promoted as promoted
+from autopar.comparison.relative import largest_value, relative
 from autopar.errors import CaptureError
 from autopar.graph import Graph
 from autopar.lower.emit import Program, lower
@@ -46,8 +47,9 @@ _Tensors = Mapping[str, torch.Tensor]
 class Difference:
     """Worst relative differences of one plan, with the name of the parameter in which each was found.
 
-    A difference is ``max|a - b| / max(1, max|b|)`` for the loss and ``max|a - b| / (max|b| + 1e-3 * largest)`` for
-    gradients and weights, where ``largest`` is the largest value among all tensors of the kind.
+    A difference is ``max|a - b| / (max|b| + 1)`` for the loss and ``max|a - b| / (max|b| + 1e-3 * largest)`` for
+    gradients and weights, where ``largest`` is the largest finite value among all tensors of the kind. It is infinite
+    where one side alone has a NaN (:func:`autopar.comparison.relative.relative`).
     """
 
     name: str
@@ -219,9 +221,7 @@ def verify_pipeline(
 
 def compare(name: str, mine: Trained, reference: Trained) -> Difference:
     """Worst differences of two trainings."""
-    loss = max(
-        ((a - b).abs() / b.abs().clamp(min=1)).max().item() for a, b in zip(mine.losses, reference.losses, strict=True)
-    )
+    loss = max(relative(a, b, 1e3) for a, b in zip(mine.losses, reference.losses, strict=True))
     missing = set(reference.gradients) ^ set(mine.gradients)
     if missing:
         return Difference(name, loss, float("inf"), f"only one has {sorted(missing)[0]}", float("inf"), "")
@@ -231,16 +231,12 @@ def compare(name: str, mine: Trained, reference: Trained) -> Difference:
 
 
 def _worst(mine: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]) -> tuple[float, str]:
-    largest = max(
-        (v.abs().max().item() for v in reference.values() if v.is_floating_point() and v.numel()), default=1.0
-    )
+    """The largest difference and where it is; infinite where one side alone has a NaN or another shape."""
+    largest = largest_value(v for v in reference.values() if v.is_floating_point() or v.is_complex())
     worst, of = 0.0, ""
     for name, b in reference.items():
-        if not b.numel():
-            continue
-        a = mine[name]
-        error = (a.double() - b.double()).abs().max().item() / (b.double().abs().max().item() + 1e-3 * largest + 1e-30)
-        if not error <= worst:  # also true for NaN
+        error = relative(mine[name], b, largest)
+        if error > worst:
             worst, of = error, name
     return worst, of
 

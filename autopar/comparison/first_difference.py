@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from autopar.comparison.relative import Comparison, is_tensor, off, relative
+from autopar.comparison.relative import Comparison, is_tensor, largest_value, off, relative
 from autopar.comparison.sides import Sides
 from autopar.torch_private import pytree
 
@@ -84,7 +84,7 @@ def _first_gradient(sides: Sides, difference: Comparison) -> str:
     for i, node in enumerate(sides.captured.graph.nodes):
         if node.kind == "param":
             order[node.target] = max((u for (ref, us) in users.items() if ref.node == i for u, _ in us), default=0)
-    largest = max((g.abs().max().item() for g in theirs.values() if g.numel()), default=1.0)
+    largest = largest_value(theirs.values())
     wrong = [n for n in theirs | mine if off(mine.get(n), theirs.get(n), largest) > difference.limit]
     if not wrong:
         return "all outputs and gradients are the same; buffers differ"

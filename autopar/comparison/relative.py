@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +72,12 @@ def relative(a: torch.Tensor, b: torch.Tensor, largest: float = 0.0) -> float:
     return ratio if ratio == ratio else float("inf")
 
 
+def largest_value(tensors: Iterable[torch.Tensor]) -> float:
+    """The largest finite absolute value in any of some tensors; 1.0 where they have none."""
+    finite = [values for t in tensors if (values := t[t.isfinite()].abs()).numel()]
+    return max((float(values.max().item()) for values in finite), default=1.0)
+
+
 def off(a: torch.Tensor | None, b: torch.Tensor | None, largest: float) -> float:
     """The same where a gradient may be missing, which is zero."""
     if a is None or b is None:
@@ -89,7 +96,7 @@ def difference_of(graph: Graph, mine: Ran, theirs: Ran) -> Comparison:
             loss = max(loss, relative(a, b, 1e3 if b.ndim == 0 else 0.0))
         elif is_tensor(a) != is_tensor(b):
             loss = float("inf")
-    largest = max((g.abs().max().item() for g in theirs.gradients.values() if g.numel()), default=1.0)
+    largest = largest_value(theirs.gradients.values())
     gradient, gradient_of = 0.0, ""
     params = {node.target for _, node in graph.of_kind("param")} - reached_whatever_is_drawn(graph)
     for name in mine.gradients | theirs.gradients:
@@ -104,4 +111,4 @@ def difference_of(graph: Graph, mine: Ran, theirs: Ran) -> Comparison:
     return Comparison(loss, gradient, gradient_of if gradient else "", buffer, buffer_of if buffer else "", limit)
 
 
-__all__ = ["LIMITS", "Comparison", "Ran", "difference_of", "is_tensor", "off", "relative"]
+__all__ = ["LIMITS", "Comparison", "Ran", "difference_of", "is_tensor", "largest_value", "off", "relative"]

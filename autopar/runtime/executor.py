@@ -180,7 +180,7 @@ class ParallelModule(SpreadModule):
         )  # it has all that is asked of a model here: names, shapes and classes
         new._captured_training, new._skeleton = self._captured_training, self._skeleton
         new._signature, new._model_ref, new._model_class = self._signature, self._model_ref, self._model_class
-        new._model_values = self._model_values
+        new._model_values, new._model_keys = self._model_values, self._model_keys
         new._batch = Batch(captured, self._signature, self._device)
         new._mode, new._calls = self._captured_training, self._calls
         new.training = self._mode

@@ -21,7 +21,15 @@ from autopar.errors import RunError
 from autopar.runtime import dtensor_fixes
 from autopar.runtime.original import Original
 from autopar.runtime.programs import AllWell, Fields, PlanAgain, Programs
-from autopar.runtime.submodules import Part, check_conversion, place, plain_values, refuse_apply, refuse_replacing
+from autopar.runtime.submodules import (
+    Elements,
+    Part,
+    check_conversion,
+    place,
+    plain_values,
+    refuse_apply,
+    refuse_replacing,
+)
 from autopar.runtime.values import assigned
 from autopar.torch_private import pytree
 
@@ -36,7 +44,7 @@ _WRAPPERS = {
 """What scripts ask of a wrapped model."""
 
 
-class SpreadModule(torch.nn.Module):
+class SpreadModule(Elements):
     """A model that was captured in one mode, with given dtypes, and is placed on devices."""
 
     _captured: Captured
@@ -49,6 +57,7 @@ class SpreadModule(torch.nn.Module):
     _model_ref: Callable[[], torch.nn.Module | None]
     _model_class: type
     _model_values: dict[str, Any]
+    _model_keys: tuple[str, ...] = ()
     leads: bool | None = None
     """Of a pipeline, whether this rank is the first of its group; None where every rank has a part of everything."""
 
@@ -104,6 +113,9 @@ class SpreadModule(torch.nn.Module):
             )
         )  # fmt: skip
 
+    def _shown(self) -> tuple[type, tuple[str, ...], str]:
+        return self.__dict__.get("_model_class", type(self)), self._model_keys, ""
+
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """A context as DistributedDataParallel has for adding up gradients. They add up without it, too: every backward
         reduces what it adds, and ``train_step`` reduces once for all its microbatches. So it does nothing."""
@@ -156,6 +168,7 @@ class SpreadModule(torch.nn.Module):
         """Begin in the modes of the model and of its submodules."""
         self._mode = model.training
         self._model_ref, self._model_class, self._model_values = weakref.ref(model), type(model), plain_values(model)
+        self._model_keys = tuple(model._modules)
         modules = dict(model.named_modules(remove_duplicate=False))
         shown = self._paths_of_parts(modules)
         first: dict[torch.nn.Module, Part] = {}

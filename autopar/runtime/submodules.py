@@ -56,7 +56,58 @@ def refuse_replacing(module: torch.nn.Module, name: str, value: Any) -> None:
         )
 
 
-class Part(torch.nn.Module):
+class Elements(torch.nn.Module):
+    """Is read as a list or dict of modules or parameters where it stands for one of torch's."""
+
+    def _shown(self) -> tuple[type, tuple[str, ...], str]:
+        """The class of the module that it stands for, the names of what that module holds, and its path."""
+        raise NotImplementedError
+
+    def __bool__(self) -> bool:
+        return bool(self._shown()[1]) if issubclass(self._shown()[0], _CONTAINERS) else True
+
+    def __len__(self) -> int:
+        return len(self._keys("len"))
+
+    def __iter__(self) -> Iterator[Any]:
+        keys = self._keys("iter")
+        return iter(keys if issubclass(self._shown()[0], _BY_NAME) else [self[key] for key in range(len(keys))])
+
+    def __getitem__(self, key: Any) -> Any:
+        """What a list or dict of modules or parameters holds there; of a slice a list.
+
+        Raises:
+            RunError: another rank of the pipeline has it.
+        """
+        keys = self._keys("[]")
+        if isinstance(key, slice):
+            return [self[i] for i in range(len(keys))[key]]
+        name = keys[key] if isinstance(key, int) else key
+        if name in keys and name not in self._modules and name not in self._parameters:
+            path = self._shown()[2]
+            raise RunError(
+                f"'{f'{path}.{name}' if path else name}' is not on this rank, which has other stages of the "
+                "pipeline; named_modules() and named_parameters() give what it has"
+            )
+        return getattr(self, name)
+
+    def _keys(self, use: str) -> tuple[str, ...]:
+        """What a list or dict of the model's holds, on all ranks.
+
+        Raises:
+            TypeError: it stands for neither.
+        """
+        kind, keys, path = self._shown()
+        if not issubclass(kind, _CONTAINERS):
+            standing = f"'{path}', which stands for a {kind.__name__} in" if path else f"a {kind.__name__} that is"
+            raise TypeError(
+                f"{use} of {standing} a parallel module: of lists and dicts of torch.nn alone are the elements known; "
+                "named_modules() and named_parameters() give all that there is"
+            )
+        return keys
+
+
+class Part(Elements):
     """Has a submodule's class, plain attributes, parameters and buffers, and runs only with the whole."""
 
     def __init__(self) -> None:
@@ -146,48 +197,11 @@ class Part(torch.nn.Module):
             else:
                 setattr(module, name, value)
 
-    def __bool__(self) -> bool:
-        return bool(self._keys("bool")) if issubclass(self.__dict__.get("_part_class", Part), _CONTAINERS) else True
-
-    def __len__(self) -> int:
-        return len(self._keys("len"))
-
-    def __iter__(self) -> Iterator[Any]:
-        keys = self._keys("iter")
-        return iter(keys if issubclass(self.__class__, _BY_NAME) else [self[key] for key in range(len(keys))])
-
-    def __getitem__(self, key: Any) -> Any:
-        """What a list or dict of modules or parameters holds there; of a slice a list.
-
-        Raises:
-            RunError: another rank of the pipeline has it.
-        """
-        keys = self._keys("[]")
-        if isinstance(key, slice):
-            return [self[i] for i in range(len(keys))[key]]
-        name = keys[key] if isinstance(key, int) else key
-        if name in keys and name not in self._modules and name not in self._parameters:
-            raise RunError(
-                f"'{self.__dict__['_stands_for'][1]}.{name}' is not on this rank, which has other stages of the "
-                "pipeline; named_modules() and named_parameters() give what it has"
-            )
-        return getattr(self, name)
-
-    def _keys(self, use: str) -> tuple[str, ...]:
-        """What a list or dict of the model's holds, on all ranks.
-
-        Raises:
-            TypeError: the submodule is neither.
-        """
-        kind = self.__dict__.get("_part_class", Part)
-        if not issubclass(kind, _CONTAINERS):
-            raise TypeError(
-                f"{use} of '{self.__dict__.get('_stands_for', (None, ''))[1]}', which stands for a {kind.__name__} in "
-                "a parallel module: of lists and dicts of torch.nn alone are the elements known; named_modules() and "
-                "named_parameters() give all that there is"
-            )
-        keys: tuple[str, ...] = self.__dict__["_part_keys"]
-        return keys
+    def _shown(self) -> tuple[type, tuple[str, ...], str]:
+        return (
+            self.__dict__.get("_part_class", Part), self.__dict__.get("_part_keys", ()),
+            self.__dict__.get("_stands_for", (None, ""))[1],
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         """As of the submodule, while there is one."""
@@ -323,4 +337,4 @@ def check_conversion(fn: Any, tensors: list[torch.Tensor], device: torch.device)
             )
 
 
-__all__ = ["Part", "check_conversion", "place", "plain_values", "refuse_apply", "refuse_replacing"]
+__all__ = ["Elements", "Part", "check_conversion", "place", "plain_values", "refuse_apply", "refuse_replacing"]

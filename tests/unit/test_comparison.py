@@ -20,6 +20,7 @@ from autopar.comparison import compare_with_eager
 from autopar.errors import CaptureError
 from autopar.graph import Graph
 from autopar.other_batch import other_batch
+from autopar.verify import Trained, compare
 
 X, Y = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 8
 
@@ -254,3 +255,18 @@ def test_what_the_first_batch_baked_in_shows_on_another():
     assert compare_with_eager(lost, model, *batch).same
     with pytest.raises(CaptureError, match="the loss by"):
         compare_with_eager(lost, model, *other_batch(batch))
+
+
+def test_a_nan_or_another_imaginary_part_of_one_side_is_not_hidden_by_what_agrees():
+    def trained(first: torch.Tensor, loss: float = 1.0) -> Trained:
+        gradients = {"first": first, "second": torch.ones(3)}
+        return Trained([torch.tensor(loss), torch.tensor(1.0)], gradients, gradients, {})
+
+    good, nan = torch.ones(3), torch.tensor([1.0, float("nan"), 1.0])
+    assert compare("plan", trained(good), trained(good)).worst == 0.0
+    for mine, reference in ((trained(nan), trained(good)), (trained(good), trained(nan))):
+        difference = compare("plan", mine, reference)
+        assert difference.worst == difference.gradient == difference.weight == float("inf")
+        assert difference.gradient_of == difference.weight_of == "first"
+    assert compare("plan", trained(good, float("nan")), trained(good)).worst == float("inf")
+    assert compare("plan", trained(good + 0.5j), trained(good + 0j)).gradient > 0.4

@@ -121,6 +121,21 @@ def test_lists_and_dicts_of_modules_are_read() -> None:
     assert pm(X, torch.tensor(0.7)) != pm(X, torch.tensor(0.5))
 
 
+def test_a_model_that_is_a_sequence_is_read_as_one() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    pm: Any = autopar.parallelize(model, 1, (X,), loss_fn=lambda out: out.square().mean())
+    for module in (pm, copy.deepcopy(pm)):
+        assert len(module) == 4 and [type(layer).__name__ for layer in module] == ["Part"] * 4
+        assert isinstance(module[1], nn.BatchNorm1d) and module[-1].out_features == 2 and bool(module)
+        assert module[0].weight is module.get_parameter("0.weight") and module[1:3] == [module[1], module[2]]
+        assert torch.equal(module[1].running_mean, module.get_buffer("1.running_mean"))
+    pm = autopar.parallelize(Net(), 1, (X,))
+    assert bool(pm)
+    for use in (iter, len, lambda module: module[0]):
+        with pytest.raises(TypeError, match=r"of a Net that is a parallel module: .* named_modules\(\)"):
+            use(pm)
+
+
 def test_a_mode_of_a_part_is_refused_where_it_differs() -> None:
     pm: Any = autopar.parallelize(Net(), 1, X)
     norms = [m for m in pm.modules() if isinstance(m, nn.BatchNorm1d)]
