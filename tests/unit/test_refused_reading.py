@@ -77,6 +77,18 @@ class Masked(nn.Module):
         return self.encoder(x.reshape(4, 2, 4), mask=mask, is_causal=self.is_causal).square().mean()
 
 
+class Policy(nn.Module):
+    """A policy gradient by torch.distributions, which look at their arguments unless they are told not to."""
+
+    def __init__(self, checks: bool | None) -> None:
+        super().__init__()
+        self.layer, self.checks = nn.Linear(4, 3), checks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = torch.distributions.Categorical(logits=self.layer(x), validate_args=self.checks)
+        return -chosen.log_prob((x[:, 0] > 0).long()).mean() - 0.01 * chosen.entropy().mean()
+
+
 @pytest.mark.parametrize(
     ("model", "text"),
     [
@@ -84,8 +96,9 @@ class Masked(nn.Module):
         (Norm(None), r"BatchNorm with momentum=None .* give it a momentum"),
         (Skip(True), r"write `\(a == b\).all\(\)`"),
         (Masked(None), r"test_refused_reading.py:\d+ \(in torch/nn/modules/transformer.py:\d+(.|\n)*is_causal=False"),
+        (Policy(None), r"test_refused_reading.py:\d+\n  torch.distributions checks (.|\n)*validate_args=False"),
     ],
-    ids=["a pointer", "no momentum", "torch.equal", "a mask"],
+    ids=["a pointer", "no momentum", "torch.equal", "a mask", "a distribution"],
 )
 def test_what_is_read_is_refused_with_what_to_write(model: nn.Module, text: str) -> None:
     with pytest.raises(CaptureError, match=text):
@@ -93,8 +106,9 @@ def test_what_is_read_is_refused_with_what_to_write(model: nn.Module, text: str)
 
 
 @pytest.mark.parametrize(
-    "model", [Queue(False), Norm(), Skip(False), Masked(False)], ids=["a pointer", "momentum", "equal", "a mask"]
-)
+    "model", [Queue(False), Norm(), Skip(False), Masked(False), Policy(False)],
+    ids=["a pointer", "momentum", "equal", "a mask", "a distribution"],
+)  # fmt: skip
 def test_what_is_to_be_written_instead_is_captured(model: nn.Module) -> None:
     assert compare_with_eager(capture(model, X), model, (X,), {}).same
 

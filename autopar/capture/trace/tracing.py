@@ -308,6 +308,7 @@ def _quiet() -> Iterator[None]:
 
 _STDLIB = sysconfig.get_path("stdlib")
 _LAYERS = "/torch/nn/modules/"
+_DISTRIBUTIONS = "/torch/distributions/"
 
 
 def _instead_of_reading(line: str, layer: str) -> str:
@@ -321,6 +322,11 @@ def _instead_of_reading(line: str, layer: str) -> str:
         return (
             "BatchNorm with momentum=None computes with its number of batches in Python, which a program cannot: give "
             "it a momentum, such as momentum=0.1"
+        )
+    if layer == _DISTRIBUTIONS:
+        return (
+            "torch.distributions checks the values that it is given: make the distribution with validate_args=False, "
+            "or call torch.distributions.Distribution.set_default_validate_args(False) first"
         )
     if re.search(r"torch\.(equal|allclose)\(", line):
         return (
@@ -345,6 +351,8 @@ def _explain(error: Exception, module: torch.nn.Module) -> str:
         if _LAYERS in file and not file.endswith("/module.py"):
             layer = os.path.basename(file).removesuffix(".py")
             in_torch = f" (in torch/nn/modules/{layer}.py:{trace.tb_lineno}, {trace.tb_frame.f_code.co_name})"
+        elif _DISTRIBUTIONS in file:
+            layer = _DISTRIBUTIONS
         in_stdlib = file.startswith(_STDLIB) and "site-packages" not in file
         if not in_stdlib and "/torch/" not in file and not file.startswith("<") and "/autopar/" not in file:
             where = f"{file}:{trace.tb_lineno}"
