@@ -195,6 +195,17 @@ def _all_dims(infer: Callable[[Any, int], list[int] | None]) -> Callable[[Any, i
     return lambda dims, ndim: infer(None if isinstance(dims, list | tuple) and not dims else dims, ndim)
 
 
+def _of_no_dims(strategy: _Strategy) -> _Strategy:
+    """How ``any`` is cut: over no dims it is no reduction, unlike all others, and runs on the whole tensor."""
+
+    def of(schema: OpSchema) -> OpStrategy:
+        if len(schema.args_schema) > 1 and schema.args_schema[1] in ([], ()):
+            raise NotImplementedError("any() over no dims")
+        return strategy(schema)
+
+    return of
+
+
 def _formatted(tensor: DTensor, spec: str) -> str:
     """``f"{tensor:.4f}"``: as of a plain tensor, of a number the number in that format."""
     return format(tensor.item(), spec) if tensor.ndim == 0 and spec else object.__format__(tensor, spec)
@@ -277,6 +288,7 @@ def correct() -> None:
     strategies: dict[Any, Any] = DTENSOR_STRATEGIES.get()
     for op in _SUMS:
         strategies[op] = _of_whole_norms(strategies[op])
+    strategies[_ANYS[-1]] = _of_no_dims(strategies[_ANYS[-1]])
     LINEAR_REDUCTION_OP_MAP.update(dict.fromkeys(_ANYS, "max"))
     DTENSOR_REDUCED_DIMS.set(_all_dims(DTENSOR_REDUCED_DIMS.get()))
     TENSOR_LIST_CHECK.set(_lists_looked_into(TENSOR_LIST_CHECK.get()))

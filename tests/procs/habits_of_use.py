@@ -531,6 +531,7 @@ def losses_of_parameters() -> None:
         lambda w: f.cosine_similarity(w, target, dim=1).mean(), lambda w: torch.linalg.svdvals(w).sum(),
         lambda w: torch.cdist(w, target).mean(), lambda w: w[w > 0.1].sum(), lambda w: w.std() + w.var(0).sum(),
         lambda w: w.amax(), lambda w: w.amin(), lambda w: w.norm(float("inf")), lambda w: w.exp().sum(()),
+        lambda w: w.mean(()) + (w * torch.any(w.detach() > 0, dim=())).norm(),
     ]  # fmt: skip
     mesh, drawn = device_mesh(TWO), torch.randn(8, 4)
     pair(Net(mse), batch())  # DTensors of this mesh are put right with a parallel module on it
