@@ -17,7 +17,6 @@ In the order in which a graph passes through, driven by :mod:`.mesh_plan`:
                           segments
 :mod:`.recompute_choices` which operators may run again in the backward instead of being kept
 :mod:`.ledger`            what is held from the forward to the backward, why, and how that was decided
-:mod:`.regathering`       which gathered copies are gathered again in the backward
 :mod:`.single`            the plan for one device; :mod:`.draw`: random plans, for tests; :mod:`.written`: buffers that
                           operators write to
 ========================= =============================================================================================

@@ -9,7 +9,7 @@ after the pair then costs no more than between the two.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from autopar.graph import Graph, Node, Ref
 from autopar.placements import (
+    Mesh,
     State,
     fits,
     has_units,
@@ -28,7 +29,7 @@ from autopar.placements import (
     whole_placement,
     whole_state,
 )
-from autopar.plan import ParamChoice, Recompute, segment_numbers
+from autopar.plan import ParamChoice, Recompute, route_key, segment_numbers
 from autopar.planner.intra_op import params as P
 from autopar.planner.intra_op.fold import Fold
 from autopar.planner.intra_op.ledger import Entry, Keeper, Ledger, ledger
@@ -37,6 +38,7 @@ from autopar.planner.intra_op.problem import Item, Problem, SharedBytes, Tensor
 from autopar.planner.intra_op.recompute_choices import Again, again
 from autopar.planner.intra_op.reshard import axis_sets, state_graph
 from autopar.planner.intra_op.space import strategies
+from autopar.regather import can_gather_again, is_gather, is_same
 from autopar.rules.notation import Rule
 from autopar.rules.saved import saved_of
 from autopar.rules.strategy import Strategy
@@ -52,13 +54,16 @@ LONG_CHAIN, GROWTH = 48, 1.5
 
 @dataclass
 class _Chain:
-    """Nodes decided as one item; ``rows[s]`` has the strategy of every node, ``again[s]`` those that run again."""
+    """Nodes decided as one item; ``rows[s]`` has the strategy of every node, ``again[s]`` those that run again, and
+    ``gathers[s]`` the inputs whose gathered copies are gathered again, by node and position, with the part of a copy
+    that is kept instead."""
 
     nodes: list[int]
     rows: list[tuple[Strategy, ...]]
     seconds: list[float]
     n_bytes: list[float]
     again: list[frozenset[int]] = field(default_factory=list)
+    gathers: list[dict[tuple[int, int], float]] = field(default_factory=list)
 
 
 class Decided(NamedTuple):
@@ -70,6 +75,7 @@ class Decided(NamedTuple):
         outputs: states by output position.
         inputs: states in which tensors of earlier stages arrive, by input name.
         again: operators that run again in the backward.
+        gather_again: tensors, by :func:`~autopar.plan.route_key`, whose gathered copies are gathered again there.
     """
 
     ops: dict[int, Strategy]
@@ -77,6 +83,7 @@ class Decided(NamedTuple):
     outputs: dict[int, State]
     inputs: dict[str, State]
     again: frozenset[int] = frozenset()
+    gather_again: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -89,6 +96,22 @@ class Decoder:
     arrivals: tuple[tuple[int, str, tuple[State, ...]], ...] = ()
     repeats: tuple[tuple[int, tuple[frozenset[int], ...]], ...] = ()
     again: Again | None = None
+    gathers: tuple[tuple[int, tuple[frozenset[tuple[int, int]], ...]], ...] = ()
+    graph: Graph | None = None
+
+    def gathered_again(self, picked: Sequence[int], fold: Fold) -> frozenset[str]:
+        """Tensors whose copies are gathered again in the backward, of every block."""
+        reads = {read for item, rows in self.gathers for read in rows[picked[item]]}
+        if not reads or self.graph is None:
+            return frozenset()
+        positions: dict[int, list[int]] = {}
+        for node, position in reads:
+            positions.setdefault(node, []).append(position)
+        nodes = self.graph.nodes
+        return frozenset(
+            route_key(self.graph, nodes[i].refs[position])
+            for i, r in enumerate(fold.representative) if r in positions for position in positions[r]
+        )
 
     def runs_again(self, picked: Sequence[int], fold: Fold) -> frozenset[int]:
         """Operators that run again in the backward, of every block."""
@@ -97,7 +120,8 @@ class Decoder:
 
     def decided(self, picked: Sequence[int], fold: Fold) -> Decided:
         """All that a choice decides, for every node of every class."""
-        return Decided(*self.decode(picked, fold), self.inputs(picked), self.runs_again(picked, fold))
+        again, gather_again = self.runs_again(picked, fold), self.gathered_again(picked, fold)
+        return Decided(*self.decode(picked, fold), self.inputs(picked), again, gather_again)
 
     def inputs(self, picked: Sequence[int]) -> dict[str, State]:
         """States in which tensors of earlier pipeline stages arrive, by input."""
@@ -144,6 +168,7 @@ class Builder:
         recompute: segments that run again in the backward.
         keep_memory: keep strategies that are slower and smaller; needed when a memory limit binds.
         choose_again: let operators run again in the backward instead of keeping what they make.
+        choose_gathers: let gathered copies be gathered again in the backward instead of being kept.
         blocks: names of the operators with which blocks begin, where they are known.
     """
 
@@ -162,6 +187,7 @@ class Builder:
     in_flight: int = 1
     recompute: Recompute = ()
     choose_again: bool = False
+    choose_gathers: bool = False
     blocks: Sequence[str] = ()
 
     def build(self) -> tuple[Problem, Decoder]:
@@ -172,6 +198,8 @@ class Builder:
         chains, chain_of = self._chains(groups, counts)
         for chain in chains if self.choose_again else ():
             self._offer_again(chain, counts)
+        for chain in chains if self.choose_gathers else ():
+            self._offer_gathers(chain, chains, chain_of)
         items: list[Item] = []
         item_of: dict[int, int] = {}
         decoded_chains = []
@@ -182,10 +210,14 @@ class Builder:
             items.append(Item(graph.nodes[chain.nodes[-1]].name, tuple(chain.seconds), tuple(chain.n_bytes)))
         row_of = {node: (chain.rows, k) for chain in chains for k, node in enumerate(chain.nodes)}
         again_of = {item_of[chain.nodes[0]]: chain.again for chain in chains if chain.again}
+        gathers_of = {item_of[chain.nodes[0]]: chain.gathers for chain in chains if chain.gathers}
 
         def wanted(node: int, position: int) -> list[State]:
             rows, k = row_of[node]
             return [row[k].ins[position] for row in rows]
+
+        def gathered(node: int, position: int) -> tuple[bool, ...]:
+            return tuple((node, position) in row for row in gathers_of.get(item_of[node], ()))
 
         parameters = []
         made_by_param: dict[int, list[State]] = {}
@@ -219,30 +251,31 @@ class Builder:
                     if i in made_by_param
                     else [row[row_of[i][1]].outs[_position(graph.nodes[i], group.ref.out)] for row in row_of[i][0]]
                 )
-                readers: list[tuple[int, list[State]]] = []
+                readers: list[tuple[int, list[State], tuple[bool, ...]]] = []
                 for reader, position in group.readers:
                     if chain_of.get(reader) is not None and chain_of.get(reader) == chain_of.get(i):
                         continue
-                    entry = (item_of[reader], wanted(reader, position))
+                    entry = (item_of[reader], wanted(reader, position), gathered(reader, position))
                     if entry not in readers:
                         readers.append(entry)
                 for number in group.outputs:
                     states = self._output_states(number, group.ref, made_as)
                     outputs.append((len(items), number, tuple(states)))
-                    readers.append((len(items), states))
+                    readers.append((len(items), states, ()))
                     items.append(Item(f"output{number}", (0.0,) * len(states), (0.0,) * len(states)))
                 for name in group.updates:
                     states = [whole_state(self.pricer.mesh)]
-                    readers.append((len(items), states))
+                    readers.append((len(items), states, ()))
                     items.append(Item(f"update {name}", (0.0,), (0.0,)))
                 if readers:
                     tensors.append(self._tensor(group, item_of[i], made_as, readers))
-        shared_bytes = self._kept(items, item_of, row_of, again_of) if self.keep_memory else ()
+        shared_bytes = self._kept(items, item_of, row_of, again_of, gathers_of) if self.keep_memory else ()
         problem = Problem(tuple(items), tuple(tensors), shared_bytes)
         repeats = tuple((item, tuple(rows)) for item, rows in again_of.items())
         may = self._may_again if self.choose_again else None
         return problem, Decoder(
-            tuple(decoded_chains), tuple(parameters), tuple(outputs), tuple(arrivals), repeats, may
+            tuple(decoded_chains), tuple(parameters), tuple(outputs), tuple(arrivals), repeats, may,
+            tuple((item, tuple(map(frozenset, rows))) for item, rows in gathers_of.items()), graph,
         )  # fmt: skip
 
     # -- tensors
@@ -281,14 +314,22 @@ class Builder:
         return {i: list(g.values()) for i, g in by_node.items()}
 
     def _tensor(
-        self, group: _Group, producer: int, made_as: Sequence[State], readers: Sequence[tuple[int, Sequence[State]]]
-    ) -> Tensor:
+        self, group: _Group, producer: int, made_as: Sequence[State],
+        readers: Sequence[tuple[int, Sequence[State], Sequence[bool]]],
+    ) -> Tensor:  # fmt: skip
+        """The flow of a tensor to its readers.
+
+        Args:
+            made_as: states by strategy of the producer.
+            readers: item, states by strategy, and by strategy whether the copy is gathered again in the backward (empty
+                if none is).
+        """
         spec = self.graph.spec(group.ref)
         grad = self.graph.nodes[group.ref.node].needs_grad and spec.is_float
         mesh = self.pricer.mesh
         n = len(mesh)
         whole = ("I", "R") if grad else ("R",)
-        goals = axis_sets([s for _, states in readers for s in states], n)
+        goals = axis_sets([s for _, states, _ in readers for s in states], n)
         sources = axis_sets(list(made_as), n)
         goals = tuple(
             tuple(dict.fromkeys((*g, *(p for p in s if p in whole)))) for g, s in zip(goals, sources, strict=True)
@@ -298,7 +339,7 @@ class Builder:
             # gathering a parameter is the business of its stored placement and lifetime, not of a reshard
             edges = tuple((a, b) for a, b in edges if _is_free(a, b))
         number = {s: k for k, s in enumerate(states)}
-        for s in (*made_as, *(s for _, all_ in readers for s in all_)):
+        for s in (*made_as, *(s for _, all_, _ in readers for s in all_)):
             if s not in number:
                 raise AssertionError(f"{self.graph.nodes[group.ref.node].where}: state {s} of {spec} is not legal")
         price, parts = self.pricer.step, self.pricer.step_parts
@@ -307,10 +348,20 @@ class Builder:
             (number[a], number[b], times * price(spec, grad, a, b) + again * (again and parts(spec, grad, a, b)[0]))
             for a, b in edges
         )
-        return Tensor(
-            self.graph.nodes[group.ref.node].name, producer, tuple(number[s] for s in made_as),
-            tuple((item, tuple(number[s] for s in states)) for item, states in readers), steps,
+        twice = {s for _, states, flags in readers for s, flag in zip(states, flags, strict=False) if flag}
+        copies, more = _gathered_twice(twice, edges, mesh, len(states))
+        steps += tuple(
+            (copies[a] if from_copy else number[a], copies[b],
+             times * (price(spec, grad, a, b) + (is_gather(a, b, mesh) and parts(spec, grad, a, b)[0])))
+            for a, b, from_copy in more
         )  # fmt: skip
+        consumers = tuple(
+            (item, tuple((copies if k < len(flags) and flags[k] else number)[s] for k, s in enumerate(states)))
+            for item, states, flags in readers
+        )
+        return Tensor(
+            self.graph.nodes[group.ref.node].name, producer, tuple(number[s] for s in made_as), consumers, steps
+        )
 
     def _output_states(self, number: int, ref: Ref, made_as: Sequence[State]) -> list[State]:
         graph, mesh = self.graph, self.pricer.mesh
@@ -420,6 +471,62 @@ class Builder:
                 chain.seconds.append(seconds + counts[chain.nodes[0]] * self.microbatches * more)
                 chain.n_bytes.append(n_bytes + lives)
                 chain.again.append(frozenset(chain.nodes[k] for k in usable))
+
+    def _offer_gathers(self, chain: _Chain, chains: Sequence[_Chain], chain_of: Mapping[int, int]) -> None:
+        """Add rows in which copies that operators of a chain keep are gathered again: all that can be of a row.
+
+        The price of the second gather is in the flow of the tensor. Rows in which something runs again have none: the
+        gathers on the way to it belong to its segment.
+        """
+        graph, mesh = self.graph, self.pricer.mesh
+        reads: dict[tuple[int, int], tuple[int, list[State]]] = {}  # by node and position: place in the chain, made as
+        for k, i in enumerate(chain.nodes):
+            for position, ref in enumerate(graph.nodes[i].refs):
+                if (i, position) not in self._gatherable or chain_of.get(ref.node) == chain_of[i]:
+                    continue
+                maker = self.fold.representative[ref.node]
+                if maker in chain_of:
+                    makers = chains[chain_of[maker]]
+                    place, out = makers.nodes.index(maker), _position(graph.nodes[maker], ref.out)
+                    reads[i, position] = k, [row[place].outs[out] for row in makers.rows]
+                elif graph.nodes[ref.node].kind == "input":
+                    reads[i, position] = k, self._arrivals(graph.nodes[ref.node])
+        cut = {
+            key: [any(is_shard(state[a]) for state in made) for a in range(len(mesh))]
+            for key, (_, made) in reads.items()
+        }
+        found = []
+        for r, row in enumerate(chain.rows):
+            shares = {}
+            for key, (k, _) in reads.items():
+                state = row[k].ins[key[1]]
+                share = 1.0
+                for a, (_, size) in enumerate(mesh):
+                    share /= size if cut[key][a] and state[a] in ("I", "R") else 1
+                if share < 1.0:
+                    shares[key] = share
+            if shares and not (chain.again and chain.again[r]):
+                found.append((r, shares))
+        if not found:
+            return
+        chain.gathers = [{} for _ in chain.rows] + [shares for _, shares in found]
+        for r, _ in found:
+            chain.rows.append(chain.rows[r])
+            chain.seconds.append(chain.seconds[r])
+            chain.n_bytes.append(chain.n_bytes[r])
+            if chain.again:
+                chain.again.append(frozenset())
+
+    @cached_property
+    def _gatherable(self) -> set[tuple[int, int]]:
+        """Inputs that operators keep and that may be gathered again, by representative and position."""
+        graph, rep = self.graph, self.fold.representative
+        return {
+            (rep[keeper.node], keeper.number)
+            for entry in self._memory.entries if entry.decision == "keep" and entry.segment is None
+            for keeper in entry.keepers if keeper.what == "in"
+            and can_gather_again(graph, graph.nodes[keeper.node].refs[keeper.number], self._segment_of)
+        }  # fmt: skip
 
     @cached_property
     def _most_repeated(self) -> int:
@@ -544,6 +651,7 @@ class Builder:
     def _kept(
         self, items: list[Item], item_of: Mapping[int, int],
         row_of: Mapping[int, tuple[list[tuple[Strategy, ...]], int]], again_of: Mapping[int, Sequence[frozenset[int]]],
+        gathers_of: Mapping[int, Sequence[Mapping[tuple[int, int], float]]],
     ) -> tuple[SharedBytes, ...]:  # fmt: skip
         """The ledger of whole tensors in the layouts of every strategy: added to the items, and returned where several
         operators keep memory in common, or where an operator may make it again.
@@ -594,9 +702,10 @@ class Builder:
             layouts: dict[int, dict[int, set[int]]] = {}  # bytes -> item -> rows
             for i, position, keeps in users_of:
                 rows, k = row_of[i]
-                runs_again = again_of.get(item_of[i], ())
+                runs_again, gathers = again_of.get(item_of[i], ()), gathers_of.get(item_of[i])
                 for r, row in enumerate(rows):
-                    n = round(n_bytes * self._share(i, position, row[k]))
+                    piece = gathers[r].get((i, position), 1.0) if gathers is not None else 1.0
+                    n = round(n_bytes * self._share(i, position, row[k]) * piece)
                     if (keeps or i in runs_again[r]) and not (item_of[i] == made_by and r in remade.get(n, ())):
                         layouts.setdefault(n, {}).setdefault(item_of[i], set()).add(r)
             for n, users_in in layouts.items():
@@ -678,6 +787,30 @@ class Builder:
         spec = node.out if position == OUT else self.graph.spec(node.refs[position])
         state = strategy.outs[0] if position == OUT else strategy.ins[position]
         return self.pricer.local_bytes(spec, state) / max(1, spec.n_bytes)
+
+
+def _gathered_twice(
+    wanted: Collection[State], edges: Sequence[tuple[State, State]], mesh: Mesh, first: int
+) -> tuple[dict[State, int], list[tuple[State, State, bool]]]:
+    """``(numbers, steps)``: copies that are gathered again in the backward, counted from ``first``, and the steps to
+    them, with whether they start from such a copy too."""
+    into: dict[State, list[State]] = {}
+    for a, b in edges if wanted else ():
+        if is_gather(a, b, mesh) or is_same(a, b):
+            into.setdefault(b, []).append(a)
+    numbers = {state: first + k for k, state in enumerate(sorted(wanted))}
+    steps: list[tuple[State, State, bool]] = []
+    waiting = list(numbers)
+    for b in waiting:
+        for a in into.get(b, ()):
+            if is_gather(a, b, mesh):
+                steps.append((a, b, False))
+            if any(is_gather(c, a, mesh) for c in into.get(a, ())):  # a is gathered itself
+                if a not in numbers:
+                    numbers[a] = first + len(numbers)
+                    waiting.append(a)
+                steps.append((a, b, True))
+    return numbers, steps
 
 
 def _is_plain(strategy: Strategy, rule: Rule) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.collection import uncollected
@@ -15,7 +15,6 @@ from autopar.planner.intra_op.build import Decided
 from autopar.planner.intra_op.mesh_problem import MeshProblem
 from autopar.planner.intra_op.options import Options, device_limit
 from autopar.planner.intra_op.problem import Choice
-from autopar.planner.intra_op.regathering import gathering_everything_again
 from autopar.planner.intra_op.space import fitting_strategy
 from autopar.planner.intra_op.within_memory import UNLIMITED, WithinMemory
 from autopar.rules.strategy import Strategy
@@ -43,7 +42,7 @@ def plan_graph(
     setting = MeshProblem(graph, cluster, mesh, options, devices)
     limit = device_limit(cluster, setting.priced.devices, options.memory_limit_bytes)
     keeping = WithinMemory(setting, *setting.problem(limit < float("inf")), limit)
-    if limit == float("inf") or not options.may_recompute or setting.again:
+    if limit == float("inf"):
         return keeping.plan()
     free = keeping.free()
     if free is not None:
@@ -51,7 +50,7 @@ def plan_graph(
     failed: InfeasibleError | None = None
     best: StagePlan | None = None
     try:  # the same problem, and more to choose from
-        best = WithinMemory(setting, *setting.problem(True, choose_again=True), limit).plan()
+        best = WithinMemory(setting, *setting.problem(True, choices=True), limit).plan()
     except InfeasibleError as error:
         failed = error
     if best is None or (best.solution is not None and best.solution.gap > FAR):
@@ -70,8 +69,8 @@ def plan_graph(
 class PlansByMemory:
     """The fastest plan of a graph on a mesh, and smaller ones: of these plans, no other has less of both.
 
-    After them come the same cuts with every copy that they gather gathered again in the backward, where that frees
-    memory.
+    Of each there are the same cuts with nothing done again in the backward, too, with all that can be gathered again,
+    and with all that may run again.
 
     They are the optima at rising prices of a byte, so they lie on the convex hull of seconds over bytes. With a solver
     that cannot price bytes there is only the fastest.
@@ -85,7 +84,7 @@ class PlansByMemory:
         self, graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, *, devices: Sequence[int] | None = None
     ) -> None:
         self.setting = MeshProblem(graph, cluster, mesh, options, devices)
-        problem, self.decoder = self.setting.problem(True, options.may_recompute and not self.setting.again)
+        problem, self.decoder = self.setting.problem(True, choices=True)
         self.program = ilp.program(
             replace(problem, limit_bytes=UNLIMITED), time_limit_seconds=options.time_limit_seconds,
         )  # fmt: skip
@@ -93,36 +92,36 @@ class PlansByMemory:
     @uncollected()
     def fastest(self) -> StagePlan:
         """The fastest plan: for less than a third of what all of them cost to find."""
-        return self._plan(self.program.hull(())[0])
+        return self.setting.realise(self._decided(self.program.hull(())[0]))
 
     @uncollected()
     def every(self, prices: Sequence[float] = ilp.PRICES) -> list[StagePlan]:
         """All of them, the fastest first; prices as for :meth:`autopar.planner.intra_op.ilp.HighsProgram.hull`."""
         fastest, *others = self.program.hull(prices, PEAK_SHARE)
-        plans, again = self._ways(fastest), [self._gathering_again(fastest)]
+        plans = self._ways(fastest)
         for choice in others:
             try:
                 plans += self._ways(choice)
-                again.append(self._gathering_again(choice))
             except PlanError:  # rounded to strategies between which there is no way
                 continue
-        return plans + [plan for plan in again if plan.gather_again]
+        return plans
 
     def _ways(self, choice: Choice) -> list[StagePlan]:
-        """The plan of a choice, and the same cuts with nothing, and with all that may, run again."""
-        decided = self.decoder.decided(choice.picked, self.setting.folding)
-        sets = [decided.again]
+        """The same cuts with nothing done again, with what was chosen, and with all that can be."""
+        decided = self._decided(choice)
+        plain = self.setting.realise(decided._replace(again=frozenset(), gather_again=frozenset()))
+        copies = frozenset(plain.routes)
+        sets = [(decided.again, decided.gather_again), (frozenset[int](), copies)]
         if self.decoder.again is not None:
-            every = self.decoder.again.every(self.setting.folding)
-            sets = list(dict.fromkeys((frozenset(), decided.again, every)))
-        return [self.setting.realise(decided._replace(again=again)) for again in sets]
+            sets.append((self.decoder.again.every(self.setting.folding), frozenset()))
+        ways = [plain]
+        for again, gather_again in dict.fromkeys(sets):
+            way = self.setting.realise(decided._replace(again=again, gather_again=gather_again))
+            ways += [way] if way.recompute or way.gather_again else []
+        return ways
 
-    def _plan(self, choice: Choice, gather_again: Collection[str] = ()) -> StagePlan:
-        decided = self.decoder.decided(choice.picked, self.setting.folding)
-        return self.setting.realise(decided, gather_again)
-
-    def _gathering_again(self, choice: Choice) -> StagePlan:
-        return gathering_everything_again(self.setting.graph, self._plan(choice), lambda keys: self._plan(choice, keys))
+    def _decided(self, choice: Choice) -> Decided:
+        return self.decoder.decided(choice.picked, self.setting.folding)
 
 
 @uncollected()
@@ -149,7 +148,8 @@ def priced_again(
                 ops[i] = strategy
         outputs = {k: state for k, state in enumerate(plan.outputs) if state is not None}
         try:
-            priced.append(setting.realise(Decided(ops, params, outputs, dict(plan.inputs)), plan.gather_again))
+            decided = Decided(ops, params, outputs, dict(plan.inputs), gather_again=frozenset(plan.gather_again))
+            priced.append(setting.realise(decided, plan))
         except (PlanError, MeshError):
             return None
     return priced

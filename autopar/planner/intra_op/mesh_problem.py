@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from autopar.clusters import check_mesh
 from autopar.graph import Graph
@@ -39,24 +39,37 @@ class MeshProblem:
         self.folding = folding if self.pins.uniform(folding) else unfolded(graph)
         self.may_again: Again | None = None
 
-    def problem(self, keep_memory: bool, choose_again: bool = False) -> tuple[Problem, Decoder]:
-        """The problem, with strategies that only help where memory is short, and with operators that may run again, if
-        that is asked."""
+    def problem(self, keep_memory: bool, choices: bool = False) -> tuple[Problem, Decoder]:
+        """The problem.
+
+        Args:
+            keep_memory: with strategies that only help where memory is short.
+            choices: with what may be done again in the backward instead of being kept: gathered copies, and operators
+                unless it is said which run again.
+        """
         pins, options = self.pins, self.options
+        choose_again = choices and options.may_recompute and not self.again
         problem, decoder = Builder(
             self.graph, self.rules, self.folding, self.priced, options.optimizer, options.microbatches,
             pins.op if pins.ops or pins.uncut else None, pins.param if pins.params else None,
             dict(options.outputs or {}), dict(options.inputs or {}), keep_memory, bool(self.cluster.abstract),
-            options.in_flight, self.again, choose_again, options.blocks,
+            options.in_flight, self.again, choose_again, choices, options.blocks,
         ).build()  # fmt: skip
         self.may_again = decoder.again
         pins.require(problem)
         return problem, decoder
 
-    def realise(self, decided: Decided, gather_again: Collection[str] = ()) -> StagePlan:
-        """The plan of what was decided, with some copies gathered again in the backward."""
-        options, segments, remade = self.options, self.again, []
-        if decided.again:
+    def realise(self, decided: Decided, like: StagePlan | None = None) -> StagePlan:
+        """The plan of what was decided.
+
+        Args:
+            like: a plan of the same operators, by which runs again what runs again there.
+        """
+        options, segments = self.options, self.again
+        remade: Sequence[str] = ()
+        if like is not None:
+            segments, remade = like.recompute, like.make_again
+        elif decided.again:
             assert self.may_again is not None
             segments = self.may_again.segments(self.graph, self.rules, decided.again)
             remade = self.may_again.results(self.graph, segments, self.folding)
@@ -64,7 +77,7 @@ class MeshProblem:
             self.graph, self.rules, self.priced, decided.ops, decided.params, decided.outputs,
             inputs={**decided.inputs, **(options.inputs or {})}, optimizer=options.optimizer,
             microbatches=options.microbatches, in_flight=options.in_flight, recompute=segments,
-            gather_again=gather_again, make_again=remade,
+            gather_again=decided.gather_again, make_again=remade,
         )  # fmt: skip
 
     def decided_seconds(self, plan: StagePlan) -> float:

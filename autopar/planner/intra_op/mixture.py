@@ -125,6 +125,9 @@ def _mixed(graph: Graph, decoder: Decoder, folding: Fold, before: Choice, after:
             return node
         return min((c for c, _ in graph.consumers.get(Ref(node), ())), default=node)
 
+    def made_by(key: str) -> int:
+        return graph.index[key.partition("#")[0]]
+
     inputs = {n.target: i for i, n in graph.of_kind("input")}
     outputs: Sequence[Any] = graph.outputs
 
@@ -136,6 +139,8 @@ def _mixed(graph: Graph, decoder: Decoder, folding: Fold, before: Choice, after:
         pick(first.params, second.params, int), pick(first.outputs, second.outputs, lambda k: outputs[k].node),
         pick(first.inputs, second.inputs, lambda name: inputs[name]),
         frozenset(i for i in first.again if i < cut) | frozenset(i for i in second.again if i >= cut),
+        frozenset(key for key in first.gather_again if made_by(key) < cut)
+        | frozenset(key for key in second.gather_again if made_by(key) >= cut),
     )  # fmt: skip
 
 

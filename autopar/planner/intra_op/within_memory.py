@@ -12,7 +12,6 @@ from autopar.planner.intra_op.build import Decoder
 from autopar.planner.intra_op.mesh_problem import MeshProblem
 from autopar.planner.intra_op.mixture import mixture
 from autopar.planner.intra_op.problem import ROUNDING, Choice, Item, Problem
-from autopar.planner.intra_op.regathering import within
 from autopar.texts import show_bytes
 
 ATTEMPTS = 8
@@ -47,65 +46,10 @@ class WithinMemory:
     def plan(self) -> StagePlan:
         """The plan.
 
-        Where memory binds, or nothing fits, faster cuts whose gathered copies do not all fit are tried too: they gather
-        as many of them again in the backward as they must.
-
         Raises:
             InfeasibleError: nothing fits.
             Beaten: it is not worth the search.
         """
-        failed: InfeasibleError | None = None
-        best: StagePlan | None = None
-        try:
-            best = self._keeping()
-            if best.solution is None or not best.solution.binds:
-                return best
-        except InfeasibleError as error:
-            failed = error
-        gathering = self._gathering_again()
-        if gathering is not None and (best is None or gathering.price.seconds < best.price.seconds):
-            return gathering
-        if best is None:
-            assert failed is not None
-            raise failed
-        return best
-
-    def free(self) -> StagePlan | None:
-        """The fastest plan, if it fits: the limit does not bind it then."""
-        plan = self._finish(self._program(self.problem).solve())
-        return plan if plan.price.memory_bytes <= self.limit else None
-
-    def _gathering_again(self) -> StagePlan | None:
-        """The best of two plans that gather copies again: the fastest cuts, and those that fit without their copies."""
-        fastest, every = self._gathering(self._program(self.problem).solve(), self.limit)
-        freed = fastest.price.memory_bytes - every.price.memory_bytes
-        if freed <= 0 or self.limit == float("inf"):
-            return None
-        if every.price.memory_bytes <= self.limit:
-            return every
-        program = self._program(replace(self.problem, limit_bytes=self.limit + freed))
-        try:
-            _, every = self._gathering(program.solve(self.setting.options.memory_gap), self.limit)
-        except InfeasibleError:
-            return None
-        return every if every.price.memory_bytes <= self.limit else None
-
-    def _gathering(self, choice: Choice, limit: float) -> tuple[StagePlan, StagePlan]:
-        """The plan of a choice that keeps its copies, and the one that gathers again what it must."""
-        decided = self.decoder.decided(choice.picked, self.setting.folding)
-        kept = self._finish(choice)
-        setting = self.setting
-        fitting = within(
-            setting.graph, kept, setting.priced, limit, lambda keys: setting.realise(decided, keys)
-        )
-        assert kept.solution is not None
-        bound, seconds = kept.solution.objective_seconds * (1 - kept.solution.gap), setting.decided_seconds(fitting)
-        gap = max(0.0, 1 - bound / seconds) if seconds else 0.0
-        said = replace(kept.solution, status="best found", objective_seconds=seconds, gap=gap, binds=True)
-        return kept, replace(fitting, solution=said)
-
-    def _keeping(self) -> StagePlan:
-        """The plan that keeps every copy that it gathers."""
         limit, gap = self.limit, self.setting.options.memory_gap
         enough = gap if self.decoder.again is None else max(gap, MIXED_GAP)
         program = self._program(replace(self.problem, limit_bytes=limit if limit < float("inf") else None))
@@ -154,6 +98,11 @@ class WithinMemory:
             program.limit(target)
         return best if best is not None else self._smallest(tried, bound)
 
+    def free(self) -> StagePlan | None:
+        """The fastest plan, if it fits: the limit does not bind it then."""
+        plan = self._finish(self._program(self.problem).solve())
+        return plan if plan.price.memory_bytes <= self.limit else None
+
     def _program(self, problem: Problem) -> ilp.HighsProgram | ilp.ByCbc:
         options = self.setting.options
         seconds = options.time_limit_seconds
@@ -178,7 +127,7 @@ class WithinMemory:
         if self.decoder.again is not None:  # of all that could be cut for less, sound ones may be smaller when finished
             choices += self._program(replace(self.problem, limit_bytes=UNLIMITED)).hull(STEEP_PRICES)
         plan = min(
-            [*tried, *(p for choice in choices for p in self._gathering(choice, self.limit))],
+            [*tried, *map(self._finish, choices)],
             key=lambda p: (max(p.price.memory_bytes, self.limit), p.price.seconds),
         )
         if plan.price.memory_bytes > self.limit:
