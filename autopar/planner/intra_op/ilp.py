@@ -37,6 +37,8 @@ PRICES = (0.3, 2.0, 10.0)
 """Of all bytes of the fastest choice, in multiples of its seconds."""
 NOTHING = 1e-6
 """A value of the relaxation below this is 0, one as near to 1 is 1: HiGHS's own tolerance."""
+DECIDED = 16
+"""Items that are decided in turn, at most, to come from the relaxation to a whole choice."""
 NUDGE = 1e-3
 """By this part the price of a byte is moved to see the solutions on both sides of it."""
 HULL_GAP = 0.01
@@ -192,11 +194,30 @@ class HighsProgram:
         return point if point is not None and point.whole else self.best(gap)
 
     def _relaxed_at(self, price: float) -> _Point | None:
-        """The relaxation at a price of a byte: whole, if it is with its peak fixed."""
+        """The relaxation at a price of a byte: whole, if it is with its peak, or one item's strategy, fixed."""
         self._charge(price)
         point = self.relaxed()
         if point is not None and not point.whole:
             point = self._below_peak(point.picked) or point
+        if point is not None and not point.whole:
+            point = self._decided_in_turn(point)
+        return point
+
+    def _decided_in_turn(self, point: _Point) -> _Point:
+        """The relaxation with items that are divided decided as they mostly are, one after the other, until all are
+        whole: of two halves that go together, the rest follows the first."""
+        columns: list[int] = []
+        while not point.whole and len(columns) < DECIDED:
+            shares = np.maximum.reduceat(point.values[self.flat], self.starts)
+            item = int(np.flatnonzero(shares < 1 - NOTHING)[0])
+            columns.append(int(self.rows[item][point.picked[item]]))
+            self.engine.changeColBounds(columns[-1], 1.0, 1.0)
+            try:
+                point = self.relaxed() or point
+            except InfeasibleError:
+                break
+        for column in columns:
+            self.engine.changeColBounds(column, 0.0, 1.0)
         return point
 
     def solve(self, gap: float = 0.0, worth_seconds: float = math.inf) -> Choice:
