@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,8 +16,11 @@ from autopar.graph import Graph
 from autopar.placements import Mesh
 from autopar.plan import Plan
 from autopar.planner.inter_op.phases import phases
+from autopar.planner.intra_op.ilp import program
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
+from autopar.planner.intra_op.mesh_problem import MeshProblem
 from autopar.planner.intra_op.price import pricer
+from autopar.planner.intra_op.within_memory import UNLIMITED
 from autopar.report.recomputed import runs_again
 from hardware_profiles import load_cluster
 
@@ -74,3 +78,25 @@ def test_what_is_asked_for_is_all_that_runs_again() -> None:
     plan = plan_graph(graph, CLUSTER, MESH, Options(recompute=["model.layers.*"], memory_limit_bytes=limit))
     assert len(plan.recompute) == LAYERS and not plan.make_again
     assert not plan_graph(graph, CLUSTER, MESH, Options(memory_limit_bytes=limit, may_recompute=False)).recompute
+
+
+@pytest.mark.parametrize("fold", [True, False], ids=["repeated blocks", "no repeats"])
+def test_gathering_again_is_priced_in_the_program_with_the_cuts(fold: bool) -> None:
+    """Choices that gather copies again hold less, and the program knows what the second gathers take."""
+    graph = llama()
+    setting = MeshProblem(graph, CLUSTER, (("tensor", 4),), Options(may_recompute=False, fold=fold), None)
+    problem, decoder = setting.problem(True, choices=True)
+    gathering = 0
+    for choice in program(replace(problem, limit_bytes=UNLIMITED)).hull((0.3, 2.0, 10.0, 100.0)):
+        decided = decoder.decided(choice.picked, setting.folding)
+        plan = setting.realise(decided)
+        if plan.gather_again:
+            gathering += 1
+            kept = setting.realise(decided._replace(gather_again=frozenset()))
+            more = plan.price.seconds - kept.price.seconds
+            assert plan.kept_bytes < kept.kept_bytes and more > 0
+            assert choice.objective > setting.decided_seconds(kept) + 0.5 * more
+            assert choice.objective == pytest.approx(setting.decided_seconds(plan), rel=0.01)
+            report = check(plan, graph, CLUSTER)
+            assert report.ok, report.failures
+    assert gathering
