@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.errors import MeshError
-from autopar.placements import Mesh, State, fits, format_mesh, parse_state
+from autopar.placements import Mesh, State, fits, format_mesh, kind, parse_state
 from autopar.planfile.file_errors import FileErrors
 
 
@@ -23,7 +23,7 @@ def read_state(
         bad.say(str(error))
         return None
     for placement, (axis, _) in zip(state, mesh, strict=True):
-        if placement[0] not in kinds:
+        if kind(placement) not in kinds:
             allowed = ", ".join("S<dim>" if k == "S" else k for k in kinds)
             bad.add(path, f"'{placement}' on axis '{axis}' is not possible here; use {allowed}")
             return None
