@@ -18,32 +18,40 @@ import time
 import warnings
 from typing import Any
 
-CASES: dict[str, tuple[str, dict[str, Any], str, int, int, str]] = {
-    # name: (family, shape, cluster, rows, sequence, layout); layouts as published, with the words that autopar lacks
-    # (zero=1, sp) left to the planner; recomputation is left to the planner where a run did not fit without it
-    "llama-8b-8": ("llama", {"hidden": 4096, "ffn": 14336, "heads": 32, "layers": 32}, "dgx-h100", 16, 8192, "dp=8"),
-    "llama-8b-64": ("llama", {"hidden": 4096, "ffn": 14336, "heads": 32, "layers": 32}, "dgx-h100-x8", 128, 8192,
-                    "dp=64"),
-    "llama-70b-64": ("llama", {"hidden": 8192, "ffn": 28672, "heads": 64, "layers": 80}, "dgx-h100-x8", 128, 8192,
-                     "tp=4,pp=4,dp=4,vp=5,sp"),
-    "llama-70b-256": ("llama", {"hidden": 8192, "ffn": 28672, "heads": 64, "layers": 80}, "dgx-h100-x32", 512, 8192,
-                      "tp=4,pp=4,dp=16,vp=5,sp"),
-    "llama-405b-512": ("llama", {"hidden": 16384, "ffn": 53248, "heads": 128, "layers": 126}, "dgx-h100-x64", 256,
-                       8192, "tp=8,pp=8,dp=8,vp=7,sp"),
-    "llama-405b-2048": ("llama", {"hidden": 16384, "ffn": 53248, "heads": 128, "layers": 126}, "dgx-h100-x256", 1024,
-                        8192, "tp=8,pp=16,dp=16,vp=7,sp"),
-    "llama-405b-16384": ("llama", {"hidden": 16384, "ffn": 53248, "heads": 128, "layers": 126}, "dgx-h100-x2048", 2048,
-                         8192, "tp=8,pp=16,dp=128,vp=7,zero=1,sp"),
-    "gpt2-8": ("gpt2", {"hidden": 768, "heads": 12, "layers": 12}, "dgx-h100", 64, 1024, "dp=8,m=1"),
-    "gpt3-64": ("gpt2", {"hidden": 12288, "heads": 96, "layers": 96}, "dgx-a100-x8", 64, 2048,
-                "tp=8,pp=8,m=64,schedule=zb-h1"),
-    "gpt3-1024": ("gpt2", {"hidden": 12288, "heads": 96, "layers": 96}, "dgx-a100-x128", 1536, 2048,
-                  "tp=8,pp=8,dp=16,mbs=1,sp"),
-    "resnet-50-8": ("resnet", {}, "dgx-h100", 256, 224, "dp=8,m=1"),
-    "t5-3b-16": ("t5", {"hidden": 1024, "ffn": 16384, "heads": 32, "layers": 24}, "dgx-h100-x2", 64, 512, "dp=16"),
-    "vit-22b-64": ("vit", {"hidden": 6144, "ffn": 24576, "heads": 48, "layers": 48}, "dgx-h100-x8", 256, 224,
-                   "tp=8,dp=8,m=4"),
-}  # fmt: skip
+LLAMA_8B = {"hidden": 4096, "ffn": 14336, "heads": 32, "layers": 32}
+LLAMA_70B = {"hidden": 8192, "ffn": 28672, "heads": 64, "layers": 80}
+LLAMA_405B = {"hidden": 16384, "ffn": 53248, "heads": 128, "layers": 126}
+GPT2_SMALL = {"hidden": 768, "heads": 12, "layers": 12}
+GPT3 = {"hidden": 12288, "heads": 96, "layers": 96}
+T5_3B = {"hidden": 1024, "ffn": 16384, "heads": 32, "layers": 24}
+VIT_22B = {"hidden": 6144, "ffn": 24576, "heads": 48, "layers": 48}
+
+TORCHTITAN = "torchtitan (Liang et al. 2024, arXiv:2410.06511): FSDP2 alone"
+NEMO = "NVIDIA NeMo's recipe for Llama 3 70B (tensor 4, 4 stages, context 2, virtual 5), context left out"
+NEMO_405B = "after NeMo's recipe for 405B on 576 (tensor 8, 9 stages, virtual 7), 8 stages"
+META = "The Llama 3 Herd of Models (2024, arXiv:2407.21783), table 4; at 16 stages the virtual degree is autopar's"
+KORTHIKANTI = "Korthikanti et al. 2022 (arXiv:2205.05198), table 3: tensor 8, 8 stages, interleaved by 3"
+NARAYANAN = "after Narayanan et al. 2021 (arXiv:2104.04473), table 1: tensor 8 in a node, stages across"
+ALONE = "what everyone runs: data parallelism"
+MODEL_PARALLEL = "tensor parallelism in a node (the 22B of Korthikanti et al. 2022, table 3), data across"
+
+CASES: dict[str, tuple[str, dict[str, Any], str, int, int, str, str]] = {
+    # name: (family, shape, cluster, rows, sequence, layout, where it is published); what autopar has no words for
+    # (zero=1, sp) is left to the planner; so is recomputation where a run did not fit without it
+    "llama-8b-8": ("llama", LLAMA_8B, "dgx-h100", 16, 8192, "dp=8", TORCHTITAN),
+    "llama-8b-64": ("llama", LLAMA_8B, "dgx-h100-x8", 128, 8192, "dp=64", TORCHTITAN),
+    "llama-70b-64": ("llama", LLAMA_70B, "dgx-h100-x8", 128, 8192, "tp=4,pp=4,dp=4,vp=5,sp", NEMO),
+    "llama-70b-256": ("llama", LLAMA_70B, "dgx-h100-x32", 512, 8192, "tp=4,pp=4,dp=16,vp=5,sp", NEMO),
+    "llama-405b-512": ("llama", LLAMA_405B, "dgx-h100-x64", 256, 8192, "tp=8,pp=8,dp=8,vp=7,sp", NEMO_405B),
+    "llama-405b-2048": ("llama", LLAMA_405B, "dgx-h100-x256", 1024, 8192, "tp=8,pp=16,dp=16,vp=7,sp", META),
+    "llama-405b-16384": ("llama", LLAMA_405B, "dgx-h100-x2048", 2048, 8192, "tp=8,pp=16,dp=128,vp=7,zero=1,sp", META),
+    "gpt2-8": ("gpt2", GPT2_SMALL, "dgx-h100", 64, 1024, "dp=8,m=1", ALONE),
+    "gpt3-64": ("gpt2", GPT3, "dgx-a100-x8", 64, 2048, "tp=8,pp=8,vp=3,sp", KORTHIKANTI),
+    "gpt3-1024": ("gpt2", GPT3, "dgx-a100-x128", 1536, 2048, "tp=8,pp=8,dp=16,mbs=1,sp", NARAYANAN),
+    "resnet-50-8": ("resnet", {}, "dgx-h100", 256, 224, "dp=8,m=1", ALONE),
+    "t5-3b-16": ("t5", T5_3B, "dgx-h100-x2", 64, 512, "dp=16", ALONE),
+    "vit-22b-64": ("vit", VIT_22B, "dgx-h100-x8", 256, 224, "tp=8,dp=8,m=4", MODEL_PARALLEL),
+}
 
 
 def model_of(family: str, shape: dict[str, Any], seq: int) -> Any:
@@ -104,7 +112,7 @@ def measure(case: str, portfolio: int = 0) -> dict[str, Any]:
     from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
     from hardware_profiles import load_cluster
 
-    family, shape, cluster, rows, seq, text = CASES[case]
+    family, shape, cluster, rows, seq, text, source = CASES[case]
     model, hardware = model_of(family, shape, seq), load_cluster(cluster)
 
     def graph(n: int) -> Any:
@@ -134,7 +142,8 @@ def measure(case: str, portfolio: int = 0) -> dict[str, Any]:
         if portfolio:
             print(f"{prices.get(words, refused.get(words))}  {words}", file=sys.stderr, flush=True)
     row["pinned CPU s"] = round(time.process_time() - searched, 1)
-    row |= {"published": text, "published s": round(prices[text], 4) if text in prices else refused[text]}
+    row |= {"source": source, "published": text}
+    row["published s"] = round(prices[text], 4) if text in prices else refused[text]
     if portfolio:
         row |= {"priced": len(prices), "do not fit, or cannot be": len(refused)}
     if prices:

@@ -13,10 +13,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from autopar.capture import capture
 from autopar.graph import Graph
 from autopar.planner.inter_op.equal import Equal, EstimatedCut, Group
-from autopar.planner.inter_op.menu import Filled
+from autopar.planner.inter_op.menu import Filled, merged_axes
 from autopar.planner.inter_op.stage_search import PipelineOptions, _Search, plan_pipeline
 from autopar.planner.inter_op.trial import STEADY, best, simulated
-from autopar.planner.intra_op.mesh_plan import Options
+from autopar.planner.intra_op.mesh_plan import Options, PlansByMemory, priced_again
 from cost_models.pipeline import Edge, build, fill_of, simulate, times
 from hardware_profiles import load_cluster
 
@@ -92,3 +92,33 @@ def test_stages_of_a_group_share_its_memory() -> None:
         assert sum(tight.stages[s].price.memory_bytes for s in own) <= limit
     first, last = tight.schedule.stages_of_rank[0]
     assert tight.stages[first].in_flight > 4 * tight.stages[last].in_flight
+
+
+def test_plans_priced_at_another_size_run_the_same_again() -> None:
+    """At the same size they are the same plans; at another, the same operators run again."""
+    cluster, mesh = load_cluster("dgx-h100-x4"), (("data", 4), ("tensor", 2))
+    search = _Search(llama(), cluster, 32, PipelineOptions(8), "")
+    graph = search._graph_of(search.blocks[4])
+    options = search.menus._options(graph)
+    plans = PlansByMemory(graph, cluster, mesh, options, devices=range(8)).every()
+    assert any(plan.recompute for plan in plans)
+    same = priced_again(graph, cluster, mesh, options, plans, devices=range(8))
+    assert same is not None
+    for plan, again in zip(plans, same, strict=True):
+        assert (again.recompute, again.make_again, again.kept_bytes) == (
+            plan.recompute, plan.make_again, plan.kept_bytes,
+        )  # fmt: skip
+        assert again.price.seconds == pytest.approx(plan.price.seconds, rel=1e-9)
+
+
+def test_blocks_beside_the_commonest_are_priced_with_two_axes_as_one() -> None:
+    """Of a mesh of three axes only the commonest block's program is solved on many devices."""
+    cluster, mesh = load_cluster("dgx-h100-x4"), (("data", 4), ("tensor", 2), ("context", 2))
+    menus = _Search(llama(), cluster, 32, PipelineOptions(8), "").menus
+    blocks = _Search(llama(), cluster, 32, PipelineOptions(8), "").blocks
+    rare = next(block for block in blocks if block.kind != menus.common)
+    devices = range(16)
+    merged = [(("data", 8), ("tensor", 2)), (("data", 4), ("tensor", 4))]
+    assert merged_axes(mesh) == merged
+    assert menus.ways(rare, mesh, devices) == tuple(w for fewer in merged for w in menus.ways(rare, fewer, devices))
+    assert not any(len(key[1]) > 2 for key in menus.decided)

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
-from autopar.placements import Mesh
+from autopar.placements import AXIS_NAMES, Mesh
 from autopar.plan import StagePlan
 from autopar.planner.inter_op.blocks import Block
 from autopar.planner.inter_op.phases import phases
@@ -74,6 +74,7 @@ class Menus:
         options: for its plans; those that name operators or placements are left out.
         recompute: whether operators of a block may run again.
         rare: kinds of which there are so few that one smaller way is enough.
+        common: the one kind for which programs of more than :data:`AXES` axes are worth solving; None for all.
         decided: plans of the same blocks at another size, by kind, mesh and devices: these are priced at this size,
             which takes a tenth of the time of finding the best ones here. What is decided here is added.
         share: whether what is decided for some devices serves for others too.
@@ -86,6 +87,7 @@ class Menus:
     rare: frozenset[tuple[int, ...]] = frozenset()
     decided: dict[tuple[object, ...], list[StagePlan]] = field(default_factory=dict)
     share: bool = False
+    common: tuple[int, ...] | None = None
     _graphs: dict[tuple[int, ...], Graph] = field(default_factory=dict)
     _known: dict[tuple[object, ...], tuple[Way, ...]] = field(default_factory=dict)
     _begun: dict[tuple[object, ...], PlansByMemory] = field(default_factory=dict)
@@ -98,12 +100,28 @@ class Menus:
             InfeasibleError: the block cannot be planned on the mesh at all.
         """
         key = self._key(block, mesh, devices)
+        if len(mesh) > AXES and self.common not in (None, block.kind):
+            return self._ways_of_fewer_axes(block, mesh, devices)
         if not self._know(block, mesh, devices):
             prices = RARE_PRICES if block.kind in self.rare or len(mesh) > AXES else PRICES
             plans = self.decided[key] = self._plans(block, mesh, devices).every(prices)
             self._known[key] = self._ways(self._graph(block), plans, mesh, devices)
             del self._begun[key]
         return self._known[key]
+
+    def _ways_of_fewer_axes(self, block: Block, mesh: Mesh, devices: Sequence[int]) -> tuple[Way, ...]:
+        """The ways of a block on the same devices with two neighbouring axes taken as one: it can be run so, and the
+        program of three axes, of which there is one for every price, takes ten times as long to solve."""
+        ways: list[Way] = []
+        failed: InfeasibleError | None = None
+        for fewer in merged_axes(mesh):
+            try:
+                ways += self.ways(block, fewer, devices)
+            except InfeasibleError as error:
+                failed = error
+        if not ways and failed is not None:
+            raise failed
+        return tuple(ways)
 
     def fastest(self, block: Block, mesh: Mesh, devices: Sequence[int]) -> float:
         """Seconds of a microbatch in the fastest way, which is found before the others.
@@ -347,10 +365,17 @@ def menus_of(
     return menus_by_kind
 
 
+def merged_axes(mesh: Mesh) -> list[Mesh]:
+    """The meshes of the same devices with two neighbouring axes taken as one."""
+    sizes = [size for _, size in mesh]
+    merged = [(*sizes[:k], sizes[k] * sizes[k + 1], *sizes[k + 2 :]) for k in range(len(sizes) - 1)]
+    return [tuple(zip(AXIS_NAMES, each, strict=False)) for each in merged]
+
+
 def kinds_of(blocks: Sequence[Block]) -> list[int]:
     """The number of every block's kind, in order of appearance."""
     number_of: dict[tuple[int, ...], int] = {}
     return [number_of.setdefault(b.kind, len(number_of)) for b in blocks]
 
 
-__all__ = ["Filled", "Filler", "Menus", "Way", "kinds_of", "menus_of"]
+__all__ = ["Filled", "Filler", "Menus", "Way", "kinds_of", "menus_of", "merged_axes"]

@@ -390,9 +390,9 @@ class _Search(ExactPlans):
         may = self.asked.may_recompute and not is_asked(self.graph, options.recompute)
         counts = Counter(b.kind for b in self.blocks)
         rare = [k for k, n in counts.items() if RARE * n <= len(self.blocks) and self.n_devices > SMALL]
-        return Menus(
-            self.cluster, self._graph_of, options, may, frozenset(rare), self.decided, self.n_devices > SMALL
-        )
+        many = self.n_devices > SMALL
+        common = counts.most_common(1)[0][0] if many else None
+        return Menus(self.cluster, self._graph_of, options, may, frozenset(rare), self.decided, many, common)
 
     def _unequal(self) -> list[Candidate]:
         """Ways to cut over unequal groups, where these are worth a search: devices that differ, or divide badly."""
