@@ -19,7 +19,8 @@ What stands where, in the order in which a model passes through:
 :mod:`.staging`       a graph cut into stages; :mod:`.device_groups`: where they run; :mod:`.transfer`: what crosses
 :mod:`.regather`      what is gathered or made again for the backward
 :mod:`.certificate`   what a plan claims, recounted; :mod:`.verify`: the numbers of one device; :mod:`.other_batch`: on
-                      another batch; :mod:`.parts_of_loss`: whether microbatches add up to the loss
+                      another batch; :mod:`.parts_of_loss`: whether microbatches add up to the loss;
+                      :mod:`.allocations`: bytes that live
 :mod:`.planfile`      plans as files; :mod:`.report`: as tables
 :mod:`.lower`         graph and plan become a program
 :mod:`.runtime`       programs with parameters, on ranks: collectives, gradients, pipelines, checkpoints

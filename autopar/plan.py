@@ -57,6 +57,9 @@ class Price:
         activation_bytes: what autograd keeps for the backward of all microbatches in flight; of recomputed segments
             their inputs, and the rest of the largest one while it lives again.
         again_bytes: of these, the rest of that largest segment: there once, however many microbatches are in flight.
+        working_bytes: what operators need while they run, at the fullest moment of the step: gradients of what they
+            make and read, copies on their way. Of what is counted above, gradients and activations are not all there at
+            once; what is not there at that moment is taken off here, so this can be negative.
     """
 
     compute_seconds: float = 0.0
@@ -68,6 +71,12 @@ class Price:
     gathered_bytes: int = 0
     activation_bytes: int = 0
     again_bytes: int = 0
+    working_bytes: int = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that lives at once on one rank."""
+        return self.memory_bytes + self.working_bytes
 
     @property
     def seconds(self) -> float:
@@ -76,7 +85,7 @@ class Price:
 
     @property
     def memory_bytes(self) -> int:
-        """The peak on one rank."""
+        """All that one rank holds at some time of a step, added up: what limits are held against."""
         return (
             self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.gathered_bytes
             + self.activation_bytes
@@ -188,7 +197,9 @@ class StagePlan:
         if n == self.in_flight:
             return self
         activation_bytes = n * self.kept_bytes + self.price.again_bytes
-        return replace(self, in_flight=n, price=replace(self.price, activation_bytes=activation_bytes))
+        working_bytes = max(self.price.working_bytes, -activation_bytes)  # when the optimizer steps, none is there
+        price = replace(self.price, activation_bytes=activation_bytes, working_bytes=working_bytes)
+        return replace(self, in_flight=n, price=price)
 
     @property
     def n_devices(self) -> int:

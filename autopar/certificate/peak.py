@@ -18,54 +18,18 @@ from typing import Any
 
 import spmd_types as spmd
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
+from autopar.allocations import Allocations
 from autopar.graph import Graph
 from autopar.lower.collectives import state_step
 from autopar.lower.emit import lower
+from autopar.lower.freed import is_empty_storage
 from autopar.lower.program import Slot
 from autopar.placements import local_shape, path
 from autopar.plan import ParamChoice, StagePlan
 from autopar.rules.many_ranks import fake_world
-from autopar.torch_private import FakeTensorMode, TorchDispatchMode, pytree
+from autopar.torch_private import FakeTensor, FakeTensorMode, TorchDispatchMode
 from cost_models import optimizer_state_bytes
-
-
-class Allocations(TorchDispatchMode):
-    """Counts the bytes of storages that operators make, and of those given to :meth:`note`, while they live.
-
-    Attributes:
-        peak_bytes: the most that lived at once.
-        at: phase of the step and operator where that was.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.living: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.noted_bytes = 0  # of all those, the dead that were not looked for since among them
-        self.phase, self.at, self.peak_bytes = "", "", 0
-
-    def note(self, x: torch.Tensor) -> None:
-        storage = x.untyped_storage()
-        noted = self.living.get(storage._cdata)
-        if noted is None or noted[0].expired():
-            self.living[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-            self.noted_bytes += storage.nbytes()
-
-    @property
-    def live_bytes(self) -> int:
-        self.living = {key: entry for key, entry in self.living.items() if not entry[0].expired()}
-        self.noted_bytes = sum(n_bytes for _, n_bytes in self.living.values())
-        return self.noted_bytes
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for x in pytree.tree_leaves(result):
-            if isinstance(x, torch.Tensor):
-                self.note(x)
-        if self.noted_bytes > self.peak_bytes and self.live_bytes > self.peak_bytes:
-            self.peak_bytes, self.at = self.noted_bytes, f"{self.phase}: {func}"
-        return result
 
 
 @dataclass(frozen=True)
@@ -87,7 +51,7 @@ def peak_of(plan: StagePlan, graph: Graph, given: Mapping[str, torch.Tensor] | N
     """
     program = lower(graph, plan)
     fake = FakeTensorMode(allow_non_fake_inputs=True) if given is None else contextlib.nullcontext()
-    with fake_world(plan.mesh), fake, spmd.no_typecheck():
+    with fake_world(plan.mesh), fake, _WaitsInPlace(), spmd.no_typecheck():
         stored = {
             slot.name: torch.zeros(
                 local_shape(slot.shape, plan.params[slot.name].stored, plan.mesh), dtype=getattr(torch, slot.dtype)
@@ -100,15 +64,19 @@ def peak_of(plan: StagePlan, graph: Graph, given: Mapping[str, torch.Tensor] | N
             torch.empty(optimizer_state_bytes(plan.optimizer, x.numel(), x.element_size()), dtype=torch.uint8)
             for x in trained
         ]
-        count = Allocations()
+        count = Allocations(is_empty_storage if plan.gather_again or plan.make_again else None)
         for x in (*stored.values(), *states):
             count.note(x)
         with count:
             count.phase = "gathering parameters"
-            values = [
-                outside[slot.name] if slot.kind != "param"
-                else _used(stored[slot.name], slot, plan.params[slot.name], plan) for slot in program.slots
-            ]  # fmt: skip
+            used = {
+                slot.name: _used(stored[slot.name], slot, plan.params[slot.name], plan)
+                for slot in program.slots if slot.kind == "param"
+            }  # fmt: skip
+            per_use = [x for name, x in used.items() if _is_gathered_per_use(plan.params[name], x, stored[name])]
+            for x in per_use:
+                count.ignore(x)
+            values = [outside[slot.name] if slot.kind != "param" else used[slot.name] for slot in program.slots]
             count.phase = "forward"
             results = program.runnable(*values)
             assert graph.loss is not None, "a peak is counted of a step, which begins at a loss"
@@ -120,7 +88,24 @@ def peak_of(plan: StagePlan, graph: Graph, given: Mapping[str, torch.Tensor] | N
             for x in trained:
                 if plan.optimizer.startswith("adam") and x.grad is not None:
                     (x.grad.sqrt() / 1.0).add_(1e-8)  # what Adam divides by
-    return Peak(count.peak_bytes, count.at)
+    largest = max((x.untyped_storage().nbytes() for x in per_use), default=0)
+    return Peak(count.peak_bytes + 2 * largest, count.at)
+
+
+class _WaitsInPlace(TorchDispatchMode):
+    """Waiting for a collective gives the buffer that it was started with; of tensors without values torch makes a
+    second one."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops._c10d_functional.wait_tensor.default and isinstance(args[0], FakeTensor):
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _is_gathered_per_use(choice: ParamChoice, used: torch.Tensor, stored: torch.Tensor) -> bool:
+    """Whether a copy lives for one use only: then it is there with the next one, which is fetched ahead. Of those, the
+    two largest are counted to be there all the time."""
+    return choice.lifetime == "use" and used.untyped_storage()._cdata != stored.untyped_storage()._cdata
 
 
 def _outside(slot: Slot, given: Mapping[str, torch.Tensor] | None, plan: StagePlan) -> torch.Tensor:
@@ -133,14 +118,25 @@ def _outside(slot: Slot, given: Mapping[str, torch.Tensor] | None, plan: StagePl
 
 
 def _used(x: torch.Tensor, slot: Slot, choice: ParamChoice, plan: StagePlan) -> torch.Tensor:
-    """A stored parameter in the placement in which the program takes it."""
+    """A stored parameter in the placement in which the program takes it, as a leaf of its own where that is another
+    one: when its gradient is there, it is reduced to the stored one at once."""
     steps = path(choice.stored, choice.used)
     assert steps is not None
+    gathered = x
     for axis, src, dst in steps:
         if plan.mesh[axis][1] > 1:
             function, arguments = state_step(slot.shape, src, dst, plan.mesh)
-            x = function(x, *arguments)  # type: ignore[operator]
-    return x
+            gathered = function(gathered, *arguments)  # type: ignore[operator]
+    if gathered is x or not x.requires_grad:
+        return gathered
+    leaf = gathered.detach().requires_grad_()
+
+    def reduce(leaf: torch.Tensor) -> None:
+        gradient, leaf.grad = leaf.grad, None
+        gathered.backward(gradient)  # holds no more than its adjoint steps need
+
+    leaf.register_post_accumulate_grad_hook(reduce)
+    return leaf
 
 
 __all__ = ["Allocations", "Peak", "peak_of"]

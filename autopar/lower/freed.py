@@ -85,6 +85,12 @@ def is_empty(x: torch.Tensor) -> bool:
     return any(freed is not None and freed.empty for freed in memories)
 
 
+def is_empty_storage(address: int) -> bool:
+    """Whether the storage at an address (``_cdata``) is given up now."""
+    freed = _FREED.get(address)
+    return freed is not None and freed.empty
+
+
 def fill_all(values: Iterable[Any]) -> None:
     """Fill what lies in memory that was given up: something else is about to be made from it."""
     for x in values:
@@ -94,4 +100,4 @@ def fill_all(values: Iterable[Any]) -> None:
                 freed.fill()
 
 
-__all__ = ["Freed", "fill_all", "is_empty", "parts"]
+__all__ = ["Freed", "fill_all", "is_empty", "is_empty_storage", "parts"]

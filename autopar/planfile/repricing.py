@@ -14,7 +14,8 @@ from autopar.plan import Pins, Price, Solution, StagePlan, route_key
 from autopar.planfile.stage_entries import Decisions, Route, StageReader
 from autopar.planfile.write import decisions, rest
 from autopar.planner.intra_op.complete import complete, demand, needs
-from autopar.planner.intra_op.ledger import ledger, seconds_again
+from autopar.planner.intra_op.ledger import Walk, seconds_again
+from autopar.planner.intra_op.moments import with_working_bytes
 from autopar.planner.intra_op.price import Pricer, pricer
 from autopar.rules.strategy import strategy_named
 from autopar.staging import first_op
@@ -113,10 +114,11 @@ def _priced(
             i: strategy_named(graph, node, rules[i], done.ops[node.name])
             for i, node in enumerate(graph.nodes) if node.kind == "op"
         }  # fmt: skip
-        with_kept, without = (
-            ledger(graph, rules, done.mesh, chosen, ways, plan.recompute, done.gather_again, done.make_again)
+        walk, walk_without = (
+            Walk(graph, rules, done.mesh, chosen, ways, plan.recompute, done.gather_again, done.make_again)
             for ways in (routes, done.routes)
         )
+        with_kept, without = walk.ledger(), walk_without.ledger()
         extra += seconds_again(graph, rules, priced, chosen, with_kept)[1]
         extra -= seconds_again(graph, rules, priced, chosen, without)[1]
         price = replace(
@@ -124,6 +126,10 @@ def _priced(
             activation_bytes=plan.in_flight * with_kept.kept_bytes + with_kept.again_bytes,
             again_bytes=with_kept.again_bytes,
         )  # fmt: skip
+        params = {i: done.params[node.target] for i, node in graph.of_kind("param")}
+        price = with_working_bytes(
+            price, walk, with_kept, params, done.outputs, plan.optimizer, plan.microbatches, plan.in_flight
+        )
     return replace(done, routes=routes, price=price)
 
 

@@ -122,10 +122,11 @@ def _format(document: Mapping[str, Any], indent: str = "") -> str:
 
 
 def _price(plan: StagePlan) -> dict[str, Any]:
-    """The price; what only recomputing has is left out without it."""
+    """The price; what only recomputing has is left out without it, and working memory where it was not counted."""
     price = asdict(plan.price)
-    if not price["again_bytes"]:
-        del price["again_bytes"]
+    for optional in ("again_bytes", "working_bytes"):
+        if not price[optional]:
+            del price[optional]
     return price
 
 

@@ -34,7 +34,7 @@ def stage_rows(graph: Graph, plan: Plan, timeline: Timeline, cluster: Cluster) -
             "parameter_bytes": price.parameter_bytes, "gradient_bytes": price.gradient_bytes,
             "optimizer_bytes": price.optimizer_bytes, "gathered_bytes": price.gathered_bytes,
             "activation_bytes": price.activation_bytes, "microbatch_bytes": choice.kept_bytes,
-            "memory_bytes": price.memory_bytes, "limit_bytes": limit,
+            "working_bytes": price.working_bytes, "memory_bytes": price.memory_bytes, "limit_bytes": limit,
         })  # fmt: skip
     return rows
 

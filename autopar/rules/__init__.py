@@ -5,7 +5,8 @@
 :mod:`.registry` rules by operator; :mod:`.strategy`: what one operator does on all axes of a mesh
 :mod:`.units`    into which uneven blocks operators may be cut, because others want such pieces
 :mod:`.local`    the call that one rank makes; :mod:`.distributed`: what distributed lowerings share
-:mod:`.saved`    what autograd keeps of a call; :mod:`.aliasing`: whether its result is memory of its own
+:mod:`.saved`    what autograd keeps of a call; :mod:`.aliasing`: whether its result is memory of its own;
+                 :mod:`.needs`: what a call needs while it runs
 families         :mod:`.pointwise`, :mod:`.shape`, :mod:`.image`, :mod:`.reduce`, :mod:`.factory`, :mod:`.index`,
                  :mod:`.contraction`, :mod:`.conv`, :mod:`.pool`, :mod:`.attention`, :mod:`.norm`, :mod:`.loss`,
                  :mod:`.embed`

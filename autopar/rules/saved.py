@@ -46,6 +46,11 @@ class LocalLayout(NamedTuple):
     dtype: str
     grad: bool
 
+    @property
+    def n_bytes(self) -> int:
+        """Of its elements."""
+        return prod(self.shape) * getattr(torch, self.dtype).itemsize
+
 
 class Result(NamedTuple):
     """One output: in the memory of an input (``source``), or in that of the call's own number ``memory``."""
@@ -95,13 +100,20 @@ def saved_by(call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh, ins:
     Args:
         ins: its inputs on that rank.
     """
-    key = (
-        call.target, repr(call.args), repr(call.kwargs), call.outs, tuple(o.name for o in options), mesh, tuple(ins),
-        tuple(s.shape for s in call.ins) if rule.localize is not None or rule.random else (),
-    )  # fmt: skip
+    key = key_of_call(call, rule, options, mesh, ins)
     if key not in _known:
         _known[key] = _tried(call, rule, options, mesh, ins)
     return _known[key]
+
+
+def key_of_call(
+    call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh, ins: Sequence[LocalLayout]
+) -> object:
+    """All that a call's trial depends on."""
+    return (
+        call.target, repr(call.args), repr(call.kwargs), call.outs, tuple(o.name for o in options), mesh, tuple(ins),
+        tuple(s.shape for s in call.ins) if rule.localize is not None or rule.random else (),
+    )  # fmt: skip
 
 
 def saved_of(graph: Graph, i: int, rule: Rule, strategy: Strategy | None, mesh: Mesh) -> Saved:
@@ -140,23 +152,7 @@ def _watched(local: LocalCall, ins: Sequence[LocalLayout], sizes: Mapping[str, i
         torch.empty_strided(x.shape, x.strides, dtype=getattr(torch, x.dtype), device=device).requires_grad_(x.grad)
         for x in ins
     ]
-    seed = torch.empty((), dtype=torch.int64, device=device)
-
-    def fill(value: Any) -> Any:
-        if isinstance(value, In):
-            return tensors[value.position]
-        if isinstance(value, Seed):
-            return seed
-        if isinstance(value, PieceSize):
-            with trial(sizes):
-                return length_of(value.n, value.axes)
-        if isinstance(value, (tuple, list)):
-            return type(value)(fill(v) for v in value)
-        return value
-
-    kwargs = {name: fill(value) for name, value in local.kwargs.items()}
-    if not ins and not local.distributed:
-        kwargs["device"] = device
+    args, kwargs = filled(local, tensors, sizes, device)
     packed: list[weakref.ref[_Packed]] = []
 
     def pack(x: torch.Tensor) -> _Packed:
@@ -165,7 +161,7 @@ def _watched(local: LocalCall, ins: Sequence[LocalLayout], sizes: Mapping[str, i
         return packing
 
     with torch.enable_grad(), trial(sizes), saved_tensors_hooks(pack, lambda packing: packing.tensor):
-        results_of_call = local.fn(*map(fill, local.args), **kwargs)
+        results_of_call = local.fn(*args, **kwargs)
     alive = [packing.tensor for packing in (ref() for ref in packed) if packing is not None]
     kept = {_storage(x): x for x in alive}
     given = {_storage(x): position for position, x in reversed([*enumerate(tensors)])}
@@ -183,12 +179,37 @@ def _watched(local: LocalCall, ins: Sequence[LocalLayout], sizes: Mapping[str, i
             numbers[storage] = len(memories)
             memories.append((x.untyped_storage().nbytes(), storage in kept))
         results.append(Result(x.stride(), None, numbers[storage]))
+    seeds = {_storage(x) for x in pytree.tree_leaves(kwargs) if isinstance(x, torch.Tensor)} - given.keys()
     inside = sum(
         x.untyped_storage().nbytes() for storage, x in kept.items()
-        if storage not in given and storage not in numbers and storage != _storage(seed)
+        if storage not in given and storage not in numbers and storage not in seeds
     )  # fmt: skip
     positions = tuple(p for p, x in enumerate(tensors) if _storage(x) in kept)
     return Saved(positions, tuple(results), tuple(memories), inside)
+
+
+def filled(
+    local: LocalCall, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int], device: str
+) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of a call on one rank: its tensors, a seed, and the sizes of the first rank's pieces."""
+    seed = torch.empty((), dtype=torch.int64, device=device)
+
+    def fill(value: Any) -> Any:
+        if isinstance(value, In):
+            return tensors[value.position]
+        if isinstance(value, Seed):
+            return seed
+        if isinstance(value, PieceSize):
+            with trial(sizes):
+                return length_of(value.n, value.axes)
+        if isinstance(value, (tuple, list)):
+            return type(value)(fill(v) for v in value)
+        return value
+
+    kwargs = {name: fill(value) for name, value in local.kwargs.items()}
+    if not tensors and not local.distributed:
+        kwargs["device"] = device
+    return list(map(fill, local.args)), kwargs
 
 
 class _Packed:

@@ -11,7 +11,8 @@ from autopar.graph import Graph, Ref, Spec
 from autopar.placements import State, format_state, whole_state
 from autopar.plan import ParamChoice, Price, Recompute, StagePlan, route_key, segment_numbers
 from autopar.planner.intra_op import params as P
-from autopar.planner.intra_op.ledger import Ledger, ledger, seconds_again
+from autopar.planner.intra_op.ledger import Ledger, Walk, seconds_again
+from autopar.planner.intra_op.moments import with_working_bytes
 from autopar.planner.intra_op.price import Pricer
 from autopar.planner.intra_op.reshard import Edge, route
 from autopar.planner.intra_op.space import strategies
@@ -212,8 +213,10 @@ def complete(
             seconds += cheapest[0]
     can = set(gathers(graph, mesh, routes, segment_numbers(graph, recompute))) if gather_again else ()
     gather_again = tuple(sorted(set(gather_again).intersection(can)))
-    holds = ledger(graph, rules, mesh, chosen, routes, recompute, gather_again, make_again)
+    walk = Walk(graph, rules, mesh, chosen, routes, recompute, gather_again, make_again)
+    holds = walk.ledger()
     price = _price(graph, rules, pricer, chosen, owned, seconds, optimizer, microbatches, in_flight, holds)
+    price = with_working_bytes(price, walk, holds, owned, out_states, optimizer, microbatches, in_flight)
     names_of = {key: s.names for key, s in {id(s): s for s in chosen.values()}.items()}  # blocks share strategies
     return StagePlan(
         graph.fingerprint, mesh,

@@ -23,6 +23,7 @@ from autopar.planner.intra_op.price import Pricer
 from autopar.planner.intra_op.recompute import Segment
 from autopar.regather import makes_memory, regathered, segment_outputs
 from autopar.rules.aliasing import may_alias
+from autopar.rules.needs import Needs, needs_of
 from autopar.rules.notation import Rule, call_of
 from autopar.rules.saved import LocalLayout, Saved, Strides, contiguous, saved_by
 from autopar.rules.strategy import Strategy, grads_of
@@ -111,13 +112,13 @@ class _Memory(NamedTuple):
     segment: int
 
 
-class _Walk:
+class Walk:
     """The walk of :func:`ledger`; values are a tensor in one state."""
 
     def __init__(
         self, graph: Graph, rules: Sequence[Rule | None], mesh: Mesh, chosen: Mapping[int, Strategy] | None,
         routes: Mapping[str, Sequence[tuple[State, State]]], recompute: Recompute, gather_again: Collection[str],
-        make_again: Collection[str], every: bool,
+        make_again: Collection[str], every: bool = False,
     ) -> None:  # fmt: skip
         self.graph, self.rules, self.mesh, self.chosen, self.routes = graph, rules, mesh, chosen, routes
         self.segment_of = segment_numbers(graph, recompute)
@@ -137,10 +138,19 @@ class _Walk:
         self.taken: list[tuple[int, int, Keeper]] = []  # what segments take from outside
         self.copies: dict[tuple[int, int], int] = {}  # by segment and memory, of buffers that are renewed
         self.known: dict[object, Saved] = {}
+        self.needed: dict[object, Needs] = {}
         self.whole: dict[int, Strategy] = {}
+        self.order: list[int | tuple[Ref, State, State]] = []  # operators and steps as the program runs them
+        self.made_at: list[int] = []  # by memory, where in that order it is made and read last
+        self.read_at: list[int] = []
+        self.places: dict[int, list[tuple[int, Strides]]] = {}  # of the inputs of operators
+        self.makes: dict[int, int] = {}  # bytes of memory that operators make and leave behind
+        self.entries_of: dict[int, list[Entry]] = {}  # by memory, when all operators were walked through
 
     def new(self, n_bytes: int, since: int, segment: int, given: bool = False) -> int:
         self.memories.append(_Memory(n_bytes, since, given, segment))
+        self.made_at.append(len(self.order) - 1)
+        self.read_at.append(len(self.order) - 1)
         return len(self.memories) - 1
 
     def keep(self, memory: int, keeper: Keeper, segment: int) -> None:
@@ -172,6 +182,8 @@ class _Walk:
             place = self.new(_bytes(shape, spec.item_bytes), ref.node, -1, given), contiguous(shape)
         else:
             memory, strides = self.place(ref, src, segment)
+            self.read_at[memory] = len(self.order)
+            self.order.append((ref, src, state))
             if segment >= 0:
                 self.segments[segment].steps.append((ref, src, state))
             if makes_memory(src, state, self.mesh):
@@ -183,6 +195,15 @@ class _Walk:
         self.lies[ref, state] = place
         return place
 
+    def ledger(self) -> Ledger:
+        """Walk over all operators."""
+        for i, node in enumerate(self.graph.nodes):
+            if node.kind == "op":
+                rule = self.rules[i]
+                assert rule is not None
+                self.op(i, node, rule)
+        return self.finish()
+
     def op(self, i: int, node: Node, rule: Rule) -> None:
         segment = self.segment_of.get(i, -1)
         strategy = self.strategy(i, node)
@@ -190,10 +211,15 @@ class _Walk:
             self.segments[segment].ops.append(i)
             self.inputs(i, node, strategy, segment)
         places = [self.place(ref, state, segment) for ref, state in zip(node.refs, strategy.ins, strict=True)]
+        self.places[i] = places
+        for memory, _ in places:
+            self.read_at[memory] = len(self.order)
+        self.order.append(i)
         for position, (memory, _) in enumerate(places) if self.every else ():
             self.reads.setdefault(memory, []).append((i, position))
         saved = self.saved(i, node, rule, strategy, tuple([p[1] for p in places]))
         fresh = [self.new(n_bytes, i, segment) for n_bytes, _ in saved.memories]
+        self.makes[i] = sum([n_bytes for n_bytes, _ in saved.memories])
         outs = [k for k, spec in enumerate(node.outs) if spec is not None]
         for k, state, result in zip(outs, strategy.outs, saved.results, strict=True):
             memory = fresh[result.memory] if result.source is None else places[result.source][0]
@@ -213,6 +239,7 @@ class _Walk:
                 first = next(k for k, r in enumerate(saved.results) if r.source is None and r.memory == number)
                 self.keep(memory, Keeper(i, "out", first), segment)
         if saved.inside_bytes:
+            self.makes[i] += saved.inside_bytes
             self.keep(self.new(saved.inside_bytes, i, segment), Keeper(i, "inside"), segment)
 
     def asks(self, i: int, node: Node, strategy: Strategy) -> None:
@@ -272,16 +299,36 @@ class _Walk:
         key = self.graph.alike[i], id(strategy), strides
         saves = self.known.get(key)
         if saves is None:
-            grads, _ = grads_of(self.graph, node)
-            layouts = [
-                LocalLayout(local_shape(spec.shape, state, self.mesh), lies, spec.dtype, grad)
-                for spec, state, lies, grad in zip(
-                    map(self.graph.spec, node.refs), strategy.ins, strides, grads, strict=True
-                )
-            ]
-            call = call_of(node, self.graph.spec)
+            call, layouts = call_of(node, self.graph.spec), self.layouts(node, strategy, strides)
             saves = self.known[key] = saved_by(call, rule, strategy.options, self.mesh, layouts)
         return saves
+
+    def layouts(self, node: Node, strategy: Strategy, strides: Sequence[Strides]) -> list[LocalLayout]:
+        """The inputs of an operator on one rank."""
+        grads, _ = grads_of(self.graph, node)
+        return [
+            LocalLayout(local_shape(spec.shape, state, self.mesh), lies, spec.dtype, grad)
+            for spec, state, lies, grad in zip(
+                map(self.graph.spec, node.refs), strategy.ins, strides, grads, strict=True
+            )
+        ]
+
+    def local_bytes(self, ref: Ref, state: State) -> int:
+        """Bytes of a tensor on one rank."""
+        spec = self.graph.spec(ref)
+        return _bytes(local_shape(spec.shape, state, self.mesh), spec.item_bytes)
+
+    def needs(self, i: int) -> Needs:
+        """What an operator needs while it runs."""
+        node, rule, strategy = self.graph.nodes[i], self.rules[i], self.strategy(i, self.graph.nodes[i])
+        strides = tuple([lies for _, lies in self.places[i]])
+        key = self.graph.alike[i], id(strategy), strides
+        needed = self.needed.get(key)
+        if needed is None:
+            assert rule is not None
+            call, layouts = call_of(node, self.graph.spec), self.layouts(node, strategy, strides)
+            needed = self.needed[key] = needs_of(call, rule, strategy.options, self.mesh, layouts)
+        return needed
 
     def finish(self) -> Ledger:
         """The ledger, when all operators were walked through."""
@@ -321,6 +368,7 @@ class _Walk:
                 decision, of_segment = "recompute", made_in
             readers = tuple(self.reads.get(memory, ()))
             entries.append(Entry(n_bytes, since, tuple(kept), of_segment, decision, readers))
+            self.entries_of.setdefault(memory, []).append(entries[-1])
         wanted = {memory: ref for memory, ref in self.given_up.items() if (memory, None) in keepers}
         again = {
             (ref, a, b): None for (ref, state), (_, steps) in self.copies_again.items()
@@ -388,13 +436,7 @@ def ledger(
             or ``make_again`` what no segment makes.
     """
     mesh = mesh if chosen is not None else ()
-    walk = _Walk(graph, rules, mesh, chosen, routes, recompute, gather_again, make_again, every)
-    for i, node in enumerate(graph.nodes):
-        if node.kind == "op":
-            rule = rules[i]
-            assert rule is not None
-            walk.op(i, node, rule)
-    return walk.finish()
+    return Walk(graph, rules, mesh, chosen, routes, recompute, gather_again, make_again, every).ledger()
 
 
 def seconds_again(
@@ -421,4 +463,4 @@ def seconds_again(
     return compute, moved
 
 
-__all__ = ["Entry", "Keeper", "Ledger", "ledger", "seconds_again"]
+__all__ = ["Entry", "Keeper", "Ledger", "Walk", "ledger", "seconds_again"]

@@ -1,0 +1,347 @@
+"""The peak of memory over a training step: what lives at each moment of the forward and the backward of a microbatch.
+
+Moments are operators and steps of reshards: those of the forward in their order, then those of the backward in the
+reverse order, as autograd runs them (of all nodes whose gradients are there, the one that was made last). Each piece of
+memory of the ledger's walk lives from the operator that makes it to its last reader, or, if it is kept, to the backward
+of the first operator that keeps it; gradients live from the backward that makes them to that of the operator whose
+result they belong to; what an operator needs beside all that while it runs was tried out (:mod:`autopar.rules.needs`).
+A segment runs again right before the first backward that asks for something of it.
+
+Gradients are followed as torch handles them: the gradient of an output can go on as that of an input; where two arrive
+for one tensor, the second is added to the first in its memory, unless somebody else has that; and a parameter takes its
+gradient as it is if that lies as the parameter does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from math import prod
+
+from autopar.graph import Ref, Spec
+from autopar.placements import Mesh, Placement, State, cut_extent, is_shard, local_shape, only_change, path, shard_dim
+from autopar.plan import ParamChoice, Price
+from autopar.planner.intra_op.ledger import Entry, Ledger, Value, Walk
+from autopar.rules.strategy import grads_of
+
+SLOTS = 4
+"""Moments of one operator or step in the backward: what runs again for it, itself, the sums of its gradients with
+others, and what becomes of gradients of parameters."""
+
+OPTIMIZER_COPIES = {"adamw": 2, "adam": 2}
+"""Of the largest parameter's piece, that an optimizer makes while it steps, one parameter after the other: Adam the
+root of the second moment and that root over the bias correction. Others work in place, or on something as small. With
+``foreach`` (torch's default for plain tensors on a GPU) it is one more copy of all parameters; activations are gone by
+then, so that this is rarely the fullest moment, and it is not counted."""
+
+
+class StepMoments:
+    """One microbatch on one rank: what begins and ceases to live, and what is needed beside, moment by moment.
+
+    Attributes:
+        accumulates: gradients of parameters are there already, of microbatches before.
+    """
+
+    def __init__(
+        self, walk: Walk, holds: Ledger, params: Mapping[int, ParamChoice], outputs: Sequence[State | None],
+        accumulates: bool,
+    ) -> None:  # fmt: skip
+        self.walk, self.holds, self.params, self.accumulates = walk, holds, params, accumulates
+        self.graph, self.mesh = walk.graph, walk.mesh
+        last = []
+        for out, state in zip(self.graph.outputs, outputs, strict=True):
+            if isinstance(out, Ref) and state is not None:
+                last.append(walk.place(out, state, -1)[0])
+        self.order = walk.order
+        self.n = len(self.order)  # moments of the forward
+        for memory in last:
+            walk.read_at[memory] = self.n - 1
+        self.at_of = {what: at for at, what in enumerate(self.order) if isinstance(what, int)}
+        self.more = [0] * ((1 + SLOTS) * self.n + 2)  # bytes that begin to live, less those that cease to
+        self.beside = [0] * ((1 + SLOTS) * self.n + 1)
+        self.gradients: list[list[int]] = []  # bytes, how many have it, and since when
+        self.of_value: dict[Value, int] = {}
+        self.not_dense: set[int] = set()  # gradients that lie otherwise than their parameter
+        self.known_steps: dict[object, tuple[int, int, bool]] = {}
+        self._forward()
+        self._memory()
+        self._backward(outputs)
+
+    def back(self, at: int, slot: int = 1) -> int:
+        """The moment of the backward of what stands at ``at`` in the order."""
+        return self.n + SLOTS * (self.n - 1 - at) + slot
+
+    def lives(self, n_bytes: int, first: int, last: int) -> None:
+        """Some memory lives from one moment to another, both included."""
+        self.more[first] += n_bytes
+        self.more[last + 1] -= n_bytes
+
+    def peak(self) -> tuple[int, int]:
+        """``(bytes, moment)``."""
+        totals = (live + beside for live, beside in zip(accumulate(self.more), self.beside, strict=False))
+        return max((total, -at) for at, total in enumerate(totals))
+
+    def where(self, at: int) -> str:
+        """What runs at a moment."""
+        what = self.order[at if at < self.n else self.n - 1 - (at - self.n) // SLOTS]
+        node = self.graph.nodes[what if isinstance(what, int) else what[0].node]
+        step = "" if isinstance(what, int) else ", to another placement"
+        return f"{'forward' if at < self.n else 'backward'} of {node.where}{step}"
+
+    # -- the forward
+
+    def _forward(self) -> None:
+        for at, what in enumerate(self.order):
+            if isinstance(what, int):
+                self.beside[at] = max(0, self.walk.needs(what).forward_bytes - self.walk.makes.get(what, 0))
+            else:
+                self.beside[at] = self._step(*what)[0]
+
+    def _memory(self) -> None:
+        """What the ledger knows: memory with its readers and keepers."""
+        walk = self.walk
+        of_segment: dict[int, list[int]] = {}
+        for memory, (n_bytes, _, given, segment) in enumerate(walk.memories):
+            if given or not n_bytes:
+                continue
+            made, until = walk.made_at[memory], walk.read_at[memory]
+            if segment >= 0:
+                of_segment.setdefault(segment, []).append(memory)
+            for entry in walk.entries_of.get(memory, ()):
+                first = self.back(min((self._let_go(keeper.node, entry) for keeper in entry.keepers), default=made))
+                if entry.decision == "keep":
+                    until = max(until, first)
+                elif entry.decision == "gather again":
+                    readers = walk.readers.get(memory, ())
+                    if readers:
+                        again = self.back(self.at_of[max(readers)], 0)
+                        self.lives(n_bytes, again, self.back(made, 0))
+                        self.beside[again] += n_bytes  # gathered beside, and copied into its place
+                elif entry.segment is not None:
+                    begin = self.back(self.at_of[self.holds.lives[entry.segment][0]], 0)
+                    self.lives(n_bytes, begin, self.back(made, 0) if memory in walk.given_up else first)
+            self.lives(n_bytes, made, until)
+        for segment, memories in of_segment.items():
+            if self.holds.segments[segment].active:
+                self._second_run(segment, memories)
+
+    def _let_go(self, keeper: int, entry: Entry) -> int:
+        """Where in the order something stands whose backward is the last that a keeper needs its memory for: what a
+        segment takes from outside lives as long as the segment."""
+        segment = self.walk.segment_of.get(keeper)
+        if entry.segment is None and segment is not None:
+            keeper = self.holds.segments[segment].ops[0]
+        return self.at_of[keeper]
+
+    def _second_run(self, number: int, memories: Sequence[int]) -> None:
+        """What a segment needs while it runs again, beside what it keeps then."""
+        walk, ops = self.walk, self.holds.segments[number].ops
+        first, last = min(self.at_of[ops[0]], *(walk.made_at[m] for m in memories)), self.at_of[ops[-1]]
+        kept = copied = 0
+        more = [0] * (last - first + 2)
+        for memory in memories:
+            n_bytes = walk.memories[memory].n_bytes
+            stays = any(entry.segment == number for entry in walk.entries_of.get(memory, ()))
+            more[walk.made_at[memory] - first] += n_bytes
+            if not stays and walk.read_at[memory] <= last:
+                more[walk.read_at[memory] - first + 1] -= n_bytes
+            kept += stays * n_bytes
+            copied += stays * n_bytes * (memory in walk.given_up)  # into the memory that others know
+        live = list(accumulate(more[:-1]))
+        most = max(n + beside for n, beside in zip(live, self.beside[first : last + 1], strict=True))
+        at = self.back(self.at_of[self.holds.lives[number][0]], 0)
+        self.beside[at] += max(most, live[-1] + copied) - kept
+
+    def _step(self, ref: Ref, src: State, dst: State) -> tuple[int, int, bool]:
+        key = self.graph.spec(ref), src, dst
+        if key not in self.known_steps:
+            self.known_steps[key] = step_extra(*key, self.mesh)
+        return self.known_steps[key]
+
+    # -- the backward
+
+    def _backward(self, outputs: Sequence[State | None]) -> None:
+        graph = self.graph
+        begin, end = self.back(self.n - 1, 0), self.back(0, SLOTS - 1)
+        for number in {*range(graph.sends), *([graph.loss] if graph.loss is not None else [])}:
+            out, state = graph.outputs[number], outputs[number]
+            if isinstance(out, Ref) and state is not None and graph.nodes[out.node].needs_grad:
+                if graph.spec(out).is_float:
+                    self._deposit((out, state), self._new(self.walk.local_bytes(out, state), begin), begin)
+        complete_at = self._complete_at()
+        for at in range(self.n - 1, -1, -1):
+            what = self.order[at]
+            if isinstance(what, int):
+                self._operator(what, self.back(at))
+            else:
+                self._adjoint(*what, self.back(at))
+            for value in complete_at.get(at, ()):
+                if value in self.of_value:
+                    self._parameter(value, self.back(at, 3))
+        for entry in self.gradients:  # of the model's inputs, and of what nobody asks for
+            if entry[1]:
+                self.lives(entry[0], entry[2], end)
+
+    def _complete_at(self) -> dict[int, list[Value]]:
+        """Where in the order the first reader of each parameter stands: behind its backward all of the gradient is
+        there."""
+        first: dict[Value, int] = {}
+        for at, what in enumerate(self.order):
+            if isinstance(what, int):
+                node = self.graph.nodes[what]
+                read = zip(node.refs, self.walk.strategy(what, node).ins, strict=True)
+                for ref, state in read:
+                    if ref.node in self.params and state == self.params[ref.node].used:
+                        first.setdefault((ref, state), at)
+            elif what[0].node in self.params and what[1] == self.params[what[0].node].used:
+                first.setdefault((what[0], what[1]), at)
+        values: dict[int, list[Value]] = {}
+        for value, at in first.items():
+            values.setdefault(at, []).append(value)
+        return values
+
+    def _operator(self, i: int, at: int) -> None:
+        graph, walk = self.graph, self.walk
+        node = graph.nodes[i]
+        if not node.needs_grad:
+            return
+        strategy = walk.strategy(i, node)
+        outs = [Ref(i, k) for k, spec in enumerate(node.outs) if spec is not None]
+        arrived = [
+            self.of_value.pop((ref, state), None)
+            for ref, state, grad in zip(outs, strategy.outs, grads_of(graph, node)[1], strict=True) if grad
+        ]  # fmt: skip
+        if all(gradient is None for gradient in arrived):
+            return
+        needs = walk.needs(i)
+        mine = [self._new(n_bytes, at) for n_bytes in needs.memories]
+        self.beside[at] += needs.backward_bytes - needs.kept_bytes - needs.out_bytes - sum(needs.memories)
+        deposits: list[tuple[Value, int]] = []
+        for ref, state, gradient in zip(node.refs, strategy.ins, needs.gradients, strict=True):
+            if gradient is None:
+                continue
+            passed_on = arrived[gradient.source] if gradient.source is not None else mine[gradient.memory]
+            memory = passed_on if passed_on is not None else self._new(walk.local_bytes(ref, state), at)
+            if not gradient.dense:
+                self.not_dense.add(memory)
+            self.gradients[memory][1] += passed_on is not None
+            deposits.append(((ref, state), memory))
+        for memory in (*mine, *(gradient for gradient in arrived if gradient is not None)):
+            self._drop(memory, at)
+        for value, memory in deposits:
+            self._deposit(value, memory, at)
+
+    def _adjoint(self, ref: Ref, src: State, dst: State, at: int) -> None:
+        gradient = self.of_value.pop((ref, dst), None)
+        if gradient is None:
+            return
+        _, beside, is_alias = self._step(ref, src, dst)
+        if is_alias:
+            self._deposit((ref, src), gradient, at)
+            return
+        self.beside[at] += beside
+        mine = self._new(self.walk.local_bytes(ref, src), at)
+        self._drop(gradient, at)
+        self._deposit((ref, src), mine, at)
+
+    def _new(self, n_bytes: int, at: int) -> int:
+        self.gradients.append([n_bytes, 1, at])
+        return len(self.gradients) - 1
+
+    def _drop(self, gradient: int, at: int) -> None:
+        """One fewer has a gradient."""
+        entry = self.gradients[gradient]
+        entry[1] -= 1
+        if not entry[1]:
+            self.lives(entry[0], entry[2], at)
+
+    def _deposit(self, value: Value, gradient: int, at: int) -> None:
+        """A gradient of a value arrives; its sum with that which is there is a third."""
+        there = self.of_value.get(value)
+        if there is None:
+            self.of_value[value] = gradient
+            return
+        self.of_value[value] = self._new(self.gradients[there][0], at + 1)
+        self._drop(there, at + 1)
+        self._drop(gradient, at + 1)
+
+    def _parameter(self, value: Value, at: int) -> None:
+        """All of a parameter's gradient is there: it is reduced to where the parameter is stored, and stays."""
+        ref, used = value
+        gradient, choice = self.of_value.pop(value), self.params[ref.node]
+        stored_bytes = self.walk.local_bytes(ref, choice.stored)
+        steps = [(src, dst) for axis, src, dst in path(choice.stored, used) or () if self.mesh[axis][1] > 1]
+        taken = not steps and not self.accumulates and self.gradients[gradient][1] == 1
+        if taken and gradient not in self.not_dense:
+            self.more[self.gradients[gradient][2]] += self.gradients[gradient][0]
+            self.gradients[gradient][1] = 0
+            return
+        self._drop(gradient, at)
+        need = before = 0
+        for src, dst in reversed(steps if not self.accumulates or choice.lifetime == "use" else ()):
+            _, beside, is_alias = self._step(ref, src, dst)
+            reduced = 0 if is_alias else self.walk.local_bytes(ref, src)
+            need, before = max(need, before + beside + reduced), reduced
+        if not self.accumulates:
+            self.more[at] += stored_bytes
+            need -= stored_bytes if steps else 0
+        self.beside[at] += max(0, need)
+
+
+def step_extra(spec: Spec, src: State, dst: State, mesh: Mesh) -> tuple[int, int, bool]:
+    """``(bytes beside both tensors in the forward, in the backward, whether the gradient goes on in its memory)`` of a
+    step of one axis."""
+    axis = only_change(src, dst)
+    if mesh[axis][1] == 1:
+        return 0, 0, True
+    n_src, n_dst = (prod(local_shape(spec.shape, s, mesh)) * spec.item_bytes for s in (src, dst))
+    kinds = src[axis], dst[axis]
+    if kinds in (("P", "I"), ("I", "P")):
+        return 0, 0, True
+    adjoint = {"R": "P", "P": "R"}  # what a placement's gradient has
+    forward = _move_extra(*kinds, n_src, n_dst)
+    backward = _move_extra(adjoint.get(kinds[1], kinds[1]), adjoint.get(kinds[0], kinds[0]), n_dst, n_src)
+    if not all(cut_extent(spec.shape, s, mesh, axis)[2] for s in (src, dst) if is_shard(s[axis])):
+        # pieces are padded to the largest: in the forward what is cut into pieces, in the backward what is gathered
+        forward += n_src if is_shard(kinds[1]) and not is_shard(kinds[0]) else n_dst if kinds[1] == "P" else 0
+        backward = backward or min(n_src, n_dst)
+    return forward, backward, False
+
+
+def _move_extra(src: Placement, dst: Placement, n_src: int, n_dst: int) -> int:
+    """What a collective needs beside its input and its result: those along a dim that is not the first are made of
+    pieces that lie one behind the other."""
+    src_dim, dst_dim = shard_dim(src), shard_dim(dst)
+    if src_dim is not None and dst_dim is not None:
+        return n_src + (n_src if dst_dim else 0)
+    if src_dim is not None and dst in ("R", "I"):
+        return n_dst if src_dim else 0
+    if src == "P" and dst_dim is not None:
+        return n_src if dst_dim else 0
+    return 0
+
+
+def with_working_bytes(
+    price: Price, walk: Walk, holds: Ledger, params: Mapping[int, ParamChoice], outputs: Sequence[State | None],
+    optimizer: str, microbatches: int, in_flight: int,
+) -> Price:  # fmt: skip
+    """The price with what the fullest moment of a step needs beside all that it counts.
+
+    Args:
+        holds: the ledger of ``walk``.
+        params: by parameter node.
+        outputs: placements of the graph's outputs.
+    """
+    accumulates = microbatches > 1
+    most, _ = StepMoments(walk, holds, params, outputs, accumulates).peak()
+    always = price.parameter_bytes + price.optimizer_bytes + price.gathered_bytes
+    in_microbatch = most + (in_flight - 1) * holds.kept_bytes + accumulates * price.gradient_bytes
+    trained = (
+        walk.local_bytes(Ref(i), choice.stored) for i, choice in params.items() if walk.graph.nodes[i].needs_grad
+    )
+    in_step = price.gradient_bytes + OPTIMIZER_COPIES.get(optimizer, 0) * max(trained, default=0)
+    return replace(price, working_bytes=always + max(in_microbatch, in_step) - price.memory_bytes)
+
+
+__all__ = ["StepMoments", "step_extra", "with_working_bytes"]

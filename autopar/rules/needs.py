@@ -1,0 +1,176 @@
+"""What one call needs while it runs, forward and backward, beside what is there before and after it.
+
+As in :mod:`.saved`, the call of one rank is tried once on tensors without values, and here its backward too, while
+allocations are counted: gradients of its inputs (some are the gradient of an output again, in the same memory), and
+what its autograd nodes make on their way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from autopar.allocations import Allocations
+from autopar.placements import Mesh
+from autopar.rules.distributed import trial
+from autopar.rules.function import PREFIX
+from autopar.rules.local import LocalCall, local_call
+from autopar.rules.notation import Call, Option, Rule
+from autopar.rules.saved import BY_DEVICE, LocalLayout, filled, key_of_call
+from autopar.torch_private import FakeTensorMode, pytree
+
+
+class Gradient(NamedTuple):
+    """The gradient of one input: in the memory of that of output ``source``, or in the call's own number ``memory``.
+
+    ``dense`` says that it lies as its input does, so that a parameter can take it for its own.
+    """
+
+    source: int | None
+    memory: int
+    dense: bool
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a call needs.
+
+    Attributes:
+        forward_bytes: the most that its forward makes and has at once.
+        backward_bytes: the most that its backward has at once of what it keeps, of gradients, and of what it makes.
+        kept_bytes: of these, what it keeps at first that is neither input nor parameter.
+        out_bytes: of these, the gradients of its outputs.
+        gradients: one for every input; None for one that has none.
+        memories: bytes of the gradients' own memory.
+    """
+
+    forward_bytes: int
+    backward_bytes: int
+    kept_bytes: int
+    out_bytes: int
+    gradients: tuple[Gradient | None, ...]
+    memories: tuple[int, ...]
+
+
+_known: dict[object, Needs] = {}
+
+
+def needs_of(call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh, ins: Sequence[LocalLayout]) -> Needs:
+    """What a call needs on one rank.
+
+    Args:
+        ins: its inputs on that rank.
+    """
+    key = key_of_call(call, rule, options, mesh, ins)
+    if key not in _known:
+        _known[key] = _tried(call, rule, options, mesh, ins)
+    return _known[key]
+
+
+def _tried(call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh, ins: Sequence[LocalLayout]) -> Needs:
+    if call.target.startswith(PREFIX):
+        return _unknown(ins)
+    local = local_call(call, rule, options, mesh)
+    try:
+        if call.target in BY_DEVICE:
+            with FakeTensorMode():
+                return _counted(local, ins, dict(mesh), "cpu")
+        return _counted(local, ins, dict(mesh), "meta")
+    except Exception:  # what depends on values cannot be tried
+        return _unknown(ins)
+
+
+def _unknown(ins: Sequence[LocalLayout]) -> Needs:
+    """Of what cannot be tried: a gradient of its own for every input, and nothing else."""
+    memories: list[int] = []
+    gradients: list[Gradient | None] = []
+    for x in ins:
+        gradients.append(Gradient(None, len(memories), True) if x.grad else None)
+        memories += [x.n_bytes] if x.grad else []
+    return Needs(0, sum(memories), 0, 0, tuple(gradients), tuple(memories))
+
+
+class _Root(torch.autograd.Function):
+    """Where the trial's backward begins: it makes the gradients of the outputs, which nobody else holds."""
+
+    @staticmethod
+    def forward(ctx: Any, made: list[int], *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.made = made
+        ctx.layouts = [(x.shape, x.stride(), x.dtype, x.device) for x in outputs]
+        return outputs[0].new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        grads = [
+            torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            for shape, strides, dtype, device in ctx.layouts
+        ]
+        ctx.made += [x.untyped_storage()._cdata for x in grads]
+        return (None, *grads)
+
+
+class _Leaf(torch.autograd.Function):
+    """Where it ends, for one input: it looks at the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, ends: dict[int, torch.Tensor], position: int, x: torch.Tensor) -> torch.Tensor:
+        ctx.ends, ctx.position = ends, position
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        ctx.ends[ctx.position] = grads[0]
+        return None, None, None
+
+
+def _counted(local: LocalCall, ins: Sequence[LocalLayout], sizes: Mapping[str, int], device: str) -> Needs:
+    ends: dict[int, torch.Tensor] = {}
+    leaves = [
+        torch.empty_strided(x.shape, x.strides, dtype=getattr(torch, x.dtype), device=device).requires_grad_(x.grad)
+        for x in ins
+    ]
+    with torch.enable_grad(), trial(sizes):
+        tensors = [_Leaf.apply(ends, k, x) if x.requires_grad else x for k, x in enumerate(leaves)]
+        count = Allocations()
+        for x in leaves:
+            count.ignore(x)
+        args, kwargs = filled(local, tensors, sizes, device)
+        with count:
+            results = local.fn(*args, **kwargs)
+        forward_bytes, count.peak_bytes = count.peak_bytes, 0
+        outputs = [x for x in pytree.tree_leaves(results) if isinstance(x, torch.Tensor) and x.requires_grad]
+        if not outputs:
+            return Needs(forward_bytes, 0, 0, 0, (None,) * len(ins), ())
+        made: list[int] = []
+        root = _Root.apply(made, *outputs)
+        out_bytes = sum(x.numel() * x.element_size() for x in outputs)
+        shapes = [(x.shape, x.stride()) for x in leaves]
+        del results, outputs, tensors, args, kwargs
+        kept_bytes = count.live_bytes
+        with count:
+            root.backward(torch.empty((), dtype=root.dtype, device=device))
+    sources = {storage: k for k, storage in enumerate(made)}
+    numbers: dict[int, int] = {}
+    memories: list[int] = []
+    gradients: list[Gradient | None] = []
+    for position, (shape, strides) in enumerate(shapes):
+        grad = ends.get(position)
+        if grad is None:
+            gradients.append(None)
+            continue
+        dense = grad.shape == shape and grad.stride() == strides
+        storage = grad.untyped_storage()
+        if storage._cdata in sources:
+            gradients.append(Gradient(sources[storage._cdata], 0, dense))
+            continue
+        if storage._cdata not in numbers:
+            numbers[storage._cdata] = len(memories)
+            memories.append(storage.nbytes())
+        gradients.append(Gradient(None, numbers[storage._cdata], dense))
+    return Needs(forward_bytes, count.peak_bytes, kept_bytes, out_bytes, tuple(gradients), tuple(memories))
+
+
+__all__ = ["Gradient", "Needs", "needs_of"]
