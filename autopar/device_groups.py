@@ -1,11 +1,12 @@
-"""Where stages of a plan are: on as many devices as their meshes have, each group on its own."""
+"""Where stages of a plan are: on as many devices as their meshes have, each group on its own; and what the stages of a
+group share."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from autopar.errors import MeshError, PlanError
-from autopar.placements import Mesh, n_devices
+from autopar.placements import Mesh, State, is_cut, n_devices
 from cost_models.pipeline.actions import Schedule
 
 
@@ -43,4 +44,19 @@ def check_within(devices: Sequence[Sequence[int]], n: int, there: str) -> None:
             raise MeshError(f"stage {number} is on rank {max(ranks)}, {n} {there}: 0 to {n - 1}")
 
 
-__all__ = ["check_places", "check_within"]
+def stored_differently(stages: Sequence[tuple[Mesh, Mapping[str, State]]]) -> list[str]:
+    """Names of tensors that stages of one group of devices store in more than one way.
+
+    A rank has one tensor for all stages that it runs. A tensor that nothing cuts is the same whole one on any mesh.
+
+    Args:
+        stages: of each, its mesh and the placements of what it stores, by name.
+    """
+    ways: dict[str, set[tuple[Mesh, State] | None]] = {}
+    for mesh, states in stages:
+        for name, state in states.items():
+            ways.setdefault(name, set()).add((mesh, state) if is_cut(state) else None)
+    return [name for name, different in ways.items() if len(different) > 1]
+
+
+__all__ = ["check_places", "check_within", "stored_differently"]

@@ -35,7 +35,7 @@ from autopar.runtime.reached import ReachedBy, reached_by
 from autopar.runtime.recaptured import differs, skeleton_of, with_buffers_of
 from autopar.runtime.registering import Placing
 from autopar.runtime.same_batch import Calls, Seen
-from autopar.runtime.schedule_check import check_rows
+from autopar.runtime.schedule_check import check_buffers, check_rows
 from autopar.runtime.spread import SpreadModule, check_mode
 from autopar.runtime.stage import Stage, device_of
 from autopar.runtime.stagewise import flat_optimizer_states, refuse_norms_on
@@ -110,6 +110,7 @@ class PipelineModule(SpreadModule):
         self._steps = 0
         self._parts = cut(captured.graph, plan.starts)
         check_rows(plan.schedule, self._parts)
+        check_buffers(plan, {name for name, _ in model.named_buffers(remove_duplicate=False)})
         well = meeting.tell if meeting is not None else lambda: None
         well()
         wires, tied = wires_of(self._parts, plan), tied_parameters(self._parts, plan)

@@ -78,7 +78,7 @@ class Placing:
     def registered_buffers(self) -> Buffers:
         """Place and register the buffers; this rank's part of each, and of the constants of the model's code.
 
-        A buffer that another stage of this rank has registered is used again if it is placed alike.
+        A buffer that another stage of this rank has registered is used again; the plan places it alike there.
         """
         placed: Buffers = {}
         shown: dict[str, torch.Tensor] = {}

@@ -1,10 +1,13 @@
-"""Whether the rows of a schedule can be run: by whom they were written does not matter."""
+"""Whether the rows of a schedule can be run, and its stages beside each other: whoever wrote them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+from autopar.device_groups import stored_differently
 from autopar.errors import PlanError
+from autopar.placements import format_state
+from autopar.plan import Plan
 from autopar.staging import StageGraph
 from cost_models.pipeline import Deadlock, Edge, Schedule, check_channels, simulate, times
 from cost_models.pipeline.asynchronous import ASYNCHRONOUS
@@ -42,4 +45,28 @@ def check_rows(schedule: Schedule, graphs: Sequence[StageGraph]) -> None:
             )
 
 
-__all__ = ["check_rows"]
+def check_buffers(plan: Plan, names: Collection[str]) -> None:
+    """Refuse a plan whose stages on the same devices store a buffer in several ways: a rank has one tensor for all.
+
+    Args:
+        names: of the model's buffers. Tensors that its code makes are each stage's own.
+
+    Raises:
+        PlanError: with the buffer, the stages, and how each stores it.
+    """
+    for of_group in plan.schedule.stages_of_rank:
+        stages = [(plan.stages[s].mesh, plan.stages[s].buffers) for s in of_group]
+        for name in stored_differently(stages):
+            if name in names:
+                ways = ", ".join(
+                    f"stage {s} as {format_state(plan.stages[s].buffers[name])}"
+                    for s in of_group if name in plan.stages[s].buffers
+                )  # fmt: skip
+                raise PlanError(
+                    f"buffer '{name}' is read by stages on the same devices, which store it in several ways: {ways}; "
+                    "a rank has one tensor for all of them. Write the same placement into 'buffers' of these stages "
+                    "of the plan file (R on every axis always fits), or plan the model again"
+                )
+
+
+__all__ = ["check_buffers", "check_rows"]

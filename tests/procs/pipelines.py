@@ -22,6 +22,7 @@ from autopar.errors import PlanError, RunError
 from autopar.graph import Graph
 from autopar.placements import Mesh
 from autopar.plan import Plan
+from autopar.planner.inter_op.shared_buffers import with_agreed_buffers
 from autopar.planner.intra_op.draw import random_plan
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.planner.intra_op.price import pricer
@@ -124,9 +125,9 @@ def make_plan(captured: Captured, config: Config) -> Plan:
                     stage.graph, rules, priced, seed, recompute=segments, gather_again=config.gather_again,
                     make_again=config.make_again,
                 )  # fmt: skip
-            places = {name: choice.stored for name, choice in plan.params.items()} | dict(plan.buffers)
+            places = {name: choice.stored for name, choice in plan.params.items()}
             if all(stored.get((group, name), state) == state for name, state in places.items()):
-                break  # a parameter or buffer of two stages of one group is stored once
+                break  # a parameter of two stages of one group is stored once
         else:
             raise AssertionError(f"stage {number}: no plan stores its parameters like the other stage of group {group}")
         stored.update({(group, name): state for name, state in places.items()})
@@ -135,7 +136,8 @@ def make_plan(captured: Captured, config: Config) -> Plan:
             for name, choice in plan.params.items()
         }
         choices.append(dataclasses.replace(plan, first=begin, devices=devices[group], params=params))
-    return Plan(graph.fingerprint, cluster.name, tuple(choices), schedule, crossings_of(graphs))
+    agreed = with_agreed_buffers(graphs, choices, schedule, cluster)
+    return Plan(graph.fingerprint, cluster.name, tuple(agreed), schedule, crossings_of(graphs))
 
 
 def cut_stages(graph: Graph, schedule: Schedule, config: Config) -> tuple[list[str], Sequence[StageGraph]]:

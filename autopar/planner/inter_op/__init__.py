@@ -11,6 +11,7 @@ In the order in which a search passes through, driven by :mod:`.stage_search`:
 :mod:`.order`        schedules that are searched for
 :mod:`.timing`       what a simulator needs to know of planned stages: :mod:`.phases`, :mod:`.beside`
 :mod:`.stage_pins`   what a user asks of the whole model, for each stage; :mod:`.layouts`: in the words that people use
+:mod:`.shared_buffers` what stages on the same devices store once
 :mod:`.replan`       a finished plan with one stage or cut changed
 ==================== ==================================================================================================
 """

@@ -21,6 +21,7 @@ from autopar.placements import Mesh, mesh_text
 from autopar.plan import Plan, StagePlan, one_stage
 from autopar.planner.inter_op.blocks import Block, blocks
 from autopar.planner.inter_op.order import SEARCHED, START, better_order
+from autopar.planner.inter_op.shared_buffers import with_agreed_buffers
 from autopar.planner.inter_op.stage_pins import of_stage
 from autopar.planner.inter_op.timing import timing_of
 from autopar.planner.inter_op.transplant import structure, transplant
@@ -305,7 +306,7 @@ class ExactPlans:
             choices.append(plan)
             asked.append(options)
         self._refine(graphs, choices, asked, schedule)
-        return choices
+        return with_agreed_buffers(graphs, choices, schedule, self.cluster)
 
     @cached_property
     def _may_recompute(self) -> bool:

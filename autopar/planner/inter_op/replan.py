@@ -13,6 +13,7 @@ from functools import cached_property
 from autopar.graph import Graph
 from autopar.plan import Plan, StagePlan
 from autopar.planner.inter_op.blocks import blocks
+from autopar.planner.inter_op.shared_buffers import with_agreed_buffers
 from autopar.planner.inter_op.stage_pins import of_stage
 from autopar.planner.inter_op.timing import timing_of
 from autopar.planner.intra_op.fold import fold
@@ -58,6 +59,7 @@ class Replanner:
     def _simulated(
         self, graphs: Sequence[StageGraph], stages: tuple[StagePlan, ...]
     ) -> tuple[Plan, Timeline]:
+        stages = tuple(with_agreed_buffers(graphs, stages, self.plan.schedule, self.cluster))
         timing, step = timing_of(graphs, stages, self.plan.schedule, self.cluster)
         timeline = simulate(self.plan.schedule, timing)
         seconds = timeline.makespan_seconds + step

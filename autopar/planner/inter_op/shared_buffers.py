@@ -1,0 +1,63 @@
+"""Buffers that several stages on the same devices read: a rank stores one tensor for all of them, so they agree on how.
+
+Stages are solved one by one, and each would place a buffer (``inv_freq`` of a rotary embedding, a mask) as its own
+operators want it. Where two stages of a group of devices differ, all of them store that buffer whole, and each cuts
+what it reads out of it: a slice, which costs no communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autopar.device_groups import stored_differently
+from autopar.graph import Graph
+from autopar.placements import State, whole_state
+from autopar.plan import StagePlan
+from autopar.planner.intra_op.complete import complete
+from autopar.planner.intra_op.price import pricer
+from autopar.rules.registry import rules_of
+from autopar.rules.strategy import strategy_named
+from autopar.staging import StageGraph
+from cost_models.pipeline import Schedule
+from hardware_profiles import Cluster
+
+
+def with_agreed_buffers(
+    graphs: Sequence[StageGraph], stages: Sequence[StagePlan], schedule: Schedule, cluster: Cluster
+) -> list[StagePlan]:
+    """The stages' plans, in which stages of a group of devices store each buffer in one way.
+
+    Args:
+        graphs, stages: by stage.
+        cluster: prices the plans that change.
+    """
+    agreed = list(stages)
+    for of_group in schedule.stages_of_rank:
+        names = stored_differently([(stages[s].mesh, stages[s].buffers) for s in of_group])
+        for s in of_group:
+            whole = {name: whole_state(stages[s].mesh) for name in names if name in stages[s].buffers}
+            if any(stages[s].buffers[name] != state for name, state in whole.items()):
+                agreed[s] = _with_buffers(graphs[s].graph, stages[s], whole, cluster)
+    return agreed
+
+
+def _with_buffers(graph: Graph, plan: StagePlan, changed: dict[str, State], cluster: Cluster) -> StagePlan:
+    """The same decisions with some buffers stored in another way, routed and priced anew."""
+    rules = rules_of(graph)
+    decided = {
+        i: strategy_named(graph, node, rules[i], plan.ops[node.name])
+        for i, node in enumerate(graph.nodes) if node.kind == "op"
+    }  # fmt: skip
+    params = {i: plan.params[node.target] for i, node in graph.of_kind("param")}
+    outputs = {position: state for position, state in enumerate(plan.outputs) if state is not None}
+    done = complete(
+        graph, rules, pricer(cluster, plan.mesh, plan.devices), decided, params, outputs, inputs=plan.inputs,
+        buffers={**plan.buffers, **changed}, optimizer=plan.optimizer, microbatches=plan.microbatches,
+        in_flight=plan.in_flight, recompute=plan.recompute, gather_again=plan.gather_again,
+        make_again=plan.make_again,
+    )  # fmt: skip
+    return replace(done, solution=plan.solution)
+
+
+__all__ = ["with_agreed_buffers"]
