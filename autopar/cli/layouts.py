@@ -36,6 +36,12 @@ def show(outcome: Outcome, hardware: Cluster, top: int, layout: Layout | None, p
     if pinned is not None and layout is not None:
         times = pinned.seconds / outcome.plan.seconds
         out().print(f"  {layout.text}: {show_seconds(pinned.seconds)} a step, {times:.3f} times the best", markup=False)
+        if layout.is_default:
+            out().print(
+                "  with one row of the batch on every data rank in a microbatch (mbs=1); words such as mbs=2 or m=4 "
+                "ask for others",
+                markup=False,
+            )
         if layout.free:
             out().print(
                 f"  {', '.join(layout.free)}: left to the planner, which keeps parameters and cuts sequences as is "

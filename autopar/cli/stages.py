@@ -51,7 +51,8 @@ def describe(
     groups = facts["groups"]
     console.print(
         styled("[bold]{} group{}[/bold] of devices on {}, ", groups, "s" if groups != 1 else "", plan.cluster)
-        + f"schedule {plan.schedule.name}, {plan.microbatches} microbatches, {plan.n_devices} devices"
+        + f"schedule {plan.schedule.name}, {plan.microbatches} microbatch{'es' if plan.microbatches != 1 else ''}, "
+        f"{plan.n_devices} devices"
     )
     if asked := show_pins(plan.pins):
         console.print(f"asked for: {asked}", markup=False)

@@ -31,6 +31,8 @@ def test_words() -> None:
     full = parse_layout("dp=2,m=4,recompute=full").asked(graph, PipelineOptions(1), 2, 8)
     assert full.options.recompute == ("transformer.h.*",) == (block_pattern(graph, ""),)
     assert not parse_layout("dp=2,recompute=none").asked(graph, PipelineOptions(1), 2, 8).may_recompute
+    some = parse_layout("dp=2,recompute=selective").asked(graph, PipelineOptions(1), 2, 8)
+    assert some.may_recompute and not some.options.recompute
     assert parse_layout("tp=1").mesh == (("data", 1),)
     assert parse_layout("pp=4,schedule=zb-h1").schedule == "zb-h1"
 
@@ -41,8 +43,7 @@ def test_words() -> None:
         ("tp=8,zz=3", "'zz=3' is no word of a layout"),
         ("tp=8,tp=4", "'tp' stands there twice"),
         ("tp=x", "tp is 'x'; give a whole number of 1 or more: tp=8"),
-        ("recompute=selective", "selective recomputation (parts of a block) is not there yet"),
-        ("recompute=some", "recompute is 'some'; use none or full"),
+        ("recompute=some", "recompute is 'some'; use none, selective or full"),
         ("zero=4", "zero is '4'; write zero=0, 1, 2 or 3"),
         ("mbs=1,m=4", "mbs and m say the same"),
         ("vp=2", "vp=2 needs a pipeline"),

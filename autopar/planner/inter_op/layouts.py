@@ -5,7 +5,8 @@
     mbs             rows of the batch on every data rank in one microbatch; 1 unless it is given
     m               microbatches of a step, instead of mbs
     schedule        1f1b, zb-h1, ...; by default 1f1b, or interleaved-1f1b where vp is more than 1
-    recompute       none, or full: every block of the model runs again; left to the planner unless it is given
+    recompute       none; full: every block of the model runs again; selective: operators that the planner chooses,
+                    as where nothing is given
     zero, sp        accepted and left to the planner, which keeps every parameter and cuts every sequence as is cheapest
 """
 
@@ -36,6 +37,7 @@ class Layout:
         groups: ``pp``.
         rows: of a microbatch on every data rank.
         microbatches: of a step; None where ``rows`` says it.
+        is_default: neither was given, so that ``rows`` is 1.
         free: words that name what the planner decides all the same.
     """
 
@@ -44,6 +46,7 @@ class Layout:
     groups: int
     rows: int
     microbatches: int | None
+    is_default: bool
     schedule: str
     recompute: str | None
     free: tuple[str, ...]
@@ -96,7 +99,7 @@ class Layout:
             options = replace(options, recompute=(block_pattern(graph, self.text),))
         return replace(
             base, microbatches=self.microbatches_of(rows), groups=self.groups, mesh=self.mesh, options=options,
-            schedules=(self.schedule,), may_recompute=self.recompute is None,
+            schedules=(self.schedule,), may_recompute=self.recompute in (None, "selective"),
         )  # fmt: skip
 
 
@@ -127,13 +130,8 @@ def parse_layout(text: str) -> Layout:
         else:
             others[word] = value
     recompute = others.get("recompute")
-    if recompute == "selective":
-        raise PlanError(
-            f"--like {text}: selective recomputation (parts of a block) is not there yet; use recompute=none or "
-            "recompute=full, or leave it out: the planner then chooses blocks"
-        )
-    if recompute not in (None, "none", "full"):
-        raise PlanError(f"--like {text}: recompute is '{recompute}'; use none or full")
+    if recompute not in (None, "none", "selective", "full"):
+        raise PlanError(f"--like {text}: recompute is '{recompute}'; use none, selective or full")
     if "m" in numbers and "mbs" in numbers:
         raise PlanError(f"--like {text}: mbs and m say the same; give one of them")
     groups, deep = numbers.get("pp", 1), numbers.get("vp", 1)
@@ -145,8 +143,9 @@ def parse_layout(text: str) -> Layout:
     check_name(schedule)
     sizes = {word: numbers.get(word, 1) for word in AXES}
     return Layout(
-        text, sizes, groups, numbers.get("mbs", 1), numbers.get("m"), schedule, recompute, tuple(free)
-    )
+        text, sizes, groups, numbers.get("mbs", 1), numbers.get("m"), not numbers.keys() & {"mbs", "m"}, schedule,
+        recompute, tuple(free),
+    )  # fmt: skip
 
 
 def block_pattern(graph: Graph, text: str) -> str:
