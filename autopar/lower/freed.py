@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from autopar.torch_private import is_traceable_wrapper_subclass, pytree
+from autopar.torch_private import is_traceable_wrapper_subclass, keeps_graph, pytree
 
 _FREED: weakref.WeakValueDictionary[int, Freed] = weakref.WeakValueDictionary()
 """Tensors that may be empty now, by storage."""
@@ -27,10 +28,12 @@ class Freed:
     Attributes:
         empty: its memory is given up now. (Storages of tensors without values grow again when they are looked at, so
             their size does not say it.)
+        waiting: numbers of the readers whose backward may still ask for it.
     """
 
     def __init__(self, whole: torch.Tensor) -> None:
         self.empty = False
+        self.waiting: set[int] = set()
         self.values = [x.data for x in parts(whole)]  # .data: filling it is no change that autograd looks for
         self.storages = [x.untyped_storage() for x in self.values]
         self.n_bytes = [storage.nbytes() for storage in self.storages]
@@ -65,10 +68,25 @@ class Freed:
         """Free now, fill before the backward of any of the readers' results, free before that of the maker."""
         results = [x for x in pytree.tree_leaves(readers) if isinstance(x, torch.Tensor)]
         nodes = {x.grad_fn for x in results if x.grad_fn is not None}
-        for node in nodes:
-            node.register_prehook(self.fill)
+        self.waiting.update(range(len(nodes)))
+        for number, node in enumerate(nodes):
+            node.register_prehook(partial(self._asked, number))
         maker.register_prehook(self.free)
         self.free()
+
+    def _asked(self, number: int, *_: Any) -> None:
+        """The backward of a reader begins: unless it keeps its graph, it asks only once, as autograd lets go of what
+        the reader has saved."""
+        if number not in self.waiting:
+            return
+        self.fill()
+        if not keeps_graph():
+            self.waiting.remove(number)
+            if not self.waiting:
+                self.let_go()
+
+    def let_go(self) -> None:
+        """No reader asks for the values any more; for those who hold something to make them from."""
 
 
 def parts(x: torch.Tensor) -> list[torch.Tensor]:

@@ -1,6 +1,6 @@
 """Copies that are freed after the forward and gathered again when the backward first needs them (:mod:`.freed`).
 
-The piece that a copy was gathered from is kept in between, as a saved tensor is.
+The piece that a copy was gathered from is kept until the backward of the copy's last reader, as a saved tensor is.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import spmd_types as spmd
 import torch
 
+from autopar.errors import RunError
 from autopar.lower import collectives
 from autopar.lower.freed import Freed, fill_all, is_empty
 from autopar.lower.segments import current_mesh, on_mesh
@@ -33,7 +34,15 @@ class _Copy(Freed):
         self.piece = pack(piece)
         self.mesh = current_mesh()
 
+    def let_go(self) -> None:
+        self.piece = None
+
     def again(self) -> None:
+        if self.piece is None:
+            raise RunError(
+                "a second backward asks for a copy that was gathered again for the first one; call the first one with "
+                "retain_graph=True, or plan without gather_again"
+            )
         with torch.no_grad(), on_mesh(self.mesh) if self.mesh is not None else contextlib.nullcontext():
             x = self.unpack(self.piece)
             fill_all([x])  # a view of another copy, or made by a segment that runs again

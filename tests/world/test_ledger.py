@@ -20,6 +20,7 @@ from autopar.capture import Captured, capture
 from autopar.certificate import check
 from autopar.errors import PlanError
 from autopar.lower.emit import lower
+from autopar.lower.freed import Freed
 from autopar.placements import Mesh
 from autopar.plan import Plan, StagePlan
 from autopar.planner.inter_op.phases import phases
@@ -268,6 +269,36 @@ def test_a_copy_gathered_again_is_not_kept_and_gives_the_same_numbers() -> None:
     state = tuple(map(V.doubled, (*V.state_of(captured, model), V.inputs_of(captured, (x,), {}))))
     reference = V.train(captured, V.one_device(graph), *state)
     assert V.compare("again", V.train(captured, plan, *state), reference).worst < 1e-12
+
+
+class OneMore(Freed):
+    """A tensor and one, given up until the backward."""
+
+    def __init__(self, whole: Tensor, piece: Tensor) -> None:
+        super().__init__(whole)
+        self.piece: Tensor | None = piece
+
+    def again(self) -> None:
+        assert self.piece is not None
+        self.put(self.piece + 1)
+
+    def let_go(self) -> None:
+        self.piece = None
+
+
+def test_what_a_copy_is_filled_from_goes_with_the_last_reader_that_keeps_no_graph() -> None:
+    leaf = torch.ones(4, requires_grad=True)
+    piece = leaf + 2
+    whole = piece + 1
+    readers = whole.sin(), whole.cos()
+    copy = OneMore(whole, piece.detach())
+    copy.until_backward(whole.grad_fn, readers)
+    for reader, keeps in ((readers[0], True), (readers[0], False), (readers[1], False)):
+        assert copy.piece is not None
+        reader.sum().backward(retain_graph=keeps)
+    assert copy.piece is None and leaf.grad is not None
+    four = torch.full((4,), 4.0)
+    assert torch.allclose(leaf.grad, 2 * four.cos() - four.sin())
 
 
 def test_copies_that_no_backward_asks_for_are_not_gathered_again_nor_paid_for() -> None:

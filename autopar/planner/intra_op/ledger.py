@@ -231,7 +231,7 @@ class Walk:
         if not node.needs_grad or not saved.keeps:
             return
         if segment >= 0:
-            self.segments[segment].active = True
+            self.segments[segment].active, self.segments[segment].asks = True, i
         for position in saved.ins:
             self.keep(places[position][0], Keeper(i, "in", position), segment)
         for memory, (_, kept), number in zip(fresh, saved.memories, range(len(fresh)), strict=True):
@@ -386,14 +386,18 @@ class Walk:
         for number, memory, _ in self.taken if given_up else ():
             if self.segments[number].active:
                 takers.setdefault(memory, set()).add(number)
-        begin = [segment.ops[-1] if segment.ops else -1 for segment in self.segments]
+        begin = [segment.asks for segment in self.segments]
         for memory in sorted(given_up, key=lambda m: -self.memories[m].segment):  # of later segments first
             asked = [begin[number] for number in takers.get(memory, ())]
             for lies in (memory, *copies_of.get(memory, ())):
                 asked += [i for i in self.readers.get(lies, ()) if i not in self.segment_of]
             number = self.memories[memory].segment
             begin[number] = max([begin[number], *asked])
-        return tuple((b, s.ops[0] if s.ops else -1) for b, s in zip(begin, self.segments, strict=True))
+        last = [segment.ops[-1] if segment.ops else -1 for segment in self.segments]
+        return tuple(
+            (b if b >= 0 else end, s.ops[0] if s.ops else -1)
+            for b, end, s in zip(begin, last, self.segments, strict=True)
+        )  # fmt: skip
 
 
 def _padded_shape(shape: Sequence[int], src: State, dst: State, mesh: Mesh) -> tuple[int, ...]:

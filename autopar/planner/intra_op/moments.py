@@ -102,6 +102,10 @@ class StepMoments:
         """What the ledger knows: memory with its readers and keepers."""
         walk = self.walk
         of_segment: dict[int, list[int]] = {}
+        last_asks: dict[int, int] = {}  # of pieces, the operator whose backward is the last to ask for a copy
+        for copy, piece in walk.piece_of.items():
+            asking = walk.readers.get(copy, ())
+            last_asks[piece] = min([last_asks.get(piece, self.n), *(self.at_of[i] for i in asking)])
         for memory, (n_bytes, _, given, segment) in enumerate(walk.memories):
             if given or not n_bytes:
                 continue
@@ -112,15 +116,16 @@ class StepMoments:
                 first = self.back(min((self._let_go(keeper.node, entry) for keeper in entry.keepers), default=made))
                 if entry.decision == "keep":
                     until = max(until, first)
-                elif entry.decision == "gather again":
-                    readers = walk.readers.get(memory, ())
-                    if readers:
-                        again = self.back(self.at_of[max(readers)], 0)
-                        self.lives(n_bytes, again, self.back(made, 0))
-                        self.beside[again] += n_bytes  # gathered beside, and copied into its place
+                    if last_asks.get(memory, self.n) < self.n:
+                        until = max(until, self.back(last_asks[memory]))
                 elif entry.segment is not None:
                     begin = self.back(self.at_of[self.holds.lives[entry.segment][0]], 0)
                     self.lives(n_bytes, begin, self.back(made, 0) if memory in walk.given_up else first)
+            readers = walk.readers.get(memory) if memory in walk.piece_of else None
+            if readers:  # its backward asks for the copy, even where autograd keeps nothing of it
+                again = self.back(self.at_of[max(readers)], 0)
+                self.lives(n_bytes, again, self.back(made, 0))
+                self.beside[again] += n_bytes  # gathered beside, and copied into its place
             self.lives(n_bytes, made, until)
         for segment, memories in of_segment.items():
             if self.holds.segments[segment].active:

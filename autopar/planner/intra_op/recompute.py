@@ -130,11 +130,13 @@ class Segment:
         ops: numbers of its operators.
         steps: reshard steps ``(tensor, from, to)``, as lowering makes them: before the first operator that wants them.
         active: some operator keeps something for the backward, so the segment does run again.
+        asks: the last of those operators, whose backward is the first that asks for it; -1 if there is none.
     """
 
     ops: list[int] = field(default_factory=list)
     steps: list[tuple[Ref, State, State]] = field(default_factory=list)
     active: bool = False
+    asks: int = -1
 
 
 __all__ = ["Segment", "is_asked", "patterns_in", "segment", "segments_of"]
