@@ -170,6 +170,7 @@ def _recount(
                 torch.autograd.backward(wanting, [torch.ones_like(value) for value in wanting])
     report.again_bytes = pricer.again_bytes
     report.compute_seconds = sum(pricer.seconds) * plan.microbatches
+    report.activation_seconds = sum(pricer.copy_seconds) * plan.microbatches
     for group, kind, n_bytes in counter.seen:
         axis = names[group]
         report.collectives[axis, kind] += 1
@@ -192,6 +193,7 @@ class _Priced(Watched):
         self.source, self.device, self.flops = graph, device, flops
         self.mesh = program.mesh
         self.seconds: list[float] = []
+        self.copy_seconds: list[float] = []  # of reshards without a collective
         self.targets = {node.name: node.target for node in graph.nodes}
         self.kinds = {
             node.name: rule for node, rule in zip(graph.nodes, rules_of(graph), strict=True) if rule is not None
@@ -209,7 +211,7 @@ class _Priced(Watched):
             spent = self._op(n, ins, outs, flops, lambda: self._key(n, args, kwargs, outs))
             self.seconds.append(spent.forward if self.second else spent.total)
         elif n.op == "call_function" and "step" in meta:
-            self.seconds.append(self._copy(meta, result))
+            self.copy_seconds.append(self._copy(meta, result))
         return result
 
     def _key(self, n: torch.fx.Node, args: Any, kwargs: Mapping[str, Any], outs: list[Any]) -> str | None:

@@ -118,7 +118,7 @@ def _class_loss(call: Call, distributed: Any, gathers: bool) -> Rule:
     comm = [Comm(f, "all_reduce", (), item) for f in rows if reduction == MEAN]
     if not v_whole:
         comm += [Comm("v", "all_reduce", tuple(rows), item)] if gathers else []
-        comm += [Comm("v", "all_reduce", tuple(rows), item)] * n_sums
+        comm.append(Comm("v", "all_reduce", tuple(rows), n_sums * item))  # the sums of a row travel together
     return line(
         f"{x}, {target}{', v' if weighted else ''} -> {out}",
         call,

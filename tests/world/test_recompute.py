@@ -94,6 +94,30 @@ def test_uneven_pieces_run_again_as_they_ran_first() -> None:
     assert V.compare("uneven", V.train(captured, plan, *state), reference).worst < 1e-12
 
 
+class Classes(torch.nn.Module):
+    """The loss of a linear classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = torch.nn.Linear(16, 32)
+
+    def forward(self, x: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(self.a(x), classes, label_smoothing=0.1)
+
+
+def test_sums_of_a_loss_over_classes_are_priced_as_they_travel() -> None:
+    """Together in one collective, and as often as the loss runs."""
+    captured = capture(Classes(), (torch.randn(8, 16), torch.randint(32, (8,))))
+    graph, mesh, rules = captured.graph, (("data", 2), ("tensor", 2)), rules_of(captured.graph)
+    loss = next(n.name for n in graph.nodes if "cross_entropy" in n.target)
+    chosen = {i: strategy_named(graph, n, rules[i], ("v", "v")) for i, n in graph.of_kind("op") if n.name == loss}
+    for again in ([], [(loss, loss)]):
+        plan = complete(graph, rules, pricer(CLUSTER, mesh), chosen, {}, {}, recompute=again)  # type: ignore[arg-type]
+        report = check(plan, graph, CLUSTER, tolerance=1e-9)
+        assert report.ok, report.failures
+        assert report.compute_seconds == pytest.approx(plan.price.compute_seconds)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_less_is_kept(name: str) -> None:
     """One device: what autograd keeps falls by what the price says, less the block that lives again."""
