@@ -6,6 +6,10 @@ the rank that failed. Where a step goes on for :data:`GRACE_SECONDS` after the n
 aborted, so that what waits ends with an error, and that error names the rank that failed first, where, and how. Nothing
 is written in a step that ends well, and nothing is read more often than once in :data:`QUIET_SECONDS`.
 
+A lost connection is never a rank's own failure. Where no rank failed in a step, one has ended outside of it: between
+steps, by an interrupt, by an error of the data, or because it has no more batches. It writes that as it ends, if it is
+not killed; else those that lost it name the ranks of which nothing is heard.
+
 A rank that goes on after an error of its own (a batch is skipped) must not start its next step while others are still
 in the broken one: its collectives would pair with theirs, and give wrong numbers. So it first waits, in the store,
 until every rank has broken off the same step. That goes well where all fail alike and nobody had to be aborted.
@@ -13,8 +17,10 @@ until every rank has broken off the same step. That goes well where all fail ali
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
+import sys
 import threading
 import time
 import weakref
@@ -27,6 +33,7 @@ from autopar.errors import AutoparError, RunError
 from autopar.torch_private import default_store, default_timeout_seconds
 
 _MADE: dict[tuple[int, ...], Any] = {}
+_of_all_modules: weakref.WeakSet[Failures] = weakref.WeakSet()
 POLL_SECONDS = 0.01
 NEWS_SECONDS = 1.0
 """How long a rank whose collective failed waits to hear which rank failed first."""
@@ -36,6 +43,11 @@ GRACE_SECONDS = 4.0
 """How long a rank has after the news to break off the step by itself: all may fail alike, one after the other."""
 SHOWN = 2000
 """Characters of another rank's error that are shown."""
+MOST_NAMED = 8
+"""Ranks that are named of those of which nothing is heard."""
+_SOMEONE = "a rank"
+_ENDED = "ended"
+"""Under which the first rank that ends between steps says so."""
 
 
 class Failures:
@@ -59,6 +71,7 @@ class Failures:
         self.where = ""
         self.aborted = ""
         self.watch = _Watch(self, abort, stays_armed) if abort is not None else None
+        _of_all_modules.add(self)
 
     @contextlib.contextmanager
     def during(self, where: str) -> Iterator[None]:
@@ -75,36 +88,36 @@ class Failures:
                 raise RunError(self.aborted)
         except BaseException as error:
             waited = _is_of_a_collective(error) or (self.aborted and isinstance(error, RuntimeError))
-            if waited and (first := self.aborted or self._first()):
-                news = f"{first}\n  rank {self.rank} waited for it in {where}: {str(error)[:SHOWN]}"
-                self._write(where, news)
-                raise RunError(news) from error
+            if waited and (first := self.aborted or self._first_after(error)):
+                self._write(where, "" if first.startswith(_SOMEONE) else first, of_another=True)
+                raise RunError(f"{first}\n  rank {self.rank} waited for it in {where}: {str(error)[:SHOWN]}") from error
             self._write(where, f"{type(error).__name__}: {str(error)[:SHOWN]}")
             raise
         finally:
             if self.watch is not None:
                 self.watch.end()
 
-    def _write(self, where: str, text: str) -> None:
+    def _write(self, where: str, text: str, of_another: bool = False) -> None:
+        """Say that this rank has broken off a step; ``of_another``: for what the text says of another rank."""
         self.where = self.where or where
         self.count += 1
         with contextlib.suppress(dist.DistError, RuntimeError):  # the store may be gone with the rank that has it
-            self.store.set(str(self.rank), f"{self.count}|{int(bool(self.aborted))}|{where}|{text}")
+            self.store.set(str(self.rank), f"{self.count}|{int(bool(self.aborted))}|{int(of_another)}|{where}|{text}")
             self.store.set(f"broken {self.count}", str(self.rank))
 
     def news(self) -> str:
         """Which rank has broken off a step that this one has not; empty if none has."""
         with contextlib.suppress(dist.DistError, RuntimeError):
             if self.store.check([f"broken {self.count + 1}"]):
-                return self._first()
+                return self._first() or self._someone(late=False)
         return ""
 
-    def _read(self, rank: int) -> tuple[int, bool, str, str]:
-        """How many steps another rank has broken off, whether it aborted its groups, and the last: where, and why."""
+    def _read(self, rank: int) -> tuple[int, bool, str]:
+        """How many steps another rank has broken off, whether it aborted its groups, and what it says of the last."""
         if not self.store.check([str(rank)]):
-            return 0, False, "", ""
-        count, aborted, where, text = self.store.get(str(rank)).decode().split("|", 3)
-        return int(count), aborted == "1", where, text
+            return 0, False, ""
+        count, aborted, of_another, where, text = self.store.get(str(rank)).decode().split("|", 4)
+        return int(count), aborted == "1", text if of_another == "1" else f"rank {rank} failed in {where}: {text}"
 
     def _first(self) -> str:
         """What another rank says that has broken off more steps than this one; empty if none says so in time."""
@@ -112,11 +125,42 @@ class Failures:
         with contextlib.suppress(dist.DistError, RuntimeError):
             while time.monotonic() < end:
                 for rank in self.others:
-                    count, _, where, text = self._read(rank)
-                    if count > self.count:
-                        return text if " waited for it in " in text else f"rank {rank} failed in {where}: {text}"
+                    count, _, text = self._read(rank)
+                    if count > self.count and text:
+                        return text
+                if self.store.check([_ENDED]):
+                    return self.store.get(_ENDED).decode()
                 time.sleep(POLL_SECONDS)
         return ""
+
+    def _first_after(self, error: BaseException) -> str:
+        """What became of the rank that a failed collective waited for, as far as ranks say it; empty if the error is
+        not of another rank, but of what this one asked for."""
+        if not _is_of_another_rank(error):
+            return self._first()
+        with contextlib.suppress(dist.DistError, RuntimeError):
+            self.store.set(f"lost {self.count + 1} {self.rank}", "")
+        return self._first() or self._someone(any(word in str(error) for word in _LATE))
+
+    def _someone(self, late: bool) -> str:
+        """That it is not known who failed, with the ranks that may have: those that do not wait, too."""
+        lost, silent = f"lost {self.count + 1} ", []
+        with contextlib.suppress(dist.DistError, RuntimeError):
+            silent = [rank for rank in self.others if not self.store.check([f"{lost}{rank}"])]
+        named = f"; nothing is heard of rank {', '.join(map(str, silent[:MOST_NAMED]))}" if silent else ""
+        named += ", .." if len(silent) > MOST_NAMED else ""
+        if late:
+            return f"{_SOMEONE} did not come to this step within the time-out of the process group{named}"
+        return f"{_SOMEONE} has ended outside of this module's steps{named}; its own output says why"
+
+    def note_end(self) -> None:
+        """This rank ends between steps, with the error that ended the script if there was one."""
+        error = getattr(sys, "last_value", None)
+        if self.where or (error is not None and _is_of_another_rank(error)):
+            return  # it only waited for another one
+        how = f": {type(error).__name__}: {str(error)[:SHOWN]}" if error is not None else "; its own output says why"
+        with contextlib.suppress(dist.DistError, RuntimeError):
+            self.store.compare_set(_ENDED, "", f"rank {self.rank} has ended outside of this module's steps{how}")
 
     def settle(self) -> None:
         """Before a step: if an earlier one broke off here, wait until it has on all ranks.
@@ -201,6 +245,26 @@ def _is_of_a_collective(error: BaseException) -> bool:
     if isinstance(error, AutoparError):
         return False
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+_LATE = ("imed out", "imeout")
+_GONE = (
+    "onnection closed", "onnection reset", "onnection refused", "roken pipe", "Read error", "Write error",
+    "remote process exited", "was aborted",
+)  # fmt: skip
+"""What gloo, NCCL and stores say of a peer that is late, or gone."""
+
+
+def _is_of_another_rank(error: BaseException) -> bool:
+    return _is_of_a_collective(error) and any(word in str(error) for word in (*_LATE, *_GONE))
+
+
+@atexit.register
+def _note_ends() -> None:
+    """Where the process group was ended in order, all ranks have come to the end, and its store may be gone."""
+    if dist.is_initialized():
+        for failures in list(_of_all_modules):
+            failures.note_end()
 
 
 __all__ = ["Failures"]

@@ -1,0 +1,93 @@
+"""What ranks say of one that failed, ended or is late: the three ranks of a store, in one process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from autopar.errors import RunError
+from autopar.runtime import failures
+from autopar.runtime.failures import Failures
+
+LOST = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:35551")
+LATE = RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 30000ms for recv operation")
+MISUSED = RuntimeError("ProcessGroupGloo: Invalid scalar type")
+ENDED = "has ended outside of this module's steps"
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Failures]]:
+    store = dist.HashStore()
+    monkeypatch.setattr(failures, "NEWS_SECONDS", 0.05)
+    monkeypatch.setattr(failures, "default_store", lambda: store)
+    monkeypatch.setattr(failures, "default_timeout_seconds", lambda: 1.0)
+    made = []
+    for rank in range(3):
+        monkeypatch.setattr(failures, "_MADE", {})
+        with mock.patch.object(dist, "get_rank", return_value=rank):
+            made.append(Failures(range(3)))
+    yield made
+    for each in made:
+        failures._of_all_modules.discard(each)
+
+
+def ends(rank: Failures, with_error: BaseException | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "last_value", with_error, raising=False)
+    rank.note_end()
+
+
+def said(rank: Failures, error: BaseException) -> str:
+    """What the error of a step says in which a rank meets ``error``."""
+    with pytest.raises(type(error) if error is MISUSED else RunError) as raised, rank.during("the forward of call 8"):
+        raise error
+    return str(raised.value)
+
+
+def test_one_that_waited_is_not_the_culprit(ranks: list[Failures]) -> None:
+    first, second = said(ranks[2], LOST), said(ranks[0], LOST)
+    assert f"a rank {ENDED}; nothing is heard of rank 0, 1; its own output says why\n  rank 2 waited for it" in first
+    assert f"a rank {ENDED}" in second and "rank 0 waited for it in the forward of call 8" in second
+    assert "failed" not in first + second and "rank 2 waited" not in second
+
+
+@pytest.mark.parametrize(
+    ("error", "how"),
+    [(KeyboardInterrupt(), ": KeyboardInterrupt: \n"), (ValueError("bad batch"), ": ValueError: bad batch\n"),
+     (None, "; its own output says why\n")],
+)  # fmt: skip
+def test_one_that_ends_between_steps_is_named(
+    ranks: list[Failures], monkeypatch: pytest.MonkeyPatch, error: BaseException | None, how: str
+) -> None:
+    ends(ranks[1], error, monkeypatch)
+    for rank in (2, 0):
+        text = said(ranks[rank], LOST)
+        assert text.startswith(f"rank 1 {ENDED}{how}  rank {rank} waited for it in the forward of call 8: "), text
+
+
+def test_ranks_that_end_because_another_did_say_nothing(
+    ranks: list[Failures], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends(ranks[2], LOST, monkeypatch)  # in a collective of the user's own
+    said(ranks[1], LOST)
+    ends(ranks[1], RunError("from that step"), monkeypatch)
+    assert said(ranks[0], LOST).startswith(f"a rank {ENDED}; nothing is heard of rank 2; ")
+
+
+def test_a_rank_that_is_late(ranks: list[Failures]) -> None:
+    assert said(ranks[0], LATE).startswith(
+        "a rank did not come to this step within the time-out of the process group; nothing is heard of rank 1, 2\n"
+    )
+
+
+@pytest.mark.parametrize("error", [ArithmeticError("trouble"), MISUSED])
+def test_what_fails_within_a_step_is_that_ranks_own(ranks: list[Failures], error: Exception) -> None:
+    with pytest.raises(type(error)), ranks[1].during("the backward of call 8"):
+        raise error
+    how = f"rank 1 failed in the backward of call 8: {type(error).__name__}: {error}"
+    for rank in (2, 0):
+        text: Callable[[str], str] = f"{how}\n  rank {rank} waited for it in the forward of call 8: {{}}".format
+        assert said(ranks[rank], LOST) == text(LOST)
