@@ -17,6 +17,7 @@ from autopar import errors
 from autopar.errors import AutoparError, MeshError, RunError
 from autopar.runtime.groups import groups_for
 from autopar.runtime.store_meeting import from_first, meet
+from hardware_profiles.strict import parse_json
 
 TIMEOUT_SECONDS = 1800.0
 
@@ -82,7 +83,7 @@ def share(group: Any, value: str | None, error: BaseException | None) -> str:
         assert value is not None
         return value
     told = {"value": value} if error is None else {"error": [type(error).__name__, str(error)]}
-    answer = json.loads(from_first(group, json.dumps(told)))
+    answer = parse_json(from_first(group, json.dumps(told)))
     if "error" in answer:
         if error is not None:
             raise error

@@ -137,7 +137,7 @@ class StepMoments:
         segment = self.walk.segment_of.get(keeper)
         if entry.segment is None and segment is not None:
             keeper = self.holds.segments[segment].ops[0]
-        return self.at_of[keeper]
+        return self.at_of.get(keeper, 0)  # what came from another stage is kept to the end
 
     def _second_run(self, number: int, memories: Sequence[int]) -> None:
         """What a segment needs while it runs again, beside what it keeps then."""
