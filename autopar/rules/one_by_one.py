@@ -1,49 +1,71 @@
-"""Operators that torch's simulation of many ranks in one process cannot run where the ranks' pieces differ in size.
+"""Operators where the ranks' pieces differ in size, run for one rank after the other, forward and backward.
 
-Sizes are then objects that hold one number a rank, and code that asks for a plain number fails. Such an operator runs
-here for one rank after the other, forward and backward. It communicates nothing. So does ``reshape``, which can be a
-view on one rank and has to copy on another.
+In torch's simulation of many ranks in one process such sizes are objects that hold one number a rank, and code of torch
+that decides by a size fails: whether a view is possible, whether a dim has length 1, and that in backwards as well,
+where nobody can ask for another way (the gradient of a view is a ``reshape``). So nothing of this kind is left to
+symbolic sizes: operators of aten see plain tensors of one rank.
+
+Not run here are operators that write to their arguments, whose results must be those arguments, and random ones: the
+simulation keeps the random state of every rank. Nothing here communicates.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from autopar.torch_private import LocalTensor, OpOverload, local_tensor_mode, pytree
+from autopar.torch_private import LocalIntNode, LocalTensor, OpOverload, local_tensor_mode, pytree
 
-NAMES = frozenset({
-    "cross_entropy_loss", "cross_entropy", "nll_loss", "nll_loss_nd", "nll_loss2d", "einsum", "var_mean", "sgn", "sign",
-    "scaled_dot_product_attention", "matmul", "linear", "reshape", "upsample_nearest1d", "upsample_nearest2d",
-    "rms_norm", "cumsum", "cumprod", "upsample_trilinear3d", "_upsample_nearest_exact2d", "_upsample_bilinear2d_aa",
-    "_upsample_bicubic2d_aa", "adaptive_max_pool1d", "upsample_nearest3d",
-    "upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d",
-})  # fmt: skip
+DRAWS_SOMETIMES = frozenset({"scaled_dot_product_attention"})
+"""Operators that draw random numbers in some of their uses; proofs and programs use them without."""
+
+SAME_AS = {"cross_entropy": "cross_entropy_loss"}
+"""Functions of torch whose operator has another name."""
 
 
 class OneByOne(TorchFunctionMode):
-    """Runs the operators of :data:`NAMES` for one rank after the other, where pieces differ in size."""
+    """Runs operators of aten for one rank after the other, where sizes differ between ranks."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if local_tensor_mode() is not None and _name(func) in NAMES:
+        if local_tensor_mode() is not None and _runs_here(func):
             flat, spec = pytree.tree_flatten((args, kwargs))
-            if any(isinstance(x, LocalTensor) and _differs(x) for x in flat):
+            if any(isinstance(x, LocalTensor) for x in flat) and any(map(_differs, flat)):
                 return one_by_one(func, flat, spec)
         return func(*args, **kwargs)
 
 
-def _name(func: Any) -> str:
+@functools.cache
+def _runs_here(func: Any) -> bool:
+    """Whether an operator, or a function or method of torch of the same name, gives new tensors and draws nothing."""
     if isinstance(func, OpOverload):
-        return func.overloadpacket.__name__
-    return getattr(func, "__name__", "")
+        name, overloads = func.overloadpacket.__name__, [func] if func.namespace == "aten" else []
+    else:
+        name = SAME_AS.get(getattr(func, "__name__", ""), getattr(func, "__name__", ""))
+        packet = getattr(torch.ops.aten, name, None) if name.isidentifier() and not name.startswith("__") else None
+        overloads = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
+    # Some names also have overloads for TorchScript, of numbers alone, and others that write to ``out``.
+    giving = [op for op in overloads if not op._schema.is_mutable and any(map(_holds_tensors, op._schema.arguments))]
+    random = any(torch.Tag.nondeterministic_seeded in op.tags for op in giving) and name not in DRAWS_SOMETIMES
+    results = [result for op in giving for result in op._schema.returns]
+    return bool(results) and not random and all(map(_holds_tensors, results))
 
 
-def _differs(x: LocalTensor) -> bool:
-    return len({tuple(piece.shape) for piece in x._local_tensors.values()}) > 1
+def _holds_tensors(of_schema: Any) -> bool:
+    """Whether an argument or a result of an operator is a tensor or a list of tensors."""
+    return str(of_schema.type) in ("Tensor", "List[Tensor]")
+
+
+def _differs(x: Any) -> bool:
+    """Whether a tensor has pieces of different sizes, or a number is another on some ranks."""
+    if isinstance(x, LocalTensor):
+        return len({tuple(piece.shape) for piece in x._local_tensors.values()}) > 1
+    return isinstance(x, torch.SymInt) and isinstance(x.node, LocalIntNode)
 
 
 def one_by_one(func: Callable[..., Any], flat: list[Any], spec: Any) -> Any:
@@ -55,12 +77,28 @@ def one_by_one(func: Callable[..., Any], flat: list[Any], spec: Any) -> Any:
 
 
 class _EachRank(torch.autograd.Function):
+    """An operator with an autograd graph of plain tensors on every rank.
+
+    What those graphs keep is saved as this function's own, so that hooks on saved tensors see it when and where they
+    see that of other operators: a segment that runs again does so before the ranks are taken one by one.
+    """
+
     @staticmethod
     def forward(ctx: Any, func: Any, flat: Any, spec: Any, at: Any, shape: Any, *tensors: LocalTensor) -> Any:
         mode = local_tensor_mode()
         assert mode is not None
-        by_rank: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        with mode.disable(), torch.enable_grad():
+        by_rank: dict[int, tuple[list[torch.Tensor], list[Any]]] = {}
+        kept: list[torch.Tensor] = []
+        values_again: list[torch.Tensor] = []
+
+        def pack(x: torch.Tensor) -> tuple[int, int]:
+            kept.append(x.detach())
+            return len(kept) - 1, rank
+
+        def unpack(place: tuple[int, int]) -> Any:
+            return _of_rank(values_again[place[0]], place[1])
+
+        with mode.disable(), torch.enable_grad(), saved_tensors_hooks(pack, unpack):
             for rank in sorted(mode.ranks):
                 values = [_of_rank(x, rank) for x in flat]
                 leaves = [t._local_tensors[rank].detach().requires_grad_(t.requires_grad) for t in tensors]
@@ -70,14 +108,20 @@ class _EachRank(torch.autograd.Function):
                 outs, out_spec = pytree.tree_flatten(func(*args, **kwargs))
                 by_rank[rank] = leaves, outs
         shape.append(out_spec)
-        ctx.by_rank, ctx.mode = by_rank, mode
-        return tuple(
+        ctx.by_rank, ctx.mode, ctx.values_again = by_rank, mode, values_again
+        ctx.save_for_backward(*kept)
+        ctx.set_materialize_grads(False)
+        joined = [
             LocalTensor({rank: outs[k].detach() for rank, (_, outs) in by_rank.items()}) for k in range(len(outs))
-        )
+        ]
+        constant = [x for x, of_rank in zip(joined, outs, strict=True) if not of_rank.requires_grad]
+        ctx.mark_non_differentiable(*constant)
+        return tuple(joined)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         by_rank: dict[int, list[torch.Tensor | None]] = {}
+        ctx.values_again[:] = ctx.saved_tensors
         with ctx.mode.disable():
             for rank, (leaves, outs) in ctx.by_rank.items():
                 wanted = [x for x in leaves if x.requires_grad]
@@ -87,14 +131,16 @@ class _EachRank(torch.autograd.Function):
                     retain_graph=True,
                 ))  # fmt: skip
                 by_rank[rank] = [next(got) if x.requires_grad else None for x in leaves]
-            n = len(next(iter(by_rank.values())))
-            joined = [
-                None
-                if any(f[k] is None for f in by_rank.values())
-                else LocalTensor({r: f[k] for r, f in by_rank.items()})
-                for k in range(n)
-            ]
+            of_inputs = zip(*by_rank.values(), strict=True)
+            joined = [_of_all_ranks(dict(zip(by_rank, of_input, strict=True))) for of_input in of_inputs]
+        ctx.values_again.clear()
         return (None, None, None, None, None, *joined)
+
+
+def _of_all_ranks(gradients: dict[int, torch.Tensor | None]) -> LocalTensor | None:
+    """The gradient of one input, from that on every rank; none where a rank has none."""
+    pieces = {rank: gradient.detach() for rank, gradient in gradients.items() if gradient is not None}
+    return LocalTensor(pieces) if len(pieces) == len(gradients) else None
 
 
 def _of_rank(x: Any, rank: int) -> Any:
@@ -102,8 +148,8 @@ def _of_rank(x: Any, rank: int) -> Any:
     if isinstance(x, LocalTensor):
         return x._local_tensors[rank]
     if isinstance(x, torch.SymInt):
-        return x.node._local_ints[rank]
+        return x.node._local_ints[rank] if isinstance(x.node, LocalIntNode) else int(x)
     return x
 
 
-__all__ = ["NAMES", "OneByOne", "one_by_one"]
+__all__ = ["OneByOne", "one_by_one"]

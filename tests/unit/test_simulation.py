@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 
+from autopar.rules.many_ranks import many_ranks
 from autopar.rules.simulation import simulation
 
 
@@ -35,3 +36,46 @@ def test_layouts_are_those_of_torch(rows: list[int]) -> None:
     with LocalTensorMode(len(rows)):
         assert mine == layouts(rows)
     assert len(set(rows)) == 1 or any(isinstance(n, dict) for _, shape, *_ in mine for n in shape)
+
+
+aten = torch.ops.aten
+DECIDED_BY_SIZES = {
+    "view": lambda x: aten.view.default(x, [x.shape[0], 8, 3]).transpose(1, 2).contiguous(),
+    "view, expanded gradient": lambda x: aten.view.default(x, [x.shape[0], 8, 3]),
+    "view of method": lambda x: x.view(x.shape[0], 8, 3).transpose(1, 2).contiguous(),
+    "repeat_interleave": lambda x: aten.repeat_interleave.self_int(x, 3, 2).transpose(1, 2).contiguous(),
+    "expand": lambda x: aten.expand.default(x.sum((1, 2), keepdim=True), [x.shape[0], 4, 5]),
+    "largest, and where": lambda x: x.max(1).values,
+    "mean": lambda x: x.mean(),
+    "constant": lambda x: x * torch.ones_like(x),
+}
+
+
+@pytest.mark.parametrize("name", DECIDED_BY_SIZES)
+def test_gradients_where_one_piece_has_length_one(name: str) -> None:
+    """Torch decides how to bring a gradient to another shape by comparing sizes, and here ranks would disagree."""
+    operator = DECIDED_BY_SIZES[name]
+    pieces = {rank: torch.randn(n, 4, 6, dtype=torch.float64) for rank, n in enumerate([2, 2, 1])}
+    with many_ranks((("tensor", 3),)):
+        x = LocalTensor(pieces)
+        x.requires_grad_()
+        operator(x).sum().backward()
+        assert x.grad is not None
+        gradients = {rank: x.grad._local_tensors[rank] for rank in pieces}
+    for rank, on_rank in pieces.items():
+        alone = on_rank.clone().requires_grad_()
+        operator(alone).sum().backward()
+        torch.testing.assert_close(gradients[rank], alone.grad)
+
+
+def test_numbers_are_drawn_and_tensors_written_by_the_simulation() -> None:
+    """Ranks have random states of their own, and what is written to stays the tensor that it was."""
+    with many_ranks((("tensor", 3),)):
+        x = LocalTensor({rank: torch.zeros(n, 4) for rank, n in enumerate([2, 2, 1])})
+        view = x.narrow(1, 1, 2)
+        assert view.add_(1.0) is view
+        drawn = torch.rand_like(x)._local_tensors
+        assert drawn[2].equal(drawn[0][:1]), "every rank goes on from the same state"
+        written = [x._local_tensors[rank] for rank in range(3)]
+    for piece in written:
+        assert piece[:, 1:3].eq(1).all() and piece.sum() == 2 * len(piece)
