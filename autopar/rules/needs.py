@@ -19,7 +19,7 @@ from autopar.rules.distributed import trial
 from autopar.rules.function import PREFIX
 from autopar.rules.local import LocalCall, local_call
 from autopar.rules.notation import Call, Option, Rule
-from autopar.rules.saved import BY_DEVICE, LocalLayout, filled, key_of_call
+from autopar.rules.saved import BY_DEVICE, CANNOT_BE_TRIED, LocalLayout, filled, key_of_call
 from autopar.torch_private import FakeTensorMode, pytree
 
 
@@ -79,7 +79,7 @@ def _tried(call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh, ins: S
             with FakeTensorMode():
                 return _counted(local, ins, dict(mesh), "cpu")
         return _counted(local, ins, dict(mesh), "meta")
-    except Exception:  # what depends on values cannot be tried
+    except CANNOT_BE_TRIED:
         return _unknown(ins)
 
 

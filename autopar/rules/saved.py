@@ -37,6 +37,11 @@ BY_DEVICE = frozenset({"aten.scaled_dot_product_attention.default", "aten.batch_
 """Operators that choose their kernel by the device: on ``meta`` there is no fused attention, and a batch norm in eval
 mode makes statistics that nobody needs."""
 
+CANNOT_BE_TRIED = (RuntimeError,)
+"""What torch raises for a call that cannot be made without values: an operator without a kernel for ``meta``
+(``NotImplementedError``, a ``RuntimeError``), sizes or numbers that depend on values, a gradient asked of an argument
+that has none. Anything else is a defect of a rule or a lowering, and shows as such."""
+
 
 class LocalLayout(NamedTuple):
     """One tensor as it lies on one rank."""
@@ -143,7 +148,7 @@ def _tried(call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh, ins: S
             with FakeTensorMode():
                 return _watched(local, ins, dict(mesh), "cpu")
         return _watched(local, ins, dict(mesh), "meta")
-    except Exception:  # what depends on values cannot be tried
+    except CANNOT_BE_TRIED:
         return _said(call, rule, options, mesh)
 
 

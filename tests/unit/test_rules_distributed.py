@@ -18,8 +18,8 @@ from spmd_types.checker import typecheck
 
 from autopar.graph import Spec
 from autopar.placements import fits, local_shape
-from autopar.rules import attention, contraction, conv, embed, loss, norm, random
-from autopar.rules.local import Seed, cuts_of, local_call, resolve
+from autopar.rules import attention, contraction, conv, embed, loss, needs, norm, random, saved
+from autopar.rules.local import LocalCall, Seed, cuts_of, local_call, resolve
 from autopar.rules.many_ranks import fake_world
 from autopar.rules.notation import Call, In, axis_options
 from autopar.rules.registry import RULES, SAMPLES, Sample, T, rule_for
@@ -180,3 +180,29 @@ def test_uniform_and_normal_moments() -> None:
     assert abs(float(z.mean())) < 0.005 and abs(float(z.var()) - 1) < 0.01 and abs(float((z**4).mean()) - 3) < 0.05
     i = random.randint(-3, 10, [0], cut={}, **draw_of)
     assert int(i.min()) == -3 and int(i.max()) == 9
+
+
+@pytest.mark.parametrize("tries", [saved.saved_by, needs.needs_of])
+def test_what_cannot_be_tried_is_told_from_defects(tries: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a kernel for tensors without values the rule's word counts; an error of our own is not hidden by it."""
+
+    def raising(error: Exception) -> Any:
+        def lowering(*args: Any, **kwargs: Any) -> Any:
+            raise error
+
+        return lambda *call: LocalCall(lowering, (In(0),), {}, distributed=True)
+
+    x = Spec((4, 6), "float32")
+    call = Call("aten.relu.default", (In(0),), {}, (x,), (x,))
+    rule = rule_for(call)
+    layout = saved.LocalLayout((4, 6), (6, 1), "float32", True)
+    arguments = call, rule, (axis_options(rule, [True], [True])[0],), (("x", 2),), [layout]
+    for module in (saved, needs):
+        monkeypatch.setattr(module, "_known", {})
+        monkeypatch.setattr(module, "local_call", raising(NotImplementedError("no kernel for meta")))
+    assert tries(*arguments) is not None
+    for module in (saved, needs):
+        monkeypatch.setattr(module, "_known", {})
+        monkeypatch.setattr(module, "local_call", raising(KeyError("a name that the lowering lacks")))
+    with pytest.raises(KeyError, match="the lowering lacks"):
+        tries(*arguments)
