@@ -125,7 +125,8 @@ class StepMoments:
             if readers:  # its backward asks for the copy, even where autograd keeps nothing of it
                 again = self.back(self.at_of[max(readers)], 0)
                 self.lives(n_bytes, again, self.back(made, 0))
-                self.beside[again] += n_bytes  # gathered beside, and copied into its place
+                # gathered beside, and copied into its place; what is made again is made one after the other
+                self.beside[again] = max(self.beside[again], n_bytes)
             self.lives(n_bytes, made, until)
         for segment, memories in of_segment.items():
             if self.holds.segments[segment].active:
@@ -156,7 +157,7 @@ class StepMoments:
         live = list(accumulate(more[:-1]))
         most = max(n + beside for n, beside in zip(live, self.beside[first : last + 1], strict=True))
         at = self.back(self.at_of[self.holds.lives[number][0]], 0)
-        self.beside[at] += max(most, live[-1] + copied) - kept
+        self.beside[at] = max(self.beside[at], max(most, live[-1] + copied) - kept)
 
     def _step(self, ref: Ref, src: State, dst: State) -> tuple[int, int, bool]:
         key = self.graph.spec(ref), src, dst
