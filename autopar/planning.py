@@ -24,9 +24,10 @@ from autopar.planner.inter_op.order import check_name
 from autopar.planner.inter_op.stage_pins import allows, check, check_counts, starts_of
 from autopar.planner.inter_op.stage_search import INTERRUPTED, PipelineOptions, Planned, plan_pipeline
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
+from autopar.planner.intra_op.options import device_limit
 from autopar.planner.intra_op.problem import Beaten
 from autopar.rules.registry import ops_without_rule
-from autopar.texts import show_seconds
+from autopar.texts import show_bytes, show_seconds
 from cost_models.pipeline import Timeline
 from hardware_profiles import Cluster
 
@@ -59,6 +60,8 @@ NEXT_BEST = 3
 """Ways that the notes of a plan name."""
 NEXT_WORDS = "next best"
 """How notes begin that name the ways that came next."""
+FEW_DEVICES = 16
+"""On no more than these one group is planned exactly where estimates say that nothing fits."""
 SIMPLER = 0.001
 """A plan without pipeline and microbatches is preferred if its step is at most this much longer."""
 
@@ -106,12 +109,18 @@ def find(
                 raise
             hint = _in_other_ways(model, captured, example(), cluster, n, asked)
             raise InfeasibleError(f"{error}\n  {hint}") from None
-    if asked.numbers is None:
-        say("stages")
-        planned = in_stages({asked.microbatches: captured.graph}, cluster, n, asked, name)
-        return Outcome(planned.plan, captured, planned.timeline, planned.tried, planned.others)
-    say("meshes, stages, schedules, microbatches")
-    outcome = in_parts(model, captured, example(), cluster, n, asked, name, runs)
+    try:
+        if asked.numbers is None:
+            say("stages")
+            planned = in_stages({asked.microbatches: captured.graph}, cluster, n, asked, name)
+            return Outcome(planned.plan, captured, planned.timeline, planned.tried, planned.others)
+        say("meshes, stages, schedules, microbatches")
+        outcome = in_parts(model, captured, example(), cluster, n, asked, name, runs)
+    except InfeasibleError:
+        outcome_of_one = _in_one_group(model, captured, example, cluster, n, asked, name, say)
+        if outcome_of_one is None:
+            raise
+        return outcome_of_one
     if len(outcome.plan.stages) == 1 and outcome.plan.microbatches > 1 and 1 in (asked.numbers or (1,)):
         return _simpler(outcome, captured, cluster, asked, name)
     return outcome
@@ -137,6 +146,33 @@ def _simpler(outcome: Outcome, captured: Captured, cluster: Cluster, asked: Aske
     return replace(outcome, plan=simple, captured=captured, timeline=None)
 
 
+def _in_one_group(
+    model: torch.nn.Module, captured: Captured, example: Callable[[], Any], cluster: Cluster, n: int, asked: Asked,
+    name: str, say: Callable[[str], None],
+) -> Outcome | None:  # fmt: skip
+    """The best plan in one group of all devices, where stages are estimated not to fit: the estimate adds up blocks
+    that are cut apart from each other, and the program of the whole model may need less. None if nothing fits."""
+    pins = asked.pins
+    if n > FEW_DEVICES or pins.stages not in (None, 1) or pins.cuts or pins.schedules:
+        return None
+    if pins.mesh is not None and n_devices(pins.mesh) != n:
+        return None
+    if asked.numbers is None:
+        counts = [asked.microbatches]
+    else:
+        counts = sorted(set(asked.numbers)) or numbers_of_parts(rows_of(example()))
+    best: Outcome | None = None
+    for m in counts:
+        one = captured if m == 1 or asked.numbers is None else part_of(model, captured, example(), m)
+        try:
+            outcome = on_best_mesh(one, cluster, n, replace(asked, microbatches=m), name, say)
+        except InfeasibleError:
+            continue
+        if best is None or outcome.plan.seconds < best.plan.seconds * (1 - BETTER):
+            best = outcome
+    return best
+
+
 def _in_other_ways(
     model: torch.nn.Module, captured: Captured, example: Any, cluster: Cluster, n: int, asked: Asked
 ) -> str:
@@ -159,12 +195,33 @@ def _in_other_ways(
 def on_mesh(graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, name: str, pins: Pins) -> Plan:
     """:func:`~autopar.planner.intra_op.mesh_plan.plan_graph` as the plan of a whole model."""
     stage = plan_graph(graph, cluster, mesh, options)
-    return Plan.alone(stage, name, pins, notes_on(graph))
+    plan = Plan.alone(stage, name, pins, notes_on(graph))
+    return replace(plan, notes=(*plan.notes, *notes_on_memory(plan, cluster, options.memory_limit_bytes)))
 
 
 def notes_on(graph: Graph) -> tuple[str, ...]:
     """What the reader of a plan for this model should know."""
     return tuple(f"no rule for {name}: kept whole on every rank" for name in ops_without_rule(graph))
+
+
+def notes_on_memory(plan: Plan, cluster: Cluster, asked: float | None) -> list[str]:
+    """Where a limit that the parts' sum keeps is exceeded at the fullest moment of a step.
+
+    Args:
+        asked: the limit that was asked for; None for nine tenths of the device.
+    """
+    notes = []
+    for group, numbers in enumerate(plan.schedule.stages_of_rank):
+        prices = [plan.stages[number].price for number in numbers]
+        limit = device_limit(cluster, plan.stages[numbers[0]].devices, asked)
+        more = sum(p.memory_bytes for p in prices) + max(p.working_bytes for p in prices) - limit
+        if more > 0:
+            notes.append(
+                f"at the fullest moment of a step a device of group {group} has {show_bytes(limit + more)}, "
+                f"{show_bytes(more)} above the limit, which is held against the sum of what stays: if that is too "
+                "much, lower the limit by as much, or use more microbatches or devices"
+            )
+    return notes
 
 
 def on_best_mesh(
@@ -254,7 +311,10 @@ def in_stages(
         top=asked.top, max_axes=asked.max_axes,
     )
     planned = plan_pipeline(graphs, cluster, n, wanted, cluster_name=name)
-    notes = (*planned.plan.notes, *notes_on(graph), *_others(planned))
+    notes = (
+        *planned.plan.notes, *notes_on(graph), *notes_on_memory(planned.plan, cluster, options.memory_limit_bytes),
+        *_others(planned),
+    )  # fmt: skip
     return replace(planned, plan=replace(planned.plan, pins=pins, notes=notes))
 
 

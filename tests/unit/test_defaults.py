@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from zoo import ZOO
 
 import autopar
 from autopar import planning
@@ -56,6 +57,18 @@ def test_a_plan_is_found_where_one_fits(captured: Captured) -> None:
     assert some.n_devices == 2 and some.microbatches > 1
     with pytest.raises(InfeasibleError, match=r"tried: 1 group of 2 devices, 1, 2, 4.*\n.*the least that would do"):
         autopar.plan(Net(), "local-x2", X, memory_limit="1MiB", captured=captured, stages=1)
+
+
+def test_one_group_is_planned_exactly_where_estimates_say_that_nothing_fits() -> None:
+    """Blocks of a small model with many words, cut apart from each other, need more than its program; and a plan that
+    keeps the limit but for the fullest moment says so."""
+    case = ZOO["gpt2"](vocabulary=50257)
+    asked = {"example_kwargs": case.kwargs, "mesh": "data=2", "stages": 1, "microbatches": 1}
+    free = autopar.plan(case.model, "local-x2", case.args, **asked)
+    assert free.notes == ()
+    tight = autopar.plan(case.model, "local-x2", case.args, **asked, memory_limit=0.8 * free.memory_bytes)
+    assert tight.memory_bytes <= 0.8 * free.memory_bytes < tight.price.peak_bytes
+    assert "at the fullest moment of a step a device of group 0 has " in tight.notes[-1]
 
 
 def test_the_batch_is_that_of_a_step(captured: Captured) -> None:
