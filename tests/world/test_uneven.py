@@ -73,6 +73,15 @@ def test_six_heads_on_four_ranks() -> None:
     assert report.ok, report.failures
 
 
+def test_blocks_cut_by_two_axes_are_drawn_again() -> None:
+    """No stored placement of a parameter leads to blocks that two axes cut one after the other."""
+    captured = _prepared("gpt2", heads=6, hidden=48, layers=1)[0]
+    graph, mesh = captured.graph, (("data", 4), ("tensor", 2))
+    cluster = abstract_cluster(dict(mesh), alpha=(1e-6, 1e-6), beta=(1e-9, 1e-9))
+    for seed in range(12):
+        random_plan(graph, rules_of(graph), pricer(cluster, mesh), seed)
+
+
 def _check_stages(name: str, groups: tuple[Mesh, ...], schedule: str, seed: int) -> None:
     """One microbatch through stages whose ranks hold uneven pieces, so that uneven pieces cross between them."""
     captured, (weights, buffers, inputs), reference = _prepared(name)

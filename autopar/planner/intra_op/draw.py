@@ -56,8 +56,14 @@ def random_plan(
                     uses.setdefault(ref.node, set()).add(started(state, graph.nodes[ref.node].needs_grad))
         params: dict[int, ParamChoice] = {}
         for i, node in graph.of_kind("param"):
-            everywhere = whole_state(mesh, node.needs_grad)
-            params[i] = rng.choice(P.choices(node.out, node.needs_grad, uses.get(i, {everywhere}), mesh))
+            used = uses.get(i, {whole_state(mesh, node.needs_grad)})
+            if can := P.choices(node.out, node.needs_grad, used, mesh):
+                params[i] = rng.choice(can)
+            else:  # such as multiples of a unit cut by two axes, to which no stored placement leads
+                error = PlanError(f"{node.target} cannot be stored for its use as {used}")
+                break
+        if len(params) < len(graph.of_kind("param")):
+            continue
         inputs, outputs = _at_the_borders(graph, mesh, rng)
         try:
             runs = stretches(graph, recompute, rng) if make_again else recompute
