@@ -16,11 +16,10 @@ import torch
 from autopar.allocations import Allocations
 from autopar.placements import Mesh
 from autopar.rules.distributed import trial
-from autopar.rules.function import PREFIX
-from autopar.rules.local import LocalCall, local_call
+from autopar.rules.local import LocalCall
 from autopar.rules.notation import Call, Option, Rule
-from autopar.rules.saved import BY_DEVICE, CANNOT_BE_TRIED, LocalLayout, filled, key_of_call
-from autopar.torch_private import FakeTensorMode, pytree
+from autopar.rules.saved import LocalLayout, filled, key_of_call, trial_of, without_values
+from autopar.torch_private import pytree
 
 
 class Gradient(NamedTuple):
@@ -66,21 +65,8 @@ def needs_of(call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh, ins:
     """
     key = key_of_call(call, rule, options, mesh, ins)
     if key not in _known:
-        _known[key] = _tried(call, rule, options, mesh, ins)
+        _known[key] = trial_of(_counted, call, rule, options, mesh, ins) or _unknown(ins)
     return _known[key]
-
-
-def _tried(call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh, ins: Sequence[LocalLayout]) -> Needs:
-    if call.target.startswith(PREFIX):
-        return _unknown(ins)
-    local = local_call(call, rule, options, mesh)
-    try:
-        if call.target in BY_DEVICE:
-            with FakeTensorMode():
-                return _counted(local, ins, dict(mesh), "cpu")
-        return _counted(local, ins, dict(mesh), "meta")
-    except CANNOT_BE_TRIED:
-        return _unknown(ins)
 
 
 def _unknown(ins: Sequence[LocalLayout]) -> Needs:
@@ -128,10 +114,7 @@ class _Leaf(torch.autograd.Function):
 
 def _counted(local: LocalCall, ins: Sequence[LocalLayout], sizes: Mapping[str, int], device: str) -> Needs:
     ends: dict[int, torch.Tensor] = {}
-    leaves = [
-        torch.empty_strided(x.shape, x.strides, dtype=getattr(torch, x.dtype), device=device).requires_grad_(x.grad)
-        for x in ins
-    ]
+    leaves = without_values(ins, device)
     with torch.enable_grad(), trial(sizes):
         tensors = [_Leaf.apply(ends, k, x) if x.requires_grad else x for k, x in enumerate(leaves)]
         count = Allocations()

@@ -14,10 +14,10 @@ user's own function is not run: the rule says what it keeps.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -32,6 +32,7 @@ from autopar.rules.strategy import Strategy, grads_of
 from autopar.torch_private import FakeTensorMode, pytree
 
 Strides = tuple[int, ...]
+T = TypeVar("T")
 
 BY_DEVICE = frozenset({"aten.scaled_dot_product_attention.default", "aten.batch_norm.default"})
 """Operators that choose their kernel by the device: on ``meta`` there is no fused attention, and a batch norm in eval
@@ -140,23 +141,41 @@ def keeps(graph: Graph, rules: Sequence[Rule | None], i: int) -> bool:
 
 
 def _tried(call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh, ins: Sequence[LocalLayout]) -> Saved:
+    saved = trial_of(_watched, call, rule, options, mesh, ins)
+    return saved if saved is not None else _said(call, rule, options, mesh)
+
+
+def trial_of(
+    observe: Callable[[LocalCall, Sequence[LocalLayout], Mapping[str, int], str], T], call: Call, rule: Rule,
+    options: Sequence[Option], mesh: Mesh, ins: Sequence[LocalLayout],
+) -> T | None:  # fmt: skip
+    """What ``observe`` finds when it makes the call of one rank on tensors without values; None if that cannot be.
+
+    Args:
+        observe: is given the call, its inputs' layouts, the mesh's sizes and the device of those tensors.
+    """
     if call.target.startswith(PREFIX):
-        return _said(call, rule, options, mesh)
+        return None
     local = local_call(call, rule, options, mesh)
     try:
         if call.target in BY_DEVICE:
             with FakeTensorMode():
-                return _watched(local, ins, dict(mesh), "cpu")
-        return _watched(local, ins, dict(mesh), "meta")
+                return observe(local, ins, dict(mesh), "cpu")
+        return observe(local, ins, dict(mesh), "meta")
     except CANNOT_BE_TRIED:
-        return _said(call, rule, options, mesh)
+        return None
 
 
-def _watched(local: LocalCall, ins: Sequence[LocalLayout], sizes: Mapping[str, int], device: str) -> Saved:
-    tensors = [
+def without_values(ins: Sequence[LocalLayout], device: str) -> list[torch.Tensor]:
+    """Tensors that lie as the inputs of a call do on one rank."""
+    return [
         torch.empty_strided(x.shape, x.strides, dtype=getattr(torch, x.dtype), device=device).requires_grad_(x.grad)
         for x in ins
     ]
+
+
+def _watched(local: LocalCall, ins: Sequence[LocalLayout], sizes: Mapping[str, int], device: str) -> Saved:
+    tensors = without_values(ins, device)
     args, kwargs = filled(local, tensors, sizes, device)
     packed: list[weakref.ref[_Packed]] = []
 
@@ -239,4 +258,7 @@ def _said(call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh) -> Save
     return Saved(rule.saves, tuple(results), tuple(memories))
 
 
-__all__ = ["LocalLayout", "Result", "Saved", "Strides", "contiguous", "keeps", "saved_by", "saved_of"]
+__all__ = [
+    "LocalLayout", "Result", "Saved", "Strides", "contiguous", "keeps", "saved_by", "saved_of", "trial_of",
+    "without_values",
+]  # fmt: skip
