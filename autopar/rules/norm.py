@@ -14,7 +14,16 @@ from typing import Any
 import spmd_types as spmd
 import torch
 
-from autopar.rules.distributed import all_of, average, axes_of, greatest, numbers, total, with_one
+from autopar.rules.distributed import (
+    all_of,
+    average,
+    axes_of,
+    greatest,
+    numbers,
+    some_have_none,
+    total,
+    with_one,
+)
 from autopar.rules.notation import Call, Comm, In, Lowering, Rule, line
 from autopar.rules.registry import T, prove_with, rule, sample
 from autopar.torch_private import preserve_version_counter
@@ -33,9 +42,11 @@ def _moments(
     x: torch.Tensor, dims: Sequence[int], cut: Any, sizes: Any, factors: Sequence[str]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean and biased variance over ``dims``, which are cut along ``factors``, with the dims kept."""
-    local_var, local_mean = (
-        numbers(of_rank, cut, sizes, factors) for of_rank in torch.var_mean(x, list(dims), correction=0, keepdim=True)
-    )
+    if any(some_have_none(cut, sizes, factor) for factor in factors):  # torch.var_mean warns where there is nothing
+        local_mean = numbers(x.mean(list(dims), keepdim=True), cut, sizes, factors)
+        local_var = numbers((x - local_mean).square().mean(list(dims), keepdim=True), cut, sizes, factors)
+    else:
+        local_var, local_mean = torch.var_mean(x, list(dims), correction=0, keepdim=True)
     mean = average(local_mean, cut, sizes, factors)
     return mean, average(local_var + (local_mean - mean).square(), cut, sizes, factors)
 

@@ -5,8 +5,9 @@ that decides by a size fails: whether a view is possible, whether a dim has leng
 where nobody can ask for another way (the gradient of a view is a ``reshape``). So nothing of this kind is left to
 symbolic sizes: operators of aten see plain tensors of one rank.
 
-Not run here are operators that write to their arguments, whose results must be those arguments, and random ones: the
-simulation keeps the random state of every rank. Nothing here communicates.
+Operators that write to their argument run so where no gradient is asked for, and give the argument back. Where one is,
+they are left to the simulation, as random operators always are: it keeps the random state of every rank. Nothing here
+communicates.
 """
 
 from __future__ import annotations
@@ -33,27 +34,48 @@ class OneByOne(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if local_tensor_mode() is not None and _runs_here(func):
+        if local_tensor_mode() is not None and (_runs_here(func) or _writes(func)):
             flat, spec = pytree.tree_flatten((args, kwargs))
             if any(isinstance(x, LocalTensor) for x in flat) and any(map(_differs, flat)):
-                return one_by_one(func, flat, spec)
+                if not _writes(func):
+                    return one_by_one(func, flat, spec)
+                if not torch.is_grad_enabled() or not any(isinstance(x, LocalTensor) and x.requires_grad for x in flat):
+                    return written_one_by_one(func, flat, spec)
         return func(*args, **kwargs)
+
+
+def _overloads(func: Any) -> tuple[str, list[OpOverload]]:
+    """The name of an operator of aten and what may be called under it: of an overload itself, of a function or method
+    of torch all overloads of the operator of its name; none of what is no operator."""
+    if isinstance(func, OpOverload):
+        return func.overloadpacket.__name__, [func] if func.namespace == "aten" else []
+    name = SAME_AS.get(getattr(func, "__name__", ""), getattr(func, "__name__", ""))
+    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() and not name.startswith("__") else None
+    return name, [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
 
 
 @functools.cache
 def _runs_here(func: Any) -> bool:
     """Whether an operator, or a function or method of torch of the same name, gives new tensors and draws nothing."""
-    if isinstance(func, OpOverload):
-        name, overloads = func.overloadpacket.__name__, [func] if func.namespace == "aten" else []
-    else:
-        name = SAME_AS.get(getattr(func, "__name__", ""), getattr(func, "__name__", ""))
-        packet = getattr(torch.ops.aten, name, None) if name.isidentifier() and not name.startswith("__") else None
-        overloads = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
+    if func is torch.Tensor.__getitem__:
+        return True
+    name, overloads = _overloads(func)
     # Some names also have overloads for TorchScript, of numbers alone, and others that write to ``out``.
     giving = [op for op in overloads if not op._schema.is_mutable and any(map(_holds_tensors, op._schema.arguments))]
     random = any(torch.Tag.nondeterministic_seeded in op.tags for op in giving) and name not in DRAWS_SOMETIMES
     results = [result for op in giving for result in op._schema.returns]
     return bool(results) and not random and all(map(_holds_tensors, results))
+
+
+@functools.cache
+def _writes(func: Any) -> bool:
+    """Whether an operator, or a method of its name, writes new values to its first argument and does nothing else."""
+    name, overloads = _overloads(func)
+    not_here = {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view}  # draws, or changes the sizes
+    into = [op for op in overloads if op._schema.is_mutable and not op._schema.name.endswith("out")]
+    if not name.endswith("_") or not hasattr(torch.ops.aten, name[:-1]):  # requires_grad_ writes no values
+        return False
+    return bool(into) and not any(not_here & {*op.tags} for op in overloads)
 
 
 def _holds_tensors(of_schema: Any) -> bool:
@@ -65,6 +87,8 @@ def _differs(x: Any) -> bool:
     """Whether a tensor has pieces of different sizes, or a number is another on some ranks."""
     if isinstance(x, LocalTensor):
         return len({tuple(piece.shape) for piece in x._local_tensors.values()}) > 1
+    if isinstance(x, slice):
+        return any(map(_differs, (x.start, x.stop, x.step)))
     return isinstance(x, torch.SymInt) and isinstance(x.node, LocalIntNode)
 
 
@@ -74,6 +98,17 @@ def one_by_one(func: Callable[..., Any], flat: list[Any], spec: Any) -> Any:
     shape: list[Any] = []
     outs = _EachRank.apply(func, flat, spec, at, shape, *(flat[i] for i in at))
     return pytree.tree_unflatten(list(outs), shape[0])
+
+
+def written_one_by_one(func: Callable[..., Any], flat: list[Any], spec: Any) -> Any:
+    """``func``, which writes to its first argument, for one rank after the other; that argument."""
+    mode = local_tensor_mode()
+    assert mode is not None
+    with mode.disable():
+        for rank in sorted(mode.ranks):
+            args, kwargs = pytree.tree_unflatten([_of_rank(x, rank) for x in flat], spec)
+            func(*args, **kwargs)
+    return flat[0]
 
 
 class _EachRank(torch.autograd.Function):
@@ -147,6 +182,8 @@ def _of_rank(x: Any, rank: int) -> Any:
     """What one rank has of a value."""
     if isinstance(x, LocalTensor):
         return x._local_tensors[rank]
+    if isinstance(x, slice):
+        return slice(*(_of_rank(part, rank) for part in (x.start, x.stop, x.step)))
     if isinstance(x, torch.SymInt):
         return x.node._local_ints[rank] if isinstance(x.node, LocalIntNode) else int(x)
     return x

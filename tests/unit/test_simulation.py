@@ -48,6 +48,8 @@ DECIDED_BY_SIZES = {
     "largest, and where": lambda x: x.max(1).values,
     "mean": lambda x: x.mean(),
     "constant": lambda x: x * torch.ones_like(x),
+    "slices": lambda x: x[:, 1:3] * x[..., : x.shape[0], None, 0],
+    "numbers of places": lambda x: x[torch.arange(x.shape[0]), 1:, x.new_zeros(x.shape[0], dtype=torch.int64)],
 }
 
 
@@ -66,6 +68,16 @@ def test_gradients_where_one_piece_has_length_one(name: str) -> None:
         alone = on_rank.clone().requires_grad_()
         operator(alone).sum().backward()
         torch.testing.assert_close(gradients[rank], alone.grad)
+
+
+def test_what_is_written_is_written_on_every_rank() -> None:
+    pieces = {rank: torch.zeros(n, 4) for rank, n in enumerate([2, 2, 1])}
+    with many_ranks((("tensor", 3),)), torch.no_grad():
+        x = LocalTensor(pieces)
+        assert aten.add_.Tensor(x, x.new_ones(x.shape[0], 1)) is x
+        assert x[:, :1].mul_(x.shape[0]).shape[1] == 1
+        assert x.masked_fill_(x.sum(1, keepdim=True) > 4, 7.0) is x
+    assert [piece.tolist() for piece in pieces.values()] == [[[7.0] * 4] * 2] * 2 + [[[1.0] * 4]]
 
 
 def test_numbers_are_drawn_and_tensors_written_by_the_simulation() -> None:
