@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from typing import NamedTuple
@@ -32,22 +32,19 @@ from autopar.placements import (
 from autopar.plan import ParamChoice, Recompute, route_key, segment_numbers
 from autopar.planner.intra_op import params as P
 from autopar.planner.intra_op.fold import Fold
-from autopar.planner.intra_op.ledger import Entry, Keeper, Ledger, ledger
+from autopar.planner.intra_op.kept import OUT, KeptBytes, StrategyRows, share_of
+from autopar.planner.intra_op.ledger import Ledger, ledger
 from autopar.planner.intra_op.price import Pricer
-from autopar.planner.intra_op.problem import Item, Problem, SharedBytes, Tensor
+from autopar.planner.intra_op.problem import Item, Problem, Tensor
 from autopar.planner.intra_op.recompute_choices import Again, again
 from autopar.planner.intra_op.reshard import axis_sets, state_graph
 from autopar.planner.intra_op.space import strategies
 from autopar.regather import can_gather_again, is_gather, is_same
 from autopar.rules.notation import Rule
-from autopar.rules.saved import saved_of
 from autopar.rules.strategy import Strategy
 
 FOLLOWERS = frozenset({"none", "pointwise", "copy", "reduce"})
 Allowed = Callable[[Node, Strategy], bool]
-OUT = -1
-"""Position that stands for an operator's own output among the tensors that it keeps."""
-
 LONG_CHAIN, GROWTH = 48, 1.5
 """Rows that a chain may have, or by how much it may grow when it has more: rows are the variables of the program."""
 
@@ -269,8 +266,15 @@ class Builder:
                     items.append(Item(f"update {name}", (0.0,), (0.0,)))
                 if readers:
                     tensors.append(self._tensor(group, item_of[i], made_as, readers))
-        shared_bytes = self._kept(items, item_of, row_of, again_of, gathers_of) if self.keep_memory else ()
-        problem = Problem(tuple(items), tuple(tensors), shared_bytes)
+        kept = None
+        if self.keep_memory:
+            rows = StrategyRows(self.graph, self.pricer, item_of, row_of, again_of, gathers_of)
+            kept = KeptBytes(
+                rows, self.rules, self.fold, self._memory, self._segment_of, self.in_flight,
+                self._may_again if self.choose_again else None,
+            )  # fmt: skip
+            items = kept.added_to(items)
+        problem = Problem(tuple(items), tuple(tensors), kept.shared() if kept is not None else ())
         repeats = tuple((item, tuple(rows)) for item, rows in again_of.items())
         may = self._may_again if self.choose_again else None
         return problem, Decoder(
@@ -466,7 +470,8 @@ class Builder:
                     node, rule = graph.nodes[chain.nodes[k]], self.rules[chain.nodes[k]]
                     assert rule is not None
                     more += sum(self.pricer.forward(graph, node, rule, row[k]))
-                    lives += once * self._made.get(chain.nodes[k], 0) * self._share(chain.nodes[k], OUT, row[k])
+                    share = share_of(graph, self.pricer, chain.nodes[k], OUT, row[k])
+                    lives += once * self._made.get(chain.nodes[k], 0) * share
                 chain.rows.append(row)
                 chain.seconds.append(seconds + counts[chain.nodes[0]] * self.microbatches * more)
                 chain.n_bytes.append(n_bytes + lives)
@@ -647,146 +652,6 @@ class Builder:
         )
         chain.nodes.append(i)
         return True
-
-    def _kept(
-        self, items: list[Item], item_of: Mapping[int, int],
-        row_of: Mapping[int, tuple[list[tuple[Strategy, ...]], int]], again_of: Mapping[int, Sequence[frozenset[int]]],
-        gathers_of: Mapping[int, Sequence[Mapping[tuple[int, int], float]]],
-    ) -> tuple[SharedBytes, ...]:  # fmt: skip
-        """The ledger of whole tensors in the layouts of every strategy: added to the items, and returned where several
-        operators keep memory in common, or where an operator may make it again.
-
-        An entry takes the share of its bytes that a strategy leaves of the tensor by which an operator keeps it. What a
-        segment takes from outside counts in the layout in which it is made there; of what it keeps while it runs again
-        the segment that keeps most counts (by whole tensors). Copies in other layouts than the first, and another
-        segment that turns out to be the larger one, are not seen here but in the price of the finished plan.
-
-        An operator that may run again needs what it reads only if it does, or if it keeps it anyway.
-        """
-        rep = self.fold.representative
-        whole = self._memory
-        bytes_of = whole.segment_bytes()
-        largest = max(bytes_of, key=lambda segment: bytes_of[segment], default=None)
-        able = self._may_again.able if self.choose_again else frozenset()
-        gives_up = self._may_again.gives_up if self.choose_again else frozenset()
-        inside: dict[int, float] = {}  # bytes that operators keep inside, by representative
-        sliced: list[tuple[int, int, float]] = []  # what is kept of the batch: operator, position and whole bytes
-        classes: dict[tuple[tuple[tuple[int, int, bool], ...], int, int], int] = {}
-        for entry in whole.entries:
-            if entry.segment is not None and entry.segment != largest:
-                continue
-            users = {self._user(entry, keeper) for keeper in entry.keepers}
-            kept = {(rep[i], position) for i, position in users if rep[i] in row_of}
-            times = self.in_flight if entry.segment is None else 1
-            if entry.decision == "given":
-                sliced += [(i, position, entry.n_bytes * self.in_flight) for i, position in sorted(kept)]
-                continue
-            if kept and entry.keepers[0].what == "inside":
-                ((node, _),) = kept
-                inside[node] = inside.get(node, 0.0) + times * entry.n_bytes
-                continue
-            asked = {(rep[i], position) for i, position in entry.readers if i < len(rep) and rep[i] in able} - kept
-            decided = tuple(sorted({(*user, True) for user in kept} | {(*user, False) for user in asked}))
-            if decided:
-                maker = rep[entry.since] if rep[entry.since] in gives_up else -1
-                key = decided, entry.n_bytes, maker
-                classes[key] = classes.get(key, 0) + times
-        shared: list[SharedBytes] = []
-        for (users_of, n_bytes, maker), count in classes.items():
-            made_by = item_of.get(maker, -1)
-            remade: dict[int, set[int]] = {}  # bytes -> rows in which the maker makes them again; not copies of them
-            for r, nodes in enumerate(again_of.get(made_by, ())):
-                if maker in nodes:
-                    rows, k = row_of[maker]
-                    remade.setdefault(round(n_bytes * self._share(maker, OUT, rows[r][k])), set()).add(r)
-            layouts: dict[int, dict[int, set[int]]] = {}  # bytes -> item -> rows
-            for i, position, keeps in users_of:
-                rows, k = row_of[i]
-                runs_again, gathers = again_of.get(item_of[i], ()), gathers_of.get(item_of[i])
-                for r, row in enumerate(rows):
-                    piece = gathers[r].get((i, position), 1.0) if gathers is not None else 1.0
-                    n = round(n_bytes * self._share(i, position, row[k]) * piece)
-                    if (keeps or i in runs_again[r]) and not (item_of[i] == made_by and r in remade.get(n, ())):
-                        layouts.setdefault(n, {}).setdefault(item_of[i], set()).add(r)
-            for n, users_in in layouts.items():
-                pairs = tuple((item, tuple(sorted(rows_of))) for item, rows_of in sorted(users_in.items()))
-                again_rows = tuple(sorted(remade.get(n, ())))
-                if len(pairs) > 1 or (again_rows and pairs[0][0] != made_by):
-                    again = (made_by, again_rows) if again_rows else None
-                    shared.append(SharedBytes(float(count * n), pairs, again=again))
-                    continue
-                ((item, only),) = users_in.items()
-                more = tuple(b + count * n * (r in only) for r, b in enumerate(items[item].n_bytes))
-                items[item] = replace(items[item], n_bytes=more)
-        for i, position, whole_bytes in sliced:  # the batch is there, but slices of it are copies
-            rows, k = row_of[i]
-            shares = [self._share(i, position, row[k]) for row in rows]
-            item = items[item_of[i]]
-            more = tuple(n + (share < 1) * share * whole_bytes for n, share in zip(item.n_bytes, shares, strict=True))
-            items[item_of[i]] = replace(item, n_bytes=more)
-        self._kept_inside(items, item_of, row_of, again_of, inside)
-        return tuple(shared)
-
-    def _kept_inside(
-        self, items: list[Item], item_of: Mapping[int, int],
-        row_of: Mapping[int, tuple[list[tuple[Strategy, ...]], int]], again_of: Mapping[int, Sequence[frozenset[int]]],
-        inside: Mapping[int, float],
-    ) -> None:  # fmt: skip
-        """Add what operators keep that is neither input nor output.
-
-        A distributed lowering keeps what it likes, so it is asked, once for every set of factors that are cut inside
-        it; otherwise a strategy leaves a share of what is kept of the whole.
-        """
-        graph, counts = self.graph, self.fold.counts
-        for i, (rows, k) in row_of.items():
-            rule, node = self.rules[i], graph.nodes[i]
-            assert rule is not None
-            inside_of = frozenset(factor for lowering in rule.lowerings for factor in lowering.factors)
-            asks = node.needs_grad and not rule.random and bool(inside_of)
-            if i not in inside and not asks:
-                continue
-            times = (counts[i] - self._recomputed[i]) * self.in_flight
-            asked: dict[frozenset[str], float] = {}
-            more = []
-            runs_again = again_of.get(item_of[i], ())
-            for r, row in enumerate(rows):
-                if runs_again and i in runs_again[r]:
-                    more.append(0.0)
-                    continue
-                strategy = row[k]
-                across = inside_of.intersection(
-                    name for name, (_, size) in zip(strategy.names, self.pricer.mesh, strict=True) if size > 1
-                )
-                share = self._share(i, OUT, strategy)
-                if asks and across and times and share:
-                    if across not in asked:
-                        kept = saved_of(graph, i, rule, strategy, self.pricer.mesh)
-                        asked[across] = times * kept.inside_bytes / share
-                    more.append(share * asked[across])
-                else:
-                    more.append(share * inside.get(i, 0.0))
-            item = items[item_of[i]]
-            items[item_of[i]] = replace(item, n_bytes=tuple(a + b for a, b in zip(item.n_bytes, more, strict=True)))
-
-    def _user(self, entry: Entry, keeper: Keeper) -> tuple[int, int]:
-        """The operator and the position (:data:`OUT` for its output) by whose layout an entry is counted."""
-        node = self.graph.nodes[keeper.node]
-        if keeper.what != "in":
-            return keeper.node, OUT
-        ref = node.refs[keeper.number]
-        of_segment = keeper.node in self._segment_of and entry.segment is None
-        if of_segment and self.graph.nodes[ref.node].kind == "op" and ref.out == 0:
-            return ref.node, OUT
-        return keeper.node, keeper.number
-
-    def _share(self, i: int, position: int, strategy: Strategy) -> float:
-        """Which part of a tensor one rank has."""
-        node = self.graph.nodes[i]
-        if position == OUT and not node.out.shape and node.refs:
-            position = 0  # of a sum of everything: what it keeps is cut as its input is
-        spec = node.out if position == OUT else self.graph.spec(node.refs[position])
-        state = strategy.outs[0] if position == OUT else strategy.ins[position]
-        return self.pricer.local_bytes(spec, state) / max(1, spec.n_bytes)
 
 
 def _gathered_twice(
