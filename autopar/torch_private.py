@@ -9,12 +9,15 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib
+import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 from unittest import mock
 
+# Where spmd-types looks up functional collectives: see :func:`_call_by_new_names`.
+import spmd_types._collectives as collectives_of_spmd_types
 import torch
 import torch.distributed as dist
 
@@ -235,6 +238,22 @@ def timeout_of_world() -> datetime.timedelta:
             return options._timeout  # type: ignore[no-any-return]
     return dist.distributed_c10d._get_default_timeout(dist.get_backend())  # type: ignore[no-any-return]
 
+
+def _call_by_new_names() -> None:
+    """Let spmd-types call two collectives by the names that torch 2.13 has given them.
+
+    By the old ones each call is a ``FutureWarning`` in the user's terminal, about code that is not theirs. Others see
+    torch's module as it is: spmd-types gets a copy.
+    """
+    torchs = functional_collectives
+    renamed = types.ModuleType(torchs.__name__)
+    renamed.__dict__.update(vars(torchs))
+    for old, new in (("all_gather_tensor", "all_gather_single"), ("reduce_scatter_tensor", "reduce_scatter_single")):
+        setattr(renamed, old, getattr(torchs, new, getattr(torchs, old, None)))
+    collectives_of_spmd_types.funcol = renamed
+
+
+_call_by_new_names()
 
 __all__ = [
     "CHECKPOINT", "DTENSOR_HANDLERS", "DTENSOR_REDUCED_DIMS", "DTENSOR_RESULT", "DTENSOR_STRATEGIES",

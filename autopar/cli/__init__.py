@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
-import warnings
 from typing import Annotated
 
 import typer
@@ -64,7 +63,6 @@ for name, command in (
 
 def main() -> None:
     """Entry point: errors that a user can cause are one paragraph and exit code 2."""
-    warnings.filterwarnings("ignore", category=FutureWarning, module="spmd_types")  # it calls torch 2.12's names
     try:
         app()
     except (AutoparError, ProfileError) as error:

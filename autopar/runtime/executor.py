@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -43,7 +42,6 @@ from autopar.runtime.state import HeldParam, as_dtensor
 from autopar.runtime.values import check_values
 from autopar.torch_private import pytree
 
-warnings.filterwarnings("ignore", category=FutureWarning, module="spmd_types")  # it calls torch 2.12's names
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
