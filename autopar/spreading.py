@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import planfile
 from autopar.capture import Captured
@@ -22,10 +22,10 @@ from autopar.plan import Plan
 from autopar.planning import Outcome
 from autopar.runtime.agree import FirstRankValues, Meeting, Stopped, first_seed, share, together
 from autopar.runtime.executor import ParallelModule, check_device_mesh
-from autopar.runtime.groups import backend_for, backends, groups_for
+from autopar.runtime.groups import backend_for, backends
 from autopar.runtime.init import Init, MetaValues, is_meta
 from autopar.runtime.pipeline import PipelineModule
-from autopar.runtime.plan_groups import axes_together
+from autopar.runtime.plan_groups import mesh_of_own
 from autopar.runtime.store_meeting import alive
 from hardware_profiles import Cluster, ProfileError, device_named, list_clusters, load_cluster
 
@@ -230,13 +230,8 @@ def spread(
         tell_of_idle_gpus(device_type)
     one = len(plan.stages) == 1
     if one and device_mesh is None:
-        device_mesh = init_device_mesh(
-            device_type, tuple(size for _, size in plan.mesh), mesh_dim_names=tuple(name for name, _ in plan.mesh)
-        )
+        device_mesh = mesh_of_own(captured.graph, plan.only(), device_type, range(dist.get_world_size()))
     on_all(group, lambda: check_device_mesh(device_mesh, plan.mesh) if one and device_mesh is not None else None)
-    if one and device_mesh is not None:  # all groups are made here; after this ranks may fail one by one
-        for axes in axes_together(captured.graph, plan.only()):
-            groups_for(torch.device(device_mesh.device_type)).along(device_mesh, axes)
     device = torch.device(device_type)
     seed, values = first_seed(group), _values(model, group, device_mesh if one else None, init, device)
     if isinstance(values, Meeting):

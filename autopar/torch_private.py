@@ -10,7 +10,7 @@ import contextlib
 import datetime
 import importlib
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -219,6 +219,12 @@ def group_names() -> Mapping[str, dist.ProcessGroup]:
     return {name: group for group, name in names.items()}
 
 
+def has_other_groups(device_mesh: Any, along_axes: Sequence[dist.ProcessGroup]) -> None:
+    """Give a mesh other process groups along its axes, in the place of those that were ended."""
+    device_mesh._dim_group_names = [group.group_name for group in along_axes]
+    device_mesh._pg_registry.update({group.group_name: group for group in along_axes})
+
+
 def default_store() -> dist.Store:
     """The store through which the ranks of this world found each other: failures are told through it."""
     return dist.distributed_c10d._get_default_store()
@@ -266,7 +272,7 @@ __all__ = [
     "TensorMeta", "TorchDispatchMode", "allow_plain_tensors", "autograd_engine", "current_backward", "data_of_tensors",
     "default_store", "default_timeout_seconds", "fake_store", "found_inf_reduce_handler", "function_modes",
     "functional_collectives", "functorch_is_active", "generate_redistribute_costs", "group_names", "group_of_axis",
-    "has_kernel",
+    "has_kernel", "has_other_groups",
     "is_traceable_wrapper_subclass", "keeps_graph", "lazy_graph_modules", "local_tensor_mode", "make_wrapper_subclass",
     "no_dispatch_modes", "preserve_version_counter", "pytree", "safe_softmax", "timeout_of_world",
     "top_saved_tensors_hooks", "unset_fake_temporarily", "will_run",

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import errors
 from autopar.errors import AutoparError, MeshError, RunError
-from autopar.runtime.groups import groups_for
+from autopar.runtime.groups import groups_on
 from autopar.runtime.store_meeting import from_first, meet
 from hardware_profiles.strict import parse_json
 
@@ -69,7 +69,7 @@ def mesh_group(mesh: DeviceMesh) -> Any:
         return dist.group.WORLD
     if mesh.ndim == 1:
         return mesh.get_group()
-    return groups_for(torch.device(mesh.device_type)).along(mesh, range(mesh.ndim))
+    return groups_on(mesh).along(mesh, range(mesh.ndim))
 
 
 def share(group: Any, value: str | None, error: BaseException | None) -> str:

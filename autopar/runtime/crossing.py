@@ -91,12 +91,14 @@ class _Call:
         for leaf in self.leaves:
             leaf.grad = None
         try:
-            with self.around(), gradients.reducing(last=last):
-                if given and (inputs is None or inputs):
-                    _ENGINE.run_backward(  # torch.autograd.backward would check shapes again
-                        tuple(used), tuple(arriving), keep, False, tuple(inputs or ()), allow_unreachable=True,
-                        accumulate_grad=True,
-                    )  # fmt: skip
+            with self.around():
+                with gradients.reducing(last=last):
+                    if given and (inputs is None or inputs):
+                        _ENGINE.run_backward(  # torch.autograd.backward would check shapes again
+                            tuple(used), tuple(arriving), keep, False, tuple(inputs or ()), allow_unreachable=True,
+                            accumulate_grad=True,
+                        )  # fmt: skip
+                left = self.hands and gradients.handed(self.trained, by_autograd=wanted is not None)
         except BaseException:
             gradients.drop()
             raise
@@ -105,7 +107,7 @@ class _Call:
         arrived = [leaf.grad for leaf in self.leaves]
         for leaf in self.leaves:
             leaf.grad = None
-        return arrived, self.hands and gradients.handed(self.trained, by_autograd=wanted is not None)
+        return arrived, left
 
 
 class _Crossing(torch.autograd.Function):

@@ -31,7 +31,9 @@ from autopar.runtime.copied import copied
 from autopar.runtime.crossing import crossed
 from autopar.runtime.direct import stand_ins
 from autopar.runtime.failures import Failures
+from autopar.runtime.groups import Groups, groups_on
 from autopar.runtime.outputs import IN_PIECES, CollectiveLog, unread, with_pending
+from autopar.runtime.plan_groups import mesh_of_own
 from autopar.runtime.programs import AllWell, Fields, PlanAgain
 from autopar.runtime.recaptured import fields_of, resume, take
 from autopar.runtime.registering import Placing
@@ -77,6 +79,8 @@ class ParallelModule(SpreadModule):
     _compared: Calls
     _meeting: CollectiveLog | None
     _failures: Failures | None
+    _groups: Groups | None
+    _generation: int
 
     def __init__(
         self, model: torch.nn.Module, captured: Captured, plan: Plan, device_mesh: DeviceMesh,
@@ -92,16 +96,22 @@ class ParallelModule(SpreadModule):
         super().__init__()
         check_device_mesh(device_mesh, plan.mesh)
         ranks = [int(r) for r in device_mesh.mesh.flatten()]
-        self._mesh = device_mesh
+        groups = groups_on(device_mesh) if len(ranks) > 1 and groups_on(device_mesh).possible else None
+        if groups is not None:
+            device_mesh = mesh_of_own(captured.graph, plan.only(), device_mesh.device_type, ranks)
+        self._mesh, self._groups = device_mesh, groups
+        self._generation = groups.generation if groups is not None else 0
         self._device = torch.device(device_of(device_mesh))
         self._signature = inspect.signature(model.forward)
         self._captured, self._captured_training = captured, model.training
         self._skeleton = Skeleton(model) if model.training and not isinstance(model, ParallelModule) else None
         self._meeting = None
-        self._failures = Failures(ranks) if len(ranks) > 1 else None
+        abort = groups.abort if groups is not None else None
+        self._failures = Failures(ranks, abort, stays_armed=True) if len(ranks) > 1 else None
         self._seed = _agreed_seed(device_mesh) if seed is None else seed
         self._calls = 0
-        self._compared = Calls(lambda: mesh_group(device_mesh), device_mesh, len(ranks) == 1, [device_mesh])
+        compared_in = groups.of(ranks) if groups is not None else mesh_group(device_mesh)
+        self._compared = Calls(compared_in, device_mesh, len(ranks) == 1, [device_mesh])
         self._given = plan
         placing = Placing(self, model, captured.graph, captured.constants, plan.only(), device_mesh, values)
         placing.parameters()
@@ -227,12 +237,18 @@ class ParallelModule(SpreadModule):
             return self._outputs(self._call(call, args, kwargs), call)
         failures.settle()
         with failures.during(f"the forward of call {call}"):
+            if self._groups is not None:
+                self._groups.check(self._generation)
             if meeting is not None:
                 meeting.note(f"the forward of call {call}")
             return self._outputs(self._call(call, args, kwargs), call)
 
+    def _fails_everywhere(self, where: str) -> contextlib.AbstractContextManager[None]:
+        """Around a part of a step: what fails in it on one rank ends the step on all."""
+        return self._failures.during(where) if self._failures is not None else contextlib.nullcontext()
+
     def _call(self, call: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        stage, failures, meeting = self._stage, self._failures, self._meeting
+        stage, meeting = self._stage, self._meeting
         mixed = mixed_seed(self._seed, self._calls)
         self._calls = call
         stage.bind()
@@ -250,7 +266,7 @@ class ParallelModule(SpreadModule):
         def around() -> Iterator[None]:
             if meeting is not None:
                 meeting.note(f"the backward of call {call}")
-            with failures.during(f"the backward of call {call}") if failures is not None else contextlib.nullcontext():
+            with self._fails_everywhere(f"the backward of call {call}"):
                 yield
 
         return crossed(stage.gradients, stage.probe, inputs, run, around)
@@ -347,7 +363,8 @@ class ParallelModule(SpreadModule):
         finally:
             gradients.defer = gradients.accumulating = False
         if optimizer is not None:
-            optimizer.step()
+            with self._fails_everywhere(f"the optimizer's step after call {self._calls}"):
+                optimizer.step()
             optimizer.zero_grad()
         assert total is not None
         return total

@@ -59,7 +59,8 @@ class Failures:
         """
         Args:
             abort: has what waits in a collective of this module end with an error; called from another thread.
-            stays_armed: a step may go on after it has returned, on a GPU: news count after it, too.
+            stays_armed: news count between the parts of a step, too: the caller may wait there for others in torch's
+                own functions, and on a GPU a part may go on after it has returned.
         """
         key = tuple(ranks)
         number = next(_MADE.setdefault(key, itertools.count()))
@@ -200,13 +201,13 @@ class _Watch:
     def __init__(self, failures: Failures, abort: Callable[[], None], stays_armed: bool) -> None:
         self.failures, self.abort, self.stays_armed = weakref.ref(failures), abort, stays_armed
         self.changed = threading.Condition()
-        self.step, self.running = 0, False
+        self.step, self.running, self.within = 0, False, False
         self.thread: threading.Thread | None = None
 
     def begin(self) -> None:
         """A part of a step begins."""
         with self.changed:
-            self.step, self.running = self.step + 1, True
+            self.step, self.running, self.within = self.step + 1, True, True
             if self.thread is None:
                 self.thread = threading.Thread(target=_look_for_news, args=(weakref.ref(self),), daemon=True)
                 self.thread.start()
@@ -214,7 +215,7 @@ class _Watch:
     def end(self) -> None:
         """It has ended."""
         with self.changed:
-            self.running = self.stays_armed
+            self.running, self.within = self.stays_armed, False
 
     def look(self) -> None:
         """If another rank has failed in the step that runs, and it still runs a while later, abort it."""
@@ -228,6 +229,8 @@ class _Watch:
             if self.running and self.step == step:
                 failures.aborted = news
                 self.abort()
+                if not self.within:  # in code of the caller's, such as clip_grad_norm_, what ends says nothing of it
+                    print(f"autopar: rank {failures.rank} ends what it waits for: {news}", file=sys.stderr, flush=True)
 
 
 def _look_for_news(ref: weakref.ref[_Watch]) -> None:

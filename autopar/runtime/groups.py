@@ -10,6 +10,9 @@ made and used once here, in that order, before anything else. Ranks may come lat
 Groups are kept: the next plan that needs the same ranks for the same purpose has the same group, since communicators
 take memory and seconds. A group has the backend of the device that it is for, and no other: under
 ``cpu:gloo,cuda:nccl`` no processor ever talks to another one in these.
+
+A model on a part of the world's ranks has groups that these make among themselves, in a way that torch does not count:
+the other ranks know nothing of the model.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import MeshError, RunError
 from autopar.placements import Mesh
-from autopar.torch_private import timeout_of_world
+from autopar.runtime.store_meeting import any_of
+from autopar.torch_private import has_other_groups, timeout_of_world
 
 
 class Wanted(NamedTuple):
@@ -55,49 +59,70 @@ def blocks(mesh: Mesh, devices: Sequence[int], axes: Sequence[int]) -> list[tupl
 
 
 class Groups:
-    """Those of one world of ranks for one type of device.
+    """Those of some ranks of one world, for one type of device.
 
     Attributes:
-        made: the groups that all ranks made, in that order; None where this rank is not in one.
-        among_members: those that only their own ranks made, by these.
+        ranks: all that make them, in ascending order: the whole world, or the ranks of a mesh that is a part of it.
+        made: the groups, in the order in which all of these ranks made them; None where this rank is not in one.
         aborted: this rank has aborted them; no operation on them is possible any more.
         generation: how often all of them have been made anew since.
     """
 
-    def __init__(self, world: Any, device: torch.device) -> None:
-        self.world, self.device = world, device
+    def __init__(self, world: Any, device: torch.device, ranks: tuple[int, ...]) -> None:
+        self.world, self.device, self.ranks = world, device, ranks
         self.made: dict[Wanted, Any] = {}
-        self.among_members: dict[tuple[int, ...], Any] = {}
         self.aborted = False
         self.generation = 0
+        self._meshes: dict[tuple[Mesh, tuple[int, ...]], DeviceMesh] = {}
         self._sockets: set[tuple[int, str]] = set()
 
+    @property
+    def of_all(self) -> bool:
+        """Whether all ranks of the world make them."""
+        return len(self.ranks) == dist.get_world_size()
+
+    @property
+    def possible(self) -> bool:
+        """Whether these ranks can make groups: not those of a part of a world that was made with ``device_id=``, where
+        NCCL splits communicators with all ranks of the world."""
+        return self.of_all or getattr(self.world, "bound_device_id", None) is None
+
     def make(self, wanted: Iterable[Wanted]) -> None:
-        """Make what there is not yet, and warm it up. All ranks of the world call it with the same list.
+        """Make what there is not yet, and warm it up. All of :attr:`ranks` call it with the same list.
 
         Raises:
-            MeshError: the world has no backend for the device.
+            MeshError: the world has no backend for the device, or groups are not :attr:`possible`.
         """
         backend, timeout = backend_for(self.device.type), timeout_of_world()
+        if not self.possible:
+            raise MeshError(
+                f"the mesh has {len(self.ranks)} of {dist.get_world_size()} ranks, and the process group was made with "
+                "device_id=: NCCL makes groups of its ranks with all ranks of the world then. Leave device_id= out of "
+                "init_process_group, or make the mesh of all ranks"
+            )
         self._drop_aborted()
         new = [each for each in dict.fromkeys(wanted) if each not in self.made]
         rank = dist.get_rank()
         for each in new:
             before = open_sockets() if backend == "gloo" else set()
-            group = dist.new_group(list(each.ranks), timeout, backend, group_desc=f"autopar {each.use}".strip())
+            group = dist.new_group(
+                list(each.ranks), timeout, backend, group_desc=f"autopar {each.use}".strip(),
+                use_local_synchronization=not self.of_all,
+            )  # fmt: skip
             self._sockets |= open_sockets() - before if backend == "gloo" else set()
             self.made[each] = group if rank in each.ranks else None
         for each in new:
             if rank in each.ranks and len(each.ranks) > 1:
                 self._warm_up(each)
+        for (mesh, devices), device_mesh in self._meshes.items():  # made anew, after they were aborted
+            if any(each in new for each in self._axes(mesh, devices)):
+                has_other_groups(device_mesh, self._along_axes(mesh, devices))
 
     def _drop_aborted(self) -> None:
         """Forget all groups on all ranks if one rank has aborted its own: all ranks have the same ones then, too."""
         if not self.made:  # on all ranks alike
             return
-        aborted = torch.tensor([int(self.aborted)], device=self.device)
-        dist.all_reduce(aborted, op=dist.ReduceOp.MAX)
-        if aborted.item():
+        if any_of(self.ranks, self.aborted):
             self.destroy()
             self.aborted, self.generation = False, self.generation + 1
 
@@ -147,54 +172,52 @@ class Groups:
         return {pair: self.made[channel(*pair)] for pair in pairs}
 
     def mesh(self, mesh: Mesh, devices: Sequence[int]) -> DeviceMesh:
-        """A mesh of this rank and others, from groups that have been made; ``devices`` in row-major order."""
-        rank, axes = dist.get_rank(), range(len(mesh))
-        along = [next(self.of(b) for b in blocks(mesh, devices, (axis,)) if rank in b) for axis in axes]
-        order = torch.tensor(devices).reshape([size for _, size in mesh])
-        names = tuple(name for name, _ in mesh)
-        return DeviceMesh.from_group(along, self.device.type, order, mesh_dim_names=names)
+        """A mesh of this rank and others, from groups that have been made; ``devices`` in row-major order.
+
+        It is one object as long as the world is there, also after its groups have been made anew: torch keeps the mesh
+        of the first DTensors in the caches of its operators, and gives it to the results of later ones.
+        """
+        key = (mesh, tuple(devices))
+        if key not in self._meshes:
+            order = torch.tensor(devices).reshape([size for _, size in mesh])
+            names = tuple(name for name, _ in mesh)
+            along = self._along_axes(mesh, devices)
+            self._meshes[key] = DeviceMesh.from_group(along, self.device.type, order, mesh_dim_names=names)
+        return self._meshes[key]
+
+    def _axes(self, mesh: Mesh, devices: Sequence[int]) -> list[Wanted]:
+        """What is wanted along each axis of a mesh that this rank is in."""
+        rank = dist.get_rank()
+        return [Wanted(next(b for b in blocks(mesh, devices, (axis,)) if rank in b)) for axis in range(len(mesh))]
+
+    def _along_axes(self, mesh: Mesh, devices: Sequence[int]) -> list[Any]:
+        return [self.made[each] for each in self._axes(mesh, devices)]
 
     def along(self, device_mesh: DeviceMesh, axes: Sequence[int]) -> Any:
-        """The group of this rank along several axes of any mesh; all ranks of the mesh ask for the same in one order.
-
-        On a mesh of all ranks every rank makes the groups of all. On one of a part of the world, whose other ranks know
-        nothing of it, the members make their own among themselves, in a way that torch does not count.
+        """The group of this rank along several axes of any mesh of these ranks; all of them ask for the same in one
+        order.
 
         Raises:
-            MeshError: the mesh is a part of a world that was made with ``device_id=``, where NCCL splits communicators
-                with all ranks of the world.
+            MeshError: as for :meth:`make`.
         """
         names = device_mesh.mesh_dim_names or ()
         shape = tuple((name, device_mesh.size(axis)) for axis, name in enumerate(names))
         sets = blocks(shape, device_mesh.mesh.flatten().tolist(), axes)
         rank = dist.get_rank()
-        ranks = next(block for block in sets if rank in block)
-        if ranks == tuple(range(dist.get_world_size())):
-            return dist.group.WORLD
-        found = self.made.get(Wanted(ranks), self.among_members.get(ranks))
-        if found is None and device_mesh.size() == dist.get_world_size():
+        wanted = Wanted(next(block for block in sets if rank in block))
+        if wanted not in self.made:
+            if wanted.ranks == tuple(range(dist.get_world_size())):
+                return dist.group.WORLD
             self.make(map(Wanted, sets))
-            found = self.made[Wanted(ranks)]
-        elif found is None:
-            if getattr(self.world, "bound_device_id", None) is not None:
-                raise MeshError(
-                    f"the mesh has {device_mesh.size()} of {dist.get_world_size()} ranks, and the process group was "
-                    "made with device_id=: NCCL makes groups of its ranks with all ranks of the world then. Leave "
-                    "device_id= out of init_process_group, or make the mesh of all ranks"
-                )
-            found = self.among_members[ranks] = dist.new_group(
-                list(ranks), timeout_of_world(), backend_for(self.device.type), use_local_synchronization=True,
-                group_desc="autopar",
-            )  # fmt: skip
-        return found
+        return self.made[wanted]
 
     def destroy(self) -> None:
         """End all of them, the last one first."""
-        for group in (*reversed(self.among_members.values()), *reversed(self.made.values())):
+        for group in reversed(self.made.values()):
             if group is not None:
                 with contextlib.suppress(Exception):  # the world, or the peer, may be gone
                     dist.destroy_process_group(group)
-        self.made, self.among_members, self._sockets = {}, {}, set()
+        self.made, self._sockets = {}, set()
 
 
 def open_sockets() -> set[tuple[int, str]]:
@@ -223,15 +246,21 @@ def shut_down(fd: int, name: str) -> None:
 
 
 _DESCRIPTORS = "/proc/self/fd"
-_of_worlds: dict[str, Groups] = {}
+_of_worlds: dict[tuple[str, tuple[int, ...]], Groups] = {}
 
 
-def groups_for(device: torch.device) -> Groups:
-    """The groups of the world that there is now, for devices of this type."""
-    groups = _of_worlds.get(device.type)
+def groups_for(device: torch.device, ranks: Iterable[int] | None = None) -> Groups:
+    """The groups of some ranks of the world that there is now (all by default), for devices of this type."""
+    members = tuple(range(dist.get_world_size()) if ranks is None else sorted(ranks))
+    groups = _of_worlds.get((device.type, members))
     if groups is None or groups.world is not dist.group.WORLD:
-        groups = _of_worlds[device.type] = Groups(dist.group.WORLD, device)
+        groups = _of_worlds[device.type, members] = Groups(dist.group.WORLD, device, members)
     return groups
+
+
+def groups_on(device_mesh: DeviceMesh) -> Groups:
+    """The groups of a mesh's ranks."""
+    return groups_for(torch.device(device_mesh.device_type), device_mesh.mesh.flatten().tolist())
 
 
 def backend_for(device_type: str) -> str:
@@ -271,4 +300,6 @@ def destroy_groups() -> None:
     _of_worlds.clear()
 
 
-__all__ = ["Groups", "Wanted", "backend_for", "backends", "blocks", "channel", "destroy_groups", "groups_for"]
+__all__ = [
+    "Groups", "Wanted", "backend_for", "backends", "blocks", "channel", "destroy_groups", "groups_for", "groups_on",
+]  # fmt: skip

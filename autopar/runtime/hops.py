@@ -33,7 +33,7 @@ from autopar.placements import (
     unit_of,
 )
 from autopar.plan import ParamChoice
-from autopar.runtime.groups import groups_for
+from autopar.runtime.groups import groups_on
 
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -155,7 +155,7 @@ def group_of(device_mesh: DeviceMesh, mesh: Mesh, axes: Sequence[int]) -> Any:
     names = tuple(mesh[axis][0] for axis in axes)
     if len(names) == 1:
         return device_mesh.get_group(names[0])
-    return groups_for(torch.device(device_mesh.device_type)).along(device_mesh, axes)
+    return groups_on(device_mesh).along(device_mesh, axes)
 
 
 def padded(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ reductions are those of a plan without pipeline; what is in flight through it, a
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -131,7 +132,7 @@ class PipelineModule(SpreadModule):
         self._none = torch.nn.Parameter(torch.empty(0, device=self._device))
         self._batch = Batch(captured, self._signature, self._device)
         self._reached_by = reached_by(captured.graph, self._device)
-        self._compared = Calls(lambda: dist.group.WORLD, None, False, list(meshes.values()))
+        self._compared = Calls(groups.of(range(plan.n_devices)), None, False, list(meshes.values()))
         self._failures = Failures(range(dist.get_world_size()), groups.abort, stays_armed=self._device.type != "cpu")
         self.leads = self._rank == plan.stages[mine[0]].devices[0]
         shared: dict[str, torch.nn.Parameter] = {}
@@ -208,20 +209,27 @@ class PipelineModule(SpreadModule):
         if self._captured.graph.loss is None:
             raise RunError("the model has no scalar loss to train on; give loss_fn= and targets= when planning")
         self.check_trains()
-        callers, batches = self._microbatches(args, kwargs)
-        self._batch.check_planned(callers)
-        self._failures.settle()
-        with self._failures.during(f"train_step {self._steps}"):
-            self._groups.check(self._generation)
+        with self._step(f"train_step {self._steps}"):
+            callers, batches = self._microbatches(args, kwargs)
+            self._batch.check_planned(callers)
             seeds = self._seeds()
             reached = None if self._reached_by is None else [self._reached_by(seed) for seed in seeds]
             loss = self._work.train(batches, seeds, self._batch.shown, callers, reached)
-        self._work.input_gradients.give()
-        self._steps += 1
+            self._work.input_gradients.give()
+            self._steps += 1
+            if optimizer is not None:
+                optimizer.step()
         if optimizer is not None:
-            optimizer.step()
             optimizer.zero_grad()
         return loss.to(self._loss_dtype)
+
+    @contextlib.contextmanager
+    def _step(self, where: str) -> Iterator[None]:
+        """Around all that ranks do together in a step, or in forwards: what fails on one of them ends it on all."""
+        self._failures.settle()
+        with self._failures.during(where):
+            self._groups.check(self._generation)
+            yield
 
     def _seeds(self) -> list[int]:
         """Of random operators in each microbatch of the next step."""
@@ -285,7 +293,8 @@ class PipelineModule(SpreadModule):
         Raises:
             RunError: the model has no scalar loss, or the shapes are not those of whole microbatches.
         """
-        return self._forwards(self._microbatches(args, kwargs)[1], None)
+        with self._step("a forward without gradients"):
+            return self._forwards(self._microbatches(args, kwargs)[1], None)
 
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -300,24 +309,25 @@ class PipelineModule(SpreadModule):
                 "a pipelined model trains in whole steps: call train_step(*batch); for outputs call eval() first, for "
                 "a loss without gradients evaluate(*batch)"
             )
-        parts: dict[int, list[torch.Tensor]] = {}
-        callers, batches = self._microbatches(args, kwargs)
-        for name, x in callers.items():
-            if x.requires_grad and torch.is_grad_enabled():
-                raise RunError(
-                    f"input {self._batch.shown[name]} requires grad, and outputs of a pipelined model have no "
-                    "gradients: call it under torch.no_grad(), or detach() this input; train_step(*batch) gives inputs "
-                    "their gradients"
-                )
-        loss = self._forwards(batches, parts)
-        graph = self._captured.graph
-        outputs: list[Any] = []
-        for position, out in enumerate(graph.outputs):
-            if position == graph.loss or not isinstance(out, Ref):
-                outputs.append(loss if position == graph.loss else out)
-            else:
-                outputs.append(self._everywhere(position, graph.spec(out), parts.get(position)))
-        return pytree.tree_unflatten(outputs, self._captured.out_spec)
+        with self._step("a forward without gradients"):
+            parts: dict[int, list[torch.Tensor]] = {}
+            callers, batches = self._microbatches(args, kwargs)
+            for name, x in callers.items():
+                if x.requires_grad and torch.is_grad_enabled():
+                    raise RunError(
+                        f"input {self._batch.shown[name]} requires grad, and outputs of a pipelined model have no "
+                        "gradients: call it under torch.no_grad(), or detach() this input; train_step(*batch) gives "
+                        "inputs their gradients"
+                    )
+            loss = self._forwards(batches, parts)
+            graph = self._captured.graph
+            outputs: list[Any] = []
+            for position, out in enumerate(graph.outputs):
+                if position == graph.loss or not isinstance(out, Ref):
+                    outputs.append(loss if position == graph.loss else out)
+                else:
+                    outputs.append(self._everywhere(position, graph.spec(out), parts.get(position)))
+            return pytree.tree_unflatten(outputs, self._captured.out_spec)
 
     def _everywhere(self, position: int, spec: Spec, parts: list[torch.Tensor] | None) -> torch.Tensor:
         """An output of the model, on every rank; ``parts`` are those of the microbatches, where it is made."""
@@ -327,7 +337,7 @@ class PipelineModule(SpreadModule):
         if parts is not None:
             value.copy_(torch.cat(parts) if spec.shape else torch.stack(parts).to(torch.float64).mean())
         maker = next(part.number for part in self._parts if position in part.outputs)
-        dist.broadcast(value, src=self._plan.stages[maker].devices[0])
+        dist.broadcast(value, src=self._plan.stages[maker].devices[0], group=self._work.everyone)
         return value
 
     @torch.no_grad()
@@ -337,10 +347,7 @@ class PipelineModule(SpreadModule):
         """The mean loss; into ``made`` go whole outputs of this rank's stages by position, if they are other ones."""
         if self._captured.graph.loss is None:
             raise RunError("the model has no scalar loss; give loss_fn= and targets= when planning")
-        self._failures.settle()
-        with self._failures.during("a forward without gradients"):
-            self._groups.check(self._generation)
-            loss = self._work.forwards(batches, self._seeds(), self._batch.shown, self.training, parts)
+        loss = self._work.forwards(batches, self._seeds(), self._batch.shown, self.training, parts)
         if self.training:
             self._steps += 1
         return loss.to(self._loss_dtype)
@@ -385,8 +392,9 @@ class PipelineModule(SpreadModule):
         """
         if norm_type != 2.0:
             raise RunError(f"clip_grad_norm_: norm_type is {norm_type}; a pipeline knows 2")
-        total = self._work.squared_norm()
-        dist.all_reduce(total)
+        with self._step("clip_grad_norm_"):
+            total = self._work.squared_norm()
+            dist.all_reduce(total, group=self._work.everyone)
         norm = total.sqrt()
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for param in {id(p): p for p in self.parameters()}.values():

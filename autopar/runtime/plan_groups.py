@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
 from autopar.graph import Graph
 from autopar.plan import Plan, StagePlan
-from autopar.runtime.groups import Wanted, blocks, channel
+from autopar.runtime.groups import Wanted, blocks, channel, groups_for
 from autopar.runtime.hops import hop_axes
 from autopar.runtime.ties import Tied
 from autopar.runtime.wires import Wire, pairs_of
@@ -25,10 +28,29 @@ def groups_of(parts: Sequence[StageGraph], plan: Plan, wires: Sequence[Wire], ti
     """
     wanted = [Wanted(tuple(range(plan.n_devices)))]
     for part in parts:
-        wanted += _of_stage(part, plan)
+        stage = plan.stages[part.number]
+        wanted += _of_stage(part.graph, stage, stage.devices)
     wanted += [Wanted(ranks) for each in tied for ranks in each.rank_sets(plan)]
     wanted += [channel(source, target) for source, target in pairs_of(wires)]
     return list(dict.fromkeys(wanted))
+
+
+def mesh_of_own(graph: Graph, stage: StagePlan, device_type: str, devices: Sequence[int]) -> DeviceMesh:
+    """A mesh of groups that autopar makes, for a model on one mesh; all ranks of ``devices`` call it alike.
+
+    The groups of a caller's mesh are the caller's: what waits in them cannot be aborted without breaking what else they
+    are used for. torch makes their communicators only when they are used, so they cost nothing beside these.
+
+    Args:
+        devices: ranks, in row-major order of the plan's mesh.
+
+    Raises:
+        MeshError: as for :meth:`~autopar.runtime.groups.Groups.make`.
+    """
+    groups = groups_for(torch.device(device_type), devices)
+    everyone = Wanted(tuple(sorted(devices)))
+    groups.make([everyone, *_of_stage(graph, stage, devices)])
+    return groups.mesh(stage.mesh, devices)
 
 
 def axes_together(graph: Graph, stage: StagePlan) -> list[tuple[int, ...]]:
@@ -38,10 +60,9 @@ def axes_together(graph: Graph, stage: StagePlan) -> list[tuple[int, ...]]:
     return sorted(each for each in axes if len(each) > 1)
 
 
-def _of_stage(part: StageGraph, plan: Plan) -> Iterator[Wanted]:
-    stage = plan.stages[part.number]
-    for axes in [*((axis,) for axis in range(len(stage.mesh))), *axes_together(part.graph, stage)]:
-        yield from map(Wanted, blocks(stage.mesh, stage.devices, axes))
+def _of_stage(graph: Graph, stage: StagePlan, devices: Sequence[int]) -> Iterator[Wanted]:
+    for axes in [*((axis,) for axis in range(len(stage.mesh))), *axes_together(graph, stage)]:
+        yield from map(Wanted, blocks(stage.mesh, devices, axes))
 
 
-__all__ = ["axes_together", "groups_of"]
+__all__ = ["groups_of", "mesh_of_own"]

@@ -174,14 +174,14 @@ class Calls:
     """The calls of one module, some of which the ranks compare.
 
     Args:
-        group: gives the process group of the module's ranks.
+        group: the process group of the module's ranks.
         device_mesh: on which inputs may be slices; None where every rank passes everything.
         alone: there is one rank.
         stages: the meshes on which this rank holds parameters.
     """
 
     def __init__(
-        self, group: Callable[[], Any], device_mesh: DeviceMesh | None, alone: bool, stages: Iterable[DeviceMesh] = ()
+        self, group: Any, device_mesh: DeviceMesh | None, alone: bool, stages: Iterable[DeviceMesh] = ()
     ) -> None:
         self.group, self.device_mesh, self.alone = group, device_mesh, alone
         self.stages = list({id(mesh): mesh for mesh in stages}.values())
@@ -210,7 +210,7 @@ class Calls:
             seen.add_parameters(parameters, first=self.count == 1)
         except AutoparError as e:
             error = e
-        compare(self.group(), seen, error)
+        compare(self.group, seen, error)
         assert taken is not None
         return taken
 

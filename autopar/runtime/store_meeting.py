@@ -12,7 +12,7 @@ import itertools
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -33,20 +33,22 @@ _worlds: dict[str, Any] = {}
 _numbers: dict[tuple[int, ...], Iterator[int]] = {}
 
 
-def _store(group: Any) -> tuple[dist.Store, tuple[int, ...]]:
-    """The part of the store where the ranks of a group meet, and these."""
-    ranks = tuple(dist.get_process_group_ranks(group))
+def _store(ranks: Sequence[int]) -> dist.Store:
+    """The part of the store where these ranks meet."""
     name = "-".join(map(str, ranks)) if len(ranks) < 9 else f"{len(ranks)} {zlib.crc32(repr(ranks).encode())}"
-    return dist.PrefixStore(f"autopar/meeting/{name}", default_store()), ranks
+    return dist.PrefixStore(f"autopar/meeting/{name}", default_store())
 
 
-def _place(group: Any) -> tuple[dist.Store, int]:
-    """Where the ranks of a group meet next: a part of the store, and the number of the meeting."""
+def _place(ranks: tuple[int, ...]) -> tuple[dist.Store, int]:
+    """Where these ranks meet next: a part of the store, and the number of the meeting."""
     if _worlds.get("last") is not dist.group.WORLD:
         _worlds["last"] = dist.group.WORLD
         _numbers.clear()
-    store, ranks = _store(group)
-    return store, next(_numbers.setdefault(ranks, itertools.count()))
+    return _store(ranks), next(_numbers.setdefault(ranks, itertools.count()))
+
+
+def _ranks_of(group: Any) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))
 
 
 def meet(group: Any) -> None:
@@ -55,22 +57,35 @@ def meet(group: Any) -> None:
     Raises:
         RunError: some did not come in time.
     """
-    store, number = _place(group)
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    any_of(_ranks_of(group), False)
+
+
+def any_of(ranks: tuple[int, ...], says: bool) -> bool:
+    """Whether one of these ranks says so; all of them call it, and wait until every one is here.
+
+    Raises:
+        RunError: some did not come in time.
+    """
+    store, number = _place(ranks)
+    if len(ranks) == 1:
+        return says
+    rank = dist.get_rank()
+    if says:
+        store.set(f"{number}/says", "so")
     store.set(f"{number}/{rank}", "here")
-    if store.add(f"{number}/count", 1) == size:
+    if store.add(f"{number}/count", 1) == len(ranks):
         store.set(f"{number}/all", "here")
     end = time.monotonic() + max(LEAST_SECONDS, timeout_of_world().total_seconds())
     for _ in _looks():
         if store.check([f"{number}/all"]):
-            return
+            break
         if time.monotonic() > end:
-            ranks = dist.get_process_group_ranks(group)
-            missing = [ranks[i] for i in range(size) if not store.check([f"{number}/{i}"])]
+            missing = [each for each in ranks if not store.check([f"{number}/{each}"])]
             raise RunError(
-                f"rank {ranks[rank]} waited for {'rank' if len(missing) == 1 else 'ranks'} "
+                f"rank {rank} waited for {'rank' if len(missing) == 1 else 'ranks'} "
                 f"{', '.join(map(str, missing))}, which did not come: call the same functions of autopar on all ranks"
             )
+    return bool(store.check([f"{number}/says"]))
 
 
 def from_first(group: Any, text: str | None) -> str:
@@ -79,8 +94,9 @@ def from_first(group: Any, text: str | None) -> str:
     Raises:
         RunError: the first rank has shown no sign of life for a long time (:func:`alive`).
     """
-    store, number = _place(group)
-    if dist.get_rank(group) == 0:
+    ranks = _ranks_of(group)
+    store, number = _place(ranks)
+    if dist.get_rank() == ranks[0]:
         assert text is not None
         data = zlib.compress(text.encode(), 1)
         pieces = [data[start : start + PIECE_BYTES] for start in range(0, len(data), PIECE_BYTES)]
@@ -98,8 +114,7 @@ def from_first(group: Any, text: str | None) -> str:
             looked, count = now, store.add("beats", 0)
             beats, heard = count, now if count != beats else heard
         if now - heard > silence:
-            first = dist.get_process_group_ranks(group)[0]
-            raise RunError(f"rank {first} decides for all ranks, and has not been heard of for {silence:g} s")
+            raise RunError(f"rank {ranks[0]} decides for all ranks, and has not been heard of for {silence:g} s")
     count = int(store.get(f"{number}/pieces"))
     return zlib.decompress(b"".join(store.get(f"{number}/piece {i}") for i in range(count))).decode()
 
@@ -110,7 +125,7 @@ def alive(group: Any) -> Iterator[None]:
     if dist.get_world_size(group) == 1 or dist.get_rank(group) != 0:
         yield
         return
-    store, _ = _store(group)
+    store = _store(_ranks_of(group))
     done = threading.Event()
 
     def beat() -> None:
@@ -136,4 +151,4 @@ def _looks() -> Iterator[None]:
         seconds = min(1.3 * seconds, LONGEST_LOOK_SECONDS)
 
 
-__all__ = ["alive", "from_first", "meet"]
+__all__ = ["alive", "any_of", "from_first", "meet"]
