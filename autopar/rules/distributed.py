@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from spmd_types import rules
 
-from autopar.placements import axis_and_unit, lengths_of, piece_of
+from autopar.placements import axis_and_unit, lengths_of
 from autopar.torch_private import LocalIntNode, functional_collectives, group_of_axis, local_tensor_mode
 
 Axes = Sequence[str]
@@ -114,20 +114,28 @@ def first_of(n: int, axes: Axes, device: torch.device) -> torch.Tensor:
     """The first of ``n`` elements that this rank has where ``axes`` cut them: int64 without dims, V on ``axes``."""
     if _TRIAL.get() is not None:
         return torch.zeros((), dtype=torch.int64, device=device)
-    starts = [(0, n)]
+    return _own(_pieces(n, axes, device)[0], axes)
+
+
+def _pieces(n: int, axes: Axes, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """First elements and lengths of all pieces into which ``axes`` cut ``n`` elements, int64 [pieces], the first axis
+    the major one; as :func:`~autopar.placements.piece_of` has them.
+
+    They are computed on the device: numbers from the host would have to be copied, which it waits for.
+    """
+    starts = torch.zeros(1, dtype=torch.int64, device=device)
+    lengths = torch.full((1,), n, dtype=torch.int64, device=device)
     for axis in axes:
         size, unit = _size_and_unit(axis)
-        starts = [
-            (start + piece_of(length, size, at, unit)[0], piece_of(length, size, at, unit)[1])
-            for start, length in starts for at in range(size)
-        ]  # fmt: skip
-    return _own([start for start, _ in starts], axes, torch.int64, device)
+        each = (lengths + (size * unit - 1)).div(size * unit, rounding_mode="floor") * unit
+        begins = torch.minimum(torch.arange(size, device=device) * each.unsqueeze(1), lengths.unsqueeze(1))
+        starts = (starts.unsqueeze(1) + begins).flatten()
+        lengths = torch.minimum(each.unsqueeze(1), lengths.unsqueeze(1) - begins).flatten()
+    return starts, lengths
 
 
-def _own(values: Sequence[float], axes: Axes, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """This rank's of the values of all ranks of ``axes``, the first axis the major one: no dims, V on ``axes``."""
-    # the sum is made by an operator, so that a process that plays many ranks has the values on each of them
-    every = torch.zeros(len(values), dtype=dtype, device=device) + torch.tensor(values, dtype=dtype, device=device)
+def _own(every: torch.Tensor, axes: Axes) -> torch.Tensor:
+    """This rank's of the values of all ranks of ``axes`` [pieces]: no dims, V on ``axes``."""
     for axis in axes_of({"": axes}, ""):
         every = spmd.convert(every, axis, src=spmd.R, dst=spmd.S(0))
     return every.reshape(())
@@ -275,11 +283,8 @@ def share(x: torch.Tensor, cut: Mapping[str, Axes], sizes: Mapping[str, int], fa
 def _part(n: int, axes: Axes, x: torch.Tensor) -> torch.Tensor:
     if _TRIAL.get() is not None:
         return torch.ones((), dtype=x.dtype, device=x.device)
-    lengths = [n]
-    for axis in axes:
-        size, unit = _size_and_unit(axis)
-        lengths = [piece_of(length, size, at, unit)[1] for length in lengths for at in range(size)]
-    return _own([length / n for length in lengths], axes, x.dtype, x.device)
+    lengths = _pieces(n, axes, x.device)[1]
+    return _own((lengths.double() / n).to(x.dtype), axes)
 
 
 def all_of(n: int, cut: Mapping[str, Axes], sizes: Mapping[str, int] | None, factor: str) -> int:

@@ -32,6 +32,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -112,11 +113,14 @@ _COLLECTIVES = {
 """torch's operators of collectives that take tensors: how scripts call them, and what is to be done instead."""
 _meetings: dict[tuple[int, ...], tuple[Any, CollectiveLog]] = {}
 """By the ranks of a mesh, with the group of all ranks in whose store they meet."""
+_ranks_of: WeakKeyDictionary[DeviceMesh, tuple[int, ...]] = WeakKeyDictionary()
 _said: set[str] = set()
 
 
 def _ranks(device_mesh: DeviceMesh) -> tuple[int, ...]:
-    return tuple(int(rank) for rank in device_mesh.mesh.flatten())
+    if device_mesh not in _ranks_of:
+        _ranks_of[device_mesh] = tuple(device_mesh.mesh.flatten().tolist())
+    return _ranks_of[device_mesh]
 
 
 def meet_on(device_mesh: DeviceMesh) -> None:

@@ -200,7 +200,7 @@ class Stage:
         for name, value in inputs.items():
             template[self.input_slots[name]] = value
         if self.seed_slot is not None:
-            template[self.seed_slot] = torch.tensor(seed, dtype=torch.int64, device=self.device)
+            template[self.seed_slot] = torch.full((), seed, dtype=torch.int64, device=self.device)  # written there
         self.schedule.begin(same_step=same_step)
         if evaluating and self.evaluation is not None:
             program, run = self.evaluation

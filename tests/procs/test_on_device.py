@@ -1,0 +1,51 @@
+"""Steps on an accelerator: the host waits for nothing, everything is there, and the numbers are those of the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from procs import cases, pipelines
+from procs.on_device import Config, all_trained
+from procs.pipelines import ONE
+
+from autopar.runtime.launch import run_local
+
+DROPS = {"dropout": 0.1}
+COMPARED = 3
+"""The first calls are compared between the ranks, for which their inputs are read."""
+
+
+def check(n: int, configs: Sequence[Config]) -> None:
+    ranks: list[Any] = run_local(all_trained, n, configs, timeout=600)
+    for rows in ranks:
+        for config, (worst, seen) in zip(configs, rows, strict=True):
+            assert worst <= 1e-4, (config, worst)  # float32, and attention by other kernels
+            assert any("reads from the device" in line for line in seen[0]), "nothing is noticed at all"
+            assert seen[COMPARED:] == [[]] * (len(seen) - COMPARED), (config, seen[COMPARED])
+
+
+def test_no_step_waits() -> None:
+    check(2, [
+        cases.Config("gpt2", (("tensor", 2),), zoo=DROPS, clip=1.0),
+        pipelines.Config("gpt2", "1f1b", (ONE, ONE), 2, seed=1, zoo=DROPS, clip=1.0),
+    ])  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "resnet", "t5"])
+def test_no_step_of_a_model_waits(name: str) -> None:
+    zoo = DROPS if name == "t5" else {}
+    check(2, [
+        cases.Config(name, (("tensor", 2),), zoo=zoo, clip=1.0),
+        cases.Config(name, (("data", 2),), zoo=zoo, microbatches=2),
+        cases.Config(name, (("data", 2),), zoo=zoo, lifetime="use"),
+        pipelines.Config(name, "1f1b", (ONE, ONE), 2, seed=1, zoo=zoo, clip=1.0),
+        pipelines.Config(name, "zb-h1", (ONE, ONE), 2, seed=1, zoo=zoo),
+    ])  # fmt: skip
+
+
+@pytest.mark.slow
+def test_no_step_of_uneven_pieces_waits() -> None:
+    check(3, [cases.Config("gpt2", (("tensor", 3),), zoo=DROPS, seed=seed) for seed in range(4)])

@@ -1,0 +1,71 @@
+"""What makes the host wait for a device stands in a few functions, each for a reason."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import autopar
+
+PACKAGE = Path(autopar.__file__).parent
+WAITS = frozenset({"item", "cpu", "tolist", "numpy", "nonzero", "synchronize"})
+"""Methods of a tensor after which the host has what the device has."""
+COPIES = frozenset({"tensor", "as_tensor", "from_numpy"})
+"""Functions of torch that copy numbers from the host."""
+
+ALLOWED = {
+    # which gradients there will be depends on a random number: layers that are left out at random
+    "runtime/reached.py": {"reached"},
+    # calls that ranks compare: the first three, then ever fewer
+    "runtime/same_batch.py": {"_some", "checksum"},
+    # once, when a module or its groups are made
+    "runtime/executor.py": {"_agreed_seed"},
+    "runtime/groups.py": {"*"},
+    "runtime/agree.py": {"*"},
+    # what scripts ask of DTensors, and the ranks of a mesh
+    "runtime/dtensor_fixes.py": {"*"},
+    # state dicts and checkpoints
+    "runtime/checkpoint.py": {"*"},
+    "runtime/optimizers.py": {"*"},
+    "runtime/spread.py": {"get_extra_state", "set_extra_state"},
+    # many ranks in one process, for verify
+    "runtime/world.py": {"*"},
+    # proofs of rules
+    "rules/proof.py": {"*"},
+    # torch's own generator is seeded for code that is kept as it is
+    "rules/function.py": {"_drawing"},
+}
+
+
+def waiting(path: Path) -> Iterator[tuple[str, str]]:
+    """Functions and what in them waits."""
+
+    def visit(node: ast.AST, inside: str) -> Iterator[tuple[str, str]]:
+        for child in ast.iter_child_nodes(node):
+            name = child.name if isinstance(child, ast.FunctionDef) else inside
+            if isinstance(child, ast.Call) and isinstance(child.func, ast.Attribute):
+                of_torch = isinstance(child.func.value, ast.Name) and child.func.value.id == "torch"
+                if child.func.attr in (COPIES if of_torch else WAITS):
+                    yield inside, f"{child.func.attr} in line {child.lineno}"
+            yield from visit(child, name)
+
+    yield from visit(ast.parse(path.read_text()), "")
+
+
+def test_what_waits_is_where_it_may() -> None:
+    elsewhere = []
+    for folder in ("runtime", "lower", "rules"):
+        for path in sorted((PACKAGE / folder).glob("**/*.py")):
+            allowed = ALLOWED.get(str(path.relative_to(PACKAGE)), set())
+            elsewhere += [
+                f"{path.relative_to(PACKAGE)}: {function}: {what}" for function, what in waiting(path)
+                if function not in allowed and "*" not in allowed
+            ]  # fmt: skip
+    assert not elsewhere, "\n".join(elsewhere)
+
+
+def test_what_is_allowed_is_there() -> None:
+    for file, functions in ALLOWED.items():
+        there = {function for function, _ in waiting(PACKAGE / file)}
+        assert functions - {"*"} <= there and there, (file, functions - there)
