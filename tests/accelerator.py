@@ -12,7 +12,7 @@ import contextlib
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -46,11 +46,28 @@ class OnDevice(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise AssertionError(f"{func} on the accelerator outside of its mode")
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Where the values lie: what resizes it frees memory."""
+        return self.values.untyped_storage()
+
     def __repr__(self, **_: Any) -> str:
         return f"OnDevice({self.values!r})"
 
 
+class _Event:
+    """All that was begun has happened when the next step begins, and not before."""
+
+    def record(self) -> None:
+        self.step = Accelerator.current.step if Accelerator.current is not None else -1
+
+    def synchronize(self) -> None:
+        if Accelerator.current is not None and Accelerator.current.step == self.step:
+            Accelerator.current.saw("an event of this step is waited for")
+
+
 class _Module(_DummyBackendModule):
+    Event = _Event
+
     def device_count(self) -> int:
         return 1
 
@@ -58,6 +75,12 @@ class _Module(_DummyBackendModule):
         pass
 
     def synchronize(self, *_: Any) -> None:
+        pass
+
+    def get_rng_state(self, *_: Any) -> torch.Tensor:
+        return torch.zeros(0, dtype=torch.uint8)
+
+    def set_rng_state(self, *_: Any) -> None:
         pass
 
 
@@ -69,6 +92,10 @@ def _from_here() -> str:
     """The lines of autopar, or of the test, that led here, the innermost first."""
     frames = [f for f in traceback.extract_stack() if "/autopar/" in f.filename and "/tests/" not in f.filename]
     return " < ".join(f"{Path(f.filename).stem}.{f.name}:{f.lineno}" for f in frames[:-5:-1])
+
+
+def _in_message() -> bool:
+    return any(f.name == "all_gather_object" for f in traceback.extract_stack())
 
 
 def _is_device(x: Any) -> bool:
@@ -99,32 +126,37 @@ class Accelerator(TorchDispatchMode):
         seen: what would have made the host wait, or was on the CPU: what it was, and where.
     """
 
+    current: ClassVar[Accelerator | None] = None
+
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[str] = []
-        self.watches = False
+        self.watches, self.step = False, 0
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[list[str]]:
         """Write down what happens in here."""
-        self.seen, self.watches = [], True
+        self.seen, self.watches, self.step = [], True, self.step + 1
         try:
             yield self.seen
         finally:
             self.watches = False
 
     def saw(self, what: str) -> None:
-        if self.watches:
+        """Write it down, unless it belongs to a message between hosts, which has nothing to do with the device."""
+        if self.watches and not (what.endswith("on the CPU") and _in_message()):
             self.seen.append(f"{what}: {_from_here()}")
 
     def __enter__(self) -> Accelerator:
         self.function_mode = _Tensor(self)
         self.function_mode.__enter__()
+        Accelerator.current = self
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        Accelerator.current = None
         self.function_mode.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -152,6 +184,8 @@ class Accelerator(TorchDispatchMode):
             self.saw(f"{name} takes a tensor on the CPU")
         elif name == "aten::_local_scalar_dense":
             self.saw(f"{name} reads a tensor on the CPU")
+        elif name in ("aten::empty", "aten::copy_") and not there:
+            pass  # memory, and what arrives there without being waited for
         elif not there and any(isinstance(x, torch.Tensor) and x.device.type == "cpu" for x in pytree.tree_leaves(out)):
             self.saw(f"{name} makes a tensor on the CPU")
         if not there:

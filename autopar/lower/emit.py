@@ -31,13 +31,10 @@ from autopar.plan import StagePlan, route_key, segment_numbers
 from autopar.regather import makes_memory, regathered, segment_outputs
 from autopar.rules.aliasing import may_alias
 from autopar.rules.distributed import length_of
-from autopar.rules.local import PieceSize, Seed, local_call
+from autopar.rules.local import PieceSize, Seed, is_told_device, local_call
 from autopar.rules.notation import In, Rule, call_of
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import Strategy, strategy_in_plan
-
-FACTORIES = frozenset({"aten.full.default", "aten.arange.start_step", "aten.scalar_tensor.default"})
-"""Operators that make a tensor from nothing: lowering gives them the device."""
 
 
 def lower(graph: Graph, plan: StagePlan, device: str | torch.device = "cpu") -> Program:
@@ -220,7 +217,7 @@ class _Emitter:
             return value
 
         kwargs = {k: fill(v) for k, v in call.kwargs.items()}
-        if node.target in FACTORIES:
+        if is_told_device(whole):
             kwargs["device"] = self.device
         name = node.name
         fx = self.fx.create_node("call_function", call.fn, tuple(fill(a) for a in call.args), kwargs, name=name)

@@ -36,6 +36,15 @@ def resolve(target: str) -> Callable[..., Any]:
     return reduce(getattr, target.split("."), torch.ops)  # type: ignore[return-value]
 
 
+def is_told_device(call: Call) -> bool:
+    """Whether a call must be told on which device its result is, as torch's schema of the operator has it: it makes a
+    tensor from nothing, or was told one when the model was captured, which need not be the one that it runs on."""
+    if not call.target.startswith("aten."):
+        return False
+    takes = any(argument.name == "device" for argument in resolve(call.target)._schema.arguments)  # type: ignore[attr-defined]
+    return takes and (not call.ins or call.kwargs.get("device") is not None)
+
+
 @dataclass(frozen=True, slots=True)
 class PieceSize:
     """Stands for how many of ``n`` elements a rank has where ``axes`` cut them into pieces that are not equal."""

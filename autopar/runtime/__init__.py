@@ -27,7 +27,7 @@ Two faces, which are ``torch.nn.Module``; :mod:`.spread` is what they share
 A call
 
 :mod:`.calls`            however it is spelt; :mod:`.batch`: its tensors, checked and cut into microbatches
-:mod:`.same_batch`       whether all ranks were called alike
+:mod:`.same_batch`       whether all ranks were called alike; :mod:`.samples`: what they compare
 :mod:`.values`           whether the model's Python values are those that were captured
 :mod:`.programs`         programs by these values; :mod:`.recaptured`: how a module takes another one
 :mod:`.original`         the model after ``parallelize``; :mod:`.old_parameters`: its own parameters

@@ -37,7 +37,7 @@ from autopar.runtime.plan_groups import mesh_of_own
 from autopar.runtime.programs import AllWell, Fields, PlanAgain
 from autopar.runtime.recaptured import fields_of, resume, take
 from autopar.runtime.registering import Placing
-from autopar.runtime.same_batch import Calls, Seen
+from autopar.runtime.same_batch import Calls, Seen, first_readers
 from autopar.runtime.spread import SpreadModule, check_mode
 from autopar.runtime.stage import Stage, device_of
 from autopar.runtime.state import HeldParam, as_dtensor
@@ -110,8 +110,9 @@ class ParallelModule(SpreadModule):
         self._failures = Failures(ranks, abort, stays_armed=True) if len(ranks) > 1 else None
         self._seed = _agreed_seed(device_mesh) if seed is None else seed
         self._calls = 0
+        readers = first_readers([captured.graph])
         compared_in = groups.of(ranks) if groups is not None else mesh_group(device_mesh)
-        self._compared = Calls(compared_in, device_mesh, len(ranks) == 1, [device_mesh])
+        self._compared = Calls(compared_in, device_mesh, len(ranks) == 1, [device_mesh], readers)
         self._given = plan
         placing = Placing(self, model, captured.graph, captured.constants, plan.only(), device_mesh, values)
         placing.parameters()

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import operator
 import weakref
+import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
-from autopar.runtime.same_batch import checksum
 from autopar.runtime.state import version_of
 
 SAMPLE = 32
@@ -76,6 +76,11 @@ class OldParameters:
             return {}
         return {name: is_ for name, is_, was in zip(self.names, now, self.wanted, strict=True) if is_ is not was}
 
+    @property
+    def on_devices(self) -> bool:
+        """Whether some are on an accelerator, for whose values the host would have to wait."""
+        return any(device.type not in ("cpu", "meta") for _, device, _ in self.forms)
+
     def written(self, thoroughly: bool = False) -> list[str]:
         """Names of those whose values or dtype were changed since they were looked at last, or are now.
 
@@ -101,7 +106,11 @@ class OldParameters:
 
 def _bits(param: torch.Tensor) -> Any:
     """A checksum of a sample of the values; None where there are none."""
-    return None if param.is_meta or not param.numel() else checksum(param, SAMPLE)
+    if param.is_meta or not param.numel():
+        return None
+    flat = param.detach().reshape(-1)
+    some = flat[:: max(1, flat.numel() // SAMPLE)].cpu()
+    return zlib.crc32(some.contiguous().view(torch.uint8).numpy().tobytes())
 
 
 __all__ = ["OldParameters"]

@@ -35,7 +35,7 @@ from autopar.runtime.programs import AllWell, Fields, PlanAgain
 from autopar.runtime.reached import ReachedBy, reached_by
 from autopar.runtime.recaptured import differs, skeleton_of, with_buffers_of
 from autopar.runtime.registering import Placing
-from autopar.runtime.same_batch import Calls, Seen
+from autopar.runtime.same_batch import Calls, Seen, first_readers
 from autopar.runtime.schedule_check import check_buffers, check_rows
 from autopar.runtime.spread import SpreadModule, check_mode
 from autopar.runtime.stage import Stage, device_of
@@ -132,7 +132,8 @@ class PipelineModule(SpreadModule):
         self._none = torch.nn.Parameter(torch.empty(0, device=self._device))
         self._batch = Batch(captured, self._signature, self._device)
         self._reached_by = reached_by(captured.graph, self._device)
-        self._compared = Calls(groups.of(range(plan.n_devices)), None, False, list(meshes.values()))
+        readers = first_readers([captured.graph])
+        self._compared = Calls(groups.of(range(plan.n_devices)), None, False, list(meshes.values()), readers)
         self._failures = Failures(range(dist.get_world_size()), groups.abort, stays_armed=self._device.type != "cpu")
         self.leads = self._rank == plan.stages[mine[0]].devices[0]
         shared: dict[str, torch.nn.Parameter] = {}

@@ -21,6 +21,7 @@ from autopar.errors import RunError
 from autopar.runtime import dtensor_fixes
 from autopar.runtime.original import Original
 from autopar.runtime.programs import AllWell, Fields, PlanAgain, Programs
+from autopar.runtime.same_batch import Calls
 from autopar.runtime.submodules import (
     Elements,
     Part,
@@ -52,6 +53,7 @@ class SpreadModule(Elements):
     _skeleton: Skeleton | None
     _device: torch.device
     _mode: bool = True
+    _compared: Calls
     _programs: Programs | None = None
     _original: Original | None = None
     _model_ref: Callable[[], torch.nn.Module | None]
@@ -206,6 +208,21 @@ class SpreadModule(Elements):
                 names = path.split(".")
                 shown.update(".".join(names[: depth + 1]) for depth in range(len(names)))
         return shown - {""}
+
+    @property
+    def compare_every(self) -> int | None:
+        """Every how many calls ranks compare what they were called with and their copies of parameters; 0 for never.
+
+        None is the default: in the first three calls, then in the tenth, hundredth, thousandth and so on. Set it to the
+        same number on all ranks.
+        """
+        return self._compared.every
+
+    @compare_every.setter
+    def compare_every(self, calls: int | None) -> None:
+        if calls is not None and (isinstance(calls, bool) or not isinstance(calls, int) or calls < 0):
+            raise RunError(f"compare_every is {calls!r}; give a number of calls, 0 for never, or None for the default")
+        self._compared.every = calls
 
     def check_trains(self) -> None:
         """Refuse a training step of a module that was put into eval mode, or that gives several losses.
