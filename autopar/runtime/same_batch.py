@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.errors import AutoparError, RunError
 from autopar.graph import Graph
 from autopar.runtime.dtensor_fixes import note_on
-from autopar.runtime.samples import Arriving, Copy, Form, Seen, Values
+from autopar.runtime.samples import Arriving, Copy, Outline, Seen, Values
 
 ROUNDING = 1e-2
 """How far these may be apart, as a share of the sample's mean size."""
@@ -59,7 +59,7 @@ def _differ(a: Any, b: Any) -> bool:
     return any(abs(p - q) > ROUNDING * size for p, q in zip(a[:-1], b[:-1], strict=True))
 
 
-def exchange(group: Any, seen: Seen, device: torch.device, error: AutoparError | None) -> list[tuple[Form, Values]]:
+def exchange(group: Any, seen: Seen, device: torch.device, error: AutoparError | None) -> list[tuple[Outline, Values]]:
     """What all ranks of ``group`` were called with, at once; every rank of it calls this.
 
     Args:
@@ -175,7 +175,7 @@ class Calls:
         self.device = torch.device(next((mesh.device_type for mesh in self.stages), "cpu"))
         self.count = 0
         self.every: int | None = None
-        self.forms: list[Form] | None = None
+        self.forms: list[Outline] | None = None
         self.arriving: Arriving | None = None
 
     def inputs(self, take: Callable[[Seen | None], Taken], parameters: Iterable[tuple[str, torch.Tensor]]) -> Taken:

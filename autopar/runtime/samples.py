@@ -31,7 +31,7 @@ Values = tuple[list[Sample], dict[Copy, tuple[int, Any]]]
 """The samples of inputs; checksums and samples of parameters."""
 
 
-class Form(NamedTuple):
+class Outline(NamedTuple):
     """What the numbers of one rank are of.
 
     Attributes:
@@ -115,10 +115,10 @@ class Seen:
             self.sums.append(sums_of(x))
 
     @property
-    def form(self) -> Form:
-        return Form(tuple(self.inputs), tuple(self.copies), tuple(self.near))
+    def form(self) -> Outline:
+        return Outline(tuple(self.inputs), tuple(self.copies), tuple(self.near))
 
-    def arriving(self, device: torch.device, group: Any = None, forms: Sequence[Form] | None = None) -> Arriving:
+    def arriving(self, device: torch.device, group: Any = None, forms: Sequence[Outline] | None = None) -> Arriving:
         """Begin to copy the numbers to the host, which goes on meanwhile; those of all ranks, if a group is given.
 
         Args:
@@ -144,7 +144,7 @@ class Seen:
 class Arriving:
     """Numbers of some ranks, [ranks, numbers of each], on their way from the device."""
 
-    def __init__(self, forms: Sequence[Form], bits: torch.Tensor, sums: torch.Tensor) -> None:
+    def __init__(self, forms: Sequence[Outline], bits: torch.Tensor, sums: torch.Tensor) -> None:
         self.forms, self.bits, self.sums = forms, bits, sums
         self.copied: Any = None
         device = bits.device
@@ -192,4 +192,4 @@ def sums_of(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([parts.sum(1), parts.abs().sum().unsqueeze(0) / PARTS])
 
 
-__all__ = ["Arriving", "Copy", "Form", "Sample", "Seen", "Values", "fingerprint", "sums_of"]
+__all__ = ["Arriving", "Copy", "Outline", "Sample", "Seen", "Values", "fingerprint", "sums_of"]
