@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.errors import AutoparError, MeshError, PlanError
-from autopar.placements import Mesh, format_state, parse_state
+from autopar.placements import Mesh, State
 from autopar.plan import LIFETIMES, Pins
 from autopar.texts import mesh_of, parse_bytes
 from autopar.wishes import BY_NAME, MOST_AXES, TIME_LIMIT_SECONDS, WISHES
@@ -107,7 +107,7 @@ def asked(given: Mapping[str, Any], *, whole: bool = False, spelled: Spelled = a
         said = " and ".join(dict.fromkeys(spelled("placements", key) for key in wish["placements"]))
         raise MeshError(f"{said}: a placement has one part per mesh axis; give the mesh with it ({spelled('mesh')})")
     states = {
-        k: parse_state(v, mesh or (), spelled("placements", k)) for k, v in (wish["placements"] or {}).items()
+        k: State.parse(v, mesh or (), spelled("placements", k)) for k, v in (wish["placements"] or {}).items()
     }  # fmt: skip
     again = [wish["recompute"]] if isinstance(wish["recompute"], str) else list(wish["recompute"])
     nothing_again = again == [NOTHING]
@@ -177,7 +177,7 @@ def parse_kept(text: str, mesh: Mesh | None, where: str) -> str:
             f"(gathered again for the backward), or '{words[0]}' for whichever is cheaper"
         )
     axes = mesh if mesh is not None else (("", 1),) * (words[0].count(",") + 1)
-    return " ".join([format_state(parse_state(words[0], axes, where)), *words[1:]])
+    return " ".join([State.parse(words[0], axes, where).text, *words[1:]])
 
 
 __all__ = ["Asked", "as_argument", "as_option", "asked", "parse_kept"]

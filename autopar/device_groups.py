@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from autopar.errors import MeshError, PlanError
-from autopar.placements import Mesh, State, is_cut, n_devices
+from autopar.placements import Mesh, State, n_devices
 from cost_models.pipeline.actions import Schedule
 
 
@@ -55,7 +55,7 @@ def stored_differently(stages: Sequence[tuple[Mesh, Mapping[str, State]]]) -> li
     ways: dict[str, set[tuple[Mesh, State] | None]] = {}
     for mesh, states in stages:
         for name, state in states.items():
-            ways.setdefault(name, set()).add((mesh, state) if is_cut(state) else None)
+            ways.setdefault(name, set()).add((mesh, state) if state.is_cut else None)
     return [name for name, different in ways.items() if len(different) > 1]
 
 

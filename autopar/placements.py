@@ -1,19 +1,19 @@
 """Placements: where the values of one tensor live on each mesh axis.
 
-A *state* is a tuple with one placement per mesh axis, in mesh order:
+A :class:`State` has one :class:`Placement` per mesh axis, in mesh order:
 
 ==========  =======================================  ==============================
 placement   value on the ranks of the axis           gradient on the same ranks
 ==========  =======================================  ==============================
-``"S<d>"``  a slice of dim ``d``                    the same slice of the gradient
-``"S<d>*<u>"``  the same, of whole blocks of u      the same slice of the gradient
-``"I"``     the whole value, the same everywhere     whole and the same everywhere
-``"R"``     the whole value, the same everywhere     pending: the ranks' gradients sum to it
-``"P"``     pending: the ranks' values sum to it     whole and the same everywhere
+``S<d>``    a slice of dim ``d``                     the same slice of the gradient
+``S<d>*<u>``  the same, of whole blocks of u         the same slice of the gradient
+``I``       the whole value, the same everywhere     whole and the same everywhere
+``R``       the whole value, the same everywhere     pending: the ranks' gradients sum to it
+``P``       pending: the ranks' values sum to it     whole and the same everywhere
 ==========  =======================================  ==============================
 
 These are the per-axis types of the ``spmd_types`` package (its ``V`` is our ``S``), so that every program can be
-checked by it. For a tensor without gradient ``I`` and ``R`` mean the same, and ``"R"`` is used.
+checked by it. For a tensor without gradient ``I`` and ``R`` mean the same, and ``R`` is used.
 
 If several axes shard one dim, the earlier axis is the major one, as in DTensor. Slices are those of ``torch.chunk``, as
 in DTensor: equal where the axis divides the dim, else the later ones are smaller or empty (:func:`piece_of`).
@@ -22,6 +22,9 @@ in DTensor: equal where the axis divides the dim, else the later ones are smalle
 ``(heads width)`` of 6 heads of 64 is cut over 4 ranks into 2, 2, 2 and 0 heads so, where ``S2`` would be one and a half
 heads each. Where both are the same pieces, only the placement without a unit is used (:func:`fits`). DTensor has no
 such thing, so parameters are not stored so; they are used so, and come there from another dim or from whole values.
+
+Both words are texts and tuples of texts with names for what is in them: they compare, sort and hash as such, and plan
+files have them as they are. Nothing outside of this module takes a text of them apart (a test sees to it).
 """
 
 from __future__ import annotations
@@ -29,13 +32,155 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from math import prod
+from typing import Any, NamedTuple
 
 from autopar.errors import MeshError
 
-Placement = str
-State = tuple[Placement, ...]
 Mesh = tuple[tuple[str, int], ...]
 """Ordered ``(axis name, size)`` pairs."""
+
+MOST_DIMS = 64
+"""Of a tensor: torch's own limit."""
+
+
+class Placement(str):
+    """What one mesh axis does with a tensor. Of every text there is one object; all are immutable.
+
+    Attributes:
+        kind: one of ``S I R P``.
+        dim: the dim that it cuts, None where it cuts none.
+        unit: of how many elements the pieces are multiples; 1 where nothing is cut or any number will do.
+        is_shard: it cuts a dim.
+        is_pending: the ranks' values sum to the tensor's.
+        is_whole: every rank has the value.
+
+    Raises:
+        MeshError: the text is no placement.
+    """
+
+    __slots__ = ("dim", "is_pending", "is_shard", "is_whole", "kind", "unit")
+
+    kind: str
+    dim: int | None
+    unit: int
+    is_shard: bool
+    is_pending: bool
+    is_whole: bool
+
+    def __new__(cls, text: str) -> Placement:
+        placement = _PLACEMENTS.get(text)
+        return _read(text) if placement is None else placement
+
+    @property
+    def adjoint(self) -> Placement:
+        """The placement of the gradient: whole where the value is pending, pending where the value is ``R``."""
+        return {"P": INVARIANT, "R": PENDING}.get(self.kind, self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"placements are immutable: {name} of {self} cannot be set")
+
+    def __reduce__(self) -> tuple[type[Placement], tuple[str]]:
+        return Placement, (str(self),)
+
+
+_PLACEMENTS: dict[str, Placement] = {}
+"""Every placement that was ever asked for, by its text."""
+
+
+def _read(text: str) -> Placement:
+    """The placement of a text that was not asked for before."""
+    match = re.fullmatch(r"S(0|[1-9]\d?)(?:\*([1-9]\d{0,17}))?|[IRP]", text)
+    if match is None or (match[1] and int(match[1]) >= MOST_DIMS) or match[2] == "1":
+        raise MeshError(f"'{text}' is no placement; use S0, S1, ... or R, I, P")
+    placement = str.__new__(Placement, text)
+    attributes = {
+        "kind": text[0], "dim": int(match[1]) if match[1] else None, "unit": int(match[2] or 1),
+        "is_shard": text[0] == "S", "is_pending": text[0] == "P", "is_whole": text[0] in "IR",
+    }  # fmt: skip
+    for name, value in attributes.items():
+        object.__setattr__(placement, name, value)
+    return _PLACEMENTS.setdefault(text, placement)
+
+
+INVARIANT, REPLICATED, PENDING = Placement("I"), Placement("R"), Placement("P")
+_SHARDS = tuple(Placement(f"S{d}") for d in range(MOST_DIMS))
+
+
+def shard(dim: int, unit: int = 1) -> Placement:
+    """The placement that cuts dim number ``dim``, into multiples of ``unit`` elements."""
+    return _SHARDS[dim] if unit == 1 else Placement(f"S{dim}*{unit}")
+
+
+class State(tuple[Placement, ...]):
+    """Where a tensor is: a placement for each axis of a mesh."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, *texts: str) -> State:
+        """The state of these placements: ``State.of("S0", "R")``."""
+        return cls(map(Placement, texts))
+
+    @classmethod
+    def parse(cls, text: str, mesh: Mesh, where: str) -> State:
+        """Inverse of :attr:`text`.
+
+        Raises:
+            MeshError: the text does not name one valid placement per mesh axis; ``where`` says whose it is.
+        """
+        parts = text.split(",")
+        if len(parts) != len(mesh):
+            raise MeshError(f"{where}: '{text}' has {len(parts)} placements, the mesh has {len(mesh)} axes")
+        try:
+            return cls.of(*(part.strip() for part in parts))
+        except MeshError as error:
+            raise MeshError(f"{where}: {error}") from None
+
+    @property
+    def text(self) -> str:
+        """``S0,R`` form, as written in plan files."""
+        return ",".join(self)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether some axis cuts the tensor."""
+        return any(placement.is_shard for placement in self)
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether no rank has the value by itself: some axis cuts it, or its sum is pending there."""
+        return not all(placement.is_whole for placement in self)
+
+    @property
+    def has_units(self) -> bool:
+        """Whether some axis cuts a dim into multiples of a unit."""
+        return any(placement.unit > 1 for placement in self)
+
+    def started(self, grad: bool) -> State:
+        """The state with whole values where it has pending sums: a value that is read or stored starts whole."""
+        return State(whole_placement(grad) if placement.is_pending else placement for placement in self)
+
+    @property
+    def adjoint(self) -> State:
+        """Where the gradient is."""
+        return State(placement.adjoint for placement in self)
+
+    def changed(self, axis: int, placement: Placement) -> State:
+        """The state where one axis does something else."""
+        return State((*self[:axis], placement, *self[axis + 1 :]))
+
+
+def whole_placement(grad: bool) -> Placement:
+    """The placement of a whole value: gradients, if any flow, are whole too."""
+    return INVARIANT if grad else REPLICATED
+
+
+def whole_state(mesh: Mesh, grad: bool = False) -> State:
+    """The state of a tensor that every rank has whole."""
+    return State((whole_placement(grad),) * len(mesh))
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
 
 _STEPS: dict[tuple[str, str], tuple[str | None, str | None]] = {
     # (from, to): (collective of the forward, collective of the backward); None costs no communication
@@ -55,29 +200,73 @@ _STEPS: dict[tuple[str, str], tuple[str | None, str | None]] = {
 }
 
 
-_SHARDS = tuple(f"S{d}" for d in range(64))
-_DIMS: dict[Placement, int] = {placement: d for d, placement in enumerate(_SHARDS)}
-_UNITS: dict[Placement, int] = {}
-"""Of the placements with a unit that were ever made."""
+class Step(NamedTuple):
+    """One axis of a state changes: a collective, or a free slice or reinterpretation."""
+
+    axis: int
+    src: State
+    dst: State
+
+    @classmethod
+    def between(cls, src: State, dst: State) -> Step:
+        """The step between two states that differ on one axis."""
+        return cls(next(axis for axis in range(len(src)) if src[axis] != dst[axis]), src, dst)
+
+    @property
+    def before(self) -> Placement:
+        """What the axis did."""
+        return self.src[self.axis]
+
+    @property
+    def after(self) -> Placement:
+        """What it does now."""
+        return self.dst[self.axis]
+
+    @property
+    def collectives(self) -> tuple[str | None, str | None]:
+        """Of forward and backward; None is free of communication."""
+        return _STEPS[self.before.kind, self.after.kind]
 
 
-def shard(dim: int, unit: int = 1) -> Placement:
-    """The placement that cuts dim number ``dim``, into multiples of ``unit`` elements."""
-    if unit == 1:
-        return _SHARDS[dim]
-    placement = f"S{dim}*{unit}"
-    _DIMS[placement], _UNITS[placement] = dim, unit
-    return placement
+def step_collectives(src: Placement, dst: Placement) -> tuple[str | None, str | None]:
+    """Collectives (forward, backward) of changing one axis from ``src`` to ``dst``; None is free of communication."""
+    return _STEPS[src.kind, dst.kind]
 
 
-def unit_of(placement: Placement) -> int:
-    """Of how many elements the pieces of a cut are multiples; 1 where nothing is cut or any number will do."""
-    return _UNITS.get(placement, 1)
+def step_is_legal(state: State, axis: int, dst: Placement) -> bool:
+    """Whether ``axis`` may change to ``dst`` in one step: nested shards of one dim are changed innermost first."""
+    src = state[axis]
+    if src == dst or (src.kind, dst.kind) not in _STEPS:
+        return False
+    dims = {p.dim for p in (src, dst) if p.is_shard}
+    if len(dims) == 1 and src.kind == dst.kind:
+        return False  # from one unit to another one
+    return not any(later.dim in dims for later in state[axis + 1 :])
 
 
-def has_units(state: State) -> bool:
-    """Whether some axis cuts a dim into multiples of a unit."""
-    return any(placement in _UNITS for placement in state)
+def path(src: State, dst: State) -> list[Step] | None:
+    """The steps from one state to another, innermost axis first; None if they are not legal."""
+    steps = []
+    state = src
+    for axis in range(len(src) - 1, -1, -1):
+        if state[axis] != dst[axis]:
+            if not step_is_legal(state, axis, dst[axis]):
+                return None
+            after = state.changed(axis, dst[axis])
+            steps.append(Step(axis, state, after))
+            state = after
+    return steps
+
+
+def steps_from(state: State, choices: Sequence[Sequence[Placement]]) -> Iterator[tuple[int, State]]:
+    """All ``(axis, new state)`` that one legal step reaches; ``choices`` limits the placements of each axis."""
+    for axis, options in enumerate(choices):
+        for dst in options:
+            if step_is_legal(state, axis, dst):
+                yield axis, state.changed(axis, dst)
+
+
+# --- axes with units, as programs name them ---------------------------------------------------------------------------
 
 
 def axis_text(axis: str, unit: int) -> str:
@@ -91,79 +280,7 @@ def axis_and_unit(text: str) -> tuple[str, int]:
     return axis, int(unit or 1)
 
 
-def shard_dim(placement: Placement) -> int | None:
-    """The dim that ``placement`` shards, or None."""
-    return _DIMS.get(placement)
-
-
-def is_shard(placement: Placement) -> bool:
-    """Whether ``placement`` cuts a dim."""
-    return placement[0] == "S"
-
-
-def kind(placement: Placement) -> str:
-    """One of ``S I R P``."""
-    return placement[0]
-
-
-def whole_placement(grad: bool) -> Placement:
-    """The placement of a whole value: gradients, if any flow, are whole too."""
-    return "I" if grad else "R"
-
-
-def whole_state(mesh: Mesh, grad: bool = False) -> State:
-    """The state of a tensor that every rank has whole."""
-    return (whole_placement(grad),) * len(mesh)
-
-
-def is_cut(state: State) -> bool:
-    """Whether some axis cuts the tensor."""
-    return any(placement[0] == "S" for placement in state)
-
-
-def in_pieces(state: State) -> bool:
-    """Whether no rank has the value by itself: some axis cuts it, or its sum is pending there."""
-    return any(placement[0] in "SP" for placement in state)
-
-
-def started(state: State, grad: bool) -> State:
-    """``state`` with whole values where it has pending sums: a value that is read or stored starts whole."""
-    return tuple(whole_placement(grad) if placement == "P" else placement for placement in state)
-
-
-def only_change(src: State, dst: State) -> int:
-    """The first axis on which two states differ: of a single step, the axis that it changes."""
-    return next(axis for axis in range(len(src)) if src[axis] != dst[axis])
-
-
-def step_collectives(src: Placement, dst: Placement) -> tuple[str | None, str | None]:
-    """Collectives (forward, backward) of changing one axis from ``src`` to ``dst``; None is free of communication."""
-    return _STEPS[src[0], dst[0]]
-
-
-def step_is_legal(state: State, axis: int, dst: Placement) -> bool:
-    """Whether ``axis`` may change to ``dst`` in one step: nested shards of one dim are changed innermost first."""
-    src = state[axis]
-    if src == dst or (src[0], dst[0]) not in _STEPS:
-        return False
-    dims = {_DIMS[p] for p in (src, dst) if p[0] == "S"}
-    if len(dims) == 1 and src[0] == dst[0]:
-        return False  # from one unit to another one
-    return not any(_DIMS.get(later) in dims for later in state[axis + 1 :])
-
-
-def path(src: State, dst: State) -> list[tuple[int, State, State]] | None:
-    """The steps ``(axis, from, to)`` from one state to another, innermost axis first; None if they are not legal."""
-    steps = []
-    state = src
-    for axis in range(len(src) - 1, -1, -1):
-        if state[axis] != dst[axis]:
-            if not step_is_legal(state, axis, dst[axis]):
-                return None
-            after = (*state[:axis], dst[axis], *state[axis + 1 :])
-            steps.append((axis, state, after))
-            state = after
-    return steps
+# --- pieces -----------------------------------------------------------------------------------------------------------
 
 
 def piece_of(n: int, size: int, at: int, unit: int = 1) -> tuple[int, int]:
@@ -206,12 +323,12 @@ def local_shape(shape: Sequence[int], state: State, mesh: Mesh, at: Sequence[int
     """
     local = list(shape)
     for axis, (placement, (name, size)) in enumerate(zip(state, mesh, strict=True)):
-        if placement[0] != "S":
+        d = placement.dim
+        if d is None:
             continue
-        d = _DIMS[placement]
         if d >= len(local):
             raise MeshError(f"placement {placement} on axis '{name}' names dim {d} of a tensor with {len(local)} dims")
-        unit = _UNITS.get(placement, 1)
+        unit = placement.unit
         local[d] = largest_piece(local[d], size, unit) if at is None else piece_of(local[d], size, at[axis], unit)[1]
     return tuple(local)
 
@@ -224,20 +341,20 @@ def box_of(shape: Sequence[int], state: State, mesh: Mesh, at: Sequence[int]) ->
     """The part of a tensor of global ``shape`` in ``state`` that the rank at coordinate ``at`` holds."""
     box = [(0, n) for n in shape]
     for placement, (_, size), c in zip(state, mesh, at, strict=True):
-        d = shard_dim(placement)
+        d = placement.dim
         if d is not None:
             start, length = box[d]
-            inner, n = piece_of(length, size, c, unit_of(placement))
+            inner, n = piece_of(length, size, c, placement.unit)
             box[d] = (start + inner, n)
     return tuple(box)
 
 
 def cut_extent(shape: Sequence[int], state: State, mesh: Mesh, axis: int) -> tuple[int, tuple[int, ...], bool]:
     """How ``axis`` cuts its dim: ``(elements on all ranks, earlier axes that cut it, whether pieces are equal)``."""
-    d = shard_dim(state[axis])
+    d = state[axis].dim
     assert d is not None
-    earlier = tuple(a for a in range(axis) if _DIMS.get(state[a]) == d and mesh[a][1] > 1)
-    pieces = prod(mesh[a][1] * unit_of(state[a]) for a in (*earlier, axis))
+    earlier = tuple(a for a in range(axis) if state[a].dim == d and mesh[a][1] > 1)
+    pieces = prod(mesh[a][1] * state[a].unit for a in (*earlier, axis))
     return shape[d], earlier, shape[d] % pieces == 0
 
 
@@ -246,15 +363,14 @@ def elements_moved(shape: Sequence[int], src: State, dst: State, mesh: Mesh) -> 
 
     Of a gather or a reduce-scatter that is the whole of the axis, of an all-to-all what one rank sends.
     """
-    axis = only_change(src, dst)
-    size = mesh[axis][1]
+    step = Step.between(src, dst)
+    size, d = mesh[step.axis][1], step.after.dim
     before = local_shape(shape, src, mesh)
-    if not is_shard(dst[axis]):
-        return prod(before) * (size if is_shard(src[axis]) else 1)
+    if d is None:
+        return prod(before) * (size if step.before.is_shard else 1)
     after = local_shape(shape, dst, mesh)
-    if not is_shard(src[axis]):
+    if not step.before.is_shard:
         return prod(after) * size
-    d = _DIMS[dst[axis]]
     return prod(before[:d]) * prod(before[d + 1 :]) * after[d] * size
 
 
@@ -312,20 +428,20 @@ def fits(shape: Sequence[int], state: State, mesh: Mesh) -> bool:
     """
     local = list(shape)
     for placement, (_, size) in zip(state, mesh, strict=True):
-        if placement[0] == "S":
-            d, unit = _DIMS[placement], _UNITS.get(placement, 1)
+        d, unit = placement.dim, placement.unit
+        if d is not None:
             if d >= len(local) or local[d] < size * unit:
                 return False
             local[d] = largest_piece(local[d], size, unit)
-    return not has_units(state) or _units_are_needed(shape, state, mesh)
+    return not state.has_units or _units_are_needed(shape, state, mesh)
 
 
 def _units_are_needed(shape: Sequence[int], state: State, mesh: Mesh) -> bool:
     """Whether the units of a state can be, and none of them says what the placement without it says."""
     for axis, (placement, (_, size)) in enumerate(zip(state, mesh, strict=True)):
-        if placement in _UNITS:
-            d, unit = _DIMS[placement], _UNITS[placement]
-            before = [(mesh[a][1], unit_of(state[a])) for a in range(axis) if _DIMS.get(state[a]) == d]
+        d, unit = placement.dim, placement.unit
+        if d is not None and unit > 1:
+            before = [(mesh[a][1], state[a].unit) for a in range(axis) if state[a].dim == d]
             lengths = lengths_of(shape[d], before)
             if any(n % unit for n in lengths) or all(n % (size * unit) == 0 for n in lengths):
                 return False
@@ -336,8 +452,8 @@ def divides(shape: Sequence[int], state: State, mesh: Mesh) -> bool:
     """Whether every dim divides by the axes that shard it, so that all pieces are equal."""
     local = list(shape)
     for placement, (_, size) in zip(state, mesh, strict=True):
-        if placement[0] == "S":
-            d, unit = _DIMS[placement], _UNITS.get(placement, 1)
+        d, unit = placement.dim, placement.unit
+        if d is not None:
             if d >= len(local) or local[d] % (size * unit):
                 return False
             local[d] //= size
@@ -347,37 +463,6 @@ def divides(shape: Sequence[int], state: State, mesh: Mesh) -> bool:
 def all_have_some(n: int, sizes: Sequence[int]) -> bool:
     """Whether no rank is left without any of ``n`` elements that axes of these sizes cut one after the other."""
     return min(lengths_of(n, [(size, 1) for size in sizes])) > 0
-
-
-def steps_from(state: State, choices: Sequence[Sequence[Placement]]) -> Iterator[tuple[int, State]]:
-    """All ``(axis, new state)`` that one legal step reaches; ``choices`` limits the placements of each axis."""
-    for axis, options in enumerate(choices):
-        for dst in options:
-            if step_is_legal(state, axis, dst):
-                yield axis, (*state[:axis], dst, *state[axis + 1 :])
-
-
-def format_state(state: State) -> str:
-    """``S0,R`` form, as written in plan files."""
-    return ",".join(state)
-
-
-def parse_state(text: str, mesh: Mesh, where: str) -> State:
-    """Inverse of :func:`format_state`.
-
-    Raises:
-        MeshError: the text does not name one valid placement per mesh axis; ``where`` says whose it is.
-    """
-    state = tuple(part.strip() for part in text.split(","))
-    if len(state) != len(mesh):
-        raise MeshError(f"{where}: '{text}' has {len(state)} placements, the mesh has {len(mesh)} axes")
-    for part in state:
-        with_unit = re.fullmatch(r"S(\d{1,2})\*([1-9]\d{0,17})", part)
-        if with_unit is not None and int(with_unit[1]) < len(_SHARDS) and int(with_unit[2]) > 1:
-            shard(int(with_unit[1]), int(with_unit[2]))
-        if part not in ("I", "R", "P") and part not in _DIMS:
-            raise MeshError(f"{where}: '{part}' is no placement; use S0, S1, ... or R, I, P")
-    return state
 
 
 AXIS_NAMES = ("data", "tensor", "context", "expert")

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from autopar.errors import PlanError
 from autopar.graph import Graph, Ref
-from autopar.placements import Mesh, State, is_shard, only_change
+from autopar.placements import Mesh, State, Step
 from autopar.plan import route_key
 from autopar.rules.strategy import Strategy
 
@@ -20,20 +20,20 @@ Route = Sequence[tuple[State, State]]
 
 def is_gather(src: State, dst: State, mesh: Mesh) -> bool:
     """Whether a step of one axis gathers pieces."""
-    axis = only_change(src, dst)
-    return is_shard(src[axis]) and dst[axis] in ("I", "R") and mesh[axis][1] > 1
+    axis = Step.between(src, dst).axis
+    return src[axis].is_shard and dst[axis].is_whole and mesh[axis][1] > 1
 
 
 def is_same(src: State, dst: State) -> bool:
     """Whether a step of one axis changes the type alone: its result is the same memory."""
-    axis = only_change(src, dst)
+    axis = Step.between(src, dst).axis
     return {src[axis], dst[axis]} == {"I", "R"}
 
 
 def makes_memory(src: State, dst: State, mesh: Mesh) -> bool:
     """Whether a step of one axis has a result of its own: all but those that change the type alone, ``I`` to ``R`` and
     back, and those on an axis of one rank."""
-    return mesh[only_change(src, dst)][1] > 1 and not is_same(src, dst)
+    return mesh[Step.between(src, dst).axis][1] > 1 and not is_same(src, dst)
 
 
 def can_gather_again(graph: Graph, ref: Ref, segment_of: Mapping[int, int]) -> bool:

@@ -17,7 +17,7 @@ from itertools import product
 from math import prod
 
 from autopar.graph import Spec
-from autopar.placements import Box, Mesh, State, box_of, coordinates, divides, is_shard, path, shard
+from autopar.placements import Box, Mesh, State, box_of, coordinates, divides, path, shard
 
 
 @dataclass(frozen=True)
@@ -104,14 +104,14 @@ def loads(moved: Transfer) -> tuple[Load, ...]:
 def _landing(spec: Spec, target: Side) -> State:
     """The target's state with whole axes cut too, where they can be, so that nothing arrives twice."""
     axes = enumerate(zip(target.state, target.mesh, strict=True))
-    whole = [axis for axis, (placement, (_, size)) in axes if not is_shard(placement) and size > 1]
+    whole = [axis for axis, (placement, (_, size)) in axes if not placement.is_shard and size > 1]
     options = [[shard(d) for d in range(len(spec.shape))] for _ in whole]
     for n in range(len(whole), 0, -1):
         for dims in product(*options[:n]):
             state = list(target.state)
             for axis, placement in zip(whole[:n], dims, strict=True):
                 state[axis] = placement
-            landing = tuple(state)
+            landing = State(state)
             if divides(spec.shape, landing, target.mesh) and path(landing, target.state) is not None:
                 return landing
     return target.state

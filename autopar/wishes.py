@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from autopar.errors import AutoparError
-from autopar.placements import format_state, mesh_text
+from autopar.placements import mesh_text
 from autopar.plan import Pins
 from autopar.texts import show_bytes
 
@@ -256,9 +256,9 @@ WISHES: tuple[Wish, ...] = (
          Flag(("--pin-output",), "How an output comes out: NUMBER=S0,I. Repeatable.",
               _numbered("--pin-output", "NUMBER=PLACEMENT 0=I,I"), True)),
         (Pin("inputs", "inputs", "part",
-             lambda states: [f"input {name}: {format_state(states[name])}" for name in sorted(states)]),
+             lambda states: [f"input {name}: {states[name].text}" for name in sorted(states)]),
          Pin("outputs", "outputs", "part",
-             lambda states: [f"output {number}: {format_state(states[number])}" for number in sorted(states)])),
+             lambda states: [f"output {number}: {states[number].text}" for number in sorted(states)])),
     ),
     Wish(
         "recompute", (), lambda v: are_texts(v) or (isinstance(v, str) and v == "none"),

@@ -24,7 +24,7 @@ from autopar.graph import Graph
 from autopar.lower.emit import lower, used_shape
 from autopar.lower.program import Program
 from autopar.lower.typecheck import typecheck
-from autopar.placements import elements_moved, local_shape, only_change, step_collectives
+from autopar.placements import Step, elements_moved, local_shape
 from autopar.plan import StagePlan
 from autopar.rules.function import PREFIX
 from autopar.rules.many_ranks import fake_world
@@ -259,10 +259,9 @@ class _Priced(Watched):
 
     def _copy(self, meta: dict[str, Any], result: torch.Tensor) -> float:
         src, dst = meta["step"]
-        axis = only_change(src, dst)
-        a, b = src[axis], dst[axis]
-        forward, backward = step_collectives(a, b)
-        if forward is not None or {a, b} == {"I", "R"}:
+        step = Step.between(src, dst)
+        forward, backward = step.collectives
+        if forward is not None or (step.before.is_whole and step.after.is_whole):
             return 0.0
         spec = self.source.spec(meta["ref"])
         n_bytes = sum(prod(local_shape(spec.shape, s, self.mesh)) * spec.item_bytes for s in (src, dst))
@@ -284,15 +283,15 @@ def _parameters(
 ) -> None:
     """Collectives between stored and used placements: how often each is made in a step follows from its lifetime."""
     for _, node in graph.of_kind("param"):
-        choice, state = plan.params[node.target], list(plan.params[node.target].stored)
+        choice, state = plan.params[node.target], plan.params[node.target].stored
         for a in range(len(plan.mesh) - 1, -1, -1):
             name, size = plan.mesh[a]
             if state[a] == choice.used[a] or size == 1:
                 continue
-            forward, backward = step_collectives(state[a], choice.used[a])
-            before = tuple(state)
-            state[a] = choice.used[a]
-            n_bytes = elements_moved(node.out.shape, before, tuple(state), plan.mesh) * node.out.item_bytes
+            step = Step(a, state, state.changed(a, choice.used[a]))
+            forward, backward = step.collectives
+            state = step.dst
+            n_bytes = elements_moved(node.out.shape, step.src, step.dst, plan.mesh) * node.out.item_bytes
             often = plan.microbatches if choice.lifetime == "use" else 1
             for kind, times in ((forward, often * (2 if choice.lifetime == "use" and node.needs_grad else 1)),
                                 (backward if node.needs_grad else None, often)):  # fmt: skip

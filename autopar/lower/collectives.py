@@ -13,18 +13,7 @@ import spmd_types as spmd
 import torch
 import torch.fx
 
-from autopar.placements import (
-    Mesh,
-    Placement,
-    State,
-    axis_and_unit,
-    axis_text,
-    cut_extent,
-    is_shard,
-    only_change,
-    shard_dim,
-    unit_of,
-)
+from autopar.placements import Mesh, Placement, State, Step, axis_and_unit, axis_text, cut_extent
 from autopar.placements import shard as placement_of
 from autopar.rules.distributed import length_of, padded
 
@@ -32,7 +21,7 @@ _TYPE = {"R": spmd.R, "I": spmd.I, "P": spmd.P}
 
 
 def _typed(placement: Placement) -> Any:
-    dim = shard_dim(placement)
+    dim = placement.dim
     return _TYPE[placement] if dim is None else spmd.S(dim)
 
 
@@ -81,7 +70,7 @@ def shard(x: torch.Tensor, axis: str, dim: int, of: str) -> torch.Tensor:
 
 def convert(x: torch.Tensor, axis: str, src: str, dst: str) -> torch.Tensor:
     """The steps without communication in the forward that keep the local shape, and ``S`` -> ``P``."""
-    source = _typed(src)
+    source = _typed(Placement(src))  # programs name placements by their texts
     return _contiguous_gradient(spmd.convert(x, axis, src=source, dst=_TYPE[dst], expert_mode=True))
 
 
@@ -145,32 +134,32 @@ _PIECES: dict[Any, Any] = {
 
 def state_step(shape: Sequence[int], src: State, dst: State, mesh: Mesh) -> tuple[object, tuple[object, ...]]:
     """``(function, arguments after the tensor)`` for one step of a tensor of global ``shape``."""
-    axis = only_change(src, dst)
+    axis = Step.between(src, dst).axis
     name = mesh[axis][0]
     fn, args = step(src[axis], dst[axis])
-    cuts = [(cut_extent(shape, state, mesh, axis), state) for state in (src, dst) if is_shard(state[axis])]
+    cuts = [(cut_extent(shape, state, mesh, axis), state) for state in (src, dst) if state[axis].is_shard]
     if all(even for (_, _, even), _ in cuts):
         return fn, (name, *args)
     extents = [part for (n, earlier, _), state in cuts for part in (n, _cutting(mesh, state, (*earlier, axis)))]
     if fn is convert:
-        return terms_of_pieces, (name, shard_dim(src[axis]), *extents)
+        return terms_of_pieces, (name, src[axis].dim, *extents)
     return _PIECES[fn], (name, *args, *extents)
 
 
 def _cutting(mesh: Mesh, state: State, axes: Sequence[int]) -> tuple[str, ...]:
     """The names of these axes with the units of the pieces that they cut."""
-    return tuple(axis_text(mesh[a][0], unit_of(state[a])) for a in axes)
+    return tuple(axis_text(mesh[a][0], state[a].unit) for a in axes)
 
 
-def step(src: str, dst: str) -> tuple[object, tuple[object, ...]]:
+def step(src: Placement, dst: Placement) -> tuple[object, tuple[object, ...]]:
     """``(function, arguments after the axis)`` for one step from ``src`` to ``dst``, where pieces are equal."""
-    from_dim, to_dim = shard_dim(src), shard_dim(dst)
+    from_dim, to_dim = src.dim, dst.dim
     if from_dim is not None and to_dim is not None:
         return all_to_all, (from_dim, to_dim)
-    if from_dim is not None and dst != "P":
-        return all_gather, (from_dim, dst)
+    if from_dim is not None and not dst.is_pending:
+        return all_gather, (from_dim, dst.kind)
     if to_dim is not None:
-        return (reduce_scatter, (to_dim,)) if src == "P" else (shard, (to_dim, src))
-    if src == "P":
-        return all_reduce, (dst,)
+        return (reduce_scatter, (to_dim,)) if src.is_pending else (shard, (to_dim, src.kind))
+    if src.is_pending:
+        return all_reduce, (dst.kind,)
     return convert, (src, dst)

@@ -26,7 +26,7 @@ from autopar.lower.collectives import state_step
 from autopar.lower.program import Program, Slot
 from autopar.lower.regather import free_until_backward
 from autopar.lower.segments import make_again
-from autopar.placements import Mesh, State, format_state, local_shape, only_change, whole_state
+from autopar.placements import Mesh, State, Step, local_shape, whole_state
 from autopar.plan import StagePlan, route_key, segment_numbers
 from autopar.regather import makes_memory, regathered, segment_outputs
 from autopar.rules.aliasing import may_alias
@@ -129,12 +129,12 @@ class _Emitter:
         src = self.before[ref].get(state)
         if src is None:
             raise PlanError(
-                f"tensor {route_key(self.graph, ref)} is made as {format_state(self.made[ref])} and wanted as "
-                f"{format_state(state)}, and the plan has no route; plan the model again, or remove 'routes' to have "
+                f"tensor {route_key(self.graph, ref)} is made as {self.made[ref].text} and wanted as "
+                f"{state.text}, and the plan has no route; plan the model again, or remove 'routes' to have "
                 "them found anew"
             )
         x = self._get(ref, src)
-        axis = only_change(src, state)
+        axis = Step.between(src, state).axis
         if self.mesh[axis][1] == 1:
             fx = x
         else:

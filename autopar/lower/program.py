@@ -9,7 +9,7 @@ from functools import cached_property
 import torch.fx
 
 from autopar.lower.segments import with_segments
-from autopar.placements import Mesh, State, format_state, local_shape, mesh_text
+from autopar.placements import Mesh, State, local_shape, mesh_text
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def code_of(program: Program) -> str:
     names = [node.name for node in program.module.graph.nodes if node.op == "placeholder"]
     for name, slot in zip(names, program.slots, strict=True):
         shape = " ".join(map(str, local_shape(slot.shape, slot.state, program.mesh)))
-        head.append(f"    {name},  # {slot.dtype}[{shape}] {format_state(slot.state)}  {slot.kind} {slot.name}")
+        head.append(f"    {name},  # {slot.dtype}[{shape}] {slot.state.text}  {slot.kind} {slot.name}")
     return "\n".join([*head, "):", *body])
 
 

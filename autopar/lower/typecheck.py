@@ -17,11 +17,11 @@ import torch.fx
 from autopar.errors import PlanError
 from autopar.lower.emit import used_shape
 from autopar.lower.program import Program
-from autopar.placements import State, kind
+from autopar.placements import INVARIANT, PENDING, REPLICATED, State
 from autopar.rules.function import Callee
 from autopar.torch_private import FakeTensorMode
 
-_TYPES = {"R": spmd.R, "I": spmd.I, "P": spmd.P, "S": spmd.V}
+_TYPES = {REPLICATED: spmd.R, INVARIANT: spmd.I, PENDING: spmd.P}  # of all others V, our shards
 
 
 def typecheck(program: Program) -> int:
@@ -48,7 +48,7 @@ def typecheck(program: Program) -> int:
 
 
 def _type(state: State, program: Program) -> dict[str, Any]:
-    return {name: _TYPES[kind(p)] for p, (name, size) in zip(state, program.mesh, strict=True) if size > 1}
+    return {name: _TYPES.get(p, spmd.V) for p, (name, size) in zip(state, program.mesh, strict=True) if size > 1}
 
 
 class _Checked(torch.fx.Interpreter):
@@ -106,7 +106,7 @@ class _Checked(torch.fx.Interpreter):
         return [
             axis
             for a, (axis, size) in enumerate(self.program.mesh)
-            if size > 1 and any(state is not None and kind(state[a]) == "P" for state in meta["ins"])
+            if size > 1 and any(state is not None and state[a].is_pending for state in meta["ins"])
         ]
 
     def _checked_outs(self, result: Any, states: list[State]) -> Any:

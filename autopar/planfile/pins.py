@@ -15,7 +15,7 @@ from autopar.asked import parse_kept
 from autopar.errors import AutoparError, MeshError, PlanError, closest
 from autopar.graph import Graph, Ref
 from autopar.labels import matches, op_labels
-from autopar.placements import Mesh, State, format_mesh, format_state, parse_mesh
+from autopar.placements import Mesh, State, format_mesh, parse_mesh
 from autopar.plan import Pins
 from autopar.planfile.file_errors import FileErrors
 from autopar.planfile.states import read_state
@@ -151,10 +151,10 @@ FORMS: dict[str, Form] = {
     "ops": Form(_check_ops, _read_ops, lambda ops: {pattern: dict(axes) for pattern, axes in ops.items()}),
     "kept": Form(_check_table, _read_kept, dict),
     "inputs": Form(
-        _check_table, _read_inputs, lambda states: {name: format_state(states[name]) for name in sorted(states)}
+        _check_table, _read_inputs, lambda states: {name: states[name].text for name in sorted(states)}
     ),
     "outputs": Form(
-        _check_outputs, _read_outputs, lambda states: {str(k): format_state(states[k]) for k in sorted(states)}
+        _check_outputs, _read_outputs, lambda states: {str(k): states[k].text for k in sorted(states)}
     ),
 }  # fmt: skip
 

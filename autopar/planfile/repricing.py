@@ -9,7 +9,7 @@ from typing import Any
 from autopar.clusters import check_mesh
 from autopar.errors import PlanError
 from autopar.graph import Graph, Ref
-from autopar.placements import State, format_state
+from autopar.placements import State
 from autopar.plan import Pins, Price, Solution, StagePlan, route_key
 from autopar.planfile.stage_entries import Decisions, Route, StageReader
 from autopar.planfile.write import decisions, rest
@@ -149,11 +149,11 @@ def _routes_seconds(graph: Graph, priced: Pricer, routes: Mapping[str, Sequence[
 def _misfit(made_as: State, goals: Mapping[State, None], route: Route) -> str:
     """Why a route does not bring a tensor from where it is made to where it is wanted; empty if it does."""
     if route and route[0][0] != made_as:
-        return f"begins at {format_state(route[0][0])}, the tensor is made as {format_state(made_as)}; remove the entry"
+        return f"begins at {route[0][0].text}, the tensor is made as {made_as.text}; remove the entry"
     reached = {made_as, *(b for _, b in route)}
     missing = [g for g in goals if g not in reached]
     if missing:
-        return f"does not reach {format_state(missing[0])}, as which the tensor is wanted; remove the entry"
+        return f"does not reach {missing[0].text}, as which the tensor is wanted; remove the entry"
     return ""
 
 

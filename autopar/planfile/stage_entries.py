@@ -12,7 +12,7 @@ from typing import Any
 from autopar.errors import PlanError, closest
 from autopar.graph import Graph, Ref
 from autopar.labels import op_labels
-from autopar.placements import Mesh, State, fits, format_mesh, format_state, step_is_legal
+from autopar.placements import Mesh, State, fits, format_mesh, step_is_legal
 from autopar.placements import path as way
 from autopar.plan import ParamChoice, Recompute, segment_numbers
 from autopar.planfile.file_errors import FileErrors
@@ -150,7 +150,7 @@ class StageReader:
             if not fits(shape, state, self.mesh):
                 self.bad.add(
                     path,
-                    f"{node.where}: a tensor of shape {shape} cannot be cut as {format_state(state)} on mesh "
+                    f"{node.where}: a tensor of shape {shape} cannot be cut as {state.text} on mesh "
                     f"{format_mesh(self.mesh)}; use another factor",
                 )
                 return False
@@ -193,7 +193,7 @@ class StageReader:
             if way(stored, used) is None:
                 self.bad.add(
                     path,
-                    f"'{name}' cannot go from stored {format_state(stored)} to used {format_state(used)} one axis at a "
+                    f"'{name}' cannot go from stored {stored.text} to used {used.text} one axis at a "
                     "time, the last axis first; store it as it is used, or whole",
                 )
                 continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.errors import MeshError
-from autopar.placements import Mesh, State, fits, format_mesh, kind, parse_state
+from autopar.placements import Mesh, State, fits, format_mesh
 from autopar.planfile.file_errors import FileErrors
 
 
@@ -18,12 +18,12 @@ def read_state(
         kinds: first letters of the placements that are possible.
     """
     try:
-        state = parse_state(text, mesh, f"{bad.part}{path}")
+        state = State.parse(text, mesh, f"{bad.part}{path}")
     except MeshError as error:
         bad.say(str(error))
         return None
     for placement, (axis, _) in zip(state, mesh, strict=True):
-        if kind(placement) not in kinds:
+        if placement.kind not in kinds:
             allowed = ", ".join("S<dim>" if k == "S" else k for k in kinds)
             bad.add(path, f"'{placement}' on axis '{axis}' is not possible here; use {allowed}")
             return None

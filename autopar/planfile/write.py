@@ -13,7 +13,7 @@ from typing import Any
 from autopar.errors import PlanError
 from autopar.graph import Graph, Ref
 from autopar.labels import op_labels
-from autopar.placements import format_mesh, format_state, whole_state
+from autopar.placements import format_mesh, whole_state
 from autopar.plan import VERSION, Pins, Plan, StagePlan, one_stage, route_key
 from autopar.planfile import pins as pin_section
 from autopar.planfile.patterns import compress
@@ -67,17 +67,17 @@ def _stage(stage: StagePlan, graph: Graph, plan: Plan) -> dict[str, Any]:
         **({"in_flight": stage.in_flight} if stage.in_flight != 1 else {}),
         "ops": _ops(stage, graph),
         "params": {
-            pattern: {"stored": format_state(c.stored), "used": format_state(c.used), "lifetime": c.lifetime}
+            pattern: {"stored": c.stored.text, "used": c.used.text, "lifetime": c.lifetime}
             for pattern, c in compress([n.target for _, n in graph.of_kind("param")], stage.params.__getitem__)
         },
         "buffers": {
-            pattern: format_state(state)
+            pattern: state.text
             for pattern, state in compress([n.target for _, n in graph.of_kind("buffer")], stage.buffers.__getitem__)
         },
-        "inputs": {name: format_state(stage.inputs[name]) for name in sorted(stage.inputs)},
-        "outputs": [None if state is None else format_state(state) for state in stage.outputs],
+        "inputs": {name: stage.inputs[name].text for name in sorted(stage.inputs)},
+        "outputs": [None if state is None else state.text for state in stage.outputs],
         "routes": {
-            pattern: [f"{format_state(a)} -> {format_state(b)}" for a, b in route]
+            pattern: [f"{a.text} -> {b.text}" for a, b in route]
             for pattern, route in compress(list(keys), lambda key: stage.routes.get(keys[key], ()), routed)
         },
         **({"recompute": [[labels[a], labels[b]] for a, b in stage.recompute]} if stage.recompute else {}),

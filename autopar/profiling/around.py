@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.capture import capture
 from autopar.graph import Spec
+from autopar.placements import whole_state
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
 from autopar.runtime.groups import channel, groups_for
 from autopar.runtime.pipeline import PipelineModule
@@ -65,7 +66,7 @@ def send_points() -> list[list[float]]:
     for n_bytes in SIZES:
         spec = Spec((n_bytes // 4,), "float32")
         mesh = (("data", 1),)
-        here, there = Side(("I",), mesh, (0,)), Side(("I",), mesh, (1,))
+        here, there = Side(whole_state(mesh, True), mesh, (0,)), Side(whole_state(mesh, True), mesh, (1,))
         wire = Wire(0, "x", 0, 1, transfer(spec, here, there), transfer(spec, there, here))
         rows = {r: [Action(r, kind, k) for k in range(repeats) for kind in "FB"] for r in (0, 1)}
         times = []

@@ -8,7 +8,7 @@ from typing import Any
 
 from autopar.graph import Graph
 from autopar.labels import op_labels
-from autopar.placements import State, format_mesh, format_state
+from autopar.placements import State, format_mesh
 from autopar.plan import Plan, StagePlan
 from autopar.planfile.patterns import compress
 from autopar.planfile.write import route_keys, written
@@ -122,12 +122,12 @@ def _decisions(graph: Graph, x: Plan, y: Plan) -> list[Row]:
 
 
 def _text(state: State | None) -> str | None:
-    return None if state is None else format_state(state)
+    return None if state is None else state.text
 
 
 def _route_texts(plan: Plan) -> dict[str, tuple[str, ...]]:
     return {
-        key: tuple(f"{format_state(a)} -> {format_state(b)}" for a, b in steps)
+        key: tuple(f"{a.text} -> {b.text}" for a, b in steps)
         for stage in reversed(plan.stages) for key, steps in stage.routes.items()
     }  # fmt: skip
 
@@ -146,7 +146,7 @@ def _param_texts(plan: Plan) -> dict[str, str]:
     for choice in reversed(plan.stages):
         for name, c in choice.params.items():
             life = f", per {c.lifetime}" if c.stored != c.used else ""
-            texts[name] = f"stored {format_state(c.stored)}, used {format_state(c.used)}{life}"
+            texts[name] = f"stored {c.stored.text}, used {c.used.text}{life}"
     return texts
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from autopar.graph import Graph, Ref
 from autopar.labels import op_labels
-from autopar.placements import State, format_state, local_shape, step_collectives
+from autopar.placements import State, local_shape, step_collectives
 from autopar.plan import Price, StagePlan, route_key
 from autopar.planfile.patterns import compress
 from autopar.planner.intra_op import params as P
@@ -101,13 +101,13 @@ def op_row(graph: Graph, plan: StagePlan, priced: Pricer, i: int, rules: Sequenc
         if spec is not None:
             grad = node.needs_grad and spec.is_float
             for a, b in plan.routes.get(route_key(graph, Ref(i, number)), ()):
-                steps.append(f"{format_state(a)} -> {format_state(b)}")
+                steps.append(f"{a.text} -> {b.text}")
                 collectives += step_rows(plan, spec, grad, a, b)
                 seconds += priced.step(spec, grad, a, b)
     return OpRow(
         label, node.module, node.source, str(rule) if node.target in RULES else "none",
         {axis: name for (axis, size), name in zip(plan.mesh, strategy.names, strict=True) if name != "I" and size > 1},
-        tuple(map(format_state, strategy.ins)), tuple(map(format_state, strategy.outs)), tuple(steps),
+        tuple(s.text for s in strategy.ins), tuple(s.text for s in strategy.outs), tuple(steps),
         tuple(collectives), compute, seconds,
     )  # fmt: skip
 
@@ -189,8 +189,8 @@ def _arrival(graph: Graph, plan: StagePlan, priced: Pricer, i: int) -> OpRow | N
         return None
     grad = node.needs_grad and node.out.is_float
     return OpRow(
-        node.target, node.module, "", "", {}, (), (format_state(route[0][0]),),
-        tuple(f"{format_state(a)} -> {format_state(b)}" for a, b in route),
+        node.target, node.module, "", "", {}, (), (route[0][0].text,),
+        tuple(f"{a.text} -> {b.text}" for a, b in route),
         tuple(c for a, b in route for c in step_rows(plan, node.out, grad, a, b)), 0.0,
         sum(priced.step(node.out, grad, a, b) for a, b in route),
     )  # fmt: skip
@@ -252,7 +252,7 @@ def param_rows(graph: Graph, plan: StagePlan, priced: Pricer) -> list[ParamRow]:
         rows.append(
             ParamRow(
                 pattern if len(names) > 1 else names[0], len(names), node.out.shape, node.out.dtype,
-                format_state(choice.stored), format_state(choice.used), choice.lifetime, collectives,
+                choice.stored.text, choice.used.text, choice.lifetime, collectives,
                 len(names) * cost.parameter_bytes, len(names) * cost.seconds,
             )
         )  # fmt: skip

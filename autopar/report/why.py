@@ -8,7 +8,7 @@ from math import isinf
 
 from autopar.graph import Graph, Ref
 from autopar.labels import matches, op_labels
-from autopar.placements import State, started
+from autopar.placements import State
 from autopar.plan import ParamChoice, StagePlan, route_key
 from autopar.planner.intra_op import params as P
 from autopar.planner.intra_op.complete import needs
@@ -105,7 +105,7 @@ def _params(
         node = graph.nodes[ref.node]
         if node.kind != "param" or ref.node in kept:
             continue
-        use = started(state, node.needs_grad)
+        use = state.started(node.needs_grad)
         now = owned[ref.node]
 
         def cost(choice: ParamChoice, node=node) -> P.ParamCost:  # type: ignore[no-untyped-def]

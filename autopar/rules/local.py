@@ -11,17 +11,7 @@ from typing import Any
 
 import torch
 
-from autopar.placements import (
-    Mesh,
-    Placement,
-    State,
-    axis_and_unit,
-    axis_text,
-    largest_piece,
-    local_shape,
-    shard_dim,
-    unit_of,
-)
+from autopar.placements import Mesh, Placement, State, axis_and_unit, axis_text, largest_piece, local_shape
 from autopar.rules.function import PREFIX
 from autopar.rules.notation import Call, Comm, Option, Rule, factor_and_block
 
@@ -110,7 +100,7 @@ def _local_sizes(shape: Sequence[int], state: State, mesh: Mesh) -> list[int | P
     """The shape of one rank's piece; sizes that are not the same on all ranks are found when the program runs."""
     sizes: list[int | PieceSize] = list(local_shape(shape, state, mesh))
     for d, n in enumerate(shape):
-        if n % prod(size * unit_of(p) for (_, size), p in zip(mesh, state, strict=True) if shard_dim(p) == d):
+        if n % prod(size * p.unit for (_, size), p in zip(mesh, state, strict=True) if p.dim == d):
             sizes[d] = PieceSize(n, _axes_that_cut(d, state, mesh))
     return sizes
 
@@ -118,8 +108,8 @@ def _local_sizes(shape: Sequence[int], state: State, mesh: Mesh) -> list[int | P
 def _axes_that_cut(d: int, state: Sequence[Placement], mesh: Mesh) -> tuple[str, ...]:
     """The axes that cut a dim of a tensor, with the units of their pieces."""
     return tuple(
-        axis_text(axis, unit_of(p))
-        for (axis, size), p in zip(mesh, state, strict=True) if shard_dim(p) == d and size > 1
+        axis_text(axis, p.unit)
+        for (axis, size), p in zip(mesh, state, strict=True) if p.dim == d and size > 1
     )
 
 
@@ -133,7 +123,7 @@ def local_call(call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh, si
     if rule.localize is not None and pieces:
         args, kwargs = rule.localize(call, {f: int(n) for f, n in pieces.items()})
     if rule.shape_arg is not None and pieces:
-        state = tuple(option.outs[0] for option in options)
+        state = State(option.outs[0] for option in options)
         shape = _local_sizes(call.out.shape, state, mesh)
         position, name = rule.shape_arg
         args, kwargs = Call(call.target, args, kwargs, call.ins, call.outs).replaced(position, name, shape)

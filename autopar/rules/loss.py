@@ -10,6 +10,7 @@ from typing import Any
 import spmd_types as spmd
 import torch
 
+from autopar.placements import INVARIANT
 from autopar.rules.distributed import all_of, axes_except, axes_of, first, greatest, n_pieces, pending, total, with_one
 from autopar.rules.local import resolve
 from autopar.rules.notation import Call, Comm, In, Lowering, Rule, line
@@ -124,7 +125,7 @@ def _class_loss(call: Call, distributed: Any, gathers: bool) -> Rule:
         call,
         whole="v" if v_whole else "",
         lowerings=(Lowering(distributed, frozenset(across), tuple(comm), uneven=True),),
-        out_as={"v": ("I",)},
+        out_as={"v": (INVARIANT,)},
         kind="reduce",
         saves=(0, 1),  # cross-entropy keeps the log-softmax, of the size of its input
         flops=4.0 if gathers else 0.0,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.errors import MeshError
-from autopar.placements import Mesh, State, box_of, coordinates, n_devices, shard_dim
+from autopar.placements import Mesh, State, box_of, coordinates, n_devices
 from autopar.rules.one_by_one import OneByOne
 from autopar.rules.simulation import simulation
 from autopar.torch_private import fake_store
@@ -23,7 +23,7 @@ def piece(whole: torch.Tensor, state: State, mesh: Mesh, rank: int) -> torch.Ten
     for d, (start, length) in enumerate(box_of(whole.shape, state, mesh, at)):
         if length != whole.shape[d]:
             whole = whole.narrow(d, start, length)
-    if any(placement == "P" and c for placement, c in zip(state, at, strict=True)):
+    if any(placement.is_pending and c for placement, c in zip(state, at, strict=True)):
         whole = torch.zeros_like(whole)
     return whole.clone()
 
@@ -33,10 +33,10 @@ def join(pieces: Sequence[torch.Tensor], state: State, mesh: Mesh) -> torch.Tens
     parts = list(pieces)
     for placement, (_, size) in reversed(list(zip(state, mesh, strict=True))):
         groups = [parts[i : i + size] for i in range(0, len(parts), size)]
-        d = shard_dim(placement)
+        d = placement.dim
         if d is not None:
             parts = [torch.cat(g, d) for g in groups]
-        elif placement == "P":
+        elif placement.is_pending:
             parts = [torch.stack(g).sum(0) for g in groups]
         else:
             parts = [g[0] for g in groups]

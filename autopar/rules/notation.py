@@ -37,7 +37,7 @@ from typing import Any
 
 from autopar.errors import RuleError, closest
 from autopar.graph import Node, Ref, Spec, map_refs
-from autopar.placements import Mesh, Placement, n_devices, shard
+from autopar.placements import INVARIANT, PENDING, REPLICATED, Mesh, Placement, n_devices, shard
 from hardware_profiles.model import COLLECTIVES
 
 Dim = tuple[str, ...]
@@ -489,23 +489,24 @@ def axis_options(
     def option(name: str, ins: Sequence[Placement], outs: Sequence[Placement]) -> Option:
         return Option(
             name,
-            tuple("R" if p == "I" and not g else p for p, g in zip(ins, in_grads, strict=True)),
-            tuple("R" if p == "I" and not g else p for p, g in zip(outs, out_grads, strict=True)),
+            tuple(REPLICATED if p is INVARIANT and not g else p for p, g in zip(ins, in_grads, strict=True)),
+            tuple(REPLICATED if p is INVARIANT and not g else p for p, g in zip(outs, out_grads, strict=True)),
         )
 
     n_in, n_out = len(rule.inputs), len(rule.outputs)
-    options = [option("I", ["I"] * n_in, ["I"] * n_out)]
+    options = [option("I", [INVARIANT] * n_in, [INVARIANT] * n_out)]
     for factor, block in (*((f, 0) for f in rule.cuttable), *blocks):
-        outs = [_place(rule, t, factor, block, "P") for t in rule.outputs]
-        summed = "P" in outs
+        outs = [_place(rule, t, factor, block, PENDING) for t in rule.outputs]
+        summed = PENDING in outs
         ins = [
-            _place(rule, t, factor, block, "P" if summed and i in rule.additive else "R")
+            _place(rule, t, factor, block, PENDING if summed and i in rule.additive else REPLICATED)
             for i, t in enumerate(rule.inputs)
         ]
         name = f"{factor}*{block}" if block else factor
         options.append(option(name, rule.in_as.get(factor, ins), rule.out_as.get(factor, outs)))
     if any(out_grads) and not rule.whole_gradients:
-        options.append(option("R", ["R"] * n_in, ["R"] * n_out))
+        options.append(option("R", [REPLICATED] * n_in, [REPLICATED] * n_out))
     for number, group in enumerate(rule.linear):
-        options.append(option(f"P{number}", ["P" if i in group else "R" for i in range(n_in)], ["P"] * n_out))
+        ins = [PENDING if i in group else REPLICATED for i in range(n_in)]
+        options.append(option(f"P{number}", ins, [PENDING] * n_out))
     return options

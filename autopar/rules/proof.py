@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from autopar.graph import Spec
-from autopar.placements import Mesh, State, coordinates, fits, format_state, n_devices
+from autopar.placements import PENDING, Mesh, State, coordinates, fits, n_devices
 from autopar.rules.distributed import length_of
 from autopar.rules.local import PieceSize, Seed, local_call, resolve
 from autopar.rules.many_ranks import join, many_ranks, piece
@@ -138,7 +138,7 @@ def prove(case: Case, picked: Sequence[Option], mesh: Mesh, tolerance: float = 1
         pairs = []
         for t, c, state, g in zip(results, case.cotangents, outs, case.out_grads, strict=True):
             if g and t.requires_grad:
-                pairs.append((t, _spread(c, adjoint(state), mesh, rng)))
+                pairs.append((t, _spread(c, state.adjoint, mesh, rng)))
         if pairs:
             torch.autograd.backward([t for t, _ in pairs], [c for _, c in pairs])
 
@@ -151,20 +151,15 @@ def prove(case: Case, picked: Sequence[Option], mesh: Mesh, tolerance: float = 1
         if gradient is not None:
             if leaf.grad is None:
                 raise RuleIsWrong(f"{where}: input {number} has no gradient")
-            check(leaf.grad, adjoint(state), gradient, f"gradient {number}")
-        if "P" not in state:
+            check(leaf.grad, state.adjoint, gradient, f"gradient {number}")
+        if PENDING not in state:
             check(leaf, state, case.after[number], f"input {number} after")
-
-
-def adjoint(state: State) -> State:
-    """The placement of the gradient: whole where the value is pending, pending where the value is ``R``."""
-    return tuple({"P": "I", "R": "P"}.get(p, p) for p in state)
 
 
 def _states(picked: Sequence[Option]) -> tuple[list[State], list[State]]:
     n_in, n_out = len(picked[0].ins), len(picked[0].outs)
-    ins = [tuple(o.ins[i] for o in picked) for i in range(n_in)]
-    return ins, [tuple(o.outs[i] for o in picked) for i in range(n_out)]
+    ins = [State(o.ins[i] for o in picked) for i in range(n_in)]
+    return ins, [State(o.outs[i] for o in picked) for i in range(n_out)]
 
 
 def _run(call: Call, rule: Rule, picked: Sequence[Option], mesh: Mesh, tensors: Sequence[Any]) -> list[Any]:
@@ -202,15 +197,15 @@ def _flat(value: Any) -> list[Any]:
 def _spread(whole: torch.Tensor, state: State, mesh: Mesh, rng: random.Random) -> LocalTensor:
     """Pieces of a tensor; a pending one is split into random terms."""
     pieces = {r: piece(whole, state, mesh, r) for r in range(n_devices(mesh))}
-    if "P" in state and whole.is_floating_point():
+    if PENDING in state and whole.is_floating_point():
         generator = torch.Generator().manual_seed(rng.randrange(2**31))
         noise = torch.randn(whole.shape, generator=generator, dtype=torch.float64).to(whole.dtype)
-        axis = state.index("P")
-        clean: State = tuple("R" if p == "P" else p for p in state)
+        axis = state.index(PENDING)
+        clean = state.started(grad=False)
         for r in pieces:
             at = coordinates(r, mesh)[axis]
             others = coordinates(r, mesh)[axis + 1 :]
-            if at < 2 and not any(c for c, p in zip(others, state[axis + 1 :], strict=True) if p == "P"):
+            if at < 2 and not any(c for c, p in zip(others, state[axis + 1 :], strict=True) if p.is_pending):
                 pieces[r] = pieces[r] + (piece(noise, clean, mesh, r) if at == 0 else -piece(noise, clean, mesh, r))
     return LocalTensor(pieces)
 
@@ -227,11 +222,11 @@ def _joined(pieces: Sequence[torch.Tensor], state: State, mesh: Mesh, where: str
     for axis in reversed(range(len(mesh))):
         (name, size), placement = mesh[axis], state[axis]
         groups = [parts[i : i + size] for i in range(0, len(parts), size)]
-        for first, *others in groups if placement in ("R", "I") else ():
+        for first, *others in groups if placement.is_whole else ():
             for copy in others:
                 if first.shape != copy.shape or not torch.allclose(first, copy, 1e-6, 1e-9, equal_nan=True):
-                    raise RuleIsWrong(f"{where}: the copies on axis '{name}' differ ({format_state(state)})")
-        parts = [join(group, (placement,), ((name, size),)) for group in groups]
+                    raise RuleIsWrong(f"{where}: the copies on axis '{name}' differ ({state.text})")
+        parts = [join(group, State((placement,)), ((name, size),)) for group in groups]
     return parts[0]
 
 

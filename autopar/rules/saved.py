@@ -23,7 +23,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from autopar.graph import Graph
-from autopar.placements import Mesh, local_shape
+from autopar.placements import Mesh, State, local_shape
 from autopar.rules.distributed import length_of, trial
 from autopar.rules.function import PREFIX
 from autopar.rules.local import LocalCall, PieceSize, Seed, local_call
@@ -125,7 +125,7 @@ def key_of_call(
 def saved_of(graph: Graph, i: int, rule: Rule, strategy: Strategy | None, mesh: Mesh) -> Saved:
     """What is kept of operator ``i``, whose inputs lie in row-major order; of the whole operator if not cut."""
     node = graph.nodes[i]
-    states = strategy.ins if strategy is not None else ((),) * len(node.refs)
+    states = strategy.ins if strategy is not None else (State(),) * len(node.refs)
     ins = []
     for spec, state, grad in zip(map(graph.spec, node.refs), states, grads_of(graph, node)[0], strict=True):
         shape = local_shape(spec.shape, state, mesh)
@@ -252,7 +252,7 @@ def _said(call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh) -> Save
     specs = [spec for spec in call.outs if spec is not None]
     results, memories = [], []
     for k, spec in enumerate(specs):
-        shape = local_shape(spec.shape, tuple(option.outs[k] for option in options), mesh)
+        shape = local_shape(spec.shape, State(option.outs[k] for option in options), mesh)
         results.append(Result(contiguous(shape), None, k))
         memories.append((prod(shape) * spec.item_bytes, rule.saves_out))
     return Saved(rule.saves, tuple(results), tuple(memories))

@@ -87,8 +87,8 @@ def combine(options: Sequence[Option]) -> Strategy:
     n_in, n_out = len(options[0].ins), len(options[0].outs)
     return Strategy(
         tuple(options),
-        tuple(tuple(o.ins[i] for o in options) for i in range(n_in)),
-        tuple(tuple(o.outs[i] for o in options) for i in range(n_out)),
+        tuple(State(o.ins[i] for o in options) for i in range(n_in)),
+        tuple(State(o.outs[i] for o in options) for i in range(n_out)),
     )
 
 

@@ -18,7 +18,7 @@ from autopar.capture import Captured
 from autopar.errors import RunError
 from autopar.graph import Node
 from autopar.lower.program import Slot
-from autopar.placements import Mesh, State, format_state, is_cut, local_shape
+from autopar.placements import Mesh, State, local_shape
 from autopar.runtime.calls import describe, example_leaves, flatten_call, leaf_name, same_device, same_literal
 from autopar.runtime.state import coordinate_of, joined, local_piece, torch_placements
 from autopar.torch_private import pytree
@@ -64,14 +64,14 @@ def local_part(
     if isinstance(leaf, DTensor) and shape == slot.shape:
         return leaf.redistribute(device_mesh, torch_placements(slot.state)).to_local()
     if shape == slot.shape and not isinstance(leaf, DTensor):
-        if not is_cut(slot.state):
+        if not slot.state.is_cut:
             return leaf
         if leaf.requires_grad:
             return _Piece.apply(leaf, slot.state, device_mesh)  # type: ignore[no-any-return]
         return local_piece(leaf, slot.state, device_mesh).contiguous()
     if shape == part_shape(slot, device_mesh, mesh):
         return leaf
-    pinned = f" (or this rank's slice, {format_state(slot.state)})" if is_cut(slot.state) else ""
+    pinned = f" (or this rank's slice, {slot.state.text})" if slot.state.is_cut else ""
     hint = ""
     if shape and slot.shape and shape[0] != slot.shape[0] and shape[1:] == slot.shape[1:]:
         hint = "; pass the whole batch on every rank, drop a last batch that is smaller, or use train_step for more"

@@ -23,7 +23,7 @@ from autopar.capture import Captured
 from autopar.capture.evaluation import Skeleton
 from autopar.errors import MeshError, RunError
 from autopar.lower.program import Program
-from autopar.placements import Mesh, in_pieces, mesh_text
+from autopar.placements import Mesh, mesh_text
 from autopar.plan import Plan
 from autopar.runtime.agree import mesh_group
 from autopar.runtime.batch import Batch
@@ -129,7 +129,7 @@ class ParallelModule(SpreadModule):
         self._batch = Batch(captured, self._signature, self._device)
         cut_outputs = [
             i for i, state in enumerate(stage.program.outputs)
-            if state is not None and i not in self._given.pins.outputs and in_pieces(state)
+            if state is not None and i not in self._given.pins.outputs and state.in_pieces
         ]  # fmt: skip
         if cut_outputs and self._mesh.size() > 1 and self._meeting is None:
             self._meeting = CollectiveLog([int(r) for r in self._mesh.mesh.flatten()])
@@ -293,7 +293,7 @@ class ParallelModule(SpreadModule):
                 results.append(value)
                 continue
             value = with_pending(value, state, self._mesh)
-            if any(in_pieces((p,)) and n > 1 for p, (_, n) in zip(state, plan.mesh, strict=True)):
+            if any(not p.is_whole and n > 1 for p, (_, n) in zip(state, plan.mesh, strict=True)):
                 shape = graph.spec(graph.outputs[i]).shape
                 if self._meeting is None or i in self._given.pins.outputs:
                     value = as_dtensor(value, state, shape, self._mesh)

@@ -18,19 +18,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import PlanError
 from autopar.placements import (
+    REPLICATED,
     Mesh,
     Placement,
     State,
     cut_extent,
-    format_state,
-    is_shard,
-    kind,
     largest_piece,
     local_shape,
     path,
     piece_of,
-    shard_dim,
-    unit_of,
 )
 from autopar.plan import ParamChoice
 from autopar.runtime.groups import groups_on
@@ -97,14 +93,14 @@ def hops(
     coordinate = device_mesh.get_coordinate()
     assert coordinate is not None
     for a, b, axes, state in _merged(name, choice, shape, mesh):
-        forward, backward = _KINDS[kind(a), kind(b)]
+        forward, backward = _KINDS[a.kind, b.kind]
         index = 0
         for axis in axes:
             index = index * mesh[axis][1] + coordinate[axis]
         n = prod(mesh[axis][1] for axis in axes)
-        whole = tuple("R" if axis in axes else p for axis, p in enumerate(state))
+        whole = State(REPLICATED if axis in axes else p for axis, p in enumerate(state))
         sizes = local_shape(shape, whole, mesh, coordinate)
-        cuts = [Cut(d, sizes[d], unit_of(p)) for p in (a, b) if (d := shard_dim(p)) is not None] or [Cut()]
+        cuts = [Cut(d, sizes[d], p.unit) for p in (a, b) if (d := p.dim) is not None] or [Cut()]
         result.append(Hop(forward, backward, group_of(device_mesh, mesh, axes), n, index, cuts[0], cuts[-1]))
     return tuple(result)
 
@@ -123,11 +119,11 @@ def _merged(
 ) -> list[tuple[Placement, Placement, list[int], State]]:
     """The steps that communicate or cut: from, to, the axes that go together, and the state before."""
     steps = path(choice.stored, choice.used)
-    legal = steps is not None and all((kind(a[i]), kind(b[i])) in _KINDS for i, a, b in steps)
+    legal = steps is not None and all((a[i].kind, b[i].kind) in _KINDS for i, a, b in steps)
     if steps is None or not legal:
         raise PlanError(
-            f"parameter '{name}': stored as {format_state(choice.stored)} it cannot be used as "
-            f"{format_state(choice.used)}; store it so that only whole axes are gathered, such as the used placement"
+            f"parameter '{name}': stored as {choice.stored.text} it cannot be used as "
+            f"{choice.used.text}; store it so that only whole axes are gathered, such as the used placement"
         )
     merged: list[tuple[Placement, Placement, list[int], State]] = []
     for axis, src, dst in steps:
@@ -135,16 +131,16 @@ def _merged(
             continue
         a, b = src[axis], dst[axis]
         last = merged[-1] if merged else None
-        if last is not None and last[:2] == (a, b) and not is_shard(b) and _as_one(shape, src, mesh, axis, last[2]):
+        if last is not None and last[:2] == (a, b) and not b.is_shard and _as_one(shape, src, mesh, axis, last[2]):
             last[2].insert(0, axis)
         else:
             merged.append((a, b, [axis], src))
-    return [each for each in merged if _KINDS[kind(each[0]), kind(each[1])] != ("none", "none")]
+    return [each for each in merged if _KINDS[each[0].kind, each[1].kind] != ("none", "none")]
 
 
 def _as_one(shape: Sequence[int], state: State, mesh: Mesh, axis: int, inner: Sequence[int]) -> bool:
     """Whether ``axis`` and the ``inner`` axes may go together: the pieces of pieces are the pieces of one cut."""
-    if not is_shard(state[axis]):
+    if not state[axis].is_shard:
         return True
     extent, earlier, _ = cut_extent(shape, state, mesh, axis)
     return extent % prod(mesh[a][1] for a in (*earlier, axis, *inner)) == 0

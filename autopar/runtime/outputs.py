@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import RunError
-from autopar.placements import State
+from autopar.placements import REPLICATED, State
 from autopar.runtime.state import joined, local_piece
 from autopar.torch_private import (
     DisableTorchFunctionSubclass,
@@ -174,7 +174,7 @@ class _Pending(torch.autograd.Function):
 
 def with_pending(x: torch.Tensor, state: State, device_mesh: DeviceMesh) -> torch.Tensor:
     """An output in ``state`` whose gradient may be whole on every rank also where it counts as pending (``R``)."""
-    pending = [axis for axis, p in enumerate(state) if p == "R" and device_mesh.size(axis) > 1]
+    pending = [axis for axis, p in enumerate(state) if p is REPLICATED and device_mesh.size(axis) > 1]
     if not (pending and x.requires_grad):
         return x
     coordinate = device_mesh.get_coordinate()

@@ -15,7 +15,7 @@ from autopar.capture import Captured
 from autopar.capture.evaluation import Skeleton
 from autopar.errors import RunError
 from autopar.graph import Graph
-from autopar.placements import State, format_state, is_cut, whole_placement, whole_state
+from autopar.placements import State, whole_placement, whole_state
 from autopar.plan import StagePlan
 from autopar.rules.notation import Rule
 from autopar.rules.registry import rules_of
@@ -118,7 +118,7 @@ def under_another_plan(pm: Any, new: Captured, plan: StagePlan) -> Stage:
         if param is None:
             raise RunError(f"the model reads a parameter '{name}' now that it did not have when it was parallelized")
         if isinstance(param, DTensor) and tuple(param.placements) != tuple(torch_placements(choice.stored)):
-            wrong.append(f"'{name}' as {format_state(choice.stored)}")
+            wrong.append(f"'{name}' as {choice.stored.text}")
     if wrong:
         raise RunError(f"no plan with these values keeps parameters where they are; it would store {', '.join(wrong)}")
     buffers = dict(pm.named_buffers(remove_duplicate=False))
@@ -176,7 +176,7 @@ def _placed_again(
             whole = joined(local, state, shown.shape, pm._mesh)
             shape, state = tuple(whole.shape), wanted[name]
             local = local_piece(whole, state, pm._mesh).clone(memory_format=torch.contiguous_format)
-            value = as_dtensor(local, state, shape, pm._mesh) if is_cut(state) else local
+            value = as_dtensor(local, state, shape, pm._mesh) if state.is_cut else local
             for owner, key in owners:
                 owner._buffers[key] = value
         placed[name] = local, state

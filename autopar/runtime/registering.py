@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError
 from autopar.graph import Graph
-from autopar.placements import State, format_state, is_cut, whole_state
+from autopar.placements import State, whole_state
 from autopar.plan import StagePlan
 from autopar.runtime.dtensor_fixes import meet_on
 from autopar.runtime.mixed import mix_on
@@ -97,7 +97,7 @@ class Placing:
                 else:
                     local = self._local(source, state)
                     placed[source] = local, state
-                    cut = is_cut(state)
+                    cut = state.is_cut
                     shape = self.nodes[source].out.shape if cut else ()
                     shown[source] = as_dtensor(local, state, shape, self.device_mesh) if cut else local
             if name in self.buffers:
@@ -130,7 +130,7 @@ class Placing:
 
 def _placed_as(tensor: torch.Tensor, state: State, device_mesh: DeviceMesh) -> bool:
     if not isinstance(tensor, DTensor):
-        return not is_cut(state)
+        return not state.is_cut
     return tensor.device_mesh == device_mesh and tuple(tensor.placements) == tuple(torch_placements(state))
 
 
@@ -140,7 +140,7 @@ def _same_storage(name: str, stored: torch.nn.Parameter, state: State, mesh: Dev
     if have != (mesh, tuple(torch_placements(state))):
         raise RunError(
             f"parameter '{name}' is used by two stages on the same devices and stored in two ways ({have} and "
-            f"{format_state(state)}); pin how it is stored"
+            f"{state.text}); pin how it is stored"
         )
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from autopar.placements import State, is_shard
+from autopar.placements import State
 
 SAMPLE = 4096
 """Elements of a tensor whose places count, too, and of which sums are made."""
@@ -85,7 +85,7 @@ class Seen:
         Args:
             shown: what the message calls it; ``name`` is what pins call it.
         """
-        among = () if state is None else tuple(c for p, c in zip(state, self.coordinate, strict=True) if is_shard(p))
+        among = () if state is None else tuple(c for p, c in zip(state, self.coordinate, strict=True) if p.is_shard)
         self.inputs.append((shown, name, tuple(leaf.shape), among))
         self._sample(leaf, near=leaf.is_floating_point() or leaf.is_complex())
 

@@ -6,7 +6,6 @@ from collections.abc import Collection, Sequence
 
 from autopar.device_groups import stored_differently
 from autopar.errors import PlanError
-from autopar.placements import format_state
 from autopar.plan import Plan
 from autopar.staging import StageGraph
 from cost_models.pipeline import Deadlock, Edge, Schedule, check_channels, simulate, times
@@ -59,7 +58,7 @@ def check_buffers(plan: Plan, names: Collection[str]) -> None:
         for name in stored_differently(stages):
             if name in names:
                 ways = ", ".join(
-                    f"stage {s} as {format_state(plan.stages[s].buffers[name])}"
+                    f"stage {s} as {plan.stages[s].buffers[name].text}"
                     for s in of_group if name in plan.stages[s].buffers
                 )  # fmt: skip
                 raise PlanError(

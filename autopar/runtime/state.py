@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autopar.errors import RunError
-from autopar.placements import Mesh, State, box_of, local_shape, shard, shard_dim
+from autopar.placements import REPLICATED, Mesh, State, box_of, local_shape, shard
 from autopar.plan import ParamChoice
 from autopar.runtime.hops import Cut, Hop, gather, hops, of_its_own
 
@@ -49,8 +49,8 @@ def torch_placements(state: State) -> tuple[TorchPlacement, ...]:
     """A state in DTensor's words; it does not tell ``I`` from ``R``."""
     placements: list[TorchPlacement] = []
     for p in state:
-        d = shard_dim(p)
-        placements.append(Shard(d) if d is not None else Partial() if p == "P" else Replicate())
+        d = p.dim
+        placements.append(Shard(d) if d is not None else Partial() if p.is_pending else Replicate())
     return tuple(placements)
 
 
@@ -82,15 +82,15 @@ def joined(local: torch.Tensor, state: State, shape: Sequence[int], device_mesh:
     added up."""
     mesh, at = mesh_of(device_mesh), coordinate_of(device_mesh)
     for axis in reversed(range(len(state))):
-        n, d = device_mesh.size(axis), shard_dim(state[axis])
-        if n == 1 or state[axis] in ("I", "R"):
+        n, d = device_mesh.size(axis), state[axis].dim
+        if n == 1 or state[axis].is_whole:
             continue
         group = device_mesh.get_group(axis)
         if d is None:
             local = local.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(local, group=group)
         else:
-            before = local_shape(shape, state[:axis], mesh[:axis], at[:axis])
+            before = local_shape(shape, State(state[:axis]), mesh[:axis], at[:axis])
             local = gather(local, Hop("gather", "slice", group, n, 0, Cut(d, before[d])))
     return local
 
@@ -108,7 +108,7 @@ def like(example: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     whole = whole.detach().to(example.device)
     if not isinstance(example, DTensor):
         return whole.contiguous()
-    state = tuple(shard(p.dim) if isinstance(p, Shard) else "R" for p in example.placements)
+    state = State(shard(p.dim) if isinstance(p, Shard) else REPLICATED for p in example.placements)
     piece = local_piece(whole, state, example.device_mesh)
     if piece is not whole:  # a share of its own, so that the whole can go
         piece = piece.clone(memory_format=torch.contiguous_format)

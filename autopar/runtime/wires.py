@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from autopar.errors import PlanError
 from autopar.lower.collectives import state_step
-from autopar.placements import format_state, path
+from autopar.placements import path
 from autopar.plan import Crossing, Plan
 from autopar.staging import StageGraph
 from autopar.transfer import Piece, Transfer, box_at, transfer
@@ -77,9 +77,9 @@ def wires_of(parts: Sequence[StageGraph], plan: Plan) -> tuple[Wire, ...]:
     for part in parts:
         for crossing in part.takes:
             here, there = crossing.sides(plan.stages, part.number)
-            if any(p == "P" for p in here.state):
+            if any(p.is_pending for p in here.state):
                 raise PlanError(
-                    f"stage {crossing.source} gives '{crossing.tensor}' as {format_state(here.state)}: a pending sum "
+                    f"stage {crossing.source} gives '{crossing.tensor}' as {here.state.text}: a pending sum "
                     "cannot be sent; plan again"
                 )
             forward = transfer(crossing.spec, here, there)

@@ -16,7 +16,7 @@ from autopar.errors import RunError
 from autopar.graph import Graph
 from autopar.lower.collectives import state_step
 from autopar.lower.program import Program
-from autopar.placements import Mesh, State, coordinates, format_state, in_pieces, path
+from autopar.placements import Mesh, State, coordinates, path
 from autopar.plan import ParamChoice, StagePlan
 from autopar.rules.many_ranks import join, many_ranks, piece
 from autopar.staging import StageGraph
@@ -107,7 +107,7 @@ def run_step(
             for k, grad in (leaving or {}).items():
                 if results[k].requires_grad:
                     roots.append(results[k])
-                    grads.append(spread(grad, program.outputs[k] or ()))
+                    grads.append(spread(grad, program.outputs[k] or State()))
             if graph.loss is not None:
                 roots.append(results[graph.loss] * loss_weight if loss_weight != 1.0 else results[graph.loss])
                 grads.append(None)
@@ -145,11 +145,11 @@ def _same_copies(pieces: Sequence[torch.Tensor], state: State, mesh: Mesh, name:
         at = coordinates(rank, mesh)
         first = 0
         for placement, (_, size), c in zip(state, mesh, at, strict=True):
-            first = first * size + (c if in_pieces((placement,)) else 0)
+            first = first * size + (0 if placement.is_whole else c)
         copy_there = pieces[first]
         if not torch.allclose(value, copy_there, rtol=1e-4, atol=1e-6, equal_nan=True):
             worst = (value - copy_there).abs().max().item()
-            shown = format_state(state)
+            shown = state.text
             raise AssertionError(f"{name} ({shown}) differs between ranks {first} and {rank} by {worst:.3e}")
 
 

@@ -8,14 +8,14 @@ report says where to look, :mod:`autopar.rules.proof` decides.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 import torch
 
-from autopar.placements import Mesh, Placement, shard
+from autopar.placements import PENDING, REPLICATED, Mesh, Placement, shard
 from autopar.rules.local import resolve
 from autopar.rules.many_ranks import join, piece
 from autopar.rules.proof import Case, invoke
@@ -62,19 +62,22 @@ def unoffered(target: str, sample: Sample) -> list[ValidCut]:
     case = Case(target, sample)
     if case.rule.random:
         return []
-    offered = [(tuple(p.replace("I", "R") for p in o.ins), o.outs) for o in case.options()]
+    def one_spelling(placements: Iterable[Placement]) -> tuple[Placement, ...]:
+        return tuple(REPLICATED if p.is_whole else p for p in placements)
+
+    offered = [(one_spelling(o.ins), one_spelling(o.outs)) for o in case.options()]
     return [
         cut
         for cut in valid_cuts(target, sample)
         if not any(
-            cut.ins == ins and all(p.replace("I", "R") in valid for p, valid in zip(outs, cut.outs, strict=True))
+            cut.ins == ins and all(p in valid for p, valid in zip(outs, cut.outs, strict=True))
             for ins, outs in offered
         )
     ]
 
 
 def _placements(shape: tuple[int, ...]) -> list[Placement]:
-    return ["R", *(shard(d) for d, n in enumerate(shape) if n and n % 2 == 0)]
+    return [REPLICATED, *(shard(d) for d, n in enumerate(shape) if n and n % 2 == 0)]
 
 
 def _variants(case: Case) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
@@ -103,7 +106,7 @@ def _try(case: Case, ins: tuple[Placement, ...], args: Any, kwargs: Any) -> list
         results.append([t for t in (got if isinstance(got, (tuple, list)) else [got]) if isinstance(t, torch.Tensor)])
     placements = []
     for a, b, whole in zip(*results, case.outs, strict=True):
-        fits = frozenset(p for p in ["R", "P", *map(shard, range(whole.dim()))] if _same(p, a, b, whole))
+        fits = frozenset(p for p in [REPLICATED, PENDING, *map(shard, range(whole.dim()))] if _same(p, a, b, whole))
         if not fits:
             return None
         placements.append(fits)

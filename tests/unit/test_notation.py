@@ -9,6 +9,7 @@ import pytest
 
 from autopar.errors import RuleError
 from autopar.graph import Graph, Node, Ref, Spec
+from autopar.placements import State
 from autopar.planner.intra_op.price import pricer
 from autopar.planner.intra_op.space import fitting_strategy, strategies
 from autopar.rules.local import cuts_of, local_call
@@ -240,7 +241,7 @@ def test_gradients_of_single_tensors() -> None:
 
 
 def test_placements_of_one_factor_can_be_given() -> None:
-    rule = line("b v -> b", call([(2, 4)], [(2,)]), out_as={"v": ("I",)}, in_as={"b": ("R",)})
+    rule = line("b v -> b", call([(2, 4)], [(2,)]), out_as={"v": State.of("I")}, in_as={"b": State.of("R")})
     assert options(rule)["v"] == (("S1",), ("I",)) and options(rule)["b"] == (("R",), ("S0",))
 
 

@@ -15,6 +15,7 @@ from autopar.asked import asked as asked_for
 from autopar.capture import Captured, capture
 from autopar.errors import AutoparError
 from autopar.labels import op_labels
+from autopar.placements import State
 from autopar.plan import Plan
 from autopar.planner.inter_op.stage_pins import of_stage, starts_of
 from autopar.planner.intra_op.mesh_plan import Options
@@ -62,7 +63,7 @@ def test_a_file_keeps_the_wishes(captured: Captured) -> None:
     )  # fmt: skip
     pins = plan.pins
     assert (pins.stages, pins.cuts, pins.schedules, pins.microbatches) == (2, ("transformer.h.2",), ("1f1b",), 4)
-    assert pins.memory_limit_bytes == 4 * 2**30 and pins.outputs == {0: ("I",)}
+    assert pins.memory_limit_bytes == 4 * 2**30 and pins.outputs == {0: State.of("I")}
     text = files.dumps(plan, captured.graph)
     again = files.loads(text, captured.graph)
     assert again.pins == pins and files.dumps(again, captured.graph) == text
@@ -101,8 +102,8 @@ def test_wishes_about_operators_and_parameters(captured: Captured) -> None:
     kept = {name: c.stored for choice in plan.stages for name, c in choice.params.items()}
     assert cuts["transformer.h.2.mlp.c_fc:addmm"] == ("n",)
     assert {v for k, v in cuts.items() if k.endswith(".mlp.c_proj:addmm")} == {("k",)}
-    assert kept["transformer.wpe.weight"] == ("S1",)
-    assert {v for k, v in kept.items() if k.endswith("attn.c_attn.weight")} == {("I",)}
+    assert kept["transformer.wpe.weight"] == State.of("S1")
+    assert {v for k, v in kept.items() if k.endswith("attn.c_attn.weight")} == {State.of("I")}
 
 
 def test_wishes_choose_the_mesh(captured: Captured) -> None:
@@ -113,10 +114,10 @@ def test_wishes_choose_the_mesh(captured: Captured) -> None:
 
 def test_outputs_and_inputs_go_to_their_stage(captured: Captured) -> None:
     stages = cut(captured.graph, starts_of(captured.graph, ["transformer.h.1"]))
-    asked = Options(inputs={"input_ids": ("R",), "labels": ("S0",)}, outputs={0: ("I",)})
+    asked = Options(inputs={"input_ids": State.of("R"), "labels": State.of("S0")}, outputs={0: State.of("I")})
     first, last = (of_stage(asked, stage, (("data", 2),)) for stage in stages)
     assert set(first.inputs or {}) == {"input_ids"} and first.outputs is None
-    assert set(last.inputs or {}) == {"labels"} and last.outputs == {0: ("I",)}
+    assert set(last.inputs or {}) == {"labels"} and last.outputs == {0: State.of("I")}
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from autopar.capture import capture
 from autopar.errors import ClusterError, MeshError, PlanError
 from autopar.graph import Graph
 from autopar.labels import op_labels
-from autopar.placements import Mesh
+from autopar.placements import Mesh, State
 from autopar.plan import VERSION, ParamChoice, Pins, Plan, Price, Solution
 from autopar.planfile import dumps, load, loads, parse, parse_mesh, save
 from autopar.planfile.patterns import compress
@@ -62,10 +62,13 @@ def megatron(graph: Graph) -> Plan:
         if node.kind == "op":
             wanted = next(v for k, v in cuts.items() if k in labels[node.name])
             decided[i] = strategy_named(graph, node, rules[i], wanted)
-    used = {"up.weight": ("R", "S0"), "up.bias": ("R", "S0"), "down.weight": ("R", "S1"), "down.bias": ("R", "I")}
-    stored = {"up.weight": ("S1", "S0"), "up.bias": ("I", "S0"), "down.weight": ("S0", "S1"), "down.bias": ("I", "I")}
+    placed = {
+        "up.weight": ("S1,S0", "R,S0"), "up.bias": ("I,S0", "R,S0"), "down.weight": ("S0,S1", "R,S1"),
+        "down.bias": ("I,I", "R,I"),
+    }  # fmt: skip
+    states = {name: [State.parse(text, MESH, name) for text in texts] for name, texts in placed.items()}
     params = {
-        i: ParamChoice(stored[n.target], used[n.target], "use" if "weight" in n.target else "step")
+        i: ParamChoice(*states[n.target], "use" if "weight" in n.target else "step")
         for i, n in graph.of_kind("param")
     }
     plan = complete(graph, rules, pricer(load_cluster(CLUSTER), MESH), decided, params, {})
@@ -176,7 +179,8 @@ def test_pins_are_kept(graph: Graph) -> None:
     """What was asked for comes back, in the order in which later patterns override earlier ones."""
     pins = Pins(
         ops={"up": {"tensor": "n", "data": "b"}, "*": {"data": "b"}},
-        params={"*.weight": "S0,I use", "up.bias": "replicate"}, inputs={"x": ("S0", "R")}, outputs={0: ("I", "I")},
+        params={"*.weight": "S0,I use", "up.bias": "replicate"}, inputs={"x": State.of("S0", "R")},
+        outputs={0: State.of("I", "I")},
         memory_limit_bytes=70 * 2**30,
     )  # fmt: skip
     plan = with_stage(replace(megatron(graph), pins=pins), solution=Solution("highs", "optimal", 1.0, 0.0))

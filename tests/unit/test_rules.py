@@ -12,6 +12,7 @@ import torch
 from oracles.valid_cuts import unoffered
 
 import autopar.rules  # noqa: F401
+from autopar.placements import State
 from autopar.rules.distributed import piece
 from autopar.rules.notation import Lowering, axis_options
 from autopar.rules.proof import Case, RuleIsWrong, prove, strategies_of
@@ -118,7 +119,7 @@ def test_wrong_rules_are_caught() -> None:
             prove(causal, picked, ONE)
 
     # a whole input whose gradient is pending, said to be whole and alike
-    _wrong("aten.linear.default", (x, w), in_as={"n": ("I", "S0")})
+    _wrong("aten.linear.default", (x, w), in_as={"n": State.of("I", "S0")})
     # added values counted once per rank; a product linear in both; zero is not 1.5
     _wrong("aten.index_add.default", (T((6, 8)), 0, T((4,), "int64", 6), T((4, 8))), additive=frozenset())
     _wrong("aten.addcmul.default", (x, T((4, 6)), T((4, 6))), linear=(frozenset({0, 1, 2}),))
@@ -134,9 +135,8 @@ def _by_rank(x: torch.Tensor, cut: Mapping[str, Sequence[str]]) -> torch.Tensor:
 def test_copies_that_differ_are_caught() -> None:
     """The first rank alone has the right numbers."""
     case = Case("aten.relu.default", sample(T((4, 6))))
-    case.rule = replace(
-        case.rule, lowerings=(Lowering(_by_rank, frozenset("b")),), out_as={"b": ("R",)}, in_as={"b": ("R",)}
-    )
+    whole = {"b": State.of("R")}
+    case.rule = replace(case.rule, lowerings=(Lowering(_by_rank, frozenset("b")),), out_as=whole, in_as=whole)
     picked = [o for o in case.options() if o.name == "b"]
     with pytest.raises(RuleIsWrong, match="copies on axis 'data' differ"):
         prove(case, picked, ONE)
@@ -160,6 +160,6 @@ def test_wrong_gradients_of_random_operators_are_caught() -> None:
 def test_options_of_a_biased_linear() -> None:
     case = Case("aten.linear.default", sample(T((4, 6)), T((8, 6)), T((8,))))
     options = {o.name: o for o in axis_options(case.rule, [True] * 3, [True])}
-    assert options["n"].ins == ("R", "S0", "S0") and options["n"].outs == ("S1",)
-    assert options["k"].ins == ("S1", "S1", "P") and options["k"].outs == ("P",)
-    assert options["b"].ins == ("S0", "R", "R") and options["b"].outs == ("S0",)
+    assert options["n"].ins == State.of("R", "S0", "S0") and options["n"].outs == State.of("S1")
+    assert options["k"].ins == State.of("S1", "S1", "P") and options["k"].outs == State.of("P")
+    assert options["b"].ins == State.of("S0", "R", "R") and options["b"].outs == State.of("S0")

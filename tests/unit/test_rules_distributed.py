@@ -17,7 +17,7 @@ import torch
 from spmd_types.checker import typecheck
 
 from autopar.graph import Spec
-from autopar.placements import fits, local_shape
+from autopar.placements import State, fits, local_shape
 from autopar.rules import attention, contraction, conv, embed, loss, needs, norm, random, saved
 from autopar.rules.local import LocalCall, Seed, cuts_of, local_call, resolve
 from autopar.rules.many_ranks import fake_world
@@ -97,8 +97,8 @@ def test_lowering_is_typed(mesh: Any, target: str, sample: Sample, dtype: str) -
         return
     options = axis_options(rule, [t.grad and s.is_float for t, s in zip(tensors, call.ins)], out_grads)
     for pair in itertools.product(options, options):
-        ins = [tuple(o.ins[i] for o in pair) for i in range(len(call.ins))]
-        outs = [tuple(o.outs[i] for o in pair) for i in range(len(call.outs))]
+        ins = [State(o.ins[i] for o in pair) for i in range(len(call.ins))]
+        outs = [State(o.outs[i] for o in pair) for i in range(len(call.outs))]
         pieces = cuts_of(rule, pair, MESH)[0]
         local = local_call(call, rule, pair, MESH, site=3)
         fitting = all(fits(s.shape, state, MESH) for s, state in zip((*call.ins, *call.outs), [*ins, *outs]))
@@ -107,8 +107,8 @@ def test_lowering_is_typed(mesh: Any, target: str, sample: Sample, dtype: str) -
         values = [draw(t, local_shape(t.shape, state, MESH)) for t, state in zip(tensors, ins)]
         seed = torch.tensor(1)
         with spmd.set_current_mesh(mesh), typecheck():
-            for x, state in zip([*values, seed], [*ins, ("R", "R")]):
-                spmd.assert_type(x, {axis: TYPES[p[0]] for (axis, _), p in zip(MESH, state)})
+            for x, state in zip([*values, seed], [*ins, State.of("R", "R")]):
+                spmd.assert_type(x, {axis: TYPES[p.kind] for (axis, _), p in zip(MESH, state)})
 
             def put(v: Any, values: Any = values, seed: Any = seed) -> torch.Tensor:
                 return seed if isinstance(v, Seed) else values[v.position]
@@ -116,7 +116,7 @@ def test_lowering_is_typed(mesh: Any, target: str, sample: Sample, dtype: str) -
             out = local.fn(*replace(local.args, put), **{k: replace(v, put) for k, v in local.kwargs.items()})
             for (axis, _), placement in zip(MESH, outs[0]):
                 got = spmd.get_axis_local_type(out, axis)
-                assert got is TYPES[placement[0]], f"{[o.name for o in pair]}: {axis} is {got}, not {placement}"
+                assert got is TYPES[placement.kind], f"{[o.name for o in pair]}: {axis} is {got}, not {placement}"
             assert tuple(out.shape) == local_shape(call.out.shape, outs[0], MESH)
             assert str(out.dtype) == f"torch.{call.out.dtype}", [o.name for o in pair]
         if out.requires_grad:

@@ -12,6 +12,7 @@ from autopar import planfile, planning
 from autopar.asked import asked
 from autopar.capture import Captured, capture
 from autopar.errors import PlanError
+from autopar.placements import State
 from autopar.plan import Plan
 from autopar.runtime.schedule_check import check_buffers
 from hardware_profiles import load_cluster
@@ -58,7 +59,7 @@ def test_the_planner_has_stages_on_the_same_devices_agree(planned: tuple[Capture
 
 def test_stages_that_differ_are_refused(planned: tuple[Captured, Plan]) -> None:
     plan = planned[1]
-    in_rows = replace(plan.stages[2], buffers={"scale": ("S0",)})
+    in_rows = replace(plan.stages[2], buffers={"scale": State.of("S0")})
     differing = replace(plan, stages=(*plan.stages[:2], in_rows, plan.stages[3]))
     with pytest.raises(PlanError, match=r"buffer 'scale' .* stage 0 as R, stage 2 as S0; .* 'buffers'"):
         check_buffers(differing, {"scale"})

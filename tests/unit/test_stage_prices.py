@@ -20,7 +20,7 @@ from autopar import planfile as files
 from autopar.capture import capture
 from autopar.errors import ClusterError, MeshError, PlanError
 from autopar.graph import Graph, Spec
-from autopar.placements import Mesh, State, is_shard, local_shape, only_change, shard_dim
+from autopar.placements import Mesh, State, Step, local_shape
 from autopar.plan import Plan, StagePlan
 from autopar.planner.inter_op.exact_stages import ExactPlans
 from autopar.planner.inter_op.phases import Phases, phases
@@ -158,20 +158,20 @@ TWO: Mesh = (("a", 2),)
 FOUR: Mesh = (("a", 4),)
 GRID: Mesh = (("a", 2), ("b", 2))
 CASES: list[tuple[tuple[int, ...], tuple[str, ...], Mesh, tuple[str, ...], Mesh]] = [
-    ((8, 4), ("I",), ONE, ("I",), ONE),
-    ((8, 4), ("S0",), TWO, ("S0",), TWO),
-    ((8, 4), ("S0",), TWO, ("S1",), TWO),
-    ((8, 4), ("S0",), TWO, ("I",), TWO),  # arrives in slices, is gathered
-    ((8, 4), ("I",), TWO, ("I",), TWO),
-    ((5, 3), ("I",), TWO, ("I",), TWO),  # does not divide: sent whole, to everyone
-    ((5, 3), ("R",), TWO, ("R",), FOUR),
-    ((), ("I",), TWO, ("I",), TWO),
-    ((5, 3), ("I",), FOUR, ("I",), ONE),
-    ((8, 4), ("I",), ONE, ("I",), FOUR),
-    ((8, 4), ("S0", "I"), GRID, ("I", "S1"), GRID),
-    ((8, 4), ("I", "I"), GRID, ("I", "I"), GRID),
-    ((8, 5), ("S0", "S0"), GRID, ("I", "I"), GRID),
-    ((6, 5), ("S0",), TWO, ("I", "I"), GRID),
+    ((8, 4), State.of("I"), ONE, State.of("I"), ONE),
+    ((8, 4), State.of("S0"), TWO, State.of("S0"), TWO),
+    ((8, 4), State.of("S0"), TWO, State.of("S1"), TWO),
+    ((8, 4), State.of("S0"), TWO, State.of("I"), TWO),  # arrives in slices, is gathered
+    ((8, 4), State.of("I"), TWO, State.of("I"), TWO),
+    ((5, 3), State.of("I"), TWO, State.of("I"), TWO),  # does not divide: sent whole, to everyone
+    ((5, 3), State.of("R"), TWO, State.of("R"), FOUR),
+    ((), State.of("I"), TWO, State.of("I"), TWO),
+    ((5, 3), State.of("I"), FOUR, State.of("I"), ONE),
+    ((8, 4), State.of("I"), ONE, State.of("I"), FOUR),
+    ((8, 4), State.of("S0", "I"), GRID, State.of("I", "S1"), GRID),
+    ((8, 4), State.of("I", "I"), GRID, State.of("I", "I"), GRID),
+    ((8, 5), State.of("S0", "S0"), GRID, State.of("I", "I"), GRID),
+    ((6, 5), State.of("S0"), TWO, State.of("I", "I"), GRID),
 ]
 
 
@@ -200,9 +200,9 @@ class Sent:
         def step(
             shape: tuple[int, ...], src: State, dst: State, mesh: Mesh
         ) -> tuple[Callable[..., torch.Tensor], tuple[str]]:
-            number = only_change(src, dst)
-            dim = shard_dim(src[number])
-            assert dim is not None and not is_shard(dst[number])
+            number = Step.between(src, dst).axis
+            dim = src[number].dim
+            assert dim is not None and not dst[number].is_shard
 
             def gather(x: torch.Tensor, axis: str) -> torch.Tensor:
                 whole = torch.cat([x] * dict(mesh)[axis], dim)
@@ -262,7 +262,7 @@ def test_a_transfer_is_priced_as_it_is_sent(case: Any, within: bool, monkeypatch
 def test_what_is_sent_whole_costs_the_whole() -> None:
     """Half of a tensor each, where it divides; else all of it to each."""
     cluster = load_cluster("dgx-h100")
-    here, there = Side(("I",), TWO, (0, 1)), Side(("I",), TWO, (2, 3))
+    here, there = Side(State.of("I"), TWO, (0, 1)), Side(State.of("I"), TWO, (2, 3))
     whole, parts = (
         [load.n_bytes for load in loads(transfer(Spec((n, 1001), "float32"), here, there))] for n in (2049, 2048)
     )

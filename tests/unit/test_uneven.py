@@ -17,6 +17,7 @@ from autopar.certificate import check
 from autopar.graph import Spec
 from autopar.placements import (
     Mesh,
+    State,
     all_have_some,
     box_of,
     coordinates,
@@ -51,24 +52,25 @@ def test_pieces_are_those_of_torch_chunk(size: int) -> None:
 
 def test_pieces_of_pieces() -> None:
     """10 elements over 3 and then 2 ranks: 4, 4 and 2, of which 2 2, 2 2 and 1 1."""
-    state = ("S0", "S0")
+    state = State.of("S0", "S0")
     shapes = [local_shape((10,), state, SIX, coordinates(rank, SIX)) for rank in range(6)]
     assert shapes == [(2,), (2,), (2,), (2,), (1,), (1,)] and local_shape((10,), state, SIX) == (2,)
     assert [box_of((10,), state, SIX, coordinates(rank, SIX))[0][0] for rank in range(6)] == [0, 2, 4, 6, 8, 9]
-    assert elements_moved((10, 5), state, ("S0", "I"), SIX) == 4 * 5
-    assert elements_moved((10, 5), ("S0", "I"), ("I", "I"), SIX) == 12 * 5
-    assert elements_moved((10, 5), ("S0", "I"), ("S1", "I"), SIX) == 4 * 6, "what is sent is padded on both dims"
+    assert elements_moved((10, 5), state, State.of("S0", "I"), SIX) == 4 * 5
+    assert elements_moved((10, 5), State.of("S0", "I"), State.of("I", "I"), SIX) == 12 * 5
+    moved = elements_moved((10, 5), State.of("S0", "I"), State.of("S1", "I"), SIX)
+    assert moved == 4 * 6, "what is sent is padded on both dims"
 
 
 def test_who_is_left_without_any() -> None:
     assert all_have_some(50257, (8,)) and all_have_some(10, (4,)) and not all_have_some(6, (4,))
     assert not all_have_some(17, (8,)), "3 3 3 3 3 2 0 0"
-    assert fits((50257, 8), ("S0", "S1"), SIX) and fits((6,), ("S0",), (("a", 4),))
-    assert not fits((3,), ("S0",), (("a", 4),)) and not fits((3,), ("S1",), THREE)
+    assert fits((50257, 8), State.of("S0", "S1"), SIX) and fits((6,), State.of("S0"), (("a", 4),))
+    assert not fits((3,), State.of("S0"), (("a", 4),)) and not fits((3,), State.of("S1"), THREE)
     for n in range(1, 60):
         for sizes in ((2,), (3,), (5,), (2, 3), (3, 2), (2, 2, 2), (3, 2, 2)):
             mesh = tuple((f"a{k}", size) for k, size in enumerate(sizes))
-            state = ("S0",) * len(sizes)
+            state = State.of(*["S0"] * len(sizes))
             lengths = [local_shape((n,), state, mesh, coordinates(r, mesh))[0] for r in range(n_devices(mesh))]
             assert sum(lengths) == n and max(lengths) == local_shape((n,), state, mesh)[0]
             assert all_have_some(n, sizes) == (min(lengths) > 0), (n, sizes)
@@ -155,7 +157,7 @@ def test_transfers_bring_every_element_once(seed: int) -> None:
     def side(first: int) -> Side:
         while True:
             mesh = tuple((f"a{k}", rng.choice([1, 2, 3, 4])) for k in range(rng.randint(1, 2)))
-            state = tuple(rng.choice(["I", *(f"S{d}" for d in range(len(shape)))]) for _ in mesh)
+            state = State.of(*(rng.choice(["I", *(f"S{d}" for d in range(len(shape)))]) for _ in mesh))
             if fits(shape, state, mesh):
                 return Side(state, mesh, tuple(range(first, first + n_devices(mesh))))
 
@@ -191,6 +193,6 @@ def test_gpt2_cuts_its_vocabulary() -> None:
     assert ops == {"aten.linear.default": ("n",)}
     loss = next(node for node in graph.nodes if "cross_entropy" in node.target)
     assert plan.ops[loss.name] == ("v",)
-    assert plan.params["transformer.wte.weight"].stored == ("S0",)
+    assert plan.params["transformer.wte.weight"].stored == State.of("S0")
     report = check(plan, graph, cluster)
     assert report.ok, report.failures

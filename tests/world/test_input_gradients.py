@@ -15,6 +15,7 @@ from autopar import verify as V
 from autopar.capture import Captured, capture
 from autopar.certificate import check
 from autopar.errors import PlanError
+from autopar.placements import State
 from autopar.planner.intra_op.draw import random_plan
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.planner.intra_op.price import pricer
@@ -56,7 +57,7 @@ def test_same_numbers(name: str, frozen: bool) -> None:
     assert wanted and all(V.input_name(n) in reference.gradients for n in wanted)
     cheapest = plan_graph(graph, CLUSTER, MESH)
     assert all(cheapest.inputs[n] == ("I", "I") for n in wanted), "the caller's tensor is whole, and so its gradient"
-    assert any("S" in p for steps in cheapest.routes.values() for _, dst in steps for p in dst)
+    assert any(p.is_shard for steps in cheapest.routes.values() for _, dst in steps for p in dst)
     certificate = check(cheapest, graph, CLUSTER)
     assert not certificate.failures, certificate
     for label, plan in [("cheapest", cheapest)] + [
@@ -69,11 +70,11 @@ def test_same_numbers(name: str, frozen: bool) -> None:
 def test_a_pinned_input_has_its_piece_of_the_gradient() -> None:
     captured, state, reference = prepared("mlp", False)
     name = next(n.target for _, n in captured.graph.of_kind("input") if n.needs_grad)
-    plan = plan_graph(captured.graph, CLUSTER, MESH, Options(inputs={name: ("S0", "I")}))
-    assert plan.inputs[name] == ("S0", "I")
+    plan = plan_graph(captured.graph, CLUSTER, MESH, Options(inputs={name: State.of("S0", "I")}))
+    assert plan.inputs[name] == State.of("S0", "I")
     assert V.compare("pinned", V.train(captured, plan, *state), reference).worst < 1e-9
     with pytest.raises(PlanError, match="use S<dim>, I, and"):
-        plan_graph(captured.graph, CLUSTER, MESH, Options(inputs={name: ("S0", "R")}))
+        plan_graph(captured.graph, CLUSTER, MESH, Options(inputs={name: State.of("S0", "R")}))
 
 
 def test_plans_tell_gradients_of_inputs_apart() -> None:

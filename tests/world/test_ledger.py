@@ -21,7 +21,7 @@ from autopar.certificate import check
 from autopar.errors import PlanError
 from autopar.lower.emit import lower
 from autopar.lower.freed import Freed
-from autopar.placements import Mesh
+from autopar.placements import Mesh, State
 from autopar.plan import Plan, StagePlan
 from autopar.planner.inter_op.phases import phases
 from autopar.planner.intra_op.complete import complete
@@ -155,14 +155,14 @@ def test_a_slice_of_a_result_made_again_is_memory_of_its_own_and_asks_for_nothin
         next(n.name for n in graph.nodes if word in n.target) for word in ("silu", "exp.", "sin.", "cos.", "add.")
     )
     chosen = {
-        i: strategy_named(graph, node, rules[i], ("b",) if node.name == add else ("I",))  # type: ignore[arg-type]
+        i: strategy_named(graph, node, rules[i], ("b",) if node.name == add else State.of("I"))  # type: ignore[arg-type]
         for i, node in graph.of_kind("op")
     }
     plan = complete(
         graph, rules, pricer(CLUSTER, mesh), chosen, {}, {},
         recompute=[(silu, silu), (exp, exp), (sin, cos)], make_again=[silu],
     )  # fmt: skip
-    assert plan.routes[silu] == ((("I",), ("S0",)),) and plan.make_again == (silu,)
+    assert plan.routes[silu] == ((State.of("I"), State.of("S0")),) and plan.make_again == (silu,)
     agrees(plan, captured)
 
 
@@ -249,7 +249,7 @@ def test_a_copy_gathered_again_is_not_kept_and_gives_the_same_numbers() -> None:
     tanh = next(node.name for node in graph.nodes if "tanh" in node.target)
     for seed in range(200):
         plain = random_plan(graph, rules, pricer(CLUSTER, mesh), seed)
-        if any(a == ("S0",) and b in (("R",), ("I",)) for a, b in plain.routes.get(tanh, ())):
+        if any(a == State.of("S0") and b in (State.of("R"), State.of("I")) for a, b in plain.routes.get(tanh, ())):
             break
     chosen = {
         i: strategy_named(graph, node, rules[i], plain.ops[node.name]) for i, node in graph.of_kind("op")

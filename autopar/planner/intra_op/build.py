@@ -17,14 +17,13 @@ from typing import NamedTuple
 
 from autopar.graph import Graph, Node, Ref
 from autopar.placements import (
+    INVARIANT,
+    REPLICATED,
     Mesh,
     State,
+    Step,
     fits,
-    has_units,
-    is_shard,
-    only_change,
     shard,
-    started,
     step_collectives,
     whole_placement,
     whole_state,
@@ -222,7 +221,7 @@ class Builder:
             if node.kind != "param" or rep[i] != i:
                 continue
             uses = {
-                started(s, node.needs_grad)
+                s.started(node.needs_grad)
                 for g in groups.get(i, ()) for reader, position in g.readers for s in wanted(reader, position)
             }  # fmt: skip
             options = self._param_options(node, uses, counts[i])
@@ -332,7 +331,7 @@ class Builder:
         grad = self.graph.nodes[group.ref.node].needs_grad and spec.is_float
         mesh = self.pricer.mesh
         n = len(mesh)
-        whole = ("I", "R") if grad else ("R",)
+        whole = (INVARIANT, REPLICATED) if grad else (REPLICATED,)
         goals = axis_sets([s for _, states, _ in readers for s in states], n)
         sources = axis_sets(list(made_as), n)
         goals = tuple(
@@ -377,8 +376,8 @@ class Builder:
         if (not sent and (graph.loss is None or graph.loss == number)) or not graph.spec(ref).shape:
             return [whole]
         fixed = {
-            tuple("I" if p in ("P", "R") and grad else "R" if p == "P" else p for p in s)
-            for s in made_as if not has_units(s)
+            State(whole_placement(grad) if p.is_pending or (grad and p.is_whole) else p for p in s)
+            for s in made_as if not s.has_units
         }  # fmt: skip
         return sorted({whole, *fixed})
 
@@ -395,14 +394,14 @@ class Builder:
         shards = [shard(d) for d in range(min(3, len(node.out.shape)))]
         mesh = self.pricer.mesh
         options = [[whole] if size == 1 else [whole, *shards] for _, size in mesh]
-        return [s for s in product(*options) if fits(node.out.shape, s, mesh)]
+        return [s for s in map(State, product(*options)) if fits(node.out.shape, s, mesh)]
 
     def _arrival_seconds(self, node: Node, state: State) -> float:
         """A whole tensor of an earlier stage is sent in pieces and gathered on this side."""
         if node.target not in self.graph.arriving:
             return 0.0
         n_bytes = self.pricer.local_bytes(node.out, state)
-        axes = [name for p, (name, size) in zip(state, self.pricer.mesh, strict=True) if not is_shard(p) and size > 1]
+        axes = [name for p, (name, size) in zip(state, self.pricer.mesh, strict=True) if not p.is_shard and size > 1]
         return self.microbatches * sum(self.pricer.axes[a].seconds("all_gather", n_bytes) for a in axes)
 
     # -- parameters
@@ -497,7 +496,7 @@ class Builder:
                 elif graph.nodes[ref.node].kind == "input":
                     reads[i, position] = k, self._arrivals(graph.nodes[ref.node])
         cut = {
-            key: [any(is_shard(state[a]) for state in made) for a in range(len(mesh))]
+            key: [any(state[a].is_shard for state in made) for a in range(len(mesh))]
             for key, (_, made) in reads.items()
         }
         found = []
@@ -507,7 +506,7 @@ class Builder:
                 state = row[k].ins[key[1]]
                 share = 1.0
                 for a, (_, size) in enumerate(mesh):
-                    share /= size if cut[key][a] and state[a] in ("I", "R") else 1
+                    share /= size if cut[key][a] and state[a].is_whole else 1
                 if share < 1.0:
                     shares[key] = share
             if shares and not (chain.again and chain.again[r]):
@@ -697,7 +696,7 @@ def _most_cut(strategies: list[Strategy], rule: Rule) -> list[Strategy]:
 
 def _is_free(src: State, dst: State) -> bool:
     """Whether a step makes no collective, forward or backward."""
-    axis = only_change(src, dst)
+    axis = Step.between(src, dst).axis
     return step_collectives(src[axis], dst[axis]) == (None, None)
 
 

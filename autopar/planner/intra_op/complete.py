@@ -8,7 +8,7 @@ from functools import partial
 from autopar.capture.graph.pruning import has_effect
 from autopar.errors import PlanError
 from autopar.graph import Graph, Ref, Spec
-from autopar.placements import State, format_state, whole_state
+from autopar.placements import PENDING, State, whole_state
 from autopar.plan import ParamChoice, Price, Recompute, StagePlan, route_key, segment_numbers
 from autopar.planner.intra_op import params as P
 from autopar.planner.intra_op.ledger import Ledger, Walk, seconds_again
@@ -60,7 +60,7 @@ def demand(
             inside = written.get(i, set())
             if len(inside) == 1 and not updated:
                 only = next(iter(inside))
-            buffers[node.target] = whole if updated or "P" in only else only
+            buffers[node.target] = whole if updated or PENDING in only else only
             if partly:
                 continue
             moved = [k for k, state in readers.get(i, ()) if state != buffers[node.target]]
@@ -73,8 +73,8 @@ def demand(
             if inside - {buffers[node.target]}:
                 raise PlanError(
                     f"buffer '{node.target}' is written by operators that hold it in different pieces "
-                    f"({'; '.join(sorted(map(format_state, inside)))}): no placement keeps what all of them write; "
-                    "constrain them to the same cut, such as the batch"
+                    f"({'; '.join(sorted(state.text for state in inside))}): no placement keeps what all of them "
+                    "write; constrain them to the same cut, such as the batch"
                 )
         if node.kind != "op":
             continue
@@ -102,7 +102,7 @@ def demand(
 
 def _plain(strategy: Strategy) -> bool:
     """No pending sums: only those need communication."""
-    return not any("P" in state for state in (*strategy.ins, *strategy.outs))
+    return not any(PENDING in state for state in (*strategy.ins, *strategy.outs))
 
 
 def needs(
@@ -205,8 +205,8 @@ def complete(
         cheapest = cache[key]
         if cheapest is None:
             raise PlanError(
-                f"{node.where}: a tensor of shape {spec.shape} made as {format_state(made_as[ref])} cannot be brought "
-                f"to {' and '.join(format_state(g) for g in goals)}; choose another cut for it or for its readers"
+                f"{node.where}: a tensor of shape {spec.shape} made as {made_as[ref].text} cannot be brought "
+                f"to {' and '.join(g.text for g in goals)}; choose another cut for it or for its readers"
             )
         if cheapest[1]:
             routes[route_key(graph, ref)] = cheapest[1]

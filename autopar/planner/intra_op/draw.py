@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from autopar.capture.graph.pruning import has_effect
 from autopar.errors import PlanError
 from autopar.graph import Graph, Ref, Spec
-from autopar.placements import Mesh, State, fits, shard, started, whole_placement, whole_state
+from autopar.placements import Mesh, State, fits, shard, whole_placement, whole_state
 from autopar.plan import ParamChoice, Recompute, StagePlan, route_key, segment_numbers
 from autopar.planner.intra_op import params as P
 from autopar.planner.intra_op.complete import complete
@@ -53,7 +53,7 @@ def random_plan(
             decided[i] = rng.choice(cut if cut and rng.random() < 0.875 else options[i])
             for ref, state in zip(node.refs, decided[i].ins, strict=True):
                 if graph.nodes[ref.node].kind == "param":
-                    uses.setdefault(ref.node, set()).add(started(state, graph.nodes[ref.node].needs_grad))
+                    uses.setdefault(ref.node, set()).add(state.started(graph.nodes[ref.node].needs_grad))
         params: dict[int, ParamChoice] = {}
         for i, node in graph.of_kind("param"):
             used = uses.get(i, {whole_state(mesh, node.needs_grad)})
@@ -109,7 +109,7 @@ def _at_the_borders(graph: Graph, mesh: Mesh, rng: random.Random) -> tuple[dict[
 
     def drawn(spec: Spec, grad: bool) -> State:
         whole = whole_placement(grad)
-        state = tuple(rng.choice([whole, *map(shard, range(len(spec.shape)))]) for _ in mesh)
+        state = State(rng.choice([whole, *map(shard, range(len(spec.shape)))]) for _ in mesh)
         return state if fits(spec.shape, state, mesh) else whole_state(mesh, grad)
 
     inputs = {n.target: drawn(n.out, n.needs_grad) for _, n in graph.of_kind("input") if n.hot}

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from autopar.graph import Graph, Node, Ref
-from autopar.placements import Mesh, State, local_shape, only_change, shard_dim
+from autopar.placements import Mesh, State, Step, local_shape
 from autopar.plan import Recompute, route_key, segment_numbers
 from autopar.planner.intra_op.price import Pricer
 from autopar.planner.intra_op.recompute import Segment
@@ -292,7 +292,7 @@ class Walk:
         kind = self.graph.alike[i]
         if kind not in self.whole:
             n_outs = sum(spec is not None for spec in node.outs)
-            self.whole[kind] = Strategy((), ((),) * len(node.refs), ((),) * n_outs)
+            self.whole[kind] = Strategy((), (State(),) * len(node.refs), (State(),) * n_outs)
         return self.whole[kind]
 
     def saved(self, i: int, node: Node, rule: Rule, strategy: Strategy, strides: tuple[Strides, ...]) -> Saved:
@@ -406,9 +406,9 @@ def _padded_shape(shape: Sequence[int], src: State, dst: State, mesh: Mesh) -> t
     Pieces that are not equal travel padded to the largest one. What was added is cut off by a copy, or, where the rest
     lies in one piece, by a view, which keeps all of it.
     """
-    axis = only_change(src, dst)
+    axis = Step.between(src, dst).axis
     padded = list(local_shape(shape, dst, mesh))
-    d = shard_dim(src[axis])
+    d = src[axis].dim
     if d is not None and all(n == 1 for n in padded[:d]):
         padded[d] = local_shape(shape, src, mesh)[d] * mesh[axis][1]
     return tuple(padded)

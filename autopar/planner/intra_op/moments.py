@@ -20,7 +20,7 @@ from itertools import accumulate
 from math import prod
 
 from autopar.graph import Ref, Spec
-from autopar.placements import Mesh, Placement, State, cut_extent, is_shard, local_shape, only_change, path, shard_dim
+from autopar.placements import INVARIANT, PENDING, Mesh, Placement, State, Step, cut_extent, local_shape, path
 from autopar.plan import ParamChoice, Price
 from autopar.planner.intra_op.ledger import Entry, Ledger, Value, Walk
 from autopar.rules.strategy import grads_of
@@ -298,19 +298,18 @@ class StepMoments:
 def step_extra(spec: Spec, src: State, dst: State, mesh: Mesh) -> tuple[int, int, bool]:
     """``(bytes beside both tensors in the forward, in the backward, whether the gradient goes on in its memory)`` of a
     step of one axis."""
-    axis = only_change(src, dst)
+    axis = Step.between(src, dst).axis
     if mesh[axis][1] == 1:
         return 0, 0, True
     n_src, n_dst = (prod(local_shape(spec.shape, s, mesh)) * spec.item_bytes for s in (src, dst))
     kinds = src[axis], dst[axis]
-    if kinds in (("P", "I"), ("I", "P")):
+    if kinds in ((PENDING, INVARIANT), (INVARIANT, PENDING)):
         return 0, 0, True
-    adjoint = {"R": "P", "P": "R"}  # what a placement's gradient has
     forward = _move_extra(*kinds, n_src, n_dst)
-    backward = _move_extra(adjoint.get(kinds[1], kinds[1]), adjoint.get(kinds[0], kinds[0]), n_dst, n_src)
-    if not all(cut_extent(spec.shape, s, mesh, axis)[2] for s in (src, dst) if is_shard(s[axis])):
+    backward = _move_extra(kinds[1].adjoint, kinds[0].adjoint, n_dst, n_src)
+    if not all(cut_extent(spec.shape, s, mesh, axis)[2] for s in (src, dst) if s[axis].is_shard):
         # pieces are padded to the largest: in the forward what is cut into pieces, in the backward what is gathered
-        forward += n_src if is_shard(kinds[1]) and not is_shard(kinds[0]) else n_dst if kinds[1] == "P" else 0
+        forward += n_src if kinds[1].is_shard and not kinds[0].is_shard else n_dst if kinds[1].is_pending else 0
         backward = backward or min(n_src, n_dst)
     return forward, backward, False
 
@@ -318,12 +317,12 @@ def step_extra(spec: Spec, src: State, dst: State, mesh: Mesh) -> tuple[int, int
 def _move_extra(src: Placement, dst: Placement, n_src: int, n_dst: int) -> int:
     """What a collective needs beside its input and its result: those along a dim that is not the first are made of
     pieces that lie one behind the other."""
-    src_dim, dst_dim = shard_dim(src), shard_dim(dst)
+    src_dim, dst_dim = src.dim, dst.dim
     if src_dim is not None and dst_dim is not None:
         return n_src + (n_src if dst_dim else 0)
-    if src_dim is not None and dst in ("R", "I"):
+    if src_dim is not None and dst.is_whole:
         return n_dst if src_dim else 0
-    if src == "P" and dst_dim is not None:
+    if src.is_pending and dst_dim is not None:
         return n_src if dst_dim else 0
     return 0
 

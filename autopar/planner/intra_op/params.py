@@ -15,17 +15,15 @@ from math import prod
 from autopar.graph import Graph, Spec
 from autopar.placements import (
     Mesh,
+    Placement,
     State,
     divides,
     elements_moved,
     fits,
-    is_shard,
     local_shape,
     path,
     shard,
-    shard_dim,
     step_collectives,
-    unit_of,
     whole_placement,
 )
 from autopar.plan import ParamChoice, StagePlan
@@ -64,18 +62,18 @@ def choices(spec: Spec, grad: bool, used: Iterable[State], mesh: Mesh, *, all_di
     result: list[ParamChoice] = []
     whole = whole_placement(grad)
     for use in sorted(set(used)):
-        options: list[list[str]] = []
+        options: list[list[Placement]] = []
         for a, (_, size) in enumerate(mesh):
-            if is_shard(use[a]) or size == 1:
-                others = [shard(d) for d in range(len(spec.shape)) if d != shard_dim(use[a])]
-                if unit_of(use[a]) > 1:  # what is stored is a DTensor, which knows no units
+            if use[a].is_shard or size == 1:
+                others = [shard(d) for d in range(len(spec.shape)) if d != use[a].dim]
+                if use[a].unit > 1:  # what is stored is a DTensor, which knows no units
                     options.append([whole, *others])
                 else:
-                    options.append([use[a] if is_shard(use[a]) else whole])
+                    options.append([use[a] if use[a].is_shard else whole])
             else:
                 options.append([whole, *map(shard, range(len(spec.shape)))])
         for stored in _stored(spec.shape, options, use, mesh, all_dims):
-            gathers = any(is_shard(a) and not is_shard(b) for a, b in zip(stored, use, strict=True))
+            gathers = any(a.is_shard and not b.is_shard for a, b in zip(stored, use, strict=True))
             result.append(ParamChoice(stored, use, "step"))
             if gathers:
                 result.append(ParamChoice(stored, use, "use"))
@@ -83,18 +81,18 @@ def choices(spec: Spec, grad: bool, used: Iterable[State], mesh: Mesh, *, all_di
 
 
 def _stored(
-    shape: tuple[int, ...], options: Sequence[Sequence[str]], use: State, mesh: Mesh, all_dims: bool
+    shape: tuple[int, ...], options: Sequence[Sequence[Placement]], use: State, mesh: Mesh, all_dims: bool
 ) -> list[State]:
     """The states to store a parameter in, of every pattern of axes that cut it one (``all_dims``: all)."""
     legal = [
-        stored for stored in product(*options)
+        stored for stored in map(State, product(*options))
         if fits(shape, stored, mesh) and path(stored, use) is not None
     ]  # fmt: skip
     if all_dims:
         return legal
     by_pattern: dict[tuple[bool, ...], list[State]] = {}
     for stored in legal:
-        by_pattern.setdefault(tuple(map(is_shard, stored)), []).append(stored)
+        by_pattern.setdefault(tuple(placement.is_shard for placement in stored), []).append(stored)
     chosen = []
     for same in by_pattern.values():
         even = [stored for stored in same if divides(shape, stored, mesh)]

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from autopar.errors import InfeasibleError, PlanError, first_few
 from autopar.graph import Graph, Node, Ref
 from autopar.labels import matches, op_labels
-from autopar.placements import Mesh, State, fits, format_state, is_cut, is_shard, kind, mesh_text, shard_dim
+from autopar.placements import Mesh, State, fits, mesh_text
 from autopar.plan import LIFETIMES, ParamChoice
 from autopar.planner.intra_op.fold import Fold
 from autopar.planner.intra_op.options import Options
@@ -96,8 +96,8 @@ class PinnedChoices:
                 continue
             placement, _ = stored_and_lifetime(self.params[node.target])
             left = list(node.out.shape)
-            for p, (axis, size) in zip(placement.split(","), self.mesh, strict=True):
-                d = shard_dim(p)
+            for p, (axis, size) in zip(State.parse(placement, self.mesh, f"'{node.target}'"), self.mesh, strict=True):
+                d = p.dim
                 if d is None:
                     continue
                 if d >= len(left) or left[d] < size:
@@ -136,13 +136,13 @@ class PinnedChoices:
     def _place(self, what: str, shape: tuple[int, ...], state: State, kinds: str) -> None:
         if len(state) != len(self.mesh):
             raise PlanError(
-                f"{what}: {format_state(state)} has {len(state)} placements, the mesh {len(self.mesh)} axes"
+                f"{what}: {state.text} has {len(state)} placements, the mesh {len(self.mesh)} axes"
             )
-        if any(kind(p) not in kinds for p in state) or not fits(shape, state, self.mesh):
+        if any(p.kind not in kinds for p in state) or not fits(shape, state, self.mesh):
             mesh = mesh_text(self.mesh, ", ")
             allowed = ", ".join("S<dim>" if k == "S" else k for k in kinds)
             raise PlanError(
-                f"{what} of shape {shape} cannot be placed as {format_state(state)} on mesh {mesh}; use {allowed}, and "
+                f"{what} of shape {shape} cannot be placed as {state.text} on mesh {mesh}; use {allowed}, and "
                 "shards of dims that exist and have something for every rank"
             )
 
@@ -171,10 +171,10 @@ class PinnedChoices:
         if how is None:
             return True
         if how == "replicate":
-            return not is_cut(choice.stored)
+            return not choice.stored.is_cut
         placement, lifetime = stored_and_lifetime(how)
-        gathers = any(is_shard(a) and not is_shard(b) for a, b in zip(choice.stored, choice.used, strict=True))
-        return format_state(choice.stored) == placement and (not lifetime or not gathers or choice.lifetime == lifetime)
+        gathers = any(a.is_shard and not b.is_shard for a, b in zip(choice.stored, choice.used, strict=True))
+        return choice.stored.text == placement and (not lifetime or not gathers or choice.lifetime == lifetime)
 
     def require(self, problem: Problem) -> None:
         """Name the items that the pins leave without a strategy."""

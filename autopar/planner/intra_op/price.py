@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 from math import prod
 
 from autopar.graph import Graph, Node, Spec
-from autopar.placements import Mesh, State, elements_moved, local_shape, n_devices, only_change, step_collectives
+from autopar.placements import Mesh, State, Step, elements_moved, local_shape, n_devices, step_collectives
 from autopar.rules.local import collectives_inside, cuts_of, local_call
 from autopar.rules.notation import In, Rule, call_of
 from autopar.rules.strategy import Strategy, grads_of
@@ -53,7 +53,7 @@ class Pricer:
 
     def step_parts(self, spec: Spec, grad: bool, src: State, dst: State) -> tuple[float, float]:
         """Seconds of the forward and of the backward of one step."""
-        axis = only_change(src, dst)
+        axis = Step.between(src, dst).axis
         name, size = self.mesh[axis]
         if size == 1:
             return 0.0, 0.0

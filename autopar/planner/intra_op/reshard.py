@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import product
 
-from autopar.placements import Mesh, Placement, State, fits, steps_from
+from autopar.placements import INVARIANT, REPLICATED, Mesh, Placement, State, fits, steps_from
 
 Edge = tuple[State, State]
 STEP_SECONDS = 1e-15
@@ -34,10 +34,11 @@ def state_graph(
     A step never makes a placement that no consumer wants, but for the whole value that two steps may pass through.
     """
     passing = [
-        tuple(dict.fromkeys((*t, *(p for p in s if p in ("I", "R"))))) for s, t in zip(sources, targets, strict=True)
+        tuple(dict.fromkeys((*t, *(p for p in s if p.is_whole)))) for s, t in zip(sources, targets, strict=True)
     ]
     every = [tuple(dict.fromkeys((*s, *p))) for s, p in zip(sources, passing, strict=True)]
-    states = tuple(s for s in product(*every) if fits(shape, s, mesh))
+    every_state = map(State, product(*every))
+    states = tuple(s for s in every_state if fits(shape, s, mesh))
     legal = set(states)
     edges = tuple((s, d) for s in states for _, d in steps_from(s, passing) if d in legal)
     return states, edges
@@ -63,7 +64,7 @@ def route(
         return 0.0, ()
     n = len(mesh)
     sources = axis_sets([source], n)
-    whole = ("I", "R") if grad else ("R",)
+    whole = (INVARIANT, REPLICATED) if grad else (REPLICATED,)
     goals = tuple(tuple(dict.fromkeys((*axis, *whole))) for axis in axis_sets(wanted, n))
     states, edges = state_graph(shape, mesh, sources, goals)
     number = {s: i for i, s in enumerate(states)}

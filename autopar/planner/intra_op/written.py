@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 
 from autopar.capture.graph.pruning import has_effect
 from autopar.graph import Graph
-from autopar.placements import is_cut
 from autopar.rules.strategy import Strategy
 
 
@@ -34,7 +33,7 @@ def held_whole(graph: Graph) -> Mapping[int, Sequence[int]]:
 
 def holds_whole(strategy: Strategy, positions: Sequence[int]) -> bool:
     """Whether a strategy takes the tensors at these positions uncut."""
-    return not any(is_cut(strategy.ins[k]) for k in positions)
+    return not any(strategy.ins[k].is_cut for k in positions)
 
 
 __all__ = ["held_whole", "holds_whole"]
