@@ -293,9 +293,11 @@ def parallelize(
         args, kwargs = split_inputs(example_inputs, example_kwargs)
         _compare(captured, model, first_part((args, kwargs, targets), fixed), group)
 
+    records = spreading.records_of(group, model, mesh) if plan is None else []
+
     def decide() -> Outcome:
         if plan is None:
-            where, n, name = spreading.hardware_of(model, mesh, cluster)
+            where, n, name = spreading.hardware_of(model, mesh, cluster, records)
             return planning.find(model, captured, lambda: first(1), where, n, asked, name)
         return _given(plan, part, get_cluster(cluster) if cluster is not None else None)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar import planfile
 from autopar.capture import Captured
 from autopar.clusters import check_mesh, get_cluster, reference
+from autopar.detection import RankRecord, check_nodes, cluster_of_ranks, dumps, loads, record_here
 from autopar.device_groups import check_within
 from autopar.errors import MeshError
 from autopar.placements import Mesh, mesh_text
@@ -26,14 +26,12 @@ from autopar.runtime.groups import backend_for, backends
 from autopar.runtime.init import Init, MetaValues, is_meta
 from autopar.runtime.pipeline import PipelineModule
 from autopar.runtime.plan_groups import mesh_of_own
-from autopar.runtime.store_meeting import alive
-from hardware_profiles import Cluster, ProfileError, device_named, list_clusters, load_cluster
+from autopar.runtime.store_meeting import alive, from_all
+from hardware_profiles import Cluster, ProfileError
 
 T = TypeVar("T")
 Where = DeviceMesh | str | Cluster | int
 """What ``parallelize`` takes as its mesh."""
-ACROSS_HOSTS = frozenset({"nvl72-gb200"})
-"""Clusters whose fast links join devices of several hosts."""
 
 
 def on_all(group: Any, make: Callable[[], T]) -> T:
@@ -71,8 +69,13 @@ def groups_of(mesh: DeviceMesh | None, stages: int | str | None) -> tuple[int | 
     return mesh.size(0), inner or (("data", 1),)
 
 
-def hardware_of(model: torch.nn.Module, mesh: Where, cluster: str | Path | Cluster | None) -> tuple[Cluster, int, str]:
+def hardware_of(
+    model: torch.nn.Module, mesh: Where, cluster: str | Path | Cluster | None, records: Sequence[RankRecord] = ()
+) -> tuple[Cluster, int, str]:
     """The cluster, the number of ranks, and the name that the plan keeps.
+
+    Args:
+        records: what the ranks said of themselves (:func:`records_of`).
 
     Raises:
         MeshError: the mesh has no names, or nothing is known of devices like these; ClusterError: there is none such.
@@ -88,9 +91,13 @@ def hardware_of(model: torch.nn.Module, mesh: Where, cluster: str | Path | Clust
     else:
         where = get_cluster(mesh)
         return where, where.n_devices, reference(mesh)
+    named = cluster
     if cluster is None:
-        cluster = _default_cluster(n, mesh.device_type if isinstance(mesh, DeviceMesh) else device_type_of(model))
+        device_type = mesh.device_type if isinstance(mesh, DeviceMesh) else device_type_of(model)
+        cluster = _default_cluster(n, device_type, records)
     where = get_cluster(cluster)
+    if named is not None and records and (other := check_nodes(where, where.name, records)):
+        warnings.warn(f"{other}: the plan is priced for machines that these are not", stacklevel=3)
     if isinstance(mesh, DeviceMesh):
         check_mesh(axes_of(mesh), where)
     return where, n, reference(cluster)
@@ -109,42 +116,27 @@ def hardware_for(plan: Plan, model: torch.nn.Module, mesh: Where, cluster: str |
         return hardware_of(model, mesh, cluster)[0]
 
 
-def _default_cluster(n: int, device_type: str) -> str:
+def records_of(group: Any, model: torch.nn.Module, mesh: Where) -> list[RankRecord]:
+    """What all ranks of a mesh are and where, in the mesh's order; every rank of ``group`` calls it.
+
+    None are gathered on processors, and for a cluster that is named in place of a mesh.
+    """
+    device_type = mesh.device_type if isinstance(mesh, DeviceMesh) else device_type_of(model)
+    if device_type != "cuda" or not isinstance(mesh, DeviceMesh | int):
+        return []
+    records = [loads(text) for text in from_all(group, dumps(record_here()))]
+    if not isinstance(mesh, DeviceMesh):
+        return records
+    position = {rank: i for i, rank in enumerate(dist.get_process_group_ranks(group))}
+    return [records[position[int(rank)]] for rank in mesh.mesh.flatten()]
+
+
+def _default_cluster(n: int, device_type: str, records: Sequence[RankRecord]) -> str:
     if device_type == "cpu":
         return f"local-x{n}"
     if device_type != "cuda":
         raise MeshError(f"no built-in cluster has devices of type {device_type}; pass cluster= with a profile of yours")
-    local = os.environ.get("LOCAL_WORLD_SIZE", "")
-    memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    return cluster_of(torch.cuda.get_device_name(), memory, n, int(local) if local.isdigit() else None)
-
-
-def cluster_of(product: str, memory_bytes: float, n: int, per_host: int | None) -> str:
-    """The built-in cluster of ``n`` GPUs of a product, by the name and memory that its driver gives.
-
-    Args:
-        per_host: how many of the ranks are on one machine; None where nobody says it.
-
-    Raises:
-        MeshError: no profile is of this product, no built-in cluster has it, or its machines are other ones.
-    """
-    device, reason = device_named(product, memory_bytes)
-    listed = {name: load_cluster(name) for name in list_clusters()} if device is not None else {}
-    fitting = [name for name, cluster in listed.items() if {d.name for d in cluster.devices} == {device}]
-    if not fitting:
-        reason = reason or f"no built-in cluster is of {device}"
-        raise MeshError(
-            f"{reason}; pass cluster= with a name ({', '.join(list_clusters())}) or the path of a file that describes "
-            "these devices"
-        )
-    name = min(fitting, key=lambda each: (not each.startswith("dgx"), each))
-    size = listed[name].n_devices
-    if per_host is not None and per_host < n and per_host != size and name not in ACROSS_HOSTS:
-        raise MeshError(
-            f"{n} ranks are on machines of {per_host}, and those of cluster '{name}' have {size} {device} each; pass "
-            "cluster= with the path of a file that describes these machines and what joins them"
-        )
-    return name if n <= size else f"{name}-x{-(-n // size)}"
+    return cluster_of_ranks(records or [record_here()] * n)
 
 
 def device_type_of(model: torch.nn.Module) -> str:
@@ -289,6 +281,6 @@ def _values(
 
 
 __all__ = [
-    "agreed", "axes_of", "check_size", "cluster_of", "device_type_of", "groups_of", "hardware_for", "hardware_of",
-    "on_all", "spread", "tell_of_idle_gpus",
+    "agreed", "axes_of", "check_size", "device_type_of", "groups_of", "hardware_for", "hardware_of", "on_all",
+    "records_of", "spread", "tell_of_idle_gpus",
 ]  # fmt: skip

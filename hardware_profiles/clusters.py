@@ -29,6 +29,9 @@ def list_clusters() -> list[str]:
 def load_cluster(name_or_path: str | Path) -> Cluster:
     """A cluster by built-in name (`dgx-h100`, `dgx-h100-x8`, `local-x4`) or from a .toml or .json file.
 
+    `dgx-h100-4of8-x2` is two machines of which four GPUs each are used, `dgx-h100-x2+dgx-a100` three machines of two
+    kinds on one fabric.
+
     The same name gives the same object. Raises ProfileError with every failure found.
     """
     text = str(name_or_path)
@@ -56,23 +59,52 @@ def _measured_cluster(document: Mapping[str, Any], path: Path) -> Cluster:
     return dataclasses.replace(base, name=path.stem, measured=measured)
 
 
+_PART = re.compile(r"(?P<stem>.+?)(-(?P<some>[1-9]\d*)of(?P<all>[1-9]\d*))?(-x(?P<copies>[1-9]\d*))?")
+
+
 @functools.lru_cache(maxsize=64)
 def _builtin_cluster(name: str) -> Cluster:
-    stem, copies = name, None
-    if not (CLUSTERS / f"{stem}.toml").exists() and (match := re.fullmatch(r"(.+)-x([1-9]\d*)", name)):
-        stem, copies = match[1], int(match[2])
+    parts = [_builtin_document(part) for part in name.split("+")]
+    document = parts[0]
+    for part in parts[1:]:
+        if any(set(each) - {"node", "description", "suffix"} for each in (document, part)):
+            raise ProfileError("clusters", [f"'{name}': only clusters of machines on one fabric can be added up"])
+        document["node"] += part["node"]
+    if len(parts) > 1:
+        document["description"] = "machines of several kinds on one fabric"
+    return build_cluster(document, f"{name}.toml", default_name=name)
+
+
+def _builtin_document(name: str) -> dict[str, Any]:
+    """The document of one kind of machines: `dgx-h100`, `dgx-h100-x8`, `dgx-h100-4of8-x2` (4 of the 8 GPUs of each)."""
+    stem, some, copies = name, None, None
+    if not (CLUSTERS / f"{stem}.toml").exists() and (match := _PART.fullmatch(name)):
+        stem, copies = match["stem"], int(match["copies"] or 0) or None
+        some = (int(match["some"]), int(match["all"])) if match["some"] else None
     if stem not in list_clusters():
         advice = f"{closest(stem, list_clusters())} (most also as -xN; a file ends in .toml or .json)"
         raise ProfileError("clusters", [f"unknown cluster '{name}': {advice}"])
     document = read_document(CLUSTERS / f"{stem}.toml")
+    scale = document.get("suffix")
     if copies is not None:
-        scale = document.get("suffix")
         if scale not in ("nodes", "devices"):
             raise ProfileError(
                 "clusters", [f"cluster '{stem}' has no suffix -xN, got '{name}': use '{stem}'"]
             )
         document["node"][0]["count" if scale == "nodes" else "n_devices"] = copies
-    return build_cluster(document, f"{stem}.toml", default_name=name)
+    if some is not None:
+        node = document["node"][0]
+        have, size = some
+        if scale != "nodes" or node["n_devices"] != size or have > size:
+            raise ProfileError("clusters", [f"'{name}': machines of '{stem}' have {node.get('n_devices')} devices"])
+        node["n_devices"] = have
+        levels = [level for level in node.get("level", []) if level.get("devices", size) >= have or
+                  not have % level["devices"]]  # fmt: skip
+        for level in levels:
+            level["devices"] = min(level.get("devices", size), have)
+        node["level"] = [level for i, level in enumerate(levels) if i == 0 or
+                         level["devices"] > levels[i - 1]["devices"]]  # fmt: skip
+    return document
 
 
 class _Builder:

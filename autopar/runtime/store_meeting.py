@@ -88,6 +88,19 @@ def any_of(ranks: tuple[int, ...], says: bool) -> bool:
     return bool(store.check([f"{number}/says"]))
 
 
+def from_all(group: Any, text: str) -> list[str]:
+    """The texts of all ranks of the group, in their order, on every one.
+
+    Raises:
+        RunError: some did not come in time.
+    """
+    ranks = _ranks_of(group)
+    store, number = _place(ranks)
+    store.set(f"{number}/text {dist.get_rank()}", text)
+    any_of(ranks, False)
+    return [store.get(f"{number}/text {rank}").decode() for rank in ranks]
+
+
 def from_first(group: Any, text: str | None) -> str:
     """The first rank's text on every rank of the group, however long the first rank takes to come here.
 
@@ -151,4 +164,4 @@ def _looks() -> Iterator[None]:
         seconds = min(1.3 * seconds, LONGEST_LOOK_SECONDS)
 
 
-__all__ = ["alive", "any_of", "from_first", "meet"]
+__all__ = ["alive", "any_of", "from_all", "from_first", "meet"]

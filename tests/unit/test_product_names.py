@@ -6,8 +6,6 @@ from itertools import pairwise
 
 import pytest
 
-from autopar.errors import MeshError
-from autopar.spreading import cluster_of
 from hardware_profiles import device_named, list_devices, load_device
 from hardware_profiles.product_names import PRODUCTS
 
@@ -104,30 +102,3 @@ def test_memory_tells_devices_of_one_name_apart() -> None:
     for chip in ("V100", "A100", "H100"):
         sizes = sorted({load_device(d).memory_bytes for d in list_devices() if d.startswith(chip)})
         assert all(larger / smaller - 1 > 0.12 for smaller, larger in pairwise(sizes))
-
-
-@pytest.mark.parametrize(
-    ("product", "n", "per_host", "cluster"),
-    [
-        ("NVIDIA H100 80GB HBM3", 8, 8, "dgx-h100"),
-        ("NVIDIA H100 80GB HBM3", 2, 2, "dgx-h100"),
-        ("NVIDIA H100 80GB HBM3", 64, 8, "dgx-h100-x8"),
-        ("NVIDIA H100 80GB HBM3", 20, None, "dgx-h100-x3"),
-        ("NVIDIA L40S", 4, 4, "pcie-l40s"),
-        ("NVIDIA L4", 4, 4, "pcie-l4"),
-        ("NVIDIA GB200", 72, 4, "nvl72-gb200"),
-        ("NVIDIA B200", 8, 8, "dgx-b200"),
-    ],
-)
-def test_the_cluster_of_a_product(product: str, n: int, per_host: int | None, cluster: str) -> None:
-    memory = next(mib for name, mib, _ in KNOWN if name == product) * MIB
-    assert cluster_of(product, memory, n, per_host) == cluster
-
-
-def test_no_cluster_is_taken_for_another() -> None:
-    with pytest.raises(MeshError, match="8 ranks are on machines of 4, and those of cluster 'dgx-h100' have 8"):
-        cluster_of("NVIDIA H100 80GB HBM3", 81105 * MIB, 8, 4)
-    with pytest.raises(MeshError, match="no profile is of 'NVIDIA H200 NVL': it is not H200-SXM-141GB"):
-        cluster_of("NVIDIA H200 NVL", 143771 * MIB, 2, 2)
-    with pytest.raises(MeshError, match="no built-in cluster is of A30; pass cluster="):
-        cluster_of("NVIDIA A30", 24062 * MIB, 2, 2)
