@@ -217,6 +217,7 @@ def parallelize(
     profile: str | Path | None = None,
     verify_capture: bool = True,
     on_change: str = "error",
+    shapes: str = "any",
 ) -> Any:
     """Spread a model over a mesh; every rank calls it with the same arguments.
 
@@ -251,6 +252,9 @@ def parallelize(
             plans again where another graph needs another plan, with parameters where they are. Programs are kept by the
             values that they read, so that a flag may be toggled; of a pipeline only numbers of the graph may change.
             All ranks change values alike (:mod:`autopar.runtime.programs`).
+        shapes: what a call with another number of rows, another length, other plain arguments or without some of them
+            does: ``"any"`` captures the model for it and plans it over the same parameters, once for each such call
+            (the eight programs used last are kept); ``"fixed"`` refuses it. Pipelines refuse it in any case.
 
     The other arguments are those of :func:`plan`.
 
@@ -314,13 +318,18 @@ def parallelize(
         if said:
             warnings.warn(said, stacklevel=2)
     pm = spreading.spread(model, one, decided, group, device_mesh=device_mesh, init=init)
-    if on_change == "recapture":
-        batch = first(decided.microbatches)
-        compare = recapture.comparer_of(batch[0], batch[1], batch[2], group) if verify_capture else None
+    follows_shapes = shapes == "any" and len(decided.stages) == 1
+    if follows_shapes or on_change == "recapture":
         planner = None
         if len(decided.stages) == 1:
-            planner = recapture.planner_of(decided, spreading.hardware_for(decided, model, mesh, cluster), group)
-        pm.follow_values(Programs(model, _ranks_of(pm), planner, compare))
+            cluster_of_plan = spreading.hardware_when_asked(decided, model, mesh, cluster)
+            planner = recapture.planner_of(decided, cluster_of_plan, group)
+        programs = Programs(
+            model, one.example, pm.skeleton_for_programs(model), _ranks_of(pm), planner,
+            recapture.comparer_of(group) if verify_capture else None,
+            shapes=follows_shapes, values=on_change == "recapture",
+        )  # fmt: skip
+        pm.follow(programs)
     if move is not None:
         move.to(pm, group)
     replaced(dict(model.named_parameters(remove_duplicate=False)))

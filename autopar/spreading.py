@@ -16,7 +16,7 @@ from autopar.capture import Captured
 from autopar.clusters import check_mesh, get_cluster, reference
 from autopar.detection import RankRecord, check_nodes, cluster_of_ranks, dumps, loads, record_here
 from autopar.device_groups import check_within
-from autopar.errors import MeshError
+from autopar.errors import AutoparError, MeshError
 from autopar.placements import Mesh, mesh_text
 from autopar.plan import Plan
 from autopar.planning import Outcome
@@ -129,6 +129,22 @@ def records_of(group: Any, model: torch.nn.Module, mesh: Where) -> list[RankReco
         return records
     position = {rank: i for i, rank in enumerate(dist.get_process_group_ranks(group))}
     return [records[position[int(rank)]] for rank in mesh.mesh.flatten()]
+
+
+def hardware_when_asked(
+    plan: Plan, model: torch.nn.Module, mesh: Where, cluster: str | Path | Cluster | None
+) -> Callable[[], Cluster]:
+    """:func:`hardware_for` for later, without keeping the model; an error is raised when it is asked for."""
+    try:
+        hardware = hardware_for(plan, model, mesh, cluster)
+    except AutoparError as error:
+        raised = error
+
+        def refuse() -> Cluster:
+            raise raised
+
+        return refuse
+    return lambda: hardware
 
 
 def _default_cluster(n: int, device_type: str, records: Sequence[RankRecord]) -> str:

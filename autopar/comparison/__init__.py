@@ -18,9 +18,9 @@ generators are put back.
 from autopar.comparison.double_precision import LOW, doubled, promoted
 from autopar.comparison.relative import LIMITS, Comparison
 from autopar.comparison.restoring import generators_kept, kept
-from autopar.comparison.with_eager import FLOPS, compare_with_eager, reason_not_to
+from autopar.comparison.with_eager import FAILS, FLOPS, compare_with_eager, reason_not_to
 
 __all__ = [
-    "FLOPS", "LIMITS", "LOW", "Comparison", "compare_with_eager", "doubled", "generators_kept", "kept", "promoted",
-    "reason_not_to",
+    "FAILS", "FLOPS", "LIMITS", "LOW", "Comparison", "compare_with_eager", "doubled", "generators_kept", "kept",
+    "promoted", "reason_not_to",
 ]  # fmt: skip

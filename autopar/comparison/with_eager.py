@@ -20,6 +20,8 @@ from autopar.torch_private import pytree
 
 FLOPS = {"cpu": 2e10, "cuda": 1e14}
 """Operations of a forward up to which a model is compared unasked: some seconds on the kind of device."""
+FAILS = "the model itself fails on these inputs"
+"""How a note begins where that is so."""
 BYTES = 4 * 2**30
 """Bytes of parameters up to which a model is compared unasked: their gradients are made twice."""
 
@@ -45,7 +47,7 @@ def compare_with_eager(
         theirs = side.eager()
     except Exception as error:
         return Comparison(
-            note=f"the model itself fails on these inputs ({type(error).__name__}: {error})".split("\n")[0]
+            note=f"{FAILS} ({type(error).__name__}: {error})".split("\n")[0]
         )
     mine = side.graph()
     difference = difference_of(captured.graph, mine, theirs)
@@ -95,4 +97,4 @@ def _same_in_double(captured: Captured, model: Any, args: Any, kwargs: Any, targ
     return difference.worst <= 1e-6  # the model may still cast to float32 in places
 
 
-__all__ = ["FLOPS", "compare_with_eager", "reason_not_to"]
+__all__ = ["FAILS", "FLOPS", "compare_with_eager", "reason_not_to"]

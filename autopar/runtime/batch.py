@@ -19,7 +19,15 @@ from autopar.errors import RunError
 from autopar.graph import Node
 from autopar.lower.program import Slot
 from autopar.placements import Mesh, State, local_shape
-from autopar.runtime.calls import describe, example_leaves, flatten_call, leaf_name, same_device, same_literal
+from autopar.runtime.calls import (
+    describe,
+    example_leaves,
+    flatten_call,
+    leaf_name,
+    leaves_of,
+    same_device,
+    same_literal,
+)
 from autopar.runtime.state import coordinate_of, joined, local_piece, torch_placements
 from autopar.torch_private import pytree
 
@@ -45,16 +53,17 @@ class _Piece(torch.autograd.Function):
 
 
 def local_part(
-    slot: Slot, leaf: torch.Tensor, shown: str, device_mesh: DeviceMesh, mesh: Mesh
+    slot: Slot, leaf: torch.Tensor, shown: str, device_mesh: DeviceMesh, mesh: Mesh, in_pieces: bool
 ) -> torch.Tensor:
     """This rank's part of one input, in the caller's autograd graph if its gradient was planned.
 
     Args:
         shown: what messages call the input.
+        in_pieces: its placement was asked for, so every rank may pass its own piece.
 
     Raises:
-        RunError: it has neither the captured shape nor that of this rank's part; or it wants a gradient that was not
-            planned.
+        RunError: it has neither the captured shape nor, if ``in_pieces``, that of this rank's part; or it wants a
+            gradient that was not planned.
     """
     if leaf.requires_grad and not slot.needs_grad:
         if torch.is_grad_enabled():
@@ -69,12 +78,14 @@ def local_part(
         if leaf.requires_grad:
             return _Piece.apply(leaf, slot.state, device_mesh)  # type: ignore[no-any-return]
         return local_piece(leaf, slot.state, device_mesh).contiguous()
-    if shape == part_shape(slot, device_mesh, mesh):
+    if in_pieces and shape == part_shape(slot, device_mesh, mesh):
         return leaf
-    pinned = f" (or this rank's slice, {slot.state.text})" if slot.state.is_cut else ""
+    pinned = f" (or this rank's slice, {slot.state.text})" if in_pieces and slot.state.is_cut else ""
     hint = ""
     if shape and slot.shape and shape[0] != slot.shape[0] and shape[1:] == slot.shape[1:]:
-        hint = "; pass the whole batch on every rank, drop a last batch that is smaller, or use train_step for more"
+        hint = (
+            "; pass the whole batch on every rank. Without shapes='fixed', parallelize follows batches of other sizes"
+        )
     raise RunError(f"input {shown}: captured with shape {slot.shape}{pinned}, called with {shape}{hint}")
 
 
@@ -90,8 +101,16 @@ class Batch:
         shown: what messages call each input, as in ``args[0]``.
     """
 
-    def __init__(self, captured: Captured, signature: inspect.Signature, device: torch.device) -> None:
+    def __init__(
+        self, captured: Captured, signature: inspect.Signature, device: torch.device,
+        pieces: Mapping[str, Shape] | None = None,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            pieces: shapes of this rank's pieces of the inputs that may be passed so, by name.
+        """
         self.captured, self.signature, self.device = captured, signature, device
+        self.pieces = pieces or {}
         leaves, spec = example_leaves(captured)
         paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(leaves, spec))
         self.names = [leaf_name(path) for path, _ in paths]
@@ -100,6 +119,58 @@ class Batch:
             captured.graph.nodes[number].target: self.names[i]
             for i, number in enumerate(captured.inputs) if number is not None
         }  # fmt: skip
+
+    def fits(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], in_parts: bool = False) -> bool:
+        """Whether this is a call of the program: of the captured structure, shapes, dtypes and plain values.
+
+        Floating point numbers are passed over: whoever changes one is told to pass a tensor (:meth:`tensors`), because
+        they mostly change in every call.
+
+        Args:
+            in_parts: so is a batch of several microbatches, all inputs of which have as many as long a first dim.
+        """
+        captured = self.captured
+        leaves = leaves_of(captured, self.signature, args, kwargs)
+        if leaves is None:
+            return False
+        factors = set()
+        for i, (leaf, number) in enumerate(zip(leaves, captured.inputs, strict=True)):
+            if number is None:
+                literal = captured.literals.get(i)
+                both_floats = type(leaf) is float and type(literal) is float
+                if i in captured.literals and not both_floats and not same_literal(literal, leaf):
+                    return False
+                continue
+            node = captured.graph.nodes[number]
+            if not isinstance(leaf, torch.Tensor) or str(leaf.dtype) != "torch." + node.out.dtype:
+                return False
+            want, have, piece = node.out.shape, tuple(leaf.shape), self.pieces.get(node.target)
+            if have in (want, piece):
+                continue
+            one = want if piece is None or have[1:] == want[1:] else piece
+            if not (in_parts and one and have and have[1:] == one[1:] and have[0] and have[0] % one[0] == 0):
+                return False
+            factors.add(have[0] // one[0])
+        return len(factors) < 2
+
+    def check_other(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], parts: int) -> None:
+        """Refuse a call with other shapes for which another program would be wrong.
+
+        Args:
+            parts: microbatches of a step of the program, where one of them is run.
+
+        Raises:
+            RunError: a tensor is on another device, or has another dtype; or it is the batch of a step.
+        """
+        for path, leaf in pytree.tree_flatten_with_path((args, dict(kwargs)))[0]:
+            if isinstance(leaf, torch.Tensor):
+                self._check_device(leaf_name(path), leaf)
+        leaves = leaves_of(self.captured, self.signature, args, kwargs)
+        for i, (leaf, number) in enumerate(zip(leaves or (), self.captured.inputs, strict=leaves is not None)):
+            if number is not None and isinstance(leaf, torch.Tensor):
+                self._checked(self.names[i], self.captured.graph.nodes[number], leaf)
+        if parts > 1 and self.fits(args, kwargs, in_parts=True):
+            self.check_one(self.tensors(args, kwargs), parts)
 
     def tensors(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """The tensors of a call, by the names of the inputs; their shapes are not looked at.
@@ -145,9 +216,12 @@ class Batch:
                 f"input {shown}: captured with dtype {spec.dtype}, called with "
                 f"{str(leaf.dtype).removeprefix('torch.')}; convert it, or parallelize again"
             )
+        self._check_device(shown, leaf)
+        return leaf
+
+    def _check_device(self, shown: str, leaf: torch.Tensor) -> None:
         if not isinstance(leaf, DTensor) and not same_device(leaf.device, self.device):
             raise RunError(f"input {shown} is on {leaf.device}, the mesh is on {self.device}; move it with .to()")
-        return leaf
 
     def check_planned(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Refuse an input whose gradient is wanted and was not planned.

@@ -24,6 +24,21 @@ def flatten_call(
     Raises:
         RunError: the call has another structure.
     """
+    leaves = leaves_of(captured, signature, args, kwargs)
+    if leaves is not None:
+        return leaves
+    example_args, example_kwargs = pytree.tree_unflatten(example_leaves(captured)[0], captured.in_spec)
+    raise RunError(
+        "the call does not have the structure of the example inputs\n"
+        f"  captured: {call_text(example_args, example_kwargs)}\n  called:   {call_text(args, kwargs)}\n"
+        "  call it as the model was captured, or parallelize again with these inputs"
+    )
+
+
+def leaves_of(
+    captured: Captured, signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[Any] | None:
+    """:func:`flatten_call`; None where the call has another structure."""
     spec = captured.in_spec
     leaves, have = pytree.tree_flatten((args, dict(kwargs)))
     if have == spec:
@@ -43,11 +58,7 @@ def flatten_call(
             leaves, have = pytree.tree_flatten((positional, {k: by_name[k] for k in example_kwargs}))
             if have == spec:
                 return leaves
-    raise RunError(
-        "the call does not have the structure of the example inputs\n"
-        f"  captured: {_structure(example_args, example_kwargs)}\n  called:   {_structure(args, kwargs)}\n"
-        "  call it as the model was captured, or parallelize again with these inputs"
-    )
+    return None
 
 
 def example_leaves(captured: Captured) -> tuple[list[Any], pytree.TreeSpec]:
@@ -83,7 +94,9 @@ def describe(value: Any) -> str:
     return f"{value!r} of type {type(value).__name__}"
 
 
-def _structure(args: Any, kwargs: Mapping[str, Any]) -> str:
+def call_text(args: Any, kwargs: Mapping[str, Any]) -> str:
+    """A call in a few words, such as ``(float32[8 12], labels=int64[8])``."""
+
     def show(value: Any) -> str:
         if isinstance(value, torch.Tensor):
             return f"{str(value.dtype).removeprefix('torch.')}[{' '.join(map(str, value.shape))}]"
@@ -108,4 +121,6 @@ def same_literal(a: Any, b: Any) -> bool:
     return type(a) is type(b) and (a == b or (a != a and b != b))
 
 
-__all__ = ["describe", "example_leaves", "flatten_call", "leaf_name", "same_device", "same_literal"]
+__all__ = [
+    "call_text", "describe", "example_leaves", "flatten_call", "leaf_name", "leaves_of", "same_device", "same_literal",
+]  # fmt: skip

@@ -34,7 +34,7 @@ from autopar.runtime.failures import Failures
 from autopar.runtime.groups import Groups, groups_on
 from autopar.runtime.outputs import IN_PIECES, CollectiveLog, unread, with_pending
 from autopar.runtime.plan_groups import mesh_of_own
-from autopar.runtime.programs import AllWell, Fields, PlanAgain
+from autopar.runtime.programs import AllWell, Call, Fields, PlanAgain
 from autopar.runtime.recaptured import fields_of, resume, take
 from autopar.runtime.registering import Placing
 from autopar.runtime.same_batch import Calls, Seen, first_readers
@@ -126,13 +126,18 @@ class ParallelModule(SpreadModule):
             captured: what the stage is of.
         """
         self._captured, self._stage = captured, stage
-        self._batch = Batch(captured, self._signature, self._device)
+        self._batch = Batch(captured, self._signature, self._device, self._pieces(stage))
         cut_outputs = [
             i for i, state in enumerate(stage.program.outputs)
             if state is not None and i not in self._given.pins.outputs and state.in_pieces
         ]  # fmt: skip
         if cut_outputs and self._mesh.size() > 1 and self._meeting is None:
             self._meeting = CollectiveLog([int(r) for r in self._mesh.mesh.flatten()])
+
+    def _pieces(self, stage: Stage) -> dict[str, tuple[int, ...]]:
+        """Shapes of this rank's pieces of the inputs whose placement was asked for, where they are cut."""
+        pinned = [name for name in self._given.pins.inputs if name in stage.inputs]
+        return {name: stage.part_shape(name) for name in pinned if stage.inputs[name].state.is_cut}
 
     @property
     def plan(self) -> Plan:
@@ -190,7 +195,8 @@ class ParallelModule(SpreadModule):
         new._captured_training, new._skeleton = self._captured_training, self._skeleton
         new._signature, new._model_ref, new._model_class = self._signature, self._model_ref, self._model_class
         new._model_values, new._model_keys = self._model_values, self._model_keys
-        new._batch = Batch(captured, self._signature, self._device)
+        new._batch = Batch(captured, self._signature, self._device, self._batch.pieces)
+        new._programs = self._programs.of_copy() if self._programs is not None and self._programs.shapes else None
         new._mode, new._calls = self._captured_training, self._calls
         new.training = self._mode
         return new
@@ -215,9 +221,9 @@ class ParallelModule(SpreadModule):
         """The model's output for a whole batch, which every rank passes alike.
 
         Args:
-            args, kwargs: what the model is called with: tensors of global shape, as in the example inputs, on this
-                rank's device, or DTensors of any placement. A tensor that has the shape of this rank's piece where an
-                input is cut is that piece.
+            args, kwargs: what the model is called with: tensors of global shape on this rank's device, or DTensors of
+                any placement. Of an input whose placement was asked for (``placements=``), a tensor that has the shape
+                of this rank's piece is that piece.
 
         Returns:
             The model's output, of global shapes and in the model's dtypes.
@@ -231,15 +237,17 @@ class ParallelModule(SpreadModule):
                 different copies of a parameter, which they compare in the first three calls and now and then
                 (:mod:`autopar.runtime.same_batch`).
         """
-        check_values(self)
         call = self._calls + 1
-        failures, meeting = self._failures, self._meeting
+        failures = self._failures
         if failures is None:  # one device: the program runs in the caller's own autograd graph
+            check_values(self, Call(args, kwargs))
             return self._outputs(self._call(call, args, kwargs), call)
         failures.settle()
         with failures.during(f"the forward of call {call}"):
             if self._groups is not None:
                 self._groups.check(self._generation)
+            check_values(self, Call(args, kwargs))
+            meeting = self._meeting
             if meeting is not None:
                 meeting.note(f"the forward of call {call}")
             return self._outputs(self._call(call, args, kwargs), call)
@@ -279,7 +287,7 @@ class ParallelModule(SpreadModule):
         tensors = batch.tensors(args, kwargs)
         batch.check_one(tensors, self._given.microbatches)
         for name, leaf in tensors.items():
-            local_inputs[name] = stage.local_input(name, leaf, batch.shown[name])
+            local_inputs[name] = stage.local_input(name, leaf, batch.shown[name], name in batch.pieces)
             if seen is not None and not isinstance(leaf, DTensor):
                 slot = stage.inputs[name]
                 seen.add(batch.shown[name], name, leaf, None if tuple(leaf.shape) == slot.shape else slot.state)
@@ -336,11 +344,11 @@ class ParallelModule(SpreadModule):
         Raises:
             RunError: the model has no scalar loss, is in eval mode, or the shapes are not those of whole microbatches.
         """
+        self._check_step(Call(args, kwargs, in_parts=True, parts=microbatches))
+        self.check_trains()
         graph = self._captured.graph
         if graph.loss is None:
             raise RunError("the model has no scalar loss; pass loss_fn= and targets=, or call loss.backward() yourself")
-        self.check_trains()
-        check_values(self)  # before the step begins: within it, another program would be refused
         stage = self._stage
         tensors = self._batch.tensors(args, kwargs)
         pieces = self._batch.microbatches(tensors, microbatches, stage.part_shape)
@@ -369,6 +377,15 @@ class ParallelModule(SpreadModule):
             optimizer.zero_grad()
         assert total is not None
         return total
+
+    def _check_step(self, call: Call) -> None:
+        """Before a step begins: within it, another program would be refused."""
+        if self._failures is None:
+            check_values(self, call)
+            return
+        self._failures.settle()
+        with self._failures.during(f"the step of call {self._calls + 1}"):
+            check_values(self, call)
 
     def __repr__(self) -> str:
         mesh = mesh_text(self.plan.mesh)

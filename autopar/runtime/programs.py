@@ -1,98 +1,173 @@
-"""Programs of one module, by the values that its model had when they were captured (``on_change="recapture"``).
+"""Programs of one module: by the shapes that it is called with, and by the values that its model has.
 
-A flag, a module's ``p`` or a schedule may change what a model computes. Then the model is captured again, and what the
-change has done decides the rest:
+A program is for the shapes, and for the flags and numbers, that its model had when it was captured. The last batch of
+an epoch is smaller, validation has larger ones, sentences have other lengths; a flag, a module's ``p`` or a schedule
+may change what a model computes. Then the model is captured again, and what has changed decides the rest:
 
 * only literals of operators differ: the plan holds, and a new program reads the parameters as the old one did;
-* operators differ: it is planned again, with the user's pins and with every parameter stored as it is, so the same
-  ``Parameter`` objects go on, and the state that an optimizer keeps for them. What is gathered or reduced, and when, is
-  the new plan's own.
+* shapes or operators differ: it is planned again, with the user's pins and with every parameter stored as it is, so
+  the same ``Parameter`` objects go on, and the state that an optimizer keeps for them. What is gathered or reduced, and
+  when, is the new plan's own.
 
-Programs are kept with the values that their capture read, the :data:`KEPT` that were used last, so that a flag that is
-toggled in every other step captures twice in all. Ranks tell each other their calls through the process group's store;
-where values have changed they wait for each other, and go on only if all have the same change.
+Programs are kept with the shapes and values of their capture, the :data:`KEPT` that were used last, so that a smaller
+last batch is captured once, and a flag that is toggled in every other step twice in all. Ranks tell each other their
+calls through the process group's store; where something has changed they wait for each other, and go on only if all
+have the same change.
 """
 
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from autopar.capture import Captured
+from autopar.capture import Captured, Example
+from autopar.capture.evaluation import Skeleton
+from autopar.capture.microbatches import first_part, rows_of
 from autopar.capture.python.guards import Change, refusal
 from autopar.errors import AutoparError, RunError
 from autopar.plan import StagePlan
 from autopar.runtime.agree import everywhere
+from autopar.runtime.calls import call_text
 from autopar.runtime.original import unheard
 from autopar.runtime.outputs import CollectiveLog
+from autopar.torch_private import pytree
 
 KEPT = 8
 """Programs of one module that are kept beside the one that runs."""
+MOST_SHOWN = 500
+"""Characters of a call that a message shows."""
 CHANGED = (
     "values that forward reads have changed there, and not in the same way on every rank; change them on all ranks "
     "alike, before the same call"
+)
+OTHER_CALL = (
+    "every rank is called with the whole batch, so all are called with the same shapes (no DistributedSampler, and "
+    "drop_last alike); give all ranks the same batches"
 )
 
 PlanAgain = Callable[[Captured, Mapping[str, str]], StagePlan]
 """Of a captured graph and of how parameters are stored, by name: a plan, the same on all ranks."""
 
-Compare = Callable[[Captured, torch.nn.Module], None]
-"""Refuses a capture that is not what the model does."""
+Batch = tuple[tuple[Any, ...], Mapping[str, Any], tuple[Any, ...]]
+"""Positional and keyword arguments of the model, and targets of its loss function."""
+Compare = Callable[[Captured, torch.nn.Module, Batch], None]
+"""Refuses a capture that is not what the model does with a batch."""
 AllWell = Callable[[], contextlib.AbstractContextManager[None]]
 """Gives contexts (:func:`~autopar.runtime.agree.everywhere`): what fails in one on any rank is raised on all."""
 Fields = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Call:
+    """How a module is called.
+
+    Attributes:
+        in_parts: with a batch of several microbatches (``train_step``), each of which is a call of the program.
+        parts: how many the caller says; None where the shapes say it.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    in_parts: bool = False
+    parts: int | None = None
+
+    def of(self, example: Example, rows: int) -> tuple[Batch, Any]:
+        """The call that a program for this one is captured from, and its loss function, if it is called with targets.
+
+        Args:
+            example: how the model was called at first.
+            rows: of the program that there is: no microbatch is to be larger.
+        """
+        n = len(example.args)
+        targets = self.args[n:] if example.loss_fn is not None else ()
+        batch: Batch = self.args[: n if targets else None], dict(self.kwargs), targets
+        if self.in_parts:
+            have = rows_of(batch)
+            batch = first_part(batch, self.parts or _parts(have, rows))
+        return batch, example.loss_fn if targets else None
+
+    def shown(self) -> str:
+        """The call in words, for messages."""
+        text = call_text(self.args, self.kwargs)
+        return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+
+
+def _parts(rows: int, most: int) -> int:
+    """Into how many equal microbatches of at most ``most`` rows a batch is cut: as few as can be."""
+    return next(k for k in range(1, max(rows, 1) + 1) if rows % k == 0 and rows // k <= most)
+
+
 class Programs:
     """The programs that one module has had.
 
     Args:
         model: that the module was made of; it owns the values.
+        example: how it was called when it was captured first.
+        skeleton: a copy of it without values of parameters, captured instead where the model is gone.
         ranks: of all processes that hold a part of the module.
         plan_again: makes a plan for a graph with other operators; None where that is not possible.
         compare: for every new capture; None where captures are trusted.
+        shapes: follow calls with other shapes; else these are refused.
+        values: follow values that change; else these are refused.
     """
 
     def __init__(
-        self, model: torch.nn.Module, ranks: list[int], plan_again: PlanAgain | None,
-        compare: Compare | None,
+        self, model: torch.nn.Module, example: Example | None, skeleton: Skeleton | None, ranks: list[int],
+        plan_again: PlanAgain | None, compare: Compare | None, *, shapes: bool, values: bool,
     ) -> None:  # fmt: skip
-        self.model = weakref.ref(model)
+        self.model, self.example, self.skeleton = weakref.ref(model), example, skeleton
         self.modes = {path: module.training for path, module in model.named_modules()}
-        self.plan_again, self.compare = plan_again, compare
+        self.ranks, self.plan_again, self.compare = ranks, plan_again, compare
+        self.shapes, self.values = shapes, values
         self.kept: list[Fields] = []
         """Programs that do not run now, the one that was used last at the end."""
         self.meeting = CollectiveLog(ranks) if len(ranks) > 1 else None
-        self.calls = 0
+        self.calls = self.captures = 0
 
-    def follow(self, pm: Any) -> None:
-        """Have ``pm`` run the program of the values that its model has; call it before each call, on every rank.
+    def of_copy(self) -> Programs:
+        """Those of a copy of the module, which follows shapes as this one does; values stay those of the program."""
+        twin = Programs.__new__(Programs)
+        twin.__dict__.update(self.__dict__)
+        twin.kept, twin.calls, twin.captures, twin.values = [], 0, 0, False
+        twin.meeting = CollectiveLog(self.ranks) if self.meeting is not None else None
+        return twin
+
+    def follow(self, pm: Any, call: Call) -> None:
+        """Have ``pm`` run the program of a call and of the values that its model has; before each call, on every rank.
 
         Raises:
-            RunError: ranks have changed different values, or the change cannot be followed; it names the change.
+            RunError: ranks are called differently, or have changed different values; or the change cannot be followed,
+                and it is named.
         """
         self.calls += 1
-        call = f"call {self.calls}"
-        if pm._captured.guards.same():
+        same, fits = pm._captured.guards.same(), self._fits(pm._batch, call)
+        if not same and not self.values:
+            raise RunError(refusal(pm._captured.guards.changes()))
+        if same and fits:
             if self.meeting is not None:
-                self.meeting.note(f"{call} without a change")
+                self.meeting.note(f"call {self.calls} without a change")
             return
-        changes = pm._captured.guards.changes()
-        place = next((i for i, fields in enumerate(self.kept) if fields["_captured"].guards.same()), None)
-        if self.meeting is not None:
-            checksum = zlib.crc32(f"{place} {sorted(map(str, changes))}".encode())
-            what = f"{call} with changed values (checksum {checksum:08x})"
-            self.meeting.meet("is at", what, f"{CHANGED}\n{refusal(changes)}")
+        changes = [] if same else pm._captured.guards.changes()
+        place = next((i for i, fields in enumerate(self.kept) if self._is_for(fields, call)), None)
+        self._meet(place, changes, None if fits else call)
         if pm._in_step():
-            raise RunError(f"values have changed between two microbatches of one step\n{refusal(changes)}")
+            what = refusal(changes) if changes else f"  called with {call.shown()}"
+            raise RunError(f"values or shapes have changed between two microbatches of one step\n{what}")
+        if not fits:
+            one_of_several = pm.training and not call.in_parts
+            pm._batch.check_other(call.args, call.kwargs, pm.plan.microbatches if one_of_several else 1)
         before = pm._kept_program()
         try:
             if place is None:
-                self._captured_again(pm, changes)
+                self._captured_again(pm, changes, call, fits)
             else:
                 pm._resume_program(self.kept.pop(place))
             if not pm.training and pm._captured_training:
@@ -100,33 +175,89 @@ class Programs:
         except BaseException:
             pm._resume_program(before)
             raise
+        pm._compared.next_one()
         self.kept = [*self.kept, before][-KEPT:]
 
-    def _captured_again(self, pm: Any, changes: list[Change]) -> None:
+    def _fits(self, batch: Any, call: Call) -> bool:
+        """Whether a program takes a call; where shapes are not followed, the program itself says what is wrong."""
+        return not self.shapes or bool(batch.pieces) or batch.fits(call.args, call.kwargs, call.in_parts)
+
+    def _is_for(self, fields: Fields, call: Call) -> bool:
+        return fields["_captured"].guards.same() and self._fits(fields["_batch"], call)
+
+    def _meet(self, place: int | None, changes: list[Change], call: Call | None) -> None:
+        """Wait for all ranks, and go on if they have the same change.
+
+        Args:
+            call: where its shapes are what has changed.
+        """
+        if self.meeting is None:
+            return
+        shown = call.shown().replace("|", " ").replace(";", " ") if call is not None else ""
+        checksum = zlib.crc32(f"{place} {sorted(map(str, changes))}".encode())
+        what = f"call {self.calls} with changed values (checksum {checksum:08x})" if changes else f"call {self.calls}"
+        what += f" with {shown}" if shown else ""
+        self.meeting.meet("is at", what, f"{CHANGED}\n{refusal(changes)}" if changes else OTHER_CALL)
+
+    def _captured_again(self, pm: Any, changes: list[Change], call: Call, fits: bool) -> None:
+        """Capture the model, plan where that is needed, and have ``pm`` run it.
+
+        Args:
+            fits: the call is one of the program that runs now, and only values have changed.
+        """
         group = pm._ranks()[0] if dist.is_initialized() else None
+        what = refusal(changes) if changes else f"  called with {call.shown()}"
 
         def told(error: Exception) -> Exception:
             if not isinstance(error, AutoparError):
                 error = RunError(f"capturing again failed: {type(error).__name__}: {error}")
-            return type(error)(f"{error}\n{refusal(changes)}")
+            return type(error)(f"{error}\n{what}")
 
         def all_well() -> contextlib.AbstractContextManager[None]:
             return everywhere(group, told)
 
-        model, example = self.model(), pm._captured.example
+        model = self.model()
         with all_well():
-            if model is None or example is None:
+            source = model if model is not None or self.skeleton is None else self.skeleton.model
+            if source is None or self.example is None:
                 raise RunError("the model that was captured is gone, so it cannot be captured again; keep it")
-            with _in_modes(model, self.modes):
-                new = example.capture(model)
-        assert model is not None
+            batch, loss_fn = call.of(self.example, _rows(pm._captured))
+            example = pm._captured.example if fits else Example(*batch[:2], loss_fn, batch[2])
+            assert example is not None
+            with _in_modes(source, self.modes):
+                new = example.capture(source)
         with all_well():
             _check_same(new, group)
-        with all_well():
-            if self.compare is not None:
-                with _in_modes(model, self.modes):
-                    self.compare(new, model)
+        if self.compare is not None and model is not None and _is_whole(batch, new):
+            with all_well(), _in_modes(model, self.modes):
+                self.compare(new, model, batch)
         pm._take_program(new, self.plan_again, all_well)
+        self.captures += 1
+        if self.captures == KEPT + 1 and (not dist.is_initialized() or dist.get_rank() == 0):
+            warnings.warn(
+                f"this module has been captured {self.captures} times since parallelize, for calls and values that "
+                f"differ, and keeps the {KEPT} programs that were used last: each new one costs seconds. Pad batches "
+                "to a few sizes, and pass numbers that change as tensors\n" + what,
+                stacklevel=6,
+            )
+
+
+def _rows(captured: Captured) -> int:
+    """Rows of what a program was captured with."""
+    assert captured.example is not None
+    example = captured.example
+    return rows_of((example.args, dict(example.kwargs), example.targets))
+
+
+def _is_whole(batch: Batch, captured: Captured) -> bool:
+    """Whether a batch has the shapes that were captured; ranks may have passed their pieces."""
+    example = captured.example
+    assert example is not None
+    wanted = pytree.tree_leaves((example.args, dict(example.kwargs), example.targets))
+    have = pytree.tree_leaves((batch[0], dict(batch[1]), batch[2]))
+    return len(have) == len(wanted) and all(
+        x.shape == y.shape for x, y in zip(have, wanted, strict=True) if isinstance(x, torch.Tensor)
+    )
 
 
 @contextlib.contextmanager
@@ -156,4 +287,4 @@ def _check_same(new: Captured, group: Any) -> None:
         raise RunError(f"ranks captured different models again (fingerprints {', '.join(prints)}): {CHANGED}")
 
 
-__all__ = ["KEPT", "AllWell", "Compare", "Fields", "PlanAgain", "Programs"]
+__all__ = ["KEPT", "AllWell", "Call", "Compare", "Fields", "PlanAgain", "Programs"]

@@ -92,7 +92,9 @@ def take(pm: Any, new: Captured, plan_again: PlanAgain | None, all_well: AllWell
 def skeleton_of(pm: Any) -> Skeleton | None:
     """What eval mode is seen from, with the values that the model has now."""
     model = pm._model_ref()
-    return Skeleton(model) if pm._skeleton is not None and model is not None else None
+    if pm._skeleton is None or model is None or pm._programs is None or not pm._programs.values:
+        return pm._skeleton  # type: ignore[no-any-return]
+    return Skeleton(model)
 
 
 def _stored(pm: Any) -> dict[str, str]:

@@ -177,6 +177,11 @@ class Calls:
         self.every: int | None = None
         self.forms: list[Outline] | None = None
         self.arriving: Arriving | None = None
+        self.soon = False
+
+    def next_one(self) -> None:
+        """The next call is compared, whatever its number: the ranks run another program from then on."""
+        self.soon, self.forms = self.every != 0, None
 
     def inputs(self, take: Callable[[Seen | None], Taken], parameters: Iterable[tuple[str, torch.Tensor]]) -> Taken:
         """What ``take`` makes of the next call; where that is compared, it samples the inputs.
@@ -199,8 +204,9 @@ class Calls:
                 compare(everyone, self.reader)
             else:  # on all ranks alike
                 self.forms = None
-        if self.alone or not is_checked(self.count, self.every):
+        if self.alone or not (self.soon or is_checked(self.count, self.every)):
             return take(None)
+        self.soon = False
         at_once = self.count <= AT_ONCE or self.device.type == "cpu" or self.forms is None
         seen, error = Seen(self.device_mesh), None
         taken: Taken | None = None

@@ -241,11 +241,15 @@ class SpreadModule(Elements):
         if self._captured_training and not self.training:
             raise RunError("the module is in eval mode, so a step would train without dropout; call train() first")
 
-    # -- programs of other values (:mod:`autopar.runtime.programs`)
+    # -- programs of other calls and values (:mod:`autopar.runtime.programs`)
 
-    def follow_values(self, programs: Programs) -> None:
-        """Run another program where values that ``forward`` reads have changed."""
+    def follow(self, programs: Programs) -> None:
+        """Run other programs where calls have other shapes, or values that ``forward`` reads have changed."""
         self._programs = programs
+
+    def skeleton_for_programs(self, model: torch.nn.Module) -> Skeleton:
+        """A copy of ``model`` without values, to capture when the model is gone."""
+        return self._skeleton if self._skeleton is not None else Skeleton(model)
 
     def _kept_program(self) -> Fields:
         """What makes up the program that runs now."""

@@ -166,9 +166,14 @@ class Stage:
                 self.template[slot] = buffer.local
                 self.buffers[buffer.name] = buffer.local, self.buffers[buffer.name][1]
 
-    def local_input(self, name: str, leaf: torch.Tensor, shown: str) -> torch.Tensor:
-        """This rank's part of an input of the model, which messages call ``shown``."""
-        return local_part(self.inputs[name], leaf, shown, self.device_mesh, self.plan.mesh)
+    def local_input(self, name: str, leaf: torch.Tensor, shown: str, in_pieces: bool = False) -> torch.Tensor:
+        """This rank's part of an input of the model.
+
+        Args:
+            shown: what messages call the input.
+            in_pieces: every rank may pass its own piece.
+        """
+        return local_part(self.inputs[name], leaf, shown, self.device_mesh, self.plan.mesh, in_pieces)
 
     def part_shape(self, name: str) -> tuple[int, ...]:
         """Shape of this rank's part of an input."""

@@ -14,6 +14,7 @@ import torch
 from autopar.capture.python.frozen import show
 from autopar.capture.python.guards import Guards, refusal
 from autopar.errors import RunError
+from autopar.runtime.programs import Call
 
 
 def assigned(pm: Any, path: str, name: str, value: Any) -> bool:
@@ -29,10 +30,11 @@ def assigned(pm: Any, path: str, name: str, value: Any) -> bool:
     guards: list[Guards] = [pm._captured.guards]
     if programs is not None:
         guards.extend(fields["_captured"].guards for fields in programs.kept)
+    follows = programs is not None and programs.values
     read = next((r for g in guards if (r := g.read(path, name)) is not None), None)
     owner = next((o for g in guards if (o := g.owner(path)) is not None), None)
     if read is None:
-        model = pm._model_ref() if programs is not None else None
+        model = pm._model_ref() if follows else None
         if model is not None and not isinstance(value, torch.Tensor | torch.nn.Module):
             part = dict(model.named_modules()).get(path)
             if part is not None and name in vars(part) and not name.startswith("_") and name != "training":
@@ -49,8 +51,8 @@ def assigned(pm: Any, path: str, name: str, value: Any) -> bool:
     return True
 
 
-def check_values(pm: Any) -> None:
-    """Have the program compute with the values that the model has.
+def check_values(pm: Any, call: Call) -> None:
+    """Have the program be one of the call's shapes, and compute with the values that the model has.
 
     Raises:
         RunError: it was captured with others, and they cannot or shall not be captured again; or modules or parameters
@@ -60,7 +62,7 @@ def check_values(pm: Any) -> None:
     if original is not None:
         original.at_call(pm)
     if programs is not None:
-        programs.follow(pm)
+        programs.follow(pm, call)
     elif not pm._captured.guards.same():
         raise RunError(refusal(pm._captured.guards.changes()))
 
