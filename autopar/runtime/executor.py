@@ -34,7 +34,7 @@ from autopar.runtime.failures import Failures
 from autopar.runtime.groups import Groups, groups_on
 from autopar.runtime.outputs import IN_PIECES, CollectiveLog, unread, with_pending
 from autopar.runtime.plan_groups import mesh_of_own
-from autopar.runtime.programs import AllWell, Call, Fields, PlanAgain
+from autopar.runtime.programs import AllWell, Fields, ModuleCall, PlanAgain
 from autopar.runtime.recaptured import fields_of, resume, take
 from autopar.runtime.registering import Placing
 from autopar.runtime.same_batch import Calls, Seen, first_readers
@@ -240,13 +240,13 @@ class ParallelModule(SpreadModule):
         call = self._calls + 1
         failures = self._failures
         if failures is None:  # one device: the program runs in the caller's own autograd graph
-            check_values(self, Call(args, kwargs))
+            check_values(self, ModuleCall(args, kwargs))
             return self._outputs(self._call(call, args, kwargs), call)
         failures.settle()
         with failures.during(f"the forward of call {call}"):
             if self._groups is not None:
                 self._groups.check(self._generation)
-            check_values(self, Call(args, kwargs))
+            check_values(self, ModuleCall(args, kwargs))
             meeting = self._meeting
             if meeting is not None:
                 meeting.note(f"the forward of call {call}")
@@ -344,7 +344,7 @@ class ParallelModule(SpreadModule):
         Raises:
             RunError: the model has no scalar loss, is in eval mode, or the shapes are not those of whole microbatches.
         """
-        self._check_step(Call(args, kwargs, in_parts=True, parts=microbatches))
+        self._check_step(ModuleCall(args, kwargs, in_parts=True, parts=microbatches))
         self.check_trains()
         graph = self._captured.graph
         if graph.loss is None:
@@ -378,13 +378,11 @@ class ParallelModule(SpreadModule):
         assert total is not None
         return total
 
-    def _check_step(self, call: Call) -> None:
+    def _check_step(self, call: ModuleCall) -> None:
         """Before a step begins: within it, another program would be refused."""
-        if self._failures is None:
-            check_values(self, call)
-            return
-        self._failures.settle()
-        with self._failures.during(f"the step of call {self._calls + 1}"):
+        if self._failures is not None:
+            self._failures.settle()
+        with self._fails_everywhere(f"the step of call {self._calls + 1}"):
             check_values(self, call)
 
     def __repr__(self) -> str:

@@ -31,7 +31,7 @@ from autopar.runtime.executor import mixed_seed
 from autopar.runtime.failures import Failures
 from autopar.runtime.groups import Groups, groups_for
 from autopar.runtime.plan_groups import groups_of
-from autopar.runtime.programs import AllWell, Call, Fields, PlanAgain
+from autopar.runtime.programs import AllWell, Fields, ModuleCall, PlanAgain
 from autopar.runtime.reached import ReachedBy, reached_by
 from autopar.runtime.recaptured import differs, skeleton_of, with_buffers_of
 from autopar.runtime.registering import Placing
@@ -371,11 +371,11 @@ class PipelineModule(SpreadModule):
         """The whole inputs by name, and those of every microbatch; now and then the ranks compare what they were
         called with."""
         if self._programs is not None:  # the ranks agree on a change
-            check_values(self, Call(args, kwargs))
+            check_values(self, ModuleCall(args, kwargs))
 
         def take(seen: Seen | None) -> _Batches:
             if self._programs is None:
-                check_values(self, Call(args, kwargs))
+                check_values(self, ModuleCall(args, kwargs))
             callers = self._batch.tensors(args, kwargs)
             if seen is not None:
                 for name, leaf in callers.items():

@@ -66,7 +66,7 @@ Fields = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Call:
+class ModuleCall:
     """How a module is called.
 
     Attributes:
@@ -140,7 +140,7 @@ class Programs:
         twin.meeting = CollectiveLog(self.ranks) if self.meeting is not None else None
         return twin
 
-    def follow(self, pm: Any, call: Call) -> None:
+    def follow(self, pm: Any, call: ModuleCall) -> None:
         """Have ``pm`` run the program of a call and of the values that its model has; before each call, on every rank.
 
         Raises:
@@ -178,14 +178,14 @@ class Programs:
         pm._compared.next_one()
         self.kept = [*self.kept, before][-KEPT:]
 
-    def _fits(self, batch: Any, call: Call) -> bool:
+    def _fits(self, batch: Any, call: ModuleCall) -> bool:
         """Whether a program takes a call; where shapes are not followed, the program itself says what is wrong."""
         return not self.shapes or bool(batch.pieces) or batch.fits(call.args, call.kwargs, call.in_parts)
 
-    def _is_for(self, fields: Fields, call: Call) -> bool:
+    def _is_for(self, fields: Fields, call: ModuleCall) -> bool:
         return fields["_captured"].guards.same() and self._fits(fields["_batch"], call)
 
-    def _meet(self, place: int | None, changes: list[Change], call: Call | None) -> None:
+    def _meet(self, place: int | None, changes: list[Change], call: ModuleCall | None) -> None:
         """Wait for all ranks, and go on if they have the same change.
 
         Args:
@@ -199,7 +199,7 @@ class Programs:
         what += f" with {shown}" if shown else ""
         self.meeting.meet("is at", what, f"{CHANGED}\n{refusal(changes)}" if changes else OTHER_CALL)
 
-    def _captured_again(self, pm: Any, changes: list[Change], call: Call, fits: bool) -> None:
+    def _captured_again(self, pm: Any, changes: list[Change], call: ModuleCall, fits: bool) -> None:
         """Capture the model, plan where that is needed, and have ``pm`` run it.
 
         Args:
@@ -287,4 +287,4 @@ def _check_same(new: Captured, group: Any) -> None:
         raise RunError(f"ranks captured different models again (fingerprints {', '.join(prints)}): {CHANGED}")
 
 
-__all__ = ["KEPT", "AllWell", "Call", "Compare", "Fields", "PlanAgain", "Programs"]
+__all__ = ["KEPT", "AllWell", "Compare", "Fields", "ModuleCall", "PlanAgain", "Programs"]

@@ -14,7 +14,7 @@ import torch
 from autopar.capture.python.frozen import show
 from autopar.capture.python.guards import Guards, refusal
 from autopar.errors import RunError
-from autopar.runtime.programs import Call
+from autopar.runtime.programs import ModuleCall
 
 
 def assigned(pm: Any, path: str, name: str, value: Any) -> bool:
@@ -51,7 +51,7 @@ def assigned(pm: Any, path: str, name: str, value: Any) -> bool:
     return True
 
 
-def check_values(pm: Any, call: Call) -> None:
+def check_values(pm: Any, call: ModuleCall) -> None:
     """Have the program be one of the call's shapes, and compute with the values that the model has.
 
     Raises:
