@@ -111,6 +111,7 @@ class Batch:
         """
         self.captured, self.signature, self.device = captured, signature, device
         self.pieces = pieces or {}
+        self._flat: tuple[tuple[Any, ...], Mapping[str, Any], list[Any]] | None = None
         leaves, spec = example_leaves(captured)
         paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(leaves, spec))
         self.names = [leaf_name(path) for path, _ in paths]
@@ -133,6 +134,7 @@ class Batch:
         leaves = leaves_of(captured, self.signature, args, kwargs)
         if leaves is None:
             return False
+        self._flat = args, kwargs, leaves
         factors = set()
         for i, (leaf, number) in enumerate(zip(leaves, captured.inputs, strict=True)):
             if number is None:
@@ -179,7 +181,7 @@ class Batch:
             RunError: the call is not one that was captured; the message says in what.
         """
         captured = self.captured
-        leaves = flatten_call(captured, self.signature, args, kwargs)
+        leaves = self._leaves(args, kwargs)
         tensors: dict[str, torch.Tensor] = {}
         for i, (leaf, number) in enumerate(zip(leaves, captured.inputs, strict=True)):
             if number is None:
@@ -194,6 +196,13 @@ class Batch:
             node = captured.graph.nodes[number]
             tensors[node.target] = self._checked(self.names[i], node, leaf)
         return tensors
+
+    def _leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The leaves of a call, which :meth:`fits` has mostly put in order just now; they are not kept any longer."""
+        flat, self._flat = self._flat, None
+        if flat is not None and flat[0] is args and flat[1] is kwargs:
+            return flat[2]
+        return flatten_call(self.captured, self.signature, args, kwargs)
 
     def call(
         self, tensors: Mapping[str, torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -401,7 +401,7 @@ def bad_calls() -> dict[str, str]:
     """What a program says to calls that it was not made for."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5))
     x, y = torch.ones(2, 4), torch.ones(2, 4)
-    pm = autopar.parallelize(model, 1, x, loss_fn=torch.nn.functional.mse_loss, targets=y)
+    pm = autopar.parallelize(model, 1, x, loss_fn=torch.nn.functional.mse_loss, targets=y, shapes="fixed")
     calls = {
         "shape": lambda: pm(torch.ones(3, 4), y),
         "structure": lambda: pm(x),
