@@ -322,7 +322,7 @@ def parallelize(
     if follows_shapes or on_change == "recapture":
         planner = None
         if len(decided.stages) == 1:
-            cluster_of_plan = spreading.hardware_when_asked(decided, model, mesh, cluster)
+            cluster_of_plan = spreading.hardware_when_asked(decided, model, mesh, cluster, records)
             planner = recapture.planner_of(decided, cluster_of_plan, group)
         programs = Programs(
             model, one.example, pm.skeleton_for_programs(model), _ranks_of(pm), planner,

@@ -108,12 +108,15 @@ def axes_of(mesh: DeviceMesh) -> Mesh:
     return tuple((name, mesh.size(i)) for i, name in enumerate(mesh.mesh_dim_names or ()))
 
 
-def hardware_for(plan: Plan, model: torch.nn.Module, mesh: Where, cluster: str | Path | Cluster | None) -> Cluster:
+def hardware_for(
+    plan: Plan, model: torch.nn.Module, mesh: Where, cluster: str | Path | Cluster | None,
+    records: Sequence[RankRecord] = (),
+) -> Cluster:  # fmt: skip
     """The hardware for which a plan was made, or that on which it runs."""
     try:
         return get_cluster(plan.cluster)
     except (ProfileError, MeshError, OSError, ValueError):
-        return hardware_of(model, mesh, cluster)[0]
+        return hardware_of(model, mesh, cluster, records)[0]
 
 
 def records_of(group: Any, model: torch.nn.Module, mesh: Where) -> list[RankRecord]:
@@ -132,11 +135,12 @@ def records_of(group: Any, model: torch.nn.Module, mesh: Where) -> list[RankReco
 
 
 def hardware_when_asked(
-    plan: Plan, model: torch.nn.Module, mesh: Where, cluster: str | Path | Cluster | None
-) -> Callable[[], Cluster]:
+    plan: Plan, model: torch.nn.Module, mesh: Where, cluster: str | Path | Cluster | None,
+    records: Sequence[RankRecord] = (),
+) -> Callable[[], Cluster]:  # fmt: skip
     """:func:`hardware_for` for later, without keeping the model; an error is raised when it is asked for."""
     try:
-        hardware = hardware_for(plan, model, mesh, cluster)
+        hardware = hardware_for(plan, model, mesh, cluster, records)
     except AutoparError as error:
         raised = error
 
