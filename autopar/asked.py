@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.errors import AutoparError, MeshError, PlanError
-from autopar.placements import Mesh, State
+from autopar.placements import REPLICATE, Mesh, State
 from autopar.plan import LIFETIMES, Pins
 from autopar.texts import mesh_of, parse_bytes
 from autopar.wishes import BY_NAME, MOST_AXES, TIME_LIMIT_SECONDS, WISHES
@@ -167,7 +167,7 @@ def parse_kept(text: str, mesh: Mesh | None, where: str) -> str:
         MeshError: one of the placements is none, or there are more or fewer than axes.
     """
     words = re.sub(r"\s*,\s*", ",", text.strip()).split()
-    if words == ["replicate"]:
+    if words == [REPLICATE]:
         return words[0]
     if len(words) not in (1, 2):
         raise PlanError(f"{where}: '{text}' has {len(words)} words; write 'replicate', or like 'S0,I' or 'S0,I use'")

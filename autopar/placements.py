@@ -103,12 +103,20 @@ def _read(text: str) -> Placement:
 
 
 INVARIANT, REPLICATED, PENDING = Placement("I"), Placement("R"), Placement("P")
+REPLICATE = "replicate"
+"""As people write that a parameter is whole everywhere, or an operator not cut."""
+
 _SHARDS = tuple(Placement(f"S{d}") for d in range(MOST_DIMS))
 
 
 def shard(dim: int, unit: int = 1) -> Placement:
     """The placement that cuts dim number ``dim``, into multiples of ``unit`` elements."""
     return _SHARDS[dim] if unit == 1 else Placement(f"S{dim}*{unit}")
+
+
+def kinds_listed(kinds: str) -> str:
+    """Placements of these kinds in a message: ``S<dim>, I``."""
+    return ", ".join("S<dim>" if kind == "S" else kind for kind in kinds)
 
 
 class State(tuple[Placement, ...]):

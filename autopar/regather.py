@@ -27,7 +27,7 @@ def is_gather(src: State, dst: State, mesh: Mesh) -> bool:
 def is_same(src: State, dst: State) -> bool:
     """Whether a step of one axis changes the type alone: its result is the same memory."""
     axis = Step.between(src, dst).axis
-    return {src[axis], dst[axis]} == {"I", "R"}
+    return src[axis].is_whole and dst[axis].is_whole
 
 
 def makes_memory(src: State, dst: State, mesh: Mesh) -> bool:

@@ -250,11 +250,12 @@ def _distinct(graph: Graph, plan: StagePlan, numbers: list[int]) -> list[tuple[i
 def copies_able(graph: Graph, numbers: list[int], wanted: dict[str, str]) -> list[int]:
     """Those of the ops that have the factors (all, if none has), and their copies in equal blocks."""
     from autopar.planner.intra_op.fold import fold
+    from autopar.rules.option_names import option_written
     from autopar.rules.registry import rules_of
     from autopar.rules.strategy import options_of
 
     rep, rules = fold(graph).representative, rules_of(graph)
-    factors = {"I" if f == "replicate" else f for f in wanted.values()}
+    factors = set(map(option_written, wanted.values()))
 
     def able(i: int) -> bool:
         rule = rules[i]

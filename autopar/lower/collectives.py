@@ -13,11 +13,22 @@ import spmd_types as spmd
 import torch
 import torch.fx
 
-from autopar.placements import Mesh, Placement, State, Step, axis_and_unit, axis_text, cut_extent
+from autopar.placements import (
+    INVARIANT,
+    PENDING,
+    REPLICATED,
+    Mesh,
+    Placement,
+    State,
+    Step,
+    axis_and_unit,
+    axis_text,
+    cut_extent,
+)
 from autopar.placements import shard as placement_of
 from autopar.rules.distributed import length_of, padded
 
-_TYPE = {"R": spmd.R, "I": spmd.I, "P": spmd.P}
+_TYPE: dict[str, Any] = {REPLICATED: spmd.R, INVARIANT: spmd.I, PENDING: spmd.P}
 
 
 def _typed(placement: Placement) -> Any:
@@ -123,7 +134,7 @@ def shard_pieces(x: torch.Tensor, axis: str, dim: int, of: str, n: int, axes: Se
 def terms_of_pieces(x: torch.Tensor, axis: str, dim: int, n: int, axes: Sequence[str]) -> torch.Tensor:
     """``S<dim>`` -> ``P`` of pieces that are not equal: each is a term that is zero elsewhere."""
     whole, largest, _, _ = _sizes(n, axes)
-    return convert(padded(x, dim, largest), axis, placement_of(dim), "P").narrow(dim, 0, whole).contiguous()
+    return convert(padded(x, dim, largest), axis, placement_of(dim), PENDING).narrow(dim, 0, whole).contiguous()
 
 
 _PIECES: dict[Any, Any] = {

@@ -32,7 +32,8 @@ from autopar.regather import makes_memory, regathered, segment_outputs
 from autopar.rules.aliasing import may_alias
 from autopar.rules.distributed import length_of
 from autopar.rules.local import PieceSize, Seed, is_told_device, local_call
-from autopar.rules.notation import In, Rule, call_of
+from autopar.rules.notation import Rule
+from autopar.rules.operator_call import In, call_of
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import Strategy, strategy_in_plan
 

@@ -18,7 +18,8 @@ from autopar.plan import ParamChoice, Recompute, segment_numbers
 from autopar.planfile.file_errors import FileErrors
 from autopar.planfile.states import read_state
 from autopar.planfile.write import route_keys
-from autopar.rules.notation import Option, factor_and_block
+from autopar.rules.axis_options import Option
+from autopar.rules.option_names import WHOLE, factor_and_block, listed, option_written
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import Strategy, blocks_named, can_be_cut, combine, options_of, why_not_cut
 
@@ -82,7 +83,7 @@ class StageReader:
             matched = [i for i, n in ops if match(self.labels[n.name])]
             if not matched:
                 matched = [i for i, n in ops if match(n.module) or n.name == pattern]
-                able = [i for i in matched if all(_option(f) in self.options(i, entry) for f in entry.values())]
+                able = [i for i in matched if all(option_written(f) in self.options(i, entry) for f in entry.values())]
                 matched = able or matched  # a module: those of its ops that have the factors
             if not matched:
                 names = [*self.labels.values(), *dict.fromkeys(n.module for _, n in ops if n.module)]
@@ -96,7 +97,7 @@ class StageReader:
                 if strategy is not None and self._divides(path, i, strategy):
                     decided[i] = strategy
             elif node.hot:
-                decided[i] = combine([self.options(i)["I"]] * len(self.mesh))
+                decided[i] = combine([self.options(i)[WHOLE]] * len(self.mesh))
         return decided
 
     def options(self, i: int, entry: Mapping[str, str] | None = None) -> dict[str, Option]:
@@ -111,18 +112,18 @@ class StageReader:
     def _named(self, path: str, i: int, entry: Mapping[str, str]) -> Strategy | None:
         """The strategy that an entry names for an op."""
         options, fine = self.options(i, entry), True
-        picked = [options["I"]] * len(self.mesh)
+        picked = [options[WHOLE]] * len(self.mesh)
         for axis, factor in entry.items():
-            if _option(factor) not in options:
+            if option_written(factor) not in options:
                 self._no_factor(f"{path}.{axis}", i, factor, options)
                 fine = False
             elif axis in self.axes:
-                picked[self.axes[axis]] = options[_option(factor)]
+                picked[self.axes[axis]] = options[option_written(factor)]
         return combine(picked) if fine else None
 
     def _no_factor(self, path: str, i: int, factor: str, options: Mapping[str, Any]) -> None:
         node, rule = self.graph.nodes[i], self.rules[i]
-        offers = ", ".join("replicate" if o == "I" else o for o in options)
+        offers = listed(options)
         self.bad.add(path, f"{node.where} has no factor '{factor}'; it offers {offers} (rule: {rule})")
 
     def _divides(self, path: str, i: int, strategy: Strategy) -> bool:
@@ -289,11 +290,6 @@ class StageReader:
             else:
                 again.append(keys[name])
         return tuple(sorted(again))
-
-
-def _option(factor: str) -> str:
-    """The name of an option, as plans store it."""
-    return "I" if factor == "replicate" else factor
 
 
 __all__ = ["Decisions", "Route", "StageReader"]

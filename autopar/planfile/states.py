@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.errors import MeshError
-from autopar.placements import Mesh, State, fits, format_mesh
+from autopar.placements import Mesh, State, fits, format_mesh, kinds_listed
 from autopar.planfile.file_errors import FileErrors
 
 
@@ -24,7 +24,7 @@ def read_state(
         return None
     for placement, (axis, _) in zip(state, mesh, strict=True):
         if placement.kind not in kinds:
-            allowed = ", ".join("S<dim>" if k == "S" else k for k in kinds)
+            allowed = kinds_listed(kinds)
             bad.add(path, f"'{placement}' on axis '{axis}' is not possible here; use {allowed}")
             return None
     if not fits(shape, state, mesh):

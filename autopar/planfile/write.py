@@ -18,6 +18,7 @@ from autopar.plan import VERSION, Pins, Plan, StagePlan, one_stage, route_key
 from autopar.planfile import pins as pin_section
 from autopar.planfile.patterns import compress
 from autopar.planner.intra_op.complete import demand
+from autopar.rules.option_names import as_written
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import strategy_named
 from autopar.staging import cut
@@ -155,13 +156,9 @@ def _ops(plan: StagePlan, graph: Graph) -> dict[str, dict[str, str]]:
     }
     entries = compress(list(by_label), by_label.__getitem__, needed)
     return {
-        pattern: {axis: written(name) for (axis, _), name in zip(plan.mesh, names, strict=True)}
+        pattern: {axis: as_written(name) for (axis, _), name in zip(plan.mesh, names, strict=True)}
         for pattern, names in entries
     }
-
-
-def written(name: str) -> str:
-    return "replicate" if name == "I" else name
 
 
 def route_keys(graph: Graph) -> dict[str, str]:

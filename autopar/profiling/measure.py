@@ -25,7 +25,7 @@ import torch.distributed as dist
 from autopar.profiling.ops import LocalOp, TensorArgument, values_of
 from autopar.profiling.quiet import QUIET, CpuWatch, quietest, until_quiet
 from autopar.rules.local import Seed, resolve
-from autopar.rules.notation import In
+from autopar.rules.operator_call import In
 
 LEAST_ROUNDS, MOST_ROUNDS = 6, 30
 """Rounds of a sequence after the first, which is not counted."""

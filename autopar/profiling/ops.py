@@ -15,7 +15,8 @@ from autopar.placements import Mesh, local_shape
 from autopar.planner.intra_op.price import Pricer, key_of, pricer
 from autopar.planner.intra_op.space import strategies
 from autopar.rules.local import local_call
-from autopar.rules.notation import Rule, call_of
+from autopar.rules.notation import Rule
+from autopar.rules.operator_call import call_of
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import Strategy, grads_of
 from hardware_profiles import Cluster
@@ -50,7 +51,7 @@ class LocalOp:
     Attributes:
         key: by which a profile knows it.
         fn: the callable, or the name of torch's operator (which cannot be sent to a process); args and kwargs hold
-            :class:`~autopar.rules.notation.In` for tensors.
+            :class:`~autopar.rules.operator_call.In` for tensors.
         kind: of the cost model.
         seconds: forward and backward by formula.
         out_bytes: of what it makes.

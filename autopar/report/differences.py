@@ -11,8 +11,9 @@ from autopar.labels import op_labels
 from autopar.placements import State, format_mesh
 from autopar.plan import Plan, StagePlan
 from autopar.planfile.patterns import compress
-from autopar.planfile.write import route_keys, written
+from autopar.planfile.write import route_keys
 from autopar.planner.inter_op.replan import Replanner
+from autopar.rules.option_names import as_written
 from autopar.staging import hot_ops
 from autopar.wishes import pin_words
 
@@ -137,7 +138,7 @@ def _op_texts(plan: Plan) -> dict[str, str]:
     for choice in reversed(plan.stages):
         for name, names in choice.ops.items():
             cuts = zip(choice.mesh, names, strict=True)
-            texts[name] = " ".join(f"{axis}={written(n)}" for (axis, size), n in cuts if size > 1) or "on one device"
+            texts[name] = " ".join(f"{axis}={as_written(n)}" for (axis, size), n in cuts if size > 1) or "on one device"
     return texts
 
 

@@ -19,6 +19,7 @@ from autopar.planner.intra_op.fold import fold
 from autopar.planner.intra_op.ledger import Ledger, ledger, seconds_again
 from autopar.planner.intra_op.price import Pricer
 from autopar.rules.local import collectives_inside, cuts_of
+from autopar.rules.option_names import WHOLE
 from autopar.rules.registry import RULES, rules_of
 from autopar.rules.strategy import Strategy, grads_of, strategy_in_plan
 
@@ -106,7 +107,7 @@ def op_row(graph: Graph, plan: StagePlan, priced: Pricer, i: int, rules: Sequenc
                 seconds += priced.step(spec, grad, a, b)
     return OpRow(
         label, node.module, node.source, str(rule) if node.target in RULES else "none",
-        {axis: name for (axis, size), name in zip(plan.mesh, strategy.names, strict=True) if name != "I" and size > 1},
+        {axis: name for (axis, n), name in zip(plan.mesh, strategy.names, strict=True) if name != WHOLE and n > 1},
         tuple(s.text for s in strategy.ins), tuple(s.text for s in strategy.outs), tuple(steps),
         tuple(collectives), compute, seconds,
     )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from autopar.placements import Mesh
+from autopar.placements import REPLICATE, Mesh
 from autopar.report.rows import BlockRows, Collective, ParamRow
 from autopar.report.why import Alternative
 
@@ -104,7 +104,7 @@ def alternatives_table(rows: Sequence[Alternative], mesh: Mesh, show_bytes: Show
         table.add_column(name, justify="right")
     for r in rows:
         table.add_row(
-            "chosen" if r.chosen else "", *(r.cuts[axis] if r.cuts[axis] != "replicate" else "" for axis, _ in mesh),
+            "chosen" if r.chosen else "", *(r.cuts[axis] if r.cuts[axis] != REPLICATE else "" for axis, _ in mesh),
             show_seconds(r.compute_seconds), show_seconds(r.reshard_seconds), show_seconds(r.parameter_seconds),
             show_seconds(r.seconds), show_bytes(r.stored_bytes), style="bold green" if r.chosen else None,
         )  # fmt: skip
@@ -126,4 +126,4 @@ def file_tables(raw: Mapping[str, Any]) -> list[Table]:
 
 
 def _blank(factor: str) -> str:
-    return "" if factor == "replicate" else factor
+    return "" if factor == REPLICATE else factor

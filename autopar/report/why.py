@@ -15,6 +15,7 @@ from autopar.planner.intra_op.complete import needs
 from autopar.planner.intra_op.price import Pricer
 from autopar.planner.intra_op.reshard import route
 from autopar.planner.intra_op.space import strategies
+from autopar.rules.option_names import as_written
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import Strategy, strategy_in_plan
 
@@ -73,7 +74,7 @@ def alternatives(graph: Graph, plan: StagePlan, priced: Pricer, i: int) -> list[
                 reshard += _route_seconds(graph, plan, priced, ref, made_as[ref], wanted[ref], strategy is chosen[i])
         compute, inside = priced.op(graph, node, rule, strategy)
         cuts = {
-            axis: "replicate" if name == "I" else name for (axis, _), name in zip(mesh, strategy.names, strict=True)
+            axis: as_written(name) for (axis, _), name in zip(mesh, strategy.names, strict=True)
         }
         same = strategy.names == chosen[i].names
         rows.append(Alternative(cuts, same, compute + inside, reshard, parameter_seconds, stored))

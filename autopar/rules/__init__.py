@@ -1,7 +1,10 @@
 """Sharding rules: importing this package registers one rule per operator, family by family.
 
 ================ ======================================================================================================
-:mod:`.notation` a rule: its line, its factors, and the strategies that follow; distributed lowerings of a factor
+:mod:`.notation` a rule: its line and its factors, distributed lowerings of a factor; :mod:`.terms`: lines, read and
+                 matched with shapes; :mod:`.operator_call`: one use of an operator, as rules see it
+options          :mod:`.axis_options`: what an operator may do on one axis, as it follows from its rule;
+                 :mod:`.option_names`: how it is called
 :mod:`.registry` rules by operator; :mod:`.strategy`: what one operator does on all axes of a mesh
 :mod:`.units`    into which uneven blocks operators may be cut, because others want such pieces
 :mod:`.local`    the call that one rank makes; :mod:`.distributed`: what distributed lowerings share

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from autopar.rules.notation import Call, In, Lowering, Rule, line
+from autopar.rules.notation import Lowering, Rule, line
+from autopar.rules.operator_call import Call, In
 from autopar.rules.random import kept
 from autopar.rules.registry import T, rule, sample
 from autopar.torch_private import safe_softmax

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from autopar.rules.notation import Call, Rule
+from autopar.rules.notation import Rule
+from autopar.rules.operator_call import Call
 from autopar.rules.pointwise import elementwise
 from autopar.rules.registry import T, rule, sample
 from autopar.torch_private import FakeTensor, LocalTensor

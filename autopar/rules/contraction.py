@@ -13,7 +13,8 @@ import torch
 
 from autopar.errors import RuleError
 from autopar.rules.distributed import axes_of, pending
-from autopar.rules.notation import Call, In, Lowering, Rule, line
+from autopar.rules.notation import Lowering, Rule, line
+from autopar.rules.operator_call import Call, In
 from autopar.rules.registry import T, prove_with, rule, sample
 
 MATMUL: dict[str, Any] = {"kind": "matmul", "flops": 2.0}

@@ -10,7 +10,8 @@ import torch
 
 from autopar.rules.distributed import axes_of, bilinear, pending
 from autopar.rules.local import resolve
-from autopar.rules.notation import Call, Lowering, Rule, line
+from autopar.rules.notation import Lowering, Rule, line
+from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, prove_with, rule, sample
 
 _SPACE = "xyz"  # input positions; output positions are pqr, kernel positions ijk

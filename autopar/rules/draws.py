@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from autopar.rules.notation import Call, Lowering, Rule, line
+from autopar.rules.notation import Lowering, Rule, line
+from autopar.rules.operator_call import Call
 from autopar.rules.random import bernoulli, bits, kept, rand, randint, randn, uniform
 from autopar.rules.registry import T, prove_with, rule, sample
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from autopar.rules.distributed import axes_of, bilinear, first, pending, with_one
-from autopar.rules.notation import Call, Lowering, Rule, line
+from autopar.rules.notation import Lowering, Rule, line
+from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, rule, sample
 
 

@@ -25,7 +25,8 @@ from unittest import mock
 import torch
 
 from autopar.errors import RuleError, RunError
-from autopar.rules.notation import Call, Rule, line
+from autopar.rules.notation import Rule, line
+from autopar.rules.operator_call import Call
 from autopar.torch_private import DisableTorchFunction, FakeTensor, no_dispatch_modes, pytree, unset_fake_temporarily
 
 PREFIX = "function."

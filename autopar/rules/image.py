@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from math import prod
 
-from autopar.rules.notation import Call, Rule, line
+from autopar.rules.notation import Rule, line
+from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, prove_with, rule, sample
 from autopar.rules.shape import named, whole_dims
 

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 
-from autopar.rules.notation import BATCH_NAMES, Call, Dim, In, Rule
+from autopar.rules.notation import Rule
+from autopar.rules.operator_call import Call, In
 from autopar.rules.registry import T, prove_with, replicated, rule, sample
 from autopar.rules.shape import named
+from autopar.rules.terms import BATCH_NAMES, Dim
 
 _FIRST = (frozenset({0}),)
 

@@ -12,8 +12,11 @@ from typing import Any
 import torch
 
 from autopar.placements import Mesh, Placement, State, axis_and_unit, axis_text, largest_piece, local_shape
+from autopar.rules.axis_options import Option
 from autopar.rules.function import PREFIX
-from autopar.rules.notation import Call, Comm, Option, Rule, factor_and_block
+from autopar.rules.notation import Comm, Rule
+from autopar.rules.operator_call import Call
+from autopar.rules.option_names import factor_and_block
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ import torch
 from autopar.placements import INVARIANT
 from autopar.rules.distributed import all_of, axes_except, axes_of, first, greatest, n_pieces, pending, total, with_one
 from autopar.rules.local import resolve
-from autopar.rules.notation import Call, Comm, In, Lowering, Rule, line
+from autopar.rules.notation import Comm, Lowering, Rule, line
+from autopar.rules.operator_call import Call, In
 from autopar.rules.registry import T, prove_with, rule, sample
 
 NONE, MEAN, SUM = 0, 1, 2

@@ -15,9 +15,11 @@ import torch
 
 from autopar.allocations import Allocations
 from autopar.placements import Mesh
+from autopar.rules.axis_options import Option
 from autopar.rules.distributed import trial
 from autopar.rules.local import LocalCall
-from autopar.rules.notation import Call, Option, Rule
+from autopar.rules.notation import Rule
+from autopar.rules.operator_call import Call
 from autopar.rules.saved import LocalLayout, filled, key_of_call, trial_of, without_values
 from autopar.torch_private import pytree
 

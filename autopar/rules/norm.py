@@ -24,7 +24,8 @@ from autopar.rules.distributed import (
     total,
     with_one,
 )
-from autopar.rules.notation import Call, Comm, In, Lowering, Rule, line
+from autopar.rules.notation import Comm, Lowering, Rule, line
+from autopar.rules.operator_call import Call, In
 from autopar.rules.registry import T, prove_with, rule, sample
 from autopar.torch_private import preserve_version_counter
 

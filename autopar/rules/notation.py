@@ -27,8 +27,7 @@ factors needs communication inside the op: the rule then has a :class:`Lowering`
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
@@ -36,67 +35,14 @@ from math import prod
 from typing import Any
 
 from autopar.errors import RuleError, closest
-from autopar.graph import Node, Ref, Spec, map_refs
-from autopar.placements import INVARIANT, PENDING, REPLICATED, Mesh, Placement, n_devices, shard
+from autopar.placements import Mesh, Placement, n_devices
+from autopar.rules.operator_call import Call
+from autopar.rules.option_names import factor_and_block
+from autopar.rules.terms import Term, bind
 from hardware_profiles.model import COLLECTIVES
-
-Dim = tuple[str, ...]
-Term = tuple[Dim, ...]
 
 KINDS = ("matmul", "conv", "attention", "pointwise", "reduce", "copy", "none")
 """What the cost model knows of an operator."""
-
-BATCH_NAMES = ("b", "s", "t", "u", "w", "x", "y", "z", *(f"{n}2" for n in "bstuwxyz"))
-
-
-@dataclass(frozen=True, slots=True)
-class In:
-    """Stands for tensor input number ``position`` in the arguments of a :class:`Call`."""
-
-    position: int
-
-
-@dataclass(frozen=True)
-class Call:
-    """One use of an operator, free of its place in a graph: literals, shapes and dtypes.
-
-    ``args`` and ``kwargs`` hold :class:`In` where the node has a tensor.
-    """
-
-    target: str
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    ins: tuple[Spec, ...]
-    outs: tuple[Spec | None, ...]
-
-    def arg(self, position: int, name: str, default: Any = None) -> Any:
-        """The argument at ``position``, or by ``name``, or the default."""
-        if position < len(self.args):
-            return self.args[position]
-        return self.kwargs.get(name, default)
-
-    def replaced(self, position: int, name: str, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """``(args, kwargs)`` with one argument changed."""
-        kwargs = dict(self.kwargs)
-        if position < len(self.args):
-            return (*self.args[:position], value, *self.args[position + 1 :]), kwargs
-        kwargs[name] = value
-        return self.args, kwargs
-
-    @property
-    def out(self) -> Spec:
-        spec = self.outs[0]
-        assert spec is not None
-        return spec
-
-
-def call_of(node: Node, specs: Callable[[Ref], Spec]) -> Call:
-    """The :class:`Call` of a node."""
-    counter = iter(range(len(node.refs)))
-    args = map_refs(node.args, lambda _: In(next(counter)))
-    kwargs = map_refs(node.kwargs, lambda _: In(next(counter)))
-    return Call(node.target, args, kwargs, tuple(specs(ref) for ref in node.refs), node.outs)
-
 
 @dataclass(frozen=True)
 class Comm:
@@ -313,133 +259,6 @@ class Rule:
         return text + (f"   whole: {' '.join(whole)}" if whole else "")
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
-    """What one op does on one mesh axis: the factor cut (or ``I``, ``R``, ``P<group>``) and the placements."""
-
-    name: str
-    ins: tuple[Placement, ...]
-    outs: tuple[Placement, ...]
-
-
-def factor_and_block(option: str) -> tuple[str, int]:
-    """The factor in the name of an option, and of how many elements its blocks are; 0 where it is cut as it comes."""
-    factor, _, block = option.partition("*")
-    return factor, int(block or 0)
-
-
-_TOKEN = re.compile(r"\s*(->|\.\.\.|[A-Za-z_][A-Za-z_0-9]*|[(),1])")
-
-
-def parse_terms(text: str) -> tuple[list[list[Dim]], list[list[Dim]]]:
-    """Parse ``"a b, (c d) -> a c"`` into dims of inputs and outputs; ``...`` is the dim ``("...",)``.
-
-    Raises:
-        RuleError: it is no line of notation; the message points at the place.
-    """
-
-    def wrong(problem: str, at: int) -> RuleError:
-        return RuleError(f"rule '{text}': {problem}\n    {text}\n    {' ' * at}^")
-
-    sides: list[list[list[Dim]]] = [[[]]]
-    group: list[str] | None = None
-    opened = at = 0
-    end = len(text.rstrip())
-    while at < end:
-        match = _TOKEN.match(text, at)
-        if match is None:
-            start = at + len(text[at:]) - len(text[at:].lstrip())
-            raise wrong(f"'{text[start]}' is nothing of the notation (names, '1', '...', '( )', ',', '->')", start)
-        token, start, at = match[1], match.start(1), match.end()
-        term = sides[-1][-1]
-        if group is not None:
-            if token == ")":
-                if not group:
-                    raise wrong("'()' holds no factor; a dim of size 1 is '1'", opened)
-                term.append(tuple(group))
-                group = None
-            elif token[0].isalpha() or token[0] == "_":
-                group.append(token)
-            else:
-                raise wrong(f"'{token}' inside of parentheses, which hold names of factors", start)
-        elif token == "(":
-            group, opened = [], start
-        elif token == ")":
-            raise wrong("')' without '('", start)
-        elif token == ",":
-            sides[-1].append([])
-        elif token == "->":
-            if len(sides) == 2:
-                raise wrong("a second '->'", start)
-            sides.append([[]])
-        elif token == "..." and ("...",) in term:
-            raise wrong("'...' stands twice in one term", start)
-        else:
-            term.append(() if token == "1" else (token,))
-    if group is not None:
-        raise wrong("'(' is not closed", opened)
-    if len(sides) != 2:
-        raise wrong("'->' is missing", end)
-    left, right = sides
-    return left if any(left) or len(left) > 1 else [], right
-
-
-def bind(
-    text: str,
-    ins: Sequence[Sequence[int]],
-    outs: Sequence[Sequence[int]],
-    sizes: Mapping[str, int] | None = None,
-) -> tuple[dict[str, int], tuple[Term, ...], tuple[Term, ...]]:
-    """Match a line of notation with shapes.
-
-    ``sizes`` gives the factors that shapes alone do not determine (inside composites).
-
-    Raises:
-        RuleError: the shapes contradict the line.
-    """
-    left, right = parse_terms(text)
-    used = {f for t in (*left, *right) for d in t for f in d}
-    names = [n for n in BATCH_NAMES if n not in used]
-    factor_sizes: dict[str, int] = dict(sizes or {})
-    shapes = [tuple(s) for s in (*ins, *outs)]
-    terms = [*left, *right]
-    if len(terms) != len(shapes):
-        raise RuleError(f"rule '{text}' describes {len(terms)} tensors, the call has {len(shapes)}")
-    extra = max((len(s) - len(t) + 1 for t, s in zip(terms, shapes, strict=True) if ("...",) in t), default=0)
-    full: list[list[Dim]] = []
-    for t, shape in zip(terms, shapes, strict=True):
-        dims: list[Dim] = []
-        for d in t:
-            if d == ("...",):
-                n = len(shape) - len(t) + 1
-                at = len(dims)
-                dims.extend(() if shape[at + i] == 1 else (names[extra - n + i],) for i in range(n))
-            else:
-                dims.append(d)
-        if len(dims) != len(shape):
-            raise RuleError(f"rule '{text}': a term with {len(dims)} dims meets a tensor of shape {shape}")
-        full.append(dims)
-    pending = [(d, n) for dims, shape in zip(full, shapes, strict=True) for d, n in zip(dims, shape, strict=True)]
-    progress = True
-    while progress:
-        progress = False
-        for d, n in pending:
-            unknown = [f for f in d if f not in factor_sizes]
-            if len(unknown) == 1:
-                rest = prod(factor_sizes[f] for f in d if f in factor_sizes)
-                if rest == 0 or n % rest:
-                    raise RuleError(f"rule '{text}': dim of size {n} is no multiple of {rest}")
-                factor_sizes[unknown[0]] = n // rest
-                progress = True
-    for d, n in pending:
-        if any(f not in factor_sizes for f in d):
-            raise RuleError(f"rule '{text}': sizes of {d} do not follow from the shapes")
-        if prod(factor_sizes[f] for f in d) != n:
-            raise RuleError(f"rule '{text}': {d} has sizes {[factor_sizes[f] for f in d]}, the tensor has {n}")
-    result = tuple(tuple(d) for d in full)
-    return factor_sizes, result[: len(ins)], result[len(ins) :]
-
-
 def line(
     text: str,
     call: Call,
@@ -467,46 +286,3 @@ def line(
         additive=frozenset(additive),
         **rest,
     )
-
-
-def _place(rule: Rule, term: Term, factor: str, block: int, otherwise: Placement) -> Placement:
-    for d, dim in enumerate(term):
-        if factor in dim:
-            return shard(d, block * prod(rule.sizes[f] for f in dim[dim.index(factor) + 1 :]) if block else 1)
-    return otherwise
-
-
-def axis_options(
-    rule: Rule, in_grads: Sequence[bool], out_grads: Sequence[bool], blocks: Sequence[tuple[str, int]] = ()
-) -> list[Option]:
-    """Every option on one axis, ``I`` first. A tensor without gradient is ``R`` where it would be ``I``.
-
-    Args:
-        in_grads, out_grads: whether gradients flow through each input and output.
-        blocks: the ``(factor, elements of a block)`` that get options beside those of all factors.
-    """
-
-    def option(name: str, ins: Sequence[Placement], outs: Sequence[Placement]) -> Option:
-        return Option(
-            name,
-            tuple(REPLICATED if p is INVARIANT and not g else p for p, g in zip(ins, in_grads, strict=True)),
-            tuple(REPLICATED if p is INVARIANT and not g else p for p, g in zip(outs, out_grads, strict=True)),
-        )
-
-    n_in, n_out = len(rule.inputs), len(rule.outputs)
-    options = [option("I", [INVARIANT] * n_in, [INVARIANT] * n_out)]
-    for factor, block in (*((f, 0) for f in rule.cuttable), *blocks):
-        outs = [_place(rule, t, factor, block, PENDING) for t in rule.outputs]
-        summed = PENDING in outs
-        ins = [
-            _place(rule, t, factor, block, PENDING if summed and i in rule.additive else REPLICATED)
-            for i, t in enumerate(rule.inputs)
-        ]
-        name = f"{factor}*{block}" if block else factor
-        options.append(option(name, rule.in_as.get(factor, ins), rule.out_as.get(factor, outs)))
-    if any(out_grads) and not rule.whole_gradients:
-        options.append(option("R", [REPLICATED] * n_in, [REPLICATED] * n_out))
-    for number, group in enumerate(rule.linear):
-        ins = [PENDING if i in group else REPLICATED for i in range(n_in)]
-        options.append(option(f"P{number}", ins, [PENDING] * n_out))
-    return options

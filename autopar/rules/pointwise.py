@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from autopar.rules.notation import BATCH_NAMES, Call, In, Rule, Term, line
+from autopar.rules.notation import Rule, line
+from autopar.rules.operator_call import Call, In
 from autopar.rules.registry import Sample, T, prove_with, rule, sample
 from autopar.rules.shape import except_dim, named
+from autopar.rules.terms import BATCH_NAMES, Term
 
 NOTHING = """
     add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Tensor rsub.Scalar mul.Scalar div.Scalar neg.default to.dtype

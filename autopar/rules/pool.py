@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from autopar.rules.notation import Call, Rule, line
+from autopar.rules.notation import Rule, line
+from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, prove_with, rule, sample
 
 _LINEAR = {f"aten.{kind}_pool{n}d.default" for kind in ("avg", "adaptive_avg") for n in (1, 2, 3)} | {

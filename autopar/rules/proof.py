@@ -18,10 +18,12 @@ import torch
 
 from autopar.graph import Spec
 from autopar.placements import PENDING, Mesh, State, coordinates, fits, n_devices
+from autopar.rules.axis_options import Option, axis_options
 from autopar.rules.distributed import length_of
 from autopar.rules.local import PieceSize, Seed, local_call, resolve
 from autopar.rules.many_ranks import join, many_ranks, piece
-from autopar.rules.notation import Call, In, Option, Rule, axis_options
+from autopar.rules.notation import Rule
+from autopar.rules.operator_call import Call, In
 from autopar.rules.registry import Sample, T, rule_for
 from autopar.rules.strategy import can_be_cut
 from autopar.torch_private import LocalTensor

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from autopar.rules.distributed import positions
-from autopar.rules.notation import Call, Lowering, Rule, line
+from autopar.rules.notation import Lowering, Rule, line
+from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, rule, sample
 
 Shards = Sequence[Sequence[str]]

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from autopar.rules.distributed import all_of, n_pieces
-from autopar.rules.notation import Call, Lowering, Rule
+from autopar.rules.notation import Lowering, Rule
+from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, prove_with, rule, sample
 from autopar.rules.shape import named
 

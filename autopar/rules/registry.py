@@ -9,7 +9,9 @@ from typing import Any
 from autopar.errors import RuleError
 from autopar.graph import Graph, Node
 from autopar.rules.function import PREFIX, has_rule, rule_of_function
-from autopar.rules.notation import Call, Rule, Term, call_of
+from autopar.rules.notation import Rule
+from autopar.rules.operator_call import Call, call_of
+from autopar.rules.terms import Term
 from autopar.rules.units import with_units
 
 RuleFn = Callable[[Call], Rule]

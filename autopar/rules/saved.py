@@ -24,10 +24,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from autopar.graph import Graph
 from autopar.placements import Mesh, State, local_shape
+from autopar.rules.axis_options import Option
 from autopar.rules.distributed import length_of, trial
 from autopar.rules.function import PREFIX
 from autopar.rules.local import LocalCall, PieceSize, Seed, local_call
-from autopar.rules.notation import Call, In, Option, Rule, call_of
+from autopar.rules.notation import Rule
+from autopar.rules.operator_call import Call, In, call_of
 from autopar.rules.strategy import Strategy, grads_of
 from autopar.torch_private import FakeTensorMode, pytree
 

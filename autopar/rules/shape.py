@@ -7,8 +7,10 @@ from itertools import pairwise
 from math import gcd, prod
 from typing import Any
 
-from autopar.rules.notation import BATCH_NAMES, Call, Dim, Localize, Rule, Term
+from autopar.rules.notation import Localize, Rule
+from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, prove_with, rule, sample
+from autopar.rules.terms import BATCH_NAMES, Dim, Term
 
 _FIRST = (frozenset({0}),)
 

@@ -13,7 +13,8 @@ from dataclasses import replace
 from math import prod
 
 from autopar.graph import Graph
-from autopar.rules.notation import Rule, Term
+from autopar.rules.notation import Rule
+from autopar.rules.terms import Term
 
 MOST_UNITS = 2
 """Different blocks that one factor may be cut into: each is one option more for the planner to weigh."""

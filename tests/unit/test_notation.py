@@ -12,8 +12,11 @@ from autopar.graph import Graph, Node, Ref, Spec
 from autopar.placements import State
 from autopar.planner.intra_op.price import pricer
 from autopar.planner.intra_op.space import fitting_strategy, strategies
+from autopar.rules.axis_options import axis_options
 from autopar.rules.local import cuts_of, local_call
-from autopar.rules.notation import Call, Comm, In, Lowering, Rule, axis_options, bind, call_of, line
+from autopar.rules.notation import Comm, Lowering, Rule, line
+from autopar.rules.operator_call import Call, In, call_of
+from autopar.rules.terms import bind
 from cost_models import mesh_axes
 from hardware_profiles import load_cluster
 

@@ -10,10 +10,11 @@ import torch
 from accelerator import NAME, Accelerator, OnDevice, register
 
 import autopar.rules  # noqa: F401
+from autopar.rules.axis_options import Option
 from autopar.rules.distributed import trial
 from autopar.rules.local import is_told_device, local_call
 from autopar.rules.many_ranks import piece
-from autopar.rules.notation import Call, Option
+from autopar.rules.operator_call import Call
 from autopar.rules.proof import Case, strategies_of
 from autopar.rules.registry import SAMPLES
 from autopar.rules.saved import filled

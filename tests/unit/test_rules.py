@@ -13,8 +13,9 @@ from oracles.valid_cuts import unoffered
 
 import autopar.rules  # noqa: F401
 from autopar.placements import State
+from autopar.rules.axis_options import axis_options
 from autopar.rules.distributed import piece
-from autopar.rules.notation import Lowering, axis_options
+from autopar.rules.notation import Lowering
 from autopar.rules.proof import Case, RuleIsWrong, prove, strategies_of
 from autopar.rules.registry import RULES, SAMPLES, T, sample
 

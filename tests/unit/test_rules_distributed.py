@@ -19,9 +19,10 @@ from spmd_types.checker import typecheck
 from autopar.graph import Spec
 from autopar.placements import State, fits, local_shape
 from autopar.rules import attention, contraction, conv, embed, loss, needs, norm, random, saved
+from autopar.rules.axis_options import axis_options
 from autopar.rules.local import LocalCall, Seed, cuts_of, local_call, resolve
 from autopar.rules.many_ranks import fake_world
-from autopar.rules.notation import Call, In, axis_options
+from autopar.rules.operator_call import Call, In
 from autopar.rules.registry import RULES, SAMPLES, Sample, T, rule_for
 
 MESH = (("data", 2), ("tensor", 2))

@@ -61,7 +61,7 @@ class Geometry(NamedTuple):
 
 
 @dataclass(eq=False)
-class Step:
+class ViewStep:
     """A view operator in its one spelling: ``target(*args, **kwargs)``, where ``parent`` stands for what is viewed."""
 
     target: str
@@ -86,7 +86,7 @@ class Place:
     spec: Spec
     geometry: Geometry | None
     parent: Place | None = None
-    step: Step | None = None
+    step: ViewStep | None = None
     number: int = 0
 
 
@@ -270,4 +270,4 @@ class Memory:
         return put_back(self.graph.emit, flat, root.size, root.stride, spec)
 
 
-__all__ = ["Alias", "CannotInvert", "Geometry", "History", "Memory", "Place", "Step", "Storage"]
+__all__ = ["Alias", "CannotInvert", "Geometry", "History", "Memory", "Place", "Storage", "ViewStep"]

@@ -11,7 +11,7 @@ from autopar.capture.graph.exported import flat, name_of, spec_of, storage_of
 from autopar.capture.graph.pruning import has_effect
 from autopar.capture.memory.schemas import argument, facts
 from autopar.capture.memory.sharing import NEW, Shared, Sharing
-from autopar.capture.memory.storages import Alias, CannotInvert, Geometry, Memory, Place, Step, Storage
+from autopar.capture.memory.storages import Alias, CannotInvert, Geometry, Memory, Place, Storage, ViewStep
 from autopar.capture.trace.recording import DATA
 from autopar.graph import Ref, Spec
 from autopar.normalize import DROPPED, FRESH, Form, normalize
@@ -77,17 +77,17 @@ class Viewing(Emitting):
         ]
         return results if isinstance(val, (tuple, list)) else results[0]
 
-    def _made(self, form: Any, outs: tuple[Spec | None, ...], same: Any) -> tuple[list[Ref], Step | None]:
+    def _made(self, form: Any, outs: tuple[Spec | None, ...], same: Any) -> tuple[list[Ref], ViewStep | None]:
         """The outputs of an operator in its one spelling, and the step that it is if it is a view of ``same``."""
         if form is None:
             return [same], None
         target, args, kwargs = form
         refs = self.emit(target, args, kwargs, outs, "")
         assert self.at is not None
-        return refs, Step(target, tuple(args), dict(kwargs), Ref(-1), outs, self.at.name)
+        return refs, ViewStep(target, tuple(args), dict(kwargs), Ref(-1), outs, self.at.name)
 
     def _result(
-        self, fx: torch.fx.Node, op: OpOverload, val: torch.Tensor, ref: Ref, step: Step | None,
+        self, fx: torch.fx.Node, op: OpOverload, val: torch.Tensor, ref: Ref, step: ViewStep | None,
         number: int = 0, position: int = 0,
     ) -> Alias:  # fmt: skip
         """The traced tensor that output ``position`` is: a place in the memory of an input, or new memory. It is

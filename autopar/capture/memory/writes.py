@@ -13,7 +13,7 @@ from autopar.capture.memory.views import Viewing
 from autopar.errors import CaptureError
 from autopar.graph import Ref, Spec, map_refs
 from autopar.normalize import normalize
-from autopar.rules.notation import call_of
+from autopar.rules.operator_call import call_of
 from autopar.rules.registry import rule_for
 from autopar.torch_private import OpOverload, pytree
 

@@ -10,10 +10,11 @@ from typing import Any
 from autopar.errors import InfeasibleError, MeshError, PlanError, closest
 from autopar.graph import Graph
 from autopar.labels import matches, op_labels
-from autopar.placements import Mesh, State, format_mesh
+from autopar.placements import REPLICATE, Mesh, State, format_mesh
 from autopar.planner.inter_op.order import SEARCHED, START
 from autopar.planner.intra_op.options import Options
 from autopar.planner.intra_op.pinned_choices import PinnedChoices
+from autopar.rules.option_names import option_written
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import options_of
 from autopar.staging import StageGraph, hot_ops
@@ -63,7 +64,7 @@ def check(graph: Graph, options: Options, mesh: Mesh | None) -> None:
     if mesh is None:
         named = {axis: None for axes in (options.constraints or {}).values() for axis in axes}
         mesh = tuple((axis, 1) for axis in named) or (("data", 1),)
-        params = dict.fromkeys(options.params or {}, "replicate")
+        params = dict.fromkeys(options.params or {}, REPLICATE)
         options = replace(options, params=params, inputs=None, outputs=None)
     PinnedChoices(graph, rules_of(graph), mesh, options)
 
@@ -73,7 +74,7 @@ def allows(mesh: Mesh, options: Options) -> bool:
     axes = {axis for axis, _ in mesh}
     named = {axis for wanted in (options.constraints or {}).values() for axis in wanted}
     states: list[Sequence[str]] = [*(options.inputs or {}).values(), *(options.outputs or {}).values()]
-    states += [how.split(",") for how in (options.params or {}).values() if how != "replicate"]
+    states += [how.split(",") for how in (options.params or {}).values() if how != REPLICATE]
     return named <= axes and all(len(state) == len(mesh) for state in states)
 
 
@@ -109,7 +110,7 @@ def _ops(constraints: Mapping[str, Mapping[str, str]], stage: StageGraph) -> dic
             if node.kind == "op" and rule is not None and matches(pattern, node, labels[node.name])
             for option in options_of(graph, node, rule).values()
         }
-        kept = {axis: f for axis, f in wanted.items() if ("I" if f == "replicate" else f) in factors}
+        kept = {axis: f for axis, f in wanted.items() if option_written(f) in factors}
         if kept:
             pins[pattern] = kept
     return pins

@@ -40,6 +40,7 @@ from autopar.planner.intra_op.reshard import axis_sets, state_graph
 from autopar.planner.intra_op.space import strategies
 from autopar.regather import can_gather_again, is_gather, is_same
 from autopar.rules.notation import Rule
+from autopar.rules.option_names import WHOLE
 from autopar.rules.strategy import Strategy
 
 FOLLOWERS = frozenset({"none", "pointwise", "copy", "reduce"})
@@ -685,7 +686,7 @@ def _is_plain(strategy: Strategy, rule: Rule) -> bool:
     at the same price. Pending sums through an addition stay: they join the all-reduces of parallel branches.
     """
     joint = {f"P{k}" for k, group in enumerate(rule.linear) if len(group) > 1}
-    return all(rule.factor_of(name) or name == "I" or name in joint for name in strategy.names)
+    return all(rule.factor_of(name) or name == WHOLE or name in joint for name in strategy.names)
 
 
 def _most_cut(strategies: list[Strategy], rule: Rule) -> list[Strategy]:

@@ -24,7 +24,8 @@ from autopar.planner.intra_op.recompute import Segment
 from autopar.regather import makes_memory, regathered, segment_outputs
 from autopar.rules.aliasing import may_alias
 from autopar.rules.needs import Needs, needs_of
-from autopar.rules.notation import Rule, call_of
+from autopar.rules.notation import Rule
+from autopar.rules.operator_call import call_of
 from autopar.rules.saved import LocalLayout, Saved, Strides, contiguous, saved_by
 from autopar.rules.strategy import Strategy, grads_of
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-from autopar.errors import InfeasibleError, PlanError, first_few
+from autopar.errors import InfeasibleError, MeshError, PlanError, first_few
 from autopar.graph import Graph, Node, Ref
 from autopar.labels import matches, op_labels
-from autopar.placements import Mesh, State, fits, mesh_text
+from autopar.placements import REPLICATE, Mesh, State, fits, kinds_listed, mesh_text
 from autopar.plan import LIFETIMES, ParamChoice
 from autopar.planner.intra_op.fold import Fold
 from autopar.planner.intra_op.options import Options
 from autopar.planner.intra_op.problem import Problem
 from autopar.planner.intra_op.written import held_whole, holds_whole
-from autopar.rules.notation import Rule, factor_and_block
+from autopar.rules.notation import Rule
+from autopar.rules.option_names import factor_and_block, listed, option_written
 from autopar.rules.strategy import Strategy, options_of, why_not_cut
 
 SHOWN = 20
@@ -43,13 +44,13 @@ class PinnedChoices:
             for axis, factor in wanted.items():
                 if axis not in axes:
                     raise PlanError(f"constraint '{pattern}' names axis '{axis}'; the mesh has {', '.join(axes)}")
-                name = "I" if factor == "replicate" else factor
+                name = option_written(factor)
                 for node, rule in zip(self.graph.nodes, rules, strict=True):
                     if node.kind != "op" or rule is None or not matches(pattern, node, labels[node.name]):
                         continue
                     seen = True
                     names = list(options_of(self.graph, node, rule, rule.blocks_on(self.mesh)))
-                    offered[f"{labels[node.name]}: {' '.join('replicate' if n == 'I' else n for n in names)}"] = None
+                    offered[f"{labels[node.name]}: {listed(names, ' ')}"] = None
                     if name in names:
                         size = dict(self.mesh)[axis]
                         cut, block = factor_and_block(name)
@@ -78,10 +79,10 @@ class PinnedChoices:
                 names = [n.target for _, n in self.graph.of_kind("param")]
                 raise PlanError(f"'{pattern}' matches no parameter; parameters are {first_few(names)}")
             placement, _ = stored_and_lifetime(how)
-            if how != "replicate" and len(placement.split(",")) != len(self.mesh):
+            if how != REPLICATE and not _is_state(placement, self.mesh):
                 raise PlanError(
                     f"'{pattern}': '{how}' is neither 'replicate' nor a placement with {len(self.mesh)} parts such as "
-                    + ",".join(["S0", *["I"] * (len(self.mesh) - 1)])
+                    + State.of("S0", *["I"] * (len(self.mesh) - 1)).text
                     + ", after which may stand a lifetime, 'step' or 'use'"
                 )
             self.params.update(dict.fromkeys(matched, how))
@@ -92,7 +93,7 @@ class PinnedChoices:
         lines: list[str] = []
         names: list[str] = []
         for _, node in self.graph.of_kind("param"):
-            if node.target not in self.params or self.params[node.target] == "replicate":
+            if node.target not in self.params or self.params[node.target] == REPLICATE:
                 continue
             placement, _ = stored_and_lifetime(self.params[node.target])
             left = list(node.out.shape)
@@ -140,7 +141,7 @@ class PinnedChoices:
             )
         if any(p.kind not in kinds for p in state) or not fits(shape, state, self.mesh):
             mesh = mesh_text(self.mesh, ", ")
-            allowed = ", ".join("S<dim>" if k == "S" else k for k in kinds)
+            allowed = kinds_listed(kinds)
             raise PlanError(
                 f"{what} of shape {shape} cannot be placed as {state.text} on mesh {mesh}; use {allowed}, and "
                 "shards of dims that exist and have something for every rank"
@@ -170,7 +171,7 @@ class PinnedChoices:
         how = self.params.get(node.target)
         if how is None:
             return True
-        if how == "replicate":
+        if how == REPLICATE:
             return not choice.stored.is_cut
         placement, lifetime = stored_and_lifetime(how)
         gathers = any(a.is_shard and not b.is_shard for a, b in zip(choice.stored, choice.used, strict=True))
@@ -191,6 +192,15 @@ class PinnedChoices:
         raise InfeasibleError(
             "the pins leave no strategy for\n  " + "\n  ".join(lines) + "\n  remove or change one of them"
         )
+
+
+def _is_state(text: str, mesh: Mesh) -> bool:
+    """Whether a text names a placement for each axis of a mesh."""
+    try:
+        State.parse(text, mesh, "")
+    except MeshError:
+        return False
+    return True
 
 
 def stored_and_lifetime(how: str) -> tuple[str, str]:

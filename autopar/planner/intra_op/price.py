@@ -15,7 +15,8 @@ from math import prod
 from autopar.graph import Graph, Node, Spec
 from autopar.placements import Mesh, State, Step, elements_moved, local_shape, n_devices, step_collectives
 from autopar.rules.local import collectives_inside, cuts_of, local_call
-from autopar.rules.notation import In, Rule, call_of
+from autopar.rules.notation import Rule
+from autopar.rules.operator_call import In, call_of
 from autopar.rules.strategy import Strategy, grads_of
 from cost_models.costs import Axis, Costs, OpSeconds, OpWork, costs_of
 from hardware_profiles import Cluster, Device
@@ -65,7 +66,7 @@ class Pricer:
         seconds = []
         for kind in (forward, backward if grad else None):
             seconds.append(cost.seconds(kind, moved) if kind is not None else 0.0)
-        if forward is None and {src[axis], dst[axis]} != {"I", "R"}:
+        if forward is None and not (src[axis].is_whole and dst[axis].is_whole):
             copy = self.costs.copy(self.device, src_bytes + dst_bytes, spec.dtype)
             seconds[0] += copy
             if grad and backward is None:

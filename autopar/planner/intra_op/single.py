@@ -5,6 +5,7 @@ from __future__ import annotations
 from autopar.graph import Graph, Ref
 from autopar.placements import INVARIANT, REPLICATED, Mesh, State, whole_state
 from autopar.plan import ParamChoice, StagePlan, route_key
+from autopar.rules.option_names import WHOLE
 from autopar.staging import first_op
 
 
@@ -20,7 +21,7 @@ def one_device(graph: Graph) -> StagePlan:
     mesh: Mesh = (("one", 1),)
     return StagePlan(
         graph.fingerprint, mesh,
-        {n.name: ("I",) for n in graph.nodes if n.kind == "op"},
+        {n.name: (WHOLE,) for n in graph.nodes if n.kind == "op"},
         {n.target: ParamChoice(*(whole_state(mesh, n.needs_grad),) * 2) for _, n in graph.of_kind("param")},
         {n.target: whole_state(mesh) for _, n in graph.of_kind("buffer")},
         tuple(whole_state(mesh, _has_gradient(graph, o)) if isinstance(o, Ref) else None for o in graph.outputs),

@@ -7,7 +7,8 @@ from itertools import product
 
 from autopar.graph import Graph, Node
 from autopar.placements import Mesh, fits
-from autopar.rules.notation import Option, Rule
+from autopar.rules.axis_options import Option
+from autopar.rules.notation import Rule
 from autopar.rules.strategy import Strategy, blocks_named, can_be_cut, combine, options_of
 
 

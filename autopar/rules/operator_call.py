@@ -1,0 +1,58 @@
+"""One use of an operator, as rules see it: its arguments with places for tensors, shapes and dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.graph import Node, Ref, Spec, map_refs
+
+
+@dataclass(frozen=True, slots=True)
+class In:
+    """Stands for tensor input number ``position`` in the arguments of a :class:`Call`."""
+
+    position: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """One use of an operator, free of its place in a graph: literals, shapes and dtypes.
+
+    ``args`` and ``kwargs`` hold :class:`In` where the node has a tensor.
+    """
+
+    target: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    ins: tuple[Spec, ...]
+    outs: tuple[Spec | None, ...]
+
+    def arg(self, position: int, name: str, default: Any = None) -> Any:
+        """The argument at ``position``, or by ``name``, or the default."""
+        if position < len(self.args):
+            return self.args[position]
+        return self.kwargs.get(name, default)
+
+    def replaced(self, position: int, name: str, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """``(args, kwargs)`` with one argument changed."""
+        kwargs = dict(self.kwargs)
+        if position < len(self.args):
+            return (*self.args[:position], value, *self.args[position + 1 :]), kwargs
+        kwargs[name] = value
+        return self.args, kwargs
+
+    @property
+    def out(self) -> Spec:
+        spec = self.outs[0]
+        assert spec is not None
+        return spec
+
+
+def call_of(node: Node, specs: Callable[[Ref], Spec]) -> Call:
+    """The :class:`Call` of a node."""
+    counter = iter(range(len(node.refs)))
+    args = map_refs(node.args, lambda _: In(next(counter)))
+    kwargs = map_refs(node.kwargs, lambda _: In(next(counter)))
+    return Call(node.target, args, kwargs, tuple(specs(ref) for ref in node.refs), node.outs)

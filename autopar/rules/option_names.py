@@ -1,0 +1,34 @@
+"""Names of options, which say what an operator does on one mesh axis: a factor, one in blocks (``h*2``), or none.
+
+Plans and pins have them, as people write them: there ``replicate`` is the option in which everything is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from autopar.placements import REPLICATE
+
+WHOLE = "I"
+"""The option in which everything is whole, gradients too."""
+
+
+def factor_and_block(option: str) -> tuple[str, int]:
+    """The factor in the name of an option, and of how many elements its blocks are; 0 where it is cut as it comes."""
+    factor, _, block = option.partition("*")
+    return factor, int(block or 0)
+
+
+def as_written(option: str) -> str:
+    """The name of an option in plan files, tables and messages."""
+    return REPLICATE if option == WHOLE else option
+
+
+def option_written(text: str) -> str:
+    """Inverse of :func:`as_written`."""
+    return WHOLE if text == REPLICATE else text
+
+
+def listed(options: Iterable[str], between: str = ", ") -> str:
+    """Options in a message."""
+    return between.join(map(as_written, options))

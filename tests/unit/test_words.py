@@ -1,0 +1,105 @@
+"""Placements, states and options are words with names for what is in them: nobody else takes their texts apart."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import pickle
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from autopar.errors import MeshError
+from autopar.placements import INVARIANT, PENDING, REPLICATED, Placement, State, Step, path, shard
+from autopar.rules.option_names import WHOLE, as_written, factor_and_block, listed, option_written
+
+ROOT = Path(__file__).resolve().parents[2]
+THEIR_OWN = {"autopar/placements.py", "autopar/rules/option_names.py"}
+OTHER_WORDS = {
+    "autopar/runtime/hops.py": "a table by kinds, which stands beside torch's",
+    "autopar/profiling/document.py": "an action of a schedule, a backward of inputs",
+    "autopar/runtime/world.py": "actions of schedules, too",
+}
+"""Files in which a letter of a placement is another word, or a kind that was asked for by name."""
+
+LETTERS = re.compile(r"[SIRP]|S\d+(\*\d+)?|replicate")
+
+
+def taken_apart(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """``(line, code)`` where a text is compared with a placement's, or what is named like one is cut into letters."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            for side in (node.left, *node.comparators):
+                parts = side.elts if isinstance(side, (ast.Tuple, ast.Set, ast.List)) else [side]
+                if any(isinstance(p, ast.Constant) and isinstance(p.value, str) and LETTERS.fullmatch(p.value)
+                       for p in parts):  # fmt: skip
+                    yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.Subscript) and re.search(r"placement$", ast.unparse(node.value)):
+            yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            asks = node.func.attr in ("startswith", "split", "removeprefix")
+            if asks and re.search(r"\b(placement|p)$", ast.unparse(node.func.value)):
+                yield node.lineno, ast.unparse(node)
+
+
+def test_nobody_takes_a_placement_apart() -> None:
+    wrong = [
+        f"{file.relative_to(ROOT)}:{line}: {code}"
+        for file in sorted((ROOT / "autopar").rglob("*.py"))
+        if file.relative_to(ROOT).as_posix() not in THEIR_OWN | OTHER_WORDS.keys()
+        for line, code in taken_apart(ast.parse(file.read_text(encoding="utf-8")))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("code", [
+    "x == 'P'", "p in ('I', 'R')", "'P' in state", "placement[0]", "int(placement[1:])", "p.startswith('S')",
+    "{a, b} == {'I', 'R'}", "how != 'replicate'", "placement.split(',')",
+])  # fmt: skip
+def test_the_search_finds_what_takes_one_apart(code: str) -> None:
+    assert list(taken_apart(ast.parse(code)))
+
+
+def test_a_placement_says_what_it_is() -> None:
+    cut = Placement("S2*64")
+    assert (cut.kind, cut.dim, cut.unit) == ("S", 2, 64) and cut.is_shard and not cut.is_pending and not cut.is_whole
+    assert cut is shard(2, 64) and shard(3) is Placement("S3") and shard(3).unit == 1
+    assert INVARIANT.dim is None and INVARIANT.is_whole and REPLICATED.is_whole and PENDING.is_pending
+    assert [p.adjoint for p in (INVARIANT, REPLICATED, PENDING, cut)] == [INVARIANT, PENDING, INVARIANT, cut]
+    assert pickle.loads(pickle.dumps(cut)) is cut and copy.deepcopy(cut) is cut, "there is one of each"
+    with pytest.raises(AttributeError, match="immutable"):
+        cut.dim = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("text", ["", "X", "S", "S01", "S64", "S-1", "S1*0", "S1*1", "S1*", "s0", "SI", "R ", "S0,I"])
+def test_what_is_no_placement_is_refused(text: str) -> None:
+    with pytest.raises(MeshError, match="is no placement"):
+        Placement(text)
+
+
+def test_a_state_says_what_it_is() -> None:
+    state = State.of("S0", "R", "P")
+    assert state.text == "S0,R,P" and state == ("S0", "R", "P") and state.is_cut and state.in_pieces
+    assert State.parse(" S0, R,P", (("a", 2), ("b", 2), ("c", 2)), "here") == state
+    assert state.started(True).text == "S0,R,I" and state.adjoint.text == "S0,P,I"
+    assert State.of("S1*4").has_units and not state.has_units and not State.of("I", "R").in_pieces
+    assert pickle.loads(pickle.dumps(state)) == state and isinstance(copy.deepcopy(state), State)
+    with pytest.raises(MeshError, match="here: 'S0,R' has 2 placements, the mesh has 1 axes"):
+        State.parse("S0,R", (("a", 2),), "here")
+
+
+def test_a_step_is_of_one_axis() -> None:
+    steps = path(State.of("S0", "S0"), State.of("R", "I"))
+    assert steps is not None and [step.axis for step in steps] == [1, 0], "innermost first"
+    first, second = steps
+    assert (first.before, first.after, first.collectives) == ("S0", "I", ("all_gather", None))
+    assert second == Step.between(State.of("S0", "I"), State.of("R", "I"))
+    assert second.collectives == ("all_gather", "reduce_scatter")
+
+
+def test_names_of_options() -> None:
+    assert as_written(WHOLE) == "replicate" and option_written("replicate") == WHOLE and as_written("h") == "h"
+    assert factor_and_block("h*2") == ("h", 2) and factor_and_block("h") == ("h", 0)
+    assert listed([WHOLE, "b", "h*2"]) == "replicate, b, h*2"
