@@ -39,6 +39,11 @@ Batch = Annotated[int | None, typer.Option("--batch", help="Batch size of the ex
 Seq = Annotated[int | None, typer.Option("--seq", help="Sequence length of the example inputs (hf: models only).")]
 
 
+DeviceOption = Annotated[
+    str, typer.Option("--device", help="cpu or cuda. Default: GPUs if there is one for each process, else the CPU.")
+]
+
+
 class UsageError(AutoparError):
     """A word on the command line cannot be understood."""
 
@@ -76,6 +81,48 @@ def progress(what: str) -> Iterator[Callable[[str], None]]:
 def print_error(error: BaseException) -> None:
     """One red paragraph."""
     err().print(styled("[bold red]error:[/bold red] [red]{}[/red]", error), soft_wrap=True)
+
+
+def where_to_run(asked: str, processes: int) -> tuple[str, str]:
+    """On what processes of this machine run, and how that is said.
+
+    Args:
+        asked: ``cpu``, ``cuda`` or ``auto``.
+        processes: of them on this machine.
+
+    Raises:
+        UsageError: there are not as many GPUs, or nothing like that is known.
+    """
+    import torch
+
+    if asked not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"--device is {asked}; it is cpu, cuda or auto")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if asked == "cuda" and gpus < processes:
+        raise UsageError(
+            f"--device is cuda, {processes} processes are to run on this machine, and "
+            + (f"torch finds {gpus} GPUs" if gpus else "torch finds no GPU")
+            + "; use --device cpu, or a plan for as many devices as there are"
+        )
+    if asked != "cpu" and gpus >= processes:
+        return "cuda", f"{processes} of {gpus} GPUs ({torch.cuda.get_device_name(0)})"
+    few = f"; {gpus} GPUs are here, too few" if asked == "auto" and gpus else ""
+    return "cpu", f"{processes} processes on the CPU{few}"
+
+
+def backend_of(device: str) -> str:
+    """The backend of a process group for processes that run on these devices."""
+    return "gloo" if device == "cpu" else f"cpu:gloo,{device}:nccl"
+
+
+def moved(loaded: Loaded, device: str) -> Loaded:
+    """A model and its example inputs on a device."""
+    import torch
+
+    from autopar.torch_private import pytree
+
+    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: x.to(device), (loaded.args, loaded.kwargs))
+    return dataclasses.replace(loaded, model=loaded.model.to(device), args=args, kwargs=kwargs)
 
 
 # --- models, plans, clusters -----------------------------------------------------------------------------------------

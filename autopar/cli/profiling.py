@@ -10,15 +10,18 @@ import typer
 
 from autopar.cli.common import (
     Batch,
+    DeviceOption,
     Json,
     Seq,
     UsageError,
+    err,
     load_and_capture,
     out,
     print_json,
     progress,
     show_seconds,
     styled,
+    where_to_run,
 )
 
 
@@ -43,6 +46,7 @@ def profile(
     ] = None,
     most_ops: Annotated[int, typer.Option("--most-ops", help="Distinct ops that are measured, at most.")] = 4000,
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds for everything.")] = 1800.0,
+    device: DeviceOption = "auto",
     as_json: Json = False,
 ) -> None:
     """Measure on this machine what a model's plans are priced with, and write it to a profile file.
@@ -65,6 +69,11 @@ def profile(
         raise UsageError(f"{cluster} is a profile itself; name the cluster that it is of")
     if (kind := hardware.device(0).name) in list_devices() and not kind.startswith("cpu"):
         raise UsageError(f"{cluster} has devices {kind}; autopar profile measures processors only, such as local-x2")
+    if where_to_run(device, 1)[0] != "cpu":
+        if device == "cuda":
+            raise UsageError("--device is cuda; autopar profile measures processors only. GPUs are priced by the "
+                             "built-in profiles: autopar devices")  # fmt: skip
+        err().print("GPUs are here, and are not measured: autopar profile measures processors only")
     count = processes or min(2, hardware.n_devices)
     if processes is not None and not 1 <= processes <= 2:
         raise UsageError(f"--processes is {processes}; it is 1 or 2: transfers are measured between two")

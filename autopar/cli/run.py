@@ -9,11 +9,14 @@ from typing import Annotated, Any
 import typer
 
 from autopar.cli.common import (
+    DeviceOption,
     Json,
     UsageError,
+    backend_of,
     bound,
     check_values,
     model_of,
+    moved,
     open_plan,
     optimizer_of,
     out,
@@ -21,6 +24,7 @@ from autopar.cli.common import (
     progress,
     show_seconds,
     what_if,
+    where_to_run,
 )
 from autopar.cli.simulate import check_trace
 
@@ -34,12 +38,13 @@ def run(
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Write the last step's timeline (plans in stages), for Perfetto.")
     ] = None,
+    device: DeviceOption = "auto",
     as_json: Json = False,
 ) -> None:
     """Train a model under a plan, and compare the predicted with the measured seconds of a step.
 
-    One process per device of the plan is started on this machine, with one thread each. Under torchrun the ranks are
-    those of torchrun. The batch is the model's example inputs, the same in every step.
+    One process per device of the plan is started on this machine, on a GPU each or with one thread each. Under
+    torchrun the ranks are those of torchrun. The batch is the model's example inputs, the same in every step.
 
     Examples: autopar run plan.json --steps 20; torchrun --nproc-per-node 4 -m autopar run plan.json
     """
@@ -50,9 +55,10 @@ def run(
         raise UsageError(f"--trace is for plans in stages, {path} has one")
     check_trace(trace)
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        result = train(str(path), model, steps, lr)
+        kind, said = where_to_run(device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        result = train(str(path), model, steps, lr, kind)
         if int(os.environ.get("RANK", "0")) == 0:
-            _report(result, document.raw["cluster"], as_json)
+            _report({**result, "ran_on": said}, document.raw["cluster"], as_json)
         return
     from autopar.frontends import split_spec
 
@@ -65,18 +71,24 @@ def run(
         raise UsageError("the model has no scalar loss among its outputs, so it cannot be trained; return the loss")
     from autopar.runtime.launch import run_local
 
-    with progress(f"training {steps} steps on {plan.n_devices} processes"):
-        ranks = run_local(train, plan.n_devices, str(path), model, steps, lr, timeout=timeout)
+    kind, said = where_to_run(device, plan.n_devices)
+    with progress(f"training {steps} steps on {said}"):
+        given = str(path), model, steps, lr, kind
+        ranks = run_local(train, plan.n_devices, *given, timeout=timeout, backend=backend_of(kind))
     if trace is not None:
         from autopar.report import trace as traces
 
         _, timeline = what_if(captured, plan, cluster).simulated()
         traces.write(trace, [*traces.predicted(timeline), *traces.measured([rank["spans"] for rank in ranks])])
-    _report({**ranks[0], "predicted_seconds": plan.seconds}, document.raw["cluster"], as_json)
+    _report({**ranks[0], "predicted_seconds": plan.seconds, "ran_on": said}, document.raw["cluster"], as_json)
 
 
-def train(path: str, model: str | None, steps: int, lr: float) -> dict[str, Any]:
-    """What one rank does: losses and seconds of every step, and the spans of the last."""
+def train(path: str, model: str | None, steps: int, lr: float, device: str = "cpu") -> dict[str, Any]:
+    """What one rank does: losses and seconds of every step, and the spans of the last.
+
+    Args:
+        device: ``cpu`` or ``cuda``, where each rank takes its own GPU.
+    """
     import time
 
     import torch
@@ -93,6 +105,7 @@ def train(path: str, model: str | None, steps: int, lr: float) -> dict[str, Any]
     plan, _ = bound(document, captured)
     ensure_process_group()
     check_size(plan, dist.get_world_size())
+    loaded = moved(loaded, device)
     pm = spread(loaded.model, captured, plan, dist.group.WORLD)
     optimizer = optimizer_of(plan.optimizer, [p for p in pm.parameters() if p.requires_grad], lr)
     said = {"microbatches": plan.microbatches} if len(plan.stages) == 1 else {}
@@ -104,6 +117,8 @@ def train(path: str, model: str | None, steps: int, lr: float) -> dict[str, Any]
         dist.barrier()
         start = time.perf_counter()
         losses.append(float(pm.train_step(*loaded.args, optimizer=optimizer, **said, **loaded.kwargs)))
+        if device != "cpu":
+            torch.accelerator.synchronize()
         dist.barrier()
         seconds.append(time.perf_counter() - start)
     return {"losses": losses, "seconds": seconds, "predicted_seconds": plan.seconds, "spans": spans}
@@ -128,7 +143,7 @@ def _report(result: dict[str, Any], cluster: str, as_json: bool) -> None:
     console = out()
     console.print(table)
     console.print(
-        f"measured here: {show_seconds(median)} a step (median without the first); predicted for "
+        f"measured here on {result['ran_on']}: {show_seconds(median)} a step (median without the first); predicted for "
         f"{result['cluster']}: {show_seconds(result['predicted_seconds'])}; ratio "
         f"{median / result['predicted_seconds']:.2f}"
     )

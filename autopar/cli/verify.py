@@ -10,17 +10,21 @@ import typer
 
 from autopar.cli.common import (
     Batch,
+    DeviceOption,
     Json,
     Seq,
     UsageError,
+    backend_of,
     check_values,
     err,
     load_and_capture,
+    moved,
     open_plan,
     out,
     print_json,
     progress,
     styled,
+    where_to_run,
 )
 
 if TYPE_CHECKING:
@@ -47,8 +51,9 @@ def verify(
     random_plans: Annotated[int, typer.Option("--random-plans", help="How many random plans to verify as well.")] = 0,
     seed: Annotated[int, typer.Option("--seed", help="Of the first random plan.")] = 0,
     processes: Annotated[
-        bool, typer.Option("--processes", help="Real processes (gloo) instead of many ranks in one process.")
+        bool, typer.Option("--processes", help="Real processes instead of many ranks in one process.")
     ] = False,
+    device: DeviceOption = "auto",
     batch: Batch = None,
     seq: Seq = None,
     as_json: Json = False,
@@ -92,7 +97,9 @@ def verify(
     check_values(loaded, model)
     given = bind(document, captured.graph) if document is not None else None
     if processes:
-        rows = _in_processes(model, batch, seq, shape, hardware, loaded, captured, given, random_plans, seed)
+        rows = _in_processes(
+            model, batch, seq, shape, hardware, loaded, captured, given, random_plans, seed, device
+        )
         limits = [LIMITS["float64"]] * len(rows)
     else:
         rows, limits = _in_one(loaded, captured, shape, hardware, given, random_plans, seed)
@@ -147,7 +154,7 @@ def _in_one(
 
 def _in_processes(
     model: str, batch: int | None, seq: int | None, mesh: Any, cluster: Any, loaded: Any, captured: Any,
-    given: Plan | None, random_plans: int, seed: int,
+    given: Plan | None, random_plans: int, seed: int, device: str,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """The given or the best plan, then random ones, all on the same processes."""
     import torch
@@ -176,16 +183,19 @@ def _in_processes(
             Plan.alone(plan_graph(double.graph, cluster, mesh))
             if given is None else given.of_graph(double.graph.fingerprint)
         )  # fmt: skip
-        plans = {f"plan, {first.n_devices} processes": first}
+        kind, said = where_to_run(device, first.n_devices)
+        there = "" if kind == "cpu" else f" on {kind}"
+        plans = {f"plan, {first.n_devices} processes{there}": first}
         rules, priced = rules_of(double.graph), pricer(cluster, mesh)
         for i in range(seed, seed + random_plans):
-            plans[f"random {i}, {first.n_devices} processes"] = Plan.alone(
+            plans[f"random {i}, {first.n_devices} processes{there}"] = Plan.alone(
                 random_plan(double.graph, rules, priced, i)
             )
-    with progress(f"{len(plans)} plans on {first.n_devices} processes"):
+    with progress(f"{len(plans)} plans on {said}"):
         state = {k: t.detach() for k, t in loaded.model.state_dict().items()}
         batches = (loaded.args, loaded.kwargs)
-        results = run_local(_rank, first.n_devices, model, batch, seq, list(plans.values()), state, batches)[0]
+        given_to_ranks = model, batch, seq, list(plans.values()), state, batches, kind
+        results = run_local(_rank, first.n_devices, *given_to_ranks, backend=backend_of(kind))[0]
     rows = []
     for name, result in zip(plans, results, strict=True):
         mine = v.Trained(
@@ -201,7 +211,7 @@ def _in_processes(
 
 
 def _rank(
-    spec: str, batch: int | None, seq: int | None, plans: list[Plan], state: Any, inputs: Any
+    spec: str, batch: int | None, seq: int | None, plans: list[Plan], state: Any, inputs: Any, device: str
 ) -> list[dict[str, Any]]:
     """Two steps of SGD under each plan on one rank, in double precision; whole tensors come back from rank 0.
 
@@ -220,7 +230,8 @@ def _rank(
     args, kwargs = pytree.tree_map_only(
         torch.Tensor, lambda t: t.double() if t.dtype in v.LOW else t, inputs
     )
-    return [_trained(loaded, captured, plan, args, kwargs) for plan in plans]
+    loaded = moved(replace(loaded, args=args, kwargs=kwargs), device)
+    return [_trained(loaded, captured, plan, loaded.args, loaded.kwargs) for plan in plans]
 
 
 def _trained(loaded: Loaded, captured: Captured, plan: Plan, args: Any, kwargs: Any) -> dict[str, Any]:

@@ -49,8 +49,9 @@ def run_local(
     timeout: float = 300.0,
     env: dict[str, str] | None = None,
     threads: int = 1,
+    backend: str = "gloo",
 ) -> list[Any]:
-    """Run ``fn(*args)`` on ``n`` new processes with a gloo process group.
+    """Run ``fn(*args)`` on ``n`` new processes with a process group.
 
     Args:
         fn: a function that a fresh interpreter can import (defined at the top of a module).
@@ -59,6 +60,7 @@ def run_local(
         timeout: seconds for everything, process start included; also the timeout of every collective.
         env: more environment variables for the ranks.
         threads: torch threads per rank.
+        backend: of the process group; one for GPUs (``cpu:gloo,cuda:nccl``) has each rank take its own.
 
     Returns:
         What ``fn`` returned on each rank, in order of ranks; it must be possible to pickle it.
@@ -87,7 +89,7 @@ def run_local(
             for rank in range(n):
                 here, there = context.Pipe(duplex=False)
                 process = context.Process(
-                    target=_rank, args=(there, fn, args, rank, shared, timeout, threads), daemon=True
+                    target=_rank, args=(there, fn, args, rank, shared, timeout, threads, backend), daemon=True
                 )
                 process.start()
                 there.close()
@@ -195,8 +197,9 @@ def _end(processes: list[Any]) -> None:
 
 
 def _rank(
-    pipe: Connection, fn: Callable[..., Any], args: Any, rank: int, env: dict[str, str], timeout: float, threads: int
-) -> None:
+    pipe: Connection, fn: Callable[..., Any], args: Any, rank: int, env: dict[str, str], timeout: float, threads: int,
+    backend: str,
+) -> None:  # fmt: skip
     if sys.platform.startswith("linux"):  # do not outlive the parent
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -204,7 +207,9 @@ def _rank(
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     torch.set_num_threads(threads)
     try:
-        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))
+        if "cuda" in backend:
+            torch.cuda.set_device(rank % torch.cuda.device_count())
+        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout))
         payload = pickle.dumps((True, fn(*args)))
     except BaseException as error:
         text = "".join(traceback.format_exception(error))

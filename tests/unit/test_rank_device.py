@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from autopar.cli.common import UsageError, where_to_run
 from autopar.errors import MeshError
 from autopar.runtime.agree import choose_device
 from autopar.runtime.groups import backend_for
@@ -77,3 +78,30 @@ def test_a_model_on_the_cpu_of_a_machine_with_gpus_is_told_about(gpus: mock.Mock
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         tell_of_idle_gpus("cuda")
+
+
+@pytest.mark.parametrize(
+    ("asked", "processes", "device", "said"),
+    [
+        ("auto", 4, "cuda", "4 of 4 GPUs (NVIDIA L4)"),
+        ("auto", 8, "cpu", "8 processes on the CPU; 4 GPUs are here, too few"),
+        ("cpu", 2, "cpu", "2 processes on the CPU"),
+        ("cuda", 1, "cuda", "1 of 4 GPUs (NVIDIA L4)"),
+    ],
+)
+def test_commands_run_on_gpus_where_there_are_enough(
+    gpus: mock.Mock, monkeypatch: pytest.MonkeyPatch, asked: str, processes: int, device: str, said: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA L4")
+    assert where_to_run(asked, processes) == (device, said)
+
+
+def test_commands_say_what_is_missing(gpus: mock.Mock, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="8 processes are to run on this machine, and torch finds 4 GPUs"):
+        where_to_run("cuda", 8)
+    with pytest.raises(UsageError, match="--device is tpu; it is cpu, cuda or auto"):
+        where_to_run("tpu", 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UsageError, match="torch finds no GPU"):
+        where_to_run("cuda", 1)
+    assert where_to_run("auto", 3) == ("cpu", "3 processes on the CPU")
