@@ -14,7 +14,8 @@ What stands where, in the order in which a model passes through:
                       eager mode
 :mod:`.rules`         how each operator may be cut: notation and lowerings
 :mod:`.placements`    where the values of a tensor live; :mod:`.labels`, :mod:`.texts`: as people write them
-:mod:`.planning`      from what is asked to a :mod:`.plan`; :mod:`.clusters`: on which hardware
+:mod:`.planning`      from what is asked to a :mod:`.plan`; :mod:`.clusters`: on which hardware;
+                      :mod:`.detection`: which that is, from what the ranks say
 :mod:`.planner`       the search: cuts, memory and what runs again (``intra_op``), stages and schedule (``inter_op``)
 :mod:`.staging`       a graph cut into stages; :mod:`.device_groups`: where they run; :mod:`.transfer`: what crosses
 :mod:`.regather`      what is gathered or made again for the backward
@@ -24,7 +25,7 @@ What stands where, in the order in which a model passes through:
 :mod:`.planfile`      plans as files; :mod:`.report`: as tables
 :mod:`.lower`         graph and plan become a program
 :mod:`.runtime`       programs with parameters, on ranks: collectives, gradients, pipelines, checkpoints
-:mod:`.spreading`     a plan on all ranks; :mod:`.recapture`: another one when values change
+:mod:`.spreading`     a plan on all ranks; :mod:`.recapture`: another one when shapes or values change
 :mod:`.profiling`     a machine, measured
 :mod:`.torch_private` private names of torch; :mod:`.errors`: what users can cause; :mod:`.collection`: garbage
 ===================== =================================================================================================
