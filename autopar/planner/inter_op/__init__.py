@@ -6,6 +6,7 @@ In the order in which a search passes through, driven by :mod:`.stage_search`:
 :mod:`.blocks`       where a model may be cut
 :mod:`.menu`         what a block can cost on a mesh: several plans from the fastest to the smallest
 :mod:`.equal`        stages on equal groups of devices, estimated; :mod:`.unequal`: on unequal ones
+:mod:`.one_group`    one group of all devices: a true bound of every layout, and straight to the exact plan
 :mod:`.trial`        estimates tried in the simulator
 :mod:`.exact_stages` the best few planned stage by stage and simulated; :mod:`.transplant`: stages that are alike
 :mod:`.order`        schedules that are searched for

@@ -9,6 +9,7 @@ that takes fewer blocks never helps those before it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -36,6 +37,9 @@ ALONE: Mesh = (("data", 1),)
 """The mesh of one device."""
 PRECISE = 0.01
 """Relative precision of the pace."""
+LOOSE = 0.97
+"""Bounds are this much too high at most: blocks that stand alone pay for tensors at their ends which neighbours might
+take as they are."""
 
 
 @dataclass(frozen=True, order=True)
@@ -82,8 +86,10 @@ class Equal:
         groups: how many; None for any number.
         floors: by number of the pool and mesh, seconds that the commonest block takes at least, where they are known:
             what is too slow at that is not planned at all.
-        best_known: the seconds of a step found elsewhere, with which cuts compete.
+        best_known: the estimated seconds of a step found elsewhere, with which cuts compete.
         far: a mesh is looked at further if its bound is within this factor of the best estimate.
+        beaten: the seconds of a step that is planned exactly: what takes as long by its bound is not looked at.
+        fewest_groups: one group may be planned elsewhere.
         thorough: all cuts of a mesh that is looked at are of interest; without it, a mesh is filled with the commonest
             blocks alone before the others are planned on it, and what is far from the best is dropped.
         fastest: like ``floors``, what was found.
@@ -102,9 +108,12 @@ class Equal:
     best_known: float = inf
     far: float = FAR
     thorough: bool = False
+    beaten: float = inf
+    fewest_groups: int = 1
     infeasible: InfeasibleError | None = field(default=None, init=False)
     leanest: Need | None = field(default=None, init=False)
     fastest: dict[tuple[int, Mesh], float] = field(default_factory=dict, init=False)
+    _of_others: dict[tuple[int, Mesh, int], float] = field(default_factory=dict, init=False)
     _fillers: dict[tuple[int, Mesh, int | None], Filler | None] = field(default_factory=dict, init=False)
     _known_fills: dict[int, tuple[Fill, ...]] = field(default_factory=dict, init=False)
 
@@ -118,17 +127,15 @@ class Equal:
         looked = 0
         while places and looked < MOST_PLACES:
             least, meshes = heappop(places)
-            near = self.far * min([self.best_known, *(c.seconds for c in cuts)])
+            near = self._near(cuts)
             if least == inf or least > near:
                 break
-            unsolved = [(pool, mesh) for pool, mesh in enumerate(meshes) if (pool, mesh) not in self.fastest]
-            if unsolved:
-                self._solve(*unsolved[0])
+            if self._solve_next(meshes):
                 heappush(places, (self._bound(meshes), meshes))
                 continue
             if not self.thorough and meshes not in filled:  # others are planned where the commonest alone come near
                 filled.add(meshes)
-                of_commonest = self._cuts_on(meshes, near, self._common[0])
+                of_commonest = self._cuts_on(meshes, near, self._common)
                 if of_commonest:
                     heappush(places, (max(least, (1 - PRECISE) * min(c.seconds for c in of_commonest)), meshes))
                 else:
@@ -136,11 +143,15 @@ class Equal:
                 continue
             seen.append(meshes)  # so some schedule allows so many groups
             looked += 1
-            cuts += self._cuts_on(meshes, inf if self.thorough else near)
+            cuts += self._cuts_on(meshes, self.beaten / LOOSE if self.thorough else near)
         self.menus.forget()
         if not cuts and seen and self.infeasible is None:
             self.infeasible = self._too_small(seen)
         return sorted(cuts, key=lambda c: (c.seconds, len(c.groups), c.groups))
+
+    def _near(self, cuts: Sequence[EstimatedCut]) -> float:
+        """Bounds from which on nothing is of interest."""
+        return min(self.beaten / LOOSE, self.far * min([self.best_known, *(c.seconds for c in cuts)]))
 
     def _cuts_on(self, meshes: tuple[Mesh, ...], near: float, only: int | None = None) -> list[EstimatedCut]:
         """The best cut of every schedule that may take less than ``near`` seconds; ``only`` as for :func:`menus_of`."""
@@ -161,10 +172,10 @@ class Equal:
             for p in self.pools
         ]
         counted = [(self._count(meshes), meshes) for meshes in product(*by_pool)]
-        return [meshes for n, meshes in counted if n <= most and self.groups in (None, n)]
+        return [meshes for n, meshes in counted if self.fewest_groups <= n <= most and self.groups in (None, n)]
 
     def _bound(self, meshes: tuple[Mesh, ...]) -> float:
-        """Less than any step takes: the commonest blocks at full pace, and the bubble."""
+        """Less than any step takes: all blocks at the full pace, as far as it is known, and the bubble."""
         n = self._count(meshes)
         bubbles = [fill.bubble for fill in self._fills(n)]
         return self._least(meshes, min(bubbles)) if bubbles else inf
@@ -177,47 +188,78 @@ class Equal:
         """The same with the bubble of one schedule."""
         rate = 0.0
         for pool, mesh in enumerate(meshes):
-            size = n_devices(mesh)
-            ideal = max(self.floors.get((pool, mesh), 0.0), self._alone[pool] / size)
-            seconds = self.fastest.get((pool, mesh), ideal)
+            seconds = sum(n * self._pace(pool, mesh, kind) for kind, n in self._counts.items())
             if seconds == inf:
                 return inf
-            rate += len(self.pools[pool]) // size / seconds if seconds else inf
+            rate += len(self.pools[pool]) // n_devices(mesh) / seconds if seconds else inf
         # with few microbatches no schedule hides that the first must go all the way and back (two thirds of its time)
         n = self._count(meshes)
-        microbatches = max(self.microbatches + bubble * (n - 1), 1 + (n - 1) * 2 / 3)
-        return self._common[2] * microbatches / rate
+        return max(self.microbatches + bubble * (n - 1), 1 + (n - 1) * 2 / 3) / rate
+
+    def _pace(self, pool: int, mesh: Mesh, kind: int) -> float:
+        """Seconds of a microbatch that a block of a kind takes at least: in its fastest plan, where that was found."""
+        common = kind == self._common
+        fastest = self.fastest.get((pool, mesh)) if common else self._of_others.get((pool, mesh, kind))
+        if fastest is not None:
+            return fastest
+        floor = self.floors.get((pool, mesh), 0.0) if common else 0.0
+        return max(floor, self._alone[pool][kind] / n_devices(mesh))
 
     @cached_property
-    def _common(self) -> tuple[int, int, int]:
-        """The number of the commonest kind, of its first block, and how many blocks there are of it."""
-        kinds = kinds_of(self.blocks)
-        common = max(set(kinds), key=lambda k: (kinds.count(k), -k))
-        return common, kinds.index(common), kinds.count(common)
+    def _counts(self) -> dict[int, int]:
+        """How many blocks there are of each kind, by its number."""
+        return Counter(kinds_of(self.blocks))
 
     @cached_property
-    def _alone(self) -> list[float]:
-        """What the commonest block takes on one device of each pool: a part of a cut operator never takes less than
+    def _common(self) -> int:
+        """The number of the commonest kind."""
+        return max(self._counts, key=lambda k: (self._counts[k], -k))
+
+    @cached_property
+    def _blocks_of_kinds(self) -> dict[int, Block]:
+        """The first block of every kind."""
+        return dict(reversed(list(zip(kinds_of(self.blocks), self.blocks, strict=True))))
+
+    @cached_property
+    def _alone(self) -> list[dict[int, float]]:
+        """What blocks of every kind take on one device of each pool: a part of a cut operator never takes less than
         its share (see :mod:`cost_models.compute`); 0 where the cost source does not promise that."""
         if not costs_of(self.cluster).share_bounds:
-            return [0.0] * len(self.pools)
+            return [dict.fromkeys(self._counts, 0.0) for _ in self.pools]
         least = []
         for pool in range(len(self.pools)):
-            self._solve(pool, ALONE)
-            seconds = self.fastest[pool, ALONE]
-            least.append(seconds if seconds < inf else 0.0)
+            seconds = {kind: self._fastest_of(pool, ALONE, kind) for kind in self._counts}
+            self.fastest[pool, ALONE] = seconds[self._common]
+            least.append({kind: s if s < inf else 0.0 for kind, s in seconds.items()})
         return least
 
-    def _solve(self, pool: int, mesh: Mesh) -> None:
-        """Find what the commonest block takes at least; for ever if it cannot be planned."""
-        if (pool, mesh) in self.fastest:
-            return
+    def _solve_next(self, meshes: tuple[Mesh, ...]) -> bool:
+        """Find what blocks of one more kind take on meshes at least, those that take the most first; whether there is
+        a kind of which it was not known. On many devices the commonest kind's is enough for a bound: some of the
+        others are seldom, and take long to plan."""
+        for pool, mesh in enumerate(meshes):
+            if (pool, mesh) not in self.fastest:
+                self.fastest[pool, mesh] = self._fastest_of(pool, mesh, self._common)
+                return True
+        others = sorted((k for k in self._counts if k != self._common), key=self._weight, reverse=True)
+        for kind in others if self.thorough else ():
+            for pool, mesh in enumerate(meshes):
+                if (pool, mesh, kind) not in self._of_others:
+                    self._of_others[pool, mesh, kind] = self._fastest_of(pool, mesh, kind)
+                    return True
+        return False
+
+    def _weight(self, kind: int) -> float:
+        """What all blocks of a kind take on one device."""
+        return self._counts[kind] * self._alone[0][kind]
+
+    def _fastest_of(self, pool: int, mesh: Mesh, kind: int) -> float:
+        """What a block takes at least; for ever if it cannot be planned."""
         try:
-            block = self.blocks[self._common[1]]
-            self.fastest[pool, mesh] = self.menus.fastest(block, mesh, self._first(pool, mesh))
+            return self.menus.fastest(self._blocks_of_kinds[kind], mesh, self._first(pool, mesh))
         except InfeasibleError as error:
             self.infeasible = self.infeasible or error
-            self.fastest[pool, mesh] = inf
+            return inf
 
     def _first(self, pool: int, mesh: Mesh) -> Sequence[int]:
         """The first devices of a pool for a mesh."""

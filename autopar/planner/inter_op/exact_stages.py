@@ -53,7 +53,8 @@ REFINED = 4
 SHARES = 16
 """Parts into which a group's memory is divided for every two of its stages: so that many stages get the same limit."""
 WORTH = 1.1
-"""On few devices, a stage is not searched to its end if it alone takes this factor of the best step so far."""
+"""On few devices, a stage is not searched to its end if it alone takes this factor of the best step so far; what is no
+pipeline, if it takes as long."""
 LARGE_GAP = 0.06
 """The gap that is good enough for stages where memory binds; on few devices, until the best is known."""
 
@@ -292,7 +293,8 @@ class ExactPlans:
             if not thorough:
                 wishes = replace(wishes, memory_gap=max(wishes.memory_gap, LARGE_GAP))
             if self.n_devices <= SMALL:
-                wishes = replace(wishes, worth_seconds=WORTH * best_known)
+                worth = best_known if candidate.groups == 1 else WORTH * best_known
+                wishes = replace(wishes, worth_seconds=worth)
             options = replace(
                 wishes, in_flight=live[stage.number], params=pins or None,
                 microbatches=self.asked.microbatches,

@@ -27,6 +27,7 @@ from autopar.planner.inter_op.blocks import Block
 from autopar.planner.inter_op.equal import FAR, NEAR, Equal, Need
 from autopar.planner.inter_op.exact_stages import SMALL, Candidate, Exact, ExactPlans, PipelineOptions
 from autopar.planner.inter_op.menu import Menus
+from autopar.planner.inter_op.one_group import least_seconds, one_group
 from autopar.planner.inter_op.order import SEARCHED, START, check_name
 from autopar.planner.inter_op.stage_pins import allows
 from autopar.planner.inter_op.unequal import Unequal
@@ -61,9 +62,9 @@ this factor of the best: the programs of their stages, where memory binds, take 
 INTERRUPTED = "the search was interrupted: this is the best plan so far"
 CLOSE = 0.005
 """On more than :data:`SMALL` devices, the next is planned exactly if it looks at most this much worse than the best."""
-MARGIN = 0.9
+MARGIN, CLOSER, KNOWN = 0.9, 0.98, 8
 """On few devices, a way is not planned exactly if it takes longer than the best even where its estimate is as much too
-long as the worst so far, and a tenth more."""
+long as the worst so far, and a tenth more; a fiftieth, once so many errors are known."""
 NUMBERS = 4
 """Numbers of microbatches of which the best few ways are planned exactly; of the best two, all that are near."""
 WORTH_A_LOOK = 2.0
@@ -115,13 +116,20 @@ def plan_pipeline(
         first = searches[0].graph
         segments_of(first, rules_of(first, fold(first).representative), asked.options.recompute)
     exact_plans: list[Exact] = []
-    stopped = False
+    bounds = [0.0] * len(searches)
+    stopped = alone = False
+    if n_devices <= SMALL and asked.starts is None and asked.groups in (None, 1):
+        alone = True
+        stopped = _in_one_group(searches, bounds, exact_plans, asked.top)
     for share in ROOM:
-        numbers = _Numbers(searches, share)
+        if stopped or (exact_plans and asked.groups == 1):
+            break
+        fewest = 2 if alone and asked.groups is None else 1  # where one group is asked for, estimates say what it needs
+        numbers = _Numbers(searches, share, bounds, _to_beat(exact_plans, asked.top), fewest)
         try:
             numbers.look()
         except KeyboardInterrupt:
-            if not numbers.found:
+            if not numbers.found and not exact_plans:
                 raise
             stopped = True
         stopped |= _planned_exactly(numbers.promising(), n_devices, exact_plans, asked.top, stopped)
@@ -145,12 +153,67 @@ def plan_pipeline(
     return Planned(replace(best.plan, notes=notes), best.timeline, seconds, tuple(tried.values()))
 
 
+def _to_beat(exact_plans: Sequence[Exact], top: int) -> float:
+    """Seconds of the last of the best plans of so many different layouts: what takes longer is of no interest."""
+    best_of: dict[str, float] = {}
+    for plan in exact_plans:
+        best_of[plan.what] = min(best_of.get(plan.what, inf), plan.seconds)
+    return sorted(best_of.values())[top - 1] if len(best_of) >= top else inf
+
+
+def _in_one_group(
+    searches: Sequence[_Search], bounds: list[float], exact_plans: list[Exact], top: int
+) -> bool:
+    """Add exact plans in one group of all devices; whether Ctrl-C ended it. ``bounds`` are filled in, as far as needed.
+
+    Every number of microbatches whose bound is below the best plan so far is planned on every mesh; on meshes of more
+    axes, the best number alone, and where its commonest block is faster there.
+    """
+
+    def plan(search: _Search, mesh: Mesh) -> float:
+        try:
+            one = search.exact(one_group(mesh), _to_beat(exact_plans, top))
+        except Beaten:
+            return inf
+        except InfeasibleError as error:
+            search.infeasible = search.infeasible or error
+            return inf
+        if one is not None:
+            exact_plans.append(one)
+        return one.seconds if one is not None else inf
+
+    n, seconds = searches[0].n_devices, [inf] * len(searches)
+    try:
+        order = list(range(len(searches)))
+        for n_axes in range(1, AXES + 1):  # those of one axis are planned in no time, and tell which numbers are good
+            for k in order:
+                bounds[k] = bounds[k] or max(least_seconds(searches[k]), *bounds[:k], 0.0)
+                if bounds[k] >= _to_beat(exact_plans, top):  # so are those of smaller microbatches
+                    bounds[k:] = [max(bounds[k], bound) for bound in bounds[k:]]
+                    continue
+                for mesh in searches[k].shapes(n):
+                    if len(mesh) == n_axes:
+                        seconds[k] = min(seconds[k], plan(searches[k], mesh))
+            order.sort(key=lambda k: seconds[k])
+        if exact_plans:
+            best = min(exact_plans, key=lambda p: p.seconds)
+            number = [search is best.search for search in searches].index(True)
+            if bounds[number] < DEEPER * best.seconds:
+                for mesh in searches[number].deeper_shapes(best.candidate.meshes[0]):
+                    plan(searches[number], mesh)
+    except KeyboardInterrupt:
+        if not exact_plans:
+            raise
+        return True
+    return False
+
+
 def _planned_exactly(
     promising: Sequence[tuple[_Search, Candidate]], n_devices: int, exact_plans: list[Exact], top: int, stopped: bool
 ) -> bool:
     """Add exact plans of what is promising, the best first, to what was found: at least ``top`` different ones, if
     there are; where Ctrl-C ended the search, only the first that fits. Whether Ctrl-C ended it early here."""
-    failed, trust = 0, MARGIN
+    failed, errors = 0, list[float]()
     for search, candidate in promising:
         if stopped and exact_plans:
             break
@@ -162,7 +225,7 @@ def _planned_exactly(
             break  # simulated with the times of the estimate, which are seldom much too long
         if n_devices > SMALL and top > 1 and search.what(candidate) in different:
             continue
-        if n_devices <= SMALL and len(exact_plans) >= max(CANDIDATES, top) and candidate.seconds * trust > least:
+        if n_devices <= SMALL and len(different) >= top and errors and candidate.seconds * _trust(errors) > least:
             continue
         try:
             one = search.exact(candidate, least if top == 1 else inf)
@@ -179,8 +242,13 @@ def _planned_exactly(
         if one is not None:
             exact_plans.append(one)
             if candidate.seconds:
-                trust = min(trust, MARGIN * one.seconds / candidate.seconds)
+                errors.append(one.seconds / candidate.seconds)
     return False
+
+
+def _trust(errors: Sequence[float]) -> float:
+    """What part of an estimate a step takes at least, by the exact steps over their estimates so far."""
+    return 0.0 if len(errors) < CANDIDATES else (MARGIN if len(errors) < KNOWN else CLOSER) * min(1.0, *errors)
 
 
 def _nothing_fits(searches: Sequence[_Search], asked: PipelineOptions, n_devices: int) -> PlanError | InfeasibleError:
@@ -220,11 +288,16 @@ class _Numbers:
     Attributes:
         searches: from the fewest microbatches to the most.
         share: of the devices' memory that the estimates may fill: less where they turned out to be too hopeful.
+        bounds: of every search, seconds that no step in so many microbatches beats.
+        to_beat: seconds of what is planned exactly already; it has fewer than ``fewest_groups``.
         found: ``(seconds, place among those of its number, search, candidate)``.
     """
 
     searches: Sequence[_Search]
     share: float
+    bounds: Sequence[float]
+    to_beat: float = inf
+    fewest_groups: int = 1
     found: list[tuple[float, int, _Search, Candidate]] = field(default_factory=list)
     whole: dict[tuple[int, int, Mesh], float] = field(default_factory=dict)
     """What the commonest block takes for the whole batch, by search."""
@@ -242,7 +315,9 @@ class _Numbers:
         """
         if len(self.searches) == 1 or self.searches[0].asked.starts is not None:
             for search in self.searches:
-                self._take(search, search.candidates(share=self.share))
+                self._take(search, search.candidates(
+                    share=self.share, beaten=self.to_beat, fewest=self.fewest_groups
+                ))
             self._look_deeper()
             return
         if not self.few:
@@ -259,18 +334,16 @@ class _Numbers:
         self._look_deeper()
 
     def _look_deeper(self) -> None:
-        """Look at meshes of more axes for the number of microbatches and of groups that is best so far; on few devices,
-        also for the best single group, which a pipeline may only seem to beat."""
+        """Look at meshes of more axes for the number of microbatches and of groups that is best so far."""
         ways = sorted(self.found, key=lambda f: f[:2])
-        alone = [f for f in ways if f[3].groups == 1] if self.few else []
-        for _, _, search, candidate in {(id(f[2]), f[3].groups): f for f in (*alone[:1], *ways[:1])}.values():
+        for _, _, search, candidate in ways[:1]:
             equal = len({n_devices(mesh) for mesh in candidate.meshes}) == 1
             if search.asked.mesh or search.asked.starts is not None or not equal or search.asked.max_axes <= AXES:
                 continue
             search.most_axes = search.asked.max_axes
             far = NEAR if self.few else DEEPER
             try:
-                deeper = search.candidates(None, ways[0][0], far, self.share, candidate.groups)
+                deeper = search.candidates(None, ways[0][0], far, self.share, candidate.groups, self.to_beat)
                 self._take(search, [c for c in deeper if c.seconds <= far * ways[0][0]])
             finally:
                 search.most_axes = AXES
@@ -278,12 +351,15 @@ class _Numbers:
     def _look_at(self, number: int) -> bool:
         """Whether a number is near the best."""
         search, m = self.searches[number], self.searches[number].asked.microbatches
+        if self.bounds[number] >= self.to_beat:
+            return False
         best = min((f[0] for f in self.found), default=inf)
         floors: dict[tuple[int, Mesh], float] = {}
         for (n, pool, mesh), seconds in self.whole.items():
             if n <= number and costs_of(search.cluster).share_bounds:
                 floors[pool, mesh] = max(floors.get((pool, mesh), 0.0), seconds / m)
-        candidates = search.candidates(floors, best, WORTH_A_LOOK if self.few else NEAR, self.share)
+        far = WORTH_A_LOOK if self.few else NEAR
+        candidates = search.candidates(floors, best, far, self.share, beaten=self.to_beat, fewest=self.fewest_groups)
         self._take(search, candidates)
         self.whole.update({(number, pool, mesh): s * m for (pool, mesh), s in search.fastest.items() if s < inf})
         return bool(candidates) and candidates[0].seconds <= NEAR * best
@@ -300,12 +376,10 @@ class _Numbers:
             return [(s, c) for _, _, s, c in ordered]
         near = [f for f in ordered if f[0] <= WORTH_A_LOOK * ordered[0][0]]
         counts = list(dict.fromkeys(id(f[2]) for f in near))  # by the best estimate of each number of microbatches
-        picked = [
+        return [
             (s, c) for _, k, s, c in near
             if id(s) in counts[:2] or (id(s) in counts[:NUMBERS] and k < CANDIDATES)
         ]  # fmt: skip
-        alone = [(s, c) for _, _, s, c in ordered if c.groups == 1][:CANDIDATES]  # one stage is planned in no time
-        return [*picked, *(pair for pair in alone if pair not in picked)]
 
 
 @dataclass(eq=False)
@@ -320,12 +394,12 @@ class _Search(ExactPlans):
 
     def candidates(
         self, floors: Mapping[tuple[int, Mesh], float] | None = None, best_known: float = inf, far: float = FAR,
-        share: float = 1.0, groups: int | None = None,
+        share: float = 1.0, groups: int | None = None, beaten: float = inf, fewest: int = 1,
     ) -> list[Candidate]:  # fmt: skip
         """The most promising ways to cut, by estimate.
 
         Args:
-            floors, best_known, far: as for :class:`Equal`.
+            floors, best_known, far, beaten, fewest: as for :class:`Equal`.
             share: of the devices' memory that may be filled.
             groups: how many, where the user leaves that open; None for any number.
         """
@@ -335,9 +409,9 @@ class _Search(ExactPlans):
         schedules = tuple(dict.fromkeys(START if name == SEARCHED else name for name in asked.schedules))
         pools = self._pools
         search = Equal(
-            self.cluster, pools, self.blocks, self.menus, self._shapes, schedules, asked.microbatches,
+            self.cluster, pools, self.blocks, self.menus, self.shapes, schedules, asked.microbatches,
             [share * self.limit(pool) for pool in pools], asked.groups or groups, floors or {}, best_known, far,
-            self.n_devices <= SMALL and self.most_axes == AXES,
+            self.n_devices <= SMALL and self.most_axes == AXES, beaten, fewest,
         )  # fmt: skip
         cuts = search.cuts()
         self.fastest = search.fastest
@@ -376,7 +450,7 @@ class _Search(ExactPlans):
                     continue
                 if self.asked.groups not in (None, groups) or (groups == 1 and n_stages > 1):
                     continue
-                candidates += [_equal(groups, mesh, name, bounds) for mesh in self._shapes(self.n_devices // groups)]
+                candidates += [_equal(groups, mesh, name, bounds) for mesh in self.shapes(self.n_devices // groups)]
         return candidates
 
     def _named(self, fill: Fill) -> str:
@@ -422,7 +496,7 @@ class _Search(ExactPlans):
         starts += [self.name(block.end)] if block.end < len(self.ops) else []
         return cut(self.graph, starts)[1 if block.first else 0].graph
 
-    def _shapes(self, size: int) -> list[Mesh]:
+    def shapes(self, size: int) -> list[Mesh]:
         """Mesh shapes of a group. The last axis joins neighbours; one larger than a node is better split in two."""
         if self.asked.mesh:
             return [self.asked.mesh] if n_devices(self.asked.mesh) == size else []
@@ -432,6 +506,25 @@ class _Search(ExactPlans):
         if self.most_axes > AXES:  # those with fewer were looked at before
             shapes = [m for m in shapes if len(m) > AXES]
         return [m for m in shapes if allows(m, self.asked.options)]
+
+    def deeper_shapes(self, fewer: Mesh) -> list[Mesh]:
+        """Meshes of all devices with more than :data:`AXES` axes, on which the commonest block is faster than on one of
+        fewer axes."""
+        if self.asked.mesh or self.asked.max_axes <= AXES:
+            return []
+        self.most_axes = self.asked.max_axes
+        shapes = self.shapes(self.n_devices)
+        self.most_axes = AXES
+        common, _ = Counter(b.kind for b in self.blocks).most_common(1)[0]
+        block, devices = next(b for b in self.blocks if b.kind == common), range(self.n_devices)
+        faster = []
+        for mesh in shapes:
+            try:
+                before = self.menus.fastest(block, fewer, devices)
+                faster += [mesh] if self.menus.fastest(block, mesh, devices) <= DEEPER * before else []
+            except InfeasibleError:
+                continue
+        return faster
 
     @cached_property
     def _pools(self) -> list[list[int]]:

@@ -374,7 +374,8 @@ class Builder:
         grad = graph.nodes[ref.node].needs_grad and graph.spec(ref).is_float
         whole = whole_state(mesh, grad)
         sent = number < graph.sends
-        if (not sent and (graph.loss is None or graph.loss == number)) or not graph.spec(ref).shape:
+        stands_alone = graph.loss is None and not graph.sends  # the loss of a stage that sends is made by a later one
+        if (not sent and (stands_alone or graph.loss == number)) or not graph.spec(ref).shape:
             return [whole]
         fixed = {
             State(whole_placement(grad) if p.is_pending or (grad and p.is_whole) else p for p in s)

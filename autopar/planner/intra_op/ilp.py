@@ -116,6 +116,15 @@ class HighsProgram:
         self._relaxed = self._relaxed or self.relaxed()
         return self.choice(self._relaxed) if self._relaxed is not None and self._relaxed.whole else None
 
+    def least(self) -> float:
+        """Seconds that no choice within the limit beats; 0 if the relaxation was not solved in time.
+
+        Raises:
+            InfeasibleError: nothing satisfies the limit.
+        """
+        self._relaxed = self._relaxed or self.relaxed()
+        return self._relaxed.bound / self.scale if self._relaxed is not None else 0.0
+
     def pairs(self) -> Iterator[tuple[Choice, Choice]]:
         """Two choices whose mixture solves the relaxation under the limit: a faster, larger one and a smaller.
 
@@ -236,6 +245,8 @@ class HighsProgram:
         if whole is not None:
             return whole
         if self.problem.limit_bytes is None:
+            if self.least() >= worth_seconds:
+                raise Beaten
             return self.choice(self.best(0.0))
         start: _Point | None = None
         if gap > 0.0 and self._relaxed is not None:
@@ -423,6 +434,10 @@ class ByCbc:
     def whole(self) -> Choice | None:
         """Not known before the problem is solved."""
         return None
+
+    def least(self) -> float:
+        """Not known before the problem is solved."""
+        return 0.0
 
     def pairs(self) -> Iterator[tuple[Choice, Choice]]:
         """Not known."""

@@ -14,7 +14,7 @@ from autopar.planner.intra_op import ilp
 from autopar.planner.intra_op.build import Decided
 from autopar.planner.intra_op.mesh_problem import MeshProblem
 from autopar.planner.intra_op.options import Options, device_limit
-from autopar.planner.intra_op.problem import Choice
+from autopar.planner.intra_op.problem import Beaten, Choice
 from autopar.planner.intra_op.space import fitting_strategy
 from autopar.planner.intra_op.within_memory import UNLIMITED, WithinMemory
 from autopar.rules.strategy import Strategy
@@ -45,8 +45,10 @@ def plan_graph(
     if limit == float("inf"):
         return keeping.plan()
     free = keeping.free()
-    if free is not None:
+    if free.price.memory_bytes <= limit:
         return free
+    if free.price.seconds >= options.worth_seconds:  # with all memory that it wants, and what saves memory takes longer
+        raise Beaten
     failed: InfeasibleError | None = None
     best: StagePlan | None = None
     try:  # the same problem, and more to choose from

@@ -11,7 +11,7 @@ from autopar.planner.intra_op import ilp
 from autopar.planner.intra_op.build import Decoder
 from autopar.planner.intra_op.mesh_problem import MeshProblem
 from autopar.planner.intra_op.mixture import mixture
-from autopar.planner.intra_op.problem import ROUNDING, Choice, Item, Problem
+from autopar.planner.intra_op.problem import ROUNDING, Beaten, Choice, Item, Problem
 from autopar.texts import show_bytes
 
 ATTEMPTS = 8
@@ -59,6 +59,8 @@ class WithinMemory:
         fits_at, too_much, target, refined = 0.0, limit, limit, 0
         for attempt in range(ATTEMPTS):
             try:
+                if attempt == 0 and program.least() >= self.setting.options.worth_seconds:
+                    raise Beaten
                 if attempt == 0 and gap > 0.0:
                     plan = mixture(
                         self.setting.graph, self.setting.folding, program, self.decoder, limit, self.setting.realise,
@@ -98,10 +100,13 @@ class WithinMemory:
             program.limit(target)
         return best if best is not None else self._smallest(tried, bound)
 
-    def free(self) -> StagePlan | None:
-        """The fastest plan, if it fits: the limit does not bind it then."""
-        plan = self._finish(self._program(self.problem).solve())
-        return plan if plan.price.memory_bytes <= self.limit else None
+    def free(self) -> StagePlan:
+        """The fastest plan, whatever memory it needs: if it fits, the limit does not bind it.
+
+        Raises:
+            Beaten: it is not worth the search.
+        """
+        return self._finish(self._program(self.problem).solve(worth_seconds=self.setting.options.worth_seconds))
 
     def _program(self, problem: Problem) -> ilp.HighsProgram | ilp.ByCbc:
         options = self.setting.options

@@ -1,0 +1,114 @@
+"""One group of all devices goes from a bound to its exact plan; bounds hold, and what they exclude is not planned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+from zoo import ZOO
+
+from autopar import verify as V
+from autopar.capture import capture
+from autopar.capture.microbatches import numbers_of_parts, resized
+from autopar.graph import Graph
+from autopar.placements import n_devices, whole_state
+from autopar.plan import Plan
+from autopar.planner.inter_op import stage_search
+from autopar.planner.inter_op.menu import Menus
+from autopar.planner.inter_op.one_group import least_seconds
+from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
+from autopar.planner.intra_op.mesh_plan import Options, plan_graph
+from autopar.staging import crossings_of, cut
+from cost_models.pipeline import build
+from hardware_profiles import load_cluster
+
+ROWS, DEVICES = 4, 4
+
+
+@cache
+def graphs() -> dict[int, Graph]:
+    """A small GPT-2 with many words, which its head and its embedding share, by number of microbatches."""
+    config = GPT2Config(
+        vocab_size=16384, n_positions=128, n_embd=256, n_layer=3, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0,
+        attn_pdrop=0.0, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(config)
+
+    def graph(rows: int) -> Graph:
+        ids = torch.zeros(rows, 128, dtype=torch.long, device="meta")
+        return capture(model, (), {"input_ids": ids, "labels": ids}).graph
+
+    whole, half = graph(ROWS), graph(ROWS // 2)
+    return {m: resized(whole, half, ROWS, ROWS // 2, ROWS // m) for m in numbers_of_parts(ROWS)}
+
+
+def test_one_group_goes_from_its_bound_to_the_exact_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, sizes, planned = load_cluster("dgx-h100"), set(), []
+    real_ways, real_exact = Menus.ways, stage_search._Search.exact
+
+    def ways(self: Menus, block: Any, mesh: Any, devices: Any) -> Any:
+        sizes.add(n_devices(mesh))
+        return real_ways(self, block, mesh, devices)
+
+    def exact(self: Any, candidate: Any, *rest: Any, **more: Any) -> Any:
+        planned.append((self, candidate.groups, [p.seconds for p in plans]))
+        plan = real_exact(self, candidate, *rest, **more)
+        plans.extend([plan] if plan is not None else [])
+        return plan
+
+    plans: list[Any] = []
+    monkeypatch.setattr(Menus, "ways", ways)
+    monkeypatch.setattr(stage_search._Search, "exact", exact)
+    best = plan_pipeline(graphs(), cluster, DEVICES, PipelineOptions(1)).plan
+    assert DEVICES not in sizes, "blocks are estimated for pipelines alone"
+    for m, graph in graphs().items():
+        for mesh in ((("data", 4),), (("data", 2), ("tensor", 2)), (("tensor", 4),)):
+            alone = plan_graph(graph, cluster, mesh, Options(microbatches=m))
+            assert best.seconds <= alone.price.seconds * (1 + 1e-6), (m, mesh)
+    for search, groups, before in planned:
+        if groups == 1 and before:
+            assert least_seconds(search) < min(before), "what the bound excludes is not planned"
+
+
+def test_no_plan_is_faster_than_the_bound() -> None:
+    cluster = load_cluster("dgx-h100")
+    least = []
+    for m, graph in graphs().items():
+        bound = least_seconds(stage_search._Search(graph, cluster, DEVICES, PipelineOptions(m), ""))
+        for groups in (1, 2):
+            try:
+                asked = PipelineOptions(m, groups=groups)
+                seconds = plan_pipeline(graph, cluster, DEVICES, asked).plan.seconds
+            except stage_search.PlanError:
+                continue
+            assert 0 < bound <= seconds, (m, groups)
+        least.append(bound)
+    assert least == sorted(least), "smaller microbatches take no less time"
+
+
+def test_a_stage_leaves_other_outputs_of_the_model_in_pieces() -> None:
+    """Logits of a stage whose loss is made by the next one: gathering them takes longer than the stage."""
+    case = ZOO["gpt2"]()
+    captured = V.promoted(capture(case.model, case.args, case.kwargs))
+    graph = captured.graph
+    (loss,) = (graph.nodes[graph.outputs[graph.loss].node].name,)  # type: ignore[union-attr,index]
+    stages = cut(graph, [loss])
+    mesh = (("data", 2),)
+    plans = tuple(
+        plan_graph(s.graph, load_cluster("local-x4"), mesh, Options(), devices=(2 * s.number, 2 * s.number + 1))
+        for s in stages
+    )
+    assert len(stages[0].outputs) == 1 and plans[0].outputs[-1] != whole_state(mesh, True)
+    plan = Plan(graph.fingerprint, "", plans, build("1f1b", 2, 2, 1), crossings_of(stages))
+    weights, buffers = (V.doubled(values) for values in V.state_of(captured, case.model))
+    batches = [V.doubled(V.inputs_of(captured, case.args, case.kwargs))]
+    alone = replace(
+        plan, stages=(V.one_device(cut(graph, [])[0].graph),), schedule=build("1f1b", 1, 1, 1), crossings=()
+    )
+    mine, reference = (V.train_pipeline(captured, p, weights, buffers, batches, 1) for p in (plan, alone))
+    assert V.compare("", mine, reference).worst < 1e-9
