@@ -27,10 +27,12 @@ from autopar.plan import Plan
 from autopar.planning import Outcome
 from autopar.runtime.agree import TIMEOUT_SECONDS, ensure_process_group, mesh_group, share, together
 from autopar.runtime.executor import ParallelModule
+from autopar.runtime.groups import abort_groups
 from autopar.runtime.init import Init, is_meta
 from autopar.runtime.optimizers import replaced
 from autopar.runtime.original import Original
 from autopar.runtime.pipeline import PipelineModule
+from autopar.runtime.presence import alive
 from autopar.runtime.programs import Programs
 from autopar.torch_private import pytree
 from autopar.wishes import MOST_AXES, TIME_LIMIT_SECONDS, WISHES, documented
@@ -274,67 +276,68 @@ def parallelize(
     ensure_process_group(timeout if arguments.is_right("timeout", timeout) else TIMEOUT_SECONDS)
     device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
     group = mesh_group(device_mesh) if device_mesh is not None else dist.group.WORLD
-    move = arguments.check_call(group, given)
-    if profile is not None:
-        if isinstance(mesh, DeviceMesh | int):
-            cluster = profile_of(profile, cluster)
-        else:
-            mesh = profile_of(profile, mesh)
-    asked = spreading.on_all(group, lambda: _asked(given, device_mesh))
-    fixed = asked.microbatches  # of 1 where it is to be chosen
+    with alive(group, "parallelize", abort_groups):
+        move = arguments.check_call(group, given)
+        if profile is not None:
+            if isinstance(mesh, DeviceMesh | int):
+                cluster = profile_of(profile, cluster)
+            else:
+                mesh = profile_of(profile, mesh)
+        asked = spreading.on_all(group, lambda: _asked(given, device_mesh))
+        fixed = asked.microbatches  # of 1 where it is to be chosen
 
-    def first(microbatches: int) -> Any:
-        """The first of so many parts of the batch: ``(args, kwargs, targets)``."""
-        return first_part(_example(model, example_inputs, example_kwargs, targets), microbatches)
+        def first(microbatches: int) -> Any:
+            """The first of so many parts of the batch: ``(args, kwargs, targets)``."""
+            return first_part(_example(model, example_inputs, example_kwargs, targets), microbatches)
 
-    def taken() -> Captured:
-        args, kwargs, of_loss = first(fixed)
-        return capture(model, args, example_kwargs=kwargs, loss_fn=loss_fn, targets=of_loss)
+        def taken() -> Captured:
+            args, kwargs, of_loss = first(fixed)
+            return capture(model, args, example_kwargs=kwargs, loss_fn=loss_fn, targets=of_loss)
 
-    captured = spreading.on_all(group, taken)
-    _same_model(captured, model, group)
-    if verify_capture:
-        args, kwargs = split_inputs(example_inputs, example_kwargs)
-        _compare(captured, model, first_part((args, kwargs, targets), fixed), group)
+        captured = spreading.on_all(group, taken)
+        _same_model(captured, model, group)
+        if verify_capture:
+            args, kwargs = split_inputs(example_inputs, example_kwargs)
+            _compare(captured, model, first_part((args, kwargs, targets), fixed), group)
 
-    records = spreading.records_of(group, model, mesh) if plan is None else []
+        records = spreading.records_of(group, model, mesh) if plan is None else []
 
-    def decide() -> Outcome:
-        if plan is None:
-            where, n, name = spreading.hardware_of(model, mesh, cluster, records)
-            return planning.find(model, captured, lambda: first(1), where, n, asked, name)
-        return _given(plan, part, get_cluster(cluster) if cluster is not None else None)
+        def decide() -> Outcome:
+            if plan is None:
+                where, n, name = spreading.hardware_of(model, mesh, cluster, records)
+                return planning.find(model, captured, lambda: first(1), where, n, asked, name)
+            return _given(plan, part, get_cluster(cluster) if cluster is not None else None)
 
-    def part(microbatches: int) -> Captured:
-        """One of so many parts of the batch."""
-        return captured if microbatches == fixed else planning.part_of(model, captured, first(1), microbatches)
+        def part(microbatches: int) -> Captured:
+            """One of so many parts of the batch."""
+            return captured if microbatches == fixed else planning.part_of(model, captured, first(1), microbatches)
 
-    one, decided = spreading.agreed(decide, captured, group, part)
-    if device_mesh is not None and (len(decided.stages) > 1 or "pipe" in (device_mesh.mesh_dim_names or ())):
-        spreading.groups_of(device_mesh, None)  # a mesh for stages, of which each takes its part
-        device_mesh = None
-    if verify_capture and decided.microbatches > 1 and dist.get_rank(group) == 0:
-        said = difference_by_parts(one, model, first(1), decided.microbatches)
-        if said:
-            warnings.warn(said, stacklevel=2)
-    pm = spreading.spread(model, one, decided, group, device_mesh=device_mesh, init=init)
-    follows_shapes = shapes == "any" and len(decided.stages) == 1
-    if follows_shapes or on_change == "recapture":
-        planner = None
-        if len(decided.stages) == 1:
-            cluster_of_plan = spreading.hardware_when_asked(decided, model, mesh, cluster, records)
-            planner = recapture.planner_of(decided, cluster_of_plan, group)
-        programs = Programs(
-            model, one.example, pm.skeleton_for_programs(model), _ranks_of(pm), planner,
-            recapture.comparer_of(group) if verify_capture else None,
-            shapes=follows_shapes, values=on_change == "recapture",
-        )  # fmt: skip
-        pm.follow(programs)
-    if move is not None:
-        move.to(pm, group)
-    replaced(dict(model.named_parameters(remove_duplicate=False)))
-    object.__setattr__(pm, "_original", Original(model, pm))
-    return pm
+        one, decided = spreading.agreed(decide, captured, group, part)
+        if device_mesh is not None and (len(decided.stages) > 1 or "pipe" in (device_mesh.mesh_dim_names or ())):
+            spreading.groups_of(device_mesh, None)  # a mesh for stages, of which each takes its part
+            device_mesh = None
+        if verify_capture and decided.microbatches > 1 and dist.get_rank(group) == 0:
+            said = difference_by_parts(one, model, first(1), decided.microbatches)
+            if said:
+                warnings.warn(said, stacklevel=2)
+        pm = spreading.spread(model, one, decided, group, device_mesh=device_mesh, init=init)
+        follows_shapes = shapes == "any" and len(decided.stages) == 1
+        if follows_shapes or on_change == "recapture":
+            planner = None
+            if len(decided.stages) == 1:
+                cluster_of_plan = spreading.hardware_when_asked(decided, model, mesh, cluster, records)
+                planner = recapture.planner_of(decided, cluster_of_plan, group)
+            programs = Programs(
+                model, one.example, pm.skeleton_for_programs(model), _ranks_of(pm), planner,
+                recapture.comparer_of(group) if verify_capture else None,
+                shapes=follows_shapes, values=on_change == "recapture",
+            )  # fmt: skip
+            pm.follow(programs)
+        if move is not None:
+            move.to(pm, group)
+        replaced(dict(model.named_parameters(remove_duplicate=False)))
+        object.__setattr__(pm, "_original", Original(model, pm))
+        return pm
 
 
 def _asked(given: Mapping[str, Any], device_mesh: DeviceMesh | None) -> Asked:

@@ -25,8 +25,8 @@ from autopar.runtime.executor import ParallelModule, check_device_mesh
 from autopar.runtime.groups import backend_for, backends
 from autopar.runtime.init import Init, MetaValues, is_meta
 from autopar.runtime.pipeline import PipelineModule
-from autopar.runtime.plan_groups import mesh_of_own
-from autopar.runtime.store_meeting import alive, from_all
+from autopar.runtime.plan_groups import group_of_own, mesh_of_own
+from autopar.runtime.store_meeting import from_all
 from hardware_profiles import Cluster, ProfileError
 
 T = TypeVar("T")
@@ -191,8 +191,7 @@ def agreed(
     error: BaseException | None = None
     try:
         if first:
-            with alive(group):
-                decided = decide()
+            decided = decide()
             check_size(decided.plan, dist.get_world_size(group))
             text = planfile.dumps(decided.plan, decided.captured.graph) if dist.get_world_size(group) > 1 else ""
     except Exception as e:
@@ -245,11 +244,12 @@ def spread(
         device_mesh = mesh_of_own(captured.graph, plan.only(), device_type, range(dist.get_world_size()))
     on_all(group, lambda: check_device_mesh(device_mesh, plan.mesh) if one and device_mesh is not None else None)
     device = torch.device(device_type)
-    seed, values = first_seed(group), _values(model, group, device_mesh if one else None, init, device)
+    seed, of_own = first_seed(group), group_of_own(group, device)
+    values = _values(model, of_own, device_mesh if one else None, init, device)
     if isinstance(values, Meeting):
         meeting: Meeting | None = values
     else:
-        meeting = None if one else Meeting(group, device)
+        meeting = None if one else Meeting(of_own, device)
 
     def make() -> ParallelModule | PipelineModule:
         if one:

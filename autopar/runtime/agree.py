@@ -15,8 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import errors
 from autopar.errors import AutoparError, MeshError, RunError
+from autopar.runtime.failures import is_of_another_rank
 from autopar.runtime.groups import groups_on
-from autopar.runtime.store_meeting import from_first, meet
+from autopar.runtime.presence import after_loss
+from autopar.runtime.store_meeting import from_first, said_by
 from hardware_profiles.strict import parse_json
 
 TIMEOUT_SECONDS = 1800.0
@@ -98,15 +100,15 @@ def together(group: Any, error: BaseException | None) -> None:
         if error is not None:
             raise error
         return
-    mine = None if error is None else (type(error).__name__, str(error))
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    meet(group)
-    dist.all_gather_object(everyone, mine, group=group)
+    ranks = tuple(dist.get_process_group_ranks(group))
+    if error is not None and is_of_another_rank(error) and (news := after_loss(ranks)):
+        raise RunError(f"{news}\n  rank {dist.get_rank()} waited for it: {error}") from error
+    said = said_by(ranks, None if error is None else json.dumps([type(error).__name__, str(error)]))
     if error is not None:
         raise error
-    for rank, theirs in enumerate(everyone):
-        if theirs is not None:
-            raise _class_of(theirs[0])(f"on rank {rank}: {theirs[1]}")
+    for rank, text in said.items():
+        kind, message = parse_json(text)
+        raise _class_of(kind)(f"on rank {ranks.index(rank)}: {message}")
 
 
 @contextlib.contextmanager

@@ -137,7 +137,7 @@ class Failures:
     def _first_after(self, error: BaseException) -> str:
         """What became of the rank that a failed collective waited for, as far as ranks say it; empty if the error is
         not of another rank, but of what this one asked for."""
-        if not _is_of_another_rank(error):
+        if not is_of_another_rank(error):
             return self._first()
         with contextlib.suppress(dist.DistError, RuntimeError):
             self.store.set(f"lost {self.count + 1} {self.rank}", "")
@@ -157,7 +157,7 @@ class Failures:
     def note_end(self) -> None:
         """This rank ends between steps, with the error that ended the script if there was one."""
         error = getattr(sys, "last_value", None)
-        if self.where or (error is not None and _is_of_another_rank(error)):
+        if self.where or (error is not None and is_of_another_rank(error)):
             return  # it only waited for another one
         how = f": {type(error).__name__}: {str(error)[:SHOWN]}" if error is not None else "; its own output says why"
         with contextlib.suppress(dist.DistError, RuntimeError):
@@ -258,7 +258,8 @@ _GONE = (
 """What gloo, NCCL and stores say of a peer that is late, or gone."""
 
 
-def _is_of_another_rank(error: BaseException) -> bool:
+def is_of_another_rank(error: BaseException) -> bool:
+    """Whether it says that a peer, or the store, is gone or late."""
     return _is_of_a_collective(error) and any(word in str(error) for word in (*_LATE, *_GONE))
 
 
@@ -270,4 +271,4 @@ def _note_ends() -> None:
             failures.note_end()
 
 
-__all__ = ["Failures"]
+__all__ = ["SHOWN", "Failures", "is_of_another_rank"]

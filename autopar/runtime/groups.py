@@ -284,6 +284,13 @@ def backends() -> dict[str, str]:
     return dict(pair.split(":", 1) for pair in dist.get_backend_config().split(",") if ":" in pair)
 
 
+def abort_groups() -> None:
+    """End what is under way in all groups that autopar made (:meth:`Groups.abort`)."""
+    for groups in list(_of_worlds.values()):
+        if groups.made and groups.world is dist.group.WORLD:
+            groups.abort()
+
+
 @atexit.register
 def destroy_groups() -> None:
     """End all groups that were made here, if their world is still there.
@@ -301,5 +308,6 @@ def destroy_groups() -> None:
 
 
 __all__ = [
-    "Groups", "Wanted", "backend_for", "backends", "blocks", "channel", "destroy_groups", "groups_for", "groups_on",
+    "Groups", "Wanted", "abort_groups", "backend_for", "backends", "blocks", "channel", "destroy_groups", "groups_for",
+    "groups_on",
 ]  # fmt: skip

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.graph import Graph
@@ -53,6 +55,16 @@ def mesh_of_own(graph: Graph, stage: StagePlan, device_type: str, devices: Seque
     return groups.mesh(stage.mesh, devices)
 
 
+def group_of_own(group: Any, device: torch.device) -> Any:
+    """A group of autopar's with the ranks of ``group``, which all call it; ``group`` itself where there can be none."""
+    ranks = dist.get_process_group_ranks(group)
+    groups = groups_for(device, ranks)
+    if len(ranks) == 1 or not groups.possible:
+        return group
+    groups.make([Wanted(groups.ranks)])
+    return groups.of(ranks)
+
+
 def axes_together(graph: Graph, stage: StagePlan) -> list[tuple[int, ...]]:
     """The sets of several axes of a stage's mesh over which parameters are gathered, or their gradients summed."""
     shapes = {node.target: node.out.shape for _, node in graph.of_kind("param")}
@@ -65,4 +77,4 @@ def _of_stage(graph: Graph, stage: StagePlan, devices: Sequence[int]) -> Iterato
         yield from map(Wanted, blocks(stage.mesh, devices, axes))
 
 
-__all__ = ["groups_of", "mesh_of_own"]
+__all__ = ["group_of_own", "groups_of", "mesh_of_own"]

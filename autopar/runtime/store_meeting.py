@@ -7,9 +7,8 @@ then whether what it waits for is there.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import threading
+import sys
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -17,15 +16,16 @@ from typing import Any
 
 import torch.distributed as dist
 
-from autopar.errors import RunError
+from autopar.errors import RunError, first_few
+from autopar.runtime.presence import check_alive, name_of, within
 from autopar.torch_private import default_store, timeout_of_world
 
 FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 0.002, 0.25
 """How long a waiting rank sleeps between two looks: little at first, then longer and longer."""
 LEAST_SECONDS = 1800.0
 """How long ranks wait for each other at least, whatever the time-out of collectives is."""
-BEAT_SECONDS = 5.0
-"""How often a rank that the others wait for shows that it is alive."""
+TOLD_AFTER_SECONDS = 60.0
+"""After how long a rank that waits says for whom."""
 PIECE_BYTES = 1 << 22
 """Bytes of one entry of the store, which takes 8 MiB at most; longer texts have several entries."""
 
@@ -35,8 +35,7 @@ _numbers: dict[tuple[int, ...], Iterator[int]] = {}
 
 def _store(ranks: Sequence[int]) -> dist.Store:
     """The part of the store where these ranks meet."""
-    name = "-".join(map(str, ranks)) if len(ranks) < 9 else f"{len(ranks)} {zlib.crc32(repr(ranks).encode())}"
-    return dist.PrefixStore(f"autopar/meeting/{name}", default_store())
+    return dist.PrefixStore(f"autopar/meeting/{name_of(ranks)}", default_store())
 
 
 def _place(ranks: tuple[int, ...]) -> tuple[dist.Store, int]:
@@ -57,35 +56,58 @@ def meet(group: Any) -> None:
     Raises:
         RunError: some did not come in time.
     """
-    any_of(_ranks_of(group), False)
+    said_by(_ranks_of(group), None)
 
 
 def any_of(ranks: tuple[int, ...], says: bool) -> bool:
     """Whether one of these ranks says so; all of them call it, and wait until every one is here.
 
     Raises:
-        RunError: some did not come in time.
+        RunError: as for :func:`said_by`.
+    """
+    return bool(said_by(ranks, "so" if says else None))
+
+
+def said_by(ranks: tuple[int, ...], text: str | None) -> dict[int, str]:
+    """What these ranks say, of those that say something; all of them call it, and wait until every one is here.
+
+    Raises:
+        RunError: some did not come in time; or, within a call of all of them, one has ended.
     """
     store, number = _place(ranks)
-    if len(ranks) == 1:
-        return says
     rank = dist.get_rank()
-    if says:
+    if len(ranks) == 1:
+        return {} if text is None else {rank: text}
+    if text is not None:
+        store.set(f"{number}/text {rank}", text)
         store.set(f"{number}/says", "so")
     store.set(f"{number}/{rank}", "here")
     if store.add(f"{number}/count", 1) == len(ranks):
         store.set(f"{number}/all", "here")
-    end = time.monotonic() + max(LEAST_SECONDS, timeout_of_world().total_seconds())
+    began, told = time.monotonic(), False
+    most = max(LEAST_SECONDS, timeout_of_world().total_seconds())
     for _ in _looks():
         if store.check([f"{number}/all"]):
             break
-        if time.monotonic() > end:
-            missing = [each for each in ranks if not store.check([f"{number}/{each}"])]
-            raise RunError(
-                f"rank {rank} waited for {'rank' if len(missing) == 1 else 'ranks'} "
-                f"{', '.join(map(str, missing))}, which did not come: call the same functions of autopar on all ranks"
-            )
-    return bool(store.check([f"{number}/says"]))
+        check_alive(ranks)
+        waited = time.monotonic() - began
+        if waited > most or (waited > TOLD_AFTER_SECONDS and not told):
+            told, missing = True, [each for each in ranks if not store.check([f"{number}/{each}"])]
+            named = f"{'rank' if len(missing) == 1 else 'ranks'} {first_few([*map(str, missing)])}"
+            if waited > most:
+                raise RunError(
+                    f"rank {rank} waited for {named}, which did not come: call the same functions of autopar on all "
+                    "ranks"
+                )
+            if missing and rank == next(each for each in ranks if each not in missing):
+                print(
+                    f"autopar: rank {rank} has waited {waited:.0f} s for {named}; it goes on for {most - waited:.0f} s",
+                    file=sys.stderr, flush=True,
+                )  # fmt: skip
+    if not store.check([f"{number}/says"]):
+        return {}
+    speaking = [each for each in ranks if store.check([f"{number}/text {each}"])]
+    return {each: store.get(f"{number}/text {each}").decode() for each in speaking}
 
 
 def from_all(group: Any, text: str) -> list[str]:
@@ -95,17 +117,16 @@ def from_all(group: Any, text: str) -> list[str]:
         RunError: some did not come in time.
     """
     ranks = _ranks_of(group)
-    store, number = _place(ranks)
-    store.set(f"{number}/text {dist.get_rank()}", text)
-    any_of(ranks, False)
-    return [store.get(f"{number}/text {rank}").decode() for rank in ranks]
+    said = said_by(ranks, text)
+    return [said[rank] for rank in ranks]
 
 
 def from_first(group: Any, text: str | None) -> str:
     """The first rank's text on every rank of the group, however long the first rank takes to come here.
 
     Raises:
-        RunError: the first rank has shown no sign of life for a long time (:func:`alive`).
+        RunError: the first rank has ended, or has not come in time. Within a call of all of them
+            (:func:`~autopar.runtime.presence.alive`) it has all the time that it lives.
     """
     ranks = _ranks_of(group)
     store, number = _place(ranks)
@@ -117,42 +138,15 @@ def from_first(group: Any, text: str | None) -> str:
             store.set(f"{number}/piece {i}", piece)  # type: ignore[arg-type]
         store.set(f"{number}/pieces", str(len(pieces)))
         return text
-    silence = max(LEAST_SECONDS, timeout_of_world().total_seconds())
-    beats, heard, looked = -1, time.monotonic(), 0.0
+    end = time.monotonic() + max(LEAST_SECONDS, timeout_of_world().total_seconds())
     for _ in _looks():
         if store.check([f"{number}/pieces"]):
             break
-        now = time.monotonic()
-        if now - looked > BEAT_SECONDS:
-            looked, count = now, store.add("beats", 0)
-            beats, heard = count, now if count != beats else heard
-        if now - heard > silence:
-            raise RunError(f"rank {ranks[0]} decides for all ranks, and has not been heard of for {silence:g} s")
+        check_alive(ranks)
+        if time.monotonic() > end and not within(ranks):
+            raise RunError(f"rank {ranks[0]} decides for all ranks, and has not come to it in time")
     count = int(store.get(f"{number}/pieces"))
     return zlib.decompress(b"".join(store.get(f"{number}/piece {i}") for i in range(count))).decode()
-
-
-@contextlib.contextmanager
-def alive(group: Any) -> Iterator[None]:
-    """While the first rank of a group does in this context what the others wait for, they hear that it is alive."""
-    if dist.get_world_size(group) == 1 or dist.get_rank(group) != 0:
-        yield
-        return
-    store = _store(_ranks_of(group))
-    done = threading.Event()
-
-    def beat() -> None:
-        with contextlib.suppress(RuntimeError):  # the store may be gone
-            while not done.wait(BEAT_SECONDS):
-                store.add("beats", 1)
-
-    thread = threading.Thread(target=beat, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
 
 
 def _looks() -> Iterator[None]:
@@ -164,4 +158,4 @@ def _looks() -> Iterator[None]:
         seconds = min(1.3 * seconds, LONGEST_LOOK_SECONDS)
 
 
-__all__ = ["alive", "any_of", "from_all", "from_first", "meet"]
+__all__ = ["any_of", "from_all", "from_first", "meet", "said_by"]

@@ -269,10 +269,14 @@ class Post:
         return whole
 
 
-def clear(posts: Sequence[Post]) -> None:
-    """End a step that broke off, on every rank: nothing stays under way. All ranks call it with their posts, alike."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, [(post.posted, post.sent) for post in posts])
+def clear(posts: Sequence[Post], group: Any) -> None:
+    """End a step that broke off, on every rank: nothing stays under way. All ranks call it with their posts, alike.
+
+    Args:
+        group: of all ranks.
+    """
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, [(post.posted, post.sent) for post in posts], group=group)
     for i, post in enumerate(posts):
         posted = {rank: state[i][0].get(post.rank, 0) for rank, state in enumerate(everyone) if rank != post.rank}
         sent = {rank: state[i][1].get(post.rank, 0) for rank, state in enumerate(everyone) if rank != post.rank}

@@ -158,7 +158,7 @@ class Work:
         other how far they came; what was sent is received, and what is waited for is sent.
         """
         if self.broken:
-            clear([self.post, self.forward_post, self.ties.post])
+            clear([self.post, self.forward_post, self.ties.post], self.everyone)
             for flight in self.flights.values():
                 flight.drop()
         for flight in self.flights.values():

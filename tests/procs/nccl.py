@@ -28,7 +28,7 @@ from zoo import ZOO
 import autopar
 from autopar.capture import capture
 from autopar.errors import RunError
-from autopar.runtime import failures, store_meeting
+from autopar.runtime import failures, presence
 from autopar.runtime.agree import share
 from autopar.runtime.groups import Groups, destroy_groups
 from autopar.runtime.pipeline import PipelineModule
@@ -259,12 +259,12 @@ def comes_late(seconds: float) -> tuple[str, float]:
     """What the first rank gives after some seconds, in a group whose collectives are over sooner."""
     impatient = dist.new_group(timeout=datetime.timedelta(seconds=seconds / 4))
     text = None
-    if dist.get_rank() == 0:
-        with store_meeting.alive(impatient):
+    with presence.alive(impatient):
+        if dist.get_rank() == 0:
             time.sleep(seconds)
-        text = "long " * 2_000_000
-    start = time.monotonic()
-    got = share(impatient, text, None)
+            text = "long " * 2_000_000
+        start = time.monotonic()
+        got = share(impatient, text, None)
     return got[:9] + str(len(got)), time.monotonic() - start
 
 
