@@ -33,7 +33,8 @@ def inspect(
 ) -> None:
     """Show what autopar sees of a model: inputs, parameters, ops with their rules, repeated blocks.
 
-    Ops without a rule are kept whole on every rank; they stand first, because they limit what a plan can do. With
+    Ops without a rule are kept whole on every rank; they stand first, because they limit what a plan can do. Those
+    whose kernels on GPUs add in no fixed order are named: copies on several ranks may come apart by rounding. With
     --verify the captured graph and the model in eager mode run on the example batch, and on another one with other
     values, padding and labels: loss, gradients and buffers must be the same, or the first module that differs is named.
 
@@ -47,6 +48,7 @@ def inspect(
         return
     with progress("finding blocks"):
         from autopar.planner.intra_op.fold import fold
+        from autopar.rules.fixed_order import without_fixed_order
         from autopar.rules.registry import RULES, rules_of
 
         rules, blocks = rules_of(graph), fold(graph).blocks
@@ -85,6 +87,11 @@ def inspect(
         "without rule": {t: {"count": n, "first": where[t]} for t, n in sorted(counts.items()) if t not in RULES},
         "rules": {t: {"count": n, "rules": sorted(lines[t])} for t, n in counts.most_common() if t in RULES},
     }  # fmt: skip
+    loose: dict[str, dict[str, Any]] = {}
+    for op in without_fixed_order(graph):
+        row = loose.setdefault(op.node.target, {"count": 0, "first": op.node.where, "when": op.when, "why": op.why})
+        row["count"] += 1
+    facts["no fixed order on GPUs"] = loose
     if verified:
         facts["compared with eager mode"] = compared
     if graph_text:
@@ -145,6 +152,9 @@ def _print(facts: dict[str, Any]) -> None:
         console.print(f"  block of {block['ops']} ops x {block['repeats']}: {block['first']} .. {block['last']}")
     if not facts["blocks"]:
         console.print("  no repeated blocks")
+    for target, row in facts["no fixed order on GPUs"].items():
+        first = f"{row['count']} {target}, {row['when']}: {row['why']}; the first is {row['first']}"
+        console.print(f"  adds in no fixed order on GPUs: {first}", markup=False)
     if facts["without rule"]:
         table = Table("op without a rule (kept whole)", "count", "first", header_style="bold yellow")
         for target, row in facts["without rule"].items():

@@ -10,6 +10,7 @@ from zoo import ZOO
 
 from autopar.capture import capture
 from autopar.errors import RunError
+from autopar.rules.fixed_order import _BACKWARD, _FORWARD, without_fixed_order
 from autopar.runtime.same_batch import _compare_parameters, first_readers, is_checked
 from autopar.runtime.samples import Copy, Seen, fingerprint, sums_of
 
@@ -67,3 +68,29 @@ def test_the_first_that_differs_is_named_with_its_operator() -> None:
         _compare_parameters([copies({}), copies({late: 2.0, early: 2.0})], reader)
     assert f"parameter '{early}' (read by {reader(early)[1]}) has other values on rank 1" in str(raised.value)
     assert "c_attn" in reader(early)[1]
+
+
+class _Loose(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.linear = torch.nn.Conv2d(3, 4, 3), torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        y = torch.nn.functional.interpolate(self.conv(x), scale_factor=2, mode="bilinear")
+        nearest = torch.nn.functional.interpolate(x, scale_factor=2)  # no gradient, and nothing is added
+        z = self.linear(y.mean((2, 3)))
+        w = torch.zeros_like(z).index_add(0, index, z)
+        return torch.zeros_like(z).index_put((index,), w, accumulate=True).sum() + nearest.mean()
+
+
+def test_operators_without_a_fixed_order_are_listed() -> None:
+    graph = capture(_Loose(), (torch.rand(2, 3, 8, 8), torch.tensor([0, 0])), {}).graph
+    found = [(op.node.target.split(".")[1], op.when) for op in without_fixed_order(graph)]
+    assert found == [
+        ("conv2d", "forward and backward"), ("upsample_bilinear2d", "backward"), ("index_add", "forward"),
+        ("index_put", "forward"),
+    ]  # fmt: skip
+
+
+def test_every_operator_of_the_list_is_one_of_torch() -> None:
+    assert all(hasattr(torch.ops.aten, name.removeprefix("aten.")) for name in (*_FORWARD, *_BACKWARD))
