@@ -1,4 +1,4 @@
-# make test | test-all | lint | demo | clean    Each sets up .venv first, when it is missing or out of date.
+# make test | test-all | lint | demo | gpu | clean    Each sets up .venv first, when it is missing or out of date.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.stamp
@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 # One thread each: worker processes share few cores, and sums come out in the same order every time.
 export OMP_NUM_THREADS := 1
 
-.PHONY: setup test test-all lint demo clean
+.PHONY: setup test test-all lint demo gpu clean
 
 setup: $(STAMP)
 
@@ -32,6 +32,10 @@ lint: $(STAMP)
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
+
+# The first hour on GPUs (docs/gpu.md): checks and times as one table; says so where there is no GPU.
+gpu: $(STAMP)
+	$(BIN)/python benchmarks/first_hour.py
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
