@@ -31,7 +31,7 @@ from autopar.plan import StagePlan, route_key, segment_numbers
 from autopar.regather import makes_memory, regathered, segment_outputs
 from autopar.rules.aliasing import may_alias
 from autopar.rules.distributed import length_of
-from autopar.rules.local import PieceSize, Seed, is_told_device, local_call
+from autopar.rules.local import PieceSize, Seed, gives_list, is_told_device, local_call
 from autopar.rules.notation import Rule
 from autopar.rules.operator_call import In, call_of
 from autopar.rules.registry import rules_of
@@ -226,7 +226,7 @@ class _Emitter:
             "node": node.name, "ins": list(strategy.ins), "outs": list(strategy.outs), "options": strategy.names,
             "alias": may_alias(whole),
         }  # fmt: skip
-        if len(node.outs) == 1:
+        if len(node.outs) == 1 and not gives_list(call.fn):
             self._made(Ref(i), strategy.outs[0], fx)
             return
         states = iter(strategy.outs)

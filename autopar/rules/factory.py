@@ -10,7 +10,7 @@ import torch
 from autopar.rules.distributed import positions
 from autopar.rules.notation import Lowering, Rule
 from autopar.rules.operator_call import Call
-from autopar.rules.registry import prove_with, rule, sample
+from autopar.rules.registry import T, prove_with, rule, sample
 from autopar.rules.shape import named
 
 
@@ -68,3 +68,14 @@ def made_whole(call: Call) -> Rule:
 
 
 prove_with("aten.triu_indices.default", sample(4, 4))
+
+
+@rule(
+    "aten.nonzero_static.default",
+    samples=[sample(T((4, 6), "bool", 2, grad=False), size=5), sample(T((8,), "int64", 3, grad=False), size=8)],
+)
+def places_set(call: Call) -> Rule:
+    """Which elements are set, of a mask that is small and the same everywhere."""
+    sizes, term = named(call.ins[0].shape)
+    rows = {"rows": call.out.shape[0], "dims": call.out.shape[1]}
+    return Rule({**sizes, **rows}, (tuple(term),), ((("rows",), ("dims",)),), "copy", frozenset({*sizes, *rows}))

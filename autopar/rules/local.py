@@ -17,6 +17,7 @@ from autopar.rules.function import PREFIX
 from autopar.rules.notation import Comm, Rule
 from autopar.rules.operator_call import Call
 from autopar.rules.option_names import factor_and_block
+from autopar.torch_private import OpOverload
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,12 @@ def is_told_device(call: Call) -> bool:
         return False
     takes = any(argument.name == "device" for argument in resolve(call.target)._schema.arguments)  # type: ignore[attr-defined]
     return takes and (not call.ins or call.kwargs.get("device") is not None)
+
+
+def gives_list(fn: Callable[..., Any]) -> bool:
+    """Whether an operator gives a list of tensors, also where there is one: ``chunk(1)``, or ``unbind`` of length 1."""
+    returns = fn._schema.returns if isinstance(fn, OpOverload) else ()
+    return len(returns) == 1 and str(returns[0].type) == "List[Tensor]"
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from autopar.capture.python.generators import global_states, is_generator, same_
 from autopar.capture.python.guards import Guards, ReadValue
 from autopar.capture.python.lookups import Lookups, behind, can_tell, only_counts, stored
 from autopar.capture.python.user_lines import from_machinery, user_line
-from autopar.capture.trace.tracing import depends_on_data
+from autopar.capture.trace.constants import depends_on_data
 
 _FOREIGN = ("torch", "builtins", "numpy", "enum", "types", "functools", "collections", "typing", "threading", "logging",
             "re", "weakref", "_thread", "abc", "pathlib", "inspect", "contextlib")  # fmt: skip

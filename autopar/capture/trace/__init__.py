@@ -1,7 +1,8 @@
 """The trace: ``torch.export`` runs the model's code on tensors without values.
 
 ===================== ==============================================================================================
-:mod:`.tracing`       one run of ``torch.export``, with the answers that branches on tensors get
+:mod:`.tracing`       one run of ``torch.export``
+:mod:`.constants`     the answers that branches on tensors get where no data is in them, and masks that are known
 :mod:`.quick`         what ``torch.export`` may leave out here
 :mod:`.progress`      how far it is, and Ctrl-C
 :mod:`.recording`     operators of autopar's own that stand for what export would take apart or forget

@@ -6,26 +6,21 @@ import contextlib
 import io
 import linecache
 import logging
-import operator
 import os
 import re
 import sys
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import torch
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.overrides import TorchFunctionMode
 
-from autopar.capture.branches.asking import ask, asked_afresh, refused
-from autopar.capture.branches.drawn import Drawn
-from autopar.capture.graph.exported import flat, storage_of
-from autopar.capture.memory.schemas import facts
-from autopar.capture.repeats.repeated import BLOCK, Repeats
+from autopar.capture.branches.asking import asked_afresh
+from autopar.capture.repeats.repeated import Repeats
 from autopar.capture.repeats.written_out import Unlike, write_out
+from autopar.capture.trace.constants import AnswerConstants, constant_value
 from autopar.capture.trace.functions import whole_functions
 from autopar.capture.trace.hooks import as_in_eager
 from autopar.capture.trace.memos import memos_forgotten
@@ -37,171 +32,7 @@ from autopar.capture.trace.seeding import own_draws_refused
 from autopar.errors import AutoparError, CaptureError
 from autopar.torch_private import (
     EXPORT_BUFFER_HOOK,
-    DisableTorchFunction,
-    FakeTensor,
-    OpOverload,
-    no_dispatch_modes,
-    unset_fake_temporarily,
 )
-
-
-def _constant(tensor: Any, read: Callable[[torch.Tensor], Any] = lambda t: t) -> Any:
-    """``read(value)`` of a traced tensor that depends on no input, parameter, buffer or random number; None for any
-    other."""
-    asked = _node_of(tensor)
-    if asked is None:
-        return None
-    root = get_proxy_mode().tracer.root  # type: ignore[union-attr]
-
-    def value(nodes: list[torch.fx.Node]) -> Any:
-        values: dict[torch.fx.Node, Any] = {}
-        for node in nodes:
-            if node.op == "get_attr":
-                values[node] = _made_of_numbers(node, root)
-                continue
-            a = torch.fx.node.map_arg(node.args, values.__getitem__)
-            k = dict(torch.fx.node.map_arg(node.kwargs, values.__getitem__))
-            if "device" in k:
-                k["device"] = torch.device("cpu")
-            values[node] = node.target(*a, **k)  # type: ignore[operator]
-        return values[asked]
-
-    try:
-        from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
-
-        with DisableTorchFunction(), no_dispatch_modes(), disable_proxy_modes_tracing():
-            with unset_fake_temporarily():
-                nodes, drawn = _made_by(asked)
-                return None if drawn else read(value(nodes))
-    except LookupError:
-        return None
-
-
-_FRESH = ("aten.lift_fresh_copy.default", "aten.lift_fresh.default")
-
-
-def _made_of_numbers(node: torch.fx.Node, root: torch.nn.Module) -> torch.Tensor:
-    """The value of a tensor that the forward makes of a number: ``torch.tensor(0.0)``, or ``x[mask] = 0.0``.
-
-    Raises:
-        LookupError: it is a tensor that was there before, which could be written to, or is made of an array that could.
-    """
-    tensor = getattr(root, str(node.target), None)
-    fresh = all(str(user.target) in _FRESH for user in node.users)
-    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, FakeTensor) or tensor.is_meta or not fresh:
-        raise LookupError
-    if tensor.numel() != 1:
-        raise LookupError
-    return tensor.detach().cpu()
-
-
-def _node_of(tensor: Any) -> torch.fx.Node | None:
-    """The node of the trace under way that a tensor is; None for a tensor of none."""
-    proxy_mode = get_proxy_mode()
-    if proxy_mode is None or not isinstance(tensor, torch.Tensor):
-        return None
-    slot = proxy_mode.tracer.tensor_tracker.get(tensor)
-    return None if slot is None else slot.proxy.node
-
-
-def _drawn(tensor: Any) -> list[str]:
-    """The random operators that a traced tensor follows from, if it follows from nothing else; else nothing."""
-    asked = _node_of(tensor)
-    try:
-        return [] if asked is None else _made_by(asked)[1]
-    except LookupError:
-        return []
-
-
-def depends_on_data(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of the trace that runs follows from an input, a parameter or a buffer."""
-    return isinstance(tensor, FakeTensor) and _constant(tensor) is None
-
-
-_OF_THE_SHAPE = frozenset(
-    f"aten.{name}"
-    for name in (
-        "rand_like.default", "randn_like.default", "randint_like.default", "randint_like.low_dtype",
-        "empty_like.default", "zeros_like.default", "ones_like.default", "full_like.default", "new_empty.default",
-        "new_zeros.default", "new_ones.default", "new_full.default", "new_empty_strided.default",
-    )
-)  # fmt: skip
-"""Operators that read no value of their first argument."""
-
-
-def _made_by(asked: torch.fx.Node) -> tuple[list[torch.fx.Node], list[str]]:
-    """The operators that a tensor's value comes from, in order: those that made it, and all that have written to its
-    memory since; and the names of the random ones among them.
-
-    Raises:
-        LookupError: it depends on an input, a parameter or a buffer.
-    """
-    nodes = list(asked.graph.nodes)
-    writers = [n for n in nodes if isinstance(n.target, OpOverload) and facts(n.target).writes]
-    makers: set[torch.fx.Node] = set()
-    drawn: list[str] = []
-    memory: set[int | None] = set()
-    todo = [asked]
-    while todo:
-        while todo:
-            node = todo.pop()
-            if node in makers:
-                continue
-            makers.add(node)
-            if node.op == "get_attr":  # a tensor that Python code made of numbers
-                continue
-            if node.target is not operator.getitem:
-                if not isinstance(node.target, OpOverload) or node.target is BLOCK:
-                    raise LookupError
-                if torch.Tag.nondeterministic_seeded in node.target.tags:
-                    drawn.append(str(node.target))
-            memory.update(storage_of(v) for v in flat(node.meta.get("val")) if isinstance(v, torch.Tensor))
-            read = node.all_input_nodes
-            todo.extend(read[1:] if str(node.target) in _OF_THE_SHAPE else read)
-        for writer in writers:
-            if writer not in makers and any(storage_of(n.meta.get("val")) in memory for n in writer.all_input_nodes):
-                todo.append(writer)
-    return [n for n in nodes if n in makers], drawn
-
-
-class _AnswerConstants(TorchFunctionMode):
-    """Answers ``bool(t)``, ``t.item()``, ``int(t)`` for tensors that do not depend on data.
-
-    Of random numbers ``bool(t)`` is a question with two answers (:mod:`autopar.capture.branches`), and ``t.item()`` a
-    number that is not known yet.
-    """
-
-    ASKED = (
-        torch.Tensor.__bool__,
-        torch.Tensor.item,
-        torch.Tensor.__int__,
-        torch.Tensor.__float__,
-        torch.Tensor.__index__,
-        torch.Tensor.tolist,
-    )
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self.ASKED and args:
-            constant = _constant(args[0], lambda t: func(t, *args[1:]))
-            if constant is not None:
-                return constant
-            drawn = _drawn(args[0])
-            if drawn:
-                return self._random(func, args[0], drawn[0])
-        return func(*args, **(kwargs or {}))
-
-    def _random(self, func: Any, tensor: torch.Tensor, drawn: str) -> Any:
-        if func is torch.Tensor.__bool__:
-            return ask(tensor)
-        if func is torch.Tensor.item and tensor.numel() == 1:
-            return Drawn(tensor)
-        if func is torch.Tensor.tolist:
-            return _listed(tensor)
-        raise refused("as a number that must be known", drawn)
-
-
-def _listed(tensor: torch.Tensor) -> Any:
-    return [_listed(x) for x in tensor.unbind()] if tensor.dim() else Drawn(tensor)
 
 
 @contextlib.contextmanager
@@ -213,8 +44,9 @@ def _like_eager() -> Iterator[None]:
         hf = sys.modules.get("transformers.utils.import_utils")
         if hf is not None and hasattr(hf, "is_fake_tensor"):
             is_fake = hf.is_fake_tensor
-            stack.enter_context(mock.patch.object(hf, "is_fake_tensor", lambda x: is_fake(x) and _constant(x) is None))
-        stack.enter_context(_AnswerConstants())
+            unknown = lambda x: is_fake(x) and constant_value(x) is None  # noqa: E731
+            stack.enter_context(mock.patch.object(hf, "is_fake_tensor", unknown))
+        stack.enter_context(AnswerConstants())
         yield
 
 

@@ -1,0 +1,227 @@
+"""What a trace knows of values: tensors that depend on no input, parameter or buffer, and what is asked of them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.overrides import TorchFunctionMode
+
+from autopar.capture.branches.asking import ask, refused
+from autopar.capture.branches.drawn import Drawn
+from autopar.capture.graph.exported import flat, storage_of
+from autopar.capture.memory.schemas import facts
+from autopar.capture.repeats.repeated import BLOCK
+from autopar.torch_private import (
+    DisableTorchFunction,
+    FakeTensor,
+    OpOverload,
+    no_dispatch_modes,
+    unset_fake_temporarily,
+)
+
+
+def constant_value(tensor: Any, read: Callable[[torch.Tensor], Any] = lambda t: t) -> Any:
+    """``read(value)`` of a traced tensor that depends on no input, parameter, buffer or random number; None for any
+    other."""
+    asked = _node_of(tensor)
+    if asked is None:
+        return None
+    root = get_proxy_mode().tracer.root  # type: ignore[union-attr]
+
+    def value(nodes: list[torch.fx.Node]) -> Any:
+        values: dict[torch.fx.Node, Any] = {}
+        for node in nodes:
+            if node.op == "get_attr":
+                values[node] = _made_of_numbers(node, root)
+                continue
+            a = torch.fx.node.map_arg(node.args, values.__getitem__)
+            k = dict(torch.fx.node.map_arg(node.kwargs, values.__getitem__))
+            if "device" in k:
+                k["device"] = torch.device("cpu")
+            values[node] = node.target(*a, **k)  # type: ignore[operator]
+        return values[asked]
+
+    try:
+        from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+        with DisableTorchFunction(), no_dispatch_modes(), disable_proxy_modes_tracing():
+            with unset_fake_temporarily():
+                nodes, drawn = _made_by(asked)
+                return None if drawn else read(value(nodes))
+    except LookupError:
+        return None
+
+
+_FRESH = ("aten.lift_fresh_copy.default", "aten.lift_fresh.default")
+
+
+def _made_of_numbers(node: torch.fx.Node, root: torch.nn.Module) -> torch.Tensor:
+    """The value of a tensor that the forward makes of a number: ``torch.tensor(0.0)``, or ``x[mask] = 0.0``.
+
+    Raises:
+        LookupError: it is a tensor that was there before, which could be written to, or is made of an array that could.
+    """
+    tensor = getattr(root, str(node.target), None)
+    fresh = all(str(user.target) in _FRESH for user in node.users)
+    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, FakeTensor) or tensor.is_meta or not fresh:
+        raise LookupError
+    if tensor.numel() != 1:
+        raise LookupError
+    return tensor.detach().cpu()
+
+
+def _node_of(tensor: Any) -> torch.fx.Node | None:
+    """The node of the trace under way that a tensor is; None for a tensor of none."""
+    proxy_mode = get_proxy_mode()
+    if proxy_mode is None or not isinstance(tensor, torch.Tensor):
+        return None
+    slot = proxy_mode.tracer.tensor_tracker.get(tensor)
+    return None if slot is None else slot.proxy.node
+
+
+def _drawn(tensor: Any) -> list[str]:
+    """The random operators that a traced tensor follows from, if it follows from nothing else; else nothing."""
+    asked = _node_of(tensor)
+    try:
+        return [] if asked is None else _made_by(asked)[1]
+    except LookupError:
+        return []
+
+
+def depends_on_data(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of the trace that runs follows from an input, a parameter or a buffer."""
+    return isinstance(tensor, FakeTensor) and constant_value(tensor) is None
+
+
+_OF_THE_SHAPE = frozenset(
+    f"aten.{name}"
+    for name in (
+        "rand_like.default", "randn_like.default", "randint_like.default", "randint_like.low_dtype",
+        "empty_like.default", "zeros_like.default", "ones_like.default", "full_like.default", "new_empty.default",
+        "new_zeros.default", "new_ones.default", "new_full.default", "new_empty_strided.default",
+    )
+)  # fmt: skip
+"""Operators that read no value of their first argument."""
+
+
+def _made_by(asked: torch.fx.Node) -> tuple[list[torch.fx.Node], list[str]]:
+    """The operators that a tensor's value comes from, in order: those that made it, and all that have written to its
+    memory since; and the names of the random ones among them.
+
+    Raises:
+        LookupError: it depends on an input, a parameter or a buffer.
+    """
+    nodes = list(asked.graph.nodes)
+    writers = [n for n in nodes if isinstance(n.target, OpOverload) and facts(n.target).writes]
+    makers: set[torch.fx.Node] = set()
+    drawn: list[str] = []
+    memory: set[int | None] = set()
+    todo = [asked]
+    while todo:
+        while todo:
+            node = todo.pop()
+            if node in makers:
+                continue
+            makers.add(node)
+            if node.op == "get_attr":  # a tensor that Python code made of numbers
+                continue
+            if node.target is not operator.getitem:
+                if not isinstance(node.target, OpOverload) or node.target is BLOCK:
+                    raise LookupError
+                if torch.Tag.nondeterministic_seeded in node.target.tags:
+                    drawn.append(str(node.target))
+            memory.update(storage_of(v) for v in flat(node.meta.get("val")) if isinstance(v, torch.Tensor))
+            read = node.all_input_nodes
+            todo.extend(read[1:] if str(node.target) in _OF_THE_SHAPE else read)
+        for writer in writers:
+            if writer not in makers and any(storage_of(n.meta.get("val")) in memory for n in writer.all_input_nodes):
+                todo.append(writer)
+    return [n for n in nodes if n in makers], drawn
+
+
+class AnswerConstants(TorchFunctionMode):
+    """Answers ``bool(t)``, ``t.item()``, ``int(t)`` for tensors that do not depend on data.
+
+    What selects elements by a mask that does not depend on data has as many as the mask has set:
+    ``x[~torch.eye(n).bool()]`` reads the places that are found so.
+
+    Of random numbers ``bool(t)`` is a question with two answers (:mod:`autopar.capture.branches`), and ``t.item()`` a
+    number that is not known yet.
+    """
+
+    ASKED = (
+        torch.Tensor.__bool__,
+        torch.Tensor.item,
+        torch.Tensor.__int__,
+        torch.Tensor.__float__,
+        torch.Tensor.__index__,
+        torch.Tensor.tolist,
+    )
+
+    WHERE = (torch.where, torch.Tensor.where)
+    PLACES = (torch.nonzero, torch.Tensor.nonzero, *WHERE)
+    SELECTED = (torch.masked_select, torch.Tensor.masked_select)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.ASKED and args:
+            constant = constant_value(args[0], lambda t: func(t, *args[1:]))
+            if constant is not None:
+                return constant
+            drawn = _drawn(args[0])
+            if drawn:
+                return self._random(func, args[0], drawn[0])
+        kwargs = kwargs or {}
+        if func is torch.Tensor.__getitem__:
+            return func(args[0], _places(args[1]))
+        if func in self.PLACES and args and (places := _places_set(args[0])) is not None:
+            rest = {name: value for name, value in kwargs.items() if name != "as_tuple"}
+            if func in self.WHERE and len(args) == 1 and not rest:
+                return places.unbind(1)
+            if func not in self.WHERE and len(args) == 1 and not rest:
+                return places.unbind(1) if kwargs.get("as_tuple") else places
+        if func in self.SELECTED and len(args) == 2 and not kwargs and _places_set(args[1]) is not None:
+            shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+            return args[0].expand(shape)[_places(args[1].expand(shape))]
+        return func(*args, **kwargs)
+
+    def _random(self, func: Any, tensor: torch.Tensor, drawn: str) -> Any:
+        if func is torch.Tensor.__bool__:
+            return ask(tensor)
+        if func is torch.Tensor.item and tensor.numel() == 1:
+            return Drawn(tensor)
+        if func is torch.Tensor.tolist:
+            return _listed(tensor)
+        raise refused("as a number that must be known", drawn)
+
+
+def _listed(tensor: torch.Tensor) -> Any:
+    return [_listed(x) for x in tensor.unbind()] if tensor.dim() else Drawn(tensor)
+
+
+def _places(index: Any) -> Any:
+    """An index in which masks that do not depend on data are the places that they have set."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if not any(isinstance(part, FakeTensor) and part.dtype == torch.bool for part in parts):
+        return index
+    opened: list[Any] = []
+    for part in parts:
+        is_mask = isinstance(part, FakeTensor) and part.dtype == torch.bool and part.dim()
+        places = _places_set(part) if is_mask else None
+        opened += [part] if places is None else places.unbind(1)
+    return tuple(opened)
+
+
+def _places_set(tensor: Any) -> torch.Tensor | None:
+    """``tensor.nonzero()`` of a tensor of the trace that does not depend on data, whose size is known so; None of any
+    other. It is found anew in each run, where the tensor is made."""
+    if not isinstance(tensor, FakeTensor):
+        return None
+    n = constant_value(tensor, lambda value: int(value.count_nonzero()))
+    return None if n is None else torch.nonzero_static(tensor, size=n)
+
+
+__all__ = ["AnswerConstants", "constant_value", "depends_on_data"]
