@@ -8,7 +8,7 @@ from autopar.device_groups import stored_differently
 from autopar.errors import PlanError
 from autopar.plan import Plan
 from autopar.staging import StageGraph
-from cost_models.pipeline import Deadlock, Edge, Schedule, check_channels, simulate, times
+from cost_models.pipeline import Deadlock, Edge, Schedule, simulate, times
 from cost_models.pipeline.asynchronous import ASYNCHRONOUS
 
 
@@ -30,7 +30,6 @@ def check_rows(schedule: Schedule, graphs: Sequence[StageGraph]) -> None:
     pairs = sorted({(crossing.source, g.number) for g in graphs for crossing in g.takes})
     try:
         simulate(schedule.validate(), times(len(graphs), edges=[Edge(a, b) for a, b in pairs]))
-        check_channels(schedule, pairs)
     except Deadlock as error:
         raise PlanError(f"the schedule never ends; change the order of its rows\n{error}") from None
     except ValueError as error:

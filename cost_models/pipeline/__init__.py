@@ -15,7 +15,6 @@
 from .actions import Action, Overlap, Schedule, parse
 from .best_order import BestOrder, search
 from .builders import forward_only
-from .channels import check_channels
 from .grid import grid
 from .schedules import SCHEDULES, USUAL, Fill, ScheduleKind, allows, build, fill_of, label_of, parse_kind
 from .simulate import Deadlock, simulate
@@ -38,7 +37,6 @@ __all__ = [
     "Times",
     "allows",
     "build",
-    "check_channels",
     "fill_of",
     "forward_only",
     "grid",

@@ -9,10 +9,10 @@ the messages in front the receiver would wait for ever for the one behind them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
-from .actions import Action, Schedule
+from .actions import Schedule
 
 KEPT_AT_MOST = 16
 KEPT_FOR_STAGE = 2
@@ -34,26 +34,12 @@ class Sent(NamedTuple):
 
 
 class Keeping(NamedTuple):
-    """The most messages that the receiver of a channel keeps, and what it wants then."""
+    """The most messages that the receiver of a channel keeps, what it wants then, and at which action of its row (flat,
+    with both halves of an overlapped pair)."""
 
     kept: int
     wanted: Sent
-
-
-def _sends(action: Action, pairs: Iterable[tuple[int, int]]) -> Iterator[Sent]:
-    for a, b in pairs:
-        if action.kind == "F" and action.stage == a:
-            yield Sent(a, b, "F", action.microbatch)
-        if action.kind in "BI" and action.stage == b:
-            yield Sent(b, a, "B", action.microbatch)
-
-
-def _takes(action: Action, pairs: Iterable[tuple[int, int]]) -> Iterator[Sent]:
-    for a, b in pairs:
-        if action.kind == "F" and action.stage == b:
-            yield Sent(a, b, "F", action.microbatch)
-        if action.kind in "BI" and action.stage == a:
-            yield Sent(b, a, "B", action.microbatch)
+    place: int
 
 
 def keeping(schedule: Schedule, pairs: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Keeping]:
@@ -62,45 +48,98 @@ def keeping(schedule: Schedule, pairs: Iterable[tuple[int, int]]) -> dict[tuple[
     Args:
         pairs: the stages that send and those that receive in the forward; gradients go the other way.
     """
-    pairs, rank_of = sorted(pairs), schedule.rank_of_stage
-    place: dict[Sent, int] = {}
-    number: dict[tuple[int, int], int] = {}
-    for rank, action in schedule.actions():
-        for sent in _sends(action, pairs):
-            channel = rank, rank_of[sent.target]
-            if channel[0] != channel[1]:
-                place[sent] = number.get(channel, 0)
-                number[channel] = place[sent] + 1
+    orders = _Orders(schedule, pairs)
     most: dict[tuple[int, int], Keeping] = {}
-    out: dict[tuple[int, int], int] = {}
-    taken: dict[tuple[int, int], int] = {}
-    for rank, action in schedule.actions():
-        for wanted in _takes(action, pairs):
-            channel = rank_of[wanted.source], rank
-            if wanted not in place:
-                continue
-            taken[channel] = taken.get(channel, 0) + 1
-            out[channel] = max(out.get(channel, 0), place[wanted] + 1)
-            kept = out[channel] - taken[channel]
+    for channel, taken in orders.taken.items():
+        sent = orders.sent[channel]
+        if not taken:
+            continue
+        if sent == taken:  # most are, and this is far quicker than what follows
+            most[channel] = Keeping(0, orders.message(taken[0]), orders.places(channel)[0])
+            continue
+        place = {number: i for i, number in enumerate(sent)}
+        came_out = -1
+        for i, number in enumerate(number for number in taken if number in place):  # what nobody sends never comes
+            came_out = max(came_out, place[number])
+            kept = came_out - i
             if channel not in most or kept > most[channel].kept:
-                most[channel] = Keeping(kept, wanted)
+                most[channel] = Keeping(kept, orders.message(number), orders.places(channel)[taken.index(number)])
     return most
 
 
-def check_channels(schedule: Schedule, pairs: Iterable[tuple[int, int]]) -> None:
-    """Refuse a schedule whose ranks take messages in an order too far from that in which they are sent.
+class _Orders:
+    """The messages of each channel as numbers, in the order in which they are sent and in which they are taken."""
 
-    Raises:
-        ValueError: with the ranks, what is wanted, and both numbers.
+    def __init__(self, schedule: Schedule, pairs: Iterable[tuple[int, int]]) -> None:
+        self.schedule = schedule
+        self.sent: dict[tuple[int, int], list[int]] = {}
+        self.taken: dict[tuple[int, int], list[int]] = {}
+        # By kind of action and stage: what is called with the number of microbatch 0's message plus the microbatch.
+        self.calls: dict[str, dict[int, list[tuple[Callable[[int], None], int]]]] = {kind: {} for kind in "FBIW"}
+        rank_of, n, m = schedule.rank_of_stage, schedule.n_stages, schedule.n_microbatches
+        for a, b in sorted(pairs):
+            if rank_of[a] == rank_of[b]:
+                continue
+            for source, target, kinds in ((a, b, "F"), (b, a, "BI")):
+                channel = rank_of[source], rank_of[target]
+                sent, taken = self.sent.setdefault(channel, []), self.taken.setdefault(channel, [])
+                for kind in kinds:
+                    self.calls[kind].setdefault(source, []).append((sent.append, (source * n + target) * m))
+                    self.calls[kind].setdefault(target, []).append((taken.append, (source * n + target) * m))
+        calls = self.calls
+        for row in schedule.flat_rows:
+            for stage, kind, microbatch in row:
+                if stage in calls[kind]:
+                    for append, first in calls[kind][stage]:
+                        append(first + microbatch)
+
+    def message(self, number: int) -> Sent:
+        """What a number stands for. A gradient goes to an earlier stage."""
+        stages, microbatch = divmod(number, self.schedule.n_microbatches)
+        source, target = divmod(stages, self.schedule.n_stages)
+        return Sent(source, target, "F" if source < target else "B", microbatch)
+
+    def places(self, channel: tuple[int, int]) -> list[int]:
+        """At which actions of the receiver's flat row it takes what comes by a channel, one after the other."""
+        taken, places = self.taken[channel].append, []
+        for place, (stage, kind, _) in enumerate(self.schedule.flat_rows[channel[1]]):
+            places += [place for append, _ in self.calls[kind].get(stage, ()) if append == taken]
+        return places
+
+
+class Stop(NamedTuple):
+    """A rank that waits for ever: at which action of its flat row, and why."""
+
+    rank: int
+    place: int
+    why: str
+
+
+def too_far(schedule: Schedule, pairs: Iterable[tuple[int, int]]) -> Stop | None:
+    """The rank that takes messages in an order too far from that in which they are sent; None where all come through.
+
+    It has no place for the messages in front of what it wants. The answer is kept with the schedule, since it does not
+    depend on times.
     """
+    key = frozenset(pairs)
+    answers: dict[frozenset[tuple[int, int]], Stop | None] = schedule.__dict__.setdefault("_too_far", {})
+    if key not in answers:
+        answers[key] = _too_far(schedule, key)
+    return answers[key]
+
+
+def _too_far(schedule: Schedule, pairs: Collection[tuple[int, int]]) -> Stop | None:
     at_most = max(KEPT_AT_MOST, KEPT_FOR_STAGE * schedule.n_stages)
-    for (source, target), (kept, wanted) in sorted(keeping(schedule, pairs).items()):
+    if 2 * len(pairs) * schedule.n_microbatches <= at_most:  # all messages that there are
+        return None
+    for (source, target), (kept, wanted, place) in sorted(keeping(schedule, pairs).items()):
         if kept > at_most:
-            raise ValueError(
-                f"schedule '{schedule.name}': rank {target} wants {wanted}, behind {kept} messages of rank {source} "
-                f"that it takes later, and a rank keeps {at_most} at most; take what a rank sends nearer to the order "
-                "in which it is sent"
-            )
+            return Stop(
+                target, place,
+                f"rank {target} wants {wanted}, behind {kept} messages of rank {source} that it takes later, and a "
+                f"rank keeps {at_most} at most; take what a rank sends nearer to the order in which it is sent",
+            )  # fmt: skip
+    return None
 
 
-__all__ = ["KEPT_AT_MOST", "Keeping", "Sent", "check_channels", "keeping"]
+__all__ = ["KEPT_AT_MOST", "Keeping", "Sent", "Stop", "keeping", "too_far"]

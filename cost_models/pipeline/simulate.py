@@ -10,6 +10,9 @@ Outputs leave when F ends, gradients when B or I ends. Sends are asynchronous wi
 link (one transfer at a time for each ordered pair of ranks, in the order in which they were posted), not the ranks; on
 the same rank they are free. Only one rank posts to such a link, in the order of its row, so times follow in one pass:
 a worklist of ranks, each run until it waits, and woken by what it waits for.
+
+A message comes out of its link behind all that was posted there before, and a receiver keeps a few of those at most
+(:mod:`.channels`). A rank that wants one from farther behind has no place for those in front, and waits for ever.
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ from __future__ import annotations
 from collections import deque
 
 from .actions import Action, Overlap, Schedule, Step, parts
+from .channels import Stop, too_far
 from .deadlock import deadlock_message
+from .drawing import draw
 from .timeline import LinkUse, Timeline
 from .times import Times
 
@@ -33,8 +38,9 @@ class Deadlock(ValueError):
 def simulate(schedule: Schedule, times: Times) -> Timeline:
     """When each step and each transfer starts and ends.
 
-    Raises Deadlock (a ValueError) when ranks wait for each other or for what no rank computes, with the grid of what
-    ran and who waits for what; ValueError when the times are of another number of stages or ranks.
+    Raises Deadlock (a ValueError) when ranks wait for each other, for what no rank computes, or for a message too far
+    behind others, with the grid of what ran and who waits for what; ValueError when the times are of another number of
+    stages or ranks.
     """
     if times.n_stages != schedule.n_stages:
         raise ValueError(f"times of {times.n_stages} stages for '{schedule.name}' of {schedule.n_stages}")
@@ -42,6 +48,9 @@ def simulate(schedule: Schedule, times: Times) -> Timeline:
         raise ValueError(f"static_bytes of {len(times.static_bytes)} ranks for '{schedule.name}' of {schedule.n_ranks}")
     rows = schedule.rows if times.overlap > 0 else schedule.flat_rows
     state = _State(schedule, times)
+    stop = too_far(schedule, ((edge.source, edge.target) for edge in times.edges))
+    if stop is not None:
+        rows = _up_to(rows, stop)
     work = deque(range(schedule.n_ranks))
     while work:
         state.run(work.popleft(), rows, work)
@@ -51,9 +60,22 @@ def simulate(schedule: Schedule, times: Times) -> Timeline:
     timeline = Timeline(
         schedule, times, tuple(tuple(row) for row in starts), tuple(tuple(row) for row in ends), tuple(state.transfers)
     )
+    if stop is not None and len(state.starts[stop.rank]) == len(rows[stop.rank]):
+        raise Deadlock(f"schedule '{schedule.name}' deadlocks: {stop.why}\nuntil then:\n{draw(timeline)}", timeline)
     if any(len(done) < len(row) for done, row in zip(state.starts, rows)):
         raise Deadlock(deadlock_message(timeline, [len(row) for row in state.starts]), timeline)
     return timeline
+
+
+def _up_to(rows: tuple[tuple[Step, ...], ...], stop: Stop) -> tuple[tuple[Step, ...], ...]:
+    """The rows without what the rank that waits for ever does not come to."""
+    flat, row = 0, []
+    for step in rows[stop.rank]:
+        flat += len(parts(step))
+        if flat > stop.place:
+            break
+        row.append(step)
+    return *rows[: stop.rank], tuple(row), *rows[stop.rank + 1 :]
 
 
 class _State:

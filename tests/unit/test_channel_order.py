@@ -6,8 +6,8 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from cost_models.pipeline import SCHEDULES, Schedule, build, parse
-from cost_models.pipeline.channels import check_channels, keeping
+from cost_models.pipeline import SCHEDULES, Deadlock, Edge, Schedule, build, parse, simulate, times
+from cost_models.pipeline.channels import keeping, too_far
 
 
 def reversed_on_the_second_rank(microbatches: int) -> Schedule:
@@ -21,8 +21,8 @@ def reversed_on_the_second_rank(microbatches: int) -> Schedule:
 
 
 def test_what_a_receiver_keeps_is_counted() -> None:
-    kept, wanted = keeping(reversed_on_the_second_rank(4), [(0, 1)])[0, 1]
-    assert kept == 3 and str(wanted) == "the output of stage 0 for stage 1, microbatch 3"
+    kept, wanted, place = keeping(reversed_on_the_second_rank(4), [(0, 1)])[0, 1]
+    assert (kept, place) == (3, 0) and str(wanted) == "the output of stage 0 for stage 1, microbatch 3"
     assert keeping(reversed_on_the_second_rank(4), [(0, 1)])[1, 0].kept == 0
 
 
@@ -33,8 +33,8 @@ def test_schedules_of_the_table_keep_little(name: str) -> None:
         stages = groups * SCHEDULES[name].fewest
         microbatches = next(k for k in range(8, 64) if _can(name, stages, groups, k))
         schedule = build(name, stages, groups, microbatches)
-        assert max(kept for kept, _ in keeping(schedule, pairwise(range(stages))).values()) <= 2
-        check_channels(schedule, combinations(range(stages), 2))
+        assert max(kept for kept, _, _ in keeping(schedule, pairwise(range(stages))).values()) <= 2
+        assert too_far(schedule, combinations(range(stages), 2)) is None
 
 
 def _can(name: str, stages: int, groups: int, microbatches: int) -> bool:
@@ -45,7 +45,13 @@ def _can(name: str, stages: int, groups: int, microbatches: int) -> bool:
     return True
 
 
-def test_rows_that_ask_for_too_much_are_refused() -> None:
-    check_channels(reversed_on_the_second_rank(17), [(0, 1)])
-    with pytest.raises(ValueError, match="rank 1 wants the output of stage 0 for stage 1, microbatch 17, behind 17 "):
-        check_channels(reversed_on_the_second_rank(18), [(0, 1)])
+def test_rows_that_ask_for_too_much_never_end() -> None:
+    """The simulator knows the order of a channel: the receiver waits for ever, and the sender for its gradients."""
+    edges = [Edge(0, 1)]
+    assert simulate(reversed_on_the_second_rank(17), times(2, edges=edges)).makespan_seconds > 0
+    wanted = "rank 1 wants the output of stage 0 for stage 1, microbatch 17, behind 17 "
+    with pytest.raises(Deadlock, match=wanted) as raised:
+        simulate(reversed_on_the_second_rank(18), times(2, edges=edges))
+    assert [len(row) for row in raised.value.timeline.starts] == [18, 0]
+    with pytest.raises(Deadlock, match="deadlocks: rank 1 wants"):
+        simulate(reversed_on_the_second_rank(18), times(2, edges=edges, overlap=0.5))
