@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from autopar.plan import Plan
     from autopar.rules.function import function_rule
     from autopar.runtime.checkpoint import full_state_dict, load_full_state_dict
+    from autopar.runtime.checkpoint_folder import Checkpoint
     from autopar.runtime.executor import ParallelModule
     from autopar.runtime.launch import run_local
 
@@ -64,7 +65,7 @@ _WHERE = {
     "parallelize": "autopar.api", "plan": "autopar.api", "capture": "autopar.api", "Plan": "autopar.plan",
     "ParallelModule": "autopar.runtime.executor", "full_state_dict": "autopar.runtime.checkpoint",
     "load_full_state_dict": "autopar.runtime.checkpoint", "run_local": "autopar.runtime.launch",
-    "function_rule": "autopar.rules.function",
+    "function_rule": "autopar.rules.function", "Checkpoint": "autopar.runtime.checkpoint_folder",
 }  # fmt: skip
 
 
@@ -92,7 +93,7 @@ if not TYPE_CHECKING:
     sys.modules[__name__].__class__ = _Package
 
 __all__ = [
-    "AutoparError", "CaptureError", "ClusterError", "InfeasibleError", "MeshError", "ParallelModule", "Plan",
-    "PlanError", "RuleError", "RunError", "capture", "full_state_dict", "function_rule", "load_full_state_dict",
+    "AutoparError", "CaptureError", "Checkpoint", "ClusterError", "InfeasibleError", "MeshError", "ParallelModule",
+    "Plan", "PlanError", "RuleError", "RunError", "capture", "full_state_dict", "function_rule", "load_full_state_dict",
     "parallelize", "plan", "run_local",
 ]  # fmt: skip

@@ -1,0 +1,141 @@
+"""Checkpoints of a run: on the same mesh to the bit, on another one, in one process; whole when ranks are killed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from procs import checkpoints
+from torch import nn
+
+import autopar
+from autopar.runtime.launch import run_local
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> list[dict[str, Any]]:
+    calls: dict[str, tuple[Any, ...]] = {
+        f"{how} {wait}": ("resumed", how, str(folder), wait) for how in checkpoints.HOW for wait in (True, False)
+    }
+    calls["saved"] = ("saved", "zero", str(folder / "elsewhere"))
+    for how in ("batch", "tensor", "pipeline"):
+        calls[f"loaded {how}"] = ("loaded", how, str(folder / "elsewhere"))
+    calls["refused"] = ("refused", str(folder / "refused"))
+    calls["kept"] = ("kept", str(folder / "kept"))
+    return run_local(checkpoints.several, 2, calls)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("how", list(checkpoints.HOW))
+def test_a_resumed_run_is_the_same_to_the_bit(found: list[dict[str, Any]], how: str, wait: bool) -> None:
+    for rank in found:
+        went_on, resumed, worst = rank[f"{how} {wait}"]
+        assert went_on == resumed and worst == 0.0
+
+
+@pytest.mark.parametrize("how", ["batch", "tensor", "pipeline"])
+def test_a_save_loads_under_another_plan(found: list[dict[str, Any]], how: str) -> None:
+    for rank in found:
+        (state, losses), (saved, wanted) = rank[f"loaded {how}"], rank["saved"]
+        assert state.keys() == saved.keys()
+        assert all(torch.equal(state[name], value) for name, value in saved.items())
+        if how != "pipeline":  # whose batch norm sees microbatches
+            assert all(abs(x / y - 1) < 1e-12 for x, y in zip(losses, wanted, strict=True))
+
+
+def test_a_save_loads_into_the_plain_model(found: list[dict[str, Any]], folder: Path) -> None:
+    run = checkpoints.Run("plain", str(folder / "elsewhere"), seed=1)
+    assert run.checkpoint.load() == 3
+    for name, value in run.model.state_dict().items():
+        assert torch.equal(value, found[0]["saved"][0][name]), name
+    assert run.scheduler.last_epoch == 3
+    state = run.optimizer.state[run.model.up.weight]
+    assert state["step"] == 3 and state["exp_avg"].abs().sum() > 0
+    run.step()
+
+
+def test_a_save_of_one_process_loads_on_two(tmp_path: Path) -> None:
+    run = checkpoints.Run("plain", str(tmp_path))
+    for _ in range(3):
+        run.step()
+    run.checkpoint.save(3)
+    for state, _ in run_local(checkpoints.loaded, 2, "zero", str(tmp_path)):
+        assert all(torch.equal(state[name], value) for name, value in run.model.state_dict().items())
+
+
+def test_what_is_refused(found: list[dict[str, Any]]) -> None:
+    for rank, one in enumerate(found):
+        step, model, kind, others, plain, room = one["refused"]
+        assert "has no save of step 7; it has 1" in step
+        assert "it is of another model: 2 of 2 tensors are not among its" in model and "0.weight" in model
+        assert "count is of type int, which has no state_dict()" in kind
+        assert "it has no more; it has data, scheduler" in others or "it has no more; it has scheduler, data" in others
+        assert "2 ranks run, and the model is a plain Sequential" in plain
+        assert "No space left on device" in room and ("on rank 1: " in room) == (rank == 0)
+
+
+def test_the_newest_saves_are_kept(found: list[dict[str, Any]], folder: Path) -> None:
+    assert all(rank["kept"] == [3, 4] for rank in found)
+    assert sorted(p.name for p in (folder / "kept").iterdir()) == ["step-00000003", "step-00000004"]
+
+
+def _rank(rank: int, port: int, folder: str) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",
+    )  # fmt: skip
+    torch.set_num_threads(1)
+    checkpoints.saving_on(folder)
+
+
+def killed_after(seconds: float, folder: Path) -> int:
+    """Two ranks that save without end are killed so long after their first save; which save loads then."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=_rank, args=(rank, port, str(folder)), daemon=True) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    try:
+        end = time.monotonic() + 120
+        while not list(folder.glob("step-*")) and time.monotonic() < end and all(p.is_alive() for p in ranks):
+            time.sleep(0.005)
+        time.sleep(seconds)
+    finally:
+        for process in ranks:
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGKILL)
+            process.join(20)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpoint = autopar.Checkpoint(folder, model, optimizer)
+    step = checkpoint.load()
+    assert step is not None and step == checkpoint.steps()[-1]
+    for p in model.parameters():
+        assert (p == step).all() and (optimizer.state[p]["exp_avg"] == step).all()
+    return step
+
+
+def test_ranks_that_are_killed_while_they_save_leave_a_whole_save(tmp_path: Path) -> None:
+    assert killed_after(0.3, tmp_path) >= 1
+
+
+@pytest.mark.slow
+def test_ranks_that_are_killed_at_random_moments_leave_a_whole_save(tmp_path: Path) -> None:
+    times = random.Random(0)
+    steps = [killed_after(times.uniform(0.0, 1.0), tmp_path / str(i)) for i in range(20)]
+    assert len(set(steps)) > 1
