@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from autopar.capture import Captured
-from autopar.capture.microbatches import part_of
+from autopar.capture.microbatches import part_of_batch
 from autopar.comparison import generators_kept, kept, reason_not_to
 from autopar.torch_private import pytree
 
@@ -53,7 +53,7 @@ def difference_by_parts(captured: Captured, model: torch.nn.Module, example: Any
             torch.manual_seed(1)
             if loss_of(example) != whole:
                 return ""
-            mean = sum(loss_of(part_of(example, parts, k)) for k in range(parts)) / parts
+            mean = sum(loss_of(part_of_batch(example, parts, k)) for k in range(parts)) / parts
         except Exception:  # of the user's code, in a mode in which it is not run otherwise
             return ""
     single = all(p.dtype in (torch.float32, torch.float64) for p in model.parameters())

@@ -35,11 +35,11 @@ def rows_of(example: Any) -> int:
 
 
 def first_part(example: Any, parts: int) -> Any:
-    """:func:`part_of` number 0."""
-    return part_of(example, parts, 0)
+    """:func:`part_of_batch` number 0."""
+    return part_of_batch(example, parts, 0)
 
 
-def part_of(example: Any, parts: int, number: int) -> Any:
+def part_of_batch(example: Any, parts: int, number: int) -> Any:
     """One of equal parts of a batch: tensors with the batch's rows are cut, the others belong to every part.
 
     Raises:
@@ -122,4 +122,4 @@ def resized(a: Graph, b: Graph, rows_a: int, rows_b: int, rows: int) -> Graph:
     return replace(a, nodes=nodes, outputs=value(a.outputs, b.outputs))
 
 
-__all__ = ["NotLinear", "first_part", "numbers_of_parts", "part_of", "resized", "rows_of"]
+__all__ = ["NotLinear", "first_part", "numbers_of_parts", "part_of_batch", "resized", "rows_of"]

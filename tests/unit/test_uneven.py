@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import autopar
 import autopar.rules
@@ -29,11 +29,12 @@ from autopar.placements import (
     piece_of,
 )
 from autopar.planner.intra_op.mesh_plan import plan_graph
+from autopar.planner.intra_op.options import Options
 from autopar.rules.local import cuts_of
 from autopar.rules.proof import Case, prove, strategies_of
 from autopar.rules.registry import SAMPLES
 from autopar.transfer import Side, box_at, transfer
-from hardware_profiles import load_cluster
+from hardware_profiles import abstract_cluster, load_cluster
 
 THREE: Mesh = (("data", 3),)
 FIVE: Mesh = (("data", 5),)
@@ -196,3 +197,23 @@ def test_gpt2_cuts_its_vocabulary() -> None:
     assert plan.params["transformer.wte.weight"].stored == State.of("S0")
     report = check(plan, graph, cluster)
     assert report.ok, report.failures
+
+
+@pytest.mark.slow
+def test_no_parameter_of_a_large_model_stays_whole() -> None:
+    """A BLOOM of 176B on 24 devices, where memory binds: each device has its 24th of the weights, up to 0.1%."""
+    with torch.device("meta"):
+        config = BloomConfig(
+            vocab_size=250880, hidden_size=14336, n_layer=70, n_head=112, use_cache=False, hidden_dropout=0.0,
+            attention_dropout=0.0,
+        )  # fmt: skip
+        model = BloomForCausalLM(config).to(torch.bfloat16)
+        ids = torch.zeros(24, 2048, dtype=torch.int64)
+    graph = autopar.capture(model, {"input_ids": ids, "labels": ids}).graph
+    mesh: Mesh = (("data", 24),)
+    cluster = abstract_cluster(dict(mesh), alpha=(1e-5,), beta=(1e-11,))
+    plan = plan_graph(graph, cluster, mesh, Options(memory_limit_bytes=442 * 2**30))
+    sizes = {node.target: node.out.shape for _, node in graph.of_kind("param")}
+    assert len(sizes) == 845 and not [name for name, choice in plan.params.items() if not choice.stored.is_cut]
+    here = sum(prod(local_shape(sizes[name], choice.stored, mesh)) for name, choice in plan.params.items())
+    assert here < 1.001 * sum(map(prod, sizes.values())) / 24
