@@ -11,10 +11,14 @@ passes.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import math
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import spmd_types as spmd
 import torch
 
 from autopar.rules.distributed import positions
@@ -46,6 +50,13 @@ def bits(seed: torch.Tensor, site: int, shape: Sequence[int], shards: Shards, de
     # -> [*local shape]
     if not shape:
         return bits(seed, site, (1,), ((),), device).reshape(())
+    return _mixed(*_halves(seed, site, shape, shards, device))
+
+
+def _halves(
+    seed: torch.Tensor, site: int, shape: Sequence[int], shards: Shards, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hashes of the rows [*local shape without the last dim] and of the columns [last local dim], int32."""
     key = _splitmix(_splitmix(seed.to(device) + 1) + site)
     *lead, last = (positions(n, axes, device) for n, axes in zip(shape, shards, strict=True))
     row = torch.zeros((), dtype=torch.int64, device=device)
@@ -53,7 +64,12 @@ def bits(seed: torch.Tensor, site: int, shape: Sequence[int], shards: Shards, de
         row = row.unsqueeze(-1) * n + at
     row = _splitmix(row + key)
     column = _splitmix(last ^ _splitmix(key + _M1))
-    z = row.to(torch.int32).unsqueeze(-1) + column.to(torch.int32)
+    return row.to(torch.int32), column.to(torch.int32)
+
+
+def _mixed(row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+    """The bits of all elements, from those of their rows and columns."""
+    z = row.unsqueeze(-1) + column
     # arithmetic shifts: the sign bits smear, which costs one bit in 2^32 and saves two passes
     z ^= z >> 16
     z *= _C1
@@ -64,10 +80,12 @@ def bits(seed: torch.Tensor, site: int, shape: Sequence[int], shards: Shards, de
 
 def kept(p: float, seed: torch.Tensor, site: int, shape: Sequence[int], shards: Shards, device: Any) -> torch.Tensor:
     """Bool mask that is True with probability ``1 - p``."""
-    threshold = round((1 - p) * 2**32) - 2**31
-    if threshold >= 2**31:
-        threshold = 2**31 - 1
-    return bits(seed, site, shape, shards, device) < threshold
+    return bits(seed, site, shape, shards, device) < _threshold(p)
+
+
+def _threshold(p: float) -> int:
+    """Below which a share of ``1 - p`` of all int32 lies."""
+    return min(round((1 - p) * 2**32) - 2**31, 2**31 - 1)
 
 
 def uniform(
@@ -82,8 +100,76 @@ def uniform(
 def dropout(
     x: Any, p: float, train: bool = True, *, cut: Any, seed: Any, site: int, shape: Any, shards: Any
 ) -> torch.Tensor:
-    """``aten.dropout`` in training."""
+    """``aten.dropout`` in training; on accelerators in one pass (:class:`_Dropped`)."""
+    if shape and type(x) is torch.Tensor and x.device.type in FUSED_ON and _can_fuse(x.device):
+        row, column = _halves(seed, site, shape, shards, x.device)
+        return _Dropped.apply(x, row, column, _threshold(p), 1 / (1 - p) if p < 1 else 0.0)
     return x * kept(p, seed, site, shape, shards, x.device) * (1 / (1 - p) if p < 1 else 0.0)
+
+
+FUSED_ON = {"cuda"}
+"""Types of devices on which dropout is compiled: one pass that reads and writes, in place of ten."""
+
+
+def _can_fuse(device: torch.device) -> bool:
+    """Whether the compiler may be used here: not while types are checked, nor inside of what is compiled as a whole."""
+    return not (spmd.is_type_checking() or torch.compiler.is_compiling()) and _has_compiler(device)
+
+
+@functools.cache
+def _has_compiler(device: torch.device) -> bool:
+    """Whether torch.compile makes kernels for a device: on GPUs it needs Triton, and they must not be too old."""
+    if device.type != "cuda":
+        return True
+    return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (7, 0)
+
+
+def _drop(x: torch.Tensor, row: torch.Tensor, column: torch.Tensor, threshold: int, scale: float) -> torch.Tensor:
+    return x * (_mixed(row, column) < threshold) * scale
+
+
+class _OnePass:
+    """:func:`_drop`, compiled when it is first called; as it is where that fails, with a warning."""
+
+    def __init__(self) -> None:
+        self.run: Callable[..., torch.Tensor] | None = None
+
+    @torch.no_grad()
+    def __call__(self, x: torch.Tensor, row: torch.Tensor, *numbers: Any) -> torch.Tensor:
+        if self.run is None:
+            self.run = torch.compile(_drop, dynamic=True, fullgraph=True)
+        flat = x.detach().reshape(-1, x.shape[-1]), row.reshape(-1)  # of one form, so that little is compiled anew
+        try:
+            return self.run(*flat, *numbers).view(x.shape)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if self.run is _drop:
+                raise
+            reason = str(error).strip().split("\n")[0]
+            warnings.warn(f"dropout cannot be compiled, so it takes ten passes in place of one: {reason}", stacklevel=2)
+            self.run = _drop
+            return _drop(*flat, *numbers).view(x.shape)
+
+
+_one_pass = _OnePass()
+
+
+class _Dropped(torch.autograd.Function):
+    """Dropout as one kernel forward and one backward. Nothing of the size of ``x`` is kept: the backward draws the same
+    bits again, from the hashes of rows and columns."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, row: torch.Tensor, column: torch.Tensor, threshold: int, scale: float
+    ) -> torch.Tensor:
+        ctx.save_for_backward(row, column)
+        ctx.numbers = threshold, scale
+        return _one_pass(x, row, column, threshold, scale)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _one_pass(grads[0], *ctx.saved_tensors, *ctx.numbers), None, None, None, None
 
 
 @rule(
