@@ -28,6 +28,7 @@ ALLOWED = {
     "runtime/dtensor_fixes.py": {"*"},
     # state dicts and checkpoints
     "runtime/checkpoint.py": {"*"},
+    "runtime/checkpoint_folder.py": {"*"},
     "runtime/optimizers.py": {"*"},
     "runtime/spread.py": {"get_extra_state", "set_extra_state"},
     # many ranks in one process, for verify
