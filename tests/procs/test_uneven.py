@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from procs import cases
+from procs.pipelines import Config
+from procs.test_pipeline import check as check_pipelines
 from procs.test_train import check, of
 
 from autopar.runtime.launch import run_local
@@ -79,3 +81,14 @@ def test_a_checkpoint_of_uneven_pieces_is_read_on_another_mesh(tmp_path: Path) -
     for name in state:
         assert torch.equal(state[name], there[name]), name
     assert abs(loss - loss_there) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "1f1b"])
+def test_uneven_pieces_of_microbatches_cross_between_stages(schedule: str) -> None:
+    """4 rows of a microbatch, 16 tokens and 64 features on 3 ranks, whose backward is split in two or not; then one."""
+    stages = 4 if schedule == "zb-v" else 2
+    check_pipelines(4, [
+        Config("gpt2", schedule, (THREE, (("data", 1),)), 2, stages=stages, seed=seed, cuts=seed, lifetime=lifetime)
+        for seed, lifetime in ((1, ""), (2, "use"))
+    ])  # fmt: skip

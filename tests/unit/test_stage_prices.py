@@ -20,7 +20,7 @@ from autopar import planfile as files
 from autopar.capture import capture
 from autopar.errors import ClusterError, MeshError, PlanError
 from autopar.graph import Graph, Spec
-from autopar.placements import Mesh, State, Step, local_shape
+from autopar.placements import Mesh, State, Step, coordinates, local_shape, n_devices
 from autopar.plan import Plan, StagePlan
 from autopar.planner.inter_op.exact_stages import ExactPlans
 from autopar.planner.inter_op.phases import Phases, phases
@@ -221,8 +221,9 @@ class Sent:
         posts = {r: wires.Post.of(r, torch.device("cpu"), (wire,), rows, 1, no_groups) for r in ranks}
         for rank in ranks:
             posts[rank].begin()
-        for rank in source.devices:
-            posts[rank].send(wire, False, 0, torch.ones(local_shape(shape, source.state, source.mesh)))
+        for number, rank in enumerate(source.devices):
+            at = coordinates(number, source.mesh)
+            posts[rank].send(wire, False, 0, torch.ones(local_shape(shape, source.state, source.mesh, at)))
         for rank in target.devices:
             self.made[rank] = posts[rank].take(wire, False, 0)
         for rank in ranks:
@@ -257,6 +258,20 @@ def test_a_transfer_is_priced_as_it_is_sent(case: Any, within: bool, monkeypatch
     assert found == pytest.approx(expected + gathers[0], rel=1e-9, abs=1e-15)
     if within and (src, src_mesh) == (dst, dst_mesh):
         assert not sent.messages and not any(sent.gathers.values()), "it is there already"
+
+
+@pytest.mark.parametrize("rows", [2, 3, 4, 7])
+def test_ranks_that_have_nothing_take_nothing(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 rows over 3 ranks are 2, 2 and 0: no message goes to the last rank or comes from it."""
+    three, five = (("a", 3),), (("a", 5),)
+    for a, b in ((ONE, three), (three, ONE), (three, five), (five, three)):
+        ends = n_devices(a), n_devices(a) + n_devices(b)
+        source = Side(State.of("S0"), a, tuple(range(ends[0])))
+        target = Side(State.of("S0"), b, tuple(range(*ends)))
+        made = Sent((rows, 2), source, target, monkeypatch).made
+        for number, rank in enumerate(target.devices):
+            assert made[rank].shape == local_shape((rows, 2), target.state, b, coordinates(number, b))
+            assert made[rank].dtype == torch.float32 and bool((made[rank] == 1).all())
 
 
 def test_what_is_sent_whole_costs_the_whole() -> None:
