@@ -15,7 +15,8 @@ Two faces, which are ``torch.nn.Module``; :mod:`.spread` is what they share
 :mod:`.crossing`         its program as a node of the caller's autograd graph; :mod:`.direct`: on one device
 :mod:`.outputs`          what a call gives back
 :mod:`.submodules`       what stands for the model's submodules; :mod:`.copied`: ``copy.deepcopy``
-:mod:`.pipeline`         the model in stages
+:mod:`.pipeline`         the model in stages; :mod:`.pipeline_start`: what its ranks make together first
+:mod:`.pipeline_programs`  its programs by the model's values
 :mod:`.work`             what one rank of it does in a step
 :mod:`.flight`           a stage with the microbatches that are in flight; :mod:`.backward`: a backward in halves
 :mod:`.wires`            messages between stages; :mod:`.ties`: parameters that several stages use

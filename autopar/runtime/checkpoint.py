@@ -22,10 +22,27 @@ SHOWN = 6
 """Names of a state dict that a message lists."""
 
 
+class OnFirstRank(dict[str, torch.Tensor]):
+    """The empty state dict of a rank that is not the first."""
+
+    def __missing__(self, name: str) -> torch.Tensor:
+        """Always an error.
+
+        Raises:
+            RunError: it says where the state dict is.
+        """
+        raise RunError(
+            f"full_state_dict gives '{name}', as everything, to rank 0 alone: use it there (if dist.get_rank() == 0:), "
+            "or call full_state_dict(pm, all_ranks=True) on every rank"
+        )
+
+
 def full_state_dict(pm: SpreadModule, *, all_ranks: bool = False) -> dict[str, torch.Tensor]:
     """The state dict of the model on one device, on the CPU of rank 0; the other ranks get ``{}``.
 
-    Every rank must call it. Parameters are gathered one at a time.
+    Every rank must call it, and rank 0 alone is given something: another rank saves nothing, or asks for
+    ``all_ranks=True``. Its :class:`OnFirstRank` says so when it is asked for a tensor, and goes back into
+    :func:`load_full_state_dict` as it is. Parameters are gathered one at a time.
 
     Args:
         pm: a parallel module, or a pipeline.
@@ -47,7 +64,7 @@ def full_state_dict(pm: SpreadModule, *, all_ranks: bool = False) -> dict[str, t
             seen[id(value)] = whole.to("cpu", copy=True) if keep else whole.new_empty(0)
         if keep:
             state[name] = seen[id(value)]
-    return state
+    return state if keep else OnFirstRank()
 
 
 def _of_all_groups(pm: SpreadModule, all_ranks: bool) -> dict[str, torch.Tensor]:
@@ -64,6 +81,8 @@ def _of_all_groups(pm: SpreadModule, all_ranks: bool) -> dict[str, torch.Tensor]
         dist.all_gather_object(gathered, mine, group=group)
     else:
         dist.gather_object(mine, gathered if dist.get_rank() == first else None, dst=first, group=group)
+    if not all_ranks and dist.get_rank() != first:
+        return OnFirstRank()
     return {name: value for part in gathered if part is not None for name, value in part.items()}
 
 
@@ -82,6 +101,8 @@ def load_full_state_dict(pm: SpreadModule, state: Mapping[str, torch.Tensor] | N
         RunError: names or shapes do not fit; on all ranks alike, and before anything was changed.
     """
     (group, first), device, me = pm._ranks(), pm._device, dist.get_rank()
+    if isinstance(state, OnFirstRank):
+        state = None
     stored = _stored(pm)
     specs = _names(pm, stored, group)
     if me == first and state is None:

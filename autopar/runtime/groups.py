@@ -185,6 +185,10 @@ class Groups:
             self._meshes[key] = DeviceMesh.from_group(along, self.device.type, order, mesh_dim_names=names)
         return self._meshes[key]
 
+    def has(self, device_mesh: DeviceMesh) -> bool:
+        """Whether a mesh was made here (:meth:`mesh`)."""
+        return any(each is device_mesh for each in self._meshes.values())
+
     def _axes(self, mesh: Mesh, devices: Sequence[int]) -> list[Wanted]:
         """What is wanted along each axis of a mesh that this rank is in."""
         rank = dist.get_rank()
@@ -259,7 +263,10 @@ def groups_for(device: torch.device, ranks: Iterable[int] | None = None) -> Grou
 
 
 def groups_on(device_mesh: DeviceMesh) -> Groups:
-    """The groups of a mesh's ranks."""
+    """The groups that a mesh was made of; of another's mesh, those of its ranks."""
+    for groups in _of_worlds.values():
+        if groups.world is dist.group.WORLD and groups.has(device_mesh):
+            return groups
     return groups_for(torch.device(device_mesh.device_type), device_mesh.mesh.flatten().tolist())
 
 

@@ -9,46 +9,40 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture import Captured
 from autopar.capture.evaluation import Skeleton
-from autopar.errors import PlanError, RunError
+from autopar.errors import RunError
 from autopar.graph import Ref, Spec
 from autopar.plan import Plan
 from autopar.rules.registry import rules_of
+from autopar.runtime import pipeline_programs
 from autopar.runtime.agree import Meeting, first_seed
 from autopar.runtime.batch import Batch
 from autopar.runtime.checkpoint import full_state_dict, load_full_state_dict
 from autopar.runtime.copied import BY_HAND
 from autopar.runtime.executor import mixed_seed
 from autopar.runtime.failures import Failures
-from autopar.runtime.groups import Groups, groups_for
-from autopar.runtime.plan_groups import groups_of
+from autopar.runtime.groups import Groups
+from autopar.runtime.pipeline_start import begun, check_fits, values_of
 from autopar.runtime.programs import AllWell, Fields, ModuleCall, PlanAgain
 from autopar.runtime.reached import ReachedBy, reached_by
-from autopar.runtime.recaptured import differs, skeleton_of, with_buffers_of
 from autopar.runtime.registering import Placing
 from autopar.runtime.same_batch import Calls, Seen, first_readers
 from autopar.runtime.schedule_check import check_buffers, check_rows
 from autopar.runtime.spread import SpreadModule, check_mode
 from autopar.runtime.stage import Stage, device_of
-from autopar.runtime.stagewise import flat_optimizer_states, refuse_norms_on
-from autopar.runtime.ties import tie_wires, tied_parameters
+from autopar.runtime.stagewise import flat_optimizer_states
 from autopar.runtime.values import check_values
-from autopar.runtime.wires import wires_of
 from autopar.runtime.work import Work
 from autopar.staging import StageGraph, cut
 from autopar.torch_private import pytree
 
-_PROGRAM = ("_captured", "_parts", "_plan", "_skeleton", "_evaluates", "_batch", "_reached_by")
-"""What is another with other values, beside the programs of the stages."""
 _Batches = tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]
 
 
@@ -95,14 +89,7 @@ class PipelineModule(SpreadModule):
             PlanError: the plan is for another model. RunError: not as many ranks as devices in the plan.
         """
         super().__init__()
-        plan.validate()
-        if plan.fingerprint != captured.graph.fingerprint:
-            raise PlanError(
-                f"the plan was made for a model with fingerprint {plan.fingerprint}, this one has "
-                f"{captured.graph.fingerprint}: shapes, operators or names differ; plan this model again"
-            )
-        if plan.n_devices != dist.get_world_size():
-            raise RunError(f"the plan is for {plan.n_devices} ranks, {dist.get_world_size()} are running")
+        check_fits(plan, captured)
         self._plan, self._rank = plan, dist.get_rank()
         self._signature = inspect.signature(model.forward)
         self._captured, self._captured_training = captured, model.training
@@ -114,17 +101,12 @@ class PipelineModule(SpreadModule):
         check_buffers(plan, {name for name, _ in model.named_buffers(remove_duplicate=False)})
         well = meeting.tell if meeting is not None else lambda: None
         well()
-        wires, tied = wires_of(self._parts, plan), tied_parameters(self._parts, plan)
-        groups = groups_for(torch.device(device_type))
-        wanted = groups_of(self._parts, plan, [*wires, *tie_wires(tied, plan).values()], tied)
-        self._groups = groups
-        groups.make(wanted)  # all that will ever be needed, before ranks go different ways
-        self._generation = groups.generation
-        mine = [s for s, stage in enumerate(plan.stages) if self._rank in stage.devices]
-        meshes = {s: groups.mesh(plan.stages[s].mesh, plan.stages[s].devices) for s in mine}
-        _know_stages(plan, meshes.values())
-        needed = {n.target for s in mine for n in self._parts[s].graph.nodes if n.kind in ("param", "buffer")}
-        given = _values(model, needed, values)
+        here = begun(self._parts, plan, device_type)  # all groups, before ranks go different ways
+        groups, mine, meshes = here.groups, here.mine, here.meshes
+        self._groups, self._generation = groups, groups.generation
+        if len({s.devices for s in plan.stages}) > 1:
+            flat_optimizer_states(PipelineModule)
+        given = values_of(model, self._parts, here, values)
         self._seed = first_seed(dist.group.WORLD) if seed is None else seed
         well()
         self._random = any(rule is not None and rule.random for rule in rules_of(captured.graph))
@@ -133,7 +115,7 @@ class PipelineModule(SpreadModule):
         self._batch = Batch(captured, self._signature, self._device)
         self._reached_by = reached_by(captured.graph, self._device)
         readers = first_readers([captured.graph])
-        self._compared = Calls(groups.of(range(plan.n_devices)), None, False, list(meshes.values()), readers)
+        self._compared = Calls(here.everyone, None, False, list(meshes.values()), readers)
         self._failures = Failures(range(dist.get_world_size()), groups.abort, stays_armed=self._device.type != "cpu")
         self.leads = self._rank == plan.stages[mine[0]].devices[0]
         shared: dict[str, torch.nn.Parameter] = {}
@@ -151,7 +133,7 @@ class PipelineModule(SpreadModule):
             for s, placing in placings.items()
         }
         self._set_mode_of(model)
-        self._work = Work(self._parts, plan, self._rank, stages, wires, tied, groups)
+        self._work = Work(self._parts, plan, self._rank, stages, here.wires, here.tied, groups)
 
     @property
     def plan(self) -> Plan:
@@ -247,36 +229,13 @@ class PipelineModule(SpreadModule):
             self._evaluates = True
 
     def _kept_program(self) -> Fields:
-        stages = {s: (flight.part, flight.stage) for s, flight in self._work.flights.items()}
-        return {"_stages": stages, **{name: self.__dict__[name] for name in _PROGRAM}}
+        return pipeline_programs.fields_of(self)
 
     def _resume_program(self, fields: Fields) -> None:
-        for name in _PROGRAM:
-            setattr(self, name, fields[name])
-        for s, (part, stage) in fields["_stages"].items():
-            flight = self._work.flights[s]
-            now, flight.part, flight.stage = flight.stage.buffers, part, stage
-            with_buffers_of(self, stage, now)
+        pipeline_programs.resume(self, fields)
 
     def _take_program(self, new: Captured, plan_again: PlanAgain | None, all_well: AllWell) -> None:
-        """Have the stages run ``new``, which differs in nothing but literals."""
-        reason = differs(self._captured, new)
-        with all_well():
-            if reason:
-                raise RunError(
-                    f"with the values that it has now the model is another one ({reason}), and the stages of a "
-                    "pipeline can only have other numbers; parallelize it again, and load this full_state_dict()"
-                )
-        with all_well():
-            cuts = cut(new.graph, self._plan.starts)  # crossings stay those that the wires know
-            parts = tuple(replace(part, graph=c.graph) for part, c in zip(self._parts, cuts, strict=True))
-            plan = self._plan.of_graphs(new.graph.fingerprint, [part.graph.fingerprint for part in parts])
-            for s, flight in self._work.flights.items():
-                flight.part, flight.stage = parts[s], flight.stage.with_other_literals(parts[s].graph)
-            self._captured, self._parts, self._plan = new, parts, plan
-            self._skeleton, self._evaluates = skeleton_of(self), False
-            self._batch = Batch(new, self._signature, self._device)
-            self._reached_by = reached_by(new.graph, self._device)
+        pipeline_programs.take(self, new, all_well)
 
     # -- without gradients
 
@@ -419,35 +378,6 @@ class PipelineModule(SpreadModule):
         s = self._plan.schedule
         here = list(self._work.flights)
         return f"PipelineModule({s.name}, {s.n_stages} stages, {s.n_microbatches} microbatches, here {here})"
-
-
-# --- construction ----------------------------------------------------------------------------------------------------
-
-
-def _know_stages(plan: Plan, meshes: Iterable[DeviceMesh]) -> None:
-    """Have torch's functions that take one rank's parameters for all there are know the meshes of its stages."""
-    if len({s.devices for s in plan.stages}) > 1:
-        for mesh in meshes:
-            refuse_norms_on(mesh)
-        flat_optimizer_states(PipelineModule)
-
-
-def _values(
-    model: torch.nn.Module, needed: set[str], values: Callable[[str], torch.Tensor] | None
-) -> dict[str, torch.Tensor]:
-    """Whole values of what this rank holds; rank 0's, so that ranks that were seeded differently agree."""
-    named: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    named.update(model.named_buffers(remove_duplicate=False))
-    result = {}
-    for name, tensor in named.items():
-        if values is not None:
-            value = values(name)
-        else:
-            value = tensor.detach().clone().contiguous()
-            dist.broadcast(value, src=0)
-        if name in needed:
-            result[name] = value
-    return result
 
 
 __all__ = ["PipelineModule"]

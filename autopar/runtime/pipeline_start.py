@@ -1,0 +1,98 @@
+"""What the ranks of a pipeline make together before each has its own stages: groups, meshes, and values to place.
+
+All ranks come through here alike, also for what they are not part of; afterwards they go different ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.capture import Captured
+from autopar.errors import PlanError, RunError
+from autopar.plan import Plan
+from autopar.runtime.groups import Groups, groups_for
+from autopar.runtime.plan_groups import groups_of
+from autopar.runtime.stagewise import refuse_norms_on
+from autopar.runtime.ties import Tied, tie_wires, tied_parameters
+from autopar.runtime.wires import Wire, wires_of
+from autopar.staging import StageGraph
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where this rank stands.
+
+    Attributes:
+        wires, tied: what crosses between stages, and what several groups of ranks hold; of the whole pipeline.
+        mine: this rank's stages, by number.
+        meshes: theirs.
+        everyone: the group of all ranks.
+    """
+
+    wires: tuple[Wire, ...]
+    tied: tuple[Tied, ...]
+    groups: Groups
+    mine: Sequence[int]
+    meshes: Mapping[int, DeviceMesh]
+    everyone: Any
+
+
+def check_fits(plan: Plan, captured: Captured) -> None:
+    """Refuse a plan of another model or for another number of ranks.
+
+    Raises:
+        PlanError: the plan is for another model. RunError: not as many ranks as devices in the plan.
+    """
+    plan.validate()
+    if plan.fingerprint != captured.graph.fingerprint:
+        raise PlanError(
+            f"the plan was made for a model with fingerprint {plan.fingerprint}, this one has "
+            f"{captured.graph.fingerprint}: shapes, operators or names differ; plan this model again"
+        )
+    if plan.n_devices != dist.get_world_size():
+        raise RunError(f"the plan is for {plan.n_devices} ranks, {dist.get_world_size()} are running")
+
+
+def begun(parts: Sequence[StageGraph], plan: Plan, device_type: str) -> Start:
+    """Make all groups that the pipeline will ever need, on all ranks in one order."""
+    wires, tied = wires_of(parts, plan), tied_parameters(parts, plan)
+    groups = groups_for(torch.device(device_type))
+    groups.make(groups_of(parts, plan, [*wires, *tie_wires(tied, plan).values()], tied))
+    mine = [s for s, stage in enumerate(plan.stages) if dist.get_rank() in stage.devices]
+    meshes = {s: groups.mesh(plan.stages[s].mesh, plan.stages[s].devices) for s in mine}
+    if len({stage.devices for stage in plan.stages}) > 1:
+        for mesh in meshes.values():  # torch's functions take one rank's parameters for all there are
+            refuse_norms_on(mesh)
+    return Start(wires, tied, groups, mine, meshes, groups.of(range(plan.n_devices)))
+
+
+def values_of(
+    model: torch.nn.Module, parts: Sequence[StageGraph], start: Start, values: Callable[[str], torch.Tensor] | None
+) -> dict[str, torch.Tensor]:
+    """Whole values of what this rank holds; rank 0's, so that ranks that were seeded differently agree.
+
+    Args:
+        values: gives them by name, and is called on every rank for every name; by default they are sent from rank 0.
+    """
+    needed = {n.target for s in start.mine for n in parts[s].graph.nodes if n.kind in ("param", "buffer")}
+    named: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    named.update(model.named_buffers(remove_duplicate=False))
+    result = {}
+    for name, tensor in named.items():
+        if values is not None:
+            value = values(name)
+        else:
+            value = tensor.detach().clone().contiguous()
+            dist.broadcast(value, src=0, group=start.everyone)
+        if name in needed:
+            result[name] = value
+    return result
+
+
+__all__ = ["Start", "begun", "check_fits", "values_of"]
