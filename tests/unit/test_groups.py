@@ -50,5 +50,5 @@ def test_a_mesh_stays_one_object_and_equal_to_the_callers(world: None) -> None:
 
 def test_the_state_dict_of_another_rank_says_where_it_is() -> None:
     assert not OnFirstRank()
-    with pytest.raises(RunError, match="gives 'a.weight', as everything, to rank 0 alone"):
+    with pytest.raises(RunError, match=r"gives 'a\.weight', as everything, to rank 0 alone"):
         OnFirstRank()["a.weight"]
