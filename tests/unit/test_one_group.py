@@ -17,13 +17,14 @@ from autopar.capture.microbatches import numbers_of_parts, resized
 from autopar.graph import Graph
 from autopar.placements import n_devices, whole_state
 from autopar.plan import Plan
-from autopar.planner.inter_op import stage_search
+from autopar.planner.inter_op import exact_stages, stage_search
+from autopar.planner.inter_op.exact_stages import Candidate, ExactPlans
 from autopar.planner.inter_op.menu import Menus
 from autopar.planner.inter_op.one_group import least_seconds
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.staging import crossings_of, cut
-from cost_models.pipeline import build
+from cost_models.pipeline import build, live_at_peak, live_per_stage
 from hardware_profiles import load_cluster
 
 ROWS, DEVICES = 4, 4
@@ -112,3 +113,24 @@ def test_a_stage_leaves_other_outputs_of_the_model_in_pieces() -> None:
     )
     mine, reference = (V.train_pipeline(captured, p, weights, buffers, batches, 1) for p in (plan, alone))
     assert V.compare("", mine, reference).worst < 1e-9
+
+
+def test_stages_that_take_all_of_their_shares_fit_together() -> None:
+    """A stage that keeps one microbatch when its group is fullest, and many at another moment, gets no share for the
+    one: it would keep so much of it that the group were fullest then."""
+    for groups, degree, microbatches in ((16, 2, 64), (8, 2, 32), (4, 3, 16)):
+        n_stages = groups * degree
+        schedule = build("zb-h1", n_stages, groups, microbatches)
+        estimates = ((9.0, 1.4),) * (n_stages - 1) + ((9.2, 1.2),)
+        live = live_at_peak(schedule, [kept for _, kept in estimates])
+        counted = exact_stages._counted(live, live_per_stage(schedule))
+        way = Candidate(((("data", 1),),) * groups, ((0,),) * groups, "zb-h1", (), 0.0, estimates)
+        for of_group in schedule.stages_of_rank:
+            needed = sum(estimates[s][0] + live[s] * estimates[s][1] for s in of_group)
+            shares = {s: ExactPlans._share(s, of_group, live, counted, way) for s in of_group}
+            kept = [0.0] * n_stages
+            for s in of_group:
+                kept[s] = (shares[s] * needed - estimates[s][0]) / counted[s]
+            fullest = live_at_peak(schedule, kept)
+            total = sum(estimates[s][0] + fullest[s] * kept[s] for s in of_group)
+            assert total <= 1.1 * needed, (groups, of_group)

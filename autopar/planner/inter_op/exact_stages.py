@@ -42,6 +42,7 @@ from cost_models.pipeline import (
     build,
     label_of,
     live_at_peak,
+    live_per_stage,
     simulate,
 )
 from hardware_profiles import Cluster
@@ -55,6 +56,8 @@ SHARES = 16
 WORTH = 1.1
 """On few devices, a stage is not searched to its end if it alone takes this factor of the best step so far; what is no
 pipeline, if it takes as long."""
+FEW = 4
+"""Times as many microbatches, kept at another moment than that at which the group is fullest, are many more."""
 LARGE_GAP = 0.06
 """The gap that is good enough for stages where memory binds; on few devices, until the best is known."""
 
@@ -284,6 +287,7 @@ class ExactPlans:
         choices: list[StagePlan] = []
         asked: list[Options] = []
         stored: dict[tuple[int, str], str] = {}
+        counted = _counted(live, live_per_stage(schedule))
         for stage in graphs:
             mesh, devices = candidate.meshes[group[stage.number]], candidate.devices[group[stage.number]]
             wishes = of_stage(self.asked.options, stage, mesh)
@@ -296,10 +300,10 @@ class ExactPlans:
                 worth = best_known if candidate.groups == 1 else WORTH * best_known
                 wishes = replace(wishes, worth_seconds=worth)
             options = replace(
-                wishes, in_flight=live[stage.number], params=pins or None,
+                wishes, in_flight=counted[stage.number], params=pins or None,
                 microbatches=self.asked.microbatches,
                 memory_limit_bytes=rooms[group[stage.number]]
-                * self._share(stage.number, shares[group[stage.number]], live, candidate),
+                * self._share(stage.number, shares[group[stage.number]], live, counted, candidate),
                 recompute=patterns_in(stage.graph, wishes.recompute), may_recompute=self._may_recompute,
                 blocks=self._blocks_in(stage.graph),
             )  # fmt: skip
@@ -341,15 +345,25 @@ class ExactPlans:
                 return
 
     @staticmethod
-    def _share(stage: int, of_group: Sequence[int], live: Sequence[int], candidate: Candidate) -> float:
-        """A stage's share of its group's memory: by what is estimated that each stage needs, or else equal."""
+    def _share(
+        stage: int, of_group: Sequence[int], live: Sequence[int], counted: Sequence[int], candidate: Candidate
+    ) -> float:
+        """The share of its group's memory that a stage is planned for, with the microbatches that are counted: by what
+        is estimated that each stage needs when the group is fullest, or else equal."""
         if not candidate.n_bytes or len(of_group) == 1:
             return 1 / len(of_group)
-        needs = {s: candidate.n_bytes[s][0] + live[s] * candidate.n_bytes[s][1] for s in of_group}
+
+        def need(s: int, in_flight: int) -> float:
+            static, kept = candidate.n_bytes[s]
+            return static + in_flight * kept
+
+        needs = {s: need(s, live[s]) for s in of_group}
         most = max(of_group, key=lambda s: (needs[s], s))
         shares = SHARES * len(of_group) // 2
         parts = {s: ceil(shares * needs[s] / sum(needs.values())) for s in of_group if s != most}
-        return parts.get(stage, shares - sum(parts.values())) / shares
+        if stage == most:
+            return (shares - sum(parts.values())) / shares
+        return ceil(shares * need(stage, counted[stage]) / sum(needs.values())) / shares
 
     def _stage_plan(
         self, graph: Graph, mesh: Mesh, options: Options, devices: tuple[int, ...], exact: bool = False
@@ -386,6 +400,13 @@ class ExactPlans:
             )
         by_in_flight[n] = graph, plan
         return plan.with_in_flight(wanted)
+
+
+def _counted(live: Sequence[int], most: Sequence[int]) -> list[int]:
+    """The microbatches in flight that each stage is planned for: those that it keeps when its group is fullest; where
+    it keeps many more at another moment, these. A stage that is planned for one alone would keep so much of it that the
+    group were fullest at that other moment."""
+    return [n if FEW * n >= at_most else at_most for n, at_most in zip(live, most, strict=True)]
 
 
 def _rounded(in_flight: int) -> int:

@@ -65,6 +65,9 @@ CLOSE = 0.005
 MARGIN, CLOSER, KNOWN = 0.9, 0.98, 8
 """On few devices, a way is not planned exactly if it takes longer than the best even where its estimate is as much too
 long as the worst so far, and a tenth more; a fiftieth, once so many errors are known."""
+BESIDE = 1.1
+"""On more than :data:`SMALL` devices, one group is planned exactly where its estimate is within this factor of the
+best: that is done in a second or two."""
 NUMBERS = 4
 """Numbers of microbatches of which the best few ways are planned exactly; of the best two, all that are near."""
 WORTH_A_LOOK = 2.0
@@ -199,7 +202,7 @@ def _in_one_group(
             best = min(exact_plans, key=lambda p: p.seconds)
             number = [search is best.search for search in searches].index(True)
             if bounds[number] < DEEPER * best.seconds:
-                for mesh in searches[number].deeper_shapes(best.candidate.meshes[0]):
+                for mesh in searches[number].deeper_shapes(best.candidate.meshes[0], range(n)):
                     plan(searches[number], mesh)
     except KeyboardInterrupt:
         if not exact_plans:
@@ -219,8 +222,9 @@ def _planned_exactly(
             break
         least = min((f.seconds for f in exact_plans), default=inf)
         different = {f.what for f in exact_plans}
-        if n_devices > SMALL and len(different) >= top and (
-            len(exact_plans) >= CANDIDATES or failed == FAILED or least * (1 + CLOSE) < candidate.seconds
+        stages = sum(f.candidate.groups > 1 for f in exact_plans)
+        if n_devices > SMALL and candidate.groups > 1 and len(different) >= top and (
+            stages >= CANDIDATES or failed == FAILED or least * (1 + CLOSE) < candidate.seconds
         ):
             break  # simulated with the times of the estimate, which are seldom much too long
         if n_devices > SMALL and top > 1 and search.what(candidate) in different:
@@ -340,13 +344,14 @@ class _Numbers:
             equal = len({n_devices(mesh) for mesh in candidate.meshes}) == 1
             if search.asked.mesh or search.asked.starts is not None or not equal or search.asked.max_axes <= AXES:
                 continue
-            search.most_axes = search.asked.max_axes
             far = NEAR if self.few else DEEPER
-            try:
-                deeper = search.candidates(None, ways[0][0], far, self.share, candidate.groups, self.to_beat)
-                self._take(search, [c for c in deeper if c.seconds <= far * ways[0][0]])
-            finally:
-                search.most_axes = AXES
+            shapes = search.deeper_shapes(candidate.meshes[0], candidate.devices[0])
+            if not shapes:
+                continue
+            deeper = search.candidates(
+                None, ways[0][0], far, self.share, candidate.groups, self.to_beat, shapes=shapes
+            )
+            self._take(search, [c for c in deeper if c.seconds <= far * ways[0][0]])
 
     def _look_at(self, number: int) -> bool:
         """Whether a number is near the best."""
@@ -372,8 +377,9 @@ class _Numbers:
         if len(self.searches) == 1 or self.searches[0].asked.starts is not None:
             return [(s, c) for _, _, s, c in self.found]
         ordered = sorted(self.found, key=lambda f: f[:2])
-        if not ordered or not self.few:
-            return [(s, c) for _, _, s, c in ordered]
+        if not ordered or not self.few:  # estimates of one group are too long, mostly: its program chooses together
+            near = [f for f in ordered if f[3].groups == 1 and f[0] <= BESIDE * ordered[0][0]][:CANDIDATES]
+            return [(s, c) for _, _, s, c in (*near, *(f for f in ordered if f not in near))]
         near = [f for f in ordered if f[0] <= WORTH_A_LOOK * ordered[0][0]]
         counts = list(dict.fromkeys(id(f[2]) for f in near))  # by the best estimate of each number of microbatches
         return [
@@ -388,13 +394,13 @@ class _Search(ExactPlans):
 
     infeasible: InfeasibleError | None = None
     leanest: Need | None = None
-    most_axes: int = AXES
     fastest: Mapping[tuple[int, Mesh], float] = field(default_factory=dict)
     decided: dict[tuple[object, ...], list[StagePlan]] = field(default_factory=dict)
 
     def candidates(
         self, floors: Mapping[tuple[int, Mesh], float] | None = None, best_known: float = inf, far: float = FAR,
         share: float = 1.0, groups: int | None = None, beaten: float = inf, fewest: int = 1,
+        shapes: Sequence[Mesh] = (),
     ) -> list[Candidate]:  # fmt: skip
         """The most promising ways to cut, by estimate.
 
@@ -402,16 +408,18 @@ class _Search(ExactPlans):
             floors, best_known, far, beaten, fewest: as for :class:`Equal`.
             share: of the devices' memory that may be filled.
             groups: how many, where the user leaves that open; None for any number.
+            shapes: the only meshes to look at.
         """
         if self.asked.starts is not None:
             return self._pinned(self.asked.starts)
         asked = self.asked
         schedules = tuple(dict.fromkeys(START if name == SEARCHED else name for name in asked.schedules))
         pools = self._pools
+        shapes_of = (lambda size: [m for m in shapes if n_devices(m) == size]) if shapes else self.shapes
         search = Equal(
-            self.cluster, pools, self.blocks, self.menus, self.shapes, schedules, asked.microbatches,
+            self.cluster, pools, self.blocks, self.menus, shapes_of, schedules, asked.microbatches,
             [share * self.limit(pool) for pool in pools], asked.groups or groups, floors or {}, best_known, far,
-            self.n_devices <= SMALL and self.most_axes == AXES, beaten, fewest,
+            self.n_devices <= SMALL and not shapes, beaten, fewest,
         )  # fmt: skip
         cuts = search.cuts()
         self.fastest = search.fastest
@@ -433,7 +441,7 @@ class _Search(ExactPlans):
             )
             for c in dict.fromkeys(best)
         ]  # fmt: skip
-        return candidates if self.most_axes > AXES else [*candidates, *self._unequal()]
+        return candidates if shapes else [*candidates, *self._unequal()]
 
     def _pinned(self, starts: Sequence[str]) -> list[Candidate]:
         """All groups, shapes and schedules for which the user's cuts are right."""
@@ -496,29 +504,27 @@ class _Search(ExactPlans):
         starts += [self.name(block.end)] if block.end < len(self.ops) else []
         return cut(self.graph, starts)[1 if block.first else 0].graph
 
-    def shapes(self, size: int) -> list[Mesh]:
-        """Mesh shapes of a group. The last axis joins neighbours; one larger than a node is better split in two."""
+    def shapes(self, size: int, most_axes: int = AXES) -> list[Mesh]:
+        """Mesh shapes of a group. The last axis joins neighbours; one larger than a node is better split in two. If
+        more than :data:`AXES` axes are asked for, only those that have more."""
         if self.asked.mesh:
             return [self.asked.mesh] if n_devices(self.asked.mesh) == size else []
         near = max(1, self.cluster.n_devices // self.cluster.n_nodes)
-        every = mesh_shapes(size, min(self.most_axes, self.asked.max_axes))
+        every = mesh_shapes(size, min(most_axes, self.asked.max_axes))
         shapes = [m for m in every if len(m) == 1 or n_devices(m[1:]) <= near]
-        if self.most_axes > AXES:  # those with fewer were looked at before
+        if most_axes > AXES:  # those with fewer were looked at before
             shapes = [m for m in shapes if len(m) > AXES]
         return [m for m in shapes if allows(m, self.asked.options)]
 
-    def deeper_shapes(self, fewer: Mesh) -> list[Mesh]:
-        """Meshes of all devices with more than :data:`AXES` axes, on which the commonest block is faster than on one of
-        fewer axes."""
+    def deeper_shapes(self, fewer: Mesh, devices: Sequence[int]) -> list[Mesh]:
+        """Meshes with more than :data:`AXES` axes, on which the commonest block is faster than on one of fewer axes of
+        the same devices: where it is not, the stages' programs would take long to say the same."""
         if self.asked.mesh or self.asked.max_axes <= AXES:
             return []
-        self.most_axes = self.asked.max_axes
-        shapes = self.shapes(self.n_devices)
-        self.most_axes = AXES
         common, _ = Counter(b.kind for b in self.blocks).most_common(1)[0]
-        block, devices = next(b for b in self.blocks if b.kind == common), range(self.n_devices)
+        block = next(b for b in self.blocks if b.kind == common)
         faster = []
-        for mesh in shapes:
+        for mesh in self.shapes(len(devices), self.asked.max_axes):
             try:
                 before = self.menus.fastest(block, fewer, devices)
                 faster += [mesh] if self.menus.fastest(block, mesh, devices) <= DEEPER * before else []
