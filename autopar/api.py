@@ -322,17 +322,16 @@ def parallelize(
                 warnings.warn(said, stacklevel=2)
         pm = spreading.spread(model, one, decided, group, device_mesh=device_mesh, init=init)
         follows_shapes = shapes == "any" and len(decided.stages) == 1
-        if follows_shapes or on_change == "recapture":
-            planner = None
-            if len(decided.stages) == 1:
-                cluster_of_plan = spreading.hardware_when_asked(decided, model, mesh, cluster, records)
-                planner = recapture.planner_of(decided, cluster_of_plan, group)
-            programs = Programs(
-                model, one.example, pm.skeleton_for_programs(model), _ranks_of(pm), planner,
-                recapture.comparer_of(group) if verify_capture else None,
-                shapes=follows_shapes, values=on_change == "recapture",
-            )  # fmt: skip
-            pm.follow(programs)
+        planner = None
+        if len(decided.stages) == 1:
+            cluster_of_plan = spreading.hardware_when_asked(decided, model, mesh, cluster, records)
+            planner = recapture.planner_of(decided, cluster_of_plan, group)
+        programs = Programs(
+            model, one.example, pm.skeleton_for_programs(model), _ranks_of(pm), planner,
+            recapture.comparer_of(group) if verify_capture else None,
+            shapes=follows_shapes, values=on_change == "recapture",
+        )  # fmt: skip
+        pm.follow(programs)
         if move is not None:
             move.to(pm, group)
         replaced(dict(model.named_parameters(remove_duplicate=False)))

@@ -17,6 +17,7 @@ Two faces, which are ``torch.nn.Module``; :mod:`.spread` is what they share
 :mod:`.submodules`       what stands for the model's submodules; :mod:`.copied`: ``copy.deepcopy``
 :mod:`.pipeline`         the model in stages; :mod:`.pipeline_start`: what its ranks make together first
 :mod:`.pipeline_programs`  its programs by the model's values
+:mod:`.methods`          the model's methods, on whole values
 :mod:`.work`             what one rank of it does in a step
 :mod:`.flight`           a stage with the microbatches that are in flight; :mod:`.backward`: a backward in halves
 :mod:`.wires`            messages between stages; :mod:`.ties`: parameters that several stages use

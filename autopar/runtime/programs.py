@@ -53,6 +53,15 @@ OTHER_CALL = (
     "drop_last alike); give all ranks the same batches"
 )
 
+ON_ALL = (
+    "ranks compute together, in evaluation too, so every rank makes the same calls in the same order; evaluate on all "
+    "ranks (and print on one)"
+)
+ON_ALL_METHOD = (
+    "parameters are gathered for it from all ranks, so every rank calls it, at the same place in the script (and one "
+    "prints)"
+)
+
 PlanAgain = Callable[[Captured, Mapping[str, str]], StagePlan]
 """Of a captured graph and of how parameters are stored, by name: a plan, the same on all ranks."""
 
@@ -131,6 +140,17 @@ class Programs:
         """Programs that do not run now, the one that was used last at the end."""
         self.meeting = CollectiveLog(ranks) if len(ranks) > 1 else None
         self.calls = self.captures = 0
+        self.mode = "in training" if model.training else "in eval mode"
+        """Of the last call: a rank that goes into eval mode by itself would compute with steps of the others."""
+
+    def meet_all(self, what: str) -> None:
+        """Wait until all ranks call a method of the model.
+
+        Raises:
+            RunError: others go on with something else.
+        """
+        if self.meeting is not None:
+            self.meeting.meet("calls", f"{what}() behind call {self.calls}", ON_ALL_METHOD)
 
     def of_copy(self) -> Programs:
         """Those of a copy of the module, which follows shapes as this one does; values stay those of the program."""
@@ -151,9 +171,16 @@ class Programs:
         same, fits = pm._captured.guards.same(), self._fits(pm._batch, call)
         if not same and not self.values:
             raise RunError(refusal(pm._captured.guards.changes()))
-        if same and fits:
+        mode = "in training" if pm.training else "in eval mode"
+        mode += "" if torch.is_grad_enabled() else " without gradients"
+        before_mode, self.mode = self.mode, mode
+        if same and fits and mode == before_mode:
             if self.meeting is not None:
                 self.meeting.note(f"call {self.calls} without a change")
+            return
+        if same and fits:
+            if self.meeting is not None:
+                self.meeting.meet("is at", f"call {self.calls} {mode}", ON_ALL)
             return
         changes = [] if same else pm._captured.guards.changes()
         place = next((i for i, fields in enumerate(self.kept) if self._is_for(fields, call)), None)

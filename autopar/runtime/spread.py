@@ -19,6 +19,7 @@ from autopar.capture.evaluation import Skeleton
 from autopar.capture.losses import LOSS, other_losses
 from autopar.errors import RunError
 from autopar.runtime import dtensor_fixes
+from autopar.runtime.methods import method_of
 from autopar.runtime.original import Original
 from autopar.runtime.programs import AllWell, Fields, PlanAgain, Programs
 from autopar.runtime.same_batch import Calls
@@ -39,7 +40,6 @@ EXTRA = "_extra_state"
 
 
 _WRAPPERS = {
-    "module": "a parallel module has the model's own names, so use it itself (state_dict(), parameters() and parts)",
     "join": "every rank is called with the whole batch, so no rank runs out of batches before another one",
 }
 """What scripts ask of a wrapped model."""
@@ -83,10 +83,10 @@ class SpreadModule(Elements):
             super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        """A plain attribute of the model, as of its submodules; what else it has is named.
+        """A plain attribute of the model, as of its submodules; or a method (:mod:`~autopar.runtime.methods`).
 
         Raises:
-            AttributeError: there is none, or it is a method, which would work on the model's own tensors.
+            AttributeError: there is none, or it holds tensors or modules of the model's own.
         """
         try:
             return super().__getattr__(name)
@@ -103,11 +103,7 @@ class SpreadModule(Elements):
         if value is not raised and not any(isinstance(x, torch.Tensor | torch.nn.Module) for x in leaves):
             return value
         if inspect.isroutine(inspect.getattr_static(kind, name, None)):
-            raise AttributeError(
-                f"'{name}' is a method of {kind.__name__}, and a {type(self).__name__} has only what its forward "
-                f"computes: it was captured whole, with parameters of its own. Do in the script what {name}() does, "
-                "with this module in the model's place, or parallelize a module whose forward does it"
-            )
+            return method_of(self, name, kind)
         raise AttributeError(
             f"{type(self).__name__} has no attribute '{name}'" + (
                 f": the {kind.__name__} that was parallelized has one, or a property, of its own"
@@ -117,6 +113,11 @@ class SpreadModule(Elements):
 
     def _shown(self) -> tuple[type, tuple[str, ...], str]:
         return self.__dict__.get("_model_class", type(self)), self._model_keys, ""
+
+    @property
+    def module(self) -> Any:
+        """Itself: it has the model's own names, as what DistributedDataParallel wraps has."""
+        return self
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """A context as DistributedDataParallel has for adding up gradients. They add up without it, too: every backward

@@ -1,0 +1,135 @@
+"""What one rank does in the tests of the model's methods, called on its parallel module."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from procs.habits import said
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import autopar
+
+
+class Speaker(nn.Module):
+    """As of nanoGPT: counts its parameters, generates, and some methods that no parallel module can honour."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.drop, self.head = nn.Embedding(20, 8), nn.Dropout(0.5), nn.Linear(8, 20, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.tensor(2.0))
+        self.width = 8
+        self.double()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> Any:
+        out = self.head(self.drop(self.embed(x))) * self.scale
+        return out if y is None else nn.functional.cross_entropy(out.flatten(0, 1), y.flatten())
+
+    def get_num_params(self) -> int:
+        return sum(p.numel() for p in self.parameters())
+
+    @torch.no_grad()
+    def generate(self, x: torch.Tensor, count: int) -> torch.Tensor:
+        for _ in range(count):
+            x = torch.cat([x, self(x)[:, -1].argmax(-1, keepdim=True)], 1)
+        return x
+
+    def loss_twice(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return 2 * self(x, y)
+
+    @torch.no_grad()
+    def shrink(self) -> None:
+        self.embed.weight.mul_(0.5)
+
+    def widen(self) -> None:
+        self.more = nn.Linear(8, 8)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed
+
+
+def batch(rows: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    words = torch.randint(0, 20, (rows, 6), generator=torch.Generator().manual_seed(rows))
+    return words[:, :-1], words[:, 1:]
+
+
+def spread(model: nn.Module, how: str) -> Any:
+    if how == "pipeline":
+        return autopar.parallelize(model, 2, batch(), stages=2, schedule="1f1b", microbatches=2, cuts=["head"])
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
+    params = {"*": "S0 use"} if how == "zero" else {}
+    return autopar.parallelize(model, mesh, batch(), params=params, constraints={"*head": {"data": "n"}})
+
+
+def called(how: str, keeps: bool) -> list[Any]:
+    """Methods after a step of training: the same as on one device."""
+    model = Speaker()
+    alone = copy.deepcopy(model)
+    pm = spread(model, how)
+    if not keeps:
+        del model
+        gc.collect()
+    pm.eval()
+    alone.eval()
+    results: list[Any] = []
+    for m in (pm, alone):
+        with torch.no_grad():
+            for p in m.parameters():
+                p.mul_(1.5)
+        results += [m.get_num_params(), m.generate(batch()[0], 5), m.width]
+    assert pm.module is pm
+    with torch.no_grad():
+        results += [pm.loss_twice(*batch()), alone.loss_twice(*batch())]
+    return results
+
+
+def refused(keeps: bool) -> list[str]:
+    """What cannot be honoured, and that the module goes on."""
+    model = Speaker()
+    pm = spread(model, "zero")
+    kept = [model] if keeps else []
+    del model
+    gc.collect()
+    x, y = batch()
+    texts = [
+        said(lambda: pm.loss_twice(x, y)), said(lambda: pm.shrink()), said(lambda: pm.get_input_embeddings()),
+        said(lambda: pm.widen()),
+    ]  # fmt: skip
+    if not keeps:
+        pm(x, y).backward()
+    kept.clear()
+    return texts
+
+
+def on_one_rank(what: str) -> str:
+    """Rank 0 alone calls a method, or evaluates, while rank 1 goes on training."""
+    pm = spread(Speaker(), "zero")
+    x, y = batch()
+    pm(x, y).backward()
+    if dist.get_rank() == 0:
+        if what == "method":
+            pm.generate(x, 2)
+        elif what == "eval":
+            pm.eval()
+            pm(x, y)
+        else:
+            with torch.no_grad():
+                pm(x, y)
+    pm(x, y).backward()
+    return "no error"
+
+
+def several(calls: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """Call functions of this module by name, one after the other; a collective after each finds ranks that disagree."""
+    results = {}
+    for key, (name, *args) in calls.items():
+        results[key] = globals()[name](*args)
+        dist.barrier()
+    return results

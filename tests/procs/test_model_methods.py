@@ -1,0 +1,54 @@
+"""The model's methods on its parallel module, and what only one rank does, on two real ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from procs import model_methods
+
+from autopar.errors import RunError
+from autopar.runtime.launch import run_local
+
+CALLS: dict[str, tuple[Any, ...]] = {
+    **{f"{how} {keeps}": ("called", how, keeps) for how in ("tensor", "zero", "pipeline") for keeps in (True, False)},
+    "refused True": ("refused", True), "refused False": ("refused", False),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    return run_local(model_methods.several, 2, CALLS)
+
+
+@pytest.mark.parametrize("how", [key for key in CALLS if "refused" not in key])
+def test_methods_run_with_the_values_that_the_module_has(found: list[dict[str, Any]], how: str) -> None:
+    for rank in found:
+        count, words, width, count_alone, words_alone, width_alone, loss, loss_alone = rank[how]
+        assert (count, width) == (count_alone, width_alone) == (160, 8)
+        assert torch.equal(words, words_alone) and words.shape == (4, 10)
+        assert abs(loss / loss_alone - 1) < 1e-12
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_what_a_method_would_lose_is_refused(found: list[dict[str, Any]], keeps: bool) -> None:
+    for rank in found:
+        loss, shrink, embeddings, widen = rank[f"refused {keeps}"]
+        assert "Speaker.loss_twice() computes with parameters that were gathered for it" in loss
+        assert "Speaker.shrink() has written to embed.weight" in shrink
+        assert "Speaker.get_input_embeddings() gives a part of the model itself" in embeddings
+        assert "Speaker.widen() has replaced or added modules" in widen
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("method", r"rank 0 calls Speaker.generate\(\) behind call 1, rank 1 is at call 2 without a change: .* every"),
+        ("eval", "rank 0 is at call 2 in eval mode, rank 1 is at call 2 without a change: .*evaluate on all ranks"),
+        ("no_grad", "rank 0 is at call 2 in training without gradients, rank 1 is at call 2 without a change: "),
+    ],
+)
+def test_what_one_rank_does_alone_is_an_error(what: str, text: str) -> None:
+    with pytest.raises(RunError, match=text):
+        run_local(model_methods.on_one_rank, 2, what)
