@@ -220,6 +220,7 @@ def parallelize(
     verify_capture: bool = True,
     on_change: str = "error",
     shapes: str = "any",
+    gradient_dtype: torch.dtype | None = None,
 ) -> Any:
     """Spread a model over a mesh; every rank calls it with the same arguments.
 
@@ -257,6 +258,8 @@ def parallelize(
         shapes: what a call with another number of rows, another length, other plain arguments or without some of them
             does: ``"any"`` captures the model for it and plans it over the same parameters, once for each such call
             (the eight programs used last are kept); ``"fixed"`` refuses it. Pipelines refuse it in any case.
+        gradient_dtype: in which gradients are added up over ranks, such as ``torch.float32`` for a model in bfloat16;
+            by default the parameters' own, which is what the plan's price counts. What they get is of their own again.
 
     The other arguments are those of :func:`plan`.
 
@@ -321,6 +324,7 @@ def parallelize(
             if said:
                 warnings.warn(said, stacklevel=2)
         pm = spreading.spread(model, one, decided, group, device_mesh=device_mesh, init=init)
+        pm.gradient_dtype = gradient_dtype
         follows_shapes = shapes == "any" and len(decided.stages) == 1
         planner = None
         if len(decided.stages) == 1:

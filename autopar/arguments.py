@@ -51,6 +51,8 @@ _CHECKS: dict[str, _Check] = {
     "shapes": (lambda v: isinstance(v, str) and v in ("any", "fixed"), "'any' or 'fixed'"),
     "on_change": (lambda v: isinstance(v, str) and v in ("error", "recapture"), "'error' or 'recapture'"),
     "timeout": (lambda v: is_number(v) and 0 < v < math.inf, "seconds, more than 0"),
+    "gradient_dtype": (optional(lambda v: isinstance(v, torch.dtype) and v.is_floating_point),
+                       "a floating point dtype, such as torch.float32"),
     **{wish.name: (wish.right, wish.wanted) for wish in WISHES},
 }  # fmt: skip
 

@@ -95,7 +95,10 @@ def _from_here() -> str:
 
 
 def _in_message() -> bool:
-    return any(f.name == "all_gather_object" for f in traceback.extract_stack())
+    """Whether hosts exchange a message, or gloo puts together what has arrived."""
+    stack = traceback.extract_stack()
+    ours = [f for f in stack if "/autopar/" in f.filename and "/tests/" not in f.filename]
+    return any(f.name == "all_gather_object" for f in stack) or (bool(ours) and "work.wait()" in (ours[-1].line or ""))
 
 
 def _is_device(x: Any) -> bool:

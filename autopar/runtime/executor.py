@@ -195,6 +195,7 @@ class ParallelModule(SpreadModule):
         new._captured_training, new._skeleton = self._captured_training, self._skeleton
         new._signature, new._model_ref, new._model_class = self._signature, self._model_ref, self._model_class
         new._model_values, new._model_keys = self._model_values, self._model_keys
+        new._gradient_dtype, new._compared.every = self._gradient_dtype, self._compared.every
         new._batch = Batch(captured, self._signature, self._device, self._batch.pieces)
         new._programs = self._programs.of_copy() if self._programs is not None and self._programs.shapes else None
         new._mode, new._calls = self._captured_training, self._calls

@@ -8,7 +8,7 @@ buckets. What needs several collectives starts the next one when two later ones 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -73,7 +73,7 @@ class _Travel:
             value = self.value
             if value.shape != self.held_params[0].stored_shape or value._base is not None:
                 value = value.contiguous() if not value.is_contiguous() else value
-            self.held_params[0].add(value)
+            self.held_params[0].add(_as_parameter(self.held_params[0], value))
             return
         offset = 0
         for held in self.held_params:
@@ -81,15 +81,23 @@ class _Travel:
             value = self.value[offset : offset + m].view(held.padded_shape)
             if held.padded_shape != held.stored_shape:
                 value = own_part(value, held.adjoint[0].cut, held.adjoint[0]).contiguous()
-            held.add(value)
+            held.add(_as_parameter(held, value))
             offset += m
 
 
-class Reducer:
-    """Takes gradients as they become ready; in :meth:`finish` the parameters have them to come (``HeldParam.add``)."""
+def _as_parameter(held: HeldParam, grad: torch.Tensor) -> torch.Tensor:
+    return grad.to(held.leaf.dtype)
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+
+class Reducer:
+    """Takes gradients as they become ready; in :meth:`finish` the parameters have them to come (``HeldParam.add``).
+
+    Args:
+        dtype: gives the dtype in which they are added up over ranks; None for their own.
+    """
+
+    def __init__(self, limit: int, dtype: Callable[[], torch.dtype | None] = lambda: None) -> None:
+        self.limit, self.dtype = limit, dtype
         self.travels: list[_Travel] = []
         self.open: dict[Any, list[tuple[HeldParam, torch.Tensor]]] = {}
         self.filled: dict[Any, int] = {}
@@ -97,6 +105,7 @@ class Reducer:
     def add(self, held: HeldParam, grad: torch.Tensor) -> None:
         """A gradient in the used placement."""
         stages = held.adjoint
+        grad = in_dtype(grad, self.dtype())
         n_bytes = grad.numel() * grad.element_size()
         if n_bytes >= min(ALONE_BYTES, self.limit) or not _fits_bucket(stages):
             self._send(_Travel([held], grad, stages, flat=False))
@@ -151,4 +160,9 @@ def _fits_bucket(stages: Sequence[Hop]) -> bool:
     )
 
 
-__all__ = ["Reducer", "bucket_bytes"]
+def in_dtype(grad: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """A gradient as it is added up over ranks."""
+    return grad if dtype is None or not grad.is_floating_point() else grad.to(dtype)
+
+
+__all__ = ["Reducer", "bucket_bytes", "in_dtype"]

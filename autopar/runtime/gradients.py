@@ -8,7 +8,7 @@ end (:meth:`Gradients.give`): a step that breaks half-way leaves the parameters'
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -97,7 +97,14 @@ class Gradients:
         accumulating: earlier microbatches of this step have left gradients.
     """
 
-    def __init__(self, held_params: Mapping[str, HeldParam], schedule: GatherOrder) -> None:
+    def __init__(
+        self, held_params: Mapping[str, HeldParam], schedule: GatherOrder,
+        dtype: Callable[[], torch.dtype | None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            dtype: gives the dtype in which gradients are added up over ranks; None for their own.
+        """
         self.held_params = list(held_params.values())
         self.schedule = schedule
         self.defer = self.accumulating = False
@@ -106,7 +113,8 @@ class Gradients:
             held.changed = self._changed
         self.clean = True
         self._trained: TrainedParams | None = None
-        self.reducer = Reducer(bucket_bytes(sum(prod(held.used_shape) * held.param.element_size() for held in reduced)))
+        n_bytes = sum(prod(held.used_shape) * held.param.element_size() for held in reduced)
+        self.reducer = Reducer(bucket_bytes(n_bytes), dtype)
 
     def listen(self, held: HeldParam) -> None:
         """Hear when a leaf has its gradient; call it for every new leaf."""

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from autopar.placements import State
+from autopar.runtime.hops import all_gather_flat
 
 SAMPLE = 4096
 """Elements of a tensor whose places count, too, and of which sums are made."""
@@ -136,7 +136,7 @@ class Seen:
             padded = mine.new_zeros(room)
             padded[: len(mine)] = mine[:room]
             every = mine.new_empty(len(forms) * room)
-            dist.all_gather_into_tensor(every, padded, group=group)
+            all_gather_flat(every, padded, group=group)
             gathered.append(every.view(len(forms), room))
         return Arriving(forms, *gathered)
 

@@ -54,6 +54,7 @@ class SpreadModule(Elements):
     _device: torch.device
     _mode: bool = True
     _compared: Calls
+    _gradient_dtype: torch.dtype | None = None
     _programs: Programs | None = None
     _original: Original | None = None
     _model_ref: Callable[[], torch.nn.Module | None]
@@ -224,6 +225,21 @@ class SpreadModule(Elements):
         if calls is not None and (isinstance(calls, bool) or not isinstance(calls, int) or calls < 0):
             raise RunError(f"compare_every is {calls!r}; give a number of calls, 0 for never, or None for the default")
         self._compared.every = calls
+
+    @property
+    def gradient_dtype(self) -> torch.dtype | None:
+        """The dtype in which gradients are added up over ranks; None for that of the parameters. Set it on all ranks.
+
+        Parameters get gradients of their own dtype in any case. Sums within the program, as of operators whose terms
+        are on several ranks, stay in the model's dtype; and the plan's price counts bytes of the parameters' dtype.
+        """
+        return self._gradient_dtype
+
+    @gradient_dtype.setter
+    def gradient_dtype(self, dtype: torch.dtype | None) -> None:
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise RunError(f"gradient_dtype is {dtype!r}; give a floating point dtype, such as torch.float32, or None")
+        self._gradient_dtype = dtype
 
     def check_trains(self) -> None:
         """Refuse a training step of a module that was put into eval mode, or that gives several losses.

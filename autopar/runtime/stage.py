@@ -66,7 +66,9 @@ class Stage:
         self.evaluation: tuple[Program, Any] | None = None
         on_meshes = any(isinstance(held.param, DTensor) for held in self.held_params.values())
         self.direct = device_mesh.size() == 1 and not on_meshes
-        self.gradients = Gradients({} if self.direct else self.held_params, self.schedule)
+        self.gradients = Gradients(
+            {} if self.direct else self.held_params, self.schedule, lambda: home.gradient_dtype
+        )
         self.probe = torch.empty(0, requires_grad=True)
         self.distributed = any(size > 1 for _, size in self.program.mesh)
         slots = self.program.slots

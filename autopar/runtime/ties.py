@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from autopar.graph import Spec
 from autopar.plan import Plan
+from autopar.runtime.gradient_reduction import in_dtype
 from autopar.runtime.groups import Groups
 from autopar.runtime.reached import Reached
 from autopar.runtime.stage import Stage
@@ -127,9 +128,11 @@ class Ties:
             (each.name, s): _gradient(stages[s].held_params[each.name])
             for each in self.tied for s in each.stages if s in stages
         }  # fmt: skip
-        for (name, _), gradient in gradients.items():  # in the order of names: no two ranks begin with different groups
+        for (name, s), gradient in gradients.items():  # in the order of names: no two ranks begin with different groups
             if name in self.groups:
-                dist.all_reduce(gradient, group=self.groups[name])
+                total = in_dtype(gradient, stages[s].home.gradient_dtype)
+                dist.all_reduce(total, group=self.groups[name])
+                gradients[name, s] = total.to(gradient.dtype)
         for (name, s), total in self._by_messages(stages, gradients).items():
             gradients[name, s] = total
         for (name, s), total in gradients.items():

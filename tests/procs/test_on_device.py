@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 from procs import cases, pipelines
-from procs.on_device import Config, all_trained
+from procs.on_device import Config, all_trained, reduced_in
 from procs.pipelines import ONE
 
 from autopar.runtime.launch import run_local
@@ -31,6 +32,12 @@ def test_no_step_waits() -> None:
         cases.Config("gpt2", (("tensor", 2),), zoo=DROPS, clip=1.0),
         pipelines.Config("gpt2", "1f1b", (ONE, ONE), 2, seed=1, zoo=DROPS, clip=1.0),
     ])  # fmt: skip
+
+
+def test_gradients_are_added_up_in_the_dtype_that_is_asked_for() -> None:
+    (own, coarse, _), (wide, fine, dtypes) = (run_local(reduced_in, 3, d)[0] for d in (None, torch.float32))
+    assert own == {torch.bfloat16} and wide == {torch.float32} and dtypes == {torch.bfloat16}
+    assert fine <= coarse and fine < 2.0**-8
 
 
 @pytest.mark.slow
