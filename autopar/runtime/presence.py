@@ -157,15 +157,10 @@ def within(ranks: tuple[int, ...]) -> bool:
     return ranks in _within
 
 
-def check_alive(ranks: tuple[int, ...]) -> None:
-    """While this rank waits for others within a call.
-
-    Raises:
-        RunError: one of them will not come any more.
-    """
+def news_of(ranks: tuple[int, ...]) -> str:
+    """Why one of these ranks, which are within a call together, will not come any more; empty where nothing is known."""
     here = _within.get(ranks)
-    if here is not None and (news := here.news()):
-        raise RunError(news)
+    return here.news() if here is not None else ""
 
 
 def after_loss(ranks: tuple[int, ...]) -> str:
@@ -174,4 +169,4 @@ def after_loss(ranks: tuple[int, ...]) -> str:
     return here.after_loss() if here is not None else ""
 
 
-__all__ = ["Presence", "after_loss", "alive", "check_alive", "name_of", "within"]
+__all__ = ["Presence", "after_loss", "alive", "name_of", "news_of", "within"]

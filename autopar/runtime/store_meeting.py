@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from autopar.errors import RunError, first_few
-from autopar.runtime.presence import check_alive, name_of, within
+from autopar.runtime.presence import name_of, news_of, within
 from autopar.torch_private import default_store, timeout_of_world
 
 FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 0.002, 0.25
@@ -87,9 +87,11 @@ def said_by(ranks: tuple[int, ...], text: str | None) -> dict[int, str]:
     began, told = time.monotonic(), False
     most = max(LEAST_SECONDS, timeout_of_world().total_seconds())
     for _ in _looks():
+        news = news_of(ranks)  # before the next look: who left because of what was said here, left after that
         if store.check([f"{number}/all"]):
             break
-        check_alive(ranks)
+        if news:
+            raise RunError(news)
         waited = time.monotonic() - began
         if waited > most or (waited > TOLD_AFTER_SECONDS and not told):
             told, missing = True, [each for each in ranks if not store.check([f"{number}/{each}"])]
@@ -140,9 +142,11 @@ def from_first(group: Any, text: str | None) -> str:
         return text
     end = time.monotonic() + max(LEAST_SECONDS, timeout_of_world().total_seconds())
     for _ in _looks():
+        news = news_of(ranks)
         if store.check([f"{number}/pieces"]):
             break
-        check_alive(ranks)
+        if news:
+            raise RunError(news)
         if time.monotonic() > end and not within(ranks):
             raise RunError(f"rank {ranks[0]} decides for all ranks, and has not come to it in time")
     count = int(store.get(f"{number}/pieces"))

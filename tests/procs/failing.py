@@ -1,9 +1,11 @@
-"""A rank of a model on one mesh that fails in a step, and does not go away: what the others hear, and how soon."""
+"""A rank that fails in a step of a model on one mesh, or while a model is spread, and does not go away: what the others
+hear, and how soon."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import autopar
 from autopar.errors import RunError
 from autopar.runtime import failures
+from autopar.runtime.agree import FirstRankValues
 from autopar.runtime.gradients import Gradients
 from autopar.runtime.stage import Stage
 
@@ -115,3 +118,31 @@ def fail_in(cases: list[tuple[str, str, int]]) -> list[tuple[float, str]]:
     """One case after the other."""
     failures.GRACE_SECONDS, failures.QUIET_SECONDS = 1.0, 0.2
     return [fails_in(*case) for case in cases]
+
+
+def fails_at_value(number: int, culprit: int, **options: Any) -> tuple[float, str]:
+    """One rank fails as it takes a value of the model, the ``number``-th that all ranks are asked for; seconds until
+    this rank has an error, and the error. The next ``parallelize`` goes well."""
+    calls, real = itertools.count(), FirstRankValues.__call__
+
+    def take(self: FirstRankValues, name: str) -> torch.Tensor:
+        if next(calls) == number and dist.get_rank() == culprit:
+            raise torch.OutOfMemoryError(f"no room for '{name}'")
+        return real(self, name)
+
+    torch.manual_seed(0)
+    model, start, text = Net(mse), time.monotonic(), ""
+    with mock.patch.object(FirstRankValues, "__call__", take):
+        try:
+            autopar.parallelize(model, dist.get_world_size(), batch(), **options)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+    return time.monotonic() - start, text
+
+
+def fail_at_values(cases: list[tuple[int, int]], options: dict[str, Any]) -> tuple[list[tuple[float, str]], float]:
+    """One case after the other, and then the loss of a step of a module for which nothing failed."""
+    answers = [fails_at_value(number, culprit, **options) for number, culprit in cases]
+    torch.manual_seed(0)
+    pm = autopar.parallelize(Net(mse), dist.get_world_size(), batch(), **options)
+    return answers, float(pm.train_step(*batch()).detach())

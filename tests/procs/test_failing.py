@@ -1,9 +1,11 @@
-"""A model on one mesh of which one rank fails in a step and stays alive: all ranks end with its error in seconds."""
+"""A rank that fails in a step of a model on one mesh, or while one is spread: all ranks have its error in seconds."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from procs.failing import CUTS, WHERE, fail_in
+from procs.failing import CUTS, WHERE, fail_at_values, fail_in
 
 from autopar.runtime.launch import run_local
 
@@ -28,3 +30,30 @@ def test_a_failure_ends_the_step_on_all_ranks() -> None:
 @pytest.mark.slow
 def test_a_failure_anywhere_in_a_step() -> None:
     check([(where, cut, culprit) for where in WHERE for cut in CUTS for culprit in (0, 1)])
+
+
+VALUES = 4
+"""How many the model of these tests has."""
+PIPELINE = {"stages": 2, "schedule": "1f1b", "microbatches": 2}
+
+
+def check_values(n: int, cases: list[tuple[int, int]], options: dict[str, Any]) -> None:
+    ranks = run_local(fail_at_values, n, cases, options, timeout=300)
+    for at, (number, culprit) in enumerate(cases):
+        for rank, (answers, _) in enumerate(ranks):
+            seconds, text = answers[at]
+            assert "no room for '" in text and seconds < 10, (number, culprit, rank, seconds, text)
+            assert rank == culprit or f"on rank {culprit}: " in text, (number, culprit, rank, text)
+    losses = [loss for _, loss in ranks]
+    assert max(losses) - min(losses) < 1e-6 and losses[0] > 0
+
+
+def test_a_failure_at_a_value_of_a_pipeline() -> None:
+    check_values(2, [(0, 0), (VALUES - 1, 1)], PIPELINE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, PIPELINE])
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_failure_at_every_value(n: int, options: dict[str, Any]) -> None:
+    check_values(n, [(number, culprit) for number in range(VALUES) for culprit in range(n)], options)
