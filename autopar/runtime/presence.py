@@ -158,7 +158,7 @@ def within(ranks: tuple[int, ...]) -> bool:
 
 
 def news_of(ranks: tuple[int, ...]) -> str:
-    """Why one of these ranks, which are within a call together, will not come any more; empty where nothing is known."""
+    """Why one of these ranks, which are within a call together, comes no more; empty where nothing is known."""
     here = _within.get(ranks)
     return here.news() if here is not None else ""
 
