@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.capture.evaluation import evaluated
+from autopar.errors import RunError
 from autopar.graph import Graph
 from autopar.lower.emit import lower
 from autopar.lower.program import Program
@@ -70,6 +71,7 @@ class Stage:
             {} if self.direct else self.held_params, self.schedule, lambda: home.gradient_dtype
         )
         self.probe = torch.empty(0, requires_grad=True)
+        self.stream: Any = None
         self.distributed = any(size > 1 for _, size in self.program.mesh)
         slots = self.program.slots
         self.template: list[Any] = [None] * len(slots)
@@ -208,6 +210,7 @@ class Stage:
             template[self.input_slots[name]] = value
         if self.seed_slot is not None:
             template[self.seed_slot] = torch.full((), seed, dtype=torch.int64, device=self.device)  # written there
+        self.stream = one_stream(self.device, self.stream if same_step else None)
         self.schedule.begin(same_step=same_step)
         if evaluating and self.evaluation is not None:
             program, run = self.evaluation
@@ -241,10 +244,31 @@ class Stage:
         self.schedule.end()
 
 
+def one_stream(device: torch.device, before: Any) -> Any:
+    """The stream that is current; on processors None.
+
+    Args:
+        before: of the microbatch before, in the same step; None in the first. What was gathered for that one is used
+            again, and the caching allocator and the collectives' waits know of no other stream.
+
+    Raises:
+        RunError: it is another one.
+    """
+    if device.type != "cuda":
+        return None
+    now = torch.cuda.current_stream(device)
+    if before is not None and now != before:
+        raise RunError(
+            f"the microbatches of one step run on two CUDA streams, {before} and {now}: what was gathered on the first "
+            "may not be there yet on the second. Call the module on one stream"
+        )
+    return now
+
+
 def device_of(device_mesh: DeviceMesh) -> str:
     """This rank's device, as torch calls it."""
     kind = device_mesh.device_type
     return kind if kind == "cpu" else f"{kind}:{torch.accelerator.current_device_index()}"
 
 
-__all__ = ["Buffers", "Compiled", "Stage", "device_of"]
+__all__ = ["Buffers", "Compiled", "Stage", "device_of", "one_stream"]

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 from autopar.cli.common import UsageError, where_to_run
-from autopar.errors import MeshError
+from autopar.errors import MeshError, RunError
 from autopar.runtime.agree import choose_device
 from autopar.runtime.groups import backend_for
+from autopar.runtime.stage import one_stream
 from autopar.spreading import device_type_of, tell_of_idle_gpus
 
 
@@ -105,3 +106,12 @@ def test_commands_say_what_is_missing(gpus: mock.Mock, monkeypatch: pytest.Monke
     with pytest.raises(UsageError, match="torch finds no GPU"):
         where_to_run("cuda", 1)
     assert where_to_run("auto", 3) == ("cpu", "3 processes on the CPU")
+
+
+def test_microbatches_of_a_step_run_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "stream 1")
+    gpu = torch.device("cuda", 0)
+    assert one_stream(gpu, None) == one_stream(gpu, "stream 1") == "stream 1"
+    with pytest.raises(RunError, match="run on two CUDA streams, stream 0 and stream 1"):
+        one_stream(gpu, "stream 0")
+    assert one_stream(torch.device("cpu"), "stream 0") is None
