@@ -24,7 +24,7 @@ def check(cases: list[tuple[str, str, int]]) -> None:
 
 
 def test_a_failure_ends_the_step_on_all_ranks() -> None:
-    check([("forward", "rows", 0), ("backward", "rows, ZeRO", 1), ("optimizer", "rows", 1)])
+    check([("backward", "rows, ZeRO", 1), ("optimizer", "rows", 0)])
 
 
 @pytest.mark.slow
@@ -46,10 +46,6 @@ def check_values(n: int, cases: list[tuple[int, int]], options: dict[str, Any]) 
             assert rank == culprit or f"on rank {culprit}: " in text, (number, culprit, rank, text)
     losses = [loss for _, loss in ranks]
     assert max(losses) - min(losses) < 1e-6 and losses[0] > 0
-
-
-def test_a_failure_at_a_value_of_a_pipeline() -> None:
-    check_values(2, [(0, 0), (VALUES - 1, 1)], PIPELINE)
 
 
 @pytest.mark.slow
