@@ -60,8 +60,6 @@ NEXT_BEST = 3
 """Ways that the notes of a plan name."""
 NEXT_WORDS = "next best"
 """How notes begin that name the ways that came next."""
-FEW_DEVICES = 16
-"""On no more than these one group is planned exactly where estimates say that nothing fits."""
 SIMPLER = 0.001
 """A plan without pipeline and microbatches is preferred if its step is at most this much longer."""
 
@@ -109,18 +107,12 @@ def find(
                 raise
             hint = _in_other_ways(model, captured, example(), cluster, n, asked)
             raise InfeasibleError(f"{error}\n  {hint}") from None
-    try:
-        if asked.numbers is None:
-            say("stages")
-            planned = in_stages({asked.microbatches: captured.graph}, cluster, n, asked, name)
-            return Outcome(planned.plan, captured, planned.timeline, planned.tried, planned.others)
-        say("meshes, stages, schedules, microbatches")
-        outcome = in_parts(model, captured, example(), cluster, n, asked, name, runs)
-    except InfeasibleError:
-        outcome_of_one = _in_one_group(model, captured, example, cluster, n, asked, name, say)
-        if outcome_of_one is None:
-            raise
-        return outcome_of_one
+    if asked.numbers is None:
+        say("stages")
+        planned = in_stages({asked.microbatches: captured.graph}, cluster, n, asked, name)
+        return Outcome(planned.plan, captured, planned.timeline, planned.tried, planned.others)
+    say("meshes, stages, schedules, microbatches")
+    outcome = in_parts(model, captured, example(), cluster, n, asked, name, runs)
     if len(outcome.plan.stages) == 1 and outcome.plan.microbatches > 1 and 1 in (asked.numbers or (1,)):
         return _simpler(outcome, captured, cluster, asked, name)
     return outcome
@@ -144,33 +136,6 @@ def _simpler(outcome: Outcome, captured: Captured, cluster: Cluster, asked: Aske
     if simple.seconds > outcome.plan.seconds * (1 + SIMPLER):
         return outcome
     return replace(outcome, plan=simple, captured=captured, timeline=None)
-
-
-def _in_one_group(
-    model: torch.nn.Module, captured: Captured, example: Callable[[], Any], cluster: Cluster, n: int, asked: Asked,
-    name: str, say: Callable[[str], None],
-) -> Outcome | None:  # fmt: skip
-    """The best plan in one group of all devices, where stages are estimated not to fit: the estimate adds up blocks
-    that are cut apart from each other, and the program of the whole model may need less. None if nothing fits."""
-    pins = asked.pins
-    if n > FEW_DEVICES or pins.stages not in (None, 1) or pins.cuts or pins.schedules:
-        return None
-    if pins.mesh is not None and n_devices(pins.mesh) != n:
-        return None
-    if asked.numbers is None:
-        counts = [asked.microbatches]
-    else:
-        counts = sorted(set(asked.numbers)) or numbers_of_parts(rows_of(example()))
-    best: Outcome | None = None
-    for m in counts:
-        one = captured if m == 1 or asked.numbers is None else part_of(model, captured, example(), m)
-        try:
-            outcome = on_best_mesh(one, cluster, n, replace(asked, microbatches=m), name, say)
-        except InfeasibleError:
-            continue
-        if best is None or outcome.plan.seconds < best.plan.seconds * (1 - BETTER):
-            best = outcome
-    return best
 
 
 def _in_other_ways(
