@@ -20,7 +20,7 @@ from autopar.capture import capture as _capture
 from autopar.capture.microbatches import first_part
 from autopar.clusters import get_cluster, profile_of, reference
 from autopar.comparison import compare_with_eager
-from autopar.errors import AutoparError, CaptureError, ClusterError
+from autopar.errors import AutoparError, CaptureError, ClusterError, PlanError
 from autopar.parts_of_loss import difference_by_parts
 from autopar.placements import Mesh, mesh_shapes
 from autopar.plan import Plan
@@ -31,6 +31,7 @@ from autopar.runtime.groups import abort_groups
 from autopar.runtime.init import Init, is_meta
 from autopar.runtime.optimizers import replaced
 from autopar.runtime.original import Original
+from autopar.runtime.own_rows import as_whole
 from autopar.runtime.pipeline import PipelineModule
 from autopar.runtime.presence import alive
 from autopar.runtime.programs import Programs
@@ -221,6 +222,7 @@ def parallelize(
     on_change: str = "error",
     shapes: str = "any",
     gradient_dtype: torch.dtype | None = None,
+    batch: str = "global",
 ) -> Any:
     """Spread a model over a mesh; every rank calls it with the same arguments.
 
@@ -260,6 +262,10 @@ def parallelize(
             (the eight programs used last are kept); ``"fixed"`` refuses it. Pipelines refuse it in any case.
         gradient_dtype: in which gradients are added up over ranks, such as ``torch.float32`` for a model in bfloat16;
             by default the parameters' own, which is what the plan's price counts. What they get is of their own again.
+        batch: ``"global"``: every rank is called with the whole batch, and takes its slice; ``"local"``: with its own
+            rows, as with DistributedDataParallel and DistributedSampler, also in ``example_inputs``; what a call gives
+            is its own rows, too, and scalars of the whole batch (:mod:`autopar.runtime.own_rows`). Pipelines take whole
+            batches.
 
     The other arguments are those of :func:`plan`.
 
@@ -286,6 +292,11 @@ def parallelize(
                 cluster = profile_of(profile, cluster)
             else:
                 mesh = profile_of(profile, mesh)
+        if batch == "local":
+            args, kwargs = split_inputs(example_inputs, example_kwargs)
+            own = args, kwargs, (targets,) if isinstance(targets, torch.Tensor) else tuple(targets)
+            ranks = dist.get_world_size(group)
+            example_inputs, example_kwargs, targets = spreading.on_all(group, lambda: as_whole(own, ranks))
         asked = spreading.on_all(group, lambda: _asked(given, device_mesh))
         fixed = asked.microbatches  # of 1 where it is to be chosen
 
@@ -323,8 +334,15 @@ def parallelize(
             said = difference_by_parts(one, model, first(1), decided.microbatches)
             if said:
                 warnings.warn(said, stacklevel=2)
+        if batch == "local" and len(decided.stages) > 1:
+            raise PlanError(
+                f"the plan has {len(decided.stages)} stages, and pipelines take the whole batch on every rank: give "
+                "batch='global', or stages=1"
+            )
         pm = spreading.spread(model, one, decided, group, device_mesh=device_mesh, init=init)
         pm.gradient_dtype = gradient_dtype
+        if batch == "local" and pm.device_mesh.size() > 1:
+            pm.take_own_rows()
         follows_shapes = shapes == "any" and len(decided.stages) == 1
         planner = None
         if len(decided.stages) == 1:

@@ -48,6 +48,7 @@ _CHECKS: dict[str, _Check] = {
               "'refuse', or 'trace' for forward hooks that compute with tensors only"),
     "init": (optional(callable), "a function that sets the parameters and buffers of the module that it is given"),
     "verify_capture": (lambda v: isinstance(v, bool), "True or False"),
+    "batch": (lambda v: isinstance(v, str) and v in ("global", "local"), "'global' or 'local'"),
     "shapes": (lambda v: isinstance(v, str) and v in ("any", "fixed"), "'any' or 'fixed'"),
     "on_change": (lambda v: isinstance(v, str) and v in ("error", "recapture"), "'error' or 'recapture'"),
     "timeout": (lambda v: is_number(v) and 0 < v < math.inf, "seconds, more than 0"),

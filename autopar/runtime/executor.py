@@ -15,12 +15,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.capture import Captured
 from autopar.capture.evaluation import Skeleton
+from autopar.capture.microbatches import rows_of
 from autopar.errors import MeshError, RunError
 from autopar.lower.program import Program
 from autopar.placements import Mesh, mesh_text
@@ -33,18 +33,18 @@ from autopar.runtime.direct import stand_ins
 from autopar.runtime.failures import Failures
 from autopar.runtime.groups import Groups, groups_on
 from autopar.runtime.outputs import IN_PIECES, CollectiveLog, unread, with_pending
+from autopar.runtime.own_rows import Call, OwnRows, TakesRows
 from autopar.runtime.plan_groups import mesh_of_own
-from autopar.runtime.programs import AllWell, Fields, ModuleCall, PlanAgain
+from autopar.runtime.programs import AllWell, Fields, ModuleCall, PlanAgain, batch_rows, parts_of
 from autopar.runtime.recaptured import fields_of, resume, take
 from autopar.runtime.registering import Placing
 from autopar.runtime.same_batch import Calls, Seen, first_readers
+from autopar.runtime.seeds import agreed_seed, mixed_seed
 from autopar.runtime.spread import SpreadModule, check_mode
 from autopar.runtime.stage import Stage, device_of
 from autopar.runtime.state import HeldParam, as_dtensor
 from autopar.runtime.values import check_values
 from autopar.torch_private import pytree
-
-_GOLDEN = 0x9E3779B97F4A7C15
 
 
 def check_device_mesh(device_mesh: DeviceMesh, mesh: Mesh) -> None:
@@ -62,7 +62,7 @@ def check_device_mesh(device_mesh: DeviceMesh, mesh: Mesh) -> None:
         raise MeshError(f"the plan is for mesh {show[0]}, the DeviceMesh is {show[1]}; plan again for this mesh")
 
 
-class ParallelModule(SpreadModule):
+class ParallelModule(TakesRows, SpreadModule):
     """What :func:`autopar.parallelize` returns: the model, spread over a mesh.
 
     Parameters are DTensors under the names that they have in the model; on a mesh of one device plain tensors, for
@@ -81,6 +81,7 @@ class ParallelModule(SpreadModule):
     _failures: Failures | None
     _groups: Groups | None
     _generation: int
+    _own_rows: OwnRows | None = None
 
     def __init__(
         self, model: torch.nn.Module, captured: Captured, plan: Plan, device_mesh: DeviceMesh,
@@ -108,7 +109,7 @@ class ParallelModule(SpreadModule):
         self._meeting = None
         abort = groups.abort if groups is not None else None
         self._failures = Failures(ranks, abort, stays_armed=True) if len(ranks) > 1 else None
-        self._seed = _agreed_seed(device_mesh) if seed is None else seed
+        self._seed = agreed_seed(device_mesh, self._device) if seed is None else seed
         self._calls = 0
         readers = first_readers([captured.graph])
         compared_in = groups.of(ranks) if groups is not None else mesh_group(device_mesh)
@@ -199,6 +200,7 @@ class ParallelModule(SpreadModule):
         new._batch = Batch(captured, self._signature, self._device, self._batch.pieces)
         new._programs = self._programs.of_copy() if self._programs is not None and self._programs.shapes else None
         new._mode, new._calls = self._captured_training, self._calls
+        new._own_rows = self._own_rows
         new.training = self._mode
         return new
 
@@ -222,9 +224,10 @@ class ParallelModule(SpreadModule):
         """The model's output for a whole batch, which every rank passes alike.
 
         Args:
-            args, kwargs: what the model is called with: tensors of global shape on this rank's device, or DTensors of
-                any placement. Of an input whose placement was asked for (``placements=``), a tensor that has the shape
-                of this rank's piece is that piece.
+            args, kwargs: what the model is called with: tensors of global shape on this rank's device (with
+                ``batch="local"`` this rank's rows: :mod:`~autopar.runtime.own_rows`), or DTensors of any placement. Of
+                an input whose placement was asked for (``placements=``), a tensor that has the shape of this rank's
+                piece is that piece.
 
         Returns:
             The model's output, of global shapes and in the model's dtypes.
@@ -238,6 +241,8 @@ class ParallelModule(SpreadModule):
                 different copies of a parameter, which they compare in the first three calls and now and then
                 (:mod:`autopar.runtime.same_batch`).
         """
+        if self._own_rows is not None:
+            args, kwargs = self._own_rows.whole(args, kwargs)
         call = self._calls + 1
         failures = self._failures
         if failures is None:  # one device: the program runs in the caller's own autograd graph
@@ -297,11 +302,15 @@ class ParallelModule(SpreadModule):
     def _outputs(self, flat: tuple[Any, ...], call: int) -> Any:
         graph, plan = self._captured.graph, self._stage.plan
         results: list[Any] = []
+        rows = batch_rows(self._captured) if self._own_rows is not None else 0
         for i, (value, state) in enumerate(zip(flat, plan.outputs, strict=True)):
             if state is None or not isinstance(value, torch.Tensor):
                 results.append(value)
                 continue
             value = with_pending(value, state, self._mesh)
+            if self._own_rows is not None and (shape := graph.spec(graph.outputs[i]).shape) and shape[0] == rows:
+                results.append(self._own_rows.of_output(value, state, shape))
+                continue
             if any(not p.is_whole and n > 1 for p, (_, n) in zip(state, plan.mesh, strict=True)):
                 shape = graph.spec(graph.outputs[i]).shape
                 if self._meeting is None or i in self._given.pins.outputs:
@@ -345,26 +354,30 @@ class ParallelModule(SpreadModule):
         Raises:
             RunError: the model has no scalar loss, is in eval mode, or the shapes are not those of whole microbatches.
         """
-        self._check_step(ModuleCall(args, kwargs, in_parts=True, parts=microbatches))
+        calls = self._step_of_own_rows(args, kwargs, microbatches)
+        if calls is None:
+            self._check_step(ModuleCall(args, kwargs, in_parts=True, parts=microbatches))
+        else:
+            self._check_step(ModuleCall(*calls[0]))
         self.check_trains()
         graph = self._captured.graph
         if graph.loss is None:
             raise RunError("the model has no scalar loss; pass loss_fn= and targets=, or call loss.backward() yourself")
         stage = self._stage
-        tensors = self._batch.tensors(args, kwargs)
-        pieces = self._batch.microbatches(tensors, microbatches, stage.part_shape)
+        if calls is None:
+            pieces = self._batch.microbatches(self._batch.tensors(args, kwargs), microbatches, stage.part_shape)
+            calls = [self._batch.call(piece, args, kwargs) for piece in pieces]
         total: torch.Tensor | None = None
         gradients = stage.gradients
         stage.bind()
         try:
             with stand_ins(stage.param_slots, stage.template) if stage.direct else contextlib.nullcontext():
-                for i, piece in enumerate(pieces):
-                    gradients.defer, gradients.accumulating = i < len(pieces) - 1, i > 0
-                    a, k = self._batch.call(piece, args, kwargs)
-                    outputs = self.forward(*a, **k)
+                for i, (positional, by_name) in enumerate(calls):
+                    gradients.defer, gradients.accumulating = i < len(calls) - 1, i > 0
+                    outputs = self.forward(*positional, **by_name)
                     loss = pytree.tree_leaves(outputs)[graph.loss]
-                    if len(pieces) > 1:
-                        loss = loss / len(pieces)
+                    if len(calls) > 1:
+                        loss = loss / len(calls)
                     loss.backward()
                     total = loss.detach() if total is None else total + loss.detach()
         except BaseException:
@@ -379,6 +392,16 @@ class ParallelModule(SpreadModule):
         assert total is not None
         return total
 
+    def _step_of_own_rows(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], microbatches: int | None
+    ) -> list[Call] | None:
+        """The calls of a step whose rows are each rank's own; None where every rank has all rows."""
+        if self._own_rows is None:
+            return None
+        most = max(1, batch_rows(self._captured) // self._own_rows.ranks)
+        count = microbatches or parts_of(rows_of((args, kwargs)), most)
+        return self._own_rows.parts(args, kwargs, count)
+
     def _check_step(self, call: ModuleCall) -> None:
         """Before a step begins: within it, another program would be refused."""
         if self._failures is not None:
@@ -391,22 +414,4 @@ class ParallelModule(SpreadModule):
         return f"ParallelModule({mesh}, {len(self.held_params)} parameters, {len(self._captured.graph.nodes)} nodes)"
 
 
-# --- helpers ---------------------------------------------------------------------------------------------------------
-
-
-def mixed_seed(seed: int, call: int) -> int:
-    """The seed of random ops in one forward: another one for every forward, the same on every rank."""
-    return (seed + call * _GOLDEN) % (1 << 62)
-
-
-def _agreed_seed(device_mesh: DeviceMesh) -> int:
-    """Rank 0's ``torch.initial_seed()``, on every rank."""
-    seed = torch.tensor([torch.initial_seed() % (1 << 62)], dtype=torch.int64, device=device_of(device_mesh))
-    if device_mesh.size() > 1:
-        for axis in range(device_mesh.ndim):
-            group = device_mesh.get_group(axis)
-            dist.broadcast(seed, group=group, group_src=0)
-    return int(seed.item())
-
-
-__all__ = ["ParallelModule", "check_device_mesh", "mixed_seed"]
+__all__ = ["ParallelModule", "check_device_mesh"]

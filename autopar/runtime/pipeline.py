@@ -26,7 +26,6 @@ from autopar.runtime.agree import Meeting, first_seed
 from autopar.runtime.batch import Batch
 from autopar.runtime.checkpoint import full_state_dict, load_full_state_dict
 from autopar.runtime.copied import BY_HAND
-from autopar.runtime.executor import mixed_seed
 from autopar.runtime.failures import Failures
 from autopar.runtime.groups import Groups
 from autopar.runtime.pipeline_start import begun, check_fits, values_of
@@ -35,6 +34,7 @@ from autopar.runtime.reached import ReachedBy, reached_by
 from autopar.runtime.registering import Placing
 from autopar.runtime.same_batch import Calls, Seen, first_readers
 from autopar.runtime.schedule_check import check_buffers, check_rows
+from autopar.runtime.seeds import mixed_seed
 from autopar.runtime.spread import SpreadModule, check_mode
 from autopar.runtime.stage import Stage, device_of
 from autopar.runtime.stagewise import flat_optimizer_states

@@ -100,7 +100,7 @@ class ModuleCall:
         batch: Batch = self.args[: n if targets else None], dict(self.kwargs), targets
         if self.in_parts:
             have = rows_of(batch)
-            batch = first_part(batch, self.parts or _parts(have, rows))
+            batch = first_part(batch, self.parts or parts_of(have, rows))
         return batch, example.loss_fn if targets else None
 
     def shown(self) -> str:
@@ -109,7 +109,7 @@ class ModuleCall:
         return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
-def _parts(rows: int, most: int) -> int:
+def parts_of(rows: int, most: int) -> int:
     """Into how many equal microbatches of at most ``most`` rows a batch is cut: as few as can be."""
     return next(k for k in range(1, max(rows, 1) + 1) if rows % k == 0 and rows // k <= most)
 
@@ -248,7 +248,7 @@ class Programs:
             source = model if model is not None or self.skeleton is None else self.skeleton.model
             if source is None or self.example is None:
                 raise RunError("the model that was captured is gone, so it cannot be captured again; keep it")
-            batch, loss_fn = call.of(self.example, _rows(pm._captured))
+            batch, loss_fn = call.of(self.example, batch_rows(pm._captured))
             example = pm._captured.example if fits else Example(*batch[:2], loss_fn, batch[2])
             assert example is not None
             with _in_modes(source, self.modes):
@@ -269,7 +269,7 @@ class Programs:
             )
 
 
-def _rows(captured: Captured) -> int:
+def batch_rows(captured: Captured) -> int:
     """Rows of what a program was captured with."""
     assert captured.example is not None
     example = captured.example
@@ -314,4 +314,4 @@ def _check_same(new: Captured, group: Any) -> None:
         raise RunError(f"ranks captured different models again (fingerprints {', '.join(prints)}): {CHANGED}")
 
 
-__all__ = ["KEPT", "AllWell", "Compare", "Fields", "ModuleCall", "PlanAgain", "Programs"]
+__all__ = ["KEPT", "AllWell", "Compare", "Fields", "ModuleCall", "PlanAgain", "Programs", "batch_rows", "parts_of"]

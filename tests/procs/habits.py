@@ -31,7 +31,7 @@ from autopar.cli.run import train
 from autopar.models import load_model
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
 from autopar.planner.intra_op.mesh_plan import Options
-from autopar.runtime.executor import mixed_seed
+from autopar.runtime.seeds import mixed_seed
 from autopar.verify import inputs_of
 from hardware_profiles import load_cluster
 

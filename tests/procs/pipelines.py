@@ -28,8 +28,8 @@ from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.planner.intra_op.price import pricer
 from autopar.planner.intra_op.recompute import patterns_in, segments_of
 from autopar.rules.registry import rules_of
-from autopar.runtime.executor import mixed_seed
 from autopar.runtime.pipeline import PipelineModule
+from autopar.runtime.seeds import mixed_seed
 from autopar.runtime.stage import Stage
 from autopar.staging import StageGraph, crossings_of, hot_ops
 from autopar.staging import cut as stages_of

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 import autopar
 from autopar.capture import Captured, capture
 from autopar.rules.branch import BRANCH
-from autopar.runtime.executor import mixed_seed
+from autopar.runtime.seeds import mixed_seed
 from autopar.verify import inputs_of, state_of
 
 OURS = [n for n, kind in HABITS.items() if kind.__module__ == drops.__name__ and not kind.refused]

@@ -1,0 +1,144 @@
+"""What one rank does in the tests of batches of which every rank has its own rows."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from procs.habits import difference, said
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import autopar
+
+CUTS: dict[str, dict[str, Any]] = {
+    "data": {"constraints": {"*up": {"data": "b"}}},
+    "zero": {"constraints": {"*up": {"data": "b"}}, "params": {"*.weight": "S0 use"}},
+    "tensor": {"constraints": {"*up": {"data": "n"}, "*down": {"data": "k"}}},
+}
+
+
+class Net(nn.Module):
+    """Batch statistics and ignored labels: both have a meaning over the whole batch alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.norm, self.down = nn.Linear(6, 12, bias=False), nn.BatchNorm1d(12), nn.Linear(12, 5)
+        self.double()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> Any:
+        out = self.down(self.norm(self.up(x)).relu())
+        return out if y is None else (F.cross_entropy(out, y, ignore_index=0), out)
+
+
+def data(rows: int, number: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * number + rows)
+    x = torch.randn(rows, 6, generator=generator, dtype=torch.float64)
+    return x, torch.randint(0, 5, (rows,), generator=generator)
+
+
+def own(batch: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """This rank's rows."""
+    return tuple(x.chunk(dist.get_world_size())[dist.get_rank()] for x in batch)
+
+
+def spread(model: nn.Module, example: Any, mesh: tuple[int, ...] = (2,), **options: Any) -> Any:
+    names = ("data", "tensor")[: len(mesh)]
+    return autopar.parallelize(
+        model, init_device_mesh("cpu", mesh, mesh_dim_names=names), example, batch="local", **options
+    )
+
+
+def worst_gradient(pm: Any, alone: nn.Module) -> float:
+    return max(difference(p.grad.full_tensor(), alone.get_parameter(n).grad) for n, p in pm.named_parameters())
+
+
+def trained(cut: str, mesh: tuple[int, ...] = (2,)) -> float:
+    """Losses, this rank's outputs, gradients and buffers, with batches of two sizes."""
+    model = Net()
+    alone, worst = copy.deepcopy(model), 0.0
+    pm = spread(model, own(data(8)), mesh, **CUTS[cut])
+    for number, rows in enumerate((8, 8, 16, 8)):
+        whole = data(rows, number)
+        (loss, out), (wanted, wanted_out) = pm(*own(whole)), alone(*whole)
+        worst = max(worst, difference(loss.detach(), wanted.detach()))
+        worst = max(worst, difference(out.detach(), own((wanted_out.detach(),))[0]))
+        loss.backward()
+        wanted.backward()
+    worst = max(worst, worst_gradient(pm, alone))
+    pm.eval()
+    alone.eval()
+    with torch.no_grad():
+        worst = max(worst, difference(pm(own(whole)[0]), own((alone(whole[0]),))[0]))
+    return worst
+
+
+def outside(cut: str, mesh: tuple[int, ...] = (2,)) -> float:
+    """A loss that the script computes of its own rows: gradients of the mean of the ranks' losses, as with DDP."""
+    model = Net()
+    alone = copy.deepcopy(model)
+    x, y = data(8)
+    pm = spread(model, own((x,))[0], mesh, **CUTS[cut])
+    F.cross_entropy(pm(own((x,))[0]), own((y,))[0]).backward()
+    ranks = dist.get_world_size()
+    outs, labels = alone(x).chunk(ranks), y.chunk(ranks)
+    losses = [F.cross_entropy(o, t) for o, t in zip(outs, labels, strict=True)]
+    torch.stack(losses).mean().backward()
+    return worst_gradient(pm, alone)
+
+
+def in_parts(cut: str) -> float:
+    """Microbatches of rows of every rank."""
+    model = Net()
+    model.norm = nn.LayerNorm(12).double()  # type: ignore[assignment]
+    alone = copy.deepcopy(model)
+    x, y = data(16)
+    y = y.clamp(min=1)
+    pm = spread(model, own(data(8)), **CUTS[cut])
+    worst = 0.0
+    for count in (None, 2, 4):
+        pm.zero_grad()
+        alone.zero_grad()
+        mine, theirs = pm.train_step(*own((x, y)), microbatches=count), alone(x, y)[0]
+        theirs.backward()
+        worst = max(worst, difference(mine, theirs.detach()), worst_gradient(pm, alone))
+    return worst
+
+
+def loaded() -> tuple[list[int], list[int], int, str, int]:
+    """Rows that the sampler and the loader of each rank draw, in two epochs; of another loader what is said."""
+    dataset = TensorDataset(torch.arange(20))
+    pm = spread(Net(), own(data(8)), **CUTS["data"])
+    sampler = pm.sampler(dataset, seed=3)
+    first = list(sampler)
+    sampler.set_epoch(1)
+    assert list(sampler) != first
+    loader = pm.shard(DataLoader(dataset, 8, shuffle=True))
+    drawn = [int(v) for (rows,) in loader for v in rows]
+    text = said(lambda: pm.shard(DataLoader(dataset, batch_sampler=[[0, 1], [2, 3]])))
+    everywhere = autopar.parallelize(Net(), 2, data(8))
+    whole = len(next(iter(everywhere.shard(DataLoader(dataset, 8, shuffle=True))))[0])
+    return first, drawn, next(iter(loader))[0].shape[0], text, whole
+
+
+def unequal() -> str:
+    """Rank 1 has fewer rows."""
+    pm = spread(Net(), own(data(8)), **CUTS["data"])
+    pm(*own(data(8)))[0].backward()
+    pm(*data(4 - dist.get_rank()))[0].backward()
+    return "no error"
+
+
+def several(calls: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """Call functions of this module by name, one after the other; a collective after each finds ranks that disagree."""
+    results = {}
+    for key, (name, *args) in calls.items():
+        results[key] = globals()[name](*args)
+        dist.barrier()
+    return results

@@ -1,0 +1,46 @@
+"""Batches of which every rank has its own rows, on two and four real ranks: the numbers of one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from procs import own_rows
+
+from autopar.errors import RunError
+from autopar.runtime.launch import run_local
+
+CALLS: dict[str, tuple[Any, ...]] = {
+    f"{name} {cut}": (name, cut) for name in ("trained", "outside", "in_parts") for cut in own_rows.CUTS
+}
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    return run_local(own_rows.several, 2, {**CALLS, "loaded": ("loaded",)})
+
+
+@pytest.mark.parametrize("how", list(CALLS))
+def test_the_numbers_of_one_device(found: list[dict[str, Any]], how: str) -> None:
+    assert all(rank[how] < 1e-9 for rank in found)
+
+
+def test_on_two_axes() -> None:
+    calls = {f"{name} {cut}": (name, cut, (2, 2)) for name in ("trained", "outside") for cut in ("data", "tensor")}
+    for rank in run_local(own_rows.several, 4, calls):
+        assert all(value < 1e-9 for value in rank.values())
+
+
+def test_loaders_give_each_rank_its_rows(found: list[dict[str, Any]]) -> None:
+    firsts, drawns = [rank["loaded"][0] for rank in found], [rank["loaded"][1] for rank in found]
+    for parts in (firsts, drawns):
+        assert len(parts[0]) == len(parts[1]) == 10 and sorted([*parts[0], *parts[1]]) == list(range(20))
+    for rank in found:
+        assert rank["loaded"][2] == 4 and rank["loaded"][4] == 8
+        assert "draws rows in a way of its own" in rank["loaded"][3]
+
+
+def test_unequal_rows_are_refused() -> None:
+    text = r"rank 1 is at call 2 with \(float64\[6 6\], int64\[6\]\), rank 0 is at call 2 without a change"
+    with pytest.raises(RunError, match=text):
+        run_local(own_rows.unequal, 2)
