@@ -37,6 +37,7 @@ Beside it: ``cost_models`` (seconds of operators and collectives, schedules and 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import sys
 import types
 from typing import TYPE_CHECKING, Any
@@ -86,6 +87,8 @@ class _Package(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name in _WHERE:
             return _load(name)
+        if name == "__version__":
+            return importlib.metadata.version("autopar")
         raise AttributeError(f"module 'autopar' has no attribute '{name}'")
 
 
