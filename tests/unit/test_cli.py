@@ -317,6 +317,7 @@ def test_hugging_face_config() -> None:
 
 def test_version() -> None:
     assert autopar("--version") == f"autopar {importlib.metadata.version('autopar')}\n"
+    assert sys.modules["autopar"].__version__ == importlib.metadata.version("autopar")
 
 
 def test_the_proof_is_said_in_words() -> None:
