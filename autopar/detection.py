@@ -18,6 +18,7 @@ import torch
 
 from autopar.errors import MeshError
 from hardware_profiles import Cluster, device_named, list_clusters, load_cluster
+from hardware_profiles.strict import parse_json
 
 ACROSS_HOSTS = frozenset({"nvl72-gb200"})
 """Clusters whose fast links join devices of several hosts."""
@@ -59,7 +60,7 @@ def dumps(record: RankRecord) -> str:
 
 def loads(text: str) -> RankRecord:
     """What :func:`dumps` wrote."""
-    return RankRecord(*json.loads(text))
+    return RankRecord(*parse_json(text))
 
 
 def hosts_of(records: Sequence[RankRecord]) -> list[list[int]]:

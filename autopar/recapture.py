@@ -23,7 +23,8 @@ from autopar.placements import Mesh
 from autopar.plan import Plan, StagePlan
 from autopar.planner.intra_op.options import Options
 from autopar.planning import Outcome, on_mesh, wishes_of
-from autopar.rules.notation import Rule, factor_and_block
+from autopar.rules.notation import Rule
+from autopar.rules.option_names import factor_and_block, option_written
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import options_of, why_not_cut
 from autopar.runtime.programs import Batch, Compare, PlanAgain
@@ -90,7 +91,7 @@ def for_graph(wishes: Options, graph: Graph, stored: Mapping[str, str], mesh: Me
 
 def _offers(graph: Graph, node: Node, rule: Rule, mesh: Mesh, axis: str, factor: str) -> bool:
     """Whether an operator can be cut along a factor, or copied, on an axis of the mesh."""
-    name = "I" if factor == "replicate" else factor
+    name = option_written(factor)
     if name not in options_of(graph, node, rule, rule.blocks_on(mesh)):
         return False
     cut, block = factor_and_block(name)

@@ -38,7 +38,7 @@ from autopar.errors import RunError, first_few
 from autopar.runtime.agree import everywhere, share
 from autopar.runtime.spread import EXTRA, SpreadModule
 from autopar.torch_private import default_store, default_timeout_seconds
-from hardware_profiles.strict import parse_json
+from hardware_profiles.strict import parse_json, read_text
 
 FORMAT = 1
 """Version of ``checkpoint.json``."""
@@ -216,7 +216,7 @@ class Checkpoint:
             return None
         source = self.folder / f"step-{chosen:08d}"
         with self._on_all(f"loaded from {source}"):
-            manifest = parse_json((source / MANIFEST).read_text())
+            manifest = parse_json(read_text(source / MANIFEST))
             if manifest.get("format") != FORMAT:
                 raise RunError(f"it is of format {manifest.get('format')}, this autopar reads {FORMAT}")
             there = set(dcp.FileSystemReader(source).read_metadata().state_dict_metadata)
@@ -248,7 +248,7 @@ class Checkpoint:
             text = share(self.group, text, error)
         elif error is not None:
             raise error
-        chosen: int | None = json.loads(text)
+        chosen: int | None = parse_json(text)
         return chosen
 
     def _load_model(self, source: Path, there: set[str]) -> None:

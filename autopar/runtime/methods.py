@@ -2,21 +2,25 @@
 
 A program is what ``forward`` computes. Any other method runs as it is written, on every rank, on the model itself (a
 copy without values, if the model is gone) with the parameters and buffers that the parallel module has now, gathered
-whole for the call. That is for what has no gradient: generating, counting, exporting. What a method would do that the
-parallel module does not get is refused: gradients, writes to parameters and buffers, other modules.
+whole for the call. That is for what has no gradient: generating, counting, exporting. An optimizer that a method makes
+gets the parallel module's parameters; what it freezes is frozen there; a generator goes on with what was gathered. What
+the parallel module would not get is refused: gradients, writes to parameters and buffers, other modules, hooks,
+functions that compute later.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError, first_few
+from autopar.runtime.optimizers import Move
 from autopar.runtime.original import unheard
 from autopar.torch_private import pytree
 
@@ -30,6 +34,21 @@ class _Calls(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.model, self.method)(*args, **kwargs)
+
+
+_END = object()
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+class _Next(torch.nn.Module):
+    """A model whose forward gives what one of its generators yields next, and :data:`_END` at the end."""
+
+    def __init__(self, model: torch.nn.Module, generator: Iterator[Any]) -> None:
+        super().__init__()
+        self.model, self.generator = model, generator
+
+    def forward(self) -> Any:
+        return next(self.generator, _END)
 
 
 def method_of(pm: Any, name: str, kind: type) -> Callable[..., Any]:
@@ -48,6 +67,7 @@ def method_of(pm: Any, name: str, kind: type) -> Callable[..., Any]:
 
 def _run(pm: Any, name: str, shown: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     programs, model = pm._programs, pm._model_ref()
+    is_copy = model is None
     if model is None and programs is not None and programs.skeleton is not None:
         model = programs.skeleton.model
     if model is None:
@@ -55,12 +75,57 @@ def _run(pm: Any, name: str, shown: str, args: tuple[Any, ...], kwargs: dict[str
     if programs is not None:
         programs.meet_all(shown)
     values = _whole(pm, model)
-    versions = {key: value._version for key, value in values.items()}
-    modules = dict(model.named_modules(remove_duplicate=False))
+    before = _Traces(model, values)
     with _in_mode_of(pm, model), unheard():
-        result = torch.func.functional_call(
-            _Calls(model, name), {f"model.{key}": value for key, value in values.items()}, args, kwargs
-        )
+        result = torch.func.functional_call(_Calls(model, name), _named(values), args, kwargs)
+    if inspect.isgenerator(result):
+        return _streamed(pm, model, shown, values, result)
+    result = pytree.tree_map_only(torch.optim.Optimizer, lambda o: _moved(pm, shown, o, values), result)
+    _check_result(shown, result, values)
+    before.check(shown, is_copy)
+    for key, value in values.items():  # freezing, or thawing
+        held = dict(pm.named_parameters(remove_duplicate=False)).get(key)
+        if held is not None and held.requires_grad is not value.requires_grad:
+            held.requires_grad_(value.requires_grad)
+    return result
+
+
+def _named(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Values by the names that they have in a :class:`_Calls`."""
+    return {f"model.{key}": value for key, value in values.items()}
+
+
+def _streamed(
+    pm: Any, model: torch.nn.Module, shown: str, values: Mapping[str, torch.Tensor], generator: Iterator[Any]
+) -> Iterator[Any]:
+    """What a method yields, one after the other, with the values that were gathered when it was called."""
+    next_one = _Next(model, generator)
+    while True:
+        with _in_mode_of(pm, model), unheard():
+            value = torch.func.functional_call(next_one, _named(values), ())
+        if value is _END:
+            return
+        _check_result(shown, value, values)
+        yield value
+
+
+def _moved(
+    pm: Any, shown: str, optimizer: torch.optim.Optimizer, values: Mapping[str, torch.Tensor]
+) -> torch.optim.Optimizer:
+    """An optimizer that a method has made, of the parallel module's parameters."""
+    move = Move(optimizer, values)
+    if any(name is not None for names in move.layout for name in names):
+        move.check()
+        move.to(pm, pm._ranks()[0])
+    return optimizer
+
+
+def _check_result(shown: str, result: Any, values: Mapping[str, torch.Tensor]) -> None:
+    """Refuse what would lead back to the values that were gathered.
+
+    Raises:
+        RunError: it says what.
+    """
     of_the_model = {id(value) for value in values.values()}
     for leaf in pytree.tree_leaves(result):
         if isinstance(leaf, torch.nn.Module) or id(leaf) in of_the_model:
@@ -74,19 +139,75 @@ def _run(pm: Any, name: str, shown: str, args: tuple[Any, ...], kwargs: dict[str
                 "not reach the parallel module: call it under torch.no_grad(), or parallelize a module whose forward "
                 "does what it does"
             )
-    written = [key for key, value in values.items() if value._version != versions[key]]
-    if written:
-        raise RunError(
-            f"{shown}() has written to {first_few(written)}, whole copies of which were gathered for it, so the "
-            "parallel module does not have that: write to pm.get_parameter(...) under torch.no_grad(), or call the "
-            "method before parallelize"
-        )
-    now = dict(model.named_modules(remove_duplicate=False))
-    if now.keys() != modules.keys() or any(now[path] is not modules[path] for path in modules):
-        raise RunError(
-            f"{shown}() has replaced or added modules, which the program does not have: call it before parallelize"
-        )
-    return result
+        if (inspect.isroutine(leaf) and not inspect.isbuiltin(leaf)) or isinstance(leaf, functools.partial | Iterator):
+            raise RunError(
+                f"{shown}() gives a {type(leaf).__name__}, which would compute later, when the parameters that were "
+                "gathered for it are gone: call the method for what that gives"
+            )
+
+
+class _Traces:
+    """What a method may leave behind on the model, which the parallel module would not have."""
+
+    def __init__(self, model: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+        self.model, self.values = model, values
+        self.versions = {key: value._version for key, value in values.items()}
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        self.hooks = self._hooks()
+        self.attributes = {path: _plain_of(module) for path, module in self.modules.items()}
+
+    def _hooks(self) -> int:
+        of_tensors = sum(len(value._backward_hooks or ()) for value in self.values.values())
+        kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        of_modules = (len(module.__dict__.get(kind, ())) for module in self.modules.values() for kind in kinds)
+        return of_tensors + sum(of_modules)
+
+    def check(self, shown: str, is_copy: bool) -> None:
+        """Refuse what was left.
+
+        Args:
+            is_copy: the model is gone, and the method ran on a copy: attributes that it has set are lost, too.
+
+        Raises:
+            RunError: with the names.
+        """
+        written = [key for key, value in self.values.items() if value._version != self.versions[key]]
+        if written:
+            raise RunError(
+                f"{shown}() has written to {first_few(written)}, whole copies of which were gathered for it, so the "
+                "parallel module does not have that: write to pm.get_parameter(...) under torch.no_grad(), or call the "
+                "method before parallelize"
+            )
+        now = dict(self.model.named_modules(remove_duplicate=False))
+        if now.keys() != self.modules.keys() or any(now[path] is not self.modules[path] for path in now):
+            raise RunError(
+                f"{shown}() has replaced or added modules, which the program does not have: call it before parallelize"
+            )
+        if self._hooks() != self.hooks:
+            raise RunError(
+                f"{shown}() has registered or removed hooks, which the parallel module does not have: register them "
+                "on pm's parameters, or call the method before parallelize"
+            )
+        changed = [
+            f"{path}.{name}" if path else name
+            for path, module in self.modules.items()
+            for name, value in _plain_of(module).items()
+            if is_copy and not _same(self.attributes[path].get(name, _END), value)
+        ]
+        if changed:
+            raise RunError(
+                f"{shown}() has set {first_few(changed)} on a copy of the model, which is gone itself, so that is "
+                "lost: keep the model beside the parallel module (a change of what forward reads is then seen)"
+            )
+
+
+def _plain_of(module: torch.nn.Module) -> dict[str, Any]:
+    """A module's own attributes, not those of torch or of a library's inside."""
+    return {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "training"}
+
+
+def _same(before: Any, after: Any) -> bool:
+    return before is after or (type(before) is type(after) and isinstance(after, _PLAIN) and before == after)
 
 
 def _whole(pm: Any, model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -101,7 +222,8 @@ def _whole(pm: Any, model: torch.nn.Module) -> dict[str, torch.Tensor]:
             if id(tensor) not in same:
                 stored = tensor.detach()
                 whole = stored.full_tensor() if isinstance(stored, DTensor) else stored.clone()
-                same[id(tensor)] = whole.requires_grad_(tensor.requires_grad)
+                is_param = isinstance(tensor, torch.nn.Parameter)
+                same[id(tensor)] = torch.nn.Parameter(whole, tensor.requires_grad) if is_param else whole
             values[name] = same[id(tensor)]
     return values
 
@@ -114,7 +236,9 @@ def _of_all_stages(pm: Any, model: torch.nn.Module) -> dict[str, torch.Tensor]:
     same: dict[int, torch.Tensor] = {}
     for name, tensor in named:
         if name in state and id(tensor) not in same:
-            same[id(tensor)] = state[name].to(pm._device).requires_grad_(tensor.requires_grad)
+            whole = state[name].to(pm._device)
+            is_param = isinstance(tensor, torch.nn.Parameter)
+            same[id(tensor)] = torch.nn.Parameter(whole, tensor.requires_grad) if is_param else whole
     for name, tensor in named:
         if id(tensor) in same:
             values[name] = same[id(tensor)]

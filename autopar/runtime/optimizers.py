@@ -85,9 +85,15 @@ class Move:
     before anything is changed.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, model: torch.nn.Module | Mapping[str, torch.Tensor]
+    ) -> None:
+        """
+        Args:
+            model: or its parameters by name.
+        """
         self.optimizer = optimizer
-        named = dict(model.named_parameters(remove_duplicate=False))
+        named = model if isinstance(model, Mapping) else dict(model.named_parameters(remove_duplicate=False))
         self.names: dict[int, str] = {}
         for name, param in named.items():
             self.names.setdefault(id(param), name)

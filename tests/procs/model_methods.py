@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from procs.habits import said
+from procs.habits import difference, said
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -50,6 +50,27 @@ class Speaker(nn.Module):
 
     def widen(self) -> None:
         self.more = nn.Linear(8, 8)
+
+    def configure_optimizers(self, rate: float) -> torch.optim.Optimizer:
+        named = dict(self.named_parameters())
+        return torch.optim.SGD([{"params": list(named.values()), "lr": rate, "momentum": 0.9}])
+
+    def freeze(self) -> None:
+        self.embed.requires_grad_(False)
+
+    @torch.no_grad()
+    def stream(self, x: torch.Tensor) -> Iterator[float]:
+        for i in range(3):
+            yield self(x)[:, i].sum().item()
+
+    def later(self, x: torch.Tensor) -> Any:
+        return lambda: self(x)
+
+    def anneal(self) -> None:
+        self.width = self.width // 2
+
+    def silence(self) -> None:
+        self.embed.weight.register_hook(lambda grad: grad * 0)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embed
@@ -100,12 +121,45 @@ def refused(keeps: bool) -> list[str]:
     x, y = batch()
     texts = [
         said(lambda: pm.loss_twice(x, y)), said(lambda: pm.shrink()), said(lambda: pm.get_input_embeddings()),
-        said(lambda: pm.widen()),
+        said(lambda: pm.widen()), said(lambda: pm.later(x)), said(lambda: pm.silence()), said(lambda: pm.anneal()),
     ]  # fmt: skip
-    if not keeps:
+    if keeps:
+        assert pm.width == 4  # the model's own attribute
+    else:
         pm(x, y).backward()
     kept.clear()
     return texts
+
+
+def trained(how: str) -> float:
+    """Steps of an optimizer that a method has made, what a method streams, and a method that freezes a part."""
+    model = Speaker()
+    model.drop.p = 0.0
+    alone = copy.deepcopy(model)
+    pm = spread(model, how)
+    worst, (x, y) = 0.0, batch()
+    optimizers = [m.configure_optimizers(0.5) for m in (pm, alone)]
+    assert all(any(p is q for q in pm.parameters()) for group in optimizers[0].param_groups for p in group["params"])
+    for _ in range(3):
+        losses = []
+        for m, optimizer in zip((pm, alone), optimizers, strict=True):
+            if how == "pipeline" and m is pm:
+                loss = m.train_step(x, y)
+            else:
+                loss = m(x, y)
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        worst = max(worst, difference(*losses))
+    for m in (pm, alone):
+        m.eval()
+    streams = [torch.tensor(list(m.stream(x))) for m in (pm, alone)]
+    worst = max(worst, difference(*streams))
+    if how != "pipeline":
+        pm.freeze()
+        assert not pm.embed.weight.requires_grad and not pm.get_parameter("head.weight").requires_grad
+    return worst
 
 
 def on_one_rank(what: str) -> str:

@@ -13,6 +13,7 @@ from autopar.runtime.launch import run_local
 
 CALLS: dict[str, tuple[Any, ...]] = {
     **{f"{how} {keeps}": ("called", how, keeps) for how in ("tensor", "zero", "pipeline") for keeps in (True, False)},
+    **{f"trained {how}": ("trained", how) for how in ("tensor", "zero", "pipeline")},
     "refused True": ("refused", True), "refused False": ("refused", False),
 }  # fmt: skip
 
@@ -22,7 +23,7 @@ def found() -> list[dict[str, Any]]:
     return run_local(model_methods.several, 2, CALLS)
 
 
-@pytest.mark.parametrize("how", [key for key in CALLS if "refused" not in key])
+@pytest.mark.parametrize("how", [key for key, (name, *_) in CALLS.items() if name == "called"])
 def test_methods_run_with_the_values_that_the_module_has(found: list[dict[str, Any]], how: str) -> None:
     for rank in found:
         count, words, width, count_alone, words_alone, width_alone, loss, loss_alone = rank[how]
@@ -31,14 +32,22 @@ def test_methods_run_with_the_values_that_the_module_has(found: list[dict[str, A
         assert abs(loss / loss_alone - 1) < 1e-12
 
 
+@pytest.mark.parametrize("how", [key for key, (name, *_) in CALLS.items() if name == "trained"])
+def test_what_methods_make_is_of_the_parallel_module(found: list[dict[str, Any]], how: str) -> None:
+    assert all(rank[how] < 1e-9 for rank in found)
+
+
 @pytest.mark.parametrize("keeps", [True, False])
 def test_what_a_method_would_lose_is_refused(found: list[dict[str, Any]], keeps: bool) -> None:
     for rank in found:
-        loss, shrink, embeddings, widen = rank[f"refused {keeps}"]
+        loss, shrink, embeddings, widen, later, silence, anneal = rank[f"refused {keeps}"]
         assert "Speaker.loss_twice() computes with parameters that were gathered for it" in loss
         assert "Speaker.shrink() has written to embed.weight" in shrink
         assert "Speaker.get_input_embeddings() gives a part of the model itself" in embeddings
         assert "Speaker.widen() has replaced or added modules" in widen
+        assert "Speaker.later() gives a function, which would compute later" in later
+        assert "Speaker.silence() has registered or removed hooks" in silence
+        assert anneal == "no error" if keeps else "Speaker.anneal() has set width on a copy of the model" in anneal
 
 
 @pytest.mark.parametrize(
