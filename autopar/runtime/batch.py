@@ -122,7 +122,8 @@ class Batch:
         }  # fmt: skip
 
     def fits(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], in_parts: bool = False) -> bool:
-        """Whether this is a call of the program: of the captured structure, shapes, dtypes and plain values.
+        """Whether this is a call of the program: of the captured structure, shapes, dtypes and plain values, without
+        gradients that were not planned.
 
         Floating point numbers are passed over: whoever changes one is told to pass a tensor (:meth:`tensors`), because
         they mostly change in every call.
@@ -145,6 +146,8 @@ class Batch:
                 continue
             node = captured.graph.nodes[number]
             if not isinstance(leaf, torch.Tensor) or str(leaf.dtype) != "torch." + node.out.dtype:
+                return False
+            if leaf.requires_grad and not node.needs_grad and torch.is_grad_enabled():
                 return False
             want, have, piece = node.out.shape, tuple(leaf.shape), self.pieces.get(node.target)
             if have in (want, piece):

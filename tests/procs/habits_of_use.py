@@ -198,12 +198,24 @@ def adversarial_training() -> None:
 
 @case
 def an_input_that_was_not_to_want_a_gradient() -> None:
-    module, _ = pair(Net(mse), batch())
     x, y = batch(grad=True)
+    fixed, _ = pair(Net(mse), batch(), shapes="fixed")
     with pytest.raises(RunError, match="its gradient was not planned: pass an example that requires_grad_"):
-        module(x, y)
+        fixed(x, y)
     with torch.no_grad():
-        module(x, y)
+        fixed(x, y)
+    module, eager = pair(Net(mse), batch())
+    for rows in (8, 5):  # without a gradient first, and then with one, as of a discriminator
+        x, y = (t[:rows] for t in batch())
+        module(x, y).backward()
+        eager(x, y).backward()
+        grads = []
+        for model in (module, eager):
+            x = x.detach().requires_grad_()
+            model(x, y).backward()
+            grads.append(x.grad)
+        torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-12)
+    same_gradients(module, eager)
 
 
 @case
