@@ -21,6 +21,7 @@ Of a branch on random numbers both sides are kept (:mod:`.branches`).
 What stands where, in the order in which a model passes through:
 
 ===================== ==============================================================================================
+:mod:`.layouts`       sparse and nested tensors are refused
 :mod:`.recorded`      a trace with what Python code read on the way
 :mod:`.module_hooks`  models with hooks are refused, or the hooks traced
 :mod:`.trace`         ``torch.export``, with operators of autopar's own in it
@@ -41,6 +42,7 @@ from typing import Any
 
 import torch
 
+from autopar.capture.layouts import check_dense
 from autopar.capture.losses import check_loss
 from autopar.capture.python.guards import Guards
 from autopar.capture.recorded import traced
@@ -131,6 +133,7 @@ def capture(
     if not isinstance(model, torch.nn.Module):
         raise CaptureError(f"expected a torch.nn.Module, got {type(model).__name__}; pass the model object itself")
     kwargs = dict(kwargs or {})
+    check_dense(model, args, kwargs, targets)
     prefix = ""
     shapes = pytree.tree_map_only(torch.Tensor, on_meta, (tuple(args), kwargs, tuple(targets)))
     example = Example(shapes[0], shapes[1], loss_fn, shapes[2])

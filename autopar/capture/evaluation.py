@@ -1,8 +1,9 @@
 """What a model captured in training computes in eval mode.
 
-The graph of training is kept, with its names and shapes, so that every plan of it stays one: dropout passes its input
-on, batch norm reads its running statistics, and buffers stay as they are. Whether that is all that ``eval()`` changes
-is seen by capturing the model again in eval mode, on a copy without values.
+The graph of training is kept, with its names and shapes, so that every plan of it stays one: operators that are told
+whether they are in training (dropout, batch norm, recurrent layers) are told that they are not, and buffers stay as
+they are. Whether that is all that ``eval()`` changes is seen by capturing the model again in eval mode, on a copy
+without values.
 """
 
 from __future__ import annotations
@@ -11,21 +12,25 @@ import copy
 import itertools
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
 
 from autopar.capture import Captured
+from autopar.capture.memory.schemas import named
 from autopar.errors import CaptureError, RunError
 from autopar.graph import Graph, Node, Ref, map_refs
+from autopar.normalize import DROPOUTS
 from autopar.rules.branch import BRANCH
 
-DROPOUTS = ("aten.dropout.default", "aten.feature_dropout.default")
 ATTENTION = "aten.scaled_dot_product_attention.default"
 ATTENTION_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 MOST_LINES = 3
 """Lines with branches on random numbers up to which eval mode may go one way in one and the other way in another."""
 NORMS = ("aten.batch_norm.default", "aten.instance_norm.default")
+FLAGS = ("train", "training", "use_input_stats")
+"""What operators call the argument that says whether they are in training."""
 
 
 def evaluated(graph: Graph, sides: Mapping[str, int] | None = None) -> Graph:
@@ -33,28 +38,53 @@ def evaluated(graph: Graph, sides: Mapping[str, int] | None = None) -> Graph:
 
     Args:
         sides: of branches on random numbers, by their line: 1 for the one where the condition is true, 0 for the other.
-            Those that are not listed are decided by their numbers, as in training.
+            Those that are not listed are decided by their numbers, as in training. And of operators that stay in
+            training (``F.dropout(x, 0.1)``, which no ``self.training`` turns off), by :func:`_place`: 1.
     """
     settled = sides or {}
     return replace(graph, nodes=tuple([_evaluated(node, settled) for node in graph.nodes]), updates={})
 
 
 def _evaluated(node: Node, sides: Mapping[str, int]) -> Node:
-    args, kwargs = list(node.args), dict(node.kwargs)
-    if node.kind == "op" and node.target in DROPOUTS:
-        args, kwargs = [args[0], args[1] if len(args) > 1 else kwargs["p"], False], {}
-    elif node.kind == "op" and node.target == ATTENTION:
-        if "dropout_p" in kwargs:
-            kwargs["dropout_p"] = 0.0
-        elif len(args) > 4:
-            args[4] = 0.0
-    elif node.target == BRANCH and node.source in sides:
-        args = [*args[:3], sides[node.source]]
-    elif node.kind == "op" and node.target in NORMS and isinstance(args[3], Ref):
-        args[5] = False
-    else:
+    if node.target == BRANCH and node.source in sides:
+        return replace(node, args=(*node.args[:3], sides[node.source]))
+    where = _training_argument(node.target) if node.kind == "op" else None
+    if where is None or _place(node) in sides or (node.target in NORMS and not isinstance(node.args[3], Ref)):
         return node
-    return replace(node, args=tuple(args), kwargs=kwargs)
+    position, name = where
+    off = 0.0 if node.target == ATTENTION else False
+    if name in node.kwargs:
+        return replace(node, kwargs={**node.kwargs, name: off})
+    if position < len(node.args):
+        return replace(node, args=(*node.args[:position], off, *node.args[position + 1 :]))
+    return node
+
+
+@cache
+def _training_argument(target: str) -> tuple[int, str] | None:
+    """Position and name of the argument that says whether an operator is in training; None where it has none.
+
+    Attention has none, but a probability of dropout, which is 0 in eval mode.
+    """
+    if target == ATTENTION:
+        return ATTENTION_NAMES.index("dropout_p"), "dropout_p"
+    op = named(target)
+    arguments = op._schema.arguments if op is not None else ()
+    return next(((i, a.name) for i, a in enumerate(arguments) if a.name in FLAGS), None)
+
+
+def _in_training(node: Node) -> bool:
+    """Whether an operator is told that it is in training."""
+    where = _training_argument(node.target) if node.kind == "op" else None
+    if where is None:
+        return False
+    position, name = where
+    return bool(node.kwargs.get(name, node.args[position] if position < len(node.args) else False))
+
+
+def _place(node: Node) -> str:
+    """Operator, module and line of a call: those that agree in these stay in training together."""
+    return f"{node.target} in '{node.module}' at {node.source}"
 
 
 class Skeleton:
@@ -95,13 +125,17 @@ class Skeleton:
 
 
 def _ways(graph: Graph, eval_graph: Graph) -> list[dict[str, int]]:
-    """The ways that the branches of a graph may go in eval mode; those that are there too stay random."""
+    """The ways that the branches of a graph may go in eval mode; those that are there too stay random.
+
+    With each, what stays in training: the operators that are so in the graph of eval mode.
+    """
+    stay = {_place(n): 1 for n in eval_graph.nodes if _in_training(n)}
     lines = dict.fromkeys(n.source for n in graph.nodes if n.target == BRANCH)
     there = {n.source for n in eval_graph.nodes if n.target == BRANCH}
     settled = [line for line in lines if line not in there]
     if len(settled) > MOST_LINES:
-        return [dict.fromkeys(settled, side) for side in (0, 1)]
-    return [dict(zip(settled, sides, strict=True)) for sides in itertools.product((0, 1), repeat=len(settled))]
+        return [stay | dict.fromkeys(settled, side) for side in (0, 1)]
+    return [stay | dict(zip(settled, sides, strict=True)) for sides in itertools.product((0, 1), repeat=len(settled))]
 
 
 def _difference(mine: list[tuple[object, str]], theirs: list[tuple[object, str]]) -> str:
@@ -116,7 +150,7 @@ def _told(graph: Graph) -> list[tuple[object, str]]:
     """What is computed for the outputs, operator by operator, without dtypes and inactive dropout."""
     same: dict[Ref, Ref] = {}
     for i, node in enumerate(graph.nodes):
-        if node.kind == "op" and node.target in DROPOUTS:
+        if node.kind == "op" and node.target in DROPOUTS and not _in_training(node):
             same[Ref(i)] = same.get(node.args[0], node.args[0])
         elif node.target == BRANCH and len(node.args) > 3:  # it is decided
             passed = node.args[1] if node.args[3] else node.args[2]

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.capture import Captured
+from autopar.capture.layouts import not_dense
 from autopar.errors import RunError
 from autopar.graph import Node
 from autopar.lower.program import Slot
@@ -223,6 +224,8 @@ class Batch:
             raise RunError(
                 f"input {shown}: captured as a {spec.dtype} tensor of shape {spec.shape}, called with {describe(leaf)}"
             )
+        if said := not_dense(leaf):
+            raise RunError(f"input {shown} is {said}")
         if str(leaf.dtype) != "torch." + spec.dtype:
             raise RunError(
                 f"input {shown}: captured with dtype {spec.dtype}, called with "

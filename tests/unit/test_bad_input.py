@@ -360,6 +360,8 @@ TABLE: list[tuple[str, list[tuple[str, str, Any]]]] = [
     ]),
     ("Running", [
         ("inputs whose rows differ", "rank", "pm(torch.zeros(4, 12), torch.zeros(8, 12))"),
+        ("sparse input", "rank", "autopar.parallelize(model, 1, tuple(x.to_sparse() for x in inputs))"),
+        ("sparse input of a module that was made with a dense one", "rank", "pm(inputs[0].to_sparse(), inputs[1])"),
         ("input of another shape where shapes are fixed", "rank", "autopar.parallelize(model, 1, inputs, shapes='fixed')(torch.zeros(4, 12), torch.zeros(4, 12))"),
         ("input of another dtype", "rank", "pm(torch.zeros(8, 12, dtype=torch.float64), torch.zeros(8, 12))"),
         ("one input too few", "rank", "pm()"),

@@ -149,6 +149,8 @@ def draws_by_itself(target: str, args: Sequence[Any], kwargs: Mapping[str, Any])
     if op is None or target in RULES or torch.Tag.nondeterministic_seeded not in op.tags:
         return False
     names = {a.name for a in op._schema.arguments}
+    if argument(op, args, kwargs, "num_layers") == 1:  # dropout of recurrent layers is between them
+        return False
     for name in names & {"dropout", "dropout_p", "p"}:
         if argument(op, args, kwargs, name) == 0:
             return False

@@ -1,0 +1,43 @@
+"""Tensors of other layouts than strided ones are refused: no rule says how to cut a sparse or a nested tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from autopar.errors import CaptureError
+from autopar.torch_private import pytree
+
+
+def not_dense(tensor: torch.Tensor) -> str:
+    """What a sparse or nested tensor is, and what to do instead, for messages; empty for a dense one."""
+    if tensor.is_nested:
+        return "a nested tensor, and only dense ones can be cut; pass it padded, as .to_padded_tensor(0.0) makes it"
+    if tensor.layout != torch.strided:
+        name = str(tensor.layout).removeprefix("torch.")
+        return f"a tensor of layout {name}, and only dense ones can be cut; pass it dense, as .to_dense() makes it"
+    return ""
+
+
+def check_dense(
+    model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], targets: Sequence[Any]
+) -> None:
+    """Refuse a model with sparse or nested tensors, among its inputs or its own.
+
+    Raises:
+        CaptureError: with the first one's place or name, what it is, and what to do instead.
+    """
+    named: list[tuple[str, Any]] = [(f"parameter '{name}'", tensor) for name, tensor in model.named_parameters()]
+    named += [(f"buffer '{name}'", tensor) for name, tensor in model.named_buffers()]
+    call = {"args": tuple(args), "kwargs": dict(kwargs), "targets": tuple(targets)}
+    for what, tree in call.items():
+        leaves, _ = pytree.tree_flatten_with_path(tree)
+        named += [(f"input {what}{pytree.keystr(path)}", leaf) for path, leaf in leaves]
+    for place, tensor in named:
+        if isinstance(tensor, torch.Tensor) and (said := not_dense(tensor)):
+            raise CaptureError(f"{place} is {said}")
+
+
+__all__ = ["check_dense", "not_dense"]
