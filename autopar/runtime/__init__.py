@@ -46,7 +46,7 @@ Ranks together
 :mod:`.agree`            one plan, and errors that are raised everywhere
 :mod:`.groups`           process groups, each made once; :mod:`.plan_groups`: which ones a plan needs
 :mod:`.failures`         a step that breaks on one rank; :mod:`.presence`: one that ends within ``parallelize``
-:mod:`.store_meeting`    ranks tell each other through the store
+:mod:`.store_meeting`    ranks tell each other through the store; :mod:`.ended`: that they have ended
 :mod:`.checkpoint`       whole state dicts; :mod:`.checkpoint_folder`: a run on disk, whole at any moment;
                          :mod:`.optimizers`: those made before; :mod:`.init`: models without values
 :mod:`.launch`           processes on this machine; :mod:`.world`: many ranks in one process; :mod:`.collective_seconds`

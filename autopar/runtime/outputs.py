@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import RunError
 from autopar.placements import REPLICATED, State
+from autopar.runtime.ended import ended, say_at_exit
 from autopar.runtime.state import joined, local_piece
 from autopar.torch_private import (
     DisableTorchFunctionSubclass,
@@ -38,6 +39,8 @@ IN_PIECES = (
 )
 _MADE: dict[tuple[int, ...], Any] = {}
 POLL_SECONDS = 0.002
+ENDED_SECONDS = 0.5
+"""How often a rank that waits looks whether the one that it waits for has ended."""
 
 
 class CollectiveLog:
@@ -55,6 +58,7 @@ class CollectiveLog:
         self.store = dist.PrefixStore(name, default_store())
         self.rank, self.others = dist.get_rank(), [r for r in key if r != dist.get_rank()]
         self.timeout = timeout_seconds or default_timeout_seconds()
+        say_at_exit()
         self.count = 0
         self.read: deque[str] = deque(maxlen=4)  # an accelerator's collectives let a rank run ahead of one reading
 
@@ -71,23 +75,28 @@ class CollectiveLog:
             why: what to say to a rank that is alone with it.
 
         Raises:
-            RunError: another rank comes to something else, or to nothing before the time is out.
+            RunError: another rank comes to something else, has ended, or comes to nothing before the time is out.
         """
         mine = f"{self.count + 1} {what}"
         self.read.append(mine)
         self.note(what)
-        began = time.monotonic()
+        began = looked = time.monotonic()
         for other_rank in self.others:
             while True:
+                how_ended = ""
+                if time.monotonic() - looked > ENDED_SECONDS:  # before its last word is read, which it may come after
+                    looked, how_ended = time.monotonic(), ended([other_rank]).get(other_rank, "")
                 has_come = self.store.check([str(other_rank)])
                 count, at, read = self.store.get(str(other_rank)).decode().split("|") if has_come else ("0", "", "")
                 if mine in read.split(";"):
                     break
                 late = time.monotonic() - began > self.timeout
-                if int(count) >= self.count or late:
+                if int(count) >= self.count or late or how_ended:
                     self.count -= 1
                     self.read.pop()
-                    done = f"is at {at}" if not late else f"has not come in {self.timeout:g} s"
+                    done = f"has not come in {self.timeout:g} s" if late else f"is at {at}"
+                    if how_ended:
+                        done, why = how_ended, f"do this on every rank, before one leaves; {why}"
                     raise RunError(f"rank {self.rank} {verb} {what}, rank {other_rank} {done}: {why}")
                 time.sleep(POLL_SECONDS)
 

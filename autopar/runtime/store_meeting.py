@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from autopar.errors import RunError, first_few
+from autopar.runtime.ended import ended, say_at_exit
 from autopar.runtime.presence import name_of, news_of, within
 from autopar.torch_private import default_store, timeout_of_world
 
@@ -26,6 +27,7 @@ LEAST_SECONDS = 1800.0
 """How long ranks wait for each other at least, whatever the time-out of collectives is."""
 TOLD_AFTER_SECONDS = 60.0
 """After how long a rank that waits says for whom."""
+ON_ALL_RANKS = "call the same functions of autopar on all ranks, at the same places"
 PIECE_BYTES = 1 << 22
 """Bytes of one entry of the store, which takes 8 MiB at most; longer texts have several entries."""
 
@@ -43,6 +45,7 @@ def _place(ranks: tuple[int, ...]) -> tuple[dist.Store, int]:
     if _worlds.get("last") is not dist.group.WORLD:
         _worlds["last"] = dist.group.WORLD
         _numbers.clear()
+    say_at_exit()
     return _store(ranks), next(_numbers.setdefault(ranks, itertools.count()))
 
 
@@ -72,7 +75,7 @@ def said_by(ranks: tuple[int, ...], text: str | None) -> dict[int, str]:
     """What these ranks say, of those that say something; all of them call it, and wait until every one is here.
 
     Raises:
-        RunError: some did not come in time; or, within a call of all of them, one has ended.
+        RunError: some did not come in time; or one has ended.
     """
     store, number = _place(ranks)
     rank = dist.get_rank()
@@ -88,18 +91,21 @@ def said_by(ranks: tuple[int, ...], text: str | None) -> dict[int, str]:
     most = max(LEAST_SECONDS, timeout_of_world().total_seconds())
     for _ in _looks():
         news = news_of(ranks)  # before the next look: who left because of what was said here, left after that
+        how_ended = ended(ranks) if time.monotonic() - began > LONGEST_LOOK_SECONDS else {}
         if store.check([f"{number}/all"]):
             break
         if news:
             raise RunError(news)
+        for each, how in how_ended.items():
+            if not store.check([f"{number}/{each}"]):
+                raise RunError(f"rank {rank} waited for rank {each}, which {how}: {ON_ALL_RANKS}")
         waited = time.monotonic() - began
         if waited > most or (waited > TOLD_AFTER_SECONDS and not told):
             told, missing = True, [each for each in ranks if not store.check([f"{number}/{each}"])]
             named = f"{'rank' if len(missing) == 1 else 'ranks'} {first_few([*map(str, missing)])}"
             if waited > most:
                 raise RunError(
-                    f"rank {rank} waited for {named}, which did not come: call the same functions of autopar on all "
-                    "ranks"
+                    f"rank {rank} waited for {named}, which did not come: {ON_ALL_RANKS}"
                 )
             if missing and rank == next(each for each in ranks if each not in missing):
                 print(
@@ -142,11 +148,15 @@ def from_first(group: Any, text: str | None) -> str:
         return text
     end = time.monotonic() + max(LEAST_SECONDS, timeout_of_world().total_seconds())
     for _ in _looks():
-        news = news_of(ranks)
+        news, how_ended = news_of(ranks), ended(ranks[:1])
         if store.check([f"{number}/pieces"]):
             break
         if news:
             raise RunError(news)
+        if how_ended:
+            raise RunError(
+                f"rank {dist.get_rank()} waited for rank {ranks[0]}, which {how_ended[ranks[0]]}: {ON_ALL_RANKS}"
+            )
         if time.monotonic() > end and not within(ranks):
             raise RunError(f"rank {ranks[0]} decides for all ranks, and has not come to it in time")
     count = int(store.get(f"{number}/pieces"))

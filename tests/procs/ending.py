@@ -1,0 +1,106 @@
+"""Ranks of which one is through with its script, and its process has ended, while the other goes on alone."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import autopar
+from autopar.errors import RunError
+from autopar.runtime.launch import _context, _environment
+
+RANKS = 2
+
+
+class Net(torch.nn.Module):
+    """A layer, and a method beside its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(self.layer(x).square().mean())
+
+    @torch.no_grad()
+    def best(self, x: torch.Tensor) -> torch.Tensor:
+        """The class of each row."""
+        return torch.as_tensor(self.layer(x).argmax(-1))
+
+
+def _rank(pipe: Any, rank: int, env: dict[str, str], in_order: bool) -> None:
+    os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    folder = tempfile.mkdtemp() if rank == 0 else ""
+    x = torch.ones(8, 8)
+    pm = autopar.parallelize(Net(), init_device_mesh("cpu", (RANKS,), mesh_dim_names=("data",)), (x,))
+    folders = [folder]
+    dist.broadcast_object_list(folders)
+    checkpoint = autopar.Checkpoint(folders[0], model=pm)
+    pm(x).backward()
+    if rank == 1:
+        if in_order:
+            dist.destroy_process_group()
+            sys.exit()
+        raise ValueError("no more batches")
+    pipe.recv()  # the other one has ended
+
+    def evaluate() -> None:
+        pm.eval()
+        pm(x[:4])
+
+    alone = {
+        "eval": evaluate, "method": lambda: pm.best(x), "save": lambda: checkpoint.save(1),
+        "checkpoint": lambda: autopar.Checkpoint(folder, model=pm),
+    }  # fmt: skip
+    answers = {}
+    for name, does in alone.items():
+        try:
+            does()
+        except RunError as error:
+            answers[name] = str(error)
+    pipe.send(answers)
+    pipe.recv()
+    os._exit(0)
+
+
+def answers(in_order: bool, seconds: float) -> dict[str, str]:
+    """What rank 0 is told for each thing that it does alone after rank 1 has ended; empty where it still waits.
+
+    Args:
+        in_order: rank 1 destroys its process group and exits; else it ends by an error.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(RANKS),
+        "LOCAL_WORLD_SIZE": str(RANKS), "TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    context, processes, pipes = _context(None), [], []
+    try:
+        with _environment(shared):
+            for rank in range(RANKS):
+                here, there = context.Pipe()
+                process = context.Process(target=_rank, args=(there, rank, shared, in_order), daemon=True)
+                process.start()
+                there.close()
+                pipes.append(here)
+                processes.append(process)
+        end = time.monotonic() + seconds
+        processes[1].join(seconds)
+        pipes[0].send("ended")
+        said: dict[str, str] = pipes[0].recv() if pipes[0].poll(max(0.0, end - time.monotonic())) else {}
+        return said
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+        del store
