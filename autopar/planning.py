@@ -23,9 +23,10 @@ from autopar.planner.inter_op.exact_stages import Exact
 from autopar.planner.inter_op.order import check_name
 from autopar.planner.inter_op.stage_pins import allows, check, check_counts, starts_of
 from autopar.planner.inter_op.stage_search import INTERRUPTED, PipelineOptions, Planned, plan_pipeline
+from autopar.planner.intra_op.clashing_pins import explained
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.planner.intra_op.options import device_limit
-from autopar.planner.intra_op.problem import Beaten
+from autopar.planner.intra_op.problem import Beaten, NoChoice
 from autopar.rules.registry import ops_without_rule
 from autopar.texts import show_bytes, show_seconds
 from cost_models.pipeline import Timeline
@@ -130,7 +131,7 @@ def _simpler(outcome: Outcome, captured: Captured, cluster: Cluster, asked: Aske
     """The plan of the whole batch on the same mesh, if that takes hardly longer than in microbatches."""
     options = replace(options_of(asked), microbatches=1)
     try:
-        simple = on_mesh(captured.graph, cluster, outcome.plan.mesh, options, name, asked.pins)
+        simple = _on_mesh(captured.graph, cluster, outcome.plan.mesh, options, name, asked.pins)
     except InfeasibleError:
         return outcome
     if simple.seconds > outcome.plan.seconds * (1 + SIMPLER):
@@ -158,7 +159,19 @@ def _in_other_ways(
 
 
 def on_mesh(graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, name: str, pins: Pins) -> Plan:
-    """:func:`~autopar.planner.intra_op.mesh_plan.plan_graph` as the plan of a whole model."""
+    """:func:`~autopar.planner.intra_op.mesh_plan.plan_graph` as the plan of a whole model.
+
+    Raises:
+        InfeasibleError: there is none; the message names the pins that clash.
+    """
+    try:
+        return _on_mesh(graph, cluster, mesh, options, name, pins)
+    except NoChoice as error:
+        raise explained(graph, cluster, mesh, options, error) from None
+
+
+def _on_mesh(graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, name: str, pins: Pins) -> Plan:
+    """As :func:`on_mesh`, without a search for the pins that clash."""
     stage = plan_graph(graph, cluster, mesh, options)
     plan = Plan.alone(stage, name, pins, notes_on(graph))
     return replace(plan, notes=(*plan.notes, *notes_on_memory(plan, cluster, options.memory_limit_bytes)))
@@ -206,16 +219,18 @@ def on_best_mesh(
         )
     best: Plan | None = None
     infeasible: InfeasibleError | None = None
+    failed: Mesh = shapes[0]
     tried: list[tuple[str, float]] = []
     for shape in shapes:
         say(mesh_text(shape))
         least = best.seconds if best is not None else inf
         try:
-            plan = on_mesh(graph, cluster, shape, replace(options, worth_seconds=least), name, pins)
+            plan = _on_mesh(graph, cluster, shape, replace(options, worth_seconds=least), name, pins)
         except Beaten:
             continue
         except InfeasibleError as error:
-            infeasible = infeasible or error
+            if infeasible is None:
+                infeasible, failed = error, shape
             continue
         except KeyboardInterrupt:
             if best is None:
@@ -227,6 +242,8 @@ def on_best_mesh(
             best = plan
     if best is None:
         assert infeasible is not None
+        if isinstance(infeasible, NoChoice):
+            raise explained(graph, cluster, failed, options, infeasible)
         raise infeasible
     return Outcome(best, captured, None, tuple(sorted(tried, key=lambda way: way[1])))
 

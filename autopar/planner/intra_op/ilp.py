@@ -17,7 +17,7 @@ import pulp
 
 from autopar.errors import InfeasibleError
 from autopar.planner.intra_op.matrix import Matrix, matrix
-from autopar.planner.intra_op.problem import ROUNDING, Beaten, Choice, Problem
+from autopar.planner.intra_op.problem import ROUNDING, Beaten, Choice, NoChoice, Problem
 from autopar.wishes import TIME_LIMIT_SECONDS
 
 try:
@@ -270,7 +270,7 @@ class HighsProgram:
         engine.run()
         status = engine.getModelStatus().name
         if status == "kInfeasible":
-            raise InfeasibleError("no choice of strategies satisfies the constraints")
+            raise NoChoice("no choice of strategies satisfies the constraints")
         if status != "kOptimal":
             return None
         price = 0.0
@@ -352,7 +352,7 @@ class HighsProgram:
         info, status = engine.getInfo(), engine.getModelStatus().name
         if info.primal_solution_status != 2:
             if status == "kInfeasible":
-                raise InfeasibleError("no choice of strategies satisfies the constraints")
+                raise NoChoice("no choice of strategies satisfies the constraints")
             raise InfeasibleError(
                 f"no choice of strategies was found within {self.time_limit_seconds:g} seconds; give the solver more"
             )
@@ -456,7 +456,7 @@ class ByCbc:
         model.solve(_cbc()(msg=False, timeLimit=self.time_limit_seconds, gapRel=gap, threads=1))
         values = [[columns[v].varValue for v in picks] for picks in lp.picks]
         if pulp.LpStatus[model.status] == "Infeasible" or any(v is None for row in values for v in row):
-            raise InfeasibleError("no choice of strategies satisfies the constraints")
+            raise NoChoice("no choice of strategies satisfies the constraints")
         objective = pulp.value(model.objective) / lp.scale
         picked = tuple(row.index(max(row)) for row in values)
         proven = pulp.LpStatus[model.status] == "Optimal"

@@ -20,6 +20,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from autopar.errors import InfeasibleError
+
 
 @dataclass(frozen=True)
 class Item:
@@ -84,6 +86,10 @@ class Problem:
 
 ROUNDING = 1e-6
 """Relative distances below this are the solvers' tolerances: such a choice is optimal."""
+
+
+class NoChoice(InfeasibleError):
+    """The strategies that pins leave do not go together."""
 
 
 class Beaten(Exception):
