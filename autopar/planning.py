@@ -131,7 +131,7 @@ def _simpler(outcome: Outcome, captured: Captured, cluster: Cluster, asked: Aske
     """The plan of the whole batch on the same mesh, if that takes hardly longer than in microbatches."""
     options = replace(options_of(asked), microbatches=1)
     try:
-        simple = _on_mesh(captured.graph, cluster, outcome.plan.mesh, options, name, asked.pins)
+        simple = on_mesh(captured.graph, cluster, outcome.plan.mesh, options, name, asked.pins)
     except InfeasibleError:
         return outcome
     if simple.seconds > outcome.plan.seconds * (1 + SIMPLER):
@@ -158,20 +158,20 @@ def _in_other_ways(
 # --- on one mesh -----------------------------------------------------------------------------------------------------
 
 
-def on_mesh(graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, name: str, pins: Pins) -> Plan:
-    """:func:`~autopar.planner.intra_op.mesh_plan.plan_graph` as the plan of a whole model.
+def on_only_mesh(graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, name: str, pins: Pins) -> Plan:
+    """:func:`on_mesh`, where no other mesh is looked at.
 
     Raises:
         InfeasibleError: there is none; the message names the pins that clash.
     """
     try:
-        return _on_mesh(graph, cluster, mesh, options, name, pins)
+        return on_mesh(graph, cluster, mesh, options, name, pins)
     except NoChoice as error:
         raise explained(graph, cluster, mesh, options, error) from None
 
 
-def _on_mesh(graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, name: str, pins: Pins) -> Plan:
-    """As :func:`on_mesh`, without a search for the pins that clash."""
+def on_mesh(graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, name: str, pins: Pins) -> Plan:
+    """:func:`~autopar.planner.intra_op.mesh_plan.plan_graph` as the plan of a whole model."""
     stage = plan_graph(graph, cluster, mesh, options)
     plan = Plan.alone(stage, name, pins, notes_on(graph))
     return replace(plan, notes=(*plan.notes, *notes_on_memory(plan, cluster, options.memory_limit_bytes)))
@@ -225,7 +225,7 @@ def on_best_mesh(
         say(mesh_text(shape))
         least = best.seconds if best is not None else inf
         try:
-            plan = _on_mesh(graph, cluster, shape, replace(options, worth_seconds=least), name, pins)
+            plan = on_mesh(graph, cluster, shape, replace(options, worth_seconds=least), name, pins)
         except Beaten:
             continue
         except InfeasibleError as error:
@@ -370,4 +370,4 @@ def in_parts(
     return Outcome(plan, chosen, planned.timeline, planned.tried, planned.others)
 
 
-__all__ = ["Outcome", "find", "in_stages", "on_best_mesh", "on_mesh", "part_of", "wishes_of"]
+__all__ = ["Outcome", "find", "in_stages", "on_best_mesh", "on_mesh", "on_only_mesh", "part_of", "wishes_of"]

@@ -22,7 +22,7 @@ from autopar.labels import matches, op_labels
 from autopar.placements import Mesh
 from autopar.plan import Plan, StagePlan
 from autopar.planner.intra_op.options import Options
-from autopar.planning import Outcome, on_mesh, wishes_of
+from autopar.planning import Outcome, on_only_mesh, wishes_of
 from autopar.rules.notation import Rule
 from autopar.rules.option_names import factor_and_block, option_written
 from autopar.rules.registry import rules_of
@@ -43,7 +43,7 @@ def planner_of(plan: Plan, cluster: Callable[[], Cluster], group: Any) -> PlanAg
     def plan_again(new: Captured, stored: Mapping[str, str]) -> StagePlan:
         def decide() -> Outcome:
             options = for_graph(wishes, new.graph, stored, plan.mesh)
-            return Outcome(on_mesh(new.graph, cluster(), plan.mesh, options, plan.cluster, plan.pins), new)
+            return Outcome(on_only_mesh(new.graph, cluster(), plan.mesh, options, plan.cluster, plan.pins), new)
 
         return agreed(decide, new, group)[1].only()
 

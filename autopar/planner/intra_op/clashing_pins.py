@@ -100,8 +100,10 @@ class _Clash:
         try:
             problem, _ = trial.problem(False)
             ilp.program(problem, time_limit_seconds=options.time_limit_seconds).solve()
-        except InfeasibleError:
+        except NoChoice:
             return False
+        except InfeasibleError:  # the solver ran out of time
+            return whole is None
         return True
 
     def _told(self, pin: Pin) -> str:
