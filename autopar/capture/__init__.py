@@ -30,7 +30,8 @@ What stands where, in the order in which a model passes through:
 :mod:`.python`        plain values that the model's code reads: heard of, kept and compared
 :mod:`.graph`         the exported program becomes a graph; :mod:`.memory`: views and writes are followed
 :mod:`.losses`        a loss without a gradient is refused
-of a captured model   :mod:`.evaluation` (eval mode), :mod:`.microbatches` (other numbers of rows)
+of a captured model   :mod:`.evaluation` (eval mode), :mod:`.microbatches` (other numbers of rows),
+                      :mod:`.without_values` (a copy to capture when the model is gone)
 ===================== ==============================================================================================
 """
 

@@ -8,7 +8,6 @@ without values.
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,6 +18,7 @@ import torch
 
 from autopar.capture import Captured
 from autopar.capture.memory.schemas import named
+from autopar.capture.without_values import without_values
 from autopar.errors import CaptureError, RunError
 from autopar.graph import Graph, Node, Ref, map_refs
 from autopar.normalize import DROPOUTS
@@ -88,18 +88,17 @@ def _place(node: Node) -> str:
 
 
 class Skeleton:
-    """A copy of a model without the values of its parameters, to capture it in eval mode later."""
+    """A copy of a model without the values of its parameters, to capture it in eval mode or in other shapes later.
+
+    A model that cannot be copied so that all of its code reads the copy is kept itself, with its values: that takes
+    memory for as long as the parallel module lives, but a copy whose functions read modules that are gone is no model.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        memo: dict[int, Any] = {}
-        for parameter in model.parameters():
-            value = parameter.detach().new_zeros(()).expand(parameter.shape)
-            memo[id(parameter)] = torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
-        self.model: torch.nn.Module | None
         try:
-            self.model = copy.deepcopy(model, memo)
-        except Exception as error:  # models may hold anything
-            self.model, self.error = None, error
+            self.model = without_values(model)
+        except Exception:  # models may hold anything
+            self.model = model
 
     def check(self, captured: Captured) -> dict[str, int]:
         """Refuse a model whose eval mode is another than :func:`evaluated` makes; the ``sides`` that it makes it with.
@@ -108,13 +107,16 @@ class Skeleton:
             RunError: it is, or it cannot be captured in eval mode.
         """
         hint = "parallelize model.eval() itself, and load this state_dict()"
-        if self.model is None or captured.example is None:
-            reason = "there is no example call" if self.model is not None else str(self.error)
-            raise RunError(f"the model cannot be captured again in eval mode ({reason}); {hint}")
+        if captured.example is None:
+            raise RunError(f"the model cannot be captured again in eval mode (there is no example call); {hint}")
+        modes = [(module, module.training) for module in self.model.modules()]
         try:
             eval_capture = captured.example.capture(self.model.eval())
         except CaptureError as error:
             raise RunError(f"the model cannot be captured in eval mode; {hint}\n{error}") from error
+        finally:  # it may be the caller's own model
+            for module, mode in modes:
+                module.training = mode
         theirs, said = _told(eval_capture.graph), ""
         for sides in _ways(captured.graph, eval_capture.graph):
             different = _difference(_told(evaluated(captured.graph, sides)), theirs)

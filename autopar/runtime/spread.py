@@ -20,7 +20,7 @@ from autopar.capture.losses import LOSS, other_losses
 from autopar.errors import RunError
 from autopar.runtime import dtensor_fixes
 from autopar.runtime.methods import method_of
-from autopar.runtime.original import Original
+from autopar.runtime.original import Original, unheard
 from autopar.runtime.programs import AllWell, Fields, PlanAgain, Programs
 from autopar.runtime.same_batch import Calls
 from autopar.runtime.submodules import (
@@ -380,7 +380,8 @@ def check_mode(mode: bool, trained: bool, skeleton: Skeleton | None, captured: C
         )
     if not mode and trained and not ready:
         assert skeleton is not None
-        return skeleton.check(captured)
+        with unheard():
+            return skeleton.check(captured)
     return {}
 
 
