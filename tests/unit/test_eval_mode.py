@@ -48,6 +48,8 @@ MODELS = {
     "lstm of two layers both ways": lambda: Recurrent("LSTM", 2, both_ways=True),
     "gru": lambda: Recurrent("GRU", 2),
     "rnn": lambda: Recurrent("RNN", 1),
+    "lstm with dropout between its layers": lambda: Recurrent("LSTM", 2, dropout=0.5),
+    "gru with dropout between its layers, both ways": lambda: Recurrent("GRU", 3, dropout=0.5, both_ways=True),
     "alpha dropout": lambda: Changed(lambda x, training: F.alpha_dropout(x, 0.5, training)),
     "feature alpha dropout": lambda: Changed(lambda x, training: F.feature_alpha_dropout(x, 0.5, training)),
     "instance norm": lambda: nn.Sequential(nn.InstanceNorm1d(5, track_running_stats=True), Recurrent("LSTM", 1)),
@@ -90,3 +92,21 @@ def test_dropout_that_ignores_the_mode_stays_on(kind: str) -> None:
     pm.eval()
     with torch.no_grad():
         assert len({pm(x).item() for _ in range(4)}) > 1
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_dropout_between_recurrent_layers(kind: str) -> None:
+    """In training: with a dropout that drops nothing it is torch's, with another it draws anew in each call."""
+    torch.manual_seed(0)
+    model = Recurrent(kind, 3, dropout=1e-12, both_ways=True).double()
+    x = torch.randn(4, 5, 8, dtype=torch.float64)
+    reference = copy.deepcopy(model)
+    pm = autopar.parallelize(model, 1, x)
+    loss, wanted = pm(x), reference(x)
+    loss.backward(), wanted.backward()
+    torch.testing.assert_close(loss, wanted)
+    gradients = dict(pm.named_parameters())
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(gradients[name].grad, parameter.grad)
+    drawing = autopar.parallelize(Recurrent(kind, 2, dropout=0.5).double(), 1, x)
+    assert len({drawing(x).item() for _ in range(4)}) == 4

@@ -27,6 +27,7 @@ from autopar.capture.trace.memos import memos_forgotten
 from autopar.capture.trace.progress import told
 from autopar.capture.trace.quick import quickly
 from autopar.capture.trace.recording import parameters_noted, recording
+from autopar.capture.trace.recurrent import LayerByLayer
 from autopar.capture.trace.regions import marked_regions
 from autopar.capture.trace.seeding import own_draws_refused
 from autopar.errors import AutoparError, CaptureError
@@ -47,6 +48,7 @@ def _like_eager() -> Iterator[None]:
             unknown = lambda x: is_fake(x) and constant_value(x) is None  # noqa: E731
             stack.enter_context(mock.patch.object(hf, "is_fake_tensor", unknown))
         stack.enter_context(AnswerConstants())
+        stack.enter_context(LayerByLayer())
         yield
 
 

@@ -1,0 +1,49 @@
+"""Recurrent layers with dropout between them are traced layer by layer, with dropout as an operator of its own.
+
+Torch's operators for all layers at once draw the numbers of that dropout by torch's generator, which ranks would draw
+differently. What is computed stays the same, and so it is in eval mode, where the dropout is off.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+LAYERS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+
+
+class LayerByLayer(TorchFunctionMode):
+    """Takes ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` of several layers apart, where there is dropout between them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Of packed sequences the third argument is the state, not the list of weights.
+        if func in LAYERS and len(args) == 9 and isinstance(args[2], (list, tuple)) and isinstance(args[3], bool):
+            x, states, weights, has_biases, n_layers, dropout, *rest = args
+            if n_layers > 1 and dropout > 0 and not kwargs:
+                return _each_layer(func, x, states, weights, has_biases, n_layers, dropout, *rest)
+        return func(*args, **(kwargs or {}))
+
+
+def _each_layer(
+    func: Any, x: torch.Tensor, states: Any, weights: Any, has_biases: bool, n_layers: int, dropout: float, train: bool,
+    bidirectional: bool, batch_first: bool,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """As torch's operator, whose arguments these are: x [time batch features] (or [batch time features]), states
+    [layers * directions, batch, hidden], of an LSTM two of them, and the weights of one layer after the other."""
+    directions = 2 if bidirectional else 1
+    n_weights = len(weights) // n_layers
+    finals: list[tuple[torch.Tensor, ...]] = []
+    for layer in range(n_layers):
+        of_layer = slice(layer * directions, (layer + 1) * directions)
+        given = [state[of_layer] for state in states] if func is torch.lstm else states[of_layer]
+        of_one = list(weights[layer * n_weights : (layer + 1) * n_weights])
+        x, *final = func(x, given, of_one, has_biases, 1, 0.0, train, bidirectional, batch_first)
+        finals.append(tuple(final))
+        if layer < n_layers - 1:
+            x = torch.dropout(x, dropout, train)
+    return (x, *(torch.cat(of_layers) for of_layers in zip(*finals, strict=True)))
+
+
+__all__ = ["LayerByLayer"]
