@@ -171,7 +171,7 @@ def without_a_plan() -> str:
     model, x = Switched(), batches(1)[0]
     pm = spread(model, x, **CUTS["batch"], memory_limit="100kB")
     pm(x)
-    with mock.patch("autopar.recapture.on_mesh", side_effect=autopar.errors.InfeasibleError("no room")):
+    with mock.patch("autopar.recapture.on_only_mesh", side_effect=autopar.errors.InfeasibleError("no room")):
         pm.gate = True
         text = said(lambda: pm(x))
     pm.gate = False
