@@ -191,11 +191,6 @@ __all__ = ["Config", "autopar", "compare"]
 # --- other things that need ranks ------------------------------------------------------------------------------------
 
 
-def several(calls: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """Call functions of this module by name, one after the other."""
-    return {key: globals()[name](*args) for key, (name, *args) in calls.items()}
-
-
 def raise_on(rank: int) -> None:
     if dist.get_rank() == rank:
         raise ValueError(f"trouble on {rank}")

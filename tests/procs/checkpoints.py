@@ -191,12 +191,3 @@ def saving_on(folder: str) -> None:
                 p.fill_(step)
                 optimizer.state[p]["exp_avg"].fill_(step)
         checkpoint.save(step, wait=step % 3 != 0)
-
-
-def several(calls: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """Call functions of this module by name, one after the other; a collective after each finds ranks that disagree."""
-    results = {}
-    for key, (name, *args) in calls.items():
-        results[key] = globals()[name](*args)
-        dist.barrier()
-    return results

@@ -532,12 +532,3 @@ def built(where: str, failing: int) -> list[Any]:
 
     with mock.patch.object(there, name, fails):
         return [said(lambda: spread(Net(), True, x)), time.monotonic() - start]
-
-
-def several(calls: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """Call functions of this module by name, one after the other; a collective after each finds ranks that disagree."""
-    found = {}
-    for key, (name, *args) in calls.items():
-        found[key] = globals()[name](*args)
-        dist.barrier()
-    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -178,12 +178,3 @@ def on_one_rank(what: str) -> str:
                 pm(x, y)
     pm(x, y).backward()
     return "no error"
-
-
-def several(calls: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """Call functions of this module by name, one after the other; a collective after each finds ranks that disagree."""
-    results = {}
-    for key, (name, *args) in calls.items():
-        results[key] = globals()[name](*args)
-        dist.barrier()
-    return results

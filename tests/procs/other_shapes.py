@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
@@ -199,12 +198,3 @@ def alone_with_it() -> str:
     pm(*batch(8, 6))[0].backward()
     pm(*batch(8 - 3 * dist.get_rank(), 6))[0].backward()
     return "no error"
-
-
-def several(calls: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """Call functions of this module by name, one after the other; a collective after each finds ranks that disagree."""
-    results = {}
-    for key, (name, *args) in calls.items():
-        results[key] = globals()[name](*args)
-        dist.barrier()
-    return results

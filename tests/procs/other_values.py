@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
@@ -177,12 +176,3 @@ def without_a_plan() -> str:
     pm.gate = False
     pm(x).backward()
     return text
-
-
-def several(calls: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """Call functions of this module by name, one after the other; a collective after each finds ranks that disagree."""
-    found = {}
-    for key, (name, *args) in calls.items():
-        found[key] = globals()[name](*args)
-        dist.barrier()
-    return found

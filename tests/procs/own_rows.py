@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -133,12 +132,3 @@ def unequal() -> str:
     pm(*own(data(8)))[0].backward()
     pm(*data(4 - dist.get_rank()))[0].backward()
     return "no error"
-
-
-def several(calls: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """Call functions of this module by name, one after the other; a collective after each finds ranks that disagree."""
-    results = {}
-    for key, (name, *args) in calls.items():
-        results[key] = globals()[name](*args)
-        dist.barrier()
-    return results

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from procs import checkpoints
+from procs.in_turn import several
 from torch import nn
 
 import autopar
@@ -35,7 +36,7 @@ def found(folder: Path) -> list[dict[str, Any]]:
         calls[f"loaded {how}"] = ("loaded", how, str(folder / "elsewhere"))
     calls["refused"] = ("refused", str(folder / "refused"))
     calls["kept"] = ("kept", str(folder / "kept"))
-    return run_local(checkpoints.several, 2, calls)
+    return run_local(several, 2, "checkpoints", calls)
 
 
 @pytest.mark.parametrize("wait", [True, False])

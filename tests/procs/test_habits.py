@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from procs import habits
+from procs.in_turn import several
 
 from autopar.runtime.launch import run_local
 
@@ -73,7 +74,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         name: tuple(f"{path}/{i}" if arg is PATH else arg for arg in call)
         for i, (name, call) in enumerate(NUMBERS.items())
     }
-    return run_local(habits.several, 2, {**more, **numbers, **{name: call for name, (call, _) in ERRORS.items()}})
+    return run_local(several, 2, "habits", {**more, **numbers, **{name: call for name, (call, _) in ERRORS.items()}})
 
 
 def test_a_buffer_put_in_by_hand(found: list[dict[str, Any]]) -> None:

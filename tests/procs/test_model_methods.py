@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from procs import model_methods
+from procs.in_turn import several
 
 from autopar.errors import RunError
 from autopar.runtime.launch import run_local
@@ -20,7 +21,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
-    return run_local(model_methods.several, 2, CALLS)
+    return run_local(several, 2, "model_methods", CALLS)
 
 
 @pytest.mark.parametrize("how", [key for key, (name, *_) in CALLS.items() if name == "called"])

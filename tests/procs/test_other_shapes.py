@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from procs import other_shapes
+from procs.in_turn import several
 
 from autopar.errors import RunError
 from autopar.runtime.launch import run_local
@@ -20,7 +21,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
-    return run_local(other_shapes.several, 2, CALLS)
+    return run_local(several, 2, "other_shapes", CALLS)
 
 
 @pytest.mark.parametrize("how", [*(f"epochs {cut}" for cut in other_shapes.CUTS), "compiled"])

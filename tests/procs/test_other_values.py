@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from procs import other_values
+from procs.in_turn import several
 
 from autopar.errors import RunError
 from autopar.runtime.launch import run_local
@@ -19,7 +20,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
-    return run_local(other_values.several, 2, CALLS)
+    return run_local(several, 2, "other_values", CALLS)
 
 
 @pytest.mark.parametrize("how", [*other_values.CUTS, "compiled"])

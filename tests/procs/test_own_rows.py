@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from procs import own_rows
+from procs.in_turn import several
 
 from autopar.errors import RunError
 from autopar.runtime.launch import run_local
@@ -17,7 +18,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
-    return run_local(own_rows.several, 2, {**CALLS, "loaded": ("loaded",)})
+    return run_local(several, 2, "own_rows", {**CALLS, "loaded": ("loaded",)})
 
 
 @pytest.mark.parametrize("how", list(CALLS))
@@ -27,7 +28,7 @@ def test_the_numbers_of_one_device(found: list[dict[str, Any]], how: str) -> Non
 
 def test_on_two_axes() -> None:
     calls = {f"{name} {cut}": (name, cut, (2, 2)) for name in ("trained", "outside") for cut in ("data", "tensor")}
-    for rank in run_local(own_rows.several, 4, calls):
+    for rank in run_local(several, 4, "own_rows", calls):
         assert all(value < 1e-9 for value in rank.values())
 
 

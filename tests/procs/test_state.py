@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from procs import cases
+from procs.in_turn import several
 
 from autopar.errors import RunError
 from autopar.runtime.launch import run_local
@@ -29,13 +30,13 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 def one() -> dict[str, Any]:
     """Results on one rank, by function."""
     calls = {"meta": ("meta_state", "gpt2", ONE, 1), "losses": ("losses", *DROPOUT, ONE, None), "bad": ("bad_calls",)}
-    return run_local(cases.several, 1, calls)[0]
+    return run_local(several, 1, "cases", calls)[0]
 
 
 @pytest.fixture(scope="module")
 def two(path: str) -> list[dict[str, Any]]:
     """Results on two ranks: one start of processes for all that needs two."""
-    return run_local(cases.several, 2, {
+    return run_local(several, 2, "cases", {
         "meta": ("meta_state", "gpt2", TWO, 2), "losses": ("losses", *DROPOUT, TWO, 7),
         "save": ("save", path, "gpt2", TWO, 4), "round trip": ("full_round_trip", "gpt2", TWO, 4),
         "infeasible": ("plan_fails_on_rank_0",), "differs": ("model_differs",), "build": ("build_fails_on_rank_1",),

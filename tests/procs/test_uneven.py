@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from procs import cases
+from procs.in_turn import several
 from procs.pipelines import Config
 from procs.test_pipeline import check as check_pipelines
 from procs.test_train import check, of
@@ -74,7 +75,7 @@ def test_more_random_plans() -> None:
 def test_a_checkpoint_of_uneven_pieces_is_read_on_another_mesh(tmp_path: Path) -> None:
     path = str(tmp_path / "checkpoint")
     calls = {"save": ("save", path, "gpt2", THREE, 4), "round trip": ("full_round_trip", "gpt2", THREE, 4)}
-    results = run_local(cases.several, 3, calls)[0]
+    results = run_local(several, 3, "cases", calls)[0]
     assert results["round trip"]["changed"] and results["round trip"]["again"]
     state, loss = results["save"]
     there, loss_there = run_local(cases.load, 2, path, "gpt2", TWO, 2)[0]
