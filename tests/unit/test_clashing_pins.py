@@ -12,7 +12,7 @@ from torch import nn
 
 import autopar
 from autopar.errors import InfeasibleError
-from autopar.planner.intra_op.clashing_pins import Pin, smallest_clash
+from autopar.planner.intra_op.clashing_pins import PinnedWish, smallest_clash
 
 
 class Words(nn.Module):
@@ -49,7 +49,7 @@ def test_clashing_pins_are_named(options: dict[str, object]) -> None:
 
 def test_the_smallest_clash_of_any_pins() -> None:
     """Of every pair and triple of seven pins that clash, just these are found."""
-    pins = [Pin("op", (name,)) for name in "abcdefg"]
+    pins = [PinnedWish("op", (name,)) for name in "abcdefg"]
     for size in (1, 2, 3):
         for clash in itertools.combinations(pins, size):
             assert smallest_clash(pins, lambda kept, clash=clash: set(clash) <= set(kept)) == list(clash)

@@ -4,6 +4,7 @@ In the order in which a graph passes through, driven by :mod:`.mesh_plan`:
 
 ========================= =============================================================================================
 :mod:`.options`           what a user may ask; :mod:`.pinned_choices`: what pins leave of the choices
+:mod:`.clashing_pins`     which pins leave no plan, where there is none
 :mod:`.mesh_problem`      a graph on a mesh with what is asked: its problems, and plans of their solutions
 :mod:`.within_memory`     the cheapest plan whose bytes, counted in full, stay within the limit
 :mod:`.fold`              identical blocks are found and decided once

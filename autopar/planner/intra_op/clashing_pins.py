@@ -28,7 +28,7 @@ SHOWN = 8
 """Pins that it lists."""
 
 
-class Pin(NamedTuple):
+class PinnedWish(NamedTuple):
     """One pin: of ``what`` (op, param, input, output), by the names of the nodes (or the output's position)."""
 
     what: str
@@ -62,7 +62,7 @@ class _Clash:
             + self._instead(pins, clash)
         )
 
-    def _pins(self) -> list[Pin]:
+    def _pins(self) -> list[PinnedWish]:
         """All pins; those of nodes that are decided as one are one."""
         graph, pins, options = self.setting.graph, self.setting.pins, self.setting.options
         grouped: dict[tuple[str, int], list[str | int]] = {}
@@ -72,11 +72,11 @@ class _Clash:
                 grouped.setdefault(("op", representative), []).append(node.name)
             elif node.kind == "param" and node.target in pins.params:
                 grouped.setdefault(("param", representative), []).append(node.target)
-        listed = [Pin(what, tuple(names)) for (what, _), names in grouped.items()]
-        listed += [Pin("input", (name,)) for name in options.inputs or {}]
-        return listed + [Pin("output", (number,)) for number in options.outputs or {}]
+        listed = [PinnedWish(what, tuple(names)) for (what, _), names in grouped.items()]
+        listed += [PinnedWish("input", (name,)) for name in options.inputs or {}]
+        return listed + [PinnedWish("output", (number,)) for number in options.outputs or {}]
 
-    def _has_plan(self, kept: Sequence[Pin], whole: Pin | None = None) -> bool:
+    def _has_plan(self, kept: Sequence[PinnedWish], whole: PinnedWish | None = None) -> bool:
         """Whether there is a plan with these pins alone; yes, when too many were asked for already.
 
         Args:
@@ -106,7 +106,7 @@ class _Clash:
             return whole is None
         return True
 
-    def _told(self, pin: Pin) -> str:
+    def _told(self, pin: PinnedWish) -> str:
         name, graph, options = pin.names[0], self.setting.graph, self.setting.options
         more = f", and {len(pin.names) - 1} like it" if len(pin.names) > 1 else ""
         if pin.what == "output":
@@ -133,7 +133,7 @@ class _Clash:
         patterns = (self.setting.options.constraints or {}).items()
         return [pattern for pattern, asked in patterns if axis in asked and matches(pattern, node, label)][-1]
 
-    def _instead(self, pins: Sequence[Pin], clash: Sequence[Pin]) -> str:
+    def _instead(self, pins: Sequence[PinnedWish], clash: Sequence[PinnedWish]) -> str:
         """What to change: with one operator whole and all other pins as they are there is a plan, if that is so."""
         for pin in reversed(clash):
             others = [p for p in pins if p is not pin]
@@ -148,14 +148,14 @@ class _Clash:
 _WHATS = ("op", "param", "input", "output")
 
 
-def smallest_clash(pins: Sequence[Pin], clashes: Callable[[Sequence[Pin]], bool]) -> list[Pin]:
+def smallest_clash(pins: Sequence[PinnedWish], clashes: Callable[[Sequence[PinnedWish]], bool]) -> list[PinnedWish]:
     """Pins that clash, and without any one of which the others of them do not.
 
     Args:
         clashes: whether some pins leave no plan. Where it says no for want of time, more pins than needed are given.
     """
 
-    def search(base: list[Pin], added: bool, candidates: list[Pin]) -> list[Pin]:
+    def search(base: list[PinnedWish], added: bool, candidates: list[PinnedWish]) -> list[PinnedWish]:
         if added and clashes(base):
             return []
         if len(candidates) == 1:
