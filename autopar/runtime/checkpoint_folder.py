@@ -21,7 +21,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -128,7 +128,8 @@ class Checkpoint:
             unfinished = self.folder / share(self.group, unfinished.name, None)
         with self._on_all(f"saved to {target}"):
             unfinished.mkdir(exist_ok=True)
-            _written(unfinished / f"rank-{self.rank:05d}.pt", self._of_rank())
+            with _on_disk(unfinished / f"rank-{self.rank:05d}.pt") as file:
+                torch.save(self._of_rank(), file)
         state = self._state()
         if wait:
             with self._on_all(f"saved to {target}"):
@@ -158,7 +159,8 @@ class Checkpoint:
     def _name(self, unfinished: Path, target: Path, step: int) -> None:
         """Everything is written on all ranks: rank 0 gives the save its name."""
         manifest = {"format": FORMAT, "step": step, "ranks": len(self.ranks), "others": sorted(self.others)}
-        _synced(unfinished / MANIFEST, json.dumps(manifest).encode())
+        with _on_disk(unfinished / MANIFEST) as file:
+            file.write(json.dumps(manifest).encode())
         _sync_folder(unfinished)
         if target.exists():
             target.rename(self.folder / f".removed-{target.name}-{_number()}")
@@ -367,16 +369,11 @@ def _number() -> str:
     return f"{os.getpid()}-{time.time_ns():x}-{_saves}"
 
 
-def _written(path: Path, state: Mapping[str, Any]) -> None:
+@contextlib.contextmanager
+def _on_disk(path: Path) -> Iterator[BinaryIO]:
+    """A new file whose bytes are on the disk at the end."""
     with path.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _synced(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
+        yield file
         file.flush()
         os.fsync(file.fileno())
 

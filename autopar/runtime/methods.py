@@ -83,8 +83,9 @@ def _run(pm: Any, name: str, shown: str, args: tuple[Any, ...], kwargs: dict[str
     result = pytree.tree_map_only(torch.optim.Optimizer, lambda o: _moved(pm, shown, o, values), result)
     _check_result(shown, result, values)
     before.check(shown, is_copy)
+    parameters = dict(pm.named_parameters(remove_duplicate=False))
     for key, value in values.items():  # freezing, or thawing
-        held = dict(pm.named_parameters(remove_duplicate=False)).get(key)
+        held = parameters.get(key)
         if held is not None and held.requires_grad is not value.requires_grad:
             held.requires_grad_(value.requires_grad)
     return result

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from autopar.capture.microbatches import part_of_batch, rows_of
 from autopar.errors import CaptureError, RunError
-from autopar.placements import State
+from autopar.placements import State, shard
 from autopar.runtime.state import as_dtensor, torch_placements
 from autopar.torch_private import pytree
 
@@ -62,7 +62,7 @@ class OwnRows:
     def __init__(self, device_mesh: DeviceMesh) -> None:
         self.device_mesh = device_mesh
         self.ranks = device_mesh.size()
-        self.placements = [Shard(0)] * device_mesh.ndim
+        self.state = State([shard(0)] * device_mesh.ndim)
 
     def whole(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         """The call with the whole batch, of which this rank has its rows: DTensors in the tensors' place.
@@ -80,10 +80,7 @@ class OwnRows:
             if not (cut and leaf.shape[0] == rows):
                 return leaf
             shape = (self.ranks * rows, *leaf.shape[1:])
-            stride = torch.empty(shape, device="meta").stride()
-            return DTensor.from_local(
-                leaf, self.device_mesh, self.placements, run_check=False, shape=torch.Size(shape), stride=stride
-            )
+            return as_dtensor(leaf, self.state, shape, self.device_mesh)
 
         positional, by_name = pytree.tree_map(joined, (tuple(args), dict(kwargs)))
         return positional, by_name
@@ -151,17 +148,14 @@ class _OwnRows(torch.autograd.Function):
     def forward(ctx: Any, value: torch.Tensor, state: State, shape: tuple[int, ...], own_rows: OwnRows) -> torch.Tensor:
         ctx.state, ctx.shape, ctx.own_rows = state, shape, own_rows
         whole = as_dtensor(value, state, shape, own_rows.device_mesh)
-        rows: torch.Tensor = whole.redistribute(placements=own_rows.placements).to_local()
+        rows: torch.Tensor = whole.redistribute(placements=torch_placements(own_rows.state)).to_local()
         return rows.clone() if rows is value or rows._base is not None else rows
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         own_rows = ctx.own_rows
-        stride = torch.empty(tuple(ctx.shape), device="meta").stride()
-        whole = DTensor.from_local(
-            grad.contiguous() / own_rows.ranks, own_rows.device_mesh, own_rows.placements, run_check=False,
-            shape=torch.Size(ctx.shape), stride=stride,
-        )  # fmt: skip
+        rows = grad.contiguous() / own_rows.ranks
+        whole = as_dtensor(rows, own_rows.state, ctx.shape, own_rows.device_mesh)
         return whole.redistribute(placements=torch_placements(ctx.state)).to_local(), None, None, None
 
 

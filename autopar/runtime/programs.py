@@ -18,6 +18,7 @@ have the same change.
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
 import weakref
 import zlib
@@ -154,8 +155,7 @@ class Programs:
 
     def of_copy(self) -> Programs:
         """Those of a copy of the module, which follows shapes as this one does; values stay those of the program."""
-        twin = Programs.__new__(Programs)
-        twin.__dict__.update(self.__dict__)
+        twin = copy.copy(self)
         twin.kept, twin.calls, twin.captures, twin.values = [], 0, 0, False
         twin.meeting = CollectiveLog(self.ranks) if self.meeting is not None else None
         return twin
