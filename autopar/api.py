@@ -318,7 +318,7 @@ def parallelize(
 
         def decide() -> Outcome:
             if plan is None:
-                where, n, name = spreading.hardware_of(model, mesh, cluster, records)
+                where, n, name = spreading.hardware_of(spreading.device_type_of(model), mesh, cluster, records)
                 return planning.find(model, captured, lambda: first(1), where, n, asked, name)
             return _given(plan, part, get_cluster(cluster) if cluster is not None else None)
 
@@ -346,7 +346,8 @@ def parallelize(
         follows_shapes = shapes == "any" and len(decided.stages) == 1
         planner = None
         if len(decided.stages) == 1:
-            cluster_of_plan = spreading.hardware_when_asked(decided, model, mesh, cluster, records)
+            device_type = spreading.device_type_of(model)
+            cluster_of_plan = spreading.hardware_when_asked(decided, device_type, mesh, cluster, records)
             planner = recapture.planner_of(decided, cluster_of_plan, group)
         programs = Programs(
             model, one.example, pm.skeleton_for_programs(model), _ranks_of(pm), planner,

@@ -16,7 +16,7 @@ from autopar.capture import Captured
 from autopar.clusters import check_mesh, get_cluster, reference
 from autopar.detection import RankRecord, check_nodes, cluster_of_ranks, dumps, loads, record_here
 from autopar.device_groups import check_within
-from autopar.errors import AutoparError, MeshError
+from autopar.errors import MeshError
 from autopar.placements import Mesh, mesh_text
 from autopar.plan import Plan
 from autopar.planning import Outcome
@@ -70,11 +70,12 @@ def groups_of(mesh: DeviceMesh | None, stages: int | str | None) -> tuple[int | 
 
 
 def hardware_of(
-    model: torch.nn.Module, mesh: Where, cluster: str | Path | Cluster | None, records: Sequence[RankRecord] = ()
+    device_type: str, mesh: Where, cluster: str | Path | Cluster | None, records: Sequence[RankRecord] = ()
 ) -> tuple[Cluster, int, str]:
     """The cluster, the number of ranks, and the name that the plan keeps.
 
     Args:
+        device_type: of the model (:func:`device_type_of`), where the mesh does not say it.
         records: what the ranks said of themselves (:func:`records_of`).
 
     Raises:
@@ -93,8 +94,7 @@ def hardware_of(
         return where, where.n_devices, reference(mesh)
     named = cluster
     if cluster is None:
-        device_type = mesh.device_type if isinstance(mesh, DeviceMesh) else device_type_of(model)
-        cluster = _default_cluster(n, device_type, records)
+        cluster = _default_cluster(n, mesh.device_type if isinstance(mesh, DeviceMesh) else device_type, records)
     where = get_cluster(cluster)
     if named is not None and records and (other := check_nodes(where, where.name, records)):
         warnings.warn(f"{other}: the plan is priced for machines that these are not", stacklevel=3)
@@ -106,17 +106,6 @@ def hardware_of(
 def axes_of(mesh: DeviceMesh) -> Mesh:
     """Names and sizes of a DeviceMesh's axes."""
     return tuple((name, mesh.size(i)) for i, name in enumerate(mesh.mesh_dim_names or ()))
-
-
-def hardware_for(
-    plan: Plan, model: torch.nn.Module, mesh: Where, cluster: str | Path | Cluster | None,
-    records: Sequence[RankRecord] = (),
-) -> Cluster:  # fmt: skip
-    """The hardware for which a plan was made, or that on which it runs."""
-    try:
-        return get_cluster(plan.cluster)
-    except (ProfileError, MeshError, OSError, ValueError):
-        return hardware_of(model, mesh, cluster, records)[0]
 
 
 def records_of(group: Any, model: torch.nn.Module, mesh: Where) -> list[RankRecord]:
@@ -135,20 +124,22 @@ def records_of(group: Any, model: torch.nn.Module, mesh: Where) -> list[RankReco
 
 
 def hardware_when_asked(
-    plan: Plan, model: torch.nn.Module, mesh: Where, cluster: str | Path | Cluster | None,
-    records: Sequence[RankRecord] = (),
-) -> Callable[[], Cluster]:  # fmt: skip
-    """:func:`hardware_for` for later, without keeping the model; an error is raised when it is asked for."""
-    try:
-        hardware = hardware_for(plan, model, mesh, cluster, records)
-    except AutoparError as error:
-        raised = error
+    plan: Plan, device_type: str, mesh: Where, cluster: str | Path | Cluster | None, records: Sequence[RankRecord] = ()
+) -> Callable[[], Cluster]:
+    """Gives the hardware for which a plan was made, or that on which it runs; most runs never ask, and large clusters
+    take long to describe.
 
-        def refuse() -> Cluster:
-            raise raised
+    Args:
+        device_type, mesh, cluster, records: as for :func:`hardware_of`.
+    """
 
-        return refuse
-    return lambda: hardware
+    def hardware() -> Cluster:
+        try:
+            return get_cluster(plan.cluster)
+        except (ProfileError, MeshError, OSError, ValueError):
+            return hardware_of(device_type, mesh, cluster, records)[0]
+
+    return hardware
 
 
 def _default_cluster(n: int, device_type: str, records: Sequence[RankRecord]) -> str:
@@ -301,6 +292,6 @@ def _values(
 
 
 __all__ = [
-    "agreed", "axes_of", "check_size", "device_type_of", "groups_of", "hardware_for", "hardware_of", "on_all",
-    "records_of", "spread", "tell_of_idle_gpus",
+    "agreed", "axes_of", "check_size", "device_type_of", "groups_of", "hardware_of", "hardware_when_asked",
+    "on_all", "records_of", "spread", "tell_of_idle_gpus",
 ]  # fmt: skip

@@ -125,7 +125,7 @@ def test_a_mesh_of_two_machines_is_not_one(world_of_eight: Any, monkeypatch: pyt
         mesh = DeviceMesh("cpu", order, mesh_dim_names=("data", "tensor"))
         mesh._device_type = "cuda"
         records = spreading.records_of(torch.distributed.group.WORLD, model, mesh)
-        return spreading.hardware_of(model, mesh, None, records)[2]
+        return spreading.hardware_of("cpu", mesh, None, records)[2]
 
     assert found(torch.arange(8).view(2, 4)) == "dgx-h100-4of8-x2"
     with pytest.raises(MeshError, match="number the ranks machine by machine"):
