@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from autopar.device_groups import check_places
 from autopar.errors import PlanError
@@ -74,22 +75,39 @@ class Price:
     working_bytes: int = 0
 
     @property
-    def peak_bytes(self) -> int:
-        """The most that lives at once on one rank."""
-        return self.memory_bytes + self.working_bytes
-
-    @property
     def seconds(self) -> float:
         """The whole step."""
         return self.compute_seconds + self.activation_seconds + self.parameter_seconds
 
     @property
     def memory_bytes(self) -> int:
-        """All that one rank holds at some time of a step, added up: what limits are held against."""
-        return (
-            self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.gathered_bytes
-            + self.activation_bytes
-        )  # fmt: skip
+        """The most that lives at once on one rank, at the fullest moment of a step: what limits are held against."""
+        return self.stored_bytes + self.activation_bytes + self.working_bytes
+
+    @property
+    def stored_bytes(self) -> int:
+        """What does not grow with the microbatches in flight."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.gathered_bytes
+
+    @property
+    def passing_bytes(self) -> int:
+        """What the fullest moment has beside what is stored, and what all microbatches in flight keep: of the stages on
+        one device, one at a time."""
+        return self.again_bytes + self.working_bytes
+
+
+def bytes_together(prices: Sequence[Price]) -> int:
+    """The most that lives at once on a rank of several stages."""
+    return sum(p.memory_bytes - p.passing_bytes for p in prices) + max(p.passing_bytes for p in prices)
+
+
+class Moment(NamedTuple):
+    """A moment of a step: operator ``node`` runs, forward or backward; ``slot`` says what of its backward it is
+    (:data:`autopar.planner.intra_op.moments.SLOTS`)."""
+
+    node: int
+    backward: bool
+    slot: int
 
 
 @dataclass(frozen=True)
@@ -166,6 +184,7 @@ class StagePlan:
         first: name of the first operator that depends on a parameter; a stage ends where the next one begins. Empty
             where there is none.
         devices: ranks, in row-major order of the mesh.
+        fullest: when the peak of the price is reached; None if that is when the optimizer steps, or was not looked for.
     """
 
     fingerprint: str
@@ -186,6 +205,7 @@ class StagePlan:
     devices: tuple[int, ...] = ()
     gather_again: tuple[str, ...] = ()
     make_again: tuple[str, ...] = ()
+    fullest: Moment | None = field(default=None, compare=False, repr=False)
 
     @property
     def kept_bytes(self) -> int:
@@ -293,7 +313,7 @@ class Plan:
     @property
     def memory_bytes(self) -> int:
         """The peak on a device: of the group of devices that holds most."""
-        return max(sum(self.stages[s].price.memory_bytes for s in group) for group in self.schedule.stages_of_rank)
+        return max(bytes_together([self.stages[s].price for s in group]) for group in self.schedule.stages_of_rank)
 
     def only(self, what: str = "decisions") -> StagePlan:
         """The stage of a plan that has one.

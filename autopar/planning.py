@@ -25,10 +25,9 @@ from autopar.planner.inter_op.stage_pins import allows, check, check_counts, sta
 from autopar.planner.inter_op.stage_search import INTERRUPTED, PipelineOptions, Planned, plan_pipeline
 from autopar.planner.intra_op.clashing_pins import explained
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
-from autopar.planner.intra_op.options import device_limit
 from autopar.planner.intra_op.problem import Beaten, NoChoice
 from autopar.rules.registry import ops_without_rule
-from autopar.texts import show_bytes, show_seconds
+from autopar.texts import show_seconds
 from cost_models.pipeline import Timeline
 from hardware_profiles import Cluster
 
@@ -173,33 +172,12 @@ def on_only_mesh(graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, n
 def on_mesh(graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, name: str, pins: Pins) -> Plan:
     """:func:`~autopar.planner.intra_op.mesh_plan.plan_graph` as the plan of a whole model."""
     stage = plan_graph(graph, cluster, mesh, options)
-    plan = Plan.alone(stage, name, pins, notes_on(graph))
-    return replace(plan, notes=(*plan.notes, *notes_on_memory(plan, cluster, options.memory_limit_bytes)))
+    return Plan.alone(stage, name, pins, notes_on(graph))
 
 
 def notes_on(graph: Graph) -> tuple[str, ...]:
     """What the reader of a plan for this model should know."""
     return tuple(f"no rule for {name}: kept whole on every rank" for name in ops_without_rule(graph))
-
-
-def notes_on_memory(plan: Plan, cluster: Cluster, asked: float | None) -> list[str]:
-    """Where a limit that the parts' sum keeps is exceeded at the fullest moment of a step.
-
-    Args:
-        asked: the limit that was asked for; None for nine tenths of the device.
-    """
-    notes = []
-    for group, numbers in enumerate(plan.schedule.stages_of_rank):
-        prices = [plan.stages[number].price for number in numbers]
-        limit = device_limit(cluster, plan.stages[numbers[0]].devices, asked)
-        more = sum(p.memory_bytes for p in prices) + max(p.working_bytes for p in prices) - limit
-        if more > 0:
-            notes.append(
-                f"at the fullest moment of a step a device of group {group} has {show_bytes(limit + more)}, "
-                f"{show_bytes(more)} above the limit, which is held against the sum of what stays: if that is too "
-                "much, lower the limit by as much, or use more microbatches or devices"
-            )
-    return notes
 
 
 def on_best_mesh(
@@ -293,10 +271,7 @@ def in_stages(
         top=asked.top, max_axes=asked.max_axes,
     )
     planned = plan_pipeline(graphs, cluster, n, wanted, cluster_name=name)
-    notes = (
-        *planned.plan.notes, *notes_on(graph), *notes_on_memory(planned.plan, cluster, options.memory_limit_bytes),
-        *_others(planned),
-    )  # fmt: skip
+    notes = (*planned.plan.notes, *notes_on(graph), *_others(planned))
     return replace(planned, plan=replace(planned.plan, pins=pins, notes=notes))
 
 

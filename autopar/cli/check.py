@@ -62,7 +62,7 @@ def check(
         if peak is not None:
             out().print(
                 f"most at once: {show_bytes(peak.n_bytes)}, allocation by allocation, in {peak.at}; the plan says "
-                f"{show_bytes(plan.stages[0].price.peak_bytes)}", soft_wrap=True,
+                f"{show_bytes(plan.stages[0].price.memory_bytes)}", soft_wrap=True,
             )  # fmt: skip
     if not all(report.ok for report in reports):
         raise typer.Exit(1)

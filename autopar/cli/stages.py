@@ -98,14 +98,14 @@ def memory_table(stages: list[dict[str, Any]]) -> Any:
 
     parts = ("parameter", "gradient", "optimizer", "gathered")
     table = Table("stage", header_style="bold")
-    for name in ("parameters", "gradients", "optimizer", "gathered", "activations", "sum", "limit", "at once"):
+    for name in ("parameters", "gradients", "optimizer", "gathered", "activations", "working", "sum", "limit"):
         table.add_column(name, justify="right")
     for s in stages:
         again = s["activation_bytes"] - s["in_flight"] * s["microbatch_bytes"]
         kept = f"{s['in_flight']} x {show_bytes(s['microbatch_bytes'])}" + (f" + {show_bytes(again)}" if again else "")
         table.add_row(
-            str(s["stage"]), *(show_bytes(s[f"{p}_bytes"]) for p in parts), kept, show_bytes(s["memory_bytes"]),
-            show_bytes(s["limit_bytes"]), show_bytes(s["memory_bytes"] + s["working_bytes"]),
+            str(s["stage"]), *(show_bytes(s[f"{p}_bytes"]) for p in parts), kept, show_bytes(s["working_bytes"]),
+            show_bytes(s["memory_bytes"]), show_bytes(s["limit_bytes"]),
         )  # fmt: skip
     return table
 

@@ -127,7 +127,7 @@ def _priced(
             again_bytes=with_kept.again_bytes,
         )  # fmt: skip
         params = {i: done.params[node.target] for i, node in graph.of_kind("param")}
-        price = with_working_bytes(
+        price, _ = with_working_bytes(
             price, walk, with_kept, params, done.outputs, plan.optimizer, plan.microbatches, plan.in_flight
         )
     return replace(done, routes=routes, price=price)

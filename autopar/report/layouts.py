@@ -44,14 +44,14 @@ def layout_row(what: str, plan: Plan, timeline: Timeline, graph: Graph, cluster:
     Args:
         graph: of one microbatch.
     """
-    schedule, m = plan.schedule, plan.microbatches
-    memory = max(sum(plan.stages[s].price.memory_bytes for s in of_rank) for of_rank in schedule.stages_of_rank)
+    m = plan.microbatches
     devices = sorted({d for stage in plan.stages for d in stage.devices})
     flops = m * model_flops(graph)
     peak = sum(sum(peak_flops(cluster.device(d), dtype) * share for dtype, share in flops_by_dtype(graph).items())
                for d in devices)  # fmt: skip
     used = flops / (plan.seconds * peak) if plan.seconds and peak else 0.0
-    return LayoutRow(what, plan.seconds, timeline.bubble_fraction, memory, m * tokens_of(graph) / plan.seconds, used)
+    tokens = m * tokens_of(graph) / plan.seconds
+    return LayoutRow(what, plan.seconds, timeline.bubble_fraction, plan.memory_bytes, tokens, used)
 
 
 def model_flops(graph: Graph) -> float:

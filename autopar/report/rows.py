@@ -269,8 +269,8 @@ def totals(p: Price) -> dict[str, Any]:
         },
         "bytes": {
             "parameters": p.parameter_bytes, "gradients": p.gradient_bytes, "optimizer": p.optimizer_bytes,
-            "gathered": p.gathered_bytes, "activations": p.activation_bytes, "total": p.memory_bytes,
-            "working memory": p.working_bytes, "most at once": p.peak_bytes,
+            "gathered": p.gathered_bytes, "activations": p.activation_bytes, "working memory": p.working_bytes,
+            "total": p.memory_bytes,
         },
     }  # fmt: skip
 

@@ -152,7 +152,7 @@ def test_a_first_block_without_gradient_into_it_is_not_like_the_others() -> None
 
 @functools.cache
 def tight() -> tuple[Graph, Options, StagePlan]:
-    """24 blocks in 55% of the memory that the fastest plan takes, nothing recomputed: graph, what is asked, plan."""
+    """24 blocks in 60% of the memory that the fastest plan takes, nothing recomputed: graph, what is asked, plan."""
     config = LlamaConfig(
         hidden_size=1024, intermediate_size=2816, num_hidden_layers=24, num_attention_heads=8, num_key_value_heads=8,
         vocab_size=4096,
@@ -161,7 +161,7 @@ def tight() -> tuple[Graph, Options, StagePlan]:
         model, ids = LlamaForCausalLM(config), torch.zeros(8, 256, dtype=torch.long)
     graph = capture(model, (), {"input_ids": ids, "labels": ids, "use_cache": False}).graph
     cluster, mesh = load_cluster("dgx-h100"), (("data", 8),)
-    limit = 0.55 * plan_graph(graph, cluster, mesh).price.memory_bytes
+    limit = 0.6 * plan_graph(graph, cluster, mesh).price.memory_bytes
     keeping = Options(memory_limit_bytes=limit, may_recompute=False)
     return graph, keeping, plan_graph(graph, cluster, mesh, keeping)
 

@@ -64,7 +64,7 @@ def agree(name: str, plan: StagePlan) -> None:
     with Zeros():
         real = peak_of(plan, graph, given)
     assert -0.01 < counted.n_bytes / real.n_bytes - 1 < 0.01, (counted, real)
-    assert -0.05 < real.n_bytes / plan.price.peak_bytes - 1 < 0.02, (real, plan.price)
+    assert -0.05 < real.n_bytes / plan.price.memory_bytes - 1 < 0.02, (real, plan.price)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mlp"])
@@ -82,7 +82,7 @@ def test_peak_where_the_loss_needs_most() -> None:
     price = plan.price
     before = price.memory_bytes - price.gradient_bytes
     assert peak.n_bytes == pytest.approx(before + 2 * logits, rel=0.01)
-    assert price.peak_bytes == pytest.approx(peak.n_bytes, rel=0.001)
+    assert price.memory_bytes == pytest.approx(peak.n_bytes, rel=0.001)
 
 
 @pytest.mark.parametrize("again, seed", [("gather_again", 2), ("make_again", 0)])
@@ -91,7 +91,7 @@ def test_peak_where_something_is_made_again(again: str, seed: int) -> None:
     something is first asked of it: the backward of its last operator may ask for nothing."""
     graph = known("gpt2")[0].graph
     plan = random_plan(graph, rules_of(graph), pricer(CLUSTER, MESH), seed, **{again: True})
-    assert -0.05 < peak_of(plan, graph).n_bytes / plan.price.peak_bytes - 1 < 0.02
+    assert -0.05 < peak_of(plan, graph).n_bytes / plan.price.memory_bytes - 1 < 0.02
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from math import ceil, inf
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
 from autopar.placements import Mesh, mesh_text
-from autopar.plan import Plan, StagePlan, one_stage
+from autopar.plan import Plan, StagePlan, bytes_together, one_stage
 from autopar.planner.inter_op.blocks import Block, blocks
 from autopar.planner.inter_op.order import SEARCHED, START, better_order
 from autopar.planner.inter_op.shared_buffers import with_agreed_buffers
@@ -258,7 +258,7 @@ class ExactPlans:
             kept = [choice.kept_bytes for choice in choices]
             live = live_at_peak(schedule, kept)
             choices = [c.with_in_flight(n) for c, n in zip(choices, live, strict=True)]
-            needed = [sum(choices[s].price.memory_bytes for s in of_group) for of_group in schedule.stages_of_rank]
+            needed = [bytes_together([choices[s].price for s in of_group]) for of_group in schedule.stages_of_rank]
             shared = [g for g, of_group in enumerate(schedule.stages_of_rank) if len(of_group) > 1]
             full = [g for g in shared if needed[g] > limits[g]]
             if not full:

@@ -44,7 +44,8 @@ class Way:
         weight_seconds: of the backward, what is for gradients of weights and may run later.
         static_bytes: whatever does not grow with the microbatches in flight, but for ``peak_bytes``.
         kept_bytes: of one microbatch in flight.
-        again_bytes: what lives while parts of the block run again: once for all blocks of a stage.
+        again_bytes: what lives beside at the fullest moment, while parts of the block run again say: once for all
+            blocks of a stage.
         recomputed: something of it runs again.
         peak_bytes: of parameters that are gathered for each use: once for all blocks of a stage, too.
     """
@@ -196,7 +197,7 @@ class Menus:
             ways.append(
                 Way(
                     spent.forward_seconds, spent.backward_seconds, spent.step_seconds,
-                    price.memory_bytes - price.activation_bytes - peak, plan.kept_bytes, price.again_bytes,
+                    price.stored_bytes - peak, plan.kept_bytes, max(0, price.passing_bytes),
                     recomputed=bool(plan.recompute), peak_bytes=peak,
                     weight_seconds=0.0 if whole else min(spent.weight_seconds, spent.backward_seconds),
                 )

@@ -37,7 +37,8 @@ def limit_of_stage(plan: Plan, number: int, cluster: Cluster, asked: float | Non
     """
     limit = device_limit(cluster, plan.stages[number].devices, asked)
     of_group = plan.schedule.stages_of_rank[plan.schedule.rank_of_stage[number]]
-    return max(1.0, limit - sum(plan.stages[s].price.memory_bytes for s in of_group if s != number))
+    others = [plan.stages[s].price for s in of_group if s != number]
+    return max(1.0, limit - sum(p.memory_bytes - p.passing_bytes for p in others))
 
 
 class Replanner:

@@ -55,9 +55,8 @@ def timing_of(
 
 
 def _static_bytes(plans: Sequence[StagePlan]) -> float:
-    """What a group's stages hold all the time, and the segment that runs again: one at a time."""
-    all_the_time = sum(p.price.memory_bytes - p.price.activation_bytes for p in plans)
-    return all_the_time + max(p.price.again_bytes for p in plans)
+    """What a group's stages hold all the time, and what passes at the fullest moment: of one at a time."""
+    return sum(p.price.stored_bytes for p in plans) + max(p.price.passing_bytes for p in plans)
 
 
 def crossing_seconds(spec: Spec, source: Side, target: Side, cluster: Cluster) -> float:

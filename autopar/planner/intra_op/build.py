@@ -33,6 +33,7 @@ from autopar.planner.intra_op import params as P
 from autopar.planner.intra_op.fold import Fold
 from autopar.planner.intra_op.kept import OUT, KeptBytes, StrategyRows, share_of
 from autopar.planner.intra_op.ledger import Ledger, ledger
+from autopar.planner.intra_op.moment_rows import MomentRows
 from autopar.planner.intra_op.price import Pricer
 from autopar.planner.intra_op.problem import Item, Problem, Tensor
 from autopar.planner.intra_op.recompute_choices import Again, again
@@ -95,6 +96,7 @@ class Decoder:
     again: Again | None = None
     gathers: tuple[tuple[int, tuple[frozenset[tuple[int, int]], ...]], ...] = ()
     graph: Graph | None = None
+    moments: MomentRows | None = None
 
     def gathered_again(self, picked: Sequence[int], fold: Fold) -> frozenset[str]:
         """Tensors whose copies are gathered again in the backward, of every block."""
@@ -275,11 +277,15 @@ class Builder:
             )  # fmt: skip
             items = kept.added_to(items)
         problem = Problem(tuple(items), tuple(tensors), kept.shared() if kept is not None else ())
+        moments = None
+        if kept is not None:
+            moments = MomentRows(kept, self.fold, problem, parameters, self.optimizer, self.microbatches)
         repeats = tuple((item, tuple(rows)) for item, rows in again_of.items())
         may = self._may_again if self.choose_again else None
         return problem, Decoder(
             tuple(decoded_chains), tuple(parameters), tuple(outputs), tuple(arrivals), repeats, may,
             tuple((item, tuple(map(frozenset, rows))) for item, rows in gathers_of.items()), graph,
+            moments,
         )  # fmt: skip
 
     # -- tensors

@@ -216,7 +216,7 @@ def complete(
     walk = Walk(graph, rules, mesh, chosen, routes, recompute, gather_again, make_again)
     holds = walk.ledger()
     price = _price(graph, rules, pricer, chosen, owned, seconds, optimizer, microbatches, in_flight, holds)
-    price = with_working_bytes(price, walk, holds, owned, out_states, optimizer, microbatches, in_flight)
+    price, fullest = with_working_bytes(price, walk, holds, owned, out_states, optimizer, microbatches, in_flight)
     names_of = {key: s.names for key, s in {id(s): s for s in chosen.values()}.items()}  # blocks share strategies
     return StagePlan(
         graph.fingerprint, mesh,
@@ -224,7 +224,7 @@ def complete(
         {graph.nodes[i].target: choice for i, choice in owned.items()},
         buffer_states, tuple(out_states), routes, dict(inputs or {}), optimizer, microbatches, price,
         recompute=recompute, in_flight=in_flight, gather_again=gather_again, first=first_op(graph),
-        devices=pricer.devices, make_again=holds.make_again,
+        devices=pricer.devices, make_again=holds.make_again, fullest=fullest,
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ import pulp
 
 from autopar.errors import InfeasibleError
 from autopar.planner.intra_op.matrix import Matrix, matrix
-from autopar.planner.intra_op.problem import ROUNDING, Beaten, Choice, NoChoice, Problem
+from autopar.planner.intra_op.problem import ROUNDING, Beaten, Choice, MomentBytes, NoChoice, Problem
 from autopar.wishes import TIME_LIMIT_SECONDS
 
 try:
@@ -59,7 +59,8 @@ def program(
 
 @dataclass(frozen=True)
 class _Point:
-    """A solution, in scaled seconds; ``whole`` if every item picks exactly one strategy."""
+    """A solution, in scaled seconds; ``whole`` if every item picks exactly one strategy. ``n_bytes`` are those of all
+    moments by what a byte of each is worth, ``most_bytes`` those of the fullest one."""
 
     picked: tuple[int, ...]
     seconds: float
@@ -68,6 +69,7 @@ class _Point:
     whole: bool = True
     gap: float = 0.0
     byte_price: float = 0.0  # what one byte more of the limit would save
+    most_bytes: float = 0.0
     values: Any = None
 
 
@@ -81,31 +83,62 @@ class HighsProgram:
     def __init__(self, problem: Problem, time_limit_seconds: float) -> None:
         self.problem, self.time_limit_seconds = problem, time_limit_seconds
         lp = matrix(problem)
-        self.scale, common = lp.scale, lp.common
+        self.scale, self.lp = lp.scale, lp
         self.engine = _engine(lp, time_limit_seconds)
         self.rows = [np.array(picks, dtype=np.int32) for picks in lp.picks]
         self.lengths = np.array([len(row) for row in self.rows])
         self.starts = np.concatenate(([0], np.cumsum(self.lengths)[:-1]))
         self.flat, self.row_of = np.concatenate(self.rows), np.repeat(np.arange(len(self.rows)), self.lengths)
-        flat = [(v, n) for picks, item in zip(lp.picks, problem.items, strict=True)
-                for v, n in zip(picks, item.n_bytes, strict=True) if n]  # fmt: skip
-        flat.extend(common)
-        self.columns = np.array([f[0] for f in flat], dtype=np.int32)
-        self.n_bytes = np.array([f[1] for f in flat], dtype=np.float64)
-        self.costs = np.array(lp.cost)[self.columns]
-        self.peak = common[0] if any(any(i.peak_bytes) for i in problem.items) else None
-        self._weigh_peak(1.0)
-        self.memory_row = len(lp.low) - 1
+        self.peak = lp.peak
+        self.moments = list(problem.rows)
+        self.unseen = [0.0] * len(self.moments)  # bytes that plans had at a moment beside those of its row
+        self.memory_rows = lp.memory
         self.unit = lp.unit
-        self.price = 0.0
+        self.price, self.peak_share = 0.0, 1.0
+        self._note_moments()
         self.limit(problem.limit_bytes)
+
+    def add(self, moment: MomentBytes) -> None:
+        """One more moment that must fit; what was solved is gone on from."""
+        self.moments.append(moment)
+        self.unseen.append(0.0)
+        entries = self.lp.bytes_of(moment)
+        columns = np.array(list(entries), dtype=np.int32)
+        shares = np.array(list(entries.values())) / self.unit
+        self.engine.addRow(-math.inf, self.room / self.unit, len(columns), columns, shares)
+        self.memory_rows.append(self.engine.getNumRow() - 1)
+        self._note_moments()
+        self.limit(self.room)
+
+    def lower(self, number: int, n_bytes: float) -> None:
+        """Leave so much more of the limit to what the row of a moment does not see."""
+        self.unseen[number] += n_bytes
+        self.limit(self.room)
+
+    def _note_moments(self) -> None:
+        """Bytes of all moments by column: of those that have any."""
+        by_moment = [self.lp.bytes_of(moment) for moment in self.moments]
+        columns = sorted({v for entries in by_moment for v in entries})
+        self.columns = np.array(columns, dtype=np.int32)
+        self.by_moment = np.array([[entries.get(v, 0.0) for v in columns] for entries in by_moment])
+        self.costs = np.array(self.lp.cost)[self.columns]
+        self._weigh(np.ones(len(by_moment)))
+
+    def _weigh(self, duals: Any) -> None:
+        """Let bytes be those of all moments, by what a byte of each is worth."""
+        self.weights = duals / duals.sum()
+        self.n_bytes = self.weights @ self.by_moment
+        self._weigh_peak(self.peak_share)
 
     def limit(self, n_bytes: float | None) -> None:
         """Another limit; a problem that was given none keeps none."""
         self.room = math.inf if n_bytes is None else n_bytes
         self._relaxed: _Point | None = None
-        if self.problem.limit_bytes is not None:
-            self.engine.changeRowBounds(self.memory_row, -math.inf, self.room / self.unit)
+        self._bound_memory(self.room)
+
+    def _bound_memory(self, n_bytes: float) -> None:
+        for row, unseen in zip(self.memory_rows, self.unseen, strict=False):
+            self.engine.changeRowBounds(row, -math.inf, (n_bytes - unseen) / self.unit)
 
     def whole(self) -> Choice | None:
         """The optimum, if the relaxation is whole.
@@ -124,6 +157,17 @@ class HighsProgram:
         """
         self._relaxed = self._relaxed or self.relaxed()
         return self._relaxed.bound / self.scale if self._relaxed is not None else 0.0
+
+    def nearest(self) -> Choice:
+        """The larger shares of the relaxation: what it is most like, whether that fits or not.
+
+        Raises:
+            InfeasibleError: nothing satisfies the limit, or the solver was not done in time.
+        """
+        self._relaxed = self._relaxed or self.relaxed()
+        if self._relaxed is None:
+            raise InfeasibleError("the relaxation was not solved in time")
+        return self.choice(self._relaxed)
 
     def pairs(self) -> Iterator[tuple[Choice, Choice]]:
         """Two choices whose mixture solves the relaxation under the limit: a faster, larger one and a smaller.
@@ -167,11 +211,12 @@ class HighsProgram:
         return (faster, smaller) if smaller.n_bytes <= self.room <= faster.n_bytes else None
 
     def _bytes(self, picked: Sequence[int]) -> float:
-        """Bytes of a whole choice, but for those that all choices have."""
+        """Bytes of a whole choice, by what a byte of each moment is worth."""
         items = self.problem.items
         peak = max((i.peak_bytes[k] for i, k in zip(items, picked, strict=True) if i.peak_bytes), default=0.0)
-        kept = sum(h.n_bytes for h in self.problem.held if h.is_held(picked))
-        return sum(i.n_bytes[k] for i, k in zip(items, picked, strict=True)) + peak + kept
+        of_moments = zip(self.weights, self.moments, strict=True)
+        rows = sum(float(w) * moment.n_bytes(self.problem, picked) for w, moment in of_moments if w)
+        return peak + rows + float(self.weights @ np.array(self.unseen))
 
     def hull(self, prices: Sequence[float] = PRICES, peak_share: float = 1.0) -> list[Choice]:
         """The fastest choice and smaller ones, without limit: the best at rising prices of a byte.
@@ -184,7 +229,7 @@ class HighsProgram:
         Raises:
             InfeasibleError: there is no choice at all.
         """
-        self.engine.changeRowBounds(self.memory_row, -math.inf, math.inf)
+        self._bound_memory(math.inf)
         self._weigh_peak(peak_share)
         points = [self._at(0.0, HULL_GAP)]
         unit = max(1.0, points[0].seconds) / max(1.0, points[0].n_bytes)
@@ -252,7 +297,7 @@ class HighsProgram:
         if gap > 0.0 and self._relaxed is not None:
             _, start = self.around(self._relaxed)
             near = start.seconds - start.bound <= gap * start.seconds
-            if start.n_bytes <= self.room and (near or self.is_rough(gap)):
+            if start.most_bytes <= self.room and (near or self.is_rough(gap)):
                 return self.choice(replace(start, gap=gap))
             smaller = self._smaller(self._relaxed) if self.is_rough(gap) else None
             if smaller is not None:
@@ -275,14 +320,16 @@ class HighsProgram:
             return None
         price = 0.0
         if self.problem.limit_bytes is not None:
-            price = max(0.0, -engine.getSolution().row_dual[self.memory_row]) / self.unit
+            duals = np.maximum(0.0, -np.asarray(engine.getSolution().row_dual)[self.memory_rows])
+            price = float(duals.sum()) / self.unit
+            if price:
+                self._weigh(duals)
         return replace(self._point(engine.getObjectiveValue()), byte_price=price)
 
     def around(self, relaxed: _Point) -> tuple[_Point, _Point]:
         """The whole choices that are best a little below and a little above the relaxation's price of a byte."""
-        engine = self.engine
         price = relaxed.byte_price
-        engine.changeRowBounds(self.memory_row, -math.inf, math.inf)
+        self._bound_memory(math.inf)
         least = relaxed.seconds + price * self.room  # of seconds and bytes together, at the price
 
         def near(price: float, fewer: bool) -> _Point:
@@ -295,7 +342,7 @@ class HighsProgram:
 
         faster, smaller = near(price * (1 - NUDGE), False), near(price * (1 + NUDGE), True)
         self._charge(0.0)
-        engine.changeRowBounds(self.memory_row, -math.inf, self.room / self.unit)
+        self._bound_memory(self.room)
         return replace(faster, bound=relaxed.bound), replace(smaller, bound=relaxed.bound)
 
     def is_rough(self, gap: float) -> bool:
@@ -304,15 +351,15 @@ class HighsProgram:
 
     def _smaller(self, relaxed: _Point) -> _Point | None:
         """The first whole choice that fits at rising prices of a byte, from the relaxation's on."""
-        engine, found = self.engine, None
-        engine.changeRowBounds(self.memory_row, -math.inf, math.inf)
+        found = None
+        self._bound_memory(math.inf)
         for factor in DEARER:
             point = self._relaxed_at(factor * relaxed.byte_price)
-            if point is not None and point.whole and point.n_bytes <= self.room:
+            if point is not None and point.whole and point.most_bytes <= self.room:
                 found = replace(point, bound=relaxed.bound)
                 break
         self._charge(0.0)
-        engine.changeRowBounds(self.memory_row, -math.inf, self.room / self.unit)
+        self._bound_memory(self.room)
         return found
 
     def _below_peak(self, picked: tuple[int, ...]) -> _Point | None:
@@ -344,7 +391,7 @@ class HighsProgram:
         engine.setOptionValue("mip_rel_gap", gap)
         engine.setOptionValue("time_limit", engine.getRunTime() + self.time_limit_seconds)  # counts all runs
         engine.clearSolver()  # presolve may hang on the relaxation's values, which HiGHS would complete to a solution
-        if start is not None and start.n_bytes <= self.room:
+        if start is not None and start.most_bytes <= self.room:
             starting = highspy.HighsSolution()
             starting.col_value = list(start.values)
             engine.setSolution(starting)
@@ -377,13 +424,14 @@ class HighsProgram:
 
     def _weigh_peak(self, share: float) -> None:
         """Let that share of the peak's bytes have a price."""
+        self.peak_share = share
         self.priced = self.n_bytes.copy()
         if self.peak is not None:
             self.priced[self.columns == self.peak[0]] *= share
 
     def _point(self, bound: float) -> _Point:
         values = np.asarray(self.engine.getSolution().col_value)
-        total = float(values[self.columns] @ self.n_bytes)
+        of_moments = self.by_moment @ values[self.columns] + np.array(self.unseen)
         shares = values[self.flat]
         most = np.maximum.reduceat(shares, self.starts)
         largest = np.flatnonzero(shares == np.repeat(most, self.lengths))
@@ -391,7 +439,10 @@ class HighsProgram:
         picked = tuple((largest[first] - self.starts).tolist())
         whole = bool((most > 1 - NOTHING).all())
         paid = self.price * float(values[self.columns] @ self.priced)
-        return _Point(picked, self.engine.getObjectiveValue() - paid, total, bound - paid, whole, values=values)
+        return _Point(
+            picked, self.engine.getObjectiveValue() - paid, float(self.weights @ of_moments), bound - paid, whole,
+            values=values, most_bytes=float(of_moments.max()),
+        )  # fmt: skip
 
 
 def _engine(lp: Matrix, time_limit_seconds: float) -> Any:
@@ -426,6 +477,19 @@ class ByCbc:
         """As in :class:`HighsProgram`."""
         if self.problem.limit_bytes is not None:
             self.problem = replace(self.problem, limit_bytes=n_bytes)
+
+    def nearest(self) -> Choice:
+        """As in :class:`HighsProgram`."""
+        return self.solve(ROUGH)
+
+    def add(self, moment: MomentBytes) -> None:
+        """As in :class:`HighsProgram`."""
+        self.problem = replace(self.problem, moments=(*self.problem.moments, moment))
+
+    def lower(self, number: int, n_bytes: float) -> None:
+        """As in :class:`HighsProgram`, of all moments."""
+        if self.problem.limit_bytes is not None:
+            self.limit(self.problem.limit_bytes - n_bytes)
 
     def is_rough(self, gap: float) -> bool:
         """Never: CBC knows no choices near the relaxation."""

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from autopar.planner.intra_op.problem import Problem
+from autopar.planner.intra_op.problem import MomentBytes, Problem
 
 
 @dataclass
@@ -24,9 +24,10 @@ class Matrix:
         start, columns, values: the rows: row ``r`` has the entries from ``start[r]`` to ``start[r + 1]``.
         low, high: of a row.
         picks: the columns of every item, one a strategy.
-        common: columns that stand for bytes that several items share, with those bytes; the peak, if any, first.
+        peak: the column of the peak, with its bytes.
+        held: columns of what several items keep in common.
+        memory: rows of the memory limit, as shares of ``unit`` bytes.
         scale: of seconds.
-        limited: whether the last row is the memory limit, as a share of ``unit`` bytes.
     """
 
     scale: float
@@ -39,7 +40,9 @@ class Matrix:
     low: list[float] = field(default_factory=list)
     high: list[float] = field(default_factory=list)
     picks: list[range] = field(default_factory=list)
-    common: list[tuple[int, float]] = field(default_factory=list)
+    peak: tuple[int, float] | None = None
+    held: list[int] = field(default_factory=list)
+    memory: list[int] = field(default_factory=list)
     unit: float = 1.0
 
     def add(self, costs: Iterable[float], upper: float = math.inf, whole: bool = False) -> range:
@@ -51,6 +54,17 @@ class Matrix:
         self.upper.extend([upper] * n)
         self.whole.extend([whole] * n)
         return range(first, first + n)
+
+    def bytes_of(self, moment: MomentBytes) -> dict[int, float]:
+        """Bytes by column of what is there at a moment."""
+        by_column = {
+            v: b for picks, of_item in zip(self.picks, moment.items, strict=True)
+            for v, b in zip(picks, of_item, strict=True) if b
+        }  # fmt: skip
+        by_column.update((v, b) for v, b in zip(self.held, moment.held, strict=True) if b)
+        if self.peak is not None:
+            by_column[self.peak[0]] = self.peak[1]
+        return by_column
 
     def row(self, entries: Mapping[int, float], low: float, high: float) -> None:
         """A new row."""
@@ -76,13 +90,10 @@ def matrix(problem: Problem) -> Matrix:
     _shared_bytes(problem, lp)
     if problem.limit_bytes is not None:
         lp.unit = max(problem.limit_bytes, 1.0)
-        entries = {
-            v: b / lp.unit
-            for picks, item in zip(lp.picks, problem.items, strict=True)
-            for v, b in zip(picks, item.n_bytes, strict=True) if b
-        }  # fmt: skip
-        entries.update((v, b / lp.unit) for v, b in lp.common)
-        lp.row(entries, -math.inf, problem.limit_bytes / lp.unit)
+        for moment in problem.rows:
+            lp.memory.append(len(lp.low))
+            entries = {v: b / lp.unit for v, b in lp.bytes_of(moment).items()}
+            lp.row(entries, -math.inf, problem.limit_bytes / lp.unit)
     return lp
 
 
@@ -119,14 +130,14 @@ def _shared_bytes(problem: Problem, lp: Matrix) -> None:
     largest = max((max(item.peak_bytes) for item in problem.items if item.peak_bytes), default=0.0)
     if largest:
         (peak,) = lp.add([0.0])
-        lp.common.append((peak, largest))
+        lp.peak = peak, largest
         for picks, item in zip(lp.picks, problem.items, strict=True):
             if any(item.peak_bytes):
                 parts = {v: -b / largest for v, b in zip(picks, item.peak_bytes, strict=True) if b}
                 lp.row({peak: 1.0, **parts}, 0.0, math.inf)
     for shared in problem.held:
         (kept,) = lp.add([shared.seconds])
-        lp.common.append((kept, shared.n_bytes))
+        lp.held.append(kept)
         for i, rows in shared.users:
             entries = {kept: 1.0, **{lp.picks[i][s]: -1.0 for s in rows}}
             for v in [lp.picks[shared.again[0]][s] for s in shared.again[1]] if shared.again is not None else ():

@@ -16,7 +16,7 @@ from autopar.planner.intra_op.mesh_problem import MeshProblem
 from autopar.planner.intra_op.options import Options, device_limit
 from autopar.planner.intra_op.problem import Beaten, Choice
 from autopar.planner.intra_op.space import fitting_strategy
-from autopar.planner.intra_op.within_memory import UNLIMITED, WithinMemory
+from autopar.planner.intra_op.within_memory import UNLIMITED, WithinMemory, against
 from autopar.rules.strategy import Strategy
 from hardware_profiles import Cluster
 
@@ -49,23 +49,61 @@ def plan_graph(
         return free
     if free.price.seconds >= options.worth_seconds:  # with all memory that it wants, and what saves memory takes longer
         raise Beaten
-    failed: InfeasibleError | None = None
-    best: StagePlan | None = None
-    try:  # the same problem, and more to choose from
-        best = WithinMemory(setting, *setting.problem(True, choices=True), limit).plan()
-    except InfeasibleError as error:
-        failed = error
+    best, bound, failed = choosing(setting, limit)  # the same problem, and more to choose from
     if best is None or (best.solution is not None and best.solution.gap > FAR):
+        keeping.known_seconds = best.price.seconds if best is not None else float("inf")
         try:
             keeping_all = keeping.plan()
         except InfeasibleError as error:
             failed = failed or error
+        except Beaten:
+            if best is None:
+                raise
         else:
-            best = min([keeping_all, *([best] if best is not None else [])], key=lambda p: p.price.seconds)
+            if best is None or keeping_all.price.seconds < best.price.seconds:
+                best = replace(keeping_all, solution=against(min(bound, keeping.bound), keeping_all, options.memory_gap))
     if best is None:
         assert failed is not None
         raise failed
     return best
+
+
+def choosing(setting: MeshProblem, limit: float) -> tuple[StagePlan | None, float, InfeasibleError | None]:
+    """The cheapest plan within the limit, with what may be done again in the backward to choose from; the seconds that
+    none beats; and the error if none fits.
+
+    What runs again of a block is taken to do so at once, at first. That is so where whole blocks run again, and too
+    much where pieces do: so where nothing repeats, or it leaves nothing, the least that is there in any case gives
+    another bound, of which the smaller counts, and another plan, where the first is far from it.
+
+    Raises:
+        Beaten: it is not worth the search.
+    """
+    problem, decoder = setting.problem(True, choices=True)
+    failed: InfeasibleError | None = None
+    plans: list[StagePlan] = []
+    bounds: list[float] = []
+    for at_once in (True, False):
+        if decoder.moments is not None:
+            decoder.moments.at_once = at_once
+        within = WithinMemory(setting, problem, decoder, limit)
+        near = plans and plans[0].solution is not None and plans[0].solution.gap <= FAR
+        try:
+            if near:
+                within.relax()
+            else:
+                plans.append(within.plan())
+        except InfeasibleError as error:
+            failed = error
+        bounds.append(within.bound)
+        if decoder.again is None or (plans and setting.folding.blocks):
+            break
+    if not plans:
+        return None, min(bounds), failed
+    best, bound = min(plans, key=lambda p: p.price.seconds), min(bounds)
+    if len(bounds) > 1:
+        best = replace(best, solution=against(bound, best, setting.options.memory_gap))
+    return best, bound, None
 
 
 class PlansByMemory:

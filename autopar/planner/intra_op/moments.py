@@ -18,10 +18,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from math import prod
+from typing import NamedTuple
 
 from autopar.graph import Ref, Spec
 from autopar.placements import INVARIANT, PENDING, Mesh, Placement, State, Step, cut_extent, local_shape, path
-from autopar.plan import ParamChoice, Price
+from autopar.plan import Moment, ParamChoice, Price
 from autopar.planner.intra_op.ledger import Entry, Ledger, Value, Walk
 from autopar.rules.strategy import grads_of
 
@@ -36,11 +37,29 @@ root of the second moment and that root over the bias correction. Others work in
 then, so that this is rarely the fullest moment, and it is not counted."""
 
 
+MADE = -1
+"""Position that stands for what an operator makes, among those of what it reads."""
+
+
+class Span(NamedTuple):
+    """Some memory that is no entry of the ledger, from one moment to another, both included.
+
+    ``node`` and ``position`` say which tensor is as large as it: what a node reads there, or makes (:data:`MADE`).
+    """
+
+    n_bytes: int
+    first: int
+    last: int
+    node: int
+    position: int = MADE
+
+
 class StepMoments:
     """One microbatch on one rank: what begins and ceases to live, and what is needed beside, moment by moment.
 
     Attributes:
         accumulates: gradients of parameters are there already, of microbatches before.
+        spans: results that are read in the forward only, and gradients but for those that stay.
     """
 
     def __init__(
@@ -60,7 +79,8 @@ class StepMoments:
         self.at_of = {what: at for at, what in enumerate(self.order) if isinstance(what, int)}
         self.more = [0] * ((1 + SLOTS) * self.n + 2)  # bytes that begin to live, less those that cease to
         self.beside = [0] * ((1 + SLOTS) * self.n + 1)
-        self.gradients: list[list[int]] = []  # bytes, how many have it, and since when
+        self.spans: list[Span] = []
+        self.gradients: list[list[int]] = []  # bytes, how many have it, since when, and of what: node and position
         self.of_value: dict[Value, int] = {}
         self.not_dense: set[int] = set()  # gradients that lie otherwise than their parameter
         self.known_steps: dict[object, tuple[int, int, bool]] = {}
@@ -78,16 +98,24 @@ class StepMoments:
         self.more[last + 1] -= n_bytes
 
     def peak(self) -> tuple[int, int]:
-        """``(bytes, moment)``."""
+        """``(bytes, moment)``, the earlier of moments that are alike."""
         totals = (live + beside for live, beside in zip(accumulate(self.more), self.beside, strict=False))
-        return max((total, -at) for at, total in enumerate(totals))
+        n_bytes, before = max((total, -at) for at, total in enumerate(totals))
+        return n_bytes, -before
 
-    def where(self, at: int) -> str:
-        """What runs at a moment."""
-        what = self.order[at if at < self.n else self.n - 1 - (at - self.n) // SLOTS]
-        node = self.graph.nodes[what if isinstance(what, int) else what[0].node]
-        step = "" if isinstance(what, int) else ", to another placement"
-        return f"{'forward' if at < self.n else 'backward'} of {node.where}{step}"
+    def moment(self, at: int) -> Moment:
+        """A moment by the operator that runs then, or for which a step of a reshard is made."""
+        backward = at >= self.n
+        place = self.n - 1 - (at - self.n) // SLOTS if backward else at
+        place = min(max(place, 0), self.n - 1)
+        operators = [what for what in self.order[place:] if isinstance(what, int)]
+        if not operators:
+            operators = [what for what in self.order if isinstance(what, int)][-1:]
+        return Moment(operators[0], backward, (at - self.n) % SLOTS if backward else 0)
+
+    def at(self, moment: Moment) -> int:
+        """The number of a moment."""
+        return self.back(self.at_of[moment.node], moment.slot) if moment.backward else self.at_of[moment.node]
 
     # -- the forward
 
@@ -128,6 +156,8 @@ class StepMoments:
                 # gathered beside, and copied into its place; what is made again is made one after the other
                 self.beside[again] = max(self.beside[again], n_bytes)
             self.lives(n_bytes, made, until)
+            if not any(entry.decision == "keep" for entry in walk.entries_of.get(memory, ())):
+                self.spans.append(Span(n_bytes, made, until, walk.memories[memory].since))
         for segment, memories in of_segment.items():
             if self.holds.segments[segment].active:
                 self._second_run(segment, memories)
@@ -174,7 +204,8 @@ class StepMoments:
             out, state = graph.outputs[number], outputs[number]
             if isinstance(out, Ref) and state is not None and graph.nodes[out.node].needs_grad:
                 if graph.spec(out).is_float:
-                    self._deposit((out, state), self._new(self.walk.local_bytes(out, state), begin), begin)
+                    gradient = self._new(self.walk.local_bytes(out, state), begin, out.node)
+                    self._deposit((out, state), gradient, begin)
         complete_at = self._complete_at()
         for at in range(self.n - 1, -1, -1):
             what = self.order[at]
@@ -187,7 +218,7 @@ class StepMoments:
                     self._parameter(value, self.back(at, 3))
         for entry in self.gradients:  # of the model's inputs, and of what nobody asks for
             if entry[1]:
-                self.lives(entry[0], entry[2], end)
+                self._lived(entry, end)
 
     def _complete_at(self) -> dict[int, list[Value]]:
         """Where in the order the first reader of each parameter stands: behind its backward all of the gradient is
@@ -221,14 +252,17 @@ class StepMoments:
         if all(gradient is None for gradient in arrived):
             return
         needs = walk.needs(i)
-        mine = [self._new(n_bytes, at) for n_bytes in needs.memories]
+        read_at = {g.memory: k for k, g in enumerate(needs.gradients) if g is not None and g.source is None}
+        mine = [self._new(n_bytes, at, i, read_at.get(k, MADE)) for k, n_bytes in enumerate(needs.memories)]
         self.beside[at] += needs.backward_bytes - needs.kept_bytes - needs.out_bytes - sum(needs.memories)
         deposits: list[tuple[Value, int]] = []
-        for ref, state, gradient in zip(node.refs, strategy.ins, needs.gradients, strict=True):
+        for position, (ref, state, gradient) in enumerate(zip(node.refs, strategy.ins, needs.gradients, strict=True)):
             if gradient is None:
                 continue
             passed_on = arrived[gradient.source] if gradient.source is not None else mine[gradient.memory]
-            memory = passed_on if passed_on is not None else self._new(walk.local_bytes(ref, state), at)
+            memory = passed_on
+            if memory is None:
+                memory = self._new(walk.local_bytes(ref, state), at, i, position)
             if not gradient.dense:
                 self.not_dense.add(memory)
             self.gradients[memory][1] += passed_on is not None
@@ -247,20 +281,25 @@ class StepMoments:
             self._deposit((ref, src), gradient, at)
             return
         self.beside[at] += beside
-        mine = self._new(self.walk.local_bytes(ref, src), at)
+        mine = self._new(self.walk.local_bytes(ref, src), at, ref.node)
         self._drop(gradient, at)
         self._deposit((ref, src), mine, at)
 
-    def _new(self, n_bytes: int, at: int) -> int:
-        self.gradients.append([n_bytes, 1, at])
+    def _new(self, n_bytes: int, at: int, node: int, position: int = MADE) -> int:
+        self.gradients.append([n_bytes, 1, at, node, position])
         return len(self.gradients) - 1
+
+    def _lived(self, gradient: Sequence[int], last: int) -> None:
+        n_bytes, _, first, node, position = gradient
+        self.lives(n_bytes, first, last)
+        self.spans.append(Span(n_bytes, first, last, node, position))
 
     def _drop(self, gradient: int, at: int) -> None:
         """One fewer has a gradient."""
         entry = self.gradients[gradient]
         entry[1] -= 1
         if not entry[1]:
-            self.lives(entry[0], entry[2], at)
+            self._lived(entry, at)
 
     def _deposit(self, value: Value, gradient: int, at: int) -> None:
         """A gradient of a value arrives; its sum with that which is there is a third."""
@@ -268,7 +307,7 @@ class StepMoments:
         if there is None:
             self.of_value[value] = gradient
             return
-        self.of_value[value] = self._new(self.gradients[there][0], at + 1)
+        self.of_value[value] = self._new(self.gradients[there][0], at + 1, value[0].node)
         self._drop(there, at + 1)
         self._drop(gradient, at + 1)
 
@@ -284,15 +323,26 @@ class StepMoments:
             self.gradients[gradient][1] = 0
             return
         self._drop(gradient, at)
-        need = before = 0
-        for src, dst in reversed(steps if not self.accumulates or choice.lifetime == "use" else ()):
-            _, beside, is_alias = self._step(ref, src, dst)
-            reduced = 0 if is_alias else self.walk.local_bytes(ref, src)
-            need, before = max(need, before + beside + reduced), reduced
+        needs = reduction_needs(self.graph.spec(ref), choice, self.mesh, self.accumulates)
         if not self.accumulates:
             self.more[at] += stored_bytes
-            need -= stored_bytes if steps else 0
-        self.beside[at] += max(0, need)
+            needs -= stored_bytes
+        self.beside[at] += max(0, needs)
+
+
+def reduction_needs(spec: Spec, choice: ParamChoice, mesh: Mesh, accumulates: bool) -> int:
+    """The most that is there, beside the gradient as the parameter is used, while that is reduced to where the
+    parameter is stored: the result included, unless it is added to what is there."""
+    needs = reduced = 0
+    for axis, src, dst in reversed(path(choice.stored, choice.used) or ()):
+        if mesh[axis][1] == 1 or (accumulates and choice.lifetime != "use"):
+            continue
+        _, beside, is_alias = step_extra(spec, src, dst, mesh)
+        result = 0 if is_alias else prod(local_shape(spec.shape, src, mesh)) * spec.item_bytes
+        needs, reduced = max(needs, reduced + beside + result), result
+    if not accumulates and not needs:
+        return prod(local_shape(spec.shape, choice.stored, mesh)) * spec.item_bytes
+    return needs
 
 
 def step_extra(spec: Spec, src: State, dst: State, mesh: Mesh) -> tuple[int, int, bool]:
@@ -330,8 +380,9 @@ def _move_extra(src: Placement, dst: Placement, n_src: int, n_dst: int) -> int:
 def with_working_bytes(
     price: Price, walk: Walk, holds: Ledger, params: Mapping[int, ParamChoice], outputs: Sequence[State | None],
     optimizer: str, microbatches: int, in_flight: int,
-) -> Price:  # fmt: skip
-    """The price with what the fullest moment of a step needs beside all that it counts.
+) -> tuple[Price, Moment | None]:  # fmt: skip
+    """The price with what the fullest moment of a step needs beside all that it counts, and that moment; None for when
+    the optimizer steps.
 
     Args:
         holds: the ledger of ``walk``.
@@ -339,14 +390,17 @@ def with_working_bytes(
         outputs: placements of the graph's outputs.
     """
     accumulates = microbatches > 1
-    most, _ = StepMoments(walk, holds, params, outputs, accumulates).peak()
+    timeline = StepMoments(walk, holds, params, outputs, accumulates)
+    most, at = timeline.peak()
     always = price.parameter_bytes + price.optimizer_bytes + price.gathered_bytes
     in_microbatch = most + (in_flight - 1) * holds.kept_bytes + accumulates * price.gradient_bytes
     trained = (
         walk.local_bytes(Ref(i), choice.stored) for i, choice in params.items() if walk.graph.nodes[i].needs_grad
     )
     in_step = price.gradient_bytes + OPTIMIZER_COPIES.get(optimizer, 0) * max(trained, default=0)
-    return replace(price, working_bytes=always + max(in_microbatch, in_step) - price.memory_bytes)
+    parts = price.stored_bytes + price.activation_bytes
+    price = replace(price, working_bytes=always + max(in_microbatch, in_step) - parts)
+    return price, timeline.moment(at) if in_microbatch >= in_step and timeline.n else None
 
 
-__all__ = ["StepMoments", "step_extra", "with_working_bytes"]
+__all__ = ["MADE", "OPTIMIZER_COPIES", "Span", "StepMoments", "reduction_needs", "step_extra", "with_working_bytes"]

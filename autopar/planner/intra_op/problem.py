@@ -10,6 +10,8 @@ For items ``i`` (operators and parameters, one per fold class), strategies ``s``
                 held[h] >= sum_{s in rows} x[i,s] - sum_{s in again} x[j,s] for every user (i, rows) of h
                 sum_i sum_s x[i,s] * bytes[i,s] + sum_h held[h] * bytes[h] + peak <= limit             memory
 
+The last is one row, or, where moments of a step are given, one for each of them with the bytes of that moment.
+
 where ``a`` are the single-axis steps between states ``v`` of a tensor, ``made(v)`` is the sum of the producer's x over
 strategies that make ``v``, ``wanted(v)`` the sum of consumer c's x over strategies that want ``v``. ``j`` is the item
 that makes what is held, if it can, with its strategies ``again``, make it again in the backward.
@@ -75,13 +77,35 @@ class SharedBytes:
 
 
 @dataclass(frozen=True)
+class MomentBytes:
+    """What is there at one moment of a step, beside the peak: for every item by strategy, and of every held."""
+
+    items: tuple[tuple[float, ...], ...]
+    held: tuple[float, ...]
+
+    def n_bytes(self, problem: Problem, picked: Sequence[int]) -> float:
+        """Of a choice, the peak apart."""
+        of_items = sum(of_item[s] for of_item, s in zip(self.items, picked, strict=True))
+        of_held = zip(self.held, problem.held, strict=True)
+        return of_items + sum(n_bytes for n_bytes, shared in of_held if n_bytes and shared.is_held(picked))
+
+
+@dataclass(frozen=True)
 class Problem:
-    """Numbers for the solver. ``limit_bytes`` None means that memory does not bind."""
+    """Numbers for the solver. ``limit_bytes`` None means that memory does not bind; else each of the ``moments`` must
+    fit, or, where none are given, all bytes together."""
 
     items: tuple[Item, ...]
     tensors: tuple[Tensor, ...]
     held: tuple[SharedBytes, ...] = ()
     limit_bytes: float | None = None
+    moments: tuple[MomentBytes, ...] = ()
+
+    @property
+    def rows(self) -> tuple[MomentBytes, ...]:
+        """What must fit."""
+        together = MomentBytes(tuple(i.n_bytes for i in self.items), tuple(h.n_bytes for h in self.held))
+        return self.moments or (together,)
 
 
 ROUNDING = 1e-6

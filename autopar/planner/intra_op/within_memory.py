@@ -1,12 +1,18 @@
-"""The cheapest plan of a problem whose bytes, counted in full, are within a limit; or an error that says what lacks."""
+"""The cheapest plan of a problem whose fullest moment is within a limit; or an error that says what lacks.
+
+The program knows two moments at first: when all of the forward is kept, and when the optimizer steps. Where the plan of
+its relaxation is fuller at another one, that moment becomes a row of the program (:mod:`.moment_rows`), which is solved
+again from where it was: a few rounds (cutting planes). What rows do not see of a plan, its own timeline does, and the
+limit is lowered by it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from autopar.errors import InfeasibleError
+from autopar.errors import InfeasibleError, PlanError
 from autopar.graph import Graph
-from autopar.plan import Solution, StagePlan
+from autopar.plan import Moment, Solution, StagePlan
 from autopar.planner.intra_op import ilp
 from autopar.planner.intra_op.build import Decoder
 from autopar.planner.intra_op.mesh_problem import MeshProblem
@@ -14,16 +20,22 @@ from autopar.planner.intra_op.mixture import mixture
 from autopar.planner.intra_op.problem import ROUNDING, Beaten, Choice, Item, Problem
 from autopar.texts import show_bytes
 
-ATTEMPTS = 8
+ATTEMPTS = 12
 """Limits that are tried until what the solver finds fits: its bytes are not quite those of the finished plan."""
+FIRST = 2
+"""Moments that the program knows from the first: the end of the forward, and the optimizer's step."""
+ROUNDS, MOMENTS = 6, 16
+"""How often the relaxation is solved to see which moments bind, and how many become rows of the program, at most."""
 REFINED, CLOSE = 2, 1e-3
 """Of these, how often a plan that fits is made better, and how near the limits may be, as a part of the memory."""
+SLOW = 1
+"""How often the solver may stop at its time limit."""
 LARGEST = 3
 """Parameters that a message lists."""
 MIXED_GAP = 0.02
 """The gap of a mixture that is good enough where operators may run again: the search for a better one is long there."""
 AGAIN_SECONDS = 10.0
-"""For one run of the solver where operators may run again."""
+"""For one run of the solver where operators may run again, or where there is a plan already."""
 STEEP_PRICES = (10.0, 30.0, 100.0)
 """Like :data:`autopar.planner.intra_op.ilp.PRICES`, where little memory is all that counts."""
 UNLIMITED = 1e18
@@ -32,16 +44,24 @@ UNLIMITED = 1e18
 
 @dataclass
 class WithinMemory:
-    """The cheapest plan of a problem whose bytes, counted in full, stay within the limit.
+    """The cheapest plan of a problem whose fullest moment stays within the limit.
 
     The problem may count fewer bytes than the finished plan has (see :class:`.build.Builder`); then it is solved again
     with a lower limit. The gap reported is to the bound at the full limit, as the solver counts bytes.
+
+    Attributes:
+        known_seconds: of a plan that there is already: one that is slower is not worth the search.
+        moments: those that are rows of the program, by number.
+        bound: seconds that no choice within the limit beats, as far as the relaxation says; infinite if nothing fits.
     """
 
     setting: MeshProblem
     problem: Problem
     decoder: Decoder
     limit: float
+    known_seconds: float = float("inf")
+    moments: dict[Moment, int] = field(default_factory=dict)
+    bound: float = float("inf")
 
     def plan(self) -> StagePlan:
         """The plan.
@@ -52,11 +72,11 @@ class WithinMemory:
         """
         limit, gap = self.limit, self.setting.options.memory_gap
         enough = gap if self.decoder.again is None else max(gap, MIXED_GAP)
-        program = self._program(replace(self.problem, limit_bytes=limit if limit < float("inf") else None))
+        program = self._limited(limit)
         tried: list[StagePlan] = []
         best: StagePlan | None = None
         bound = 0.0
-        fits_at, too_much, target, refined = 0.0, limit, limit, 0
+        fits_at, too_much, target, refined, slow = 0.0, limit, limit, 0, 0
         for attempt in range(ATTEMPTS):
             try:
                 if attempt == 0 and program.least() >= self.setting.options.worth_seconds:
@@ -71,11 +91,14 @@ class WithinMemory:
                         if plan.solution.gap <= enough or program.is_rough(gap):
                             return plan
                     best = plan
-                plan = self._finish(program.solve(gap, self.setting.options.worth_seconds))
+                plan = self._finish(program.solve(gap, min(self.setting.options.worth_seconds, self.known_seconds)))
             except InfeasibleError:
                 break
             tried.append(plan)
             assert plan.solution is not None
+            slow += plan.solution.status == "time limit"
+            if slow > SLOW and best is None:
+                break
             if attempt == 0:
                 bound = plan.solution.objective_seconds * (1 - plan.solution.gap)
             over = plan.price.memory_bytes - limit
@@ -86,12 +109,17 @@ class WithinMemory:
                 if best is None or plan.price.seconds < best.price.seconds:
                     best = plan
             if best is None:
+                if self._sees(program, plan):
+                    continue
+                if plan.fullest in self.moments:  # its row does not see all of it
+                    program.lower(self.moments[plan.fullest], over)
+                    continue
                 target -= over
                 program.limit(target)
                 continue
             if attempt == 0:
                 return best
-            best = replace(best, solution=_against(bound, best, gap))
+            best = replace(best, solution=against(bound, best, gap))
             assert best.solution is not None
             refined += 1
             if best.solution.gap <= max(gap, ROUNDING) or refined > REFINED or too_much - fits_at <= CLOSE * limit:
@@ -108,10 +136,49 @@ class WithinMemory:
         """
         return self._finish(self._program(self.problem).solve(worth_seconds=self.setting.options.worth_seconds))
 
+    def relax(self) -> None:
+        """Find :attr:`bound` alone.
+
+        Raises:
+            InfeasibleError: nothing fits.
+        """
+        self._limited(self.limit)
+
+    def _limited(self, limit: float) -> ilp.HighsProgram | ilp.ByCbc:
+        """The program with the limit, and rows of the moments that it binds.
+
+        Raises:
+            InfeasibleError: nothing fits.
+        """
+        rows = self.decoder.moments
+        if limit == float("inf") or rows is None:
+            return self._program(self.problem)
+        first = rows.at_the_end_of_the_forward(), rows.stepping()
+        program = self._program(replace(self.problem, limit_bytes=limit, moments=first))
+        for _ in range(ROUNDS):
+            try:
+                choice = program.nearest()
+                self.bound = choice.bound
+                plan = self._finish(choice)
+            except (InfeasibleError, PlanError):
+                break
+            if plan.price.memory_bytes <= limit or not self._sees(program, plan):
+                break
+        return program
+
+    def _sees(self, program: ilp.HighsProgram | ilp.ByCbc, plan: StagePlan) -> bool:
+        """Make the fullest moment of a plan a row of the program; returns whether it was none yet."""
+        moment, rows = plan.fullest, self.decoder.moments
+        if moment is None or rows is None or moment in self.moments or len(self.moments) >= MOMENTS:
+            return False
+        self.moments[moment] = FIRST + len(self.moments)
+        program.add(rows.at(moment))
+        return True
+
     def _program(self, problem: Problem) -> ilp.HighsProgram | ilp.ByCbc:
         options = self.setting.options
         seconds = options.time_limit_seconds
-        if self.decoder.again is not None:
+        if self.decoder.again is not None or self.known_seconds < float("inf"):
             seconds = min(seconds, AGAIN_SECONDS)
         return ilp.program(problem, time_limit_seconds=seconds)
 
@@ -140,10 +207,10 @@ class WithinMemory:
             raise InfeasibleError(_too_big(self.setting.graph, fastest, plan, self.limit))
         solution = Solution("smallest", "best found", plan.price.seconds, 0.0, True)
         plan = replace(plan, solution=solution)
-        return replace(plan, solution=_against(bound, plan, self.setting.options.memory_gap))
+        return replace(plan, solution=against(bound, plan, self.setting.options.memory_gap))
 
 
-def _against(bound: float, plan: StagePlan, gap: float) -> Solution:
+def against(bound: float, plan: StagePlan, gap: float) -> Solution:
     """What the solver said of a plan, measured against a bound of the whole search."""
     said = plan.solution
     assert said is not None
@@ -163,7 +230,8 @@ def _too_big(graph: Graph, fastest: StagePlan, tight: StagePlan, limit: float) -
     p = tight.price
     parts = sorted(
         [("parameters", p.parameter_bytes), ("gradients", p.gradient_bytes), ("optimizer state", p.optimizer_bytes),
-         ("gathered parameters", p.gathered_bytes), ("activations", p.activation_bytes)], key=lambda e: -e[1],
+         ("gathered parameters", p.gathered_bytes), ("activations", p.activation_bytes),
+         ("working memory", p.working_bytes)], key=lambda e: -e[1],
     )  # fmt: skip
     biggest = sorted(graph.of_kind("param"), key=lambda e: -e[1].out.n_bytes)[:LARGEST]
     return (
@@ -177,4 +245,4 @@ def _too_big(graph: Graph, fastest: StagePlan, tight: StagePlan, limit: float) -
     )
 
 
-__all__ = ["UNLIMITED", "WithinMemory"]
+__all__ = ["UNLIMITED", "WithinMemory", "against"]

@@ -1,0 +1,259 @@
+"""The bytes that are there at one moment of a step, for every strategy of the integer program.
+
+A plan fits if its fullest moment does. There are as many moments as operators, twice, and nearly all of them say
+nothing that others do not, so the program has the rows of those only that were the fullest of some solution (see
+:mod:`.within_memory`): when all of the forward is kept, when the optimizer steps, and a few more.
+
+What is there at a moment is linear in the choices: stored state, gradients of parameters that are complete by then,
+what autograd keeps and has not let go of yet (:mod:`.kept`), gradients and results on their way, and what the operator
+needs that runs then. Each takes the share that a strategy leaves of the whole tensor. What depends on two choices is
+left out (copies on the way from one layout to another), and so is what runs again beside what it keeps: a row may say
+less than there is, and the finished plan says the rest.
+
+A block that repeats has one choice for all. Of a moment within one of the blocks, this one is taken to be like all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from autopar.graph import Graph, Ref
+from autopar.placements import State, local_shape
+from autopar.plan import Moment, ParamChoice
+from autopar.planner.intra_op import params as P
+from autopar.planner.intra_op.fold import Fold
+from autopar.planner.intra_op.kept import KeptBytes
+from autopar.planner.intra_op.ledger import Entry, Walk
+from autopar.planner.intra_op.moments import MADE, OPTIMIZER_COPIES, SLOTS, Span, StepMoments, reduction_needs
+from autopar.planner.intra_op.price import Pricer
+from autopar.planner.intra_op.problem import MomentBytes, Problem
+from autopar.rules.needs import needs_of
+from autopar.rules.notation import call_of
+from autopar.rules.saved import contiguous, saved_of
+from autopar.rules.strategy import Strategy
+
+
+class MomentRows:
+    """Rows of moments for one problem.
+
+    Args:
+        kept: what autograd keeps.
+        parameters: item number, node and choices of every parameter (of a class).
+
+    Attributes:
+        at_once: all that runs again of a block is taken to run again at once. Else less is counted: no more than there
+            is, however that is divided.
+    """
+
+    def __init__(
+        self, kept: KeptBytes, fold: Fold, problem: Problem,
+        parameters: Sequence[tuple[int, int, Sequence[ParamChoice]]],
+        optimizer: str, microbatches: int,
+    ) -> None:  # fmt: skip
+        self.kept, self.fold, self.problem, self.parameters = kept, fold, problem, parameters
+        self.optimizer, self.microbatches = optimizer, microbatches
+        self.at_once = True
+        self.graph: Graph = kept.rows.graph
+        self.pricer: Pricer = kept.rows.pricer
+
+    def stepping(self) -> MomentBytes:
+        """When the optimizer steps: all state, all gradients, and what it makes of the largest parameter."""
+        items = self._state(lambda node: 1.0)
+        nodes = self.graph.nodes
+        trained = [(nodes[i].out.n_bytes, item) for item, i, _ in self.parameters if nodes[i].needs_grad]
+        copies = OPTIMIZER_COPIES.get(self.optimizer, 0)
+        for _, item in sorted(trained)[-1:] if copies else ():
+            items[item] = [n + copies * c.parameter_bytes for n, c in zip(items[item], self._costs[item], strict=True)]
+        return self._of(items, None)
+
+    def at_the_end_of_the_forward(self) -> MomentBytes:
+        """When the last operator has run: all that is kept."""
+        return self.at(Moment(max(i for i, _ in self.graph.of_kind("op")), False, 0))
+
+    def at(self, moment: Moment) -> MomentBytes:
+        """The row of a moment."""
+        return self._of(self._state(lambda node: self._gradient_is_there(node, moment)), moment)
+
+    def _of(self, items: list[list[float]], moment: Moment | None) -> MomentBytes:
+        held = (0.0,) * len(self.problem.held)
+        if moment is not None:
+            at = self.timeline.at(moment)
+
+            def times(entry: Entry) -> float:
+                return self._times(entry, moment, at)
+
+            empty = [replace(item, n_bytes=(0.0,) * len(item.n_bytes)) for item in self.problem.items]
+            for row, item in zip(items, self.kept.added_to(empty, times), strict=True):
+                row[:] = [a + b for a, b in zip(row, item.n_bytes, strict=True)]
+            held = tuple(shared.n_bytes for shared in self.kept.shared(times))
+            self._add_made_again(items, moment, at)
+            self._add_passing(items, moment, at)
+            self._add_needs(items, moment, at)
+            self._add_reductions(items, moment, at)
+        return MomentBytes(tuple(map(tuple, items)), held)
+
+    # -- what is stored
+
+    @cached_property
+    def _costs(self) -> dict[int, list[P.ParamCost]]:
+        """Of every parameter's choices, by item."""
+        nodes, optimizer, n = self.graph.nodes, self.optimizer, self.microbatches
+        return {
+            item: [P.cost(nodes[i].out, nodes[i].needs_grad, c, self.pricer, optimizer, n) for c in choices]
+            for item, i, choices in self.parameters
+        }
+
+    @cached_property
+    def _nodes_of(self) -> dict[int, list[int]]:
+        """The nodes of every class."""
+        nodes_of: dict[int, list[int]] = {}
+        for i, r in enumerate(self.fold.representative):
+            nodes_of.setdefault(r, []).append(i)
+        return nodes_of
+
+    def _state(self, gradient: Callable[[int], float]) -> list[list[float]]:
+        """Stored state, gathered copies, and gradients of those parameters of a class that have theirs."""
+        items = [[0.0] * len(item.n_bytes) for item in self.problem.items]
+        nodes_of = self._nodes_of
+        for item, i, _ in self.parameters:
+            n = len(nodes_of[i])
+            there = sum(map(gradient, nodes_of[i]))
+            items[item] = [
+                n * (c.parameter_bytes + c.optimizer_bytes + c.gathered_bytes) + there * c.gradient_bytes
+                for c in self._costs[item]
+            ]
+        return items
+
+    def _add_reductions(self, items: list[list[float]], moment: Moment, at: int) -> None:
+        """What it takes to reduce gradients that are complete now to where their parameters are stored."""
+        if not moment.backward or moment.slot != SLOTS - 1:
+            return
+        passing = {self._tensor_of(span) for span in self.timeline.spans if span.first <= at <= span.last}
+        accumulates = self.microbatches > 1
+        nodes_of = self._nodes_of
+        for item, i, choices in self.parameters:
+            spec = self.graph.nodes[i].out
+            for node in nodes_of[i]:
+                readers = [reader for reader, _ in self.graph.consumers.get(Ref(node), ())]
+                if not self.graph.nodes[node].needs_grad or not readers or min(readers) != moment.node:
+                    continue
+                for r, choice in enumerate(choices):
+                    items[item][r] += reduction_needs(spec, choice, self.pricer.mesh, accumulates)
+                    if node not in passing and choice.stored != choice.used:
+                        items[item][r] += self.pricer.local_bytes(spec, choice.used)
+
+    def _gradient_is_there(self, node: int, moment: Moment) -> float:
+        """Whether a parameter's gradient is complete: all its readers are behind in the backward."""
+        if self.microbatches > 1:
+            return 1.0
+        readers = [reader for reader, _ in self.graph.consumers.get(Ref(node), ())]
+        return float(moment.backward and bool(readers) and min(readers) > moment.node)
+
+    # -- what is kept
+
+    @cached_property
+    def timeline(self) -> StepMoments:
+        """Of the whole tensors, nothing run again."""
+        params = {i: ParamChoice(State(), State()) for i, _ in self.graph.of_kind("param")}
+        outputs = [State() if isinstance(out, Ref) else None for out in self.graph.outputs]
+        walk = Walk(self.graph, self.kept.rules, (), None, {}, (), (), ())
+        holds = walk.ledger()
+        return StepMoments(walk, holds, params, outputs, self.microbatches > 1)
+
+    def _times(self, entry: Entry, moment: Moment, at: int) -> float:
+        """How often an entry is there."""
+        timeline = self.timeline
+        made = timeline.at_of.get(entry.since, -1)
+        let_go = [timeline.at_of.get(keeper.node, 0) for keeper in entry.keepers]
+        is_there = float(made <= at <= timeline.back(min(let_go, default=max(made, 0))))
+        if entry.segment is None:
+            return self.kept.in_flight - 1 + is_there
+        return is_there * (moment.backward and self.kept.segment_of.get(moment.node) == entry.segment)
+
+    def _add_made_again(self, items: list[list[float]], moment: Moment, at: int) -> None:
+        """What runs again is there in the backward of its own block until the backward of the first that keeps it; from
+        the begin of the block's backward on if it runs again at once, else from the last on that keeps it: then it is
+        there for certain."""
+        may, timeline = self.kept.again, self.timeline
+        if may is None or not moment.backward or moment.node not in may.block_of:
+            return
+        block = may.block_of[moment.node]
+        for entry in self.kept.whole.entries:
+            if entry.decision != "keep" or entry.segment is not None or may.block_of.get(entry.since) != block:
+                continue
+            maker = self.fold.representative[entry.since]
+            inside = bool(entry.keepers) and entry.keepers[0].what == "inside"
+            if not entry.keepers or maker not in self.kept.rows.row_of or not (inside or maker in may.gives_up):
+                continue
+            places = [timeline.at_of.get(keeper.node, 0) for keeper in entry.keepers]
+            if at > timeline.back(min(places)) or (at < timeline.back(max(places)) and not self.at_once):
+                continue
+            row = items[self.kept.rows.item_of[maker]]
+            shares = self.kept.rows.shares(maker, MADE)
+            for r, runs_again in enumerate(self.kept.rows.run_again(maker)):
+                row[r] += runs_again * shares[r] * entry.n_bytes
+
+    # -- what passes
+
+    def _add_passing(self, items: list[list[float]], moment: Moment, at: int) -> None:
+        """Results and gradients on their way; gradients of what is read now are as large as that."""
+        rep = self.fold.representative
+        for span in self.timeline.spans:
+            if not span.first <= at <= span.last or not span.n_bytes:
+                continue
+            reads_now = span.position != MADE and span.node == moment.node
+            node = span.node if reads_now else self._tensor_of(span)
+            for r, share in enumerate(self._shares(rep[node], span.position if reads_now else MADE)):
+                items[self.kept.rows.item_of[rep[node]]][r] += share * span.n_bytes
+
+    def _tensor_of(self, span: Span) -> int:
+        """The node that makes the tensor as large as a span."""
+        return span.node if span.position == MADE else self.graph.nodes[span.node].refs[span.position].node
+
+    def _shares(self, node: int, position: int) -> Sequence[float]:
+        """Which part of a tensor one rank has, by row of its item; nothing of what is not decided."""
+        if node in self.kept.rows.row_of:
+            return self.kept.rows.shares(node, position)
+        return self._param_shares.get(node, ())
+
+    @cached_property
+    def _param_shares(self) -> Mapping[int, list[float]]:
+        """Of parameters as they are used."""
+        nodes = self.graph.nodes
+        return {
+            i: [self.pricer.local_bytes(nodes[i].out, c.used) / max(1, nodes[i].out.n_bytes) for c in choices]
+            for _, i, choices in self.parameters
+        }
+
+    def _add_needs(self, items: list[list[float]], moment: Moment, at: int) -> None:
+        """What the operator needs that runs now."""
+        node = self.fold.representative[moment.node]
+        if not self.timeline.beside[at] or node not in self.kept.rows.row_of:
+            return
+        rows, k = self.kept.rows.row_of[node]
+        known: dict[tuple[str, ...], float] = {}
+        item = items[self.kept.rows.item_of[node]]
+        for r, row in enumerate(rows):
+            strategy = row[k]
+            if strategy.names not in known:
+                known[strategy.names] = self._needs(node, strategy, moment.backward)
+            item[r] += known[strategy.names]
+
+    def _needs(self, i: int, strategy: Strategy, backward: bool) -> float:
+        graph, node, rule, mesh = self.graph, self.graph.nodes[i], self.kept.rules[i], self.pricer.mesh
+        assert rule is not None
+        strides = [
+            contiguous(local_shape(graph.spec(ref).shape, state, mesh))
+            for ref, state in zip(node.refs, strategy.ins, strict=True)
+        ]
+        layouts = Walk(graph, self.kept.rules, mesh, {}, {}, (), (), ()).layouts(node, strategy, strides)
+        needs = needs_of(call_of(node, graph.spec), rule, strategy.options, mesh, layouts)
+        if backward:
+            return needs.backward_bytes - needs.kept_bytes - needs.out_bytes - sum(needs.memories)
+        saved = saved_of(graph, i, rule, strategy, mesh)
+        return max(0, needs.forward_bytes - saved.inside_bytes - sum(n_bytes for n_bytes, _ in saved.memories))
+
+
+__all__ = ["MomentRows"]
