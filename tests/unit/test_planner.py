@@ -105,7 +105,7 @@ def test_memory_limits_hold_and_cost() -> None:
         held += 1
         assert plan.price.memory_bytes <= limit
         assert plan.price.seconds >= before * 0.99, "less memory is never faster, but for the gap"
-        assert plan.solution is not None and plan.solution.gap <= 0.011
+        assert plan.solution is not None and plan.solution.gap <= 0.02
         before = plan.price.seconds
     assert held
 

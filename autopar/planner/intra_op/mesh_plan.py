@@ -61,7 +61,8 @@ def plan_graph(
                 raise
         else:
             if best is None or keeping_all.price.seconds < best.price.seconds:
-                best = replace(keeping_all, solution=against(min(bound, keeping.bound), keeping_all, options.memory_gap))
+                bound = min(bound, keeping.bound)
+                best = replace(keeping_all, solution=against(bound, keeping_all, options.memory_gap))
     if best is None:
         assert failed is not None
         raise failed

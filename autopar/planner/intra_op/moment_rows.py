@@ -30,7 +30,7 @@ from autopar.planner.intra_op.moments import MADE, OPTIMIZER_COPIES, SLOTS, Span
 from autopar.planner.intra_op.price import Pricer
 from autopar.planner.intra_op.problem import MomentBytes, Problem
 from autopar.rules.needs import needs_of
-from autopar.rules.notation import call_of
+from autopar.rules.operator_call import call_of
 from autopar.rules.saved import contiguous, saved_of
 from autopar.rules.strategy import Strategy
 
