@@ -36,6 +36,8 @@ MIXED_GAP = 0.02
 """The gap of a mixture that is good enough where operators may run again: the search for a better one is long there."""
 AGAIN_SECONDS = 5.0
 """For one run of the solver where operators may run again, or where there is a plan already."""
+LIMITED_SECONDS = 15.0
+"""For one run of the solver where memory binds otherwise."""
 STEEP_PRICES = (10.0, 30.0, 100.0)
 """Like :data:`autopar.planner.intra_op.ilp.PRICES`, where little memory is all that counts."""
 UNLIMITED = 1e18
@@ -180,6 +182,8 @@ class WithinMemory:
         seconds = options.time_limit_seconds
         if self.decoder.again is not None or self.known_seconds < float("inf"):
             seconds = min(seconds, AGAIN_SECONDS)
+        elif problem.moments:
+            seconds = min(seconds, LIMITED_SECONDS)
         return ilp.program(problem, time_limit_seconds=seconds)
 
     def _finish(self, choice: Choice) -> StagePlan:
