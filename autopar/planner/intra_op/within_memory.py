@@ -36,7 +36,7 @@ MIXED_GAP = 0.02
 """The gap of a mixture that is good enough where operators may run again: the search for a better one is long there."""
 AGAIN_SECONDS = 5.0
 """For one run of the solver where operators may run again, or where there is a plan already."""
-LIMITED_SECONDS = 15.0
+LIMITED_SECONDS = 5.0
 """For one run of the solver where memory binds otherwise."""
 STEEP_PRICES = (10.0, 30.0, 100.0)
 """Like :data:`autopar.planner.intra_op.ilp.PRICES`, where little memory is all that counts."""
