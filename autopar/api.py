@@ -36,7 +36,7 @@ from autopar.runtime.pipeline import PipelineModule
 from autopar.runtime.presence import alive
 from autopar.runtime.programs import Programs
 from autopar.torch_private import pytree
-from autopar.wishes import MOST_AXES, TIME_LIMIT_SECONDS, WISHES, documented
+from autopar.wishes import MOST_AXES, WISHES, documented
 from hardware_profiles import Cluster
 
 MeshLike = Mesh | Mapping[str, int] | str | None
@@ -144,7 +144,7 @@ def plan(
     schedule: str | Sequence[str] | None = None,
     cuts: Sequence[str] | None = None,
     max_axes: int = MOST_AXES,
-    time_limit: float = TIME_LIMIT_SECONDS,
+    time_limit: float | None = None,
     captured: Captured | None = None,
     profile: str | Path | None = None,
 ) -> Plan:
@@ -213,7 +213,7 @@ def parallelize(
     schedule: str | Sequence[str] | None = None,
     cuts: Sequence[str] | None = None,
     max_axes: int = MOST_AXES,
-    time_limit: float = TIME_LIMIT_SECONDS,
+    time_limit: float | None = None,
     init: Init | None = None,
     hooks: str = "refuse",
     timeout: float = TIMEOUT_SECONDS,

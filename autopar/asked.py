@@ -11,7 +11,7 @@ from autopar.errors import AutoparError, MeshError, PlanError
 from autopar.placements import REPLICATE, Mesh, State
 from autopar.plan import LIFETIMES, Pins
 from autopar.texts import mesh_of, parse_bytes
-from autopar.wishes import BY_NAME, MOST_AXES, TIME_LIMIT_SECONDS, WISHES
+from autopar.wishes import BY_NAME, MOST_AXES, WISHES
 
 NOTHING = "none"
 """What is recomputed where nothing may be."""
@@ -36,7 +36,7 @@ class Asked:
     optimizer: str = "adamw"
     microbatches: int = 1
     numbers: tuple[int, ...] | None = ()
-    time_limit_seconds: float = TIME_LIMIT_SECONDS
+    time_limit_seconds: float | None = None
     max_axes: int = MOST_AXES
     piped: bool = True
     insisted: bool = False
@@ -89,7 +89,7 @@ def asked(given: Mapping[str, Any], *, whole: bool = False, spelled: Spelled = a
     chosen = parts is not None and numbers is None  # the caller's own number
     if wish["max_axes"] < 1:
         raise MeshError(f"{spelled('max_axes')} is {wish['max_axes']}; give 1 or more")
-    if wish["time_limit"] <= 0:
+    if wish["time_limit"] is not None and wish["time_limit"] <= 0:
         raise AutoparError(f"{spelled('time_limit')} is {wish['time_limit']:g} s; give more than 0")
     limit = parse_bytes(wish["memory_limit"])
     if limit is not None and limit < 1:

@@ -322,8 +322,11 @@ WISHES: tuple[Wish, ...] = (
         "of the mesh shapes that are tried where none is given.",
     ),
     Wish(
-        "time_limit", TIME_LIMIT_SECONDS, is_number, "seconds, more than 0", "seconds for one run of the solver.",
-        (Flag(("--time-limit",), "Seconds for one run of the solver.", kind=float),),
+        "time_limit", None, optional(is_number), "seconds, more than 0",
+        f"seconds for one run of the solver; by default {TIME_LIMIT_SECONDS:g}, fewer where a plan is known already or "
+        "memory binds.",
+        (Flag(("--time-limit",), f"Seconds for one run of the solver: {TIME_LIMIT_SECONDS:g}, or fewer where memory "
+              "binds.", kind=float),),
     ),
 )  # fmt: skip
 """In the order in which options are listed."""

@@ -100,7 +100,7 @@ def test_why_the_cut(folder: Path) -> None:
     assert sum(parts) == pytest.approx(facts["seconds"]) and min(parts) >= 0
     assert step["busy_seconds"][step["busiest_group"]] == max(step["busy_seconds"])
     for s in facts["stages"]:
-        kept = ("parameter", "gradient", "optimizer", "gathered", "activation")
+        kept = ("parameter", "gradient", "optimizer", "gathered", "activation", "working")
         assert s["memory_bytes"] == sum(s[f"{part}_bytes"] for part in kept) <= s["limit_bytes"]
         assert s["activation_bytes"] == s["in_flight"] * s["microbatch_bytes"]
     assert facts["pins"]["stages"] == 2 and facts["pins"]["schedules"] == ["1f1b"]

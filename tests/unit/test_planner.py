@@ -16,12 +16,16 @@ from autopar.certificate import check
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
 from autopar.plan import StagePlan
+from autopar.planner.intra_op import ilp
 from autopar.planner.intra_op.draw import random_plan
 from autopar.planner.intra_op.fold import fold
+from autopar.planner.intra_op.ilp import ByCbc, HighsProgram
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.planner.intra_op.price import pricer
-from autopar.planner.intra_op.problem import Beaten
+from autopar.planner.intra_op.problem import Beaten, Problem
+from autopar.planner.intra_op.within_memory import LIMITED_SECONDS
 from autopar.rules.registry import rules_of
+from autopar.wishes import TIME_LIMIT_SECONDS
 from hardware_profiles import abstract_cluster, load_cluster
 
 TWO = (("data", 2), ("tensor", 4))
@@ -89,6 +93,24 @@ def test_a_false_claim_is_caught() -> None:
     assert not check(wrong, graph, cluster).ok
     wrong = replace(plan, price=replace(plan.price, parameter_bytes=plan.price.parameter_bytes + 1))
     assert not check(wrong, graph, cluster).ok
+
+
+@pytest.mark.parametrize("asked", [None, 30.0, 300.0])
+def test_the_solver_gets_the_time_that_was_asked_for(monkeypatch: pytest.MonkeyPatch, asked: float | None) -> None:
+    """Also where memory binds, where the planner would give it less of its own."""
+    graph, cluster, mesh = graph_of("mlp"), load_cluster("dgx-h100"), (("data", 2),)
+    limit = 0.9 * plan_graph(graph, cluster, mesh).price.memory_bytes
+    given: list[float] = []
+
+    def program(problem: Problem, *, time_limit_seconds: float) -> HighsProgram | ByCbc:
+        given.append(time_limit_seconds)
+        return solver_program(problem, time_limit_seconds=time_limit_seconds)
+
+    solver_program = ilp.program
+    monkeypatch.setattr(ilp, "program", program)
+    plan_graph(graph, cluster, mesh, Options(memory_limit_bytes=limit, time_limit_seconds=asked))
+    assert len(given) > 1
+    assert set(given) == ({TIME_LIMIT_SECONDS, LIMITED_SECONDS} if asked is None else {asked})
 
 
 def test_memory_limits_hold_and_cost() -> None:

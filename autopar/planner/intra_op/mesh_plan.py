@@ -127,7 +127,7 @@ class PlansByMemory:
         self.setting = MeshProblem(graph, cluster, mesh, options, devices)
         problem, self.decoder = self.setting.problem(True, choices=True)
         self.program = ilp.program(
-            replace(problem, limit_bytes=UNLIMITED), time_limit_seconds=options.time_limit_seconds,
+            replace(problem, limit_bytes=UNLIMITED), time_limit_seconds=options.solver_seconds(),
         )  # fmt: skip
 
     @uncollected()

@@ -24,7 +24,7 @@ class Options:
         memory_limit_bytes: per device; None for nine tenths of the device's memory.
         optimizer: ``adamw``, ``sgd`` or ``sgd_momentum``: decides the bytes of optimizer state.
         microbatches: pieces that ``train_step`` cuts the batch into.
-        time_limit_seconds: for one run of the solver.
+        time_limit_seconds: for one run of the solver; None for what :meth:`solver_seconds` says.
         memory_gap: how far from the proven optimum a plan may be where the memory limit binds (the plan reports its
             gap); without a binding limit, plans are optimal. 0 asks for the optimum always, which can take minutes.
         worth_seconds: where memory binds, a plan that is proven to take as long is not searched to its end.
@@ -45,7 +45,7 @@ class Options:
     memory_limit_bytes: float | None = None
     optimizer: str = "adamw"
     microbatches: int = 1
-    time_limit_seconds: float = TIME_LIMIT_SECONDS
+    time_limit_seconds: float | None = None
     memory_gap: float = 0.01
     worth_seconds: float = inf
     fold: bool = True
@@ -53,6 +53,10 @@ class Options:
     recompute: Sequence[str] = ()
     may_recompute: bool = True
     blocks: Sequence[str] = ()
+
+    def solver_seconds(self, enough: float = TIME_LIMIT_SECONDS) -> float:
+        """Seconds for one run of the solver: those that were asked for, else what is enough."""
+        return enough if self.time_limit_seconds is None else self.time_limit_seconds
 
 
 def device_limit(cluster: Cluster, devices: Iterable[int], asked: float | None) -> float:

@@ -34,10 +34,9 @@ LARGEST = 3
 """Parameters that a message lists."""
 MIXED_GAP = 0.02
 """The gap of a mixture that is good enough where operators may run again: the search for a better one is long there."""
-AGAIN_SECONDS = 5.0
-"""For one run of the solver where operators may run again, or where there is a plan already."""
 LIMITED_SECONDS = 5.0
-"""For one run of the solver where memory binds otherwise."""
+"""For one run of the solver where memory binds, unless a time was asked for: there are many runs, and the last percent
+takes most of the time."""
 STEEP_PRICES = (10.0, 30.0, 100.0)
 """Like :data:`autopar.planner.intra_op.ilp.PRICES`, where little memory is all that counts."""
 UNLIMITED = 1e18
@@ -179,11 +178,8 @@ class WithinMemory:
 
     def _program(self, problem: Problem) -> ilp.HighsProgram | ilp.ByCbc:
         options = self.setting.options
-        seconds = options.time_limit_seconds
-        if self.decoder.again is not None or self.known_seconds < float("inf"):
-            seconds = min(seconds, AGAIN_SECONDS)
-        elif problem.moments:
-            seconds = min(seconds, LIMITED_SECONDS)
+        binds = problem.moments or self.decoder.again is not None
+        seconds = options.solver_seconds(LIMITED_SECONDS) if binds else options.solver_seconds()
         return ilp.program(problem, time_limit_seconds=seconds)
 
     def _finish(self, choice: Choice) -> StagePlan:
