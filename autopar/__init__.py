@@ -11,7 +11,7 @@ What stands where, in the order in which a model passes through:
                       :mod:`.asked`
 :mod:`.cli`           the command; :mod:`.frontends`, :mod:`.models`, :mod:`.hugging_face`: where models come from
 :mod:`.capture`       a module becomes a :mod:`.graph`; :mod:`.normalize`: in one spelling; :mod:`.comparison`: with
-                      eager mode
+                      eager mode; :mod:`.autocasting`: the autocast of a call
 :mod:`.rules`         how each operator may be cut: notation and lowerings
 :mod:`.placements`    where the values of a tensor live; :mod:`.labels`, :mod:`.texts`: as people write them
 :mod:`.planning`      from what is asked to a :mod:`.plan`; :mod:`.clusters`: on which hardware;

@@ -7,6 +7,7 @@ one spelling for each thing, so that rules see few operators:
 * in-place operators become functional, views are followed through them (:mod:`.memory`), and buffers that the forward
   changes are listed in ``Graph.updates``;
 * casts that change nothing, ``contiguous``, ``clone``, ``alias``, inactive dropout and metadata asserts vanish;
+* what ``torch.autocast`` casts, around the call or in a region, is cast by operators of the graph;
 * ``no_grad`` regions are inlined with their inputs detached;
 * tied parameters are one node with their other names in ``Graph.tied``.
 
@@ -43,6 +44,7 @@ from typing import Any
 
 import torch
 
+from autopar.autocasting import AutocastState, autocast_now
 from autopar.capture.layouts import check_dense
 from autopar.capture.losses import check_loss
 from autopar.capture.python.guards import Guards
@@ -83,6 +85,7 @@ class Captured:
         out_spec: pytree of the model's output, whose leaves are ``graph.outputs``.
         constants: tensors that the model's code makes and that are no registered buffers, by buffer name.
         example: the call that was captured.
+        autocast: that was on around the call; its casts are in the graph, and it is for calls under the same.
         guards: what Python code read while it was traced, and must still be so when the program runs.
     """
 
@@ -93,6 +96,7 @@ class Captured:
     out_spec: pytree.TreeSpec
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
     example: Example | None = field(default=None, compare=False, repr=False)
+    autocast: AutocastState = field(default_factory=dict)
     guards: Guards = field(default_factory=Guards, compare=False, repr=False)
 
 
@@ -153,7 +157,8 @@ def capture(
     if len(user_inputs) != len(leaves):
         raise CaptureError(f"the model takes {len(leaves)} input leaves, the captured graph {len(user_inputs)}")
     inputs = tuple(None if i in literals else user_inputs[i] for i in range(len(leaves)))
-    return Captured(graph, in_spec, literals, inputs, exported.call_spec.out_spec, builder.constants, example, guards)
+    return Captured(graph, in_spec, literals, inputs, exported.call_spec.out_spec, builder.constants, example,
+                    autocast_now(), guards)  # fmt: skip
 
 
 def on_meta(tensor: torch.Tensor) -> torch.Tensor:

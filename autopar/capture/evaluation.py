@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from autopar.autocasting import autocast_as
 from autopar.capture import Captured
 from autopar.capture.memory.schemas import named
 from autopar.capture.without_values import without_values
@@ -111,7 +112,8 @@ class Skeleton:
             raise RunError(f"the model cannot be captured again in eval mode (there is no example call); {hint}")
         modes = [(module, module.training) for module in self.model.modules()]
         try:
-            eval_capture = captured.example.capture(self.model.eval())
+            with autocast_as(captured.autocast):
+                eval_capture = captured.example.capture(self.model.eval())
         except CaptureError as error:
             raise RunError(f"the model cannot be captured in eval mode; {hint}\n{error}") from error
         finally:  # it may be the caller's own model

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from autopar.autocasting import without_autocast
 from autopar.capture import Captured
 from autopar.comparison.relative import Ran, is_tensor
 from autopar.comparison.restoring import generators_kept, kept, same_draws
@@ -94,7 +95,7 @@ class Sides:
                 else:  # some operators write to it
                     value = buffers_before[slot.name] = value.detach().clone()
                 values.append(value)
-        with same_draws(), torch.enable_grad(), generators_kept():
+        with same_draws(), torch.enable_grad(), generators_kept(), without_autocast():
             if keep is None:
                 flat = self.program.runnable(*values)
             else:
@@ -124,7 +125,8 @@ class Sides:
         try:  # not autograd.grad: a backward of the model's own may call backward inside
             for x in wanted.values():
                 x.grad = None
-            sum(roots[1:], roots[0]).backward()
+            with without_autocast():
+                sum(roots[1:], roots[0]).backward()
             return {n: x.grad.detach() for n, x in wanted.items() if x.grad is not None}
         finally:
             for n, x in wanted.items():

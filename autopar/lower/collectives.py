@@ -26,7 +26,7 @@ from autopar.placements import (
     cut_extent,
 )
 from autopar.placements import shard as placement_of
-from autopar.rules.distributed import length_of, padded
+from autopar.rules.distributed import length_of, padded, summed_back
 
 _TYPE: dict[str, Any] = {REPLICATED: spmd.R, INVARIANT: spmd.I, PENDING: spmd.P}
 
@@ -56,33 +56,33 @@ def _contiguous_gradient(x: torch.Tensor) -> torch.Tensor:
 
 def all_gather(x: torch.Tensor, axis: str, dim: int, to: str) -> torch.Tensor:
     """``S<dim>`` -> ``to`` (``R`` or ``I``)."""
-    return spmd.all_gather(x, axis, src=spmd.S(dim), dst=_TYPE[to])
+    return spmd.all_gather(x, axis, src=spmd.S(dim), dst=_TYPE[to], **summed_back(x))
 
 
 def all_reduce(x: torch.Tensor, axis: str, to: str) -> torch.Tensor:
     """``P`` -> ``to`` (``R`` or ``I``)."""
-    return _contiguous_gradient(spmd.all_reduce(x.contiguous(), axis, src=spmd.P, dst=_TYPE[to]))
+    return _contiguous_gradient(spmd.all_reduce(x.contiguous(), axis, src=spmd.P, dst=_TYPE[to], **summed_back(x)))
 
 
 def reduce_scatter(x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
     """``P`` -> ``S<dim>``."""
-    return spmd.reduce_scatter(x, axis, src=spmd.P, dst=spmd.S(dim))
+    return spmd.reduce_scatter(x, axis, src=spmd.P, dst=spmd.S(dim), **summed_back(x))
 
 
 def all_to_all(x: torch.Tensor, axis: str, src: int, dst: int) -> torch.Tensor:
     """``S<src>`` -> ``S<dst>``."""
-    return spmd.all_to_all(x, axis, src=spmd.S(src), dst=spmd.S(dst))
+    return spmd.all_to_all(x, axis, src=spmd.S(src), dst=spmd.S(dst), **summed_back(x))
 
 
 def shard(x: torch.Tensor, axis: str, dim: int, of: str) -> torch.Tensor:
     """``of`` (``R`` or ``I``) -> ``S<dim>``: each rank keeps its slice."""
-    return spmd.convert(x, axis, src=_TYPE[of], dst=spmd.S(dim))
+    return spmd.convert(x, axis, src=_TYPE[of], dst=spmd.S(dim), **summed_back(x))
 
 
 def convert(x: torch.Tensor, axis: str, src: str, dst: str) -> torch.Tensor:
     """The steps without communication in the forward that keep the local shape, and ``S`` -> ``P``."""
     source = _typed(Placement(src))  # programs name placements by their texts
-    return _contiguous_gradient(spmd.convert(x, axis, src=source, dst=_TYPE[dst], expert_mode=True))
+    return _contiguous_gradient(spmd.convert(x, axis, src=source, dst=_TYPE[dst], expert_mode=True, **summed_back(x)))
 
 
 # --- pieces that are not equal ---------------------------------------------------------------------------------------

@@ -159,11 +159,24 @@ def bilinear(fn: Callable[..., torch.Tensor], x: torch.Tensor, y: torch.Tensor) 
     return out
 
 
+def summed_back(x: torch.Tensor) -> dict[str, Any]:
+    """How the backward of a step of ``x`` adds up gradients: in the precision of ``x``, as its forward does.
+
+    spmd-types wants to be told so for precisions below float32.
+    """
+    low = x.is_floating_point() and x.element_size() < 4
+    return {"backward_options": {"op_dtype": x.dtype}} if low else {}
+
+
 def total(x: torch.Tensor, axes: Axes, dst: Any) -> torch.Tensor:
     """The sum of the pieces on every rank; ``dst`` is ``spmd.R`` if ranks go on differently, ``spmd.I`` if alike."""
     x = pending(x.contiguous(), axes)
     for axis in axes:
-        x = _Collected.apply(x) if _TRIAL.get() is not None else spmd.all_reduce(x, axis, src=spmd.P, dst=dst)
+        x = (
+            _Collected.apply(x)
+            if _TRIAL.get() is not None
+            else spmd.all_reduce(x, axis, src=spmd.P, dst=dst, **summed_back(x))
+        )
     return x
 
 

@@ -18,12 +18,13 @@ import re
 import textwrap
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
 import torch
 
+from autopar.autocasting import AutocastState, autocast_as
 from autopar.errors import RuleError, RunError
 from autopar.rules.notation import Rule, line
 from autopar.rules.operator_call import Call
@@ -62,6 +63,7 @@ class Callee:
         reads: parameters and buffers that follow the leaves, and that the modules have while the code runs.
         random: the code draws numbers: it does so alike on all ranks, and again when it runs again.
         opaque: the code cannot run on tensors without values (it leaves torch).
+        autocast: that is on where the code is called.
         double: results are cast to float64, for a comparison in double precision.
     """
 
@@ -75,6 +77,7 @@ class Callee:
     reads: tuple[ReadTensor, ...] = ()
     random: bool = False
     opaque: bool = False
+    autocast: AutocastState = field(default_factory=dict)
     double: bool = False
 
     def __repr__(self) -> str:  # stands in fingerprints
@@ -112,7 +115,8 @@ class Callee:
         for k in self.written:
             values[k] = values[k].clone()
         args, kwargs = pytree.tree_unflatten(values, self.spec)
-        outs = tensors_of(self.fn(*args, **kwargs))
+        with autocast_as(self.autocast) if self.autocast else contextlib.nullcontext():
+            outs = tensors_of(self.fn(*args, **kwargs))
         ids = {id(x) for x in outs}
         return (*outs, *(values[k].detach() for k in self.written if id(values[k]) not in ids))
 

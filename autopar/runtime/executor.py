@@ -18,6 +18,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from autopar.autocasting import without_autocast
 from autopar.capture import Captured
 from autopar.capture.evaluation import Skeleton
 from autopar.capture.microbatches import rows_of
@@ -378,7 +379,8 @@ class ParallelModule(TakesRows, SpreadModule):
                     loss = pytree.tree_leaves(outputs)[graph.loss]
                     if len(calls) > 1:
                         loss = loss / len(calls)
-                    loss.backward()
+                    with without_autocast():
+                        loss.backward()
                     total = loss.detach() if total is None else total + loss.detach()
         except BaseException:
             gradients.drop()

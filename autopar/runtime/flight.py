@@ -13,6 +13,7 @@ from typing import Any
 import spmd_types as spmd
 import torch
 
+from autopar.autocasting import without_autocast
 from autopar.runtime.backward import Halves
 from autopar.runtime.input_gradients import InputGradients
 from autopar.runtime.reached import Reached
@@ -122,7 +123,8 @@ class Flight:
             if action.kind == "B" or self.whole_backward:
                 with self.stage.gradients.reducing(last=action == self.last):
                     if roots:
-                        torch.autograd.backward(roots, grads)
+                        with without_autocast():
+                            torch.autograd.backward(roots, grads)
             else:
                 self.halves.inputs(action.microbatch, roots, grads, wanted, self.stage.leaves())
                 self.stage.free()
@@ -141,9 +143,7 @@ class Flight:
             if not self.whole_backward:
                 self.halves.weights(action.microbatch, self.stage.leaves())
 
-    def _roots(
-        self, post: Post, microbatch: int, flown: _Microbatch
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _roots(self, post: Post, microbatch: int, flown: _Microbatch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Outputs with gradients, and these."""
         sums: dict[int, torch.Tensor] = {}
         for wire in self.out:

@@ -5,9 +5,9 @@ an epoch is smaller, validation has larger ones, sentences have other lengths; a
 may change what a model computes. Then the model is captured again, and what has changed decides the rest:
 
 * only literals of operators differ: the plan holds, and a new program reads the parameters as the old one did;
-* shapes or operators differ: it is planned again, with the user's pins and with every parameter stored as it is, so
-  the same ``Parameter`` objects go on, and the state that an optimizer keeps for them. What is gathered or reduced, and
-  when, is the new plan's own.
+* shapes, the autocast around the call or operators differ: it is planned again, with the user's pins and with every
+  parameter stored as it is, so the same ``Parameter`` objects go on, and the state that an optimizer keeps for them.
+  What is gathered or reduced, and when, is the new plan's own.
 
 Programs are kept with the shapes and values of their capture, the :data:`KEPT` that were used last, so that a smaller
 last batch is captured once, and a flag that is toggled in every other step twice in all. Ranks tell each other their
@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopar.autocasting import autocast_now, shown
 from autopar.capture import Captured, Example
 from autopar.capture.evaluation import Skeleton
 from autopar.capture.microbatches import first_part, rows_of
@@ -106,7 +107,7 @@ class ModuleCall:
 
     def shown(self) -> str:
         """The call in words, for messages."""
-        text = call_text(self.args, self.kwargs)
+        text = call_text(self.args, self.kwargs) + (f" {shown(on)}" if (on := autocast_now()) else "")
         return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
@@ -168,7 +169,8 @@ class Programs:
                 and it is named.
         """
         self.calls += 1
-        same, fits = pm._captured.guards.same(), self._fits(pm._batch, call)
+        same = pm._captured.guards.same()
+        fits = self._fits(pm, call)
         if not same and not self.values:
             raise RunError(refusal(pm._captured.guards.changes()))
         mode = "in training" if pm.training else "in eval mode"
@@ -205,12 +207,25 @@ class Programs:
         pm._compared.next_one()
         self.kept = [*self.kept, before][-KEPT:]
 
-    def _fits(self, batch: Any, call: ModuleCall) -> bool:
-        """Whether a program takes a call; where shapes are not followed, the program itself says what is wrong."""
-        return not self.shapes or bool(batch.pieces) or batch.fits(call.args, call.kwargs, call.in_parts)
+    def _fits(self, pm: Any, call: ModuleCall) -> bool:
+        """Whether the program that runs now takes a call; where shapes are not followed, it says itself what is wrong.
+
+        Raises:
+            RunError: the call is under another autocast, and other calls are not followed.
+        """
+        if not self.shapes:
+            check_autocast(pm._captured)
+        return self._takes(pm._captured, pm._batch, call)
+
+    def _takes(self, captured: Captured, batch: Any, call: ModuleCall) -> bool:
+        if not self.shapes:
+            return True
+        under = captured.autocast == autocast_now()
+        return under and (bool(batch.pieces) or batch.fits(call.args, call.kwargs, call.in_parts))
 
     def _is_for(self, fields: Fields, call: ModuleCall) -> bool:
-        return fields["_captured"].guards.same() and self._fits(fields["_batch"], call)
+        captured = fields["_captured"]
+        return captured.guards.same() and self._takes(captured, fields["_batch"], call)
 
     def _meet(self, place: int | None, changes: list[Change], call: ModuleCall | None) -> None:
         """Wait for all ranks, and go on if they have the same change.
@@ -269,6 +284,19 @@ class Programs:
             )
 
 
+def check_autocast(captured: Captured) -> None:
+    """Refuse a call under another autocast than that of the capture.
+
+    Raises:
+        RunError: with both.
+    """
+    if captured.autocast != (on := autocast_now()):
+        raise RunError(
+            f"the program was captured {shown(captured.autocast)}, and is called {shown(on)}: its casts are part "
+            "of it; call it as it was captured, or parallelize with shapes='any', which captures again by itself"
+        )
+
+
 def batch_rows(captured: Captured) -> int:
     """Rows of what a program was captured with."""
     assert captured.example is not None
@@ -314,4 +342,15 @@ def _check_same(new: Captured, group: Any) -> None:
         raise RunError(f"ranks captured different models again (fingerprints {', '.join(prints)}): {CHANGED}")
 
 
-__all__ = ["KEPT", "AllWell", "Compare", "Fields", "ModuleCall", "PlanAgain", "Programs", "batch_rows", "parts_of"]
+__all__ = [
+    "KEPT",
+    "AllWell",
+    "Compare",
+    "Fields",
+    "ModuleCall",
+    "PlanAgain",
+    "Programs",
+    "batch_rows",
+    "check_autocast",
+    "parts_of",
+]

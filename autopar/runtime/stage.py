@@ -16,6 +16,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from autopar.autocasting import without_autocast
 from autopar.capture.evaluation import evaluated
 from autopar.errors import RunError
 from autopar.graph import Graph
@@ -67,9 +68,7 @@ class Stage:
         self.evaluation: tuple[Program, Any] | None = None
         on_meshes = any(isinstance(held.param, DTensor) for held in self.held_params.values())
         self.direct = device_mesh.size() == 1 and not on_meshes
-        self.gradients = Gradients(
-            {} if self.direct else self.held_params, self.schedule, lambda: home.gradient_dtype
-        )
+        self.gradients = Gradients({} if self.direct else self.held_params, self.schedule, lambda: home.gradient_dtype)
         self.probe = torch.empty(0, requires_grad=True)
         self.stream: Any = None
         self.distributed = any(size > 1 for _, size in self.program.mesh)
@@ -194,7 +193,8 @@ class Stage:
             evaluating: the program of eval mode is meant.
         """
         try:
-            return self._run(inputs, seed, same_step, evaluating)
+            with without_autocast():  # its casts are in the program
+                return self._run(inputs, seed, same_step, evaluating)
         except BaseException:
             self.schedule.drop()
             raise
@@ -202,9 +202,7 @@ class Stage:
             for i in self.input_slots.values():
                 self.template[i] = None
 
-    def _run(
-        self, inputs: Mapping[str, torch.Tensor], seed: int, same_step: bool, evaluating: bool
-    ) -> tuple[Any, ...]:
+    def _run(self, inputs: Mapping[str, torch.Tensor], seed: int, same_step: bool, evaluating: bool) -> tuple[Any, ...]:
         program, run, template = self.program, self.run_program, self.template
         for name, value in inputs.items():
             template[self.input_slots[name]] = value

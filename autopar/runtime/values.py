@@ -14,7 +14,7 @@ import torch
 from autopar.capture.python.frozen import show
 from autopar.capture.python.guards import Guards, refusal
 from autopar.errors import RunError
-from autopar.runtime.programs import ModuleCall
+from autopar.runtime.programs import ModuleCall, check_autocast
 
 
 def assigned(pm: Any, path: str, name: str, value: Any) -> bool:
@@ -63,8 +63,10 @@ def check_values(pm: Any, call: ModuleCall) -> None:
         original.at_call(pm)
     if programs is not None:
         programs.follow(pm, call)
-    elif not pm._captured.guards.same():
-        raise RunError(refusal(pm._captured.guards.changes()))
+    else:
+        check_autocast(pm._captured)
+        if not pm._captured.guards.same():
+            raise RunError(refusal(pm._captured.guards.changes()))
 
 
 __all__ = ["assigned", "check_values"]

@@ -188,8 +188,6 @@ class ParameterInAList(Habit):
 class MixedPrecision(Habit):
     """A region of autocast."""
 
-    refused = "autocast|cannot be planned"
-
     def body(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             h = self.a(x)

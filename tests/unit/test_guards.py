@@ -298,22 +298,6 @@ def test_a_change_of_a_table_by_names_is_one_still():
     BACKENDS.clear()
 
 
-def test_a_call_under_another_autocast_than_the_capture_is_refused():
-    """Casts that were nothing in float32 are not in the program, and regions without autocast are not marked in it."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    inside = torch.autocast("cpu", dtype=torch.bfloat16)
-    module = autopar.parallelize(model, 1, X, loss_fn=lambda out: out.float().square().mean())
-    module(X)
-    with inside, pytest.raises(RunError, match=r"torch.autocast' is .*bfloat16.* and was {}"):
-        module(X)
-    with inside:
-        module = autopar.parallelize(model, 1, X, loss_fn=lambda out: out.float().square().mean())
-        eager = model(X).float().square().mean()
-        torch.testing.assert_close(module(X), eager, rtol=0, atol=0)
-    with pytest.raises(RunError, match=r"torch.autocast' is {}, and was .*bfloat16"):
-        module(X)
-
-
 def register(self, x, value):
     self.register_buffer("mask", value, persistent=False)
 

@@ -245,8 +245,8 @@ class GraphBuilder(Writing):
             body = self.value[fx.args[1]]  # type: ignore[index]
             self._pass_in(body, fx.args[2:])
             self.value[fx] = self._walk(body, not fx.args[0])
-        elif "wrap_with_autocast" in name and not fx.args[2] and not torch.is_autocast_enabled(str(fx.args[0])):
-            body = self.value[fx.args[4]]  # type: ignore[index]  # it turns off what is not on
+        elif "wrap_with_autocast" in name:  # its casts are written out
+            body = self.value[fx.args[4]]  # type: ignore[index]
             self._pass_in(body, fx.args[5:])
             self.value[fx] = self._walk(body, no_grad)
         elif name in (ASK, BEGIN, END, FUNCTION, HOOK):
@@ -254,7 +254,7 @@ class GraphBuilder(Writing):
         elif not isinstance(target, OpOverload):
             raise CaptureError(
                 f"cannot capture '{name}' in '{module_of(fx)}'" + at(fx) + "\n  higher-order operators "
-                "(control flow, autocast regions) cannot be planned; write that part with plain tensor operations"
+                "(control flow) cannot be planned; write that part with plain tensor operations"
             )
         elif not any(isinstance(v, torch.Tensor) for v in flat(fx.meta.get("val"))) and not facts(target).writes:
             self.value[fx] = fx.meta.get("val")  # of an assert, or a number that depends on data

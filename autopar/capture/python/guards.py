@@ -23,12 +23,6 @@ from autopar.capture.python.frozen import OTHER, Held, SameObject, frozen, leave
 from autopar.errors import RunError
 
 
-def autocast() -> tuple[Any, ...]:
-    """The autocast around a call, by kind of device: operators compute in its precision, casts in the model do not."""
-    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    return ("dict", *((kind, torch.get_autocast_dtype(kind)) for kind in kinds))
-
-
 @dataclass(frozen=True)
 class ReadValue:
     """A value that tracing read.
@@ -138,7 +132,6 @@ class Guards:
         self.reads: list[ReadValue] = []
         self.filled: tuple[str, ...] = ()
         """Dicts to which the forward added tensors: caches that later calls read."""
-        self.autocast = autocast()
         self._by_path: dict[str, Callable[[], Any]] = {}
         self._entries: list[tuple[Callable[[], Any], list[ReadValue]]] = []
         self._alike: dict[tuple[str, ...], _Alike] = {}
@@ -210,7 +203,7 @@ class Guards:
 
     def same(self) -> bool:
         """Whether all values are what they were."""
-        return self.autocast == autocast() and (self._equal() or not self.changes())
+        return self._equal() or not self.changes()
 
     def _equal(self) -> bool:
         """Whether all compare as equal; an empty table that tracing or a call filled by classes of tensors does not."""
@@ -243,8 +236,6 @@ class Guards:
     def changes(self) -> list[Change]:
         """The values that are not what they were."""
         changes: list[Change] = []
-        if (on := autocast()) != self.autocast:
-            changes.append(Change(ReadValue("", "torch.autocast", self.autocast), show(on)))
         for ref, reads in self._entries:
             owner = ref()
             for read in reads if owner is not None else ():

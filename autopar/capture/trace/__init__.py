@@ -4,6 +4,7 @@
 :mod:`.tracing`       one run of ``torch.export``
 :mod:`.constants`     the answers that branches on tensors get where no data is in them, and masks that are known
 :mod:`.quick`         what ``torch.export`` may leave out here
+:mod:`.autocast`      regions of ``torch.autocast`` become the casts that it makes
 :mod:`.progress`      how far it is, and Ctrl-C
 :mod:`.recording`     operators of autopar's own that stand for what export would take apart or forget
 :mod:`.functions`     ... a user's own backward; :mod:`.hooks` on tensors; :mod:`.regions` of activation checkpointing

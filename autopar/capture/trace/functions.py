@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 
+from autopar.autocasting import autocast_now
 from autopar.capture.trace import regions
 from autopar.capture.trace.recording import now, refuse
 from autopar.rules.function import PLAIN, Callee, ReadTensor, identity_of, on_zeros, tensors_of
@@ -198,7 +199,7 @@ def _call(cls: Any, args: Any, kwargs: Any, model: torch.nn.Module) -> Any:
     code = [getattr(cls, f, None) for f in ("forward", "backward", "setup_context")]
     callee = Callee(
         name, cls.apply, identity_of(code, modules), spec, objects, hidden, trial.written, tuple(reads),
-        trial.random, trial.opaque,
+        trial.random, trial.opaque, autocast_now(),
     )  # fmt: skip
     return _record(callee, leaves, trial.read, trial, name)
 

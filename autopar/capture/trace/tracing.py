@@ -17,9 +17,11 @@ from unittest import mock
 
 import torch
 
+from autopar.autocasting import autocast_now
 from autopar.capture.branches.asking import asked_afresh
 from autopar.capture.repeats.repeated import Repeats
 from autopar.capture.repeats.written_out import Unlike, write_out
+from autopar.capture.trace.autocast import write_casts
 from autopar.capture.trace.constants import AnswerConstants, constant_value
 from autopar.capture.trace.functions import whole_functions
 from autopar.capture.trace.hooks import as_in_eager
@@ -55,6 +57,7 @@ def _like_eager() -> Iterator[None]:
 def export(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
     """The exported program; its ``recording`` says what autopar's own operators in it stand for."""
     exported = _with_repeats(module, args, kwargs) or _export(module, args, kwargs, None)
+    write_casts(exported, module, autocast_now())
     exported.recording.tell()
     return exported
 
