@@ -22,7 +22,7 @@ What stands where, in the order in which a model passes through:
 :mod:`.certificate`   what a plan claims, recounted; :mod:`.verify`: the numbers of one device; :mod:`.other_batch`: on
                       another batch; :mod:`.parts_of_loss`: whether microbatches add up to the loss;
                       :mod:`.allocations`: bytes that live
-:mod:`.planfile`      plans as files; :mod:`.report`: as tables
+:mod:`.planfile`      plans as files; :mod:`.report`: as tables and pages; :mod:`.plan_table`: in a notebook
 :mod:`.lower`         graph and plan become a program
 :mod:`.runtime`       programs with parameters, on ranks: collectives, gradients, pipelines, checkpoints
 :mod:`.spreading`     a plan on all ranks; :mod:`.recapture`: another one when shapes or values change

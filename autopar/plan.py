@@ -392,6 +392,12 @@ class Plan:
         """:meth:`of_graphs` for a plan of one stage."""
         return self.of_graphs(fingerprint, [fingerprint])
 
+    def _repr_html_(self) -> str:
+        """What notebooks show."""
+        from autopar.plan_table import plan_table
+
+        return plan_table(self)
+
     def validate(self) -> Plan:
         """Itself.
 

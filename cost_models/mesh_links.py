@@ -32,14 +32,10 @@ LAST_NODES = 2  # ... and the last ones, where rings close and chains end
 RING_MEMBERS = 8  # up to so many in a node small messages go round the ring; beyond, the depth of a tree is added
 LEAST_RING = 2.0  # ranks; a ramp is below 2, so that the rate stays above 0
 
-Loads = dict[
-    str, dict[Edge, list[float]]
-]  # pattern -> edge -> [load per byte, ranks in the widest ring across it]
+Loads = dict[str, dict[Edge, list[float]]]  # pattern -> edge -> [load per byte, ranks in the widest ring across it]
 
 
-def mesh_axes(
-    cluster: Cluster, shape: Mapping[str, int], devices: Sequence[int] | None = None
-) -> dict[str, AxisCost]:
+def mesh_axes(cluster: Cluster, shape: Mapping[str, int], devices: Sequence[int] | None = None) -> dict[str, AxisCost]:
     """The cost of collectives on every axis of a mesh.
 
     `shape` maps axis names to sizes, row-major: the last axis joins neighbouring ranks. `devices` lists the
@@ -59,9 +55,7 @@ def mesh_axes(
             "make an axis smaller or take a larger cluster"
         )
     if devices is not None and len(ranks) != wanted:
-        raise ValueError(
-            f"mesh {dims} needs {wanted} devices, the list has {len(ranks)}: pass exactly {wanted}"
-        )
+        raise ValueError(f"mesh {dims} needs {wanted} devices, the list has {len(ranks)}: pass exactly {wanted}")
     if bad := [r for r in ranks if not 0 <= r < cluster.n_devices] if devices is not None else []:
         raise ValueError(f"cluster {cluster.name} has ranks 0 to {cluster.n_devices - 1}, got {bad}")
     if cluster.abstract:
@@ -75,6 +69,38 @@ def mesh_axes(
     return axes
 
 
+def link_bytes(
+    cluster: Cluster, shape: Mapping[str, int], devices: Sequence[int], traffic: Mapping[tuple[str, str], float]
+) -> dict[Edge, float]:
+    """The bytes that collectives on a mesh put on every link, all groups of an axis at once; nothing for a cluster that
+    states axes and no links. Of a large mesh only some nodes are followed (see `_followed_nodes`).
+
+    `traffic` has the bytes of all buffers of an axis and a kind of collective, `("tensor", "all_reduce")`, each as
+    `AxisCost.seconds` counts them.
+    """
+    carried: dict[Edge, float] = defaultdict(float)
+    if cluster.abstract:
+        return carried
+    grid = np.asarray(list(devices), dtype=np.int64).reshape(tuple(shape.values()) or (1,))
+    routes: dict[tuple[int, int], list[Edge]] = {}
+    for position, (name, size) in enumerate(shape.items()):
+        of_axis = {kind: n_bytes for (axis, kind), n_bytes in traffic.items() if axis == name and n_bytes}
+        if size == 1 or not of_axis:
+            continue
+        loads, _, _ = _loads(cluster, np.moveaxis(grid, position, -1).reshape(-1, size), routes)
+        for kind, n_bytes in of_axis.items():
+            pattern = kind if kind in ("all_to_all", "send_recv") else "ring"
+            for edge, (load, _) in loads[pattern].items():
+                carried[edge] += load * n_bytes * _ring_volume(kind, size)
+    return carried
+
+
+def _ring_volume(kind: str, size: int) -> float:
+    """What a rank of a ring sends per byte of the collective's size; the loads of other patterns are per byte."""
+    times = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}.get(kind)
+    return 1.0 if times is None else times * (size - 1) / size
+
+
 def _abstract_axes(cluster: Cluster, shape: Mapping[str, int]) -> dict[str, AxisCost]:
     """Axes of an abstract mesh by name, or by position when all sizes agree in order."""
     by_name = {axis.name: axis for axis in cluster.abstract}
@@ -86,9 +112,7 @@ def _abstract_axes(cluster: Cluster, shape: Mapping[str, int]) -> dict[str, Axis
     if missing := [name for name in shape if name not in pairs and shape[name] > 1]:
         has = ", ".join(f"{axis.name}={axis.size}" for axis in cluster.abstract)
         asked = ", ".join(f"{name}={shape[name]}" for name in missing)
-        raise ValueError(
-            f"abstract cluster {cluster.name} states axes {has}, got {asked}: use its axes and sizes"
-        )
+        raise ValueError(f"abstract cluster {cluster.name} states axes {has}, got {asked}: use its axes and sizes")
     axes = {}
     for name, size in shape.items():
         axis = pairs.get(name)
@@ -106,14 +130,7 @@ def _axis(cluster: Cluster, name: str, groups: np.ndarray, routes: dict) -> Axis
         return AxisCost(name, 1, dict.fromkeys(KINDS, (0.0, 0.0, 1.0)), "")
     loads, members, nodes = _loads(cluster, groups, routes)
     terms, bottleneck = {}, ""
-    volume = {
-        "all_reduce": 2 * (size - 1) / size,
-        "all_gather": (size - 1) / size,
-        "reduce_scatter": (size - 1) / size,
-    }  # of a ring per byte of the size; the loads of the other patterns are per byte already
-    alike = {
-        pattern: _alike(cluster, loads[pattern], loads) for pattern in ("ring", "all_to_all", "send_recv")
-    }
+    alike = {pattern: _alike(cluster, loads[pattern], loads) for pattern in ("ring", "all_to_all", "send_recv")}
     for kind in KINDS:
         pattern = kind if kind in ("all_to_all", "send_recv") else "ring"
         per_byte, sharpness = 0.0, 1.0
@@ -129,7 +146,7 @@ def _axis(cluster: Cluster, name: str, groups: np.ndarray, routes: dict) -> Axis
             (steps_between if far else steps_inside).append(curve.step_seconds)
         inside, between = steps_of(kind, members, nodes)
         latency = max(bases) + inside * max(steps_inside) + between * max(steps_between)
-        terms[kind] = (latency, per_byte * volume.get(kind, 1.0), sharpness)
+        terms[kind] = (latency, per_byte * _ring_volume(kind, size), sharpness)
     return AxisCost(name, size, terms, bottleneck)
 
 

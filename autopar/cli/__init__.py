@@ -4,6 +4,7 @@
 :mod:`.plan`      ``plan``; :mod:`.layouts`: its search over everything, ``--top`` and ``--like``
 :mod:`.check`     ``check``, the certificate; :mod:`.verify`: ``verify``, the numbers of one device
 :mod:`.show`      ``show`` and ``diff``; :mod:`.stages`: plans in stages as tables
+:mod:`.report`    ``report``, a plan as one HTML page
 :mod:`.explain`   ``explain``; :mod:`.explain_cut`: of the cut at which a stage begins
 :mod:`.inspect`   ``inspect``, what was captured
 :mod:`.run`       ``run``; :mod:`.simulate`: ``simulate``
@@ -20,7 +21,7 @@ from typing import Annotated
 
 import typer
 
-from autopar.cli import check, explain, hardware, inspect, plan, profiling, run, show, simulate, verify
+from autopar.cli import check, explain, hardware, inspect, plan, profiling, report, run, show, simulate, verify
 from autopar.cli.common import err, print_error
 from autopar.errors import AutoparError
 from hardware_profiles.errors import ProfileError
@@ -54,7 +55,8 @@ def _every(
 
 
 for name, command in (
-    ("plan", plan.plan), ("check", check.check), ("show", show.show), ("explain", explain.explain), ("diff", show.diff),
+    ("plan", plan.plan), ("check", check.check), ("show", show.show), ("explain", explain.explain),
+    ("report", report.report), ("diff", show.diff),
     ("inspect", inspect.inspect), ("verify", verify.verify), ("run", run.run), ("simulate", simulate.simulate),
     ("devices", hardware.devices), ("clusters", hardware.clusters), ("profile", profiling.profile),
 ):  # fmt: skip

@@ -9,5 +9,6 @@
 :mod:`.why`         the price of every strategy that an operator has
 :mod:`.coverage`    how much was priced from measurements
 :mod:`.tables`      rows as tables of the terminal; :mod:`.trace`: timelines for Perfetto
+:mod:`.page`        a plan as one HTML page
 =================== ===================================================================================================
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -47,8 +48,8 @@ def layout_row(what: str, plan: Plan, timeline: Timeline, graph: Graph, cluster:
     m = plan.microbatches
     devices = sorted({d for stage in plan.stages for d in stage.devices})
     flops = m * model_flops(graph)
-    peak = sum(sum(peak_flops(cluster.device(d), dtype) * share for dtype, share in flops_by_dtype(graph).items())
-               for d in devices)  # fmt: skip
+    shares, makes = flops_by_dtype(graph), Counter(map(cluster.device, devices))
+    peak = sum(n * sum(peak_flops(make, dtype) * share for dtype, share in shares.items()) for make, n in makes.items())
     used = flops / (plan.seconds * peak) if plan.seconds and peak else 0.0
     tokens = m * tokens_of(graph) / plan.seconds
     return LayoutRow(what, plan.seconds, timeline.bubble_fraction, plan.memory_bytes, tokens, used)

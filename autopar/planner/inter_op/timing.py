@@ -65,11 +65,7 @@ def crossing_seconds(spec: Spec, source: Side, target: Side, cluster: Cluster) -
 
     All messages are priced on the way from the first rank of one side to the first of the other.
     """
-    near, far = source.devices, target.devices
-    if not {*near} & {*far}:  # then it does not matter which devices they are
-        near = tuple(range(len(source.devices)))
-        far = tuple(range(len(near), len(near) + len(target.devices)))
-    steps, busy = _crossing(spec, Side(source.state, source.mesh, near), Side(target.state, target.mesh, far))
+    steps, busy = _apart(spec, source, target)
     priced = pricer(cluster, target.mesh, target.devices)
     seconds = sum(priced.step_parts(spec, False, a, b)[0] for a, b in steps)
     if busy:
@@ -81,6 +77,20 @@ def crossing_seconds(spec: Spec, source: Side, target: Side, cluster: Cluster) -
     return seconds
 
 
+def crossing_messages(spec: Spec, source: Side, target: Side) -> tuple[Load, ...]:
+    """What each rank sends, and what each receives, of one tensor that crosses; those that are alike once."""
+    return _apart(spec, source, target)[1]
+
+
+def _apart(spec: Spec, source: Side, target: Side) -> tuple[tuple[tuple[State, State], ...], tuple[Load, ...]]:
+    """:func:`_crossing`, asked once for all sides that differ only in which devices they are."""
+    near, far = source.devices, target.devices
+    if not {*near} & {*far}:  # then it does not matter which devices they are
+        near = tuple(range(len(source.devices)))
+        far = tuple(range(len(near), len(near) + len(target.devices)))
+    return _crossing(spec, Side(source.state, source.mesh, near), Side(target.state, target.mesh, far))
+
+
 @lru_cache(maxsize=4096)
 def _crossing(spec: Spec, source: Side, target: Side) -> tuple[tuple[tuple[State, State], ...], tuple[Load, ...]]:
     """The gathers at the target, and what ranks send and receive."""
@@ -90,4 +100,4 @@ def _crossing(spec: Spec, source: Side, target: Side) -> tuple[tuple[tuple[State
     return tuple((a, b) for _, a, b in steps), loads(moved)
 
 
-__all__ = ["crossing_seconds", "timing_of"]
+__all__ = ["crossing_messages", "crossing_seconds", "timing_of"]

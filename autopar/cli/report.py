@@ -1,0 +1,100 @@
+"""``autopar report``: a plan as one HTML page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autopar.cli.common import UsageError, bound, model_of, open_plan, out, progress, show_bytes, what_if
+
+if TYPE_CHECKING:
+    from autopar.capture import Captured
+    from autopar.plan import Plan
+    from autopar.planfile import Document
+    from autopar.report.layouts import LayoutRow
+    from cost_models.pipeline import Timeline
+    from hardware_profiles import Cluster
+
+
+def report(
+    path: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the page.")] = Path("report.html"),
+    top: Annotated[
+        int,
+        typer.Option("--top", help="Search again, and show so many of the best layouts beside the plan: minutes for a "
+                     "large model."),
+    ] = 1,
+    model: Annotated[str | None, typer.Option("--model", help="The model, if not the one that the file names.")] = None,
+) -> None:  # fmt: skip
+    """Write a plan as one HTML page: the model and how it is cut, the schedule, memory, seconds, links.
+
+    The page needs nothing else and loads nothing: send it, open it anywhere. It is drawn from the plan file and the
+    model that it names.
+
+    Example: autopar report plan.json -o report.html
+    """
+    from autopar.report.page.html_page import Subject, html_page
+
+    if top < 1:
+        raise UsageError(f"--top is {top}; it is 1 or more")
+    if not output.parent.is_dir():
+        raise UsageError(f"--output is {output}, and there is no folder {output.parent}; make it first")
+    document = open_plan(path)
+    _, captured = model_of(document, path, model)
+    with progress("reading the plan"):
+        asked = what_if(captured, *bound(document, captured))
+        plan, timeline = asked.simulated()
+    name = model or str((document.model or {}).get("spec", "a model"))
+    folder = path.parent if model is None else None
+    layouts: list[LayoutRow] = []
+    if top > 1:
+        layouts = _layouts(name, folder, document, plan, timeline, captured, asked.cluster, top)
+    with progress("drawing"):
+        page = html_page(Subject(name, captured.graph, asked.graphs, plan, timeline, asked.cluster, layouts))
+    output.write_text(page, encoding="utf-8")
+    out().print(f"written to {output} ({show_bytes(len(page.encode()))}); open it in a browser", markup=False)
+
+
+def _layouts(
+    spec: str, folder: Path | None, document: Document, plan: Plan, timeline: Timeline, captured: Captured,
+    cluster: Cluster, top: int,
+) -> list[LayoutRow]:  # fmt: skip
+    """The best layouts of a new search, under the plan's own wishes but for its mesh, stages and microbatches, and the
+    plan itself.
+
+    Raises:
+        UsageError: the model cannot be trained in stages or microbatches, so there are no layouts.
+    """
+    from dataclasses import replace
+
+    from autopar import planning
+    from autopar.asked import Asked
+    from autopar.cli.common import load_and_capture
+    from autopar.cli.layouts import rows_of_layouts
+    from autopar.report.layouts import layout_row, with_front
+    from autopar.report.page.tradeoff import THIS
+
+    named = document.model or {}
+    loaded, whole = load_and_capture(spec, named.get("batch"), named.get("seq"), folder=folder)
+    example = (loaded.args, loaded.kwargs)
+    if not planning.can_be_cut(whole.graph, example):
+        raise UsageError("--top needs a model that returns its loss, and a batch with rows")
+    pins = replace(plan.pins, stages=None, cuts=(), schedules=(), microbatches=None, mesh=None)
+    wanted = Asked(pins, plan.optimizer, top=top)
+    with progress("planning") as say:
+        outcome = planning.find(
+            loaded.model, whole, lambda: example, cluster, cluster.n_devices, wanted, plan.cluster, runs=False, say=say
+        )
+    this = layout_row(THIS, plan, timeline, captured.graph, cluster)
+    others = [row for row in rows_of_layouts(outcome, cluster)[:top] if not _same(row, this)]
+    return with_front([this, *others])
+
+
+def _same(a: LayoutRow, b: LayoutRow) -> bool:
+    """Whether two rows are of one plan, as far as can be seen."""
+    return abs(a.seconds / b.seconds - 1) < 1e-9 and a.memory_bytes == b.memory_bytes
+
+
+__all__ = ["report"]

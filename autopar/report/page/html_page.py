@@ -1,0 +1,189 @@
+"""A plan with its model as one HTML page that needs nothing else: style and script are in it, and nothing is loaded.
+
+All texts are escaped, and the page forbids itself everything but its own script and style (its content security
+policy), so a model or a module may have any name.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from autopar.graph import Graph
+from autopar.plan import Plan
+from autopar.report.layouts import LayoutRow, layout_row
+from autopar.report.page.block_cards import COLOURS, model_section, stage_cards
+from autopar.report.page.gantt import gantt, is_aggregated
+from autopar.report.page.link_load import link_kinds, links_section
+from autopar.report.page.markup import bar, legend, table
+from autopar.report.page.memory_chart import CATEGORIES, WORDS, bars, curves
+from autopar.report.page.seconds_spent import (
+    AGAIN,
+    BACKWARD,
+    BESIDE,
+    FORWARD,
+    IDLE,
+    LATER,
+    SLICES,
+    step_parts,
+    tallies,
+)
+from autopar.report.page.tradeoff import alternatives_section
+from autopar.report.stages import stage_rows
+from autopar.staging import StageGraph
+from autopar.texts import show_bytes, show_seconds
+from autopar.wishes import pin_words
+from cost_models.pipeline import Timeline
+from hardware_profiles import Cluster
+
+ACTIONS = (
+    ("F", "forward"), ("B", "backward"), ("I", "backward, gradients of inputs"),
+    ("W", "backward, gradients of weights"), ("FB", "forward beside backward"),
+    ("X", "communication: inside an action, and between groups"), ("O", "once a step"), ("idle", "idle"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a page is about.
+
+    Attributes:
+        name: of the model, as the plan file has it.
+        graph: of the whole model, one microbatch; ``graphs`` are its stages.
+        timeline: of a simulated step.
+        alternatives: other layouts and this one, the fastest first; nothing where none were planned.
+    """
+
+    name: str
+    graph: Graph
+    graphs: Sequence[StageGraph]
+    plan: Plan
+    timeline: Timeline
+    cluster: Cluster
+    alternatives: Sequence[LayoutRow] = ()
+
+
+def html_page(subject: Subject) -> str:
+    """The page."""
+    plan, timeline, cluster = subject.plan, subject.timeline, subject.cluster
+    of_stages = tallies(subject.graphs, plan, cluster)
+    rows = stage_rows(subject.graph, plan, timeline, cluster)
+    spent = step_parts(plan, timeline, of_stages)
+    layout = layout_row("", plan, timeline, subject.graph, cluster)
+    links = link_kinds(subject.graphs, plan, cluster, of_stages)
+    style, script = _text("page.css"), _text("page.js")
+    return _template().render(
+        name=subject.name, plan=plan, cluster=cluster, style=Markup(style), script=Markup(script),
+        style_hash=_hash(style), script_hash=_hash(script),
+        numbers=_numbers(subject, layout), pins=pin_words(plan.pins),
+        model=model_section(stage_cards(subject.graphs, plan, cluster), plan, timeline), cut_legend=legend(COLOURS),
+        gantt=gantt(plan, timeline, of_stages), aggregated=is_aggregated(timeline),
+        action_legend=legend(_actions_of(timeline)), schedule_text=_schedule_text(plan),
+        stages=_stages_table(rows), memory_bars=bars(plan, rows), memory_curves=curves(plan, timeline, rows),
+        memory_legend=legend([(f"m-{c}", WORDS[c]) for c in CATEGORIES]),
+        spent=_spent(spent, plan.seconds), links=links_section(links, plan.seconds),
+        abstract=bool(cluster.abstract),
+        alternatives=alternatives_section(subject.alternatives) if len(subject.alternatives) > 1 else None,
+    )  # fmt: skip
+
+
+def _numbers(subject: Subject, layout: LayoutRow) -> list[tuple[str, str, str, Any]]:
+    """The numbers at the top: ``(what, value, words below, exact value)``."""
+    plan, timeline = subject.plan, subject.timeline
+    groups = plan.schedule.n_ranks
+    limit = max(r["memory_bytes"] / r["limit_bytes"] for r in stage_rows(
+        subject.graph, plan, timeline, subject.cluster))  # fmt: skip
+    return [
+        ("a step", show_seconds(plan.seconds), f"{plan.microbatches} microbatches" if plan.microbatches > 1
+         else "one microbatch", plan.seconds),
+        ("memory of a device", show_bytes(plan.memory_bytes), f"{limit:.0%} of what it may fill", plan.memory_bytes),
+        ("devices", f"{plan.n_devices:,}", f"{groups} groups, {len(plan.stages)} stages" if groups > 1 else "one group",
+         plan.n_devices),
+        ("idle", f"{timeline.bubble_fraction:.1%}", f"schedule {plan.schedule.name}", timeline.bubble_fraction),
+        ("of peak flops", f"{layout.utilisation:.1%}", "by the model's own contractions", layout.utilisation),
+        ("tokens a second", f"{layout.tokens_per_second:,.0f}", "or rows, where there are none",
+         layout.tokens_per_second),
+    ]  # fmt: skip
+
+
+def _actions_of(timeline: Timeline) -> list[tuple[str, str]]:
+    """The colours that the schedule has."""
+    kinds = {action.kind for _, action in timeline.schedule.actions()}
+    pairs = any(not hasattr(step, "kind") for row in timeline.schedule.rows for step in row)
+    shown = kinds | {"X", "O", "idle"} | ({"FB"} if pairs else set())
+    return [(kind, words) for kind, words in ACTIONS if kind in shown]
+
+
+def _stages_table(rows: Sequence[dict[str, Any]]) -> Markup:
+    heads = (
+        "stage", "group", "begins at", "forward", "backward", "in flight", *(WORDS[c] for c in CATEGORIES),
+        "memory", "limit", "at once",
+    )  # fmt: skip
+    lines = [
+        [
+            r["stage"], r["group"], r["begins_at"], show_seconds(r["forward_seconds"]),
+            show_seconds(r["backward_seconds"]), r["in_flight"],
+            *(show_bytes(r[f"{c}_bytes"]) for c in CATEGORIES), show_bytes(r["memory_bytes"]),
+            show_bytes(r["limit_bytes"]), show_bytes(r["memory_bytes"] + r["working_bytes"]),
+        ] for r in rows
+    ]  # fmt: skip
+    return table(heads, lines, numbers=(0, 1, *range(3, len(heads))), label="stages")
+
+
+def _spent(parts: dict[str, float], seconds: float) -> Markup:
+    """A bar of the step, and its parts as a table, the largest first."""
+    kinds = {
+        FORWARD: "F", BACKWARD: "B", AGAIN: "t-again", SLICES: "t-slices", BESIDE: "t-beside", IDLE: "idle",
+        LATER: "idle",
+    }  # fmt: skip
+    moves = [kind for kind in parts if kind not in kinds]
+    kinds |= {kind: f"x-{k % 6}" for k, kind in enumerate(moves)}
+    order = [kind for kind in kinds if kind in parts]
+    pieces = [(kinds[kind], parts[kind], f"{kind} {show_seconds(parts[kind])}") for kind in order]
+    rows = [
+        [
+            Markup('<i class="swatch {}"></i>{}').format(kinds[kind], kind), show_seconds(part),
+            f"{part / seconds:.1%}",
+        ] for kind, part in sorted(parts.items(), key=lambda entry: -entry[1])
+    ]  # fmt: skip
+    rows.append(["the step", show_seconds(sum(parts.values())), "100%"])
+    return Markup('<div class="tall">{}</div>{}').format(
+        bar(pieces, seconds), table(("what", "seconds", "of the step"), rows, numbers=(1, 2), label="seconds of a step")
+    )
+
+
+MOST_TEXT = 60_000
+"""Characters of a schedule that a page still writes out."""
+
+
+def _schedule_text(plan: Plan) -> str | None:
+    text = plan.schedule.text()
+    return text if len(text) <= MOST_TEXT else None
+
+
+@cache
+def _text(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    """Of a script or style, as a content security policy names it."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+@cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    environment.globals |= {"show_seconds": show_seconds, "show_bytes": show_bytes}
+    return environment.from_string(_text("page.html.j2"))
+
+
+__all__ = ["Subject", "html_page"]

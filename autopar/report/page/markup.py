@@ -1,0 +1,65 @@
+"""Pieces of HTML and SVG. Every text goes through :class:`markupsafe.Markup`, which escapes what it is given: a model
+may be named ``<script>``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from markupsafe import Markup, escape
+
+
+def joined(pieces: Iterable[object], between: str = "") -> Markup:
+    """Pieces one after the other; those that are no markup yet are escaped."""
+    return Markup(between).join(escape(piece) for piece in pieces)
+
+
+def filled(template: str, *values: object, **named: object) -> Markup:
+    """A template of this package with values in its holes, each of them escaped unless it is markup itself."""
+    return Markup(template).format(*values, **named)
+
+
+def percent(share: float) -> str:
+    """A length of a chart as CSS and SVG write it: ``12.34%``, with no more digits than a screen can show."""
+    return f"{100 * share:.3f}".rstrip("0").rstrip(".") + "%"
+
+
+def table(
+    heads: Sequence[object], rows: Iterable[Sequence[object]], *, numbers: Iterable[int] = (), label: str = ""
+) -> Markup:
+    """A table that scrolls by itself where the window is narrower than it.
+
+    Args:
+        numbers: columns that are aligned to the right.
+        label: what it is a table of, for those who do not see it.
+    """
+    right = frozenset(numbers)
+
+    def row(cells: Sequence[object], tag: str) -> Markup:
+        scope = ' scope="col"' if tag == "th" else ""
+        return joined(
+            filled(f"<{tag}{scope}{{}}>{{}}</{tag}>", Markup(' class="n"') if k in right else "", cell)
+            for k, cell in enumerate(cells)
+        )
+
+    body = joined(filled("<tr>{}</tr>\n", row(cells, "td")) for cells in rows)
+    return filled(
+        '<div class="wide" tabindex="0" role="region" aria-label="{}"><table><thead><tr>{}</tr></thead>'
+        "<tbody>{}</tbody></table></div>",
+        label, row(heads, "th"), body,
+    )  # fmt: skip
+
+
+def legend(entries: Iterable[tuple[str, str]]) -> Markup:
+    """What colours mean: ``(class of the colour, words)``."""
+    items = joined(filled('<li><i class="{}"></i>{}</li>', kind, words) for kind, words in entries)
+    return filled('<ul class="legend">{}</ul>', items)
+
+
+def bar(parts: Sequence[tuple[str, float, str]], whole: float) -> Markup:
+    """A bar of parts ``(class of the colour, size, words)``; ``whole`` is the size of the full width."""
+    pieces = joined(
+        filled('<i class="{}" style="width:{}" title="{}"></i>', kind, percent(size / whole), words)
+        for kind, size, words in parts if whole > 0 and size > 0
+    )  # fmt: skip
+    words = "; ".join(words for _, size, words in parts if size > 0)
+    return filled('<div class="bar" role="img" aria-label="{}">{}</div>', words, pieces)

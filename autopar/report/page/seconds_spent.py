@@ -1,0 +1,188 @@
+"""Where the seconds of a step go, collective by collective, and how many bytes each kind moves.
+
+The parts of a stage add up to what :func:`autopar.planner.inter_op.phases.phases` says of it, and the parts of a step
+to its seconds; what the operators and collectives of the plan do not explain (a profile's executor, moves between
+stages of one group) is a part of its own.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopar.graph import Graph, Node, Ref, Spec
+from autopar.placements import State, Step, elements_moved
+from autopar.plan import Plan, StagePlan, route_key
+from autopar.planner.intra_op import params as P
+from autopar.planner.intra_op.ledger import ledger
+from autopar.planner.intra_op.price import Pricer, pricer
+from autopar.rules.local import collectives_inside, cuts_of
+from autopar.rules.notation import Rule
+from autopar.rules.registry import rules_of
+from autopar.rules.strategy import Strategy, grads_of, strategy_named
+from autopar.staging import StageGraph
+from cost_models.pipeline import Timeline
+from hardware_profiles import Cluster
+
+FORWARD, BACKWARD, AGAIN, SLICES = "forward compute", "backward compute", "recomputed forwards", "slices and copies"
+BESIDE, IDLE, LATER = (
+    "executor, and moves within a group",
+    "idle: bubbles and transfers",
+    "waiting at the end of the step",
+)
+
+
+def _sums() -> defaultdict[Any, float]:
+    return defaultdict(float)
+
+
+@dataclass
+class StageTally:
+    """What one stage spends and moves.
+
+    Attributes:
+        seconds: of one microbatch, by kind: :data:`FORWARD`, ..., ``all_reduce over tensor``.
+        forward_moves, backward_moves: of these, what collectives take in each pass.
+        once: once a step, by kind: gradients and gathers of parameters.
+        traffic: ``{(axis, kind of collective): bytes of buffers}`` of a whole step.
+    """
+
+    seconds: defaultdict[str, float] = field(default_factory=_sums)
+    forward_moves: float = 0.0
+    backward_moves: float = 0.0
+    once: defaultdict[str, float] = field(default_factory=_sums)
+    traffic: defaultdict[tuple[str, str], float] = field(default_factory=_sums)
+
+    def collective(self, kind: str, axis: str, seconds: float, n_bytes: float, backward: bool, times: int) -> None:
+        """Count one collective of a microbatch, of which a step has ``times``."""
+        self.seconds[f"{kind} over {axis}"] += seconds
+        self.traffic[axis, kind] += n_bytes * times
+        if backward:
+            self.backward_moves += seconds
+        else:
+            self.forward_moves += seconds
+
+
+def stage_tally(graph: Graph, stage: StagePlan, priced: Pricer) -> StageTally:
+    """What a stage spends and moves."""
+    tally, rules = StageTally(), rules_of(graph)
+    chosen: dict[int, Strategy] = {}
+    for i, node in enumerate(graph.nodes):
+        rule = rules[i]
+        if node.kind == "op" and rule is not None:
+            chosen[i] = strategy_named(graph, node, rule, stage.ops[node.name])
+            compute = priced.compute(graph, node, rule, chosen[i])
+            tally.seconds[FORWARD] += compute.forward
+            tally.seconds[BACKWARD] += compute.total - compute.forward
+            _inside(tally, graph, stage, priced, node, rule, chosen[i])
+        for out, spec in enumerate(node.outs):
+            if spec is not None:
+                for src, dst in stage.routes.get(route_key(graph, Ref(i, out)), ()):
+                    _reshard(tally, spec, node.needs_grad and spec.is_float, src, dst, stage, priced)
+    if stage.recompute or stage.gather_again:
+        _again(tally, graph, stage, priced, chosen)
+    for _, node in graph.of_kind("param"):
+        choice = stage.params[node.target]
+        for axis, kind, n_bytes, times in P.collectives(
+            node.out, node.needs_grad, choice, stage.mesh, stage.microbatches
+        ):
+            seconds = P.bucketed_seconds(priced.axes[axis], kind, n_bytes, priced.costs.bucket_bytes)
+            tally.once[f"{kind} over {axis}, of parameters"] += times * seconds
+            tally.traffic[axis, kind] += n_bytes * times
+    return tally
+
+
+def _inside(
+    tally: StageTally, graph: Graph, stage: StagePlan, priced: Pricer, node: Node, rule: Rule, strategy: Strategy
+) -> None:
+    """Collectives inside an operator. Those that run beside its compute are counted by what they take longer."""
+    pieces, axes = cuts_of(rule, strategy.options, stage.mesh)
+    differentiable, sizes = any(grads_of(graph, node)[1]), dict(stage.mesh)
+    comms = [
+        (comm, axis, n_bytes, priced.axes[axis].seconds(comm.kind, n_bytes) * comm.times(sizes[axis]))
+        for comm, axis, n_bytes in collectives_inside(rule, pieces, axes, differentiable)
+    ]
+    alone = sum(seconds for *_, seconds in comms)
+    if not alone:
+        return
+    shown = priced.op(graph, node, rule, strategy)[1] / alone
+    for comm, axis, n_bytes, seconds in comms:
+        moved = n_bytes * comm.times(sizes[axis])
+        tally.collective(comm.kind, axis, seconds * shown, moved, comm.backward, stage.microbatches)
+
+
+def _reshard(
+    tally: StageTally, spec: Spec, grad: bool, src: State, dst: State, stage: StagePlan, priced: Pricer,
+    forward_only: bool = False,
+) -> None:  # fmt: skip
+    """One step of a route: its collective, or the slice that stands for one, each way."""
+    step = Step.between(src, dst)
+    axis = stage.mesh[step.axis][0]
+    n_bytes = elements_moved(spec.shape, src, dst, stage.mesh) * spec.item_bytes
+    ways = zip(step.collectives, priced.step_parts(spec, grad, src, dst), strict=True)
+    for backward, (kind, seconds) in enumerate(ways):
+        if backward and (forward_only or not grad):
+            continue
+        if kind is None:
+            tally.seconds[SLICES] += seconds
+        elif seconds:
+            tally.collective(kind, axis, seconds, n_bytes, bool(backward), stage.microbatches)
+
+
+def _again(tally: StageTally, graph: Graph, stage: StagePlan, priced: Pricer, chosen: dict[int, Strategy]) -> None:
+    """What runs a second time, in the backward."""
+    rules = rules_of(graph)
+    holds = ledger(
+        graph, rules, stage.mesh, chosen, stage.routes, stage.recompute, stage.gather_again, stage.make_again
+    )
+    steps = list(holds.steps_again)
+    for segment in holds.segments:
+        for i in segment.ops if segment.active else ():
+            rule = rules[i]
+            assert rule is not None
+            compute, inside = priced.forward(graph, graph.nodes[i], rule, chosen[i])
+            tally.seconds[AGAIN] += compute
+            pieces, axes = cuts_of(rule, chosen[i].options, stage.mesh)
+            comms = list(collectives_inside(rule, pieces, axes, False))
+            for comm, axis, n_bytes in comms:
+                moved = n_bytes * comm.times(dict(stage.mesh)[axis])
+                tally.collective(comm.kind, axis, inside / len(comms), moved, True, stage.microbatches)
+        steps += segment.steps if segment.active else ()
+    for ref, src, dst in steps:
+        _reshard(tally, graph.spec(ref), False, src, dst, stage, priced, forward_only=True)
+
+
+def tallies(graphs: Sequence[StageGraph], plan: Plan, cluster: Cluster) -> list[StageTally]:
+    """Of every stage."""
+    return [
+        stage_tally(part.graph, stage, pricer(cluster, stage.mesh, stage.devices))
+        for part, stage in zip(graphs, plan.stages, strict=True)
+    ]
+
+
+def step_parts(plan: Plan, timeline: Timeline, of_stages: Sequence[StageTally]) -> dict[str, float]:
+    """Seconds of a step by kind, the mean of all groups of devices; their sum is the step."""
+    schedule, parts = plan.schedule, _sums()
+    once_longest = plan.seconds - timeline.makespan_seconds
+    for group, stages in enumerate(schedule.stages_of_rank):
+        explained = 0.0
+        for number in stages:
+            for kind, seconds in of_stages[number].seconds.items():
+                parts[kind] += seconds * plan.microbatches
+                explained += seconds * plan.microbatches
+        parts[BESIDE] += timeline.busy_seconds[group] - explained
+        parts[IDLE] += timeline.idle_seconds[group]
+        once = [item for number in stages for item in of_stages[number].once.items()]
+        for kind, seconds in once:
+            parts[kind] += seconds
+        parts[LATER] += once_longest - sum(seconds for _, seconds in once)
+    least = 1e-9 * plan.seconds
+    return {kind: total / schedule.n_ranks for kind, total in parts.items() if abs(total) / schedule.n_ranks > least}
+
+
+__all__ = [
+    "AGAIN", "BACKWARD", "BESIDE", "FORWARD", "IDLE", "LATER", "SLICES", "StageTally", "stage_tally", "step_parts",
+    "tallies",
+]  # fmt: skip

@@ -1,0 +1,183 @@
+"""``autopar report``: the page is whole, needs nothing else, shows the plan's numbers, and looks right in a browser."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from unit.test_cli import MODEL
+from unit.test_cli_pipeline import autopar
+
+from autopar.cli.common import opened
+from autopar.report.page.gantt import gantt, is_aggregated
+from autopar.report.page.html_page import Subject, html_page
+from autopar.report.page.link_load import link_kinds
+from autopar.report.page.seconds_spent import step_parts, tallies
+from autopar.texts import show_bytes, show_seconds
+from cost_models.mesh_links import link_bytes
+from cost_models.pipeline import build, simulate
+from hardware_profiles import load_cluster
+
+VOID = {"meta", "link", "br", "rect", "path", "circle", "polygon", "line"}
+KINDS = {
+    "mesh": ("-c", "local-x4", "--mesh", "data=2,tensor=2", "--pin", "layers.*.up:tensor=n"),
+    "piped": ("-c", "local-x4", "--stages", 2, "--microbatches", 4, "--schedule", "zb-h1"),
+    "again": ("-c", "local-x4", "--stages", 2, "--microbatches", 4, "--schedule", "1f1b", "--recompute", "layers.*"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, and a plan of each kind."""
+    path = tmp_path_factory.mktemp("page")
+    (path / "net.py").write_text(MODEL)
+    for kind, words in KINDS.items():
+        code, _, err = autopar("plan", path / "net.py:make", *words, "-o", path / f"{kind}.json")
+        assert code == 0, err
+    return path
+
+
+def subject_of(folder: Path, kind: str, name: str = "net") -> Subject:
+    captured, asked = opened(folder / f"{kind}.json")
+    return Subject(name, captured.graph, asked.graphs, *asked.simulated(), asked.cluster)
+
+
+class Tags(HTMLParser):
+    """Checks that every element is closed, in order, and keeps attributes and what scripts there are."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.attributes: list[tuple[str, str, str]] = []
+        self.ids: list[str] = []
+        self.feed(page)
+        self.close()
+        assert not self.open, f"never closed: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += [(tag, key, value or "") for key, value in attrs]
+        assert len({key for key, _ in attrs}) == len(attrs), (tag, attrs)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += [(tag, key, value or "") for key, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open.pop() == tag, (tag, self.getpos())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_page_is_whole_and_needs_nothing(folder: Path, kind: str) -> None:
+    code, out, err = autopar("report", folder / f"{kind}.json", "-o", folder / f"{kind}.html")
+    assert code == 0, err
+    page = (folder / f"{kind}.html").read_text()
+    assert f"{kind}.html" in out
+    tags = Tags(page)
+    for tag, key, value in tags.attributes:
+        if key in ("href", "src", "action", "data", "srcset", "poster"):
+            assert value.startswith(("#", "data:,")), (tag, key, value)
+    assert not re.search(r"(?i)https?://|@import|url\(", page)
+    targets = {value for _, key, value in tags.attributes if key == "id"}
+    assert {value[1:] for _, key, value in tags.attributes if key == "href" and value[0] == "#"} <= targets
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_its_numbers_are_those_of_the_plan(folder: Path, kind: str) -> None:
+    subject = subject_of(folder, kind)
+    plan = subject.plan
+    exact = [float(x) for x in re.findall(r'data-exact="([^"]+)"', html_page(subject))]
+    assert exact[:3] == [plan.seconds, plan.memory_bytes, plan.n_devices]
+    of_stages = tallies(subject.graphs, plan, subject.cluster)
+    parts = step_parts(plan, subject.timeline, of_stages)
+    assert sum(parts.values()) == pytest.approx(plan.seconds, rel=1e-9), "the seconds of a step are all explained"
+    assert min(parts.values()) > 0
+    for tally, stage in zip(of_stages, plan.stages, strict=True):
+        assert sum(tally.once.values()) == pytest.approx(stage.price.parameter_seconds, rel=1e-9)
+    moved = {kind for kind in parts if " over " in kind}
+    assert moved or kind != "mesh"
+    assert any(link.used for link in link_kinds(subject.graphs, plan, subject.cluster, of_stages))
+
+
+def test_plans_show_themselves_in_notebooks(folder: Path) -> None:
+    plan = replace(subject_of(folder, "piped").plan, cluster="<script>")
+    html = plan._repr_html_()
+    Tags(html)
+    assert "<script" not in html and show_seconds(plan.seconds) in html
+    assert all(show_bytes(stage.price.memory_bytes) in html for stage in plan.stages)
+
+
+def test_names_cannot_run(folder: Path) -> None:
+    page = html_page(subject_of(folder, "mesh", '<script>alert(1)</script>"\' onload=x'))
+    assert page.count("<script") == 1 and "&lt;script&gt;alert(1)" in page
+    Tags(page)
+
+
+def test_long_schedules_are_histograms(folder: Path) -> None:
+    """A page stays small however many microbatches a step has, and the histogram adds up to what groups compute."""
+    subject = subject_of(folder, "piped")
+    schedule = build("1f1b", 2, 2, 4000)
+    timeline = simulate(schedule, subject.timeline.times)
+    plan = replace(subject.plan, schedule=schedule, seconds=timeline.makespan_seconds)
+    assert is_aggregated(timeline) and not is_aggregated(subject.timeline)
+    lanes = gantt(plan, timeline, tallies(subject.graphs, plan, subject.cluster))
+    assert len(lanes) < 100_000
+    for group, text in enumerate(re.findall(r'data-busy="([^"]+)"', lanes)):
+        busy = [int(n) for n in text.split(",")]
+        share = timeline.busy_seconds[group] / timeline.makespan_seconds
+        assert sum(busy) / len(busy) == pytest.approx(100 * share, abs=1.0)
+
+
+def test_a_ring_loads_its_links() -> None:
+    """Of an all-reduce of B bytes over 8 devices, each sends 2 * 7/8 B on its way out."""
+    cluster = load_cluster("dgx-h100")
+    carried = link_bytes(cluster, {"data": 8}, range(8), {("data", "all_reduce"): 800.0, ("data", "all_to_all"): 80.0})
+    out = {edge: n for edge, n in carried.items() if edge[0] in range(8)}
+    assert list(out.values()) == [pytest.approx(1400 + 70)] * 8
+
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here (Debian's package is chromium)")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_in_a_browser(folder: Path, scheme: str) -> None:
+    """Nothing is wrong on the console, nothing sticks out at the width of a phone or of a desk, all opened; keys move
+    along a lane; both colour schemes apply."""
+    page = html_page(subject_of(folder, "piped")).replace("<details ", "<details open ")
+    (folder / "real.html").write_text(page)
+    page = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page)  # for the test's own script only
+    frames = "".join(f'<iframe src="page.html" style="width:{w}px;height:900px"></iframe>' for w in (360, 1280))
+    frames += '<iframe src="real.html"></iframe>'  # its policy lets its own style and script run
+    probe = """<script>addEventListener("load", () => {
+      const lane = document.querySelector("svg[data-lane]");
+      lane.focus();
+      lane.dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowRight"}));
+      document.querySelector("[data-zoom='16']").click();
+      const wide = document.documentElement;
+      console.log("PROBE", wide.clientWidth, wide.scrollWidth, document.getElementById("readout").textContent,
+                  "|", getComputedStyle(document.body).backgroundColor);
+    });</script></body>"""
+    (folder / "page.html").write_text(page.replace("</body>", probe))
+    (folder / "frames.html").write_text(f"<!doctype html><body>{frames}</body>")
+    done = subprocess.run(
+        [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
+         "--allow-file-access-from-files", "--window-size=1700,1000", f"--user-data-dir={folder / 'browser'}",
+         f"--blink-settings=preferredColorScheme={0 if scheme == 'dark' else 1}", "--virtual-time-budget=4000",
+         "--dump-dom", (folder / "frames.html").as_uri()],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    said = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    probes = [re.search(r"PROBE (\d+) (\d+) (.*) \| (.*?)\"", line) for line in said]
+    assert len(said) == 2 and all(probes), done.stderr[-3000:]
+    widths = sorted((int(m[1]), int(m[2])) for m in probes if m)
+    assert widths[0][0] <= 360 < widths[1][0] <= 1280 and all(a == b for a, b in widths), widths
+    grounds = {m[4] for m in probes if m}
+    assert grounds == {"rgb(14, 19, 25)" if scheme == "dark" else "rgb(246, 247, 249)"}
+    assert all("0F0" in m[3] for m in probes if m), "the first action of the first lane is read out"
+
