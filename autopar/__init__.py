@@ -61,12 +61,14 @@ if TYPE_CHECKING:
     from autopar.runtime.checkpoint_folder import Checkpoint
     from autopar.runtime.executor import ParallelModule
     from autopar.runtime.launch import run_local
+    from autopar.runtime.saving import save
 
 _WHERE = {
     "parallelize": "autopar.api", "plan": "autopar.api", "capture": "autopar.api", "Plan": "autopar.plan",
     "ParallelModule": "autopar.runtime.executor", "full_state_dict": "autopar.runtime.checkpoint",
     "load_full_state_dict": "autopar.runtime.checkpoint", "run_local": "autopar.runtime.launch",
     "function_rule": "autopar.rules.function", "Checkpoint": "autopar.runtime.checkpoint_folder",
+    "save": "autopar.runtime.saving",
 }  # fmt: skip
 
 
@@ -98,5 +100,5 @@ if not TYPE_CHECKING:
 __all__ = [
     "AutoparError", "CaptureError", "Checkpoint", "ClusterError", "InfeasibleError", "MeshError", "ParallelModule",
     "Plan", "PlanError", "RuleError", "RunError", "capture", "full_state_dict", "function_rule", "load_full_state_dict",
-    "parallelize", "plan", "run_local",
+    "parallelize", "plan", "run_local", "save",
 ]  # fmt: skip

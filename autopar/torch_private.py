@@ -204,6 +204,18 @@ DTENSOR_STRATEGIES = Replaceable(
 DTENSOR_REDUCED_DIMS = Replaceable("torch.distributed.tensor._ops._math_ops", "_infer_reduction_dims")
 """Which dims a reduction of a DTensor is over: torch's takes an empty list for no dim, where operators take all."""
 
+OPTIMIZERS_OF_ELEMENTS = tuple(
+    Replaceable(f"torch.optim.{name}", name)
+    for name in ("adadelta", "adagrad", "adam", "adamax", "asgd", "nadam", "radam", "rmsprop", "rprop", "sgd")
+)
+"""The functional forms of optimizers that compute each element by itself; AdamW's is Adam's. ``params, grads`` and
+lists of state come first, as lists of one length, or empty ones."""
+
+OPTIMIZERS_OF_MATRICES = (
+    Replaceable("torch.optim._muon", "muon"), Replaceable("torch.optim._adafactor", "adafactor"),
+)  # fmt: skip
+"""Those that look at more than an element of a parameter at once."""
+
 TENSOR_LIST_CHECK = Replaceable("torch.distributed.distributed_c10d", "_check_tensor_list")
 """What collectives do with a list of tensors: the dispatcher does not see DTensors that lie in lists of lists."""
 
@@ -264,7 +276,9 @@ _call_by_new_names()
 __all__ = [
     "CHECKPOINT", "DTENSOR_HANDLERS", "DTENSOR_REDUCED_DIMS", "DTENSOR_RESULT", "DTENSOR_STRATEGIES",
     "DTENSOR_STRATEGY", "EXPORT_BUFFER_HOOK", "EXPORT_INSIDE",
-    "GRADIENT_NODE", "LINEAR_REDUCTION_OP_MAP", "PLAIN_BESIDE_DTENSOR", "STATE_DICT_OPTIONS", "TENSOR_LIST_CHECK",
+    "GRADIENT_NODE", "LINEAR_REDUCTION_OP_MAP", "OPTIMIZERS_OF_ELEMENTS", "OPTIMIZERS_OF_MATRICES",
+    "PLAIN_BESIDE_DTENSOR",
+    "STATE_DICT_OPTIONS", "TENSOR_LIST_CHECK",
     "TOTAL_NORM",
     "AttributeProxy", "BackwardHookFunction", "DTensorSpec", "DisableTorchFunction", "DisableTorchFunctionSubclass",
     "FakeTensor", "FakeTensorMode", "LocalIntNode", "LocalTensor", "LocalTensorMode", "ModuleStackTracer", "Namespace",

@@ -127,10 +127,15 @@ class Sides:
                 x.grad = None
             with without_autocast():
                 sum(roots[1:], roots[0]).backward()
-            return {n: x.grad.detach() for n, x in wanted.items() if x.grad is not None}
+            return {n: _dense(x.grad.detach()) for n, x in wanted.items() if x.grad is not None}
         finally:
             for n, x in wanted.items():
                 x.grad = before[n]
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient of rows (``nn.Embedding(sparse=True)``) as the program gives it."""
+    return gradient.to_dense() if gradient.layout is not torch.strided else gradient
 
 
 def _named(model: torch.nn.Module, loss_fn: Any) -> dict[str, torch.Tensor]:

@@ -40,6 +40,7 @@ Parameters in a script, which are DTensors
 
 :mod:`.dtensor_fixes`    what torch gets wrong in silence; :mod:`.dtensor_writes`: of writes to parts
 :mod:`.mixed`            plain tensors beside them
+:mod:`.optimizer_steps`  steps of torch's optimizers, on pieces or on whole parameters
 
 Ranks together
 
@@ -47,7 +48,8 @@ Ranks together
 :mod:`.groups`           process groups, each made once; :mod:`.plan_groups`: which ones a plan needs
 :mod:`.failures`         a step that breaks on one rank; :mod:`.presence`: one that ends within ``parallelize``
 :mod:`.store_meeting`    ranks tell each other through the store; :mod:`.ended`: that they have ended
-:mod:`.checkpoint`       whole state dicts; :mod:`.checkpoint_folder`: a run on disk, whole at any moment;
+:mod:`.checkpoint`       whole state dicts; :mod:`.saving`: into one file, as a script of one device does;
+                         :mod:`.checkpoint_folder`: a run on disk, whole at any moment;
                          :mod:`.optimizers`: those made before; :mod:`.init`: models without values
 :mod:`.launch`           processes on this machine; :mod:`.world`: many ranks in one process; :mod:`.collective_seconds`
 """

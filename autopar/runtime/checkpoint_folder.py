@@ -128,7 +128,7 @@ class Checkpoint:
             unfinished = self.folder / share(self.group, unfinished.name, None)
         with self._on_all(f"saved to {target}"):
             unfinished.mkdir(exist_ok=True)
-            with _on_disk(unfinished / f"rank-{self.rank:05d}.pt") as file:
+            with on_disk(unfinished / f"rank-{self.rank:05d}.pt") as file:
                 torch.save(self._of_rank(), file)
         state = self._state()
         if wait:
@@ -159,7 +159,7 @@ class Checkpoint:
     def _name(self, unfinished: Path, target: Path, step: int) -> None:
         """Everything is written on all ranks: rank 0 gives the save its name."""
         manifest = {"format": FORMAT, "step": step, "ranks": len(self.ranks), "others": sorted(self.others)}
-        with _on_disk(unfinished / MANIFEST) as file:
+        with on_disk(unfinished / MANIFEST) as file:
             file.write(json.dumps(manifest).encode())
         _sync_folder(unfinished)
         if target.exists():
@@ -370,7 +370,7 @@ def _number() -> str:
 
 
 @contextlib.contextmanager
-def _on_disk(path: Path) -> Iterator[BinaryIO]:
+def on_disk(path: Path) -> Iterator[BinaryIO]:
     """A new file whose bytes are on the disk at the end."""
     with path.open("wb") as file:
         yield file
@@ -420,4 +420,4 @@ def _set_generators(states: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
-__all__ = ["Checkpoint"]
+__all__ = ["Checkpoint", "on_disk"]

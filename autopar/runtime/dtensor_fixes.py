@@ -139,6 +139,16 @@ def note_on(device_mesh: DeviceMesh, what: str) -> None:
         mesh_and_meeting[1].note(what)
 
 
+def meet_at(device_mesh: DeviceMesh, verb: str, what: str) -> None:
+    """Wait until all ranks of the mesh come to something in which each has its part.
+
+    Raises:
+        RunError: another rank comes to something else.
+    """
+    if mesh_and_meeting := _meetings.get(_ranks(device_mesh)):
+        mesh_and_meeting[1].meet(verb, what, "all ranks must do it: call it outside of `if rank == 0`")
+
+
 def _number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The number that a DTensor of one element holds, on every rank.
 
@@ -301,4 +311,4 @@ def correct() -> None:
     DTensor.data = property(data_of_tensors.__get__, _set_data)  # type: ignore[assignment,method-assign]
 
 
-__all__ = ["correct", "meet_on", "note_on"]
+__all__ = ["correct", "meet_at", "meet_on", "note_on"]

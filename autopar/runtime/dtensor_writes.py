@@ -48,7 +48,7 @@ def written_through(view: Any) -> None:
     with torch.no_grad():
         whole = _whole(base).clone(memory_format=torch.contiguous_format)
         view._view_func_unsafe(whole).copy_(view.detach().full_tensor())
-        _take(base, whole)
+        take(base, whole)
 
 
 def _whole(tensor: Any) -> torch.Tensor:
@@ -61,7 +61,7 @@ def _shares(view: Any, base: Any) -> bool:
     return bool(ours._cdata == theirs._cdata)
 
 
-def _take(tensor: Any, whole: torch.Tensor) -> None:
+def take(tensor: Any, whole: torch.Tensor) -> None:
     """Have a DTensor hold its piece of ``whole``; one that was still to be added up is whole afterwards."""
     if any(p.is_partial() for p in tensor.placements):
         meta = TensorMeta(shape=whole.shape, stride=whole.stride(), dtype=whole.dtype)
@@ -94,7 +94,7 @@ def run_on_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: D
         written: dict[int, torch.Tensor] = {}
         for tensor in _written(op, args, kwargs):
             if isinstance(tensor, DTensor):
-                _take(tensor, whole_of[id(tensor)])
+                take(tensor, whole_of[id(tensor)])
                 written[id(whole_of[id(tensor)])] = tensor
                 if tensor._is_view():
                     written_through(tensor)
@@ -137,4 +137,4 @@ def handle_on_whole(meshes: set[DeviceMesh]) -> None:
         handlers[op] = handle
 
 
-__all__ = ["can_run_on_whole", "handle_on_whole", "run_on_whole", "written_through"]
+__all__ = ["can_run_on_whole", "handle_on_whole", "run_on_whole", "take", "written_through"]

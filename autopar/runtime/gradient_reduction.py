@@ -103,8 +103,10 @@ class Reducer:
         self.filled: dict[Any, int] = {}
 
     def add(self, held: HeldParam, grad: torch.Tensor) -> None:
-        """A gradient in the used placement."""
+        """A gradient in the used placement; one of rows (``nn.Embedding(sparse=True)``) travels whole."""
         stages = held.adjoint
+        if grad.layout is not torch.strided:
+            grad = grad.to_dense()
         grad = in_dtype(grad, self.dtype())
         n_bytes = grad.numel() * grad.element_size()
         if n_bytes >= min(ALONE_BYTES, self.limit) or not _fits_bucket(stages):

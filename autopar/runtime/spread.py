@@ -18,7 +18,7 @@ from autopar.capture import Captured
 from autopar.capture.evaluation import Skeleton
 from autopar.capture.losses import LOSS, other_losses
 from autopar.errors import RunError
-from autopar.runtime import dtensor_fixes
+from autopar.runtime import dtensor_fixes, optimizer_steps
 from autopar.runtime.methods import method_of
 from autopar.runtime.original import Original, unheard
 from autopar.runtime.programs import AllWell, Fields, PlanAgain, Programs
@@ -75,6 +75,7 @@ class SpreadModule(Elements):
     def __init__(self) -> None:
         super().__init__()
         dtensor_fixes.correct()
+        optimizer_steps.correct()
 
     def __setattr__(self, name: str, value: Any) -> None:
         refuse_replacing(self, name, value)

@@ -157,6 +157,8 @@ class Part(Elements):
         missing = object()
         value = values[name] if name in values else inspect.getattr_static(kind, name, missing)
         if name not in values and value is not missing:
+            if value is torch.nn.RNNBase.flatten_parameters:
+                return _nothing
             if isinstance(value, staticmethod | classmethod) or inspect.isroutine(value):
                 return functools.partial(_refuse_method, path, kind.__name__, name)
             value = missing if hasattr(value, "__get__") else value  # a property may compute from the model's weights
@@ -281,6 +283,10 @@ class Part(Elements):
         tensors = [*self.parameters(), *self.buffers()]
         check_conversion(fn, tensors, tensors[0].device if tensors else torch.device("cpu"))
         return self
+
+
+def _nothing() -> None:
+    """``flatten_parameters()``: where a recurrent layer's weights lie in memory is not the model's to say any more."""
 
 
 def _refuse_method(path: str, kind: str, name: str, *args: Any, **kwargs: Any) -> Any:

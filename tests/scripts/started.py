@@ -1,0 +1,68 @@
+"""Runs somebody's script as ``__main__`` and writes down numbers that it reads: ``started.py NUMBERS CUT SCRIPT ...``.
+
+``NUMBERS`` is the file of this rank, one number a line, in the order in which the script (or a file beside it) calls
+``item()`` of a floating point tensor: losses and what it prints of them. ``CUT`` is an option that
+``autopar.parallelize`` is told to take wherever an operator has it, such as ``b``; ``-`` leaves the choice to the plan.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import autopar.api
+
+
+def record(numbers: Path, folder: Path) -> None:
+    """Write what code in the folder reads of tensors."""
+    read = torch.Tensor.item
+    file = numbers.open("w", encoding="utf-8", buffering=1)
+
+    def item(self: torch.Tensor) -> Any:
+        value = read(self)
+        caller = sys._getframe(1).f_globals.get("__file__") or ""
+        if isinstance(value, float) and Path(caller).resolve().is_relative_to(folder):
+            file.write(f"{value!r}\n")
+        return value
+
+    torch.Tensor.item = item  # type: ignore[method-assign]
+
+
+def force(cut: str) -> None:
+    """Have every plan cut what can be cut so; the script says nothing of it."""
+    chosen = autopar.api.parallelize
+
+    def parallelize(model: Any, mesh: Any, *args: Any, **kwargs: Any) -> Any:
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+        mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ranks",))
+        pm = chosen(model, mesh, *args, constraints={"*": {"ranks": cut}}, **kwargs)
+        if dist.get_world_size() > 1:
+            local = sum(p.to_local().numel() for p in pm.parameters())
+            print(
+                f"cut {cut}: {local} of {sum(p.numel() for p in pm.parameters())} parameters on this rank", flush=True
+            )
+        return pm
+
+    autopar.api.parallelize = parallelize
+
+
+if __name__ == "__main__":
+    numbers, cut, script, *rest = sys.argv[1:]
+    torch.set_num_threads(1)
+    torch.manual_seed(0)  # a script that seeds nothing itself has other numbers at each start
+    random.seed(0)
+    folder = Path(script).resolve().parent
+    record(Path(f"{numbers}.{os.environ.get('RANK', '0')}"), Path.cwd())
+    if cut != "-":
+        force(cut)
+    sys.argv = [script, *rest]
+    sys.path[0] = str(folder)
+    runpy.run_path(script, run_name="__main__")

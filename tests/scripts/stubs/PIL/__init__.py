@@ -1,0 +1,1 @@
+"""Stands for Pillow where it is not installed."""

@@ -1,0 +1,1 @@
+"""Stands for six where it is not installed."""

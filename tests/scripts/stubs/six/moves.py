@@ -1,0 +1,5 @@
+"""What one script imports from here."""
+
+import urllib.request
+
+__all__ = ["urllib"]

@@ -1,0 +1,42 @@
+"""Cuts and sizes of images, which the stubs keep as tensors of channels, height and width."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+Transform = Callable[[Any], Any]
+
+
+def Compose(steps: Sequence[Transform]) -> Transform:
+    """One step after the other."""
+
+    def apply(image: Any) -> Any:
+        for step in steps:
+            image = step(image)
+        return image
+
+    return apply
+
+
+def ToTensor() -> Transform:
+    """The tensor as it is."""
+    return lambda image: image
+
+
+def Normalize(*_: Any) -> Transform:
+    """The tensor as it is."""
+    return lambda image: image
+
+
+def CenterCrop(size: int) -> Transform:
+    """The first ``size`` rows and columns."""
+    return lambda image: image[..., :size, :size]
+
+
+def Resize(size: int | Sequence[int]) -> Transform:
+    """By interpolation."""
+    shape = (size, size) if isinstance(size, int) else tuple(size)
+    return lambda image: torch.nn.functional.interpolate(image[None], shape)[0]

@@ -1,0 +1,106 @@
+"""The scripts: where they come from, how they are run, what is forced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripts import data
+
+NANOGPT = "karpathy/nanoGPT@3adf61e154c3fe3fca428ad6bc3818b27a3b8291"
+MINGPT = "karpathy/minGPT@37baab71b9abea1b76ab957409a1cc2fbfba8a26"
+EXAMPLES = "pytorch/examples@77f55b912142e11fcfdf5b530231fb9c52f181e8"
+OLD_EXAMPLES = "pytorch/examples@5921fc191b83df2451c342b8bb30b5e3d8891ff8"
+
+
+@dataclass(frozen=True)
+class Script:
+    """One script as it is trained here.
+
+    Attributes:
+        source: ``owner/repository@commit``.
+        path: of the script in its repository; it runs in that file's folder.
+        args: what it is called with, each run of it.
+        runs: what is called with beside that: one run for each. The key says whether the script draws random numbers
+            within ``forward`` (``random``): the program draws others than eager mode, so two ranks are compared with
+            the changed script on one; else (``plain``) with the script as it is.
+        cuts: options that are forced, one after the other.
+        data: makes what it reads, in the folder where it runs.
+        diff: of ``diffs/``, by default its repository's or folder's name.
+        fails_at_end: the script as it is does not come to its end with this version of torch; what it gave is compared.
+    """
+
+    source: str
+    path: str
+    args: tuple[str, ...] = ()
+    runs: tuple[tuple[str, tuple[str, ...]], ...] = (("plain", ()),)
+    cuts: tuple[str, ...] = ("b", "-")
+    data: Callable[[Path], None] = data.nothing
+    diff: str = ""
+    fails_at_end: bool = False
+
+
+SCRIPTS: dict[str, Script] = {
+    "nanoGPT": Script(
+        NANOGPT, "train.py",
+        ("--dataset=noise", "--device=cpu", "--compile=False", "--dtype=float32", "--n_layer=2", "--n_head=2",
+         "--n_embd=32", "--block_size=16", "--batch_size=8", "--max_iters=12", "--eval_interval=4", "--eval_iters=2",
+         "--gradient_accumulation_steps=2", "--warmup_iters=3", "--lr_decay_iters=12", "--learning_rate=1e-2"),
+        runs=(("plain", ()), ("random", ("--dropout=0.2",))), cuts=("b", "n", "-"), data=data.tokens,
+    ),
+    "minGPT": Script(
+        MINGPT, "projects/chargpt/chargpt.py",
+        ("--model.model_type=gpt-nano", "--trainer.max_iters=80", "--trainer.batch_size=6", "--trainer.num_workers=0",
+         "--trainer.device=cpu", "--data.block_size=16"),
+        runs=(("plain", ("--model.embd_pdrop=0", "--model.resid_pdrop=0", "--model.attn_pdrop=0")), ("random", ())),
+        data=data.text,
+    ),
+    "mnist": Script(
+        EXAMPLES, "mnist/main.py",
+        ("--no-accel", "--batch-size=32", "--test-batch-size=40", "--epochs=2", "--log-interval=1", "--save-model"),
+        runs=(("random", ()),),
+    ),
+    "vae": Script(
+        EXAMPLES, "vae/main.py", ("--no-accel", "--batch-size=32", "--epochs=2"), runs=(("random", ()),),
+        cuts=("b", "-"), data=data.results,
+    ),
+    "dcgan": Script(
+        EXAMPLES, "dcgan/main.py",
+        ("--dataset=fake", "--batchSize=8", "--workers=0", "--ngf=8", "--ndf=8", "--nz=16", "--niter=2",
+         "--manualSeed=4"),
+    ),
+    "siamese_network": Script(
+        EXAMPLES, "siamese_network/main.py",
+        ("--no-accel", "--batch-size=32", "--test-batch-size=40", "--epochs=2", "--log-interval=1", "--save-model",
+         "--seed=0"),
+    ),
+    "super_resolution": Script(
+        EXAMPLES, "super_resolution/main.py",
+        ("--upscale_factor=4", "--batchSize=4", "--testBatchSize=3", "--nEpochs=2", "--threads=0", "--lr=0.001"),
+        data=data.pictures,
+    ),
+    "word_language_model Transformer": Script(
+        EXAMPLES, "word_language_model/main.py",
+        ("--model=Transformer", "--data=data/words", "--emsize=16", "--nhid=16", "--nlayers=2", "--nhead=2", "--lr=1",
+         "--epochs=2", "--batch_size=6", "--bptt=7", "--log-interval=5", "--dropout=0.2"),
+        runs=(("random", ()),), data=data.words, diff="word_language_model",
+    ),
+    "word_language_model LSTM": Script(
+        EXAMPLES, "word_language_model/main.py",
+        ("--model=LSTM", "--data=data/words", "--emsize=16", "--nhid=16", "--nlayers=2", "--lr=1", "--epochs=2",
+         "--batch_size=6", "--bptt=7", "--log-interval=5"),
+        runs=(("plain", ("--dropout=0",)), ("random", ("--dropout=0.2",))), cuts=("n", "-"),
+        data=data.words, diff="word_language_model",
+    ),
+    "vision_transformer": Script(
+        OLD_EXAMPLES, "vision_transformer/main.py",
+        ("--no-cuda", "--patch-size=8", "--latent-size=16", "--num-heads=2", "--num-encoders=2", "--img-size=32",
+         "--epochs=2", "--lr=0.01"),
+        runs=(("plain", ("--dropout=0",)),),
+    ),
+    "gcn": Script(
+        EXAMPLES, "gcn/main.py", ("--no-accel", "--epochs=6", "--val-every=1"),
+        runs=(("plain", ("--dropout-p=0",)), ("random", ())), cuts=("-",),
+    ),
+}  # fmt: skip
