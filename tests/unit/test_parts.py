@@ -247,3 +247,20 @@ def test_a_block_on_another_rank_that_encloses_a_dropout_is_known() -> None:
     assert lists.layers[1].out_features == 2
     with pytest.raises(RunError, match=r"'layers.0' is not on this rank, which has other stages of the pipeline"):
         list(lists.layers)
+
+
+def test_a_recurrent_layer_is_told_where_its_weights_lie() -> None:
+    """``flatten_parameters()``, which scripts call after loading, has nothing to do."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.LSTM(4, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.rnn(x)[0].square().mean()
+
+    pm = autopar.parallelize(Recurrent(), 1, torch.randn(3, 2, 4))
+    pm.rnn.flatten_parameters()
+    pm(torch.randn(3, 2, 4)).backward()
+    assert all(p.grad is not None for p in pm.parameters())
