@@ -255,11 +255,12 @@ def parallelize(
         on_change: what a call does when a plain value that ``forward`` reads (a number, flag or name on a module, in a
             config, in a global) is not what it was: ``"error"`` names it; ``"recapture"`` captures the model again, and
             plans again where another graph needs another plan, with parameters where they are. Programs are kept by the
-            values that they read, so that a flag may be toggled; of a pipeline only numbers of the graph may change.
+            values that they read, so that a flag may be toggled; stages of a pipeline stay where they are.
             All ranks change values alike (:mod:`autopar.runtime.programs`).
         shapes: what a call with another number of rows, another length, other plain arguments or without some of them
             does: ``"any"`` captures the model for it and plans it over the same parameters, once for each such call
-            (the eight programs used last are kept); ``"fixed"`` refuses it. Pipelines refuse it in any case.
+            (the eight programs used last are kept); ``"fixed"`` refuses it. Stages of a pipeline stay where they are;
+            rows that its microbatches do not divide go through in a smaller one of their own.
         gradient_dtype: in which gradients are added up over ranks, such as ``torch.float32`` for a model in bfloat16;
             by default the parameters' own, which is what the plan's price counts. What they get is of their own again.
         batch: ``"global"``: every rank is called with the whole batch, and takes its slice; ``"local"``: with its own
@@ -343,16 +344,15 @@ def parallelize(
         pm.gradient_dtype = gradient_dtype
         if batch == "local" and pm.device_mesh.size() > 1:
             pm.take_own_rows()
-        follows_shapes = shapes == "any" and len(decided.stages) == 1
-        planner = None
-        if len(decided.stages) == 1:
-            device_type = spreading.device_type_of(model)
-            cluster_of_plan = spreading.hardware_when_asked(decided, device_type, mesh, cluster, records)
-            planner = recapture.planner_of(decided, cluster_of_plan, group)
+        device_type = spreading.device_type_of(model)
+        cluster_of_plan = spreading.hardware_when_asked(decided, device_type, mesh, cluster, records)
+        planner: Callable[..., Any] = recapture.planner_of(decided, cluster_of_plan, group)
+        if len(decided.stages) > 1:
+            planner = recapture.stage_planner_of(decided, one.graph, cluster_of_plan, group)
         programs = Programs(
             model, one.example, pm.skeleton_for_programs(model), _ranks_of(pm), planner,
             recapture.comparer_of(group) if verify_capture else None,
-            shapes=follows_shapes, values=on_change == "recapture",
+            shapes=shapes == "any", values=on_change == "recapture",
         )  # fmt: skip
         pm.follow(programs)
         if move is not None:

@@ -16,7 +16,8 @@ Two faces, which are ``torch.nn.Module``; :mod:`.spread` is what they share
 :mod:`.outputs`          what a call gives back
 :mod:`.submodules`       what stands for the model's submodules; :mod:`.copied`: ``copy.deepcopy``
 :mod:`.pipeline`         the model in stages; :mod:`.pipeline_start`: what its ranks make together first
-:mod:`.pipeline_programs`  its programs by the model's values
+:mod:`.pipeline_programs`  its programs by shapes and by the model's values; :mod:`.runs`: batches of any number of rows
+:mod:`.pipeline_outputs`  what its forward gives
 :mod:`.methods`          the model's methods, on whole values
 :mod:`.work`             what one rank of it does in a step
 :mod:`.flight`           a stage with the microbatches that are in flight; :mod:`.backward`: a backward in halves

@@ -183,7 +183,7 @@ class ParallelModule(TakesRows, SpreadModule):
     def _resume_program(self, fields: Fields) -> None:
         resume(self, fields)
 
-    def _take_program(self, new: Captured, plan_again: PlanAgain | None, all_well: AllWell) -> None:
+    def _take_program(self, new: Captured, call: ModuleCall, plan_again: PlanAgain | None, all_well: AllWell) -> None:
         take(self, new, plan_again, all_well)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:

@@ -44,21 +44,21 @@ class Flight:
 
     Attributes:
         part: what of the model the stage is.
+        shares: of the microbatches' losses in that of the step.
         leads: this rank is the first of the stage's, the one that speaks for it where all have the same.
     """
 
     def __init__(
         self, part: StageGraph, stage: Stage, wires: Sequence[Wire], row: Sequence[Action],
-        input_gradients: InputGradients, microbatches: int, leads: bool,
+        input_gradients: InputGradients, leads: bool,
     ) -> None:  # fmt: skip
         """
         Args:
             wires: of the whole pipeline.
             row: what this rank does in a step.
-            microbatches: of a step.
         """
-        self.part, self.stage, self.input_gradients = part, stage, input_gradients
-        self.microbatches, self.leads = microbatches, leads
+        self.part, self.stage, self.input_gradients, self.leads = part, stage, input_gradients, leads
+        self.shares: Sequence[float] = ()
         self.into = [wire for wire in wires if wire.target == part.number]
         self.out = [wire for wire in wires if wire.source == part.number]
         backwards = [action for action in row if action.stage == part.number and action.kind in "BW"]
@@ -72,9 +72,9 @@ class Flight:
         """Whether the backward is not split: what is done again in it would be done again in both halves."""
         return bool(self.stage.plan.recompute or self.stage.plan.gather_again)
 
-    def begin(self) -> None:
+    def begin(self, shares: Sequence[float]) -> None:
         """A step begins: what was gathered before the optimizer's step counts no more."""
-        self.begun = False
+        self.begun, self.shares = False, shares
         self.stage.bind()
 
     def drop(self) -> None:
@@ -156,7 +156,7 @@ class Flight:
         roots, grads = [flown.outputs[at] for at in used], [sums[at] for at in used]
         if flown.loss is not None:
             roots.append(flown.loss)
-            grads.append(torch.full_like(flown.loss, 1 / self.microbatches))
+            grads.append(torch.full_like(flown.loss, self.shares[microbatch]))
         return roots, grads
 
     def _give_inputs(self, microbatch: int, flown: _Microbatch) -> None:

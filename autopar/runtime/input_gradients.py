@@ -24,16 +24,13 @@ class InputGradients:
 
     Args:
         parts: the stages, of one microbatch; the model's inputs that want a gradient there are meant.
-        microbatches: of a step.
         everyone: the group of all ranks.
     """
 
-    def __init__(
-        self, parts: Sequence[StageGraph], microbatches: int, device: torch.device, everyone: Any = None
-    ) -> None:
+    def __init__(self, parts: Sequence[StageGraph], device: torch.device, everyone: Any = None) -> None:
         inputs = [node for part in parts for _, node in part.graph.of_kind("input") if node.target in part.inputs]
         self.shapes = {node.target: node.out.shape for node in inputs if node.needs_grad}
-        self.microbatches, self.device, self.everyone = microbatches, device, everyone
+        self.device, self.everyone = device, everyone
         self.callers: dict[str, torch.Tensor] = {}
         self.sums: dict[str, torch.Tensor] = {}
 
@@ -43,9 +40,7 @@ class InputGradients:
     def begin(self, callers: Mapping[str, torch.Tensor]) -> None:
         """A step begins, with the caller's tensors for the whole batch, by input name."""
         self.callers = {name: callers[name] for name in self.shapes}
-        self.sums = {
-            name: torch.zeros(x.shape, dtype=x.dtype, device=self.device) for name, x in self.callers.items()
-        }
+        self.sums = {name: torch.zeros(x.shape, dtype=x.dtype, device=self.device) for name, x in self.callers.items()}
 
     def add(self, name: str, microbatch: int, grad: torch.Tensor) -> None:
         """The whole gradient that a stage has for an input of a microbatch; one rank of the stage calls it.
@@ -58,14 +53,12 @@ class InputGradients:
             rows = rows.narrow(0, microbatch * length, length)
         rows.add_(grad)
 
-    def give(self) -> None:
-        """Add up what the ranks have, and hand it over to the caller's tensors. All ranks call it."""
+    def taken(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The caller's tensors that want a gradient, and it: what the ranks have, added up. All ranks call it."""
         callers, sums, self.callers, self.sums = self.callers, self.sums, {}, {}
         for grad in sums.values():
             dist.all_reduce(grad, group=self.everyone)
-        wanted = [name for name, x in callers.items() if x.requires_grad]
-        if wanted:
-            torch.autograd.backward([callers[name] for name in wanted], [sums[name] for name in wanted])
+        return [(x, sums[name]) for name, x in callers.items() if x.requires_grad]
 
 
 __all__ = ["InputGradients"]

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from autopar.capture import Captured
 from autopar.capture.evaluation import Skeleton
 from autopar.errors import RunError
-from autopar.graph import Ref, Spec
 from autopar.plan import Plan
 from autopar.rules.registry import rules_of
 from autopar.runtime import pipeline_programs
@@ -28,18 +27,22 @@ from autopar.runtime.checkpoint import full_state_dict, load_full_state_dict
 from autopar.runtime.copied import BY_HAND
 from autopar.runtime.failures import Failures
 from autopar.runtime.groups import Groups
+from autopar.runtime.pipeline_outputs import Parts, of_batch, of_run
+from autopar.runtime.pipeline_programs import Lines
 from autopar.runtime.pipeline_start import begun, check_fits, values_of
-from autopar.runtime.programs import AllWell, Fields, ModuleCall, PlanAgain
+from autopar.runtime.programs import AllWell, Fields, ModuleCall
 from autopar.runtime.reached import ReachedBy, reached_by
 from autopar.runtime.registering import Placing
+from autopar.runtime.runs import Run, runs
 from autopar.runtime.same_batch import Calls, Seen, first_readers
 from autopar.runtime.schedule_check import check_buffers, check_rows
 from autopar.runtime.seeds import mixed_seed
 from autopar.runtime.spread import SpreadModule, check_mode
 from autopar.runtime.stage import Stage, device_of
-from autopar.runtime.stagewise import flat_optimizer_states
+from autopar.runtime.stagewise import flat_optimizer_states, squared_norm
+from autopar.runtime.ties import Tied
 from autopar.runtime.values import check_values
-from autopar.runtime.work import Work
+from autopar.runtime.work import Span, Unfinished, Work
 from autopar.staging import StageGraph, cut
 from autopar.torch_private import pytree
 
@@ -49,9 +52,9 @@ _Batches = tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]
 class PipelineModule(SpreadModule):
     """A model in stages on several groups of ranks. Every rank holds the parameters of its own stages.
 
-    Names of parameters are those of the model. ``train_step(*batch)`` takes the whole batch, which is as many
-    microbatches as the plan says, on every rank; it returns the mean of the microbatches' losses on every rank and
-    leaves gradients in ``param.grad``.
+    Names of parameters are those of the model. ``train_step(*batch)`` takes the whole batch on every rank, cuts it into
+    microbatches (:mod:`~autopar.runtime.runs`), returns the mean of their losses on every rank and leaves gradients in
+    ``param.grad``.
     """
 
     _plan: Plan
@@ -62,11 +65,19 @@ class PipelineModule(SpreadModule):
     _compared: Calls
     _seed: int
     _steps: int
+    _drawn: int
+    _planned: tuple[Captured, int]
     _random: bool
     _none: torch.nn.Parameter
     _evaluates: bool
     _reached_by: ReachedBy | None
+    _stages: dict[int, Stage]
+    _lines: Lines
+    _first_tied: tuple[Tied, ...]
+    _works: dict[int, Work]
     _work: Work
+    _unfinished: Unfinished
+    _spans: list[Span] | None
     _failures: Failures
     _groups: Groups
     _generation: int
@@ -95,7 +106,8 @@ class PipelineModule(SpreadModule):
         self._captured, self._captured_training = captured, model.training
         self._skeleton = Skeleton(model) if model.training else None
         self._evaluates = False
-        self._steps = 0
+        self._steps = self._drawn = 0
+        self._planned = captured, plan.microbatches
         self._parts = cut(captured.graph, plan.starts)
         check_rows(plan.schedule, self._parts)
         check_buffers(plan, {name for name, _ in model.named_buffers(remove_duplicate=False)})
@@ -128,12 +140,14 @@ class PipelineModule(SpreadModule):
         }  # fmt: skip
         for placing in placings.values():
             placing.parameters()
-        stages = {
+        self._stages = {
             s: Stage(self._parts[s].graph, plan.stages[s], meshes[s], self, placing.registered_buffers())
             for s, placing in placings.items()
         }
         self._set_mode_of(model)
-        self._work = Work(self._parts, plan, self._rank, stages, here.wires, here.tied, groups)
+        self._lines, self._first_tied = (here.wires, here.tied), here.tied
+        self._works, self._unfinished, self._spans = {}, Unfinished(), None
+        self._work = pipeline_programs.work_of(self, plan.microbatches)
 
     @property
     def plan(self) -> Plan:
@@ -141,10 +155,10 @@ class PipelineModule(SpreadModule):
         return self._plan
 
     def _position(self) -> tuple[int, int]:
-        return self._seed, self._steps * self._plan.microbatches
+        return self._seed, self._drawn
 
     def _set_position(self, seed: int, calls: int) -> None:
-        self._seed, self._steps = seed, -(-calls // self._plan.microbatches)
+        self._seed, self._drawn = seed, calls
 
     def _draws(self) -> bool:
         return self._random
@@ -170,10 +184,11 @@ class PipelineModule(SpreadModule):
 
     @torch.compiler.disable  # of torch.compile(pm), or of a function around it
     def train_step(self, *args: Any, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any) -> torch.Tensor:
-        """One training step on a batch of ``plan.microbatches`` microbatches.
+        """One training step on a batch of any number of rows, in microbatches of at most as many as are planned.
 
-        Inputs whose first dim is that many times the captured one are cut there; those of the captured shape go into
-        every microbatch.
+        Inputs that have the rows of the batch are cut; others go into every microbatch. Each loss counts by its
+        microbatch's part of the rows. With ``shapes="fixed"`` the batch is ``plan.microbatches`` microbatches, and
+        inputs of the captured shape go into every one.
 
         Inputs that require grad (in the example inputs of ``parallelize``, too) get their gradients in this call, since
         it runs the backward: a leaf in ``x.grad``, on every rank and whole; of any other tensor the parameters that it
@@ -189,22 +204,45 @@ class PipelineModule(SpreadModule):
         Raises:
             RunError: an input requires grad, and the example did not, so that its gradient was not planned.
         """
-        if self._captured.graph.loss is None:
-            raise RunError("the model has no scalar loss to train on; give loss_fn= and targets= when planning")
         self.check_trains()
         with self._step(f"train_step {self._steps}"):
-            callers, batches = self._microbatches(args, kwargs)
-            self._batch.check_planned(callers)
-            seeds = self._seeds()
-            reached = None if self._reached_by is None else [self._reached_by(seed) for seed in seeds]
-            loss = self._work.train(batches, seeds, self._batch.shown, callers, reached)
-            self._work.input_gradients.give()
-            self._steps += 1
+            losses: list[torch.Tensor] = []
+            works: list[Work] = []
+            drawn = 0
+            for run in self._runs(args, kwargs):
+                callers, batches = self._microbatches(run)
+                self._check_loss("to train on")
+                self._batch.check_planned(callers)
+                seeds, shares = self._seeds(drawn, run.microbatches), [run.share] * run.microbatches
+                reached = None if self._reached_by is None else [self._reached_by(seed) for seed in seeds]
+                losses.append(self._work.train(batches, shares, seeds, self._batch.shown, callers, reached))
+                works.append(self._work)
+                drawn += run.microbatches
+            for work in works:
+                work.give()
+            given = [pair for work in works for pair in work.input_gradients.taken()]
+            if given:
+                torch.autograd.backward([x for x, _ in given], [grad for _, grad in given])
+            self._steps, self._drawn = self._steps + 1, self._drawn + drawn
             if optimizer is not None:
                 optimizer.step()
         if optimizer is not None:
             optimizer.zero_grad()
-        return loss.to(self._loss_dtype)
+        return sum(losses[1:], losses[0]).to(self._loss_dtype)
+
+    def _runs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Run]:
+        """The runs of a batch."""
+        captured, planned = self._planned
+        if self._programs is not None and self._programs.shapes:
+            return runs(captured, self._signature, planned, args, kwargs)
+        return [Run(ModuleCall(args, kwargs), planned, 1 / planned)]
+
+    def _check_loss(self, what: str = "") -> None:
+        if self._captured.graph.loss is None:
+            raise RunError(
+                f"the model has no scalar loss {what}".rstrip() + "; give loss_fn= and targets= when planning, and "
+                "call it with targets"
+            )
 
     @contextlib.contextmanager
     def _step(self, where: str) -> Iterator[None]:
@@ -214,18 +252,18 @@ class PipelineModule(SpreadModule):
             self._groups.check(self._generation)
             yield
 
-    def _seeds(self) -> list[int]:
-        """Of random operators in each microbatch of the next step."""
-        k = self._plan.microbatches
-        return [mixed_seed(self._seed, self._steps * k + i) for i in range(k)]
+    def _seeds(self, before: int, count: int) -> list[int]:
+        """Of random operators in so many microbatches of the next step, behind those of its runs before."""
+        first = self._drawn + before
+        return [mixed_seed(self._seed, first + i) for i in range(count)]
 
     # -- programs of eval mode and of other values
 
     def _change_mode(self, mode: bool) -> None:
         sides = check_mode(mode, self._captured_training, self._skeleton, self._captured, self._evaluates)
         if not mode and self._captured_training and not self._evaluates:
-            for flight in self._work.flights.values():
-                flight.stage.prepare_evaluation(sides)
+            for stage in self._stages.values():
+                stage.prepare_evaluation(sides)
             self._evaluates = True
 
     def _kept_program(self) -> Fields:
@@ -234,8 +272,8 @@ class PipelineModule(SpreadModule):
     def _resume_program(self, fields: Fields) -> None:
         pipeline_programs.resume(self, fields)
 
-    def _take_program(self, new: Captured, plan_again: PlanAgain | None, all_well: AllWell) -> None:
-        pipeline_programs.take(self, new, all_well)
+    def _take_program(self, new: Captured, call: ModuleCall, plan_again: Any, all_well: AllWell) -> None:
+        pipeline_programs.take(self, new, call.parts or self._plan.microbatches, plan_again, all_well)
 
     # -- without gradients
 
@@ -254,7 +292,16 @@ class PipelineModule(SpreadModule):
             RunError: the model has no scalar loss, or the shapes are not those of whole microbatches.
         """
         with self._step("a forward without gradients"):
-            return self._forwards(self._microbatches(args, kwargs)[1], None)
+            losses: list[torch.Tensor] = []
+            drawn = 0
+            for run in self._runs(args, kwargs):
+                batches = self._microbatches(run)[1]
+                self._check_loss()
+                losses.append(self._forward(run, batches, drawn, None))
+                drawn += run.microbatches
+            if self.training:
+                self._drawn += drawn
+            return sum(losses[1:], losses[0]).to(self._loss_dtype)
 
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -270,53 +317,34 @@ class PipelineModule(SpreadModule):
                 "a loss without gradients evaluate(*batch)"
             )
         with self._step("a forward without gradients"):
-            parts: dict[int, list[torch.Tensor]] = {}
-            callers, batches = self._microbatches(args, kwargs)
-            for name, x in callers.items():
-                if x.requires_grad and torch.is_grad_enabled():
-                    raise RunError(
-                        f"input {self._batch.shown[name]} requires grad, and outputs of a pipelined model have no "
-                        "gradients: call it under torch.no_grad(), or detach() this input; train_step(*batch) gives "
-                        "inputs their gradients"
-                    )
-            loss = self._forwards(batches, parts)
-            graph = self._captured.graph
-            outputs: list[Any] = []
-            for position, out in enumerate(graph.outputs):
-                if position == graph.loss or not isinstance(out, Ref):
-                    outputs.append(loss if position == graph.loss else out)
-                else:
-                    outputs.append(self._everywhere(position, graph.spec(out), parts.get(position)))
-            return pytree.tree_unflatten(outputs, self._captured.out_spec)
+            of_runs: list[list[Any]] = []
+            for run in self._runs(args, kwargs):
+                parts: Parts = {}
+                callers, batches = self._microbatches(run)
+                for name, x in callers.items():
+                    if x.requires_grad and torch.is_grad_enabled():
+                        raise RunError(
+                            f"input {self._batch.shown[name]} requires grad, and outputs of a pipelined model have no "
+                            "gradients: call it under torch.no_grad(), or detach() this input; train_step(*batch) "
+                            "gives inputs their gradients"
+                        )
+                loss = self._forward(run, batches, 0, parts)
+                of_runs.append(of_run(self._captured, self._parts, self._work, run, loss, parts))
+            return pytree.tree_unflatten(of_batch(self._captured, of_runs), self._captured.out_spec)
 
-    def _everywhere(self, position: int, spec: Spec, parts: list[torch.Tensor] | None) -> torch.Tensor:
-        """An output of the model, on every rank; ``parts`` are those of the microbatches, where it is made."""
-        k = self._plan.microbatches
-        shape = (k * spec.shape[0], *spec.shape[1:]) if spec.shape else ()
-        value = torch.empty(shape, dtype=getattr(torch, spec.dtype), device=self._device)
-        if parts is not None:
-            value.copy_(torch.cat(parts) if spec.shape else torch.stack(parts).to(torch.float64).mean())
-        maker = next(part.number for part in self._parts if position in part.outputs)
-        dist.broadcast(value, src=self._plan.stages[maker].devices[0], group=self._work.everyone)
-        return value
-
-    @torch.no_grad()
-    def _forwards(
-        self, batches: list[dict[str, torch.Tensor]], parts: dict[int, list[torch.Tensor]] | None
+    def _forward(
+        self, run: Run, batches: list[dict[str, torch.Tensor]], before: int, parts: Parts | None
     ) -> torch.Tensor:
-        """The mean loss; into ``made`` go whole outputs of this rank's stages by position, if they are other ones."""
-        if self._captured.graph.loss is None:
-            raise RunError("the model has no scalar loss; give loss_fn= and targets= when planning")
-        loss = self._work.forwards(batches, self._seeds(), self._batch.shown, self.training, parts)
-        if self.training:
-            self._steps += 1
-        return loss.to(self._loss_dtype)
+        """The run's part of the loss, float64; into ``parts`` go whole outputs of this rank's stages by position, if
+        they are other ones."""
+        shares, seeds = [run.share] * run.microbatches, self._seeds(before, run.microbatches)
+        return self._work.forwards(batches, shares, seeds, self._batch.shown, self.training, parts)
 
     def record(self, on: bool = True) -> list[tuple[str, str, float, float]]:
         """Start to record what the next steps do on this rank (or stop): ``(action, kind, start, end)`` in seconds of
         ``time.perf_counter``. On an accelerator these are the times of the launches."""
-        spans: list[tuple[str, str, float, float]] = []
-        self._work.spans = spans if on else None
+        spans: list[Span] = []
+        self._spans = spans if on else None
         return spans
 
     @property
@@ -326,20 +354,23 @@ class PipelineModule(SpreadModule):
         dtype: torch.dtype = getattr(torch, graph.spec(graph.outputs[graph.loss]).dtype)
         return dtype
 
-    def _microbatches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Batches:
+    def _microbatches(self, run: Run) -> _Batches:
         """The whole inputs by name, and those of every microbatch; now and then the ranks compare what they were
-        called with."""
+        called with. From now on the stages run the program of these shapes."""
+        args, kwargs = run.call.args, run.call.kwargs
         if self._programs is not None:  # the ranks agree on a change
-            check_values(self, ModuleCall(args, kwargs))
+            check_values(self, run.call)
+        self._work = pipeline_programs.work_of(self, run.microbatches)
+        self._work.spans = self._spans
 
         def take(seen: Seen | None) -> _Batches:
             if self._programs is None:
-                check_values(self, ModuleCall(args, kwargs))
+                check_values(self, run.call)
             callers = self._batch.tensors(args, kwargs)
             if seen is not None:
                 for name, leaf in callers.items():
                     seen.add(self._batch.shown[name], name, leaf)
-            return callers, self._batch.exactly(callers, self._plan.microbatches)
+            return callers, self._batch.exactly(callers, run.microbatches)
 
         return self._compared.inputs(take, self.named_parameters())
 
@@ -353,7 +384,7 @@ class PipelineModule(SpreadModule):
         if norm_type != 2.0:
             raise RunError(f"clip_grad_norm_: norm_type is {norm_type}; a pipeline knows 2")
         with self._step("clip_grad_norm_"):
-            total = self._work.squared_norm()
+            total = squared_norm(self, {each.name: each.stages[0] for each in self._first_tied})
             dist.all_reduce(total, group=self._work.everyone)
         norm = total.sqrt()
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -376,7 +407,7 @@ class PipelineModule(SpreadModule):
 
     def __repr__(self) -> str:
         s = self._plan.schedule
-        here = list(self._work.flights)
+        here = list(self._stages)
         return f"PipelineModule({s.name}, {s.n_stages} stages, {s.n_microbatches} microbatches, here {here})"
 
 

@@ -83,27 +83,31 @@ class ModuleCall:
     Attributes:
         in_parts: with a batch of several microbatches (``train_step``), each of which is a call of the program.
         parts: how many the caller says; None where the shapes say it.
+        one: positional and keyword arguments of the first microbatch, where it is known what is cut.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     in_parts: bool = False
     parts: int | None = None
+    one: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
 
     def of(self, example: Example, rows: int) -> tuple[Batch, Any]:
-        """The call that a program for this one is captured from, and its loss function, if it is called with targets.
+        """The call that a program for this one is captured from, and its loss function, unless the call leaves out the
+        targets that it takes.
 
         Args:
             example: how the model was called at first.
             rows: of the program that there is: no microbatch is to be larger.
         """
         n = len(example.args)
-        targets = self.args[n:] if example.loss_fn is not None else ()
-        batch: Batch = self.args[: n if targets else None], dict(self.kwargs), targets
-        if self.in_parts:
+        args, kwargs = self.one or (self.args, self.kwargs)
+        targets = args[n:] if example.loss_fn is not None else ()
+        batch: Batch = args[: n if targets else None], dict(kwargs), targets
+        if self.in_parts and self.one is None:
             have = rows_of(batch)
             batch = first_part(batch, self.parts or parts_of(have, rows))
-        return batch, example.loss_fn if targets else None
+        return batch, example.loss_fn if targets or not example.targets else None
 
     def shown(self) -> str:
         """The call in words, for messages."""
@@ -124,7 +128,8 @@ class Programs:
         example: how it was called when it was captured first.
         skeleton: a copy of it without values of parameters, captured instead where the model is gone.
         ranks: of all processes that hold a part of the module.
-        plan_again: makes a plan for a graph with other operators; None where that is not possible.
+        plan_again: makes a plan for a graph with other operators, as the module's ``_take_program`` calls it; None
+            where that is not possible.
         compare: for every new capture; None where captures are trusted.
         shapes: follow calls with other shapes; else these are refused.
         values: follow values that change; else these are refused.
@@ -132,7 +137,7 @@ class Programs:
 
     def __init__(
         self, model: torch.nn.Module, example: Example | None, skeleton: Skeleton | None, ranks: list[int],
-        plan_again: PlanAgain | None, compare: Compare | None, *, shapes: bool, values: bool,
+        plan_again: Callable[..., Any] | None, compare: Compare | None, *, shapes: bool, values: bool,
     ) -> None:  # fmt: skip
         self.model, self.example, self.skeleton = weakref.ref(model), example, skeleton
         self.modes = {path: module.training for path, module in model.named_modules()}
@@ -142,8 +147,9 @@ class Programs:
         """Programs that do not run now, the one that was used last at the end."""
         self.meeting = CollectiveLog(ranks) if len(ranks) > 1 else None
         self.calls = self.captures = 0
-        self.mode = "in training" if model.training else "in eval mode"
-        """Of the last call: a rank that goes into eval mode by itself would compute with steps of the others."""
+        self.way: tuple[str, int | None] = ("in training" if model.training else "in eval mode", None)
+        """Of the last call: a rank that goes into eval mode by itself would compute with steps of the others, and one
+        that has another number of microbatches would wait for more than they send."""
 
     def meet_all(self, what: str) -> None:
         """Wait until all ranks call a method of the model.
@@ -175,14 +181,16 @@ class Programs:
             raise RunError(refusal(pm._captured.guards.changes()))
         mode = "in training" if pm.training else "in eval mode"
         mode += "" if torch.is_grad_enabled() else " without gradients"
-        before_mode, self.mode = self.mode, mode
-        if same and fits and mode == before_mode:
+        way_before, self.way = self.way, (mode, call.parts)
+        if same and fits and self.way == way_before:
             if self.meeting is not None:
                 self.meeting.note(f"call {self.calls} without a change")
             return
         if same and fits:
             if self.meeting is not None:
-                self.meeting.meet("is at", f"call {self.calls} {mode}", ON_ALL)
+                parts = f" in {call.parts} microbatches" if call.parts is not None else ""
+                why = ON_ALL if mode != way_before[0] else OTHER_CALL
+                self.meeting.meet("is at", f"call {self.calls} {mode}{parts}", why)
             return
         changes = [] if same else pm._captured.guards.changes()
         place = next((i for i, fields in enumerate(self.kept) if self._is_for(fields, call)), None)
@@ -221,7 +229,8 @@ class Programs:
         if not self.shapes:
             return True
         under = captured.autocast == autocast_now()
-        return under and (bool(batch.pieces) or batch.fits(call.args, call.kwargs, call.in_parts))
+        parts = call.parts if call.one is not None else None
+        return under and (bool(batch.pieces) or batch.fits(call.args, call.kwargs, call.in_parts, parts))
 
     def _is_for(self, fields: Fields, call: ModuleCall) -> bool:
         captured = fields["_captured"]
@@ -273,7 +282,7 @@ class Programs:
         if self.compare is not None and model is not None and _is_whole(batch, new):
             with all_well(), _in_modes(model, self.modes):
                 self.compare(new, model, batch)
-        pm._take_program(new, self.plan_again, all_well)
+        pm._take_program(new, call, self.plan_again, all_well)
         self.captures += 1
         if self.captures == KEPT + 1 and (not dist.is_initialized() or dist.get_rank() == 0):
             warnings.warn(

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from autopar.capture import Captured
@@ -113,29 +114,58 @@ def under_another_plan(pm: Any, new: Captured, plan: StagePlan) -> Stage:
     Raises:
         RunError: the plan stores a parameter in another way, or the model has another one.
     """
+    check_stored(pm, plan)
+    return Stage(
+        new.graph, plan, pm._mesh, pm, buffers_for(pm, new, new.graph, plan, pm._mesh, pm._stage.buffers),
+        pm._stage.compile_args,
+    )  # fmt: skip
+
+
+def check_stored(pm: Any, plan: StagePlan) -> None:
+    """Refuse a plan that stores parameters in another way than ``pm`` does.
+
+    Raises:
+        RunError: with their names; or there is no such parameter here.
+    """
     registered = dict(pm.named_parameters(remove_duplicate=False))
     wrong = []
     for name, choice in plan.params.items():
         param = registered.get(name)
         if param is None:
-            raise RunError(f"the model reads a parameter '{name}' now that it did not have when it was parallelized")
+            where = "" if pm.leads is None else ", or that is on the ranks of another stage"
+            raise RunError(
+                f"the model reads a parameter '{name}' now that it did not have when it was parallelized{where}"
+            )
         if isinstance(param, DTensor) and tuple(param.placements) != tuple(torch_placements(choice.stored)):
             wrong.append(f"'{name}' as {choice.stored.text}")
     if wrong:
         raise RunError(f"no plan with these values keeps parameters where they are; it would store {', '.join(wrong)}")
-    buffers = dict(pm.named_buffers(remove_duplicate=False))
-    of_the_code = [n.target for n in new.graph.nodes if n.kind == "buffer" and n.target not in buffers]
+
+
+def buffers_for(
+    pm: Any, new: Captured, graph: Graph, plan: StagePlan, device_mesh: DeviceMesh, before: Buffers
+) -> Buffers:
+    """The buffers that another program reads: those that ``pm`` has, and constants of the model's code.
+
+    Args:
+        graph: of the program, or of one stage of it.
+        before: of the program that ran last.
+
+    Raises:
+        RunError: there is one that the model did not have.
+    """
+    registered = dict(pm.named_buffers(remove_duplicate=False))
+    of_the_code = [n.target for n in graph.nodes if n.kind == "buffer" and n.target not in registered]
     unknown = [name for name in of_the_code if name not in new.constants]
     if unknown:
         raise RunError(f"the model reads buffers now that it did not have when it was parallelized: {unknown}")
-    before = pm._stage.buffers
     wanted = {name: plan.buffers.get(name, state) for name, (_, state) in before.items()}
-    placed = _placed_again(pm, before, wanted)
+    placed = _placed_again(pm, before, wanted, device_mesh)
     for name in of_the_code:
         state = plan.buffers.get(name, whole_state(plan.mesh))
-        local = local_piece(new.constants[name].detach(), state, pm._mesh)
+        local = local_piece(new.constants[name].detach(), state, device_mesh)
         placed[name] = local.to(pm._device, copy=True).contiguous(), state
-    return Stage(new.graph, plan, pm._mesh, pm, placed, pm._stage.compile_args)
+    return placed
 
 
 def resume(pm: Any, fields: Fields) -> None:
@@ -150,12 +180,12 @@ def with_buffers_of(pm: Any, stage: Stage, now: Buffers) -> None:
     """Have a stage that was kept read the buffers of the one that ran last."""
     if stage.buffers is not now:
         wanted = {name: state for name, (_, state) in stage.buffers.items()}
-        stage.buffers.update(_placed_again(pm, now, wanted))
+        stage.buffers.update(_placed_again(pm, now, wanted, stage.device_mesh))
         stage.follow_buffers()
 
 
 def _placed_again(
-    pm: Any, now: Mapping[str, tuple[torch.Tensor, State]], wanted: Mapping[str, State]
+    pm: Any, now: Mapping[str, tuple[torch.Tensor, State]], wanted: Mapping[str, State], device_mesh: DeviceMesh
 ) -> dict[str, tuple[torch.Tensor, State]]:
     """The module's own buffers in the placements that a program wants: mostly those that they have.
 
@@ -175,14 +205,17 @@ def _placed_again(
         assert shown is not None
         local = shown._local_tensor if isinstance(shown, DTensor) else shown
         if wanted.get(name, state) != state:
-            whole = joined(local, state, shown.shape, pm._mesh)
+            whole = joined(local, state, shown.shape, device_mesh)
             shape, state = tuple(whole.shape), wanted[name]
-            local = local_piece(whole, state, pm._mesh).clone(memory_format=torch.contiguous_format)
-            value = as_dtensor(local, state, shape, pm._mesh) if state.is_cut else local
+            local = local_piece(whole, state, device_mesh).clone(memory_format=torch.contiguous_format)
+            value = as_dtensor(local, state, shape, device_mesh) if state.is_cut else local
             for owner, key in owners:
                 owner._buffers[key] = value
         placed[name] = local, state
     return placed
 
 
-__all__ = ["differs", "fields_of", "resume", "skeleton_of", "take", "under_another_plan", "with_buffers_of"]
+__all__ = [
+    "buffers_for", "check_stored", "differs", "fields_of", "resume", "skeleton_of", "take", "under_another_plan",
+    "with_buffers_of",
+]  # fmt: skip

@@ -21,7 +21,7 @@ from autopar.errors import RunError
 from autopar.runtime import dtensor_fixes, optimizer_steps
 from autopar.runtime.methods import method_of
 from autopar.runtime.original import Original, unheard
-from autopar.runtime.programs import AllWell, Fields, PlanAgain, Programs
+from autopar.runtime.programs import AllWell, Fields, ModuleCall, Programs
 from autopar.runtime.same_batch import Calls
 from autopar.runtime.submodules import (
     Elements,
@@ -277,8 +277,8 @@ class SpreadModule(Elements):
         """Run one that was kept."""
         raise NotImplementedError
 
-    def _take_program(self, new: Captured, plan_again: PlanAgain | None, all_well: AllWell) -> None:
-        """Run another capture of the same call."""
+    def _take_program(self, new: Captured, call: ModuleCall, plan_again: Any, all_well: AllWell) -> None:
+        """Run another capture, which was made for a call."""
         raise NotImplementedError
 
     def _in_step(self) -> bool:

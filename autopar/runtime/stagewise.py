@@ -17,7 +17,7 @@ import functools
 import inspect
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -108,4 +108,25 @@ def _refusing(real: Any) -> Any:
     return total_norm
 
 
-__all__ = ["flat_optimizer_states", "of_a_stage", "refuse_norms_on", "watch_norms"]
+def squared_norm(pm: Any, first: Mapping[str, int]) -> torch.Tensor:
+    """Of the gradients of this rank's stages, float64 []; what several ranks hold is counted on one of them.
+
+    Args:
+        pm: a pipeline.
+        first: of parameters that several groups of ranks hold: the stage whose ranks count it.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=pm._device)
+    counted: dict[torch.nn.Parameter, bool] = {}
+    for name, param in pm.named_parameters(remove_duplicate=False):
+        counted.setdefault(param, pm.leads)
+        if name in first:  # whichever of its names that is
+            counted[param] = pm._rank == pm.plan.stages[first[name]].devices[0]
+    for param, counts in counted.items():
+        if param.grad is not None:
+            norm = param.grad.norm()
+            whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            total += whole.double() ** 2 if counts else 0.0
+    return total
+
+
+__all__ = ["flat_optimizer_states", "of_a_stage", "refuse_norms_on", "squared_norm", "watch_norms"]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from autopar.graph import Ref
 from autopar.plan import Plan
@@ -29,31 +29,38 @@ Batches = Sequence[Mapping[str, torch.Tensor]]
 Span = tuple[str, str, float, float]
 
 
+@dataclass
+class Unfinished:
+    """Which work of a pipeline has begun and not ended; all that run over the same channels share one."""
+
+    work: Work | None = None
+
+
 class Work:
-    """The stages of one rank.
+    """The stages of one rank, and a step of so many microbatches.
 
     Attributes:
         flights: by number of the stage.
         spans: where the times of actions go: action, kind, begin and end in seconds of ``time.perf_counter``.
-        broken: a step has begun and not ended.
     """
 
     def __init__(
         self, parts: Sequence[StageGraph], plan: Plan, rank: int, stages: Mapping[int, Stage],
-        wires: Sequence[Wire], tied: Sequence[Tied], groups: Groups,
+        wires: Sequence[Wire], tied: Sequence[Tied], groups: Groups, unfinished: Unfinished,
     ) -> None:  # fmt: skip
         """
         Args:
             parts: of the whole model.
+            plan: its schedule says how many microbatches there are.
             stages: of this rank.
             wires, tied: what crosses between stages, and what several of them hold.
             groups: with those that the plan needs.
         """
         device = groups.device
-        self.plan, self.rank, self.device = plan, rank, device
+        self.plan, self.rank, self.device, self.unfinished = plan, rank, device, unfinished
         self.everyone = groups.of(range(plan.n_devices))
         self.microbatches = plan.microbatches
-        self.input_gradients = InputGradients(parts, plan.microbatches, device, self.everyone)
+        self.input_gradients = InputGradients(parts, device, self.everyone)
         group_of = {d: plan.schedule.rank_of_stage[s] for s, stage in enumerate(plan.stages) for d in stage.devices}
         alone = forward_only(len(parts), plan.microbatches, plan.schedule.stages_of_rank)
         rows, forwards = (
@@ -66,31 +73,30 @@ class Work:
         self.ties = Ties(tied, plan, rank, groups)
         self.flights = {
             s: Flight(
-                parts[s], stage, wires, self.row, self.input_gradients, plan.microbatches,
-                leads=rank == plan.stages[s].devices[0],
+                parts[s], stage, wires, self.row, self.input_gradients, leads=rank == plan.stages[s].devices[0]
             )
             for s, stage in stages.items()
         }  # fmt: skip
         self.spans: list[Span] | None = None
-        self.broken = False
 
     def train(
-        self, batches: Batches, seeds: Sequence[int], shown: Mapping[str, str], callers: Mapping[str, torch.Tensor],
-        reached: Sequence[Reached] | None = None,
+        self, batches: Batches, shares: Sequence[float], seeds: Sequence[int], shown: Mapping[str, str],
+        callers: Mapping[str, torch.Tensor], reached: Sequence[Reached] | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Forward and backward of all microbatches; parameters have their gradients then.
+        """Forward and backward of all microbatches; :meth:`give` hands over the gradients.
 
         Args:
+            shares: of the microbatches' losses in that of the step.
             seeds: of random operators, for each microbatch.
             shown: what messages call the inputs.
             callers: the caller's tensors, by input name; :attr:`input_gradients` has theirs then.
             reached: what has a gradient in each microbatch; None where all that wants one does.
 
         Returns:
-            the mean loss, on every rank.
+            the sum of the weighted losses, on every rank.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        self._begin()
+        self._begin(shares)
         self.input_gradients.begin(callers)
         for flight in self.flights.values():
             flight.stage.gradients.forget()
@@ -112,23 +118,26 @@ class Work:
         in_step = None if reached is None else frozenset().union(*reached)
         self.ties.add_up({s: flight.stage for s, flight in self.flights.items()}, in_step)
         dist.all_reduce(total, group=self.everyone)
-        self.broken = False
+        self.unfinished.work = None
+        return total
+
+    def give(self) -> None:
+        """Hand the gradients of the step over to the parameters."""
         for flight in self.flights.values():
             flight.stage.gradients.give()
-        return total
 
     @torch.no_grad()
     def forwards(
-        self, batches: Batches, seeds: Sequence[int], shown: Mapping[str, str], training: bool,
-        outputs: dict[int, list[torch.Tensor]] | None,
+        self, batches: Batches, shares: Sequence[float], seeds: Sequence[int], shown: Mapping[str, str],
+        training: bool, outputs: dict[int, list[torch.Tensor]] | None,
     ) -> torch.Tensor:  # fmt: skip
-        """The mean loss of all microbatches without gradients, on every rank.
+        """The sum of the weighted losses of all microbatches without gradients, on every rank; 0 without a loss.
 
         Args:
-            made: where whole outputs of this rank's stages beside the loss go, by their position in the model's.
+            outputs: where whole outputs of this rank's stages beside the loss go, by their position in the model's.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        self._begin()
+        self._begin(shares)
         self.forward_post.begin()
         for action in self.forward_row:
             flight = self.flights[action.stage]
@@ -137,50 +146,33 @@ class Work:
                 outputs.setdefault(position, []).append(whole)  # type: ignore[union-attr]
         self.forward_post.end()
         dist.all_reduce(total, group=self.everyone)
-        self.broken = False
+        self.unfinished.work = None
         return total
 
     def _forward(
         self, flight: Flight, post: Post, action: Action, batches: Batches, seeds: Sequence[int],
         shown: Mapping[str, str], evaluating: bool, total: torch.Tensor, reached: Reached | None = None,
     ) -> tuple[Any, ...]:  # fmt: skip
-        """All that a stage makes; its part of the mean loss is added to ``total``."""
+        """All that a stage makes; its part of the loss is added to ``total``."""
         k = action.microbatch
         loss, flat = flight.forward(post, k, batches[k], shown, seeds[k], evaluating, reached)
         if loss is not None and flight.leads:
-            total += loss.detach().double() / self.microbatches
+            total += loss.detach().double() * flight.shares[k]
         return flat
 
-    def _begin(self) -> None:
+    def _begin(self, shares: Sequence[float]) -> None:
         """A step begins: nothing is left of an earlier one, also if that was broken off by an exception on all ranks.
 
         Then messages are under way that nobody takes, and receives are posted that nobody answers. The ranks tell each
         other how far they came; what was sent is received, and what is waited for is sent.
         """
-        if self.broken:
-            clear([self.post, self.forward_post, self.ties.post], self.everyone)
-            for flight in self.flights.values():
+        if (broken := self.unfinished.work) is not None:
+            clear([broken.post, broken.forward_post, broken.ties.post], broken.everyone)
+            for flight in broken.flights.values():
                 flight.drop()
         for flight in self.flights.values():
-            flight.begin()
-        self.broken = True
-
-    def squared_norm(self) -> torch.Tensor:
-        """Of the gradients of this rank's stages, float64 []; what several ranks hold is counted on one of them."""
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        seen: set[int] = set()
-        for number, flight in self.flights.items():
-            for name, held in flight.stage.held_params.items():
-                param = held.param
-                if param.grad is None or id(param) in seen:
-                    continue
-                seen.add(id(param))
-                first = self.ties.stages[name][0] if name in self.ties.stages else number
-                norm = param.grad.norm()
-                whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
-                if self.rank == self.plan.stages[first].devices[0]:
-                    total += whole.double() ** 2
-        return total
+            flight.begin(shares)
+        self.unfinished.work = self
 
 
 def _other_outputs(flight: Flight, flat: Sequence[Any]) -> Iterator[tuple[int, torch.Tensor]]:
@@ -193,4 +185,4 @@ def _other_outputs(flight: Flight, flat: Sequence[Any]) -> Iterator[tuple[int, t
             yield position, as_dtensor(flat[k], state, shape, stage.device_mesh).full_tensor()
 
 
-__all__ = ["Work"]
+__all__ = ["Unfinished", "Work"]

@@ -5,6 +5,7 @@
 :mod:`.actions`    the words of a schedule and its text; :mod:`.stage_placement`: which rank has which stages
 :mod:`.builders`   rows of the textbook schedules; :mod:`.listing`: rows by a policy; :mod:`.asynchronous`: PipeDream
 :mod:`.best_order` searched schedules; :mod:`.exact`: the quickest of all, for small cases
+:mod:`.other_count` a schedule for another number of microbatches
 :mod:`.times`      what a schedule is timed with; :mod:`.simulate`: when everything happens
 :mod:`.timeline`   what came of it: seconds, bubble, memory; :mod:`.deadlock`: a schedule that waits for itself
 :mod:`.channels`   the order of messages between two ranks, and schedules that ask too much of it
@@ -16,6 +17,7 @@ from .actions import Action, Overlap, Schedule, parse
 from .best_order import BestOrder, search
 from .builders import forward_only
 from .grid import grid
+from .other_count import with_microbatches
 from .schedules import SCHEDULES, USUAL, Fill, ScheduleKind, allows, build, fill_of, label_of, parse_kind
 from .simulate import Deadlock, simulate
 from .stage_placement import loop_placement, v_placement
@@ -52,4 +54,5 @@ __all__ = [
     "simulate",
     "times",
     "v_placement",
+    "with_microbatches",
 ]  # fmt: skip

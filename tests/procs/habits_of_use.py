@@ -1191,9 +1191,16 @@ def a_layer_in_front_of_a_pipeline() -> None:
 
 @case
 def an_input_of_a_pipeline_that_was_not_to_want_a_gradient() -> None:
-    module, _ = pipeline()
+    fixed, _ = pipeline(shapes="fixed")
     with pytest.raises(RunError, match=r"input args\[0\] requires grad, and the example inputs of parallelize did not"):
-        module.train_step(*batch(32, grad=True))
+        fixed.train_step(*batch(32, grad=True))
+    module, eager = pipeline()
+    x, y = batch(32, grad=True)
+    alone = x.detach().clone().requires_grad_()
+    module.train_step(x, y)
+    eager(alone, y).backward()
+    assert x.grad is not None and alone.grad is not None
+    same(x.grad, alone.grad)
 
 
 @case

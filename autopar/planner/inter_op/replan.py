@@ -41,6 +41,13 @@ def limit_of_stage(plan: Plan, number: int, cluster: Cluster, asked: float | Non
     return max(1.0, limit - sum(p.memory_bytes - p.passing_bytes for p in others))
 
 
+def block_starts(graph: Graph) -> list[str]:
+    """First operators of the blocks, of which stages are made."""
+    folding, hot = fold(graph), hot_ops(graph)
+    all_blocks = blocks(graph, folding, rules_of(graph, folding.representative))
+    return [graph.nodes[hot[b.first]].name for b in all_blocks]
+
+
 class Replanner:
     """A pipelined plan with its model and its cluster, to be asked "what if".
 
@@ -57,9 +64,7 @@ class Replanner:
         """The plan with these stages, where they begin and end as now, and its step action by action."""
         return self._simulated(self.graphs, tuple(stages or self.plan.stages))
 
-    def _simulated(
-        self, graphs: Sequence[StageGraph], stages: tuple[StagePlan, ...]
-    ) -> tuple[Plan, Timeline]:
+    def _simulated(self, graphs: Sequence[StageGraph], stages: tuple[StagePlan, ...]) -> tuple[Plan, Timeline]:
         stages = tuple(with_agreed_buffers(graphs, stages, self.plan.schedule, self.cluster))
         timing, step = timing_of(graphs, stages, self.plan.schedule, self.cluster)
         timeline = simulate(self.plan.schedule, timing)
@@ -96,18 +101,14 @@ class Replanner:
             may_recompute=wishes.may_recompute and not is_asked(self.graph, self.options.recompute),
             blocks=[name for name in self.bounds if name in stage.graph.index],
         )  # fmt: skip
-        return plan_graph(
-            stage.graph, self.cluster, choice.mesh, wishes, devices=choice.devices
-        )
+        return plan_graph(stage.graph, self.cluster, choice.mesh, wishes, devices=choice.devices)
 
     # -- cuts
 
     @cached_property
     def bounds(self) -> list[str]:
         """First operators of the blocks, of which stages are made."""
-        folding, hot = fold(self.graph), hot_ops(self.graph)
-        all_blocks = blocks(self.graph, folding, rules_of(self.graph, folding.representative))
-        return [self.graph.nodes[hot[b.first]].name for b in all_blocks]
+        return block_starts(self.graph)
 
     def neighbour(self, number: int, by: int) -> str | None:
         """Where stage ``number`` would begin, ``by`` blocks later (or earlier); None if a stage would be empty."""
@@ -137,4 +138,4 @@ class Replanner:
         return self._simulated(graphs, stages)
 
 
-__all__ = ["Replanner"]
+__all__ = ["Replanner", "block_starts", "limit_of_stage"]

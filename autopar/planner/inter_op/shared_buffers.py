@@ -38,12 +38,16 @@ def with_agreed_buffers(
         for s in of_group:
             whole = {name: whole_state(stages[s].mesh) for name in names if name in stages[s].buffers}
             if any(stages[s].buffers[name] != state for name, state in whole.items()):
-                agreed[s] = _with_buffers(graphs[s].graph, stages[s], whole, cluster)
+                agreed[s] = with_buffers(graphs[s].graph, stages[s], whole, cluster)
     return agreed
 
 
-def _with_buffers(graph: Graph, plan: StagePlan, changed: dict[str, State], cluster: Cluster) -> StagePlan:
-    """The same decisions with some buffers stored in another way, routed and priced anew."""
+def with_buffers(graph: Graph, plan: StagePlan, changed: dict[str, State], cluster: Cluster) -> StagePlan:
+    """The same decisions with some buffers stored in another way, routed and priced anew.
+
+    Args:
+        changed: how, by name.
+    """
     rules = rules_of(graph)
     decided = {
         i: strategy_named(graph, node, rules[i], plan.ops[node.name])
@@ -60,4 +64,4 @@ def _with_buffers(graph: Graph, plan: StagePlan, changed: dict[str, State], clus
     return replace(done, solution=plan.solution)
 
 
-__all__ = ["with_agreed_buffers"]
+__all__ = ["with_agreed_buffers", "with_buffers"]

@@ -1,0 +1,69 @@
+"""What a forward of a pipeline gives, on every rank: the outputs of all microbatches, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.capture import Captured
+from autopar.graph import Ref
+from autopar.runtime.runs import Run
+from autopar.runtime.work import Work
+from autopar.staging import StageGraph
+
+Parts = dict[int, list[torch.Tensor]]
+"""Whole outputs of this rank's stages by position, of every microbatch."""
+
+
+def of_run(
+    captured: Captured, stages: Sequence[StageGraph], work: Work, run: Run, loss: torch.Tensor, parts: Parts
+) -> list[Any]:
+    """The outputs of a run; all ranks call it.
+
+    Args:
+        loss: the run's part of the loss.
+        parts: what was made here.
+
+    Returns:
+        the model's outputs in their order. Scalars are float64, and the run's part of their mean over the rows.
+    """
+    graph = captured.graph
+    makers = {position: stage.number for stage in stages for position in stage.outputs}
+    outputs: list[Any] = []
+    for position, out in enumerate(graph.outputs):
+        if position == graph.loss or not isinstance(out, Ref):
+            outputs.append(loss if position == graph.loss else out)
+            continue
+        spec, here = graph.spec(out), parts.get(position)
+        shape = (run.microbatches * spec.shape[0], *spec.shape[1:]) if spec.shape else ()
+        dtype = getattr(torch, spec.dtype) if spec.shape else torch.float64
+        value = torch.empty(shape, dtype=dtype, device=work.device)
+        if here is not None:
+            value.copy_(torch.cat(here) if spec.shape else torch.stack(here).to(torch.float64).sum() * run.share)
+        dist.broadcast(value, src=work.plan.stages[makers[position]].devices[0], group=work.everyone)
+        outputs.append(value)
+    return outputs
+
+
+def of_batch(captured: Captured, of_runs: Sequence[Sequence[Any]]) -> list[Any]:
+    """The outputs of a batch, from those of its runs.
+
+    Args:
+        captured: the program of any of them.
+    """
+    graph = captured.graph
+    outputs: list[Any] = []
+    for out, values in zip(graph.outputs, zip(*of_runs, strict=True), strict=True):
+        if not isinstance(out, Ref):
+            outputs.append(out)
+        elif graph.spec(out).shape:
+            outputs.append(torch.cat(values) if len(values) > 1 else values[0])
+        else:
+            outputs.append(sum(values[1:], values[0]).to(getattr(torch, graph.spec(out).dtype)))
+    return outputs
+
+
+__all__ = ["Parts", "of_batch", "of_run"]

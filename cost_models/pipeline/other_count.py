@@ -1,0 +1,30 @@
+"""A schedule for another number of microbatches, on the same ranks with the same stages each."""
+
+from __future__ import annotations
+
+from .actions import Schedule
+from .best_order import search
+from .schedules import SCHEDULES, allows, build
+from .timeline import live_per_rank
+from .times import times
+
+
+def with_microbatches(schedule: Schedule, n_microbatches: int) -> Schedule:
+    """The same kind of schedule for so many microbatches, if no rank keeps more of them at once than it does now.
+
+    Else, and where the kind does not exist for that number (rounds that do not come out even) or has no name by which
+    it could be built, an order is searched in which no rank does.
+    """
+    n_stages, n_ranks = schedule.n_stages, schedule.n_ranks
+    if n_microbatches == schedule.n_microbatches:
+        return schedule
+    most = live_per_rank(schedule)
+    if schedule.name in SCHEDULES and allows(schedule.name, n_stages, n_ranks, n_microbatches):
+        other = build(schedule.name, n_stages, n_ranks, n_microbatches)
+        fits = all(n <= limit for n, limit in zip(live_per_rank(other), most, strict=True))
+        if fits and other.stages_of_rank == schedule.stages_of_rank:
+            return other
+    return search(times(n_stages), n_microbatches, schedule.stages_of_rank, limit_live=most, swaps=0).schedule
+
+
+__all__ = ["with_microbatches"]

@@ -1,0 +1,144 @@
+"""What one rank does in the tests of pipelines that are called with other shapes than those of ``parallelize``."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from procs.habits import difference, said
+from torch import nn
+
+import autopar
+
+CUTS: dict[str, dict[str, Any]] = {
+    "1f1b": {"stages": 2, "cuts": ["blocks.2"], "schedule": "1f1b"},
+    "interleaved": {"stages": 2, "cuts": ["blocks.1", "blocks.2", "blocks.3"], "schedule": "interleaved-1f1b"},
+}
+STEPS = [(8, 6), (5, 6), (8, 6), (5, 6), (8, 9), (1, 6), (7, 6), (20, 6)]
+"""Rows and length of each step's batch; four microbatches of two rows were planned."""
+CAPTURES = [0, 1, 1, 1, 2, 2, 2, 2]
+"""How often the model was captured again by then: for one row, and for the length 9."""
+
+
+class Tower(nn.Module):
+    """Blocks between a tied embedding and head, with a skip past all of them and a buffer that each forward changes."""
+
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(30, 8), nn.Linear(8, 30, bias=False)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(4)
+        )
+        if tied:
+            self.head.weight = self.embed.weight
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("places", torch.randn(32, 8))
+        self.double()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        if self.training:
+            with torch.no_grad():
+                self.seen.add_(x.shape[0])
+        first = h = self.embed(x) + self.places[: x.shape[1]]
+        for block in self.blocks:
+            h = h + block(h)
+        out = self.head(h + first)
+        if labels is None:
+            return out
+        return nn.functional.cross_entropy(out.flatten(0, 1), labels.flatten()), out
+
+
+def batch(rows: int, length: int, number: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Words and labels."""
+    generator = torch.Generator().manual_seed(1000 * number + 10 * rows + length)
+    words = torch.randint(0, 30, (rows, length + 1), generator=generator)
+    return words[:, :-1], words[:, 1:]
+
+
+def pair(cut: str = "1f1b", tied: bool = True, **options: Any) -> tuple[Any, Tower]:
+    """A model in stages, and the same on one device; the first one's original is gone."""
+    model = Tower(tied)
+    alone = copy.deepcopy(model)
+    options = {"microbatches": 4, **CUTS[cut], **options}
+    pm = autopar.parallelize(model, dist.get_world_size(), batch(8, 6), **options)
+    del model
+    gc.collect()
+    return pm, alone
+
+
+def epochs(cut: str, tied: bool) -> tuple[float, list[int]]:
+    """Steps of AdamW with batches of several sizes, then validation with others: the worst difference, captures."""
+    pm, alone = pair(cut, tied)
+    before = list(pm.parameters())
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (pm, alone)]
+    worst, captures = 0.0, []
+    for i, (rows, length) in enumerate(STEPS):
+        words, labels = batch(rows, length, i)
+        loss = pm.train_step(words, labels)
+        wanted = alone(words, labels)[0]
+        wanted.backward()
+        norm = nn.utils.clip_grad_norm_(alone.parameters(), 1.0)
+        worst = max(worst, difference(loss, wanted.detach()), difference(pm.clip_grad_norm_(1.0), norm))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        captures.append(pm._programs.captures)
+    assert all(a is b for a, b in zip(before, pm.parameters(), strict=True))
+    for m in (pm, alone):
+        m.eval()
+    for rows, length in ((11, 7), (8, 6)):
+        words, labels = batch(rows, length)
+        with torch.no_grad():
+            loss, out = alone(words, labels)
+            worst = max(worst, *(difference(a, b) for a, b in zip(pm(words, labels), (loss, out), strict=True)))
+            worst = max(worst, difference(pm.evaluate(words, labels), loss), difference(pm(words), out))
+    have, wanted_state = autopar.full_state_dict(pm, all_ranks=True), alone.state_dict()
+    return max(worst, *(difference(have[name], value) for name, value in wanted_state.items())), captures
+
+
+def of_inputs() -> float:
+    """A layer in front gets its gradient from both runs of a batch that microbatches do not divide."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2)).double()
+    front = nn.Linear(3, 4).double()
+    alone, alone_front = copy.deepcopy(model), copy.deepcopy(front)
+    data = torch.randn(7, 3, dtype=torch.float64)
+    example = torch.randn(8, 4, dtype=torch.float64, requires_grad=True)
+    pm = autopar.parallelize(
+        model, 2, example, loss_fn=lambda out: out.square().mean(), stages=2, cuts=["2"], microbatches=4
+    )
+    x, alone_x = front(data), alone_front(data)
+    loss = pm.train_step(x)
+    wanted = alone(alone_x).square().mean()
+    wanted.backward()
+    assert front.weight.grad is not None and alone_front.weight.grad is not None
+    return max(
+        difference(loss, wanted.detach()), difference(front.weight.grad, alone_front.weight.grad),
+        *(difference(p.grad.full_tensor(), alone.get_parameter(n).grad) for n, p in pm.named_parameters()),
+    )  # fmt: skip
+
+
+def refused() -> list[str]:
+    """Calls that no capture mends, and that the pipeline goes on."""
+    pm, alone = pair()
+    words, labels = batch(5, 6)
+    fixed = pair(shapes="fixed")[0]
+    texts = [
+        said(lambda: pm.train_step(words.double(), labels)), said(lambda: pm.train_step(words)),
+        said(lambda: pm.train_step(words, labels[:3])), said(lambda: fixed.train_step(words, labels)),
+    ]  # fmt: skip
+    assert difference(pm.train_step(words, labels), alone(words, labels)[0].detach()) < 1e-9
+    assert difference(fixed.train_step(*batch(8, 6)), alone(*batch(8, 6))[0].detach()) < 1e-9
+    return texts
+
+
+def alone_with_it() -> str:
+    """Only rank 1 has a smaller batch."""
+    pm, _ = pair()
+    pm.train_step(*batch(8, 6))
+    pm.train_step(*batch(8 - 2 * dist.get_rank(), 6))
+    return "no error"

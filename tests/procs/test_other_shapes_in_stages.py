@@ -1,0 +1,64 @@
+"""Pipelines that are called with other shapes than those of ``parallelize``, on real ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from procs import other_shapes_in_stages
+from procs.in_turn import several
+
+from autopar.errors import RunError
+from autopar.runtime.launch import run_local
+from autopar.runtime.runs import sizes
+
+CALLS: dict[str, tuple[Any, ...]] = {
+    "tied": ("epochs", "1f1b", True), "interleaved": ("epochs", "interleaved", False), "of inputs": ("of_inputs",),
+    "refused": ("refused",),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    return run_local(several, 2, "other_shapes_in_stages", CALLS)
+
+
+@pytest.mark.parametrize("how", ["tied", "interleaved"])
+def test_batches_of_other_sizes_train_as_on_one_device(found: list[dict[str, Any]], how: str) -> None:
+    for worst, captures in (rank[how] for rank in found):
+        assert worst < 1e-9
+        assert captures == other_shapes_in_stages.CAPTURES
+
+
+def test_inputs_of_a_batch_in_two_runs_get_their_gradients(found: list[dict[str, Any]]) -> None:
+    assert all(rank["of inputs"] < 1e-9 for rank in found)
+
+
+def test_calls_that_no_capture_mends(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        dtype, no_loss, rows, fixed = rank["refused"]
+        assert "no scalar loss to train on" in no_loss
+        assert "input args[0]: captured with dtype int64, called with float64" in dtype
+        assert "called with (int64[5 6], int64[3 6])" in rows
+        assert "captured with shape (2, 6) a microbatch, called with (5, 6); give 4 x 2 rows" in fixed
+
+
+def test_another_number_of_rows_on_one_rank_alone_is_no_hang() -> None:
+    with pytest.raises(RunError, match=r"rank \d is at call 2.* rank \d is at call 2"):
+        run_local(other_shapes_in_stages.alone_with_it, 2)
+
+
+@pytest.mark.slow
+def test_four_ranks() -> None:
+    for worst, captures in run_local(other_shapes_in_stages.epochs, 4, "1f1b", True):
+        assert worst < 1e-9
+        assert captures == other_shapes_in_stages.CAPTURES
+
+
+@pytest.mark.parametrize("rows", range(1, 30))
+@pytest.mark.parametrize("most", [1, 2, 3, 8])
+def test_runs_have_all_rows_in_few_microbatches(rows: int, most: int) -> None:
+    runs = sizes(rows, most)
+    assert sum(count * each for count, each in runs) == rows
+    assert len(runs) <= 2 and all(0 < each <= most for _, each in runs)
+    assert sum(count for count, _ in runs) == -(-rows // most)
