@@ -2,8 +2,8 @@
 
 What runs on it under :class:`Accelerator` makes the numbers that the CPU makes, and every operator passes
 :meth:`Accelerator.__torch_dispatch__`, which writes down what would make the host wait for a real accelerator (or would
-not be on it at all): values read from the device, values copied to it, and tensors made on the CPU. Collectives work on
-the tensors' values, so a process group of ``cpu:gloo,emu:gloo`` trains over several processes.
+not be on it at all): values read from the device, values copied to it, and tensors made on the CPU. Over several
+processes it trains with a process group of ``cpu:gloo,emu:emuccl``, or of ``emuccl`` alone (:mod:`emulated_nccl`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from emulated_nccl import Collectives, register_backend
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
@@ -65,8 +66,24 @@ class _Event:
             Accelerator.current.saw("an event of this step is waited for")
 
 
+class _Stream:
+    """The only one there is: what is put on it has happened at once."""
+
+    def wait_stream(self, _: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
 class _Module(_DummyBackendModule):
     Event = _Event
+
+    def current_stream(self, _: Any = None) -> _Stream:
+        return _Stream()
+
+    def stream(self, _: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def device_count(self) -> int:
         return 1
@@ -106,7 +123,8 @@ def _is_device(x: Any) -> bool:
 
 
 class _Tensor(TorchFunctionMode):
-    """``torch.tensor(..., device="emu")``, which torch makes without asking any mode."""
+    """``torch.tensor(..., device="emu")``, which torch makes without asking any mode, and ``resize_`` of tensors on the
+    accelerator (collectives of objects do that), for which a wrapper has to become one of another size."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         super().__init__()
@@ -119,6 +137,12 @@ class _Tensor(TorchFunctionMode):
             kwargs["device"] = "cpu"
             with torch._C.DisableTorchFunction():
                 return OnDevice(func(*args, **kwargs))
+        if func is torch.Tensor.resize_ and isinstance(args[0], OnDevice):
+            with torch._C.DisableTorchFunction():
+                resized = OnDevice(args[0].values.resize_(*args[1:], **kwargs))
+                args[0].data = resized
+            args[0].values = resized.values
+            return args[0]
         return func(*args, **kwargs)
 
 
@@ -127,6 +151,7 @@ class Accelerator(TorchDispatchMode):
 
     Attributes:
         seen: what would have made the host wait, or was on the CPU: what it was, and where.
+        collectives: those of this process on the accelerator.
     """
 
     current: ClassVar[Accelerator | None] = None
@@ -135,6 +160,7 @@ class Accelerator(TorchDispatchMode):
         super().__init__()
         self.seen: list[str] = []
         self.watches, self.step = False, 0
+        self.collectives = Collectives(torch.device(NAME, 0), lambda x: isinstance(x, OnDevice), _from_here)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[list[str]]:
@@ -167,6 +193,10 @@ class Accelerator(TorchDispatchMode):
         if any(not issubclass(t, OnDevice) and t.__torch_dispatch__ is not plain for t in types):
             return NotImplemented  # a DTensor, say: its own operators come here again
         kwargs = kwargs or {}
+        if func.namespace in ("c10d", "_c10d_functional"):
+            done = self.collectives.call(func, args, kwargs, OnDevice)
+            if done is not NotImplemented:
+                return done
         flat, tree = pytree.tree_flatten((args, kwargs))
         ours = [x for x in flat if isinstance(x, OnDevice)]
         inner = [x.values if isinstance(x, OnDevice) else torch.device("cpu") if _is_device(x) else x for x in flat]
@@ -201,3 +231,4 @@ def register() -> None:
     """Make the name of the accelerator known to torch, once in a process."""
     if torch._C._get_privateuse1_backend_name() != NAME:
         _setup_privateuseone_for_python_backend(NAME, _Module())
+        register_backend(NAME)

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.capture import Captured
 from autopar.errors import PlanError, RunError
 from autopar.plan import Plan
+from autopar.runtime.agree import FirstRankValues
 from autopar.runtime.groups import Groups, groups_for
 from autopar.runtime.plan_groups import groups_of
 from autopar.runtime.stagewise import refuse_norms_on
@@ -83,13 +84,11 @@ def values_of(
     needed = {n.target for s in start.mine for n in parts[s].graph.nodes if n.kind in ("param", "buffer")}
     named: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     named.update(model.named_buffers(remove_duplicate=False))
+    if values is None:
+        values = FirstRankValues(named, start.everyone, 0, start.groups.device)
     result = {}
-    for name, tensor in named.items():
-        if values is not None:
-            value = values(name)
-        else:
-            value = tensor.detach().clone().contiguous()
-            dist.broadcast(value, src=0, group=start.everyone)
+    for name in named:
+        value = values(name)
         if name in needed:
             result[name] = value
     return result

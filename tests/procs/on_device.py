@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from accelerator import NAME, Accelerator, register
+from emulated_nccl import BACKEND
 from procs import cases, pipelines
 from procs.cases import cut
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,8 +21,11 @@ import autopar
 from autopar.capture import capture
 from autopar.runtime import gradient_reduction
 from autopar.runtime.executor import ParallelModule
+from autopar.runtime.groups import abort_groups
 from autopar.runtime.pipeline import PipelineModule
-from autopar.torch_private import default_store
+from autopar.runtime.presence import alive
+from autopar.spreading import spread
+from autopar.torch_private import default_store, no_dispatch_modes
 
 Config = cases.Config | pipelines.Config
 STEPS = 6
@@ -32,14 +36,19 @@ def all_trained(configs: Sequence[Config]) -> list[tuple[float, list[list[str]]]
     return [trained(config) for config in configs]
 
 
-def trained(config: Config) -> tuple[float, list[list[str]]]:
-    """How far losses on the accelerator are from those on the CPU, and what each step on it did that it should not."""
+def begin_world(backend: str) -> None:
+    """Have the ranks begin anew, with a process group of that backend."""
     register()
-    if NAME not in dist.get_backend_config():
+    if dist.get_backend_config() != backend:
         rank, size, store = dist.get_rank(), dist.get_world_size(), default_store()
         dist.destroy_process_group()
-        store = dist.PrefixStore(NAME, store)
-        dist.init_process_group(f"cpu:gloo,{NAME}:gloo", store=store, rank=rank, world_size=size)
+        store = dist.PrefixStore(backend, store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+
+
+def trained(config: Config) -> tuple[float, list[list[str]]]:
+    """How far losses on the accelerator are from those on the CPU, and what each step on it did that it should not."""
+    begin_world(f"cpu:gloo,{NAME}:{BACKEND}")
     torch.manual_seed(0)
     case = ZOO[config.name](**config.zoo)
     captured = capture(case.model, *cut(case.batch, config.microbatches, 0))
@@ -91,8 +100,90 @@ def trained(config: Config) -> tuple[float, list[list[str]]]:
             optimizer.zero_grad()
             losses.append(loss.item())
             seen.append(list(dict.fromkeys(waits)))
+        collectives = accelerator.collectives
+        assert collectives.count and not collectives.forgotten, collectives.forgotten
     worst = max(abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True))
     return worst, seen
+
+
+def used(configs: Sequence[Config], backend: str, folder: str) -> list[str]:
+    wrong = [each for number, config in enumerate(configs) for each in _used(config, backend, f"{folder}/{number}")]
+    begin_world("cpu:gloo")  # whoever has started this rank ends the world without an accelerator
+    return wrong
+
+
+def _used(config: Config, backend: str, folder: str) -> list[str]:
+    """What goes wrong beside the steps of a model on the accelerator, in a world of that backend: where its values are
+    spread, sent, gathered, saved, loaded and compared, on the way of ``parallelize`` and of a user."""
+    begin_world(backend)
+    torch.manual_seed(0)
+    case = ZOO[config.name](**config.zoo)
+    captured = capture(case.model, *cut(case.batch, config.microbatches, 0))
+    if isinstance(config, pipelines.Config):
+        plan = pipelines.make_plan(captured, config)
+    else:
+        plan = cases.make_plan(captured, config)
+    wrong: list[str] = []
+
+    def same(what: str, have: Any, wanted: Any) -> None:
+        if set(have) != set(wanted) or any(not torch.equal(have[n].to("cpu"), wanted[n].to("cpu")) for n in wanted):
+            wrong.append(f"{config.name}, {type(pm).__name__}: {what}")
+
+    with Accelerator() as accelerator:
+        model, mesh = case.model, None
+        values = {name: value.clone() for name, value in model.state_dict().items()}
+        if isinstance(config, pipelines.Config):
+            model = model.to(NAME)
+        else:
+            names = tuple(name for name, _ in config.mesh)
+            mesh = init_device_mesh(NAME, tuple(n for _, n in config.mesh), mesh_dim_names=names)
+        if dist.get_rank():
+            with torch.no_grad():
+                for x in model.parameters():
+                    x.add_(1)  # a rank of another seed: rank 0's values count
+        with alive(dist.group.WORLD, abort=abort_groups):
+            pm = spread(model, captured, plan, dist.group.WORLD, device_mesh=mesh)
+        first = dist.get_rank() == 0
+        same("the values of rank 0", autopar.full_state_dict(pm), values if first else {})
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: x.to(NAME), case.batch)
+        optimizer = torch.optim.AdamW(pm.parameters(), lr=1e-2, foreach=True)
+        checkpoint = autopar.Checkpoint(folder, model=pm, optimizer=optimizer)
+
+        def step() -> torch.Tensor:
+            loss = pm.train_step(*args, **kwargs)
+            if isinstance(pm, PipelineModule):
+                pm.clip_grad_norm_(1.0)
+            else:
+                torch.nn.utils.clip_grad_norm_(pm.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.to("cpu")
+
+        step()
+        saved = autopar.full_state_dict(pm, all_ranks=True)
+        checkpoint.save(1)
+        second = step()
+        if mesh is not None:  # its model is on the CPU: a capture knows nothing of the accelerator
+            with no_dispatch_modes():
+                pm.eval()
+            with torch.no_grad():
+                pm(*args, **kwargs)
+            pm.train()
+        else:
+            pm.evaluate(*args, **kwargs)
+        autopar.load_full_state_dict(pm, saved if first else None)  # sent from rank 0
+        same("what rank 0 has loaded", autopar.full_state_dict(pm, all_ranks=True), saved)
+        step()
+        autopar.load_full_state_dict(pm, saved)
+        same("what all have loaded", autopar.full_state_dict(pm, all_ranks=True), saved)
+        step()
+        if checkpoint.load() != 1:
+            wrong.append("no checkpoint")
+        same("the checkpoint", autopar.full_state_dict(pm, all_ranks=True), saved)
+        if not torch.equal(again := step(), second):
+            wrong.append(f"{config.name}: a step after the checkpoint gives {again}, it gave {second}")
+        wrong += accelerator.collectives.forgotten
+    return wrong
 
 
 def reduced_in(dtype: torch.dtype | None) -> tuple[set[torch.dtype], float, set[torch.dtype]]:
@@ -118,6 +209,41 @@ def reduced_in(dtype: torch.dtype | None) -> tuple[set[torch.dtype], float, set[
     gradients = [pipelines.whole(p.grad) for p in pm.parameters()]
     worst = max(float(((g.double() - exact).abs() / exact.abs().max()).max()) for g in gradients)
     return on_the_way, worst, {g.dtype for g in gradients}
+
+
+def notices() -> dict[str, str]:
+    """What the emulated backend has to say of what NCCL would not forgive."""
+    begin_world(f"cpu:gloo,{NAME}:{BACKEND}")
+    group, said = dist.new_group(backend=BACKEND), {}
+
+    def expect(what: str, does: Callable[[], object]) -> None:
+        try:
+            does()
+            said[what] = "nothing"
+        except AssertionError as error:
+            said[what] = type(error).__name__
+
+    with Accelerator() as accelerator:
+        x, out = torch.ones(4, device=NAME), torch.empty(4, device=NAME)
+        expect("on the CPU", lambda: dist.all_reduce(torch.ones(4), group=group))
+        expect("by the CPU's backend", lambda: dist.all_reduce(torch.ones(4)))
+        work = dist.all_reduce(x, group=group, async_op=True)
+        said["read early"] = str((x + 1).sum().item())
+        work.wait()
+        said["read late"] = str((x + 1).sum().item())
+        work = dist.all_gather_into_tensor(out, x, group=group, async_op=True)
+        x.mul_(2)
+        expect("input written", work.wait)
+        work = dist.all_gather_into_tensor(out, x, group=group, async_op=True)
+        out.zero_()
+        expect("output written", work.wait)
+        work = dist.all_gather_into_tensor(out, x, group=group, async_op=True)
+        out.untyped_storage().resize_(0)
+        expect("freed", work.wait)
+        said["forgotten before"] = str(len(accelerator.collectives.forgotten))
+        dist.all_reduce(x, group=group, async_op=True)
+        said["forgotten"] = str(len(accelerator.collectives.forgotten))
+    return said
 
 
 def _noting(dtypes: set[torch.dtype], real: Any) -> Any:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerator import NAME
+from emulated_nccl import BACKEND
 from procs import cases, pipelines
-from procs.on_device import Config, all_trained, reduced_in
+from procs.on_device import Config, all_trained, notices, reduced_in, used
 from procs.pipelines import ONE
 
 from autopar.runtime.launch import run_local
@@ -32,6 +35,33 @@ def test_no_step_waits() -> None:
         cases.Config("gpt2", (("tensor", 2),), zoo=DROPS, clip=1.0),
         pipelines.Config("gpt2", "1f1b", (ONE, ONE), 2, seed=1, zoo=DROPS, clip=1.0),
     ])  # fmt: skip
+
+
+def test_the_emulated_backend_forgives_nothing() -> None:
+    (said,) = run_local(notices, 1)
+    assert said == {
+        "on the CPU": "RefusedTensor", "by the CPU's backend": "nothing", "read early": "nan", "read late": "8.0",
+        "input written": "TooEarly", "output written": "TooEarly", "freed": "TooEarly", "forgotten before": "0",
+        "forgotten": "1",
+    }  # fmt: skip
+
+
+def check_used(name: str, backend: str, folder: Path, zoo: dict[str, Any]) -> None:
+    configs = [
+        cases.Config(name, (("data", 2),), zoo=zoo), pipelines.Config(name, "1f1b", (ONE, ONE), 2, seed=1, zoo=zoo),
+    ]  # fmt: skip
+    assert run_local(used, 2, configs, backend, str(folder)) == [[], []]
+
+
+def test_all_that_ranks_send_is_on_the_device(tmp_path: Path) -> None:
+    check_used("mlp", f"{NAME}:{BACKEND}", tmp_path, {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", [f"cpu:gloo,{NAME}:{BACKEND}", f"{NAME}:{BACKEND}"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "resnet", "t5"])
+def test_all_that_ranks_of_a_model_send_is_on_the_device(name: str, backend: str, tmp_path: Path) -> None:
+    check_used(name, backend, tmp_path, DROPS if name in ("gpt2", "t5") else {})
 
 
 def test_gradients_are_added_up_in_the_dtype_that_is_asked_for() -> None:
