@@ -36,10 +36,12 @@ Beside it: ``cost_models`` (seconds of operators and collectives, schedules and 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import sys
 import types
+from multiprocessing.util import Finalize, register_after_fork
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import (
@@ -74,6 +76,28 @@ _WHERE = {
 
 def _load(name: str) -> Any:
     return getattr(importlib.import_module(_WHERE[name]), name)
+
+
+def _is_rank() -> bool:
+    distributed: Any = sys.modules.get("torch.distributed")
+    return distributed is not None and bool(distributed.is_available() and distributed.is_initialized())
+
+
+def _say_end() -> None:
+    """A rank that ends before it comes to ``parallelize`` would be waited for there."""
+    if _is_rank():
+        with contextlib.suppress(Exception):
+            importlib.import_module("autopar.runtime.ended").say_unmet()
+
+
+def _say_at_exit(_: object = None) -> None:
+    """Have it said; not by a process that a rank has forked, such as a data loader's worker."""
+    if not _is_rank():
+        Finalize(None, _say_end, exitpriority=0)
+
+
+_say_at_exit()
+register_after_fork(_say_end, _say_at_exit)  # a started process forgets what was registered before it runs
 
 
 class _Package(types.ModuleType):

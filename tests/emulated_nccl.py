@@ -24,8 +24,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 BACKEND = "emuccl"
-_below: dict[int, tuple[Any, Any]] = {}
-"""By ``id`` of a backend: itself, and the group of gloo by which values really travel."""
+_below: dict[int, tuple[Any, Any, str]] = {}
+"""By ``id`` of a backend: itself, the group of gloo by which values really travel, and that group's name."""
 
 
 class TooEarly(AssertionError):
@@ -50,17 +50,17 @@ def _made(store: Any, rank: int, size: int, timeout: Any) -> Any:
     name = f"below {len(_below)}"
     below._set_group_name(name)
     torch._C._distributed_c10d._register_process_group(name, below)
-    _below[id(backend)] = backend, below
+    _below[id(backend)] = backend, below, name
     return backend
 
 
 def _below_of(group: Any, device: torch.device) -> Any:
-    """The group of gloo under a group of this backend; None of another backend."""
+    """The group of gloo under a group of this backend, and its name; None of another backend."""
     try:
         backend = group._get_backend(device)
     except RuntimeError:
         return None
-    return _below[id(backend)][1] if id(backend) in _below else None
+    return _below[id(backend)][1:] if id(backend) in _below else None
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
@@ -148,8 +148,8 @@ class Collectives:
             wrapped: puts a value on the accelerator.
         """
         name = func._schema.name
-        if name == "_c10d_functional::wait_tensor":
-            return self._wait_tensor(args[0])
+        if name in ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"):
+            return self._wait_tensor(args[0])  # the second gives a tensor that waits as soon as anything is done with it
         place, group = self._group(args)
         if group is None:
             return NotImplemented
@@ -165,7 +165,7 @@ class Collectives:
         self.count[name] = self.count.get(name, 0) + 1
         args = [*args]
         functional = func.namespace == "_c10d_functional"
-        args[place] = below.group_name if functional else below.boxed()
+        args[place] = below[1] if functional else below[0].boxed()
         inputs, outputs = _roles(func, args, functional)
         values = _Tensors(name, [x.values for x in inputs], [x.values for x in outputs], self.where())
 

@@ -1,4 +1,4 @@
-"""Ranks that have ended: each says so in the process group's store when its process exits.
+"""Ranks that have ended: each says so in the process group's store when its process exits, or others find it gone.
 
 A rank that is through with its script comes to no meeting any more. Without its word, one that goes on alone (it
 evaluates, generates or saves after the loop, ``if rank == 0:``) would wait for it until a time-out of half an hour.
@@ -6,6 +6,10 @@ evaluates, generates or saves after the loop, ``if rank == 0:``) would wait for 
 The process group may have been ended before, and the store, where it is another rank's, may be gone. So it is one
 request, which does not wait for an answer, and the store is kept for it; not on the rank that may hold the store
 itself, whose port would stay in use, and whose end all others see as a lost connection.
+
+A rank that is killed (by the system, where memory is out) says nothing. But every rank that may meet others has written
+down which process it is; whoever waits looks whether the processes of its own machine are still there, and writes down
+which is not, for those on other machines.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import os
 import sys
 from collections.abc import Sequence
 from multiprocessing.util import Finalize
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -23,17 +28,26 @@ from autopar.torch_private import default_store
 
 SHOWN = 2000
 """Characters of the error that ended a rank that are shown."""
-_ANY = "any"
+WITHOUT_A_WORD = "has ended without a word: it was killed, or a library ended it; the system's log says if memory was out"
+_ANY, _KILLED = "any", "killed"
 _PREFIX = "autopar/ended"
 _kept: dict[str, Any] = {}
 
 
 def say_at_exit() -> None:
-    """Have this rank say that it has ended, when it does. Called by whoever may meet others in the store."""
+    """Have this rank say that it has ended, when it does, and others see if it can't. Called by whoever may meet others
+    in the store."""
     if _kept.get("pid") != os.getpid():  # a forked process is no rank: what was registered before is not its own
         Finalize(None, say, exitpriority=0)
     holds_store = dist.get_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    new = _kept.get("world") is not dist.group.WORLD or _kept.get("pid") != os.getpid()
     _kept.update(pid=os.getpid(), rank=dist.get_rank(), store=None if holds_store else default_store())
+    _kept["world"] = dist.group.WORLD
+    if new and (machine := _machine()):
+        _kept["machine"] = machine
+        dist.PrefixStore(_PREFIX, default_store()).append(
+            f"on {machine}", f"{dist.get_rank()}:{os.getpid()}:{_begun(os.getpid())};"
+        )
 
 
 def say() -> None:
@@ -50,12 +64,63 @@ def say() -> None:
         ends.multi_set([str(_kept["rank"]), _ANY], [f"has ended{how}", "so"])
 
 
+def say_unmet() -> None:
+    """This process ends; if it is a rank that has never met others, such as before ``parallelize``, they hear it."""
+    if dist.is_initialized() and dist.get_world_size() > 1 and _kept.get("pid") != os.getpid():
+        _kept.update(pid=os.getpid(), rank=dist.get_rank(), store=None)
+        say()
+
+
 def ended(ranks: Sequence[int]) -> dict[int, str]:
-    """Those of ``ranks`` that have ended, and how in words; one request to the store while none has."""
+    """Those of ``ranks`` that have ended, and how in words; two requests to the store while none has."""
     store = dist.PrefixStore(_PREFIX, default_store())
+    _look_here(store, ranks)
     if not store.check([_ANY]):
         return {}
     return {rank: store.get(str(rank)).decode() for rank in ranks if store.check([str(rank)])}
 
 
-__all__ = ["SHOWN", "ended", "say", "say_at_exit"]
+def killed(ranks: Sequence[int]) -> dict[int, str]:
+    """As :func:`ended`, but only ranks that have ended without a word."""
+    store = dist.PrefixStore(_PREFIX, default_store())
+    _look_here(store, ranks)
+    if not store.check([_KILLED]):
+        return {}
+    return {rank: how for rank, how in ended(ranks).items() if how == WITHOUT_A_WORD}
+
+
+def _look_here(store: dist.Store, ranks: Sequence[int]) -> None:
+    """Write down which ranks of this machine are gone without a word, when that is seen for the second time."""
+    key = f"on {_kept.get('machine', '')}"
+    if _kept.get("world") is not dist.group.WORLD or "machine" not in _kept or not store.check([key]):
+        return
+    gone: set[str] = _kept.setdefault("gone", set())
+    for entry in store.get(key).decode().split(";")[:-1]:
+        rank, pid, begun = entry.split(":")
+        if int(rank) not in ranks or _begun(int(pid)) == begun or store.check([rank]):
+            continue
+        if entry not in gone:  # its own word may be on its way: until the next look
+            gone.add(entry)
+        else:
+            store.compare_set(rank, "", WITHOUT_A_WORD)
+            store.set(_KILLED, "so")
+            store.set(_ANY, "so")
+
+
+def _machine() -> str:
+    """What stands for the processes that this one can see; empty where that is not known."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return ""
+
+
+def _begun(pid: int) -> str:
+    """When a process began, in the system's ticks; empty where there is none, or it has ended."""
+    with contextlib.suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return "" if fields[0] in "ZX" else fields[19]
+    return ""
+
+
+__all__ = ["SHOWN", "WITHOUT_A_WORD", "ended", "killed", "say", "say_at_exit", "say_unmet"]

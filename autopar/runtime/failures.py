@@ -7,8 +7,9 @@ aborted, so that what waits ends with an error, and that error names the rank th
 is written in a step that ends well, and nothing is read more often than once in :data:`QUIET_SECONDS`.
 
 A lost connection is never a rank's own failure. Where no rank failed in a step, one has ended outside of it: between
-steps, by an interrupt, by an error of the data, or because it has no more batches. It writes that as it ends, if it is
-not killed; else those that lost it name the ranks of which nothing is heard.
+steps, by an interrupt, by an error of the data, or because it has no more batches. It writes that as it ends. Of one that
+is killed the others on its machine see that its process is gone (:mod:`autopar.runtime.ended`); else those that lost it
+name the ranks of which nothing is heard.
 
 A rank that goes on after an error of its own (a batch is skipped) must not start its next step while others are still
 in the broken one: its collectives would pair with theirs, and give wrong numbers. So it first waits, in the store,
@@ -30,6 +31,7 @@ from typing import Any
 import torch.distributed as dist
 
 from autopar.errors import AutoparError, RunError
+from autopar.runtime.ended import killed, say_at_exit
 from autopar.torch_private import default_store, default_timeout_seconds
 
 _MADE: dict[tuple[int, ...], Any] = {}
@@ -73,6 +75,7 @@ class Failures:
         self.aborted = ""
         self.watch = _Watch(self, abort, stays_armed) if abort is not None else None
         _of_all_modules.add(self)
+        say_at_exit()
 
     @contextlib.contextmanager
     def during(self, where: str) -> Iterator[None]:
@@ -107,11 +110,16 @@ class Failures:
             self.store.set(f"broken {self.count}", str(self.rank))
 
     def news(self) -> str:
-        """Which rank has broken off a step that this one has not; empty if none has."""
+        """Which rank has broken off a step that this one has not, or was killed; empty if none has."""
         with contextlib.suppress(dist.DistError, RuntimeError):
             if self.store.check([f"broken {self.count + 1}"]):
                 return self._first() or self._someone(late=False)
+            return self._killed()
         return ""
+
+    def _killed(self) -> str:
+        """Which other rank was killed; empty if none was, as far as is known."""
+        return next((f"rank {rank} {how}" for rank, how in killed(self.others).items()), "")
 
     def _read(self, rank: int) -> tuple[int, bool, str]:
         """How many steps another rank has broken off, whether it aborted its groups, and what it says of the last."""
@@ -122,9 +130,13 @@ class Failures:
 
     def _first(self) -> str:
         """What another rank says that has broken off more steps than this one; empty if none says so in time."""
-        end = time.monotonic() + NEWS_SECONDS
+        end, looked = time.monotonic() + NEWS_SECONDS, 0.0
         with contextlib.suppress(dist.DistError, RuntimeError):
             while time.monotonic() < end:
+                if time.monotonic() > looked + NEWS_SECONDS / 4:
+                    looked = time.monotonic()
+                    if text := self._killed():
+                        return text
                 for rank in self.others:
                     count, _, text = self._read(rank)
                     if count > self.count and text:
@@ -174,10 +186,14 @@ class Failures:
             self._write("a step that had returned", self.aborted)
         if not self.where:
             return
-        end = time.monotonic() + self.timeout
+        end, looked = time.monotonic() + self.timeout, time.monotonic()
         aborted = self.rank if self.aborted else None
         for rank in self.others:
             while self._read(rank)[0] < self.count:
+                if time.monotonic() > looked + NEWS_SECONDS / 4:
+                    looked = time.monotonic()
+                    if text := self._killed():
+                        raise RunError(f"{text}; rank {self.rank} waited for it after {self.where} broke off")
                 if time.monotonic() > end:
                     raise RunError(
                         f"rank {self.rank} broke off {self.where} and goes on, rank {rank} did not in {self.timeout:g} "

@@ -4,8 +4,9 @@ A launcher such as torchrun ends all ranks when one of them dies. Without one, n
 in the process group's store, or in a collective, until a time-out of half an hour. So while a rank is within such a
 call, a thread of its own counts up in the store every :data:`BEAT_SECONDS`, and looks whether the next rank's count
 goes on (each looks at one other rank alone, so that the store serves thousands). A count that stands still is a process
-that was killed; a rank that leaves by an exception says so itself. Either is written down as *news*, which all who wait
-in the store look for, and the groups that autopar made are aborted for those who wait in a collective.
+that was killed, or stands still; a rank that leaves by an exception says so itself; and ranks of one machine see at
+once which process is gone (:mod:`autopar.runtime.ended`). Any of it is written down as *news*, which all who wait in the
+store look for, and the groups that autopar made are aborted for those who wait in a collective.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from typing import Any
 import torch.distributed as dist
 
 from autopar.errors import RunError
+from autopar.runtime.ended import killed, say_at_exit
 from autopar.runtime.failures import SHOWN, is_of_another_rank
 from autopar.torch_private import default_store
 
 BEAT_SECONDS = 1.0
-RANKS_OF_A_SECOND = 2000
+RANKS_OF_A_SECOND = 1000
 """How many ranks may count up in the store in one second; where there are more, each does so less often."""
 SILENCE_SECONDS = 60.0
 """How long a count may stand still: a rank's threads do not run while a library keeps Python's lock."""
@@ -60,6 +62,7 @@ class Presence:
         self.store = dist.PrefixStore(f"autopar/presence/{name_of(ranks)}/{number}", default_store())
         self.beat = max(BEAT_SECONDS, len(ranks) / RANKS_OF_A_SECOND)
         self.done = threading.Event()
+        say_at_exit()
         self.store.set(str(self.rank), "0")
         self.thread = threading.Thread(target=self._beats, daemon=True)
         self.thread.start()
@@ -75,6 +78,8 @@ class Presence:
                     if not self.done.wait(GRACE_SECONDS):
                         self.abort()
                     return
+                for rank, how in killed(self.ranks).items():
+                    self.tell(f"rank {rank}, within {self.what} or before it, {how}")
                 now, before = time.monotonic(), at
                 at = self._count_of(self.next)
                 since = now if at != before or not at.isdigit() else since

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from autopar.errors import RunError, first_few
-from autopar.runtime.ended import ended, say_at_exit
+from autopar.runtime.ended import WITHOUT_A_WORD, ended, say_at_exit
 from autopar.runtime.presence import name_of, news_of, within
 from autopar.torch_private import default_store, timeout_of_world
 
@@ -98,7 +98,7 @@ def said_by(ranks: tuple[int, ...], text: str | None) -> dict[int, str]:
             raise RunError(news)
         for each, how in how_ended.items():
             if not store.check([f"{number}/{each}"]):
-                raise RunError(f"rank {rank} waited for rank {each}, which {how}: {ON_ALL_RANKS}")
+                raise RunError(_gone(each, how))
         waited = time.monotonic() - began
         if waited > most or (waited > TOLD_AFTER_SECONDS and not told):
             told, missing = True, [each for each in ranks if not store.check([f"{number}/{each}"])]
@@ -116,6 +116,11 @@ def said_by(ranks: tuple[int, ...], text: str | None) -> dict[int, str]:
         return {}
     speaking = [each for each in ranks if store.check([f"{number}/text {each}"])]
     return {each: store.get(f"{number}/text {each}").decode() for each in speaking}
+
+
+def _gone(rank: int, how: str) -> str:
+    text = f"rank {dist.get_rank()} waited for rank {rank}, which {how}"
+    return text if how == WITHOUT_A_WORD else f"{text}: {ON_ALL_RANKS}"
 
 
 def from_all(group: Any, text: str) -> list[str]:
@@ -154,9 +159,7 @@ def from_first(group: Any, text: str | None) -> str:
         if news:
             raise RunError(news)
         if how_ended:
-            raise RunError(
-                f"rank {dist.get_rank()} waited for rank {ranks[0]}, which {how_ended[ranks[0]]}: {ON_ALL_RANKS}"
-            )
+            raise RunError(_gone(ranks[0], how_ended[ranks[0]]))
         if time.monotonic() > end and not within(ranks):
             raise RunError(f"rank {ranks[0]} decides for all ranks, and has not come to it in time")
     count = int(store.get(f"{number}/pieces"))

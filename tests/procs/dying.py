@@ -1,22 +1,26 @@
-"""Ranks of which one dies, or leaves, within ``parallelize``, and no launcher that ends the others."""
+"""Ranks of which one dies, or leaves, within ``parallelize``, before it, in a step or between steps, and no launcher that
+ends the others."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
-from multiprocessing.connection import wait
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.runtime import presence
-from autopar.runtime.launch import _context, _environment
+from autopar.runtime.gradients import Gradients
 from autopar.runtime.registering import Placing
+from autopar.runtime.stage import Stage
 
 CULPRIT = 1
 
@@ -38,20 +42,23 @@ def run_out() -> None:
 
 HOW: dict[str, Callable[[], None]] = {"killed": die, "exits": lambda: os._exit(3), "leaves": leave, "memory": run_out}
 WHERE = ("tracing", "loading", "first value")
+IN_STEPS = ("forward", "backward", "between steps", "reading", "clipping")
 
 
 class Net(torch.nn.Module):
     """Two layers; what ``does`` says happens while it is traced."""
 
-    def __init__(self, does: Callable[[], None] | None) -> None:
+    def __init__(self, does: Callable[[], None] | None, mean: bool = True) -> None:
         super().__init__()
+        self.mean = mean
         self.first, self.second = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
         self.does = does
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.does is not None:
             self.does()
-        return self.second(torch.relu(self.first(x))).square().mean()
+        y = self.second(torch.relu(self.first(x)))
+        return y.square().mean() if self.mean else y
 
 
 def within(how: str, where: str, stages: int | None) -> tuple[float, str]:
@@ -76,47 +83,54 @@ def within(how: str, where: str, stages: int | None) -> tuple[float, str]:
     return time.monotonic() - start, ""
 
 
-def _rank(pipe: Any, rank: int, env: dict[str, str], how: str, where: str, stages: int | None) -> None:
-    os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    pipe.send(within(how, where, stages))
-    pipe.recv()  # it stays until all have answered
-    os._exit(0)
+def before(how: str) -> tuple[float, str]:
+    """Seconds until this rank hears that another one ends before it comes to ``parallelize``, and what it hears."""
+    if dist.get_rank() == CULPRIT:
+        sys.exit() if how == "exits" else HOW[how]()
+    return _heard(lambda: autopar.parallelize(Net(None), dist.get_world_size(), (torch.ones(4, 8),)))
 
 
-def answers(n: int, how: str, where: str, stages: int | None, seconds: float) -> list[tuple[float, str] | None]:
-    """What :func:`within` gives on every rank; None of one that gives nothing within that time, or dies."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    shared = {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n),
-        "TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
-    pipes, processes = [], []
-    context = _context(None)
+def in_step(how: str, where: str, stages: int | None) -> tuple[float, str]:
+    """Seconds until this rank has an error where another one has ended in its second step, and the error."""
+    culprit = dist.get_rank() == CULPRIT
+    model, x = Net(None, mean=where != "reading"), torch.ones(12, 8)
+    if stages is None:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
+        pm = autopar.parallelize(model, mesh, (x,), constraints={"*": {"data": "b"}})
+    else:
+        pm = autopar.parallelize(model, dist.get_world_size(), (x,), stages=stages, schedule="1f1b", microbatches=2)
+
+    def step() -> None:
+        if where == "reading":
+            y = pm(x)
+            if culprit and calls:
+                HOW[how]()
+            float(y.sum())
+        else:
+            pm.train_step(x) if stages is not None else pm(x).backward()
+            if where == "clipping":
+                if culprit and calls:
+                    HOW[how]()
+                clip = torch.nn.utils.clip_grad_norm_
+                float(clip(pm.parameters(), 1.0) if stages is None else pm.clip_grad_norm_(1.0))
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        HOW[how]()
+
+    calls: list[int] = []
+    step()
+    calls.append(1)
+    if culprit and where == "between steps":
+        HOW[how]()
+    name = {"forward": (Stage, "run"), "backward": (Gradients, "reducing")}.get(where)
+    with mock.patch.object(*name, fail) if culprit and name else contextlib.nullcontext():
+        return _heard(lambda: [step() for _ in range(20)])
+
+
+def _heard(does: Callable[[], object]) -> tuple[float, str]:
+    start = time.monotonic()
     try:
-        with _environment(shared):
-            for rank in range(n):
-                here, there = context.Pipe()
-                process = context.Process(
-                    target=_rank, args=(there, rank, shared, how, where, stages), daemon=True
-                )
-                process.start()
-                there.close()
-                pipes.append(here)
-                processes.append(process)
-        found: list[tuple[float, str] | None] = [None] * n
-        end, left = time.monotonic() + seconds, list(pipes)
-        while left and time.monotonic() < end:
-            for pipe in wait(left, timeout=max(0.0, end - time.monotonic())):
-                left.remove(pipe)  # type: ignore[arg-type]
-                try:
-                    found[pipes.index(pipe)] = pipe.recv()  # type: ignore[arg-type, union-attr]
-                except EOFError:
-                    continue
-        return found
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-        del store
+        does()
+    except Exception as error:
+        return time.monotonic() - start, f"{type(error).__name__}: {error}"
+    return time.monotonic() - start, ""

@@ -1,0 +1,62 @@
+"""Ranks without a launcher that ends them all when one dies: each answers for itself, or does not."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.runtime.launch import _context, _environment
+
+
+def _rank(pipe: Any, rank: int, env: dict[str, str], does: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    pipe.send(does(*args))
+    pipe.recv()  # it stays until all have answered
+    os._exit(0)
+
+
+def answers(n: int, does: Callable[..., Any], args: tuple[Any, ...], seconds: float) -> list[Any]:
+    """What ``does(*args)`` gives on each of ``n`` ranks; None of one that gives nothing within that time, or dies.
+
+    Args:
+        does: a function at the top of a module.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n),
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    pipes, processes = [], []
+    context = _context(None)
+    try:
+        with _environment(shared):
+            for rank in range(n):
+                here, there = context.Pipe()
+                process = context.Process(target=_rank, args=(there, rank, shared, does, args), daemon=True)
+                process.start()
+                there.close()
+                pipes.append(here)
+                processes.append(process)
+        given: list[Any] = [None] * n
+        end, left = time.monotonic() + seconds, list(pipes)
+        while left and time.monotonic() < end:
+            for pipe in wait(left, timeout=max(0.0, end - time.monotonic())):
+                left.remove(pipe)  # type: ignore[arg-type]
+                try:
+                    given[pipes.index(pipe)] = pipe.recv()  # type: ignore[arg-type, union-attr]
+                except EOFError:
+                    continue
+        return given
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+        del store
