@@ -149,7 +149,7 @@ class Collectives:
         """
         name = func._schema.name
         if name in ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"):
-            return self._wait_tensor(args[0])  # the second gives a tensor that waits as soon as anything is done with it
+            return self._wait_tensor(args[0])  # what the second gives waits as soon as anything is done with it
         place, group = self._group(args)
         if group is None:
             return NotImplemented

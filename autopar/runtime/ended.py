@@ -28,7 +28,9 @@ from autopar.torch_private import default_store
 
 SHOWN = 2000
 """Characters of the error that ended a rank that are shown."""
-WITHOUT_A_WORD = "has ended without a word: it was killed, or a library ended it; the system's log says if memory was out"
+WITHOUT_A_WORD = (
+    "has ended without a word: it was killed, or a library ended it; the system's log says if memory was out"
+)
 _ANY, _KILLED = "any", "killed"
 _PREFIX = "autopar/ended"
 _kept: dict[str, Any] = {}
@@ -45,9 +47,8 @@ def say_at_exit() -> None:
     _kept["world"] = dist.group.WORLD
     if new and (machine := _machine()):
         _kept["machine"] = machine
-        dist.PrefixStore(_PREFIX, default_store()).append(
-            f"on {machine}", f"{dist.get_rank()}:{os.getpid()}:{_begun(os.getpid())};"
-        )
+        processes: Any = dist.PrefixStore(_PREFIX, default_store())
+        processes.append(f"on {machine}", f"{dist.get_rank()}:{os.getpid()}:{_begun(os.getpid())};")
 
 
 def say() -> None:

@@ -7,9 +7,9 @@ aborted, so that what waits ends with an error, and that error names the rank th
 is written in a step that ends well, and nothing is read more often than once in :data:`QUIET_SECONDS`.
 
 A lost connection is never a rank's own failure. Where no rank failed in a step, one has ended outside of it: between
-steps, by an interrupt, by an error of the data, or because it has no more batches. It writes that as it ends. Of one that
-is killed the others on its machine see that its process is gone (:mod:`autopar.runtime.ended`); else those that lost it
-name the ranks of which nothing is heard.
+steps, by an interrupt, by an error of the data, or because it has no more batches. It writes that as it ends. Of one
+that is killed the others on its machine see that its process is gone (:mod:`autopar.runtime.ended`); else those that
+lost it name the ranks of which nothing is heard.
 
 A rank that goes on after an error of its own (a batch is skipped) must not start its next step while others are still
 in the broken one: its collectives would pair with theirs, and give wrong numbers. So it first waits, in the store,

@@ -3,10 +3,10 @@
 A launcher such as torchrun ends all ranks when one of them dies. Without one, nobody tells the others: they wait for it
 in the process group's store, or in a collective, until a time-out of half an hour. So while a rank is within such a
 call, a thread of its own counts up in the store every :data:`BEAT_SECONDS`, and looks whether the next rank's count
-goes on (each looks at one other rank alone, so that the store serves thousands). A count that stands still is a process
-that was killed, or stands still; a rank that leaves by an exception says so itself; and ranks of one machine see at
-once which process is gone (:mod:`autopar.runtime.ended`). Any of it is written down as *news*, which all who wait in the
-store look for, and the groups that autopar made are aborted for those who wait in a collective.
+goes on (each looks at one other rank alone, so that the store serves thousands). A count that does not is that of a
+process that was killed, or hangs; a rank that leaves by an exception says so itself; and ranks of one machine see at
+once which process is gone (:mod:`autopar.runtime.ended`). Any of it is written down as *news*, which all who wait in
+the store look for, and the groups that autopar made are aborted for those who wait in a collective.
 """
 
 from __future__ import annotations

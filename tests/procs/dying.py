@@ -1,5 +1,5 @@
-"""Ranks of which one dies, or leaves, within ``parallelize``, before it, in a step or between steps, and no launcher that
-ends the others."""
+"""Ranks of which one dies, or leaves, within ``parallelize``, before it, in a step or between steps, and no launcher
+that ends the others."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from autopar.errors import RunError
-from autopar.runtime import failures
+from autopar.runtime import ended, failures
 from autopar.runtime.failures import Failures
 
 LOST = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:35551")
@@ -24,6 +24,8 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Failures]]:
     store = dist.HashStore()
     monkeypatch.setattr(failures, "NEWS_SECONDS", 0.05)
     monkeypatch.setattr(failures, "default_store", lambda: store)
+    monkeypatch.setattr(ended, "default_store", lambda: store)
+    monkeypatch.setattr(ended, "_kept", {})
     monkeypatch.setattr(failures, "default_timeout_seconds", lambda: 1.0)
     made = []
     for rank in range(3):
@@ -91,3 +93,20 @@ def test_what_fails_within_a_step_is_that_ranks_own(ranks: list[Failures], error
     for rank in (2, 0):
         text: Callable[[str], str] = f"{how}\n  rank {rank} waited for it in the forward of call 8: {{}}".format
         assert said(ranks[rank], LOST) == text(LOST)
+
+
+def test_a_process_that_is_gone_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts as killed when it is missed for the second time, unless it has said something by then."""
+    store, began = dist.HashStore(), {11: "100", 12: "200", 13: "300"}
+    monkeypatch.setattr(ended, "default_store", lambda: store)
+    monkeypatch.setattr(ended, "_kept", {"world": None, "machine": "here"})
+    monkeypatch.setattr(ended, "_begun", lambda pid: began.get(pid, ""))
+    there = dist.PrefixStore("autopar/ended", store)
+    there.set("on here", "0:11:100;1:12:200;2:13:300;3:14:;")
+    assert ended.killed([0, 1, 2, 3]) == {}
+    began[12] = "999"  # another process has its number now
+    del began[13]
+    assert ended.killed([0, 1, 2]) == {}
+    there.set("2", "has ended")
+    assert ended.killed([0, 1, 2]) == {1: ended.WITHOUT_A_WORD}
+    assert ended.ended([0, 1, 2]) == {1: ended.WITHOUT_A_WORD, 2: "has ended"}
