@@ -20,6 +20,11 @@ ITEM_BYTES = {
 }  # fmt: skip
 
 
+WAY = "way."
+"""How the names of flags begin: buffers ``bool [ ]`` that become true at a call in which Python would have gone another
+way than the one that the graph follows. Their nodes say where (``source``), and which ``answer`` was followed."""
+
+
 class Spec(NamedTuple):  # a tuple is hashed and compared without Python code: blocks are found by it
     """Global shape and dtype (``"float32"``) of one tensor."""
 
@@ -178,6 +183,11 @@ class Graph:
     def of_kind(self, kind: str) -> list[tuple[int, Node]]:
         """``(number, node)`` of every node of a kind."""
         return [(i, node) for i, node in enumerate(self.nodes) if node.kind == kind]
+
+    @cached_property
+    def ways(self) -> tuple[Node, ...]:
+        """The flags of branches on data."""
+        return tuple(node for _, node in self.of_kind("buffer") if node.name.startswith(WAY))
 
     @cached_property
     def index(self) -> dict[str, int]:

@@ -85,6 +85,18 @@ def unpadded_pairs(g: torch.Generator) -> Batch:
     return (), {"input_ids": ids, "labels": target.where(there > 0, -100)}
 
 
+def all_there(g: torch.Generator) -> Batch:
+    """Rows of full length, and a mask that says so: families look at it and see that nothing is left out."""
+    given = unpadded(g)[1]
+    return (), {**given, "attention_mask": torch.ones_like(given["input_ids"])}
+
+
+def all_pairs_there(g: torch.Generator) -> Batch:
+    given = unpadded_pairs(g)[1]
+    labels = torch.randint(3, VOCAB, (ROWS, SEQ), generator=g)
+    return (), {**given, "labels": labels, "attention_mask": torch.ones_like(given["input_ids"])}
+
+
 def shifted_pairs(g: torch.Generator) -> Batch:
     """With the decoder's inputs, which some families look at where they make them of the labels."""
     given = pairs(g)[1]
@@ -188,7 +200,7 @@ FAMILIES: Mapping[str, Row] = {
     "xlm": ("XLM", "WithLMHeadModel", tokens, dict(emb_dim=32, n_heads=4, n_layers=2, n_langs=1)),
     "xlnet": ("XLNet", "LMHeadModel", tokens, dict(d_model=32, n_head=4, n_layer=2, d_inner=48)),
     "funnel": ("Funnel", "ForMaskedLM", tokens, dict(block_sizes=[1, 1], d_model=32, n_head=4, d_head=8, d_inner=48)),
-    "longformer": ("Longformer", "ForMaskedLM", tokens, dict(attention_window=4)),
+    "longformer": ("Longformer", "ForMaskedLM", all_there, dict(attention_window=4)),
     "longformer_unpadded": ("Longformer", "ForMaskedLM", unpadded, dict(attention_window=4)),
     "big_bird": ("BigBird", "ForMaskedLM", tokens, dict(attention_type="original_full")),
     "layoutlm": ("LayoutLM", "ForMaskedLM", boxes, {}),
@@ -215,9 +227,9 @@ FAMILIES: Mapping[str, Row] = {
     "blenderbot": ("Blenderbot", "ForConditionalGeneration", pairs, SEQ2SEQ),
     "marian": ("Marian", "MTModel", pairs, SEQ2SEQ),
     "m2m_100": ("M2M100", "ForConditionalGeneration", pairs, SEQ2SEQ),
-    "led": ("LED", "ForConditionalGeneration", pairs, dict(SEQ2SEQ, attention_window=4)),
+    "led": ("LED", "ForConditionalGeneration", all_pairs_there, dict(SEQ2SEQ, attention_window=4)),
     "led_unpadded": ("LED", "ForConditionalGeneration", unpadded_pairs, dict(SEQ2SEQ, attention_window=4)),
-    "prophetnet": ("ProphetNet", "ForConditionalGeneration", pairs, dict(
+    "prophetnet": ("ProphetNet", "ForConditionalGeneration", all_pairs_there, dict(
         num_encoder_layers=1, num_decoder_layers=1, num_encoder_attention_heads=4, num_decoder_attention_heads=4,
         encoder_ffn_dim=48, decoder_ffn_dim=48, decoder_start_token_id=2, disable_ngram_loss=False)),
     "prophetnet_shifted": ("ProphetNet", "ForConditionalGeneration", shifted_pairs, dict(

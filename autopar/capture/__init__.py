@@ -16,8 +16,8 @@ Plain values that the model's Python code reads on the way (:mod:`~autopar.captu
 would see them.
 
 While tracing, Python branches on tensors that are the same for every input (position ids, say) are answered by
-evaluating them, so libraries take the same path as in eager mode; a branch on data is an error that names the line.
-Of a branch on random numbers both sides are kept (:mod:`.branches`).
+evaluating them, so libraries take the same path as in eager mode. Of a branch on data the way that the example takes is
+followed, and checked at every call; of one on random numbers both sides are kept (:mod:`.branches`).
 
 What stands where, in the order in which a model passes through:
 
@@ -39,12 +39,13 @@ of a captured model   :mod:`.evaluation` (eval mode), :mod:`.microbatches` (othe
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from autopar.autocasting import AutocastState, autocast_now
+from autopar.capture.branches.taken import Ways, along, followed, ways_of
 from autopar.capture.layouts import check_dense
 from autopar.capture.losses import check_loss
 from autopar.capture.python.guards import Guards
@@ -57,12 +58,14 @@ from autopar.torch_private import pytree
 
 @dataclass(frozen=True)
 class Example:
-    """How a model was called when it was captured, without values."""
+    """How a model was called when it was captured, without values; ``ways``: which way it went where it branches on
+    data."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     loss_fn: Callable[..., torch.Tensor] | None
     targets: tuple[Any, ...]
+    ways: Ways = field(default_factory=Ways)
 
     def capture(self, model: torch.nn.Module) -> Captured:
         """The same call of another model of that kind, such as one in eval mode."""
@@ -71,7 +74,8 @@ class Example:
             torch.Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=device, requires_grad=t.requires_grad),
             (self.args, dict(self.kwargs), self.targets),
         )  # fmt: skip
-        return capture(model, args, kwargs, loss_fn=self.loss_fn, targets=targets)
+        with along(self.ways):
+            return capture(model, args, kwargs, loss_fn=self.loss_fn, targets=targets)
 
 
 @dataclass(frozen=True)
@@ -149,7 +153,10 @@ def capture(
         raise CaptureError(f"{len(targets)} targets were given without a loss_fn; pass loss_fn(output, *targets)")
     args, kwargs = _without_aliases((tuple(args), kwargs))
     with uncollected():
-        guards, exported, builder, (graph, user_inputs) = traced(module, args, kwargs, prefix, loss_fn)
+        ways, (guards, exported, builder, (graph, user_inputs)) = followed(
+            lambda: traced(module, args, kwargs, prefix, loss_fn), lambda: ways_of(module, args, kwargs)
+        )
+    example = replace(example, ways=ways)
     leaves, in_spec = pytree.tree_flatten((args, kwargs))
     check_loss(graph, module, loss_fn is not None)
     _ = graph.fingerprint, graph.alike, graph.consumers  # of the model, not of a plan: once, for all meshes

@@ -19,6 +19,10 @@ from autopar.cli.common import (
     show_bytes,
     styled,
 )
+from autopar.graph import WAY
+
+MOST_PLACES = 6
+"""Lines with branches that are listed."""
 
 
 def inspect(
@@ -75,8 +79,9 @@ def inspect(
             "tied": dict(graph.tied),
             "largest": [[p.target, str(p.out)] for p in sorted(params, key=lambda p: -p.out.n_bytes)[:5]],
         },
-        "buffers": {node.target: str(node.out) for _, node in graph.of_kind("buffer")},
-        "updated buffers": list(graph.updates),
+        "buffers": {node.target: str(node.out) for _, node in graph.of_kind("buffer") if node not in graph.ways},
+        "updated buffers": [name for name in graph.updates if not name.startswith(WAY)],
+        "branches followed": [[n.module, n.source, n.kwargs["answer"]] for n in graph.ways],
         "ops": len(ops),
         "ops that depend on no parameter": sum(not node.hot for _, node in ops),
         "blocks": [
@@ -142,6 +147,13 @@ def _print(facts: dict[str, Any]) -> None:
         console.print(f"  without gradient: {', '.join(p['without gradient'])}", markup=False)
     if facts["buffers"]:
         console.print(f"  {len(facts['buffers'])} buffers, {len(facts['updated buffers'])} of them changed by a step")
+    if facts["branches followed"]:
+        places = list(dict.fromkeys(f"{line} ({answer})" for _, line, answer in facts["branches followed"]))
+        console.print(
+            f"  {len(facts['branches followed'])} branches on data, followed as the example takes them and checked at "
+            f"every call: {', '.join(places[:MOST_PLACES])}" + (", .." if len(places) > MOST_PLACES else ""),
+            markup=False,
+        )
     for row in facts.get("compared with eager mode", ()):
         said = f"not compared: {row['not compared']}" if row["not compared"] else (
             f"loss {row['loss']:.1e}, gradients {row['gradients']:.1e}, buffers {row['buffers']:.1e} off (relative)"

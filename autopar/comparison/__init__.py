@@ -8,7 +8,6 @@ generators are put back.
 ========================= =============================================================================================
 :mod:`.with_eager`        the comparison, and for which models it would take too long
 :mod:`.sides`             how the model runs, and how the graph
-:mod:`.restoring`         the same random numbers on both sides, and everything put back
 :mod:`.relative`          how far the results are apart, and how far rounding brings them
 :mod:`.first_difference`  where in the model the two part
 :mod:`.double_precision`  the same computation in float64, where rounding does not blur a check
@@ -17,7 +16,7 @@ generators are put back.
 
 from autopar.comparison.double_precision import LOW, doubled, promoted
 from autopar.comparison.relative import LIMITS, Comparison
-from autopar.comparison.restoring import generators_kept, kept
+from autopar.capture.python.restoring import generators_kept, kept
 from autopar.comparison.with_eager import FAILS, FLOPS, compare_with_eager, reason_not_to
 
 __all__ = [

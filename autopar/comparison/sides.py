@@ -11,7 +11,7 @@ import torch.fx
 from autopar.autocasting import without_autocast
 from autopar.capture import Captured
 from autopar.comparison.relative import Ran, is_tensor
-from autopar.comparison.restoring import generators_kept, kept, same_draws
+from autopar.capture.python.restoring import generators_kept, kept, same_draws
 from autopar.graph import Graph
 from autopar.lower.emit import lower
 from autopar.lower.program import Program

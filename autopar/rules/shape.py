@@ -151,13 +151,20 @@ def split(call: Call) -> Rule:
 
 @rule(
     "aten.cat.default", "aten.concatenate.default",
-    samples=[sample([T((4, 2)), T((4, 6))], 1), sample([T((2, 4)), T((2, 4)), T((4, 4))], 0)],
+    samples=[
+        sample([T((4, 2)), T((4, 6))], 1), sample([T((2, 4)), T((2, 4)), T((4, 4))], 0),
+        sample([T((0,)), T((4, 6))], 1),
+    ],
 )  # fmt: skip
 def cat(call: Call) -> Rule:
     d = call.arg(1, "dim", 0) % len(call.out.shape)
     sizes, dims = named(call.out.shape)
     inputs = []
     for i, spec in enumerate(call.ins):
+        if spec.shape == (0,) and len(dims) > 1:  # torch takes nothing, whatever its dims, for nothing
+            sizes[f"c{i}"] = 0
+            inputs.append(((f"c{i}",),))
+            continue
         sizes[f"c{i}"] = spec.shape[d]
         inputs.append(tuple((f"c{i}",) if k == d else f for k, f in enumerate(dims)))
     whole = frozenset({dims[d][0], *(f"c{i}" for i in range(len(inputs)))})

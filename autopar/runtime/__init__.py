@@ -34,6 +34,7 @@ A call
 :mod:`.same_batch`       whether all ranks were called alike; :mod:`.samples`: what they compare
 :mod:`.seeds`            of random operators, one for each forward
 :mod:`.values`           whether the model's Python values are those that were captured
+:mod:`.ways_taken`       whether branches on data would go the ways that the program follows
 :mod:`.programs`         programs by these values; :mod:`.recaptured`: how a module takes another one
 :mod:`.original`         the model after ``parallelize``; :mod:`.old_parameters`: its own parameters
 

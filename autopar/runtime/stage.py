@@ -32,6 +32,7 @@ from autopar.runtime.gradients import Gradients
 from autopar.runtime.renewed import outliving
 from autopar.runtime.spread import SpreadModule
 from autopar.runtime.state import Followed, HeldParam, joined
+from autopar.runtime.ways_taken import WaysTaken
 
 Buffers = dict[str, tuple[torch.Tensor, State]]
 """This rank's part of each buffer and constant, and how it is placed, by name."""
@@ -71,6 +72,7 @@ class Stage:
         self.gradients = Gradients({} if self.direct else self.held_params, self.schedule, lambda: home.gradient_dtype)
         self.probe = torch.empty(0, requires_grad=True)
         self.stream: Any = None
+        self.ways = WaysTaken(graph)
         self.distributed = any(size > 1 for _, size in self.program.mesh)
         slots = self.program.slots
         self.template: list[Any] = [None] * len(slots)
@@ -226,6 +228,7 @@ class Stage:
                 kept = self.buffers[name][0]
                 if new is not kept:
                     kept.copy_(new)
+            self.ways.look(self.buffers)
         return flat
 
     def leaves(self) -> list[torch.Tensor]:

@@ -47,8 +47,6 @@ class BranchOnShape(Habit):
 
 @habit
 class BranchOnData(Habit):
-    refused = "value of a tensor"
-
     def body(self, x: Tensor) -> Tensor:
         h = self.a(x)
         return h * 2 if h.sum() > 0 else h
@@ -57,8 +55,6 @@ class BranchOnData(Habit):
 @habit
 class BranchOnPadding(Tokens):
     """Whether there is padding in this batch is asked in Python."""
-
-    refused = "value of a tensor"
 
     def body(self, ids: Tensor) -> Tensor:
         h = self.embed(ids)
@@ -69,7 +65,7 @@ class BranchOnPadding(Tokens):
 
 @habit
 class BranchOnBuffer(Habit):
-    refused = "value of a tensor"
+    refused = "branches on data"
 
     def __init__(self) -> None:
         super().__init__()
@@ -404,8 +400,6 @@ class CachedFromData(Habit):
 
 @habit
 class ItemOfInput(Habit):
-    refused = "depends on the value of a tensor"
-
     def body(self, x: Tensor) -> Tensor:
         return self.a(x) * x.detach().abs().max().item()
 
@@ -413,8 +407,6 @@ class ItemOfInput(Habit):
 @habit
 class ToList(Tokens):
     """Lengths as Python numbers."""
-
-    refused = "depends on the value of a tensor"
 
     def body(self, ids: Tensor) -> Tensor:
         lengths = (ids != PAD).sum(1).tolist()
@@ -454,8 +446,6 @@ class NonzeroRows(Habit):
 @habit
 class AssertsOnData(Habit):
     """An assertion on values is a branch; what it guards does not change."""
-
-    refused = "value of a tensor"
 
     def body(self, x: Tensor) -> Tensor:
         assert not torch.isnan(x).any(), "nan"

@@ -60,11 +60,9 @@ class MLP(nn.Module):
         return F.mse_loss(self.down(F.relu(self.up(x))), y)
 
 
-class Branches(MLP):
+class Reads(MLP):
     def forward(self, x, y):
-        if x.sum() > 0:
-            x = -x
-        return super().forward(x, y)
+        return super().forward(x[: int(x.sum())], y)
 
 
 class Selects(MLP):
@@ -76,8 +74,8 @@ def make():
     return MLP(), (torch.zeros(8, 12), torch.zeros(8, 12))
 
 
-def branches():
-    return Branches(), (torch.zeros(8, 12), torch.zeros(8, 12))
+def reads():
+    return Reads(), (torch.zeros(8, 12), torch.zeros(8, 12))
 
 
 def selects():
@@ -240,7 +238,7 @@ TABLE: list[tuple[str, list[tuple[str, str, Any]]]] = [
         ("sequence longer than the model allows", "cli", PLAN.replace("models.py:make", "hf:llama.json") + " --seq 256"),
     ]),
     ("Capture", [
-        ("model that branches on data", "cli", PLAN.replace(":make", ":branches")),
+        ("model that reads a number of its data", "cli", PLAN.replace(":make", ":reads")),
         ("model whose shapes depend on data", "cli", PLAN.replace(":make", ":selects")),
         ("example inputs with one missing", "cli", PLAN.replace(":make", ":one_input")),
         ("example inputs of another width", "cli", PLAN.replace(":make", ":wrong_width")),

@@ -549,9 +549,10 @@ def test_a_branch_on_a_tensor_of_numbers_is_answered():
     assert any(node.target == "aten.tanh.default" for node in captured.graph.nodes)
 
 
-def test_a_branch_on_a_tensor_that_the_model_keeps_is_refused():
-    """It may be written to, and would be in no program to be watched."""
-    model = Made(lambda module, x: x.tanh() if module.switch > 0 else x, switch=[torch.tensor(1.0)])
-    model.own = lambda module, x: x.tanh() if module.switch[0] > 0 else x
-    with pytest.raises(CaptureError, match="branches on the value of a tensor"):
-        autopar.capture(model, X)
+def test_a_tensor_that_the_model_keeps_and_branches_on_is_watched():
+    model = Made(lambda module, x: x.tanh() if module.switch[0] > 0 else x, switch=[torch.tensor(1.0)])
+    captured = autopar.capture(model, X)
+    assert [way.kwargs["answer"] for way in captured.graph.ways] == [True]
+    model.switch[0].fill_(-1.0)
+    with pytest.raises(RunError, match="was written to since"):
+        captured.guards.check()

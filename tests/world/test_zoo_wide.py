@@ -28,10 +28,6 @@ BRANCH = "branches on the value of a tensor"
 REFUSED = {
     "mixtral": "BF16",  # torch's grouped matmul has no other form on fake tensors; experts_implementation="batched_mm"
     "reformer": BRANCH,  # whether anything is masked; without a mask its backward draws random numbers
-    "xlm": "le.*modeling_xlm",  # asserts that the longest row fits
-    "longformer": BRANCH,  # whether any token is global; without a mask none is
-    "led": BRANCH,  # the same
-    "prophetnet": BRANCH,  # asserts something of the tokens that it makes of the labels; not of those that it is given
 }
 """Families with a clear error, and what it says; most have another call beside it that is captured."""
 

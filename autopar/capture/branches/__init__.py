@@ -1,4 +1,4 @@
-"""Branches of Python code on random numbers: both sides of each are kept in the graph.
+"""Branches of Python code on tensors: on random numbers both sides are kept, on data the example's way is followed.
 
 ``if torch.rand(()) < p: continue`` (LayerDrop, stochastic depth) takes another way at every step. A trace goes one way.
 So the model is traced several times, with other answers, and the graphs become one, in which the random number chooses.
@@ -9,5 +9,6 @@ So the model is traced several times, with other answers, and the graphs become 
 :mod:`.joining`   two graphs that differ in some answers: what they have in common, and where their values meet again
 :mod:`.uniting`   one graph of all
 :mod:`.same`      whether a graph computes what another does, once its branches are settled
+:mod:`.taken`     branches on data: the way that the example takes, checked at every call
 ================= ==================================================================================================
 """

@@ -101,7 +101,7 @@ def ask(tensor: torch.Tensor) -> bool:
     condition = (tensor.detach() if tensor.requires_grad else tensor).reshape(())
     if condition.dtype != torch.bool:
         condition = condition != 0
-    site = _site()
+    site = site_of()
     now = asking()
     answer = now.answer(now.asked, site)
     now.asked += 1
@@ -109,8 +109,9 @@ def ask(tensor: torch.Tensor) -> bool:
     return answer
 
 
-def _site() -> str:
-    frame: Any = sys._getframe(2)
+def site_of() -> str:
+    """The innermost place in the user's code: its line, and the columns of what asks (``file.py:12@8-31``)."""
+    frame: Any = sys._getframe(1)
     while frame is not None:
         if is_users(frame.f_code.co_filename):
             # by its columns: Python moves between instructions of one call when it has run often

@@ -6,19 +6,30 @@ be multiplied with it and so on. Who needs its digits (``int()``, ``range()``, a
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 
 from autopar.capture.branches.asking import ask, refused
+from autopar.errors import CaptureError
 
 
 class Drawn:
-    """A random number of a program: a tensor without dims, of float64, int64 or bool."""
+    """A random number of a program: a tensor without dims, of float64, int64 or bool.
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    Args:
+        asks: gives the truth of a tensor without dims.
+    """
+
+    refusal: Callable[[str], CaptureError] = staticmethod(refused)
+    """The error where its digits are wanted."""
+
+    def __init__(self, tensor: torch.Tensor, asks: Callable[[torch.Tensor], bool] = ask) -> None:
+        self.asks = asks
         wide = torch.float64 if tensor.is_floating_point() else tensor.dtype
         tensor = tensor.detach() if tensor.requires_grad else tensor
         self.tensor = tensor.reshape(()).to(wide if wide in (torch.float64, torch.bool) else torch.int64)
@@ -28,19 +39,35 @@ class Drawn:
         return func(*map(_tensor, args), **{k: _tensor(v) for k, v in (kwargs or {}).items()})
 
     def __bool__(self) -> bool:
-        return ask(self.tensor)
+        return self.asks(self.tensor)
+
+    def like(self, tensor: torch.Tensor) -> Drawn:
+        """Another number that follows from this one."""
+        return type(self)(tensor, self.asks)
 
     def __hash__(self) -> int:
-        raise refused("as a key")
+        raise self.refusal("as a key")
 
     def __eq__(self, other: object) -> Any:
-        return Drawn(self.tensor == _tensor(other)) if _is_number(other) else NotImplemented
+        return self.like(self.tensor == _tensor(other)) if _is_number(other) else NotImplemented
 
     def __ne__(self, other: object) -> Any:
-        return Drawn(self.tensor != _tensor(other)) if _is_number(other) else NotImplemented
+        return self.like(self.tensor != _tensor(other)) if _is_number(other) else NotImplemented
 
     def __repr__(self) -> str:
         return "<a random number>"
+
+
+@contextlib.contextmanager
+def checked() -> Iterator[None]:
+    """``torch._check`` asks numbers that are not known yet."""
+    check_with = torch._check_with
+
+    def asking(error_type: Any, cond: Any, message: Any) -> None:
+        check_with(error_type, bool(cond) if isinstance(cond, Drawn) else cond, message)
+
+    with mock.patch.object(torch, "_check_with", asking):
+        yield
 
 
 def _tensor(value: Any) -> Any:
@@ -57,25 +84,25 @@ def _binary(function: Callable[[Any, Any], Any]) -> Any:
     def compute(self: Drawn, other: Any) -> Any:
         if isinstance(other, torch.Tensor):
             return function(self.tensor, other)
-        return Drawn(function(self.tensor, _tensor(other))) if _is_number(other) else NotImplemented
+        return self.like(function(self.tensor, _tensor(other))) if _is_number(other) else NotImplemented
 
     return compute
 
 
 def _swapped(function: Callable[[Any, Any], Any]) -> Any:
     def compute(self: Drawn, other: Any) -> Any:
-        return Drawn(function(other, self.tensor)) if _is_number(other) else NotImplemented
+        return self.like(function(other, self.tensor)) if _is_number(other) else NotImplemented
 
     return compute
 
 
 def _unary(function: Callable[[Any], Any]) -> Any:
-    return lambda self: Drawn(function(self.tensor))
+    return lambda self: self.like(function(self.tensor))
 
 
 def _refusing(what: str) -> Any:
     def wanted(self: Drawn, *args: Any) -> Any:
-        raise refused(what)
+        raise self.refusal(what)
 
     return wanted
 
@@ -87,11 +114,14 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
     setattr(Drawn, f"__r{_name}__", _swapped(getattr(operator, _name)))
 for _name in ("neg", "abs", "pos"):
     setattr(Drawn, f"__{_name}__", _unary(getattr(operator, _name)))
-for _name, _what in (
-    ("int", "as an int"), ("float", "as a float"), ("index", "as an index or a size"), ("round", "rounded"),
-    ("floor", "rounded"), ("ceil", "rounded"), ("trunc", "rounded"), ("format", "as text"), ("str", "as text"),
-):  # fmt: skip
-    setattr(Drawn, f"__{_name}__", _refusing(_what))
+DIGITS = {
+    "__int__": "as an int", "__float__": "as a float", "__index__": "as an index or a size", "__round__": "rounded",
+    "__floor__": "rounded", "__ceil__": "rounded", "__trunc__": "rounded", "__format__": "as text",
+    "__str__": "as text",
+}  # fmt: skip
+"""What of a number needs its digits, and what for."""
+for _name, _what in DIGITS.items():
+    setattr(Drawn, _name, _refusing(_what))
 
 
-__all__ = ["Drawn"]
+__all__ = ["DIGITS", "Drawn", "checked"]

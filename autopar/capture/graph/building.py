@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from autopar.capture.branches.asking import ASK, Question, plain_path
+from autopar.capture.branches.taken import TAKEN
 from autopar.capture.graph.exported import at, flat, get, is_symbolic, module_of, name_of, source_of, spec_of
 from autopar.capture.graph.merging import merged
 from autopar.capture.graph.pruning import has_effect, without_dead
@@ -20,9 +21,12 @@ from autopar.capture.memory.storages import Alias, Geometry, Storage
 from autopar.capture.memory.writes import Writing
 from autopar.capture.trace.recording import BEGIN, END, FUNCTION, HOOK
 from autopar.errors import CaptureError
-from autopar.graph import Graph, Node, Ref, map_refs
+from autopar.graph import WAY, Graph, Node, Ref, Spec, map_refs
 from autopar.rules.function import PREFIX
 from autopar.torch_private import OpOverload
+
+
+TRUTH = Spec((), "bool")
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,8 @@ class GraphBuilder(Writing):
         """The constants whose values the program takes from the model's own tensors."""
         self.registered = {id(p): name.removeprefix(prefix) for name, p in reversed(self.parameters.items())}
         self.asks: list[Ask] = []
+        self.ways: dict[str, Ref] = {}
+        """New values of the flags of branches on data, by name."""
         recording = getattr(exported, "recording", None)
         self.noted = {p.untyped_storage()._cdata: p for p in recording.kept} if recording is not None else {}
 
@@ -92,10 +98,13 @@ class GraphBuilder(Writing):
             CaptureError: as :meth:`build`.
         """
         user, tied = self._placeholders()
+        flags = self._flags()
         self._watch_effects()
+        self.flags = iter(flags)
         self._walk(self.exported.graph_module)
         outputs, loss = self._outputs()
-        return Draft(self._without_strangers(), outputs, loss, tied, self._updates(), user, self.asks)
+        updates = self._updates() | self.ways
+        return Draft(self._without_strangers(), outputs, loss, tied, updates, user, self.asks)
 
     def finished(self, draft: Draft) -> tuple[Graph, list[Any]]:
         """The graph of a draft, with equal expressions computed once and without what nobody reads."""
@@ -114,6 +123,32 @@ class GraphBuilder(Writing):
         """Python asks for a random number here."""
         question = Question(plain_path(module_of(fx)), site, len(self.asks))
         self.asks.append(Ask(question, len(self.nodes), condition, answer))
+
+    def _flags(self) -> list[int]:
+        """A flag for each branch on data: the numbers of its nodes."""
+        graphs = [m.graph for m in self.exported.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]
+        count = sum(fx.op == "call_function" and name_of(fx.target) == TAKEN for g in graphs for fx in g.nodes)
+        flags = []
+        for k in range(count):
+            name = f"{WAY}{k}"
+            self.constants[name] = torch.zeros((), dtype=torch.bool)
+            flags.append(self._add(Node(name, "buffer", name, outs=(TRUTH,))).node)
+        return flags
+
+    def _taken(self, fx: torch.fx.Node, condition: Ref, site: str, answer: bool) -> None:
+        """Python goes the way of ``answer`` here: its flag becomes true where the condition is another."""
+        region, self.region = self.region, -1
+        flag = next(self.flags)
+        line, module = site.partition("@")[0], module_of(fx).removeprefix(self.prefix)
+        self.nodes[flag] = replace(self.nodes[flag], kwargs={"answer": answer}, module=module, source=line)
+        hot = self.nodes[condition.node].hot
+
+        def op(name: str, *args: Ref) -> Ref:
+            return self._add(Node(fx.name, "op", name, args, {}, (TRUTH,), module, line, hot=hot))
+
+        other = op("aten.logical_not.default", condition) if answer else condition
+        self.ways[self.nodes[flag].name] = op("aten.logical_or.default", Ref(flag), other)
+        self.region = region
 
     def _without_strangers(self) -> list[Node]:
         """The nodes; tensors that want gradients and are no parameters are constants, if no gradient flows to them.
@@ -249,7 +284,7 @@ class GraphBuilder(Writing):
             body = self.value[fx.args[4]]  # type: ignore[index]
             self._pass_in(body, fx.args[5:])
             self.value[fx] = self._walk(body, no_grad)
-        elif name in (ASK, BEGIN, END, FUNCTION, HOOK):
+        elif name in (ASK, TAKEN, BEGIN, END, FUNCTION, HOOK):
             self.value[fx] = self._own(fx, name)
         elif not isinstance(target, OpOverload):
             raise CaptureError(
@@ -281,6 +316,9 @@ class GraphBuilder(Writing):
         args: Any = torch.fx.node.map_arg(fx.args, self._look)
         if name == ASK:
             self.asked(fx, *args)
+            return []
+        if name == TAKEN:
+            self._taken(fx, *args)
             return []
         if name in (BEGIN, END):
             self.region = args[0] if name == BEGIN else -1

@@ -4,6 +4,7 @@
 :mod:`.reads`         attributes that are read and written, as they are
 :mod:`.free`          globals and free variables, found in the code
 :mod:`.generators`    random numbers from outside torch
+:mod:`.restoring`     everything put back that a run of the model changes, and the same random numbers again
 :mod:`.guards`        what was read, compared at each call; :mod:`.frozen`: in which form
 :mod:`.lookups`       the classes whose attributes are heard of while a trace runs
 :mod:`.user_lines`    whose code, and which line

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from autopar.capture.branches.asking import ASK
+from autopar.capture.branches.taken import TAKEN
 from autopar.capture.repeats.python_state import Unknown, plain, seen, shape_of
 from autopar.torch_private import OpOverload, pytree
 
@@ -88,6 +89,10 @@ class Traced:
     def asks(self) -> list[tuple[str, bool]]:
         """Place and answer of each random number that is asked for in such a call of the block."""
         return [(op.args[1], op.args[2]) for op in self.ops if str(op.target) == ASK]
+
+    def taken(self) -> list[tuple[str, bool]]:
+        """The same of each branch on data."""
+        return [(op.args[1], op.args[2]) for op in self.ops if str(op.target) == TAKEN]
 
     def same(self, other: Traced) -> bool:
         """Whether two calls did the same, up to the instances' own tensors."""
@@ -197,7 +202,7 @@ def nodes_after(graph: torch.fx.Graph, node: torch.fx.Node) -> Iterator[torch.fx
 
 
 def is_operator(target: Any) -> bool:
-    return isinstance(target, OpOverload) and (target.namespace != "autopar" or str(target) == ASK)
+    return isinstance(target, OpOverload) and (target.namespace != "autopar" or str(target) in (ASK, TAKEN))
 
 
 def written(node: torch.fx.Node) -> list[Any]:

@@ -28,6 +28,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, track_tensor_tree
 
 from autopar.capture.branches.asking import ASK, asking
+from autopar.capture.branches.taken import TAKEN, would_take
 from autopar.capture.repeats.block_calls import (
     FAKE,
     PLAIN,
@@ -253,7 +254,9 @@ class Repeats:
         with DisableTorchFunction():  # looking at a tensor is not the model's doing, and is dear in a trace
             call = self._describe(group, module, m, args, kwargs)
             for traced in group.traced.get(call.key, ()) if call is not None else ():
-                if call is None or not traced.verified or not asking().would_answer(traced.asks()):
+                if call is None or not traced.verified:
+                    continue
+                if not asking().would_answer(traced.asks()) or not would_take(traced.taken()):
                     continue
                 if call.fits(traced, group.varying):
                     return self._skip(traced, call)
@@ -320,7 +323,7 @@ class Repeats:
             call.check_arguments()
             traced = self._pattern(call, nodes, logged, result, reads)
         except Nothing as why:
-            if not any(str(n.target) == ASK for n in nodes):  # another answer to a random number makes something
+            if not any(str(n.target) in (ASK, TAKEN) for n in nodes):  # another answer to a random number makes something
                 group.refused = str(why)
             return
         except Unknown as why:

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.capture.branches.asking import ask, refused
 from autopar.capture.branches.drawn import Drawn
+from autopar.capture.branches.taken import Read, take
 from autopar.capture.graph.exported import flat, storage_of
 from autopar.capture.memory.schemas import facts
 from autopar.capture.repeats.repeated import BLOCK
@@ -149,8 +150,8 @@ class AnswerConstants(TorchFunctionMode):
     What selects elements by a mask that does not depend on data has as many as the mask has set:
     ``x[~torch.eye(n).bool()]`` reads the places that are found so.
 
-    Of random numbers ``bool(t)`` is a question with two answers (:mod:`autopar.capture.branches`), and ``t.item()`` a
-    number that is not known yet.
+    Of random numbers ``bool(t)`` is a question with two answers (:mod:`autopar.capture.branches`), of data one whose
+    answer is checked at every call; and ``t.item()`` is a number that is not known yet.
     """
 
     ASKED = (
@@ -162,6 +163,7 @@ class AnswerConstants(TorchFunctionMode):
         torch.Tensor.tolist,
     )
 
+    SAME = (torch.equal, torch.Tensor.equal)
     WHERE = (torch.where, torch.Tensor.where)
     PLACES = (torch.nonzero, torch.Tensor.nonzero, *WHERE)
     SELECTED = (torch.masked_select, torch.Tensor.masked_select)
@@ -174,7 +176,13 @@ class AnswerConstants(TorchFunctionMode):
             drawn = _drawn(args[0])
             if drawn:
                 return self._random(func, args[0], drawn[0])
+            if isinstance(args[0], FakeTensor):
+                return self._of_data(func, args[0], args[1:])
         kwargs = kwargs or {}
+        if func in self.SAME and len(args) == 2 and any(isinstance(a, FakeTensor) for a in args):
+            return args[0].shape == args[1].shape and self._truth((args[0] == args[1]).all())
+        if func is torch.allclose and any(isinstance(a, FakeTensor) for a in args):
+            return self._truth(torch.isclose(*args, **kwargs).all())
         if func is torch.Tensor.__getitem__:
             return func(args[0], _places(args[1]))
         if func in self.PLACES and args and (places := _places_set(args[0])) is not None:
@@ -188,18 +196,31 @@ class AnswerConstants(TorchFunctionMode):
             return args[0].expand(shape)[_places(args[1].expand(shape))]
         return func(*args, **kwargs)
 
+    def _truth(self, tensor: torch.Tensor) -> Any:
+        """That of a tensor that follows from others."""
+        return self.__torch_function__(torch.Tensor.__bool__, (), (tensor,))
+
+    def _of_data(self, func: Any, tensor: torch.Tensor, rest: Any) -> Any:
+        if func is torch.Tensor.__bool__:
+            return take(tensor)
+        if func is torch.Tensor.item and tensor.numel() == 1:
+            return Read(tensor)
+        if func is torch.Tensor.tolist:
+            return _listed(tensor, Read)
+        return func(tensor, *rest)
+
     def _random(self, func: Any, tensor: torch.Tensor, drawn: str) -> Any:
         if func is torch.Tensor.__bool__:
             return ask(tensor)
         if func is torch.Tensor.item and tensor.numel() == 1:
             return Drawn(tensor)
         if func is torch.Tensor.tolist:
-            return _listed(tensor)
+            return _listed(tensor, Drawn)
         raise refused("as a number that must be known", drawn)
 
 
-def _listed(tensor: torch.Tensor) -> Any:
-    return [_listed(x) for x in tensor.unbind()] if tensor.dim() else Drawn(tensor)
+def _listed(tensor: torch.Tensor, number: type[Drawn]) -> Any:
+    return [_listed(x, number) for x in tensor.unbind()] if tensor.dim() else number(tensor)
 
 
 def _places(index: Any) -> Any:

@@ -19,6 +19,8 @@ import torch
 
 from autopar.autocasting import autocast_now
 from autopar.capture.branches.asking import asked_afresh
+from autopar.capture.branches.drawn import checked
+from autopar.capture.branches.taken import from_the_start
 from autopar.capture.repeats.repeated import Repeats
 from autopar.capture.repeats.written_out import Unlike, write_out
 from autopar.capture.trace.autocast import write_casts
@@ -50,6 +52,7 @@ def _like_eager() -> Iterator[None]:
             unknown = lambda x: is_fake(x) and constant_value(x) is None  # noqa: E731
             stack.enter_context(mock.patch.object(hf, "is_fake_tensor", unknown))
         stack.enter_context(AnswerConstants())
+        stack.enter_context(checked())
         stack.enter_context(LayerByLayer())
         yield
 
@@ -81,7 +84,7 @@ def _with_repeats(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def _export(module: torch.nn.Module, args: Any, kwargs: Any, repeats: Repeats | None) -> Any:
-    with recording() as record, asked_afresh():
+    with recording() as record, asked_afresh(), from_the_start():
         with warnings.catch_warnings(), contextlib.nullcontext() if repeats is None else repeats.watching():
             warnings.simplefilter("ignore")
             try:
@@ -145,30 +148,14 @@ def _quiet() -> Iterator[None]:
 
 _STDLIB = sysconfig.get_path("stdlib")
 _LAYERS = "/torch/nn/modules/"
-_DISTRIBUTIONS = "/torch/distributions/"
 
 
 def _instead_of_reading(line: str, layer: str) -> str:
     """What to do about a line of the model that reads the values of a tensor, or calls a layer of torch that does."""
-    if layer == "transformer":
-        return (
-            "torch's transformer compares the mask that it is given with a causal one: call it with is_causal=False "
-            "(tgt_is_causal=False of a decoder), or True for a mask that is causal"
-        )
     if layer == "batchnorm":
         return (
             "BatchNorm with momentum=None computes with its number of batches in Python, which a program cannot: give "
             "it a momentum, such as momentum=0.1"
-        )
-    if layer == _DISTRIBUTIONS:
-        return (
-            "torch.distributions checks the values that it is given: make the distribution with validate_args=False, "
-            "or call torch.distributions.Distribution.set_default_validate_args(False) first"
-        )
-    if re.search(r"torch\.(equal|allclose)\(", line):
-        return (
-            "torch.equal and torch.allclose give a bool of Python: write `(a == b).all()`, of which both sides of the "
-            "branch are kept where it follows from random numbers alone; or torch.where, or move it out of forward()"
         )
     if re.search(r"\b(int|float)\(|\.(item|tolist)\(", line):
         return (
@@ -188,8 +175,6 @@ def _explain(error: Exception, module: torch.nn.Module) -> str:
         if _LAYERS in file and not file.endswith("/module.py"):
             layer = os.path.basename(file).removesuffix(".py")
             in_torch = f" (in torch/nn/modules/{layer}.py:{trace.tb_lineno}, {trace.tb_frame.f_code.co_name})"
-        elif _DISTRIBUTIONS in file:
-            layer = _DISTRIBUTIONS
         in_stdlib = file.startswith(_STDLIB) and "site-packages" not in file
         if not in_stdlib and "/torch/" not in file and not file.startswith("<") and "/autopar/" not in file:
             where = f"{file}:{trace.tb_lineno}"

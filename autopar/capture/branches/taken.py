@@ -1,0 +1,246 @@
+"""Branches on data: the way that the example takes is followed, and the program checks at every call that it still is.
+
+``if labels.max() >= vocab_size: raise``, ``if mask.any(): ...``: Python asks for the truth of a tensor that depends on
+what the model is called with. While the model is traced it has no values, so the model is run once as it is, on the
+example, and what it answered at each line is what the trace is told. Where there are no values (parameters on the meta
+device) the answer is False, unless the model's own code then raises an error.
+
+The question stays in the trace, as an operator ``autopar::taken`` with its condition, its place, and the answer. In the
+graph it is a flag (:data:`~autopar.graph.WAY`): a buffer that becomes true when the condition has the other value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from autopar.capture.branches.asking import site_of
+from autopar.capture.branches.drawn import DIGITS, Drawn, checked
+from autopar.capture.python.restoring import generators_kept, kept
+from autopar.errors import CaptureError
+from autopar.torch_private import DisableTorchFunction, FakeTensor, pytree
+
+TAKEN = "autopar.taken.default"
+MOST_GUESSES = 16
+"""Times that another side is tried in a model without values, because one raises an error."""
+
+_LIBRARY = torch.library.Library("autopar", "FRAGMENT")
+_LIBRARY.define("taken(Tensor condition, str site, bool answer) -> ()")
+torch.library.register_fake("autopar::taken", lambda condition, site, answer: None, lib=_LIBRARY)
+torch.fx.node.has_side_effect(torch.ops.autopar.taken.default)
+
+
+class Unanswered(CaptureError):
+    """Python asks for the truth of a tensor that depends on data, and no answers were found yet."""
+
+
+@dataclass
+class Ways:
+    """What the model answered at each place of its code that branches on data.
+
+    Attributes:
+        answers: by place (``file.py:12@8-31``), in the order in which they were given.
+        guessed: places that have no answer, and what is taken for it.
+    """
+
+    answers: Mapping[str, Sequence[bool]] = field(default_factory=dict)
+    guessed: dict[str, bool] = field(default_factory=dict)
+
+    def answer(self, site: str, number: int) -> bool:
+        """That to the question of this number at a place."""
+        given = self.answers.get(site, ())
+        if not given:
+            return self.guessed.setdefault(site, False)
+        return given[min(number, len(given) - 1)]
+
+    def always(self, site: str) -> bool | None:
+        """The answer at a place if it is always the same; None if it is not."""
+        given = set(self.answers.get(site, ())) or {self.guessed.get(site, False)}
+        return given.pop() if len(given) == 1 else None
+
+
+_WAYS: ContextVar[Ways | None] = ContextVar("ways", default=None)
+_ASKED: ContextVar[Counter[str]] = ContextVar("questions of data")
+
+
+@contextlib.contextmanager
+def along(ways: Ways) -> Iterator[None]:
+    """Traces inside follow these ways."""
+    token = _WAYS.set(ways)
+    try:
+        yield
+    finally:
+        _WAYS.reset(token)
+
+
+@contextlib.contextmanager
+def from_the_start() -> Iterator[None]:
+    """Around a trace: nothing was asked yet."""
+    token = _ASKED.set(Counter())
+    try:
+        yield
+    finally:
+        _ASKED.reset(token)
+
+
+def followed(trace: Callable[[], Any], answers: Callable[[], Ways]) -> tuple[Ways, Any]:
+    """What a trace gives that goes the ways of the example, and these ways; ``trace`` is called until it succeeds.
+
+    Args:
+        answers: finds the ways, if the model branches on data.
+
+    Raises:
+        CaptureError: it cannot be traced.
+    """
+    ways = _WAYS.get()
+    if ways is None:
+        try:
+            return Ways(), trace()
+        except Unanswered:
+            ways = answers()
+    with along(ways):
+        try:
+            return ways, trace()
+        except CaptureError as error:
+            failed, attempts = error, 0
+        turned: set[str] = set()
+        while True:  # the way that was guessed last may be the one that raises: `assert x.max() < n`
+            guessed = dict(ways.guessed)
+            for site in reversed([s for s in guessed if s not in turned]):
+                if attempts == MOST_GUESSES:
+                    raise failed
+                attempts += 1
+                ways.guessed = {**guessed, site: True}
+                try:
+                    return ways, trace()
+                except CaptureError as error:
+                    if ways.guessed.keys() > guessed.keys():  # it leads further
+                        failed = error
+                        turned.add(site)
+                        break
+            else:
+                raise failed
+
+
+def would_take(taken: Sequence[tuple[str, bool]]) -> bool:
+    """Whether questions at these places would be answered so whenever they are asked."""
+    ways = _WAYS.get()
+    return not taken or (ways is not None and all(ways.always(site) == answer for site, answer in taken))
+
+
+def take(tensor: torch.Tensor) -> bool:
+    """The answer that Python is given to ``bool(tensor)``, of one element that depends on data.
+
+    Raises:
+        Unanswered: no answers are known yet.
+    """
+    site = site_of()
+    ways = _WAYS.get()
+    if ways is None:
+        raise Unanswered(f"forward branches on the value of a tensor, at {site.partition('@')[0]}")
+    asked = _ASKED.get()
+    answer = ways.answer(site, asked[site])
+    asked[site] += 1
+    torch.ops.autopar.taken(truth(tensor), site, answer)
+    return answer
+
+
+def truth(tensor: torch.Tensor) -> torch.Tensor:
+    """``bool [ ]`` of a tensor of one element.
+
+    Raises:
+        CaptureError: it has more.
+    """
+    if tensor.numel() != 1:
+        raise CaptureError(
+            f"forward asks whether a tensor of {tensor.numel()} numbers is true, at {site_of().partition('@')[0]}: only "
+            "one number has a truth value\n  ask for one: x.any(), x.all(), x[0]"
+        )
+    condition = (tensor.detach() if tensor.requires_grad else tensor).reshape(())
+    return condition if condition.dtype == torch.bool else condition != 0
+
+
+def ways_of(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ways:
+    """What ``module(*args, **kwargs)`` answers; nothing where tensors have no values. The module is left as it was."""
+    tensors = [*module.parameters(), *module.buffers(), *pytree.tree_leaves((args, kwargs))]
+    if any(isinstance(t, torch.Tensor) and (t.is_meta or isinstance(t, FakeTensor)) for t in tensors):
+        return Ways()
+    args, kwargs = pytree.tree_map_only(
+        torch.Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), (tuple(args), dict(kwargs))
+    )
+    heard = _Hearing()
+    with kept(module), generators_kept(), torch.enable_grad(), checked(), heard:
+        module(*args, **kwargs)
+    return Ways(heard.answers)
+
+
+class Read(Drawn):
+    """What ``tensor.item()`` gives for a number that depends on data while a model is traced."""
+
+    def __init__(self, tensor: torch.Tensor, asks: Callable[[torch.Tensor], bool] = take) -> None:
+        super().__init__(tensor, asks)
+
+    @staticmethod
+    def refusal(what: str) -> CaptureError:
+        return CaptureError(
+            f"forward reads the value of a tensor that depends on its inputs or parameters, {what}, at "
+            f"{site_of().partition('@')[0]}: a program would use the one of the example at every step\n  compute with "
+            "the tensor itself (queue.index_copy_(1, (ptr + torch.arange(n)) % size, keys); ptr.add_(n)), compare it in "
+            "an if, whose way is followed and checked at every call, or move it out of forward()"
+        )
+
+
+class _Known(Drawn):
+    """What ``tensor.item()`` gives while answers are heard: the number, whose comparisons are heard too."""
+
+    def digits(self) -> Any:
+        with DisableTorchFunction():
+            return self.tensor.item()
+
+    def __hash__(self) -> int:
+        return hash(self.digits())
+
+    def __repr__(self) -> str:
+        return repr(self.digits())
+
+
+def _of_digits(name: str) -> Callable[..., Any]:
+    return lambda self, *args: getattr(self.digits(), name)(*args)
+
+
+for _name in DIGITS:
+    setattr(_Known, _name, _of_digits(_name))
+
+
+class _Hearing(TorchFunctionMode):
+    """Notes what Python is told about the truth of tensors, by the place that asks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers: dict[str, list[bool]] = {}
+
+    def heard(self, tensor: torch.Tensor) -> bool:
+        with DisableTorchFunction():
+            answer = bool(tensor.item())
+        self.answers.setdefault(site_of(), []).append(answer)
+        return answer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__bool__ and args[0].numel() == 1:
+            return self.heard(args[0])
+        if func is torch.Tensor.item and args[0].numel() == 1:
+            return _Known(args[0], self.heard)
+        return func(*args, **(kwargs or {}))
+
+
+__all__ = [
+    "MOST_GUESSES", "TAKEN", "Read", "Unanswered", "Ways", "along", "followed", "from_the_start", "take", "truth", "ways_of",
+    "would_take",
+]  # fmt: skip

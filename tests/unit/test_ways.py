@@ -1,0 +1,125 @@
+"""Branches on data: the way of the example is followed, and a flag goes up where a call would take another."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.capture import Captured, capture
+from autopar.comparison import compare_with_eager
+from autopar.errors import CaptureError
+from autopar.lower.emit import lower
+from autopar.runtime.world import run_step
+from autopar.verify import inputs_of, one_device, state_of
+
+
+class Looking(nn.Module):
+    """Looks at its labels, at what its layers make, and at numbers that it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(4))
+        self.head, self.calls = nn.Linear(8, 10), 0
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        if labels.max() >= 10:
+            raise ValueError("labels must be below 10")
+        assert (ids >= 0).all()
+        torch._check(ids.max().item() < 10)
+        h = self.embed(ids) * scale
+        for layer in self.layers:
+            h = layer(h)
+            if (h > 100).any():
+                h = h.clamp(-100, 100)
+        if 0 < labels.min().item() + 1 and not torch.equal(h, h + 1):
+            h = h * 2
+        return nn.functional.cross_entropy(self.head(h).flatten(0, 1), labels.flatten())
+
+
+def batch(seed: int = 0, scale: float = 1.0) -> tuple[torch.Tensor, ...]:
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 10, (2, 5), generator=g)
+    return ids, ids.roll(1, 1), torch.tensor(scale)
+
+
+def flags(captured: Captured, model: nn.Module, args: Any) -> dict[str, bool]:
+    """Which are up after a call, by their lines."""
+    graph, plan = captured.graph, one_device(captured.graph)
+    weights, buffers = state_of(captured, model)
+    done = run_step(graph, plan, lower(graph, plan), weights, buffers, inputs_of(captured, args, {}))
+    return {node.name: bool(done.buffers[node.name]) for node in graph.ways}
+
+
+def test_the_way_of_the_example_is_followed() -> None:
+    torch.manual_seed(0)
+    model = Looking()
+    before = copy.deepcopy(model.state_dict())
+    captured = capture(model, batch())
+    assert [way.kwargs["answer"] for way in captured.graph.ways] == [False, True, True, *[False] * 4, True, False]
+    assert all(way.source.startswith("test_ways.py:") for way in captured.graph.ways)
+    assert compare_with_eager(captured, model, batch(1), {}).same
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+
+
+def test_a_flag_goes_up_where_a_batch_takes_another_way() -> None:
+    torch.manual_seed(0)
+    model = Looking()
+    captured = capture(model, batch())
+    assert not any(flags(captured, model, batch(1)).values())
+    assert [name for name, up in flags(captured, model, batch(1, 1e6)).items() if up] == [f"way.{k}" for k in (3, 4, 5, 6)]
+
+
+def test_an_example_that_takes_the_other_way_is_followed_too() -> None:
+    model = Looking()
+    captured = capture(model, batch(scale=1e6))
+    assert sum(node.target == "aten.clamp.default" for node in captured.graph.nodes) == 1  # the layers behind it stay small
+    assert compare_with_eager(captured, model, batch(1, 1e6), {}).same
+
+
+def test_without_values_the_way_that_raises_nothing_is_taken() -> None:
+    model = Looking().to("meta")
+    captured = capture(model, [x.to("meta") for x in batch()])
+    assert [way.kwargs["answer"] for way in captured.graph.ways][:3] == [False, True, True]
+
+
+def test_layers_that_go_different_ways_are_not_taken_for_one() -> None:
+    class Layer(nn.Module):
+        def __init__(self, bias: float) -> None:
+            super().__init__()
+            self.one, self.two, self.three = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+            nn.init.constant_(self.one.bias, bias)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.three(self.two(self.one(x)).relu())
+            return h.tanh() if self.one.bias.sum() > 0 else h.relu()
+
+    model = nn.Sequential(*[Layer(b) for b in (1.0, 1.0, 1.0, -1.0, 1.0, -1.0)])
+    x = torch.randn(3, 4)
+    captured = capture(model, (x,))
+    assert [way.kwargs["answer"] for way in captured.graph.ways] == [True, True, True, False, True, False]
+    assert compare_with_eager(captured, model, (x + 1,), {}).same
+
+
+def test_a_number_whose_digits_are_wanted_is_refused() -> None:
+    class Cuts(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x[: x.sum().long().item()].sum()
+
+    with pytest.raises(CaptureError, match=r"reads the value of a tensor .* as an index or a size, at test_ways.py:\d+"):
+        capture(Cuts(), (torch.ones(4, requires_grad=True),))
+
+
+def test_a_branch_that_raises_on_both_sides_tells_the_first() -> None:
+    class Never(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.sum() > 0:
+                raise ValueError("too large")
+            raise ValueError("too small")
+
+    with pytest.raises(CaptureError, match="too small"):
+        capture(Never(), (torch.ones(4, device="meta", requires_grad=True),))
