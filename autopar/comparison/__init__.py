@@ -14,9 +14,9 @@ generators are put back.
 ========================= =============================================================================================
 """
 
+from autopar.capture.python.restoring import generators_kept, kept
 from autopar.comparison.double_precision import LOW, doubled, promoted
 from autopar.comparison.relative import LIMITS, Comparison
-from autopar.capture.python.restoring import generators_kept, kept
 from autopar.comparison.with_eager import FAILS, FLOPS, compare_with_eager, reason_not_to
 
 __all__ = [

@@ -10,8 +10,8 @@ import torch.fx
 
 from autopar.autocasting import without_autocast
 from autopar.capture import Captured
-from autopar.comparison.relative import Ran, is_tensor
 from autopar.capture.python.restoring import generators_kept, kept, same_draws
+from autopar.comparison.relative import Ran, is_tensor
 from autopar.graph import Graph
 from autopar.lower.emit import lower
 from autopar.lower.program import Program

@@ -159,7 +159,7 @@ def split(call: Call) -> Rule:
 def cat(call: Call) -> Rule:
     d = call.arg(1, "dim", 0) % len(call.out.shape)
     sizes, dims = named(call.out.shape)
-    inputs = []
+    inputs: list[tuple[tuple[str, ...], ...]] = []
     for i, spec in enumerate(call.ins):
         if spec.shape == (0,) and len(dims) > 1:  # torch takes nothing, whatever its dims, for nothing
             sizes[f"c{i}"] = 0

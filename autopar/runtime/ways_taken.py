@@ -61,9 +61,9 @@ class WaysTaken:
         answer = node.kwargs["answer"]
         raise RunError(
             f"the model's code branches on data in '{node.module or '<model>'}' at {node.source}, and the program "
-            f"follows the side on which the condition is {answer}, as with the batch that it was captured with; in this "
-            f"call it is {not answer}\n  if this batch is meant, compute both sides and choose with torch.where, or "
-            "parallelize with an example batch that takes the way of all others"
+            f"follows the side on which the condition is {answer}, as with the batch that it was captured with; in "
+            f"this call it is {not answer}\n  if this batch is meant, compute both sides and choose with torch.where, "
+            "or parallelize with an example batch that takes the way of all others"
         )
 
 

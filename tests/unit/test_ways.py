@@ -71,13 +71,15 @@ def test_a_flag_goes_up_where_a_batch_takes_another_way() -> None:
     model = Looking()
     captured = capture(model, batch())
     assert not any(flags(captured, model, batch(1)).values())
-    assert [name for name, up in flags(captured, model, batch(1, 1e6)).items() if up] == [f"way.{k}" for k in (3, 4, 5, 6)]
+    up = [name for name, is_up in flags(captured, model, batch(1, 1e6)).items() if is_up]
+    assert up == ["way.3", "way.4", "way.5", "way.6"]
 
 
 def test_an_example_that_takes_the_other_way_is_followed_too() -> None:
     model = Looking()
     captured = capture(model, batch(scale=1e6))
-    assert sum(node.target == "aten.clamp.default" for node in captured.graph.nodes) == 1  # the layers behind it stay small
+    # the layers behind the first stay small
+    assert sum(node.target == "aten.clamp.default" for node in captured.graph.nodes) == 1
     assert compare_with_eager(captured, model, batch(1, 1e6), {}).same
 
 
@@ -110,7 +112,7 @@ def test_a_number_whose_digits_are_wanted_is_refused() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x[: x.sum().long().item()].sum()
 
-    with pytest.raises(CaptureError, match=r"reads the value of a tensor .* as an index or a size, at test_ways.py:\d+"):
+    with pytest.raises(CaptureError, match=r"reads the value of a tensor .* as an index or a size, at test_ways.py"):
         capture(Cuts(), (torch.ones(4, requires_grad=True),))
 
 

@@ -160,8 +160,8 @@ def truth(tensor: torch.Tensor) -> torch.Tensor:
     """
     if tensor.numel() != 1:
         raise CaptureError(
-            f"forward asks whether a tensor of {tensor.numel()} numbers is true, at {site_of().partition('@')[0]}: only "
-            "one number has a truth value\n  ask for one: x.any(), x.all(), x[0]"
+            f"forward asks whether a tensor of {tensor.numel()} numbers is true, at {site_of().partition('@')[0]}: "
+            "only one number has a truth value\n  ask for one: x.any(), x.all(), x[0]"
         )
     condition = (tensor.detach() if tensor.requires_grad else tensor).reshape(())
     return condition if condition.dtype == torch.bool else condition != 0
@@ -192,8 +192,8 @@ class Read(Drawn):
         return CaptureError(
             f"forward reads the value of a tensor that depends on its inputs or parameters, {what}, at "
             f"{site_of().partition('@')[0]}: a program would use the one of the example at every step\n  compute with "
-            "the tensor itself (queue.index_copy_(1, (ptr + torch.arange(n)) % size, keys); ptr.add_(n)), compare it in "
-            "an if, whose way is followed and checked at every call, or move it out of forward()"
+            "the tensor itself (queue.index_copy_(1, (ptr + torch.arange(n)) % size, keys); ptr.add_(n)), compare it "
+            "in an if, whose way is followed and checked at every call, or move it out of forward()"
         )
 
 
@@ -241,6 +241,6 @@ class _Hearing(TorchFunctionMode):
 
 
 __all__ = [
-    "MOST_GUESSES", "TAKEN", "Read", "Unanswered", "Ways", "along", "followed", "from_the_start", "take", "truth", "ways_of",
-    "would_take",
+    "MOST_GUESSES", "TAKEN", "Read", "Unanswered", "Ways", "along", "followed", "from_the_start", "take", "truth",
+    "ways_of", "would_take",
 ]  # fmt: skip

@@ -25,7 +25,6 @@ from autopar.graph import WAY, Graph, Node, Ref, Spec, map_refs
 from autopar.rules.function import PREFIX
 from autopar.torch_private import OpOverload
 
-
 TRUTH = Spec((), "bool")
 
 

@@ -323,7 +323,7 @@ class Repeats:
             call.check_arguments()
             traced = self._pattern(call, nodes, logged, result, reads)
         except Nothing as why:
-            if not any(str(n.target) in (ASK, TAKEN) for n in nodes):  # another answer to a random number makes something
+            if not any(str(n.target) in (ASK, TAKEN) for n in nodes):  # another answer may make something
                 group.refused = str(why)
             return
         except Unknown as why:
