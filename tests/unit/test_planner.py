@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -25,6 +26,7 @@ from autopar.planner.intra_op.price import pricer
 from autopar.planner.intra_op.problem import Beaten, Problem
 from autopar.planner.intra_op.within_memory import LIMITED_SECONDS
 from autopar.rules.registry import rules_of
+from autopar.texts import parse_bytes
 from autopar.wishes import TIME_LIMIT_SECONDS
 from hardware_profiles import abstract_cluster, load_cluster
 
@@ -111,6 +113,24 @@ def test_the_solver_gets_the_time_that_was_asked_for(monkeypatch: pytest.MonkeyP
     plan_graph(graph, cluster, mesh, Options(memory_limit_bytes=limit, time_limit_seconds=asked))
     assert len(given) > 1
     assert set(given) == ({TIME_LIMIT_SECONDS, LIMITED_SECONDS} if asked is None else {asked})
+
+
+@pytest.mark.parametrize("name, may_recompute", [("resnet", False), ("resnet", True), ("mlp", False)])
+def test_the_smallest_that_an_error_names_is_the_smallest(name: str, may_recompute: bool) -> None:
+    """By the fullest moment of a step, as the limit is: with as much a plan is found, with a tenth less none is."""
+    graph, cluster, mesh = graph_of(name), load_cluster("dgx-h100"), (("data", 2),)
+
+    def limited(n_bytes: float) -> Options:
+        return Options(memory_limit_bytes=n_bytes, may_recompute=may_recompute)
+
+    with pytest.raises(InfeasibleError, match="the smallest needs") as error:
+        plan_graph(graph, cluster, mesh, limited(1000))
+    said = re.search(r"the smallest needs (\S+ \S+),", str(error.value))
+    needed = parse_bytes(said.group(1).replace(" ", "")) if said is not None else None
+    assert needed is not None
+    assert plan_graph(graph, cluster, mesh, limited(needed + 1024)).price.memory_bytes <= needed + 1024
+    with pytest.raises(InfeasibleError, match="the smallest needs"):
+        plan_graph(graph, cluster, mesh, limited(0.9 * needed))
 
 
 def test_memory_limits_hold_and_cost() -> None:

@@ -102,10 +102,9 @@ class HighsProgram:
         """One more moment that must fit; what was solved is gone on from."""
         self.moments.append(moment)
         self.unseen.append(0.0)
-        entries = self.lp.bytes_of(moment)
-        columns = np.array(list(entries), dtype=np.int32)
-        shares = np.array(list(entries.values())) / self.unit
-        self.engine.addRow(-math.inf, self.room / self.unit, len(columns), columns, shares)
+        entries = self.lp.memory_row(moment)
+        columns, shares = np.array(list(entries), dtype=np.int32), np.array(list(entries.values()))
+        self.engine.addRow(-math.inf, math.inf, len(columns), columns, shares)
         self.memory_rows.append(self.engine.getNumRow() - 1)
         self._note_moments()
         self.limit(self.room)
@@ -137,6 +136,8 @@ class HighsProgram:
         self._bound_memory(self.room)
 
     def _bound_memory(self, n_bytes: float) -> None:
+        if self.lp.fullest is not None:
+            n_bytes = 0.0  # less than the column
         for row, unseen in zip(self.memory_rows, self.unseen, strict=False):
             self.engine.changeRowBounds(row, -math.inf, (n_bytes - unseen) / self.unit)
 
@@ -279,7 +280,7 @@ class HighsProgram:
 
         Args:
             gap: relative distance from the proven bound at which the solver may stop; 0 asks for the optimum. It is
-                used only where a memory limit binds, since the problem without one is easy.
+                used only where memory counts, since the problem without it is easy.
             worth_seconds: what takes as long is not worth branch and bound.
 
         Raises:
@@ -292,7 +293,7 @@ class HighsProgram:
         if self.problem.limit_bytes is None:
             if self.least() >= worth_seconds:
                 raise Beaten
-            return self.choice(self.best(0.0))
+            return self.choice(self.best(gap if self.lp.fullest is not None else 0.0))
         start: _Point | None = None
         if gap > 0.0 and self._relaxed is not None:
             _, start = self.around(self._relaxed)
@@ -310,6 +311,7 @@ class HighsProgram:
         """The optimum of the relaxation; None if the solver stopped before it."""
         engine = self.engine
         engine.setOptionValue("solve_relaxation", True)
+        engine.setOptionValue("time_limit", engine.getRunTime() + self.time_limit_seconds)  # counts all runs
         cold = not engine.getBasis().valid  # from what was solved before the simplex goes on
         engine.setOptionValue("presolve", "on" if cold and engine.getNumCol() > LARGE else "off")
         engine.run()

@@ -12,6 +12,11 @@ from dataclasses import dataclass, field
 
 from autopar.planner.intra_op.problem import MomentBytes, Problem
 
+SIZE = 1e3
+"""What the objective is scaled to, about: solvers have absolute tolerances."""
+SECONDS_SHARE = 1e-3
+"""What seconds are worth beside bytes where the fullest moment is minimised."""
+
 
 @dataclass
 class Matrix:
@@ -27,6 +32,7 @@ class Matrix:
         peak: the column of the peak, with its bytes.
         held: columns of what several items keep in common.
         memory: rows of the memory limit, as shares of ``unit`` bytes.
+        fullest: where the fullest moment is minimised, the column of its bytes.
         scale: of seconds.
     """
 
@@ -44,6 +50,7 @@ class Matrix:
     held: list[int] = field(default_factory=list)
     memory: list[int] = field(default_factory=list)
     unit: float = 1.0
+    fullest: int | None = None
 
     def add(self, costs: Iterable[float], upper: float = math.inf, whole: bool = False) -> range:
         """New columns, one for each of their seconds."""
@@ -66,6 +73,11 @@ class Matrix:
             by_column[self.peak[0]] = self.peak[1]
         return by_column
 
+    def memory_row(self, moment: MomentBytes) -> dict[int, float]:
+        """What the limit is held against, as shares of ``unit`` bytes."""
+        entries = {v: b / self.unit for v, b in self.bytes_of(moment).items()}
+        return entries if self.fullest is None else {**entries, self.fullest: -1.0}
+
     def row(self, entries: Mapping[int, float], low: float, high: float) -> None:
         """A new row."""
         self.columns.extend(entries)
@@ -78,22 +90,28 @@ class Matrix:
 def matrix(problem: Problem) -> Matrix:
     """The integer program of :mod:`autopar.planner.intra_op.problem`.
 
-    Solvers have absolute tolerances, so seconds are scaled to about a thousand in all. The scale is a power of two, and
-    costs are rounded to multiples of 2**-20 (one part in 10**9 of the total), so that their sums are exact.
+    Solvers have absolute tolerances, so seconds are scaled to about :data:`SIZE` in all. The scale is a power of two,
+    and costs are rounded to multiples of 2**-20 (one part in 10**9 of the total), so that their sums are exact.
     """
     total = sum(min(i.seconds) for i in problem.items) or max((max(i.seconds) for i in problem.items), default=0.0)
-    lp = Matrix(2.0 ** round(math.log2(1e3 / total)) if total > 0 else 1.0)
+    size = SIZE if not problem.smallest else SIZE * SECONDS_SHARE
+    lp = Matrix(2.0 ** round(math.log2(size / total)) if total > 0 else 1.0)
     for item in problem.items:
         lp.picks.append(lp.add(item.seconds, 1.0, True))
         lp.row(dict.fromkeys(lp.picks[-1], 1.0), 1.0, 1.0)
     _flows(problem, lp)
     _shared_bytes(problem, lp)
-    if problem.limit_bytes is not None:
+    if problem.smallest:
+        least = max(sum(map(min, moment.items)) for moment in problem.rows)
+        lp.unit = max(least, 1.0)
+        (lp.fullest,) = lp.add([SIZE / lp.scale])
+    elif problem.limit_bytes is not None:
         lp.unit = max(problem.limit_bytes, 1.0)
-        for moment in problem.rows:
-            lp.memory.append(len(lp.low))
-            entries = {v: b / lp.unit for v, b in lp.bytes_of(moment).items()}
-            lp.row(entries, -math.inf, problem.limit_bytes / lp.unit)
+    else:
+        return lp
+    for moment in problem.rows:
+        lp.memory.append(len(lp.low))
+        lp.row(lp.memory_row(moment), -math.inf, (problem.limit_bytes or 0.0) / lp.unit)
     return lp
 
 

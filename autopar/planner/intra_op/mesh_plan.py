@@ -16,7 +16,7 @@ from autopar.planner.intra_op.mesh_problem import MeshProblem
 from autopar.planner.intra_op.options import Options, device_limit
 from autopar.planner.intra_op.problem import Beaten, Choice
 from autopar.planner.intra_op.space import fitting_strategy
-from autopar.planner.intra_op.within_memory import UNLIMITED, WithinMemory, against
+from autopar.planner.intra_op.within_memory import UNLIMITED, NothingFits, WithinMemory, against, too_big
 from autopar.rules.strategy import Strategy
 from hardware_profiles import Cluster
 
@@ -49,13 +49,13 @@ def plan_graph(
         return free
     if free.price.seconds >= options.worth_seconds:  # with all memory that it wants, and what saves memory takes longer
         raise Beaten
-    best, bound, failed = choosing(setting, limit)  # the same problem, and more to choose from
+    best, bound, too_large = choosing(setting, limit)  # the same problem, and more to choose from
     if best is None or (best.solution is not None and best.solution.gap > FAR):
         keeping.known_seconds = best.price.seconds if best is not None else float("inf")
         try:
             keeping_all = keeping.plan()
-        except InfeasibleError as error:
-            failed = failed or error
+        except NothingFits as error:
+            too_large.append(error.smallest)
         except Beaten:
             if best is None:
                 raise
@@ -64,14 +64,14 @@ def plan_graph(
                 bound = min(bound, keeping.bound)
                 best = replace(keeping_all, solution=against(bound, keeping_all, options.memory_gap))
     if best is None:
-        assert failed is not None
-        raise failed
+        smallest = min(too_large, key=lambda p: p.price.memory_bytes)
+        raise InfeasibleError(too_big(graph, free, smallest, limit))
     return best
 
 
-def choosing(setting: MeshProblem, limit: float) -> tuple[StagePlan | None, float, InfeasibleError | None]:
+def choosing(setting: MeshProblem, limit: float) -> tuple[StagePlan | None, float, list[StagePlan]]:
     """The cheapest plan within the limit, with what may be done again in the backward to choose from; the seconds that
-    none beats; and the error if none fits.
+    none beats; and small plans that do not fit, if none does.
 
     What runs again of a block is taken to do so at once, at first. That is so where whole blocks run again, and too
     much where pieces do: so where nothing repeats, or it leaves nothing, the least that is there in any case gives
@@ -81,7 +81,7 @@ def choosing(setting: MeshProblem, limit: float) -> tuple[StagePlan | None, floa
         Beaten: it is not worth the search.
     """
     problem, decoder = setting.problem(True, choices=True)
-    failed: InfeasibleError | None = None
+    too_large: list[StagePlan] = []
     plans: list[StagePlan] = []
     bounds: list[float] = []
     for at_once in (True, False):
@@ -94,17 +94,19 @@ def choosing(setting: MeshProblem, limit: float) -> tuple[StagePlan | None, floa
                 within.relax()
             else:
                 plans.append(within.plan())
-        except InfeasibleError as error:
-            failed = error
+        except NothingFits as error:
+            too_large.append(error.smallest)
+        except InfeasibleError:  # of the relaxation alone
+            assert near
         bounds.append(within.bound)
         if decoder.again is None or (plans and setting.folding.blocks):
             break
     if not plans:
-        return None, min(bounds), failed
+        return None, min(bounds), too_large
     best, bound = min(plans, key=lambda p: p.price.seconds), min(bounds)
     if len(bounds) > 1:
         best = replace(best, solution=against(bound, best, setting.options.memory_gap))
-    return best, bound, None
+    return best, bound, []
 
 
 class PlansByMemory:

@@ -93,13 +93,15 @@ class MomentBytes:
 @dataclass(frozen=True)
 class Problem:
     """Numbers for the solver. ``limit_bytes`` None means that memory does not bind; else each of the ``moments`` must
-    fit, or, where none are given, all bytes together."""
+    fit, or, where none are given, all bytes together. With ``smallest``, the fullest moment is what is minimised, and
+    seconds decide between choices that are alike in it."""
 
     items: tuple[Item, ...]
     tensors: tuple[Tensor, ...]
     held: tuple[SharedBytes, ...] = ()
     limit_bytes: float | None = None
     moments: tuple[MomentBytes, ...] = ()
+    smallest: bool = False
 
     @property
     def rows(self) -> tuple[MomentBytes, ...]:

@@ -8,6 +8,7 @@ limit is lowered by it.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from autopar.errors import InfeasibleError, PlanError
@@ -43,6 +44,14 @@ UNLIMITED = 1e18
 """Bytes that no device has."""
 
 
+class NothingFits(InfeasibleError):
+    """No choice stays within the limit; ``smallest`` is the plan that comes nearest of those that were seen."""
+
+    def __init__(self, smallest: StagePlan) -> None:
+        super().__init__(f"the smallest plan needs {show_bytes(smallest.price.memory_bytes)}")
+        self.smallest = smallest
+
+
 @dataclass
 class WithinMemory:
     """The cheapest plan of a problem whose fullest moment stays within the limit.
@@ -68,7 +77,7 @@ class WithinMemory:
         """The plan.
 
         Raises:
-            InfeasibleError: nothing fits.
+            NothingFits: what the name says.
             Beaten: it is not worth the search.
         """
         limit, gap = self.limit, self.setting.options.memory_gap
@@ -189,25 +198,48 @@ class WithinMemory:
 
     def _smallest(self, tried: list[StagePlan], bound: float) -> StagePlan:
         """The plan of the fewest bytes, when the limit was not met otherwise."""
-        smallest = replace(
-            self.problem,
-            items=tuple(_by_bytes(item) for item in self.problem.items),
-            held=tuple(replace(h, seconds=h.n_bytes) for h in self.problem.held),
-            tensors=tuple(replace(t, steps=tuple((a, b, 0.0) for a, b, _ in t.steps)) for t in self.problem.tensors),
-        )
-        choices = [self._program(smallest).solve()]
-        if self.decoder.again is not None:  # of all that could be cut for less, sound ones may be smaller when finished
+        tried = [*tried, *self._smaller_and_smaller()]
+        choices: list[Choice] = []
+        if self.decoder.again is not None:  # what rows do not see may be less where the sum of all that stays is least
+            sums = replace(
+                self.problem,
+                items=tuple(_by_bytes(item) for item in self.problem.items),
+                held=tuple(replace(h, seconds=h.n_bytes) for h in self.problem.held),
+                tensors=tuple(
+                    replace(t, steps=tuple((a, b, 0.0) for a, b, _ in t.steps)) for t in self.problem.tensors
+                ),
+            )
+            with suppress(InfeasibleError):  # not solved in time
+                choices.append(self._program(sums).solve())
             choices += self._program(replace(self.problem, limit_bytes=UNLIMITED)).hull(STEEP_PRICES)
         plan = min(
-            [*tried, *map(self._finish, choices)],
+            [*tried, *map(self._finish, choices)] or [self.free()],
             key=lambda p: (max(p.price.memory_bytes, self.limit), p.price.seconds),
         )
         if plan.price.memory_bytes > self.limit:
-            fastest = self._finish(self._program(self.problem).solve())
-            raise InfeasibleError(_too_big(self.setting.graph, fastest, plan, self.limit))
+            raise NothingFits(plan)
         solution = Solution("smallest", "best found", plan.price.seconds, 0.0, True)
         plan = replace(plan, solution=solution)
         return replace(plan, solution=against(bound, plan, self.setting.options.memory_gap))
+
+
+    def _smaller_and_smaller(self) -> list[StagePlan]:
+        """Plans whose fullest moment is the least there is, as far as the program's rows say: where another moment of
+        such a plan is fuller, that becomes a row, too."""
+        rows = self.decoder.moments
+        assert rows is not None
+        first = rows.at_the_end_of_the_forward(), rows.stepping(), *map(rows.at, self.moments)
+        program = self._program(replace(self.problem, moments=first, smallest=True))
+        plans: list[StagePlan] = []
+        with suppress(InfeasibleError):  # not solved in time
+            for _ in range(ROUNDS):
+                plans.append(self._finish(program.nearest()))
+                if plans[-1].price.memory_bytes <= self.limit:
+                    return plans
+                if not self._sees(program, plans[-1]):
+                    break
+            plans.append(self._finish(program.solve(self.setting.options.memory_gap)))
+        return plans
 
 
 def against(bound: float, plan: StagePlan, gap: float) -> Solution:
@@ -226,7 +258,8 @@ def _by_bytes(item: Item) -> Item:
     )
 
 
-def _too_big(graph: Graph, fastest: StagePlan, tight: StagePlan, limit: float) -> str:
+def too_big(graph: Graph, fastest: StagePlan, tight: StagePlan, limit: float) -> str:
+    """That nothing fits, and what would."""
     p = tight.price
     parts = sorted(
         [("parameters", p.parameter_bytes), ("gradients", p.gradient_bytes), ("optimizer state", p.optimizer_bytes),
@@ -245,4 +278,4 @@ def _too_big(graph: Graph, fastest: StagePlan, tight: StagePlan, limit: float) -
     )
 
 
-__all__ = ["UNLIMITED", "WithinMemory", "against"]
+__all__ = ["UNLIMITED", "NothingFits", "WithinMemory", "against", "too_big"]
