@@ -115,7 +115,9 @@ def test_the_solver_gets_the_time_that_was_asked_for(monkeypatch: pytest.MonkeyP
     assert set(given) == ({TIME_LIMIT_SECONDS, LIMITED_SECONDS} if asked is None else {asked})
 
 
-@pytest.mark.parametrize("name, may_recompute", [("resnet", False), ("resnet", True), ("mlp", False)])
+@pytest.mark.parametrize(
+    "name, may_recompute", [("resnet", False), ("mlp", True), pytest.param("resnet", True, marks=pytest.mark.slow)]
+)
 def test_the_smallest_that_an_error_names_is_the_smallest(name: str, may_recompute: bool) -> None:
     """By the fullest moment of a step, as the limit is: with as much a plan is found, with a tenth less none is."""
     graph, cluster, mesh = graph_of(name), load_cluster("dgx-h100"), (("data", 2),)

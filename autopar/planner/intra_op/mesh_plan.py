@@ -16,7 +16,7 @@ from autopar.planner.intra_op.mesh_problem import MeshProblem
 from autopar.planner.intra_op.options import Options, device_limit
 from autopar.planner.intra_op.problem import Beaten, Choice
 from autopar.planner.intra_op.space import fitting_strategy
-from autopar.planner.intra_op.within_memory import UNLIMITED, NothingFits, WithinMemory, against, too_big
+from autopar.planner.intra_op.within_memory import UNLIMITED, AllTooLarge, WithinMemory, against, too_big
 from autopar.rules.strategy import Strategy
 from hardware_profiles import Cluster
 
@@ -54,7 +54,7 @@ def plan_graph(
         keeping.known_seconds = best.price.seconds if best is not None else float("inf")
         try:
             keeping_all = keeping.plan()
-        except NothingFits as error:
+        except AllTooLarge as error:
             too_large.append(error.smallest)
         except Beaten:
             if best is None:
@@ -94,7 +94,7 @@ def choosing(setting: MeshProblem, limit: float) -> tuple[StagePlan | None, floa
                 within.relax()
             else:
                 plans.append(within.plan())
-        except NothingFits as error:
+        except AllTooLarge as error:
             too_large.append(error.smallest)
         except InfeasibleError:  # of the relaxation alone
             assert near

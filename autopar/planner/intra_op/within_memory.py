@@ -44,8 +44,8 @@ UNLIMITED = 1e18
 """Bytes that no device has."""
 
 
-class NothingFits(InfeasibleError):
-    """No choice stays within the limit; ``smallest`` is the plan that comes nearest of those that were seen."""
+class AllTooLarge(InfeasibleError):
+    """All choices are above the limit; ``smallest`` is the plan that comes nearest of those that were seen."""
 
     def __init__(self, smallest: StagePlan) -> None:
         super().__init__(f"the smallest plan needs {show_bytes(smallest.price.memory_bytes)}")
@@ -77,7 +77,7 @@ class WithinMemory:
         """The plan.
 
         Raises:
-            NothingFits: what the name says.
+            AllTooLarge: nothing fits.
             Beaten: it is not worth the search.
         """
         limit, gap = self.limit, self.setting.options.memory_gap
@@ -217,7 +217,7 @@ class WithinMemory:
             key=lambda p: (max(p.price.memory_bytes, self.limit), p.price.seconds),
         )
         if plan.price.memory_bytes > self.limit:
-            raise NothingFits(plan)
+            raise AllTooLarge(plan)
         solution = Solution("smallest", "best found", plan.price.seconds, 0.0, True)
         plan = replace(plan, solution=solution)
         return replace(plan, solution=against(bound, plan, self.setting.options.memory_gap))
@@ -278,4 +278,4 @@ def too_big(graph: Graph, fastest: StagePlan, tight: StagePlan, limit: float) ->
     )
 
 
-__all__ = ["UNLIMITED", "NothingFits", "WithinMemory", "against", "too_big"]
+__all__ = ["UNLIMITED", "AllTooLarge", "WithinMemory", "against", "too_big"]
