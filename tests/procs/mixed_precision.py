@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import autopar
@@ -34,7 +36,7 @@ class Net(nn.Module):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.inside or torch.is_autocast_enabled("cpu")):
             x = self.words(ids)
             with torch.autocast("cpu", enabled=False):
-                x = x + x.float().square()
+                x = x + x.float().square().to(x.dtype)
             return self.head(self.down(self.norm(self.up(x)).relu()))
 
 
@@ -86,3 +88,54 @@ def trained(cut: str, inside: bool, mesh: tuple[int, ...] = (2,)) -> tuple[float
             optimizer.zero_grad()
         autopar.load_full_state_dict(pm, alone.state_dict())
     return low, full, pm._programs.captures
+
+
+def scaled(cut: str, infinite_on: int | None) -> tuple[float, float, bool]:
+    """A step with a gradient scaler and clipping beside one device: the worst difference of a parameter, the scale
+    afterwards, and whether the step was skipped.
+
+    Args:
+        infinite_on: the rank on whose piece of a gradient there is an infinity.
+    """
+    pm, alone = spread(Net(True), batch()[:1], (2,), **CUTS[cut]), Net(True)
+    before = {name: value.clone() for name, value in alone.state_dict().items()}
+    scale = 0.0
+    for model in (pm, alone):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        ids, labels = batch()
+        loss = F.cross_entropy(model(ids).flatten(0, 1).float(), labels.flatten())
+        scaler.scale(loss).backward()
+        grad = model.up.weight.grad
+        if infinite_on is not None and model is pm:
+            local = grad.to_local() if isinstance(grad, DTensor) else grad
+            local[0, 0] = torch.inf if dist.get_rank() == infinite_on else local[0, 0]
+        elif infinite_on is not None:
+            grad[0, 0] = torch.inf
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scale in (0.0, scaler.get_scale())
+        scale = scaler.get_scale()
+    whole = autopar.full_state_dict(pm, all_ranks=True)
+    worst = max(float((whole[name] - value).abs().max()) for name, value in alone.state_dict().items())
+    return worst, scale, all(torch.equal(value, before[name]) for name, value in whole.items())
+
+
+def low(cut: str, mesh: tuple[int, ...] = (2,)) -> float:
+    """Steps of a model in bfloat16 beside one device; the worst difference of gradients."""
+    pm = spread(Net(False).bfloat16(), batch()[:1], mesh, **CUTS[cut])
+    alone = Net(False).bfloat16()
+    worst = 0.0
+    for step in range(3):
+        ids, labels = batch(step)
+        for model in (pm, alone):
+            F.cross_entropy(model(ids).flatten(0, 1).float(), labels.flatten()).backward()
+        worst = max(worst, apart(pm, alone))
+        for model in (pm, alone):
+            assert all(p.dtype == p.grad.dtype == torch.bfloat16 for p in model.parameters() if p.grad is not None)
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            model.zero_grad()
+        autopar.load_full_state_dict(pm, alone.state_dict())
+    return worst

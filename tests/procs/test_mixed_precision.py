@@ -14,11 +14,15 @@ CALLS: dict[str, tuple[Any, ...]] = {
     f"{cut} {'inside' if inside else 'around'}": ("trained", cut, inside)
     for cut in mixed_precision.CUTS for inside in (True, False)
 }  # fmt: skip
+SCALED: dict[str, tuple[Any, ...]] = {
+    f"scaled {cut} {rank}": ("scaled", cut, rank) for cut in ("zero", "tensor") for rank in (None, 0, 1)
+}
+LOW: dict[str, tuple[Any, ...]] = {f"low {cut}": ("low", cut) for cut in mixed_precision.CUTS}
 
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
-    return run_local(several, 2, "mixed_precision", {**CALLS})
+    return run_local(several, 2, "mixed_precision", {**CALLS, **SCALED, **LOW})
 
 
 @pytest.mark.parametrize("how", list(CALLS))
@@ -27,3 +31,17 @@ def test_the_numbers_of_one_device_under_autocast(found: list[dict[str, Any]], h
         low, full, captures = rank[how]
         assert low < 2e-2 and full < 1e-6  # sums in bfloat16 come in another order
         assert captures == (0 if "inside" in how else 1)  # each state of autocast once
+
+
+@pytest.mark.parametrize("how", list(SCALED))
+def test_a_gradient_scaler_skips_the_step_on_all_ranks_or_on_none(found: list[dict[str, Any]], how: str) -> None:
+    for rank in found:
+        worst, scale, skipped = rank[how]
+        assert skipped is (SCALED[how][2] is not None)
+        assert scale == (512.0 if skipped else 1024.0)
+        assert worst == 0.0 if skipped else worst < 2.5e-2  # AdamW's first step is lr times the gradient's sign
+
+
+@pytest.mark.parametrize("how", list(LOW))
+def test_a_model_in_bfloat16_trains_like_on_one_device(found: list[dict[str, Any]], how: str) -> None:
+    assert all(rank[how] < 2e-2 for rank in found)

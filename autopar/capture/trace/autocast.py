@@ -221,7 +221,7 @@ class _Writer:
         raise CaptureError(
             f"'{target}' in '{module_of(node)}' computes another precision under torch.autocast than any cast of what "
             f"it takes gives{at(node)}\n  cast there yourself, with torch.autocast('{self.kind}', enabled=False) "
-                "around it"
+            "around it"
         )
 
     def _write_apart(
