@@ -8,7 +8,7 @@ What stands where, in the order in which a model passes through:
 
 ===================== =================================================================================================
 :mod:`.api`           the calls of a script: :mod:`.arguments`, checked; :mod:`.wishes`: what may be asked of a plan;
-                      :mod:`.asked`
+                      :mod:`.asked`, :mod:`.precision`
 :mod:`.cli`           the command; :mod:`.frontends`, :mod:`.models`, :mod:`.hugging_face`: where models come from
 :mod:`.capture`       a module becomes a :mod:`.graph`; :mod:`.normalize`: in one spelling; :mod:`.comparison`: with
                       eager mode; :mod:`.autocasting`: the autocast of a call
@@ -58,6 +58,7 @@ from autopar.errors import (
 if TYPE_CHECKING:
     from autopar.api import capture, parallelize, plan
     from autopar.plan import Plan
+    from autopar.precision import Precision
     from autopar.rules.function import function_rule
     from autopar.runtime.checkpoint import full_state_dict, load_full_state_dict
     from autopar.runtime.checkpoint_folder import Checkpoint
@@ -70,7 +71,7 @@ _WHERE = {
     "ParallelModule": "autopar.runtime.executor", "full_state_dict": "autopar.runtime.checkpoint",
     "load_full_state_dict": "autopar.runtime.checkpoint", "run_local": "autopar.runtime.launch",
     "function_rule": "autopar.rules.function", "Checkpoint": "autopar.runtime.checkpoint_folder",
-    "save": "autopar.runtime.saving",
+    "Precision": "autopar.precision", "save": "autopar.runtime.saving",
 }  # fmt: skip
 
 
@@ -123,6 +124,6 @@ if not TYPE_CHECKING:
 
 __all__ = [
     "AutoparError", "CaptureError", "Checkpoint", "ClusterError", "InfeasibleError", "MeshError", "ParallelModule",
-    "Plan", "PlanError", "RuleError", "RunError", "capture", "full_state_dict", "function_rule", "load_full_state_dict",
-    "parallelize", "plan", "run_local", "save",
+    "Plan", "PlanError", "Precision", "RuleError", "RunError", "capture", "full_state_dict", "function_rule",
+    "load_full_state_dict", "parallelize", "plan", "run_local", "save",
 ]  # fmt: skip

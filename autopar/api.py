@@ -25,6 +25,7 @@ from autopar.parts_of_loss import difference_by_parts
 from autopar.placements import Mesh, mesh_shapes
 from autopar.plan import Plan
 from autopar.planning import Outcome
+from autopar.precision import Precision, parse_precision
 from autopar.runtime.agree import TIMEOUT_SECONDS, ensure_process_group, mesh_group, share, together
 from autopar.runtime.executor import ParallelModule
 from autopar.runtime.groups import abort_groups
@@ -77,6 +78,7 @@ def capture(
     example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: Callable[..., torch.Tensor] | None = None,
     targets: Sequence[Any] = (),
+    precision: str | Precision | None = None,
 ) -> Captured:
     """What ``model`` computes on ``inputs``, as a graph; see :func:`autopar.capture.capture`.
 
@@ -85,6 +87,7 @@ def capture(
         inputs: the batch with its global shapes: a tuple of args, a dict of kwargs, or a tensor.
         example_kwargs: keyword arguments, for a model that takes both.
         loss_fn, targets: ``loss_fn(output, *targets)`` if the model does not return its loss; targets of global shape.
+        precision: the policy that :func:`plan` and :func:`parallelize` take; None: as the model is.
 
     Returns:
         The graph, at global shapes and in the model's dtypes, and what is needed to call it like the model; for
@@ -99,7 +102,8 @@ def capture(
     arguments.check(example_kwargs=example_kwargs, loss_fn=loss_fn, targets=targets)
     args, kwargs, targets = _example(model, inputs, example_kwargs, targets)
     try:
-        captured = _capture(model, args, kwargs, loss_fn=loss_fn, targets=targets)
+        policy = parse_precision(precision)
+        captured = _capture(model, args, kwargs, loss_fn=loss_fn, targets=targets, precision=policy)
     except CaptureError as error:
         if kwargs or len(args) != 2 or not isinstance(args[0], (tuple, list)) or not isinstance(args[1], Mapping):
             raise
@@ -139,6 +143,7 @@ def plan(
     recompute: Sequence[str] | str = (),
     memory_limit: float | str | None = None,
     optimizer: str | torch.optim.Optimizer = "adamw",
+    precision: str | Precision | None = None,
     microbatches: int | str | Sequence[int] | None = None,
     stages: int | str | None = None,
     schedule: str | Sequence[str] | None = None,
@@ -184,7 +189,9 @@ def plan(
     batch = _example(model, inputs, example_kwargs, targets)
     if captured is None or asked.microbatches > 1:
         args, kwargs, of_loss = first_part(batch, asked.microbatches)
-        captured = capture(model, args, example_kwargs=kwargs, loss_fn=loss_fn, targets=of_loss)
+        captured = capture(
+            model, args, example_kwargs=kwargs, loss_fn=loss_fn, targets=of_loss, precision=asked.pins.precision
+        )  # fmt: skip
     where = get_cluster(cluster)
     return planning.find(
         model, captured, lambda: batch, where, where.n_devices, asked, reference(cluster), runs=False
@@ -208,6 +215,7 @@ def parallelize(
     recompute: Sequence[str] | str = (),
     memory_limit: float | str | None = None,
     optimizer: str | torch.optim.Optimizer = "adamw",
+    precision: str | Precision | None = None,
     microbatches: int | str | Sequence[int] | None = None,
     stages: int | str | None = None,
     schedule: str | Sequence[str] | None = None,
@@ -298,6 +306,8 @@ def parallelize(
             own = args, kwargs, (targets,) if isinstance(targets, torch.Tensor) else tuple(targets)
             ranks = dist.get_world_size(group)
             example_inputs, example_kwargs, targets = spreading.on_all(group, lambda: as_whole(own, ranks))
+        if plan is not None and precision is None:
+            given["precision"] = _policy_of(plan, group)
         asked = spreading.on_all(group, lambda: _asked(given, device_mesh))
         fixed = asked.microbatches  # of 1 where it is to be chosen
 
@@ -307,7 +317,9 @@ def parallelize(
 
         def taken() -> Captured:
             args, kwargs, of_loss = first(fixed)
-            return capture(model, args, example_kwargs=kwargs, loss_fn=loss_fn, targets=of_loss)
+            return capture(
+                model, args, example_kwargs=kwargs, loss_fn=loss_fn, targets=of_loss, precision=asked.pins.precision
+            )  # fmt: skip
 
         captured = spreading.on_all(group, taken)
         _same_model(captured, model, group)
@@ -341,7 +353,8 @@ def parallelize(
                 "batch='global', or stages=1"
             )
         pm = spreading.spread(model, one, decided, group, device_mesh=device_mesh, init=init)
-        pm.gradient_dtype = gradient_dtype
+        if gradient_dtype is not None:
+            pm.gradient_dtype = gradient_dtype
         if batch == "local" and pm.device_mesh.size() > 1:
             pm.take_own_rows()
         device_type = spreading.device_type_of(model)
@@ -374,6 +387,18 @@ def _asked(given: Mapping[str, Any], device_mesh: DeviceMesh | None) -> Asked:
     if given["plan"] is not None:  # it says all that there is to say
         wanted["microbatches"] = None
     return asked_for(wanted, whole=True)
+
+
+def _policy_of(plan: Plan | str | Path, group: Any) -> Precision | None:
+    """The policy that a plan is for, on all ranks; the first one reads it."""
+    text, error = "", None
+    try:
+        if dist.get_rank(group) == 0:
+            policy = plan.pins.precision if isinstance(plan, Plan) else planfile.open_(plan).precision
+            text = policy.text if policy is not None else ""
+    except Exception as e:
+        error = e
+    return parse_precision(share(group, text, error) or None)
 
 
 def _given(plan: Plan | str | Path, part: Callable[[int], Captured], cluster: Cluster | None) -> Outcome:

@@ -10,6 +10,7 @@ from typing import Any
 from autopar.errors import AutoparError, MeshError, PlanError
 from autopar.placements import REPLICATE, Mesh, State
 from autopar.plan import LIFETIMES, Pins
+from autopar.precision import parse_precision
 from autopar.texts import mesh_of, parse_bytes
 from autopar.wishes import BY_NAME, MOST_AXES, WISHES
 
@@ -120,6 +121,7 @@ def asked(given: Mapping[str, Any], *, whole: bool = False, spelled: Spelled = a
         {k: state for k, state in states.items() if isinstance(k, str)},
         {k: state for k, state in states.items() if isinstance(k, int)},
         None if limit is None else int(limit), () if nothing_again else tuple(again),
+        parse_precision(wish["precision"]),
     )  # fmt: skip
     optimizer = "adamw" if wish["optimizer"] == "adam" else wish["optimizer"]
     return Asked(

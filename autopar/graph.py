@@ -14,6 +14,8 @@ from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
+from autopar.precision import Precision
+
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
     "uint8": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "complex64": 8, "complex128": 16,
@@ -164,6 +166,7 @@ class Graph:
         updates: buffers that the forward changes, ``{buffer name: new value}``.
         sends: how many of the first outputs are tensors for later pipeline stages.
         arriving: inputs that are tensors of earlier pipeline stages, by name.
+        precision: the policy for which it was captured: its parameters are stored in another format than it reads.
     """
 
     nodes: tuple[Node, ...]
@@ -173,12 +176,18 @@ class Graph:
     updates: dict[str, Ref] = field(default_factory=dict)
     sends: int = 0
     arriving: frozenset[str] = frozenset()
+    precision: Precision | None = None
 
     def spec(self, ref: Ref) -> Spec:
         """Spec of the tensor that ``ref`` names."""
         spec = self.nodes[ref.node].outs[ref.out]
         assert spec is not None, f"{self.nodes[ref.node].where}: output {ref.out} is no tensor"
         return spec
+
+    def stored(self, param: Node) -> Spec:
+        """Of a parameter as it is stored, which under a policy is another format than that of the graph."""
+        spec = param.out
+        return spec if self.precision is None else spec._replace(dtype=self.precision.stored(spec.dtype))
 
     def of_kind(self, kind: str) -> list[tuple[int, Node]]:
         """``(number, node)`` of every node of a kind."""
@@ -209,9 +218,7 @@ class Graph:
         whether gradients flow into and out of it, and whether it is hot. A node that is no operator is like no other.
         """
         first: dict[object, int] = {}
-        return tuple(
-            [first.setdefault(self._call(n) if n.kind == "op" else i, i) for i, n in enumerate(self.nodes)]
-        )
+        return tuple([first.setdefault(self._call(n) if n.kind == "op" else i, i) for i, n in enumerate(self.nodes)])
 
     def _call(self, node: Node) -> object:
         nodes, args, plain = self.nodes, [], 0
@@ -239,6 +246,8 @@ class Graph:
             if node.kind == "input" and node.needs_grad:
                 digest.update(b"and its gradient\n")
         digest.update(f"{self.outputs}|{sorted(self.tied.items())}|{sorted(self.updates.items())}".encode())
+        if self.precision is not None:
+            digest.update(self.precision.text.encode())
         return digest.hexdigest()[:16]
 
     def __str__(self) -> str:

@@ -18,6 +18,7 @@ from autopar.device_groups import check_places
 from autopar.errors import PlanError
 from autopar.graph import Graph, Ref, Spec
 from autopar.placements import Mesh, State, n_devices, whole_state
+from autopar.precision import Precision
 from autopar.transfer import Side
 from cost_models.pipeline.actions import Action, Schedule
 
@@ -127,6 +128,7 @@ class Pins:
         inputs, outputs: placements by input name and output position.
         memory_limit_bytes: per device; None for what the device has.
         recompute: patterns of module paths that run again in the backward.
+        precision: the policy that the graph was captured for.
     """
 
     stages: int | None = None
@@ -140,6 +142,7 @@ class Pins:
     outputs: Mapping[int, State] = field(default_factory=dict)
     memory_limit_bytes: int | None = None
     recompute: tuple[str, ...] = ()
+    precision: Precision | None = None
 
 
 @dataclass(frozen=True)
@@ -284,9 +287,7 @@ class Plan:
     pins: Pins = field(default_factory=Pins)
 
     @classmethod
-    def alone(
-        cls, stage: StagePlan, cluster: str = "", pins: Pins | None = None, notes: tuple[str, ...] = ()
-    ) -> Plan:
+    def alone(cls, stage: StagePlan, cluster: str = "", pins: Pins | None = None, notes: tuple[str, ...] = ()) -> Plan:
         """The plan of a model that is not cut: one stage, whose microbatches follow each other."""
         schedule = one_stage(stage.microbatches)
         return cls(stage.fingerprint, cluster, (stage,), schedule, (), stage.price.seconds, notes, pins or Pins())

@@ -267,8 +267,15 @@ def in_stages(
     check_counts(pins.stages, pins.cuts, n, schedules, pins.mesh, options, sizes)
     starts = starts_of(graph, pins.cuts) if pins.cuts else None
     wanted = wanted or PipelineOptions(
-        asked.microbatches, pins.stages, schedules, pins.mesh, starts, options, may_recompute=asked.may_recompute,
-        top=asked.top, max_axes=asked.max_axes,
+        asked.microbatches,
+        pins.stages,
+        schedules,
+        pins.mesh,
+        starts,
+        options,
+        may_recompute=asked.may_recompute,
+        top=asked.top,
+        max_axes=asked.max_axes,
     )
     planned = plan_pipeline(graphs, cluster, n, wanted, cluster_name=name)
     notes = (*planned.plan.notes, *notes_on(graph), *_others(planned))
@@ -293,7 +300,9 @@ def part_of(model: torch.nn.Module, captured: Captured, example: Any, parts: int
     """
     args, kwargs, *targets = first_part(example, parts)
     loss_fn = captured.example.loss_fn if captured.example is not None else None
-    return capture(model, args, kwargs, loss_fn=loss_fn, targets=targets[0] if targets else ())
+    return capture(
+        model, args, kwargs, loss_fn=loss_fn, targets=targets[0] if targets else (), precision=captured.graph.precision
+    )  # fmt: skip
 
 
 def in_parts(

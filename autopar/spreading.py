@@ -263,6 +263,8 @@ def spread(
         pass
     together(group, error)
     assert module is not None
+    if captured.graph.precision is not None:
+        module.gradient_dtype = captured.graph.precision.reduced_in
     return module
 
 

@@ -182,6 +182,7 @@ def _stage(
         {name: renumbered[graph.updates[name]] for name, s in made_at.items() if s == number},
         len(leaving),
         frozenset(crossing.tensor for crossing in arriving.values()),
+        graph.precision,
     )
     return StageGraph(number, cut_graph, tuple(arriving.values()), tuple(leaving.values()), tuple(positions))
 

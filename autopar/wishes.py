@@ -18,6 +18,7 @@ from typing import Any, Literal
 from autopar.errors import AutoparError
 from autopar.placements import mesh_text
 from autopar.plan import Pins
+from autopar.precision import PRESETS, Precision
 from autopar.texts import show_bytes
 
 OPTIMIZERS = ("adamw", "adam", "sgd", "sgd_momentum")
@@ -67,7 +68,7 @@ class Pin:
     """
 
     name: str
-    form: Literal["count", "texts", "mesh", "ops", "kept", "inputs", "outputs"]
+    form: Literal["count", "texts", "mesh", "ops", "kept", "inputs", "outputs", "precision"]
     stages: Literal["pipeline", "same", "part"]
     words: Callable[[Any], list[str]]
 
@@ -281,6 +282,15 @@ WISHES: tuple[Wish, ...] = (
         "optimizer", "adamw", lambda v: True, f"{', '.join(OPTIMIZERS)}, or a torch.optim.Optimizer",
         "``adamw``, ``sgd`` or ``sgd_momentum``, for the bytes of its state; or an optimizer, whose class says which.",
         (Flag(("--optimizer",), "adamw, sgd or sgd_momentum."),),
+    ),
+    Wish(
+        "precision", None, optional(lambda v: isinstance(v, (str, Precision))),
+        f"{', '.join(PRESETS)}, or autopar.Precision(...)",
+        "what is kept and computed in which format: ``bf16-mixed`` computes in bfloat16 on casts of float32 masters, "
+        "which the module's parameters are; or an :class:`autopar.Precision`. None: as the model is.",
+        (Flag(("--precision",), f"{', '.join(PRESETS)}, or fields such as params=bfloat16,reduce=bfloat16. bf16-mixed: "
+              "bfloat16 compute on float32 masters and moments."),),
+        (Pin("precision", "precision", "same", lambda policy: [f"precision {policy}"]),),
     ),
     Wish(
         "microbatches", None, optional(_are_counts), "a whole number of 1 or more, several to choose from, or 'auto'",

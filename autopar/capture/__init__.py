@@ -38,6 +38,7 @@ of a captured model   :mod:`.evaluation` (eval mode), :mod:`.microbatches` (othe
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -53,6 +54,7 @@ from autopar.capture.recorded import traced
 from autopar.collection import uncollected
 from autopar.errors import CaptureError
 from autopar.graph import Graph
+from autopar.precision import Precision
 from autopar.torch_private import pytree
 
 
@@ -66,6 +68,7 @@ class Example:
     loss_fn: Callable[..., torch.Tensor] | None
     targets: tuple[Any, ...]
     ways: Ways = field(default_factory=Ways)
+    precision: Precision | None = None
 
     def capture(self, model: torch.nn.Module) -> Captured:
         """The same call of another model of that kind, such as one in eval mode."""
@@ -75,7 +78,9 @@ class Example:
             (self.args, dict(self.kwargs), self.targets),
         )  # fmt: skip
         with along(self.ways):
-            return capture(model, args, kwargs, loss_fn=self.loss_fn, targets=targets)
+            return capture(
+                model, args, kwargs, loss_fn=self.loss_fn, targets=targets, precision=self.precision
+            )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -105,15 +110,27 @@ class Captured:
 
 
 class WithLoss(torch.nn.Module):
-    """``loss_fn(model(*args, **kwargs), *targets)`` as a module: the targets follow the model's positional args."""
+    """``loss_fn(model(*args, **kwargs), *targets)`` as a module: the targets follow the model's positional args.
 
-    def __init__(self, model: torch.nn.Module, loss_fn: Callable[..., torch.Tensor], n_args: int) -> None:
+    Args:
+        loss_fn: None where the model's output is wanted.
+        precision: a policy, under which the model's inputs are cast.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, loss_fn: Callable[..., torch.Tensor] | None, n_args: int,
+        precision: Precision | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.model, self.loss_fn, self.n_args = model, loss_fn, n_args
-        self._called = f"{type(model).__name__} with its loss_fn"
+        self.model, self.loss_fn, self.n_args, self.precision = model, loss_fn, n_args, precision
+        self._called = type(model).__name__ + (" with its loss_fn" if loss_fn is not None else "")
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self.loss_fn(self.model(*args[: self.n_args], **kwargs), *args[self.n_args :])
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        of_model, targets = args[: self.n_args], args[self.n_args :]
+        if self.precision is not None:
+            of_model, kwargs = pytree.tree_map(self.precision.cast, (of_model, kwargs))
+        output = self.model(*of_model, **kwargs)
+        return output if self.loss_fn is None else self.loss_fn(output, *targets)
 
 
 def capture(
@@ -123,6 +140,7 @@ def capture(
     *,
     loss_fn: Callable[..., torch.Tensor] | None = None,
     targets: Sequence[Any] = (),
+    precision: Precision | None = None,
 ) -> Captured:
     """Capture ``model(*args, **kwargs)``, or ``loss_fn(model(...), *targets)``, as a graph.
 
@@ -131,9 +149,11 @@ def capture(
         args, kwargs: example inputs with global shapes: tensors, nested containers, None, numbers.
         loss_fn: called with the model's output and the targets; with it the graph's output is the loss.
         targets: what ``loss_fn`` takes behind the model's output, of global shapes.
+        precision: a policy: the graph computes as it says, on parameters and floating point inputs that are cast.
 
     Returns:
-        The graph, at global shapes and with the dtypes of the model, and what is needed to call it like the model.
+        The graph, at global shapes and with the dtypes of the model (or of the policy), and what is needed to call it
+        like the model.
 
     Raises:
         CaptureError: the model branches on tensor values, has data-dependent shapes, or uses what cannot be traced;
@@ -145,18 +165,18 @@ def capture(
     check_dense(model, args, kwargs, targets)
     prefix = ""
     shapes = pytree.tree_map_only(torch.Tensor, on_meta, (tuple(args), kwargs, tuple(targets)))
-    example = Example(shapes[0], shapes[1], loss_fn, shapes[2])
+    example = Example(shapes[0], shapes[1], loss_fn, shapes[2], precision=precision)
     module: torch.nn.Module = model
-    if loss_fn is not None:
-        module, args, prefix = WithLoss(model, loss_fn, len(args)), (*args, *targets), "model."
-    elif targets:
+    if targets and loss_fn is None:
         raise CaptureError(f"{len(targets)} targets were given without a loss_fn; pass loss_fn(output, *targets)")
+    if loss_fn is not None or precision is not None:
+        module, args, prefix = WithLoss(model, loss_fn, len(args), precision), (*args, *targets), "model."
     args, kwargs = _without_aliases((tuple(args), kwargs))
-    with uncollected():
+    with uncollected(), precision.of_model(model) if precision is not None else contextlib.nullcontext():
         ways, (guards, exported, builder, (graph, user_inputs)) = followed(
             lambda: traced(module, args, kwargs, prefix, loss_fn), lambda: ways_of(module, args, kwargs)
         )
-    example = replace(example, ways=ways)
+    example, graph = replace(example, ways=ways), replace(graph, precision=precision)
     leaves, in_spec = pytree.tree_flatten((args, kwargs))
     check_loss(graph, module, loss_fn is not None)
     _ = graph.fingerprint, graph.alike, graph.consumers  # of the model, not of a plan: once, for all meshes

@@ -50,11 +50,12 @@ def peak_of(plan: StagePlan, graph: Graph, given: Mapping[str, torch.Tensor] | N
         MeshError: this process already belongs to a process group.
     """
     program = lower(graph, plan)
+    stored_as = {node.target: getattr(torch, graph.stored(node).dtype) for _, node in graph.of_kind("param")}
     fake = FakeTensorMode(allow_non_fake_inputs=True) if given is None else contextlib.nullcontext()
     with fake_world(plan.mesh), fake, _WaitsInPlace(), spmd.no_typecheck():
         stored = {
             slot.name: torch.zeros(
-                local_shape(slot.shape, plan.params[slot.name].stored, plan.mesh), dtype=getattr(torch, slot.dtype)
+                local_shape(slot.shape, plan.params[slot.name].stored, plan.mesh), dtype=stored_as[slot.name]
             ).requires_grad_(slot.needs_grad)
             for slot in program.slots if slot.kind == "param"
         }  # fmt: skip
@@ -122,7 +123,7 @@ def _used(x: torch.Tensor, slot: Slot, choice: ParamChoice, plan: StagePlan) -> 
     one: when its gradient is there, it is reduced to the stored one at once."""
     steps = path(choice.stored, choice.used)
     assert steps is not None
-    gathered = x
+    gathered = x.to(getattr(torch, slot.dtype))  # of a master copy, what the program reads
     for axis, src, dst in steps:
         if plan.mesh[axis][1] > 1:
             function, arguments = state_step(slot.shape, src, dst, plan.mesh)

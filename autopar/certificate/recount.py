@@ -20,7 +20,7 @@ import torch.fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.certificate.activations import SavedTensors, Watched, watch_of
-from autopar.graph import Graph
+from autopar.graph import ITEM_BYTES, Graph
 from autopar.lower.emit import lower, used_shape
 from autopar.lower.program import Program
 from autopar.lower.typecheck import typecheck
@@ -108,9 +108,7 @@ class _Count(TorchDispatchMode):
         return out
 
 
-def check(
-    plan: StagePlan, graph: Graph, cluster: Cluster, *, tolerance: float = 0.01, types: bool = False
-) -> Report:
+def check(plan: StagePlan, graph: Graph, cluster: Cluster, *, tolerance: float = 0.01, types: bool = False) -> Report:
     """Certify a plan. The process must not be in a process group: a fake one is made.
 
     Args:
@@ -272,15 +270,14 @@ class _Priced(Watched):
 def _stored(plan: StagePlan, graph: Graph, report: Report) -> None:
     for _, node in graph.of_kind("param"):
         n = prod(local_shape(node.out.shape, plan.params[node.target].stored, plan.mesh))
-        report.parameter_bytes += n * node.out.item_bytes
+        each = graph.stored(node).item_bytes
+        report.parameter_bytes += n * each
         if node.needs_grad:
-            report.gradient_bytes += n * node.out.item_bytes
-            report.optimizer_bytes += optimizer_state_bytes(plan.optimizer, n, node.out.item_bytes, 1)
+            report.gradient_bytes += n * each
+            report.optimizer_bytes += optimizer_state_bytes(plan.optimizer, n, each, 1)
 
 
-def _parameters(
-    plan: StagePlan, graph: Graph, axes: Mapping[str, Axis], bucket_bytes: float, report: Report
-) -> None:
+def _parameters(plan: StagePlan, graph: Graph, axes: Mapping[str, Axis], bucket_bytes: float, report: Report) -> None:
     """Collectives between stored and used placements: how often each is made in a step follows from its lifetime."""
     for _, node in graph.of_kind("param"):
         choice, state = plan.params[node.target], plan.params[node.target].stored
@@ -291,11 +288,15 @@ def _parameters(
             step = Step(a, state, state.changed(a, choice.used[a]))
             forward, backward = step.collectives
             state = step.dst
-            n_bytes = elements_moved(node.out.shape, step.src, step.dst, plan.mesh) * node.out.item_bytes
+            moved = elements_moved(node.out.shape, step.src, step.dst, plan.mesh)
+            policy = graph.precision
+            back = ITEM_BYTES[policy.summed(node.out.dtype)] if policy is not None else node.out.item_bytes
             often = plan.microbatches if choice.lifetime == "use" else 1
-            for kind, times in ((forward, often * (2 if choice.lifetime == "use" and node.needs_grad else 1)),
-                                (backward if node.needs_grad else None, often)):  # fmt: skip
+            forth = often * (2 if choice.lifetime == "use" and node.needs_grad else 1)
+            for kind, times, each in ((forward, forth, node.out.item_bytes),
+                                      (backward if node.needs_grad else None, often, back)):  # fmt: skip
                 if kind is not None:
+                    n_bytes = moved * each
                     whole = max(n_bytes, bucket_bytes)
                     report.parameter_seconds += times * axes[name].seconds(kind, whole) * n_bytes / whole
                     report.collectives[name, f"parameter {kind}"] += times

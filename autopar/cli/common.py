@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from autopar.plan import Pins, Plan, Solution
     from autopar.planfile import Document
     from autopar.planner.inter_op.replan import Replanner
+    from autopar.precision import Precision
     from hardware_profiles import Cluster
 
 
@@ -130,12 +131,13 @@ def moved(loaded: Loaded, device: str) -> Loaded:
 
 def load_and_capture(
     spec: str, batch: int | None = None, seq: int | None = None, *, folder: Path | None = None, device: str = "meta",
-    parts: int | None = None, input_gradients: bool = False,
+    parts: int | None = None, input_gradients: bool = False, precision: Precision | None = None,
 ) -> tuple[Loaded, Captured]:  # fmt: skip
     """The model that ``spec`` names, and its graph; of one microbatch, if its example inputs are that of ``parts``.
 
     Args:
         input_gradients: all inputs that can want gradients do.
+        precision: the policy to capture it for.
     """
     with progress(f"loading {spec}"):
         from dataclasses import replace
@@ -153,7 +155,7 @@ def load_and_capture(
             loaded = replace(loaded, args=args, kwargs=kwargs)
     with progress(f"capturing {type(loaded.model).__name__}") as say, heard(say):
         args, kwargs = first_part((loaded.args, loaded.kwargs), parts or 1)
-        return loaded, capture(loaded.model, args, kwargs)
+        return loaded, capture(loaded.model, args, kwargs, precision=precision)
 
 
 def check_values(loaded: Loaded, name: str) -> None:
@@ -179,9 +181,7 @@ def open_plan(path: Path) -> Document:
     return open_(path)
 
 
-def model_of(
-    document: Document, path: Path, model: str | None = None, device: str = "meta"
-) -> tuple[Loaded, Captured]:
+def model_of(document: Document, path: Path, model: str | None = None, device: str = "meta") -> tuple[Loaded, Captured]:
     """The model that a plan file is for, the one given or the one that the file names, captured as one microbatch.
 
     Raises:
@@ -195,7 +195,13 @@ def model_of(
         raise ModelError(f"{path} does not say which model it is for; give it with --model PATH.py:factory")
     folder = path.parent if model is None else None
     return load_and_capture(
-        spec, named.get("batch"), named.get("seq"), folder=folder, device=device, parts=named.get("parts")
+        spec,
+        named.get("batch"),
+        named.get("seq"),
+        folder=folder,
+        device=device,
+        parts=named.get("parts"),
+        precision=document.precision,
     )
 
 

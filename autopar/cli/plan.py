@@ -104,7 +104,7 @@ def plan(
         raise UsageError(f"--top is {top}; it is 1 or more")
     layout = layouts.parsed(like)
     parts = wanted.microbatches if wanted.microbatches > 1 else None
-    loaded, captured = load_and_capture(model, batch, seq, parts=parts)
+    loaded, captured = load_and_capture(model, batch, seq, parts=parts, precision=wanted.pins.precision)
     wanted = replace(wanted, top=top)
     if (like is not None or top != 1) and not planning.can_be_cut(captured.graph, (loaded.args, loaded.kwargs)):
         raise UsageError("--like and --top need a model that returns its loss, and a batch with rows")

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from autopar.models import Loaded
     from autopar.plan import Plan
     from autopar.planfile import Document
+    from autopar.precision import Precision
 
 LIMITS = {"float64": 1e-9, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 """Largest difference that passes, by the precision in which a row was computed."""
@@ -92,14 +93,17 @@ def verify(
 
     check_mesh(shape, hardware)
     loaded, captured = load_and_capture(
-        model, batch, seq, device="cpu", input_gradients=plan is None and not processes
+        model,
+        batch,
+        seq,
+        device="cpu",
+        input_gradients=plan is None and not processes,
+        precision=document.precision if document is not None else None,
     )
     check_values(loaded, model)
     given = bind(document, captured.graph) if document is not None else None
     if processes:
-        rows = _in_processes(
-            model, batch, seq, shape, hardware, loaded, captured, given, random_plans, seed, device
-        )
+        rows = _in_processes(model, batch, seq, shape, hardware, loaded, captured, given, random_plans, seed, device)
         limits = [LIMITS["float64"]] * len(rows)
     else:
         rows, limits = _in_one(loaded, captured, shape, hardware, given, random_plans, seed)
@@ -126,7 +130,9 @@ def _in_stages(model: str, batch: int | None, seq: int | None, document: Documen
     from autopar.verify import verify_pipeline
 
     parts = (document.model or {}).get("parts")
-    loaded, captured = load_and_capture(model, batch, seq, device="cpu", parts=parts)
+    loaded, captured = load_and_capture(
+        model, batch, seq, device="cpu", parts=parts, precision=document.precision
+    )  # fmt: skip
     check_values(loaded, model)
     plan = bind(document, captured.graph)
     args, kwargs = first_part((loaded.args, loaded.kwargs), loaded.parts or 1)
@@ -194,7 +200,7 @@ def _in_processes(
     with progress(f"{len(plans)} plans on {said}"):
         state = {k: t.detach() for k, t in loaded.model.state_dict().items()}
         batches = (loaded.args, loaded.kwargs)
-        given_to_ranks = model, batch, seq, list(plans.values()), state, batches, kind
+        given_to_ranks = model, batch, seq, list(plans.values()), state, batches, kind, captured.graph.precision
         results = run_local(_rank, first.n_devices, *given_to_ranks, backend=backend_of(kind))[0]
     rows = []
     for name, result in zip(plans, results, strict=True):
@@ -211,7 +217,14 @@ def _in_processes(
 
 
 def _rank(
-    spec: str, batch: int | None, seq: int | None, plans: list[Plan], state: Any, inputs: Any, device: str
+    spec: str,
+    batch: int | None,
+    seq: int | None,
+    plans: list[Plan],
+    state: Any,
+    inputs: Any,
+    device: str,
+    precision: Precision | None,
 ) -> list[dict[str, Any]]:
     """Two steps of SGD under each plan on one rank, in double precision; whole tensors come back from rank 0.
 
@@ -223,13 +236,11 @@ def _rank(
     from autopar import verify as v
     from autopar.torch_private import pytree
 
-    loaded, captured = load_and_capture(spec, batch, seq, device="cpu")
+    loaded, captured = load_and_capture(spec, batch, seq, device="cpu", precision=precision)
     loaded.model.load_state_dict(state)
     loaded.model.double()
     captured = replace(v.promoted(captured), constants=v.doubled(captured.constants))
-    args, kwargs = pytree.tree_map_only(
-        torch.Tensor, lambda t: t.double() if t.dtype in v.LOW else t, inputs
-    )
+    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.double() if t.dtype in v.LOW else t, inputs)
     loaded = moved(replace(loaded, args=args, kwargs=kwargs), device)
     return [_trained(loaded, captured, plan, loaded.args, loaded.kwargs) for plan in plans]
 

@@ -32,7 +32,7 @@ def promoted(captured: Captured) -> Captured:
             n, args=value(n.args), kwargs={k: value(v) for k, v in n.kwargs.items()}, outs=tuple(map(spec, n.outs))
         )
 
-    graph = replace(captured.graph, nodes=tuple(map(node, captured.graph.nodes)))
+    graph = replace(captured.graph, nodes=tuple(map(node, captured.graph.nodes)), precision=None)
     return replace(captured, graph=graph)
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.fx
 
 from autopar.autocasting import without_autocast
-from autopar.capture import Captured
+from autopar.capture import Captured, WithLoss
 from autopar.capture.python.restoring import generators_kept, kept, same_draws
 from autopar.comparison.relative import Ran, is_tensor
 from autopar.graph import Graph
@@ -50,10 +50,8 @@ class Sides:
 
     def _call(self, leaves: Sequence[Any]) -> Any:
         args, kwargs = pytree.tree_unflatten(list(leaves), self.captured.in_spec)
-        if self.loss_fn is None:
-            return self.model(*args, **kwargs)
         n = len(self.args)
-        return self.loss_fn(self.model(*args[:n], **kwargs), *args[n:])
+        return WithLoss(self.model, self.loss_fn, n, self.captured.graph.precision)(*args, **kwargs)
 
     def _now(self) -> dict[str, torch.Tensor]:
         return _named(self.model, self.loss_fn)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -42,20 +43,20 @@ def compare_with_eager(
     note = reason_not_to(captured, model, (args, kwargs, targets), bounded)
     if note:
         return Comparison(note=note)
-    side = Sides(captured, model, args, kwargs, targets)
-    try:
-        theirs = side.eager()
-    except Exception as error:
-        return Comparison(
-            note=f"{FAILS} ({type(error).__name__}: {error})".split("\n")[0]
-        )
-    mine = side.graph()
-    difference = difference_of(captured.graph, mine, theirs)
-    if difference.worst <= difference.limit:
-        return difference
-    if difference.limit > LIMITS["float64"] and _same_in_double(captured, model, args, kwargs, targets):
-        return replace(difference, limit=difference.worst)  # rounding alone: it vanishes with the precision
-    raise CaptureError(explained(side, difference))
+    policy = captured.graph.precision
+    with policy.of_model(model) if policy is not None else contextlib.nullcontext():
+        side = Sides(captured, model, args, kwargs, targets)
+        try:
+            theirs = side.eager()
+        except Exception as error:
+            return Comparison(note=f"{FAILS} ({type(error).__name__}: {error})".split("\n")[0])
+        mine = side.graph()
+        difference = difference_of(captured.graph, mine, theirs)
+        if difference.worst <= difference.limit:
+            return difference
+        if difference.limit > LIMITS["float64"] and _same_in_double(captured, model, args, kwargs, targets):
+            return replace(difference, limit=difference.worst)  # rounding alone: it vanishes with the precision
+        raise CaptureError(explained(side, difference))
 
 
 def reason_not_to(captured: Captured, model: torch.nn.Module, batch: Any, bounded: bool, times: int = 1) -> str:

@@ -14,6 +14,7 @@ from autopar.placements import Mesh, parse_mesh
 from autopar.plan import LIFETIMES, VERSION, Price, Solution, one_stage
 from autopar.planfile import pins, previous
 from autopar.planfile.file_errors import FileErrors
+from autopar.precision import Precision, parse_precision
 from autopar.wishes import OPTIMIZERS
 from cost_models.pipeline import Schedule, simulate, times
 from cost_models.pipeline import parse as parse_schedule
@@ -58,6 +59,11 @@ class Document:
     def microbatches(self) -> int:
         """Of a step."""
         return self.schedule.n_microbatches
+
+    @property
+    def precision(self) -> Precision | None:
+        """The policy for which the model is to be captured."""
+        return parse_precision((self.raw.get("pins") or {}).get("precision"))
 
     def cluster(self) -> Cluster:
         """The cluster that the file names; a file of one's own is looked up beside the plan, then from here.

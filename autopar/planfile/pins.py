@@ -20,6 +20,7 @@ from autopar.plan import Pins
 from autopar.planfile.file_errors import FileErrors
 from autopar.planfile.states import read_state
 from autopar.planner.intra_op.recompute import segments_of
+from autopar.precision import parse_precision
 from autopar.rules.registry import rules_of
 from autopar.wishes import PINS
 
@@ -59,6 +60,14 @@ def _check_mesh(at: str, value: Any, bad: FileErrors) -> None:
         try:
             parse_mesh(value)
         except MeshError as error:
+            bad.add(at, str(error))
+
+
+def _check_precision(at: str, value: Any, bad: FileErrors) -> None:
+    if bad.type(at, value, str):
+        try:
+            parse_precision(value)
+        except AutoparError as error:
             bad.add(at, str(error))
 
 
@@ -153,6 +162,7 @@ FORMS: dict[str, Form] = {
     "inputs": Form(
         _check_table, _read_inputs, lambda states: {name: states[name].text for name in sorted(states)}
     ),
+    "precision": Form(_check_precision, lambda at, value, model: parse_precision(value), str),
     "outputs": Form(
         _check_outputs, _read_outputs, lambda states: {str(k): states[k].text for k in sorted(states)}
     ),

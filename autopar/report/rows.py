@@ -244,10 +244,12 @@ def param_rows(graph: Graph, plan: StagePlan, priced: Pricer) -> list[ParamRow]:
     rows = []
     for pattern, names in groups.items():
         node, choice = nodes[names[0]], plan.params[names[0]]
-        cost = P.cost(node.out, node.needs_grad, choice, priced, plan.optimizer, plan.microbatches)
+        cost = P.cost(node.out, node.needs_grad, choice, priced, plan.optimizer, plan.microbatches, graph.precision)
         collectives = tuple(
             _collective(kind, axis, kind != "all_gather", n)
-            for axis, kind, n, times in P.collectives(node.out, node.needs_grad, choice, plan.mesh, plan.microbatches)
+            for axis, kind, n, times in P.collectives(
+                node.out, node.needs_grad, choice, plan.mesh, plan.microbatches, graph.precision
+            )
             for _ in range(times)
         )
         rows.append(

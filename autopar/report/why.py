@@ -73,9 +73,7 @@ def alternatives(graph: Graph, plan: StagePlan, priced: Pricer, i: int) -> list[
             if ref in wanted:
                 reshard += _route_seconds(graph, plan, priced, ref, made_as[ref], wanted[ref], strategy is chosen[i])
         compute, inside = priced.op(graph, node, rule, strategy)
-        cuts = {
-            axis: as_written(name) for (axis, _), name in zip(mesh, strategy.names, strict=True)
-        }
+        cuts = {axis: as_written(name) for (axis, _), name in zip(mesh, strategy.names, strict=True)}
         same = strategy.names == chosen[i].names
         rows.append(Alternative(cuts, same, compute + inside, reshard, parameter_seconds, stored))
     return sorted(rows, key=lambda r: (r.seconds, not r.chosen, sorted(r.cuts.items())))
@@ -110,7 +108,7 @@ def _params(
         now = owned[ref.node]
 
         def cost(choice: ParamChoice, node=node) -> P.ParamCost:  # type: ignore[no-untyped-def]
-            return P.cost(node.out, node.needs_grad, choice, priced, plan.optimizer, plan.microbatches)
+            return P.cost(node.out, node.needs_grad, choice, priced, plan.optimizer, plan.microbatches, graph.precision)
 
         others = [now] if use == now.used else P.choices(node.out, node.needs_grad, [use], plan.mesh)
         limit = cost(now).n_bytes

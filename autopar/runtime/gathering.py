@@ -56,11 +56,10 @@ class Unit:
         hop = gather_of(self.held_params[0])
         if self.direct:
             # .data has a version counter of its own: a backend may write, and count, at any time until it is waited for
-            out, piece = self.held_params[0].leaf.data, self.held_params[0].local
-            assert piece is not None
+            out, piece = self.held_params[0].leaf.data, self.held_params[0].piece
             self.work = all_gather_flat(out, piece.contiguous(), group=hop.group, async_op=True)
             return
-        pieces = torch.cat([padded_to(h.local, h.padded_shape).reshape(-1) for h in self.held_params])  # type: ignore[arg-type]
+        pieces = torch.cat([padded_to(h.piece, h.padded_shape).reshape(-1) for h in self.held_params])
         self.flat = pieces.new_empty(hop.n, pieces.numel())
         self.work = all_gather_flat(self.flat.view(-1), pieces, group=hop.group, async_op=True)
 
@@ -72,8 +71,7 @@ class Unit:
         self.start()
         if not self.together:
             for held in self.held_params:
-                x = held.local
-                assert x is not None
+                x = held.piece
                 for hop in held.hops:
                     x = apply(hop.forward, x, hop)
                 with preserve_version_counter(held.leaf):
@@ -137,7 +135,7 @@ def same_gather(a: HeldParam, b: HeldParam) -> bool:
     if not (coalesces(a) and coalesces(b)) or a.choice.lifetime != b.choice.lifetime:
         return False
     ga, gb = gather_of(a), gather_of(b)
-    dtypes = [held.param.dtype for held in (a, b)]
+    dtypes = [held.dtype for held in (a, b)]
     return ga.group is gb.group and dtypes[0] == dtypes[1]
 
 
@@ -147,7 +145,7 @@ def make_units(held_params: Sequence[HeldParam]) -> list[Unit]:
     run: list[HeldParam] = []
     n_bytes = 0
     for held in held_params:
-        n = prod(held.used_shape) * held.param.element_size()
+        n = prod(held.used_shape) * held.dtype.itemsize
         if run and not (same_gather(run[0], held) and n_bytes + n <= UNIT_BYTES):
             units.append(Unit(run))
             run, n_bytes = [], 0

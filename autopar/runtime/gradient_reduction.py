@@ -86,7 +86,7 @@ class _Travel:
 
 
 def _as_parameter(held: HeldParam, grad: torch.Tensor) -> torch.Tensor:
-    return grad.to(held.leaf.dtype)
+    return grad.to(held.param.dtype)
 
 
 class Reducer:

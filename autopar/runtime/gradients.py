@@ -118,7 +118,7 @@ class Gradients:
 
     def listen(self, held: HeldParam) -> None:
         """Hear when a leaf has its gradient; call it for every new leaf."""
-        if not (held.adjoint or held.per_use):
+        if not (held.adjoint or held.per_use or held.casts):
             return
 
         def ready(leaf: torch.Tensor) -> None:
@@ -134,11 +134,28 @@ class Gradients:
         if held.per_use:
             assert held.unit is not None
             self.schedule.done(held)
+        if held.casts:
+            self._ready_wide(held, leaf)
+            return
         if (self.defer and not held.per_use) or not held.adjoint:
             return
         grad, leaf.grad = leaf.grad, None
         assert grad is not None
         self.reducer.add(held, grad)
+
+    def _ready_wide(self, held: HeldParam, leaf: torch.Tensor) -> None:
+        """The same of a parameter that is cast: what adds up over microbatches and ranks does so in a wider format."""
+        grad, leaf.grad = leaf.grad, None
+        if grad is not None:
+            grad = grad.to(self.reducer.dtype() or held.param.dtype)
+            held.wide = grad if held.wide is None else held.wide.add_(grad)
+        if held.wide is None or (self.defer and not (held.per_use and held.adjoint)):
+            return
+        grad, held.wide = held.wide, None
+        if held.adjoint:
+            self.reducer.add(held, grad)
+        else:
+            held.add(grad.to(held.param.dtype))
 
     @contextlib.contextmanager
     def reducing(self, *, last: bool, by_hand: bool = False) -> Iterator[None]:
@@ -151,7 +168,9 @@ class Gradients:
             yield
             with torch.no_grad():
                 for held in self.held_params:  # left by hand, or by earlier microbatches where this one has none
-                    if held.adjoint and held.leaf.grad is not None and (last or (by_hand and held.per_use)):
+                    if held.casts and (held.leaf.grad is not None or held.wide is not None):
+                        self._ready_wide(held, held.leaf)
+                    elif held.adjoint and held.leaf.grad is not None and (last or (by_hand and held.per_use)):
                         self._ready(held, held.leaf)
                 self.reducer.finish()
                 self.schedule.end()
@@ -216,7 +235,7 @@ class Gradients:
         self.reducer.drop()
         for held in self.held_params:
             held.leaf.grad = None
-            held.sum = None
+            held.sum = held.wide = None
 
     def drop(self) -> None:
         """A forward or backward broke: forget it, with the gathers that were under way."""

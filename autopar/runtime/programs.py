@@ -273,7 +273,9 @@ class Programs:
             if source is None or self.example is None:
                 raise RunError("the model that was captured is gone, so it cannot be captured again; keep it")
             batch, loss_fn = call.of(self.example, batch_rows(pm._captured))
-            example = pm._captured.example if fits else Example(*batch[:2], loss_fn, batch[2])
+            example = pm._captured.example if fits else Example(
+                *batch[:2], loss_fn, batch[2], precision=self.example.precision
+            )  # fmt: skip
             assert example is not None
             with _in_modes(source, self.modes):
                 new = example.capture(source)

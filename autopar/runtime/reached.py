@@ -65,7 +65,7 @@ def _only(graph: Graph, outputs: Sequence[Ref]) -> Graph:
         replace(graph.nodes[i].moved(move), site=i if graph.nodes[i].site < 0 else graph.nodes[i].site)
         for i in sorted(wanted)
     )
-    return Graph(nodes, tuple(map(move, outputs)))
+    return Graph(nodes, tuple(map(move, outputs)), precision=graph.precision)
 
 
 def reached_whatever_is_drawn(graph: Graph) -> Reached:

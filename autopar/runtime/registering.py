@@ -66,6 +66,8 @@ class Placing:
                 state = self.plan.params[source].stored if source in self.plan.params else everywhere
                 shape = node.out.shape if node is not None else tuple(param.shape)
                 stored = self._local(source, state)
+                if self.graph.precision is not None:
+                    stored = stored.to(getattr(torch, self.graph.precision.stored(name_of_dtype(stored.dtype))))
                 if self.shared is not None or self.device_mesh.size() > 1:  # on one device nothing is placed
                     stored = as_dtensor(stored, state, shape, self.device_mesh)
                 placed[source] = torch.nn.Parameter(stored, requires_grad=param.requires_grad)
@@ -126,6 +128,11 @@ class Placing:
             raise RunError(f"'{name}' is on the meta device; pass init= to give it a value")
         piece = local_piece(value, state, self.device_mesh)
         return piece.to(torch.device(device_of(self.device_mesh)), copy=True).contiguous()
+
+
+def name_of_dtype(dtype: torch.dtype) -> str:
+    """``float32``, as graphs have it."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _placed_as(tensor: torch.Tensor, state: State, device_mesh: DeviceMesh) -> bool:

@@ -68,7 +68,8 @@ class Stage:
         self.run_program = self._compiled(prefetch.with_gathers(self.program, self.schedule))
         self.evaluation: tuple[Program, Any] | None = None
         on_meshes = any(isinstance(held.param, DTensor) for held in self.held_params.values())
-        self.direct = device_mesh.size() == 1 and not on_meshes
+        casts = any(held.casts for held in self.held_params.values())
+        self.direct = device_mesh.size() == 1 and not on_meshes and not casts
         self.gradients = Gradients({} if self.direct else self.held_params, self.schedule, lambda: home.gradient_dtype)
         self.probe = torch.empty(0, requires_grad=True)
         self.stream: Any = None
@@ -97,7 +98,7 @@ class Stage:
                 owner, key = self.home.owner_of(name)
                 held_params[source] = HeldParam(
                     source, owner, key, self.plan.params[source], self.device_mesh, self.plan.mesh,
-                    nodes[source].out.shape, nodes[source].needs_grad,
+                    nodes[source].out.shape, nodes[source].needs_grad, getattr(torch, nodes[source].out.dtype),
                 )  # fmt: skip
                 held_params[source].bind()
         return held_params

@@ -165,21 +165,26 @@ class HeldParam:
         adjoint: hops of the gradient's way back that do something, in order.
         used_shape, stored_shape: of this rank's pieces; ``padded_shape``: of the largest piece
             among the ranks that gather the parameter together.
+        dtype: what the program reads; ``casts`` where the stored parameter is in another format (a master copy).
         trained: its gradient was planned; a parameter that is frozen for a while keeps that.
         sum: this rank's part of the gradient of the step that is under way, reduced; the parameter gets it at the end.
             What needs no reduction waits as the leaf's own gradient.
+        wide: of a parameter that is cast: gradients of this step's microbatches, in the format that they are added up
+            in, which are still to be reduced.
         changed: called when there is another stored parameter, or it wants a gradient or does so no more.
     """
 
     def __init__(
         self, name: str, owner: torch.nn.Module, key: str, choice: ParamChoice, device_mesh: DeviceMesh, mesh: Mesh,
-        shape: tuple[int, ...], trained: bool = True,
+        shape: tuple[int, ...], trained: bool = True, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         self.trained = trained
         self.name, self.owner, self.key, self.choice = name, owner, key, choice
         at = coordinate_of(device_mesh)
         self.hops = hops(name, choice, shape, device_mesh, mesh)
-        self.alias = all(hop.forward == "none" for hop in self.hops)
+        self.dtype = dtype or self.param.dtype
+        self.casts = self.dtype != self.param.dtype
+        self.alias = all(hop.forward == "none" for hop in self.hops) and not self.casts
         self.adjoint = tuple(hop for hop in reversed(self.hops) if hop.backward != "none")
         self.used_shape = local_shape(shape, choice.used, mesh, at)
         self.stored_shape = local_shape(shape, choice.stored, mesh, at)
@@ -197,6 +202,7 @@ class HeldParam:
         self.unit: Any = None
         self.form: Form | None = None
         self.sum: torch.Tensor | None = None
+        self.wide: torch.Tensor | None = None
 
     @property
     def param(self) -> torch.nn.Parameter:
@@ -229,8 +235,8 @@ class HeldParam:
             self.local = local
             if self.alias:
                 self.leaf = local if plain else local.detach()
-            elif self.leaf.shape != self.used_shape or self.leaf.dtype != local.dtype:
-                self.leaf = local.new_empty(self.used_shape)
+            elif self.leaf.shape != self.used_shape or self.leaf.dtype != self.dtype:
+                self.leaf = local.new_empty(self.used_shape, dtype=self.dtype)
                 if self.per_use:
                     self.leaf.untyped_storage().resize_(0)
         if self.leaf.requires_grad is not wanted:
@@ -238,6 +244,12 @@ class HeldParam:
         self.seen, self.wanted, self.address = param, wanted, local.data_ptr() if plain else 0
         self.changed()
         return self.leaf is not before
+
+    @property
+    def piece(self) -> torch.Tensor:
+        """This rank's part of the stored parameter, as the program reads it."""
+        assert self.local is not None
+        return self.local.to(self.dtype) if self.casts else self.local
 
     @property
     def version(self) -> tuple[int, int]:
@@ -257,6 +269,7 @@ class HeldParam:
             of_autograd = leaf.grad
             if of_autograd is not None:
                 leaf.grad = None
+                of_autograd = of_autograd.to(self.param.dtype)
                 grad = of_autograd if grad is None else grad.add_(of_autograd)
         return of_its_own(grad) if grad is not None and isinstance(self.param, DTensor) else grad
 
@@ -266,7 +279,6 @@ class HeldParam:
         if isinstance(param, DTensor):
             return DTensor(grad, param._spec, requires_grad=False)  # type: ignore[call-arg]
         return grad
-
 
 
 def give(param: torch.nn.Parameter, grad: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import autopar
+import autopar.precision
 
 CUTS: dict[str, dict[str, Any]] = {
     "data": {"constraints": {"*up": {"data": "b"}}},
@@ -139,3 +141,83 @@ def low(cut: str, mesh: tuple[int, ...] = (2,)) -> float:
             model.zero_grad()
         autopar.load_full_state_dict(pm, alone.state_dict())
     return worst
+
+
+WIDE = autopar.Precision(params="float32", master="float64", moments="float64", reduce="float64")
+"""The steps of ``bf16-mixed`` in formats in which sums in another order differ by 1e-7 alone."""
+
+
+def policy_step(master: nn.Module, low: nn.Module, optimizer: Any, policy: autopar.Precision, parts: int = 1) -> Any:
+    """A step of the policy written out, on one device: gradients of microbatches add up in the reduction's format.
+
+    Args:
+        master: what the optimizer steps on; ``low`` is the same model, to compute with.
+    """
+    with torch.no_grad():
+        for p, q in zip(low.parameters(), master.parameters(), strict=True):
+            p.copy_(q)
+    wide = getattr(torch, policy.reduce)
+    sums = [torch.zeros_like(p, dtype=wide) for p in master.parameters()]
+    total = 0.0
+    for ids in batch()[0].chunk(parts):
+        low.zero_grad()
+        loss = loss_of(low(ids)) / parts
+        loss.backward()
+        total += float(loss.detach())
+        for kept, p in zip(sums, low.parameters(), strict=True):
+            kept += 0 if p.grad is None else p.grad
+    for p, kept in zip(master.parameters(), sums, strict=True):
+        p.grad = kept.to(p.dtype)
+    optimizer.step()
+    return total
+
+
+def loss_of(out: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(out.flatten(0, 1).float(), torch.arange(out.shape[0] * out.shape[1]) % 16)
+
+
+def policy(name: str, cut: str, mesh: tuple[int, ...] = (2,), stages: int | None = None) -> dict[str, Any]:
+    """Steps under a policy beside one device, and bytes beside those that the plan counts."""
+    chosen = WIDE if name == "wide" else name
+    parsed = autopar.precision.parse_precision(chosen)
+    parts = 2 if stages else 1
+    options: dict[str, Any] = dict(CUTS[cut]) if cut else {}
+    if stages:
+        pm = autopar.parallelize(
+            Net(False), 2, batch()[0], loss_fn=loss_of, precision=chosen, stages=stages, microbatches=parts,
+            schedule="1f1b", cuts=["norm"], **options,
+        )  # fmt: skip
+    else:
+        pm = spread(Net(False), batch()[:1], mesh, loss_fn=loss_of, precision=chosen, **options)
+    master, low_model = Net(False).to(getattr(torch, parsed.master)), Net(False).to(parsed.low)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (pm, master)]
+    worst = 0.0
+    for _ in range(3):
+        mine = pm.train_step(batch()[0])
+        of_one = policy_step(master, low_model, optimizers[1], parsed, parts)
+        worst = max(worst, abs(float(mine) - of_one) / abs(of_one), *([] if stages else [apart(pm, master)]))
+        local = sum(_local(p.grad).nbytes for p in set(pm.parameters()))
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+    assert {p.dtype for p in pm.parameters()} == {getattr(torch, parsed.master)}
+    whole = autopar.full_state_dict(pm, all_ranks=True)
+    values = max(float((whole[n] - v).abs().max()) for n, v in master.state_dict().items())
+    assert whole["up.weight"].dtype == getattr(torch, parsed.master)
+    if stages:
+        return {"worst": worst, "values": values}
+    price = pm.plan.price
+    for_one_use = [prod(h.used_shape) * h.dtype.itemsize for h in pm.held_params.values() if h.per_use]
+    state = [v for p in optimizers[0].state.values() for v in p.values()]
+    return {
+        "worst": worst, "values": values,
+        "counted": (price.parameter_bytes, price.gradient_bytes, price.optimizer_bytes, price.gathered_bytes),
+        "there": (
+            sum(_local(p).nbytes for p in set(pm.parameters())), local, sum(_local(v).nbytes for v in state),
+            sum(h.leaf.nbytes for h in pm.held_params.values() if not h.alias and not h.per_use)
+            + 2 * max(for_one_use, default=0),  # this one and the next, which is fetched ahead
+        ),
+    }  # fmt: skip
+
+
+def _local(x: Any) -> torch.Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x

@@ -19,10 +19,15 @@ SCALED: dict[str, tuple[Any, ...]] = {
 }
 LOW: dict[str, tuple[Any, ...]] = {f"low {cut}": ("low", cut) for cut in mixed_precision.CUTS}
 
+POLICIES: dict[str, tuple[Any, ...]] = {
+    f"policy {name} {cut}": ("policy", name, cut) for name in ("bf16-mixed", "wide") for cut in mixed_precision.CUTS
+}
+POLICIES["policy wide in stages"] = ("policy", "wide", "", (2,), 2)
+
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
-    return run_local(several, 2, "mixed_precision", {**CALLS, **SCALED, **LOW})
+    return run_local(several, 2, "mixed_precision", {**CALLS, **SCALED, **LOW, **POLICIES})
 
 
 @pytest.mark.parametrize("how", list(CALLS))
@@ -45,3 +50,21 @@ def test_a_gradient_scaler_skips_the_step_on_all_ranks_or_on_none(found: list[di
 @pytest.mark.parametrize("how", list(LOW))
 def test_a_model_in_bfloat16_trains_like_on_one_device(found: list[dict[str, Any]], how: str) -> None:
     assert all(rank[how] < 2e-2 for rank in found)
+
+
+@pytest.mark.parametrize("how", list(POLICIES))
+def test_a_policy_is_that_of_one_device(found: list[dict[str, Any]], how: str) -> None:
+    for rank in found:
+        of_rank = rank[how]
+        assert of_rank["worst"] < (1e-6 if "wide" in how else 2e-2)
+        assert of_rank["values"] < (1e-6 if "wide" in how else 4e-2)
+        assert of_rank.get("counted") == of_rank.get("there")
+
+
+@pytest.mark.slow
+def test_policies_on_two_axes() -> None:
+    names = [f"{name} {cut}" for name in ("bf16-mixed", "wide") for cut in ("data", "tensor")]
+    calls = {name: ("policy", *name.split(), (2, 2)) for name in names}
+    for rank in run_local(several, 4, "mixed_precision", calls):
+        for key, of_rank in rank.items():
+            assert of_rank["worst"] < (1e-6 if "wide" in key else 2e-2) and of_rank["counted"] == of_rank["there"]

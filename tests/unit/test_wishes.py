@@ -24,6 +24,7 @@ GIVEN: dict[str, Any] = {
     "mesh": "data=2,tensor=2", "constraints": {"up": {"tensor": "n"}}, "params": {"*.weight": "S0, I use"},
     "placements": {"x": "S0,R", 0: "I,I"}, "recompute": ["layers.*"], "memory_limit": "4GiB", "optimizer": "sgd",
     "microbatches": 4, "stages": 2, "schedule": "1f1b", "cuts": ["layers.1"], "max_axes": 2, "time_limit": 5.0,
+    "precision": "bf16-mixed",
 }  # fmt: skip
 
 
@@ -73,7 +74,8 @@ def test_all_wishes_arrive() -> None:
     assert all(getattr(everything.pins, pin.name) for pin in PINS)
     assert pin_words(everything.pins) == [
         "2 groups", "mesh data=2 x tensor=2", "cut at layers.1", "schedule 1f1b", "4 microbatches", "up: tensor=n",
-        "*.weight: S0,I use", "input x: S0,R", "output 0: I,I", "layers.*: recompute", "at most 4.00 GiB per device",
+        "*.weight: S0,I use", "input x: S0,R", "output 0: I,I", "layers.*: recompute", "precision bf16-mixed",
+        "at most 4.00 GiB per device",
     ]  # fmt: skip
     assert asked({}) == Asked() and pin_words(Pins()) == []
 

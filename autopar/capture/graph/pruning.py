@@ -28,7 +28,8 @@ def without_dead(graph: Graph, user: list[Any]) -> tuple[Graph, list[Any]]:
     )  # fmt: skip
     updates = {name: move(ref) for name, ref in graph.updates.items()}
     moved = [None if n is None else renumber[n] for n in user]
-    return Graph(nodes, map_refs(graph.outputs, move), graph.loss, graph.tied, updates), moved
+    outputs = map_refs(graph.outputs, move)
+    return Graph(nodes, outputs, graph.loss, graph.tied, updates, precision=graph.precision), moved
 
 
 def has_effect(target: str) -> bool:

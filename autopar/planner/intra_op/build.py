@@ -109,7 +109,9 @@ class Decoder:
         nodes = self.graph.nodes
         return frozenset(
             route_key(self.graph, nodes[i].refs[position])
-            for i, r in enumerate(fold.representative) if r in positions for position in positions[r]
+            for i, r in enumerate(fold.representative)
+            if r in positions
+            for position in positions[r]
         )
 
     def runs_again(self, picked: Sequence[int], fold: Fold) -> frozenset[int]:
@@ -425,7 +427,9 @@ class Builder:
         for choice in P.choices(spec, node.needs_grad, uses or {whole}, mesh, all_dims=every):
             if self.allowed_params is not None and not self.allowed_params(node, choice):
                 continue
-            cost = P.cost(spec, node.needs_grad, choice, self.pricer, self.optimizer, self.microbatches)
+            cost = P.cost(
+                spec, node.needs_grad, choice, self.pricer, self.optimizer, self.microbatches, self.graph.precision
+            )  # fmt: skip
             row = (choice, cost.seconds * count, cost.n_bytes * count, cost.peak_bytes)
             by_use.setdefault(choice.used, []).append(row)
         for of_use in by_use.values():

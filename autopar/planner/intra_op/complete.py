@@ -253,7 +253,9 @@ def _price(
     cost_of: dict[tuple[Spec, bool, ParamChoice], P.ParamCost] = {}  # repeated blocks have the same parameters
     for i, choice in owned.items():
         key = nodes[i].out, nodes[i].needs_grad, choice
-        cost = cost_of.get(key) or cost_of.setdefault(key, P.cost(*key, pricer, optimizer, microbatches))
+        cost = cost_of.get(key)
+        if cost is None:
+            cost = cost_of[key] = P.cost(*key, pricer, optimizer, microbatches, graph.precision)
         parameter_seconds += cost.seconds
         for k, n in enumerate((cost.parameter_bytes, cost.gradient_bytes, cost.optimizer_bytes, cost.gathered_bytes)):
             totals[k] += n

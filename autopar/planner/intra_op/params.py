@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from autopar.graph import Graph, Spec
+from autopar.graph import ITEM_BYTES, Graph, Spec
 from autopar.placements import (
     Mesh,
     Placement,
@@ -28,6 +28,7 @@ from autopar.placements import (
 )
 from autopar.plan import ParamChoice, StagePlan
 from autopar.planner.intra_op.price import Pricer
+from autopar.precision import Precision
 from cost_models import optimizer_state_bytes
 from cost_models.costs import Axis
 
@@ -108,7 +109,7 @@ def bucketed_seconds(cost: Axis, kind: str, n_bytes: float, bucket_bytes: float)
 
 
 def collectives(
-    spec: Spec, grad: bool, choice: ParamChoice, mesh: Mesh, microbatches: int
+    spec: Spec, grad: bool, choice: ParamChoice, mesh: Mesh, microbatches: int, precision: Precision | None = None
 ) -> list[tuple[str, str, int, int]]:
     """``(axis, kind, bytes, times)`` of the collectives that a parameter costs per step, by its lifetime."""
     result: list[tuple[str, str, int, int]] = []
@@ -119,31 +120,45 @@ def collectives(
         name, size = mesh[axis]
         if size == 1:
             continue
-        whole = elements_moved(spec.shape, src, dst, mesh) * spec.item_bytes
+        moved = elements_moved(spec.shape, src, dst, mesh)
+        whole = moved * spec.item_bytes
+        back = whole if precision is None else moved * ITEM_BYTES[precision.summed(spec.dtype)]
         forward, backward = step_collectives(src[axis], dst[axis])
         if forward:
             result.append((name, forward, whole, 2 * microbatches if per_use and grad else 1))
         if backward and grad:
-            result.append((name, backward, whole, microbatches if per_use else 1))
+            result.append((name, backward, back, microbatches if per_use else 1))
     return result
 
 
-def cost(spec: Spec, grad: bool, choice: ParamChoice, pricer: Pricer, optimizer: str, microbatches: int) -> ParamCost:
-    """Price of one parameter."""
+def cost(
+    spec: Spec, grad: bool, choice: ParamChoice, pricer: Pricer, optimizer: str, microbatches: int,
+    precision: Precision | None = None,
+) -> ParamCost:  # fmt: skip
+    """Price of one parameter.
+
+    Args:
+        spec: as the program reads it.
+        precision: a policy, under which it is stored, and its gradient added up, in other formats.
+    """
     mesh = pricer.mesh
     seconds = sum(
         times * bucketed_seconds(pricer.axes[axis], kind, n, pricer.costs.bucket_bytes)
-        for axis, kind, n, times in collectives(spec, grad, choice, mesh, microbatches)
+        for axis, kind, n, times in collectives(spec, grad, choice, mesh, microbatches, precision)
     )
     elements = prod(local_shape(spec.shape, choice.stored, mesh))
-    stored = elements * spec.item_bytes
-    used = prod(local_shape(spec.shape, choice.used, mesh)) * spec.item_bytes
+    of_master = spec.item_bytes if precision is None else ITEM_BYTES[precision.stored(spec.dtype)]
+    of_sum = spec.item_bytes if precision is None else ITEM_BYTES[precision.summed(spec.dtype)]
+    used_elements = prod(local_shape(spec.shape, choice.used, mesh))
+    stored, used = elements * of_master, used_elements * spec.item_bytes
     gathered = 0
-    if used != stored and choice.lifetime == "step":
-        gathered = used * (2 if grad and microbatches > 1 else 1)
+    if (used_elements != elements or of_master != spec.item_bytes) and choice.lifetime == "step":
+        gathered = used
+        if grad and microbatches > 1 and used_elements != elements:
+            gathered += used_elements * of_sum
     return ParamCost(
         seconds, stored, stored if grad else 0,
-        optimizer_state_bytes(optimizer, elements, spec.item_bytes, 1) if grad else 0, gathered,
+        optimizer_state_bytes(optimizer, elements, of_master, 1) if grad else 0, gathered,
         2 * used if choice.lifetime == "use" and choice.stored != choice.used else 0,
     )  # fmt: skip
 
@@ -167,7 +182,15 @@ def peak_bytes(graph: Graph, plan: StagePlan, pricer: Pricer) -> int:
     nodes = {node.target: node for _, node in graph.of_kind("param")}
     return max(
         (
-            cost(nodes[name].out, nodes[name].needs_grad, choice, pricer, plan.optimizer, plan.microbatches).peak_bytes
+            cost(
+                nodes[name].out,
+                nodes[name].needs_grad,
+                choice,
+                pricer,
+                plan.optimizer,
+                plan.microbatches,
+                graph.precision,
+            ).peak_bytes
             for name, choice in plan.params.items()
         ),
         default=0,

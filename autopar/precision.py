@@ -1,0 +1,152 @@
+"""Which number formats a training run keeps and computes in: a policy, beside the plan of a model.
+
+In mixed precision a parameter stands twice: as the *master*, which is what ``pm.parameters()`` are, what the optimizer
+steps on and what checkpoints hold, and as the copy that the program reads, cast anew after each step. Masters, their
+moments and gradients lie where the plan stores the parameter, in pieces where that is cut (ZeRO); what is gathered is
+the cast copy. Gradients are added up over ranks, and over the microbatches of a step, in a format of their own.
+
+The names of the presets are those of Lightning; ``bf16-mixed`` is what torchtitan calls ``mixed_precision_param`` and
+``mixed_precision_reduce`` (FSDP2's ``MixedPrecisionPolicy``), Megatron ``--bf16`` with main parameters and
+``--accumulate-allreduce-grads-in-fp32``, and DeepSpeed ``bf16`` with fp32 master weights and gradient accumulation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from autopar.errors import AutoparError
+
+if TYPE_CHECKING:
+    import torch  # the command line starts without it
+
+_BITS = {"bfloat16": 16, "float16": 16, "float32": 32, "float64": 64}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A policy; formats are dtypes, or their names.
+
+    Attributes:
+        params: of the parameters as the program reads them, and of the floating point inputs of the model, which are
+            cast: so its activations and gradients have it, too. Buffers stay as they are.
+        master: of the parameters that are stored, that the optimizer steps on and that their gradients have.
+        moments: of the optimizer's state; torch's optimizers keep it as the parameters are.
+        reduce: in which gradients are added up over ranks and over the microbatches of a step.
+        stochastic_rounding: of what the optimizer writes; not there yet.
+    """
+
+    params: Any = "bfloat16"
+    master: Any = "float32"
+    moments: Any = "float32"
+    reduce: Any = "float32"
+    stochastic_rounding: bool = False
+
+    def __post_init__(self) -> None:
+        for name in FORMATS:
+            value = str(getattr(self, name)).removeprefix("torch.")
+            if value not in _BITS:
+                raise AutoparError(f"precision: {name} is {value}; give {', '.join(_BITS)}")
+            object.__setattr__(self, name, value)
+        if _BITS[self.master] < _BITS[self.params] or (_BITS[self.master] == 16 and self.master != self.params):
+            raise AutoparError(
+                f"precision: master is {self.master} and params {self.params}; masters are float32, or like params"
+            )
+        if self.moments != self.master:
+            raise AutoparError(
+                f"precision: moments are {self.moments} and masters {self.master}: torch's optimizers keep their state "
+                f"as the parameters are that they step on; give moments='{self.master}'"
+            )
+        if self.stochastic_rounding:
+            raise AutoparError("precision: stochastic_rounding is not there; leave it out, and keep float32 masters")
+
+    @property
+    def text(self) -> str:
+        """The name of a preset, or what differs from ``bf16-mixed``: ``params=float16,reduce=float16``."""
+        name = next((name for name, preset in PRESETS.items() if preset == self), None)
+        if name is not None:
+            return name
+        return ",".join(f"{n}={getattr(self, n)}" for n in FORMATS if getattr(self, n) != getattr(MIXED, n))
+
+    def __str__(self) -> str:
+        return self.text
+
+    @property
+    def low(self) -> torch.dtype:
+        """What the program computes in."""
+        return _dtype(self.params)
+
+    @property
+    def reduced_in(self) -> torch.dtype:
+        """What gradients are added up in."""
+        return _dtype(self.reduce)
+
+    def stored(self, dtype: str) -> str:
+        """The format in which a parameter is stored that the program reads as ``dtype``."""
+        return self.master if dtype in _BITS else dtype
+
+    def summed(self, dtype: str) -> str:
+        """The format in which gradients are added up of a parameter that the program reads as ``dtype``."""
+        return self.reduce if dtype in _BITS else dtype
+
+    @contextlib.contextmanager
+    def of_model(self, model: torch.nn.Module) -> Iterator[None]:
+        """The model's parameters are as the program reads them; afterwards they are what they were, to the bit."""
+        before = [(p, p.data) for p in model.parameters() if str(p.dtype).removeprefix("torch.") in _BITS]
+        try:
+            for param, data in before:
+                param.data = data.to(self.low)
+            yield
+        finally:
+            for param, data in before:
+                param.data = data
+
+    def cast(self, value: Any) -> Any:
+        """An input of the model as the program computes with it."""
+        import torch
+
+        if isinstance(value, torch.Tensor) and str(value.dtype).removeprefix("torch.") in _BITS:
+            return value.to(self.low)
+        return value
+
+
+def _dtype(name: str) -> torch.dtype:
+    import torch
+
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+FORMATS = tuple(f.name for f in fields(Precision) if f.name != "stochastic_rounding")
+MIXED = Precision()
+PRESETS = {
+    "bf16-mixed": MIXED,
+    "bf16-true": Precision(master="bfloat16", moments="bfloat16", reduce="bfloat16"),
+    "16-mixed": Precision(params="float16"),
+    "32-true": Precision(params="float32"),
+}
+
+
+def parse_precision(value: Any) -> Precision | None:
+    """A policy, the name of a preset, or fields as ``params=bfloat16,reduce=bfloat16``.
+
+    Raises:
+        AutoparError: it is none, or a field has a value that means nothing.
+    """
+    if value is None or isinstance(value, Precision):
+        return value
+    if isinstance(value, str) and value in PRESETS:
+        return PRESETS[value]
+    given = dict(part.partition("=")[::2] for part in value.split(",")) if isinstance(value, str) else {}
+    if not given or not set(given) <= set(FORMATS):
+        raise AutoparError(
+            f"precision is {value!r}; give {', '.join(PRESETS)}, fields such as 'params=bfloat16,reduce=bfloat16', or "
+            "autopar.Precision(...)"
+        )
+    formats: dict[str, Any] = dict(given)
+    return Precision(**formats)
+
+
+__all__ = ["PRESETS", "Precision", "parse_precision"]
