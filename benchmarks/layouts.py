@@ -1,8 +1,7 @@
-"""The default search beside layouts that experts published, and beside a portfolio of pinned layouts.
+"""The default search beside layouts that experts published (portfolio.py has many more, made at random and by hand).
 
     python benchmarks/layouts.py                      the table of expert layouts, a line a case, each in a process
     python benchmarks/layouts.py llama-8b-64          one case
-    python benchmarks/layouts.py --portfolio 20 [case]        beside so many random and some hand-made layouts, pinned
 
 The models are on the meta device. A row has the seconds of a step by autopar's own price for the search and for the
 layout pinned in the words of ``autopar plan --like``, their ratio, and the CPU-seconds of both searches after capture.
@@ -11,11 +10,12 @@ layout pinned in the words of ``autopar plan --like``, their ratio, and the CPU-
 from __future__ import annotations
 
 import json
-import random
 import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 LLAMA_8B = {"hidden": 4096, "ffn": 14336, "heads": 32, "layers": 32}
@@ -101,105 +101,58 @@ def batch_of(family: str, rows: int, seq: int, model: Any) -> dict[str, Any]:
         return {"input_ids": ids, "labels": ids}
 
 
-def measure(case: str, portfolio: int = 0) -> dict[str, Any]:
-    """One case in this process: the search, the published layout, and so many random and hand-made ones."""
+def graphs_of(case: str) -> Callable[[int], Any]:
+    """The graph of a microbatch of a case, by the number of microbatches in a step."""
+    from autopar.capture import capture
+    from autopar.capture.microbatches import resized
+
+    family, shape, _, rows, seq, _, _ = CASES[case]
+    model = model_of(family, shape, seq)
+    whole, half = (capture(model, (), batch_of(family, n, seq, model)).graph for n in (rows, rows // 2))
+
+    @cache
+    def graph_of(microbatches: int) -> Any:
+        return resized(whole, half, rows, rows // 2, rows // microbatches)
+
+    return graph_of
+
+
+def measure(case: str) -> dict[str, Any]:
+    """One case in this process: the search, and the published layout."""
     warnings.simplefilter("ignore")
     import autopar.rules  # noqa: F401
-    from autopar.capture import capture
-    from autopar.capture.microbatches import numbers_of_parts, resized
+    from autopar.capture.microbatches import numbers_of_parts
     from autopar.errors import AutoparError
     from autopar.planner.inter_op.layouts import parse_layout
     from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
     from hardware_profiles import load_cluster
 
-    family, shape, cluster, rows, seq, text, source = CASES[case]
-    model, hardware = model_of(family, shape, seq), load_cluster(cluster)
-
-    def graph(n: int) -> Any:
-        return capture(model, (), batch_of(family, n, seq, model)).graph
-
-    whole, half = graph(rows), graph(rows // 2)
-
-    def part(m: int) -> Any:
-        return resized(whole, half, rows, rows // 2, rows // m)
-
+    _, _, cluster, rows, _, text, source = CASES[case]
+    hardware, graph_of = load_cluster(cluster), graphs_of(case)
     n, base = hardware.n_devices, PipelineOptions(1)
     start = time.process_time()
-    found = plan_pipeline({m: part(m) for m in numbers_of_parts(rows)}, hardware, n, base)
+    search = plan_pipeline({m: graph_of(m) for m in numbers_of_parts(rows)}, hardware, n, base)
     searched = time.process_time()
-    best = found.plan.seconds
-    row: dict[str, Any] = {"case": case, "search s": round(best, 4), "plan": found.tried[0][0]}
+    seconds = search.plan.seconds
+    row: dict[str, Any] = {"case": case, "search s": round(seconds, 4), "plan": search.tried[0][0]}
     row["search CPU s"] = round(searched - start, 1)
-    prices: dict[str, float] = {}
-    refused: dict[str, str] = {}
-    others = [*by_hand(n, rows), *random_layouts(portfolio, n, rows, len(case))] if portfolio else []
-    for words in dict.fromkeys([text, *others]):
-        try:
-            asked = parse_layout(words).asked(whole, base, n, rows)
-            prices[words] = plan_pipeline(part(asked.microbatches), hardware, n, asked).plan.seconds
-        except (AutoparError, ValueError) as error:
-            refused[words] = str(error).splitlines()[0][:80]
-        if portfolio:
-            print(f"{prices.get(words, refused.get(words))}  {words}", file=sys.stderr, flush=True)
+    try:
+        asked = parse_layout(text).asked(graph_of(1), base, n, rows)
+        pinned = plan_pipeline(graph_of(asked.microbatches), hardware, n, asked).plan.seconds
+        said: dict[str, Any] = {"published s": round(pinned, 4), "search / published": round(seconds / pinned, 4)}
+    except (AutoparError, ValueError) as error:
+        said = {"published s": str(error).splitlines()[0][:80]}
     row["pinned CPU s"] = round(time.process_time() - searched, 1)
-    row |= {"source": source, "published": text}
-    row["published s"] = round(prices[text], 4) if text in prices else refused[text]
-    if portfolio:
-        row |= {"priced": len(prices), "do not fit, or cannot be": len(refused)}
-    if prices:
-        like = min(prices, key=lambda words: prices[words])
-        row |= {"best pinned": like, "its s": round(prices[like], 4), "search / pinned": round(best / prices[like], 4)}
-    return row
-
-
-def by_hand(n: int, rows: int) -> list[str]:
-    """What people try first: one kind of parallelism, or tensor 8 in nodes and stages across them, few and many
-    microbatches, each with the schedules that are written about."""
-    found = [f"dp={n},m={m}" for m in (1, 2, 4) if rows % m == 0 and rows // m >= n]
-    shapes = ((min(8, n), 1), (min(8, n // 2), 2), (min(4, n // 4), 4), (min(8, n // 8), 8), (1, min(n, 8)))
-    for tensor, groups in shapes:
-        if tensor < 1 or n % (tensor * groups):
-            continue
-        data = n // tensor // groups
-        counts = [m for m in (rows // data, rows // data // 4) if m >= 1 and rows % m == 0 and (rows // m) % data == 0]
-        for m in dict.fromkeys(counts):
-            words = f"tp={tensor},pp={groups},dp={data},m={m}"
-            names = ("1f1b", "zb-h1", "zb-v") if groups > 1 else ("1f1b",)
-            found += [f"{words},schedule={name}" for name in names]
-            found += [f"{words},vp=2"] if groups > 1 else []
-    return found
-
-
-def random_layouts(count: int, n: int, rows: int, seed: int) -> list[str]:
-    """So many different layouts of ``n`` devices."""
-    rng = random.Random(seed)
-    found: dict[str, None] = {}
-    sizes = [k for k in range(1, n + 1) if n % k == 0]
-    for _ in range(100 * count):
-        tensor = rng.choice([k for k in sizes if k <= 8])
-        groups = rng.choice([k for k in sizes if (n // tensor) % k == 0])
-        data = n // tensor // groups
-        counts = [m for m in range(1, rows + 1) if rows % m == 0 and (rows // m) % data == 0]
-        if not counts:
-            continue
-        deep = rng.choice([1, 1, 2, 3, 4, 8]) if groups > 1 else 1
-        names = ["zb-h1", "interleaved-1f1b"] if deep > 1 else ["1f1b", "zb-h1"]
-        words = f"tp={tensor},pp={groups},dp={data},vp={deep},m={rng.choice(counts)},schedule={rng.choice(names)}"
-        found[words + rng.choice(["", ",recompute=none"])] = None
-        if len(found) == count:
-            break
-    return list(found)
+    return row | {"source": source, "published": text} | said
 
 
 def main() -> None:
     """Print a line for every case."""
-    words = sys.argv[1:]
-    portfolio = words[:2] if words[:1] == ["--portfolio"] else []
-    if words[len(portfolio) :]:
-        print(json.dumps(measure(words[-1], int(portfolio[1]) if portfolio else 0)))
+    if sys.argv[1:]:
+        print(json.dumps(measure(sys.argv[1])))
         return
     for case in CASES:
-        done = subprocess.run([sys.executable, __file__, *portfolio, case], capture_output=True, text=True)
+        done = subprocess.run([sys.executable, __file__, case], capture_output=True, text=True)
         print(done.stdout.strip() or f"{case}: {(done.stderr.strip().splitlines() or ['?'])[-1]}", flush=True)
 
 

@@ -14,7 +14,7 @@ import autopar
 from autopar import planning
 from autopar.capture import Captured
 from autopar.errors import InfeasibleError, RunError
-from autopar.planner.inter_op import stage_search
+from autopar.planner.inter_op.one_number import OneNumber
 from autopar.planner.inter_op.stage_search import INTERRUPTED
 from hardware_profiles import load_cluster
 
@@ -116,7 +116,7 @@ def test_microbatches_of_a_parallel_module(asked: Any) -> None:
 
 
 def test_a_plan_of_an_interrupted_search_says_so(captured: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, looked = stage_search._Search.candidates, []
+    real, looked = OneNumber.candidates, []
 
     def candidates(self: Any, *args: Any, **kwargs: Any) -> Any:
         if looked:
@@ -124,7 +124,7 @@ def test_a_plan_of_an_interrupted_search_says_so(captured: Captured, monkeypatch
         looked.append(self)
         return real(self, *args, **kwargs)
 
-    monkeypatch.setattr(stage_search._Search, "candidates", candidates)
+    monkeypatch.setattr(OneNumber, "candidates", candidates)
     plan = autopar.plan(Net(), "local-x2", X, captured=captured)
     assert looked and INTERRUPTED in plan.notes
 

@@ -21,6 +21,7 @@ from autopar.planner.inter_op import exact_stages, stage_search
 from autopar.planner.inter_op.exact_stages import Candidate, ExactPlans
 from autopar.planner.inter_op.menu import Menus
 from autopar.planner.inter_op.one_group import least_seconds
+from autopar.planner.inter_op.one_number import OneNumber
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.staging import crossings_of, cut
@@ -50,7 +51,7 @@ def graphs() -> dict[int, Graph]:
 
 def test_one_group_goes_from_its_bound_to_the_exact_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, sizes, planned = load_cluster("dgx-h100"), set(), []
-    real_ways, real_exact = Menus.ways, stage_search._Search.exact
+    real_ways, real_exact = Menus.ways, OneNumber.exact
 
     def ways(self: Menus, block: Any, mesh: Any, devices: Any) -> Any:
         sizes.add(n_devices(mesh))
@@ -64,7 +65,7 @@ def test_one_group_goes_from_its_bound_to_the_exact_plan(monkeypatch: pytest.Mon
 
     plans: list[Any] = []
     monkeypatch.setattr(Menus, "ways", ways)
-    monkeypatch.setattr(stage_search._Search, "exact", exact)
+    monkeypatch.setattr(OneNumber, "exact", exact)
     best = plan_pipeline(graphs(), cluster, DEVICES, PipelineOptions(1)).plan
     assert DEVICES not in sizes, "blocks are estimated for pipelines alone"
     for m, graph in graphs().items():
@@ -80,7 +81,7 @@ def test_no_plan_is_faster_than_the_bound() -> None:
     cluster = load_cluster("dgx-h100")
     least = []
     for m, graph in graphs().items():
-        bound = least_seconds(stage_search._Search(graph, cluster, DEVICES, PipelineOptions(m), ""))
+        bound = least_seconds(OneNumber(graph, cluster, DEVICES, PipelineOptions(m), ""))
         for groups in (1, 2):
             try:
                 asked = PipelineOptions(m, groups=groups)

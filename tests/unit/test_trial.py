@@ -14,7 +14,8 @@ from autopar.capture import capture
 from autopar.graph import Graph
 from autopar.planner.inter_op.equal import Equal, EstimatedCut, Group
 from autopar.planner.inter_op.menu import Filled, merged_axes
-from autopar.planner.inter_op.stage_search import PipelineOptions, _Search, plan_pipeline
+from autopar.planner.inter_op.one_number import OneNumber
+from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
 from autopar.planner.inter_op.trial import STEADY, best, simulated
 from autopar.planner.intra_op.mesh_plan import Options, PlansByMemory, priced_again
 from cost_models.pipeline import Edge, build, fill_of, simulate, times
@@ -68,7 +69,7 @@ def test_filling_the_commonest_blocks_first_finds_the_same_cut() -> None:
     graph, cluster, microbatches = llama(), load_cluster("dgx-h100-x4"), 32
     found = []
     for thorough in (True, False):
-        search = _Search(graph, cluster, 32, PipelineOptions(microbatches), "")
+        search = OneNumber(graph, cluster, 32, PipelineOptions(microbatches), "")
         limits = [2.0 * 2**30] * len(search._pools)
         equal = Equal(
             cluster, search._pools, search.blocks, search.menus, search.shapes, ("1f1b", "zb-v"), microbatches, limits,
@@ -97,7 +98,7 @@ def test_stages_of_a_group_share_its_memory() -> None:
 def test_plans_priced_at_another_size_run_the_same_again() -> None:
     """At the same size they are the same plans; at another, the same operators run again."""
     cluster, mesh = load_cluster("dgx-h100-x4"), (("data", 4), ("tensor", 2))
-    search = _Search(llama(), cluster, 32, PipelineOptions(8), "")
+    search = OneNumber(llama(), cluster, 32, PipelineOptions(8), "")
     graph = search._graph_of(search.blocks[4])
     options = search.menus._options(graph)
     plans = PlansByMemory(graph, cluster, mesh, options, devices=range(8)).every()
@@ -114,11 +115,11 @@ def test_plans_priced_at_another_size_run_the_same_again() -> None:
 def test_blocks_beside_the_commonest_are_priced_with_two_axes_as_one() -> None:
     """Of a mesh of three axes only the commonest block's program is solved on many devices."""
     cluster, mesh = load_cluster("dgx-h100-x4"), (("data", 4), ("tensor", 2), ("context", 2))
-    menus = _Search(llama(), cluster, 32, PipelineOptions(8), "").menus
-    blocks = _Search(llama(), cluster, 32, PipelineOptions(8), "").blocks
+    menus = OneNumber(llama(), cluster, 32, PipelineOptions(8), "").menus
+    blocks = OneNumber(llama(), cluster, 32, PipelineOptions(8), "").blocks
     rare = next(block for block in blocks if block.kind != menus.common)
     devices = range(16)
     merged = [(("data", 8), ("tensor", 2)), (("data", 4), ("tensor", 4))]
     assert merged_axes(mesh) == merged
     assert menus.ways(rare, mesh, devices) == tuple(w for fewer in merged for w in menus.ways(rare, fewer, devices))
-    assert not any(len(key[1]) > 2 for key in menus.decided)
+    assert not any(len(key[1]) > 2 for key in menus.decided.every)

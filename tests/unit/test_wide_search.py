@@ -13,8 +13,8 @@ from autopar.capture import capture
 from autopar.capture.microbatches import numbers_of_parts, resized
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
-from autopar.planner.inter_op import stage_search
 from autopar.planner.inter_op.exact_stages import PipelineOptions
+from autopar.planner.inter_op.one_number import OneNumber
 from autopar.planner.inter_op.stage_search import INTERRUPTED, plan_pipeline
 from autopar.planner.intra_op.mesh_plan import Options
 from hardware_profiles import load_cluster
@@ -69,7 +69,7 @@ def test_nothing_fits_says_what_was_tried_and_what_would_do() -> None:
 
 def test_an_interrupted_search_keeps_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = []
-    real = stage_search._Search.candidates
+    real = OneNumber.candidates
 
     def candidates(self, *args, **kwargs):  # type: ignore[no-untyped-def]
         if len(looked) == 2:
@@ -77,10 +77,10 @@ def test_an_interrupted_search_keeps_the_best_so_far(monkeypatch: pytest.MonkeyP
         looked.append(self.asked.microbatches)
         return real(self, *args, **kwargs)
 
-    monkeypatch.setattr(stage_search._Search, "candidates", candidates)
+    monkeypatch.setattr(OneNumber, "candidates", candidates)
     found = plan_pipeline(graphs(), load_cluster(CLUSTER), 32, PipelineOptions(1, groups=4, schedules=("1f1b",)))
     assert found.plan.microbatches in looked and INTERRUPTED in found.plan.notes
     looked += [0, 0]
-    monkeypatch.setattr(stage_search._Search, "candidates", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(OneNumber, "candidates", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         plan_pipeline(graphs(), load_cluster(CLUSTER), 32, PipelineOptions(1, groups=4, schedules=("1f1b",)))

@@ -1,14 +1,16 @@
 """Where the pipeline is cut, on which devices each stage runs, and in which order.
 
-In the order in which a search passes through, driven by :mod:`.stage_search`:
+In the order in which a search passes through, driven by :mod:`.stage_search`: bound, estimate, simulate, plan exactly.
 
 ==================== ==================================================================================================
 :mod:`.blocks`       where a model may be cut
 :mod:`.menu`         what a block can cost on a mesh: several plans from the fastest to the smallest
+:mod:`.one_number`   ways to cut for one number of microbatches: all of the below
 :mod:`.equal`        stages on equal groups of devices, estimated; :mod:`.unequal`: on unequal ones
 :mod:`.one_group`    one group of all devices: a true bound of every layout, and straight to the exact plan
 :mod:`.trial`        estimates tried in the simulator
 :mod:`.exact_stages` the best few planned stage by stage and simulated; :mod:`.transplant`: stages that are alike
+:mod:`.incumbents`   the exact plans so far, and what may beat them; :mod:`.nothing_fits`: the error without one
 :mod:`.order`        schedules that are searched for
 :mod:`.timing`       what a simulator needs to know of planned stages: :mod:`.phases`, :mod:`.beside`
 :mod:`.stage_pins`   what a user asks of the whole model, for each stage; :mod:`.layouts`: in the words that people use

@@ -56,6 +56,11 @@ SHARES = 16
 WORTH = 1.1
 """On few devices, a stage is not searched to its end if it alone takes this factor of the best step so far; what is no
 pipeline, if it takes as long."""
+LEAST = 0.8
+"""Of the bubble that a formula tells, there is at least so much in the simulated step."""
+FINER = 1.03
+"""On many devices, the slowest stages are planned again for just what they keep if the step is within this factor of
+the best so far: that hardly saves more."""
 FEW = 4
 """Times as many microbatches, kept at another moment than that at which the group is fullest, are many more."""
 LARGE_GAP = 0.06
@@ -221,6 +226,19 @@ class ExactPlans:
         ).validate()  # fmt: skip
         return Exact(seconds, self.what(candidate, label_of(schedule)), plan, timeline, self, candidate)
 
+    def n_programs(self, candidate: Candidate) -> int:
+        """About how many different programs the exact plans of a candidate's stages take."""
+        try:
+            name = START if candidate.schedule == SEARCHED else candidate.schedule
+            schedule = build(name, len(candidate.bounds) + 1, candidate.groups, self.asked.microbatches)
+        except ValueError:
+            return 0
+        live = live_at_peak(schedule, [n for _, n in candidate.n_bytes] or [1.0] * schedule.n_stages)
+        counted = _counted(live, live_per_stage(schedule))
+        shares = [self._share(s, of, live, counted, candidate) for of in schedule.stages_of_rank for s in of]
+        in_turn = [counted[s] for of in schedule.stages_of_rank for s in of]
+        return len({(_rounded(n), share) for n, share in zip(in_turn, shares, strict=True)})
+
     def what(self, candidate: Candidate, schedule: str | None = None) -> str:
         """The layout of a candidate in words.
 
@@ -240,7 +258,11 @@ class ExactPlans:
         return device_limit(self.cluster, devices, self.asked.options.memory_limit_bytes)
 
     def _stages(
-        self, graphs: Sequence[StageGraph], schedule: Schedule, candidate: Candidate, best_known: float,
+        self,
+        graphs: Sequence[StageGraph],
+        schedule: Schedule,
+        candidate: Candidate,
+        best_known: float,
         thorough: bool,
     ) -> tuple[tuple[StagePlan, ...], Times, float]:
         """Plans of the stages, what the schedule is simulated with, and the seconds that follow it once a step.
@@ -283,34 +305,46 @@ class ExactPlans:
             rooms: bytes of a device of each group, which its stages share.
         """
         group = schedule.rank_of_stage
-        shares = {g: [s for s in range(len(graphs)) if group[s] == g] for g in set(group.values())}
-        choices: list[StagePlan] = []
-        asked: list[Options] = []
         stored: dict[tuple[int, str], str] = {}
         counted = _counted(live, live_per_stage(schedule))
-        for stage in graphs:
-            mesh, devices = candidate.meshes[group[stage.number]], candidate.devices[group[stage.number]]
-            wishes = of_stage(self.asked.options, stage, mesh)
-            pins = dict(wishes.params or {})
-            names = {n.target for _, n in stage.graph.of_kind("param")}
-            pins.update({n: how for (g, n), how in stored.items() if g == group[stage.number] and n in names})
-            if not thorough:
-                wishes = replace(wishes, memory_gap=max(wishes.memory_gap, LARGE_GAP))
-            if self.n_devices <= SMALL:
-                worth = best_known if candidate.groups == 1 else WORTH * best_known
-                wishes = replace(wishes, worth_seconds=worth)
-            options = replace(
-                wishes, in_flight=counted[stage.number], params=pins or None,
-                microbatches=self.asked.microbatches,
-                memory_limit_bytes=rooms[group[stage.number]]
-                * self._share(stage.number, shares[group[stage.number]], live, counted, candidate),
-                recompute=patterns_in(stage.graph, wishes.recompute), may_recompute=self._may_recompute,
-                blocks=self._blocks_in(stage.graph),
-            )  # fmt: skip
-            plan = self._stage_plan(stage.graph, mesh, options, devices)
-            stored.update({(group[stage.number], n): ",".join(c.stored) for n, c in plan.params.items()})
-            choices.append(plan)
-            asked.append(options)
+        planned: dict[int, tuple[StagePlan, Options]] = {}
+        paces: list[float] = []  # seconds of a step that each group is busy, but for what happens once a step
+        for of_group in schedule.stages_of_rank:  # one after the other: a group that alone takes too long ends it
+            spent = 0.0
+            for number in of_group:
+                stage = graphs[number]
+                mesh, devices = candidate.meshes[group[number]], candidate.devices[group[number]]
+                wishes = of_stage(self.asked.options, stage, mesh)
+                pins = dict(wishes.params or {})
+                names = {n.target for _, n in stage.graph.of_kind("param")}
+                pins.update({n: how for (g, n), how in stored.items() if g == group[number] and n in names})
+                if not thorough:
+                    wishes = replace(wishes, memory_gap=max(wishes.memory_gap, LARGE_GAP))
+                worth = WORTH * best_known if self.n_devices <= SMALL and candidate.groups > 1 else best_known
+                share = self._share(number, of_group, live, counted, candidate)
+                options = replace(
+                    wishes, in_flight=counted[number], params=pins or None, worth_seconds=worth - spent,
+                    microbatches=self.asked.microbatches, memory_limit_bytes=rooms[group[number]] * share,
+                    recompute=patterns_in(stage.graph, wishes.recompute), may_recompute=self._may_recompute,
+                    blocks=self._blocks_in(stage.graph),
+                )  # fmt: skip
+                plan = self._stage_plan(stage.graph, mesh, options, devices)
+                stored.update({(group[number], n): ",".join(c.stored) for n, c in plan.params.items()})
+                planned[number] = plan, options
+                if self.n_devices > SMALL:
+                    spent += self.asked.microbatches * _pace(plan)
+                    if spent >= worth:
+                        raise Beaten
+            paces.append(spent)
+            again = any(_does_again(planned[number][0]) for number in of_group)
+            if self.n_devices > SMALL and spent + LEAST * _ramp(schedule, min(paces), again) >= best_known:
+                raise Beaten
+        choices = [planned[number][0] for number in range(len(graphs))]
+        asked = [planned[number][1] for number in range(len(graphs))]
+        if self.n_devices > SMALL and best_known < inf:
+            timing, step = timing_of(graphs, choices, schedule, self.cluster)
+            if simulate(schedule, timing).makespan_seconds + step > FINER * best_known:
+                raise Beaten
         self._refine(graphs, choices, asked, schedule)
         return with_agreed_buffers(graphs, choices, schedule, self.cluster)
 
@@ -389,15 +423,11 @@ class ExactPlans:
                 return replace(alike.with_in_flight(wanted), devices=devices)
         n = target
         try:
-            plan = plan_graph(
-                graph, self.cluster, mesh, replace(options, in_flight=n), devices=devices
-            )
+            plan = plan_graph(graph, self.cluster, mesh, replace(options, in_flight=n), devices=devices)
         except InfeasibleError:
             if n == wanted:
                 raise
-            n, plan = wanted, plan_graph(
-                graph, self.cluster, mesh, options, devices=devices
-            )
+            n, plan = wanted, plan_graph(graph, self.cluster, mesh, options, devices=devices)
         by_in_flight[n] = graph, plan
         return plan.with_in_flight(wanted)
 
@@ -424,6 +454,24 @@ def _is_pinned(options: Options) -> bool:
 def _pace(plan: StagePlan) -> float:
     """Seconds of a microbatch, forward and backward."""
     return (plan.price.compute_seconds + plan.price.activation_seconds) / plan.microbatches
+
+
+def _ramp(schedule: Schedule, busy_seconds: float, again: bool) -> float:
+    """The bubble of a step by the schedule's formula, where every group is busy as long as that.
+
+    Args:
+        again: something is done again in a backward, which is not split then.
+    """
+    if schedule.n_ranks == 1 or schedule.name not in SCHEDULES:
+        return 0.0
+    fill = SCHEDULES[schedule.name].at(schedule.n_stages // schedule.n_ranks)
+    bubble = fill.whole_bubble if again else fill.bubble
+    return bubble * (schedule.n_ranks - 1) * busy_seconds / schedule.n_microbatches
+
+
+def _does_again(plan: StagePlan) -> bool:
+    """Whether something is done again in the backward."""
+    return bool(plan.recompute or plan.gather_again)
 
 
 def _is_free(plan: StagePlan) -> bool:

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
-from autopar.placements import AXIS_NAMES, Mesh
+from autopar.placements import AXIS_NAMES, Mesh, n_devices
 from autopar.plan import StagePlan
 from autopar.planner.inter_op.blocks import Block
 from autopar.planner.inter_op.phases import phases
@@ -67,6 +67,25 @@ class Way:
 
 
 @dataclass
+class BlockPlans:
+    """Plans of blocks, which serve for the same blocks with microbatches of other sizes too.
+
+    Attributes:
+        every: the plans of a block from the fastest to the smallest, by kind, mesh and devices.
+        fastest: the fastest alone, by kind and mesh: of a mesh that was too slow to plan more.
+    """
+
+    every: dict[tuple[object, ...], list[StagePlan]] = field(default_factory=dict)
+    fastest: dict[tuple[object, ...], StagePlan] = field(default_factory=dict)
+
+    def alike(self, key: tuple[object, ...], share: bool) -> list[StagePlan] | None:
+        """Every plan for the key, or, if they are shared, for the same kind and mesh on other devices."""
+        if key in self.every or not share:
+            return self.every.get(key)
+        return next((plans for known_key, plans in self.every.items() if known_key[:2] == key[:2]), None)
+
+
+@dataclass
 class Menus:
     """Ways of every kind of block on every mesh.
 
@@ -76,8 +95,8 @@ class Menus:
         recompute: whether operators of a block may run again.
         rare: kinds of which there are so few that one smaller way is enough.
         common: the one kind for which programs of more than :data:`AXES` axes are worth solving; None for all.
-        decided: plans of the same blocks at another size, by kind, mesh and devices: these are priced at this size,
-            which takes a tenth of the time of finding the best ones here. What is decided here is added.
+        decided: plans of the same blocks at another size: these are priced at this size, which takes a tenth of the
+            time of finding the best ones here. What is decided here is added.
         share: whether what is decided for some devices serves for others too.
     """
 
@@ -86,13 +105,12 @@ class Menus:
     options: Options
     recompute: bool
     rare: frozenset[tuple[int, ...]] = frozenset()
-    decided: dict[tuple[object, ...], list[StagePlan]] = field(default_factory=dict)
+    decided: BlockPlans = field(default_factory=lambda: BlockPlans())
     share: bool = False
     common: tuple[int, ...] | None = None
     _graphs: dict[tuple[int, ...], Graph] = field(default_factory=dict)
     _known: dict[tuple[object, ...], tuple[Way, ...]] = field(default_factory=dict)
     _begun: dict[tuple[object, ...], PlansByMemory] = field(default_factory=dict)
-    _fastest: dict[tuple[object, ...], StagePlan] = field(default_factory=dict)  # by kind and mesh
 
     def ways(self, block: Block, mesh: Mesh, devices: Sequence[int]) -> tuple[Way, ...]:
         """From the fastest to the smallest; those that gather copies again are the last.
@@ -105,7 +123,7 @@ class Menus:
             return self._ways_of_fewer_axes(block, mesh, devices)
         if not self._know(block, mesh, devices):
             prices = RARE_PRICES if block.kind in self.rare or len(mesh) > AXES else PRICES
-            plans = self.decided[key] = self._plans(block, mesh, devices).every(prices)
+            plans = self.decided.every[key] = self._plans(block, mesh, devices).every(prices)
             self._known[key] = self._ways(self._graph(block), plans, mesh, devices)
             del self._begun[key]
         return self._known[key]
@@ -130,23 +148,25 @@ class Menus:
         Raises:
             InfeasibleError: as for :meth:`ways`.
         """
-        if self._know(block, mesh, devices):
-            return min(w.seconds for w in self.ways(block, mesh, devices))
-        key, of_kind = self._key(block, mesh, devices), self._fastest.get((block.kind, mesh))
-        plans = self._again(block, mesh, devices, [of_kind]) if of_kind is not None and key not in self._begun else None
-        if plans is None:
+        key = self._key(block, mesh, devices)
+        if key in self._known:
+            return min(w.seconds for w in self._known[key])
+        plans: list[StagePlan] | None = None
+        if key not in self._begun:  # begun: what was decided at another size is not possible here
+            decided = self.decided.alike(key, self.share) or []
+            fastest = self.decided.fastest.get(key[:2]) if self.share and not decided else None
+            plans = self._again(block, mesh, devices, [*decided[:1], *([fastest] if fastest else [])])
+        if not plans:
             plans = [self._plans(block, mesh, devices).fastest()]
             if self.share:
-                self._fastest[block.kind, mesh] = plans[0]
+                self.decided.fastest[key[:2]] = plans[0]
         return self._ways(self._graph(block), plans, mesh, devices)[0].seconds
 
     def _know(self, block: Block, mesh: Mesh, devices: Sequence[int]) -> bool:
         """Whether the ways are known: by what was decided at another size, or on others, if that is possible here."""
         key = self._key(block, mesh, devices)
         if key not in self._known and key not in self._begun:  # begun: it was not possible
-            decided = self.decided.get(key)
-            if decided is None and self.share:
-                decided = next((p for k, p in self.decided.items() if k[:2] == key[:2]), None)
+            decided = self.decided.alike(key, self.share)
             plans = self._again(block, mesh, devices, decided) if decided is not None else None
             if plans is not None:
                 self._known[key] = self._ways(self._graph(block), plans, mesh, devices)
@@ -185,24 +205,52 @@ class Menus:
             recompute=patterns_in(graph, self.options.recompute), may_recompute=self.recompute,
         )  # fmt: skip
 
-    def _ways(
-        self, graph: Graph, plans: Sequence[StagePlan], mesh: Mesh, devices: Sequence[int]
-    ) -> tuple[Way, ...]:
+    def _ways(self, graph: Graph, plans: Sequence[StagePlan], mesh: Mesh, devices: Sequence[int]) -> tuple[Way, ...]:
         priced = pricer(self.cluster, mesh, devices)
+        peaks = [peak_bytes(graph, plan, priced) for plan in plans]
         ways = []
-        for plan in plans:
+        for plan, peak in _undominated(plans, peaks):
             spent, price = phases(graph, plan, priced), plan.price
-            peak = peak_bytes(graph, plan, priced)
-            whole = bool(plan.recompute or plan.gather_again)  # such a backward is not split
             ways.append(
                 Way(
                     spent.forward_seconds, spent.backward_seconds, spent.step_seconds,
                     price.stored_bytes - peak, plan.kept_bytes, max(0, price.passing_bytes),
                     recomputed=bool(plan.recompute), peak_bytes=peak,
-                    weight_seconds=0.0 if whole else min(spent.weight_seconds, spent.backward_seconds),
+                    weight_seconds=0.0 if _is_whole(plan) else min(spent.weight_seconds, spent.backward_seconds),
                 )
             )  # fmt: skip
         return tuple(ways)
+
+
+def _is_whole(plan: StagePlan) -> bool:
+    """Whether the backward is not split: something is done again in it."""
+    return bool(plan.recompute or plan.gather_again)
+
+
+def _undominated(plans: Sequence[StagePlan], peaks: Sequence[int]) -> list[tuple[StagePlan, int]]:
+    """The plans, with their peaks, of which no other is as good in everything: seconds and bytes of every sort, and
+    whether the backward is split. Of several that are the same in all of it, the first. To tell when within a step
+    the seconds of a plan are spent takes half as long as to make the plan, and many are dominated."""
+
+    def account(plan: StagePlan, peak: int) -> tuple[float, ...]:
+        price = plan.price
+        a_microbatch = price.compute_seconds + price.activation_seconds
+        stored, passing = price.stored_bytes - peak, max(0, price.passing_bytes)
+        return (
+            a_microbatch, price.parameter_seconds, stored, plan.kept_bytes, passing, peak, _is_whole(plan),
+            bool(plan.recompute),
+        )  # fmt: skip
+
+    accounts = [account(plan, peak) for plan, peak in zip(plans, peaks, strict=True)]
+    best: list[tuple[StagePlan, int]] = []
+    for k, mine in enumerate(accounts):
+        better = (
+            all(a <= b for a, b in zip(each, mine, strict=True)) and (each != mine or n < k)
+            for n, each in enumerate(accounts) if n != k
+        )  # fmt: skip
+        if not any(better):
+            best.append((plans[k], peaks[k]))
+    return best
 
 
 @dataclass(frozen=True)
@@ -373,10 +421,19 @@ def merged_axes(mesh: Mesh) -> list[Mesh]:
     return [tuple(zip(AXIS_NAMES, each, strict=False)) for each in merged]
 
 
+def refines(mesh: Mesh, fewer: Mesh) -> bool:
+    """Whether a mesh is one of fewer axes of the same devices with axes split in several."""
+
+    def boundaries(of: Mesh) -> set[int]:
+        return {n_devices(of[k:]) for k in range(len(of))}
+
+    return boundaries(fewer) <= boundaries(mesh)
+
+
 def kinds_of(blocks: Sequence[Block]) -> list[int]:
     """The number of every block's kind, in order of appearance."""
     number_of: dict[tuple[int, ...], int] = {}
     return [number_of.setdefault(b.kind, len(number_of)) for b in blocks]
 
 
-__all__ = ["Filled", "Filler", "Menus", "Way", "kinds_of", "menus_of", "merged_axes"]
+__all__ = ["BlockPlans", "Filled", "Filler", "Menus", "Way", "kinds_of", "menus_of", "merged_axes", "refines"]

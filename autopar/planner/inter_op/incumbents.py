@@ -1,0 +1,131 @@
+"""The exact plans that a search over stages made so far, and what of its estimates may still beat them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import inf
+
+from autopar.errors import InfeasibleError
+from autopar.planner.inter_op.exact_stages import SMALL, Candidate, Exact
+from autopar.planner.inter_op.one_number import CANDIDATES, OneNumber
+from autopar.planner.intra_op.problem import Beaten
+
+FAILED = 12
+"""Of what looked promising on more than :data:`SMALL` devices, and does not fit when planned exactly, at most."""
+CLOSE = 0.005
+"""On more than :data:`SMALL` devices, the next is planned exactly if it looks at most this much worse than the best."""
+MARGIN, CLOSER, KNOWN = 0.9, 0.98, 8
+"""On few devices, a way is not planned exactly if it takes longer than the best even where its estimate is as much too
+long as the worst so far, and a tenth more; a fiftieth, once so many errors are known."""
+
+@dataclass
+class Incumbents:
+    """Exact plans, and the seconds that the next must beat.
+
+    Attributes:
+        n_devices: of all groups.
+        top: so many different layouts are wanted.
+        beaten: seconds of a step that is known from elsewhere.
+        plans: in the order in which they were made.
+        errors: seconds of exact plans over their estimates.
+        failed: how many looked promising, and did not fit.
+        interrupted: Ctrl-C ended the search.
+    """
+
+    n_devices: int
+    top: int = 1
+    beaten: float = inf
+    plans: list[Exact] = field(default_factory=list)
+    errors: list[float] = field(default_factory=list)
+    failed: int = 0
+    interrupted: bool = False
+
+    @property
+    def fastest(self) -> Exact:
+        """The best plan so far."""
+        return min(self.plans, key=lambda plan: plan.seconds)
+
+    @property
+    def to_beat(self) -> float:
+        """Seconds of the last of the best plans of so many different layouts: what takes longer is of no interest."""
+        best_of: dict[str, float] = {}
+        for plan in self.plans:
+            best_of[plan.what] = min(best_of.get(plan.what, inf), plan.seconds)
+        last = sorted(best_of.values())[self.top - 1] if len(best_of) >= self.top else inf
+        return min(last, self.beaten)
+
+    @contextmanager
+    def interruptible(self, estimates: Sequence[object] = ()) -> Iterator[None]:
+        """A part of the search that Ctrl-C ends, with what there is by then, if there is a plan or an estimate."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            if not self.plans and not estimates:
+                raise
+            self.interrupted = True
+
+    def add(self, search: OneNumber, candidate: Candidate) -> float:
+        """Plan a candidate exactly; the seconds of its step, for ever if it does not fit, cannot be or is beaten."""
+        try:
+            plan = search.exact(candidate, self.to_beat)
+        except Beaten:
+            return inf
+        except InfeasibleError as error:
+            search.infeasible = search.infeasible or error
+            self.failed += 1
+            return inf
+        if plan is None:
+            return inf
+        self.plans.append(plan)
+        return plan.seconds
+
+    def plan_exactly(self, promising: Sequence[tuple[OneNumber, Candidate]]) -> None:
+        """Plan exactly what may beat the best so far, the best estimates first: at least ``top`` different layouts, if
+        there are; where Ctrl-C ended the search, only the first that fits."""
+        self.failed = 0
+        for search, candidate in promising:
+            if self.interrupted and self.plans:
+                return
+            if self._is_enough(candidate):
+                return
+            if not self._is_of_interest(search, candidate):
+                continue
+            seconds = self.add(search, candidate)
+            if seconds < inf and candidate.seconds:
+                self.errors.append(seconds / candidate.seconds)
+
+    def _is_enough(self, candidate: Candidate) -> bool:
+        """Whether neither a candidate nor those after it are worth exact plans, on many devices: estimates that were
+        simulated are seldom much too long."""
+        if self.n_devices <= SMALL or candidate.groups == 1 or len(self._different) < self.top:
+            return False
+        stages = sum(plan.candidate.groups > 1 for plan in self.plans)
+        far = self.fastest.seconds * (1 + CLOSE) < candidate.seconds
+        return stages >= CANDIDATES or self.failed >= FAILED or far
+
+    def _is_of_interest(self, search: OneNumber, candidate: Candidate) -> bool:
+        """Whether a candidate may beat the best so far, on few devices by the errors of estimates so far; on many,
+        where several layouts are wanted, whether it is another one."""
+        many = self.n_devices > SMALL
+        if many and self.top > 1 and search.what(candidate) in self._different:
+            return False
+        if many or len(self._different) < self.top:
+            return True
+        return candidate.seconds * self._trust <= self.fastest.seconds
+
+    @property
+    def _different(self) -> set[str]:
+        """The layouts so far, in words."""
+        return {plan.what for plan in self.plans}
+
+    @property
+    def _trust(self) -> float:
+        """What part of an estimate a step takes at least."""
+        if len(self.errors) < CANDIDATES:
+            return 0.0
+        return (MARGIN if len(self.errors) < KNOWN else CLOSER) * min(1.0, *self.errors)
+
+
+__all__ = ["Incumbents"]

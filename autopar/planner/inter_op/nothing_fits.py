@@ -1,0 +1,43 @@
+"""The error where nothing fits: what was tried, and the least change that would do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+
+from autopar.errors import InfeasibleError, PlanError
+from autopar.placements import mesh_text
+from autopar.planner.inter_op.exact_stages import PipelineOptions
+from autopar.planner.inter_op.one_number import OneNumber
+from autopar.texts import show_bytes
+
+
+def nothing_fits(searches: Sequence[OneNumber], asked: PipelineOptions, n_devices: int) -> PlanError | InfeasibleError:
+    """The error where no way to cut was planned: what was tried, and the least change that would do."""
+    counts = ", ".join(str(s.asked.microbatches) for s in searches)
+    groups = f"{asked.groups} group{'s' * (asked.groups > 1)}" if asked.groups else "any number of groups"
+    devices = f"{n_devices} device{'s' * (n_devices > 1)}"
+    tried = f"{groups} of {devices}, {counts} microbatches, schedules {', '.join(asked.schedules)}"
+    leanest = min((s.leanest for s in searches if s.leanest is not None), default=None, key=lambda need: need.n_bytes)
+    if leanest is not None and len(searches) > 1:
+        again = ", operators that run again where that helps" if asked.may_recompute else ""
+        factor = leanest.n_bytes / leanest.limit_bytes
+        least = (
+            f"devices of which {show_bytes(leanest.n_bytes)} may be filled, or about {ceil(factor * n_devices)} of "
+            "these"
+            if factor > 1
+            else "more devices, or a smaller batch: what fits on average does not fit in every stage"
+        )
+        return InfeasibleError(
+            f"no plan fits {show_bytes(leanest.limit_bytes)} per device; tried: {tried}{again}\n"
+            f"  the leanest, {leanest.groups} group(s) of {mesh_text(leanest.mesh)} with {leanest.microbatches} "
+            f"microbatches, needs about {show_bytes(leanest.n_bytes)} with one of them in flight; the least that would "
+            f"do: {least}"
+        )
+    return next((s.infeasible for s in searches if s.infeasible), None) or PlanError(
+        f"no schedule of {', '.join(asked.schedules)} allows {' or '.join(counts.split(', '))} microbatches on "
+        f"{asked.groups or 'any number of'} groups of {n_devices} devices; change the microbatches or the schedules"
+    )
+
+
+__all__ = ["nothing_fits"]
