@@ -344,7 +344,7 @@ def parallelize(
             spreading.groups_of(device_mesh, None)  # a mesh for stages, of which each takes its part
             device_mesh = None
         if verify_capture and decided.microbatches > 1 and dist.get_rank(group) == 0:
-            said = difference_by_parts(one, model, first(1), decided.microbatches)
+            said = difference_by_parts(one, model, first(1), decided.microbatches, counted=len(decided.stages) > 1)
             if said:
                 warnings.warn(said, stacklevel=2)
         if batch == "local" and len(decided.stages) > 1:

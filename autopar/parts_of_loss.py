@@ -2,11 +2,12 @@
 
 A step in microbatches takes the mean of their losses, as gradient accumulation does. That is the loss of the whole
 batch only if it is a mean over rows: not of a sum, of tokens of which some do not count, or of rows that are compared
-with each other. Who trains in microbatches then trains by another loss, and hears so.
+with each other. Who trains in microbatches then trains by another loss, and hears so. Pipelines count the tokens.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ import torch
 from autopar.capture import Captured
 from autopar.capture.microbatches import part_of_batch
 from autopar.comparison import generators_kept, kept, reason_not_to
+from autopar.runtime.batch import Batch
+from autopar.runtime.loss_counts import count_of
 from autopar.torch_private import pytree
 
 ROUNDING, ROUNDING_OF_HALF = 1e-4, 2e-2
@@ -21,7 +24,9 @@ ROUNDING, ROUNDING_OF_HALF = 1e-4, 2e-2
 of single precision, and a few of bfloat16."""
 
 
-def difference_by_parts(captured: Captured, model: torch.nn.Module, example: Any, parts: int) -> str:
+def difference_by_parts(
+    captured: Captured, model: torch.nn.Module, example: Any, parts: int, counted: bool = False
+) -> str:
     """What a step in ``parts`` microbatches does to the loss of a batch; nothing where it is the same, or not known.
 
     The model runs without dropout and with the statistics that its batch norms hold, without gradients, and is left as
@@ -31,6 +36,7 @@ def difference_by_parts(captured: Captured, model: torch.nn.Module, example: Any
     Args:
         captured: of one microbatch.
         example: ``(args, kwargs, targets)``, the batch of a step, with values.
+        counted: microbatches count by what their losses are the mean of, where that is known, as in pipelines.
     """
     loss_fn = captured.example.loss_fn if captured.example is not None else None
     number = captured.graph.loss
@@ -53,7 +59,9 @@ def difference_by_parts(captured: Captured, model: torch.nn.Module, example: Any
             torch.manual_seed(1)
             if loss_of(example) != whole:
                 return ""
-            mean = sum(loss_of(part_of_batch(example, parts, k)) for k in range(parts)) / parts
+            of_parts = [part_of_batch(example, parts, k) for k in range(parts)]
+            shares = _counted(captured, model, of_parts) if counted else [1 / parts] * parts
+            mean = sum(share * loss_of(part) for share, part in zip(shares, of_parts, strict=True) if share)
         except Exception:  # of the user's code, in a mode in which it is not run otherwise
             return ""
     single = all(p.dtype in (torch.float32, torch.float64) for p in model.parameters())
@@ -64,6 +72,19 @@ def difference_by_parts(captured: Captured, model: torch.nn.Module, example: Any
         "which a step trains: it is no mean over rows (a sum, tokens that do not count, or rows compared with each "
         "other)\n  microbatches=1 trains by the loss as it is; or write it as a mean over rows"
     )
+
+
+def _counted(captured: Captured, model: torch.nn.Module, of_parts: list[Any]) -> list[float]:
+    """By what part each microbatch counts in the loss of the batch."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if (count := count_of(captured.graph, device)) is None:
+        return [1 / len(of_parts)] * len(of_parts)
+    batch = Batch(captured, inspect.signature(model.forward), device)
+    counts = []
+    for args, kwargs, targets in of_parts:
+        given = (targets,) if isinstance(targets, torch.Tensor) else tuple(targets)
+        counts.append(float(count(batch.tensors((*args, *given), kwargs))))
+    return [n / sum(counts) for n in counts]
 
 
 __all__ = ["difference_by_parts"]

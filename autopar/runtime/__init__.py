@@ -17,6 +17,7 @@ Two faces, which are ``torch.nn.Module``; :mod:`.spread` is what they share
 :mod:`.submodules`       what stands for the model's submodules; :mod:`.copied`: ``copy.deepcopy``
 :mod:`.pipeline`         the model in stages; :mod:`.pipeline_start`: what its ranks make together first
 :mod:`.pipeline_programs`  its programs by shapes and by the model's values; :mod:`.runs`: batches of any number of rows
+:mod:`.loss_counts`      by what its microbatches count; :mod:`.ready`: runs with their programs
 :mod:`.pipeline_outputs`  what its forward gives
 :mod:`.methods`          the model's methods, on whole values
 :mod:`.work`             what one rank of it does in a step

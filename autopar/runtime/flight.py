@@ -22,6 +22,10 @@ from autopar.runtime.wires import Post, Wire
 from autopar.staging import StageGraph
 from cost_models.pipeline.actions import Action
 
+Shares = Sequence[float] | torch.Tensor
+"""By what part the loss of each microbatch counts in that of the step; a tensor is float64 [microbatches], on the
+device."""
+
 
 @dataclass
 class _Microbatch:
@@ -58,7 +62,7 @@ class Flight:
             row: what this rank does in a step.
         """
         self.part, self.stage, self.input_gradients, self.leads = part, stage, input_gradients, leads
-        self.shares: Sequence[float] = ()
+        self.shares: Shares = ()
         self.into = [wire for wire in wires if wire.target == part.number]
         self.out = [wire for wire in wires if wire.source == part.number]
         backwards = [action for action in row if action.stage == part.number and action.kind in "BW"]
@@ -72,10 +76,14 @@ class Flight:
         """Whether the backward is not split: what is done again in it would be done again in both halves."""
         return bool(self.stage.plan.recompute or self.stage.plan.gather_again)
 
-    def begin(self, shares: Sequence[float]) -> None:
+    def begin(self, shares: Shares) -> None:
         """A step begins: what was gathered before the optimizer's step counts no more."""
         self.begun, self.shares = False, shares
         self.stage.bind()
+
+    def counts(self, microbatch: int) -> bool:
+        """Whether anything in a microbatch counts: else its loss, a mean over nothing, is no number."""
+        return not (isinstance(self.shares, Sequence) and self.shares[microbatch] == 0.0)
 
     def drop(self) -> None:
         """Forget a step that broke off."""
@@ -154,9 +162,11 @@ class Flight:
                 sums[at] = sums[at] + grad if at in sums else grad
         used = [at for at in sorted(sums) if flown.outputs[at].requires_grad]
         roots, grads = [flown.outputs[at] for at in used], [sums[at] for at in used]
-        if flown.loss is not None:
+        if flown.loss is not None and self.counts(microbatch):
+            share = self.shares[microbatch]
+            whole = isinstance(share, float)
             roots.append(flown.loss)
-            grads.append(torch.full_like(flown.loss, self.shares[microbatch]))
+            grads.append(torch.full_like(flown.loss, share) if whole else share.to(flown.loss.dtype))  # type: ignore
         return roots, grads
 
     def _give_inputs(self, microbatch: int, flown: _Microbatch) -> None:
@@ -167,4 +177,4 @@ class Flight:
                     self.input_gradients.add(name, microbatch, whole)
 
 
-__all__ = ["Flight"]
+__all__ = ["Flight", "Shares"]

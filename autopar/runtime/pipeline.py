@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,11 +27,13 @@ from autopar.runtime.checkpoint import full_state_dict, load_full_state_dict
 from autopar.runtime.copied import BY_HAND
 from autopar.runtime.failures import Failures
 from autopar.runtime.groups import Groups
+from autopar.runtime.loss_counts import Count, count_of
 from autopar.runtime.pipeline_outputs import Parts, of_batch, of_run
 from autopar.runtime.pipeline_programs import Lines
 from autopar.runtime.pipeline_start import begun, check_fits, values_of
 from autopar.runtime.programs import AllWell, Fields, ModuleCall
 from autopar.runtime.reached import ReachedBy, reached_by
+from autopar.runtime.ready import Ready, shares_of
 from autopar.runtime.registering import Placing
 from autopar.runtime.runs import Run, runs
 from autopar.runtime.same_batch import Calls, Seen, first_readers
@@ -39,7 +41,7 @@ from autopar.runtime.schedule_check import check_buffers, check_rows
 from autopar.runtime.seeds import mixed_seed
 from autopar.runtime.spread import SpreadModule, check_mode
 from autopar.runtime.stage import Stage, device_of
-from autopar.runtime.stagewise import flat_optimizer_states, squared_norm
+from autopar.runtime.stagewise import flat_optimizer_states, scaled, squared_norm
 from autopar.runtime.ties import Tied
 from autopar.runtime.values import check_values
 from autopar.runtime.work import Span, Unfinished, Work
@@ -53,7 +55,7 @@ class PipelineModule(SpreadModule):
     """A model in stages on several groups of ranks. Every rank holds the parameters of its own stages.
 
     Names of parameters are those of the model. ``train_step(*batch)`` takes the whole batch on every rank, cuts it into
-    microbatches (:mod:`~autopar.runtime.runs`), returns the mean of their losses on every rank and leaves gradients in
+    microbatches (:mod:`~autopar.runtime.runs`), returns the loss of the batch on every rank and leaves gradients in
     ``param.grad``.
     """
 
@@ -71,6 +73,7 @@ class PipelineModule(SpreadModule):
     _none: torch.nn.Parameter
     _evaluates: bool
     _reached_by: ReachedBy | None
+    _count: Count | None
     _stages: dict[int, Stage]
     _lines: Lines
     _first_tied: tuple[Tied, ...]
@@ -126,6 +129,7 @@ class PipelineModule(SpreadModule):
         self._none = torch.nn.Parameter(torch.empty(0, device=self._device))
         self._batch = Batch(captured, self._signature, self._device)
         self._reached_by = reached_by(captured.graph, self._device)
+        self._count = count_of(captured.graph, self._device)
         readers = first_readers([captured.graph])
         self._compared = Calls(here.everyone, None, False, list(meshes.values()), readers)
         self._failures = Failures(range(dist.get_world_size()), groups.abort, stays_armed=self._device.type != "cpu")
@@ -187,8 +191,9 @@ class PipelineModule(SpreadModule):
         """One training step on a batch of any number of rows, in microbatches of at most as many as are planned.
 
         Inputs that have the rows of the batch are cut; others go into every microbatch. Each loss counts by its
-        microbatch's part of the rows. With ``shapes="fixed"`` the batch is ``plan.microbatches`` microbatches, and
-        inputs of the captured shape go into every one.
+        microbatch's part of the rows, or of the labels that count (:mod:`~autopar.runtime.loss_counts`). With
+        ``shapes="fixed"`` the batch is ``plan.microbatches`` microbatches, and inputs of the captured shape go into
+        every one.
 
         Inputs that require grad (in the example inputs of ``parallelize``, too) get their gradients in this call, since
         it runs the backward: a leaf in ``x.grad``, on every rank and whole; of any other tensor the parameters that it
@@ -199,28 +204,26 @@ class PipelineModule(SpreadModule):
             optimizer: if given, ``step()`` and ``zero_grad()`` follow.
 
         Returns:
-            The mean of the microbatches' losses, a tensor of shape [] and of the loss's dtype, the same on every rank.
+            The loss of the batch, a tensor of shape [] and of the loss's dtype, the same on every rank.
 
         Raises:
             RunError: an input requires grad, and the example did not, so that its gradient was not planned.
         """
         self.check_trains()
         with self._step(f"train_step {self._steps}"):
+            ready = self._ready(args, kwargs, "to train on")
             losses: list[torch.Tensor] = []
-            works: list[Work] = []
             drawn = 0
-            for run in self._runs(args, kwargs):
-                callers, batches = self._microbatches(run)
-                self._check_loss("to train on")
-                self._batch.check_planned(callers)
-                seeds, shares = self._seeds(drawn, run.microbatches), [run.share] * run.microbatches
-                reached = None if self._reached_by is None else [self._reached_by(seed) for seed in seeds]
-                losses.append(self._work.train(batches, shares, seeds, self._batch.shown, callers, reached))
-                works.append(self._work)
-                drawn += run.microbatches
-            for work in works:
-                work.give()
-            given = [pair for work in works for pair in work.input_gradients.taken()]
+            for each, shares in zip(ready, shares_of(ready), strict=True):
+                seeds = self._seeds(drawn, each.run.microbatches)
+                each.batch.check_planned(each.callers)
+                losses.append(
+                    each.work.train(each.batches, shares, seeds, each.batch.shown, each.callers, each.reached(seeds))
+                )
+                drawn += each.run.microbatches
+            for each in ready:
+                each.work.give()
+            given = [pair for each in ready for pair in each.work.input_gradients.taken()]
             if given:
                 torch.autograd.backward([x for x, _ in given], [grad for _, grad in given])
             self._steps, self._drawn = self._steps + 1, self._drawn + drawn
@@ -228,7 +231,7 @@ class PipelineModule(SpreadModule):
                 optimizer.step()
         if optimizer is not None:
             optimizer.zero_grad()
-        return sum(losses[1:], losses[0]).to(self._loss_dtype)
+        return sum(losses[1:], losses[0]).to(ready[0].loss_dtype)
 
     def _runs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Run]:
         """The runs of a batch."""
@@ -237,12 +240,30 @@ class PipelineModule(SpreadModule):
             return runs(captured, self._signature, planned, args, kwargs)
         return [Run(ModuleCall(args, kwargs), planned, 1 / planned)]
 
-    def _check_loss(self, what: str = "") -> None:
-        if self._captured.graph.loss is None:
-            raise RunError(
-                f"the model has no scalar loss {what}".rstrip() + "; give loss_fn= and targets= when planning, and "
-                "call it with targets"
-            )
+    def _ready(self, args: tuple[Any, ...], kwargs: dict[str, Any], to_do: str | None = None) -> list[Ready]:
+        """The runs of a batch, with their programs in place, before the first of them begins.
+
+        Args:
+            to_do: what the loss is for; None where there need be none.
+
+        Raises:
+            RunError: there is no loss.
+        """
+        ready = []
+        for run in self._runs(args, kwargs):
+            callers, batches = self._microbatches(run)
+            if to_do is not None and self._captured.graph.loss is None:
+                raise RunError(
+                    f"the model has no scalar loss {to_do}; give loss_fn= and targets= when planning, and call it with "
+                    "targets"
+                )
+            ready.append(
+                Ready(
+                    run, self._captured, self._parts, self._work, self._batch, self._reached_by, self._count, callers,
+                    batches,
+                )
+            )  # fmt: skip
+        return ready
 
     @contextlib.contextmanager
     def _step(self, where: str) -> Iterator[None]:
@@ -292,16 +313,9 @@ class PipelineModule(SpreadModule):
             RunError: the model has no scalar loss, or the shapes are not those of whole microbatches.
         """
         with self._step("a forward without gradients"):
-            losses: list[torch.Tensor] = []
-            drawn = 0
-            for run in self._runs(args, kwargs):
-                batches = self._microbatches(run)[1]
-                self._check_loss()
-                losses.append(self._forward(run, batches, drawn, None))
-                drawn += run.microbatches
-            if self.training:
-                self._drawn += drawn
-            return sum(losses[1:], losses[0]).to(self._loss_dtype)
+            ready = self._ready(args, kwargs, "to evaluate")
+            losses = [loss for loss, _ in self._forwards(ready)]
+            return sum(losses[1:], losses[0]).to(ready[0].loss_dtype)
 
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -317,28 +331,34 @@ class PipelineModule(SpreadModule):
                 "a loss without gradients evaluate(*batch)"
             )
         with self._step("a forward without gradients"):
-            of_runs: list[list[Any]] = []
-            for run in self._runs(args, kwargs):
-                parts: Parts = {}
-                callers, batches = self._microbatches(run)
-                for name, x in callers.items():
+            ready = self._ready(args, kwargs)
+            for each in ready:
+                for name, x in each.callers.items():
                     if x.requires_grad and torch.is_grad_enabled():
                         raise RunError(
-                            f"input {self._batch.shown[name]} requires grad, and outputs of a pipelined model have no "
+                            f"input {each.batch.shown[name]} requires grad, and outputs of a pipelined model have no "
                             "gradients: call it under torch.no_grad(), or detach() this input; train_step(*batch) "
                             "gives inputs their gradients"
                         )
-                loss = self._forward(run, batches, 0, parts)
-                of_runs.append(of_run(self._captured, self._parts, self._work, run, loss, parts))
-            return pytree.tree_unflatten(of_batch(self._captured, of_runs), self._captured.out_spec)
+            of_runs = [
+                of_run(each, loss, parts) for each, (loss, parts) in zip(ready, self._forwards(ready), strict=True)
+            ]
+            return pytree.tree_unflatten(of_batch(ready[0], of_runs), ready[0].captured.out_spec)
 
-    def _forward(
-        self, run: Run, batches: list[dict[str, torch.Tensor]], before: int, parts: Parts | None
-    ) -> torch.Tensor:
-        """The run's part of the loss, float64; into ``parts`` go whole outputs of this rank's stages by position, if
-        they are other ones."""
-        shares, seeds = [run.share] * run.microbatches, self._seeds(before, run.microbatches)
-        return self._work.forwards(batches, shares, seeds, self._batch.shown, self.training, parts)
+    def _forwards(self, ready: Sequence[Ready]) -> list[tuple[torch.Tensor, Parts]]:
+        """Of each run its part of the loss, float64, and whole outputs of this rank's stages by position, if they are
+        other ones."""
+        results: list[tuple[torch.Tensor, Parts]] = []
+        drawn = 0
+        for each, shares in zip(ready, shares_of(ready), strict=True):
+            parts: Parts = {}
+            seeds = self._seeds(drawn, each.run.microbatches)
+            loss = each.work.forwards(each.batches, shares, seeds, each.batch.shown, self.training, parts)
+            results.append((loss, parts))
+            drawn += each.run.microbatches
+        if self.training:
+            self._drawn += drawn
+        return results
 
     def record(self, on: bool = True) -> list[tuple[str, str, float, float]]:
         """Start to record what the next steps do on this rank (or stop): ``(action, kind, start, end)`` in seconds of
@@ -346,13 +366,6 @@ class PipelineModule(SpreadModule):
         spans: list[Span] = []
         self._spans = spans if on else None
         return spans
-
-    @property
-    def _loss_dtype(self) -> torch.dtype:
-        graph = self._captured.graph
-        assert graph.loss is not None
-        dtype: torch.dtype = getattr(torch, graph.spec(graph.outputs[graph.loss]).dtype)
-        return dtype
 
     def _microbatches(self, run: Run) -> _Batches:
         """The whole inputs by name, and those of every microbatch; now and then the ranks compare what they were
@@ -384,14 +397,9 @@ class PipelineModule(SpreadModule):
         if norm_type != 2.0:
             raise RunError(f"clip_grad_norm_: norm_type is {norm_type}; a pipeline knows 2")
         with self._step("clip_grad_norm_"):
-            total = squared_norm(self, {each.name: each.stages[0] for each in self._first_tied})
-            dist.all_reduce(total, group=self._work.everyone)
-        norm = total.sqrt()
-        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for param in {id(p): p for p in self.parameters()}.values():
-            if param.grad is not None:
-                param.grad.mul_(scale.to(param.grad.dtype))
-        return norm
+            squared = squared_norm(self, {each.name: each.stages[0] for each in self._first_tied})
+            dist.all_reduce(squared, group=self._work.everyone)
+        return scaled(self.parameters(), squared.sqrt(), max_norm)
 
     def full_state_dict(self, *, all_ranks: bool = False) -> dict[str, torch.Tensor]:
         """Whole parameters and buffers by the model's names, on rank 0; empty elsewhere.

@@ -8,19 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.capture import Captured
 from autopar.graph import Ref
-from autopar.runtime.runs import Run
-from autopar.runtime.work import Work
-from autopar.staging import StageGraph
+from autopar.runtime.ready import Ready
 
 Parts = dict[int, list[torch.Tensor]]
 """Whole outputs of this rank's stages by position, of every microbatch."""
 
 
-def of_run(
-    captured: Captured, stages: Sequence[StageGraph], work: Work, run: Run, loss: torch.Tensor, parts: Parts
-) -> list[Any]:
+def of_run(ready: Ready, loss: torch.Tensor, parts: Parts) -> list[Any]:
     """The outputs of a run; all ranks call it.
 
     Args:
@@ -30,8 +25,8 @@ def of_run(
     Returns:
         the model's outputs in their order. Scalars are float64, and the run's part of their mean over the rows.
     """
-    graph = captured.graph
-    makers = {position: stage.number for stage in stages for position in stage.outputs}
+    graph, run, work = ready.captured.graph, ready.run, ready.work
+    makers = {position: stage.number for stage in ready.stages for position in stage.outputs}
     outputs: list[Any] = []
     for position, out in enumerate(graph.outputs):
         if position == graph.loss or not isinstance(out, Ref):
@@ -48,13 +43,9 @@ def of_run(
     return outputs
 
 
-def of_batch(captured: Captured, of_runs: Sequence[Sequence[Any]]) -> list[Any]:
-    """The outputs of a batch, from those of its runs.
-
-    Args:
-        captured: the program of any of them.
-    """
-    graph = captured.graph
+def of_batch(ready: Ready, of_runs: Sequence[Sequence[Any]]) -> list[Any]:
+    """The outputs of a batch, from those of its runs, of which ``ready`` is any."""
+    graph = ready.captured.graph
     outputs: list[Any] = []
     for out, values in zip(graph.outputs, zip(*of_runs, strict=True), strict=True):
         if not isinstance(out, Ref):

@@ -17,6 +17,7 @@ from autopar.capture import Captured
 from autopar.errors import RunError
 from autopar.plan import Plan
 from autopar.runtime.batch import Batch
+from autopar.runtime.loss_counts import count_of
 from autopar.runtime.plan_groups import groups_of
 from autopar.runtime.programs import KEPT, AllWell, Fields
 from autopar.runtime.reached import reached_by
@@ -34,7 +35,8 @@ PlanStagesAgain = Callable[[Captured, int], Plan]
 Lines = tuple[tuple[Wire, ...], tuple[Tied, ...]]
 """What crosses between stages, and what several groups of ranks hold."""
 PROGRAM = (
-    "_captured", "_parts", "_plan", "_skeleton", "_evaluates", "_batch", "_reached_by", "_stages", "_lines", "_works",
+    "_captured", "_parts", "_plan", "_skeleton", "_evaluates", "_batch", "_reached_by", "_count", "_stages", "_lines",
+    "_works",
 )  # fmt: skip
 """What is another with other shapes or values."""
 
@@ -129,7 +131,7 @@ def _run(pm: Any, new: Captured, parts: tuple[StageGraph, ...], plan: Plan) -> N
     pm._captured, pm._parts, pm._plan, pm._works = new, parts, plan, {}
     pm._skeleton, pm._evaluates = skeleton_of(pm), False
     pm._batch = Batch(new, pm._signature, pm._device)
-    pm._reached_by = reached_by(new.graph, pm._device)
+    pm._reached_by, pm._count = reached_by(new.graph, pm._device), count_of(new.graph, pm._device)
 
 
 def _buffers_now(pm: Any) -> Buffers:

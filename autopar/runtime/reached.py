@@ -33,7 +33,7 @@ def reached_by(graph: Graph, device: torch.device) -> ReachedBy | None:
     if not conditions or graph.loss is None:
         return None
     loss = graph.outputs[graph.loss]
-    drawn = _only(graph, conditions)
+    drawn = part_for(graph, conditions)
     program = lower(drawn, one_device(drawn), device)
 
     @torch.no_grad()
@@ -50,7 +50,7 @@ def is_open(node: Node) -> bool:
     return node.target == BRANCH and len(node.args) == 3
 
 
-def _only(graph: Graph, outputs: Sequence[Ref]) -> Graph:
+def part_for(graph: Graph, outputs: Sequence[Ref]) -> Graph:
     """The part of a graph that makes these tensors; random operators draw what they draw in the whole."""
     wanted = {ref.node for ref in outputs}
     for i in range(len(graph.nodes) - 1, -1, -1):
@@ -91,4 +91,4 @@ def _reached(graph: Graph, outputs: Sequence[Ref], answers: Mapping[Ref, bool]) 
     return frozenset(params | {route_key(graph, ref) for ref in refs})
 
 
-__all__ = ["Reached", "ReachedBy", "reached_by", "reached_whatever_is_drawn"]
+__all__ = ["Reached", "ReachedBy", "part_for", "reached_by", "reached_whatever_is_drawn"]

@@ -129,4 +129,13 @@ def squared_norm(pm: Any, first: Mapping[str, int]) -> torch.Tensor:
     return total
 
 
-__all__ = ["flat_optimizer_states", "of_a_stage", "refuse_norms_on", "squared_norm", "watch_norms"]
+def scaled(parameters: Iterable[torch.nn.Parameter], norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """``norm``, that of all gradients, when they have been scaled to have at most ``max_norm``."""
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for param in {id(p): p for p in parameters}.values():
+        if param.grad is not None:
+            param.grad.mul_(scale.to(param.grad.dtype))
+    return norm
+
+
+__all__ = ["flat_optimizer_states", "of_a_stage", "refuse_norms_on", "scaled", "squared_norm", "watch_norms"]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from autopar.graph import Ref
 from autopar.plan import Plan
-from autopar.runtime.flight import Flight
+from autopar.runtime.flight import Flight, Shares
 from autopar.runtime.groups import Groups
 from autopar.runtime.input_gradients import InputGradients
 from autopar.runtime.reached import Reached
@@ -80,7 +80,7 @@ class Work:
         self.spans: list[Span] | None = None
 
     def train(
-        self, batches: Batches, shares: Sequence[float], seeds: Sequence[int], shown: Mapping[str, str],
+        self, batches: Batches, shares: Shares, seeds: Sequence[int], shown: Mapping[str, str],
         callers: Mapping[str, torch.Tensor], reached: Sequence[Reached] | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Forward and backward of all microbatches; :meth:`give` hands over the gradients.
@@ -128,7 +128,7 @@ class Work:
 
     @torch.no_grad()
     def forwards(
-        self, batches: Batches, shares: Sequence[float], seeds: Sequence[int], shown: Mapping[str, str],
+        self, batches: Batches, shares: Shares, seeds: Sequence[int], shown: Mapping[str, str],
         training: bool, outputs: dict[int, list[torch.Tensor]] | None,
     ) -> torch.Tensor:  # fmt: skip
         """The sum of the weighted losses of all microbatches without gradients, on every rank; 0 without a loss.
@@ -156,11 +156,11 @@ class Work:
         """All that a stage makes; its part of the loss is added to ``total``."""
         k = action.microbatch
         loss, flat = flight.forward(post, k, batches[k], shown, seeds[k], evaluating, reached)
-        if loss is not None and flight.leads:
+        if loss is not None and flight.leads and flight.counts(k):
             total += loss.detach().double() * flight.shares[k]
         return flat
 
-    def _begin(self, shares: Sequence[float]) -> None:
+    def _begin(self, shares: Shares) -> None:
         """A step begins: nothing is left of an earlier one, also if that was broken off by an exception on all ranks.
 
         Then messages are under way that nobody takes, and receives are posted that nobody answers. The ranks tell each

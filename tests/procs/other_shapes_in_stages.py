@@ -53,10 +53,14 @@ class Tower(nn.Module):
 
 
 def batch(rows: int, length: int, number: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Words and labels."""
+    """Words and labels, of which some do not count: none of the first two rows, if there are more."""
     generator = torch.Generator().manual_seed(1000 * number + 10 * rows + length)
     words = torch.randint(0, 30, (rows, length + 1), generator=generator)
-    return words[:, :-1], words[:, 1:]
+    labels = words[:, 1:].clone()
+    labels[-1, :2] = -100
+    if rows > 2:
+        labels[:2] = -100
+    return words[:, :-1], labels
 
 
 def pair(cut: str = "1f1b", tied: bool = True, **options: Any) -> tuple[Any, Tower]:

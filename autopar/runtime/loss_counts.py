@@ -1,0 +1,132 @@
+"""Of how many things a loss is the mean: by that, and not by its rows, a microbatch counts in the loss of its batch.
+
+A mean over labels of which some are ignored, or a sum that is divided by the sum of a mask, is a sum over a count. The
+loss of the batch is the sum of the microbatches' sums over the sum of their counts. The count follows from the inputs
+alone, so every rank computes it for itself, ahead of the step and on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from autopar.graph import Graph, Node, Ref
+from autopar.lower.emit import lower
+from autopar.planner.intra_op.single import one_device
+from autopar.runtime.reached import part_for
+
+Count = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
+"""Of the whole inputs of a microbatch by name: a float64 tensor of shape []."""
+MEAN = 1
+"""The reduction of torch's losses that is a mean."""
+IGNORED = -100
+"""What labels are ignored where nothing is said."""
+LABELLED = ("aten.cross_entropy_loss.default", "aten.nll_loss_nd.default", "aten.nll_loss.default")
+SAME_COUNT = {
+    "aten.neg.default", "aten.to.dtype", "aten._to_copy.default", "aten.clone.default", "aten.view.default",
+    "aten.reshape.default", "aten.squeeze.default", "aten.alias.default",
+}  # fmt: skip
+"""Operators on a loss that leave it the mean of as many things."""
+
+
+class _Mean(NamedTuple):
+    """A term of a loss: a mean over as many things as a tensor's value says, or as it has labels that count.
+
+    Attributes:
+        of: the tensor; None for a mean over rows, or where it is not known over what.
+        ignored: of labels, those that do not count; None where ``of`` is the count itself.
+    """
+
+    of: Ref | None
+    ignored: int | None = None
+
+
+def count_of(graph: Graph, device: torch.device) -> Count | None:
+    """How the count of a loss follows from the inputs; None where it is in proportion to the rows, or is not known.
+
+    Where terms of a loss are means over different things, rows count.
+    """
+    if graph.loss is None or not isinstance(loss := graph.outputs[graph.loss], Ref):
+        return None
+    with_inputs = _with_inputs(graph)
+    terms = set(_terms(graph, loss, with_inputs))
+    if len(terms) != 1:
+        return None
+    mean = terms.pop()
+    if mean.of is None or graph.nodes[mean.of.node].hot:
+        return None
+    part = part_for(graph, [mean.of])
+    program = lower(part, one_device(part), device)
+    if any(slot.kind != "input" for slot in program.slots):
+        return None
+    ignored = mean.ignored
+
+    @torch.no_grad()
+    def count(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        (value,) = program.module(*(inputs[slot.name].detach() for slot in program.slots))
+        return (value if ignored is None else (value != ignored).sum()).to(torch.float64).reshape(())
+
+    return count
+
+
+def _with_inputs(graph: Graph) -> set[int]:
+    """The nodes that follow from an input."""
+    numbers: set[int] = set()
+    for i, node in enumerate(graph.nodes):
+        if node.kind == "input" or any(ref.node in numbers for ref in node.refs):
+            numbers.add(i)
+    return numbers
+
+
+def _terms(graph: Graph, ref: Ref, with_inputs: set[int]) -> Iterator[_Mean]:
+    """The means of which a loss is the sum; what does not depend on the batch, such as a penalty, is none."""
+    node = graph.nodes[ref.node]
+    if ref.node not in with_inputs:
+        return
+    first: Any = node.args[0] if node.args else None
+    second: Any = node.args[1] if len(node.args) > 1 else None
+    if node.target in SAME_COUNT and isinstance(first, Ref):
+        yield from _terms(graph, first, with_inputs)
+    elif node.target in ("aten.add.Tensor", "aten.sub.Tensor") and isinstance(first, Ref):
+        yield from _terms(graph, first, with_inputs)
+        if isinstance(second, Ref):
+            yield from _terms(graph, second, with_inputs)
+    elif node.target in ("aten.mul.Tensor", "aten.div.Tensor") and isinstance(first, Ref):
+        if not isinstance(second, Ref) or second.node not in with_inputs:
+            yield from _terms(graph, first, with_inputs)
+        elif node.target == "aten.mul.Tensor" and first.node not in with_inputs:
+            yield from _terms(graph, second, with_inputs)
+        else:
+            is_count = node.target == "aten.div.Tensor" and not graph.spec(second).shape and _is_sum(graph, first)
+            yield _Mean(second if is_count else None)
+    elif node.target in LABELLED:
+        yield _labels(graph, node)
+    else:
+        yield _Mean(None)
+
+
+def _is_sum(graph: Graph, ref: Ref) -> bool:
+    """Whether a number is a sum over the batch."""
+    node = graph.nodes[ref.node]
+    if node.target in LABELLED:
+        return _argument(node, 3, "reduction", MEAN) == MEAN + 1
+    if node.target in SAME_COUNT and isinstance(node.args[0], Ref):
+        return _is_sum(graph, node.args[0])
+    return node.target.startswith("aten.sum.")
+
+
+def _labels(graph: Graph, node: Node) -> _Mean:
+    target, weight = node.args[1], _argument(node, 2, "weight", None)
+    whole_numbers = isinstance(target, Ref) and not graph.spec(target).is_float
+    if not whole_numbers or weight is not None or _argument(node, 3, "reduction", MEAN) != MEAN:
+        return _Mean(None)
+    return _Mean(target, int(_argument(node, 4, "ignore_index", IGNORED)))
+
+
+def _argument(node: Node, position: int, name: str, default: Any) -> Any:
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+
+
+__all__ = ["Count", "count_of"]

@@ -1,0 +1,69 @@
+"""Runs of a pipeline whose programs are in place, and by what part their microbatches count in the loss of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from autopar.capture import Captured
+from autopar.runtime.batch import Batch
+from autopar.runtime.flight import Shares
+from autopar.runtime.loss_counts import Count
+from autopar.runtime.reached import Reached, ReachedBy
+from autopar.runtime.runs import Run
+from autopar.runtime.work import Work
+from autopar.staging import StageGraph
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A run, and what goes through the stages.
+
+    Attributes:
+        captured, stages, batch: the program that takes it.
+        callers: the caller's tensors, by input name.
+        batches: whole inputs of every microbatch.
+        count: of how many things the loss of a microbatch is the mean; None where that is its rows.
+    """
+
+    run: Run
+    captured: Captured
+    stages: Sequence[StageGraph]
+    work: Work
+    batch: Batch
+    reached_by: ReachedBy | None
+    count: Count | None
+    callers: Mapping[str, torch.Tensor]
+    batches: Sequence[Mapping[str, torch.Tensor]]
+
+    def reached(self, seeds: Sequence[int]) -> list[Reached] | None:
+        """What has a gradient in each microbatch; None where all that wants one does."""
+        return None if self.reached_by is None else [self.reached_by(seed) for seed in seeds]
+
+    @property
+    def loss_dtype(self) -> torch.dtype:
+        """Of the model's loss; float64 where it has none."""
+        graph = self.captured.graph
+        name = "float64" if graph.loss is None else graph.spec(graph.outputs[graph.loss]).dtype
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+
+
+def shares_of(runs: Sequence[Ready]) -> list[Shares]:
+    """By what part each microbatch of each run counts in the loss of the batch: by its rows, or by what its loss is the
+    mean of (:mod:`.loss_counts`).
+
+    On accelerators counts stay on the device, so that the host does not wait for them; then a microbatch in which
+    nothing counts has the loss that the model gives it, which for a mean over no labels is no number.
+    """
+    if any(each.count is None for each in runs):
+        return [[each.run.share] * each.run.microbatches for each in runs]
+    counts = torch.stack([each.count(inputs) for each in runs for inputs in each.batches if each.count is not None])
+    shares = counts / counts.sum()
+    of_runs = shares.split([each.run.microbatches for each in runs])
+    return [part.tolist() if part.device.type == "cpu" else part for part in of_runs]
+
+
+__all__ = ["Ready", "shares_of"]

@@ -1,0 +1,62 @@
+"""Of how many things a loss is the mean, as its graph says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from autopar.capture import capture
+from autopar.parts_of_loss import difference_by_parts
+from autopar.runtime.loss_counts import count_of
+
+LOSSES = {
+    "labels": (lambda out, y: F.cross_entropy(out, y), 4.0),
+    "labels of a scaled loss": (lambda out, y: 0.5 * F.cross_entropy(out.float(), y, label_smoothing=0.1) + 1.0, 4.0),
+    "another number": (lambda out, y: F.cross_entropy(out, y.clamp(min=0), ignore_index=0), 3.0),
+    "shifted labels": (lambda out, y: F.cross_entropy(out, F.pad(y, (0, 1), value=-100)[1:].contiguous()), 3.0),
+    "log likelihood": (lambda out, y: F.nll_loss(F.log_softmax(out, -1), y), 4.0),
+    "a sum by hand": (lambda out, y: F.cross_entropy(out, y, reduction="sum") / (y != -100).sum(), 4.0),
+    "a mask": (lambda out, y: (out.square().sum(-1) * (y > 0)).sum() / (y > 0).float().sum(), 3.0),
+    "rows": (lambda out, y: out.square().mean() + 0.1 * out.abs().mean(), None),
+    "rows and labels": (lambda out, y: F.cross_entropy(out, y) + out.square().mean(), None),
+    "classes of unequal weight": (lambda out, y: F.cross_entropy(out, y, torch.ones(5, dtype=out.dtype)), None),
+    "a ratio": (lambda out, y: out.square().mean() / (y > 0).float().sum(), None),
+}  # fmt: skip
+"""Losses, and of how many things they are the mean; None where rows count."""
+LABELS = torch.tensor([1, -100, 2, -100, 0, 3])
+
+
+class Counted(nn.Module):
+    """A linear model with a penalty, which is no mean over anything of the batch."""
+
+    def __init__(self, name: str, penalty: bool = True) -> None:
+        super().__init__()
+        self.up, self.loss, self.penalty = nn.Linear(4, 5), LOSSES[name][0], penalty
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = self.loss(self.up(x), y)
+        return loss + 0.01 * self.up.weight.square().sum() if self.penalty else loss
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("penalty", [False, True])
+def test_counts(name: str, penalty: bool) -> None:
+    captured = capture(Counted(name, penalty), (torch.randn(6, 4), LABELS), {})
+    count = count_of(captured.graph, torch.device("cpu"))
+    wanted = LOSSES[name][1]
+    if wanted is None:
+        assert count is None
+        return
+    assert count is not None
+    names = [captured.graph.nodes[i].target for i in captured.inputs if i is not None]
+    assert float(count(dict(zip(names, (torch.randn(6, 4), LABELS), strict=True)))) == wanted
+
+
+def test_a_step_that_counts_labels_trains_by_the_loss_of_the_batch() -> None:
+    torch.manual_seed(0)
+    model, batch = Counted("labels"), (torch.randn(12, 4), torch.cat([LABELS, LABELS.clamp(min=0)]))
+    captured = capture(model, (batch[0][:6], batch[1][:6]), {})
+    assert "at once" in difference_by_parts(captured, model, (batch, {}, ()), 2)
+    assert difference_by_parts(captured, model, (batch, {}, ()), 2, counted=True) == ""
