@@ -186,7 +186,7 @@ def compare_one(config: Config) -> dict[str, Any]:
         for i in range(k):
             args, kwargs = cut(batch, k, i)
             reference.seed = mixed_seed(int(pm.get_extra_state()[0]), step * k + i)
-            part = loss_of(reference(*args, **kwargs)) / k
+            part = loss_of(reference(*args, **kwargs)) * shares(config, batch)[i]
             part.backward()
             want = want + part.detach()
         found["loss"] = max(found["loss"], abs(loss.item() - want.item()) / max(1.0, abs(want.item())))
@@ -214,6 +214,16 @@ def compare_one(config: Config) -> dict[str, Any]:
     return found
 
 
+def shares(config: Config, batch: Any) -> list[float]:
+    """By what part each microbatch counts: by its labels that are not ignored, where there are labels to ignore."""
+    labels = batch[1].get("labels")
+    if labels is None or not (labels == -100).any():
+        return [1 / config.microbatches] * config.microbatches
+    read = labels[:, 1:] if config.name in ("gpt2", "llama") else labels  # of the next token
+    counts = [int((part != -100).sum()) for part in read.chunk(config.microbatches)]
+    return [count / sum(counts) for count in counts]
+
+
 def evaluates(configs: Sequence[Config]) -> list[dict[str, Any]]:
     return [evaluates_one(config) for config in configs]
 
@@ -235,7 +245,7 @@ def evaluates_one(config: Config) -> dict[str, Any]:
         for i in range(k):
             args, kwargs = cut(case.batch, k, i)
             reference.seed = mixed_seed(int(pm.get_extra_state()[0]), step * k + i)
-            (loss_of(reference(*args, **kwargs)) / k).backward()
+            (loss_of(reference(*args, **kwargs)) * shares(config, case.batch)[i]).backward()
         theirs.step()
         theirs.zero_grad()
         model = reference.model.eval()
@@ -245,7 +255,7 @@ def evaluates_one(config: Config) -> dict[str, Any]:
         with torch.no_grad():
             wanted = [alone(*args, **kwargs) for args, kwargs in (cut(case.batch2, k, i) for i in range(k))]
         reference.model.train()
-        want = sum(float(loss_of(w)) for w in wanted) / k
+        want = sum(float(loss_of(w)) * share for w, share in zip(wanted, shares(config, case.batch2), strict=True))
         pm.eval()
         losses = [pm.evaluate(*case.batch2[0], **case.batch2[1])]
         names = list(inspect.signature(case.model.forward).parameters)
