@@ -57,7 +57,7 @@ def full_state_dict(pm: SpreadModule, *, all_ranks: bool = False) -> dict[str, t
     keep = all_ranks or dist.get_rank() == pm._ranks()[1]
     seen: dict[int, torch.Tensor] = {}
     state: dict[str, torch.Tensor] = {}
-    for name, value in _stored(pm).items():
+    for name, value in in_state_dict(pm).items():
         if id(value) not in seen:
             value_ = value.detach()
             whole = value_.full_tensor() if isinstance(value_, DTensor) else value_
@@ -70,7 +70,7 @@ def full_state_dict(pm: SpreadModule, *, all_ranks: bool = False) -> dict[str, t
 def _of_all_groups(pm: SpreadModule, all_ranks: bool) -> dict[str, torch.Tensor]:
     """Of a pipeline: the first rank of each group gives what its stages hold."""
     mine: dict[str, torch.Tensor] = {}
-    for name, value in _stored(pm).items():
+    for name, value in in_state_dict(pm).items():
         value = value.detach()
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         if pm.leads:
@@ -103,26 +103,23 @@ def load_full_state_dict(pm: SpreadModule, state: Mapping[str, torch.Tensor] | N
     (group, first), device, me = pm._ranks(), pm._device, dist.get_rank()
     if isinstance(state, OnFirstRank):
         state = None
-    stored = _stored(pm)
-    specs = _names(pm, stored, group)
+    stored = in_state_dict(pm)
+    specs = specs_of(pm, stored, group)
     if me == first and state is None:
         problem: str | None = "load_full_state_dict: rank 0 has no state dict; pass it there at least"
     else:
-        problem = _problem(specs, state, strict) if state is not None else None
+        problem = misfit(specs, state, strict) if state is not None else None
     same_error(group, problem, RunError)
     have = torch.tensor([state is not None], dtype=torch.int64, device=device)
     dist.all_reduce(have, op=dist.ReduceOp.MIN, group=group)
     everywhere = bool(have.item())
-    aliases: dict[str, list[str]] = {}
-    for name, (_, _, source) in specs.items():
-        aliases.setdefault(source, []).append(name)
     present = [set(state or ())]
     dist.broadcast_object_list(present, src=first, group=group)
-    for names in aliases.values():
+    for names in by_source(specs).values():
         source = next((name for name in names if name in present[0]), None)
         if source is None:
             continue
-        target = stored.get(source)
+        target = next((stored[name] for name in names if name in stored), None)
         if everywhere:
             assert state is not None
             whole = state[source]
@@ -140,16 +137,17 @@ def load_full_state_dict(pm: SpreadModule, state: Mapping[str, torch.Tensor] | N
                 )
 
 
-_Known = dict[str, tuple[tuple[int, ...], torch.dtype, str]]
+Specs = dict[str, tuple[tuple[int, ...], torch.dtype, str]]
+"""Shape, dtype and the first of its names, by name."""
 
 
-def _stored(pm: SpreadModule) -> dict[str, torch.Tensor]:
+def in_state_dict(pm: SpreadModule) -> dict[str, torch.Tensor]:
     """What this rank has of the model's state dict."""
     named = {**dict(pm.named_parameters(remove_duplicate=False)), **dict(pm.named_buffers(remove_duplicate=False))}
     return {name: named[name] for name in pm.state_dict() if name in named}
 
 
-def _names(pm: SpreadModule, stored: Mapping[str, torch.Tensor], group: Any) -> _Known:
+def specs_of(pm: SpreadModule, stored: Mapping[str, torch.Tensor], group: Any) -> Specs:
     """Shape, dtype and the first name of everything in the state dict, on any rank."""
     firsts: dict[int, str] = {}
     specs = {n: (tuple(t.shape), t.dtype, firsts.setdefault(id(t), n)) for n, t in stored.items()}
@@ -157,10 +155,23 @@ def _names(pm: SpreadModule, stored: Mapping[str, torch.Tensor], group: Any) -> 
         return specs
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, specs, group=group)
-    return {name: of for theirs in everyone for name, of in theirs.items()}
+    ties = pm._tied_names()  # a stage may know one name of a tied parameter only
+    return {
+        name: (shape, dtype, ties.get(name, source))
+        for theirs in everyone for name, (shape, dtype, source) in theirs.items()
+    }  # fmt: skip
 
 
-def _problem(specs: _Known, state: Mapping[str, Any], strict: bool) -> str | None:
+def by_source(specs: Specs) -> dict[str, list[str]]:
+    """All names of each tensor, by the first."""
+    names: dict[str, list[str]] = {}
+    for name, (_, _, source) in specs.items():
+        names.setdefault(source, []).append(name)
+    return names
+
+
+def misfit(specs: Specs, state: Mapping[str, Any], strict: bool, where: str = "the state dict") -> str | None:
+    """Why a state dict, or whatever else has shapes by name, is not that of a model; None where it is."""
     given = {specs[name][2] for name in state if name in specs}
     missing = [name for name, (_, _, source) in specs.items() if name not in state and source not in given]
     unexpected = [name for name in state if name not in specs and name != EXTRA]
@@ -171,7 +182,7 @@ def _problem(specs: _Known, state: Mapping[str, Any], strict: bool) -> str | Non
         lines.append(f"{len(unexpected)} unexpected: {first_few(unexpected, SHOWN)}")
     for name, value in state.items():
         if name in specs and tuple(value.shape) != specs[name][0]:
-            lines.append(f"{name}: shape {tuple(value.shape)} in the state dict, {specs[name][0]} in the model")
+            lines.append(f"{name}: shape {tuple(value.shape)} in {where}, {specs[name][0]} in the model")
     if not lines:
         return None
-    return "the state dict is not this model's\n  " + "\n  ".join(lines) + "\n  pass the state_dict() of the same model"
+    return f"{where} is not this model's\n  " + "\n  ".join(lines) + "\n  pass the state_dict() of the same model"

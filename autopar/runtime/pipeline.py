@@ -170,6 +170,9 @@ class PipelineModule(SpreadModule):
     def _ranks(self) -> tuple[Any, int]:
         return dist.group.WORLD, 0
 
+    def _tied_names(self) -> dict[str, str]:
+        return {alias: name for part in self._parts for alias, name in part.graph.tied.items()}
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Always an error.
 

@@ -327,6 +327,10 @@ class SpreadModule(Elements):
         """The process group of all ranks that hold a part, and the first of them."""
         raise NotImplementedError
 
+    def _tied_names(self) -> Mapping[str, str]:
+        """``{name: first name}`` of tied parameters of which a rank may hold one name only."""
+        return {}
+
     def get_extra_state(self) -> torch.Tensor:
         """Where dropout stands: the seed and the number of forwards, int64 [2]."""
         return torch.tensor(self._position(), dtype=torch.int64)

@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autopar.errors import RunError
-from autopar.placements import REPLICATED, Mesh, State, box_of, local_shape, shard
+from autopar.placements import REPLICATED, Box, Mesh, State, box_of, local_shape, shard
 from autopar.plan import ParamChoice
 from autopar.runtime.hops import Cut, Hop, gather, hops, of_its_own
 
@@ -103,12 +103,25 @@ def as_dtensor(local: torch.Tensor, state: State, shape: Sequence[int], device_m
     )
 
 
+def state_of(tensor: DTensor) -> State:
+    """How a stored DTensor lies, in autopar's words; what is no shard is whole."""
+    return State(shard(p.dim) if isinstance(p, Shard) else REPLICATED for p in tensor.placements)
+
+
+def box_held(tensor: torch.Tensor) -> Box:
+    """``(start, length)`` per dim: which part of the whole tensor this rank has."""
+    if not isinstance(tensor, DTensor):
+        return tuple((0, n) for n in tensor.shape)
+    mesh = tensor.device_mesh
+    return box_of(tensor.shape, state_of(tensor), mesh_of(mesh), coordinate_of(mesh))
+
+
 def like(example: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """This rank's share of ``whole``, placed as ``held`` is: a DTensor of its placements, or a plain tensor."""
     whole = whole.detach().to(example.device)
     if not isinstance(example, DTensor):
         return whole.contiguous()
-    state = State(shard(p.dim) if isinstance(p, Shard) else REPLICATED for p in example.placements)
+    state = state_of(example)
     piece = local_piece(whole, state, example.device_mesh)
     if piece is not whole:  # a share of its own, so that the whole can go
         piece = piece.clone(memory_format=torch.contiguous_format)
