@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from autopar.errors import ModelError
+from autopar.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Loaded:
     """A model with its example inputs, and the words with which a plan file names it.
 
     ``parts``: into how many microbatches the example batch was cut before it was captured; None for not at all.
+    ``precision``: the policy that the model is planned for where none is asked for; None for its own formats alone.
     """
 
     model: torch.nn.Module
@@ -32,6 +34,7 @@ class Loaded:
     batch: int | None = None
     seq: int | None = None
     parts: int | None = None
+    precision: Precision | None = None
 
     def named(self, folder: Path) -> dict[str, Any]:
         """For a plan file in ``folder``: the spec with its path relative to that folder."""

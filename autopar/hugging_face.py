@@ -14,9 +14,12 @@ import torch
 
 from autopar.errors import ModelError
 from autopar.frontends import Loaded, cause_in, frontend
+from autopar.precision import PRESETS
 from hardware_profiles.strict import Unreadable, parse_json, read_text
 
 DEFAULT_BATCH, DEFAULT_SEQ = 8, 2048
+TRAINED_IN = {torch.bfloat16: PRESETS["bf16-mixed"], torch.float16: PRESETS["16-mixed"]}
+"""By the format of a config: the policy that a plan is for where none is asked for, as such models are trained."""
 
 CAUSAL = ("ForCausalLM", "LMHeadModel")
 SEQ2SEQ = ("ForConditionalGeneration", "ForSpeechSeq2Seq")
@@ -74,7 +77,7 @@ def from_config(spec: str, file: Path, batch: int | None, seq: int | None, devic
     except Exception as error:
         why = cause_in(error, file)
         raise ModelError(f"model '{spec}': building {name} raised {why}; correct the config") from error
-    return Loaded(model.train(), (), kwargs, spec, batch, seq)
+    return Loaded(model.train(), (), kwargs, spec, batch, seq, precision=TRAINED_IN.get(dtype))
 
 
 def _suggest(transformers: Any, kind: str) -> str:

@@ -132,12 +132,14 @@ def moved(loaded: Loaded, device: str) -> Loaded:
 def load_and_capture(
     spec: str, batch: int | None = None, seq: int | None = None, *, folder: Path | None = None, device: str = "meta",
     parts: int | None = None, input_gradients: bool = False, precision: Precision | None = None,
+    by_default: bool = False,
 ) -> tuple[Loaded, Captured]:  # fmt: skip
     """The model that ``spec`` names, and its graph; of one microbatch, if its example inputs are that of ``parts``.
 
     Args:
         input_gradients: all inputs that can want gradients do.
         precision: the policy to capture it for.
+        by_default: without one, that of the frontend which loads the model.
     """
     with progress(f"loading {spec}"):
         from dataclasses import replace
@@ -155,6 +157,8 @@ def load_and_capture(
             loaded = replace(loaded, args=args, kwargs=kwargs)
     with progress(f"capturing {type(loaded.model).__name__}") as say, heard(say):
         args, kwargs = first_part((loaded.args, loaded.kwargs), parts or 1)
+        if precision is None and by_default:
+            precision = loaded.precision
         return loaded, capture(loaded.model, args, kwargs, precision=precision)
 
 

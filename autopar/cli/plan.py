@@ -32,6 +32,7 @@ from autopar.wishes import OPTIMIZERS, WISHES
 if TYPE_CHECKING:
     from autopar.plan import Plan
     from autopar.planning import Outcome
+    from autopar.precision import Precision
     from hardware_profiles import Cluster
 
 
@@ -104,7 +105,9 @@ def plan(
         raise UsageError(f"--top is {top}; it is 1 or more")
     layout = layouts.parsed(like)
     parts = wanted.microbatches if wanted.microbatches > 1 else None
-    loaded, captured = load_and_capture(model, batch, seq, parts=parts, precision=wanted.pins.precision)
+    policy = wanted.pins.precision
+    loaded, captured = load_and_capture(model, batch, seq, parts=parts, precision=policy, by_default=True)
+    wanted = replace(wanted, pins=replace(wanted.pins, precision=captured.graph.precision))
     wanted = replace(wanted, top=top)
     if (like is not None or top != 1) and not planning.can_be_cut(captured.graph, (loaded.args, loaded.kwargs)):
         raise UsageError("--like and --top need a model that returns its loss, and a batch with rows")
@@ -117,6 +120,9 @@ def plan(
             loaded.model, captured, lambda: (loaded.args, loaded.kwargs), hardware, hardware.n_devices, wanted,
             cluster, runs=False, say=say,
         )  # fmt: skip
+    if policy is None and loaded.precision is not None:
+        said_so = f"{_policy_of(loaded.precision)}; --precision bf16-true for the config's own format throughout"
+        outcome = replace(outcome, plan=replace(outcome.plan, notes=(said_so, *outcome.plan.notes)))
     if outcome.captured is not captured:
         loaded = replace(loaded, parts=outcome.plan.microbatches)
     named = loaded.named(folder)
@@ -127,6 +133,14 @@ def plan(
     else:
         _summary(outcome, hardware, output, top)
         layouts.show(outcome, hardware, top, layout, pinned)
+
+
+def _policy_of(precision: Precision) -> str:
+    """What a policy that nobody asked for is, for a note in the plan."""
+    return (
+        f"precision {precision}, as the config is in {precision.params}: it computes so, on {precision.master} masters "
+        f"with {precision.moments} moments, and adds gradients up in {precision.reduce}"
+    )
 
 
 def _arguments(said: dict[str, Any]) -> dict[str, Any]:

@@ -313,6 +313,14 @@ def test_hugging_face_config() -> None:
     assert found["inputs"] == {"input_ids": "int64[4 32]", "labels": "int64[4 32]"}
     text = autopar("plan", "hf:config.json", "--batch", "4", "--seq", "32", "-c", "dgx-h100", "-m", "data=2", "--json")
     assert json.loads(text)["model"] == {"spec": "hf:config.json", "batch": 4, "seq": 32}
+    Path("config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))  # is trained on float32 masters
+    plan = ["plan", "hf:config.json", "--batch", "4", "--seq", "32", "-c", "dgx-h100", "-m", "data=2"]
+    mixed = autopar(*plan, "-o", "mixed.json")
+    low = json.loads(autopar(*plan, "--precision", "bf16-true", "--json"))
+    made = json.loads(Path("mixed.json").read_text())
+    assert "note: precision bf16-mixed, as the config is in bfloat16" in " ".join(mixed.split())
+    assert made["pins"]["precision"] == "bf16-mixed" and low["pins"]["precision"] == "bf16-true"
+    assert autopar("check", "mixed.json")
 
 
 def test_version() -> None:
