@@ -26,6 +26,7 @@ What stands where, in the order in which a model passes through:
 :mod:`.lower`         graph and plan become a program
 :mod:`.runtime`       programs with parameters, on ranks: collectives, gradients, pipelines, checkpoints
 :mod:`.spreading`     a plan on all ranks; :mod:`.recapture`: another one when shapes or values change
+:mod:`.integrations`  training loops of transformers and accelerate
 :mod:`.profiling`     a machine, measured
 :mod:`.torch_private` private names of torch; :mod:`.errors`: what users can cause; :mod:`.collection`: garbage
 ===================== =================================================================================================

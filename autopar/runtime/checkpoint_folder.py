@@ -189,7 +189,7 @@ class Checkpoint:
     def _of_rank(self) -> dict[str, Any]:
         state: dict[str, Any] = {"others": {name: value.state_dict() for name, value in self.others.items()}}
         if self.random_state:
-            state["random"] = _generators()
+            state["random"] = generators()
         return state
 
     # -- loading
@@ -238,7 +238,7 @@ class Checkpoint:
             for name, value in self.others.items():
                 value.load_state_dict(of_rank["others"][name])
             if self.random_state and "random" in of_rank:
-                _set_generators(of_rank["random"])
+                set_generators(of_rank["random"])
         return chosen
 
     def _chosen(self, step: int | None) -> int | None:
@@ -396,7 +396,7 @@ def _cause(error: BaseException) -> str:
     return str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
 
 
-def _generators() -> dict[str, Any]:
+def generators() -> dict[str, Any]:
     """The states of the generators of Python, numpy (where it is used) and torch, as tensors and plain values."""
     version, internal, gauss = random.getstate()
     states: dict[str, Any] = {"python": [version, list(internal), gauss], "torch": torch.get_rng_state()}
@@ -408,7 +408,8 @@ def _generators() -> dict[str, Any]:
     return states
 
 
-def _set_generators(states: Mapping[str, Any]) -> None:
+def set_generators(states: Mapping[str, Any]) -> None:
+    """What :func:`generators` gave."""
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
     torch.set_rng_state(states["torch"])
@@ -420,4 +421,4 @@ def _set_generators(states: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
-__all__ = ["Checkpoint", "on_disk"]
+__all__ = ["Checkpoint", "generators", "on_disk", "set_generators"]

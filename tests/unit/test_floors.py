@@ -23,7 +23,7 @@ FLOORS = {
     "autopar.verify": 8, "autopar.arguments": 8, "autopar.planfile": 8, "autopar.models": 8, "autopar.frontends": 8,
     "autopar.hugging_face": 8, "autopar.report": 8,
     "autopar.profiling": 8, "autopar.other_batch": 8, "autopar.recapture": 9, "autopar.api": 9, "autopar.spreading": 9,
-    "autopar.cli": 9, "autopar.__main__": 9,
+    "autopar.cli": 9, "autopar.__main__": 9, "autopar.integrations": 9,
 }  # fmt: skip
 
 

@@ -1,0 +1,139 @@
+"""``Trainer``: that of transformers, whose model is a parallel module.
+
+>>> from autopar.integrations import Trainer             # in the place of: from transformers import Trainer
+>>> Trainer(model=model, args=args, train_dataset=rows).train()
+
+The trainer sees one process, so ``per_device_train_batch_size`` is that of the whole batch. Checkpoints are those of a
+run on one device: either kind of run resumes the other's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+import transformers
+from accelerate.state import AcceleratorState
+
+from autopar.integrations.accelerator import Accelerator
+from autopar.integrations.first_call import ParallelOnFirstCall
+from autopar.integrations.one_process import tell_ranks, without_launcher
+from autopar.runtime.checkpoint import full_state_dict
+from autopar.runtime.saving import save
+
+_DEVICES = "_setup_devices"
+
+
+class Trainer(transformers.Trainer):
+    """transformers' Trainer on several ranks.
+
+    Args:
+        parallel: options of :func:`autopar.parallelize`, such as ``{"constraints": ...}``; ``mesh`` is the number of
+            ranks by default.
+
+    The others are those of ``transformers.Trainer``. After ``train()`` the model that was passed has the trained
+    weights, on every rank.
+    """
+
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+
+    def __init__(self, *args: Any, parallel: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        self._parallel = dict(parallel or {})
+        arguments = kwargs.get("args", args[1] if len(args) > 1 else None)
+        if arguments is None:
+            arguments = kwargs["args"] = transformers.TrainingArguments("tmp_trainer")
+        arguments_of_one_process(arguments)
+        super().__init__(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        def make(**kwargs: Any) -> Accelerator:
+            return Accelerator(parallel=self._parallel, **kwargs)
+
+        with mock.patch("transformers.trainer.Accelerator", make):
+            super().create_accelerator_and_postprocess()
+
+    # -- the parallel module
+
+    @property
+    def _prepared(self) -> ParallelOnFirstCall | None:
+        """The model on the ranks, once it is there."""
+        wrapped = self.model_wrapped
+        return wrapped if isinstance(wrapped, ParallelOnFirstCall) and wrapped.is_parallel else None
+
+    @contextlib.contextmanager
+    def _in_place_of_model(self) -> Iterator[None]:
+        """``self.model`` is what is trained."""
+        model, prepared = self.model, self._prepared
+        self.model = prepared if prepared is not None else model
+        try:
+            yield
+        finally:
+            self.model = model
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().train(*args, **kwargs)
+        self._to_model()
+        return result
+
+    def _to_model(self) -> None:
+        """The model that was passed gets the trained weights."""
+        if self._prepared is not None:
+            state = full_state_dict(self._prepared.now, all_ranks=True)  # type: ignore[arg-type]
+            self.model.load_state_dict(state, strict=False)  # its buffers that are not saved are not there
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        with self._in_place_of_model():
+            return super().evaluation_loop(*args, **kwargs)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        if self._prepared is not None:
+            self._prepared.load_state_dict(self.model.state_dict())
+
+    # -- files
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """``save_pretrained`` by the first rank; all ranks call it."""
+        prepared = self._prepared
+        state = full_state_dict(prepared.now) if prepared is not None else None  # type: ignore[arg-type]
+        if self.args.should_save:
+            self._save(output_dir or self.args.output_dir, state_dict=state)
+        _wait()
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        folder = Path(output_dir)
+        save(self.optimizer.state_dict(), folder / "optimizer.pt")
+        save(self.lr_scheduler.state_dict(), folder / "scheduler.pt")
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if self.args.should_save:
+            super()._save_rng_state(output_dir)
+        _wait()
+
+
+def _wait() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def arguments_of_one_process(arguments: Any) -> None:
+    """Have training arguments, which may have asked torchrun already, say one process."""
+    if arguments.distributed_state is not None and arguments.distributed_state.num_processes > 1:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    arguments.__dict__.pop(_DEVICES, None)
+    unasked = mock.patch("transformers.training_args._is_torch_distributed_initialized", lambda: False)
+    with without_launcher(), unasked:  # which warns that this is not DistributedDataParallel
+        device = getattr(arguments, _DEVICES)
+    tell_ranks(arguments.distributed_state)
+    if device.type == "cuda":
+        arguments.__dict__[_DEVICES] = arguments.distributed_state.device
+        arguments._n_gpu = 1
+
+
+__all__ = ["Trainer", "arguments_of_one_process"]
