@@ -55,8 +55,8 @@ def count_of(graph: Graph, device: torch.device) -> Count | None:
     if len(terms) != 1:
         return None
     mean = terms.pop()
-    if mean.of is None or graph.nodes[mean.of.node].hot:
-        return None
+    if mean.of is None or graph.nodes[mean.of.node].hot or mean.of.node not in with_inputs:
+        return None  # labels that forward makes are as many in each microbatch
     part = part_for(graph, [mean.of])
     program = lower(part, one_device(part), device)
     if any(slot.kind != "input" for slot in program.slots):
