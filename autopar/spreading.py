@@ -23,7 +23,7 @@ from autopar.planning import Outcome
 from autopar.runtime.agree import FirstRankValues, Meeting, Stopped, first_seed, share, together
 from autopar.runtime.executor import ParallelModule, check_device_mesh
 from autopar.runtime.groups import backend_for, backends
-from autopar.runtime.init import Init, MetaValues, is_meta
+from autopar.runtime.init import Init, MadeInTurn, MetaValues, is_meta
 from autopar.runtime.pipeline import PipelineModule
 from autopar.runtime.plan_groups import group_of_own, mesh_of_own
 from autopar.runtime.store_meeting import from_all
@@ -282,8 +282,8 @@ def _values(
     model: torch.nn.Module, group: Any, device_mesh: DeviceMesh | None, init: Init | None, device: torch.device
 ) -> Callable[[str], torch.Tensor] | None:
     if is_meta(model):
-        seed = int(share(group, str(torch.initial_seed()), None))
-        return MetaValues(model, init, seed)
+        made = MetaValues(model, init, int(share(group, str(torch.initial_seed()), None)))
+        return made if dist.get_world_size(group) == 1 else MadeInTurn(made, group, device)
     if dist.get_world_size(group) == 1:
         return None
     named: Mapping[str, torch.Tensor] = {

@@ -162,30 +162,73 @@ class Meeting:
             self.open = False
 
 
-class FirstRankValues(Meeting):
-    """The first rank's tensors by name, on every rank: models that were built without a common seed differ.
+class SentValues(Meeting):
+    """Tensors by name, on every rank, each from the rank that has it or makes it.
 
     Ranks ask for the same names in the same order, and meet before each.
     """
 
-    def __init__(self, named: Mapping[str, torch.Tensor], group: Any, first: int, device: torch.device) -> None:
+    def __init__(self, named: Mapping[str, torch.Tensor], group: Any, device: torch.device) -> None:
         """
         Args:
+            named: shapes and dtypes by name, the same on all ranks.
             device: on which values travel and arrive: the mesh's, for which the group has a backend.
         """
         super().__init__(group, device)
-        self.named, self.first = named, first
+        self.named = named
+        self.room: torch.Tensor | None = None
+
+    def source(self, name: str) -> int:
+        """The rank that has a value."""
+        raise NotImplementedError
+
+    def take(self, name: str) -> torch.Tensor:
+        """The whole value; called on its source."""
+        raise NotImplementedError
 
     def __call__(self, name: str) -> torch.Tensor:
-        """The whole value of a parameter or buffer.
+        """The whole value of a parameter or buffer, for reading, and until the next one is asked for: all come to one
+        place, so that a rank needs room for the largest of them and no more.
 
         Raises:
             Stopped: another rank failed.
         """
-        whole = self.named[name].detach().to(self.device, copy=True).contiguous()
+        like, source = self.named[name], self.source(name)
+        if dist.get_rank() == source:
+            whole = self.take(name).detach().to(self.device).contiguous()
+            if whole.shape != like.shape or whole.dtype != like.dtype:
+                raise RunError(
+                    f"the initial value of '{name}' is {whole.dtype} of shape {tuple(whole.shape)}, the model has "
+                    f"{like.dtype} of shape {tuple(like.shape)} there"
+                )
+        else:
+            whole = self._place(like)
         self.tell()
-        dist.broadcast(whole, src=self.first, group=self.group)
+        dist.broadcast(whole, src=source, group=self.group)
         return whole
+
+    def _place(self, like: torch.Tensor) -> torch.Tensor:
+        """Where a value of that shape and dtype arrives."""
+        if self.room is None:
+            most = max(x.numel() * x.element_size() for x in self.named.values())
+            self.room = torch.empty(most, dtype=torch.uint8, device=self.device)
+        return self.room[: like.numel() * like.element_size()].view(like.dtype).view(like.shape)
+
+
+class FirstRankValues(SentValues):
+    """The first rank's tensors by name, on every rank: models that were built without a common seed differ."""
+
+    def __init__(self, named: Mapping[str, torch.Tensor], group: Any, first: int, device: torch.device) -> None:
+        super().__init__(named, group, device)
+        self.first = first
+
+    def source(self, name: str) -> int:
+        """Always the first."""
+        return self.first
+
+    def take(self, name: str) -> torch.Tensor:
+        """This rank's own."""
+        return self.named[name]
 
 
 def first_seed(group: Any) -> int:

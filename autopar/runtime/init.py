@@ -2,19 +2,22 @@
 
 Every module that owns parameters or buffers is materialised alone on the CPU, with a seed that follows from the base
 seed and its path, and initialised by ``init``, by the model's ``_init_weights`` (transformers), or by its own
-``reset_parameters``. The rank keeps its slices; the rest is freed.
+``reset_parameters``. Ranks take turns, a module each, and send what they made to the others. A rank keeps its slices;
+the rest is freed.
 """
 
 from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from autopar.errors import RunError
+from autopar.runtime.agree import SentValues
 
 Init = Callable[[torch.nn.Module], Any]
 
@@ -28,12 +31,13 @@ class MetaValues:
         self.values: dict[str, torch.Tensor] = {}
 
     def __call__(self, name: str) -> torch.Tensor:
-        """The whole value of a parameter or buffer."""
+        """The whole value of a parameter or buffer; it is kept no longer than by who asks for it."""
         path, _, key = name.rpartition(".")
-        if path != self.path:
+        if path != self.path or key not in self.values:
+            self.values = {}
             self.values = self._materialise(path)
             self.path = path
-        return self.values[key]
+        return self.values.pop(key)
 
     def _materialise(self, path: str) -> dict[str, torch.Tensor]:
         module = self.model.get_submodule(path)
@@ -81,6 +85,29 @@ class MetaValues:
         return ways
 
 
+class MadeInTurn(SentValues):
+    """Initial values that ranks make in turn, a module each, and send to the others: none makes them all."""
+
+    def __init__(self, values: MetaValues, group: Any, device: torch.device) -> None:
+        model = values.model
+        super().__init__({**_named(model.named_parameters), **_named(model.named_buffers)}, group, device)
+        self.values, self.ranks = values, dist.get_process_group_ranks(group)
+        paths = dict.fromkeys(name.rpartition(".")[0] for name in self.named)
+        self.turns = {path: turn % len(self.ranks) for turn, path in enumerate(paths)}
+
+    def source(self, name: str) -> int:
+        """The rank whose turn the module is."""
+        return self.ranks[self.turns[name.rpartition(".")[0]]]
+
+    def take(self, name: str) -> torch.Tensor:
+        """The value that this rank makes."""
+        return self.values(name)
+
+
+def _named(each: Callable[..., Iterable[tuple[str, torch.Tensor]]]) -> dict[str, torch.Tensor]:
+    return dict(each(remove_duplicate=False))
+
+
 def is_meta(model: torch.nn.Module) -> bool:
     """Whether any parameter or buffer has no storage."""
     return any(t.device.type == "meta" for t in (*model.parameters(), *model.buffers()))
@@ -104,4 +131,4 @@ def _is_unset(value: torch.Tensor | None) -> bool:
     return bool((value == torch.iinfo(value.dtype).min).any()) and value.dtype is not torch.uint8
 
 
-__all__ = ["Init", "MetaValues", "is_meta"]
+__all__ = ["Init", "MadeInTurn", "MetaValues", "is_meta"]

@@ -30,7 +30,7 @@ from autopar.runtime.groups import Groups
 from autopar.runtime.loss_counts import Count, count_of
 from autopar.runtime.pipeline_outputs import Parts, of_batch, of_run
 from autopar.runtime.pipeline_programs import Lines
-from autopar.runtime.pipeline_start import begun, check_fits, values_of
+from autopar.runtime.pipeline_start import begun, check_fits, take_values
 from autopar.runtime.programs import AllWell, Fields, ModuleCall
 from autopar.runtime.reached import ReachedBy, reached_by
 from autopar.runtime.ready import Ready, shares_of
@@ -121,7 +121,14 @@ class PipelineModule(SpreadModule):
         self._groups, self._generation = groups, groups.generation
         if len({s.devices for s in plan.stages}) > 1:
             flat_optimizer_states(PipelineModule)
-        given = values_of(model, self._parts, here, values)
+        shared: dict[str, torch.nn.Parameter] = {}
+        placings = {
+            s: Placing(
+                self, model, self._parts[s].graph, captured.constants, plan.stages[s], meshes[s], shared=shared
+            )
+            for s in mine
+        }  # fmt: skip
+        take_values(model, here, values, placings.values())
         self._seed = first_seed(dist.group.WORLD) if seed is None else seed
         well()
         self._random = any(rule is not None and rule.random for rule in rules_of(captured.graph))
@@ -134,14 +141,6 @@ class PipelineModule(SpreadModule):
         self._compared = Calls(here.everyone, None, False, list(meshes.values()), readers)
         self._failures = Failures(range(dist.get_world_size()), groups.abort, stays_armed=self._device.type != "cpu")
         self.leads = self._rank == plan.stages[mine[0]].devices[0]
-        shared: dict[str, torch.nn.Parameter] = {}
-        placings = {
-            s: Placing(
-                self, model, self._parts[s].graph, captured.constants, plan.stages[s], meshes[s], given.__getitem__,
-                shared,
-            )
-            for s in mine
-        }  # fmt: skip
         for placing in placings.values():
             placing.parameters()
         self._stages = {

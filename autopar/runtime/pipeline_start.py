@@ -5,7 +5,7 @@ All ranks come through here alike, also for what they are not part of; afterward
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from autopar.plan import Plan
 from autopar.runtime.agree import FirstRankValues
 from autopar.runtime.groups import Groups, groups_for
 from autopar.runtime.plan_groups import groups_of
+from autopar.runtime.registering import Placing
 from autopar.runtime.stagewise import refuse_norms_on
 from autopar.runtime.ties import Tied, tie_wires, tied_parameters
 from autopar.runtime.wires import Wire, wires_of
@@ -73,25 +74,29 @@ def begun(parts: Sequence[StageGraph], plan: Plan, device_type: str) -> Start:
     return Start(wires, tied, groups, mine, meshes, groups.of(range(plan.n_devices)))
 
 
-def values_of(
-    model: torch.nn.Module, parts: Sequence[StageGraph], start: Start, values: Callable[[str], torch.Tensor] | None
-) -> dict[str, torch.Tensor]:
-    """Whole values of what this rank holds; rank 0's, so that ranks that were seeded differently agree.
+def take_values(
+    model: torch.nn.Module, start: Start, values: Callable[[str], torch.Tensor] | None, placings: Iterable[Placing]
+) -> None:
+    """Give this rank's stages their parts of the model's values, one whole value after the other; rank 0's, so that
+    ranks that were seeded differently agree.
 
     Args:
         values: gives them by name, and is called on every rank for every name; by default they are sent from rank 0.
+        placings: of this rank's stages. What two of them share is given to the first.
     """
-    needed = {n.target for s in start.mine for n in parts[s].graph.nodes if n.kind in ("param", "buffer")}
     named: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    params = set(named)
     named.update(model.named_buffers(remove_duplicate=False))
     if values is None:
         values = FirstRankValues(named, start.everyone, 0, start.groups.device)
-    result = {}
+    readers = {name: [placing for placing in placings if name in placing.nodes] for name in named}
+
+    def give(name: str, whole: torch.Tensor) -> None:
+        for placing in readers[name][:1] if name in params else readers[name]:
+            placing.arrives(name, whole)
+
     for name in named:
-        value = values(name)
-        if name in needed:
-            result[name] = value
-    return result
+        give(name, values(name))  # nothing here holds it while the next one comes
 
 
-__all__ = ["Start", "begun", "check_fits", "values_of"]
+__all__ = ["Start", "begun", "check_fits", "take_values"]

@@ -44,6 +44,23 @@ class Placing:
         self.params = dict(model.named_parameters(remove_duplicate=False))
         self.buffers = dict(model.named_buffers(remove_duplicate=False))
         self.nodes = {node.target: node for node in graph.nodes if node.kind in ("param", "buffer")}
+        self.pieces: dict[str, torch.Tensor] = {}
+
+    def arrives(self, name: str, whole: torch.Tensor) -> None:
+        """Keep this rank's part of a value that the graph reads, so that the whole one can go before the next comes."""
+        if name in self.nodes:
+            param = self.params.get(name)
+            state = self._stored(name, param) if param is not None else self._kept(name)
+            self.pieces[name] = self._cut(whole.detach(), state, name)
+
+    def _stored(self, source: str, param: torch.nn.Parameter) -> State:
+        """How a parameter is placed."""
+        planned = self.plan.params.get(source)
+        return planned.stored if planned is not None else whole_state(self.plan.mesh, param.requires_grad)
+
+    def _kept(self, source: str) -> State:
+        """How a buffer is placed."""
+        return self.plan.buffers.get(source, whole_state(self.plan.mesh))
 
     def parameters(self) -> None:
         """Place and register them.
@@ -51,7 +68,6 @@ class Placing:
         Raises:
             RunError: one has no value, or two stages of this rank store it in two ways.
         """
-        mesh = self.plan.mesh
         placed: dict[str, torch.nn.Parameter] = {} if self.shared is None else self.shared
         mine: set[str] = set()
         for name, param in self.params.items():
@@ -62,8 +78,7 @@ class Placing:
                 source = next(n for n, p in self.params.items() if p is param)
             if source not in placed:
                 node = self.nodes.get(source)
-                everywhere = whole_state(mesh, param.requires_grad)
-                state = self.plan.params[source].stored if source in self.plan.params else everywhere
+                state = self._stored(source, param)
                 shape = node.out.shape if node is not None else tuple(param.shape)
                 stored = self._local(source, state)
                 if self.graph.precision is not None:
@@ -84,13 +99,12 @@ class Placing:
         """
         placed: Buffers = {}
         shown: dict[str, torch.Tensor] = {}
-        mesh = self.plan.mesh
         constants = [n.target for n in self.graph.nodes if n.kind == "buffer" and n.target not in self.buffers]
         for name in [*self.buffers, *constants]:
             source = self.graph.tied.get(name, name)
             if self.shared is not None and source not in self.nodes:
                 continue
-            state = self.plan.buffers.get(source, whole_state(mesh))
+            state = self._kept(source)
             if source not in placed:
                 before = self._registered(name) if name in self.buffers else None
                 if before is not None and _placed_as(before, state, self.device_mesh):
@@ -117,13 +131,18 @@ class Placing:
 
     def _local(self, name: str, state: State) -> torch.Tensor:
         """This rank's part of a value."""
+        if name in self.pieces:
+            return self.pieces.pop(name)
         if name in self.constants and name not in self.buffers and name not in self.params:
             value = self.constants[name]
         elif self.values is not None:
             value = self.values(name)
         else:
             value = (self.params if name in self.params else self.buffers)[name]
-        value = value.detach()
+        return self._cut(value.detach(), state, name)
+
+    def _cut(self, value: torch.Tensor, state: State, name: str) -> torch.Tensor:
+        """A copy of this rank's part of a whole value, on this rank's device."""
         if value.device.type == "meta":
             raise RunError(f"'{name}' is on the meta device; pass init= to give it a value")
         piece = local_piece(value, state, self.device_mesh)
