@@ -22,7 +22,7 @@ from autopar.clusters import get_cluster, profile_of, reference
 from autopar.comparison import compare_with_eager
 from autopar.errors import AutoparError, CaptureError, ClusterError, PlanError
 from autopar.parts_of_loss import difference_by_parts
-from autopar.placements import Mesh, mesh_shapes
+from autopar.placements import Mesh, mesh_shapes, mesh_text
 from autopar.plan import Plan
 from autopar.planning import Outcome
 from autopar.precision import Precision, parse_precision
@@ -33,9 +33,11 @@ from autopar.runtime.init import Init, is_meta
 from autopar.runtime.optimizers import replaced
 from autopar.runtime.original import Original
 from autopar.runtime.own_rows import as_whole
+from autopar.runtime.own_rows_in_stages import parts_on
 from autopar.runtime.pipeline import PipelineModule
 from autopar.runtime.presence import alive
 from autopar.runtime.programs import Programs
+from autopar.runtime.runs import rows_of_microbatch
 from autopar.torch_private import pytree
 from autopar.wishes import MOST_AXES, WISHES, documented
 from hardware_profiles import Cluster
@@ -273,8 +275,8 @@ def parallelize(
             by default the parameters' own, which is what the plan's price counts. What they get is of their own again.
         batch: ``"global"``: every rank is called with the whole batch, and takes its slice; ``"local"``: with its own
             rows, as with DistributedDataParallel and DistributedSampler, also in ``example_inputs``; what a call gives
-            is its own rows, too, and scalars of the whole batch (:mod:`autopar.runtime.own_rows`). Pipelines take whole
-            batches.
+            is its own rows, too, and scalars of the whole batch (:mod:`autopar.runtime.own_rows`). In a pipeline the
+            nth ranks of all groups have the same rows (:mod:`autopar.runtime.own_rows_in_stages`).
 
     The other arguments are those of :func:`plan`.
 
@@ -301,14 +303,14 @@ def parallelize(
                 cluster = profile_of(profile, cluster)
             else:
                 mesh = profile_of(profile, mesh)
-        if batch == "local":
-            args, kwargs = split_inputs(example_inputs, example_kwargs)
-            own = args, kwargs, (targets,) if isinstance(targets, torch.Tensor) else tuple(targets)
-            ranks = dist.get_world_size(group)
-            example_inputs, example_kwargs, targets = spreading.on_all(group, lambda: as_whole(own, ranks))
         if plan is not None and precision is None:
             given["precision"] = _policy_of(plan, group)
         asked = spreading.on_all(group, lambda: _asked(given, device_mesh))
+        if batch == "local":
+            args, kwargs = split_inputs(example_inputs, example_kwargs)
+            own = args, kwargs, (targets,) if isinstance(targets, torch.Tensor) else tuple(targets)
+            parts_of_rows = spreading.on_all(group, lambda: _parts_of_rows(plan, asked, dist.get_world_size(group)))
+            example_inputs, example_kwargs, targets = spreading.on_all(group, lambda: as_whole(own, parts_of_rows))
         fixed = asked.microbatches  # of 1 where it is to be chosen
 
         def first(microbatches: int) -> Any:
@@ -347,15 +349,11 @@ def parallelize(
             said = difference_by_parts(one, model, first(1), decided.microbatches, counted=len(decided.stages) > 1)
             if said:
                 warnings.warn(said, stacklevel=2)
-        if batch == "local" and len(decided.stages) > 1:
-            raise PlanError(
-                f"the plan has {len(decided.stages)} stages, and pipelines take the whole batch on every rank: give "
-                "batch='global', or stages=1"
-            )
         pm = spreading.spread(model, one, decided, group, device_mesh=device_mesh, init=init)
         if gradient_dtype is not None:
             pm.gradient_dtype = gradient_dtype
-        if batch == "local" and pm.device_mesh.size() > 1:
+        if batch == "local" and dist.get_world_size(group) > 1:
+            spreading.on_all(group, lambda: _check_rows(decided, one, parts_of_rows))
             pm.take_own_rows()
         device_type = spreading.device_type_of(model)
         cluster_of_plan = spreading.hardware_when_asked(decided, device_type, mesh, cluster, records)
@@ -399,6 +397,44 @@ def _policy_of(plan: Plan | str | Path, group: Any) -> Precision | None:
     except Exception as e:
         error = e
     return parse_precision(share(group, text, error) or None)
+
+
+def _parts_of_rows(plan: Plan | str | Path | None, asked: Asked, ranks: int) -> int:
+    """Into how many parts the rows of a batch come, each on a rank of its own in every group.
+
+    Raises:
+        PlanError: that depends on a number of stages that is still to be chosen.
+    """
+    if isinstance(plan, Plan):
+        return parts_on([stage.mesh for stage in plan.stages])
+    if plan is not None:
+        return parts_on(planfile.open_(plan).meshes)
+    if asked.piped and asked.pins.stages is None:
+        raise PlanError(
+            "batch='local' with a number of stages that is to be chosen: how many rows a step has depends on it, since "
+            "every group of ranks needs all of them; give stages=, or batch='global'"
+        )
+    return ranks // (asked.pins.stages or 1)
+
+
+def _check_rows(plan: Plan, captured: Captured, parts: int) -> None:
+    """Refuse a plan under which ranks cannot each have their rows.
+
+    Raises:
+        PlanError: its groups are too unequal, or microbatches have no rows of some rank.
+    """
+    possible, rows = parts_on([stage.mesh for stage in plan.stages]), rows_of_microbatch(captured)
+    if possible != parts:
+        raise PlanError(
+            f"batch='local': the plan's groups have {', '.join(mesh_text(stage.mesh) for stage in plan.stages)}, so "
+            f"{possible} of their ranks can have rows of their own, and the batch was taken for that of {parts}; give "
+            "mesh= of a group, or batch='global'"
+        )
+    if rows % parts:
+        raise PlanError(
+            f"batch='local': a microbatch of {rows} rows cannot have equally many of each of {parts} ranks; give fewer "
+            "microbatches, or more rows"
+        )
 
 
 def _given(plan: Plan | str | Path, part: Callable[[int], Captured], cluster: Cluster | None) -> Outcome:

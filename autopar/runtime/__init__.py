@@ -31,7 +31,7 @@ Two faces, which are ``torch.nn.Module``; :mod:`.spread` is what they share
 A call
 
 :mod:`.calls`            however it is spelt; :mod:`.batch`: its tensors, checked and cut into microbatches
-:mod:`.own_rows`         batches of which every rank has its own rows
+:mod:`.own_rows`         batches of which every rank has its own rows; :mod:`.own_rows_in_stages`: of a pipeline
 :mod:`.same_batch`       whether all ranks were called alike; :mod:`.samples`: what they compare
 :mod:`.seeds`            of random operators, one for each forward
 :mod:`.values`           whether the model's Python values are those that were captured

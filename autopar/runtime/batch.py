@@ -122,9 +122,7 @@ class Batch:
             for i, number in enumerate(captured.inputs) if number is not None
         }  # fmt: skip
 
-    def fits(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], in_parts: bool = False, parts: int | None = None
-    ) -> bool:
+    def fits(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], in_parts: bool = False) -> bool:
         """Whether this is a call of the program: of the captured structure, shapes, dtypes and plain values, without
         gradients that were not planned.
 
@@ -133,7 +131,6 @@ class Batch:
 
         Args:
             in_parts: so is a batch of several microbatches, all inputs of which have as many as long a first dim.
-            parts: of just so many.
         """
         captured = self.captured
         leaves = leaves_of(captured, self.signature, args, kwargs)
@@ -160,7 +157,7 @@ class Batch:
             if not (in_parts and one and have and have[1:] == one[1:] and have[0] and have[0] % one[0] == 0):
                 return False
             factors.add(have[0] // one[0])
-        return len(factors) < 2 and (parts is None or factors == ({parts} if parts > 1 else set()))
+        return len(factors) < 2
 
     def check_other(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], parts: int) -> None:
         """Refuse a call with other shapes for which another program would be wrong.

@@ -159,6 +159,10 @@ class ParallelModule(TakesRows, SpreadModule):
         """The ranks."""
         return self._mesh
 
+    def take_own_rows(self) -> None:
+        """From now on every rank is called with its own rows."""
+        self._own_rows = OwnRows(self._mesh)
+
     def _change_mode(self, mode: bool) -> None:
         ready = self._stage.evaluation is not None
         sides = check_mode(mode, self._captured_training, self._skeleton, self._captured, ready)

@@ -16,6 +16,7 @@ import torch
 from autopar.autocasting import without_autocast
 from autopar.runtime.backward import Halves
 from autopar.runtime.input_gradients import InputGradients
+from autopar.runtime.own_rows_in_stages import RowsInStages
 from autopar.runtime.reached import Reached
 from autopar.runtime.stage import Stage
 from autopar.runtime.wires import Post, Wire
@@ -63,6 +64,7 @@ class Flight:
         """
         self.part, self.stage, self.input_gradients, self.leads = part, stage, input_gradients, leads
         self.shares: Shares = ()
+        self.own_rows: RowsInStages | None = None
         self.into = [wire for wire in wires if wire.target == part.number]
         self.out = [wire for wire in wires if wire.source == part.number]
         backwards = [action for action in row if action.stage == part.number and action.kind in "BW"]
@@ -76,8 +78,13 @@ class Flight:
         """Whether the backward is not split: what is done again in it would be done again in both halves."""
         return bool(self.stage.plan.recompute or self.stage.plan.gather_again)
 
-    def begin(self, shares: Shares) -> None:
-        """A step begins: what was gathered before the optimizer's step counts no more."""
+    def begin(self, shares: Shares, own_rows: RowsInStages | None) -> None:
+        """A step begins: what was gathered before the optimizer's step counts no more.
+
+        Args:
+            own_rows: where each rank is called with rows of its own.
+        """
+        self.own_rows = own_rows
         self.begun, self.shares = False, shares
         self.stage.bind()
 
@@ -108,7 +115,10 @@ class Flight:
             }
             inputs = dict(arrived)
             for name in self.part.inputs:
-                inputs[name] = self.stage.local_input(name, batch[name].detach(), shown[name])
+                leaf = batch[name].detach()
+                if self.own_rows is not None:
+                    leaf = self.own_rows.joined(leaf, self.stage.inputs[name].shape, self.stage.device_mesh)
+                inputs[name] = self.stage.local_input(name, leaf, shown[name])
                 if name in self.input_gradients and torch.is_grad_enabled():
                     arrived[name] = inputs[name] = inputs[name].detach().requires_grad_()
             flat = self.stage.run(inputs, seed, same_step=self.begun, evaluating=evaluating)

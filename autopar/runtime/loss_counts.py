@@ -8,6 +8,7 @@ alone, so every rank computes it for itself, ahead of the step and on the device
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +18,6 @@ from autopar.lower.emit import lower
 from autopar.planner.intra_op.single import one_device
 from autopar.runtime.reached import part_for
 
-Count = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
-"""Of the whole inputs of a microbatch by name: a float64 tensor of shape []."""
 MEAN = 1
 """The reduction of torch's losses that is a mean."""
 IGNORED = -100
@@ -29,6 +28,25 @@ SAME_COUNT = {
     "aten.reshape.default", "aten.squeeze.default", "aten.alias.default",
 }  # fmt: skip
 """Operators on a loss that leave it the mean of as many things."""
+
+
+@dataclass(frozen=True)
+class Count:
+    """Gives the count of a microbatch.
+
+    Attributes:
+        inputs: names and shapes of those from which it follows.
+    """
+
+    inputs: Mapping[str, tuple[int, ...]]
+    program: Callable[..., Any]
+    ignored: int | None
+
+    @torch.no_grad()
+    def __call__(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """A float64 tensor of shape [], from the whole inputs of a microbatch by name."""
+        (value,) = self.program(*(inputs[name].detach() for name in self.inputs))
+        return (value if self.ignored is None else (value != self.ignored).sum()).to(torch.float64).reshape(())
 
 
 class _Mean(NamedTuple):
@@ -61,14 +79,7 @@ def count_of(graph: Graph, device: torch.device) -> Count | None:
     program = lower(part, one_device(part), device)
     if any(slot.kind != "input" for slot in program.slots):
         return None
-    ignored = mean.ignored
-
-    @torch.no_grad()
-    def count(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        (value,) = program.module(*(inputs[slot.name].detach() for slot in program.slots))
-        return (value if ignored is None else (value != ignored).sum()).to(torch.float64).reshape(())
-
-    return count
+    return Count({slot.name: slot.shape for slot in program.slots}, program.module, mean.ignored)
 
 
 def _with_inputs(graph: Graph) -> set[int]:

@@ -42,17 +42,41 @@ def as_whole(example: Any, ranks: int) -> Any:
     rows = rows_of(example)
 
     def whole(leaf: Any) -> Any:
-        if not (isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == rows):
-            return leaf
-        if leaf.is_meta or leaf.numel() * leaf.element_size() * ranks <= COPIED_BYTES:
-            return torch.cat([leaf.detach()] * ranks).requires_grad_(leaf.requires_grad)
-        wide = leaf.detach()[:1].expand(ranks * rows, *leaf.shape[1:])
-        return wide.requires_grad_(leaf.requires_grad)
+        has_rows = isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == rows
+        return widened(leaf, ranks) if has_rows else leaf
 
     return pytree.tree_map(whole, example)
 
 
-class OwnRows:
+def widened(rows: torch.Tensor, ranks: int, copied_bytes: int = COPIED_BYTES) -> torch.Tensor:
+    """A tensor with the rows of so many ranks, from those of one: these over and over.
+
+    Args:
+        copied_bytes: up to which they are copied; of a larger one the first row stands for all.
+    """
+    if rows.is_meta or rows.numel() * rows.element_size() * ranks <= copied_bytes:
+        return torch.cat([rows.detach()] * ranks).requires_grad_(rows.requires_grad)
+    wide = rows.detach()[:1].expand(ranks * rows.shape[0], *rows.shape[1:])
+    return wide.requires_grad_(rows.requires_grad)
+
+
+class RowsOfRanks:
+    """Who has which rows of a batch.
+
+    Attributes:
+        ranks: how many parts it has.
+        place: which of them this rank's is.
+    """
+
+    def __init__(self, ranks: int, place: int) -> None:
+        self.ranks, self.place = ranks, place
+
+    def sampler(self, dataset: Dataset[Any], shuffle: bool, seed: int, drop_last: bool) -> DistributedSampler[Any]:
+        """Draws the rows of a data set that this rank loads."""
+        return DistributedSampler(dataset, self.ranks, self.place, shuffle=shuffle, seed=seed, drop_last=drop_last)
+
+
+class OwnRows(RowsOfRanks):
     """How the batches of one module lie on its ranks.
 
     Args:
@@ -60,8 +84,8 @@ class OwnRows:
     """
 
     def __init__(self, device_mesh: DeviceMesh) -> None:
+        super().__init__(device_mesh.size(), device_mesh.mesh.flatten().tolist().index(dist.get_rank()))
         self.device_mesh = device_mesh
-        self.ranks = device_mesh.size()
         self.state = State([shard(0)] * device_mesh.ndim)
 
     def whole(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
@@ -103,21 +127,11 @@ class OwnRows:
         own: torch.Tensor = _OwnRows.apply(value, state, shape, self)
         return own
 
-    def sampler(self, dataset: Dataset[Any], shuffle: bool, seed: int, drop_last: bool) -> DistributedSampler[Any]:
-        """Draws the rows of a data set that this rank loads."""
-        place = self.device_mesh.mesh.flatten().tolist().index(dist.get_rank())
-        return DistributedSampler(dataset, self.ranks, place, shuffle=shuffle, seed=seed, drop_last=drop_last)
-
 
 class TakesRows:
-    """What a parallel module on one mesh tells of the rows that it is called with."""
+    """What a parallel module tells of the rows that it is called with."""
 
-    _mesh: DeviceMesh
-    _own_rows: OwnRows | None = None
-
-    def take_own_rows(self) -> None:
-        """From now on every rank is called with its own rows."""
-        self._own_rows = OwnRows(self._mesh)
+    _own_rows: RowsOfRanks | None = None
 
     def sampler(
         self, dataset: Dataset[Any], *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
@@ -185,4 +199,4 @@ def _sharded(loader: DataLoader[Any], sampler: Callable[..., DistributedSampler[
     )  # fmt: skip
 
 
-__all__ = ["OwnRows", "TakesRows", "as_whole"]
+__all__ = ["OwnRows", "RowsOfRanks", "TakesRows", "as_whole", "widened"]

@@ -26,8 +26,11 @@ from autopar.runtime.batch import Batch
 from autopar.runtime.checkpoint import full_state_dict, load_full_state_dict
 from autopar.runtime.copied import BY_HAND
 from autopar.runtime.failures import Failures
+from autopar.runtime.flight import Shares
 from autopar.runtime.groups import Groups
 from autopar.runtime.loss_counts import Count, count_of
+from autopar.runtime.own_rows import TakesRows
+from autopar.runtime.own_rows_in_stages import RowsInStages
 from autopar.runtime.pipeline_outputs import Parts, of_batch, of_run
 from autopar.runtime.pipeline_programs import Lines
 from autopar.runtime.pipeline_start import begun, check_fits, take_values
@@ -51,7 +54,7 @@ from autopar.torch_private import pytree
 _Batches = tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]
 
 
-class PipelineModule(SpreadModule):
+class PipelineModule(TakesRows, SpreadModule):
     """A model in stages on several groups of ranks. Every rank holds the parameters of its own stages.
 
     Names of parameters are those of the model. ``train_step(*batch)`` takes the whole batch on every rank, cuts it into
@@ -81,6 +84,7 @@ class PipelineModule(SpreadModule):
     _work: Work
     _unfinished: Unfinished
     _spans: list[Span] | None
+    _own_rows: RowsInStages | None = None
     _failures: Failures
     _groups: Groups
     _generation: int
@@ -157,6 +161,11 @@ class PipelineModule(SpreadModule):
         """The plan that this module runs."""
         return self._plan
 
+    def take_own_rows(self) -> None:
+        """From now on every rank is called with its own rows."""
+        stages = self._plan.stages
+        self._own_rows = RowsInStages([s.mesh for s in stages], stages[next(iter(self._stages))].devices, self._rank)
+
     def _position(self) -> tuple[int, int]:
         return self._seed, self._drawn
 
@@ -216,7 +225,7 @@ class PipelineModule(SpreadModule):
             ready = self._ready(args, kwargs, "to train on")
             losses: list[torch.Tensor] = []
             drawn = 0
-            for each, shares in zip(ready, shares_of(ready), strict=True):
+            for each, shares in zip(ready, self._shares(ready), strict=True):
                 seeds = self._seeds(drawn, each.run.microbatches)
                 each.batch.check_planned(each.callers)
                 losses.append(
@@ -238,8 +247,9 @@ class PipelineModule(SpreadModule):
     def _runs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Run]:
         """The runs of a batch."""
         captured, planned = self._planned
-        if self._programs is not None and self._programs.shapes:
-            return runs(captured, self._signature, planned, args, kwargs)
+        ranks = self._own_rows.ranks if self._own_rows is not None else 1
+        if self._own_rows is not None or (self._programs is not None and self._programs.shapes):
+            return runs(captured, self._signature, planned, args, kwargs, ranks)
         return [Run(ModuleCall(args, kwargs), planned, 1 / planned)]
 
     def _ready(self, args: tuple[Any, ...], kwargs: dict[str, Any], to_do: str | None = None) -> list[Ready]:
@@ -266,6 +276,9 @@ class PipelineModule(SpreadModule):
                 )
             )  # fmt: skip
         return ready
+
+    def _shares(self, ready: Sequence[Ready]) -> list[Shares]:
+        return shares_of(ready, self._own_rows, next(iter(self._stages.values())).device_mesh)
 
     @contextlib.contextmanager
     def _step(self, where: str) -> Iterator[None]:
@@ -352,7 +365,7 @@ class PipelineModule(SpreadModule):
         other ones."""
         results: list[tuple[torch.Tensor, Parts]] = []
         drawn = 0
-        for each, shares in zip(ready, shares_of(ready), strict=True):
+        for each, shares in zip(ready, self._shares(ready), strict=True):
             parts: Parts = {}
             seeds = self._seeds(drawn, each.run.microbatches)
             loss = each.work.forwards(each.batches, shares, seeds, each.batch.shown, self.training, parts)
@@ -376,15 +389,18 @@ class PipelineModule(SpreadModule):
         if self._programs is not None:  # the ranks agree on a change
             check_values(self, run.call)
         self._work = pipeline_programs.work_of(self, run.microbatches)
-        self._work.spans = self._spans
+        self._work.spans, self._work.own_rows = self._spans, self._own_rows
 
         def take(seen: Seen | None) -> _Batches:
             if self._programs is None:
                 check_values(self, run.call)
             callers = self._batch.tensors(args, kwargs)
+            rows = self._own_rows
             if seen is not None:
                 for name, leaf in callers.items():
-                    seen.add(self._batch.shown[name], name, leaf)
+                    seen.add(self._batch.shown[name], name, leaf, place=None if rows is None else rows.place)
+            if rows is not None:
+                return callers, rows.microbatches(callers, run.with_rows, run.microbatches, self._batch.shown)
             return callers, self._batch.exactly(callers, run.microbatches)
 
         return self._compared.inputs(take, self.named_parameters())

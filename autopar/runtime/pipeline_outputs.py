@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from autopar.graph import Ref
 from autopar.runtime.ready import Ready
+from autopar.runtime.runs import rows_of_microbatch
 
 Parts = dict[int, list[torch.Tensor]]
 """Whole outputs of this rank's stages by position, of every microbatch."""
@@ -23,7 +24,8 @@ def of_run(ready: Ready, loss: torch.Tensor, parts: Parts) -> list[Any]:
         parts: what was made here.
 
     Returns:
-        the model's outputs in their order. Scalars are float64, and the run's part of their mean over the rows.
+        the model's outputs in their order; where ranks have rows of their own, this rank's of what has rows. Scalars
+        are float64, and the run's part of their mean over the rows.
     """
     graph, run, work = ready.captured.graph, ready.run, ready.work
     makers = {position: stage.number for stage in ready.stages for position in stage.outputs}
@@ -39,7 +41,9 @@ def of_run(ready: Ready, loss: torch.Tensor, parts: Parts) -> list[Any]:
         if here is not None:
             value.copy_(torch.cat(here) if spec.shape else torch.stack(here).to(torch.float64).sum() * run.share)
         dist.broadcast(value, src=work.plan.stages[makers[position]].devices[0], group=work.everyone)
-        outputs.append(value)
+        rows = work.own_rows
+        has_rows = rows is not None and spec.shape[:1] == (rows_of_microbatch(ready.captured),)
+        outputs.append(rows.rows_of(value, run.microbatches) if rows is not None and has_rows else value)
     return outputs
 
 

@@ -51,8 +51,8 @@ CHANGED = (
     "alike, before the same call"
 )
 OTHER_CALL = (
-    "every rank is called with the whole batch, so all are called with the same shapes (no DistributedSampler, and "
-    "drop_last alike); give all ranks the same batches"
+    "all ranks are called with the same shapes: with the whole batch (no DistributedSampler, and drop_last alike), or, "
+    "with batch='local', with equally many rows each; give all ranks batches alike"
 )
 
 ON_ALL = (
@@ -83,7 +83,8 @@ class ModuleCall:
     Attributes:
         in_parts: with a batch of several microbatches (``train_step``), each of which is a call of the program.
         parts: how many the caller says; None where the shapes say it.
-        one: positional and keyword arguments of the first microbatch, where it is known what is cut.
+        one: positional and keyword arguments of the first microbatch, where it is known what is cut; whole, also where
+            the call has one rank's rows.
     """
 
     args: tuple[Any, ...]
@@ -229,8 +230,9 @@ class Programs:
         if not self.shapes:
             return True
         under = captured.autocast == autocast_now()
-        parts = call.parts if call.one is not None else None
-        return under and (bool(batch.pieces) or batch.fits(call.args, call.kwargs, call.in_parts, parts))
+        if call.one is not None:
+            return under and batch.fits(*call.one)
+        return under and (bool(batch.pieces) or batch.fits(call.args, call.kwargs, call.in_parts))
 
     def _is_for(self, fields: Fields, call: ModuleCall) -> bool:
         captured = fields["_captured"]

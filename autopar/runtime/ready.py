@@ -6,11 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from autopar.capture import Captured
 from autopar.runtime.batch import Batch
 from autopar.runtime.flight import Shares
 from autopar.runtime.loss_counts import Count
+from autopar.runtime.own_rows_in_stages import RowsInStages
 from autopar.runtime.reached import Reached, ReachedBy
 from autopar.runtime.runs import Run
 from autopar.runtime.work import Work
@@ -51,16 +54,26 @@ class Ready:
         return dtype
 
 
-def shares_of(runs: Sequence[Ready]) -> list[Shares]:
+def shares_of(runs: Sequence[Ready], own_rows: RowsInStages | None, device_mesh: DeviceMesh) -> list[Shares]:
     """By what part each microbatch of each run counts in the loss of the batch: by its rows, or by what its loss is the
     mean of (:mod:`.loss_counts`).
 
     On accelerators counts stay on the device, so that the host does not wait for them; then a microbatch in which
     nothing counts has the loss that the model gives it, which for a mean over no labels is no number.
+
+    Args:
+        own_rows: where each rank has its own, which are gathered on ``device_mesh``, that of one of its stages.
     """
+
+    def counted(count: Count, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        if own_rows is not None:
+            there = {name: own_rows.joined(inputs[name], shape, device_mesh) for name, shape in count.inputs.items()}
+            inputs = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in there.items()}
+        return count(inputs)
+
     if any(each.count is None for each in runs):
         return [[each.run.share] * each.run.microbatches for each in runs]
-    counts = torch.stack([each.count(inputs) for each in runs for inputs in each.batches if each.count is not None])
+    counts = torch.stack([counted(each.count, x) for each in runs for x in each.batches if each.count is not None])
     shares = counts / counts.sum()
     of_runs = shares.split([each.run.microbatches for each in runs])
     return [part.tolist() if part.device.type == "cpu" else part for part in of_runs]

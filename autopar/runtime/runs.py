@@ -17,8 +17,12 @@ import torch
 
 from autopar.capture import Captured
 from autopar.runtime.calls import leaves_of
+from autopar.runtime.own_rows import widened
 from autopar.runtime.programs import ModuleCall
 from autopar.torch_private import pytree
+
+COPIED_BYTES = 1 << 20
+"""Bytes up to which the rows of one rank are repeated for a microbatch of all, by which a program is looked for."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +32,19 @@ class Run:
     Attributes:
         call: with the rows of all of them.
         share: of the loss of each in that of the batch.
+        cut: of each leaf of the call, whether it has rows.
     """
 
     call: ModuleCall
     microbatches: int
     share: float
+    cut: tuple[bool, ...] = ()
+
+    @property
+    def with_rows(self) -> set[int]:
+        """The leaves of the call that have rows, by ``id``."""
+        leaves = pytree.tree_leaves((self.call.args, dict(self.call.kwargs)))
+        return {id(leaf) for leaf, is_cut in zip(leaves, self.cut, strict=False) if is_cut}
 
 
 def sizes(rows: int, most: int) -> list[tuple[int, int]]:
@@ -44,8 +56,9 @@ def sizes(rows: int, most: int) -> list[tuple[int, int]]:
 
 
 def runs(
-    captured: Captured, signature: inspect.Signature, planned: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> list[Run]:
+    captured: Captured, signature: inspect.Signature, planned: int, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+    ranks: int = 1,
+) -> list[Run]:  # fmt: skip
     """The runs of a call.
 
     Args:
@@ -53,27 +66,31 @@ def runs(
             batch as well; in a call of another structure, what has as many rows as the first tensor that has a dim. The
             rest goes into every microbatch.
         planned: microbatches of a step for which the plan is.
+        ranks: that each have rows of their own, of which the call has one's.
     """
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     has_rows = _have_rows(captured, signature, args, kwargs, leaves)
     lengths = [leaf.shape[0] for leaf, has in zip(leaves, has_rows, strict=True) if has]
-    most = rows_of_microbatch(captured)
+    whole = rows_of_microbatch(captured)
     rows = lengths[0] if lengths else 0
-    if not rows or any(length not in (rows, most) for length in lengths):  # what is wrong is refused as it is
+    if not rows or any(length not in (rows, whole) for length in lengths):  # what is wrong is refused as it is
         return [Run(ModuleCall(args, kwargs, in_parts=True, parts=planned), planned, 1 / planned)]
     cut = [has and leaf.shape[0] == rows for leaf, has in zip(leaves, has_rows, strict=True)]
     runs_of_call, begin = [], 0
 
-    def part(start: int, length: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if length == rows:
+    def part(start: int, length: int, ranks: int = 1) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if length == rows and ranks == 1:
             return tuple(args), dict(kwargs)
         some = [leaf.narrow(0, start, length) if c else leaf for leaf, c in zip(leaves, cut, strict=True)]
+        if ranks > 1:
+            some = [widened(leaf, ranks, COPIED_BYTES) if c else leaf for leaf, c in zip(some, cut, strict=True)]
         positional, by_name = pytree.tree_unflatten(some, spec)
         return tuple(positional), dict(by_name)
 
-    for count, each in sizes(rows, most):
-        call = ModuleCall(*part(begin, count * each), in_parts=True, parts=count, one=part(begin, each))
-        runs_of_call.append(Run(call, count, each / rows))
+    for count, each in sizes(rows, max(1, whole // ranks)):
+        one = part(begin, each, ranks)
+        call = ModuleCall(*part(begin, count * each), in_parts=True, parts=count, one=one)
+        runs_of_call.append(Run(call, count, each / rows, tuple(cut)))
         begin += count * each
     return runs_of_call
 

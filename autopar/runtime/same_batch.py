@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.errors import AutoparError, RunError
 from autopar.graph import Graph
 from autopar.runtime.dtensor_fixes import note_on
-from autopar.runtime.samples import Arriving, Copy, Outline, Seen, Values
+from autopar.runtime.samples import OWN_ROWS, Arriving, Copy, Outline, Seen, Values
 
 ROUNDING = 1e-2
 """How far these may be apart, as a share of the sample's mean size."""
@@ -40,6 +40,7 @@ AT_ONCE = 3
 
 Taken = TypeVar("Taken")
 Reader = Callable[[str], tuple[int, str]]
+
 
 def is_checked(call: int, every: int | None = None) -> bool:
     """Whether call number ``call`` (from 1) is compared.
@@ -93,6 +94,13 @@ def compare(everyone: Sequence[Values], reader: Reader) -> None:
         for rank, (samples, _) in enumerate(everyone):
             shown, name, shape, among, sample = samples[i]
             first, first_shape, first_sample = same.setdefault(among, (rank, shape, sample))
+            if among[:1] == (OWN_ROWS,) and (shape != first_shape or _differ(sample, first_sample)):
+                raise RunError(
+                    f"input {shown} has other values on rank {rank} than on rank {first} (shape {shape}), and these "
+                    "two have the same rows of the batch: each group of ranks of a pipeline needs all rows, so ranks "
+                    f"at the same place of their groups (here number {among[1]}) are called alike. Draw rows with "
+                    "pm.sampler(dataset) or pm.shard(loader), which give each rank its own"
+                )
             if shape != first_shape or _differ(sample, first_sample):
                 raise RunError(
                     f"input {shown} has other values on rank {rank} than on rank {first} (shape {shape}): every rank "

@@ -20,6 +20,8 @@ SAMPLE = 4096
 """Elements of a tensor whose places count, too, and of which sums are made."""
 PARTS = 32
 """Sums of parts of a sample of floating point numbers that are compared."""
+OWN_ROWS = "own rows"
+"""Marks what is the same among the ranks with the same rows, one of each group of a pipeline."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MIX = 0x1E3779B97F4A7C15
 """An odd number with its bits all over the place."""
@@ -79,13 +81,18 @@ class Seen:
         self.bits: list[torch.Tensor] = []
         self.sums: list[torch.Tensor] = []
 
-    def add(self, shown: str, name: str, leaf: torch.Tensor, state: State | None = None) -> None:
+    def add(
+        self, shown: str, name: str, leaf: torch.Tensor, state: State | None = None, place: int | None = None
+    ) -> None:
         """Sample an input; one that is a slice (placed as ``state``) is compared among the ranks that have the same.
 
         Args:
             shown: what the message calls it; ``name`` is what pins call it.
+            place: of a pipeline whose ranks have rows of their own: which of these this rank has.
         """
-        among = () if state is None else tuple(c for p, c in zip(state, self.coordinate, strict=True) if p.is_shard)
+        among: tuple[Any, ...] = () if place is None else (OWN_ROWS, place)
+        if state is not None:
+            among = tuple(c for p, c in zip(state, self.coordinate, strict=True) if p.is_shard)
         self.inputs.append((shown, name, tuple(leaf.shape), among))
         self._sample(leaf, near=leaf.is_floating_point() or leaf.is_complex())
 

@@ -15,6 +15,7 @@ from autopar.plan import Plan
 from autopar.runtime.flight import Flight, Shares
 from autopar.runtime.groups import Groups
 from autopar.runtime.input_gradients import InputGradients
+from autopar.runtime.own_rows_in_stages import RowsInStages
 from autopar.runtime.reached import Reached
 from autopar.runtime.stage import Stage
 from autopar.runtime.state import as_dtensor
@@ -41,6 +42,7 @@ class Work:
 
     Attributes:
         flights: by number of the stage.
+        own_rows: where each rank is called with rows of its own.
         spans: where the times of actions go: action, kind, begin and end in seconds of ``time.perf_counter``.
     """
 
@@ -78,6 +80,7 @@ class Work:
             for s, stage in stages.items()
         }  # fmt: skip
         self.spans: list[Span] | None = None
+        self.own_rows: RowsInStages | None = None
 
     def train(
         self, batches: Batches, shares: Shares, seeds: Sequence[int], shown: Mapping[str, str],
@@ -171,7 +174,7 @@ class Work:
             for flight in broken.flights.values():
                 flight.drop()
         for flight in self.flights.values():
-            flight.begin(shares)
+            flight.begin(shares, self.own_rows)
         self.unfinished.work = self
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from procs.habits import difference, said
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 
@@ -146,3 +147,51 @@ def alone_with_it() -> str:
     pm.train_step(*batch(8, 6))
     pm.train_step(*batch(8 - 2 * dist.get_rank(), 6))
     return "no error"
+
+
+def own(batch: tuple[torch.Tensor, ...], parts: int) -> tuple[torch.Tensor, ...]:
+    """This rank's rows: those of the nth ranks of both groups are the same."""
+    place = dist.get_rank() % (dist.get_world_size() // 2) * parts // (dist.get_world_size() // 2)
+    return tuple(x.chunk(parts)[place] for x in batch)
+
+
+def own_rows(cut: str, mesh: str) -> float:
+    """Every rank is called with its own rows, of which some labels are ignored; then with fewer of them."""
+    parts = dist.get_world_size() // 2
+    model = Tower()
+    alone = copy.deepcopy(model)
+    options = {**CUTS[cut], "microbatches": 2, "stages": None}
+    shape = (2, *(int(n) for n in mesh.split("x")))
+    device_mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pipe", "data", "tensor")[: len(shape)])
+    pm = autopar.parallelize(model, device_mesh, own(batch(8, 6), parts), batch="local", **options)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (pm, alone)]
+    worst = 0.0
+    for number, rows in enumerate((8, 8, 4, 3 * parts, 8)):
+        words, labels = batch(rows, 6, number)
+        wanted = alone(words, labels)[0]
+        wanted.backward()
+        loss = pm.train_step(*own((words, labels), parts), optimizer=optimizers[0])
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+        worst = max(worst, difference(loss, wanted.detach()))
+    for m in (pm, alone):
+        m.eval()
+    words, labels = batch(5 * parts, 7)
+    with torch.no_grad():
+        loss, out = pm(*own((words, labels), parts))
+        wanted, wanted_out = alone(words, labels)
+        worst = max(worst, difference(loss, wanted), difference(out, own((wanted_out,), parts)[0]))
+    drawn = list(pm.sampler(range(12), shuffle=False))
+    assert drawn == list(range(12))[dist.get_rank() % parts :: parts]
+    have, state = autopar.full_state_dict(pm, all_ranks=True), alone.state_dict()
+    return max(worst, *(difference(have[name], value) for name, value in state.items()))
+
+
+def other_rows_at_a_place() -> list[str]:
+    """Ranks 1 and 3, which are to have the same rows, have not; and a number of stages that is not given."""
+    parts = dist.get_world_size() // 2
+    pm = autopar.parallelize(Tower(), 4, own(batch(8, 6), parts), batch="local", **{**CUTS["1f1b"], "microbatches": 2})
+    words, labels = own(batch(8, 6), parts)
+    texts = [said(lambda: pm.train_step(words.roll(int(dist.get_rank() == 3), 0), labels))]
+    texts.append(said(lambda: autopar.parallelize(Tower(), 4, batch(8, 6), batch="local", stages="auto")))
+    return texts

@@ -48,6 +48,20 @@ def test_another_number_of_rows_on_one_rank_alone_is_no_hang() -> None:
         run_local(other_shapes_in_stages.alone_with_it, 2)
 
 
+OWN_ROWS: dict[str, tuple[Any, ...]] = {
+    "data": ("own_rows", "1f1b", "2"), "two axes": ("own_rows", "interleaved", "1x2"),
+    "refused": ("other_rows_at_a_place",),
+}  # fmt: skip
+
+
+def test_ranks_with_rows_of_their_own() -> None:
+    for rank in run_local(several, 4, "other_shapes_in_stages", OWN_ROWS):
+        assert rank["data"] < 1e-9 and rank["two axes"] < 1e-9
+        differ, auto = rank["refused"]
+        assert "input args[0] has other values on rank 3 than on rank 1" in differ and "pm.sampler(dataset)" in differ
+        assert "a number of stages that is to be chosen" in auto
+
+
 @pytest.mark.slow
 def test_four_ranks() -> None:
     for worst, captures in run_local(other_shapes_in_stages.epochs, 4, "1f1b", True):
