@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from autopar.runtime.checkpoint_folder import Checkpoint
     from autopar.runtime.executor import ParallelModule
     from autopar.runtime.launch import run_local
+    from autopar.runtime.optimizer_state import full_optimizer_state_dict, load_full_optimizer_state_dict
     from autopar.runtime.safetensors_folder import load_safetensors, save_safetensors
     from autopar.runtime.saving import save
 
@@ -74,6 +75,8 @@ _WHERE = {
     "load_full_state_dict": "autopar.runtime.checkpoint", "run_local": "autopar.runtime.launch",
     "function_rule": "autopar.rules.function", "Checkpoint": "autopar.runtime.checkpoint_folder",
     "Precision": "autopar.precision", "save": "autopar.runtime.saving",
+    "full_optimizer_state_dict": "autopar.runtime.optimizer_state",
+    "load_full_optimizer_state_dict": "autopar.runtime.optimizer_state",
     "load_safetensors": "autopar.runtime.safetensors_folder", "save_safetensors": "autopar.runtime.safetensors_folder",
 }  # fmt: skip
 
@@ -127,6 +130,7 @@ if not TYPE_CHECKING:
 
 __all__ = [
     "AutoparError", "CaptureError", "Checkpoint", "ClusterError", "InfeasibleError", "MeshError", "ParallelModule",
-    "Plan", "PlanError", "Precision", "RuleError", "RunError", "capture", "full_state_dict", "function_rule",
-    "load_full_state_dict", "load_safetensors", "parallelize", "plan", "run_local", "save", "save_safetensors",
+    "Plan", "PlanError", "Precision", "RuleError", "RunError", "capture", "full_optimizer_state_dict",
+    "full_state_dict", "function_rule", "load_full_optimizer_state_dict", "load_full_state_dict", "load_safetensors",
+    "parallelize", "plan", "run_local", "save", "save_safetensors",
 ]  # fmt: skip

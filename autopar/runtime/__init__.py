@@ -54,6 +54,7 @@ Ranks together
 :mod:`.checkpoint`       whole state dicts; :mod:`.saving`: into one file, as a script of one device does;
                          :mod:`.checkpoint_folder`: a run on disk, whole at any moment;
                          :mod:`.safetensors_folder`: weights as others publish them, in :mod:`.safetensors_files`;
-                         :mod:`.optimizers`: those made before; :mod:`.init`: models without values
+                         :mod:`.optimizers`: those made before, :mod:`.optimizer_state`: as one
+                         device has it; :mod:`.init`: models without values
 :mod:`.launch`           processes on this machine; :mod:`.world`: many ranks in one process; :mod:`.collective_seconds`
 """

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.state_dict import (
 from autopar.errors import RunError, first_few
 from autopar.runtime.agree import everywhere, share
 from autopar.runtime.spread import EXTRA, SpreadModule
-from autopar.runtime.store_meeting import said_by
+from autopar.runtime.store_meeting import looks, said_by
 from autopar.torch_private import default_store, default_timeout_seconds
 from hardware_profiles.strict import parse_json, read_text
 
@@ -48,7 +48,6 @@ UNFINISHED = re.compile(r"\.(step|removed)-.*")
 MANIFEST = "checkpoint.json"
 KEPT = 3
 """Saves of a folder that are kept by default."""
-POLL_SECONDS = 0.01
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _saves = 0
 
@@ -329,12 +328,13 @@ class _Pending:
 
     def _wait_for_all(self, store: Any) -> None:
         end = time.monotonic() + default_timeout_seconds()
-        while store.add("written", 0) < len(self.checkpoint.ranks):
+        for _ in looks():
+            if store.add("written", 0) >= len(self.checkpoint.ranks):
+                return
             if store.check(["failed"]):
                 raise RunError(f"rank {store.get('failed').decode()} could not write its part")
             if time.monotonic() > end:
                 raise RunError("not all ranks have written their parts in time")
-            time.sleep(POLL_SECONDS)
 
     def join(self) -> None:
         """Wait until this rank has done its part; on rank 0 the save has its name then.

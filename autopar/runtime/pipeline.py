@@ -88,6 +88,7 @@ class PipelineModule(TakesRows, SpreadModule):
     _failures: Failures
     _groups: Groups
     _generation: int
+    _order: tuple[str, ...]
 
     def __init__(
         self, model: torch.nn.Module, captured: Captured, plan: Plan, device_type: str = "cpu",
@@ -109,6 +110,7 @@ class PipelineModule(TakesRows, SpreadModule):
         super().__init__()
         check_fits(plan, captured)
         self._plan, self._rank = plan, dist.get_rank()
+        self._order = tuple(name for name, _ in model.named_parameters())
         self._signature = inspect.signature(model.forward)
         self._captured, self._captured_training = captured, model.training
         self._skeleton = Skeleton(model) if model.training else None
@@ -177,6 +179,9 @@ class PipelineModule(TakesRows, SpreadModule):
 
     def _ranks(self) -> tuple[Any, int]:
         return dist.group.WORLD, 0
+
+    def _parameter_order(self) -> tuple[str, ...]:
+        return self._order
 
     def _tied_names(self) -> dict[str, str]:
         return {alias: name for part in self._parts for alias, name in part.graph.tied.items()}

@@ -47,7 +47,8 @@ def save(state: Any, file: str | os.PathLike[str] | IO[bytes]) -> None:
         if mesh.size() != dist.get_world_size():
             raise RunError(
                 f"autopar.save: the state has tensors on {mesh.size()} of {dist.get_world_size()} ranks, as a stage of "
-                "a pipeline has: save autopar.full_state_dict(pm), or use autopar.Checkpoint"
+                "a pipeline has: save autopar.full_state_dict(pm) and "
+                "autopar.full_optimizer_state_dict(pm, optimizer), or use autopar.Checkpoint"
             )
         meet_at(mesh, "saves", f"a state of {len(tensors)} tensors in pieces")
     first = dist.get_rank() == 0

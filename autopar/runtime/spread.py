@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -330,6 +330,10 @@ class SpreadModule(Elements):
     def _tied_names(self) -> Mapping[str, str]:
         """``{name: first name}`` of tied parameters of which a rank may hold one name only."""
         return {}
+
+    def _parameter_order(self) -> Sequence[str]:
+        """The first names of the whole model's parameters, in its order."""
+        return [name for name, _ in self.named_parameters()]
 
     def get_extra_state(self) -> torch.Tensor:
         """Where dropout stands: the seed and the number of forwards, int64 [2]."""

@@ -89,7 +89,7 @@ def said_by(ranks: tuple[int, ...], text: str | None) -> dict[int, str]:
         store.set(f"{number}/all", "here")
     began, told = time.monotonic(), False
     most = max(LEAST_SECONDS, timeout_of_world().total_seconds())
-    for _ in _looks():
+    for _ in looks():
         news = news_of(ranks)  # before the next look: who left because of what was said here, left after that
         how_ended = ended(ranks) if time.monotonic() - began > LONGEST_LOOK_SECONDS else {}
         if store.check([f"{number}/all"]):
@@ -152,7 +152,7 @@ def from_first(group: Any, text: str | None) -> str:
         store.set(f"{number}/pieces", str(len(pieces)))
         return text
     end = time.monotonic() + max(LEAST_SECONDS, timeout_of_world().total_seconds())
-    for _ in _looks():
+    for _ in looks():
         news, how_ended = news_of(ranks), ended(ranks[:1])
         if store.check([f"{number}/pieces"]):
             break
@@ -166,7 +166,7 @@ def from_first(group: Any, text: str | None) -> str:
     return zlib.decompress(b"".join(store.get(f"{number}/piece {i}") for i in range(count))).decode()
 
 
-def _looks() -> Iterator[None]:
+def looks() -> Iterator[None]:
     """Between two looks, sleep; longer and longer."""
     seconds = FIRST_LOOK_SECONDS
     while True:
@@ -175,4 +175,4 @@ def _looks() -> Iterator[None]:
         seconds = min(1.3 * seconds, LONGEST_LOOK_SECONDS)
 
 
-__all__ = ["any_of", "from_all", "from_first", "meet", "said_by"]
+__all__ = ["any_of", "from_all", "from_first", "looks", "meet", "said_by"]

@@ -145,7 +145,7 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chrom
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here (Debian's package is chromium)")
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", [pytest.param("light", marks=pytest.mark.slow), "dark"])
 def test_in_a_browser(folder: Path, scheme: str) -> None:
     """Nothing is wrong on the console, nothing sticks out at the width of a phone or of a desk, all opened; keys move
     along a lane; both colour schemes apply."""
