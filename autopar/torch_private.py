@@ -219,6 +219,10 @@ OPTIMIZERS_OF_MATRICES = (
 TENSOR_LIST_CHECK = Replaceable("torch.distributed.distributed_c10d", "_check_tensor_list")
 """What collectives do with a list of tensors: the dispatcher does not see DTensors that lie in lists of lists."""
 
+GROUP_NAME = Replaceable("torch.distributed.distributed_c10d", "_process_group_name")
+"""How torch names a group that only its members make: by how many groups this rank is in. That may be another number on
+each member, which then wait for each other for ever; or the name, and the addresses, of one that was ended."""
+
 
 def fake_store() -> Any:
     """The store of a process group that sends nothing: worlds of one process."""
@@ -276,7 +280,7 @@ _call_by_new_names()
 __all__ = [
     "CHECKPOINT", "DTENSOR_HANDLERS", "DTENSOR_REDUCED_DIMS", "DTENSOR_RESULT", "DTENSOR_STRATEGIES",
     "DTENSOR_STRATEGY", "EXPORT_BUFFER_HOOK", "EXPORT_INSIDE",
-    "GRADIENT_NODE", "LINEAR_REDUCTION_OP_MAP", "OPTIMIZERS_OF_ELEMENTS", "OPTIMIZERS_OF_MATRICES",
+    "GRADIENT_NODE", "GROUP_NAME", "LINEAR_REDUCTION_OP_MAP", "OPTIMIZERS_OF_ELEMENTS", "OPTIMIZERS_OF_MATRICES",
     "PLAIN_BESIDE_DTENSOR",
     "STATE_DICT_OPTIONS", "TENSOR_LIST_CHECK",
     "TOTAL_NORM",

@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from autopar.errors import RunError, first_few
 from autopar.runtime.agree import everywhere, share
+from autopar.runtime.groups import group_of_members
 from autopar.runtime.spread import EXTRA, SpreadModule
 from autopar.runtime.store_meeting import looks, said_by
 from autopar.torch_private import default_store, default_timeout_seconds
@@ -94,7 +95,7 @@ class Checkpoint:
         self.alone = len(self.ranks) == 1
         if not self.alone:
             said_by(tuple(self.ranks), None)  # a rank that is alone here hears it, and does not wait in new_group
-        self.group = None if self.alone else dist.new_group(self.ranks, backend="gloo", use_local_synchronization=True)
+        self.group = None if self.alone else group_of_members(self.ranks, "gloo")
         self.rank = 0 if self.alone else self.ranks.index(dist.get_rank())
         self.pending: _Pending | None = None
         with self._on_all("made"):

@@ -12,13 +12,14 @@ take memory and seconds. A group has the backend of the device that it is for, a
 ``cpu:gloo,cuda:nccl`` no processor ever talks to another one in these.
 
 A model on a part of the world's ranks has groups that these make among themselves, in a way that torch does not count:
-the other ranks know nothing of the model.
+the other ranks know nothing of the model (:func:`group_of_members`).
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import os
 import socket
 import sys
@@ -31,8 +32,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import MeshError, RunError
 from autopar.placements import Mesh
+from autopar.runtime.presence import name_of
 from autopar.runtime.store_meeting import any_of
-from autopar.torch_private import has_other_groups, timeout_of_world
+from autopar.torch_private import GROUP_NAME, has_other_groups, timeout_of_world
 
 
 class Wanted(NamedTuple):
@@ -105,10 +107,11 @@ class Groups:
         rank = dist.get_rank()
         for each in new:
             before = open_sockets() if backend == "gloo" else set()
-            group = dist.new_group(
-                list(each.ranks), timeout, backend, group_desc=f"autopar {each.use}".strip(),
-                use_local_synchronization=not self.of_all,
-            )  # fmt: skip
+            what = f"autopar {each.use}".strip()
+            if self.of_all:
+                group = dist.new_group(list(each.ranks), timeout, backend, group_desc=what)
+            else:
+                group = group_of_members(each.ranks, backend, timeout, what) if rank in each.ranks else None
             self._sockets |= open_sockets() - before if backend == "gloo" else set()
             self.made[each] = group if rank in each.ranks else None
         for each in new:
@@ -224,6 +227,21 @@ class Groups:
         self.made, self._sockets = {}, set()
 
 
+def group_of_members(ranks: Sequence[int], backend: str, timeout: Any = None, what: str = "autopar") -> Any:
+    """A group that its members make, and nobody else; all of them make those of the same ranks in the same order.
+
+    torch would name it by how many groups this rank is in. Members that are in different numbers of groups, as ranks of
+    a pipeline are, would never find each other.
+    """
+    if _of_members.get("world") is not dist.group.WORLD:
+        _of_members.clear()
+        _of_members["world"] = dist.group.WORLD
+    number = next(_of_members.setdefault(tuple(ranks), itertools.count()))
+    name = f"autopar {name_of(ranks)} {number}"
+    with GROUP_NAME.replaced(lambda *args, **options: name):
+        return dist.new_group(list(ranks), timeout, backend, group_desc=what, use_local_synchronization=True)
+
+
 def open_sockets() -> set[tuple[int, str]]:
     """The connections of this process: file descriptor and the name of what it stands for; empty but on Linux."""
     connections = set()
@@ -250,6 +268,8 @@ def shut_down(fd: int, name: str) -> None:
 
 
 _DESCRIPTORS = "/proc/self/fd"
+_of_members: dict[Any, Any] = {}
+"""By ranks, the number of the next group that only they make; and the world that they are in."""
 _of_worlds: dict[tuple[str, tuple[int, ...]], Groups] = {}
 
 
@@ -315,6 +335,6 @@ def destroy_groups() -> None:
 
 
 __all__ = [
-    "Groups", "Wanted", "abort_groups", "backend_for", "backends", "blocks", "channel", "destroy_groups", "groups_for",
-    "groups_on",
+    "Groups", "Wanted", "abort_groups", "backend_for", "backends", "blocks", "channel", "destroy_groups",
+    "group_of_members", "groups_for", "groups_on",
 ]  # fmt: skip

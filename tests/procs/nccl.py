@@ -14,6 +14,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ from autopar.capture import capture
 from autopar.errors import RunError
 from autopar.runtime import failures, presence
 from autopar.runtime.agree import share
-from autopar.runtime.groups import Groups, destroy_groups
+from autopar.runtime.groups import Groups, destroy_groups, group_of_members
 from autopar.runtime.pipeline import PipelineModule
 from autopar.torch_private import default_store, group_names
 
@@ -281,3 +282,18 @@ def on_a_part_of_the_world() -> tuple[float, float]:
     number = torch.ones(1)
     dist.all_reduce(number, group=mine)
     return loss, number.item()
+
+
+def members_of_other_groups(folder: str) -> tuple[float, list[str]]:
+    """Ranks that are in different numbers of groups make one among themselves, for a checkpoint, and one that was ended
+    is made again; how many of three ranks meet there, and what was saved."""
+    dist.new_group([0, 1])
+    pm = autopar.parallelize(_Small(), 3, (torch.ones(6, 8),))
+    checkpoint = autopar.Checkpoint(folder, model=pm)
+    checkpoint.save(1)
+    number = torch.ones(1)
+    for _ in range(2):
+        group = group_of_members([0, 1, 2], "gloo")
+        dist.all_reduce(number, group=group)
+        dist.destroy_process_group(group)
+    return number.item(), sorted(path.name for path in Path(folder).iterdir())

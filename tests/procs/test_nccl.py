@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from nccl_rules import SHARED
-from procs.nccl import comes_late, compare_under, fail_at, on_a_part_of_the_world, over_the_world, with_groups_between
+from procs.nccl import (
+    comes_late,
+    compare_under,
+    fail_at,
+    members_of_other_groups,
+    on_a_part_of_the_world,
+    over_the_world,
+    with_groups_between,
+)
 from procs.pipelines import MODELS, ONE, SCHEDULES, THREE, TWO, Config, by_three, microbatches_from
 
 from autopar.errors import RunError
@@ -97,6 +106,11 @@ def test_a_mesh_of_a_part_of_the_world_leaves_the_count_of_groups_alone() -> Non
     """The third rank knows nothing of the model, and the group of all three that follows has one name everywhere."""
     ranks = run_local(on_a_part_of_the_world, 3, timeout=60)
     assert ranks[0] == ranks[1] and [number for _, number in ranks] == [3.0] * 3
+
+
+def test_members_that_are_in_different_numbers_of_groups_find_each_other(tmp_path: Path) -> None:
+    """torch names such a group by how many its members are in: where these are not as many, it is made for ever."""
+    assert run_local(members_of_other_groups, 3, str(tmp_path), timeout=60) == [(9.0, ["step-00000001"])] * 3
 
 
 def sweep(name: str, meshes: tuple[Mesh, ...]) -> list[Config]:
