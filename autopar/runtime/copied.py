@@ -12,17 +12,13 @@ from typing import Any
 
 import torch
 
-BY_HAND = (
-    "averages of the weights can be kept by hand, {name: p.detach().clone() for name, p in pm.named_parameters()} and "
-    "average[name].lerp_(p.detach(), 0.1), and put in for a while with p.data = average[name]"
-)
-
+from autopar.runtime.batch import Batch
 
 Build = Callable[[Callable[[str], torch.Tensor]], Any]
 
 
 def copied(pm: Any, memo: dict[int, Any], build: Build) -> Any:
-    """A copy of ``pm``.
+    """A copy of ``pm``, with the program that it runs now and the calls and modes that it takes.
 
     Args:
         build: makes a module like ``pm`` with given whole values by name.
@@ -43,7 +39,16 @@ def copied(pm: Any, memo: dict[int, Any], build: Build) -> Any:
             memo[id(value)] = mine
             if isinstance(value, torch.nn.Parameter):
                 mine.requires_grad_(value.requires_grad)
+    new._captured_training, new._skeleton = pm._captured_training, pm._skeleton
+    new._signature, new._model_ref, new._model_class = pm._signature, pm._model_ref, pm._model_class
+    new._model_values, new._model_keys = pm._model_values, pm._model_keys
+    new._gradient_dtype, new._compared.every, new._own_rows = pm._gradient_dtype, pm._compared.every, pm._own_rows
+    new._batch = Batch(pm._captured, pm._signature, pm._device, pm._batch.pieces)
+    new._programs = pm._programs.of_copy() if pm._programs is not None and pm._programs.shapes else None
+    new._set_position(*pm._position())
+    new._mode = pm._captured_training
+    new.training = pm._mode
     return new
 
 
-__all__ = ["BY_HAND", "copied"]
+__all__ = ["copied"]

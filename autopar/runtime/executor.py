@@ -106,7 +106,7 @@ class ParallelModule(TakesRows, SpreadModule):
         self._device = torch.device(device_of(device_mesh))
         self._signature = inspect.signature(model.forward)
         self._captured, self._captured_training = captured, model.training
-        self._skeleton = Skeleton(model) if model.training and not isinstance(model, ParallelModule) else None
+        self._skeleton = Skeleton(model) if model.training and not isinstance(model, SpreadModule) else None
         self._meeting = None
         abort = groups.abort if groups is not None else None
         self._failures = Failures(ranks, abort, stays_armed=True) if len(ranks) > 1 else None
@@ -198,15 +198,6 @@ class ParallelModule(TakesRows, SpreadModule):
         new: ParallelModule = copied(
             self, memo, lambda values: ParallelModule(self, captured, self.plan, self._mesh, values, seed=seed)
         )  # it has all that is asked of a model here: names, shapes and classes
-        new._captured_training, new._skeleton = self._captured_training, self._skeleton
-        new._signature, new._model_ref, new._model_class = self._signature, self._model_ref, self._model_class
-        new._model_values, new._model_keys = self._model_values, self._model_keys
-        new._gradient_dtype, new._compared.every = self._gradient_dtype, self._compared.every
-        new._batch = Batch(captured, self._signature, self._device, self._batch.pieces)
-        new._programs = self._programs.of_copy() if self._programs is not None and self._programs.shapes else None
-        new._mode, new._calls = self._captured_training, self._calls
-        new._own_rows = self._own_rows
-        new.training = self._mode
         return new
 
     def _in_step(self) -> bool:

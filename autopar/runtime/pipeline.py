@@ -24,7 +24,7 @@ from autopar.runtime import pipeline_programs
 from autopar.runtime.agree import Meeting, first_seed
 from autopar.runtime.batch import Batch
 from autopar.runtime.checkpoint import full_state_dict, load_full_state_dict
-from autopar.runtime.copied import BY_HAND
+from autopar.runtime.copied import copied
 from autopar.runtime.failures import Failures
 from autopar.runtime.flight import Shares
 from autopar.runtime.groups import Groups
@@ -113,7 +113,7 @@ class PipelineModule(TakesRows, SpreadModule):
         self._order = tuple(name for name, _ in model.named_parameters())
         self._signature = inspect.signature(model.forward)
         self._captured, self._captured_training = captured, model.training
-        self._skeleton = Skeleton(model) if model.training else None
+        self._skeleton = Skeleton(model) if model.training and not isinstance(model, SpreadModule) else None
         self._evaluates = False
         self._steps = self._drawn = 0
         self._planned = captured, plan.microbatches
@@ -186,13 +186,15 @@ class PipelineModule(TakesRows, SpreadModule):
     def _tied_names(self) -> dict[str, str]:
         return {alias: name for part in self._parts for alias, name in part.graph.tied.items()}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Always an error.
-
-        Raises:
-            RunError: it says what to do instead.
-        """
-        raise RunError(f"a pipeline cannot be copied (copy.deepcopy, AveragedModel): {BY_HAND}")
+    def __deepcopy__(self, memo: dict[int, Any]) -> PipelineModule:
+        """Another one, with the values that this one has now, on the same ranks; every rank copies. Values that
+        ``forward`` reads stay those of the program that runs now."""
+        captured, plan, kind = self._captured, self._plan, self._device.type
+        new: PipelineModule = copied(
+            self, memo, lambda values: PipelineModule(self, captured, plan, kind, values, seed=self._seed)
+        )
+        new._planned, new._first_tied = self._planned, self._first_tied
+        return new
 
     def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
         """Those of this rank's stages; if they have none, one without elements and without a name, because optimizers

@@ -463,8 +463,34 @@ def averaged_weights() -> None:
             same(mine, theirs)
     with pytest.raises(RunError, match=r"save pm.state_dict\(\)"):
         torch.save(module, io.BytesIO())
-    with pytest.raises(RunError, match="averages of the weights can be kept by hand"):
-        copy.deepcopy(pipeline()[0])
+
+
+@case
+def averages_of_a_model_from_before() -> None:
+    """Plain copies that follow the parallel module, by hand and as torch does it."""
+    x, y = batch()
+    module, eager = pair(Net(mse), (x, y))
+    before, found = copy.deepcopy(eager), []
+    for model in (module, eager):
+        by_hand, average = copy.deepcopy(before), swa_utils.AveragedModel(before)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(x, y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            now = dict(model.named_parameters())
+            with torch.no_grad():
+                for name, p in by_hand.named_parameters():
+                    p.mul_(0.9).add_(now[name], alpha=0.1)
+            average.update_parameters(model)
+        found.append([p.detach() for p in (*by_hand.parameters(), *average.parameters())])
+    for mine, theirs in zip(*found, strict=True):
+        assert type(mine) is torch.Tensor
+        same(mine, theirs)
+    norms = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+    spread = autopar.parallelize(norms, 2, x, loss_fn=lambda out: out.square().mean())
+    with pytest.raises(RunError, match=r"reset_running_stats\(\) of '1'(.|\n)*call it on the model before parallelize"):
+        swa_utils.update_bn([x], spread)
 
 
 @case

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from procs.habits import difference, said
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import swa_utils
 
 import autopar
 
@@ -103,6 +104,37 @@ def epochs(cut: str, tied: bool) -> tuple[float, list[int]]:
             worst = max(worst, difference(pm.evaluate(words, labels), loss), difference(pm(words), out))
     have, wanted_state = autopar.full_state_dict(pm, all_ranks=True), alone.state_dict()
     return max(worst, *(difference(have[name], value) for name, value in wanted_state.items())), captures
+
+
+def averaged() -> float:
+    """Averages of the weights, and a copy that trains on by itself: both take batches of any size."""
+    pm, alone = pair()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (pm, alone)]
+    averages = [swa_utils.AveragedModel(m, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9)) for m in (pm, alone)]
+
+    def both(mine: Any, other: nn.Module, *data: torch.Tensor) -> float:
+        wanted = other(*data)[0]
+        wanted.backward()
+        return difference(mine.train_step(*data), wanted.detach())
+
+    worst = 0.0
+    for number, rows in enumerate((8, 5, 8)):
+        worst = max(worst, both(pm, alone, *batch(rows, 6, number)))
+        for optimizer, average, m in zip(optimizers, averages, (pm, alone), strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update_parameters(m)
+    words, labels = batch(7, 6)
+    with torch.no_grad():
+        outputs = zip(*(average.eval()(words, labels) for average in averages), strict=True)
+        worst = max(worst, *(difference(a, b) for a, b in outputs))
+    twins = [copy.deepcopy(m) for m in (pm, alone)]
+    others = [torch.optim.SGD(m.parameters(), lr=0.5) for m in twins]
+    for number in range(2):
+        worst = max(worst, both(*twins, *batch(7, 6, number)))
+        for optimizer in others:
+            optimizer.step()
+    return max(worst, both(pm, alone, words, labels))
 
 
 def of_inputs() -> float:

@@ -14,7 +14,7 @@ from autopar.runtime.runs import sizes
 
 CALLS: dict[str, tuple[Any, ...]] = {
     "tied": ("epochs", "1f1b", True), "interleaved": ("epochs", "interleaved", False), "of inputs": ("of_inputs",),
-    "refused": ("refused",),
+    "averaged": ("averaged",), "refused": ("refused",),
 }  # fmt: skip
 
 
@@ -32,6 +32,10 @@ def test_batches_of_other_sizes_train_as_on_one_device(found: list[dict[str, Any
 
 def test_inputs_of_a_batch_in_two_runs_get_their_gradients(found: list[dict[str, Any]]) -> None:
     assert all(rank["of inputs"] < 1e-9 for rank in found)
+
+
+def test_averages_and_copies(found: list[dict[str, Any]]) -> None:
+    assert all(rank["averaged"] < 1e-9 for rank in found)
 
 
 def test_calls_that_no_capture_mends(found: list[dict[str, Any]]) -> None:
