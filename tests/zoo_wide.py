@@ -39,6 +39,19 @@ SPEECH: Mapping[str, Any] = dict(
     mask_time_prob=0.0,
 )  # fmt: skip
 
+EXPERTS: Mapping[str, Any] = dict(
+    num_local_experts=4, num_experts=4, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+    experts_implementation="batched_mm",  # torch's grouped product knows no double precision
+)  # fmt: skip
+DEEPSEEK: Mapping[str, Any] = dict(
+    EXPERTS, n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=1, kv_lora_rank=16, q_lora_rank=16,
+    qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, num_key_value_heads=4,
+)  # fmt: skip
+T5: Mapping[str, Any] = dict(
+    d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0, decoder_start_token_id=0,
+    num_decoder_layers=2,
+)  # fmt: skip
+
 # --- batches ---------------------------------------------------------------------------------------------------------
 
 
@@ -265,6 +278,101 @@ FAMILIES: Mapping[str, Row] = {
     "pvt": ("Pvt", "ForImageClassification", images32, dict(
         image_size=32, hidden_sizes=[16, 32], depths=[1, 1], num_encoder_blocks=2, sequence_reduction_ratios=[2, 1],
         patch_sizes=[4, 2], strides=[4, 2], num_attention_heads=[1, 2], mlp_ratios=[2, 2], drop_path_rate=0.0)),
+    # routed experts, and more of all kinds
+    "qwen2_moe": ("Qwen2Moe", "ForCausalLM", tokens, dict(
+        EXPERTS, shared_expert_intermediate_size=32, decoder_sparse_step=1)),
+    "qwen3_moe": ("Qwen3Moe", "ForCausalLM", tokens, dict(EXPERTS, head_dim=8)),
+    "olmoe": ("Olmoe", "ForCausalLM", tokens, EXPERTS),
+    "deepseek_v2": ("DeepseekV2", "ForCausalLM", tokens, DEEPSEEK),
+    "deepseek_v3": ("DeepseekV3", "ForCausalLM", tokens, DEEPSEEK),
+    "granitemoe": ("GraniteMoe", "ForCausalLM", tokens, EXPERTS),
+    "phimoe": ("Phimoe", "ForCausalLM", tokens, dict(EXPERTS, router_jitter_noise=0.0, input_jitter_noise=0.0)),
+    "jamba": ("Jamba", "ForCausalLM", tokens, dict(
+        EXPERTS, mamba_d_state=4, use_mamba_kernels=False, num_hidden_layers=4, attn_layer_period=2,
+        attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1)),
+    "granitemoehybrid": ("GraniteMoeHybrid", "ForCausalLM", tokens, dict(
+        EXPERTS, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=4, mamba_n_groups=1, mamba_chunk_size=4,
+        layer_types=["mamba", "attention"], shared_intermediate_size=32)),
+    "gpt_oss": ("GptOss", "ForCausalLM", tokens, dict(EXPERTS, head_dim=8, sliding_window=8)),
+    "glm4_moe": ("Glm4Moe", "ForCausalLM", tokens, dict(DEEPSEEK, head_dim=8)),
+    "ernie4_5_moe": ("Ernie4_5_Moe", "ForCausalLM", tokens, dict(
+        EXPERTS, moe_num_experts=4, moe_k=2, moe_layer_start_index=1)),
+    "hunyuan_v1_moe": ("HunYuanMoEV1", "ForCausalLM", tokens, dict(EXPERTS, moe_topk=2, head_dim=8)),
+    "minimax": ("MiniMax", "ForCausalLM", tokens, dict(
+        EXPERTS, head_dim=8, block_size=4, layer_types=["full_attention", "linear_attention"])),
+    "dots1": ("Dots1", "ForCausalLM", tokens, DEEPSEEK),
+    "flex_olmo": ("FlexOlmo", "ForCausalLM", tokens, EXPERTS),
+    "qwen3_next": ("Qwen3Next", "ForCausalLM", tokens, dict(
+        EXPERTS, head_dim=8, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8,
+        linear_value_head_dim=8, shared_expert_intermediate_size=16,
+        layer_types=["linear_attention", "full_attention"])),
+    "llama4": ("Llama4Text", "Llama4ForCausalLM", tokens, dict(
+        EXPERTS, intermediate_size_mlp=48, head_dim=8, interleave_moe_layer_step=1, num_experts_per_tok=1)),
+    "sew": ("SEW", "ForSequenceClassification", speech, dict(SPEECH, squeeze_factor=2)),
+    "data2vec_audio": ("Data2VecAudio", "ForSequenceClassification", speech, dict(SPEECH)),
+    "wav2vec2_conformer": ("Wav2Vec2Conformer", "ForSequenceClassification", speech, dict(
+        SPEECH, max_source_positions=64, position_embeddings_type=None, conformer_conv_dropout=0.0)),
+    "unispeech": ("UniSpeech", "ForSequenceClassification", speech, SPEECH),
+    "unispeech_sat": ("UniSpeechSat", "ForSequenceClassification", speech, SPEECH),
+    "bigbird_pegasus": ("BigBirdPegasus", "ForConditionalGeneration", pairs, dict(
+        SEQ2SEQ, attention_type="original_full")),
+    "convnextv2": ("ConvNextV2", "ForImageClassification", images32, dict(
+        hidden_sizes=[8, 16], depths=[1, 1], num_stages=2)),
+    "hiera": ("Hiera", "ForImageClassification", images32, dict(
+        image_size=[32, 32], embed_dim=8, depths=[1, 1], num_heads=[1, 2], query_stride=[2, 2], masked_unit_size=[4, 4],
+        num_query_pool=1, embed_dim_multiplier=2.0, drop_path_rate=0.0)),
+    "swinv2": ("Swinv2", "ForImageClassification", images, dict(
+        IMAGES, patch_size=2, embed_dim=16, depths=[2, 1], num_heads=[2, 4], window_size=4, drop_path_rate=0.0)),
+    "mamba2": ("Mamba2", "ForCausalLM", unmasked, dict(
+        state_size=4, num_heads=4, head_dim=16, n_groups=1, chunk_size=4, expand=2)),
+    "falcon_mamba": ("FalconMamba", "ForCausalLM", unmasked, dict(state_size=4)),
+    "zamba2": ("Zamba2", "ForCausalLM", tokens, dict(
+        mamba_d_state=4, n_mamba_heads=2, use_mem_rope=False, num_hidden_layers=4, hybrid_layer_ids=[1, 3],
+        mamba_headdim=32, chunk_size=4, layers_block_type=["mamba", "hybrid", "mamba", "hybrid"])),
+    "recurrent_gemma": ("RecurrentGemma", "ForCausalLM", tokens, dict(
+        lru_width=32, attention_window_size=8, num_hidden_layers=3,
+        block_types=["recurrent", "recurrent", "attention"])),
+    "bamba": ("Bamba", "ForCausalLM", tokens, dict(
+        mamba_n_heads=4, mamba_d_head=16, mamba_d_state=4, mamba_n_groups=1, mamba_chunk_size=4,
+        attn_layer_indices=[1])),
+    "lfm2": ("Lfm2", "ForCausalLM", tokens, dict(layer_types=["conv", "full_attention"])),
+    "cohere2": ("Cohere2", "ForCausalLM", tokens, dict(sliding_window=8)),
+    "exaone4": ("Exaone4", "ForCausalLM", tokens, {}),
+    "glm4": ("Glm4", "ForCausalLM", tokens, dict(head_dim=8)),
+    "helium": ("Helium", "ForCausalLM", tokens, dict(head_dim=8)),
+    "diffllama": ("DiffLlama", "ForCausalLM", tokens, dict(head_dim=8)),
+    "arcee": ("Arcee", "ForCausalLM", tokens, {}),
+    "ministral": ("Ministral", "ForCausalLM", tokens, dict(head_dim=8, sliding_window=8)),
+    "bitnet": ("BitNet", "ForCausalLM", tokens, {}),
+    "seed_oss": ("SeedOss", "ForCausalLM", tokens, dict(head_dim=8, residual_dropout=0.0)),
+    "umt5": ("UMT5", "ForConditionalGeneration", pairs, T5),
+    "plbart": ("PLBart", "ForConditionalGeneration", pairs, SEQ2SEQ),
+    "blenderbot_small": ("BlenderbotSmall", "ForConditionalGeneration", pairs, SEQ2SEQ),
+    "data2vec_text": ("Data2VecText", "ForMaskedLM", tokens, {}),
+    "data2vec_vision": ("Data2VecVision", "ForImageClassification", images, dict(IMAGES, drop_path_rate=0.0)),
+    "xlm_roberta": ("XLMRoberta", "ForMaskedLM", tokens, {}),
+    "ibert": ("IBert", "ForMaskedLM", tokens, {}),
+    "luke": ("Luke", "ForMaskedLM", tokens, dict(entity_vocab_size=16, entity_emb_size=16)),
+    "markuplm": ("MarkupLM", "ForSequenceClassification", sentences, {}),
+    "megatron_bert": ("MegatronBert", "ForMaskedLM", tokens, {}),
+    "mra": ("Mra", "ForMaskedLM", tokens, dict(block_per_row=1)),
+    "yoso": ("Yoso", "ForMaskedLM", tokens, dict(use_expectation=True)),
+    "xmod": ("Xmod", "ForMaskedLM", tokens, dict(languages=["en"], default_language="en", adapter_reduction_factor=2)),
+    "mobilevit": ("MobileViT", "ForImageClassification", images32, dict(
+        image_size=32, patch_size=2, hidden_sizes=[16, 24, 32], neck_hidden_sizes=[8, 8, 16, 16, 24, 24, 32],
+        num_attention_heads=4)),
+    "mobilenet_v1": ("MobileNetV1", "ForImageClassification", images32, dict(depth_multiplier=0.25)),
+    "focalnet": ("FocalNet", "ForImageClassification", images32, dict(
+        image_size=32, embed_dim=8, hidden_sizes=[8, 16], depths=[1, 1], focal_levels=[2, 2], focal_windows=[3, 3],
+        drop_path_rate=0.0)),
+    "pvt_v2": ("PvtV2", "ForImageClassification", images32, dict(
+        image_size=32, hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 1, 1], num_attention_heads=[1, 2, 2, 4],
+        mlp_ratios=[2, 2, 2, 2], drop_path_rate=0.0)),
+    "swiftformer": ("SwiftFormer", "ForImageClassification", images32, dict(
+        image_size=32, depths=[1, 1, 1, 1], embed_dims=[8, 16, 24, 32], drop_path_rate=0.0,
+        drop_conv_encoder_rate=0.0, drop_mlp_rate=0.0)),
+    "ijepa": ("IJepa", "ForImageClassification", images, IMAGES),
+    "vit_msn": ("ViTMSN", "ForImageClassification", images, IMAGES),
     # two towers
     "clip": ("CLIP", "Model", image_and_text, dict(projection_dim=16)),
     "siglip": ("Siglip", "Model", image_and_text, {}),
@@ -273,11 +381,11 @@ FAMILIES: Mapping[str, Row] = {
 
 LEFT_OUT = {
     "XLNet": ("max_position_embeddings",), "Funnel": ("num_hidden_layers",), "ProphetNet": ("num_hidden_layers",),
-    "Swin": ("num_hidden_layers", "num_attention_heads"),
+    "Swin": ("num_hidden_layers", "num_attention_heads"), "Swinv2": ("num_hidden_layers", "num_attention_heads"),
 }  # fmt: skip
 """What of :data:`SMALL` a configuration refuses."""
 
-SINGLE = ("xglm", "mixtral", "prophetnet_shifted")
+SINGLE = ("xglm", "mixtral", "prophetnet", "prophetnet_shifted", "mra")
 """Families that do not run in double precision."""
 
 
@@ -289,6 +397,8 @@ def _config(name: str, own: Mapping[str, Any]) -> Any:
         text = dict(SMALL, num_key_value_heads=4, projection_dim=16, projection_size=32)
         return kind(text_config=text, vision_config=dict(text, **IMAGES), **own)
     given = {**SMALL, **own}
+    if "layer_types" in own:
+        given["num_hidden_layers"] = len(own["layer_types"])
     return kind(**{k: v for k, v in given.items() if k not in LEFT_OUT.get(name, ())})
 
 

@@ -23,10 +23,12 @@ from autopar.runtime.world import run_step
 from autopar.verify import inputs_of, one_device, state_of, verify
 from hardware_profiles import load_cluster
 
-QUICK = {*PLAIN, "mbart", "falcon", "swin", "mamba", "deberta_v2", "longt5", "segformer", "clip", "longformer_unpadded"}
+QUICK = {
+    *PLAIN, "mbart", "falcon", "swin", "mamba", "deberta_v2", "longt5", "segformer", "clip", "longformer_unpadded",
+    "deepseek_v3",
+}  # fmt: skip
 BRANCH = "branches on the value of a tensor"
 REFUSED = {
-    "mixtral": "BF16",  # torch's grouped matmul has no other form on fake tensors; experts_implementation="batched_mm"
     "reformer": BRANCH,  # whether anything is masked; without a mask its backward draws random numbers
 }
 """Families with a clear error, and what it says; most have another call beside it that is captured."""

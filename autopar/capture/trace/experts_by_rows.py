@@ -1,0 +1,63 @@
+"""Routed experts, in the form in which they can be cut: a product of each row with the matrix of its expert.
+
+``transformers`` runs experts in several ways: in a loop over those that were hit (its sizes depend on data), with rows
+sorted by expert, or with a matrix gathered for every row. While a model is traced they all become one form, in which
+rows stay in their order (:mod:`autopar.rules.experts`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.nn import functional
+
+from autopar.rules.experts import expert_product
+
+_MODULE = "transformers.integrations.moe"
+
+
+@contextlib.contextmanager
+def experts_by_rows() -> Iterator[None]:
+    """Experts of ``transformers`` are traced row by row, however their configuration wants them to run."""
+    interface = getattr(sys.modules.get(_MODULE), "ExpertsInterface", None)
+    if interface is None:
+        yield
+        return
+
+    def chosen(self: Any, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        return _by_rows
+
+    with mock.patch.object(interface, "get_interface", chosen):
+        yield
+
+
+def _by_rows(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """What ``grouped_mm_experts_forward`` of transformers computes: [tokens hidden] to the same."""
+    tokens, hidden = hidden_states.shape
+    n = top_k_index.shape[-1]
+    expert = top_k_index.reshape(-1)
+    rows = hidden_states.unsqueeze(1).expand(tokens, n, hidden).reshape(tokens * n, hidden)
+
+    def product(rows: torch.Tensor, name: str) -> torch.Tensor:
+        weight = getattr(self, name)
+        weight = weight if self.is_transposed else weight.transpose(-2, -1)
+        made = expert_product(rows.to(weight.dtype), weight, expert)
+        return made + functional.embedding(expert, getattr(self, f"{name}_bias")) if self.has_bias else made
+
+    made = product(rows, "gate_up_proj" if self.has_gate else "up_proj")
+    made = self._apply_gate(made) if self.has_gate else self.act_fn(made)
+    made = product(made, "down_proj")
+    if getattr(self, "has_post_expert_norm", False):
+        made = self.post_expert_norm(made)
+    weighted = made * top_k_weights.reshape(-1).unsqueeze(-1)
+    return weighted.view(tokens, n, -1).sum(dim=1).to(hidden_states.dtype)
+
+
+__all__ = ["experts_by_rows"]

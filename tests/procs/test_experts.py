@@ -1,0 +1,23 @@
+"""Routed experts on two real ranks, cut by expert, by rows and by features: the numbers of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from procs.in_turn import several
+
+from autopar.runtime.launch import run_local
+
+CUTS: dict[str, dict[str, Any]] = {
+    "by expert": {"constraints": {"*:expert_linear*": {"expert": "e"}}},
+    "by rows": {"constraints": {"*:expert_linear*": {"expert": "s"}}},
+    "by features": {"constraints": {"*:expert_linear*": {"expert": "n"}}},
+    "in stages": {"stages": 2, "microbatches": 1, "schedule": "1f1b"},
+}
+
+
+@pytest.mark.parametrize("name", ["mixtral_batched", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
+def test_trains_as_one_process(name: str) -> None:
+    for rank in run_local(several, 2, "experts", {name: ("all_cuts", name, CUTS)}):
+        assert all(worst < 1e-6 for worst in rank[name].values())  # losses are computed in single precision
