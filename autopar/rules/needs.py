@@ -27,12 +27,14 @@ from autopar.torch_private import pytree
 class Gradient(NamedTuple):
     """The gradient of one input: in the memory of that of output ``source``, or in the call's own number ``memory``.
 
-    ``dense`` says that it lies as its input does, so that a parameter can take it for its own.
+    ``dense`` says that it lies as its input does, so that a parameter can take it for its own; ``contiguous``, that a
+    collective can, without a copy: where the gradients of the outputs lie as those do.
     """
 
     source: int | None
     memory: int
     dense: bool
+    contiguous: bool = True
 
 
 @dataclass(frozen=True)
@@ -149,12 +151,12 @@ def _counted(local: LocalCall, ins: Sequence[LocalLayout], sizes: Mapping[str, i
         dense = grad.shape == shape and grad.stride() == strides
         storage = grad.untyped_storage()
         if storage._cdata in sources:
-            gradients.append(Gradient(sources[storage._cdata], 0, dense))
+            gradients.append(Gradient(sources[storage._cdata], 0, dense, grad.is_contiguous()))
             continue
         if storage._cdata not in numbers:
             numbers[storage._cdata] = len(memories)
             memories.append(storage.nbytes())
-        gradients.append(Gradient(None, numbers[storage._cdata], dense))
+        gradients.append(Gradient(None, numbers[storage._cdata], dense, grad.is_contiguous()))
     return Needs(forward_bytes, count.peak_bytes, kept_bytes, out_bytes, tuple(gradients), tuple(memories))
 
 

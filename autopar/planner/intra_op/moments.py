@@ -24,6 +24,7 @@ from autopar.graph import Ref, Spec
 from autopar.placements import INVARIANT, PENDING, Mesh, Placement, State, Step, cut_extent, local_shape, path
 from autopar.plan import Moment, ParamChoice, Price
 from autopar.planner.intra_op.ledger import Entry, Ledger, Value, Walk
+from autopar.rules.saved import contiguous
 from autopar.rules.strategy import grads_of
 
 SLOTS = 4
@@ -83,6 +84,7 @@ class StepMoments:
         self.gradients: list[list[int]] = []  # bytes, how many have it, since when, and of what: node and position
         self.of_value: dict[Value, int] = {}
         self.not_dense: set[int] = set()  # gradients that lie otherwise than their parameter
+        self.strided: set[Value] = set()  # values whose gradients a collective must copy first
         self.known_steps: dict[object, tuple[int, int, bool]] = {}
         self._forward()
         self._memory()
@@ -124,7 +126,16 @@ class StepMoments:
             if isinstance(what, int):
                 self.beside[at] = max(0, self.walk.needs(what).forward_bytes - self.walk.makes.get(what, 0))
             else:
-                self.beside[at] = self._step(*what)[0]
+                ref, src, dst = what
+                copied = self._is_strided(ref, src) and copies_first(src, dst, self.mesh)
+                self.beside[at] = self._step(ref, src, dst)[0] + copied * self.walk.local_bytes(ref, src)
+
+    def _is_strided(self, ref: Ref, state: State) -> bool:
+        """Whether a value is not contiguous."""
+        shape = local_shape(self.graph.spec(ref).shape, state, self.mesh)
+        _, strides = self.walk.lies.get((ref, state), (0, contiguous(shape)))
+        steps = zip(shape, strides, contiguous(shape), strict=True)
+        return any(n > 1 and given != wanted for n, given, wanted in steps)
 
     def _memory(self) -> None:
         """What the ledger knows: memory with its readers and keepers."""
@@ -245,10 +256,10 @@ class StepMoments:
             return
         strategy = walk.strategy(i, node)
         outs = [Ref(i, k) for k, spec in enumerate(node.outs) if spec is not None]
-        arrived = [
-            self.of_value.pop((ref, state), None)
-            for ref, state, grad in zip(outs, strategy.outs, grads_of(graph, node)[1], strict=True) if grad
-        ]  # fmt: skip
+        values = [
+            (ref, state) for ref, state, grad in zip(outs, strategy.outs, grads_of(graph, node)[1], strict=True) if grad
+        ]
+        arrived = [self.of_value.pop(value, None) for value in values]
         if all(gradient is None for gradient in arrived):
             return
         needs = walk.needs(i)
@@ -256,6 +267,7 @@ class StepMoments:
         mine = [self._new(n_bytes, at, i, read_at.get(k, MADE)) for k, n_bytes in enumerate(needs.memories)]
         self.beside[at] += needs.backward_bytes - needs.kept_bytes - needs.out_bytes - sum(needs.memories)
         deposits: list[tuple[Value, int]] = []
+        strided: list[Value] = []
         for position, (ref, state, gradient) in enumerate(zip(node.refs, strategy.ins, needs.gradients, strict=True)):
             if gradient is None:
                 continue
@@ -266,9 +278,13 @@ class StepMoments:
             if not gradient.dense:
                 self.not_dense.add(memory)
             self.gradients[memory][1] += passed_on is not None
+            if gradient.contiguous == (gradient.source is not None and values[gradient.source] in self.strided):
+                strided.append((ref, state))  # views of what is strided already mostly turn it back
             deposits.append(((ref, state), memory))
         for memory in (*mine, *(gradient for gradient in arrived if gradient is not None)):
             self._drop(memory, at)
+        self.strided.difference_update(values)
+        self.strided.update(value for value in strided if value not in self.of_value)  # a sum lies as its first part
         for value, memory in deposits:
             self._deposit(value, memory, at)
 
@@ -277,10 +293,15 @@ class StepMoments:
         if gradient is None:
             return
         _, beside, is_alias = self._step(ref, src, dst)
+        is_strided = (ref, dst) in self.strided
+        self.strided.discard((ref, dst))
         if is_alias:
+            if is_strided and (ref, src) not in self.of_value:
+                self.strided.add((ref, src))
             self._deposit((ref, src), gradient, at)
             return
-        self.beside[at] += beside
+        copied = is_strided and copies_first(dst.adjoint, src.adjoint, self.mesh)
+        self.beside[at] += beside + (self.walk.local_bytes(ref, dst) if copied else 0)
         mine = self._new(self.walk.local_bytes(ref, src), at, ref.node)
         self._drop(gradient, at)
         self._deposit((ref, src), mine, at)
@@ -362,6 +383,15 @@ def step_extra(spec: Spec, src: State, dst: State, mesh: Mesh) -> tuple[int, int
         forward += n_src if kinds[1].is_shard and not kinds[0].is_shard else n_dst if kinds[1].is_pending else 0
         backward = backward or min(n_src, n_dst)
     return forward, backward, False
+
+
+def copies_first(src: State, dst: State, mesh: Mesh) -> bool:
+    """Whether a step of one axis copies what is not contiguous before anything else: collectives of one tensor take no
+    other. What is no collective takes a tensor as it lies, and an all-to-all takes it apart in any case."""
+    axis = Step.between(src, dst).axis
+    given, wanted = src[axis], dst[axis]
+    reduces = given.is_pending and (wanted.is_shard or wanted.is_whole)
+    return mesh[axis][1] > 1 and (reduces or (given.is_shard and wanted.is_whole))
 
 
 def _move_extra(src: Placement, dst: Placement, n_src: int, n_dst: int) -> int:
