@@ -41,7 +41,10 @@ class Peak:
 
 
 def peak_of(plan: StagePlan, graph: Graph, given: Mapping[str, torch.Tensor] | None = None) -> Peak:
-    """The peak of a training step of one microbatch under ``plan``, for a graph with a loss.
+    """The peak of a training step of one microbatch under ``plan``, for a graph with a loss or of a pipeline's stage.
+
+    What arrives from earlier stages is there from the first, and the stage holds it to the end of the backward, as it
+    holds what it sends on, and the gradients of both.
 
     Args:
         given: values of buffers and inputs, in pieces of the first rank; without them all tensors are fake.
@@ -60,13 +63,16 @@ def peak_of(plan: StagePlan, graph: Graph, given: Mapping[str, torch.Tensor] | N
             for slot in program.slots if slot.kind == "param"
         }  # fmt: skip
         outside = {slot.name: _outside(slot, given, plan) for slot in program.slots if slot.kind != "param"}
+        for name in graph.arriving:
+            if torch.is_floating_point(outside[name]):
+                outside[name].requires_grad_()
         trained = [x for x in stored.values() if x.requires_grad]
         states = [
             torch.empty(optimizer_state_bytes(plan.optimizer, x.numel(), x.element_size()), dtype=torch.uint8)
             for x in trained
         ]
         count = Allocations(is_empty_storage if plan.gather_again or plan.make_again else None)
-        for x in (*stored.values(), *states):
+        for x in (*stored.values(), *states, *(outside[name] for name in graph.arriving)):
             count.note(x)
         with count:
             count.phase = "gathering parameters"
@@ -80,11 +86,16 @@ def peak_of(plan: StagePlan, graph: Graph, given: Mapping[str, torch.Tensor] | N
             values = [outside[slot.name] if slot.kind != "param" else used[slot.name] for slot in program.slots]
             count.phase = "forward"
             results = program.runnable(*values)
-            assert graph.loss is not None, "a peak is counted of a step, which begins at a loss"
-            loss = results[graph.loss]
+            ends = range(graph.sends) if graph.loss is None else (*range(graph.sends), graph.loss)
+            roots = [x for x in (results[k] for k in ends) if isinstance(x, torch.Tensor) and x.requires_grad]
+            assert roots, "a peak is counted of a step, which begins at a loss or at what a stage sends on"
             del values, results
             count.phase = "backward"
-            loss.backward()
+            gradients = [torch.zeros_like(x) for x in roots] if graph.sends else [None]
+            torch.autograd.backward(roots, gradients)
+            del roots, gradients
+            for name in graph.arriving:
+                del outside[name]
             count.phase = "step"
             for x in trained:
                 if plan.optimizer.startswith("adam") and x.grad is not None:

@@ -23,6 +23,7 @@ from autopar.planner.intra_op.mesh_plan import plan_graph
 from autopar.planner.intra_op.price import pricer
 from autopar.rules.many_ranks import piece
 from autopar.rules.registry import rules_of
+from autopar.staging import cut, hot_ops
 from hardware_profiles import load_cluster
 
 CLUSTER = load_cluster("dgx-h100")
@@ -95,6 +96,30 @@ def test_peak_where_something_is_made_again(name: str, again: str, seed: int) ->
     graph = known(name)[0].graph
     plan = random_plan(graph, rules_of(graph), pricer(CLUSTER, MESH), seed, **{again: True})
     assert -0.05 < peak_of(plan, graph).n_bytes / plan.price.memory_bytes - 1 < 0.02
+
+
+def agree_in_stages(name: str, seed: int, **again: bool) -> None:
+    """Of both halves of a model: what arrives and what is sent on, and their gradients, count too."""
+    graph = known(name)[0].graph
+    hot = hot_ops(graph)
+    for stage in cut(graph, [graph.nodes[hot[len(hot) // 2]].name]):
+        if any(node.needs_grad for _, node in stage.graph.of_kind("op")):
+            plan = random_plan(stage.graph, rules_of(stage.graph), pricer(CLUSTER, MESH), seed, **again)
+            counted = peak_of(plan, stage.graph)
+            assert -0.05 < counted.n_bytes / plan.price.memory_bytes - 1 < 0.02, (counted, plan.price)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+def test_peak_of_stages(name: str) -> None:
+    agree_in_stages(name, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("again", [{}, {"gather_again": True}, {"make_again": True}])
+@pytest.mark.parametrize("name", sorted(ZOO))
+def test_peak_of_stages_of_every_model(name: str, again: dict[str, bool]) -> None:
+    for seed in range(2):
+        agree_in_stages(name, seed, **again)
 
 
 @pytest.mark.slow

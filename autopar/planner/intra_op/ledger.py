@@ -126,6 +126,7 @@ class Walk:
         self.segments = tuple(Segment() for _ in recompute)
         self.copies_again = regathered(graph, mesh, routes, gather_again, self.segment_of, chosen or {})
         self.piece_of: dict[int, int] = {}  # by the memory of a copy that is gathered again
+        self.steps_again: dict[int, tuple[Ref, Sequence[tuple[State, State]]]] = {}  # on the way from that piece
         self.made_again = frozenset(segment_outputs(graph, make_again, self.segment_of))
         self.given_up: dict[int, Ref] = {}  # memory that a segment makes again for its readers outside
         self.readers: dict[int, list[int]] = {}  # operators whose backward asks for memory that was given up
@@ -142,6 +143,7 @@ class Walk:
         self.needed: dict[object, Needs] = {}
         self.whole: dict[int, Strategy] = {}
         self.order: list[int | tuple[Ref, State, State]] = []  # operators and steps as the program runs them
+        self.arrived: set[int] = set()  # memory that comes from earlier stages
         self.made_at: list[int] = []  # by memory, where in that order it is made and read last
         self.read_at: list[int] = []
         self.places: dict[int, list[tuple[int, Strides]]] = {}  # of the inputs of operators
@@ -181,6 +183,8 @@ class Walk:
             shape = local_shape(spec.shape, state, self.mesh)
             given = node.kind != "input" or node.target not in self.graph.arriving
             place = self.new(_bytes(shape, spec.item_bytes), ref.node, -1, given), contiguous(shape)
+            if not given:
+                self.arrived.add(place[0])
         else:
             memory, strides = self.place(ref, src, segment)
             self.read_at[memory] = len(self.order)
@@ -191,7 +195,9 @@ class Walk:
                 shape = _padded_shape(spec.shape, src, state, self.mesh)
                 memory, strides = self.new(_bytes(shape, spec.item_bytes), ref.node, segment), contiguous(shape)
             if (ref, state) in self.copies_again:
-                self.piece_of[memory] = self.lies[ref, self.copies_again[ref, state][0]][0]
+                piece, steps = self.copies_again[ref, state]
+                self.piece_of[memory] = self.lies[ref, piece][0]
+                self.steps_again[memory] = ref, steps
             place = memory, strides
         self.lies[ref, state] = place
         return place

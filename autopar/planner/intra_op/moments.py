@@ -14,7 +14,7 @@ gradient as it is if that lies as the parameter does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from math import prod
@@ -87,7 +87,7 @@ class StepMoments:
         self.strided: set[Value] = set()  # values whose gradients a collective must copy first
         self.known_steps: dict[object, tuple[int, int, bool]] = {}
         self._forward()
-        self._memory()
+        self._memory(last[: sum(isinstance(out, Ref) for out in self.graph.outputs[: self.graph.sends])])
         self._backward(outputs)
 
     def back(self, at: int, slot: int = 1) -> int:
@@ -137,8 +137,9 @@ class StepMoments:
         steps = zip(shape, strides, contiguous(shape), strict=True)
         return any(n > 1 and given != wanted for n, given, wanted in steps)
 
-    def _memory(self) -> None:
-        """What the ledger knows: memory with its readers and keepers."""
+    def _memory(self, sent: Collection[int]) -> None:
+        """What the ledger knows: memory with its readers and keepers. A pipeline's stage holds what it got and what it
+        sent until it has the gradients."""
         walk = self.walk
         of_segment: dict[int, list[int]] = {}
         last_asks: dict[int, int] = {}  # of pieces, the operator whose backward is the last to ask for a copy
@@ -149,6 +150,10 @@ class StepMoments:
             if given or not n_bytes:
                 continue
             made, until = walk.made_at[memory], walk.read_at[memory]
+            if memory in walk.arrived:
+                made = 0
+            if memory in walk.arrived or memory in sent:
+                until = self.back(0, SLOTS - 1)
             if segment >= 0:
                 of_segment.setdefault(segment, []).append(memory)
             for entry in walk.entries_of.get(memory, ()):
@@ -164,14 +169,24 @@ class StepMoments:
             if readers:  # its backward asks for the copy, even where autograd keeps nothing of it
                 again = self.back(self.at_of[max(readers)], 0)
                 self.lives(n_bytes, again, self.back(made, 0))
-                # gathered beside, and copied into its place; what is made again is made one after the other
-                self.beside[again] = max(self.beside[again], n_bytes)
+                self.beside[again] = max(self.beside[again], self._gathered_again(memory, n_bytes))
             self.lives(n_bytes, made, until)
             if not any(entry.decision == "keep" for entry in walk.entries_of.get(memory, ())):
                 self.spans.append(Span(n_bytes, made, until, walk.memories[memory].since))
         for segment, memories in of_segment.items():
             if self.holds.segments[segment].active:
                 self._second_run(segment, memories)
+
+    def _gathered_again(self, memory: int, n_bytes: int) -> int:
+        """What it takes, beside a copy itself, to gather it again: it is gathered beside, and copied into its place.
+        What is made again is made one after the other."""
+        ref, steps = self.walk.steps_again[memory]
+        most = before = 0
+        for src, dst in steps:
+            gathered = self.walk.local_bytes(ref, dst)
+            most = max(most, before + self._step(ref, src, dst)[0] + gathered)
+            before = gathered
+        return max(n_bytes, most - n_bytes)
 
     def _let_go(self, keeper: int, entry: Entry) -> int:
         """Where in the order something stands whose backward is the last that a keeper needs its memory for: what a
@@ -216,6 +231,7 @@ class StepMoments:
             if isinstance(out, Ref) and state is not None and graph.nodes[out.node].needs_grad:
                 if graph.spec(out).is_float:
                     gradient = self._new(self.walk.local_bytes(out, state), begin, out.node)
+                    self.gradients[gradient][1] += number < graph.sends  # the stage holds it, too
                     self._deposit((out, state), gradient, begin)
         complete_at = self._complete_at()
         for at in range(self.n - 1, -1, -1):
