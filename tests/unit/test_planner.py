@@ -104,9 +104,9 @@ def test_the_solver_gets_the_time_that_was_asked_for(monkeypatch: pytest.MonkeyP
     limit = 0.9 * plan_graph(graph, cluster, mesh).price.memory_bytes
     given: list[float] = []
 
-    def program(problem: Problem, *, time_limit_seconds: float) -> HighsProgram | ByCbc:
-        given.append(time_limit_seconds)
-        return solver_program(problem, time_limit_seconds=time_limit_seconds)
+    def program(problem: Problem, **seconds: float) -> HighsProgram | ByCbc:
+        given.extend(seconds.values())
+        return solver_program(problem, **seconds)  # type: ignore[arg-type]
 
     solver_program = ilp.program
     monkeypatch.setattr(ilp, "program", program)

@@ -46,15 +46,19 @@ HULL_GAP = 0.01
 
 
 def program(
-    problem: Problem, *, time_limit_seconds: float = TIME_LIMIT_SECONDS, solver: str = "auto"
-) -> HighsProgram | ByCbc:
+    problem: Problem, *, time_limit_seconds: float = TIME_LIMIT_SECONDS, relaxation_seconds: float | None = None,
+    solver: str = "auto",
+) -> HighsProgram | ByCbc:  # fmt: skip
     """A problem that may be solved several times, with several limits.
 
     Args:
         time_limit_seconds: for one run; after it, the best solution so far is returned with its gap.
+        relaxation_seconds: for a run on the relaxation alone, which nothing is known without; by default the same.
         solver: ``highs``, ``cbc`` or ``auto`` (HiGHS if highspy is installed).
     """
-    return (HighsProgram if _pick(solver) == "highs" else ByCbc)(problem, time_limit_seconds)
+    if _pick(solver) == "cbc":
+        return ByCbc(problem, time_limit_seconds)
+    return HighsProgram(problem, time_limit_seconds, relaxation_seconds or time_limit_seconds)
 
 
 @dataclass(frozen=True)
@@ -80,8 +84,9 @@ class HighsProgram:
     which are then optimal. Branch and bound is for the rest.
     """
 
-    def __init__(self, problem: Problem, time_limit_seconds: float) -> None:
+    def __init__(self, problem: Problem, time_limit_seconds: float, relaxation_seconds: float) -> None:
         self.problem, self.time_limit_seconds = problem, time_limit_seconds
+        self.relaxation_seconds = relaxation_seconds
         lp = matrix(problem)
         self.scale, self.lp = lp.scale, lp
         self.engine = _engine(lp, time_limit_seconds)
@@ -311,7 +316,7 @@ class HighsProgram:
         """The optimum of the relaxation; None if the solver stopped before it."""
         engine = self.engine
         engine.setOptionValue("solve_relaxation", True)
-        engine.setOptionValue("time_limit", engine.getRunTime() + self.time_limit_seconds)  # counts all runs
+        engine.setOptionValue("time_limit", engine.getRunTime() + self.relaxation_seconds)  # counts all runs
         cold = not engine.getBasis().valid  # from what was solved before the simplex goes on
         engine.setOptionValue("presolve", "on" if cold and engine.getNumCol() > LARGE else "off")
         engine.run()

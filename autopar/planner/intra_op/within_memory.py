@@ -188,8 +188,8 @@ class WithinMemory:
     def _program(self, problem: Problem) -> ilp.HighsProgram | ilp.ByCbc:
         options = self.setting.options
         binds = problem.moments or self.decoder.again is not None
-        seconds = options.solver_seconds(LIMITED_SECONDS) if binds else options.solver_seconds()
-        return ilp.program(problem, time_limit_seconds=seconds)
+        relaxed, whole = options.solver_seconds(), options.solver_seconds(LIMITED_SECONDS)
+        return ilp.program(problem, time_limit_seconds=whole if binds else relaxed, relaxation_seconds=relaxed)
 
     def _finish(self, choice: Choice) -> StagePlan:
         plan = self.setting.realise(self.decoder.decided(choice.picked, self.setting.folding))
