@@ -2,6 +2,7 @@
 
     python benchmarks/layouts.py                      the table of expert layouts, a line a case, each in a process
     python benchmarks/layouts.py llama-8b-64          one case
+    python benchmarks/layouts.py llama-8b-64 bf16-mixed    under a precision policy; else in bfloat16 throughout
 
 The models are on the meta device. A row has the seconds of a step by autopar's own price for the search and for the
 layout pinned in the words of ``autopar plan --like``, their ratio, and the CPU-seconds of both searches after capture.
@@ -101,14 +102,18 @@ def batch_of(family: str, rows: int, seq: int, model: Any) -> dict[str, Any]:
         return {"input_ids": ids, "labels": ids}
 
 
-def graphs_of(case: str) -> Callable[[int], Any]:
+def graphs_of(case: str, precision: str | None) -> Callable[[int], Any]:
     """The graph of a microbatch of a case, by the number of microbatches in a step."""
     from autopar.capture import capture
     from autopar.capture.microbatches import resized
+    from autopar.precision import parse_precision
 
     family, shape, _, rows, seq, _, _ = CASES[case]
     model = model_of(family, shape, seq)
-    whole, half = (capture(model, (), batch_of(family, n, seq, model)).graph for n in (rows, rows // 2))
+    policy = parse_precision(precision)
+    whole, half = (
+        capture(model, (), batch_of(family, n, seq, model), precision=policy).graph for n in (rows, rows // 2)
+    )
 
     @cache
     def graph_of(microbatches: int) -> Any:
@@ -117,7 +122,7 @@ def graphs_of(case: str) -> Callable[[int], Any]:
     return graph_of
 
 
-def measure(case: str) -> dict[str, Any]:
+def measure(case: str, precision: str | None = None) -> dict[str, Any]:
     """One case in this process: the search, and the published layout."""
     warnings.simplefilter("ignore")
     import autopar.rules  # noqa: F401
@@ -128,7 +133,7 @@ def measure(case: str) -> dict[str, Any]:
     from hardware_profiles import load_cluster
 
     _, _, cluster, rows, _, text, source = CASES[case]
-    hardware, graph_of = load_cluster(cluster), graphs_of(case)
+    hardware, graph_of = load_cluster(cluster), graphs_of(case, precision)
     n, base = hardware.n_devices, PipelineOptions(1)
     start = time.process_time()
     search = plan_pipeline({m: graph_of(m) for m in numbers_of_parts(rows)}, hardware, n, base)
@@ -149,7 +154,7 @@ def measure(case: str) -> dict[str, Any]:
 def main() -> None:
     """Print a line for every case."""
     if sys.argv[1:]:
-        print(json.dumps(measure(sys.argv[1])))
+        print(json.dumps(measure(*sys.argv[1:3])))
         return
     for case in CASES:
         done = subprocess.run([sys.executable, __file__, case], capture_output=True, text=True)
