@@ -22,10 +22,6 @@ def check(n: int, meta: bool, options: dict[str, Any]) -> None:
         assert most < own + 3 * ONE, (rank, most / ONE, own / ONE)
 
 
-def test_values_that_ranks_make_in_turn() -> None:
-    check(2, True, STAGES)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [STAGES, {"params": {"*": "S0 use"}}])
 @pytest.mark.parametrize("meta", [True, False])

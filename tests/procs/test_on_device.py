@@ -53,13 +53,9 @@ def check_used(name: str, backend: str, folder: Path, zoo: dict[str, Any]) -> No
     assert run_local(used, 2, configs, backend, str(folder)) == [[], []]
 
 
-def test_all_that_ranks_send_is_on_the_device(tmp_path: Path) -> None:
-    check_used("mlp", f"{NAME}:{BACKEND}", tmp_path, {})
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", [f"cpu:gloo,{NAME}:{BACKEND}", f"{NAME}:{BACKEND}"])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "resnet", "t5"])
+@pytest.mark.parametrize("name", ["mlp", "gpt2", "llama", "resnet", "t5"])
 def test_all_that_ranks_of_a_model_send_is_on_the_device(name: str, backend: str, tmp_path: Path) -> None:
     check_used(name, backend, tmp_path, DROPS if name in ("gpt2", "t5") else {})
 
