@@ -28,7 +28,8 @@ What stands where, in the order in which a model passes through:
 :mod:`.spreading`     a plan on all ranks; :mod:`.recapture`: another one when shapes or values change
 :mod:`.integrations`  training loops of transformers and accelerate
 :mod:`.profiling`     a machine, measured
-:mod:`.torch_private` private names of torch; :mod:`.errors`: what users can cause; :mod:`.collection`: garbage
+:mod:`.torch_private` private names of torch; :mod:`.heard`: what long work tells;
+                      :mod:`.errors`: what users can cause; :mod:`.collection`: garbage
 ===================== =================================================================================================
 
 Beside it: ``cost_models`` (seconds of operators and collectives, schedules and their simulation) and

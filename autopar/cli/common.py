@@ -146,7 +146,7 @@ def load_and_capture(
 
         from autopar.capture import capture
         from autopar.capture.microbatches import first_part
-        from autopar.capture.trace.progress import heard
+        from autopar.heard import heard
         from autopar.models import load_model
 
         loaded = replace(load_model(spec, batch, seq, folder=folder, device=device), parts=parts)

@@ -87,6 +87,7 @@ def plan(
     """
     from autopar import planning
     from autopar.clusters import profile_of
+    from autopar.heard import heard
     from autopar.planfile import dumps, save
     from hardware_profiles import load_cluster
 
@@ -115,7 +116,7 @@ def plan(
     if cluster.endswith((".toml", ".json")):
         cluster = Path(os.path.relpath(Path(cluster).resolve(), folder.resolve())).as_posix()
     pinned = layouts.priced_like(loaded, captured, hardware, cluster, wanted, layout) if layout else None
-    with progress("planning") as say:
+    with progress("planning") as say, heard(say):
         outcome = planning.find(
             loaded.model, captured, lambda: (loaded.args, loaded.kwargs), hardware, hardware.n_devices, wanted,
             cluster, runs=False, say=say,

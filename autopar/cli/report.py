@@ -73,6 +73,7 @@ def _layouts(
     from autopar.asked import Asked
     from autopar.cli.common import load_and_capture
     from autopar.cli.layouts import rows_of_layouts
+    from autopar.heard import heard
     from autopar.report.layouts import layout_row, with_front
     from autopar.report.page.tradeoff import THIS
 
@@ -83,7 +84,7 @@ def _layouts(
         raise UsageError("--top needs a model that returns its loss, and a batch with rows")
     pins = replace(plan.pins, stages=None, cuts=(), schedules=(), microbatches=None, mesh=None)
     wanted = Asked(pins, plan.optimizer, top=top)
-    with progress("planning") as say:
+    with progress("planning") as say, heard(say):
         outcome = planning.find(
             loaded.model, whole, lambda: example, cluster, cluster.n_devices, wanted, plan.cluster, runs=False, say=say
         )

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from math import inf
 
 from autopar.errors import InfeasibleError
+from autopar.heard import tell
 from autopar.planner.inter_op.exact_stages import SMALL, Candidate, Exact
 from autopar.planner.inter_op.one_number import CANDIDATES, OneNumber
 from autopar.planner.intra_op.problem import Beaten
+from autopar.texts import show_seconds
 
 FAILED = 12
 """Of what looked promising on more than :data:`SMALL` devices, and does not fit when planned exactly, at most."""
@@ -48,6 +50,11 @@ class Incumbents:
         return min(self.plans, key=lambda plan: plan.seconds)
 
     @property
+    def so_far(self) -> str:
+        """The best plan so far, for whoever waits for the search."""
+        return f"; best so far {show_seconds(self.fastest.seconds)} a step, {self.fastest.what}" if self.plans else ""
+
+    @property
     def to_beat(self) -> float:
         """Seconds of the last of the best plans of so many different layouts: what takes longer is of no interest."""
         best_of: dict[str, float] = {}
@@ -68,6 +75,7 @@ class Incumbents:
 
     def add(self, search: OneNumber, candidate: Candidate) -> float:
         """Plan a candidate exactly; the seconds of its step, for ever if it does not fit, cannot be or is beaten."""
+        tell(lambda: f"{search.what(candidate)}{self.so_far}", often=False)
         try:
             plan = search.exact(candidate, self.to_beat)
         except Beaten:

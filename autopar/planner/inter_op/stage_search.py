@@ -22,6 +22,7 @@ from math import inf
 from autopar.collection import uncollected
 from autopar.errors import PlanError
 from autopar.graph import Graph
+from autopar.heard import tell
 from autopar.placements import Mesh, n_devices
 from autopar.plan import Plan
 from autopar.planner.inter_op.equal import NEAR
@@ -223,6 +224,7 @@ class _Numbers:
         search, m = self.searches[number], self.searches[number].asked.microbatches
         if self.bounds[number] >= self.to_beat:
             return False
+        tell(lambda: f"estimates for {m} microbatches")
         best = min((f[0] for f in self.found), default=inf)
         floors: dict[tuple[int, Mesh], float] = {}
         for (n, pool, mesh), seconds in self.whole.items():

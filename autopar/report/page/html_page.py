@@ -101,10 +101,11 @@ def _numbers(subject: Subject, layout: LayoutRow) -> list[tuple[str, str, str, A
     groups = plan.schedule.n_ranks
     limit = max(r["memory_bytes"] / r["limit_bytes"] for r in stage_rows(
         subject.graph, plan, timeline, subject.cluster))  # fmt: skip
+    full = f"{limit:.0%}" if limit >= 0.01 else "less than 1%"
     return [
         ("a step", show_seconds(plan.seconds), f"{plan.microbatches} microbatches" if plan.microbatches > 1
          else "one microbatch", plan.seconds),
-        ("memory of a device", show_bytes(plan.memory_bytes), f"{limit:.0%} of what it may fill", plan.memory_bytes),
+        ("memory of a device", show_bytes(plan.memory_bytes), f"{full} of what it may fill", plan.memory_bytes),
         ("devices", f"{plan.n_devices:,}", f"{groups} groups, {len(plan.stages)} stages" if groups > 1 else "one group",
          plan.n_devices),
         ("idle", f"{timeline.bubble_fraction:.1%}", f"schedule {plan.schedule.name}", timeline.bubble_fraction),
