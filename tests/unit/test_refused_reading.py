@@ -121,3 +121,25 @@ def test_statistics_under_activation_checkpointing_are_refused_with_both_ways_ou
     text = r"counts every batch twice(.|\n)*pass recompute= to parallelize .*verify_capture=False"
     with pytest.raises(CaptureError, match=text):
         compare_with_eager(capture(model, X), model, (X,), {})
+
+
+class Moved(nn.Module):
+    """Has a layer in the precision that it wants (the router of Switch Transformers)."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer, self.dtype = nn.Linear(4, 4), dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.layer = self.layer.to(self.dtype)
+        return self.layer(x.to(self.dtype)).square().mean()
+
+
+def test_a_module_that_is_moved_where_it_is() -> None:
+    model = Moved(torch.float32)
+    assert compare_with_eager(capture(model, X), model, (X,), {}).same
+
+
+def test_a_module_whose_parameters_would_become_others() -> None:
+    with pytest.raises(CaptureError, match=r"calls Linear.to\(torch.float64\), at test_refused_reading.py:\d+"):
+        capture(Moved(torch.float64), X)

@@ -285,6 +285,8 @@ class GraphBuilder(Writing):
             self.value[fx] = self._walk(body, no_grad)
         elif name in (ASK, TAKEN, BEGIN, END, FUNCTION, HOOK):
             self.value[fx] = self._own(fx, name)
+        elif getattr(target, "__module__", "") == "_operator":  # of sizes that are not known
+            raise self._depends(fx, "what is computed")
         elif not isinstance(target, OpOverload):
             raise CaptureError(
                 f"cannot capture '{name}' in '{module_of(fx)}'" + at(fx) + "\n  higher-order operators "
@@ -350,11 +352,14 @@ class GraphBuilder(Writing):
         shapes = [v.shape for v in flat(fx.meta.get("val")) if isinstance(v, torch.Tensor)]
         read = [v for n in fx.all_input_nodes if type(v := self.value[n]) is not Alias]
         if is_symbolic((fx.args, fx.kwargs, read, shapes)):
-            raise CaptureError(
-                f"'{fx.target}' in '{module_of(fx)}' has a size or a number that depends on the value of a tensor"
-                + at(fx)
-                + "\n  use fixed sizes: a mask or torch.where instead of selecting, tensors instead of item()"
-            )
+            raise self._depends(fx, f"'{fx.target}'")
+
+    def _depends(self, fx: torch.fx.Node, what: str) -> CaptureError:
+        """The error for what is known only from the values of tensors."""
+        return CaptureError(
+            f"{what} in '{module_of(fx)}' has a size or a number that depends on the value of a tensor" + at(fx)
+            + "\n  use fixed sizes: a mask or torch.where instead of selecting, tensors instead of item()"
+        )
 
     # -- results
 

@@ -21,6 +21,7 @@ from autopar.autocasting import autocast_now
 from autopar.capture.branches.asking import asked_afresh
 from autopar.capture.branches.drawn import checked
 from autopar.capture.branches.taken import from_the_start
+from autopar.capture.python.user_lines import user_line
 from autopar.capture.repeats.repeated import Repeats
 from autopar.capture.repeats.written_out import Unlike, write_out
 from autopar.capture.trace.autocast import write_casts
@@ -59,6 +60,33 @@ def _like_eager() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _modules_stay() -> Iterator[None]:
+    """``module.to(...)`` in a forward has nothing to do where all is as it should be.
+
+    Raises:
+        CaptureError: it would change the dtype of parameters, which would be others at the next call.
+    """
+
+    def to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        _, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        changed = [
+            (name, t) for name, t in (*self.named_parameters(), *self.named_buffers())
+            if dtype is not None and t.is_floating_point() and t.dtype != dtype
+        ]  # fmt: skip
+        if changed:
+            name, tensor = changed[0]
+            raise CaptureError(
+                f"forward calls {type(self).__name__}.to({dtype}), at {user_line(sys._getframe(1))}, and its '{name}' "
+                f"is {tensor.dtype}: a program cannot exchange parameters in a step\n  call it once before, or cast the "
+                "values that are computed"
+            )
+        return self
+
+    with mock.patch.object(torch.nn.Module, "to", to):
+        yield
+
+
 def export(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
     """The exported program; its ``recording`` says what autopar's own operators in it stand for."""
     exported = _with_repeats(module, args, kwargs) or _export(module, args, kwargs, None)
@@ -93,7 +121,7 @@ def _export(module: torch.nn.Module, args: Any, kwargs: Any, repeats: Repeats | 
                 with (
                     told(), _like_eager(), whole_functions(module), marked_regions(), as_in_eager(module),
                     own_draws_refused(), memos_forgotten(module),
-                    _quiet(), quickly(), _plain_tensors_kept(module), parameters_noted(record),
+                    _quiet(), quickly(), _modules_stay(), _plain_tensors_kept(module), parameters_noted(record),
                     # the recorder copies what forward puts in a buffer's place: export does it for the root module
                     # alone, and takes a wrong one where an empty buffer stands before it
                     EXPORT_BUFFER_HOOK.replaced(lambda *_: _NoHook()),
