@@ -78,8 +78,8 @@ def _modules_stay() -> Iterator[None]:
             name, tensor = changed[0]
             raise CaptureError(
                 f"forward calls {type(self).__name__}.to({dtype}), at {user_line(sys._getframe(1))}, and its '{name}' "
-                f"is {tensor.dtype}: a program cannot exchange parameters in a step\n  call it once before, or cast the "
-                "values that are computed"
+                f"is {tensor.dtype}: a program cannot exchange parameters in a step\n  call it once before, or cast "
+                "the values that are computed"
             )
         return self
 
