@@ -14,10 +14,12 @@ from unit.test_cli import MODEL
 from unit.test_cli_pipeline import autopar
 
 from autopar.cli.common import opened
+from autopar.report.layouts import LayoutRow, with_front
 from autopar.report.page.gantt import gantt, is_aggregated
 from autopar.report.page.html_page import Subject, html_page
 from autopar.report.page.link_load import link_kinds
 from autopar.report.page.seconds_spent import step_parts, tallies
+from autopar.report.page.tradeoff import THIS, alternatives_section
 from autopar.texts import show_bytes, show_seconds
 from cost_models.mesh_links import link_bytes
 from cost_models.pipeline import build, simulate
@@ -131,6 +133,28 @@ def test_long_schedules_are_histograms(folder: Path) -> None:
         busy = [int(n) for n in text.split(",")]
         share = timeline.busy_seconds[group] / timeline.makespan_seconds
         assert sum(busy) / len(busy) == pytest.approx(100 * share, abs=1.0)
+
+
+def test_alternatives_are_points_and_rows() -> None:
+    """The fastest stands furthest left and the smallest lowest; the page's own plan is marked; names are escaped."""
+    rows = with_front([
+        LayoutRow(THIS, 2.0, 0.1, 100.0, 1.0, 0.1), LayoutRow("tp<2>", 1.0, 0.1, 300.0, 1.0, 0.1),
+        LayoutRow("slow", 3.0, 0.1, 200.0, 1.0, 0.1),
+    ])  # fmt: skip
+    html = alternatives_section(rows)
+    Tags(html)
+    points = re.findall(r'<svg x="([\d.]+)%" y="([\d.]+)%" class="dot (\w+)"', html)
+    assert points == [("0.00", "0.00", "front"), ("50.00", "100.00", "chosen"), ("100.00", "50.00", "beaten")]
+    assert "tp&lt;2&gt;" in html and "<2>" not in html
+
+
+@pytest.mark.slow
+def test_top_searches_again(folder: Path) -> None:
+    code, _, err = autopar("report", folder / "piped.json", "-o", folder / "top.html", "--top", 3)
+    assert code == 0, err
+    page = (folder / "top.html").read_text()
+    Tags(page)
+    assert page.count('class="dot ') >= 3 and page.count('class="dot chosen"') == 1
 
 
 def test_a_ring_loads_its_links() -> None:
