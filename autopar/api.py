@@ -26,6 +26,7 @@ from autopar.placements import Mesh, mesh_shapes, mesh_text
 from autopar.plan import Plan
 from autopar.planning import Outcome
 from autopar.precision import Precision, parse_precision
+from autopar.report.decided import say
 from autopar.runtime.agree import TIMEOUT_SECONDS, ensure_process_group, mesh_group, share, together
 from autopar.runtime.executor import ParallelModule
 from autopar.runtime.groups import abort_groups
@@ -370,6 +371,8 @@ def parallelize(
             move.to(pm, group)
         replaced(dict(model.named_parameters(remove_duplicate=False)))
         object.__setattr__(pm, "_original", Original(model, pm))
+        if dist.get_rank(group) == 0 and dist.get_world_size(group) > 1:
+            say(decided, one.graph)
         return pm
 
 

@@ -6,6 +6,7 @@
 :mod:`.recomputed`  what runs again in the backward, in words
 :mod:`.layouts`     layouts side by side
 :mod:`.differences` in what two plans differ
+:mod:`.decided`     what ``parallelize`` says, in five lines
 :mod:`.why`         the price of every strategy that an operator has
 :mod:`.coverage`    how much was priced from measurements
 :mod:`.tables`      rows as tables of the terminal; :mod:`.trace`: timelines for Perfetto

@@ -1,0 +1,106 @@
+"""What ``parallelize`` has decided, in five lines, said once by the first rank.
+
+The logger is ``autopar``, at level INFO: ``logging.getLogger("autopar").setLevel(logging.WARNING)`` is quiet. A program
+that has set up logging gets the lines as it gets others'; else they go to the standard error stream.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from math import prod
+
+from autopar.errors import first_few
+from autopar.graph import Graph
+from autopar.plan import Plan
+from autopar.texts import show_bytes, show_seconds
+
+LOGGER = logging.getLogger("autopar")
+SHOWN = 3
+"""Names that a line lists."""
+
+
+def say(plan: Plan, graph: Graph) -> None:
+    """Log :func:`decided`, if anybody wants it."""
+    if LOGGER.level == logging.NOTSET and not LOGGER.hasHandlers():
+        LOGGER.setLevel(logging.INFO)
+        LOGGER.addHandler(logging.StreamHandler())
+    if LOGGER.isEnabledFor(logging.INFO):
+        LOGGER.info("\n".join(decided(plan, graph)))
+
+
+def decided(plan: Plan, graph: Graph) -> list[str]:
+    """Five lines: time and memory, the mesh, how operators are cut, parameters, and those that every rank has whole.
+
+    Args:
+        graph: of the whole model, for the sizes of its parameters.
+    """
+    meshes = {" x ".join(f"{axis}={size}" for axis, size in stage.mesh): stage for stage in plan.stages}
+    stages = f"{len(plan.stages)} stage{'s' * (len(plan.stages) > 1)}"
+    n = plan.microbatches
+    return [
+        f"autopar: {plan.n_devices} devices of {plan.cluster or 'the given mesh'}, predicted "
+        f"{show_seconds(plan.seconds)} a step, at most {show_bytes(plan.memory_bytes)} on a device",
+        f"  mesh {', '.join(meshes) or 'of one device'}; {stages}, {n} microbatch{'es' * (n > 1)}",
+        f"  operators: {_cuts(plan)}",
+        *_parameters(plan, graph),
+    ]
+
+
+def _cuts(plan: Plan) -> str:
+    """By axis, along what most operators are cut."""
+    counts: dict[str, Counter[str]] = {}
+    for stage in plan.stages:
+        for options in stage.ops.values():
+            for (axis, size), option in zip(stage.mesh, options, strict=True):
+                if size > 1:
+                    counts.setdefault(axis, Counter())[option] += 1
+    texts = []
+    for axis, options in counts.items():
+        cut = [(option, n) for option, n in options.most_common() if option[:1].islower()]  # I, R and P are whole
+        most = ", ".join(f"{n} along {option}" for option, n in cut[:SHOWN]) or "none cut"
+        more = f", {sum(n for _, n in cut[SHOWN:])} along others" if len(cut) > SHOWN else ""
+        texts.append(f"over {axis} {most}{more} of {options.total()}")
+    return "; ".join(texts) or "none is cut"
+
+
+def _parameters(plan: Plan, graph: Graph) -> tuple[str, str]:
+    """The fourth and the fifth line."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for _, node in graph.of_kind("param"):
+        spec = node.outs[0]
+        shapes[str(node.target)] = tuple(spec.shape) if spec is not None else ()
+    in_pieces: list[str] = []
+    whole: list[str] = []
+    small: list[str] = []
+    alone: list[str] = []  # of a stage on one device
+    for stage in plan.stages:
+        axes = [size for _, size in stage.mesh if size > 1]
+        for name, choice in stage.params.items():
+            if not axes:
+                alone.append(name)
+            elif any(p.is_shard for p in choice.stored):
+                in_pieces.append(name)
+            elif max(shapes.get(name, ()), default=1) < min(axes):
+                small.append(name)
+            else:
+                whole.append(name)
+
+    def count(names: list[str]) -> int:
+        return sum(prod(shapes[name]) for name in names if name in shapes)
+
+    names = [*in_pieces, *whole, *small, *alone]
+    total = max(1, count(names))
+    asked = " or as params= says" if plan.pins.params else ""
+    kept = [
+        f"{first_few(whole, SHOWN)}: cheaper than to gather them{asked}" if whole else "",
+        f"{first_few(small, SHOWN)}: no dim that long" if small else "",
+    ]
+    return (
+        f"  parameters: {len(in_pieces)} of {len(names)} are stored in pieces, {count(in_pieces) / total:.0%} of their "
+        f"elements{f'; {len(alone)} are on the one device of their stage' if alone else ''}",
+        f"  whole on every rank of their stage: {'; '.join(filter(None, kept)) or 'none'}",
+    )
+
+
+__all__ = ["decided", "say"]
