@@ -21,7 +21,7 @@ from autopar.errors import InfeasibleError
 from autopar.placements import Mesh
 from autopar.plan import StagePlan
 from autopar.planner.intra_op.draw import random_plan
-from autopar.planner.intra_op.mesh_plan import Options, plan_graph
+from autopar.planner.intra_op.mesh_plan import Options, PlansByMemory, plan_graph
 from autopar.planner.intra_op.price import pricer
 from autopar.rules.registry import ops_without_rule, rules_of
 from hardware_profiles import Cluster, abstract_cluster, load_cluster
@@ -138,4 +138,18 @@ def test_dropout_does_not_depend_on_the_mesh(name: str, seeds: int) -> None:
     for seed in range(seeds):
         plan = random_plan(graph, rules_of(graph), pricer(cluster, mesh), seed)
         found = V.compare(str(seed), V.train(captured, plan, *state), reference)
+        assert found.worst < 1e-9, found
+
+
+def test_plans_of_the_planner_that_gather_again() -> None:
+    """Of the plans among which a stage chooses by their memory, those whose copies are gathered again in the backward
+    train as one device does."""
+    captured, weights, buffers, inputs, reference = _prepared("llama")
+    mesh = MESHES["2x2"]
+    cluster = abstract_cluster(dict(mesh), alpha=(1e-9,) * len(mesh), beta=(1e-9,) * len(mesh))
+    plans = PlansByMemory(captured.graph, cluster, mesh, Options()).every((3.0, 30.0))
+    gathering = [plan for plan in plans if plan.gather_again]
+    assert gathering
+    for plan in gathering:
+        found = V.compare("gathers again", V.train(captured, plan, weights, buffers, inputs), reference)
         assert found.worst < 1e-9, found
