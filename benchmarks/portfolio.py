@@ -53,7 +53,7 @@ class Prices:
 
 def price(
     layouts: Sequence[str], graph_of: Callable[[int], Any], cluster: Any, rows: int, seconds: float,
-    near: float = NEAR, say: Callable[[str], None] = lambda _: None,
+    near: float = NEAR, say: Callable[[str], None] = lambda _: None, n_devices: int | None = None,
 ) -> Prices:  # fmt: skip
     """Price layouts beside a plan that takes so many seconds a step.
 
@@ -61,6 +61,7 @@ def price(
         graph_of: the graph of a microbatch, by the number of microbatches in a step of so many rows.
         near: layouts that take this factor of ``seconds`` are not planned exactly.
         say: told what becomes of each.
+        n_devices: the first so many of the cluster; None for all.
     """
     from autopar.errors import AutoparError
     from autopar.planner.inter_op.exact_stages import ExactPlans, PipelineOptions
@@ -69,7 +70,7 @@ def price(
     from autopar.planner.inter_op.stage_search import plan_pipeline
     from autopar.planner.intra_op.problem import Beaten
 
-    n, prices, least = cluster.n_devices, Prices(), dict[int, float]()
+    n, prices, least = n_devices or cluster.n_devices, Prices(), dict[int, float]()
     for words in layouts:
         try:
             layout = parse_layout(words)
@@ -156,7 +157,7 @@ def measure(case: str, count: int) -> dict[str, Any]:
     from hardware_profiles import load_cluster
 
     *_, cluster, rows, _, _, _ = layouts.CASES[case]
-    hardware, graph_of = load_cluster(cluster), layouts.graphs_of(case)
+    hardware, graph_of = load_cluster(cluster), layouts.graphs_of(case, None)
     start = time.process_time()
     graphs = {m: graph_of(m) for m in numbers_of_parts(rows)}
     best = plan_pipeline(graphs, hardware, hardware.n_devices, PipelineOptions(1))

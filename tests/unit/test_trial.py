@@ -12,12 +12,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from autopar.capture import capture
 from autopar.graph import Graph
+from autopar.planner.inter_op import exact_stages
 from autopar.planner.inter_op.equal import Equal, EstimatedCut, Group
+from autopar.planner.inter_op.exact_stages import spread_out
 from autopar.planner.inter_op.menu import Filled, merged_axes
 from autopar.planner.inter_op.one_number import OneNumber
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
 from autopar.planner.inter_op.trial import STEADY, best, simulated
 from autopar.planner.intra_op.mesh_plan import Options, PlansByMemory, priced_again
+from autopar.planner.intra_op.problem import Beaten
 from cost_models.pipeline import Edge, build, fill_of, simulate, times
 from hardware_profiles import load_cluster
 
@@ -123,3 +126,25 @@ def test_blocks_beside_the_commonest_are_priced_with_two_axes_as_one() -> None:
     assert merged_axes(mesh) == merged
     assert menus.ways(rare, mesh, devices) == tuple(w for fewer in merged for w in menus.ways(rare, fewer, devices))
     assert not any(len(key[1]) > 2 for key in menus.decided.every)
+
+
+def test_the_first_few_groups_are_spread_over_all() -> None:
+    assert spread_out(range(8)) == [0, 4, 2, 6, 1, 5, 3, 7]
+    assert spread_out([7]) == [7] and sorted(spread_out(range(12))) == list(range(12))
+
+
+def test_a_way_to_cut_is_given_up_before_its_last_stage_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = PipelineOptions(8, groups=4, mesh=(("data", 8),), schedules=("zb-h1",))
+    search = OneNumber(llama(), load_cluster("dgx-h100-x4"), 32, asked, "")
+    candidate = search.candidates()[0]
+    planned: list[str] = []
+    real = exact_stages.plan_graph
+    monkeypatch.setattr(
+        exact_stages, "plan_graph", lambda graph, *a, **k: (planned.append(graph.fingerprint), real(graph, *a, **k))[1]
+    )
+    with pytest.raises(Beaten):
+        search.exact(candidate, candidate.seconds / 1.2)
+    given_up = len(planned)
+    whole = OneNumber(llama(), load_cluster("dgx-h100-x4"), 32, asked, "")
+    assert whole.exact(candidate) is not None
+    assert given_up < len(planned) - given_up

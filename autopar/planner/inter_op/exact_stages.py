@@ -9,24 +9,29 @@ in the program of every stage, with its cuts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 from math import ceil, inf
+from typing import TypeVar
 
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
 from autopar.placements import Mesh, mesh_text
 from autopar.plan import Plan, StagePlan, bytes_together, one_stage
 from autopar.planner.inter_op.blocks import Block, blocks
+from autopar.planner.inter_op.equal import EstimatedCut
 from autopar.planner.inter_op.order import SEARCHED, START, better_order
+from autopar.planner.inter_op.phases import phases
 from autopar.planner.inter_op.shared_buffers import with_agreed_buffers
 from autopar.planner.inter_op.stage_pins import of_stage
 from autopar.planner.inter_op.timing import timing_of
 from autopar.planner.inter_op.transplant import structure, transplant
+from autopar.planner.inter_op.trial import simulated
 from autopar.planner.intra_op.fold import fold
 from autopar.planner.intra_op.mesh_plan import Options, device_limit, plan_graph
+from autopar.planner.intra_op.price import pricer
 from autopar.planner.intra_op.problem import Beaten
 from autopar.planner.intra_op.recompute import is_asked, patterns_in, segments_of
 from autopar.rules.registry import rules_of
@@ -56,15 +61,15 @@ SHARES = 16
 WORTH = 1.1
 """On few devices, a stage is not searched to its end if it alone takes this factor of the best step so far; what is no
 pipeline, if it takes as long."""
-LEAST = 0.8
-"""Of the bubble that a formula tells, there is at least so much in the simulated step."""
 FINER = 1.03
-"""On many devices, the slowest stages are planned again for just what they keep if the step is within this factor of
-the best so far: that hardly saves more."""
+"""On many devices, a way to cut is given up that takes more than this factor of the best so far, before its slowest
+stages are planned again for just what they keep: that hardly saves more."""
 FEW = 4
 """Times as many microbatches, kept at another moment than that at which the group is fullest, are many more."""
 LARGE_GAP = 0.06
 """The gap that is good enough for stages where memory binds; on few devices, until the best is known."""
+
+_Group = TypeVar("_Group")
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,7 @@ class Candidate:
     """A way to cut: positions of the stages' first operators, the groups, and an estimate of the step.
 
     ``n_bytes`` are estimates for each stage of what it holds all the time and of what it keeps of a microbatch; empty
-    where they are not known.
+    where they are not known; so is ``estimate``, which has the stages' times.
     """
 
     meshes: tuple[Mesh, ...]
@@ -110,6 +115,7 @@ class Candidate:
     bounds: tuple[int, ...]
     seconds: float
     n_bytes: tuple[tuple[float, float], ...] = ()
+    estimate: EstimatedCut | None = field(default=None, compare=False, repr=False)
 
     @property
     def groups(self) -> int:
@@ -308,8 +314,7 @@ class ExactPlans:
         stored: dict[tuple[int, str], str] = {}
         counted = _counted(live, live_per_stage(schedule))
         planned: dict[int, tuple[StagePlan, Options]] = {}
-        paces: list[float] = []  # seconds of a step that each group is busy, but for what happens once a step
-        for of_group in schedule.stages_of_rank:  # one after the other: a group that alone takes too long ends it
+        for of_group in spread_out(schedule.stages_of_rank):  # one that alone takes too long ends it
             spent = 0.0
             for number in of_group:
                 stage = graphs[number]
@@ -335,9 +340,7 @@ class ExactPlans:
                     spent += self.asked.microbatches * _pace(plan)
                     if spent >= worth:
                         raise Beaten
-            paces.append(spent)
-            again = any(_does_again(planned[number][0]) for number in of_group)
-            if self.n_devices > SMALL and spent + LEAST * _ramp(schedule, min(paces), again) >= best_known:
+            if self._seems_beaten(graphs, candidate, planned, len(schedule.stages_of_rank), best_known):
                 raise Beaten
         choices = [planned[number][0] for number in range(len(graphs))]
         asked = [planned[number][1] for number in range(len(graphs))]
@@ -347,6 +350,28 @@ class ExactPlans:
                 raise Beaten
         self._refine(graphs, choices, asked, schedule)
         return with_agreed_buffers(graphs, choices, schedule, self.cluster)
+
+    def _seems_beaten(
+        self, graphs: Sequence[StageGraph], candidate: Candidate,
+        planned: Mapping[int, tuple[StagePlan, Options]], groups: int, best_known: float,
+    ) -> bool:  # fmt: skip
+        """Whether a step takes too long in the simulator with the stages that are planned so far, the others taking
+        what is estimated: on many devices, where that is asked after one group, two, four and so on."""
+        done = len(planned) * groups // len(graphs)
+        if self.n_devices <= SMALL or best_known == inf or candidate.estimate is None or done & (done - 1):
+            return False
+        exact = dict(enumerate(candidate.estimate.stages))
+        for number, (plan, _) in planned.items():
+            spent = phases(graphs[number].graph, plan, pricer(self.cluster, plan.mesh, plan.devices))
+            whole = bool(plan.recompute or plan.gather_again)  # such a backward is not split
+            exact[number] = replace(
+                exact[number], forward_seconds=spent.forward_seconds, step_seconds=spent.step_seconds,
+                seconds=spent.forward_seconds + spent.backward_seconds,
+                weight_seconds=0.0 if whole else min(spent.weight_seconds, spent.backward_seconds),
+            )  # fmt: skip
+        stages = tuple(exact[number] for number in range(len(graphs)))
+        expected = simulated(replace(candidate.estimate, stages=stages), self.asked.microbatches)
+        return expected > FINER * best_known
 
     @cached_property
     def _may_recompute(self) -> bool:
@@ -432,6 +457,16 @@ class ExactPlans:
         return plan.with_in_flight(wanted)
 
 
+def spread_out(groups: Sequence[_Group]) -> list[_Group]:
+    """Groups in an order in which the first few say most of all: the first, the middle one, those between, and so on.
+
+    Their place in it is the number of a group with its binary digits reversed.
+    """
+    digits = max(1, (len(groups) - 1).bit_length())
+    order = sorted(range(len(groups)), key=lambda k: format(k, f"0{digits}b")[::-1])
+    return [groups[k] for k in order]
+
+
 def _counted(live: Sequence[int], most: Sequence[int]) -> list[int]:
     """The microbatches in flight that each stage is planned for: those that it keeps when its group is fullest; where
     it keeps many more at another moment, these. A stage that is planned for one alone would keep so much of it that the
@@ -456,27 +491,9 @@ def _pace(plan: StagePlan) -> float:
     return (plan.price.compute_seconds + plan.price.activation_seconds) / plan.microbatches
 
 
-def _ramp(schedule: Schedule, busy_seconds: float, again: bool) -> float:
-    """The bubble of a step by the schedule's formula, where every group is busy as long as that.
-
-    Args:
-        again: something is done again in a backward, which is not split then.
-    """
-    if schedule.n_ranks == 1 or schedule.name not in SCHEDULES:
-        return 0.0
-    fill = SCHEDULES[schedule.name].at(schedule.n_stages // schedule.n_ranks)
-    bubble = fill.whole_bubble if again else fill.bubble
-    return bubble * (schedule.n_ranks - 1) * busy_seconds / schedule.n_microbatches
-
-
-def _does_again(plan: StagePlan) -> bool:
-    """Whether something is done again in the backward."""
-    return bool(plan.recompute or plan.gather_again)
-
-
 def _is_free(plan: StagePlan) -> bool:
     """Whether a plan is the optimum, and would be with more memory too."""
     return plan.solution is not None and plan.solution.status == "optimal" and not plan.solution.binds
 
 
-__all__ = ["SMALL", "Candidate", "Exact", "ExactPlans", "PipelineOptions"]
+__all__ = ["SMALL", "Candidate", "Exact", "ExactPlans", "PipelineOptions", "spread_out"]

@@ -97,7 +97,7 @@ class OneNumber(ExactPlans):
             Candidate(
                 tuple(g.mesh for g in c.groups), tuple(g.devices for g in c.groups), self._named(c.schedule),
                 tuple(self.blocks[b].first for b in c.bounds), c.seconds,
-                tuple((s.static_bytes, s.kept_bytes) for s in c.stages),
+                tuple((s.static_bytes, s.kept_bytes) for s in c.stages), c,
             )
             for c in dict.fromkeys(best)
         ]  # fmt: skip

@@ -1,0 +1,100 @@
+"""No pinned layout, made by hand or at random, takes less than the plan of the default search; and those that are left
+out by a bound or an estimate do take longer."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from functools import cache
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from autopar.capture import capture
+from autopar.capture.microbatches import numbers_of_parts, resized
+from autopar.errors import AutoparError
+from autopar.graph import Graph
+from autopar.planner.inter_op.exact_stages import PipelineOptions
+from autopar.planner.inter_op.layouts import parse_layout
+from autopar.planner.inter_op.stage_search import plan_pipeline
+from hardware_profiles import load_cluster
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+ROWS, SEQUENCE, DEVICES = 8, 256, 4
+CLUSTER = "dgx-h100"
+
+
+def benchmark(name: str) -> Any:
+    """A module of benchmarks/."""
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@cache
+def graph_of(microbatches: int) -> Graph:
+    """A GPT-2 of two blocks, by number of microbatches."""
+    whole, half = halves()
+    return resized(whole, half, ROWS, ROWS // 2, ROWS // microbatches)
+
+
+@cache
+def halves() -> tuple[Graph, Graph]:
+    config = GPT2Config(
+        vocab_size=8192, n_positions=SEQUENCE, n_embd=1024, n_layer=2, n_head=16, resid_pdrop=0.0, embd_pdrop=0.0,
+        attn_pdrop=0.0, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(config).to(torch.bfloat16)
+    ids = torch.zeros(ROWS, SEQUENCE, dtype=torch.long, device="meta")
+    whole, half = (capture(model, (), {"input_ids": i, "labels": i}).graph for i in (ids, ids[: ROWS // 2]))
+    return whole, half
+
+
+def search_and_prices(count: int, near: float) -> tuple[float, Any]:
+    """Seconds of the search's plan on the first devices of the cluster, and what became of so many layouts."""
+    portfolio, cluster = benchmark("portfolio"), load_cluster(CLUSTER)
+    graphs = {m: graph_of(m) for m in numbers_of_parts(ROWS)}
+    seconds = plan_pipeline(graphs, cluster, DEVICES, PipelineOptions(1)).plan.seconds
+    words = portfolio.portfolio(count, DEVICES, ROWS)
+    return seconds, portfolio.price(words, graph_of, cluster, ROWS, seconds, near=near, n_devices=DEVICES)
+
+
+def pinned(words: str) -> float:
+    """Seconds of a layout that is planned exactly, whatever it takes; for ever if it cannot be, which those that are
+    left out are not asked."""
+    asked = parse_layout(words).asked(graph_of(1), PipelineOptions(1), DEVICES, ROWS)
+    try:
+        return plan_pipeline(graph_of(asked.microbatches), load_cluster(CLUSTER), DEVICES, asked).plan.seconds
+    except AutoparError:
+        return inf
+
+
+def test_no_layout_of_a_few_beats_the_search_and_what_is_left_out_is_slower() -> None:
+    seconds, prices = search_and_prices(16, near=1.02)
+    assert prices.best is not None and seconds <= 1.01 * prices.best[1]
+    assert len(prices.bounded) + len(prices.beaten) >= 4
+    for words in (*prices.bounded[:2], *prices.beaten[:2]):
+        assert pinned(words) >= seconds * 0.9999, words
+
+
+@pytest.mark.slow
+def test_no_layout_of_two_hundred_beats_the_search() -> None:
+    seconds, prices = search_and_prices(200, near=1.1)
+    assert prices.best is not None and seconds <= 1.01 * prices.best[1]
+    for words in prices.beaten[::10]:
+        assert pinned(words) >= seconds / 1.01, words
+
+
+def test_the_layouts_are_different_and_as_many_as_asked_for() -> None:
+    portfolio = benchmark("portfolio")
+    words = portfolio.portfolio(200, 8, 64)
+    assert len(set(words)) == len(words) == 200
+    assert "dp=8,m=1" in words and any("pp=8" in w and "vp=" in w for w in words)
