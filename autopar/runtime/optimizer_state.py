@@ -37,7 +37,8 @@ def full_optimizer_state_dict(
         all_ranks: give it to every rank.
 
     Raises:
-        RunError: the optimizer has a tensor that is no parameter of the module, or ranks have different groups.
+        RunError: the optimizer has a tensor that is no parameter of the module, ranks have different groups, or one
+            of a pipeline lists parameters in another order than the model.
     """
     (group, first), me = pm._ranks(), dist.get_rank()
     whole, mine = _groups(pm, optimizer, group)
@@ -145,6 +146,15 @@ def _groups(pm: SpreadModule, optimizer: torch.optim.Optimizer, group: Any) -> t
             mine.append([named[id(p)] for p in of_group["params"] if id(p) in named])
     if pm.leads is None:
         return mine, mine
+    place = {name: k for k, name in enumerate(pm._parameter_order())}
+    with everywhere(group):
+        for k, names in enumerate(mine):
+            if names != sorted(names, key=place.__getitem__):
+                raise RunError(
+                    f"group {k} of the optimizer lists its parameters in another order than model.parameters() "
+                    f"('{names[0]}', ..): no rank of a pipeline has all of them, so how they stand in one process cannot "
+                    "be told; build the group in the order of pm.named_parameters()"
+                )
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     numbers = {len(groups) for groups in everyone}
@@ -153,7 +163,6 @@ def _groups(pm: SpreadModule, optimizer: torch.optim.Optimizer, group: Any) -> t
             f"the optimizer has {min(numbers)} groups of parameters on one rank and {max(numbers)} on another; give "
             "each rank the same groups, empty ones too"
         )
-    place = {name: k for k, name in enumerate(pm._parameter_order())}
     merged = [sorted({n for groups in everyone for n in groups[k]}, key=place.__getitem__) for k in range(len(mine))]
     return merged, mine
 

@@ -118,4 +118,10 @@ def _both_ways(pm: Any, begin: dict[str, torch.Tensor], make: str, file: str) ->
             autopar.load_full_optimizer_state_dict(pm, again[1], wrong)
         except autopar.RunError as error:
             said.append(str(error))
+    if hasattr(type(pm), "train_step"):
+        backwards = torch.optim.SGD(list(pm.parameters())[::-1], 0.1)
+        try:
+            autopar.full_optimizer_state_dict(pm, backwards)
+        except autopar.RunError as error:
+            said.append(str(error))
     return wanted, went_on, returned, said
