@@ -152,8 +152,8 @@ def _groups(pm: SpreadModule, optimizer: torch.optim.Optimizer, group: Any) -> t
             if names != sorted(names, key=place.__getitem__):
                 raise RunError(
                     f"group {k} of the optimizer lists its parameters in another order than model.parameters() "
-                    f"('{names[0]}', ..): no rank of a pipeline has all of them, so how they stand in one process cannot "
-                    "be told; build the group in the order of pm.named_parameters()"
+                    f"('{names[0]}', ..): no rank of a pipeline has all of them, so how they stand in one process "
+                    "cannot be told; build the group in the order of pm.named_parameters()"
                 )
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
