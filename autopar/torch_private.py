@@ -35,6 +35,9 @@ from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
 # Whether a call is inside vmap, grad or the like, which change what an autograd.Function does.
 from torch._C import _are_functorch_transforms_active as functorch_is_active
 
+# What an operator of our own calls from its autograd kernel, to come to the one that computes.
+from torch._C import _AutoDispatchBelowAutograd as below_autograd  # type: ignore[attr-defined]
+
 # Which backward is running, -1 outside of any: gradients of several backwards must not be mixed.
 from torch._C import _current_graph_task_id as current_backward
 
@@ -52,6 +55,9 @@ from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
 
 # The hooks on saved tensors that are on, to be put on again inside of others.
 from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_tensors_hooks
+
+# The device and dtype in the arguments of ``module.to``.
+from torch._C._nn import _parse_to as arguments_of_to  # type: ignore[attr-defined]
 
 # isort: off   each import keeps the comment that says what it is for
 # --- operators and nested values -------------------------------------------------------------------------------------
@@ -164,6 +170,9 @@ EXPORT_INSIDE = (
     Replaceable("torch.export._trace", "_produce_aten_artifact"),
 )
 """Functions of torch's tracing that run no code of the model: function modes are off in them."""
+
+CHECK = Replaceable("torch", "_check_with")
+"""What ``torch._check`` calls with its condition, which must be a bool: numbers that are not known yet are asked."""
 
 EXPORT_BUFFER_HOOK = Replaceable("torch.export._trace", "register_buffer_assignment_hook")
 """What refuses to let a module assign a buffer in a trace: capture follows such writes itself."""
@@ -278,7 +287,7 @@ def _call_by_new_names() -> None:
 _call_by_new_names()
 
 __all__ = [
-    "CHECKPOINT", "DTENSOR_HANDLERS", "DTENSOR_REDUCED_DIMS", "DTENSOR_RESULT", "DTENSOR_STRATEGIES",
+    "CHECK", "CHECKPOINT", "DTENSOR_HANDLERS", "DTENSOR_REDUCED_DIMS", "DTENSOR_RESULT", "DTENSOR_STRATEGIES",
     "DTENSOR_STRATEGY", "EXPORT_BUFFER_HOOK", "EXPORT_INSIDE",
     "GRADIENT_NODE", "GROUP_NAME", "LINEAR_REDUCTION_OP_MAP", "OPTIMIZERS_OF_ELEMENTS", "OPTIMIZERS_OF_MATRICES",
     "PLAIN_BESIDE_DTENSOR",
@@ -287,7 +296,8 @@ __all__ = [
     "AttributeProxy", "BackwardHookFunction", "DTensorSpec", "DisableTorchFunction", "DisableTorchFunctionSubclass",
     "FakeTensor", "FakeTensorMode", "LocalIntNode", "LocalTensor", "LocalTensorMode", "ModuleStackTracer", "Namespace",
     "NormPartial", "OpOverload", "OpOverloadPacket", "OpSchema", "OpStrategy", "Replaceable", "SingleLevelFunction",
-    "TensorMeta", "TorchDispatchMode", "allow_plain_tensors", "autograd_engine", "current_backward", "data_of_tensors",
+    "TensorMeta", "TorchDispatchMode", "allow_plain_tensors", "arguments_of_to",
+    "autograd_engine", "below_autograd", "current_backward", "data_of_tensors",
     "default_store", "default_timeout_seconds", "fake_store", "found_inf_reduce_handler", "function_modes",
     "functional_collectives", "functorch_is_active", "generate_redistribute_costs", "group_names", "group_of_axis",
     "has_kernel", "has_other_groups",

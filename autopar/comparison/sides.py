@@ -12,7 +12,7 @@ from autopar.autocasting import without_autocast
 from autopar.capture import Captured, WithLoss
 from autopar.capture.python.restoring import generators_kept, kept, same_draws
 from autopar.comparison.relative import Ran, is_tensor
-from autopar.graph import Graph
+from autopar.graph import Graph, Ref
 from autopar.lower.emit import lower
 from autopar.lower.program import Program
 from autopar.planner.intra_op.single import one_device
@@ -41,7 +41,12 @@ class Sides:
                     self._call(self.leaves)
                 self._reset_buffers()
             inputs = [x.detach().clone().requires_grad_(x.requires_grad) if is_tensor(x) else x for x in self.leaves]
-            outputs = pytree.tree_leaves(self._call(inputs))
+            graph = self.captured.graph
+            outputs = [  # a number that the model reads from a tensor is that tensor in the graph
+                torch.as_tensor(x, dtype=getattr(torch, graph.spec(out).dtype))
+                if isinstance(out, Ref) and isinstance(x, (int, float)) else x
+                for x, out in zip(pytree.tree_leaves(self._call(inputs)), graph.outputs, strict=True)
+            ]  # fmt: skip
             gradients = self._gradients(outputs, self.named, dict(zip(self._input_names(), inputs, strict=True)))
             now = self._now()
             names = [node.target for _, node in self.captured.graph.of_kind("buffer")]

@@ -16,6 +16,7 @@ from autopar.rules.distributed import axes_of, first, pending
 from autopar.rules.notation import Lowering, Rule, line
 from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, rule, sample
+from autopar.torch_private import below_autograd
 
 EXPERTS = "autopar.expert_linear.default"
 
@@ -89,7 +90,7 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, weight, expert)
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return torch.ops.autopar.expert_linear(x, weight, expert)  # type: ignore[no-any-return]
 
     @staticmethod

@@ -101,7 +101,7 @@ def test_words(wrong: dict[str, Any], said: str) -> None:
     ("loss_fn", "said"),
     [
         (lambda out, t: (out - t).square().mean(1), r"loss_fn returned a float32 tensor of shape \(4,\); it must"),
-        (lambda out, t: (out - t).square().mean().item(), "loss_fn returned"),
+        (lambda out, t: (out - t).square().mean().item(), "loss of Linear with its loss_fn does not require"),
         (lambda out, t: 3.0, "loss_fn returned 3.0"),
         (lambda out, t: None, "loss_fn returned None"),
         (lambda out, t: (out > t).sum(), r"though the model has parameters that do: gt \(aten.gt.Tensor\)"),

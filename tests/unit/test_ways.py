@@ -125,3 +125,17 @@ def test_a_branch_that_raises_on_both_sides_tells_the_first() -> None:
 
     with pytest.raises(CaptureError, match="too small"):
         capture(Never(), (torch.ones(4, device="meta", requires_grad=True),))
+
+
+def test_a_number_that_is_returned_is_the_tensor() -> None:
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> dict[str, Any]:
+            out = self.layer(x)
+            return {"loss": out.square().mean(), "largest": out.max().item()}
+
+    model, x = Scores(), torch.randn(3, 4)
+    assert compare_with_eager(capture(model, (x,)), model, (x + 1,), {}).same

@@ -10,12 +10,12 @@ import contextlib
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 
 from autopar.capture.branches.asking import ask, refused
 from autopar.errors import CaptureError
+from autopar.torch_private import CHECK
 
 
 class Drawn:
@@ -61,12 +61,12 @@ class Drawn:
 @contextlib.contextmanager
 def checked() -> Iterator[None]:
     """``torch._check`` asks numbers that are not known yet."""
-    check_with = torch._check_with
+    check_with = CHECK.get()
 
     def asking(error_type: Any, cond: Any, message: Any) -> None:
         check_with(error_type, bool(cond) if isinstance(cond, Drawn) else cond, message)
 
-    with mock.patch.object(torch, "_check_with", asking):
+    with CHECK.replaced(asking):
         yield
 
 

@@ -197,6 +197,10 @@ class Read(Drawn):
         )
 
 
+# where a model returns such a number, the program gives the tensor
+pytree.register_pytree_node(Read, lambda read: ([read.tensor], None), lambda leaves, _: next(iter(leaves)))
+
+
 class _Known(Drawn):
     """What ``tensor.item()`` gives while answers are heard: the number, whose comparisons are heard too."""
 

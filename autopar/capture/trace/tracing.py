@@ -39,6 +39,7 @@ from autopar.capture.trace.seeding import own_draws_refused
 from autopar.errors import AutoparError, CaptureError
 from autopar.torch_private import (
     EXPORT_BUFFER_HOOK,
+    arguments_of_to,
 )
 
 
@@ -69,7 +70,7 @@ def _modules_stay() -> Iterator[None]:
     """
 
     def to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        _, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        _, dtype, *_ = arguments_of_to(*args, **kwargs)
         changed = [
             (name, t) for name, t in (*self.named_parameters(), *self.named_buffers())
             if dtype is not None and t.is_floating_point() and t.dtype != dtype
