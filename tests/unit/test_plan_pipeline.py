@@ -13,6 +13,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 from zoo import ZOO
 
+from autopar import plan
 from autopar import planfile as files
 from autopar.capture import capture
 from autopar.errors import InfeasibleError, PlanError
@@ -314,3 +315,20 @@ def test_pipelines_cross_slow_links() -> None:
     asked = PipelineOptions(4, schedules=("1f1b",))
     assert plan_pipeline(large, slow, 64, asked).plan.schedule.n_ranks > 1
     assert plan_pipeline(large, fast, 64, asked).plan.schedule.n_ranks == 1
+
+
+def test_a_backward_that_is_all_of_weights_takes_no_less_than_nothing_for_its_inputs() -> None:
+    """Seconds of inputs are a difference of sums: it was -8e-22 here, which a simulator cannot be given."""
+
+    class Twice(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first, second = (self.down(torch.relu(self.up(part))) for part in (x.abs(), -x))
+            return (first + x - second).pow(2).mean()
+
+    batch = torch.randn(8, 6, 8, dtype=torch.float64)
+    made = plan(Twice().double(), "local-x2", batch, stages=2, microbatches=2)
+    assert len(made.stages) == 2
