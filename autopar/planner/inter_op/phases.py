@@ -79,7 +79,7 @@ def phases(graph: Graph, plan: StagePlan, pricer: Pricer) -> Phases:
         holds = ledger(graph, rules, plan.mesh, chosen, plan.routes, plan.recompute, plan.gather_again, plan.make_again)
         again = sum(seconds_again(graph, rules, pricer, chosen, holds))
     total += again
-    inputs = max(0.0, total - forward - weights)  # where all of it is the weights', rounding may leave less than nothing
+    inputs = max(0.0, total - forward - weights)  # rounding: all of it may be the weights'
     ops = Phases(forward, inputs, weights, plan.price.parameter_seconds, again)
     return _with_overheads(ops, sum(splits), graph, rules, plan, pricer)
 
