@@ -25,9 +25,12 @@ IGNORED = -100
 LABELLED = ("aten.cross_entropy_loss.default", "aten.nll_loss_nd.default", "aten.nll_loss.default")
 SAME_COUNT = {
     "aten.neg.default", "aten.to.dtype", "aten._to_copy.default", "aten.clone.default", "aten.view.default",
-    "aten.reshape.default", "aten.squeeze.default", "aten.alias.default",
+    "aten.reshape.default", "aten.squeeze.default", "aten.alias.default", "aten.nan_to_num.default",
 }  # fmt: skip
 """Operators on a loss that leave it the mean of as many things."""
+BOUNDED = {"aten.clamp.default", "aten.clamp_min.default", "aten.clip.default"}
+LARGEST_BOUND = 1
+"""A bound of a count that only keeps it from being zero."""
 
 
 @dataclass(frozen=True)
@@ -111,11 +114,29 @@ def _terms(graph: Graph, ref: Ref, with_inputs: set[int]) -> Iterator[_Mean]:
             yield from _terms(graph, second, with_inputs)
         else:
             is_count = node.target == "aten.div.Tensor" and not graph.spec(second).shape and _is_sum(graph, first)
-            yield _Mean(second if is_count else None)
+            yield _Mean(_without_bound(graph, second, with_inputs) if is_count else None)
     elif node.target in LABELLED:
         yield _labels(graph, node)
     else:
         yield _Mean(None)
+
+
+def _without_bound(graph: Graph, ref: Ref, with_inputs: set[int]) -> Ref:
+    """The count itself, where a loss is divided by ``count.clamp(min=1)``.
+
+    A microbatch in which nothing counts then adds nothing; by the bounded number it would count as one thing, and so
+    take from what the others count.
+    """
+    node = graph.nodes[ref.node]
+    first: Any = node.args[0] if node.args else None
+    if node.target == "aten.maximum.default":
+        inner = [arg for arg in node.args if isinstance(arg, Ref) and arg.node in with_inputs]
+        return _without_bound(graph, inner[0], with_inputs) if len(inner) == 1 else ref
+    if node.target in BOUNDED:
+        least, most = _argument(node, 1, "min", None), _argument(node, 2, "max", None)
+        only_not_zero = isinstance(least, int | float) and least <= LARGEST_BOUND and most is None
+        return _without_bound(graph, first, with_inputs) if only_not_zero else ref
+    return _without_bound(graph, first, with_inputs) if node.target in SAME_COUNT and isinstance(first, Ref) else ref
 
 
 def _is_sum(graph: Graph, ref: Ref) -> bool:
