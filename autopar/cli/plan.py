@@ -209,8 +209,9 @@ def _of_one_stage(plan: Plan) -> None:
     console.print(
         f"  memory per device {show_bytes(p.memory_bytes)}: parameters {show_bytes(p.parameter_bytes)}, gradients "
         f"{show_bytes(p.gradient_bytes)}, optimizer {show_bytes(p.optimizer_bytes)}, gathered "
-        f"{show_bytes(p.gathered_bytes)}, activations {show_bytes(p.activation_bytes)}, working memory "
-        f"{show_bytes(p.working_bytes)}"
+        f"{show_bytes(p.gathered_bytes)}, activations {show_bytes(p.activation_bytes)}, "
+        + (f"working memory {show_bytes(p.working_bytes)}" if p.working_bytes >= 0
+           else f"of which {show_bytes(-p.working_bytes)} are not there at once")
     )
     if plan.solution is not None:
         console.print(f"  {show_solution(plan.solution)}")

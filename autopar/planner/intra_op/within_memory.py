@@ -264,13 +264,14 @@ def too_big(graph: Graph, fastest: StagePlan, tight: StagePlan, limit: float) ->
     parts = sorted(
         [("parameters", p.parameter_bytes), ("gradients", p.gradient_bytes), ("optimizer state", p.optimizer_bytes),
          ("gathered parameters", p.gathered_bytes), ("activations", p.activation_bytes),
-         ("working memory", p.working_bytes)], key=lambda e: -e[1],
+         ("working memory", max(0, p.working_bytes))], key=lambda e: -e[1],
     )  # fmt: skip
     biggest = sorted(graph.of_kind("param"), key=lambda e: -e[1].out.n_bytes)[:LARGEST]
     return (
         f"no plan fits {show_bytes(limit)} per device: the smallest needs {show_bytes(p.memory_bytes)}, the fastest "
         f"{show_bytes(fastest.price.memory_bytes)}\n  of the smallest: "
-        + ", ".join(f"{name} {show_bytes(n)}" for name, n in parts)
+        + ", ".join(f"{name} {show_bytes(n)}" for name, n in parts if n)
+        + (f", of which {show_bytes(-p.working_bytes)} are not there at once" if p.working_bytes < 0 else "")
         + "\n  largest parameters: "
         + ", ".join(f"{node.target} {show_bytes(node.out.n_bytes)}" for _, node in biggest)
         + f"\n  it would fit with {show_bytes(p.memory_bytes - limit)} more per device, more devices, or a smaller "

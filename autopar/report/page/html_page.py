@@ -126,14 +126,14 @@ def _actions_of(timeline: Timeline) -> list[tuple[str, str]]:
 def _stages_table(rows: Sequence[dict[str, Any]]) -> Markup:
     heads = (
         "stage", "group", "begins at", "forward", "backward", "in flight", *(WORDS[c] for c in CATEGORIES),
-        "memory", "limit", "at once",
+        "memory", "limit",
     )  # fmt: skip
     lines = [
         [
             r["stage"], r["group"], r["begins_at"], show_seconds(r["forward_seconds"]),
             show_seconds(r["backward_seconds"]), r["in_flight"],
             *(show_bytes(r[f"{c}_bytes"]) for c in CATEGORIES), show_bytes(r["memory_bytes"]),
-            show_bytes(r["limit_bytes"]), show_bytes(r["memory_bytes"] + r["working_bytes"]),
+            show_bytes(r["limit_bytes"]),
         ] for r in rows
     ]  # fmt: skip
     return table(heads, lines, numbers=(0, 1, *range(3, len(heads))), label="stages")

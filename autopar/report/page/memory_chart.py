@@ -13,10 +13,10 @@ from autopar.texts import show_bytes
 from cost_models.pipeline import Timeline
 from cost_models.pipeline.actions import parts
 
-CATEGORIES = ("parameter", "gradient", "optimizer", "gathered", "activation")
+CATEGORIES = ("parameter", "gradient", "optimizer", "gathered", "activation", "working")
 WORDS = {
     "parameter": "parameters", "gradient": "gradients", "optimizer": "optimizer state",
-    "gathered": "gathered copies", "activation": "activations",
+    "gathered": "gathered copies", "activation": "activations", "working": "working memory",
 }  # fmt: skip
 MOST_PANELS = 8
 POINTS = 400
@@ -24,9 +24,17 @@ POINTS = 400
 
 
 def by_category(plan: Plan, group: int) -> dict[str, int]:
-    """Bytes that a device of a group holds, of all its stages."""
+    """Bytes that a device of a group holds, of all its stages.
+
+    Working memory is what is beside the others at the fullest moment; nothing where they are not all there at once.
+    """
     prices = [plan.stages[s].price for s in plan.schedule.stages_of_rank[group]]
-    return {c: sum(getattr(price, f"{c}_bytes") for price in prices) for c in CATEGORIES}
+    return {c: max(0, sum(getattr(price, f"{c}_bytes") for price in prices)) for c in CATEGORIES}
+
+
+def fullest(plan: Plan, group: int) -> int:
+    """Bytes of a device of a group at the fullest moment of a step."""
+    return sum(plan.stages[s].price.memory_bytes for s in plan.schedule.stages_of_rank[group])
 
 
 def bars(plan: Plan, rows: Sequence[dict[str, Any]]) -> Markup:
@@ -41,16 +49,16 @@ def bars(plan: Plan, rows: Sequence[dict[str, Any]]) -> Markup:
     scale = max(limits) if top > max(limits) / 4 else top
     alike: dict[tuple[Any, ...], list[int]] = {}
     for group, size in enumerate(sizes):
-        alike.setdefault((*size.values(), limits[group]), []).append(group)
+        alike.setdefault((*size.values(), fullest(plan, group), limits[group]), []).append(group)
     lines = []
     for groups in alike.values():
         size, limit = sizes[groups[0]], limits[groups[0]]
-        total = sum(size.values())
+        total = fullest(plan, groups[0])
         parts_of_bar = [(f"m-{c}", n, f"{WORDS[c]} {show_bytes(n)}") for c, n in size.items()]
         words = f"{show_bytes(total)} of {show_bytes(limit)} ({total / limit:.1%})"
         lines.append(filled(
             '<div class="row"><span class="row-name">{}</span>{}<span class="row-number">{}</span></div>',
-            group_words(groups), bar(parts_of_bar, max(scale, total)), words,
+            group_words(groups), bar(parts_of_bar, max(scale, sum(size.values()))), words,
         ))  # fmt: skip
     return joined(lines)
 
