@@ -74,7 +74,7 @@ def shares_of(runs: Sequence[Ready], own_rows: RowsInStages | None, device_mesh:
     if any(each.count is None for each in runs):
         return [[each.run.share] * each.run.microbatches for each in runs]
     counts = torch.stack([counted(each.count, x) for each in runs for x in each.batches if each.count is not None])
-    rows = torch.tensor([each.run.share for each in runs for _ in each.batches], dtype=counts.dtype, device=counts.device)
+    rows = counts.new_tensor([each.run.share for each in runs for _ in each.batches])
     total = counts.sum()
     shares = torch.where(total == 0, rows, counts / total)  # nothing counts: each loss says itself what it is then
     of_runs = shares.split([each.run.microbatches for each in runs])
