@@ -213,13 +213,14 @@ def _offers(graph: Graph, node: Node, rule: Rule, mesh: Mesh, axis: str, factor:
 def comparer_of(group: Any) -> Compare:
     """Compares new captures with the model on the batch of the call, on rank 0.
 
-    What it makes raises a CaptureError where they differ, or where the model itself fails on the batch.
+    What it makes raises a CaptureError where they differ, or where the model itself fails on the batch. Which way the
+    batch takes where the model branches on data is seen in the call itself, with the parameters as they are by then.
     """
 
     def compare(new: Captured, model: torch.nn.Module, batch: Batch) -> None:
         if dist.get_rank(group) == 0:
             args, kwargs, targets = batch
-            note = compare_with_eager(new, model, args, kwargs, targets).note
+            note = compare_with_eager(new, model, args, kwargs, targets, other_ways=True).note
             if note.startswith(FAILS):
                 raise CaptureError(note)
 

@@ -29,13 +29,15 @@ BYTES = 4 * 2**30
 
 def compare_with_eager(
     captured: Captured, model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any],
-    targets: Sequence[Any] = (), *, bounded: bool = True,
+    targets: Sequence[Any] = (), *, bounded: bool = True, other_ways: bool = False,
 ) -> Comparison:  # fmt: skip
     """Run the graph and the model on one batch, and compare loss, gradients and new buffers.
 
     Args:
         args, kwargs, targets: a batch with values, of the captured shapes.
         bounded: leave out models that would take long; the note says so.
+        other_ways: the batch may be one with which the model, which branches on data, goes another way than was
+            captured: with the values that it has there is nothing to compare then, and the note says so.
 
     Raises:
         CaptureError: they differ by more than rounding; it names the first module whose output does.
@@ -54,6 +56,8 @@ def compare_with_eager(
         difference = difference_of(captured.graph, mine, theirs)
         if difference.worst <= difference.limit:
             return difference
+        if other_ways and any(bool(mine.buffers[flag.target]) for flag in captured.graph.ways):
+            return Comparison(note="the model goes another way with this batch than was captured")
         if difference.limit > LIMITS["float64"] and _same_in_double(captured, model, args, kwargs, targets):
             return replace(difference, limit=difference.worst)  # rounding alone: it vanishes with the precision
         raise CaptureError(explained(side, difference))

@@ -276,7 +276,7 @@ class Programs:
                 raise RunError("the model that was captured is gone, so it cannot be captured again; keep it")
             batch, loss_fn = call.of(self.example, batch_rows(pm._captured))
             example = pm._captured.example if fits else Example(
-                *batch[:2], loss_fn, batch[2], precision=self.example.precision
+                *batch[:2], loss_fn, batch[2], self.example.ways, self.example.precision
             )  # fmt: skip
             assert example is not None
             with _in_modes(source, self.modes):

@@ -26,6 +26,8 @@ class Clamps(nn.Module):
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         if labels.max() >= 6:
             raise ValueError("labels must be below 6")
+        if labels.min() >= 0:
+            x = x * 1.5
         h = self.mid(self.up(x).relu()).relu()
         if (h > 1e3).any():
             h = h.clamp(max=1e3)
@@ -64,7 +66,9 @@ def taken(**options: Any) -> tuple[float, str, str, float, float]:
     then = off(*batch(3))
     pm.train()
     x, labels = batch(4)
-    return first, train, evaluated, max(again, then), off(x[:3], labels[:3])
+    smaller = said(lambda: loss(x[:2] * 1e7, labels[:2]))  # other shapes go the ways of the example, too
+    assert "branches on data in '<model>' at ways.py:" in smaller, smaller
+    return first, train, evaluated, max(again, then), max(off(x[:3], labels[:3]), off(x[:2], labels[:2]))
 
 
 def all_cuts(cuts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
