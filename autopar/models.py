@@ -47,8 +47,9 @@ def load_model(
         what = "is a folder" if file.is_dir() else "does not exist"
         raise ModelError(f"model '{spec}': {path} {what}; give {forms()}")
     if prefix:
-        if (batch is not None and batch < 1) or (seq is not None and seq < 1):
-            raise ModelError(f"model '{spec}': batch {batch} and seq {seq} must be 1 or more")
+        for name, value in (("--batch", batch), ("--seq", seq)):
+            if value is not None and value < 1:
+                raise ModelError(f"model '{spec}': {name} is {value}; it must be 1 or more")
         return FRONTENDS[prefix].load(spec, file, batch, seq, device)
     for name, value in (("--batch", batch), ("--seq", seq)):
         if value is not None:

@@ -41,6 +41,8 @@ def report(
         raise UsageError(f"--top is {top}; it is 1 or more")
     if not output.parent.is_dir():
         raise UsageError(f"--output is {output}, and there is no folder {output.parent}; make it first")
+    if output.is_dir():
+        raise UsageError(f"--output is {output}, which is a folder; give a file, such as {output / 'report.html'}")
     document = open_plan(path)
     _, captured = model_of(document, path, model)
     with progress("reading the plan"):
@@ -53,7 +55,10 @@ def report(
         layouts = _layouts(name, folder, document, plan, timeline, captured, asked.cluster, top)
     with progress("drawing"):
         page = html_page(Subject(name, captured.graph, asked.graphs, plan, timeline, asked.cluster, layouts))
-    output.write_text(page, encoding="utf-8")
+    try:
+        output.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write the page to {output}: {error.strerror}; choose another file") from None
     out().print(f"written to {output} ({show_bytes(len(page.encode()))}); open it in a browser", markup=False)
 
 

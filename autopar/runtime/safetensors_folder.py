@@ -95,7 +95,7 @@ def save_safetensors(
     with everywhere(group):
         shards = _shards(specs, int(parse_bytes(max_shard_size) or 0))
         if me == first:
-            path.mkdir(parents=True, exist_ok=True)
+            _make_folder(path)
     senders = _senders(pm, stored, group)
     files = [SINGLE] if len(shards) == 1 else [
         f"model-{k + 1:05d}-of-{len(shards):05d}.safetensors" for k in range(len(shards))
@@ -122,6 +122,13 @@ def save_safetensors(
             raise error
         if me == first:
             _name_files(path, files, shards, specs)
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"the weights could not be written to {path}: {error}; give a folder") from None
 
 
 def _name_files(

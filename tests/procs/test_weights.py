@@ -11,8 +11,10 @@ import torch
 from procs import checkpoints
 from procs.in_turn import several
 
+from autopar.errors import RunError
 from autopar.runtime.launch import run_local
 from autopar.runtime.safetensors_files import StoredTensor, header_of, stored_tensors
+from autopar.runtime.safetensors_folder import _make_folder
 
 safetensors = pytest.importorskip("safetensors.torch", reason="the package safetensors writes what is compared here")
 WAYS = ("zero", "tensor meta", "pipeline")
@@ -122,3 +124,9 @@ def test_pieces_of_every_cut(tmp_path: Path, dtype: torch.dtype, monkeypatch: py
     one = torch.empty((), dtype=dtype)
     tensors["one"].read_into(one, ())
     assert torch.equal(one, whole[0, 0, 0]) and tensors["none"].shape == (0, 6, 5)
+
+
+def test_weights_do_not_go_where_a_file_is(tmp_path: Path) -> None:
+    (tmp_path / "weights").write_text("")
+    with pytest.raises(RunError, match="could not be written to .*; give a folder"):
+        _make_folder(tmp_path / "weights")

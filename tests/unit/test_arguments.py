@@ -148,3 +148,15 @@ def test_devices_of_one_kind_are_told_apart() -> None:
     assert same_device(torch.device("cuda", 1), torch.device("cuda", 1))
     assert not same_device(torch.device("cuda", 0), torch.device("cuda", 1))
     assert not same_device(torch.device("cpu"), torch.device("cuda", 0))
+
+
+def test_outputs_that_are_no_tensors_are_named() -> None:
+    class Cache:
+        """As transformers' models return it, of keys and values for later tokens."""
+
+    class Cached(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x).sum(), Cache()
+
+    with pytest.raises(autopar.CaptureError, match="(?s)it returns a Cache, which is no tensor.*use_cache = False"):
+        autopar.capture(Cached(4, 4), (torch.zeros(2, 4),))

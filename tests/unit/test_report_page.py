@@ -18,6 +18,7 @@ from autopar.report.layouts import LayoutRow, with_front
 from autopar.report.page.gantt import gantt, is_aggregated
 from autopar.report.page.html_page import Subject, html_page
 from autopar.report.page.link_load import link_kinds
+from autopar.report.page.memory_chart import by_category, fullest
 from autopar.report.page.seconds_spent import step_parts, tallies
 from autopar.report.page.tradeoff import THIS, alternatives_section
 from autopar.texts import show_bytes, show_seconds
@@ -29,6 +30,7 @@ VOID = {"meta", "link", "br", "rect", "path", "circle", "polygon", "line"}
 KINDS = {
     "mesh": ("-c", "local-x4", "--mesh", "data=2,tensor=2", "--pin", "layers.*.up:tensor=n"),
     "piped": ("-c", "local-x4", "--stages", 2, "--microbatches", 4, "--schedule", "zb-h1"),
+    "folded": ("-c", "local-x4", "--stages", 2, "--microbatches", 4, "--schedule", "zb-v"),
     "again": ("-c", "local-x4", "--stages", 2, "--microbatches", 4, "--schedule", "1f1b", "--recompute", "layers.*"),
 }
 
@@ -104,6 +106,20 @@ def test_its_numbers_are_those_of_the_plan(folder: Path, kind: str) -> None:
     moved = {kind for kind in parts if " over " in kind}
     assert moved or kind != "mesh"
     assert any(link.used for link in link_kinds(subject.graphs, plan, subject.cluster, of_stages))
+
+
+def test_stages_of_one_device_are_fullest_one_at_a_time(folder: Path) -> None:
+    plan = subject_of(folder, "folded").plan
+    assert len(plan.stages) == 4 and plan.schedule.n_ranks == 2
+    assert max(fullest(plan, group) for group in range(2)) == plan.memory_bytes
+    assert max(sum(by_category(plan, group).values()) for group in range(2)) == plan.memory_bytes
+    stages = plan.schedule.stages_of_rank[0]
+    assert fullest(plan, 0) < sum(plan.stages[s].price.memory_bytes for s in stages)
+
+
+def test_a_folder_is_no_page(folder: Path) -> None:
+    code, _, err = autopar("report", folder / "mesh.json", "-o", folder)
+    assert code == 2 and "which is a folder; give a file" in err.replace("\n", " ")
 
 
 def test_plans_show_themselves_in_notebooks(folder: Path) -> None:

@@ -197,6 +197,10 @@ def _instead_of_reading(line: str, layer: str) -> str:
     return "compute the branch with torch.where, or from sizes or configuration, or move it out of forward()"
 
 
+_NOT_IN_OUTPUTS = re.compile(r"Found <class '(?:[\w.<>]*\.)?(\w+)'> in output, which is not a known type")
+"""What torch.export says of outputs that it does not know."""
+
+
 def _explain(error: Exception, module: torch.nn.Module) -> str:
     """One message for what torch.export raised: what, where in the user's code, what to do."""
     where, line, layer, in_torch = "", "", "", ""
@@ -224,6 +228,11 @@ def _explain(error: Exception, module: torch.nn.Module) -> str:
     ):
         what = f"the example inputs do not match its forward(): {first}"
         do = "pass the inputs that you would call the model with"
+    elif (returned := _NOT_IN_OUTPUTS.search(str(error))) is not None:
+        what = f"it returns a {returned[1]}, which is no tensor, number, tuple, list, dict or dataclass"
+        do = "have forward() return tensors"
+        if returned[1].endswith("Cache"):
+            do = "training has no use for it: set model.config.use_cache = False before this"
     elif isinstance(error, (RuntimeError, ValueError, IndexError)) and "Dynamo" not in kind:
         what = f"running it on the example inputs failed: {first}"
         do = "check that model(*example_inputs) runs, and that no operation leaves torch"

@@ -7,7 +7,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from autopar.plan import Plan
+from autopar.plan import Plan, bytes_together
 from autopar.report.page.markup import bar, filled, joined
 from autopar.texts import show_bytes
 from cost_models.pipeline import Timeline
@@ -29,12 +29,14 @@ def by_category(plan: Plan, group: int) -> dict[str, int]:
     Working memory is what is beside the others at the fullest moment; nothing where they are not all there at once.
     """
     prices = [plan.stages[s].price for s in plan.schedule.stages_of_rank[group]]
-    return {c: max(0, sum(getattr(price, f"{c}_bytes") for price in prices)) for c in CATEGORIES}
+    sizes = {c: sum(getattr(price, f"{c}_bytes") for price in prices) for c in CATEGORIES}
+    beside = fullest(plan, group) - sum(n for c, n in sizes.items() if c != "working")
+    return {c: max(0, beside if c == "working" else n) for c, n in sizes.items()}
 
 
 def fullest(plan: Plan, group: int) -> int:
-    """Bytes of a device of a group at the fullest moment of a step."""
-    return sum(plan.stages[s].price.memory_bytes for s in plan.schedule.stages_of_rank[group])
+    """Bytes of a device of a group at the fullest moment of a step, in which one of its stages computes."""
+    return bytes_together([plan.stages[s].price for s in plan.schedule.stages_of_rank[group]])
 
 
 def bars(plan: Plan, rows: Sequence[dict[str, Any]]) -> Markup:
@@ -164,7 +166,8 @@ def _limits(plan: Plan, rows: Sequence[dict[str, Any]]) -> list[float]:
     limits = []
     for stages in plan.schedule.stages_of_rank:
         first = stages[0]
-        rest = sum(plan.stages[s].price.memory_bytes for s in stages[1:])
+        others = [plan.stages[s].price for s in stages[1:]]
+        rest = sum(price.memory_bytes - price.passing_bytes for price in others)
         limits.append(max(1.0, rows[first]["limit_bytes"] + rest))
     return limits
 
