@@ -128,5 +128,5 @@ def test_pieces_of_every_cut(tmp_path: Path, dtype: torch.dtype, monkeypatch: py
 
 def test_weights_do_not_go_where_a_file_is(tmp_path: Path) -> None:
     (tmp_path / "weights").write_text("")
-    with pytest.raises(RunError, match="could not be written to .*; give a folder"):
+    with pytest.raises(RunError, match=r"could not be written to .*; give a folder"):
         _make_folder(tmp_path / "weights")

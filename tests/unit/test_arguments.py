@@ -158,5 +158,5 @@ def test_outputs_that_are_no_tensors_are_named() -> None:
         def forward(self, x: torch.Tensor) -> Any:
             return super().forward(x).sum(), Cache()
 
-    with pytest.raises(autopar.CaptureError, match="(?s)it returns a Cache, which is no tensor.*use_cache = False"):
+    with pytest.raises(autopar.CaptureError, match=r"(?s)it returns a Cache, which is no tensor.*use_cache = False"):
         autopar.capture(Cached(4, 4), (torch.zeros(2, 4),))
