@@ -19,8 +19,8 @@ from autopar.runtime.batch import Batch
 from autopar.runtime.loss_counts import count_of
 from autopar.torch_private import pytree
 
-ROUNDING, ROUNDING_OF_HALF = 1e-4, 2e-2
-"""Relative differences of two losses that sums in another order explain, with room: a thousand units in the last place
+ROUNDING, ROUNDING_OF_HALF = 1e-5, 2e-2
+"""Relative differences of two losses that sums in another order explain, with room: a hundred units in the last place
 of single precision, and a few of bfloat16."""
 
 
@@ -69,8 +69,8 @@ def difference_by_parts(
         return ""
     return (
         f"the loss of the example batch is {whole:.6g} at once and {mean:.6g} as the mean of {parts} microbatches, by "
-        "which a step trains: it is no mean over rows (a sum, tokens that do not count, or rows compared with each "
-        "other)\n  microbatches=1 trains by the loss as it is; or write it as a mean over rows"
+        "which a step trains: it is no mean over rows (a sum, tokens that do not count, rows compared with each other, "
+        "or experts balanced over a batch)\n  microbatches=1 trains by the loss as it is; or write it as a mean over rows"
     )
 
 

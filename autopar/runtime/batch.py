@@ -85,7 +85,8 @@ def local_part(
     hint = ""
     if shape and slot.shape and shape[0] != slot.shape[0] and shape[1:] == slot.shape[1:]:
         hint = (
-            "; pass the whole batch on every rank. Without shapes='fixed', parallelize follows batches of other sizes"
+            "; pass the whole batch on every rank. parallelize follows batches of other sizes unless shapes='fixed' is "
+            "given, or placements= of an input"
         )
     raise RunError(f"input {shown}: captured with shape {slot.shape}{pinned}, called with {shape}{hint}")
 
