@@ -70,7 +70,8 @@ def difference_by_parts(
     return (
         f"the loss of the example batch is {whole:.6g} at once and {mean:.6g} as the mean of {parts} microbatches, by "
         "which a step trains: it is no mean over rows (a sum, tokens that do not count, rows compared with each other, "
-        "or experts balanced over a batch)\n  microbatches=1 trains by the loss as it is; or write it as a mean over rows"
+        "or experts balanced over a batch)\n"
+        "  microbatches=1 trains by the loss as it is; or write it as a mean over rows"
     )
 
 

@@ -357,8 +357,8 @@ class GraphBuilder(Writing):
     def _depends(self, fx: torch.fx.Node, what: str) -> CaptureError:
         """The error for what is known only from the values of tensors."""
         return CaptureError(
-            f"{what} in '{module_of(fx) or '<model>'}' has a size or a number that depends on the value of a tensor" + at(fx)
-            + "\n  use fixed sizes: a mask or torch.where instead of selecting, tensors instead of item()"
+            f"{what} in '{module_of(fx) or '<model>'}' has a size or a number that depends on the value of a tensor"
+            f"{at(fx)}\n  use fixed sizes: a mask or torch.where instead of selecting, tensors instead of item()"
         )
 
     # -- results
