@@ -41,7 +41,9 @@ class Allocations(TorchDispatchMode):
         """Count the storage of a tensor; of one that only wraps others (a collective under way), theirs."""
         if is_traceable_wrapper_subclass(x):
             for name in x.__tensor_flatten__()[0]:
-                self.note(getattr(x, name))
+                inner = getattr(x, name)
+                if isinstance(inner, torch.Tensor):  # of a DTensor its mesh stands there, too
+                    self.note(inner)
             return
         storage = x.untyped_storage()
         noted = self.living.get(storage._cdata)

@@ -22,6 +22,7 @@ Two faces, which are ``torch.nn.Module``; :mod:`.spread` is what they share
 :mod:`.methods`          the model's methods, on whole values
 :mod:`.work`             what one rank of it does in a step
 :mod:`.flight`           a stage with the microbatches that are in flight; :mod:`.backward`: a backward in halves
+:mod:`.arriving`         tensors of other stages, and where their gradients will be
 :mod:`.wires`            messages between stages; :mod:`.ties`: parameters that several stages use
 :mod:`.input_gradients`  gradients of a pipeline's inputs
 :mod:`.schedule_check`   schedules that cannot be run

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 Grads = tuple[torch.Tensor | None, ...]
 Before = Mapping[Node, list[Node]]
@@ -37,26 +37,27 @@ class Halves:
         self.waiting: dict[int, tuple[list[_Group], set[Node]]] = {}
 
     def inputs(
-        self, microbatch: int, roots: Sequence[torch.Tensor], grads: Sequence[torch.Tensor],
-        wanted: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor],
-    ) -> None:  # fmt: skip
-        """Add the gradients of ``wanted`` to their ``grad``; remember the rest."""
-        ends = [_node(root) for root in roots]
+        self, microbatch: int, roots: Sequence[GradientEdge], grads: Sequence[torch.Tensor],
+        wanted: Sequence[GradientEdge], leaves: Sequence[torch.Tensor],
+    ) -> Grads:  # fmt: skip
+        """The gradients that arrive at ``wanted``, given those of the outputs at ``roots``; the rest is remembered."""
+        ends = [root.node for root in roots]
         before = _before(ends)
-        inside = _closure([_node(x) for x in wanted], before, set())[0]
-        groups = _groups([_node(leaf) for leaf in leaves], inside, set(ends), before)
+        inside = _closure([edge.node for edge in wanted], before, set())[0]
+        groups = _groups([get_gradient_edge(leaf).node for leaf in leaves], inside, set(ends), before)
+        gradients: Grads = (None,) * len(wanted)
         for group in groups:
             for root, end, grad in zip(roots, ends, grads, strict=True):
                 if end in group.ends:
-                    group.roots.append((GradientEdge(end, root.output_nr), grad))
+                    group.roots.append((root, grad))
         if wanted and roots:
             with ExitStack() as hooks:
                 for group in groups:
                     for node in group.cuts:
                         hooks.callback(node.register_prehook(_keeper(group.cuts, node)).remove)
                 gradients = torch.autograd.grad(roots, list(wanted), grads, retain_graph=True, allow_unused=True)
-            _accumulate(wanted, gradients)
         self.waiting[microbatch] = groups, inside
+        return gradients
 
     def weights(self, microbatch: int, leaves: Sequence[torch.Tensor]) -> None:
         """Add the gradients of the weights."""
@@ -79,18 +80,6 @@ def _accumulate(tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | 
     for x, grad in zip(tensors, grads, strict=True):
         if grad is not None:
             x.grad = grad if x.grad is None else x.grad + grad
-
-
-def _node(x: torch.Tensor) -> Node:
-    """Where the gradient of a tensor arrives."""
-    if x.grad_fn is not None:
-        return x.grad_fn
-    with torch.enable_grad():
-        view_node = x.view_as(x).grad_fn
-    assert view_node is not None
-    accumulate = view_node.next_functions[0][0]
-    assert accumulate is not None
-    return accumulate
 
 
 def _before(ends: Iterable[Node]) -> Before:

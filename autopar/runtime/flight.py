@@ -12,8 +12,10 @@ from typing import Any
 
 import spmd_types as spmd
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autopar.autocasting import without_autocast
+from autopar.runtime.arriving import Arrived, arriving
 from autopar.runtime.backward import Halves
 from autopar.runtime.input_gradients import InputGradients
 from autopar.runtime.own_rows_in_stages import RowsInStages
@@ -30,16 +32,16 @@ device."""
 
 @dataclass
 class _Microbatch:
-    """What a backward needs of the forward.
+    """What a backward needs of the forward. The tensors themselves live as long as autograd saved them, and no longer.
 
     Attributes:
-        arrived: by name, leaves that stand for tensors of earlier stages, and for inputs that want a gradient.
-        outputs: what later stages get, in the order of the stage's outputs.
+        arrived: by name, of tensors of earlier stages whose gradients these want, and of inputs that want one.
+        outputs: by position among the stage's outputs, where gradients from later stages enter the graph of autograd.
         reached: what has a gradient in this microbatch; None where all that wants one does.
     """
 
-    arrived: dict[str, torch.Tensor]
-    outputs: list[torch.Tensor]
+    arrived: dict[str, Arrived]
+    outputs: dict[int, GradientEdge]
     loss: torch.Tensor | None
     reached: Reached | None
 
@@ -109,18 +111,19 @@ class Flight:
             reached: what will have a gradient; None where all that wants one does.
         """
         with spmd.set_current_mesh(self.stage.device_mesh):
-            arrived = {
-                wire.name: post.take(wire, False, microbatch).detach().requires_grad_(wire.back is not None)
-                for wire in self.into
-            }
-            inputs = dict(arrived)
+            arrived: dict[str, Arrived] = {}
+            inputs: dict[str, torch.Tensor] = {}
+            for wire in self.into:
+                inputs[wire.name] = post.take(wire, False, microbatch).detach()
+                if wire.back is not None and torch.is_grad_enabled():
+                    inputs[wire.name], arrived[wire.name] = arriving(inputs[wire.name])
             for name in self.part.inputs:
                 leaf = batch[name].detach()
                 if self.own_rows is not None:
                     leaf = self.own_rows.joined(leaf, self.stage.inputs[name].shape, self.stage.device_mesh)
                 inputs[name] = self.stage.local_input(name, leaf, shown[name])
                 if name in self.input_gradients and torch.is_grad_enabled():
-                    arrived[name] = inputs[name] = inputs[name].detach().requires_grad_()
+                    inputs[name], arrived[name] = arriving(inputs[name].detach())
             flat = self.stage.run(inputs, seed, same_step=self.begun, evaluating=evaluating)
             self.begun = True
             for wire in self.out:
@@ -129,7 +132,10 @@ class Flight:
         graph = self.part.graph
         loss: torch.Tensor | None = None if graph.loss is None else flat[graph.loss]
         if torch.is_grad_enabled():
-            self.flying[microbatch] = _Microbatch(arrived, list(flat[: len(self.part.gives)]), loss, reached)
+            outputs = {
+                at: get_gradient_edge(x) for at, x in enumerate(flat[: len(self.part.gives)]) if x.requires_grad
+            }
+            self.flying[microbatch] = _Microbatch(arrived, outputs, loss, reached)
         return loss, flat
 
     def backward(self, post: Post, action: Action) -> None:
@@ -137,19 +143,22 @@ class Flight:
         with spmd.set_current_mesh(self.stage.device_mesh):
             flown = self.flying.pop(action.microbatch)
             roots, grads = self._roots(post, action.microbatch, flown)
-            wanted = [x for x in flown.arrived.values() if x.requires_grad]
             if action.kind == "B" or self.whole_backward:
                 with self.stage.gradients.reducing(last=action == self.last):
                     if roots:
                         with without_autocast():
                             torch.autograd.backward(roots, grads)
             else:
-                self.halves.inputs(action.microbatch, roots, grads, wanted, self.stage.leaves())
+                wanted = list(flown.arrived.values())
+                gradients = self.halves.inputs(
+                    action.microbatch, roots, grads, [arrived.edge for arrived in wanted], self.stage.leaves()
+                )
+                for arrived, gradient in zip(wanted, gradients, strict=True):
+                    arrived.gradient = gradient
                 self.stage.free()
             for wire in self.into:
                 if wire.back is not None:
-                    x = flown.arrived[wire.name]
-                    post.send(wire, True, action.microbatch, torch.zeros_like(x) if x.grad is None else x.grad)
+                    post.send(wire, True, action.microbatch, flown.arrived[wire.name].gradient_or_zeros())
             self._give_inputs(action.microbatch, flown)
 
     def weights(self, action: Action) -> None:
@@ -161,8 +170,8 @@ class Flight:
             if not self.whole_backward:
                 self.halves.weights(action.microbatch, self.stage.leaves())
 
-    def _roots(self, post: Post, microbatch: int, flown: _Microbatch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Outputs with gradients, and these."""
+    def _roots(self, post: Post, microbatch: int, flown: _Microbatch) -> tuple[list[GradientEdge], list[torch.Tensor]]:
+        """Where gradients enter the graph of autograd, and these."""
         sums: dict[int, torch.Tensor] = {}
         for wire in self.out:
             if wire.back is not None and wire.crossing is not None:
@@ -170,18 +179,18 @@ class Flight:
                 if flown.reached is not None and wire.crossing.tensor not in flown.reached:
                     continue  # zeros for what in eager mode would not be in the backward at all
                 sums[at] = sums[at] + grad if at in sums else grad
-        used = [at for at in sorted(sums) if flown.outputs[at].requires_grad]
+        used = [at for at in sorted(sums) if at in flown.outputs]
         roots, grads = [flown.outputs[at] for at in used], [sums[at] for at in used]
         if flown.loss is not None and self.counts(microbatch):
             share = self.shares[microbatch]
             whole = isinstance(share, float)
-            roots.append(flown.loss)
+            roots.append(get_gradient_edge(flown.loss))
             grads.append(torch.full_like(flown.loss, share) if whole else share.to(flown.loss.dtype))  # type: ignore
         return roots, grads
 
     def _give_inputs(self, microbatch: int, flown: _Microbatch) -> None:
         for name in self.part.inputs:
-            if name in flown.arrived and (grad := flown.arrived[name].grad) is not None:
+            if name in flown.arrived and (grad := flown.arrived[name].gradient) is not None:
                 whole = self.stage.joined_gradient(name, grad)
                 if self.leads:
                     self.input_gradients.add(name, microbatch, whole)

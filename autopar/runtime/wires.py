@@ -8,13 +8,18 @@ NCCL does what two ranks post between them in the order of posting, sends and re
 receive that is posted ahead would hold up every send behind it, on both sides, for ever. So messages from one rank to
 another have a *channel* of their own, a process group that is used in this direction alone: what is posted on it is
 sends on one side and receives on the other, in one order, and nothing there waits for anything but its own message.
+
+What is sent has to stay until it has left. NCCL says when; gloo does not, unless one waits for it. But when a message
+comes that the peer sends only after it has taken another one, that other one must have left.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from math import inf
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -67,6 +72,20 @@ class Message:
     part: int
 
 
+class UnderWay(NamedTuple):
+    """A tensor that may not have left yet.
+
+    Attributes:
+        answer: number, among the messages that come from the target, of the first that says that it has; infinite
+            where none does in this step.
+    """
+
+    work: Any
+    value: torch.Tensor
+    target: int
+    answer: float
+
+
 def wires_of(parts: Sequence[StageGraph], plan: Plan) -> tuple[Wire, ...]:
     """A wire for every tensor and every later stage that reads it.
 
@@ -102,6 +121,32 @@ def messages_of(action: Action, wires: Sequence[Wire]) -> Iterator[tuple[Message
             yield Message(wire.number, backward, action.microbatch, part), piece
 
 
+def answers_of(
+    going: Sequence[tuple[Message, Piece]], coming: Sequence[tuple[Message, Piece]], row: Sequence[Action],
+    wires: Sequence[Wire],
+) -> dict[Message, float]:  # fmt: skip
+    """By messages to a rank, the number of the first message from there that it sends when it has taken them.
+
+    Args:
+        going: messages to that rank.
+        coming: messages from that rank, in its order.
+        row: what that rank does in a step.
+    """
+    place = {
+        (action.stage, action.kind != "F", action.microbatch): at for at, action in enumerate(row) if action.kind != "W"
+    }
+
+    def done_at(message: Message, sends: bool) -> int:
+        """Where in the row the rank sends or takes a message; behind its end if it does not."""
+        wire = wires[message.wire]
+        stage = wire.source if sends != message.backward else wire.target
+        return place.get((stage, message.backward, message.microbatch), len(row))
+
+    sent_at = [done_at(message, True) for message, _ in coming]
+    first = {message: bisect_left(sent_at, done_at(message, False)) for message, _ in going}
+    return {message: number for message, number in first.items() if number < len(coming)}
+
+
 def pairs_of(wires: Iterable[Wire]) -> list[tuple[int, int]]:
     """Sender and receiver of everything that these wires carry, in the order in which their channels are made."""
     transfers = [t for wire in wires for t in (wire.there, wire.back) if t is not None]
@@ -123,7 +168,8 @@ class Post:
     place: dict[Message, tuple[int, int]] = field(default_factory=dict)
     channels: Mapping[tuple[int, int], Any] = field(default_factory=dict)
     inbox: dict[Message, tuple[Any, torch.Tensor]] = field(default_factory=dict)
-    outbox: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
+    answers: dict[Message, float] = field(default_factory=dict)
+    outbox: list[UnderWay] = field(default_factory=list)
 
     @staticmethod
     def of(
@@ -152,6 +198,8 @@ class Post:
         for sender, messages in coming.items():
             for i, (message, _) in enumerate(messages):
                 post.place[message] = (sender, i)
+        for target, messages in going.items():
+            post.answers.update(answers_of(messages, coming.get(target, ()), rows[target], wires))
         return post
 
     @property
@@ -170,8 +218,8 @@ class Post:
         Raises:
             AssertionError: a message was received and not taken: the schedule forgot an action.
         """
-        for work, _ in self.outbox:
-            work.wait()
+        for sent in self.outbox:
+            sent.work.wait()
         self.outbox = []
         assert not self.inbox, f"rank {self.rank}: nobody took {list(self.inbox)[:3]}"
         self.posted, self.sent = {}, {}
@@ -204,11 +252,19 @@ class Post:
                 continue
             cut = cut.contiguous()
             self.sent[piece.target] += 1
-            self._send(cut, piece.target)
-        self.outbox = [(work, kept) for work, kept in self.outbox if not work.is_completed()]
+            self._send(cut, piece.target, self.answers.get(message, inf))
+        self.outbox = [sent for sent in self.outbox if not sent.work.is_completed()]
 
-    def _send(self, value: torch.Tensor, target: int) -> None:
-        self.outbox.append((dist.isend(value, dst=target, group=self.channels[self.rank, target]), value))
+    def _send(self, value: torch.Tensor, target: int, answer: float = inf) -> None:
+        work = dist.isend(value, dst=target, group=self.channels[self.rank, target])
+        self.outbox.append(UnderWay(work, value, target, answer))
+
+    def _answered(self, sender: int, number: int) -> None:
+        """So many messages of a peer, and one more, are here: what they answer has left."""
+        for sent in self.outbox:
+            if sent.target == sender and sent.answer <= number:
+                sent.work.wait()  # at most for the thread that notes it
+        self.outbox = [sent for sent in self.outbox if sent.target != sender or sent.answer > number]
 
     def clear(self, posted: Mapping[int, int], sent: Mapping[int, int]) -> None:
         """Receive all that was sent to this rank, and send what others wait for; then nothing is under way.
@@ -225,7 +281,7 @@ class Post:
             if sender in self.coming:
                 self.posted.setdefault(sender, 0)
                 self._receive(sender, count)
-        for work, _ in [*self.inbox.values(), *self.outbox]:
+        for work in [*(work for work, _ in self.inbox.values()), *(sent.work for sent in self.outbox)]:
             if work is not None:
                 work.wait()
         self.inbox, self.outbox, self.posted, self.sent = {}, [], {}, {}
@@ -250,6 +306,7 @@ class Post:
             work, got = self.inbox.pop(message)
             if work is not None:
                 work.wait()
+                self._answered(*self.place[message])
             if piece.box == box:
                 whole = got
                 continue

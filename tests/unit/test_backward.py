@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.runtime.backward import Halves
@@ -37,6 +39,10 @@ def graph(seed: int, n_inputs: int) -> tuple[list[torch.Tensor], list[torch.Tens
     return inputs, weights, [x for x in outputs if x.requires_grad]
 
 
+def edges(tensors: Sequence[torch.Tensor]) -> list[GradientEdge]:
+    return [get_gradient_edge(x) for x in tensors]
+
+
 @pytest.mark.parametrize("n_inputs", [0, 1, 2])
 def test_halves_equal_the_whole(n_inputs: int) -> None:
     for seed in range(150):
@@ -46,11 +52,12 @@ def test_halves_equal_the_whole(n_inputs: int) -> None:
             grads = [torch.full_like(x, 1 + i) for i, x in enumerate(outputs)]
             if split:
                 halves = Halves()
-                halves.inputs(0, outputs, grads, inputs, weights)
-                early = [x.grad for x in inputs]
+                gradients = halves.inputs(0, edges(outputs), grads, edges(inputs), weights)
                 assert all(w.grad is None for w in weights), "they come with the second half"
                 halves.weights(0, weights)
-                assert all(a is b.grad for a, b in zip(early, inputs, strict=True))
+                assert all(x.grad is None for x in inputs), "the second half does not come there"
+                for x, gradient in zip(inputs, gradients, strict=True):
+                    x.grad = gradient
             else:
                 torch.autograd.backward(outputs, grads)
             found.append([x.grad for x in [*inputs, *weights]])
@@ -78,7 +85,7 @@ def test_a_chain_is_computed_once() -> None:
     weights = [p for layer in layers for p in layer.parameters()]
     halves = Halves()
     with _Products() as first:
-        halves.inputs(0, [y], [torch.ones_like(y)], [x], weights)
+        halves.inputs(0, edges([y]), [torch.ones_like(y)], edges([x]), weights)
     with _Products() as second:
         halves.weights(0, weights)
     assert (first.count, second.count) == (5, 5)

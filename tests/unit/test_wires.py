@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from math import inf
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -128,3 +130,60 @@ def test_one_channel_for_both_directions_hangs(schedule: str, shared: str, monke
     """So the rules bite: receives that are posted ahead hold up the sends behind them, on both sides."""
     with pytest.raises(Deadlock, match="rank 0 waits for its"):
         Steps(schedule, 2, "equal").run(shared, of_the_world, monkeypatch)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_a_later_message_answers_has_left(schedule: str) -> None:
+    """The peer sends the answer in the action that takes the message or in a later one, and in no earlier message."""
+    steps = Steps(schedule, 3, "unequal")
+
+    def actions(wire: wires.Wire, message: wires.Message) -> tuple[tuple[int, str], tuple[int, str]]:
+        ends = (wire.source, "F"), (wire.target, "F")
+        return ((wire.target, "BI"), (wire.source, "BI")) if message.backward else ends
+
+    def at(rank: int, stage: int, kinds: str, microbatch: int) -> int:
+        [place] = [
+            i for i, a in enumerate(steps.rows[rank])
+            if a.stage == stage and a.kind in kinds and a.microbatch == microbatch
+        ]  # fmt: skip
+        return place
+
+    answered = 0
+    for rank in steps.rows:
+        post = wires.Post.of(rank, torch.device("cpu"), steps.wires, steps.rows, 8, {})
+        for target, messages in post.going.items():
+            coming = [message for message, _ in post.coming.get(target, ())]
+            sent = [at(target, *actions(steps.wires[m.wire], m)[0], m.microbatch) for m in coming]
+            for message, _ in messages:
+                taken = at(target, *actions(steps.wires[message.wire], message)[1], message.microbatch)
+                later = [number for number, place in enumerate(sent) if place >= taken]
+                assert post.answers.get(message) == (later[0] if later else None)
+                answered += bool(later)
+    assert answered
+
+
+class _NeverSaysSo(NamedTuple):
+    """Something under way that has ended only when somebody waited for it, as gloo's does."""
+
+    is_completed: Callable[[], bool] = lambda: False
+    wait: Callable[[], None] = lambda: None
+
+
+def test_what_was_sent_is_held_until_it_is_answered() -> None:
+    """Under 1F1B a stage holds, when a backward begins, what it has sent of one microbatch at most."""
+    steps = Steps("1f1b", 3, "equal")
+    post = wires.Post.of(0, torch.device("cpu"), steps.wires, steps.rows, 8, {})
+    most = 0
+    for action in steps.rows[0]:
+        taken = [m for m in post.place if m.microbatch == action.microbatch and action.kind == "B"]
+        for message in taken:
+            post._answered(*post.place[message])
+        if action.kind == "B":
+            most = max(most, sum(sent.target in (2, 3) for sent in post.outbox))
+        else:
+            for message, piece in wires.messages_of(action, steps.wires):
+                if piece.source == 0 != piece.target:
+                    answer = post.answers.get(message, inf)
+                    post.outbox.append(wires.UnderWay(_NeverSaysSo(), torch.empty(0), piece.target, answer))
+    per_microbatch = sum(piece.source == 0 and piece.target in (2, 3) for piece in steps.wires[0].there.pieces)
+    assert 0 < most <= per_microbatch
