@@ -78,7 +78,7 @@ def difference_by_parts(
 def _counted(captured: Captured, model: torch.nn.Module, of_parts: list[Any]) -> list[float]:
     """By what part each microbatch counts in the loss of the batch."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    if (count := count_of(captured.graph, device)) is None:
+    if (count := count_of(captured.graph, device)) is None or not count.of_all:
         return [1 / len(of_parts)] * len(of_parts)
     batch = Batch(captured, inspect.signature(model.forward), device)
     counts = []

@@ -39,11 +39,14 @@ class Count:
 
     Attributes:
         inputs: names and shapes of those from which it follows.
+        of_all: whether the whole loss is the mean of so many things; otherwise only one of its terms is, so no number
+            for each microbatch gives the loss of the batch, unless that is in proportion to the rows.
     """
 
     inputs: Mapping[str, tuple[int, ...]]
     program: Callable[..., Any]
     ignored: int | None
+    of_all: bool = True
 
     @torch.no_grad()
     def __call__(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -67,22 +70,23 @@ class _Mean(NamedTuple):
 def count_of(graph: Graph, device: torch.device) -> Count | None:
     """How the count of a loss follows from the inputs; None where it is in proportion to the rows, or is not known.
 
-    Where terms of a loss are means over different things, rows count.
+    Where terms of a loss are means over different things, rows count; the count is that of a term over labels then.
     """
     if graph.loss is None or not isinstance(loss := graph.outputs[graph.loss], Ref):
         return None
     with_inputs = _with_inputs(graph)
     terms = set(_terms(graph, loss, with_inputs))
-    if len(terms) != 1:
+    of_labels = [each for each in terms if each.of is not None]
+    if not of_labels:
         return None
-    mean = terms.pop()
+    mean = min(of_labels, key=lambda each: each.of.node if each.of is not None else 0)
     if mean.of is None or graph.nodes[mean.of.node].hot or mean.of.node not in with_inputs:
         return None  # labels that forward makes are as many in each microbatch
     part = part_for(graph, [mean.of])
     program = lower(part, one_device(part), device)
     if any(slot.kind != "input" for slot in program.slots):
         return None
-    return Count({slot.name: slot.shape for slot in program.slots}, program.module, mean.ignored)
+    return Count({slot.name: slot.shape for slot in program.slots}, program.module, mean.ignored, len(terms) == 1)
 
 
 def _with_inputs(graph: Graph) -> set[int]:

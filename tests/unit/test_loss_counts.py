@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +14,7 @@ from torch.nn import functional as F
 from autopar.capture import capture
 from autopar.parts_of_loss import difference_by_parts
 from autopar.runtime.loss_counts import count_of
+from autopar.runtime.ready import shares_of
 
 LOSSES = {
     "labels": (lambda out, y: F.cross_entropy(out, y), 4.0),
@@ -50,7 +55,8 @@ def test_counts(name: str, penalty: bool) -> None:
     count = count_of(captured.graph, torch.device("cpu"))
     wanted = LOSSES[name][1]
     if wanted is None:
-        assert count is None
+        assert count is None or not count.of_all
+        assert (count is not None) == (name == "rows and labels")
         return
     assert count is not None
     names = [captured.graph.nodes[i].target for i in captured.inputs if i is not None]
@@ -63,3 +69,24 @@ def test_a_step_that_counts_labels_trains_by_the_loss_of_the_batch() -> None:
     captured = capture(model, (batch[0][:6], batch[1][:6]), {})
     assert "at once" in difference_by_parts(captured, model, (batch, {}, ()), 2)
     assert difference_by_parts(captured, model, (batch, {}, ()), 2, counted=True) == ""
+
+
+def test_a_step_whose_terms_count_otherwise_than_its_rows_says_so() -> None:
+    captured = capture(Counted("rows and labels"), (torch.randn(6, 4), LABELS), {})
+    count = count_of(captured.graph, torch.device("cpu"))
+    assert count is not None
+    (name,) = count.inputs
+    run = SimpleNamespace(share=0.5, microbatches=2)
+
+    def shares(*labels: torch.Tensor) -> Any:
+        batches = [{name: each} for each in labels]
+        return shares_of([SimpleNamespace(count=count, run=run, batches=batches)], None, None)  # type: ignore[list-item,arg-type]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert shares(LABELS, LABELS) == [[0.5, 0.5]]
+    with pytest.warns(UserWarning, match=r"by 0\.5, 0\.5, while 4, 6 labels count in them"):
+        assert shares(LABELS, LABELS.clamp(min=0)) == [[0.5, 0.5]]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # once
+        shares(LABELS, LABELS.clamp(min=0))
