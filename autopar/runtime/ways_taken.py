@@ -26,6 +26,9 @@ class WaysTaken:
 
     def __init__(self, graph: Graph) -> None:
         self.flags = graph.ways
+        flags = {node.target for node in self.flags}
+        self.written = [name for name in graph.updates if name not in flags]
+        """Buffers that a call writes: it has written them when its flags are read."""
         self.coming: deque[tuple[Any, torch.Tensor]] = deque()
 
     def look(self, buffers: Mapping[str, tuple[torch.Tensor, State]]) -> None:
@@ -64,6 +67,17 @@ class WaysTaken:
             f"follows the side on which the condition is {answer}, as with the batch that it was captured with; in "
             f"this call it is {not answer}\n  if this batch is meant, compute both sides and choose with torch.where, "
             "or parallelize with an example batch that takes the way of all others"
+            f"{self._left_behind()}"
+        )
+
+    def _left_behind(self) -> str:
+        """What is to be known by who catches the error and goes on."""
+        if not self.written:
+            return ""
+        shown = ", ".join(self.written[:4]) + (", ..." if len(self.written) > 4 else "")
+        return (
+            f"\n  the call has written to buffers ({shown}), as on the side that was followed; before going on, load "
+            "the values of before it, if they matter"
         )
 
 

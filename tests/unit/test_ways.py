@@ -11,8 +11,9 @@ from torch import nn
 
 from autopar.capture import Captured, capture
 from autopar.comparison import compare_with_eager
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, RunError
 from autopar.lower.emit import lower
+from autopar.runtime.ways_taken import WaysTaken
 from autopar.runtime.world import run_step
 from autopar.verify import inputs_of, one_device, state_of
 
@@ -125,6 +126,23 @@ def test_a_branch_that_raises_on_both_sides_tells_the_first() -> None:
 
     with pytest.raises(CaptureError, match="too small"):
         capture(Never(), (torch.ones(4, device="meta", requires_grad=True),))
+
+
+def test_who_goes_on_hears_of_buffers_that_the_call_has_written() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.seen = nn.Linear(4, 4), nn.Buffer(torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.sum() > 0:
+                self.seen.add_(1)
+            return self.layer(x).square().mean() * self.seen
+
+    graph = capture(Counts(), (torch.ones(3, 4),)).graph
+    up = {node.name: (torch.tensor(True), one_device(graph).buffers[node.target]) for node in graph.ways}
+    with pytest.raises(RunError, match=r"has written to buffers \(seen\), as on the side that was followed"):
+        WaysTaken(graph).look(up)
 
 
 def test_a_number_that_is_returned_is_the_tensor() -> None:
