@@ -18,9 +18,10 @@ from autopar.errors import InfeasibleError
 from autopar.graph import Graph
 from autopar.plan import StagePlan
 from autopar.planner.intra_op import ilp
+from autopar.planner.intra_op.by_cbc import ByCbc
 from autopar.planner.intra_op.draw import random_plan
 from autopar.planner.intra_op.fold import fold
-from autopar.planner.intra_op.ilp import ByCbc, HighsProgram
+from autopar.planner.intra_op.ilp import HighsProgram
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.planner.intra_op.price import pricer
 from autopar.planner.intra_op.problem import Beaten, Problem

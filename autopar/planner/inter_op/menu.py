@@ -16,10 +16,10 @@ from autopar.placements import AXIS_NAMES, Mesh, n_devices
 from autopar.plan import StagePlan
 from autopar.planner.inter_op.blocks import Block
 from autopar.planner.inter_op.phases import phases
-from autopar.planner.intra_op.ilp import PRICES
 from autopar.planner.intra_op.mesh_plan import Options, PlansByMemory, priced_again
 from autopar.planner.intra_op.params import peak_bytes
 from autopar.planner.intra_op.price import pricer
+from autopar.planner.intra_op.problem import PRICES
 from autopar.planner.intra_op.recompute import patterns_in
 from hardware_profiles import Cluster
 

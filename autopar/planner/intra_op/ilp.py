@@ -1,23 +1,23 @@
-"""The only file that knows a solver: a :class:`~autopar.planner.intra_op.problem.Problem` becomes an integer program.
+"""A :class:`~autopar.planner.intra_op.problem.Problem` becomes an integer program. Solvers are known here and in
+:mod:`.by_cbc` alone.
 
-HiGHS solves it in process (highspy); CBC, through PuLP, is the fallback. One thread and a fixed seed: same problem,
-same answer. See :mod:`autopar.planner.intra_op.problem` for the mathematics; the names here are the names there.
+HiGHS solves it in process (highspy), here; CBC, through PuLP, is the fallback. One thread and a fixed seed: same
+problem, same answer. See :mod:`autopar.planner.intra_op.problem` for the mathematics; the names here are those there.
 """
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import pulp
 
 from autopar.errors import InfeasibleError
+from autopar.planner.intra_op.by_cbc import ByCbc
 from autopar.planner.intra_op.matrix import Matrix, matrix
-from autopar.planner.intra_op.problem import ROUNDING, Beaten, Choice, MomentBytes, NoChoice, Problem
+from autopar.planner.intra_op.problem import PRICES, ROUGH, ROUNDING, Beaten, Choice, MomentBytes, NoChoice, Problem
 from autopar.wishes import TIME_LIMIT_SECONDS
 
 try:
@@ -25,16 +25,11 @@ try:
 except ImportError:  # CBC solves then
     highspy = None  # type: ignore[assignment]
 
-ROUGH = 0.05
-"""Who is content with such a gap (a search that compares hundreds of plans) gets of a large program the whole choice
-that lies next to the relaxation's; branch and bound takes minutes there."""
 DEARER = (1.05, 1.2, 1.6, 3.0)
 """Times the relaxation's price of a byte, where the choice next to it does not fit."""
 LARGE = 60_000
 """Columns from which presolve is worth its time: 11 s without it and 1 s with it at 117,000 (a mesh of three axes); at
 17,000 it takes longer than the solution."""
-PRICES = (0.3, 2.0, 10.0)
-"""Of all bytes of the fastest choice, in multiples of its seconds."""
 NOTHING = 1e-6
 """A value of the relaxation below this is 0, one as near to 1 is 1: HiGHS's own tolerance."""
 DECIDED = 16
@@ -474,94 +469,7 @@ def _engine(lp: Matrix, time_limit_seconds: float) -> Any:
     return engine
 
 
-class ByCbc:
-    """A problem for CBC: solved at once, whatever it is."""
-
-    def __init__(self, problem: Problem, time_limit_seconds: float) -> None:
-        self.problem, self.time_limit_seconds = problem, time_limit_seconds
-
-    def limit(self, n_bytes: float | None) -> None:
-        """As in :class:`HighsProgram`."""
-        if self.problem.limit_bytes is not None:
-            self.problem = replace(self.problem, limit_bytes=n_bytes)
-
-    def nearest(self) -> Choice:
-        """As in :class:`HighsProgram`."""
-        return self.solve(ROUGH)
-
-    def add(self, moment: MomentBytes) -> None:
-        """As in :class:`HighsProgram`."""
-        self.problem = replace(self.problem, moments=(*self.problem.moments, moment))
-
-    def lower(self, number: int, n_bytes: float) -> None:
-        """As in :class:`HighsProgram`, of all moments."""
-        if self.problem.limit_bytes is not None:
-            self.limit(self.problem.limit_bytes - n_bytes)
-
-    def is_rough(self, gap: float) -> bool:
-        """Never: CBC knows no choices near the relaxation."""
-        return False
-
-    def whole(self) -> Choice | None:
-        """Not known before the problem is solved."""
-        return None
-
-    def least(self) -> float:
-        """Not known before the problem is solved."""
-        return 0.0
-
-    def pairs(self) -> Iterator[tuple[Choice, Choice]]:
-        """Not known."""
-        return iter(())
-
-    def hull(self, prices: Sequence[float] = PRICES, peak_share: float = 1.0) -> list[Choice]:
-        """The fastest alone."""
-        self.limit(None)
-        return [self.solve()]
-
-    def solve(self, gap: float = 0.0, worth_seconds: float = math.inf) -> Choice:
-        """As :meth:`HighsProgram.solve`."""
-        problem = self.problem
-        lp = matrix(problem)
-        model, columns = _pulp(lp)
-        model.solve(_cbc()(msg=False, timeLimit=self.time_limit_seconds, gapRel=gap, threads=1))
-        values = [[columns[v].varValue for v in picks] for picks in lp.picks]
-        if pulp.LpStatus[model.status] == "Infeasible" or any(v is None for row in values for v in row):
-            raise NoChoice("no choice of strategies satisfies the constraints")
-        objective = pulp.value(model.objective) / lp.scale
-        picked = tuple(row.index(max(row)) for row in values)
-        proven = pulp.LpStatus[model.status] == "Optimal"
-        exact = gap == 0.0 or problem.limit_bytes is None
-        status = "time limit" if not proven else "optimal" if exact else "within gap"
-        bound = objective if status == "optimal" else objective * (1 - gap)
-        return Choice(picked, objective, bound, status, "cbc", binds=problem.limit_bytes is not None)
-
-
 def _pick(solver: str) -> str:
     if solver != "auto":
         return solver
     return "highs" if highspy is not None else "cbc"
-
-
-def _cbc() -> type:
-    """CBC as its own program (``pulp[cbc]``) if it is installed, else the one that PuLP 3 brings along."""
-    if pulp.COIN_CMD(msg=False).available():
-        return pulp.COIN_CMD
-    warnings.filterwarnings("ignore", message="PULP_CBC_CMD is deprecated")
-    return pulp.PULP_CBC_CMD
-
-
-def _pulp(lp: Matrix) -> tuple[pulp.LpProblem, list[pulp.LpVariable]]:
-    """The program in PuLP, with its columns."""
-    model = pulp.LpProblem("autopar", pulp.LpMinimize)
-    columns = [
-        model.add_variable(f"v{k}", 0, None if up == math.inf else up, pulp.LpInteger if whole else pulp.LpContinuous)
-        for k, (up, whole) in enumerate(zip(lp.upper, lp.whole, strict=True))
-    ]
-    for r, (low, high) in enumerate(zip(lp.low, lp.high, strict=True)):
-        entries = range(lp.start[r], lp.start[r + 1])
-        terms = pulp.LpAffineExpression([(columns[lp.columns[e]], lp.values[e]) for e in entries])
-        sense = pulp.LpConstraintEQ if low == high else pulp.LpConstraintLE if low == -math.inf else pulp.LpConstraintGE
-        model.addConstraint(pulp.LpConstraint(terms, sense, f"r{r}", high if low == -math.inf else low))
-    model.setObjective(pulp.LpAffineExpression([(v, c) for v, c in zip(columns, lp.cost, strict=True) if c]))
-    return model, columns

@@ -39,7 +39,7 @@ LIMITED_SECONDS = 5.0
 """For one run of the solver where memory binds, unless a time was asked for: there are many runs, and the last percent
 takes most of the time."""
 STEEP_PRICES = (10.0, 30.0, 100.0)
-"""Like :data:`autopar.planner.intra_op.ilp.PRICES`, where little memory is all that counts."""
+"""Like :data:`autopar.planner.intra_op.problem.PRICES`, where little memory is all that counts."""
 UNLIMITED = 1e18
 """Bytes that no device has."""
 
