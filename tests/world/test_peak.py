@@ -114,6 +114,11 @@ def test_peak_of_stages(name: str) -> None:
     agree_in_stages(name, 0)
 
 
+def test_peak_where_an_operator_keeps_the_result_that_it_gives_up() -> None:
+    """A relu's backward asks for its own result, which was given up for the readers and is made again."""
+    agree_in_stages("resnet", 1, make_again=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("again", [{}, {"gather_again": True}, {"make_again": True}])
 @pytest.mark.parametrize("name", sorted(ZOO))

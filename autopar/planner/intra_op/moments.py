@@ -164,7 +164,8 @@ class StepMoments:
                         until = max(until, self.back(last_asks[memory]))
                 elif entry.segment is not None:
                     begin = self.back(self.at_of[self.holds.lives[entry.segment][0]], 0)
-                    self.lives(n_bytes, begin, self.back(made, 0) if memory in walk.given_up else first)
+                    # what is given up comes back until the backward of its maker, and through that if that keeps it
+                    self.lives(n_bytes, begin, max(self.back(made, 0), first) if memory in walk.given_up else first)
             readers = walk.readers.get(memory) if memory in walk.piece_of else None
             if readers:  # its backward asks for the copy, even where autograd keeps nothing of it
                 again = self.back(self.at_of[max(readers)], 0)
