@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -43,6 +43,7 @@ from autopar.texts import show_bytes, show_seconds
 from autopar.wishes import pin_words
 from cost_models.pipeline import Timeline
 from hardware_profiles import Cluster
+from hardware_profiles.strict import read_text
 
 ACTIONS = (
     ("F", "forward"), ("B", "backward"), ("I", "backward, gradients of inputs"),
@@ -172,7 +173,7 @@ def _schedule_text(plan: Plan) -> str | None:
 
 @cache
 def _text(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+    return read_text(Path(__file__).with_name(name))
 
 
 def _hash(text: str) -> str:
