@@ -86,7 +86,9 @@ def shares_of(runs: Sequence[Ready], own_rows: RowsInStages | None, device_mesh:
     if any(each.count is None for each in runs):
         return [[each.run.share] * each.run.microbatches for each in runs]
     counts = torch.stack([counted(each.count, x) for each in runs for x in each.batches if each.count is not None])
-    rows = counts.new_tensor([each.run.share for each in runs for _ in each.batches])
+    rows = torch.cat([  # filled where they are: a list would be copied from the host at every step
+        torch.full((len(each.batches),), each.run.share, dtype=counts.dtype, device=counts.device) for each in runs
+    ])  # fmt: skip
     total = counts.sum()
     of_terms = [each.count for each in runs if each.count is not None and not each.count.of_all]
     if of_terms:
