@@ -46,16 +46,20 @@ def begin_world(backend: str) -> None:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
 
-def trained(config: Config) -> tuple[float, list[list[str]]]:
-    """How far losses on the accelerator are from those on the CPU, and what each step on it did that it should not."""
-    begin_world(f"cpu:gloo,{NAME}:{BACKEND}")
+def planned(config: Config) -> tuple[Any, Any, Any]:
+    """A model of the zoo, what is captured of it, and its plan."""
     torch.manual_seed(0)
     case = ZOO[config.name](**config.zoo)
     captured = capture(case.model, *cut(case.batch, config.microbatches, 0))
     if isinstance(config, pipelines.Config):
-        plan = pipelines.make_plan(captured, config)
-    else:
-        plan = cases.make_plan(captured, config)
+        return case, captured, pipelines.make_plan(captured, config)
+    return case, captured, cases.make_plan(captured, config)
+
+
+def trained(config: Config) -> tuple[float, list[list[str]]]:
+    """How far losses on the accelerator are from those on the CPU, and what each step on it did that it should not."""
+    begin_world(f"cpu:gloo,{NAME}:{BACKEND}")
+    case, captured, plan = planned(config)
 
     def made(device: str) -> Any:
         model = copy.deepcopy(case.model)
@@ -116,13 +120,7 @@ def _used(config: Config, backend: str, folder: str) -> list[str]:
     """What goes wrong beside the steps of a model on the accelerator, in a world of that backend: where its values are
     spread, sent, gathered, saved, loaded and compared, on the way of ``parallelize`` and of a user."""
     begin_world(backend)
-    torch.manual_seed(0)
-    case = ZOO[config.name](**config.zoo)
-    captured = capture(case.model, *cut(case.batch, config.microbatches, 0))
-    if isinstance(config, pipelines.Config):
-        plan = pipelines.make_plan(captured, config)
-    else:
-        plan = cases.make_plan(captured, config)
+    case, captured, plan = planned(config)
     wrong: list[str] = []
 
     def same(what: str, have: Any, wanted: Any) -> None:

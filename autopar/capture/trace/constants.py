@@ -175,9 +175,13 @@ class AnswerConstants(TorchFunctionMode):
                 return constant
             drawn = _drawn(args[0])
             if drawn:
-                return self._random(func, args[0], drawn[0])
+                answer = _not_known(func, args[0], ask, Drawn)
+                if answer is None:
+                    raise refused("as a number that must be known", drawn[0])
+                return answer
             if isinstance(args[0], FakeTensor):
-                return self._of_data(func, args[0], args[1:])
+                answer = _not_known(func, args[0], take, Read)
+                return func(*args) if answer is None else answer
         kwargs = kwargs or {}
         if func in self.SAME and len(args) == 2 and any(isinstance(a, FakeTensor) for a in args):
             return args[0].shape == args[1].shape and self._truth((args[0] == args[1]).all())
@@ -200,23 +204,16 @@ class AnswerConstants(TorchFunctionMode):
         """That of a tensor that follows from others."""
         return self.__torch_function__(torch.Tensor.__bool__, (), (tensor,))
 
-    def _of_data(self, func: Any, tensor: torch.Tensor, rest: Any) -> Any:
-        if func is torch.Tensor.__bool__:
-            return take(tensor)
-        if func is torch.Tensor.item and tensor.numel() == 1:
-            return Read(tensor)
-        if func is torch.Tensor.tolist:
-            return _listed(tensor, Read)
-        return func(tensor, *rest)
 
-    def _random(self, func: Any, tensor: torch.Tensor, drawn: str) -> Any:
-        if func is torch.Tensor.__bool__:
-            return ask(tensor)
-        if func is torch.Tensor.item and tensor.numel() == 1:
-            return Drawn(tensor)
-        if func is torch.Tensor.tolist:
-            return _listed(tensor, Drawn)
-        raise refused("as a number that must be known", drawn)
+def _not_known(
+    func: Any, tensor: torch.Tensor, truth: Callable[[torch.Tensor], bool], number: type[Drawn]
+) -> Any:
+    """What Python gets of a tensor whose values are not known yet; None where it wants to have them in its hands."""
+    if func is torch.Tensor.__bool__:
+        return truth(tensor)
+    if func is torch.Tensor.item and tensor.numel() == 1:
+        return number(tensor)
+    return _listed(tensor, number) if func is torch.Tensor.tolist else None
 
 
 def _listed(tensor: torch.Tensor, number: type[Drawn]) -> Any:
