@@ -90,17 +90,25 @@ def asking() -> Asking:
     return now
 
 
-def ask(tensor: torch.Tensor) -> bool:
-    """The answer that Python is given to ``bool(tensor)``, a random number of one element."""
+def truth(tensor: torch.Tensor, numbers: str, name: str) -> torch.Tensor:
+    """``bool [ ]`` of a tensor of one element; ``numbers`` and ``name`` are what the error calls them.
+
+    Raises:
+        CaptureError: it has more.
+    """
     if tensor.numel() != 1:
         raise CaptureError(
-            f"forward asks whether a tensor of {tensor.numel()} random numbers is true, at "
-            f"{user_line(sys._getframe(1)) or 'an unknown place'}: only one number has a truth value\n  ask for one: "
-            "draws.any(), draws.all(), draws[0]"
+            f"forward asks whether a tensor of {tensor.numel()} {numbers} is true, at "
+            f"{site_of().partition('@')[0]}: only one number has a truth value\n  ask for one: "
+            f"{name}.any(), {name}.all(), {name}[0]"
         )
     condition = (tensor.detach() if tensor.requires_grad else tensor).reshape(())
-    if condition.dtype != torch.bool:
-        condition = condition != 0
+    return condition if condition.dtype == torch.bool else condition != 0
+
+
+def ask(tensor: torch.Tensor) -> bool:
+    """The answer that Python is given to ``bool(tensor)``, a random number of one element."""
+    condition = truth(tensor, "random numbers", "draws")
     site = site_of()
     now = asking()
     answer = now.answer(now.asked, site)
@@ -145,4 +153,7 @@ torch.library.register_fake("autopar::ask", lambda condition, site, answer: None
 torch.fx.node.has_side_effect(torch.ops.autopar.ask.default)
 
 
-__all__ = ["ASK", "Answer", "Asking", "Question", "answering", "ask", "asked_afresh", "asking", "plain_path", "refused"]
+__all__ = [
+    "ASK", "Answer", "Asking", "Question", "answering", "ask", "asked_afresh", "asking", "plain_path", "refused",
+    "site_of", "truth",
+]  # fmt: skip

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from autopar.capture.branches.asking import site_of
+from autopar.capture.branches.asking import site_of, truth
 from autopar.capture.branches.drawn import DIGITS, Drawn, checked
 from autopar.capture.python.restoring import generators_kept, kept
 from autopar.errors import CaptureError
@@ -148,23 +148,8 @@ def take(tensor: torch.Tensor) -> bool:
     asked = _ASKED.get()
     answer = ways.answer(site, asked[site])
     asked[site] += 1
-    torch.ops.autopar.taken(truth(tensor), site, answer)
+    torch.ops.autopar.taken(truth(tensor, "numbers", "x"), site, answer)
     return answer
-
-
-def truth(tensor: torch.Tensor) -> torch.Tensor:
-    """``bool [ ]`` of a tensor of one element.
-
-    Raises:
-        CaptureError: it has more.
-    """
-    if tensor.numel() != 1:
-        raise CaptureError(
-            f"forward asks whether a tensor of {tensor.numel()} numbers is true, at {site_of().partition('@')[0]}: "
-            "only one number has a truth value\n  ask for one: x.any(), x.all(), x[0]"
-        )
-    condition = (tensor.detach() if tensor.requires_grad else tensor).reshape(())
-    return condition if condition.dtype == torch.bool else condition != 0
 
 
 def ways_of(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ways:
@@ -245,6 +230,6 @@ class _Hearing(TorchFunctionMode):
 
 
 __all__ = [
-    "MOST_GUESSES", "TAKEN", "Read", "Unanswered", "Ways", "along", "followed", "from_the_start", "take", "truth",
+    "MOST_GUESSES", "TAKEN", "Read", "Unanswered", "Ways", "along", "followed", "from_the_start", "take",
     "ways_of", "would_take",
 ]  # fmt: skip
