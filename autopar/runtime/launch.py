@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import datetime
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -203,6 +204,7 @@ def _rank(
     if sys.platform.startswith("linux"):  # do not outlive the parent
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()  # a rank that dies of a signal shows where, on its standard error
     os.environ.update(env)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     torch.set_num_threads(threads)
@@ -224,9 +226,10 @@ def _rank(
         os._exit(1)  # a process group with a dead member may hang on its way down
     if dist.is_initialized():
         dist.barrier()
-        dist.destroy_process_group()
-    pipe.send_bytes(payload)
+    pipe.send_bytes(payload)  # all have come to the end: what is left is the backend's own tidying up
     pipe.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 __all__ = ["run_local"]
