@@ -28,6 +28,7 @@ from autopar.planning import Outcome
 from autopar.precision import Precision, parse_precision
 from autopar.report.decided import say
 from autopar.runtime.agree import TIMEOUT_SECONDS, ensure_process_group, mesh_group, share, together
+from autopar.runtime.batch_statistics import tell_of_statistics
 from autopar.runtime.executor import ParallelModule
 from autopar.runtime.groups import abort_groups
 from autopar.runtime.init import Init, is_meta
@@ -347,10 +348,11 @@ def parallelize(
             spreading.groups_of(device_mesh, None)  # a mesh for stages, of which each takes its part
             device_mesh = None
         if verify_capture and decided.microbatches > 1 and dist.get_rank(group) == 0:
-            said = difference_by_parts(one, model, first(1), decided.microbatches, counted=len(decided.stages) > 1)
+            said = difference_by_parts(one, model, first(1), decided.microbatches)
             if said:
                 warnings.warn(said, stacklevel=2)
         pm = spreading.spread(model, one, decided, group, device_mesh=device_mesh, init=init)
+        pm.told_of_statistics = tell_of_statistics([one.graph], decided.microbatches)
         if gradient_dtype is not None:
             pm.gradient_dtype = gradient_dtype
         if batch == "local" and dist.get_world_size(group) > 1:

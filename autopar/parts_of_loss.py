@@ -1,8 +1,9 @@
-"""Whether the mean of the microbatches' losses is the loss of the batch.
+"""Whether the microbatches' losses add up to the loss of the batch.
 
-A step in microbatches takes the mean of their losses, as gradient accumulation does. That is the loss of the whole
-batch only if it is a mean over rows: not of a sum, of tokens of which some do not count, or of rows that are compared
-with each other. Who trains in microbatches then trains by another loss, and hears so. Pipelines count the tokens.
+A step in microbatches takes the mean of their losses, by their rows or by what each is the mean of
+(:mod:`autopar.runtime.loss_counts`). That is the loss of the whole batch only if it is such a mean: not of a sum, of
+terms over different things, or of rows that are compared with each other. Who trains in microbatches then trains by
+another loss, and hears so.
 """
 
 from __future__ import annotations
@@ -24,9 +25,7 @@ ROUNDING, ROUNDING_OF_HALF = 1e-5, 2e-2
 of single precision, and a few of bfloat16."""
 
 
-def difference_by_parts(
-    captured: Captured, model: torch.nn.Module, example: Any, parts: int, counted: bool = False
-) -> str:
+def difference_by_parts(captured: Captured, model: torch.nn.Module, example: Any, parts: int) -> str:
     """What a step in ``parts`` microbatches does to the loss of a batch; nothing where it is the same, or not known.
 
     The model runs without dropout and with the statistics that its batch norms hold, without gradients, and is left as
@@ -36,7 +35,6 @@ def difference_by_parts(
     Args:
         captured: of one microbatch.
         example: ``(args, kwargs, targets)``, the batch of a step, with values.
-        counted: microbatches count by what their losses are the mean of, where that is known, as in pipelines.
     """
     loss_fn = captured.example.loss_fn if captured.example is not None else None
     number = captured.graph.loss
@@ -60,7 +58,7 @@ def difference_by_parts(
             if loss_of(example) != whole:
                 return ""
             of_parts = [part_of_batch(example, parts, k) for k in range(parts)]
-            shares = _counted(captured, model, of_parts) if counted else [1 / parts] * parts
+            shares = _counted(captured, model, of_parts)
             mean = sum(share * loss_of(part) for share, part in zip(shares, of_parts, strict=True) if share)
         except Exception:  # of the user's code, in a mode in which it is not run otherwise
             return ""

@@ -11,13 +11,14 @@ A stage
 
 Two faces, which are ``torch.nn.Module``; :mod:`.spread` is what they share
 
-:mod:`.executor`         the model on one mesh
+:mod:`.executor`         the model on one mesh; :mod:`.mesh_step`: a training step of it, in microbatches
 :mod:`.crossing`         its program as a node of the caller's autograd graph; :mod:`.direct`: on one device
 :mod:`.outputs`          what a call gives back
 :mod:`.submodules`       what stands for the model's submodules; :mod:`.copied`: ``copy.deepcopy``
 :mod:`.pipeline`         the model in stages; :mod:`.pipeline_start`: what its ranks make together first
 :mod:`.pipeline_programs`  its programs by shapes and by the model's values; :mod:`.runs`: batches of any number of rows
-:mod:`.loss_counts`      by what its microbatches count; :mod:`.ready`: runs with their programs
+:mod:`.loss_counts`      by what microbatches count in the loss; :mod:`.ready`: runs with their programs;
+                         :mod:`.batch_statistics`: what each microbatch has of its own
 :mod:`.pipeline_outputs`  what its forward gives
 :mod:`.methods`          the model's methods, on whole values
 :mod:`.work`             what one rank of it does in a step
@@ -36,7 +37,8 @@ A call
 :mod:`.same_batch`       whether all ranks were called alike; :mod:`.samples`: what they compare
 :mod:`.seeds`            of random operators, one for each forward
 :mod:`.values`           whether the model's Python values are those that were captured
-:mod:`.ways_taken`       whether branches on data would go the ways that the program follows
+:mod:`.ways_taken`       whether branches on data would go the ways that the program follows; :mod:`.to_host`: numbers
+                         that the host reads when they have come
 :mod:`.programs`         programs by these values; :mod:`.recaptured`: how a module takes another one
 :mod:`.original`         the model after ``parallelize``; :mod:`.old_parameters`: its own parameters
 

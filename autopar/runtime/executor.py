@@ -18,7 +18,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar.autocasting import without_autocast
 from autopar.capture import Captured
 from autopar.capture.evaluation import Skeleton
 from autopar.capture.microbatches import rows_of
@@ -30,9 +29,10 @@ from autopar.runtime.agree import mesh_group
 from autopar.runtime.batch import Batch
 from autopar.runtime.copied import copied
 from autopar.runtime.crossing import crossed
-from autopar.runtime.direct import stand_ins
 from autopar.runtime.failures import Failures
 from autopar.runtime.groups import Groups, groups_on
+from autopar.runtime.loss_counts import Count, count_of
+from autopar.runtime.mesh_step import backwards, shares_of_calls
 from autopar.runtime.outputs import IN_PIECES, CollectiveLog, unread, with_pending
 from autopar.runtime.own_rows import Call, OwnRows, TakesRows
 from autopar.runtime.plan_groups import mesh_of_own
@@ -83,6 +83,7 @@ class ParallelModule(TakesRows, SpreadModule):
     _groups: Groups | None
     _generation: int
     _own_rows: OwnRows | None = None
+    _count: tuple[Count | None] | None = None
 
     def __init__(
         self, model: torch.nn.Module, captured: Captured, plan: Plan, device_mesh: DeviceMesh,
@@ -127,7 +128,7 @@ class ParallelModule(TakesRows, SpreadModule):
         Args:
             captured: what the stage is of.
         """
-        self._captured, self._stage = captured, stage
+        self._captured, self._stage, self._count = captured, stage, None
         self._batch = Batch(captured, self._signature, self._device, self._pieces(stage))
         cut_outputs = [
             i for i, state in enumerate(stage.program.outputs)
@@ -148,6 +149,17 @@ class ParallelModule(TakesRows, SpreadModule):
         if stage is self._given.stages[0]:
             return self._given
         return replace(self._given, fingerprint=stage.fingerprint, stages=(stage,), seconds=stage.price.seconds)
+
+    @property
+    def count(self) -> Count | None:
+        """Of how many things the loss of a call is the mean; None where that is in proportion to its rows."""
+        if self._count is None:
+            self._count = (count_of(self._captured.graph, self._device),)
+        return self._count[0]
+
+    def batch_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """The tensors of a call of the program that runs now, by input name."""
+        return self._batch.tensors(args, kwargs)
 
     @property
     def program(self) -> Program:
@@ -334,9 +346,9 @@ class ParallelModule(TakesRows, SpreadModule):
         """One training step on a batch of one or more microbatches.
 
         A microbatch has the shapes of the example inputs. An input whose first dim is ``microbatches`` times as long
-        is cut there; one with exactly the captured shape goes into every microbatch. Each loss counts ``1/k``: for a
-        loss that is a mean over the batch this is the loss of the whole batch; for a mean over the labels that are not
-        ignored it is the mean of the microbatches' means, which differs if they hold different numbers of labels.
+        is cut there; one with exactly the captured shape goes into every microbatch. Each loss counts by its
+        microbatch's part of the rows, or of the labels that count (:mod:`~autopar.runtime.loss_counts`), so that the
+        loss and the gradients are those of the whole batch at once.
 
         Args:
             optimizer: if given, ``step()`` and ``zero_grad()`` follow; else gradients are left in ``param.grad``.
@@ -344,7 +356,7 @@ class ParallelModule(TakesRows, SpreadModule):
             microbatches: how many; by default found from the shapes.
 
         Returns:
-            The mean of the microbatches' losses, a tensor of shape [] and of the loss's dtype, the same on every rank.
+            The loss of the batch, a tensor of shape [] and of the loss's dtype, the same on every rank.
             Gradients in ``param.grad`` are added to those that are there, as ``loss.backward()`` adds them.
 
         Raises:
@@ -359,35 +371,18 @@ class ParallelModule(TakesRows, SpreadModule):
         graph = self._captured.graph
         if graph.loss is None:
             raise RunError("the model has no scalar loss; pass loss_fn= and targets=, or call loss.backward() yourself")
-        stage = self._stage
         if calls is None:
-            pieces = self._batch.microbatches(self._batch.tensors(args, kwargs), microbatches, stage.part_shape)
+            tensors = self._batch.tensors(args, kwargs)
+            pieces = self._batch.microbatches(tensors, microbatches, self._stage.part_shape)
             calls = [self._batch.call(piece, args, kwargs) for piece in pieces]
-        total: torch.Tensor | None = None
-        gradients = stage.gradients
-        stage.bind()
-        try:
-            with stand_ins(stage.param_slots, stage.template) if stage.direct else contextlib.nullcontext():
-                for i, (positional, by_name) in enumerate(calls):
-                    gradients.defer, gradients.accumulating = i < len(calls) - 1, i > 0
-                    outputs = self.forward(*positional, **by_name)
-                    loss = pytree.tree_leaves(outputs)[graph.loss]
-                    if len(calls) > 1:
-                        loss = loss / len(calls)
-                    with without_autocast():
-                        loss.backward()
-                    total = loss.detach() if total is None else total + loss.detach()
-        except BaseException:
-            gradients.drop()
-            raise
-        finally:
-            gradients.defer = gradients.accumulating = False
+        with self._fails_everywhere(f"counting what the losses from call {self._calls + 1} on are means of"):
+            shares = shares_of_calls(self, calls)
+        loss = backwards(self, calls, shares, graph.loss)
         if optimizer is not None:
             with self._fails_everywhere(f"the optimizer's step after call {self._calls}"):
                 optimizer.step()
             optimizer.zero_grad()
-        assert total is not None
-        return total
+        return loss
 
     def _step_of_own_rows(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], microbatches: int | None

@@ -18,16 +18,13 @@ from autopar.autocasting import without_autocast
 from autopar.runtime.arriving import Arrived, arriving
 from autopar.runtime.backward import Halves
 from autopar.runtime.input_gradients import InputGradients
+from autopar.runtime.loss_counts import Shares
 from autopar.runtime.own_rows_in_stages import RowsInStages
 from autopar.runtime.reached import Reached
 from autopar.runtime.stage import Stage
 from autopar.runtime.wires import Post, Wire
 from autopar.staging import StageGraph
 from cost_models.pipeline.actions import Action
-
-Shares = Sequence[float] | torch.Tensor
-"""By what part the loss of each microbatch counts in that of the step; a tensor is float64 [microbatches], on the
-device."""
 
 
 @dataclass
@@ -196,4 +193,4 @@ class Flight:
                     self.input_gradients.add(name, microbatch, whole)
 
 
-__all__ = ["Flight", "Shares"]
+__all__ = ["Flight"]

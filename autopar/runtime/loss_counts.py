@@ -7,17 +7,23 @@ alone, so every rank computes it for itself, ahead of the step and on the device
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from autopar.graph import Graph, Node, Ref
 from autopar.lower.emit import lower
 from autopar.planner.intra_op.single import one_device
 from autopar.runtime.reached import part_for
+from autopar.runtime.to_host import ToHost
 
+Shares = Sequence[float] | torch.Tensor
+"""By what part each microbatch's loss counts in that of its batch; a float64 tensor, [microbatches], where counts stay
+on a device."""
 MEAN = 1
 """The reduction of torch's losses that is a mean."""
 IGNORED = -100
@@ -31,6 +37,10 @@ SAME_COUNT = {
 BOUNDED = {"aten.clamp.default", "aten.clamp_min.default", "aten.clip.default"}
 LARGEST_BOUND = 1
 """A bound of a count that only keeps it from being zero."""
+UNLIKE = 1e-9
+"""Shares of rows and of labels that differ by less are alike."""
+SHOWN = 8
+"""Microbatches whose numbers a warning shows."""
 
 
 @dataclass(frozen=True)
@@ -41,18 +51,62 @@ class Count:
         inputs: names and shapes of those from which it follows.
         of_all: whether the whole loss is the mean of so many things; otherwise only one of its terms is, so no number
             for each microbatch gives the loss of the batch, unless that is in proportion to the rows.
+        told: whether it was said of the program that its microbatches do not give the loss of the batch.
     """
 
     inputs: Mapping[str, tuple[int, ...]]
     program: Callable[..., Any]
     ignored: int | None
     of_all: bool = True
+    told: list[bool] = field(default_factory=list, compare=False)
+    on_their_way: ToHost = field(default_factory=ToHost, compare=False)
 
     @torch.no_grad()
     def __call__(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """A float64 tensor of shape [], from the whole inputs of a microbatch by name."""
         (value,) = self.program(*(inputs[name].detach() for name in self.inputs))
         return (value if self.ignored is None else (value != self.ignored).sum()).to(torch.float64).reshape(())
+
+
+@torch.no_grad()
+def shares_by_count(of: Sequence[Count], counts: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
+    """By what part each microbatch of a step counts in the loss of the batch; None where rows decide it.
+
+    A loss of terms that are means over different things counts by rows, and a warning says where that is another number
+    than the loss of the batch: on accelerators one of the next steps says it, as the host does not wait.
+
+    Args:
+        of: how the microbatches of each program count.
+        counts: of how many things each microbatch's loss is the mean, float64 [microbatches].
+        rows: the part of each in the rows of the batch, alike.
+    """
+    total = counts.sum()
+    of_terms = next((each for each in of if not each.of_all), None)
+    if of_terms is None:
+        return torch.where(total == 0, rows, counts / total)  # nothing counts: each loss says itself what it is then
+    if not of_terms.told:
+        unlike = ((counts - rows * total).abs() > UNLIKE * total).any()
+        for is_unlike, *numbers in of_terms.on_their_way.sent(
+            torch.cat([unlike.to(counts.dtype)[None], counts[:SHOWN], rows[:SHOWN]])
+        ):
+            if is_unlike and not of_terms.told:
+                of_terms.told.append(True)
+                _tell(numbers[: len(numbers) // 2], numbers[len(numbers) // 2 :])
+    return None
+
+
+def _tell(counts: Sequence[float], rows: Sequence[float]) -> None:
+    """Warn that a step does not train by the loss of the whole batch."""
+    if dist.is_initialized() and dist.get_rank():
+        return
+    counted, of_rows = (", ".join(f"{n:.3g}" for n in numbers) for numbers in (counts, rows))
+    warnings.warn(
+        "the loss adds up means over different things, and its microbatches count by their rows: in this step by "
+        f"{of_rows}, while {counted} labels count in them. Such a step does not train by the loss of the whole batch, "
+        "and where a microbatch has no label by no number at all; microbatches=1 trains by it, and so does a loss that "
+        "is one sum over one count",
+        stacklevel=3,
+    )
 
 
 class _Mean(NamedTuple):
@@ -165,4 +219,4 @@ def _argument(node: Node, position: int, name: str, default: Any) -> Any:
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 
-__all__ = ["Count", "count_of"]
+__all__ = ["Count", "Shares", "count_of", "shares_by_count"]

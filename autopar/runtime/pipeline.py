@@ -23,12 +23,12 @@ from autopar.rules.registry import rules_of
 from autopar.runtime import pipeline_programs
 from autopar.runtime.agree import Meeting, first_seed
 from autopar.runtime.batch import Batch
+from autopar.runtime.batch_statistics import tell_of_statistics
 from autopar.runtime.checkpoint import full_state_dict, load_full_state_dict
 from autopar.runtime.copied import copied
 from autopar.runtime.failures import Failures
-from autopar.runtime.flight import Shares
 from autopar.runtime.groups import Groups
-from autopar.runtime.loss_counts import Count, count_of
+from autopar.runtime.loss_counts import Count, Shares, count_of
 from autopar.runtime.own_rows import TakesRows
 from autopar.runtime.own_rows_in_stages import RowsInStages
 from autopar.runtime.pipeline_outputs import Parts, of_batch, of_run
@@ -230,6 +230,9 @@ class PipelineModule(TakesRows, SpreadModule):
         self.check_trains()
         with self._step(f"train_step {self._steps}"):
             ready = self._ready(args, kwargs, "to train on")
+            if not self.told_of_statistics:
+                microbatches = sum(each.run.microbatches for each in ready)
+                self.told_of_statistics = tell_of_statistics([each.captured.graph for each in ready], microbatches)
             losses: list[torch.Tensor] = []
             drawn = 0
             for each, shares in zip(ready, self._shares(ready), strict=True):

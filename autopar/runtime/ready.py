@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import warnings
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.capture import Captured
 from autopar.runtime.batch import Batch
-from autopar.runtime.flight import Shares
-from autopar.runtime.loss_counts import Count
+from autopar.runtime.loss_counts import Count, Shares, shares_by_count
 from autopar.runtime.own_rows_in_stages import RowsInStages
 from autopar.runtime.reached import Reached, ReachedBy
 from autopar.runtime.runs import Run
 from autopar.runtime.work import Work
 from autopar.staging import StageGraph
-
-UNLIKE = 1e-9
-"""Shares of rows and of labels that differ by less are alike."""
-
-
-_told: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Programs of counts for which the warning was given."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +55,7 @@ class Ready:
 
 def shares_of(runs: Sequence[Ready], own_rows: RowsInStages | None, device_mesh: DeviceMesh) -> list[Shares]:
     """By what part each microbatch of each run counts in the loss of the batch: by its rows, or by what its loss is the
-    mean of (:mod:`.loss_counts`). A loss of terms that are means over different things counts by rows, and a warning
-    says where that is another number than the loss of the batch (on the CPU alone, as the host would have to wait).
+    mean of (:mod:`.loss_counts`).
 
     On accelerators counts stay on the device, so that the host does not wait for them; then a microbatch in which
     nothing counts has the loss that the model gives it, which for a mean over no labels is no number.
@@ -83,36 +70,18 @@ def shares_of(runs: Sequence[Ready], own_rows: RowsInStages | None, device_mesh:
             inputs = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in there.items()}
         return count(inputs)
 
-    if any(each.count is None for each in runs):
+    of = [each.count for each in runs if each.count is not None]
+    if len(of) < len(runs):
         return [[each.run.share] * each.run.microbatches for each in runs]
-    counts = torch.stack([counted(each.count, x) for each in runs for x in each.batches if each.count is not None])
+    counts = torch.stack([counted(count, x) for each, count in zip(runs, of, strict=True) for x in each.batches])
     rows = torch.cat([  # filled where they are: a list would be copied from the host at every step
         torch.full((len(each.batches),), each.run.share, dtype=counts.dtype, device=counts.device) for each in runs
     ])  # fmt: skip
-    total = counts.sum()
-    of_terms = [each.count for each in runs if each.count is not None and not each.count.of_all]
-    if of_terms:
-        if counts.device.type == "cpu" and bool(((counts - rows * total).abs() > UNLIKE * total).any()):
-            _tell(of_terms[0], counts.tolist(), rows.tolist())
+    shares = shares_by_count(of, counts, rows)
+    if shares is None:
         return [[each.run.share] * each.run.microbatches for each in runs]
-    shares = torch.where(total == 0, rows, counts / total)  # nothing counts: each loss says itself what it is then
     of_runs = shares.split([each.run.microbatches for each in runs])
     return [part.tolist() if part.device.type == "cpu" else part for part in of_runs]
-
-
-def _tell(count: Count, counts: Sequence[float], rows: Sequence[float]) -> None:
-    """Warn, once for a program, that a step does not train by the loss of the whole batch."""
-    if count.program in _told or (dist.is_initialized() and dist.get_rank()):
-        return
-    _told.add(count.program)
-    counted, of_rows = (", ".join(f"{n:.3g}" for n in numbers[:8]) for numbers in (counts, rows))
-    warnings.warn(
-        "the loss adds up means over different things, and its microbatches count by their rows: in this step by "
-        f"{of_rows}, while {counted} labels count in them. Such a step does not train by the loss of the whole batch, "
-        "and where a microbatch has no label by no number at all; microbatches=1 trains by it, and so does a loss that "
-        "is one sum over one count",
-        stacklevel=2,
-    )
 
 
 __all__ = ["Ready", "shares_of"]

@@ -24,7 +24,7 @@ from autopar.runtime.programs import AllWell, Fields, PlanAgain
 from autopar.runtime.stage import Buffers, Stage
 from autopar.runtime.state import as_dtensor, joined, local_piece, torch_placements
 
-PROGRAM = ("_captured", "_stage", "_skeleton", "_batch")
+PROGRAM = ("_captured", "_stage", "_skeleton", "_batch", "_count")
 """What of a module without pipeline is another with other values."""
 
 

@@ -55,6 +55,7 @@ class SpreadModule(Elements):
     _mode: bool = True
     _compared: Calls
     _gradient_dtype: torch.dtype | None = None
+    told_of_statistics: bool = False
     _programs: Programs | None = None
     _original: Original | None = None
     _model_ref: Callable[[], torch.nn.Module | None]

@@ -7,18 +7,14 @@ goes on, and read when they have come, at one of the next calls.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 from autopar.errors import RunError
 from autopar.graph import Graph
 from autopar.placements import State
-
-CALLS_AHEAD = 2
-"""Calls whose flags may be on their way."""
+from autopar.runtime.to_host import ToHost
 
 
 class WaysTaken:
@@ -29,7 +25,7 @@ class WaysTaken:
         flags = {node.target for node in self.flags}
         self.written = [name for name in graph.updates if name not in flags]
         """Buffers that a call writes: it has written them when its flags are read."""
-        self.coming: deque[tuple[Any, torch.Tensor]] = deque()
+        self.on_their_way = ToHost()
 
     def look(self, buffers: Mapping[str, tuple[torch.Tensor, State]]) -> None:
         """Read the flags of the call that was made, or of one before it.
@@ -40,24 +36,13 @@ class WaysTaken:
         if not self.flags:
             return
         flags = [buffers[node.name][0] for node in self.flags]
-        if flags[0].device.type == "cpu":
-            self._read([bool(flag) for flag in flags], flags)
-            return
-        device = flags[0].device
-        on_host = torch.empty(len(flags), dtype=torch.bool, device="cpu", pin_memory=device.type == "cuda")
-        on_host.copy_(torch.stack(flags), non_blocking=True)
-        arrived = torch.get_device_module(device).Event()
-        arrived.record()
-        self.coming.append((arrived, on_host))
-        while self.coming and (len(self.coming) > CALLS_AHEAD or self.coming[0][0].query()):
-            event, values = self.coming.popleft()
-            event.synchronize()
-            self._read(values.tolist(), flags)
+        for values in self.on_their_way.sent(torch.stack(flags)):
+            self._read(values, flags)
 
     def _read(self, up: list[bool], flags: list[torch.Tensor]) -> None:
         if not any(up):
             return
-        self.coming.clear()
+        self.on_their_way.forget()
         for flag in flags:
             flag.zero_()
         node = self.flags[up.index(True)]

@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 from autopar.graph import Ref
 from autopar.plan import Plan
-from autopar.runtime.flight import Flight, Shares
+from autopar.runtime.flight import Flight
 from autopar.runtime.groups import Groups
 from autopar.runtime.input_gradients import InputGradients
+from autopar.runtime.loss_counts import Shares
 from autopar.runtime.own_rows_in_stages import RowsInStages
 from autopar.runtime.reached import Reached
 from autopar.runtime.stage import Stage

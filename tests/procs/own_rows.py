@@ -98,7 +98,7 @@ def in_parts(cut: str) -> float:
     model.norm = nn.LayerNorm(12).double()  # type: ignore[assignment]
     alone = copy.deepcopy(model)
     x, y = data(16)
-    y = y.clamp(min=1)
+    y[9:15] = 0  # ignored, and not as many in each microbatch
     pm = spread(model, own(data(8)), **CUTS[cut])
     worst = 0.0
     for count in (None, 2, 4):

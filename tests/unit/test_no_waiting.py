@@ -24,10 +24,10 @@ ALLOWED = {
     "runtime/own_rows.py": {"__init__"}, "runtime/seeds.py": {"agreed_seed"},
     "runtime/groups.py": {"*"},
     "runtime/agree.py": {"*"},
-    # a branch on data that went another way: read when the flags of an earlier call have come
-    "runtime/ways_taken.py": {"look"},
+    # a branch on data that went another way, a loss whose terms count otherwise: read when they have come
+    "runtime/to_host.py": {"sent"},
     # counts of labels, which stay on a device that is not the CPU
-    "runtime/ready.py": {"shares_of"},
+    "runtime/ready.py": {"shares_of"}, "runtime/mesh_step.py": {"shares_of_calls"},
     # experts where torch has no kernel that finds their rows on the device
     "rules/experts.py": {"_parts"},
     # what scripts ask of DTensors, and the ranks of a mesh

@@ -41,10 +41,11 @@ def _balance(out: Tensor) -> Tensor:
 
 SAME = {
     "mean over rows": lambda out, labels: F.cross_entropy(out, labels.clamp(min=0)),
+    "rows that do not count": F.cross_entropy,
     "penalty": lambda out, labels: out.square().mean() + 3.0,
 }
 OTHER = {
-    "rows that do not count": F.cross_entropy,
+    "terms over rows and over labels": lambda out, labels: F.cross_entropy(out, labels) + out.square().mean(),
     "sum": lambda out, labels: F.cross_entropy(out, labels.clamp(min=0), reduction="sum"),
     "rows compared with each other": _contrast,
     "a small part of it": lambda out, labels: F.cross_entropy(out, labels.clamp(min=0)) + 1e-2 * _balance(out),
@@ -83,4 +84,19 @@ def test_parallelize_warns() -> None:
         autopar.parallelize(Net(OTHER["sum"]), 1, batch, microbatches=2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        autopar.parallelize(Net(SAME["penalty"]), 1, batch, microbatches=2)
+        plain = Net(SAME["penalty"])
+        plain.body[1] = nn.Identity()
+        autopar.parallelize(plain, 1, batch, microbatches=2)
+
+
+def test_batch_norms_in_microbatches_are_told_of_once() -> None:
+    batch = (torch.randn(8, 6), LABELS)
+    with pytest.warns(UserWarning, match=r"batch norms \(1: 'body\.1'\) take statistics of one microbatch at a time"):
+        pm = autopar.parallelize(Net(SAME["penalty"]), 1, batch, microbatches=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pm.train_step(*batch)
+        whole = autopar.parallelize(Net(SAME["penalty"]), 1, batch)
+        whole.train_step(*batch)
+    with pytest.warns(UserWarning, match="with 2 microbatches the numbers are other ones"):
+        whole.train_step(*(torch.cat([x, x]) for x in batch))

@@ -1,0 +1,48 @@
+"""Statistics of a batch, of which every microbatch has its own.
+
+A batch norm in training normalizes by the mean and variance of what it is called with. In microbatches that is a part
+of the batch, as with gradient accumulation; no weights of the microbatches give what the whole batch would, and running
+statistics move once for each. Who trains so hears of it, once.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+
+import torch.distributed as dist
+
+from autopar.graph import Graph
+
+SHOWN = 4
+"""Modules that the warning names."""
+TRAINING = 5
+"""Position of the argument of ``aten.batch_norm`` that says whether it takes statistics of the batch."""
+
+
+def modules_with_statistics(graphs: Iterable[Graph]) -> list[str]:
+    """The modules that normalize by statistics of the whole batch, in order."""
+    return list(dict.fromkeys(
+        node.module or "<model>"
+        for graph in graphs
+        for node in graph.nodes
+        if node.target == "aten.batch_norm.default" and node.args[TRAINING]
+    ))  # fmt: skip
+
+
+def tell_of_statistics(graphs: Iterable[Graph], microbatches: int, stacklevel: int = 3) -> bool:
+    """Warn on the first rank that modules take statistics of each microbatch; whether there are such modules."""
+    modules = modules_with_statistics(graphs) if microbatches > 1 else []
+    if modules and not (dist.is_initialized() and dist.get_rank()):
+        names = ", ".join(f"'{name}'" for name in modules[:SHOWN]) + (", ..." if len(modules) > SHOWN else "")
+        warnings.warn(
+            f"batch norms ({len(modules)}: {names}) take statistics of one microbatch at a time, as with gradient "
+            f"accumulation, where one device takes those of the whole batch: with {microbatches} microbatches the "
+            "numbers are other ones. With microbatches=1 they are those of the whole batch on any mesh; layer or group "
+            "norms have no such statistics",
+            stacklevel=stacklevel,
+        )
+    return bool(modules)
+
+
+__all__ = ["modules_with_statistics", "tell_of_statistics"]
