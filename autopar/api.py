@@ -25,7 +25,7 @@ from autopar.parts_of_loss import difference_by_parts
 from autopar.placements import Mesh, mesh_shapes, mesh_text
 from autopar.plan import Plan
 from autopar.planning import Outcome
-from autopar.precision import Precision, parse_precision
+from autopar.precision import Precision, adding_up_in, parse_precision
 from autopar.report.decided import say
 from autopar.runtime.agree import TIMEOUT_SECONDS, ensure_process_group, mesh_group, share, together
 from autopar.runtime.batch_statistics import tell_of_statistics
@@ -274,7 +274,8 @@ def parallelize(
             (the eight programs used last are kept); ``"fixed"`` refuses it. Stages of a pipeline stay where they are;
             rows that its microbatches do not divide go through in a smaller one of their own.
         gradient_dtype: in which gradients are added up over ranks, such as ``torch.float32`` for a model in bfloat16;
-            by default the parameters' own, which is what the plan's price counts. What they get is of their own again.
+            by default the parameters' own. What they get is of their own again. The plan is made, and priced, for it;
+            a ``plan`` that is given keeps its price.
         batch: ``"global"``: every rank is called with the whole batch, and takes its slice; ``"local"``: with its own
             rows, as with DistributedDataParallel and DistributedSampler, also in ``example_inputs``; what a call gives
             is its own rows, too, and scalars of the whole batch (:mod:`autopar.runtime.own_rows`). In a pipeline the
@@ -389,6 +390,8 @@ def _asked(given: Mapping[str, Any], device_mesh: DeviceMesh | None) -> Asked:
             wanted["stages"], wanted["mesh"] = spreading.groups_of(device_mesh, given["stages"])
     if given["plan"] is not None:  # it says all that there is to say
         wanted["microbatches"] = None
+    elif given["gradient_dtype"] is not None:  # so that the bytes of the sums are priced
+        wanted["precision"] = adding_up_in(parse_precision(wanted["precision"]), given["gradient_dtype"])
     return asked_for(wanted, whole=True)
 
 

@@ -34,6 +34,9 @@ from hardware_profiles import Cluster
 
 _Check = tuple[Callable[[Any], bool], str]
 
+_SUMS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+"""In which gradients may be added up over ranks."""
+
 _CHECKS: dict[str, _Check] = {
     "example_kwargs": (optional(lambda v: is_table(v) and all(isinstance(k, str) for k in v)),
                        "a dict of keyword arguments"),
@@ -52,8 +55,8 @@ _CHECKS: dict[str, _Check] = {
     "shapes": (lambda v: isinstance(v, str) and v in ("any", "fixed"), "'any' or 'fixed'"),
     "on_change": (lambda v: isinstance(v, str) and v in ("error", "recapture"), "'error' or 'recapture'"),
     "timeout": (lambda v: is_number(v) and 0 < v < math.inf, "seconds, more than 0"),
-    "gradient_dtype": (optional(lambda v: isinstance(v, torch.dtype) and v.is_floating_point),
-                       "a floating point dtype, such as torch.float32"),
+    "gradient_dtype": (optional(lambda v: isinstance(v, torch.dtype) and v in _SUMS),
+                       "torch.bfloat16, torch.float16, torch.float32 or torch.float64"),
     **{wish.name: (wish.right, wish.wanted) for wish in WISHES},
 }  # fmt: skip
 

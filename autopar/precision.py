@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import torch  # the command line starts without it
 
 _BITS = {"bfloat16": 16, "float16": 16, "float32": 32, "float64": 64}
+OWN = "own"
+"""In place of a format: what the model has, parameter by parameter. Then only ``reduce`` is asked for."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,12 @@ class Precision:
 
     Attributes:
         params: of the parameters as the program reads them, and of the floating point inputs of the model, which are
-            cast: so its activations and gradients have it, too. Buffers stay as they are.
+            cast: so its activations and gradients have it, too. Buffers stay as they are. ``"own"``: nothing is cast,
+            parameters, masters and moments are as the model has them, and ``reduce`` alone is a choice.
         master: of the parameters that are stored, that the optimizer steps on and that their gradients have.
         moments: of the optimizer's state; torch's optimizers keep it as the parameters are.
-        reduce: in which gradients are added up over ranks and over the microbatches of a step.
+        reduce: in which gradients are added up over ranks; of parameters that are cast, over the microbatches of a step
+            too.
         stochastic_rounding: of what the optimizer writes; not there yet.
     """
 
@@ -45,12 +49,19 @@ class Precision:
     stochastic_rounding: bool = False
 
     def __post_init__(self) -> None:
+        if self.params == OWN:
+            object.__setattr__(self, "master", OWN)
+            object.__setattr__(self, "moments", OWN)
         for name in FORMATS:
+            if name != "reduce" and self.params == OWN:
+                continue
             value = str(getattr(self, name)).removeprefix("torch.")
             if value not in _BITS:
                 raise AutoparError(f"precision: {name} is {value}; give {', '.join(_BITS)}")
             object.__setattr__(self, name, value)
-        if _BITS[self.master] < _BITS[self.params] or (_BITS[self.master] == 16 and self.master != self.params):
+        if self.params != OWN and (
+            _BITS[self.master] < _BITS[self.params] or (_BITS[self.master] == 16 and self.master != self.params)
+        ):
             raise AutoparError(
                 f"precision: master is {self.master} and params {self.params}; masters are float32, or like params"
             )
@@ -68,15 +79,17 @@ class Precision:
         name = next((name for name, preset in PRESETS.items() if preset == self), None)
         if name is not None:
             return name
+        if self.params == OWN:
+            return f"params={OWN},reduce={self.reduce}"
         return ",".join(f"{n}={getattr(self, n)}" for n in FORMATS if getattr(self, n) != getattr(MIXED, n))
 
     def __str__(self) -> str:
         return self.text
 
     @property
-    def low(self) -> torch.dtype:
-        """What the program computes in."""
-        return _dtype(self.params)
+    def low(self) -> torch.dtype | None:
+        """What the program computes in; None where nothing is cast."""
+        return None if self.params == OWN else _dtype(self.params)
 
     @property
     def reduced_in(self) -> torch.dtype:
@@ -85,19 +98,26 @@ class Precision:
 
     def stored(self, dtype: str) -> str:
         """The format in which a parameter is stored that the program reads as ``dtype``."""
-        return self.master if dtype in _BITS else dtype
+        return self.master if dtype in _BITS and self.master != OWN else dtype
 
     def summed(self, dtype: str) -> str:
-        """The format in which gradients are added up of a parameter that the program reads as ``dtype``."""
+        """The format in which ranks add up gradients of a parameter that the program reads as ``dtype``."""
         return self.reduce if dtype in _BITS else dtype
+
+    def accumulated(self, dtype: str) -> str:
+        """The same over the microbatches of a step: gradients of what is not cast wait as autograd gives them."""
+        return self.summed(dtype) if self.stored(dtype) != dtype else dtype
 
     @contextlib.contextmanager
     def of_model(self, model: torch.nn.Module) -> Iterator[None]:
         """The model's parameters are as the program reads them; afterwards they are what they were, to the bit."""
-        before = [(p, p.data) for p in model.parameters() if str(p.dtype).removeprefix("torch.") in _BITS]
+        low = self.low
+        before = [
+            (p, p.data) for p in model.parameters() if low is not None and str(p.dtype).removeprefix("torch.") in _BITS
+        ]
         try:
             for param, data in before:
-                param.data = data.to(self.low)
+                param.data = data.to(low)
             yield
         finally:
             for param, data in before:
@@ -107,8 +127,9 @@ class Precision:
         """An input of the model as the program computes with it."""
         import torch
 
-        if isinstance(value, torch.Tensor) and str(value.dtype).removeprefix("torch.") in _BITS:
-            return value.to(self.low)
+        low = self.low
+        if low is not None and isinstance(value, torch.Tensor) and str(value.dtype).removeprefix("torch.") in _BITS:
+            return value.to(low)
         return value
 
 
@@ -127,6 +148,11 @@ PRESETS = {
     "16-mixed": Precision(params="float16"),
     "32-true": Precision(params="float32"),
 }
+
+
+def adding_up_in(policy: Precision | None, dtype: torch.dtype) -> Precision:
+    """A policy with gradients added up in ``dtype``; without a policy all else is as the model has it."""
+    return replace(policy, reduce=dtype) if policy is not None else Precision(params=OWN, reduce=dtype)
 
 
 def parse_precision(value: Any) -> Precision | None:
@@ -149,4 +175,4 @@ def parse_precision(value: Any) -> Precision | None:
     return Precision(**formats)
 
 
-__all__ = ["PRESETS", "Precision", "parse_precision"]
+__all__ = ["PRESETS", "Precision", "adding_up_in", "parse_precision"]

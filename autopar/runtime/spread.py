@@ -233,7 +233,8 @@ class SpreadModule(Elements):
         """The dtype in which gradients are added up over ranks; None for that of the parameters. Set it on all ranks.
 
         Parameters get gradients of their own dtype in any case. Sums within the program, as of operators whose terms
-        are on several ranks, stay in the model's dtype; and the plan's price counts bytes of the parameters' dtype.
+        are on several ranks, stay in the model's dtype. What :func:`autopar.parallelize` got as ``gradient_dtype``
+        is in the plan's price; what is set here afterwards is not.
         """
         return self._gradient_dtype
 

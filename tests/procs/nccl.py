@@ -38,6 +38,8 @@ from autopar.torch_private import default_store, group_names
 c10d = dist.distributed_c10d
 WAITS = 60.0
 """Seconds after which an operation counts as one that never ends."""
+_uses = itertools.count()
+"""Of the rules in this process: ranks that met in an earlier use have yet to meet in the next."""
 
 
 class Stuck(RuntimeError):
@@ -70,7 +72,7 @@ class Rules:
 
     def __init__(self, shared: str, waits: float = WAITS) -> None:
         self.shared, self.waits = shared, waits
-        self.store = dist.PrefixStore(f"nccl-rules/{shared}", default_store())
+        self.store = dist.PrefixStore(f"nccl-rules/{shared}/{next(_uses)}", default_store())
         self.real: dict[str, Callable[..., Any]] = {"send": dist.isend, "receive": dist.irecv}
         self.streams: dict[Hashable, queue.Queue[Any]] = {}
         self.groups: list[tuple[int, ...]] = []
@@ -154,6 +156,15 @@ def compare_under(shared: str, configs: Sequence[Config], late: float = 0.0) -> 
     with under(shared):
         time.sleep(late * dist.get_rank() / dist.get_world_size())
         return compare(configs)
+
+
+def compare_models_under(shared: str, by_model: Sequence[Sequence[Config]]) -> list[list[dict[str, Any]]]:
+    """The same of several models one after the other, each in groups of its own, in processes that start once."""
+    rows = []
+    for configs in by_model:
+        rows.append(compare_under(shared, configs))
+        destroy_groups()
+    return rows
 
 
 def over_the_world(shared: str, config: Config) -> None:

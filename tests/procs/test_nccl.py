@@ -10,6 +10,7 @@ import pytest
 from nccl_rules import SHARED
 from procs.nccl import (
     comes_late,
+    compare_models_under,
     compare_under,
     fail_at,
     members_of_other_groups,
@@ -28,7 +29,10 @@ SQUARE: Mesh = (("data", 2), ("tensor", 2))
 
 
 def check(n: int, shared: str, configs: Sequence[Config], late: float = 0.0) -> None:
-    ranks: list[Any] = run_local(compare_under, n, shared, configs, late, timeout=600)
+    check_rows(configs, run_local(compare_under, n, shared, configs, late, timeout=600))
+
+
+def check_rows(configs: Sequence[Config], ranks: Sequence[Sequence[dict[str, Any]]]) -> None:
     for rank, rows in enumerate(ranks):
         for config, row in zip(configs, rows, strict=True):
             worst = max(row["loss"], row["gradient"][0], row["clip"], row.get("weight", (0.0,))[0])
@@ -131,8 +135,13 @@ GROUPS = {
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("models", [MODELS[:3], MODELS[3:]], ids="-".join)
 @pytest.mark.parametrize("shared", SHARED)
 @pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("name", MODELS)
-def test_all_schedules(name: str, groups: str, shared: str) -> None:
-    check(sum(map(int, groups.split("+"))), shared, sweep(name, GROUPS[groups]))
+def test_all_schedules(groups: str, shared: str, models: tuple[str, ...]) -> None:
+    """Of several models, in the same processes: starting them takes as long as all that one model does."""
+    by_model = [sweep(name, GROUPS[groups]) for name in models]
+    n = sum(map(int, groups.split("+")))
+    ranks: list[Any] = run_local(compare_models_under, n, shared, by_model, timeout=1500)
+    for i, configs in enumerate(by_model):
+        check_rows(configs, [rows[i] for rows in ranks])

@@ -13,7 +13,11 @@ from torch.nn import functional as F
 
 import autopar
 from autopar import planfile
+from autopar.certificate import check
+from autopar.clusters import get_cluster
 from autopar.errors import AutoparError
+from autopar.graph import Graph
+from autopar.planner.intra_op import params
 from autopar.precision import PRESETS, Precision, parse_precision
 
 
@@ -129,7 +133,61 @@ def test_eval_mode_computes_alike() -> None:
         assert torch.equal(pm.eval()(*batch()), trained)
 
 
+def gradients_sent(plan: autopar.Plan, graph: Graph) -> tuple[int, int]:
+    """Bytes of the collectives of parameters in a step: on their way to the program, and of gradients back."""
+    (stage,) = plan.stages
+    forth = back = 0
+    for _, node in graph.of_kind("param"):
+        sent = params.collectives(
+            node.out, True, stage.params[node.target], stage.mesh, stage.microbatches, graph.precision
+        )
+        forth += sum(n * times for _, kind, n, times in sent if kind == "all_gather")
+        back += sum(n * times for _, kind, n, times in sent if kind != "all_gather")
+    return forth, back
+
+
+def test_gradients_that_are_added_up_wider_are_priced_wider() -> None:
+    model, inputs = nn.Sequential(nn.Linear(64, 64)).bfloat16(), (torch.randn(8, 64).bfloat16(),)
+
+    def planned(precision: str | None) -> tuple[autopar.Plan, Graph]:
+        plan = autopar.plan(
+            model, "local-x2", inputs, loss_fn=loss, mesh="data=2", stages=1, precision=precision, params={"*": "S0"},
+            constraints={"0": {"data": "b"}}, microbatches=1,
+        )
+        graph = autopar.capture(model, inputs, loss_fn=loss, precision=precision).graph
+        assert check(plan.stages[0], graph, get_cluster("local-x2")).ok
+        return plan, graph
+
+    def loss(y: torch.Tensor) -> torch.Tensor:
+        return y.float().sum()
+
+    own, wide = planned(None), planned("params=own,reduce=float32")
+    (forth, back), (wide_forth, wide_back) = gradients_sent(*own), gradients_sent(*wide)
+    assert forth == wide_forth > 0 and wide_back == 2 * back > 0
+    assert own[0].price.seconds < wide[0].price.seconds
+    bytes_of = [(p.parameter_bytes, p.gradient_bytes, p.optimizer_bytes) for p in (own[0].price, wide[0].price)]
+    assert bytes_of[0] == bytes_of[1], "nothing that stays is wider"
+
+
+def test_a_gradient_dtype_is_that_of_the_plan() -> None:
+    model, inputs = Net().bfloat16(), (batch()[0], batch()[1].bfloat16())
+    pm = autopar.parallelize(model, 1, inputs, gradient_dtype=torch.float32)
+    assert pm.gradient_dtype == torch.float32
+    assert pm.plan.fingerprint == autopar.capture(model, inputs, precision="params=own,reduce=float32").graph.fingerprint
+    loss = pm(*inputs)
+    loss.backward()
+    expected = model(*inputs)
+    expected.backward()
+    assert torch.equal(loss, expected)
+    for p, q in zip(pm.parameters(), model.parameters(), strict=True):
+        assert p.dtype == q.dtype == torch.bfloat16 and torch.equal(p.grad, q.grad)
+    mixed = autopar.parallelize(Net(), 1, batch(), precision="bf16-mixed", gradient_dtype=torch.bfloat16)
+    assert mixed.plan.fingerprint == autopar.capture(Net(), batch(), precision="reduce=bfloat16").graph.fingerprint
+
+
 def test_words() -> None:
+    assert parse_precision("params=own") == Precision(params="own", reduce="float32")
+    assert Precision(params="own", reduce="bfloat16").text == "params=own,reduce=bfloat16"
     assert parse_precision("reduce=bfloat16") == Precision(reduce=torch.bfloat16)
     assert Precision(reduce="bfloat16").text == "reduce=bfloat16"
     assert all(parse_precision(policy.text) == policy for policy in PRESETS.values())

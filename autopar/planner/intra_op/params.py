@@ -148,7 +148,7 @@ def cost(
     )
     elements = prod(local_shape(spec.shape, choice.stored, mesh))
     of_master = spec.item_bytes if precision is None else ITEM_BYTES[precision.stored(spec.dtype)]
-    of_sum = spec.item_bytes if precision is None else ITEM_BYTES[precision.summed(spec.dtype)]
+    of_sum = spec.item_bytes if precision is None else ITEM_BYTES[precision.accumulated(spec.dtype)]
     used_elements = prod(local_shape(spec.shape, choice.used, mesh))
     stored, used = elements * of_master, used_elements * spec.item_bytes
     gathered = 0
