@@ -173,7 +173,8 @@ def test_a_gradient_dtype_is_that_of_the_plan() -> None:
     model, inputs = Net().bfloat16(), (batch()[0], batch()[1].bfloat16())
     pm = autopar.parallelize(model, 1, inputs, gradient_dtype=torch.float32)
     assert pm.gradient_dtype == torch.float32
-    assert pm.plan.fingerprint == autopar.capture(model, inputs, precision="params=own,reduce=float32").graph.fingerprint
+    captured = autopar.capture(model, inputs, precision="params=own,reduce=float32")
+    assert pm.plan.fingerprint == captured.graph.fingerprint
     loss = pm(*inputs)
     loss.backward()
     expected = model(*inputs)
