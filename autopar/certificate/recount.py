@@ -154,7 +154,10 @@ def _recount(
             values.append(value.requires_grad_(slot.needs_grad))
         counter = _Count()
         # the attention of this process's device is not in torch's table
-        formulas = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+        formulas = {
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+            torch.ops.autopar.expert_linear: _expert_flops,
+        }
         flops = FlopCounterMode(display=False, custom_mapping=formulas)
         watch = watch_of(program, values, graph.arriving)
         pricer = _Priced(program, graph, device, flops, costs, watch)
@@ -178,6 +181,11 @@ def _recount(
 def _attention_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
     """Multiplications and additions of both products, for shapes (batch, heads, length, dim)."""
     return 2 * q[0] * q[1] * q[2] * k[2] * (q[3] + v[3])
+
+
+def _expert_flops(rows: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> int:
+    """Of one matrix ``weight[e]`` [k n] for every row [k]."""
+    return 2 * rows[0] * weight[1] * weight[2]
 
 
 class _Priced(Watched):
@@ -240,7 +248,9 @@ class _Priced(Watched):
         gemm, gradients = None, 0
         if rule.kind in ("matmul", "conv"):
             gradients = sum(t.requires_grad for i, t in enumerate(ins) if i not in rule.additive)
-            if flops:
+            if rule.gemm is not None:  # rows [rows summed], a matrix [summed features] for each group
+                gemm = (max(1, len(ins[0]) // max(1, len(ins[1]))), ins[1].shape[2], ins[1].shape[1])
+            elif flops:
                 # 2mnk flops, m n outputs, and the second operand's elements give the three sizes
                 mn = outs[0].numel()
                 k = max(1, round(flops / (2 * mn)))

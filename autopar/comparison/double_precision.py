@@ -10,6 +10,7 @@ import torch
 
 from autopar.capture import Captured
 from autopar.graph import Node, Spec
+from autopar.rules.expert_block import BLOCK, in_double_precision
 
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 """Precisions that a comparison in double precision replaces."""
@@ -28,8 +29,9 @@ def promoted(captured: Captured) -> Captured:
         return s._replace(dtype="float64") if s is not None and s.dtype in low else s
 
     def node(n: Node) -> Node:
+        args = (n.args[0], in_double_precision(n.args[1])) if n.target == BLOCK else n.args
         return replace(
-            n, args=value(n.args), kwargs={k: value(v) for k, v in n.kwargs.items()}, outs=tuple(map(spec, n.outs))
+            n, args=value(args), kwargs={k: value(v) for k, v in n.kwargs.items()}, outs=tuple(map(spec, n.outs))
         )
 
     graph = replace(captured.graph, nodes=tuple(map(node, captured.graph.nodes)), precision=None)

@@ -12,7 +12,7 @@ options          :mod:`.axis_options`: what an operator may do on one axis, as i
                  :mod:`.needs`: what a call needs while it runs
 families         :mod:`.pointwise`, :mod:`.shape`, :mod:`.image`, :mod:`.reduce`, :mod:`.factory`, :mod:`.index`,
                  :mod:`.contraction`, :mod:`.conv`, :mod:`.pool`, :mod:`.attention`, :mod:`.norm`, :mod:`.loss`,
-                 :mod:`.embed`, :mod:`.experts`
+                 :mod:`.embed`, :mod:`.experts`, :mod:`.expert_block`; :mod:`.travelling`: rows on the way to experts
 random numbers   :mod:`.random`, :mod:`.draws`; :mod:`.fixed_order`: operators that add in no fixed order on GPUs
 of autopar's own :mod:`.function` (a user's own backward), :mod:`.history` (writes), :mod:`.branch` (random branches)
 on numbers       :mod:`.proof` of a rule; :mod:`.many_ranks`, :mod:`.one_by_one`, :mod:`.simulation`: ranks in a process
@@ -25,7 +25,7 @@ import importlib
 
 FAMILIES = (
     "pointwise", "shape", "image", "reduce", "factory", "index", "contraction", "conv", "pool", "attention", "norm",
-    "loss", "embed", "experts", "random", "draws", "history", "branch",
+    "loss", "embed", "experts", "expert_block", "random", "draws", "history", "branch",
 )  # fmt: skip
 
 for _family in FAMILIES:

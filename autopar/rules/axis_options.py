@@ -22,8 +22,12 @@ class Option:
 
 
 def _place(rule: Rule, term: Term, factor: str, block: int, otherwise: Placement) -> Placement:
+    joint = rule.together.get(factor)
     for d, dim in enumerate(term):
-        if factor in dim:
+        if joint is not None:
+            if not joint.isdisjoint(dim):
+                return shard(d)
+        elif factor in dim:
             return shard(d, block * prod(rule.sizes[f] for f in dim[dim.index(factor) + 1 :]) if block else 1)
     return otherwise
 

@@ -38,6 +38,11 @@ def trial(sizes: Mapping[str, int]) -> Iterator[None]:
         _TRIAL.reset(token)
 
 
+def in_trial() -> bool:
+    """Whether lowerings run without ranks just now."""
+    return _TRIAL.get() is not None
+
+
 class _Collected(torch.autograd.Function):
     """Stands for a collective in a trial: a tensor of its own, in the backward too, and nothing kept for that."""
 

@@ -136,7 +136,7 @@ def own_experts(x: Any, weight: Any, expert: Any, *, cut: Any, sizes: Any = None
 def expert_linear(call: Call) -> Rule:
     made = line("s k, e k n, s -> s n", call, linear=[{0}, {1}], saves=(0, 1, 2), kind="matmul")
     lowering = Lowering(own_experts, frozenset("e"), uneven=True)
-    return replace(made, flops=2.0 / max(made.sizes["e"], 1), lowerings=(lowering,))
+    return replace(made, flops=2.0 / max(made.sizes["e"], 1), lowerings=(lowering,), gemm=("s", "n", "k", "e"))
 
 
 __all__ = ["EXPERTS", "expert_linear", "expert_product"]

@@ -119,6 +119,10 @@ class Rule:
         random: draws random numbers: a lowering replaces the operator always, on every mesh.
         even: factors whose pieces must be equal: an argument is divided by their number.
         units: of how many elements the blocks are into which a factor may be cut, beside single elements.
+        together: names of options that cut several factors at once on one axis, with these factors. Such a name is a
+            factor too, of a size in ``sizes`` that its pieces divide, and stands in no term; a lowering cuts it.
+        gemm: ``(rows, features, summed, groups)``, the factors of the largest matrix product inside, of which there is
+            one for each group; None where the terms of the rule say it.
         needs_some: factors of which every rank must have some: torch's kernels refuse a piece of no elements, or make
             no numbers of it. Of all others a rank may have none (6 over 4 ranks are 2, 2, 2 and 0).
         whole_gradients: the backward may not be linear in the gradient, so no rank runs it on a term of a sum.
@@ -144,11 +148,15 @@ class Rule:
     even: frozenset[str] = frozenset()
     needs_some: frozenset[str] = frozenset()
     units: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    together: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    gemm: tuple[str, str, str, str] | None = None
 
     def __post_init__(self) -> None:
         """Refuse what no operator can be: names of no factor, positions of no input."""
         named = {
             "whole": self.whole, "needs_some": self.needs_some, "in_as": self.in_as, "out_as": self.out_as,
+            "together": [*self.together, *(f for factors in self.together.values() for f in factors)],
+            "gemm": self.gemm or (),
             "lowerings": [f for lowering in self.lowerings for f in lowering.factors],
             "comm": [f for lowering in self.lowerings for comm in lowering.comm for f in (comm.factor, *comm.over)],
         }  # fmt: skip
@@ -198,7 +206,8 @@ class Rule:
                 blocked.update(big[1:])
                 for f in big:
                     seen.setdefault(f)
-        return tuple(f for f in seen if f not in blocked)
+        cut = tuple(f for f in seen if f not in blocked)
+        return (*cut, *(name for name, factors in self.together.items() if factors <= {*cut} and self.sizes[name] > 1))
 
     @cached_property
     def uneven(self) -> frozenset[str]:
@@ -242,12 +251,16 @@ class Rule:
 
     def size_at(self, factor: str, cuts: Mapping[str, int | Fraction]) -> int:
         """Size of a factor on one rank: of the largest piece."""
-        return -(-self.sizes[factor] // cuts.get(factor, 1))
+        pieces = cuts.get(factor, 1)
+        for name, factors in self.together.items():
+            if factor in factors:
+                pieces *= cuts.get(name, 1)
+        return -(-self.sizes[factor] // pieces)
 
     def flops_at(self, cuts: Mapping[str, int | Fraction]) -> float:
         """Forward floating-point operations on one rank: of the largest pieces."""
         if self.flops and any(self.sizes[f] % n for f, n in cuts.items()):
-            return self.flops * prod(self.size_at(f, cuts) for f in self.sizes)
+            return self.flops * prod(-(-size // cuts.get(f, 1)) for f, size in self.sizes.items())
         return self.flops * prod(self.sizes.values()) / float(prod(cuts.values())) if self.flops else 0.0
 
     def __str__(self) -> str:

@@ -10,9 +10,9 @@ from procs.in_turn import several
 from autopar.runtime.launch import run_local
 
 CUTS: dict[str, dict[str, Any]] = {
-    "by expert": {"constraints": {"*:expert_linear*": {"expert": "e"}}},
-    "by rows": {"constraints": {"*:expert_linear*": {"expert": "s"}}},
-    "by features": {"constraints": {"*:expert_linear*": {"expert": "n"}}},
+    "by expert": {"constraints": {"*:expert_block*": {"expert": "e"}}},
+    "by rows": {"constraints": {"*:expert_block*": {"expert": "s"}}},
+    "rows travel": {"constraints": {"*:expert_block*": {"expert": "travel"}}},
     "in stages": {"stages": 2, "microbatches": 1, "schedule": "1f1b"},
 }
 

@@ -30,6 +30,9 @@ ALLOWED = {
     "runtime/ready.py": {"shares_of"}, "runtime/mesh_step.py": {"shares_of_calls"},
     # experts where torch has no kernel that finds their rows on the device
     "rules/experts.py": {"_parts"},
+    # how many rows travel to each rank and come from it, where none is dropped: torch makes tensors of sizes that the
+    # host knows, once for each block of experts and axis
+    "rules/travelling.py": {"_on_host"},
     # what scripts ask of DTensors, and the ranks of a mesh
     "runtime/dtensor_fixes.py": {"*"},
     # state dicts and checkpoints

@@ -11,6 +11,7 @@ import torch
 
 from autopar.capture.branches.asking import ASK, Question, plain_path
 from autopar.capture.branches.taken import TAKEN
+from autopar.capture.graph.expert_blocks import with_expert_blocks
 from autopar.capture.graph.exported import at, flat, get, is_symbolic, module_of, name_of, source_of, spec_of
 from autopar.capture.graph.merging import merged
 from autopar.capture.graph.pruning import has_effect, without_dead
@@ -21,7 +22,7 @@ from autopar.capture.memory.storages import Alias, Geometry, Storage
 from autopar.capture.memory.writes import Writing
 from autopar.capture.trace.recording import BEGIN, END, FUNCTION, HOOK
 from autopar.errors import CaptureError
-from autopar.graph import WAY, Graph, Node, Ref, Spec, map_refs
+from autopar.graph import WAY, Graph, Node, Ref, Spec, map_refs, refs_in
 from autopar.rules.function import PREFIX
 from autopar.torch_private import OpOverload
 
@@ -116,6 +117,7 @@ class GraphBuilder(Writing):
             return Ref(moved.get(ref.node, ref.node), ref.out)
 
         outputs, updates = map_refs(draft.outputs, move), map_refs(draft.updates, move)
+        nodes = with_expert_blocks(nodes, [*refs_in(outputs), *updates.values()])
         return without_dead(Graph(tuple(nodes), outputs, draft.loss, draft.tied, updates), draft.user)
 
     def asked(self, fx: torch.fx.Node, condition: Ref, site: str, answer: bool) -> None:

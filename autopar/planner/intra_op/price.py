@@ -159,7 +159,13 @@ class Pricer:
 
 
 def _gemm(rule: Rule, pieces: Mapping[str, int | Fraction]) -> tuple[int, int, int] | None:
-    """``(m, n, k)`` of a contraction on one rank: k is summed, n comes from the second input alone, m is the rest."""
+    """``(m, n, k)`` of a contraction on one rank: k is summed, n comes from the second input alone, m is the rest.
+
+    Where a rule names the factors of its products (``Rule.gemm``), m are the rows of one group.
+    """
+    if rule.gemm is not None:
+        rows, features, summed, groups = (rule.size_at(f, pieces) for f in rule.gemm)
+        return max(1, rows // max(1, groups)), features, summed
     if len(rule.inputs) < 2:
         return None
     first = {f for d in rule.inputs[0] for f in d}

@@ -1,0 +1,229 @@
+"""Routed experts as one operator: all that happens to a row between its way to an expert and its way back.
+
+``autopar.expert_block(tensors, body)`` computes, row by row, what a short program says: products with the matrices of
+the row's expert and, between them, operators that work on each row by itself. Tensors are rows ``[rows ...]``, what
+every expert has of its own ``[experts ...]``, what all have in common, and last the expert of each row, int [rows].
+On one device it is the sequence of these operators. Its reason are the ways to cut it:
+
+* ``s``: every rank has all experts and computes its rows;
+* ``e``: every rank has some experts and all rows, and a term of the result, which is zero for rows of other experts;
+* ``travel``: every rank has some experts and some rows; rows travel to their expert and back, once each way
+  (:mod:`autopar.rules.travelling`).
+
+Capture finds such blocks (:mod:`autopar.capture.graph.expert_blocks`) and writes the program down as text, so that a
+plan, a fingerprint and a printed program have it like any other argument.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import spmd_types as spmd
+import torch
+
+from autopar.rules.distributed import axes_of, first, n_pieces, pending
+from autopar.rules.experts import EXPERTS
+from autopar.rules.local import resolve
+from autopar.rules.notation import Comm, Lowering, Rule, line
+from autopar.rules.operator_call import Call
+from autopar.rules.registry import T, rule, sample
+from autopar.rules.travelling import Trip, untyped
+
+BLOCK = "autopar.expert_block.default"
+
+ROW, EXPERT, COMMON = "row", "expert", "common"
+"""What a tensor of a block is: of rows, of experts, or the same for all."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """Stands for a tensor in a step: one of the block's, then the results of its steps, counted on."""
+
+    number: int
+    out: int = 0
+
+
+@dataclass(frozen=True)
+class Body:
+    """What a block computes.
+
+    Attributes:
+        roles: of the block's tensors, the expert of each row not counted.
+        steps: ``(operator, args, kwargs)`` in order; the last one makes the result. The expert of each row is the
+            :class:`Value` behind those with roles.
+    """
+
+    roles: tuple[str, ...]
+    steps: tuple[tuple[str, tuple[Any, ...], dict[str, Any]], ...]
+
+    @property
+    def text(self) -> str:
+        """As it stands in a call."""
+        return repr((self.roles, _written(self.steps)))
+
+
+def _written(value: Any) -> Any:
+    """A literal of Python's: tensors and dtypes are dicts of one entry, which nothing else is."""
+    if isinstance(value, Value):
+        return {VALUE: (value.number, value.out)}
+    if isinstance(value, torch.dtype):
+        return {DTYPE: str(value).removeprefix("torch.")}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_written, value))
+    return {name: _written(x) for name, x in value.items()} if isinstance(value, dict) else value
+
+
+def _read(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_read, value))
+    if not isinstance(value, dict):
+        return value
+    if VALUE in value:
+        return Value(*value[VALUE])
+    return getattr(torch, value[DTYPE]) if DTYPE in value else {name: _read(x) for name, x in value.items()}
+
+
+VALUE, DTYPE = "$", "torch"
+
+
+@lru_cache(maxsize=1024)
+def body_of(text: str) -> Body:
+    """The inverse of :attr:`Body.text`."""
+    roles, steps = ast.literal_eval(text)
+    return Body(roles, _read(steps))
+
+
+def in_double_precision(text: str) -> str:
+    """The same block in float64, casts to less included."""
+    for low in ("float32", "bfloat16", "float16"):
+        text = text.replace(repr({DTYPE: low}), repr({DTYPE: "float64"}))
+    return text
+
+
+def computed(tensors: Sequence[torch.Tensor], body: Body, routed: torch.Tensor | None = None) -> torch.Tensor:
+    """What a block computes, [rows features].
+
+    Args:
+        tensors: as the block has them, the expert of each row last.
+        routed: the experts by which products are made, where it is not that: rows below 0, or of the number of experts
+            and above, are not computed.
+    """
+    values: list[Any] = list(tensors)
+
+    def value(x: Any) -> Any:
+        if isinstance(x, Value):
+            result = values[x.number]
+            return result[x.out] if isinstance(result, (tuple, list)) else result
+        return type(x)(map(value, x)) if isinstance(x, (list, tuple)) else x
+
+    for target, args, kwargs in body.steps:
+        given = [value(x) for x in args]
+        if target == EXPERTS and routed is not None:
+            given[2] = routed
+        values.append(resolve(target)(*given, **{k: value(x) for k, x in kwargs.items()}))
+    return values[-1]  # type: ignore[no-any-return]
+
+
+_library = torch.library.Library("autopar", "FRAGMENT")
+_library.define("expert_block(Tensor[] tensors, str body) -> Tensor")
+_library.impl("expert_block", lambda tensors, body: computed(tensors, body_of(body)), "CompositeImplicitAutograd")
+
+
+def own_experts_block(tensors: Any, body: str, *, cut: Any, sizes: Any = None) -> torch.Tensor:
+    """With the experts cut: rows of another rank's experts are zeros, and the sum is pending."""
+    program, given = body_of(body), list(tensors)
+    weight = given[program.roles.index(EXPERT)]
+    local = given[-1] - first(cut, sizes, "e", weight, 0)
+    mine = (local >= 0) & (local < weight.shape[0])
+    made = computed([*given[:-1], torch.where(mine, local, 0)], program, local)
+    made = torch.where(mine.reshape(-1, *[1] * (made.dim() - 1)), made, 0)
+    return pending(made, axes_of(cut, "e"))
+
+
+def travelling_block(tensors: Any, body: str, *, cut: Any, sizes: Any = None) -> torch.Tensor:
+    """With rows and experts cut by the same axes: rows travel to their expert and back, one axis after the other."""
+    if spmd.is_type_checking():
+        with spmd.no_typecheck():
+            made = _travelled(tensors, body, cut)
+        return untyped([x for x in tensors if x.is_floating_point()], made)
+    return _travelled(tensors, body, cut)
+
+
+def _travelled(tensors: Any, body: str, cut: Any) -> torch.Tensor:
+    program, given, expert = body_of(body), list(tensors[:-1]), tensors[-1]
+    axes = axes_of(cut, TRAVEL)
+    n_experts = given[program.roles.index(EXPERT)].shape[0] * n_pieces(axes)
+    trips = []
+    for axis in axes:
+        trip = Trip(expert, n_experts, axis)
+        given = [trip.there(x) if role == ROW else x for x, role in zip(given, program.roles, strict=True)]
+        expert, n_experts = trip.expert, n_experts // n_pieces([axis])
+        trips.append(trip)
+    made = computed([*given, expert], program)
+    for trip in reversed(trips):
+        made = trip.back(made)
+    return made
+
+
+TRAVEL = "travel"
+
+_SAMPLE = Body(
+    (ROW, EXPERT, EXPERT),
+    (
+        (EXPERTS, (Value(0), Value(1), Value(3)), {}),
+        ("aten.silu.default", (Value(4),), {}),
+        (EXPERTS, (Value(5), Value(2), Value(3)), {}),
+    ),
+).text
+
+
+@rule(
+    BLOCK,
+    samples=[
+        sample([T((8, 4)), T((4, 4, 6)), T((4, 6, 2)), T((8,), "int64", 4)], _SAMPLE),
+        sample([T((12, 4)), T((6, 4, 2)), T((6, 2, 4)), T((12,), "int64", 2)], _SAMPLE),
+    ],
+)  # fmt: skip
+def expert_block(call: Call) -> Rule:
+    program = body_of(call.args[1])
+    weight = program.roles.index(EXPERT)
+    experts = call.ins[weight].shape[0]
+    terms, whole, arrivals = [], [], []
+    for k, (spec, role) in enumerate(zip(call.ins, (*program.roles, ROW), strict=True)):
+        lead = {ROW: ["s"], EXPERT: ["e"], COMMON: []}[role]
+        features = [f"f{k}{d}" for d in range(len(spec.shape) - len(lead))]
+        terms.append([*lead, *features])
+        whole += features
+        if role == ROW and k < len(program.roles):
+            arrivals.append((("s", *features), spec.item_bytes, spec.is_float))
+    results = [f"o{d}" for d in range(1, len(call.out.shape))]
+    text = ", ".join(" ".join(term) for term in terms) + " -> " + " ".join(["s", *results])
+    comm = [Comm(TRAVEL, "all_to_all", ("e",), 8)]
+    for over, item_bytes, _ in arrivals:
+        comm.append(Comm(TRAVEL, "all_to_all", over, item_bytes))
+    comm.append(Comm(TRAVEL, "all_to_all", ("s", *results), call.out.item_bytes))
+    comm.append(Comm(TRAVEL, "all_to_all", ("s", *results), call.out.item_bytes, backward=True))
+    comm += [Comm(TRAVEL, "all_to_all", over, item_bytes, backward=True) for over, item_bytes, flt in arrivals if flt]
+    made = line(
+        text, call, sizes={TRAVEL: experts}, whole=" ".join((*whole, *results)), even=TRAVEL, kind="matmul",
+        saves=tuple(range(len(call.ins))),
+        additive=[k for k, role in enumerate(program.roles) if role == EXPERT and k != weight],  # one is priced
+    )  # fmt: skip
+    matrices = [call.ins[args[1].number].shape for target, args, _ in program.steps if target == EXPERTS]
+    flops = sum(2.0 * call.out.shape[0] * k * n for _, k, n in matrices)
+    return replace(
+        made, flops=flops / max(1, prod(made.sizes.values())), together={TRAVEL: frozenset("se")},
+        gemm=("s", f"f{weight}1", f"f{weight}0", "e"),
+        lowerings=(
+            Lowering(own_experts_block, frozenset("e"), uneven=True),
+            Lowering(travelling_block, frozenset([TRAVEL]), tuple(comm)),
+        ),
+    )  # fmt: skip
+
+
+__all__ = ["BLOCK", "COMMON", "EXPERT", "ROW", "Body", "Value", "body_of", "expert_block", "in_double_precision"]

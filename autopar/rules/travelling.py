@@ -1,0 +1,131 @@
+"""Rows that travel to the rank that has their expert, and back: all-to-all with as many rows for each rank as want it.
+
+Nothing is dropped and nothing is padded, so how many rows a rank gets is known only when the program runs: ranks tell
+each other how many rows they send for each expert, and the host reads these numbers once for each call, since torch
+makes tensors of sizes that the host knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import spmd_types as spmd
+import torch
+
+from autopar.rules.distributed import in_trial, n_pieces
+from autopar.torch_private import (
+    FakeTensor,
+    LocalIntNode,
+    LocalTensor,
+    functional_collectives,
+    group_of_axis,
+)
+
+
+class Trip:
+    """One axis that rows travel along.
+
+    Args:
+        expert: int [rows], to which expert each row goes; rows below 0, or of ``n_experts`` and above, stay where they
+            are, and what comes back for them is zero.
+        n_experts: how many experts the ranks of the axis have together; each has as many, in order.
+        axis: of the ambient mesh.
+    """
+
+    def __init__(self, expert: torch.Tensor, n_experts: int, axis: str) -> None:
+        self.n_rows, ranks = expert.shape[0], n_pieces([axis])
+        self.group = None if in_trial() else group_of_axis(axis)  # the backward knows no mesh
+        of_each = n_experts // ranks
+        key = torch.where((expert >= 0) & (expert < n_experts), expert, n_experts)
+        in_order, order = torch.sort(key, stable=True)
+        numbers = torch.arange(n_experts + 1, device=expert.device)
+        begins = torch.searchsorted(in_order, numbers)
+        leaving = begins[1:] - begins[:-1]  # rows for each expert
+        arriving = _exchanged(leaving, None, None, self.group)  # for each expert here, from one rank after the other
+        by_rank = torch.stack([leaving.view(ranks, of_each).sum(1), arriving.view(ranks, of_each).sum(1)])
+        self.sends, self.receives = _on_host(by_rank, self.n_rows)
+        n_sent, self.n_received = sum(self.sends[1:], self.sends[0]), sum(self.receives[1:], self.receives[0])
+        self.order = order.narrow(0, 0, n_sent)
+        mine = numbers[:of_each].repeat(ranks)
+        known = {"output_size": self.n_received} if isinstance(self.n_received, int) else {}
+        self.expert = torch.repeat_interleave(mine, arriving, **known)
+        """int [received rows]: which of this rank's experts each row that arrives goes to."""
+
+    def there(self, rows: torch.Tensor) -> torch.Tensor:
+        """This rank's rows [rows ...] to the rows that arrive here [received rows ...]."""
+        return _There.apply(rows, self.order, self)  # type: ignore[no-any-return]
+
+    def back(self, rows: torch.Tensor) -> torch.Tensor:
+        """What has become of the rows that arrived, [received rows ...], to where they came from: [rows ...]."""
+        return _Back.apply(rows, self.order, self)  # type: ignore[no-any-return]
+
+    def send(self, rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        return _exchanged(rows.index_select(0, order), self.sends, self.receives, self.group)
+
+    def bring(self, rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        came = _exchanged(rows.contiguous(), self.receives, self.sends, self.group)
+        return came.new_zeros(self.n_rows, *came.shape[1:]).index_copy_(0, order, came)
+
+
+class _There(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, trip: Trip) -> torch.Tensor:
+        ctx.save_for_backward(order)
+        ctx.trip = trip
+        return trip.send(rows, order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return ctx.trip.bring(grads[0], *ctx.saved_tensors), None, None
+
+
+class _Back(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, trip: Trip) -> torch.Tensor:
+        ctx.save_for_backward(order)
+        ctx.trip = trip
+        return trip.bring(rows, order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return ctx.trip.send(grads[0], *ctx.saved_tensors), None, None
+
+
+def _exchanged(rows: torch.Tensor, sends: Any, receives: Any, group: Any) -> torch.Tensor:
+    """``sends[k]`` of the rows go to rank k, which has ``receives[k]`` for this one; None: equal parts."""
+    if group is None:
+        return torch.empty_like(rows)
+    arrived = functional_collectives.all_to_all_single(rows, receives, sends, group)
+    return arrived.wait() if isinstance(arrived, functional_collectives.AsyncCollectiveTensor) else arrived
+
+
+def _on_host(by_rank: torch.Tensor, n_rows: Any) -> Sequence[Sequence[Any]]:
+    """The numbers of a tensor int [2 ranks]: how many rows go to each rank, and come from each.
+
+    Tensors without values have rows that spread over all ranks alike. In a process that plays many ranks every number
+    is one for each of them.
+    """
+    if in_trial() or isinstance(by_rank, FakeTensor):
+        ranks = by_rank.shape[1]
+        even = [n_rows // ranks + (k < n_rows % ranks) for k in range(ranks)]
+        return even, even
+    if isinstance(by_rank, LocalTensor):
+        of_ranks = {rank: x.tolist() for rank, x in by_rank._local_tensors.items()}
+        return [
+            [torch.SymInt(LocalIntNode({r: of[way][k] for r, of in of_ranks.items()})) for k in range(by_rank.shape[1])]
+            for way in range(2)
+        ]
+    return by_rank.tolist()  # type: ignore[no-any-return]
+
+
+def untyped(like: Sequence[torch.Tensor], result: torch.Tensor) -> torch.Tensor:
+    """``result`` with the type that a product of all these has, for the type checker that did not see it made."""
+    probe = like[0].detach().flatten().narrow(0, 0, 1)
+    for x in like[1:]:
+        probe = torch.mul(probe, x.detach().flatten().narrow(0, 0, 1))
+    spmd.assert_type(result, dict(spmd.get_local_type(probe)))
+    return result
+
+
+__all__ = ["Trip", "untyped"]
