@@ -189,6 +189,11 @@ class Graph:
         spec = param.out
         return spec if self.precision is None else spec._replace(dtype=self.precision.stored(spec.dtype))
 
+    def moments(self, param: Node) -> Spec:
+        """Of an optimizer's state of a parameter's shape."""
+        spec = param.out
+        return spec if self.precision is None else spec._replace(dtype=self.precision.kept(spec.dtype))
+
     def of_kind(self, kind: str) -> list[tuple[int, Node]]:
         """``(number, node)`` of every node of a kind."""
         return [(i, node) for i, node in enumerate(self.nodes) if node.kind == kind]

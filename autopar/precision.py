@@ -36,10 +36,12 @@ class Precision:
             cast: so its activations and gradients have it, too. Buffers stay as they are. ``"own"``: nothing is cast,
             parameters, masters and moments are as the model has them, and ``reduce`` alone is a choice.
         master: of the parameters that are stored, that the optimizer steps on and that their gradients have.
-        moments: of the optimizer's state; torch's optimizers keep it as the parameters are.
+        moments: of the optimizer's state: as the masters, or bfloat16, or float32 beside others. Steps are computed in
+            the masters' format, or float32 where that has 16 bits.
         reduce: in which gradients are added up over ranks; of parameters that are cast, over the microbatches of a step
             too.
-        stochastic_rounding: of what the optimizer writes; not there yet.
+        stochastic_rounding: of what the optimizer writes in bfloat16, moments and masters, with random bits that do
+            not depend on the mesh.
     """
 
     params: Any = "bfloat16"
@@ -50,6 +52,7 @@ class Precision:
 
     def __post_init__(self) -> None:
         if self.params == OWN:
+            self._refuse_more_than_own()
             object.__setattr__(self, "master", OWN)
             object.__setattr__(self, "moments", OWN)
         for name in FORMATS:
@@ -65,13 +68,29 @@ class Precision:
             raise AutoparError(
                 f"precision: master is {self.master} and params {self.params}; masters are float32, or like params"
             )
-        if self.moments != self.master:
+        if self.moments not in (self.master, "bfloat16", "float32"):
             raise AutoparError(
-                f"precision: moments are {self.moments} and masters {self.master}: torch's optimizers keep their state "
-                f"as the parameters are that they step on; give moments='{self.master}'"
+                f"precision: moments are {self.moments} and masters {self.master}; give moments='{self.master}', "
+                "'bfloat16' or 'float32'"
             )
-        if self.stochastic_rounding:
-            raise AutoparError("precision: stochastic_rounding is not there; leave it out, and keep float32 masters")
+        if not isinstance(self.stochastic_rounding, bool):
+            raise AutoparError(f"precision: stochastic_rounding is {self.stochastic_rounding!r}; give True or False")
+        if self.stochastic_rounding and "bfloat16" not in (self.master, self.moments):
+            raise AutoparError(
+                f"precision: stochastic_rounding is of what an optimizer writes in bfloat16, but masters are "
+                f"{self.master} and moments {self.moments}; give moments='bfloat16', or leave it out"
+            )
+
+    def _refuse_more_than_own(self) -> None:
+        """Nothing beside ``reduce`` is asked of parameters that stay as the model has them."""
+        asked = [f"{name}={getattr(self, name)}" for name in ("master", "moments")
+                 if getattr(self, name) not in (OWN, getattr(Precision, name))]  # fmt: skip
+        asked += [f"{ROUNDING}=true"] if self.stochastic_rounding else []
+        if asked:
+            raise AutoparError(
+                f"precision: params={OWN} keeps all as the model has it, so {', '.join(asked)} cannot be; give params a "
+                "format, or leave that out"
+            )
 
     @property
     def text(self) -> str:
@@ -81,7 +100,8 @@ class Precision:
             return name
         if self.params == OWN:
             return f"params={OWN},reduce={self.reduce}"
-        return ",".join(f"{n}={getattr(self, n)}" for n in FORMATS if getattr(self, n) != getattr(MIXED, n))
+        texts = [f"{n}={getattr(self, n)}" for n in FORMATS if getattr(self, n) != getattr(MIXED, n)]
+        return ",".join([*texts, *([f"{ROUNDING}=true"] if self.stochastic_rounding else [])])
 
     def __str__(self) -> str:
         return self.text
@@ -96,9 +116,18 @@ class Precision:
         """What gradients are added up in."""
         return _dtype(self.reduce)
 
+    @property
+    def rounds(self) -> bool:
+        """Whether a step computes in other formats than what it writes has: torch's optimizers do not so."""
+        return self.moments != self.master or self.stochastic_rounding
+
     def stored(self, dtype: str) -> str:
         """The format in which a parameter is stored that the program reads as ``dtype``."""
         return self.master if dtype in _BITS and self.master != OWN else dtype
+
+    def kept(self, dtype: str) -> str:
+        """The format of the moments of a parameter that the program reads as ``dtype``."""
+        return self.moments if dtype in _BITS and self.moments != OWN else dtype
 
     def summed(self, dtype: str) -> str:
         """The format in which ranks add up gradients of a parameter that the program reads as ``dtype``."""
@@ -140,7 +169,8 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-FORMATS = tuple(f.name for f in fields(Precision) if f.name != "stochastic_rounding")
+ROUNDING = "stochastic_rounding"
+FORMATS = tuple(f.name for f in fields(Precision) if f.name != ROUNDING)
 MIXED = Precision()
 PRESETS = {
     "bf16-mixed": MIXED,
@@ -166,12 +196,14 @@ def parse_precision(value: Any) -> Precision | None:
     if isinstance(value, str) and value in PRESETS:
         return PRESETS[value]
     given = dict(part.partition("=")[::2] for part in value.split(",")) if isinstance(value, str) else {}
-    if not given or not set(given) <= set(FORMATS):
+    if not given or not set(given) <= {*FORMATS, ROUNDING} or given.get(ROUNDING, "true") not in ("true", "false"):
         raise AutoparError(
             f"precision is {value!r}; give {', '.join(PRESETS)}, fields such as 'params=bfloat16,reduce=bfloat16', or "
             "autopar.Precision(...)"
         )
     formats: dict[str, Any] = dict(given)
+    if ROUNDING in formats:
+        formats[ROUNDING] = formats[ROUNDING] == "true"
     return Precision(**formats)
 
 

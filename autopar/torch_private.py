@@ -225,6 +225,12 @@ OPTIMIZERS_OF_MATRICES = (
 )  # fmt: skip
 """Those that look at more than an element of a parameter at once."""
 
+OPTIMIZER_STATES = tuple(
+    Replaceable(f"torch.optim.{kind.lower()}", f"{kind}._init_group")
+    for kind in ("Adadelta", "Adagrad", "Adam", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+)
+"""What makes the state of a group of parameters, of these optimizers, and lists it for the functional form."""
+
 TENSOR_LIST_CHECK = Replaceable("torch.distributed.distributed_c10d", "_check_tensor_list")
 """What collectives do with a list of tensors: the dispatcher does not see DTensors that lie in lists of lists."""
 
@@ -290,6 +296,7 @@ __all__ = [
     "CHECK", "CHECKPOINT", "DTENSOR_HANDLERS", "DTENSOR_REDUCED_DIMS", "DTENSOR_RESULT", "DTENSOR_STRATEGIES",
     "DTENSOR_STRATEGY", "EXPORT_BUFFER_HOOK", "EXPORT_INSIDE",
     "GRADIENT_NODE", "GROUP_NAME", "LINEAR_REDUCTION_OP_MAP", "OPTIMIZERS_OF_ELEMENTS", "OPTIMIZERS_OF_MATRICES",
+    "OPTIMIZER_STATES",
     "PLAIN_BESIDE_DTENSOR",
     "STATE_DICT_OPTIONS", "TENSOR_LIST_CHECK",
     "TOTAL_NORM",

@@ -17,8 +17,8 @@ STEP_BYTES = 4
 def optimizer_state_bytes(optimizer: str, n_elements: int, element_bytes: int, n_tensors: int = 1) -> int:
     """Optimizer state in bytes of `n_tensors` parameters with `n_elements` elements in all.
 
-    torch.optim keeps its state in the dtype of the parameter (`element_bytes` each). Raises ValueError for an
-    unknown optimizer.
+    torch.optim keeps its state in the dtype of the parameter (`element_bytes` each), under a policy in
+    that of its moments. Raises ValueError for an unknown optimizer.
     """
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"unknown optimizer '{optimizer}', known: {', '.join(OPTIMIZERS)}")

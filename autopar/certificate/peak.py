@@ -67,10 +67,11 @@ def peak_of(plan: StagePlan, graph: Graph, given: Mapping[str, torch.Tensor] | N
             if torch.is_floating_point(outside[name]):
                 outside[name].requires_grad_()
         trained = [x for x in stored.values() if x.requires_grad]
+        moments = {node.target: graph.moments(node).item_bytes for _, node in graph.of_kind("param")}
         states = [
-            torch.empty(optimizer_state_bytes(plan.optimizer, x.numel(), x.element_size()), dtype=torch.uint8)
-            for x in trained
-        ]
+            torch.empty(optimizer_state_bytes(plan.optimizer, x.numel(), moments[name]), dtype=torch.uint8)
+            for name, x in stored.items() if x.requires_grad
+        ]  # fmt: skip
         count = Allocations(is_empty_storage if plan.gather_again or plan.make_again else None)
         for x in (*stored.values(), *states, *(outside[name] for name in graph.arriving)):
             count.note(x)

@@ -284,7 +284,7 @@ def _stored(plan: StagePlan, graph: Graph, report: Report) -> None:
         report.parameter_bytes += n * each
         if node.needs_grad:
             report.gradient_bytes += n * each
-            report.optimizer_bytes += optimizer_state_bytes(plan.optimizer, n, each, 1)
+            report.optimizer_bytes += optimizer_state_bytes(plan.optimizer, n, graph.moments(node).item_bytes, 1)
 
 
 def _parameters(plan: StagePlan, graph: Graph, axes: Mapping[str, Axis], bucket_bytes: float, report: Report) -> None:

@@ -48,17 +48,31 @@ def _splitmix(z: torch.Tensor) -> torch.Tensor:
 def bits(seed: torch.Tensor, site: int, shape: Sequence[int], shards: Shards, device: torch.device) -> torch.Tensor:
     """Uniform int32 for this rank's piece of a tensor of global ``shape``; ``shards`` has the axes cutting each dim."""
     # -> [*local shape]
+    return bits_at(seed, site, shape, [positions(n, axes, device) for n, axes in zip(shape, shards, strict=True)])
+
+
+def bits_at(seed: torch.Tensor, site: int, shape: Sequence[int], places: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Uniform int32 for the elements of a tensor of global ``shape`` at these positions along each dim."""
+    # -> [*local shape]
     if not shape:
-        return bits(seed, site, (1,), ((),), device).reshape(())
-    return _mixed(*_halves(seed, site, shape, shards, device))
+        return bits_at(seed, site, (1,), (torch.zeros(1, dtype=torch.int64, device=seed.device),)).reshape(())
+    return _mixed(*_hashes(seed, site, shape, places))
 
 
 def _halves(
     seed: torch.Tensor, site: int, shape: Sequence[int], shards: Shards, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Hashes of the rows [*local shape without the last dim] and of the columns [last local dim], int32."""
+    return _hashes(seed, site, shape, [positions(n, axes, device) for n, axes in zip(shape, shards, strict=True)])
+
+
+def _hashes(
+    seed: torch.Tensor, site: int, shape: Sequence[int], places: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Those of the elements at these positions."""
+    *lead, last = places
+    device = last.device
     key = _splitmix(_splitmix(seed.to(device) + 1) + site)
-    *lead, last = (positions(n, axes, device) for n, axes in zip(shape, shards, strict=True))
     row = torch.zeros((), dtype=torch.int64, device=device)
     for n, at in zip(shape, lead, strict=False):
         row = row.unsqueeze(-1) * n + at

@@ -47,6 +47,7 @@ Parameters in a script, which are DTensors
 :mod:`.dtensor_fixes`    what torch gets wrong in silence; :mod:`.dtensor_writes`: of writes to parts
 :mod:`.mixed`            plain tensors beside them
 :mod:`.optimizer_steps`  steps of torch's optimizers, on pieces or on whole parameters
+:mod:`.rounded_steps`    those of a policy with moments in fewer bits, or stochastic rounding
 
 Ranks together
 

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
+from autopar.errors import RunError
+from autopar.runtime import rounded_steps
 from autopar.runtime.dtensor_writes import take
 from autopar.torch_private import OPTIMIZERS_OF_ELEMENTS, OPTIMIZERS_OF_MATRICES
 
@@ -46,6 +48,12 @@ def _on_pieces(step: _Step) -> _Step:
 
     @functools.wraps(step)
     def on_pieces(params: list[torch.Tensor], *lists: Any, **options: Any) -> None:
+        if rounded_steps.is_used():
+            if torch.compiler.is_compiling():
+                raise RunError("an optimizer's step cannot be compiled once a policy rounds what steps write")
+            if rounded_steps.kept_apart(params):
+                rounded_steps.step(step, params, lists, options)
+                return
         if torch.compiler.is_compiling() or options.get("differentiable") or not _cut_alike(params, lists):
             step(params, *lists, **options)
             return

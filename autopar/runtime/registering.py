@@ -12,6 +12,7 @@ from autopar.errors import RunError
 from autopar.graph import Graph
 from autopar.placements import State, whole_state
 from autopar.plan import StagePlan
+from autopar.runtime import rounded_steps
 from autopar.runtime.dtensor_fixes import meet_on
 from autopar.runtime.mixed import mix_on
 from autopar.runtime.spread import SpreadModule
@@ -86,6 +87,8 @@ class Placing:
                 if self.shared is not None or self.device_mesh.size() > 1:  # on one device nothing is placed
                     stored = as_dtensor(stored, state, shape, self.device_mesh)
                 placed[source] = torch.nn.Parameter(stored, requires_grad=param.requires_grad)
+                if self.graph.precision is not None:
+                    rounded_steps.keep(placed[source], source, self.graph.precision)
             elif self.shared is not None and source not in mine:
                 _same_storage(source, placed[source], self.plan.params[source].stored, self.device_mesh)
             mine.add(source)

@@ -14,6 +14,8 @@ from torch.nn import functional as F
 
 import autopar
 import autopar.precision
+from autopar.rules.random import bits_at
+from autopar.runtime import rounded_steps
 
 CUTS: dict[str, dict[str, Any]] = {
     "data": {"constraints": {"*up": {"data": "b"}}},
@@ -145,6 +147,11 @@ def low(cut: str, mesh: tuple[int, ...] = (2,)) -> float:
 
 WIDE = autopar.Precision(params="float32", master="float64", moments="float64", reduce="float64")
 """The steps of ``bf16-mixed`` in formats in which sums in another order differ by 1e-7 alone."""
+NARROW = autopar.Precision(params="float32", master="float64", moments="float32", reduce="float64")
+ROUNDED = autopar.Precision(
+    params="float32", master="float64", moments="bfloat16", reduce="float64", stochastic_rounding=True
+)
+BY_NAME = {"wide": WIDE, "narrow": NARROW, "rounded": ROUNDED}
 
 
 def policy_step(master: nn.Module, low: nn.Module, optimizer: Any, policy: autopar.Precision, parts: int = 1) -> Any:
@@ -169,7 +176,24 @@ def policy_step(master: nn.Module, low: nn.Module, optimizer: Any, policy: autop
     for p, kept in zip(master.parameters(), sums, strict=True):
         p.grad = kept.to(p.dtype)
     optimizer.step()
+    _round(master, optimizer, policy)
     return total
+
+
+def _round(master: nn.Module, optimizer: Any, policy: autopar.Precision) -> None:
+    """What one device has of moments that are kept in another format than it steps in."""
+    if policy.moments == policy.master:
+        return
+    for name, p in master.named_parameters():
+        state = optimizer.state[p]
+        for position, key in ((2, "exp_avg"), (3, "exp_avg_sq")):
+            kept = nearest = state[key].to(getattr(torch, policy.moments))
+            if policy.stochastic_rounding:
+                places = [torch.arange(n) for n in p.shape]
+                random = bits_at(state["step"].long(), rounded_steps._site(name, position), tuple(p.shape), places)
+                kept = rounded_steps.stochastically_rounded(state[key], random)
+                assert not torch.equal(kept, nearest)
+            state[key].copy_(kept)
 
 
 def loss_of(out: torch.Tensor) -> torch.Tensor:
@@ -178,7 +202,7 @@ def loss_of(out: torch.Tensor) -> torch.Tensor:
 
 def policy(name: str, cut: str, mesh: tuple[int, ...] = (2,), stages: int | None = None) -> dict[str, Any]:
     """Steps under a policy beside one device, and bytes beside those that the plan counts."""
-    chosen = WIDE if name == "wide" else name
+    chosen = BY_NAME.get(name, name)
     parsed = autopar.precision.parse_precision(chosen)
     parts = 2 if stages else 1
     options: dict[str, Any] = dict(CUTS[cut]) if cut else {}

@@ -15,10 +15,13 @@ import autopar
 from autopar import planfile
 from autopar.certificate import check
 from autopar.clusters import get_cluster
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, RunError
 from autopar.graph import Graph
 from autopar.planner.intra_op import params
 from autopar.precision import PRESETS, Precision, parse_precision
+from autopar.runtime.rounded_steps import stochastically_rounded
+
+BF16 = "master=bfloat16,reduce=bfloat16"
 
 
 class Net(nn.Module):
@@ -102,7 +105,9 @@ def test_a_model_in_bfloat16_gets_masters() -> None:
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize(("name", "each"), [("bf16-mixed", 18), ("bf16-true", 8), ("32-true", 16), (None, 16)])
+@pytest.mark.parametrize(("name", "each"), [("bf16-mixed", 18), ("bf16-true", 8), ("32-true", 16), (None, 16),
+                                              ("moments=bfloat16", 14), (f"{BF16},moments=bfloat16", 8),
+                                              (f"{BF16},moments=float32", 12)])  # fmt: skip
 def test_bytes_of_a_parameter(name: str | None, each: int, tmp_path: Path) -> None:
     model = Net()
     plan = autopar.plan(model, "local-x2", batch(), mesh="data=2", stages=1, precision=name, params={"*": "replicate"})
@@ -191,7 +196,9 @@ def test_words() -> None:
     assert Precision(params="own", reduce="bfloat16").text == "params=own,reduce=bfloat16"
     assert parse_precision("reduce=bfloat16") == Precision(reduce=torch.bfloat16)
     assert Precision(reduce="bfloat16").text == "reduce=bfloat16"
-    assert all(parse_precision(policy.text) == policy for policy in PRESETS.values())
+    rounded = Precision(moments="bfloat16", stochastic_rounding=True)
+    assert rounded.text == "moments=bfloat16,stochastic_rounding=true"
+    assert all(parse_precision(policy.text) == policy for policy in (*PRESETS.values(), rounded))
 
 
 @pytest.mark.parametrize(
@@ -199,11 +206,93 @@ def test_words() -> None:
     [
         ("bf16", "give bf16-mixed, bf16-true"), ("params=int8", "params is int8"), ("width=3", "give bf16-mixed"),
         ("params=float32,master=bfloat16", "masters are float32, or like params"),
-        ("moments=bfloat16", "torch's optimizers keep their state"),
+        ("moments=float16", "give moments='float32', 'bfloat16'"),
+        ("stochastic_rounding=true", "give moments='bfloat16', or leave it out"),
+        ("params=own,moments=bfloat16", "so moments=bfloat16 cannot be"),
+        ("stochastic_rounding=perhaps", "give bf16-mixed"),
     ],
 )  # fmt: skip
 def test_what_means_nothing_is_refused(given: str, said: str) -> None:
     with pytest.raises(AutoparError, match=said):
         autopar.plan(Net(), "local", batch(), precision=given)
-    with pytest.raises(AutoparError, match="stochastic_rounding is not there"):
-        Precision(stochastic_rounding=True)
+    with pytest.raises(AutoparError, match="give True or False"):
+        Precision(moments="bfloat16", stochastic_rounding=2)  # type: ignore[arg-type]
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, amsgrad=True, foreach=True),
+    "Adam fused": lambda params: torch.optim.Adam(params, lr=1e-2, fused=True),
+    "SGD": lambda params: torch.optim.SGD(params, lr=1e-1, momentum=0.9),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2),
+    "RMSprop": lambda params: torch.optim.RMSprop(params, lr=1e-2, momentum=0.5),
+}
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_moments_in_bfloat16_are_those_of_float32_rounded_after_each_step(name: str) -> None:
+    model = Net()
+    pm = autopar.parallelize(model, 1, batch(), precision="moments=bfloat16")
+    master = copy.deepcopy(model)
+    mine, theirs = (OPTIMIZERS[name](m.parameters()) for m in (pm, master))
+    for _ in range(3):
+        pm(*batch()).backward()
+        written_out(master, PRESETS["bf16-mixed"], *batch())
+        for optimizer in (mine, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+        for p, q in zip(pm.parameters(), master.parameters(), strict=True):
+            assert torch.equal(p, q) and p.dtype == torch.float32
+            for key, value in theirs.state[q].items():
+                if isinstance(value, torch.Tensor) and value.shape == q.shape:
+                    rounded = value.bfloat16()
+                    value.copy_(rounded)
+                    assert mine.state[p][key].dtype == torch.bfloat16 and torch.equal(mine.state[p][key], rounded)
+
+
+def test_a_state_that_is_loaded_has_its_moments_in_their_format_and_goes_on_alike() -> None:
+    policy = Precision(master="bfloat16", moments="bfloat16", reduce="bfloat16", stochastic_rounding=True)
+    results = []
+    for again in (False, True):
+        pm = autopar.parallelize(Net(), 1, batch(), precision=policy)
+        optimizer = torch.optim.AdamW(pm.parameters(), lr=1e-4)
+        for step in range(4):
+            if again and step == 2:
+                state, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(pm.state_dict())
+                pm = autopar.parallelize(Net(), 1, batch(), precision=policy)
+                pm.load_state_dict(weights)
+                optimizer = torch.optim.AdamW(pm.parameters(), lr=1e-4)
+                optimizer.load_state_dict(state)
+            pm(*batch()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert {v.dtype for s in optimizer.state.values() for v in s.values() if v.ndim} == {torch.bfloat16}
+        results.append(torch.cat([p.detach().flatten() for p in pm.parameters()]))
+    assert torch.equal(*results)
+
+
+def test_stochastic_rounding_is_right_in_the_mean_and_keeps_what_is_exact() -> None:
+    x = torch.tensor([1.0 + 2.0**-9, -3.0 - 2.0**-8, 0.0, 2.0**-130, torch.inf, -torch.inf, torch.nan])
+    generator = torch.Generator().manual_seed(0)
+    random = torch.randint(-(2**31), 2**31 - 1, (20000, 1), dtype=torch.int32, generator=generator)
+    rounded = stochastically_rounded(x.expand(20000, -1), random.expand(-1, len(x)))
+    assert torch.equal(rounded[:, 4:5].float(), x[4:5].expand(20000, 1)) and rounded[:, 6].isnan().all()
+    assert set(rounded[:, 0].tolist()) == {1.0, 1.0078125} and set(rounded[:, 1].tolist()) == {-3.0, -3.015625}
+    assert torch.allclose(rounded[:, :4].double().mean(0), x[:4].double(), rtol=1e-3)
+    exact = torch.randn(100).bfloat16()
+    assert torch.equal(stochastically_rounded(exact.float(), random[:100, 0]), exact)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda params: torch.optim.Muon([p for p in params if p.ndim == 2]), "what Muon keeps for"),
+        (lambda params: type("Mine", (torch.optim.Optimizer,), {"step": lambda self: None})(params, {}), "Mine keeps"),
+        (lambda params: torch.optim.AdamW(params, capturable=True), "capturable=False"),
+    ],
+)  # fmt: skip
+def test_optimizers_that_cannot_keep_a_policy_are_refused(make: Any, said: str) -> None:
+    pm = autopar.parallelize(Net(), 1, batch(), precision=Precision(moments="bfloat16", stochastic_rounding=True))
+    optimizer = make(list(pm.parameters()))
+    pm(*batch()).backward()
+    with pytest.raises(RunError, match=said):
+        optimizer.step()

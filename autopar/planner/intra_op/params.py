@@ -149,6 +149,7 @@ def cost(
     elements = prod(local_shape(spec.shape, choice.stored, mesh))
     of_master = spec.item_bytes if precision is None else ITEM_BYTES[precision.stored(spec.dtype)]
     of_sum = spec.item_bytes if precision is None else ITEM_BYTES[precision.accumulated(spec.dtype)]
+    of_moments = spec.item_bytes if precision is None else ITEM_BYTES[precision.kept(spec.dtype)]
     used_elements = prod(local_shape(spec.shape, choice.used, mesh))
     stored, used = elements * of_master, used_elements * spec.item_bytes
     gathered = 0
@@ -158,7 +159,7 @@ def cost(
             gathered += used_elements * of_sum
     return ParamCost(
         seconds, stored, stored if grad else 0,
-        optimizer_state_bytes(optimizer, elements, of_master, 1) if grad else 0, gathered,
+        optimizer_state_bytes(optimizer, elements, of_moments, 1) if grad else 0, gathered,
         2 * used if choice.lifetime == "use" and choice.stored != choice.used else 0,
     )  # fmt: skip
 
