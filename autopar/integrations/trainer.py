@@ -92,6 +92,7 @@ class Trainer(transformers.Trainer):
             return super().evaluation_loop(*args, **kwargs)
 
     def _load_best_model(self) -> None:
+        self._to_model()  # adapters are loaded beside what its state_dict has
         super()._load_best_model()
         if self._prepared is not None:
             self._prepared.load_state_dict(self.model.state_dict())

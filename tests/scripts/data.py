@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -51,3 +52,47 @@ def words(folder: Path) -> None:
     for name, count in (("train", 60), ("valid", 25), ("test", 25)):
         lines = (" ".join(f"w{drawn.randrange(8) + i % 5}" for i in range(9)) for _ in range(count))
         (place / f"{name}.txt").write_text("\n".join(lines), encoding="utf-8")
+
+
+def _tokenizer(place: Path, words: int) -> None:
+    """A tokenizer of transformers for the words ``w0``, ``w1``, ..., ``</s>`` and what it does not know."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"<unk>": 0, "</s>": 1, **{f"w{i}": 2 + i for i in range(words)}}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>", model_max_length=64
+    ).save_pretrained(place)
+
+
+def language_model(folder: Path) -> None:
+    """Two texts of words and a tokenizer for them."""
+    _tokenizer(folder / "tokenizer", 40)
+    drawn = random.Random(0)
+    for name, count in (("train", 60), ("valid", 25)):
+        lines = (" ".join(f"w{(drawn.randrange(8) * i) % 40}" for i in range(9)) for _ in range(count))
+        (folder / f"{name}.txt").write_text("\n".join(lines), encoding="utf-8")
+
+
+def instructions(folder: Path) -> None:
+    """A small Llama with a tokenizer, in the folder ``base``, and instructions with answers of several lengths."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=42, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, eos_token_id=1, bos_token_id=1, pad_token_id=1,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder / "base")
+    _tokenizer(folder / "base", 40)
+    drawn = random.Random(0)
+    rows = (
+        {key: " ".join(f"w{drawn.randrange(20) * k}" for _ in range(drawn.randrange(2, 9)))
+         for k, key in ((1, "instruction"), (2, "output"))}
+        for _ in range(107)
+    )  # fmt: skip
+    (folder / "rows").mkdir()
+    (folder / "rows" / "train.json").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")

@@ -2,7 +2,8 @@
 
 ``FOLDER`` has a checkout of each repository of ``table.py`` under its name (``nanoGPT``, ``minGPT``, ``examples``), at
 the commit that stands there. Every number that a script reads of a tensor must be the same in both: 1e-5 relative, in
-float32. The exit status says whether all were.
+float32. The exit status says whether all were. Those of Hugging Face read their data with ``datasets`` (``pip install -c
+constraints.txt datasets``).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
+
+from safetensors.torch import load_file  # noqa: E402
 
 from scripts.table import SCRIPTS, Script  # noqa: E402
 
@@ -39,8 +42,8 @@ def prepared(name: str, script: Script, repositories: Path, place: Path, *, chan
     shutil.copytree(top / part, place / part, ignore=shutil.ignore_patterns(".git", "assets"))
     folder = place / within.parent
     script.data(folder)
-    if changed:
-        diff = HERE / "diffs" / f"{script.diff or name}.diff"
+    diffs = [HERE / "today" / f"{script.today}.diff"] if script.today else []
+    for diff in [*diffs, HERE / "diffs" / f"{script.diff or name}.diff"] if changed else diffs:
         subprocess.run(["patch", "-s", "-p1", "-d", str(place), "-i", str(diff)], check=True)
     return folder
 
@@ -48,14 +51,15 @@ def prepared(name: str, script: Script, repositories: Path, place: Path, *, chan
 def numbers_of(script: Script, folder: Path, args: tuple[str, ...], ranks: int, cut: str) -> list[list[float]]:
     """What each rank has read; ``ranks`` 0 is the script by itself, without torchrun."""
     out = folder / "numbers"
-    searched = [str(folder), str(HERE / "stubs"), str(Path.cwd()), os.environ.get("PYTHONPATH", "")]
+    searched = [str(folder), str(HERE / script.stubs), str(Path.cwd()), os.environ.get("PYTHONPATH", "")]
     if script.path.startswith("projects/"):
         searched.insert(0, str(folder.parents[1]))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(searched), "OMP_NUM_THREADS": "1"}
     start = [sys.executable]
     if ranks:
         start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [*start, str(HERE / "started.py"), str(out), cut, Path(script.path).name, *script.args, *args]
+    start += [str(HERE / "started.py"), str(out), script.reads, cut]
+    command = [*start, Path(script.path).name, *script.args, *args]
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
     )
@@ -64,7 +68,11 @@ def numbers_of(script: Script, folder: Path, args: tuple[str, ...], ranks: int, 
     kept = [line for line in done.stdout.splitlines() if line.startswith(f"cut {cut}")]
     if kept:
         print(f"    {kept[0]}")
-    return [[float(line) for line in Path(f"{out}.{rank}").read_text().split()] for rank in range(max(ranks, 1))]
+    norms: list[float] = []
+    if script.weights:
+        norms = [float(value.double().norm()) for _, value in sorted(load_file(folder / script.weights).items())]
+    read = [Path(f"{out}.{rank}").read_text().split() for rank in range(max(ranks, 1))]
+    return [[*map(float, lines), *norms] for lines in read]
 
 
 def check(name: str, script: Script, repositories: Path) -> None:

@@ -1,7 +1,9 @@
-"""Runs somebody's script as ``__main__`` and writes down numbers that it reads: ``started.py NUMBERS CUT SCRIPT ...``.
+"""Runs somebody's script as ``__main__`` and writes down numbers: ``started.py NUMBERS READS CUT SCRIPT ...``.
 
-``NUMBERS`` is the file of this rank, one number a line, in the order in which the script (or a file beside it) calls
-``item()`` of a floating point tensor: losses and what it prints of them. ``CUT`` is an option that
+``NUMBERS`` is the file of this rank, one number a line. With ``READS`` of ``item`` they come in the order in which the
+script (or a file beside it) calls ``item()`` of a floating point tensor: losses and what it prints of them. With
+``log`` they are what a Trainer of transformers logs, without times: losses of training and validation, metrics, norms
+of gradients. ``CUT`` is an option that
 ``autopar.parallelize`` is told to take wherever an operator has it, such as ``b``; ``-`` leaves the choice to the plan.
 """
 
@@ -35,6 +37,23 @@ def record(numbers: Path, folder: Path) -> None:
     torch.Tensor.item = item  # type: ignore[method-assign]
 
 
+def record_log(numbers: Path) -> None:
+    """Write what Trainers log."""
+    import transformers
+
+    logged = transformers.Trainer.log
+    file = numbers.open("w", encoding="utf-8", buffering=1)
+
+    def log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+        for name in sorted(logs):
+            if name in ("loss", "grad_norm", "train_loss") or (name.startswith("eval_") and "per_second" not in name):
+                if name != "eval_runtime":
+                    file.write(f"{float(logs[name])!r}\n")
+        return logged(self, logs, *args, **kwargs)
+
+    transformers.Trainer.log = log
+
+
 def force(cut: str) -> None:
     """Have every plan cut what can be cut so; the script says nothing of it."""
     chosen = autopar.api.parallelize
@@ -55,12 +74,16 @@ def force(cut: str) -> None:
 
 
 if __name__ == "__main__":
-    numbers, cut, script, *rest = sys.argv[1:]
+    numbers, reads, cut, script, *rest = sys.argv[1:]
     torch.set_num_threads(1)
     torch.manual_seed(0)  # a script that seeds nothing itself has other numbers at each start
     random.seed(0)
     folder = Path(script).resolve().parent
-    record(Path(f"{numbers}.{os.environ.get('RANK', '0')}"), Path.cwd())
+    mine = Path(f"{numbers}.{os.environ.get('RANK', '0')}")
+    if reads == "log":
+        record_log(mine)
+    else:
+        record(mine, Path.cwd())
     if cut != "-":
         force(cut)
     sys.argv = [script, *rest]

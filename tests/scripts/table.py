@@ -11,7 +11,11 @@ from scripts import data
 NANOGPT = "karpathy/nanoGPT@3adf61e154c3fe3fca428ad6bc3818b27a3b8291"
 MINGPT = "karpathy/minGPT@37baab71b9abea1b76ab957409a1cc2fbfba8a26"
 EXAMPLES = "pytorch/examples@77f55b912142e11fcfdf5b530231fb9c52f181e8"
+SHAPE_HAPPENS = "UKPLab/arxiv2025-shape-happens@56c3ba9b84917838570a4def2704afde1cd2349a"  # with a run_clm.py
+PEFT = "huggingface/peft@5d602fdbff04c33c1c4de55cda9d4ae1d7cb7e40"
 OLD_EXAMPLES = "pytorch/examples@5921fc191b83df2451c342b8bb30b5e3d8891ff8"
+
+SMALL_GPT2 = "vocab_size=64,n_embd=32,n_layer=2,n_head=4"
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,10 @@ class Script:
         data: makes what it reads, in the folder where it runs.
         diff: of ``diffs/``, by default its repository's or folder's name.
         fails_at_end: the script as it is does not come to its end with this version of torch; what it gave is compared.
+        today: of ``today/``: what is changed first, in either run, since the script is older than its libraries.
+        reads: ``item`` or ``log``, see ``started.py``.
+        stubs: the folder of what stands for packages.
+        weights: a safetensors file that the script leaves; norms of its tensors are compared, too.
     """
 
     source: str
@@ -39,6 +47,10 @@ class Script:
     data: Callable[[Path], None] = data.nothing
     diff: str = ""
     fails_at_end: bool = False
+    today: str = ""
+    reads: str = "item"
+    stubs: str = "stubs"
+    weights: str = ""
 
 
 SCRIPTS: dict[str, Script] = {
@@ -102,5 +114,28 @@ SCRIPTS: dict[str, Script] = {
     "gcn": Script(
         EXAMPLES, "gcn/main.py", ("--no-accel", "--epochs=6", "--val-every=1"),
         runs=(("plain", ("--dropout-p=0",)), ("random", ())), cuts=("-",),
+    ),
+    "run_clm": Script(
+        SHAPE_HAPPENS, "run_clm.py",
+        ("--model_type=gpt2", "--tokenizer_name=tokenizer", "--train_file=train.txt", "--validation_file=valid.txt",
+         "--do_train", "--do_eval", "--eval_strategy=steps", "--eval_steps=5", "--save_steps=5", "--logging_steps=1",
+         "--block_size=16", "--per_device_train_batch_size=4", "--per_device_eval_batch_size=3",
+         "--num_train_epochs=2", "--gradient_accumulation_steps=2", "--learning_rate=1e-3", "--output_dir=out",
+         "--use_cpu", "--report_to=none", "--disable_tqdm=True"),
+        runs=(
+            ("plain", (f"--config_overrides={SMALL_GPT2},attn_pdrop=0,embd_pdrop=0,resid_pdrop=0",)),
+            ("random", (f"--config_overrides={SMALL_GPT2}",)),
+        ),
+        cuts=("b", "n", "-"), data=data.language_model, today="run_clm", reads="log",
+        stubs="stubs_of_metrics", weights="out/model.safetensors",
+    ),
+    "peft olora": Script(
+        PEFT, "examples/olora_finetuning/olora_finetuning.py",
+        ("--base_model=base", "--data_path=rows", "--batch_size=8", "--num_epochs=10", "--learning_rate=1e-2",
+         "--val_set_size=16", "--eval_step=20", "--save_step=40", "--device_map=cpu", "--lora_r=4", "--dtype=float32",
+         "--seed=0", "--cutoff_len=48"),
+        runs=(("plain", ("--lora_dropout=0",)), ("random", ())),
+        cuts=("b", "n", "-"), data=data.instructions, diff="olora", reads="log", stubs="stubs_of_metrics",
+        weights="olora/adapter_model.safetensors",
     ),
 }  # fmt: skip
