@@ -88,7 +88,7 @@ class Precision:
         asked += [f"{ROUNDING}=true"] if self.stochastic_rounding else []
         if asked:
             raise AutoparError(
-                f"precision: params={OWN} keeps all as the model has it, so {', '.join(asked)} cannot be; give params a "
+                f"precision: params={OWN} keeps all as it is, so {', '.join(asked)} cannot be; give params a "
                 "format, or leave that out"
             )
 
