@@ -1,4 +1,4 @@
-# make test | test-all | lint | demo | gpu | clean    Each sets up .venv first, when it is missing or out of date.
+# make test | test-all | lint | docs | demo | gpu | clean    Each sets up .venv first, when it is missing or out of date.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.stamp
@@ -10,14 +10,14 @@ PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 # One thread each: worker processes share few cores, and sums come out in the same order every time.
 export OMP_NUM_THREADS := 1
 
-.PHONY: setup test test-all lint demo gpu clean
+.PHONY: setup test test-all lint docs demo gpu clean
 
 setup: $(STAMP)
 
 # Always with the constraints: an open torch range would fetch a newer build of several gigabytes.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,dev,docs]'
 	touch $@
 
 test: $(STAMP)
@@ -29,6 +29,10 @@ test-all: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# The reference of the public names, from their docstrings: build/docs/index.html. A warning is an error.
+docs: $(STAMP)
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs/reference build/docs
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py

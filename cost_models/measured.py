@@ -86,12 +86,12 @@ class MeasuredCosts:
     def stage(self, work: Callable[[], StageWork]) -> StageSeconds | None:
         """The executor's own work.
 
-        forward     handling of one microbatch
-        backward    the same; gradients that arrive over several ways are added up, and weight gradients to those of
-                    earlier microbatches
-        halves      where the backward is split: the same for each half, and more for every op, since autograd's graph
-                    is searched for the cuts and run in two parts
-        step        the optimizer, and what is done once a step
+        * forward: handling of one microbatch;
+        * backward: the same; gradients that arrive over several ways are added up, and weight gradients to those of
+          earlier microbatches;
+        * halves, where the backward is split: the same for each half, and more for every op, since autograd's graph
+          is searched for the cuts and run in two parts;
+        * step: the optimizer, and what is done once a step.
         """
         asked, measured = work(), self.measured
         overheads = measured.overheads

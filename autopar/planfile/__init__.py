@@ -1,4 +1,4 @@
-"""The plan file: JSON that people read, edit, review and keep.
+"""The plan file: JSON that people read, edit, review and keep::
 
     {
       "autopar_plan": 2,                               version of this format
