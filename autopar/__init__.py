@@ -20,7 +20,8 @@ What stands where, in the order in which a model passes through:
 :mod:`.staging`       a graph cut into stages; :mod:`.device_groups`: where they run; :mod:`.transfer`: what crosses
 :mod:`.regather`      what is gathered or made again for the backward
 :mod:`.certificate`   what a plan claims, recounted; :mod:`.verify`: the numbers of one device; :mod:`.other_batch`: on
-                      another batch; :mod:`.parts_of_loss`: whether microbatches add up to the loss;
+                      another batch; :mod:`.parts_of_loss`: whether microbatches add up to the loss; :mod:`.padding`:
+                      whether padding changes nothing;
                       :mod:`.allocations`: bytes that live
 :mod:`.planfile`      plans as files; :mod:`.report`: as tables and pages; :mod:`.plan_table`: in a notebook
 :mod:`.lower`         graph and plan become a program

@@ -21,6 +21,7 @@ from autopar.capture.microbatches import first_part
 from autopar.clusters import get_cluster, profile_of, reference
 from autopar.comparison import compare_with_eager
 from autopar.errors import AutoparError, CaptureError, ClusterError, PlanError
+from autopar.padding import Padded, padded_example, proved
 from autopar.parts_of_loss import difference_by_parts
 from autopar.placements import Mesh, mesh_shapes, mesh_text
 from autopar.plan import Plan
@@ -29,6 +30,7 @@ from autopar.precision import Precision, adding_up_in, parse_precision
 from autopar.report.decided import say
 from autopar.runtime.agree import TIMEOUT_SECONDS, ensure_process_group, mesh_group, share, together
 from autopar.runtime.batch_statistics import tell_of_statistics
+from autopar.runtime.buckets import Buckets
 from autopar.runtime.executor import ParallelModule
 from autopar.runtime.groups import abort_groups
 from autopar.runtime.init import Init, is_meta
@@ -233,6 +235,7 @@ def parallelize(
     verify_capture: bool = True,
     on_change: str = "error",
     shapes: str = "any",
+    buckets: Sequence[tuple[int, int]] = (),
     gradient_dtype: torch.dtype | None = None,
     batch: str = "global",
 ) -> Any:
@@ -272,7 +275,13 @@ def parallelize(
         shapes: what a call with another number of rows, another length, other plain arguments or without some of them
             does: ``"any"`` captures the model for it and plans it over the same parameters, once for each such call
             (the eight programs used last are kept); ``"fixed"`` refuses it. Stages of a pipeline stay where they are;
-            rows that its microbatches do not divide go through in a smaller one of their own.
+            rows that its microbatches do not divide go through in a smaller one of their own. ``"buckets"`` pads every
+            call up to one of ``buckets``.
+        buckets: ``(rows, length)`` of the shapes that calls are padded to, each in the smallest that takes it: its
+            first two dims are those of the first tensor that has two. Labels are padded with what the loss ignores, all
+            else with zeros, and outputs are cut back. A model that takes padding for data (a loss over rows, attention
+            to all positions without a mask, batch norms) is refused: a part of the example batch is tried with padding
+            and without.
         gradient_dtype: in which gradients are added up over ranks, such as ``torch.float32`` for a model in bfloat16;
             by default the parameters' own. What they get is of their own again. The plan is made, and priced, for it;
             a ``plan`` that is given keeps its price.
@@ -309,9 +318,13 @@ def parallelize(
         if plan is not None and precision is None:
             given["precision"] = _policy_of(plan, group)
         asked = spreading.on_all(group, lambda: _asked(given, device_mesh))
+        bare = example_inputs, example_kwargs, targets
+        padded: Padded | None = None
+        if buckets:
+            padded = spreading.on_all(group, lambda: padded_example(model, _split(*bare), buckets))
+            example_inputs, example_kwargs, targets = padded.example
         if batch == "local":
-            args, kwargs = split_inputs(example_inputs, example_kwargs)
-            own = args, kwargs, (targets,) if isinstance(targets, torch.Tensor) else tuple(targets)
+            own = _split(example_inputs, example_kwargs, targets)
             parts_of_rows = spreading.on_all(group, lambda: _parts_of_rows(plan, asked, dist.get_world_size(group)))
             example_inputs, example_kwargs, targets = spreading.on_all(group, lambda: as_whole(own, parts_of_rows))
         fixed = asked.microbatches  # of 1 where it is to be chosen
@@ -328,6 +341,10 @@ def parallelize(
 
         captured = spreading.on_all(group, taken)
         _same_model(captured, model, group)
+        in_buckets: Buckets | None = None
+        if padded is not None:
+            before_capture = padded
+            in_buckets = spreading.on_all(group, lambda: proved(before_capture, captured, model, _split(*bare)))
         if verify_capture:
             args, kwargs = split_inputs(example_inputs, example_kwargs)
             _compare(captured, model, first_part((args, kwargs, targets), fixed), group)
@@ -367,9 +384,10 @@ def parallelize(
         programs = Programs(
             model, one.example, pm.skeleton_for_programs(model), _ranks_of(pm), planner,
             recapture.comparer_of(group) if verify_capture else None,
-            shapes=shapes == "any", values=on_change == "recapture",
+            shapes=shapes != "fixed", values=on_change == "recapture",
         )  # fmt: skip
         pm.follow(programs)
+        pm.buckets = in_buckets
         if move is not None:
             move.to(pm, group)
         replaced(dict(model.named_parameters(remove_duplicate=False)))
@@ -377,6 +395,13 @@ def parallelize(
         if dist.get_rank(group) == 0 and dist.get_world_size(group) > 1:
             say(decided, one.graph)
         return pm
+
+
+def _split(
+    inputs: Any, example_kwargs: Mapping[str, Any] | None, targets: Any
+) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
+    """``(args, kwargs, targets)`` of an example."""
+    return *split_inputs(inputs, example_kwargs), (targets,) if isinstance(targets, torch.Tensor) else tuple(targets)
 
 
 def _asked(given: Mapping[str, Any], device_mesh: DeviceMesh | None) -> Asked:

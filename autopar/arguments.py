@@ -52,7 +52,10 @@ _CHECKS: dict[str, _Check] = {
     "init": (optional(callable), "a function that sets the parameters and buffers of the module that it is given"),
     "verify_capture": (lambda v: isinstance(v, bool), "True or False"),
     "batch": (lambda v: isinstance(v, str) and v in ("global", "local"), "'global' or 'local'"),
-    "shapes": (lambda v: isinstance(v, str) and v in ("any", "fixed"), "'any' or 'fixed'"),
+    "shapes": (lambda v: isinstance(v, str) and v in ("any", "fixed", "buckets"), "'any', 'fixed' or 'buckets'"),
+    "buckets": (lambda v: isinstance(v, (list, tuple)) and all(
+                    isinstance(size, (list, tuple)) and len(size) == 2 and all(is_whole(n) and n > 0 for n in size)
+                    for size in v), "pairs (rows, length), such as [(8, 512), (1, 4096)]"),
     "on_change": (lambda v: isinstance(v, str) and v in ("error", "recapture"), "'error' or 'recapture'"),
     "timeout": (lambda v: is_number(v) and 0 < v < math.inf, "seconds, more than 0"),
     "gradient_dtype": (optional(lambda v: isinstance(v, torch.dtype) and v in _SUMS),
@@ -185,6 +188,11 @@ def check_call(group: Any, given: Mapping[str, Any]) -> Move | None:
         check_model(given["model"])
         check_ranks(given["mesh"])
         check(**{name: value for name, value in given.items() if name != "mesh"})
+        if (given["shapes"] == "buckets") != bool(given["buckets"]):
+            raise AutoparError(
+                f"shapes is {given['shapes']!r} and buckets has {len(given['buckets'])} shapes; give "
+                "shapes='buckets' with buckets=[(rows, length), ...], or neither"
+            )
         for module in (given["model"], given["loss_fn"]):
             if isinstance(module, torch.nn.Module):
                 check_hooks(module, traced=given["hooks"] == "trace")

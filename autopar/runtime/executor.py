@@ -249,6 +249,13 @@ class ParallelModule(TakesRows, SpreadModule):
                 different copies of a parameter, which they compare in the first three calls and now and then
                 (:mod:`autopar.runtime.same_batch`).
         """
+        if self.buckets is None:
+            return self.run_call(args, kwargs)
+        (args, kwargs), padding = self.buckets.padded(args, kwargs)
+        return self.buckets.cut(self.run_call(args, kwargs), padding)
+
+    def run_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """:meth:`forward` of a call that is of its bucket's shape, where there are buckets."""
         if self._own_rows is not None:
             args, kwargs = self._own_rows.whole(args, kwargs)
         call = self._calls + 1
@@ -362,6 +369,8 @@ class ParallelModule(TakesRows, SpreadModule):
         Raises:
             RunError: the model has no scalar loss, is in eval mode, or the shapes are not those of whole microbatches.
         """
+        if self.buckets is not None:
+            (args, kwargs), _ = self.buckets.padded(args, kwargs)
         calls = self._step_of_own_rows(args, kwargs, microbatches)
         if calls is None:
             self._check_step(ModuleCall(args, kwargs, in_parts=True, parts=microbatches))

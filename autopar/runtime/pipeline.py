@@ -24,6 +24,7 @@ from autopar.runtime import pipeline_programs
 from autopar.runtime.agree import Meeting, first_seed
 from autopar.runtime.batch import Batch
 from autopar.runtime.batch_statistics import tell_of_statistics
+from autopar.runtime.buckets import Padding
 from autopar.runtime.checkpoint import full_state_dict, load_full_state_dict
 from autopar.runtime.copied import copied
 from autopar.runtime.failures import Failures
@@ -89,6 +90,7 @@ class PipelineModule(TakesRows, SpreadModule):
     _groups: Groups
     _generation: int
     _order: tuple[str, ...]
+    _padding: Padding
 
     def __init__(
         self, model: torch.nn.Module, captured: Captured, plan: Plan, device_type: str = "cpu",
@@ -271,6 +273,8 @@ class PipelineModule(TakesRows, SpreadModule):
         Raises:
             RunError: there is no loss.
         """
+        if self.buckets is not None:
+            (args, kwargs), self._padding = self.buckets.padded(args, kwargs)
         ready = []
         for run in self._runs(args, kwargs):
             callers, batches = self._microbatches(run)
@@ -368,7 +372,8 @@ class PipelineModule(TakesRows, SpreadModule):
             of_runs = [
                 of_run(each, loss, parts) for each, (loss, parts) in zip(ready, self._forwards(ready), strict=True)
             ]
-            return pytree.tree_unflatten(of_batch(ready[0], of_runs), ready[0].captured.out_spec)
+            outputs = pytree.tree_unflatten(of_batch(ready[0], of_runs), ready[0].captured.out_spec)
+            return outputs if self.buckets is None else self.buckets.cut(outputs, self._padding)
 
     def _forwards(self, ready: Sequence[Ready]) -> list[tuple[torch.Tensor, Parts]]:
         """Of each run its part of the loss, float64, and whole outputs of this rank's stages by position, if they are

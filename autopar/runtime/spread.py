@@ -19,6 +19,7 @@ from autopar.capture.evaluation import Skeleton
 from autopar.capture.losses import LOSS, other_losses
 from autopar.errors import RunError
 from autopar.runtime import dtensor_fixes, optimizer_steps
+from autopar.runtime.buckets import Buckets
 from autopar.runtime.methods import method_of
 from autopar.runtime.original import Original, unheard
 from autopar.runtime.programs import AllWell, Fields, ModuleCall, Programs
@@ -56,6 +57,7 @@ class SpreadModule(Elements):
     _compared: Calls
     _gradient_dtype: torch.dtype | None = None
     told_of_statistics: bool = False
+    buckets: Buckets | None = None
     _programs: Programs | None = None
     _original: Original | None = None
     _model_ref: Callable[[], torch.nn.Module | None]

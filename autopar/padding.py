@@ -1,0 +1,216 @@
+"""What a model needs so that its calls can be padded to buckets, and whether it gives what it gives without padding.
+
+Positions that are added must not count: neither in the loss (labels there are ignored) nor in what other positions
+compute (attention looks back, or is masked). That follows from no one operator, so it is tried: a part of the example
+batch goes through the model as it is and padded, and outputs, loss and gradients have to be the same.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autopar.capture import Captured
+from autopar.comparison import generators_kept, kept, reason_not_to
+from autopar.errors import CaptureError
+from autopar.runtime.batch_statistics import modules_with_statistics
+from autopar.runtime.buckets import LENGTH, ROWS, Buckets, Key, Size, Template, dims_of, keys_of, size_of
+from autopar.runtime.loss_counts import Count, count_of
+from autopar.torch_private import pytree
+
+FILLS = (-100, -1, 0)
+"""What labels are tried to be ignored by, where the loss does not say it."""
+ROUNDING, ROUNDING_OF_HALF = 1e-4, 5e-2
+"""Relative differences that sums in another order explain, with room."""
+
+Batch = tuple[tuple[Any, ...], Mapping[str, Any], tuple[Any, ...]]
+"""Positional and keyword arguments of the model, and targets of its loss function."""
+
+
+@dataclass(frozen=True)
+class Padded:
+    """An example padded with zeros to its bucket, and what is known of its leaves before it is captured."""
+
+    buckets: Buckets
+    example: Batch
+
+
+def padded_example(model: torch.nn.Module, example: Batch, sizes: Sequence[Size]) -> Padded:
+    """The example of a bucket, from any batch that fits one.
+
+    Raises:
+        CaptureError: no input has rows and a length. RunError: the example fits no bucket.
+    """
+    args, kwargs, targets = example
+    call = (*args, *targets), dict(kwargs)
+    leaves = pytree.tree_leaves(call)
+    size = size_of(leaves)
+    signature = inspect.signature(model.forward)
+    model_args = len(args) if targets else None
+    keys = keys_of(signature, model_args, *call)
+    dims = {
+        key: dims_of(leaf, size) for key, leaf in zip(keys, leaves, strict=True) if isinstance(leaf, torch.Tensor)
+    }
+    buckets = Buckets(sizes, signature, model_args, dims, {}, None)
+    (positional, by_name), _ = buckets.padded(*call)
+    return Padded(buckets, (positional[: len(args)], by_name, positional[len(args) :]))
+
+
+def proved(padded: Padded, captured: Captured, model: torch.nn.Module, example: Batch) -> Buckets:
+    """The buckets of a model that bears padding, with what its labels are filled with and its outputs' shapes.
+
+    Args:
+        captured: of the padded example.
+        example: without padding, with values.
+
+    Raises:
+        CaptureError: padding changes what the model gives, or it cannot be known that it does not.
+    """
+    args, kwargs, targets = example
+    call = (*args, *targets), dict(kwargs)
+    if modules := modules_with_statistics([captured.graph]):
+        raise CaptureError(
+            f"shapes='buckets': batch norms ({', '.join(modules[:4])}) take statistics of padded rows, too; use "
+            "shapes='any', or norms without statistics of the batch"
+        )
+    buckets = padded.buckets
+    keys = keys_of(buckets.signature, buckets.model_args, *call)
+    buckets.fill = _fills(captured, keys)
+    reason = reason_not_to(captured, model, example, True, times=4)
+    if reason:
+        if captured.graph.loss is not None and not buckets.fill:
+            raise CaptureError(
+                "shapes='buckets': it is not known which labels the loss ignores, and the model was not run to see "
+                f"whether it bears padding ({reason}); give labels with an ignore_index, or use shapes='any'"
+            )
+        warnings.warn(
+            f"shapes='buckets': it was not tried whether the model bears padding ({reason}). Attention has to look "
+            "back only, or be masked; outputs of padded calls keep the bucket's shape",
+            stacklevel=3,
+        )
+        return buckets
+    buckets.templates = _tried(buckets, captured, model, call, size_of(pytree.tree_leaves(call)))
+    return buckets
+
+
+def _fills(captured: Captured, keys: Sequence[Key]) -> dict[Key, float]:
+    """By what the loss's labels are padded so that they do not count."""
+    device = torch.device("cpu")
+    count: Count | None = count_of(captured.graph, device) if captured.graph.loss is not None else None
+    if count is None or not count.of_all:
+        return {}
+    of_name = {
+        captured.graph.nodes[number].target: key
+        for number, key in zip(captured.inputs, keys, strict=True) if number is not None
+    }  # fmt: skip
+    dtypes = {node.target: getattr(torch, node.out.dtype) for _, node in captured.graph.of_kind("input")}
+    for fill in dict.fromkeys((*FILLS, count.ignored) if count.ignored is None else (count.ignored, *FILLS)):
+        if fill is None:
+            continue
+        fills = {name: 0 if dtypes[name] is torch.bool or dtypes[name].is_floating_point else fill
+                 for name in count.inputs}  # fmt: skip
+        given = {name: torch.full(shape, fills[name], dtype=dtypes[name]) for name, shape in count.inputs.items()}
+        if float(count(given)) == 0:
+            return {of_name[name]: value for name, value in fills.items()}
+    return {}
+
+
+def _tried(
+    buckets: Buckets, captured: Captured, model: torch.nn.Module, call: Any, size: Size
+) -> frozenset[Template]:
+    """Run the model on a part of the example, without and with padding.
+
+    Returns:
+        Shapes of its outputs.
+
+    Raises:
+        CaptureError: they differ.
+    """
+    small = size[0], max(1, size[1] - 1)
+    size = size[0] + 1, small[1] + 1  # no longer than the example, which may be as long as the model can take
+    leaves, spec = pytree.tree_flatten(call)
+    keys = keys_of(buckets.signature, buckets.model_args, *call)
+
+    def part(key: Key, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        leaf = leaf.detach()
+        for at, dim in enumerate(buckets.dims[key]):
+            if dim is not None:
+                leaf = leaf.narrow(at, 0, small[0] if dim == ROWS else small[1])
+        return leaf.clone()
+
+    bare = pytree.tree_unflatten([part(key, leaf) for key, leaf in zip(keys, leaves, strict=True)], spec)
+    whole = Buckets([size], buckets.signature, buckets.model_args, buckets.dims, buckets.fill, None)
+    wide, padding = whole.padded(*bare)
+    loss_fn = captured.example.loss_fn if captured.example is not None else None
+
+    def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+        torch.manual_seed(0)
+        output = model(*args[: buckets.model_args], **kwargs)
+        outputs = pytree.tree_leaves(output if loss_fn is None else loss_fn(output, *args[buckets.model_args or 0 :]))
+        wanted = [p for p in model.parameters() if p.requires_grad]
+        number = captured.graph.loss
+        if number is None or not wanted:
+            return outputs, []
+        return outputs, list(torch.autograd.grad(outputs[number], wanted, allow_unused=True))
+
+    with kept(model, loss_fn), generators_kept(), torch.enable_grad():
+        for root in (model, loss_fn):
+            if isinstance(root, torch.nn.Module):
+                root.eval()
+        try:
+            (without, gradients), (with_padding, padded_gradients) = run(*bare), run(*wide)
+        except Exception as error:
+            raise CaptureError(
+                f"shapes='buckets': the model failed on a part of the example batch, or on it padded from {small} to "
+                f"{size} (rows, length): {type(error).__name__}: {error}"
+            ) from error
+    templates = {
+        _template(x, y, padding.size, padding.bucket)
+        for x, y in zip(without, with_padding, strict=True) if isinstance(x, torch.Tensor)
+    }  # fmt: skip
+    whole.templates = frozenset(templates)
+    single = all(p.dtype in (torch.float32, torch.float64) for p in model.parameters())
+    bound = ROUNDING if single else ROUNDING_OF_HALF
+    cut = whole.cut(with_padding, padding)
+    for i, (x, y) in enumerate([*zip(without, cut, strict=True), *zip(gradients, padded_gradients, strict=True)]):
+        if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
+            continue
+        is_loss, x, y = i == captured.graph.loss, x.detach(), y.detach()
+        if x.shape != y.shape or not _close(x, y, bound):
+            what = "the loss" if is_loss else f"output {i}" if i < len(without) else "a gradient"
+            numbers = f": {float(x):.6g}, and {float(y):.6g} padded" if x.numel() == y.numel() == 1 else ""
+            raise CaptureError(
+                f"shapes='buckets': padding a part of the example batch from {small} to {size} (rows, length) changes "
+                f"{what}{numbers}. The model takes padded positions for others: give labels that its loss ignores "
+                "there (a mean over labels with ignore_index, or over a mask), attention that looks back only, or an "
+                "attention mask; or use shapes='any', which pads nothing"
+            )
+    return whole.templates
+
+
+def _close(x: torch.Tensor, y: torch.Tensor, bound: float) -> bool:
+    """Whether two tensors are the same but for rounding; numbers that are none are not."""
+    if not x.is_floating_point():
+        return bool(torch.equal(x, y))
+    worst = (x - y).abs().max() if x.numel() else torch.zeros(())
+    return bool(worst <= bound * torch.maximum(x.abs().max(), torch.full_like(worst, 1e-6))) if x.numel() else True
+
+
+def _template(x: torch.Tensor, y: torch.Tensor, small: Size, size: Size) -> Template:
+    """The shape of an output, from those of two calls."""
+    names: list[int | str] = []
+    for at, (a, b) in enumerate(zip(x.shape, y.shape, strict=True)):
+        pairs = [(small[0], size[0], ROWS), (small[1], size[1], LENGTH)]
+        of = [name for p, q, name in (pairs if at == 0 else reversed(pairs)) if (a, b) == (p, q) and p != q]
+        names.append(of[0] if of else int(b))
+    return tuple(names)
+
+
+__all__ = ["Padded", "padded_example", "proved"]

@@ -1,0 +1,33 @@
+"""Calls that are padded to buckets, on two real ranks with cuts forced: the numbers of one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from procs import in_buckets
+from procs.in_turn import several
+
+from autopar.runtime.launch import run_local
+
+CALLS: dict[str, tuple[Any, ...]] = {
+    **{f"trained {cut}": ("trained", cut) for cut in in_buckets.CUTS},
+    **{f"own rows {cut}": ("uneven_own_rows", cut) for cut in in_buckets.CUTS}, "in stages": ("in_stages",),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    return run_local(several, 2, "in_buckets", CALLS)
+
+
+@pytest.mark.parametrize("cut", in_buckets.CUTS)
+def test_padded_steps_are_those_of_one_device(found: list[dict[str, Any]], cut: str) -> None:
+    for rank in found:
+        worst, captures = rank[f"trained {cut}"]
+        assert worst < 1e-9 and captures == 1
+
+
+@pytest.mark.parametrize("how", [how for how in CALLS if not how.startswith("trained")])
+def test_rows_of_ones_own_and_stages(found: list[dict[str, Any]], how: str) -> None:
+    assert all(rank[how] < 1e-9 for rank in found)
