@@ -254,20 +254,24 @@ class ParallelModule(TakesRows, SpreadModule):
         (args, kwargs), padding = self.buckets.padded(args, kwargs)
         return self.buckets.cut(self.run_call(args, kwargs), padding)
 
-    def run_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """:meth:`forward` of a call that is of its bucket's shape, where there are buckets."""
+    def run_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], of_step: bool = False) -> Any:
+        """:meth:`forward` of a call that is of its bucket's shape, where there are buckets.
+
+        Args:
+            of_step: it is a microbatch of a step.
+        """
         if self._own_rows is not None:
             args, kwargs = self._own_rows.whole(args, kwargs)
         call = self._calls + 1
         failures = self._failures
         if failures is None:  # one device: the program runs in the caller's own autograd graph
-            check_values(self, ModuleCall(args, kwargs))
+            check_values(self, ModuleCall(args, kwargs, of_step=of_step))
             return self._outputs(self._call(call, args, kwargs), call)
         failures.settle()
         with failures.during(f"the forward of call {call}"):
             if self._groups is not None:
                 self._groups.check(self._generation)
-            check_values(self, ModuleCall(args, kwargs))
+            check_values(self, ModuleCall(args, kwargs, of_step=of_step))
             meeting = self._meeting
             if meeting is not None:
                 meeting.note(f"the forward of call {call}")
@@ -375,7 +379,7 @@ class ParallelModule(TakesRows, SpreadModule):
         if calls is None:
             self._check_step(ModuleCall(args, kwargs, in_parts=True, parts=microbatches))
         else:
-            self._check_step(ModuleCall(*calls[0]))
+            self._check_step(ModuleCall(*calls[0], parts=len(calls)))
         self.check_trains()
         graph = self._captured.graph
         if graph.loss is None:

@@ -48,7 +48,7 @@ def backwards(pm: Any, calls: Sequence[Call], shares: Shares, number: int) -> to
         with stand_ins(stage.param_slots, stage.template) if stage.direct else contextlib.nullcontext():
             for i, (positional, by_name) in enumerate(calls):
                 gradients.defer, gradients.accumulating = i < counting[-1], counting[0] < i <= counting[-1]
-                loss = pytree.tree_leaves(pm.run_call(positional, by_name))[number]
+                loss = pytree.tree_leaves(pm.run_call(positional, by_name, of_step=True))[number]
                 if i not in counting:
                     continue
                 if len(calls) > 1:

@@ -85,6 +85,7 @@ class ModuleCall:
         parts: how many the caller says; None where the shapes say it.
         one: positional and keyword arguments of the first microbatch, where it is known what is cut; whole, also where
             the call has one rank's rows.
+        of_step: it is one microbatch of a step that was looked at as a whole.
     """
 
     args: tuple[Any, ...]
@@ -92,6 +93,7 @@ class ModuleCall:
     in_parts: bool = False
     parts: int | None = None
     one: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
+    of_step: bool = False
 
     def of(self, example: Example, rows: int) -> tuple[Batch, Any]:
         """The call that a program for this one is captured from, and its loss function, unless the call leaves out the
@@ -109,6 +111,13 @@ class ModuleCall:
             have = rows_of(batch)
             batch = first_part(batch, self.parts or parts_of(have, rows))
         return batch, example.loss_fn if targets or not example.targets else None
+
+    def parts_of(self, captured: Captured) -> int | None:
+        """Of how many microbatches a step is, of the program that was captured; None of a call that is no step."""
+        if self.parts is not None or not self.in_parts or captured.example is None:
+            return self.parts
+        have, rows = rows_of((self.args, dict(self.kwargs))), batch_rows(captured)
+        return have // rows if have % rows == 0 else None
 
     def shown(self) -> str:
         """The call in words, for messages."""
@@ -182,14 +191,15 @@ class Programs:
             raise RunError(refusal(pm._captured.guards.changes()))
         mode = "in training" if pm.training else "in eval mode"
         mode += "" if torch.is_grad_enabled() else " without gradients"
-        way_before, self.way = self.way, (mode, call.parts)
+        way_before = self.way
+        self.way = mode, way_before[1] if call.of_step else call.parts_of(pm._captured)
         if same and fits and self.way == way_before:
             if self.meeting is not None:
                 self.meeting.note(f"call {self.calls} without a change")
             return
         if same and fits:
             if self.meeting is not None:
-                parts = f" in {call.parts} microbatches" if call.parts is not None else ""
+                parts = f" in {self.way[1]} microbatches" if self.way[1] is not None else ""
                 why = ON_ALL if mode != way_before[0] else OTHER_CALL
                 self.meeting.meet("is at", f"call {self.calls} {mode}{parts}", why)
             return
