@@ -159,12 +159,8 @@ def compare_under(shared: str, configs: Sequence[Config], late: float = 0.0) -> 
 
 
 def compare_models_under(shared: str, by_model: Sequence[Sequence[Config]]) -> list[list[dict[str, Any]]]:
-    """The same of several models one after the other, each in groups of its own, in processes that start once."""
-    rows = []
-    for configs in by_model:
-        rows.append(compare_under(shared, configs))
-        destroy_groups()
-    return rows
+    """The same of several models one after the other, in processes that start once."""
+    return [compare_under(shared, configs) for configs in by_model]
 
 
 def over_the_world(shared: str, config: Config) -> None:
