@@ -11,34 +11,29 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import spmd_types as spmd
 import torch
 
+from autopar.rules.attention_in_blocks import Form, goes_in_blocks, in_blocks
 from autopar.rules.notation import Lowering, Rule, line
 from autopar.rules.operator_call import Call, In
-from autopar.rules.random import kept
+from autopar.rules.random import halves, threshold_of
 from autopar.rules.registry import T, rule, sample
-from autopar.torch_private import safe_softmax
 
 
 def attention_with_dropout(
     q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, *,
     scale: float | None = None, enable_gqa: bool = False, cut: Any, seed: Any, site: int, shape: Any, shards: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """Attention step by step, with dropout of its probabilities that does not depend on the mesh."""
+    """Attention with dropout of its probabilities that does not depend on the mesh; where it is long, in blocks."""
     # q [.. h q d], k [.. g k d], v [.. g k e] -> [.. h q e]
-    if enable_gqa:
-        repeats = q.shape[-3] // k.shape[-3]
-        k, v = k.repeat_interleave(repeats, -3), v.repeat_interleave(repeats, -3)
-    scores = torch.matmul(q * (1 / math.sqrt(q.shape[-1]) if scale is None else scale), k.transpose(-2, -1))
-    if is_causal:
-        before = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-        scores = scores.masked_fill(~before, -math.inf)
-    if attn_mask is not None:
-        is_bool = attn_mask.dtype == torch.bool
-        scores = scores.masked_fill(~attn_mask, -math.inf) if is_bool else scores + attn_mask
-    weights = safe_softmax(scores, -1)  # a row without any key gives zeros, as in the fused kernels
-    mask = kept(dropout_p, seed, site, (*shape[:-1], k.shape[-2]), (*shards[:-1], ()), q.device)
-    return torch.matmul(weights * mask, v) * (1 / (1 - dropout_p) if dropout_p < 1 else 0.0)
+    drawn = (*shape[:-1], k.shape[-2])
+    row, column = halves(seed, site, drawn, (*shards[:-1], ()), q.device)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    form = Form(is_causal, scale, threshold_of(dropout_p), 1 - dropout_p)
+    if goes_in_blocks(q, k, v) and not spmd.is_type_checking():
+        return in_blocks(q, k, v, attn_mask, row, column, form)
+    return form.in_one(q, k, v, attn_mask, row, column)
 
 
 def _term(shape: Sequence[int], names: Sequence[str]) -> str:

@@ -59,7 +59,7 @@ def bits_at(seed: torch.Tensor, site: int, shape: Sequence[int], places: Sequenc
     return _mixed(*_hashes(seed, site, shape, places))
 
 
-def _halves(
+def halves(
     seed: torch.Tensor, site: int, shape: Sequence[int], shards: Shards, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Hashes of the rows [*local shape without the last dim] and of the columns [last local dim], int32."""
@@ -94,10 +94,10 @@ def _mixed(row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
 
 def kept(p: float, seed: torch.Tensor, site: int, shape: Sequence[int], shards: Shards, device: Any) -> torch.Tensor:
     """Bool mask that is True with probability ``1 - p``."""
-    return bits(seed, site, shape, shards, device) < _threshold(p)
+    return bits(seed, site, shape, shards, device) < threshold_of(p)
 
 
-def _threshold(p: float) -> int:
+def threshold_of(p: float) -> int:
     """Below which a share of ``1 - p`` of all int32 lies."""
     return min(round((1 - p) * 2**32) - 2**31, 2**31 - 1)
 
@@ -116,9 +116,22 @@ def dropout(
 ) -> torch.Tensor:
     """``aten.dropout`` in training; on accelerators in one pass (:class:`_Dropped`)."""
     if shape and type(x) is torch.Tensor and x.device.type in FUSED_ON and _can_fuse(x.device):
-        row, column = _halves(seed, site, shape, shards, x.device)
-        return _Dropped.apply(x, row, column, _threshold(p), 1 / (1 - p) if p < 1 else 0.0)
+        row, column = halves(seed, site, shape, shards, x.device)
+        return _Dropped.apply(x, row, column, threshold_of(p), 1 / (1 - p) if p < 1 else 0.0)
     return x * kept(p, seed, site, shape, shards, x.device) * (1 / (1 - p) if p < 1 else 0.0)
+
+
+def dropping(row: torch.Tensor, column: torch.Tensor, threshold: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What sets elements of a tensor to zero, not scaled, several tensors alike.
+
+    Args:
+        row, column: what :func:`halves` gives for the tensor.
+        threshold: what :func:`threshold_of` gives.
+    """
+    if row.device.type in FUSED_ON and type(row) is torch.Tensor and _can_fuse(row.device):
+        return lambda x: _Dropped.apply(x, row, column, threshold, 1.0)
+    keep = _mixed(row, column) < threshold
+    return lambda x: x * keep
 
 
 FUSED_ON = {"cuda"}

@@ -39,7 +39,8 @@ c10d = dist.distributed_c10d
 WAITS = 60.0
 """Seconds after which an operation counts as one that never ends."""
 _uses = itertools.count()
-"""Of the rules in this process: ranks that met in an earlier use have yet to meet in the next."""
+"""Of the rules in this process. Groups, and so communicators that have begun, go on from one use to the next; counts of
+new groups do not."""
 
 
 class Stuck(RuntimeError):
@@ -72,7 +73,8 @@ class Rules:
 
     def __init__(self, shared: str, waits: float = WAITS) -> None:
         self.shared, self.waits = shared, waits
-        self.store = dist.PrefixStore(f"nccl-rules/{shared}/{next(_uses)}", default_store())
+        self.use = next(_uses)
+        self.store = dist.PrefixStore(f"nccl-rules/{shared}", default_store())
         self.real: dict[str, Callable[..., Any]] = {"send": dist.isend, "receive": dist.irecv}
         self.streams: dict[Hashable, queue.Queue[Any]] = {}
         self.groups: list[tuple[int, ...]] = []
@@ -124,7 +126,7 @@ class Rules:
             self.backends.append(backend)
             if self.shared == "group":  # split from the world's communicator, by all of its ranks
                 everyone = list(range(dist.get_world_size()))
-                self._meet(f"split/{len(self.groups)}", dist.get_rank(), everyone, f"group {members}")
+                self._meet(f"split/{self.use}/{len(self.groups)}", dist.get_rank(), everyone, f"group {members}")
             return real(ranks, timeout, backend, *args, **options)
 
         return recorded

@@ -1,0 +1,233 @@
+"""Attention with dropout of its probabilities, some queries at a time: no tensor has queries by keys elements.
+
+A block of queries sees all of its keys at once, so no running softmax is needed. Forward and backward make the block's
+probabilities, use them and let them go; the backward makes them again from queries and keys, and draws the same bits
+again. What is kept for it is queries, keys, values, the mask, and one hash for each query and key: for S of both, and
+blocks of B queries, memory is S B in place of S S. Which element is dropped is decided by its place in the whole tensor
+(:mod:`.random`), so neither blocks nor meshes change the numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import pad
+
+from autopar.rules.random import dropping
+from autopar.torch_private import safe_softmax
+
+QUERIES, MOST_BLOCKS = 128, 64
+"""Queries of a block, and blocks of a call: longer calls have larger blocks."""
+FEWEST_SCORES = 1024 * 1024
+"""Queries by keys from which on a call goes in blocks (``benchmarks/attention_dropout.py`` has the times of both)."""
+
+
+class Form(NamedTuple):
+    """What of a call is no tensor."""
+
+    is_causal: bool
+    scale: float
+    threshold: int
+    keeps_share: float
+
+    def in_one(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, row: Any, column: Any) -> Any:
+        """The call at once, as the reference and where gradients of gradients are asked for."""
+        weights = _weights(q, k, mask, slice(0, q.shape[-2]), self)
+        drop = dropping(row, column, self.threshold)
+        return _rejoined(torch.matmul(_folded(drop(weights), v), v), q) * self.unscaled
+
+    @property
+    def unscaled(self) -> float:
+        """What the sum of what was kept is multiplied with."""
+        return 1 / self.keeps_share if self.keeps_share > 0 else 0.0
+
+
+def goes_in_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether a call is worth it: it is long, and nothing but keys and values is repeated over leading dims. Not where
+    sizes are no numbers, as of simulated ranks with pieces of several sizes."""
+    if any(isinstance(n, torch.SymInt) for x in (q, k, v) for n in x.shape):
+        return False
+    if q.shape[-2] * k.shape[-2] < FEWEST_SCORES or q.shape[-2] <= QUERIES or k.dim() != q.dim():
+        return False
+    leading = zip(q.shape[:-3], k.shape[:-3], v.shape[:-3], strict=True) if v.dim() == q.dim() else ()
+    return v.dim() == q.dim() and all(of_k in (1, n) and of_v in (1, n) for n, of_k, of_v in leading)
+
+
+def _folded(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """``x`` [.. h q c] with the heads that share keys among the rows, [.. g (r q) c]; ``like`` has g heads."""
+    if x.dim() < 3 or x.shape[-3] == like.shape[-3]:
+        return x
+    g = like.shape[-3]
+    return x.unflatten(-3, (g, -1)).flatten(-3, -2)
+
+
+def _rejoined(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The other way: [.. g (r q) c] as [.. h q c], with the heads and rows of ``like``."""
+    if x.dim() < 3 or x.shape[-3] == like.shape[-3]:
+        return x
+    return x.unflatten(-2, (-1, like.shape[-2])).flatten(-4, -3)
+
+
+def _weights(q: torch.Tensor, k: torch.Tensor, mask: Any, rows: slice, form: Form) -> torch.Tensor:
+    """Probabilities of a block of queries, [.. h q k]; ``mask`` is the block's."""
+    scores = _rejoined(torch.matmul(_folded(q * form.scale, k), k.transpose(-2, -1)), q)
+    if form.is_causal:
+        row, column = (torch.arange(a, b, device=q.device) for a, b in ((rows.start, rows.stop), (0, k.shape[-2])))
+        scores = scores.masked_fill(column > row.unsqueeze(-1), -math.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    return safe_softmax(scores, -1)  # a row without any key gives zeros, as in the fused kernels
+
+
+def _of_rows(x: torch.Tensor, rows: slice, n: int) -> torch.Tensor:
+    """The block of a mask [.. q|1 k], or of what is of one size in its queries; its first ``n`` keys."""
+    x = x if x.dim() < 2 or x.shape[-2] == 1 else x[..., rows, :]
+    return x if x.shape[-1] == 1 else x[..., :n]
+
+
+class _Block(NamedTuple):
+    """Some queries, and as many of the keys as they can see."""
+
+    rows: slice
+    n_keys: int
+    weights: torch.Tensor
+    drop: Callable[[torch.Tensor], torch.Tensor]
+
+
+def _blocks(q: torch.Tensor, k: torch.Tensor, mask: Any, row: Any, column: Any, form: Form) -> Iterator[_Block]:
+    """All queries, the last ones first: those see the most keys."""
+    n_queries, n_keys = q.shape[-2], k.shape[-2]
+    size = max(QUERIES, -(-n_queries // (MOST_BLOCKS * QUERIES)) * QUERIES)
+    for start in reversed(range(0, n_queries, size)):
+        rows = slice(start, min(start + size, n_queries))
+        seen = min(rows.stop, n_keys) if form.is_causal else n_keys
+        of_mask = _of_rows(mask, rows, seen) if mask is not None else None
+        weights = _weights(q[..., rows, :], k[..., :seen, :], of_mask, rows, form)
+        yield _Block(rows, seen, weights, dropping(row[..., rows], column[:seen], form.threshold))
+        del weights  # before those of the next block are made
+
+
+class _InBlocks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, row: torch.Tensor,
+        column: torch.Tensor, form: Form,
+    ) -> torch.Tensor:  # fmt: skip
+        ctx.save_for_backward(q, k, v, mask, row, column)
+        ctx.form = form
+        parts = []
+        for block in _blocks(q, k, mask, row, column, form):
+            dropped = _folded(block.drop(block.weights), v)
+            part = torch.matmul(dropped, v[..., : block.n_keys, :]) * form.unscaled
+            parts.append(_rejoined(part, q[..., block.rows, :]))
+            del block, dropped
+        return torch.cat(parts[::-1], -2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            return _differentiable(ctx, grads[0])
+        q, k, v, mask, row, column = ctx.saved_tensors
+        form: Form = ctx.form
+        to_q, to_k, to_v, to_mask = ctx.needs_input_grad[:4]
+        of_q, of_k, of_v = [], _Sum(k), _Sum(v)
+        of_mask = _Sum(mask) if to_mask else None
+        for block in _blocks(q, k, mask, row, column, form):
+            rows, keys = block.rows, slice(0, block.n_keys)
+            grad = _folded(grads[0][..., rows, :] * form.unscaled, v)
+            part = q[..., rows, :]
+            if to_v:
+                dropped = _folded(block.drop(block.weights), v)
+                of_v.add(torch.matmul(dropped.transpose(-2, -1), grad), keys)
+                del dropped
+            of_weights = block.drop(_rejoined(torch.matmul(grad, v[..., keys, :].transpose(-2, -1)), part))
+            of_scores = torch.ops.aten._softmax_backward_data(of_weights, block.weights, -1, block.weights.dtype)
+            del of_weights
+            if of_mask is not None:
+                of_mask.add_block(of_scores, rows, keys)
+            of_scores = _folded(of_scores, k)
+            if to_q:
+                of_q.append(_rejoined(torch.matmul(of_scores, k[..., keys, :]), part) * form.scale)
+            if to_k:
+                of_k.add(torch.matmul(of_scores.transpose(-2, -1), _folded(part * form.scale, k)), keys)
+            del block, of_scores
+        return (
+            torch.cat(of_q[::-1], -2) if to_q else None, of_k.total() if to_k else None, of_v.total() if to_v else None,
+            of_mask.total() if of_mask is not None else None, None, None, None,
+        )  # fmt: skip
+
+
+class _Sum:
+    """The gradient of keys, values or a mask, from blocks that all add to it.
+
+    Args:
+        like: what it is the gradient of. Formats of 16 bits add up in 32.
+    """
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self.like = like
+        self.sum: torch.Tensor | None = None
+        self.parts: list[torch.Tensor] = []
+
+    def add(self, x: torch.Tensor, rows: slice) -> None:
+        """Add to the rows [.. rows c] from the first on; the first block has the most of them."""
+        x = x.sum_to_size(*self.like.shape[:-2], x.shape[-2], self.like.shape[-1]).to(_adds_in(self.like.dtype))
+        if self.sum is None:
+            self.sum = x
+        else:
+            self.sum[..., rows, :] += x
+
+    def add_block(self, x: torch.Tensor, rows: slice, keys: slice) -> None:
+        """Add scores of a block to the mask that was added to them."""
+        shape = self.like.shape
+        if shape[-1] > 1 and keys.stop < shape[-1]:
+            x = pad(x, (0, shape[-1] - keys.stop))
+        if len(shape) > 1 and shape[-2] > 1:
+            self.parts.append(x.sum_to_size(*shape[:-2], rows.stop - rows.start, shape[-1]))
+            return
+        x = x.sum_to_size(shape).to(_adds_in(self.like.dtype))
+        self.sum = x if self.sum is None else self.sum + x
+
+    def total(self) -> torch.Tensor:
+        """The gradient, when all blocks have been added."""
+        if self.parts:
+            return torch.cat(self.parts[::-1], -2)
+        assert self.sum is not None
+        unseen = self.like.shape[-2] - self.sum.shape[-2] if self.like.dim() > 1 else 0
+        return (pad(self.sum, (0, 0, 0, unseen)) if unseen else self.sum).to(self.like.dtype)
+
+
+def _adds_in(dtype: torch.dtype) -> torch.dtype:
+    """In which blocks add up."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def _differentiable(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Gradients that have gradients themselves: of the call at once."""
+    tensors = ctx.saved_tensors
+    wanted = [x for x, needed in zip(tensors, ctx.needs_input_grad, strict=False) if needed]
+    gradients = iter(torch.autograd.grad(ctx.form.in_one(*tensors), wanted, grad, create_graph=True))
+    return *(next(gradients) if needed else None for needed in ctx.needs_input_grad[:4]), None, None, None
+
+
+def in_blocks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, row: torch.Tensor, column: torch.Tensor, form: Form
+) -> torch.Tensor:
+    """Attention with dropout.
+
+    Args:
+        q, k, v: [.. h q d], [.. g k d] and [.. g k e]; h is a multiple of g.
+        mask: of booleans, or added to the scores; or None.
+        row, column: hashes of the queries [.. h q] and keys [k] of which bits are drawn (:mod:`.random`).
+
+    Returns:
+        [.. h q e].
+    """
+    result: torch.Tensor = _InBlocks.apply(q, k, v, mask, row, column, form)
+    return result
+
+
+__all__ = ["Form", "goes_in_blocks", "in_blocks"]

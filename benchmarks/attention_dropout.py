@@ -1,0 +1,85 @@
+"""Attention with dropout, forward and backward: at once and in blocks of queries. CPU-seconds, and bytes at the peak.
+
+    OMP_NUM_THREADS=1 python benchmarks/attention_dropout.py [longest]
+
+The peak is counted by storage, in whatever any operator makes (no allocator's rounding, no inputs).
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import weakref
+from statistics import median
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.rules import attention_in_blocks
+from autopar.rules.attention import attention_with_dropout
+
+HEADS, INNER, P = 4, 64, 0.1
+
+
+class Peak(TorchDispatchMode):
+    """Bytes of all storages that operators have made and that live, at the most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in pytree.tree_leaves(result):
+            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in self.seen:
+                storage = x.untyped_storage()
+                self.seen.add(storage._cdata)
+                self.now += storage.nbytes()
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+        return result
+
+    def _gone(self, key: int, n_bytes: int) -> None:
+        self.seen.discard(key)
+        self.now -= n_bytes
+
+
+def step(n: int, causal: bool) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, HEADS, n, INNER, requires_grad=True) for _ in range(3))
+    y = attention_with_dropout(
+        q, k, v, None, P, causal, cut={}, seed=torch.tensor(3), site=1, shape=tuple(q.shape), shards=((),) * 4
+    )
+    torch.autograd.grad(y, (q, k, v), torch.ones_like(y))
+
+
+def measured(n: int, causal: bool, fewest: int) -> tuple[float, int]:
+    attention_in_blocks.FEWEST_SCORES = fewest
+    with Peak() as peak:
+        step(n, causal)
+    taken = []
+    for _ in range(3):
+        start = time.process_time()
+        step(n, causal)
+        taken.append(time.process_time() - start)
+    return median(taken), peak.most
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    longest = int(sys.argv[1]) if len(sys.argv) > 1 else 4096
+    print("   S  causal   at once            in blocks          time   memory")
+    for n in (256, 512, 1024, 2048, 4096, 8192):
+        for causal in (False, True) if n <= longest else ():
+            (once, all_bytes), (parts, of_blocks) = measured(n, causal, 1 << 62), measured(n, causal, 0)
+            print(
+                f"{n:5}  {causal!s:6}  {once:6.2f} s {all_bytes / 2**20:7.0f} MiB {parts:6.2f} s "
+                f"{of_blocks / 2**20:6.0f} MiB  x {parts / once:4.2f}  1/{all_bytes / of_blocks:.1f}", flush=True,
+            )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

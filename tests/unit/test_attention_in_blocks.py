@@ -1,0 +1,168 @@
+"""Attention with dropout in blocks of queries: the numbers of the call at once, in memory without queries by keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.graph import Spec
+from autopar.rules import attention, attention_in_blocks
+from autopar.rules.needs import needs_of
+from autopar.rules.operator_call import Call, In
+from autopar.rules.proof import Case, prove, strategies_of
+from autopar.rules.random import bits, threshold_of
+from autopar.rules.registry import SAMPLES, rule_for
+from autopar.rules.saved import LocalLayout, contiguous, saved_by
+
+SEED, P = torch.tensor(7), 0.25
+SQUARE = (2, 4, 24, 8)
+CASES: dict[str, tuple[Any, ...]] = {
+    "plain": (SQUARE, SQUARE, SQUARE, None, False),
+    "causal": (SQUARE, SQUARE, SQUARE, None, True),
+    "causal, more queries": ((1, 2, 30, 4), (1, 2, 12, 4), (1, 2, 12, 4), None, True),
+    "causal, fewer queries": ((1, 2, 12, 4), (1, 2, 30, 4), (1, 2, 30, 4), None, True),
+    "shared keys": ((2, 6, 20, 8), (2, 2, 12, 8), (2, 2, 12, 4), None, False),
+    "no heads": ((20, 8), (12, 8), (12, 4), None, False),
+    "one batch of keys": (SQUARE, (1, 4, 24, 8), (1, 4, 24, 8), None, False),
+    "booleans": (SQUARE, SQUARE, SQUARE, ("bool", (24, 24)), False),
+    "booleans of keys": (SQUARE, SQUARE, SQUARE, ("bool", (2, 1, 1, 24)), False),
+    "a trained mask": (SQUARE, SQUARE, SQUARE, ("float", (1, 4, 24, 24)), False),
+    "a trained mask of queries": ((2, 6, 20, 8), (2, 2, 12, 8), (2, 2, 12, 4), ("float", (6, 20, 1)), False),
+    "a trained mask of keys": ((2, 6, 20, 8), (2, 2, 12, 8), (2, 2, 12, 4), ("float", (12,)), False),
+}  # fmt: skip
+
+
+def inputs(name: str, dtype: torch.dtype = torch.float64) -> list[Any]:
+    torch.manual_seed(3)
+    *sizes, mask, _ = CASES[name]
+    tensors = [torch.randn(size, dtype=dtype, requires_grad=True) for size in sizes]
+    if mask is None:
+        return [*tensors, None]
+    kind, size = mask
+    if kind == "float":
+        return [*tensors, torch.randn(size, dtype=dtype, requires_grad=True)]
+    of_keys = torch.rand(size) < 0.7
+    if size[-2] > 1:
+        of_keys[..., :1, :] = False  # a query without any key
+    return [*tensors, of_keys]
+
+
+def attend(tensors: list[Any], causal: bool) -> torch.Tensor:
+    q, k, v, mask = tensors
+    out = (*q.shape[:-1], v.shape[-1])
+    return attention.attention_with_dropout(
+        q, k, v, mask, P, causal, enable_gqa=q.dim() > 2 and q.shape[-3] != k.shape[-3], cut={}, seed=SEED, site=5,
+        shape=out, shards=((),) * len(out),
+    )  # fmt: skip
+
+
+def blocks_of(queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_in_blocks, "FEWEST_SCORES", 0)
+    monkeypatch.setattr(attention_in_blocks, "QUERIES", queries)
+
+
+def both(tensors: list[Any], causal: bool) -> list[torch.Tensor]:
+    """The result and the gradients."""
+    leaves = [x for x in tensors if isinstance(x, torch.Tensor) and x.requires_grad]
+    y = attend(tensors, causal)
+    return [y, *torch.autograd.grad(y, leaves, torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape))]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_numbers_of_the_call_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, causal = inputs(name), CASES[name][-1]
+    expected = both(tensors, causal)
+    for queries in (1, 7, 8):
+        blocks_of(queries, monkeypatch)
+        mine = both(tensors, causal)
+        assert type(attend(tensors, causal).grad_fn).__name__ == "_InBlocksBackward"
+        for a, b in zip(mine, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+def test_it_drops_what_torch_would_drop_with_that_mask() -> None:
+    """Against torch's own attention, written out with the bits of the mask alone."""
+    q, k, v, _ = inputs("plain")
+    size = (*q.shape[:-1], k.shape[-2])
+    kept = bits(SEED, 5, size, ((),) * len(size), q.device) < threshold_of(P)
+    expected = (torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, -1) * kept) @ v / (1 - P)
+    torch.testing.assert_close(attend([q, k, v, None], False), expected, rtol=1e-11, atol=1e-12)
+    assert abs(float(kept.double().mean()) - (1 - P)) < 0.02
+
+
+def test_gradients_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    def second() -> list[torch.Tensor]:
+        q, k, v, _ = inputs("shared keys")
+        (of_q,) = torch.autograd.grad(attend([q, k, v, None], False).square().sum(), q, create_graph=True)
+        return list(torch.autograd.grad(of_q.square().sum(), (q, k, v)))
+
+    expected = second()
+    blocks_of(8, monkeypatch)
+    for a, b in zip(second(), expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a tensor that any operator makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in torch.utils._pytree.tree_leaves(result):
+            if isinstance(x, torch.Tensor):
+                self.elements = max(self.elements, x.untyped_storage().nbytes() // x.element_size())
+        return result
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_nothing_has_queries_by_keys(causal: bool) -> None:
+    """At the sizes that are used; what a block has is the most that there is."""
+    n, tensors = 1536, [torch.randn(1, 2, 1536, 4, requires_grad=True) for _ in range(3)]
+    with Largest() as most:
+        both([*tensors, None], causal)
+    assert most.elements <= 2 * attention_in_blocks.QUERIES * n < 2 * n * n / 10
+
+
+def test_short_calls_go_at_once() -> None:
+    assert type(attend(inputs("plain"), False).grad_fn).__name__ != "_InBlocksBackward"
+
+
+@pytest.mark.parametrize(
+    "mesh", [(("data", 2),), pytest.param((("data", 2), ("tensor", 2)), marks=pytest.mark.slow)], ids=str
+)
+@pytest.mark.parametrize("number", [-2, -1])
+def test_every_cut_gives_the_same_numbers(number: int, mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward on all ranks, in blocks of two queries."""
+    blocks_of(2, monkeypatch)
+    monkeypatch.setattr(attention_in_blocks, "MOST_BLOCKS", 1 << 20)
+    case = Case(TARGET, SAMPLES[TARGET][number])
+    for picked in strategies_of(case, mesh):
+        prove(case, picked, mesh)
+
+
+TARGET = "aten.scaled_dot_product_attention.default"
+
+
+def test_the_ledger_counts_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept, and what is needed besides: of a call as it is made, so in blocks where it goes in blocks."""
+    heads, n, d = 2, 1536, 8
+    spec = Spec((1, heads, n, d), "float32")
+    args = (In(0), In(1), In(2), None, 0.1, True)
+    call = Call(TARGET, args, {}, (spec, spec, spec), (spec,))
+    layouts = [LocalLayout(spec.shape, contiguous(spec.shape), spec.dtype, True)] * 3
+    found = []
+    for fewest in (0, 1 << 60):
+        monkeypatch.setattr(attention_in_blocks, "FEWEST_SCORES", fewest)
+        for module in ("saved", "needs"):
+            monkeypatch.setattr(f"autopar.rules.{module}._known", {})
+        rule = rule_for(call)
+        found.append((saved_by(call, rule, (), (), layouts), needs_of(call, rule, (), (), layouts)))
+    (kept, needs), (kept_at_once, needs_at_once) = found
+    assert kept.ins == (0, 1, 2) and kept.inside_bytes <= 8 * (heads * n + n)
+    assert kept_at_once.inside_bytes >= 4 * heads * n * n
+    assert 4 * needs.backward_bytes < needs_at_once.backward_bytes
+    assert 4 * needs.forward_bytes < needs_at_once.forward_bytes
