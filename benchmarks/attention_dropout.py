@@ -2,49 +2,22 @@
 
     OMP_NUM_THREADS=1 python benchmarks/attention_dropout.py [longest]
 
-The peak is counted by storage, in whatever any operator makes (no allocator's rounding, no inputs).
+The peak is counted by storage, in whatever any operator makes (no allocator's rounding).
 """
 
 from __future__ import annotations
 
 import sys
 import time
-import weakref
 from statistics import median
-from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.allocations import Allocations
 from autopar.rules import attention_in_blocks
 from autopar.rules.attention import attention_with_dropout
 
 HEADS, INNER, P = 4, 64, 0.1
-
-
-class Peak(TorchDispatchMode):
-    """Bytes of all storages that operators have made and that live, at the most."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = 0
-        self.seen: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for x in pytree.tree_leaves(result):
-            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in self.seen:
-                storage = x.untyped_storage()
-                self.seen.add(storage._cdata)
-                self.now += storage.nbytes()
-                self.most = max(self.most, self.now)
-                weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
-        return result
-
-    def _gone(self, key: int, n_bytes: int) -> None:
-        self.seen.discard(key)
-        self.now -= n_bytes
 
 
 def step(n: int, causal: bool) -> None:
@@ -58,14 +31,14 @@ def step(n: int, causal: bool) -> None:
 
 def measured(n: int, causal: bool, fewest: int) -> tuple[float, int]:
     attention_in_blocks.FEWEST_SCORES = fewest
-    with Peak() as peak:
+    with Allocations() as allocations:
         step(n, causal)
     taken = []
     for _ in range(3):
         start = time.process_time()
         step(n, causal)
         taken.append(time.process_time() - start)
-    return median(taken), peak.most
+    return median(taken), allocations.peak_bytes
 
 
 def main() -> None:

@@ -11,8 +11,9 @@ options          :mod:`.axis_options`: what an operator may do on one axis, as i
 :mod:`.saved`    what autograd keeps of a call; :mod:`.aliasing`: whether its result is memory of its own;
                  :mod:`.needs`: what a call needs while it runs
 families         :mod:`.pointwise`, :mod:`.shape`, :mod:`.image`, :mod:`.reduce`, :mod:`.factory`, :mod:`.index`,
-                 :mod:`.contraction`, :mod:`.conv`, :mod:`.pool`, :mod:`.attention`, :mod:`.norm`, :mod:`.loss`,
-                 :mod:`.embed`, :mod:`.experts`, :mod:`.expert_block`; :mod:`.travelling`: rows on the way to experts
+                 :mod:`.contraction`, :mod:`.conv`, :mod:`.pool`, :mod:`.attention`, :mod:`.attention_in_blocks`
+                 (with dropout), :mod:`.norm`, :mod:`.loss`, :mod:`.embed`, :mod:`.experts`, :mod:`.expert_block`;
+                 :mod:`.travelling`: rows on the way to experts
 random numbers   :mod:`.random`, :mod:`.draws`; :mod:`.fixed_order`: operators that add in no fixed order on GPUs
 of autopar's own :mod:`.function` (a user's own backward), :mod:`.history` (writes), :mod:`.branch` (random branches)
 on numbers       :mod:`.proof` of a rule; :mod:`.many_ranks`, :mod:`.one_by_one`, :mod:`.simulation`: ranks in a process

@@ -14,7 +14,7 @@ from typing import Any
 import spmd_types as spmd
 import torch
 
-from autopar.rules.attention_in_blocks import Form, goes_in_blocks, in_blocks
+from autopar.rules.attention_in_blocks import AttentionForm, goes_in_blocks, in_blocks
 from autopar.rules.notation import Lowering, Rule, line
 from autopar.rules.operator_call import Call, In
 from autopar.rules.random import halves, threshold_of
@@ -30,7 +30,7 @@ def attention_with_dropout(
     drawn = (*shape[:-1], k.shape[-2])
     row, column = halves(seed, site, drawn, (*shards[:-1], ()), q.device)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    form = Form(is_causal, scale, threshold_of(dropout_p), 1 - dropout_p)
+    form = AttentionForm(is_causal, scale, threshold_of(dropout_p), 1 - dropout_p)
     if goes_in_blocks(q, k, v) and not spmd.is_type_checking():
         return in_blocks(q, k, v, attn_mask, row, column, form)
     return form.in_one(q, k, v, attn_mask, row, column)

@@ -25,7 +25,7 @@ FEWEST_SCORES = 1024 * 1024
 """Queries by keys from which on a call goes in blocks (``benchmarks/attention_dropout.py`` has the times of both)."""
 
 
-class Form(NamedTuple):
+class AttentionForm(NamedTuple):
     """What of a call is no tensor."""
 
     is_causal: bool
@@ -71,7 +71,7 @@ def _rejoined(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return x.unflatten(-2, (-1, like.shape[-2])).flatten(-4, -3)
 
 
-def _weights(q: torch.Tensor, k: torch.Tensor, mask: Any, rows: slice, form: Form) -> torch.Tensor:
+def _weights(q: torch.Tensor, k: torch.Tensor, mask: Any, rows: slice, form: AttentionForm) -> torch.Tensor:
     """Probabilities of a block of queries, [.. h q k]; ``mask`` is the block's."""
     scores = _rejoined(torch.matmul(_folded(q * form.scale, k), k.transpose(-2, -1)), q)
     if form.is_causal:
@@ -97,7 +97,9 @@ class _Block(NamedTuple):
     drop: Callable[[torch.Tensor], torch.Tensor]
 
 
-def _blocks(q: torch.Tensor, k: torch.Tensor, mask: Any, row: Any, column: Any, form: Form) -> Iterator[_Block]:
+def _blocks(
+    q: torch.Tensor, k: torch.Tensor, mask: Any, row: Any, column: Any, form: AttentionForm
+) -> Iterator[_Block]:
     """All queries, the last ones first: those see the most keys."""
     n_queries, n_keys = q.shape[-2], k.shape[-2]
     size = max(QUERIES, -(-n_queries // (MOST_BLOCKS * QUERIES)) * QUERIES)
@@ -114,7 +116,7 @@ class _InBlocks(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, row: torch.Tensor,
-        column: torch.Tensor, form: Form,
+        column: torch.Tensor, form: AttentionForm,
     ) -> torch.Tensor:  # fmt: skip
         ctx.save_for_backward(q, k, v, mask, row, column)
         ctx.form = form
@@ -131,7 +133,7 @@ class _InBlocks(torch.autograd.Function):
         if torch.is_grad_enabled():
             return _differentiable(ctx, grads[0])
         q, k, v, mask, row, column = ctx.saved_tensors
-        form: Form = ctx.form
+        form: AttentionForm = ctx.form
         to_q, to_k, to_v, to_mask = ctx.needs_input_grad[:4]
         of_q, of_k, of_v = [], _Sum(k), _Sum(v)
         of_mask = _Sum(mask) if to_mask else None
@@ -214,8 +216,9 @@ def _differentiable(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, 
 
 
 def in_blocks(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, row: torch.Tensor, column: torch.Tensor, form: Form
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, row: torch.Tensor, column: torch.Tensor,
+    form: AttentionForm,
+) -> torch.Tensor:  # fmt: skip
     """Attention with dropout.
 
     Args:
@@ -230,4 +233,4 @@ def in_blocks(
     return result
 
 
-__all__ = ["Form", "goes_in_blocks", "in_blocks"]
+__all__ = ["AttentionForm", "goes_in_blocks", "in_blocks"]
