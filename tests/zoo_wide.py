@@ -285,6 +285,17 @@ FAMILIES: Mapping[str, Row] = {
     "olmoe": ("Olmoe", "ForCausalLM", tokens, EXPERTS),
     "deepseek_v2": ("DeepseekV2", "ForCausalLM", tokens, DEEPSEEK),
     "deepseek_v3": ("DeepseekV3", "ForCausalLM", tokens, DEEPSEEK),
+    "switch": ("SwitchTransformers", "ForConditionalGeneration", pairs, dict(
+        T5, num_experts=4, expert_capacity=5, router_jitter_noise=0.0, num_sparse_encoder_layers=1,
+        num_sparse_decoder_layers=1)),
+    "nllb_moe": ("NllbMoe", "ForConditionalGeneration", pairs, dict(
+        SEQ2SEQ, num_experts=4, encoder_sparse_step=1, decoder_sparse_step=1,
+        moe_token_dropout=0.0, expert_capacity=16)),
+    "dbrx": ("Dbrx", "ForCausalLM", tokens, dict(
+        d_model=32, n_heads=4, n_layers=2, max_seq_len=32,
+        ffn_config=dict(hidden_size=32, ffn_hidden_size=16, moe_num_experts=4, moe_top_k=2),
+        attn_config=dict(kv_n_heads=2, rope_theta=1e4, clip_qkv=8.0))),
+    "jetmoe": ("JetMoe", "ForCausalLM", tokens, dict(EXPERTS, kv_channels=8, num_key_value_heads=4)),
     "granitemoe": ("GraniteMoe", "ForCausalLM", tokens, EXPERTS),
     "phimoe": ("Phimoe", "ForCausalLM", tokens, dict(EXPERTS, router_jitter_noise=0.0, input_jitter_noise=0.0)),
     "jamba": ("Jamba", "ForCausalLM", tokens, dict(
@@ -385,7 +396,7 @@ LEFT_OUT = {
 }  # fmt: skip
 """What of :data:`SMALL` a configuration refuses."""
 
-SINGLE = ("xglm", "mixtral", "prophetnet", "prophetnet_shifted", "mra")
+SINGLE = ("switch", "nllb_moe", "xglm", "mixtral", "prophetnet", "prophetnet_shifted", "mra")
 """Families that do not run in double precision."""
 
 

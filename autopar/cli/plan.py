@@ -49,8 +49,8 @@ def plan(
         str | None,
         typer.Option(
             "--like",
-            help="Price a layout beside the best: tp=8,pp=16,dp=128,vp=8,mbs=1,recompute=none. Also cp, schedule, and "
-            "m (microbatches; mbs=1 where neither is given); zero and sp are left to the planner.",
+            help="Price a layout beside the best: tp=8,pp=16,dp=128,vp=8,mbs=1,recompute=none. Also cp, ep, schedule, "
+            "and m (microbatches; mbs=1 where neither is given); zero and sp are left to the planner.",
         ),
     ] = None,
     batch: Batch = None,

@@ -35,6 +35,9 @@ def test_words() -> None:
     assert some.may_recompute and not some.options.recompute
     assert parse_layout("tp=1").mesh == (("data", 1),)
     assert parse_layout("pp=4,schedule=zb-h1").schedule == "zb-h1"
+    experts = parse_layout("dp=8,ep=4,tp=2,pp=2")
+    assert experts.mesh == (("data", 2), ("expert", 4), ("tensor", 2)) and experts.n_devices == 32
+    assert parse_layout("dp=8,ep=8").mesh == (("expert", 8),)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +50,7 @@ def test_words() -> None:
         ("zero=4", "zero is '4'; write zero=0, 1, 2 or 3"),
         ("mbs=1,m=4", "mbs and m say the same"),
         ("vp=2", "vp=2 needs a pipeline"),
+        ("dp=8,ep=3", "ep=3 is a part of dp=8, which it does not divide"),
         ("pp=2,vp=2,schedule=1f1b", "1f1b holds 1 stages a rank, not 2"),
         ("pp=2,schedule=fifo", "no schedule 'fifo'"),
     ],
@@ -61,6 +65,8 @@ def test_layouts_for_other_devices_and_batches() -> None:
     graph = graph_of(2, 16, 32, 3)
     with pytest.raises(PlanError, match="dp=4 x pp=2 makes 8 devices, the cluster has 4"):
         parse_layout("dp=4,pp=2").asked(graph, PipelineOptions(1), 4, 8)
+    with pytest.raises(PlanError, match="ep=2 needs routed experts, the model has none"):
+        parse_layout("dp=4,ep=2").asked(graph, PipelineOptions(1), 4, 8)
     with pytest.raises(PlanError, match="a batch of 6 rows cannot be cut by dp=4 with mbs=1"):
         parse_layout("dp=4").asked(graph, PipelineOptions(1), 4, 6)
 

@@ -25,7 +25,7 @@ from hardware_profiles import load_cluster
 
 QUICK = {
     *PLAIN, "mbart", "falcon", "swin", "mamba", "deberta_v2", "longt5", "segformer", "clip", "longformer_unpadded",
-    "deepseek_v3",
+    "deepseek_v3", "switch",
 }  # fmt: skip
 BRANCH = "branches on the value of a tensor"
 REFUSED = {

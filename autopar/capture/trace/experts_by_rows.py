@@ -36,14 +36,20 @@ def experts_by_rows() -> Iterator[None]:
         yield
 
 
+def rows_of(tokens: torch.Tensor, n: int) -> torch.Tensor:
+    """A row for each of the ``n`` experts of every token: [tokens hidden] to [tokens * n hidden]."""
+    count, hidden = tokens.shape
+    return tokens.unsqueeze(1).expand(count, n, hidden).reshape(count * n, hidden)
+
+
 def _by_rows(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """What ``grouped_mm_experts_forward`` of transformers computes: [tokens hidden] to the same."""
-    tokens, hidden = hidden_states.shape
+    tokens = len(hidden_states)
     n = top_k_index.shape[-1]
     expert = top_k_index.reshape(-1)
-    rows = hidden_states.unsqueeze(1).expand(tokens, n, hidden).reshape(tokens * n, hidden)
+    rows = rows_of(hidden_states, n)
 
     def product(rows: torch.Tensor, name: str) -> torch.Tensor:
         weight = getattr(self, name)
@@ -60,4 +66,4 @@ def _by_rows(
     return weighted.view(tokens, n, -1).sum(dim=1).to(hidden_states.dtype)
 
 
-__all__ = ["experts_by_rows"]
+__all__ = ["experts_by_rows", "rows_of"]

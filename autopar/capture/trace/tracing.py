@@ -26,6 +26,7 @@ from autopar.capture.repeats.repeated import Repeats
 from autopar.capture.repeats.written_out import Unlike, write_out
 from autopar.capture.trace.autocast import write_casts
 from autopar.capture.trace.constants import AnswerConstants, constant_value
+from autopar.capture.trace.expert_loops import loops_by_rows
 from autopar.capture.trace.experts_by_rows import experts_by_rows
 from autopar.capture.trace.functions import whole_functions
 from autopar.capture.trace.hooks import as_in_eager
@@ -58,6 +59,7 @@ def _like_eager() -> Iterator[None]:
         stack.enter_context(checked())
         stack.enter_context(LayerByLayer())
         stack.enter_context(experts_by_rows())
+        stack.enter_context(loops_by_rows())
         yield
 
 

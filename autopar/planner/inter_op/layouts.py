@@ -1,6 +1,7 @@
 """Layouts in the words that people use, as wishes for a pipeline: ``tp=8,pp=16,dp=128,vp=8,zero=1,sp,recompute=none``.
 
     tp, dp, cp      sizes of the axes tensor, data and context of every group's mesh
+    ep              so many of the ranks of dp share the routed experts of a layer: rows travel among them (all-to-all)
     pp              groups of devices; vp stages on each (interleaving)
     mbs             rows of the batch on every data rank in one microbatch; 1 unless it is given
     m               microbatches of a step, instead of mbs
@@ -21,10 +22,14 @@ from autopar.graph import Graph
 from autopar.placements import Mesh
 from autopar.planner.inter_op.exact_stages import PipelineOptions
 from autopar.planner.inter_op.order import check_name
+from autopar.rules.expert_block import BLOCK, TRAVEL
+from autopar.rules.registry import rules_of
 from autopar.wishes import MOST
 
 AXES = {"dp": "data", "tp": "tensor", "cp": "context"}
-NUMBERS = (*AXES, "pp", "vp", "mbs", "m")
+EXPERT_AXIS = "expert"
+"""The part of data parallelism along which rows travel to experts."""
+NUMBERS = (*AXES, "ep", "pp", "vp", "mbs", "m")
 WORDS = (*NUMBERS, "schedule", "recompute", "zero", "sp")
 
 
@@ -34,6 +39,7 @@ class Layout:
 
     Attributes:
         sizes: of the axes ``dp``, ``tp`` and ``cp``.
+        experts: ``ep``, a part of ``dp``.
         groups: ``pp``.
         rows: of a microbatch on every data rank.
         microbatches: of a step; None where ``rows`` says it.
@@ -43,6 +49,7 @@ class Layout:
 
     text: str
     sizes: Mapping[str, int]
+    experts: int
     groups: int
     rows: int
     microbatches: int | None
@@ -54,8 +61,9 @@ class Layout:
     @property
     def mesh(self) -> Mesh:
         """Of every group."""
-        axes = tuple((AXES[word], size) for word, size in self.sizes.items() if size > 1)
-        return axes or (("data", 1),)
+        (data, n), *others = ((AXES[word], size) for word, size in self.sizes.items())
+        axes = ((data, n // self.experts), (EXPERT_AXIS, self.experts), *others)
+        return tuple(axis for axis in axes if axis[1] > 1) or (("data", 1),)
 
     @property
     def n_devices(self) -> int:
@@ -85,8 +93,8 @@ class Layout:
             graph: of the model, at any number of rows.
 
         Raises:
-            PlanError: the layout is for another number of devices, the rows do not divide, or there are no blocks to
-                recompute.
+            PlanError: the layout is for another number of devices, the rows do not divide, there are no blocks to
+                recompute, or no experts.
         """
         if self.n_devices != n_devices:
             words = " x ".join(f"{w}={n}" for w, n in (*self.sizes.items(), ("pp", self.groups)) if n > 1) or "nothing"
@@ -97,10 +105,24 @@ class Layout:
         options = base.options
         if self.recompute == "full":
             options = replace(options, recompute=(block_pattern(graph, self.text),))
+        if self.experts > 1:
+            pins = {f"{module}:*": {EXPERT_AXIS: TRAVEL} for module in self._experts(graph)}
+            options = replace(options, constraints={**(options.constraints or {}), **pins})
         return replace(
             base, microbatches=self.microbatches_of(rows), groups=self.groups, mesh=self.mesh, options=options,
             schedules=(self.schedule,), may_recompute=self.recompute in (None, "selective"),
         )  # fmt: skip
+
+
+    def _experts(self, graph: Graph) -> list[str]:
+        """The modules that hold routed experts which rows may travel to."""
+        blocks = [(i, node) for i, node in graph.of_kind("op") if node.target == BLOCK]
+        if not blocks:
+            raise PlanError(f"--like {self.text}: ep={self.experts} needs routed experts, the model has none")
+        n = min(rule.sizes[TRAVEL] for i, _ in blocks if (rule := rules_of(graph)[i]) is not None)
+        if n % self.experts:
+            raise PlanError(f"--like {self.text}: {n} experts do not divide over ep={self.experts}; use a divisor")
+        return [node.module for _, node in blocks]
 
 
 def parse_layout(text: str) -> Layout:
@@ -141,10 +163,12 @@ def parse_layout(text: str) -> Layout:
             raise PlanError(f"--like {text}: vp={deep} needs a pipeline; give pp=2 or more")
         schedule = f"{schedule}:{deep}"
     check_name(schedule)
-    sizes = {word: numbers.get(word, 1) for word in AXES}
+    sizes, experts = {word: numbers.get(word, 1) for word in AXES}, numbers.get("ep", 1)
+    if sizes["dp"] % experts:
+        raise PlanError(f"--like {text}: ep={experts} is a part of dp={sizes['dp']}, which it does not divide")
     return Layout(
-        text, sizes, groups, numbers.get("mbs", 1), numbers.get("m"), not numbers.keys() & {"mbs", "m"}, schedule,
-        recompute, tuple(free),
+        text, sizes, experts, groups, numbers.get("mbs", 1), numbers.get("m"), not numbers.keys() & {"mbs", "m"},
+        schedule, recompute, tuple(free),
     )  # fmt: skip
 
 
