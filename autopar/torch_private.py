@@ -75,6 +75,9 @@ from torch.autograd import _unsafe_preserve_version_counter as preserve_version_
 # The class from which every autograd.Function has its ``apply``: calls are recorded there.
 from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
 
+# Whether a compiler traces, so that collectives have to be functional ones.
+from torch.distributed._functional_collectives import _are_we_tracing as compiler_traces
+
 # --- ranks -----------------------------------------------------------------------------------------------------------
 # All ranks of a mesh in one process, one tensor of each: proofs of rules, random plans, worlds of tests.
 from torch.distributed._local_tensor import LocalIntNode, LocalTensor, LocalTensorMode, local_tensor_mode
@@ -304,7 +307,7 @@ __all__ = [
     "FakeTensor", "FakeTensorMode", "LocalIntNode", "LocalTensor", "LocalTensorMode", "ModuleStackTracer", "Namespace",
     "NormPartial", "OpOverload", "OpOverloadPacket", "OpSchema", "OpStrategy", "Replaceable", "SingleLevelFunction",
     "TensorMeta", "TorchDispatchMode", "allow_plain_tensors", "arguments_of_to",
-    "autograd_engine", "below_autograd", "current_backward", "data_of_tensors",
+    "autograd_engine", "below_autograd", "compiler_traces", "current_backward", "data_of_tensors",
     "default_store", "default_timeout_seconds", "fake_store", "found_inf_reduce_handler", "function_modes",
     "functional_collectives", "functorch_is_active", "generate_redistribute_costs", "group_names", "group_of_axis",
     "has_kernel", "has_other_groups",

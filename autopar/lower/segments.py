@@ -174,8 +174,14 @@ class SegmentModule(torch.nn.Module):
         return again_in_backward(self.inner, inputs, self.changing, self.renewed, self.gives_up)
 
 
-def with_segments(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """The module with every segment as a submodule; the module itself if it has none."""
+def with_segments(
+    module: torch.fx.GraphModule, made: Callable[..., torch.nn.Module] = SegmentModule
+) -> torch.fx.GraphModule:
+    """The module with every segment as a submodule; the module itself if it has none.
+
+    Args:
+        made: makes a submodule, from what :class:`SegmentModule` is made from.
+    """
     nodes = list(module.graph.nodes)
     groups: dict[int, list[torch.fx.Node]] = {}
     for node in nodes:
@@ -184,6 +190,8 @@ def with_segments(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     if not groups:
         return module
     graph, root = torch.fx.Graph(), torch.nn.Module()
+    for name, part in module.named_children():
+        root.add_module(name, part)
     env: dict[torch.fx.Node, torch.fx.Node] = {}
     done: set[int] = set()
     for node in nodes:
@@ -197,7 +205,7 @@ def with_segments(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
             kinds = [x.meta.get("autopar", {}).get("buffer") for x in inputs]
             changing, renewed = ({k for k, kind in enumerate(kinds) if kind == w} for w in ("changing", "renewed"))
             gives_up = any(user.target is make_again for x in outputs for user in x.users)
-            root.add_module(name, SegmentModule(inner, changing, renewed, gives_up))
+            root.add_module(name, made(inner, changing, renewed, gives_up))
             call = graph.call_module(name, tuple(env[x] for x in inputs))
             env.update((x, graph.call_function(operator.getitem, (call, k))) for k, x in enumerate(outputs))
     return torch.fx.GraphModule(root, graph, class_name=type(module).__name__)

@@ -217,16 +217,6 @@ class ParallelModule(TakesRows, SpreadModule):
 
     # -- running
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the program with ``torch.compile(program, *args, **kwargs)``, as ``nn.Module.compile`` does.
-
-        Gathers, gradient reductions and everything else around the program stay eager. Collectives inside it may break
-        the graph: spmd-types looks at autograd state that the compiler does not trace. Programs that are captured again
-        (``on_change="recapture"``) are compiled like the first one.
-        """
-        for fields in (self._kept_program(), *(self._programs.kept if self._programs is not None else ())):
-            fields["_stage"].compile(args, kwargs)
-
     @torch.compiler.disable  # of torch.compile(pm), or of a function around it; compile() is another thing
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for a whole batch, which every rank passes alike.

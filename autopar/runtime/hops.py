@@ -30,6 +30,7 @@ from autopar.placements import (
 )
 from autopar.plan import ParamChoice
 from autopar.runtime.groups import groups_on
+from autopar.torch_private import compiler_traces, functional_collectives
 
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -172,8 +173,11 @@ def padded_to(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 def gather(x: torch.Tensor, hop: Hop) -> torch.Tensor:
     """Concatenate the ranks' pieces."""
     x = padded(x, hop.cut.dim, hop.cut.largest(hop.n)).contiguous()
-    out = x.new_empty(hop.n, *x.shape)
-    all_gather_flat(out.flatten(0, 1), x, group=hop.group)
+    if compiler_traces():
+        out = functional_collectives.all_gather_tensor(x, 0, hop.group).unflatten(0, (hop.n, x.shape[0]))
+    else:
+        out = x.new_empty(hop.n, *x.shape)
+        all_gather_flat(out.flatten(0, 1), x, group=hop.group)
     return _without_padding(unstack(out, hop.cut.dim), hop.cut)
 
 
@@ -204,7 +208,7 @@ def stacked(x: torch.Tensor, dim: int, n: int) -> torch.Tensor:
 
 
 def apply(kind: str, x: torch.Tensor, hop: Hop, backward: bool = False) -> torch.Tensor:
-    """Do one hop and wait for it."""
+    """Do one hop and wait for it. Those of values go into the graph of a compiler that traces (functional ones)."""
     from_cut, to_cut = (hop.other, hop.cut) if backward else (hop.cut, hop.other)
     if kind == "gather":
         return gather(x, hop)
@@ -223,8 +227,11 @@ def apply(kind: str, x: torch.Tensor, hop: Hop, backward: bool = False) -> torch
         x = padded(x, from_cut.dim, from_cut.largest(hop.n))
         x = padded(x, to_cut.dim, to_cut.largest(hop.n) * hop.n)
         parts = stacked(x, to_cut.dim, hop.n).contiguous()
-        out = torch.empty_like(parts)
-        dist.all_to_all_single(out, parts, group=hop.group)
+        if compiler_traces():
+            out = functional_collectives.all_to_all_single(parts, None, None, hop.group)
+        else:
+            out = torch.empty_like(parts)
+            dist.all_to_all_single(out, parts, group=hop.group)
         return own_part(_without_padding(unstack(out, from_cut.dim), from_cut), to_cut, hop)
     return x
 

@@ -113,7 +113,8 @@ def take(pm: Any, new: Captured, count: int, plan_again: PlanStagesAgain | None,
             graph, stage_plan, mesh = parts[s].graph, plan.stages[s], before.device_mesh
             wanted = {node.target for _, node in graph.of_kind("buffer")}
             there = {name: entry for name, entry in now.items() if name in wanted}
-            stages[s] = Stage(graph, stage_plan, mesh, pm, buffers_for(pm, new, graph, stage_plan, mesh, there))
+            buffers = buffers_for(pm, new, graph, stage_plan, mesh, there)
+            stages[s] = Stage(graph, stage_plan, mesh, pm, buffers, before.compile_args)
         pm._stages, pm._lines = stages, lines
         _run(pm, new, parts, plan)
 

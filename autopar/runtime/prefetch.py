@@ -48,6 +48,17 @@ class GatherOrder:
         for unit in self.units[: AHEAD + 1]:
             unit.start()
 
+    def begin_whole(self, same_step: bool) -> None:
+        """Before a compiled forward, which gathers itself what lives for one use: all else is gathered now."""
+        for unit in self.units:
+            if not same_step:
+                unit.expire()
+            if not unit.per_use:
+                unit.start()
+        for unit in self.units:
+            if not unit.per_use:
+                unit.fetch()
+
     def fetch(self, i: int, last: int | None = None) -> None:
         """Wait for unit ``i`` and start the next ones; in a segment that runs again, none after unit ``last``."""
         unit = self.units[i]

@@ -20,6 +20,7 @@ from autopar.capture.losses import LOSS, other_losses
 from autopar.errors import RunError
 from autopar.runtime import dtensor_fixes, optimizer_steps
 from autopar.runtime.buckets import Buckets
+from autopar.runtime.compiled import compile_programs
 from autopar.runtime.methods import method_of
 from autopar.runtime.original import Original, unheard
 from autopar.runtime.programs import AllWell, Fields, ModuleCall, Programs
@@ -272,6 +273,19 @@ class SpreadModule(Elements):
     def skeleton_for_programs(self, model: torch.nn.Module) -> Skeleton:
         """A copy of ``model`` without values, to capture when the model is gone."""
         return self._skeleton if self._skeleton is not None else Skeleton(model)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the program with ``torch.compile(program, *args, **kwargs)``, as ``nn.Module.compile`` does; in a
+        pipeline those of this rank's stages.
+
+        A program is one graph, forward and backward, with functional collectives (:mod:`autopar.lower.compilable`).
+        Gathers of parameters once a step, reductions of their gradients and messages between stages stay outside.
+        Programs that are captured later, for other calls or values, are compiled like the first one.
+
+        Raises:
+            RunError: ``fullgraph=True``, and the compiler does not see into an operator; it says which.
+        """
+        compile_programs(self, args, kwargs)
 
     def _kept_program(self) -> Fields:
         """What makes up the program that runs now."""

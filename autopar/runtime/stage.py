@@ -27,6 +27,7 @@ from autopar.placements import State
 from autopar.plan import StagePlan
 from autopar.runtime import prefetch
 from autopar.runtime.batch import local_part, part_shape
+from autopar.runtime.compiled import CompileArguments, compiled
 from autopar.runtime.gathering import Unit, make_units
 from autopar.runtime.gradients import Gradients
 from autopar.runtime.renewed import outliving
@@ -36,8 +37,6 @@ from autopar.runtime.ways_taken import WaysTaken
 
 Buffers = dict[str, tuple[torch.Tensor, State]]
 """This rank's part of each buffer and constant, and how it is placed, by name."""
-Compiled = tuple[tuple[Any, ...], dict[str, Any]]
-"""Arguments of ``torch.compile``."""
 
 
 class Stage:
@@ -52,7 +51,7 @@ class Stage:
 
     def __init__(
         self, graph: Graph, plan: StagePlan, device_mesh: DeviceMesh, home: SpreadModule, buffers: Buffers,
-        compile_args: Compiled | None = None,
+        compile_args: CompileArguments | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -65,7 +64,7 @@ class Stage:
         self.program: Program = lower(graph, plan, self.device)
         self.held_params = self._hold_parameters()
         self.schedule = prefetch.GatherOrder(self._units())
-        self.run_program = self._compiled(prefetch.with_gathers(self.program, self.schedule))
+        self.run_program = self._runnable(self.program)
         self.evaluation: tuple[Program, Any] | None = None
         on_meshes = any(isinstance(held.param, DTensor) for held in self.held_params.values())
         casts = any(held.casts for held in self.held_params.values())
@@ -135,24 +134,36 @@ class Stage:
         plan = replace(self.plan, fingerprint=graph.fingerprint, recompute=(), gather_again=(), make_again=())
         program = lower(graph, plan, self.device)
         assert program.slots == self.program.slots[: len(program.slots)]
-        self.evaluation = program, prefetch.with_gathers(program, self.schedule)
+        self.evaluation = program, self._runnable(program)
 
     def with_other_literals(self, graph: Graph) -> Stage:
         """The same stage with a graph that differs in nothing but literals; both share parameters and gradients."""
         twin = copy.copy(self)
         twin.graph, twin.plan = graph, replace(self.plan, fingerprint=graph.fingerprint)
         twin.program = lower(graph, twin.plan, self.device)
-        twin.run_program = self._compiled(prefetch.with_gathers(twin.program, self.schedule))
+        twin.run_program = self._runnable(twin.program)
         twin.evaluation = None
         return twin
 
     def compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compile the program with ``torch.compile``."""
+        """Compile the programs with ``torch.compile``."""
+        self.schedule.drop()
         self.compile_args = args, kwargs
-        self.run_program = self._compiled(self.run_program)
+        self.run_program = self._runnable(self.program)
+        if self.evaluation is not None:
+            self.evaluation = self.evaluation[0], self._runnable(self.evaluation[0])
 
-    def _compiled(self, run: Any) -> Any:
-        return run if self.compile_args is None else torch.compile(run, *self.compile_args[0], **self.compile_args[1])
+    def _runnable(self, program: Program) -> Any:
+        """What runs a program: its modules, or what the compiler makes of it."""
+        if self.compile_args is None:
+            return prefetch.with_gathers(program, self.schedule)
+        with on_mesh(self.device_mesh):
+            return compiled(program, self.gathered_inside, self.compile_args)
+
+    @property
+    def gathered_inside(self) -> list[HeldParam]:
+        """The parameters that a compiled program gathers itself, for each use."""
+        return [held for held in self.held_params.values() if held.per_use]
 
     # -- running
 
@@ -212,13 +223,19 @@ class Stage:
         if self.seed_slot is not None:
             template[self.seed_slot] = torch.full((), seed, dtype=torch.int64, device=self.device)  # written there
         self.stream = one_stream(self.device, self.stream if same_step else None)
-        self.schedule.begin(same_step=same_step)
+        if self.compile_args is None:
+            self.schedule.begin(same_step=same_step)
+        else:
+            self.schedule.begin_whole(same_step=same_step)
         if evaluating and self.evaluation is not None:
             program, run = self.evaluation
         given = template[: len(program.slots)]
         for slot in self.copied if program.updates else ():
             given[slot] = given[slot].clone()
-        values = [self.schedule, *given] if self.schedule.units else given
+        if self.compile_args is not None:
+            values = [*(held.local for held in self.gathered_inside), *given]
+        else:
+            values = [self.schedule, *given] if self.schedule.units else given
         if self.distributed:
             with on_mesh(self.device_mesh):
                 flat: tuple[Any, ...] = run(*values)
@@ -273,4 +290,4 @@ def device_of(device_mesh: DeviceMesh) -> str:
     return kind if kind == "cpu" else f"{kind}:{torch.accelerator.current_device_index()}"
 
 
-__all__ = ["Buffers", "Compiled", "Stage", "device_of", "one_stream"]
+__all__ = ["Buffers", "Stage", "device_of", "one_stream"]

@@ -1,0 +1,164 @@
+"""Programs for ``torch.compile``: one graph, forward and backward, with functional collectives.
+
+Dynamo, which reads Python, need not read what a program calls: its operators are put into Dynamo's graph as they
+stand, and AOTAutograd, which runs them on tensors without values, sees the operators of torch and the functional
+collectives that they consist of, forward and backward. Memory that is given up and made again has no hooks there. What
+is recomputed, gathered again or gathered for one use is marked as such, and the compiler's partitioner does it.
+
+What runs code that the compiler must not see stays outside: it breaks the graph (:func:`breaks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.fx
+from torch.utils.checkpoint import checkpoint
+
+from autopar.lower import collectives
+from autopar.lower.program import Program
+from autopar.lower.regather import free_until_backward
+from autopar.lower.segments import make_again, with_segments
+from autopar.rules.branch import branch
+from autopar.rules.distributed import length_of
+from autopar.rules.function import Callee
+
+_BRANCH = torch.ops.autopar.branch.default
+Gather = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""``gather(leaf, piece)``: the values that a program reads of a parameter, whose gradient is that of the leaf."""
+
+
+class Recomputed(torch.nn.Module):
+    """Of what ``inner`` makes, the compiled program keeps nothing for its backward but the inputs."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *inputs: Any) -> Any:
+        return checkpoint(self.inner, *inputs, use_reentrant=False)
+
+
+def compilable(program: Program, gathers: Mapping[str, Gather]) -> torch.fx.GraphModule:
+    """The program for the compiler; the ambient mesh is that of the program.
+
+    Args:
+        gathers: of the parameters that are gathered for each use, by name.
+
+    Returns:
+        a module whose first inputs are the stored pieces of these parameters, in their order; then come the slots.
+    """
+    graph = torch.fx.Graph()
+    pieces = [graph.placeholder(f"_piece_{k}") for k in range(len(gathers))]
+    remap: dict[torch.fx.Node, torch.fx.Node] = {}
+    output = graph.graph_copy(program.module.graph, remap)
+    originals = [node for node in program.module.graph.nodes if node.op == "placeholder"]
+    slots = {slot.name: remap[n] for slot, n in zip(program.slots, originals, strict=True) if slot.kind == "param"}
+    graph.output(output)
+    root = torch.nn.Module()
+    for node in list(graph.nodes):
+        if node.target is length_of:  # a number, which need not be worked out in the graph
+            _replace(node, length_of(*node.args))
+        elif node.target is make_again:  # the outputs of a segment are made again where nothing else is asked for
+            graph.erase_node(node)
+        elif node.target is free_until_backward:
+            _gathered_again(root, node)
+        elif stays_outside(node.target):
+            node.target = branch if node.target is _BRANCH else torch.compiler.disable(node.target, reason=node.name)
+    for (name, gather), piece in zip(gathers.items(), pieces, strict=True):
+        _gathered_for_use(root, slots[name], piece, gather)
+    for node in reversed(graph.nodes):
+        if not node.users and "step" in node.meta.get("autopar", {}):  # of a copy that is gathered elsewhere now
+            graph.erase_node(node)
+    graph.lint()
+    flat = torch.fx.GraphModule(root, graph, class_name="CompilableProgram")
+    module = with_segments(flat, lambda inner, *_: Recomputed(inner))
+    for part in module.modules():
+        for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
+            if node.op == "call_function" and _is_ours(node.target):
+                torch.compiler.allow_in_graph(node.target)
+    return module
+
+
+def _is_ours(target: Any) -> bool:
+    """Whether a function is one of autopar's, into which Dynamo is not to look."""
+    return isinstance(target, FunctionType) and target.__module__.split(".")[0] == "autopar" and target is not branch
+
+
+def _replace(node: torch.fx.Node, value: Any) -> None:
+    """Put a value in the place of a node that makes it."""
+    for user in list(node.users):
+        user.args = torch.fx.map_arg(user.args, lambda x: value if x is node else x)
+        user.kwargs = torch.fx.map_arg(user.kwargs, lambda x: value if x is node else x)
+    node.graph.erase_node(node)
+
+
+def stays_outside(target: Any) -> bool:
+    """Whether a program calls what the compiler must not see: the model's own Python, or a branch on a number, of which
+    one side has no backward."""
+    return isinstance(target, Callee) or target is _BRANCH or target is branch
+
+
+def breaks(program: Program) -> list[str]:
+    """The operators of a program at which a compiled one is broken up, by their names and kinds."""
+    reasons = []
+    for node in program.module.graph.nodes:
+        if isinstance(node.target, Callee):
+            reasons.append(f"{node.name}: the model's own Python code, {node.target.name}")
+        elif stays_outside(node.target):
+            reasons.append(f"{node.name}: a branch on a number")
+    return reasons
+
+
+def _apart(root: torch.nn.Module, node: torch.fx.Node, inputs: tuple[torch.fx.Node, ...], run: Any) -> torch.fx.Node:
+    """Call ``run(*inputs)`` in front of a node, as something that the backward makes again.
+
+    Args:
+        run: puts it into a graph, from placeholders.
+    """
+    inner = torch.fx.Graph()
+    inner.output(run(inner, *(inner.placeholder(f"x{k}") for k in range(len(inputs)))))
+    name = f"again_{sum(1 for _ in root.children())}"
+    root.add_module(name, Recomputed(torch.fx.GraphModule(torch.nn.Module(), inner, class_name="Again")))
+    with node.graph.inserting_before(node):
+        return node.graph.call_module(name, inputs)
+
+
+def _gathered_again(root: torch.nn.Module, freed: torch.fx.Node) -> None:
+    """A copy that is to be freed after its last reader becomes one that the backward gathers again."""
+    copy, source, steps, _ = freed.args
+    chain: Any = steps
+    freed.graph.erase_node(freed)
+    assert isinstance(copy, torch.fx.Node) and isinstance(source, torch.fx.Node)
+
+    def run(graph: torch.fx.Graph, x: torch.fx.Node) -> torch.fx.Node:
+        for gather, args in chain:
+            x = graph.call_function(getattr(collectives, gather), (x, *args))
+        return x
+
+    if "segment" not in copy.meta:
+        copy.replace_all_uses_with(_apart(root, copy, (source,), run))
+
+
+def _gathered_for_use(root: torch.nn.Module, leaf: torch.fx.Node, piece: torch.fx.Node, gather: Gather) -> None:
+    """Operators that read a parameter read what is gathered of it; in a segment, which runs again, inside of it."""
+    by_segment: dict[int | None, torch.fx.Node] = {}
+    for reader in [n for n in leaf.graph.nodes if n in leaf.users]:
+        segment = reader.meta.get("segment")
+        if segment in by_segment:
+            pass
+        elif segment is None:
+            by_segment[None] = _apart(
+                root, reader, (leaf, piece), lambda graph, *x: graph.call_function(gather, x)
+            )
+        else:
+            with leaf.graph.inserting_before(reader):
+                by_segment[segment] = leaf.graph.call_function(gather, (leaf, piece))
+            by_segment[segment].meta["segment"] = segment
+        reader.replace_input_with(leaf, by_segment[segment])
+
+
+__all__ = ["Gather", "breaks", "compilable"]

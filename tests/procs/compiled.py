@@ -1,0 +1,110 @@
+"""What one rank does in the tests of compiled programs."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from procs.cases import whole
+from procs.habits import difference
+from torch import nn
+from torch._dynamo.utils import counters as compile_counters
+from torch.distributed.device_mesh import init_device_mesh
+
+import autopar
+
+CUTS: dict[str, dict[str, Any]] = {
+    "tensor": {"constraints": {"*up": {"data": "n"}, "*down": {"data": "k"}}},
+    "again": {"constraints": {"*up": {"data": "n"}, "*down": {"data": "k"}}, "recompute": ["blocks.*"]},
+    "zero": {"constraints": {"*": {"data": "b"}}, "params": {"*.weight": "S0 use", "*.bias": "S0 step"}},
+    "zero again": {
+        "constraints": {"*": {"data": "b"}}, "params": {"*.weight": "S0 use"}, "recompute": ["blocks.*"],
+    },
+}  # fmt: skip
+
+
+class Block(nn.Module):
+    """A norm with running statistics, dropout, and two products."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.BatchNorm1d(width), nn.Dropout(0.2)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.drop(self.up(self.norm(x)).relu()))
+
+
+class Blocks(nn.Module):
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(Block(width), Block(width))
+        self.head = nn.Linear(width, 5)
+        self.double()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out = self.head(self.blocks(x))
+        return nn.functional.cross_entropy(out, y), out
+
+
+def batch(rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    return torch.randn(rows, 6, generator=generator).double(), torch.randint(0, 5, (rows,), generator=generator)
+
+
+def counts() -> tuple[int, int]:
+    """Breaks of graphs, and graphs, since the last call."""
+    both = sum(compile_counters["graph_break"].values()), compile_counters["stats"]["unique_graphs"]
+    compile_counters.clear()
+    return both
+
+
+def spread(cut: str | None, **options: Any) -> Any:
+    if cut is None:
+        return autopar.parallelize(Blocks(), 1, batch(), **options)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
+    return autopar.parallelize(Blocks(), mesh, batch(), **CUTS[cut], **options)
+
+
+def step(pm: Any, rows: int) -> list[torch.Tensor]:
+    """Loss, output and gradients."""
+    pm.zero_grad()
+    loss, out = pm(*batch(rows))
+    (loss + out.square().mean()).backward()
+    return [loss.detach(), out.detach(), *(whole(p.grad).clone() for p in pm.parameters() if p.grad is not None)]
+
+
+def differences(cut: str | None, backend: str) -> tuple[float, list[tuple[int, int]]]:
+    """Steps, another number of rows, a frozen parameter and eval mode, compiled as one graph and not compiled.
+
+    Returns:
+        the worst difference, and breaks and graphs of each part.
+    """
+    torch.compiler.reset()
+    pm = spread(cut)
+    plain = copy.deepcopy(pm)
+    pm.compile(backend=backend, fullgraph=True)
+    worst, parts = 0.0, []
+    counts()
+
+    def compare(what: Any) -> None:
+        nonlocal worst
+        mine, theirs = what(pm), what(plain)
+        worst = max(worst, *(difference(whole(a), whole(b)) for a, b in zip(mine, theirs, strict=True)))
+        parts.append(counts())
+
+    compare(lambda m: step(m, 8))
+    compare(lambda m: step(m, 8))
+    compare(lambda m: step(m, 5))
+    for m in (pm, plain):
+        m.blocks[0].up.weight.requires_grad_(False)
+    compare(lambda m: step(m, 8))
+    for m in (pm, plain):
+        m.eval()
+    with torch.no_grad():
+        compare(lambda m: m(*batch()))
+    compare(lambda m: list(m.buffers()))
+    return worst, parts
