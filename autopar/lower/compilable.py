@@ -24,6 +24,7 @@ from autopar.lower.regather import free_until_backward
 from autopar.lower.segments import make_again, with_segments
 from autopar.rules.branch import branch
 from autopar.rules.distributed import length_of
+from autopar.rules.expert_block import travelling_block
 from autopar.rules.function import Callee
 
 _BRANCH = torch.ops.autopar.branch.default
@@ -85,7 +86,8 @@ def compilable(program: Program, gathers: Mapping[str, Gather]) -> torch.fx.Grap
 
 def _is_ours(target: Any) -> bool:
     """Whether a function is one of autopar's, into which Dynamo is not to look."""
-    return isinstance(target, FunctionType) and target.__module__.split(".")[0] == "autopar" and target is not branch
+    ours = isinstance(target, FunctionType) and target.__module__.split(".")[0] == "autopar"
+    return ours and not stays_outside(target)
 
 
 def _replace(node: torch.fx.Node, value: Any) -> None:
@@ -97,9 +99,9 @@ def _replace(node: torch.fx.Node, value: Any) -> None:
 
 
 def stays_outside(target: Any) -> bool:
-    """Whether a program calls what the compiler must not see: the model's own Python, or a branch on a number, of which
-    one side has no backward."""
-    return isinstance(target, Callee) or target is _BRANCH or target is branch
+    """Whether a program calls what the compiler must not see: the model's own Python, a branch on a number, of which
+    one side has no backward, or rows that travel to their experts, of which the host has to know how many."""
+    return isinstance(target, Callee) or target in (_BRANCH, branch, travelling_block)
 
 
 def breaks(program: Program) -> list[str]:
@@ -108,6 +110,8 @@ def breaks(program: Program) -> list[str]:
     for node in program.module.graph.nodes:
         if isinstance(node.target, Callee):
             reasons.append(f"{node.name}: the model's own Python code, {node.target.name}")
+        elif node.target is travelling_block:
+            reasons.append(f"{node.name}: experts to which rows travel")
         elif stays_outside(node.target):
             reasons.append(f"{node.name}: a branch on a number")
     return reasons

@@ -108,3 +108,7 @@ def differences(cut: str | None, backend: str) -> tuple[float, list[tuple[int, i
         compare(lambda m: m(*batch()))
     compare(lambda m: list(m.buffers()))
     return worst, parts
+
+
+def of_all(cuts: list[str], backend: str) -> list[tuple[float, list[tuple[int, int]]]]:
+    return [differences(cut, backend) for cut in cuts]

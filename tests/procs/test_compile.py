@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from procs.compiled import CUTS, differences
+from procs.compiled import CUTS, differences, of_all
 
 from autopar.runtime.launch import run_local
 
@@ -11,17 +11,25 @@ PARTS = [(0, 1), (0, 0), (0, 1), (0, 1), (0, 1), (0, 0)]
 """Breaks and graphs: of the first step, another one, one with other rows, with a frozen parameter, in eval mode."""
 
 
-@pytest.mark.parametrize("cut", CUTS)
-def test_one_graph_on_two_ranks(cut):
-    for worst, parts in run_local(differences, 2, cut, "aot_eager", timeout=300):
-        assert worst < 1e-12 and parts == PARTS
+def on_two_ranks(cuts: list[str], backend: str) -> None:
+    """In one start of the ranks: they take longer to start than the compiler takes."""
+    for of_cuts in run_local(of_all, 2, cuts, backend, timeout=500):
+        for worst, parts in of_cuts:
+            assert worst < 1e-12 and parts == PARTS
+
+
+def test_one_graph_on_two_ranks():
+    on_two_ranks(["tensor", "zero again"], "aot_eager")
+
+
+@pytest.mark.slow
+def test_one_graph_of_other_cuts():
+    on_two_ranks(["again", "zero"], "aot_eager")
 
 
 @pytest.mark.slow  # gcc compiles each kernel
-@pytest.mark.parametrize("cut", ["tensor", "zero again"])
-def test_kernels_of_inductor_on_two_ranks(cut):
-    for worst, parts in run_local(differences, 2, cut, "inductor", timeout=300):
-        assert worst < 1e-12 and parts == PARTS
+def test_kernels_of_inductor_on_two_ranks():
+    on_two_ranks(list(CUTS), "inductor")
 
 
 @pytest.mark.slow
