@@ -14,7 +14,8 @@ What stands where, in the order in which a model passes through:
                       eager mode; :mod:`.autocasting`: the autocast of a call
 :mod:`.rules`         how each operator may be cut: notation and lowerings
 :mod:`.placements`    where the values of a tensor live; :mod:`.labels`, :mod:`.texts`: as people write them
-:mod:`.planning`      from what is asked to a :mod:`.plan`; :mod:`.clusters`: on which hardware;
+:mod:`.planning`      from what is asked to a :mod:`.plan`; :mod:`.bucket_plans`: for several shapes together;
+                      :mod:`.clusters`: on which hardware;
                       :mod:`.detection`: which that is, from what the ranks say
 :mod:`.planner`       the search: cuts, memory and what runs again (``intra_op``), stages and schedule (``inter_op``)
 :mod:`.staging`       a graph cut into stages; :mod:`.device_groups`: where they run; :mod:`.transfer`: what crosses

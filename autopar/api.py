@@ -12,25 +12,27 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import autopar.rules  # noqa: F401  (registers the rules)
-from autopar import arguments, planfile, planning, recapture, spreading
+from autopar import arguments, bucket_plans, planfile, planning, recapture, spreading
 from autopar.asked import Asked
 from autopar.asked import asked as asked_for
+from autopar.bucket_plans import BucketsTogether
 from autopar.capture import Captured, on_meta
 from autopar.capture import capture as _capture
 from autopar.capture.microbatches import first_part
 from autopar.clusters import get_cluster, profile_of, reference
 from autopar.comparison import compare_with_eager
 from autopar.errors import AutoparError, CaptureError, ClusterError, PlanError
-from autopar.padding import Padded, padded_example, proved
+from autopar.padding import Padded, of_size, padded_example, proved
 from autopar.parts_of_loss import difference_by_parts
 from autopar.placements import Mesh, mesh_shapes, mesh_text
 from autopar.plan import Plan
 from autopar.planning import Outcome
 from autopar.precision import Precision, adding_up_in, parse_precision
 from autopar.report.decided import say
-from autopar.runtime.agree import TIMEOUT_SECONDS, ensure_process_group, mesh_group, share, together
+from autopar.runtime.agree import TIMEOUT_SECONDS, ensure_process_group, mesh_group, share
+from autopar.runtime.agree import together as raised_together
 from autopar.runtime.batch_statistics import tell_of_statistics
-from autopar.runtime.buckets import Buckets
+from autopar.runtime.buckets import Buckets, Size
 from autopar.runtime.executor import ParallelModule
 from autopar.runtime.groups import abort_groups
 from autopar.runtime.init import Init, is_meta
@@ -281,7 +283,8 @@ def parallelize(
             first two dims are those of the first tensor that has two. Labels are padded with what the loss ignores, all
             else with zeros, and outputs are cut back. A model that takes padding for data (a loss over rows, attention
             to all positions without a mask, batch norms) is refused: a part of the example batch is tried with padding
-            and without.
+            and without. On one mesh and without microbatches all buckets are planned together
+            (:mod:`autopar.bucket_plans`), for steps in the order of this list: name one as often as it comes.
         gradient_dtype: in which gradients are added up over ranks, such as ``torch.float32`` for a model in bfloat16;
             by default the parameters' own. What they get is of their own again. The plan is made, and priced, for it;
             a ``plan`` that is given keeps its price.
@@ -351,7 +354,23 @@ def parallelize(
 
         records = spreading.records_of(group, model, mesh) if plan is None else []
 
+        together: BucketsTogether | None = None
+
+        def in_bucket(size: Size) -> Captured:
+            """A call of a bucket, captured."""
+            assert in_buckets is not None
+            rows, shown = (parts_of_rows if batch == "local" else 1), _split(example_inputs, example_kwargs, targets)
+            args, kwargs, of_loss = of_size(in_buckets, shown, (rows * size[0], size[1]))
+            return capture(
+                model, args, example_kwargs=kwargs, loss_fn=loss_fn, targets=of_loss, precision=asked.pins.precision
+            )  # fmt: skip
+
         def decide() -> Outcome:
+            nonlocal together
+            if plan is None and buckets and asked.microbatches == 1 and not asked.piped:
+                where, n, name = spreading.hardware_of(spreading.device_type_of(model), mesh, cluster, records)
+                together = bucket_plans.find(captured, buckets, in_bucket, where, n, asked, name)
+                return together.outcome
             if plan is None:
                 where, n, name = spreading.hardware_of(spreading.device_type_of(model), mesh, cluster, records)
                 return planning.find(model, captured, lambda: first(1), where, n, asked, name)
@@ -378,7 +397,8 @@ def parallelize(
             pm.take_own_rows()
         device_type = spreading.device_type_of(model)
         cluster_of_plan = spreading.hardware_when_asked(decided, device_type, mesh, cluster, records)
-        planner: Callable[..., Any] = recapture.planner_of(decided, cluster_of_plan, group)
+        prepared = together.by_graph if together is not None else None
+        planner: Callable[..., Any] = recapture.planner_of(decided, cluster_of_plan, group, prepared)
         if len(decided.stages) > 1:
             planner = recapture.stage_planner_of(decided, one.graph, cluster_of_plan, group)
         programs = Programs(
@@ -388,6 +408,7 @@ def parallelize(
         )  # fmt: skip
         pm.follow(programs)
         pm.buckets = in_buckets
+        pm.layouts_change = bool(share(group, "yes" if together and together.changes else "", None))
         if move is not None:
             move.to(pm, group)
         replaced(dict(model.named_parameters(remove_duplicate=False)))
@@ -494,7 +515,7 @@ def _same_model(captured: Captured, model: torch.nn.Module, group: Any) -> None:
         f"this rank has captured another model than rank 0: fingerprint {mine}, rank 0 has {first}; build the same "
         "model, and give inputs of the same shapes, on every rank"
     )
-    together(group, CaptureError(problem) if mine != first else None)
+    raised_together(group, CaptureError(problem) if mine != first else None)
 
 
 def _compare(captured: Captured, model: torch.nn.Module, example: Any, group: Any) -> None:
@@ -509,7 +530,7 @@ def _compare(captured: Captured, model: torch.nn.Module, example: Any, group: An
                 warnings.warn(f"what was captured was not compared with the model: {note}", stacklevel=3)
         except Exception as e:
             error = e
-    together(group, error)
+    raised_together(group, error)
 
 
 __all__ = ["capture", "get_cluster", "mesh_shapes", "parallelize", "plan", "split_inputs"]

@@ -61,6 +61,26 @@ def padded_example(model: torch.nn.Module, example: Batch, sizes: Sequence[Size]
     return Padded(buckets, (positional[: len(args)], by_name, positional[len(args) :]))
 
 
+def of_size(buckets: Buckets, example: Batch, size: Size) -> Batch:
+    """The padded example as it would be in a bucket of another size, in zeros."""
+    args, kwargs, targets = example
+    call = (*args, *targets), dict(kwargs)
+    leaves, spec = pytree.tree_flatten(call)
+    wanted = {ROWS: size[0], LENGTH: size[1]}
+
+    def sized(key: Key, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        named = zip(leaf.shape, buckets.dims[key], strict=True)
+        return leaf.new_zeros([n if dim is None else wanted[dim] for n, dim in named]).requires_grad_(
+            leaf.requires_grad
+        )
+
+    keys = keys_of(buckets.signature, buckets.model_args, *call)
+    positional, by_name = pytree.tree_unflatten([sized(k, x) for k, x in zip(keys, leaves, strict=True)], spec)
+    return positional[: len(args)], by_name, positional[len(args) :]
+
+
 def proved(padded: Padded, captured: Captured, model: torch.nn.Module, example: Batch) -> Buckets:
     """The buckets of a model that bears padding, with what its labels are filled with and its outputs' shapes.
 
@@ -213,4 +233,4 @@ def _template(x: torch.Tensor, y: torch.Tensor, small: Size, size: Size) -> Temp
     return tuple(names)
 
 
-__all__ = ["Padded", "padded_example", "proved"]
+__all__ = ["Padded", "of_size", "padded_example", "proved"]

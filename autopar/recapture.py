@@ -40,16 +40,21 @@ from cost_models.pipeline import live_per_stage, with_microbatches
 from hardware_profiles import Cluster
 
 
-def planner_of(plan: Plan, cluster: Callable[[], Cluster], group: Any) -> PlanAgain:
+def planner_of(
+    plan: Plan, cluster: Callable[[], Cluster], group: Any, prepared: Mapping[str, StagePlan] | None = None
+) -> PlanAgain:
     """Makes plans on the mesh of ``plan`` with the wishes that it remembers; rank 0 plans, all ranks call it.
 
     Args:
         cluster: gives the hardware that plans are for; called when one is made.
+        prepared: on rank 0, plans that were made before, by the fingerprints of their graphs.
     """
     wishes = wishes_of(plan)
 
     def plan_again(new: Captured, stored: Mapping[str, str]) -> StagePlan:
         def decide() -> Outcome:
+            if prepared and new.graph.fingerprint in prepared:
+                return Outcome(Plan.alone(prepared[new.graph.fingerprint], plan.cluster, plan.pins), new)
             options = for_graph(wishes, new.graph, stored, plan.mesh)
             return Outcome(on_only_mesh(new.graph, cluster(), plan.mesh, options, plan.cluster, plan.pins), new)
 
@@ -95,7 +100,7 @@ def stages_again(plan: Plan, graph: Graph, new: Captured, microbatches: int, clu
         names = {node.target: node for node in part.graph.nodes if node.kind in ("param", "buffer")}
         of_group = [plan.stages[s] for s in plan.schedule.stages_of_rank[plan.schedule.rank_of_stage[part.number]]]
         stored = {
-            name: _stored_as(choice.stored, names[name].needs_grad)
+            name: stored_as(choice.stored, names[name].needs_grad)
             for stage in of_group for name, choice in stage.params.items() if name in names
         }  # fmt: skip
         asked = for_graph(of_stage(wishes, part, before.mesh), part.graph, stored, before.mesh)
@@ -157,7 +162,7 @@ def _first_stage(graph: Graph, node: Node, holders: Mapping[str, set[int]]) -> i
     return max((min(holders[name]) for name in params if name in holders), default=0)
 
 
-def _stored_as(state: State, needs_grad: bool) -> str:
+def stored_as(state: State, needs_grad: bool) -> str:
     """How a parameter is stored, as a pin: whole ones are said otherwise where they are frozen."""
     return ",".join(p if p.is_shard else whole_placement(needs_grad) for p in state)
 
@@ -227,4 +232,4 @@ def comparer_of(group: Any) -> Compare:
     return compare
 
 
-__all__ = ["comparer_of", "for_graph", "planner_of", "stage_planner_of", "stages_again", "starts_in"]
+__all__ = ["comparer_of", "for_graph", "planner_of", "stage_planner_of", "stages_again", "starts_in", "stored_as"]

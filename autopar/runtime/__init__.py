@@ -35,7 +35,7 @@ A call
 
 :mod:`.calls`            however it is spelt; :mod:`.batch`: its tensors, checked and cut into microbatches
 :mod:`.own_rows`         batches of which every rank has its own rows; :mod:`.own_rows_in_stages`: of a pipeline
-:mod:`.buckets`          calls that are padded to one of a few shapes
+:mod:`.buckets`          calls that are padded to one of a few shapes; :mod:`.relayout`: parameters in other pieces
 :mod:`.same_batch`       whether all ranks were called alike; :mod:`.samples`: what they compare
 :mod:`.seeds`            of random operators, one for each forward
 :mod:`.values`           whether the model's Python values are those that were captured

@@ -47,6 +47,11 @@ from autopar.runtime.state import HeldParam, as_dtensor
 from autopar.runtime.values import check_values
 from autopar.torch_private import pytree
 
+MOVED = (
+    "backward() of a call before the last one, and the last one's bucket has parameters in other pieces, in which they "
+    "are now: call backward() before the next bucket's forward, or give params= with which all buckets store them alike"
+)
+
 
 def check_device_mesh(device_mesh: DeviceMesh, mesh: Mesh) -> None:
     """The plan's mesh and the device mesh must have the same axes.
@@ -286,8 +291,12 @@ class ParallelModule(TakesRows, SpreadModule):
         if stage.direct:
             return run(inputs)
 
+        layout = self.layout
+
         @contextlib.contextmanager
         def around() -> Iterator[None]:
+            if self.layout != layout:
+                raise RunError(MOVED)
             if meeting is not None:
                 meeting.note(f"the backward of call {call}")
             with self._fails_everywhere(f"the backward of call {call}"):

@@ -191,6 +191,9 @@ class Programs:
             raise RunError(refusal(pm._captured.guards.changes()))
         mode = "in training" if pm.training else "in eval mode"
         mode += "" if torch.is_grad_enabled() else " without gradients"
+        rows_differ = same and not self.shapes and pm._own_rows is not None and not self._fits_as_captured(pm, call)
+        if rows_differ and self.meeting is not None:  # maybe on this rank alone, and others wait for its rows
+            self.meeting.meet("is at", f"call {self.calls} with {_unmarked(call.shown())}", OTHER_CALL)
         way_before = self.way
         self.way = mode, way_before[1] if call.of_step else call.parts_of(pm._captured)
         if same and fits and self.way == way_before:
@@ -244,6 +247,10 @@ class Programs:
             return under and batch.fits(*call.one)
         return under and (bool(batch.pieces) or batch.fits(call.args, call.kwargs, call.in_parts))
 
+    def _fits_as_captured(self, pm: Any, call: ModuleCall) -> bool:
+        args, kwargs = call.one or (call.args, call.kwargs)
+        return bool(pm._batch.fits(args, kwargs, call.in_parts and call.one is None))
+
     def _is_for(self, fields: Fields, call: ModuleCall) -> bool:
         captured = fields["_captured"]
         return captured.guards.same() and self._takes(captured, fields["_batch"], call)
@@ -256,7 +263,7 @@ class Programs:
         """
         if self.meeting is None:
             return
-        shown = call.shown().replace("|", " ").replace(";", " ") if call is not None else ""
+        shown = _unmarked(call.shown()) if call is not None else ""
         checksum = zlib.crc32(f"{place} {sorted(map(str, changes))}".encode())
         what = f"call {self.calls} with changed values (checksum {checksum:08x})" if changes else f"call {self.calls}"
         what += f" with {shown}" if shown else ""
@@ -305,6 +312,11 @@ class Programs:
                 "to a few sizes, and pass numbers that change as tensors\n" + what,
                 stacklevel=6,
             )
+
+
+def _unmarked(text: str) -> str:
+    """A text that may stand in what ranks tell each other."""
+    return text.replace("|", " ").replace(";", " ")
 
 
 def check_autocast(captured: Captured) -> None:

@@ -21,6 +21,7 @@ from autopar.plan import StagePlan
 from autopar.rules.notation import Rule
 from autopar.rules.registry import rules_of
 from autopar.runtime.programs import AllWell, Fields, PlanAgain
+from autopar.runtime.relayout import relaid
 from autopar.runtime.stage import Buffers, Stage
 from autopar.runtime.state import as_dtensor, joined, local_piece, torch_placements
 
@@ -114,11 +115,19 @@ def under_another_plan(pm: Any, new: Captured, plan: StagePlan) -> Stage:
     Raises:
         RunError: the plan stores a parameter in another way, or the model has another one.
     """
+    move_to_layout_of(pm, plan)
     check_stored(pm, plan)
     return Stage(
         new.graph, plan, pm._mesh, pm, buffers_for(pm, new, new.graph, plan, pm._mesh, pm._stage.buffers),
         pm._stage.compile_args,
     )  # fmt: skip
+
+
+def move_to_layout_of(pm: Any, plan: StagePlan) -> None:
+    """Store parameters as ``plan`` does, where buckets have layouts of their own; a backward of an earlier forward is
+    refused then."""
+    if pm.layouts_change and relaid(dict(pm.named_parameters(remove_duplicate=False)), plan.params):
+        pm.layout += 1
 
 
 def check_stored(pm: Any, plan: StagePlan) -> None:
@@ -173,6 +182,7 @@ def resume(pm: Any, fields: Fields) -> None:
     now = pm._stage.buffers
     for name, value in fields.items():
         setattr(pm, name, value)
+    move_to_layout_of(pm, pm._stage.plan)
     with_buffers_of(pm, pm._stage, now)
 
 

@@ -59,6 +59,8 @@ class SpreadModule(Elements):
     _gradient_dtype: torch.dtype | None = None
     told_of_statistics: bool = False
     buckets: Buckets | None = None
+    layouts_change: bool = False
+    layout: int = 0
     _programs: Programs | None = None
     _original: Original | None = None
     _model_ref: Callable[[], torch.nn.Module | None]

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from procs.habits import difference
+from procs.habits import difference, said
 from procs.other_shapes import Words, batch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
+from autopar import bucket_plans
+from autopar.planner.intra_op.mesh_plan import plan_graph
 
 CUTS: dict[str, dict[str, Any]] = {
     "batch": {"constraints": {"*up": {"data": "b"}}},
@@ -51,6 +55,35 @@ def trained(cut: str) -> tuple[float, int]:
     optimizers = torch.optim.AdamW(pm.parameters(), lr=1e-2), torch.optim.AdamW(alone.parameters(), lr=1e-2)
     worst = max(_step(pm, alone, call, call, optimizers) for call in (batch(*size, 1) for size in SIZES))
     return worst, pm._programs.captures
+
+
+def _two_layouts(graphs: Any, trace: Any, cluster: Any, mesh: Any, options: Any) -> bucket_plans.BucketPlans:
+    """What the planner gives where it pays to move parameters between the buckets; here it is forced."""
+    pins = [{"*.weight": "S0 use"}, {"*.weight": "S1 step", "norm.weight": "replicate", "*.bias": "S0"}]
+    plans = {
+        size: plan_graph(graph, cluster, mesh, replace(options, params=pins[i]))
+        for i, (size, graph) in enumerate(graphs.items())
+    }
+    return bucket_plans.BucketPlans(plans, {size: i for i, size in enumerate(plans)}, 1.0, 0.0, 1, 1.0, trace[0], 1.0)
+
+
+def between_layouts(optimizer: str) -> tuple[float, list[str], str]:
+    """Parameters and optimizer state move between two buckets' layouts; how a weight is stored in each step."""
+    model = Words()
+    alone = copy.deepcopy(model)
+    with mock.patch.object(bucket_plans, "plan_buckets", _two_layouts):
+        pm = spread(model, batch(4, 6))
+    optimizers = [getattr(torch.optim, optimizer)(m.parameters(), lr=1e-2) for m in (pm, alone)]
+    worst, stored = 0.0, []
+    for size in SIZES:
+        call = batch(*size, 1)
+        worst = max(worst, _step(pm, alone, call, call, optimizers))
+        stored.append(str(pm.get_parameter("up.weight").placements[0]))
+        for param, state in optimizers[0].state.items():
+            assert all(v.placements == param.placements for v in state.values() if v.shape == param.shape)
+    first = pm(*batch(4, 6))[0]
+    pm(*batch(2, 12))
+    return worst, stored, said(first.backward)
 
 
 def uneven_own_rows(cut: str) -> float:

@@ -13,6 +13,7 @@ from autopar.runtime.launch import run_local
 CALLS: dict[str, tuple[Any, ...]] = {
     **{f"trained {cut}": ("trained", cut) for cut in in_buckets.CUTS},
     **{f"own rows {cut}": ("uneven_own_rows", cut) for cut in in_buckets.CUTS}, "in stages": ("in_stages",),
+    "AdamW": ("between_layouts", "AdamW"), "Adagrad": ("between_layouts", "Adagrad"),
 }  # fmt: skip
 
 
@@ -28,6 +29,15 @@ def test_padded_steps_are_those_of_one_device(found: list[dict[str, Any]], cut: 
         assert worst < 1e-9 and captures == 1
 
 
-@pytest.mark.parametrize("how", [how for how in CALLS if not how.startswith("trained")])
+@pytest.mark.parametrize("how", [how for how in CALLS if how.startswith(("own", "in"))])
 def test_rows_of_ones_own_and_stages(found: list[dict[str, Any]], how: str) -> None:
     assert all(rank[how] < 1e-9 for rank in found)
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "Adagrad"])
+def test_parameters_and_state_move_between_layouts(found: list[dict[str, Any]], optimizer: str) -> None:
+    for rank in found:
+        worst, stored, late = rank[optimizer]
+        assert worst < 1e-9
+        assert stored == ["S(0)", "S(0)", "S(1)", "S(1)", "S(1)", "S(0)"]
+        assert "backward() of a call before the last one" in late

@@ -19,7 +19,7 @@ FLOORS = {
     "autopar.torch_private": 2, "autopar.allocations": 2, "autopar.asked": 2, "autopar.rules": 3, "autopar.regather": 3,
     "autopar.capture": 4, "autopar.normalize": 4, "autopar.staging": 4, "autopar.planner": 5,
     "autopar.planning": 6, "autopar.lower": 6, "autopar.runtime": 7, "autopar.certificate": 8, "autopar.comparison": 8,
-    "autopar.parts_of_loss": 8, "autopar.padding": 8,
+    "autopar.parts_of_loss": 8, "autopar.padding": 8, "autopar.bucket_plans": 9,
     "autopar.verify": 8, "autopar.arguments": 8, "autopar.planfile": 8, "autopar.models": 8, "autopar.frontends": 8,
     "autopar.hugging_face": 8, "autopar.report": 8,
     "autopar.profiling": 8, "autopar.other_batch": 8, "autopar.recapture": 9, "autopar.api": 9, "autopar.spreading": 9,
