@@ -26,8 +26,6 @@ MOST = 1 << 24
 """No count of ranks, stages or microbatches is larger: it would only take time."""
 MOST_AXES = 3
 """Axes of the mesh shapes that are tried, at most, unless told otherwise."""
-TIME_LIMIT_SECONDS = 120.0
-"""For one run of the solver, unless told otherwise; what it has by then is a plan too, with its gap."""
 MEMORY_FRACTION = 0.9
 """Of a device's memory a plan may fill, unless told otherwise: the rest is for the allocator's gaps, the libraries'
 buffers and what prices do not count."""
@@ -333,10 +331,10 @@ WISHES: tuple[Wish, ...] = (
     ),
     Wish(
         "time_limit", None, optional(is_number), "seconds, more than 0",
-        f"seconds for one run of the solver; by default {TIME_LIMIT_SECONDS:g}, fewer where a plan is known already or "
-        "memory binds.",
-        (Flag(("--time-limit",), f"Seconds for one run of the solver: {TIME_LIMIT_SECONDS:g}, or fewer where memory "
-              "binds.", kind=float),),
+        "seconds of the clock for one run of the solver; by default its work is counted, so that plans do not depend "
+        "on how busy the machine is.",
+        (Flag(("--time-limit",), "Seconds of the clock for one run of the solver; by default its work is counted: "
+              "about two minutes, or a few seconds where memory binds.", kind=float),),
     ),
 )  # fmt: skip
 """In the order in which options are listed."""

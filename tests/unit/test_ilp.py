@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections.abc import Sequence
 
 import pytest
 
 from autopar.errors import InfeasibleError
 from autopar.planner.intra_op import ilp
-from autopar.planner.intra_op.problem import Item, Problem, SharedBytes, Tensor
+from autopar.planner.intra_op.effort import BRIEF, PATIENT, Effort, asked_seconds
+from autopar.planner.intra_op.problem import Item, MomentBytes, Problem, SharedBytes, Tensor
 
 
 def _random_problem(rng: random.Random, limit: bool) -> Problem:
@@ -114,6 +116,45 @@ def test_same_problem_same_answer() -> None:
     rng = random.Random(3)
     problem = _random_problem(rng, False)
     assert ilp.program(problem).solve().picked == ilp.program(problem).solve().picked
+
+
+def _knapsacks() -> Problem:
+    """Long to prove: many moments, each of which fits a third of what there is to choose."""
+    rng = random.Random(5)
+    items = tuple(Item(f"op{i}", (0, rng.randint(10, 90)), (0, 0)) for i in range(50))
+    moments = tuple(MomentBytes(tuple((rng.randint(1, 100), 0) for _ in items), ()) for _ in range(12))
+    return Problem(items, (), (), 50 * 50 / 3, moments)
+
+
+class _Slow(int):
+    """A number of steps on a loaded machine: everything waits at each of them."""
+
+    def __lt__(self, taken: int) -> bool:
+        time.sleep(0.005)
+        return int(self) < taken
+
+
+def test_where_the_solver_stops_does_not_depend_on_how_busy_the_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, effort = _knapsacks(), Effort(1000, 60, 1.0)
+    idle = ilp.program(problem, effort=effort).solve()
+    assert idle.status == "time limit"
+    begun = time.perf_counter()
+    monkeypatch.setattr(Effort, "steps_of", lambda self, n_entries: _Slow(self.steps))
+    busy = ilp.program(problem, effort=effort).solve()
+    assert time.perf_counter() - begun > 60 * 0.005
+    assert busy == idle
+    more = ilp.program(problem, effort=Effort(1000, 150, 1.0)).solve()
+    assert (more.objective, -more.bound) < (idle.objective, -idle.bound), "more work gets further"
+
+
+def test_the_clock_counts_only_where_seconds_are_asked_for() -> None:
+    problem = _knapsacks()
+    for effort in (PATIENT, BRIEF):
+        program = ilp.program(problem, effort=effort)
+        program.solve(0.5)
+        assert isinstance(program, ilp.HighsProgram)
+        assert program.engine.getOptionValue("time_limit")[1] == float("inf")
+    assert ilp.program(problem, effort=asked_seconds(0.02)).solve().status == "time limit"
 
 
 def test_memory_by_prices_is_within_its_gap_of_brute_force() -> None:

@@ -20,15 +20,14 @@ from autopar.plan import StagePlan
 from autopar.planner.intra_op import ilp
 from autopar.planner.intra_op.by_cbc import ByCbc
 from autopar.planner.intra_op.draw import random_plan
+from autopar.planner.intra_op.effort import BRIEF, PATIENT, Effort, asked_seconds
 from autopar.planner.intra_op.fold import fold
 from autopar.planner.intra_op.ilp import HighsProgram
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.planner.intra_op.price import pricer
 from autopar.planner.intra_op.problem import Beaten, Problem
-from autopar.planner.intra_op.within_memory import LIMITED_SECONDS
 from autopar.rules.registry import rules_of
 from autopar.texts import parse_bytes
-from autopar.wishes import TIME_LIMIT_SECONDS
 from hardware_profiles import abstract_cluster, load_cluster
 
 TWO = (("data", 2), ("tensor", 4))
@@ -103,17 +102,17 @@ def test_the_solver_gets_the_time_that_was_asked_for(monkeypatch: pytest.MonkeyP
     """Also where memory binds, where the planner would give it less of its own."""
     graph, cluster, mesh = graph_of("mlp"), load_cluster("dgx-h100"), (("data", 2),)
     limit = 0.9 * plan_graph(graph, cluster, mesh).price.memory_bytes
-    given: list[float] = []
+    efforts: list[Effort] = []
 
-    def program(problem: Problem, **seconds: float) -> HighsProgram | ByCbc:
-        given.extend(seconds.values())
-        return solver_program(problem, **seconds)  # type: ignore[arg-type]
+    def program(problem: Problem, effort: Effort) -> HighsProgram | ByCbc:
+        efforts.append(effort)
+        return solver_program(problem, effort=effort)
 
     solver_program = ilp.program
     monkeypatch.setattr(ilp, "program", program)
     plan_graph(graph, cluster, mesh, Options(memory_limit_bytes=limit, time_limit_seconds=asked))
-    assert len(given) > 1
-    assert set(given) == ({TIME_LIMIT_SECONDS, LIMITED_SECONDS} if asked is None else {asked})
+    assert len(efforts) > 1
+    assert set(efforts) == ({PATIENT, BRIEF} if asked is None else {asked_seconds(asked)})
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from autopar.planner.inter_op.timing import timing_of
 from autopar.planner.inter_op.transplant import structure, transplant
 from autopar.planner.inter_op.trial import simulated
 from autopar.planner.intra_op.fold import fold
-from autopar.planner.intra_op.mesh_plan import Options, device_limit, plan_graph
+from autopar.planner.intra_op.mesh_plan import Earlier, Options, device_limit, plan_graph
 from autopar.planner.intra_op.price import pricer
 from autopar.planner.intra_op.problem import Beaten
 from autopar.planner.intra_op.recompute import is_asked, patterns_in, segments_of
@@ -149,6 +149,7 @@ class ExactPlans:
     asked: PipelineOptions
     cluster_name: str
     _plans: dict[tuple[object, ...], dict[int, tuple[Graph, StagePlan]]] = field(default_factory=dict, init=False)
+    _earlier: dict[tuple[object, ...], tuple[Graph, Earlier]] = field(default_factory=dict, init=False)
 
     @cached_property
     def blocks(self) -> list[Block]:
@@ -446,13 +447,22 @@ class ExactPlans:
             if n == target or (n > wanted and _is_free(plan)):
                 alike = plan if first is graph else transplant(plan, first, graph)
                 return replace(alike.with_in_flight(wanted), devices=devices)
+        first, earlier = self._earlier.setdefault((*key[:3], places, begins), (graph, Earlier()))
+        if first is not graph:
+            free = transplant(earlier.free, first, graph) if earlier.free is not None else None
+            earlier = Earlier(free, earlier.ends)
+
+        def planned(in_flight: int) -> StagePlan:
+            asked = replace(options, in_flight=in_flight)
+            return plan_graph(graph, self.cluster, mesh, asked, devices=devices, earlier=earlier)
+
         n = target
         try:
-            plan = plan_graph(graph, self.cluster, mesh, replace(options, in_flight=n), devices=devices)
+            plan = planned(n)
         except InfeasibleError:
             if n == wanted:
                 raise
-            n, plan = wanted, plan_graph(graph, self.cluster, mesh, options, devices=devices)
+            n, plan = wanted, planned(wanted)
         by_in_flight[n] = graph, plan
         return plan.with_in_flight(wanted)
 

@@ -16,8 +16,8 @@ from autopar.planner.intra_op.problem import PRICES, ROUGH, Choice, MomentBytes,
 class ByCbc:
     """A problem for CBC: solved at once, whatever it is."""
 
-    def __init__(self, problem: Problem, time_limit_seconds: float) -> None:
-        self.problem, self.time_limit_seconds = problem, time_limit_seconds
+    def __init__(self, problem: Problem, cpu_seconds: float) -> None:
+        self.problem, self.cpu_seconds = problem, cpu_seconds
 
     def limit(self, n_bytes: float | None) -> None:
         """As in :class:`~.ilp.HighsProgram`."""
@@ -41,6 +41,18 @@ class ByCbc:
         """Never: CBC knows no choices near the relaxation."""
         return False
 
+    @property
+    def end(self) -> None:
+        """Not known."""
+        return None
+
+    def begin_at(self, end: object) -> None:
+        """Nowhere else."""
+
+    def at_price(self, factor: float) -> Choice | None:
+        """Not known."""
+        return None
+
     def whole(self) -> Choice | None:
         """Not known before the problem is solved."""
         return None
@@ -63,7 +75,7 @@ class ByCbc:
         problem = self.problem
         lp = matrix(problem)
         model, columns = _pulp(lp)
-        model.solve(_cbc()(msg=False, timeLimit=self.time_limit_seconds, gapRel=gap, threads=1))
+        model.solve(_cbc()(msg=False, timeLimit=self.cpu_seconds, timeMode="cpu", gapRel=gap, threads=1))
         values = [[columns[v].varValue for v in picks] for picks in lp.picks]
         if pulp.LpStatus[model.status] == "Infeasible" or any(v is None for row in values for v in row):
             raise NoChoice("no choice of strategies satisfies the constraints")

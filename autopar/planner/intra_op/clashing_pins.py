@@ -99,7 +99,7 @@ class _Clash:
         )  # fmt: skip
         try:
             problem, _ = trial.problem(False)
-            ilp.program(problem, time_limit_seconds=options.solver_seconds()).solve()
+            ilp.program(problem, effort=options.effort()).solve()
         except NoChoice:
             return False
         except InfeasibleError:  # the solver ran out of time

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,9 +17,9 @@ import numpy as np
 
 from autopar.errors import InfeasibleError
 from autopar.planner.intra_op.by_cbc import ByCbc
+from autopar.planner.intra_op.effort import PATIENT, Effort
 from autopar.planner.intra_op.matrix import Matrix, matrix
 from autopar.planner.intra_op.problem import PRICES, ROUGH, ROUNDING, Beaten, Choice, MomentBytes, NoChoice, Problem
-from autopar.wishes import TIME_LIMIT_SECONDS
 
 try:
     import highspy
@@ -36,24 +37,24 @@ DECIDED = 16
 """Items that are decided in turn, at most, to come from the relaxation to a whole choice."""
 NUDGE = 1e-3
 """By this part the price of a byte is moved to see the solutions on both sides of it."""
+ITERATIONS = 2**31 - 1
+"""HiGHS's own limit of simplex iterations: none."""
 HULL_GAP = 0.01
 """How far the fastest choice may be from the best, where branch and bound is needed to find it."""
 
 
 def program(
-    problem: Problem, *, time_limit_seconds: float = TIME_LIMIT_SECONDS, relaxation_seconds: float | None = None,
-    solver: str = "auto",
-) -> HighsProgram | ByCbc:  # fmt: skip
+    problem: Problem, *, effort: Effort = PATIENT, solver: str = "auto"
+) -> HighsProgram | ByCbc:
     """A problem that may be solved several times, with several limits.
 
     Args:
-        time_limit_seconds: for one run; after it, the best solution so far is returned with its gap.
-        relaxation_seconds: for a run on the relaxation alone, which nothing is known without; by default the same.
+        effort: of one run; after it, the best solution so far is returned with its gap.
         solver: ``highs``, ``cbc`` or ``auto`` (HiGHS if highspy is installed).
     """
     if _pick(solver) == "cbc":
-        return ByCbc(problem, time_limit_seconds)
-    return HighsProgram(problem, time_limit_seconds, relaxation_seconds or time_limit_seconds)
+        return ByCbc(problem, effort.cpu_seconds)
+    return HighsProgram(problem, effort)
 
 
 @dataclass(frozen=True)
@@ -79,12 +80,11 @@ class HighsProgram:
     which are then optimal. Branch and bound is for the rest.
     """
 
-    def __init__(self, problem: Problem, time_limit_seconds: float, relaxation_seconds: float) -> None:
-        self.problem, self.time_limit_seconds = problem, time_limit_seconds
-        self.relaxation_seconds = relaxation_seconds
+    def __init__(self, problem: Problem, effort: Effort) -> None:
+        self.problem, self.effort = problem, effort
         lp = matrix(problem)
         self.scale, self.lp = lp.scale, lp
-        self.engine = _engine(lp, time_limit_seconds)
+        self.engine = _engine(lp)
         self.rows = [np.array(picks, dtype=np.int32) for picks in lp.picks]
         self.lengths = np.array([len(row) for row in self.rows])
         self.starts = np.concatenate(([0], np.cumsum(self.lengths)[:-1]))
@@ -113,6 +113,17 @@ class HighsProgram:
         """Leave so much more of the limit to what the row of a moment does not see."""
         self.unseen[number] += n_bytes
         self.limit(self.room)
+
+    @property
+    def end(self) -> Any:
+        """Where the simplex method stands: the basis."""
+        return self.engine.getBasis()
+
+    def begin_at(self, end: Any) -> None:
+        """Let the simplex method begin where it ended in a program of the same columns and rows, with other numbers."""
+        if end is not None and len(end.col_status) == self.engine.getNumCol():
+            if len(end.row_status) == self.engine.getNumRow():
+                self.engine.setBasis(end)
 
     def _note_moments(self) -> None:
         """Bytes of all moments by column: of those that have any."""
@@ -296,13 +307,10 @@ class HighsProgram:
             return self.choice(self.best(gap if self.lp.fullest is not None else 0.0))
         start: _Point | None = None
         if gap > 0.0 and self._relaxed is not None:
-            _, start = self.around(self._relaxed)
-            near = start.seconds - start.bound <= gap * start.seconds
-            if start.most_bytes <= self.room and (near or self.is_rough(gap)):
+            _, beside = self.around(self._relaxed)
+            start = beside if beside.most_bytes <= self.room else self._smaller(self._relaxed)
+            if start is not None and (start.seconds - start.bound <= gap * start.seconds or self.is_rough(gap)):
                 return self.choice(replace(start, gap=gap))
-            smaller = self._smaller(self._relaxed) if self.is_rough(gap) else None
-            if smaller is not None:
-                return self.choice(replace(smaller, gap=gap))
         if self._relaxed and self.choice(self._relaxed).bound >= worth_seconds:
             raise Beaten
         return self.choice(self.best(gap, start))
@@ -311,7 +319,8 @@ class HighsProgram:
         """The optimum of the relaxation; None if the solver stopped before it."""
         engine = self.engine
         engine.setOptionValue("solve_relaxation", True)
-        engine.setOptionValue("time_limit", engine.getRunTime() + self.relaxation_seconds)  # counts all runs
+        engine.setOptionValue("simplex_iteration_limit", self.effort.iterations)
+        self._watch_the_clock()
         cold = not engine.getBasis().valid  # from what was solved before the simplex goes on
         engine.setOptionValue("presolve", "on" if cold and engine.getNumCol() > LARGE else "off")
         engine.run()
@@ -346,6 +355,22 @@ class HighsProgram:
         self._charge(0.0)
         self._bound_memory(self.room)
         return replace(faster, bound=relaxed.bound), replace(smaller, bound=relaxed.bound)
+
+    def at_price(self, factor: float) -> Choice | None:
+        """The best choice, whatever its bytes, where each costs so many times what it is worth in the relaxation; None
+        if memory does not bind that, or if the choice is not found without branch and bound.
+
+        Raises:
+            InfeasibleError: nothing satisfies the limit.
+        """
+        self._relaxed = self._relaxed or self.relaxed()
+        if self._relaxed is None or not self._relaxed.byte_price:
+            return None
+        self._bound_memory(math.inf)
+        point = self._relaxed_at(factor * self._relaxed.byte_price)
+        self._charge(0.0)
+        self._bound_memory(self.room)
+        return self.choice(replace(point, bound=self._relaxed.bound)) if point is not None and point.whole else None
 
     def is_rough(self, gap: float) -> bool:
         """Whether any whole choice near the relaxation will do, for a problem so large and a gap so wide."""
@@ -391,22 +416,31 @@ class HighsProgram:
         engine.setOptionValue("solve_relaxation", False)
         engine.setOptionValue("presolve", "choose")
         engine.setOptionValue("mip_rel_gap", gap)
-        engine.setOptionValue("time_limit", engine.getRunTime() + self.time_limit_seconds)  # counts all runs
+        engine.setOptionValue("simplex_iteration_limit", ITERATIONS)  # of one node's relaxation, here
+        self._watch_the_clock()
         engine.clearSolver()  # presolve may hang on the relaxation's values, which HiGHS would complete to a solution
         if start is not None and start.most_bytes <= self.room:
             starting = highspy.HighsSolution()
             starting.col_value = list(start.values)
             engine.setSolution(starting)
-        engine.run()
+        with _at_most(engine, self.effort.steps_of(engine.getNumNz())):
+            engine.run()
         info, status = engine.getInfo(), engine.getModelStatus().name
         if info.primal_solution_status != 2:
             if status == "kInfeasible":
                 raise NoChoice("no choice of strategies satisfies the constraints")
             raise InfeasibleError(
-                f"no choice of strategies was found within {self.time_limit_seconds:g} seconds; give the solver more"
+                "no choice of strategies was found in the work that the solver may do in one run; give it more time "
+                "(time_limit)"
             )
         point = self._point(min(info.objective_function_value, info.mip_dual_bound))
         return replace(point, gap=gap if status == "kOptimal" else -1.0)
+
+    def _watch_the_clock(self) -> None:
+        """Where a user asked for seconds, let the next run end after so many."""
+        if self.effort.clock_seconds < math.inf:
+            limit = self.engine.getRunTime() + self.effort.clock_seconds  # counts all runs
+            self.engine.setOptionValue("time_limit", limit)
 
     def choice(self, point: _Point) -> Choice:
         """As seconds."""
@@ -447,7 +481,31 @@ class HighsProgram:
         )  # fmt: skip
 
 
-def _engine(lp: Matrix, time_limit_seconds: float) -> Any:
+@contextmanager
+def _at_most(engine: Any, steps: int) -> Iterator[None]:
+    """Stop branch and bound after so many steps.
+
+    HiGHS asks after every relaxation, dive and node whether to go on: on one thread, the same program is asked as often
+    wherever it runs. (Its own limits of nodes leave out the root, where most of the time goes.)
+    """
+    taken = 0
+
+    def go_on(kind: Any, message: str, of_solver: Any, answer: Any, nothing: Any) -> None:
+        nonlocal taken
+        taken += 1
+        answer.user_interrupt = taken > steps
+
+    kind = highspy.cb.HighsCallbackType.kCallbackMipInterrupt
+    highspy.Highs.__base__.setCallback(engine, go_on, None)
+    engine.startCallback(kind)
+    try:
+        yield
+    finally:
+        engine.stopCallback(kind)
+        highspy.Highs.__base__.setCallback(engine, None, None)
+
+
+def _engine(lp: Matrix) -> Any:
     """HiGHS with the program."""
     n, m, kinds = len(lp.cost), len(lp.low), highspy.HighsVarType
     model = highspy.HighsLp()
@@ -461,9 +519,7 @@ def _engine(lp: Matrix, time_limit_seconds: float) -> Any:
     model.a_matrix_.index_ = np.array(lp.columns, dtype=np.int32)
     model.a_matrix_.value_ = np.array(lp.values, dtype=np.float64)
     engine = highspy.Highs()
-    for name, value in (
-        ("output_flag", False), ("threads", 1), ("random_seed", 0), ("time_limit", float(time_limit_seconds))
-    ):  # fmt: skip
+    for name, value in (("output_flag", False), ("threads", 1), ("random_seed", 0)):
         engine.setOptionValue(name, value)
     engine.passModel(model)
     return engine

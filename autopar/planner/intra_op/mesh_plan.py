@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
 
 from autopar.collection import uncollected
 from autopar.errors import InfeasibleError, MeshError, PlanError
@@ -26,12 +28,29 @@ PEAK_SHARE = 0.125
 """Of what a block gathers for a use, where its bytes are weighed: the blocks of a stage share it."""
 
 
+@dataclass
+class Earlier:
+    """What plans of one graph on one mesh, under other limits or with other microbatches in flight, leave to the next.
+
+    Attributes:
+        free: the fastest plan, whatever memory it needs.
+        ends: where the simplex method ended, by kind of program: the next program begins there.
+    """
+
+    free: StagePlan | None = None
+    ends: dict[object, Any] = field(default_factory=dict)
+
+
 @uncollected()
 def plan_graph(
     graph: Graph, cluster: Cluster, mesh: Mesh, options: Options | None = None, *,
-    devices: Sequence[int] | None = None,
+    devices: Sequence[int] | None = None, earlier: Earlier | None = None,
 ) -> StagePlan:  # fmt: skip
     """The cheapest plan of a graph on a mesh: of the cluster's first devices, or of those given, in row-major order.
+
+    Args:
+        earlier: of the same graph on the same mesh and devices of the same type, with the same options but for the
+            limit and the microbatches in flight; what this plan finds is added.
 
     Raises:
         MeshError: the mesh does not fit the cluster.
@@ -41,19 +60,26 @@ def plan_graph(
     options = options or Options()
     setting = MeshProblem(graph, cluster, mesh, options, devices)
     limit = device_limit(cluster, setting.priced.devices, options.memory_limit_bytes)
-    keeping = WithinMemory(setting, *setting.problem(limit < float("inf")), limit)
+    earlier = earlier or Earlier()
+
+    @cache
+    def keeping() -> WithinMemory:
+        return WithinMemory(setting, *setting.problem(limit < float("inf")), limit)
+
     if limit == float("inf"):
-        return keeping.plan()
-    free = keeping.free()
+        return keeping().plan()
+    if earlier.free is None:
+        earlier.free = keeping().free()
+    free = replace(earlier.free.with_in_flight(options.in_flight), devices=setting.priced.devices)
     if free.price.memory_bytes <= limit:
         return free
     if free.price.seconds >= options.worth_seconds:  # with all memory that it wants, and what saves memory takes longer
         raise Beaten
-    best, bound, too_large = choosing(setting, limit)  # the same problem, and more to choose from
+    best, bound, too_large = choosing(setting, limit, earlier.ends)  # the same problem, and more to choose from
     if best is None or (best.solution is not None and best.solution.gap > FAR):
-        keeping.known_seconds = best.price.seconds if best is not None else float("inf")
+        keeping().known_seconds = best.price.seconds if best is not None else float("inf")
         try:
-            keeping_all = keeping.plan()
+            keeping_all = keeping().plan()
         except AllTooLarge as error:
             too_large.append(error.smallest)
         except Beaten:
@@ -61,7 +87,7 @@ def plan_graph(
                 raise
         else:
             if best is None or keeping_all.price.seconds < best.price.seconds:
-                bound = min(bound, keeping.bound)
+                bound = min(bound, keeping().bound)
                 best = replace(keeping_all, solution=against(bound, keeping_all, options.memory_gap))
     if best is None:
         smallest = min(too_large, key=lambda p: p.price.memory_bytes)
@@ -69,13 +95,18 @@ def plan_graph(
     return best
 
 
-def choosing(setting: MeshProblem, limit: float) -> tuple[StagePlan | None, float, list[StagePlan]]:
+def choosing(
+    setting: MeshProblem, limit: float, ends: dict[object, Any] | None = None
+) -> tuple[StagePlan | None, float, list[StagePlan]]:
     """The cheapest plan within the limit, with what may be done again in the backward to choose from; the seconds that
     none beats; and small plans that do not fit, if none does.
 
     What runs again of a block is taken to do so at once, at first. That is so where whole blocks run again, and too
     much where pieces do: so where nothing repeats, or it leaves nothing, the least that is there in any case gives
     another bound, of which the smaller counts, and another plan, where the first is far from it.
+
+    Args:
+        ends: where earlier programs of this kind ended; where these do is added.
 
     Raises:
         Beaten: it is not worth the search.
@@ -87,7 +118,7 @@ def choosing(setting: MeshProblem, limit: float) -> tuple[StagePlan | None, floa
     for at_once in (True, False):
         if decoder.moments is not None:
             decoder.moments.at_once = at_once
-        within = WithinMemory(setting, problem, decoder, limit)
+        within = WithinMemory(setting, problem, decoder, limit, ends={} if ends is None else ends)
         near = plans and plans[0].solution is not None and plans[0].solution.gap <= FAR
         try:
             if near:
@@ -129,7 +160,7 @@ class PlansByMemory:
         self.setting = MeshProblem(graph, cluster, mesh, options, devices)
         problem, self.decoder = self.setting.problem(True, choices=True)
         self.program = ilp.program(
-            replace(problem, limit_bytes=UNLIMITED), time_limit_seconds=options.solver_seconds(),
+            replace(problem, limit_bytes=UNLIMITED), effort=options.effort(),
         )  # fmt: skip
 
     @uncollected()
@@ -198,4 +229,4 @@ def priced_again(
     return priced
 
 
-__all__ = ["Options", "PlansByMemory", "device_limit", "plan_graph", "priced_again"]
+__all__ = ["Earlier", "Options", "PlansByMemory", "device_limit", "plan_graph", "priced_again"]

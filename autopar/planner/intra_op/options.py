@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from math import inf
 
 from autopar.placements import State
-from autopar.wishes import MEMORY_FRACTION, TIME_LIMIT_SECONDS
+from autopar.planner.intra_op.effort import PATIENT, Effort, asked_seconds
+from autopar.wishes import MEMORY_FRACTION
 from hardware_profiles import Cluster
 
 
@@ -24,7 +25,7 @@ class Options:
         memory_limit_bytes: per device; None for nine tenths of the device's memory.
         optimizer: ``adamw``, ``sgd`` or ``sgd_momentum``: decides the bytes of optimizer state.
         microbatches: pieces that ``train_step`` cuts the batch into.
-        time_limit_seconds: for one run of the solver; None for what :meth:`solver_seconds` says.
+        time_limit_seconds: for one run of the solver, by the clock; None counts its work, as :meth:`effort` says.
         memory_gap: how far from the proven optimum a plan may be where the memory limit binds (the plan reports its
             gap); without a binding limit, plans are optimal. 0 asks for the optimum always, which can take minutes.
         worth_seconds: where memory binds, a plan that is proven to take as long is not searched to its end.
@@ -54,9 +55,9 @@ class Options:
     may_recompute: bool = True
     blocks: Sequence[str] = ()
 
-    def solver_seconds(self, enough: float = TIME_LIMIT_SECONDS) -> float:
-        """Seconds for one run of the solver: those that were asked for, else what is enough."""
-        return enough if self.time_limit_seconds is None else self.time_limit_seconds
+    def effort(self, enough: Effort = PATIENT) -> Effort:
+        """What one run of the solver may take: the seconds that were asked for, else what is enough."""
+        return enough if self.time_limit_seconds is None else asked_seconds(self.time_limit_seconds)
 
 
 def device_limit(cluster: Cluster, devices: Iterable[int], asked: float | None) -> float:

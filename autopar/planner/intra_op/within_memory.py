@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from autopar.errors import InfeasibleError, PlanError
 from autopar.graph import Graph
 from autopar.plan import Moment, Solution, StagePlan
 from autopar.planner.intra_op import ilp
 from autopar.planner.intra_op.build import Decoder
+from autopar.planner.intra_op.effort import BRIEF, PATIENT
 from autopar.planner.intra_op.mesh_problem import MeshProblem
 from autopar.planner.intra_op.mixture import mixture
-from autopar.planner.intra_op.problem import ROUNDING, Beaten, Choice, Item, Problem
+from autopar.planner.intra_op.problem import ROUGH, ROUNDING, Beaten, Choice, Item, Problem
 from autopar.texts import show_bytes
 
 ATTEMPTS = 12
@@ -29,17 +31,19 @@ ROUNDS, MOMENTS = 6, 16
 """How often the relaxation is solved to see which moments bind, and how many become rows of the program, at most."""
 REFINED, CLOSE = 2, 1e-3
 """Of these, how often a plan that fits is made better, and how near the limits may be, as a part of the memory."""
+DEARER, HALVED = (1.02, 1.1, 1.3, 1.8, 3.0, 6.0), 3
+"""Prices of a byte, times its worth in the relaxation, that are tried for a plan that fits; and how often the last step
+between them is halved."""
 SLOW = 1
 """How often the solver may stop at its time limit."""
 LARGEST = 3
 """Parameters that a message lists."""
 MIXED_GAP = 0.02
 """The gap of a mixture that is good enough where operators may run again: the search for a better one is long there."""
-LIMITED_SECONDS = 5.0
-"""For one run of the solver where memory binds, unless a time was asked for: there are many runs, and the last percent
-takes most of the time."""
 STEEP_PRICES = (10.0, 30.0, 100.0)
 """Like :data:`autopar.planner.intra_op.problem.PRICES`, where little memory is all that counts."""
+BOUNDED = "rows of the first moments"
+"""The kind of program that :attr:`WithinMemory.ends` are of."""
 UNLIMITED = 1e18
 """Bytes that no device has."""
 
@@ -63,6 +67,8 @@ class WithinMemory:
         known_seconds: of a plan that there is already: one that is slower is not worth the search.
         moments: those that are rows of the program, by number.
         bound: seconds that no choice within the limit beats, as far as the relaxation says; infinite if nothing fits.
+        ends: where the simplex method ended in earlier programs of this kind, from where it goes on; None where there
+            are none, and will be none.
     """
 
     setting: MeshProblem
@@ -72,13 +78,14 @@ class WithinMemory:
     known_seconds: float = float("inf")
     moments: dict[Moment, int] = field(default_factory=dict)
     bound: float = float("inf")
+    ends: dict[object, Any] | None = None
 
     def plan(self) -> StagePlan:
         """The plan.
 
         Raises:
             AllTooLarge: nothing fits.
-            Beaten: it is not worth the search.
+            Beaten: it is not worth the search, or nothing fits and there is a plan already.
         """
         limit, gap = self.limit, self.setting.options.memory_gap
         enough = gap if self.decoder.again is None else max(gap, MIXED_GAP)
@@ -89,18 +96,20 @@ class WithinMemory:
         fits_at, too_much, target, refined, slow = 0.0, limit, limit, 0, 0
         for attempt in range(ATTEMPTS):
             try:
-                if attempt == 0 and program.least() >= self.setting.options.worth_seconds:
-                    raise Beaten
-                if attempt == 0 and gap > 0.0:
-                    plan = mixture(
-                        self.setting.graph, self.setting.folding, program, self.decoder, limit, self.setting.realise,
-                        self.setting.decided_seconds, gap,
-                    )  # fmt: skip
-                    tried += [plan] if plan is not None else []
-                    if plan is not None and plan.solution is not None:
-                        if plan.solution.gap <= enough or program.is_rough(gap):
-                            return plan
-                    best = plan
+                if attempt == 0:
+                    bound = program.least()
+                    if bound >= self.setting.options.worth_seconds:
+                        raise Beaten
+                if best is None and gap > 0.0:
+                    best = self._mixed(program, gap, bound)
+                    tried += [best] if best is not None else []
+                    if best is not None and best.solution is not None:
+                        if best.solution.gap <= enough or program.is_rough(gap):
+                            return best
+                if attempt == 0 and best is None and gap >= ROUGH:
+                    by_price = self._by_price(program, gap, bound)
+                    if by_price is not None:
+                        return by_price
                 plan = self._finish(program.solve(gap, min(self.setting.options.worth_seconds, self.known_seconds)))
             except InfeasibleError:
                 break
@@ -110,7 +119,7 @@ class WithinMemory:
             if slow > SLOW and best is None:
                 break
             if attempt == 0:
-                bound = plan.solution.objective_seconds * (1 - plan.solution.gap)
+                bound = max(bound, plan.solution.objective_seconds * (1 - plan.solution.gap))
             over = plan.price.memory_bytes - limit
             if over > 0:
                 too_much = target
@@ -136,7 +145,50 @@ class WithinMemory:
                 break
             target = (fits_at + too_much) / 2
             program.limit(target)
+        if best is None and self.known_seconds < float("inf"):
+            raise Beaten  # what is the smallest is of no interest then
         return best if best is not None else self._smallest(tried, bound)
+
+    def _mixed(self, program: ilp.HighsProgram | ilp.ByCbc, gap: float, bound: float) -> StagePlan | None:
+        """A plan whose blocks differ, at the program's present limit, measured against the bound at the full one."""
+        setting = self.setting
+        plan = mixture(
+            setting.graph, setting.folding, program, self.decoder, self.limit, setting.realise,
+            setting.decided_seconds, gap,
+        )  # fmt: skip
+        return replace(plan, solution=against(bound, plan, gap)) if plan is not None else None
+
+    def _by_price(self, program: ilp.HighsProgram | ilp.ByCbc, gap: float, bound: float) -> StagePlan | None:
+        """The fastest plan that fits of those that are the best at a price of a byte, from the relaxation's on.
+
+        Bytes are those of the finished plan, and no branch and bound is needed: a tenth of a second, where the solver
+        takes ten for its first solution, which then has bytes that its rows do not see.
+        """
+        best: StagePlan | None = None
+        low, high = 1.0, None
+        for factor in DEARER:
+            plan = self._at_price(program, factor)
+            if plan is not None and plan.price.memory_bytes <= self.limit:
+                best, high = plan, factor
+                break
+            low = factor
+        if best is None or high is None:
+            return None
+        for _ in range(HALVED):
+            if against(bound, best, gap).gap <= gap:
+                break
+            middle = (low + high) / 2
+            plan = self._at_price(program, middle)
+            if plan is None or plan.price.memory_bytes > self.limit:
+                low = middle
+            else:
+                high = middle
+                best = min(best, plan, key=lambda p: p.price.seconds)
+        return replace(best, solution=against(bound, best, gap))
+
+    def _at_price(self, program: ilp.HighsProgram | ilp.ByCbc, factor: float) -> StagePlan | None:
+        choice = program.at_price(factor)
+        return self._finish(choice) if choice is not None else None
 
     def free(self) -> StagePlan:
         """The fastest plan, whatever memory it needs: if it fits, the limit does not bind it.
@@ -165,9 +217,12 @@ class WithinMemory:
             return self._program(self.problem)
         first = rows.at_the_end_of_the_forward(), rows.stepping()
         program = self._program(replace(self.problem, limit_bytes=limit, moments=first))
-        for _ in range(ROUNDS):
+        program.begin_at((self.ends or {}).get(BOUNDED))
+        for round_number in range(ROUNDS):
             try:
                 choice = program.nearest()
+                if round_number == 0 and self.ends is not None:
+                    self.ends[BOUNDED] = program.end
                 self.bound = choice.bound
                 plan = self._finish(choice)
             except (InfeasibleError, PlanError):
@@ -188,8 +243,7 @@ class WithinMemory:
     def _program(self, problem: Problem) -> ilp.HighsProgram | ilp.ByCbc:
         options = self.setting.options
         binds = problem.moments or self.decoder.again is not None
-        relaxed, whole = options.solver_seconds(), options.solver_seconds(LIMITED_SECONDS)
-        return ilp.program(problem, time_limit_seconds=whole if binds else relaxed, relaxation_seconds=relaxed)
+        return ilp.program(problem, effort=options.effort(BRIEF if binds else PATIENT))
 
     def _finish(self, choice: Choice) -> StagePlan:
         plan = self.setting.realise(self.decoder.decided(choice.picked, self.setting.folding))
