@@ -496,13 +496,14 @@ def _at_most(engine: Any, steps: int) -> Iterator[None]:
         answer.user_interrupt = taken > steps
 
     kind = highspy.cb.HighsCallbackType.kCallbackMipInterrupt
-    highspy.Highs.__base__.setCallback(engine, go_on, None)
+    callback_of = super(highspy.Highs, engine).setCallback
+    callback_of(go_on, None)
     engine.startCallback(kind)
     try:
         yield
     finally:
         engine.stopCallback(kind)
-        highspy.Highs.__base__.setCallback(engine, None, None)
+        callback_of(None, None)
 
 
 def _engine(lp: Matrix) -> Any:
