@@ -302,6 +302,16 @@ def piece_of(n: int, size: int, at: int, unit: int = 1) -> tuple[int, int]:
     return start, min(length, n - start)
 
 
+def nested_piece_of(n: int, cuts: Sequence[tuple[int, int]], at: Sequence[int]) -> tuple[int, int]:
+    """``(start, length)`` of the piece of ``n`` elements that axes of these ``(size, unit)`` cut one after the other,
+    by its number on each of them."""
+    start = 0
+    for (size, unit), number in zip(cuts, at, strict=True):
+        before, n = piece_of(n, size, number, unit)
+        start += before
+    return start, n
+
+
 def largest_piece(n: int, size: int, unit: int = 1) -> int:
     """Elements of the first of the pieces (:func:`piece_of`), which is the largest."""
     return -(-n // (size * unit)) * unit

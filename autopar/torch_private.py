@@ -82,6 +82,9 @@ from torch.distributed._functional_collectives import _are_we_tracing as compile
 # All ranks of a mesh in one process, one tensor of each: proofs of rules, random plans, worlds of tests.
 from torch.distributed._local_tensor import LocalIntNode, LocalTensor, LocalTensorMode, local_tensor_mode
 
+# What one rank computes by its number, as it is in a world of one process: for each rank there is.
+from torch.distributed._local_tensor import maybe_run_for_local_tensor as each_rank
+
 # --- DTensor ---------------------------------------------------------------------------------------------------------
 # DTensor's own check of a gradient scaler, which is right for gradients of one placement.
 from torch.distributed.tensor._dispatch import found_inf_reduce_handler
@@ -308,7 +311,7 @@ __all__ = [
     "NormPartial", "OpOverload", "OpOverloadPacket", "OpSchema", "OpStrategy", "Replaceable", "SingleLevelFunction",
     "TensorMeta", "TorchDispatchMode", "allow_plain_tensors", "arguments_of_to",
     "autograd_engine", "below_autograd", "compiler_traces", "current_backward", "data_of_tensors",
-    "default_store", "default_timeout_seconds", "fake_store", "found_inf_reduce_handler", "function_modes",
+    "default_store", "default_timeout_seconds", "each_rank", "fake_store", "found_inf_reduce_handler", "function_modes",
     "functional_collectives", "functorch_is_active", "generate_redistribute_costs", "group_names", "group_of_axis",
     "has_kernel", "has_other_groups",
     "is_traceable_wrapper_subclass", "keeps_graph", "lazy_graph_modules", "local_tensor_mode", "make_wrapper_subclass",

@@ -26,6 +26,8 @@ from autopar.lower.program import Program
 from autopar.lower.typecheck import typecheck
 from autopar.placements import Step, elements_moved, local_shape
 from autopar.plan import StagePlan
+from autopar.rules.attention_across import QUERIES, RING
+from autopar.rules.distributed import ToOther, as_last_rank
 from autopar.rules.function import PREFIX
 from autopar.rules.many_ranks import fake_world
 from autopar.rules.registry import rules_of
@@ -161,7 +163,8 @@ def _recount(
         flops = FlopCounterMode(display=False, custom_mapping=formulas)
         watch = watch_of(program, values, graph.arriving)
         pricer = _Priced(program, graph, device, flops, costs, watch)
-        with counter, flops:
+        with counter, flops, as_last_rank() as messages:
+            pricer.messages = messages
             with watch.on():
                 flat = pricer.run(*values)
             report.kept_bytes = sum(watch.kept().values())
@@ -176,11 +179,38 @@ def _recount(
         axis = names[group]
         report.collectives[axis, kind] += 1
         report.activation_seconds += plan.microbatches * axes[axis].seconds(kind, n_bytes)
+    report.activation_seconds += plan.microbatches * _message_seconds(messages, pricer.beside, axes)
+    report.collectives.update((message.axis, "send_recv") for message in messages)
 
 
-def _attention_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
+def _message_seconds(
+    messages: Sequence[ToOther], beside: Mapping[int, OpSeconds], axes: Mapping[str, Axis]
+) -> float:
+    """What messages add to a step: all of those that are waited for, of others what their call's compute is shorter.
+
+    Args:
+        beside: by the identity of a call, what it computes.
+    """
+    seconds, hidden = 0.0, dict[tuple[int, bool], float]()
+    for message in messages:
+        spent = axes[message.axis].seconds("send_recv", message.n_bytes)
+        if message.beside is None:
+            seconds += spent
+        else:
+            place = (id(message.beside), message.backward)
+            hidden[place] = hidden.get(place, 0.0) + spent
+    for (call, backward), spent in hidden.items():
+        compute = beside[call].total - beside[call].forward if backward else beside[call].forward
+        seconds += max(0.0, spent - compute)
+    return seconds
+
+
+def _attention_flops(
+    q: Sequence[int], k: Sequence[int], v: Sequence[int], dropout_p: float = 0.0, is_causal: bool = False,
+    *_: Any, **__: Any,
+) -> int:  # fmt: skip
     """Multiplications and additions of both products, for shapes (batch, heads, length, dim)."""
-    return 2 * q[0] * q[1] * q[2] * k[2] * (q[3] + v[3])
+    return q[0] * q[1] * q[2] * k[2] * (q[3] + v[3]) * (1 if is_causal else 2)
 
 
 def _expert_flops(rows: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> int:
@@ -200,6 +230,8 @@ class _Priced(Watched):
         self.mesh = program.mesh
         self.seconds: list[float] = []
         self.copy_seconds: list[float] = []  # of reshards without a collective
+        self.messages: list[ToOther] = []  # that lowerings have sent so far
+        self.beside: dict[int, OpSeconds] = {}  # by the call that messages run beside, what it computes
         self.targets = {node.name: node.target for node in graph.nodes}
         self.kinds = {
             node.name: rule for node, rule in zip(graph.nodes, rules_of(graph), strict=True) if rule is not None
@@ -207,7 +239,7 @@ class _Priced(Watched):
 
     def run_node(self, n: torch.fx.Node) -> Any:
         meta = n.meta.get("autopar") or {}
-        before = self.flops.get_total_flops()
+        before, sent = self.flops.get_total_flops(), len(self.messages)
         result = super().run_node(n)
         if n.op == "call_function" and "node" in meta:
             args, kwargs = self.fetch_args_kwargs_from_env(n)
@@ -216,6 +248,7 @@ class _Priced(Watched):
             flops = self.flops.get_total_flops() - before
             spent = self._op(n, ins, outs, flops, lambda: self._key(n, args, kwargs, outs))
             self.seconds.append(spent.forward if self.second else spent.total)
+            self.beside |= {id(m.beside): spent for m in self.messages[sent:] if m.beside is not None}
         elif n.op == "call_function" and "step" in meta:
             self.copy_seconds.append(self._copy(meta, result))
         return result
@@ -257,7 +290,10 @@ class _Priced(Watched):
                 groups = max(1, round(ins[1].numel() / max(1, k)))
                 gemm = (max(1, mn // groups), groups, k)
         if rule.kind == "attention" and "True" in str(n.args[5:6]) + str(n.kwargs.get("is_causal")):
-            flops /= 2
+            cut: Any = n.kwargs.get("cut") or {}
+            whole_rows = QUERIES not in cut and RING not in cut
+            if whole_rows and flops > 0.75 * _attention_flops(*(x.shape for x in ins[:3])):
+                flops /= 2  # computed step by step, and half of it thrown away
         if rule.kind not in ("matmul", "conv", "attention"):
             flops = 0.0
         dtype = str(outs[0].dtype).removeprefix("torch.") if outs else "float32"

@@ -14,6 +14,7 @@ families         :mod:`.pointwise`, :mod:`.shape`, :mod:`.image`, :mod:`.reduce`
                  :mod:`.contraction`, :mod:`.conv`, :mod:`.pool`, :mod:`.attention`, :mod:`.attention_in_blocks`
                  (with dropout), :mod:`.norm`, :mod:`.loss`, :mod:`.embed`, :mod:`.experts`, :mod:`.expert_block`;
                  :mod:`.travelling`: rows on the way to experts
+long sequences   :mod:`.attention_across`: attention whose sequence is cut; :mod:`.attention_kernels`: over some keys
 random numbers   :mod:`.random`, :mod:`.draws`; :mod:`.fixed_order`: operators that add in no fixed order on GPUs
 of autopar's own :mod:`.function` (a user's own backward), :mod:`.history` (writes), :mod:`.branch` (random branches)
 on numbers       :mod:`.proof` of a rule; :mod:`.many_ranks`, :mod:`.one_by_one`, :mod:`.simulation`: ranks in a process

@@ -1,21 +1,26 @@
-"""Scaled dot-product attention: batch, heads (groups of them that share keys) and queries may be cut.
+"""Scaled dot-product attention: batch, heads (groups of them that share keys), queries, or queries and keys may be cut.
 
-Keys and the inner dim stay whole: cutting them needs a running softmax across ranks. The value dim stays whole too:
-a cut of it would repeat the scores on every rank, and leave the fused kernels.
+Cut along ``q``, each rank has some of the queries and all keys and values, gathered. Cut as a ``ring``, keys and values
+are in pieces like the queries and travel (:mod:`.attention_across`). The inner dim stays whole, and so does that of the
+values: a cut of it would repeat the scores on every rank, and leave the fused kernels.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
+from math import prod
 from typing import Any
 
 import spmd_types as spmd
 import torch
 
+from autopar.placements import REPLICATED, shard
+from autopar.rules.attention_across import QUERIES, RING, attention_across
 from autopar.rules.attention_in_blocks import AttentionForm, goes_in_blocks, in_blocks
-from autopar.rules.notation import Lowering, Rule, line
+from autopar.rules.notation import Comm, Lowering, Rule, line
 from autopar.rules.operator_call import Call, In
 from autopar.rules.random import halves, threshold_of
 from autopar.rules.registry import T, rule, sample
@@ -58,6 +63,10 @@ _GQA = (T((2, 8, 4, 4)), T((2, 4, 4, 4)), T((2, 4, 4, 4)))
         sample(T((2, 4, 4, 8)), T((2, 4, 6, 8)), T((2, 4, 6, 8)), T((2, 1, 1, 6), "bool", grad=False)),
         sample(T((4, 4, 8)), T((4, 6, 8)), T((4, 6, 8))),
         sample(T((2, 8, 4, 4)), T((2, 1, 4, 4)), T((2, 1, 4, 4)), enable_gqa=True),
+        sample(T((2, 2, 8, 4)), T((2, 2, 8, 4)), T((2, 2, 8, 4)), None, 0.0, True),
+        sample(T((2, 2, 8, 4)), T((2, 2, 8, 4)), T((2, 2, 8, 6))),
+        sample(T((1, 4, 8, 4)), T((1, 2, 8, 4)), T((1, 2, 8, 4)), None, 0.0, True, enable_gqa=True, scale=0.7),
+        sample(T((2, 2, 5, 4)), T((2, 2, 3, 4)), T((2, 2, 3, 4)), None, 0.0, True),
         sample(_Q, _K, _K, None, 0.25, True),
         sample(*_GQA, T((4, 4), grad=False), 0.5, enable_gqa=True),
     ],
@@ -84,11 +93,12 @@ def attention(call: Call) -> Rule:
     if n_mask:
         terms.append(_term(call.ins[3].shape, [*lead, "q", "k"]))
     d, e = q[-1], call.ins[2].shape[-1]
+    whole = "k d e" + (" q" if causal and dropout_p else "")
     of_attention = line(
         ", ".join(terms) + " -> " + _term(call.out.shape[:-2], lead) + " q e",
         call,
         sizes=sizes,
-        whole="k d e" + (" q" if causal else ""),
+        whole=whole,
         linear=[{2}],
         random=dropout_p > 0,
         lowerings=(Lowering(attention_with_dropout),) if dropout_p > 0 else (),
@@ -97,6 +107,78 @@ def attention(call: Call) -> Rule:
         saves=tuple(range(3 + n_mask)),
         saves_out=True,
     )
+    if not dropout_p:
+        of_attention = _along_the_sequence(of_attention, call, causal)
     if n_mask and call.ins[3].is_float:  # torch's kernels give no gradient of the mask where there are no scores
         return replace(of_attention, needs_some=frozenset(of_attention.sizes))
     return of_attention
+
+
+def _along_the_sequence(whole: Rule, call: Call, causal: bool) -> Rule:
+    """The rule of an attention, with its cuts of the sequence: ``q`` where the mask is causal, and the ring.
+
+    The factor of the ring counts places of the sequence, or pairs of them where ranks exchange halves of their pieces.
+    """
+    q, k, *rest = call.ins
+    length, unit = q.shape[-2], 2 if causal else 1
+    rows = Lowering(attention_across, frozenset({QUERIES}), uneven=True, most_work=_of_last_rank)
+    if length != k.shape[-2] or length < 2 or length % unit:
+        return replace(whole, lowerings=(rows,) if causal else ())
+    round_once, exchanged = _travels(whole, call, unit)
+    ring = Lowering(attention_across, frozenset({RING}), round_once + (exchanged if causal else ()), uneven=True)
+    both = replace(rows, factors=frozenset({QUERIES, RING}), comm=round_once)
+    ins = [shard(len(x.shape) - 2) for x in (q, k, rest[0])]
+    for mask in rest[1:]:
+        has_rows = len(mask.shape) > 1 and mask.shape[-2] > 1
+        ins.append(shard(len(mask.shape) - 2) if has_rows else REPLICATED)
+    return replace(
+        whole,
+        sizes={**whole.sizes, RING: length // unit},
+        flops=whole.flops * unit / length,
+        together={RING: frozenset({QUERIES})},
+        even=whole.even | {RING},
+        in_as={RING: tuple(ins)},
+        out_as={RING: (shard(len(call.out.shape) - 2),)},
+        lowerings=(rows, ring, both) if causal else (ring,),
+    )
+
+
+def _of_last_rank(cuts: Mapping[str, int | Fraction]) -> float:
+    """The work of the rank that has the last queries of a causal attention, which see all keys, over the mean.
+
+    Of n ranks its queries see (2 n - 1) / (2 n) of the keys, where all see a half in the mean.
+    """
+    return 2.0 - 1.0 / float(prod(cuts.get(f, 1) for f in (QUERIES, RING)))
+
+
+def _travels(whole: Rule, call: Call, unit: int) -> tuple[tuple[Comm, ...], tuple[Comm, ...]]:
+    """The messages of a ring, and those of ranks that exchange halves first.
+
+    Keys and values go round forward and backward, their gradients go round and home. Two halves of each tensor go
+    elsewhere: of queries, of keys and values, of results; in the backward of results and gradients.
+
+    Args:
+        unit: of how many places an element of the ring's factor is.
+    """
+
+    def factors(term: Any) -> tuple[str, ...]:
+        return tuple(RING if f in (QUERIES, "k") else f for dim in term for f in dim)
+
+    q, k = factors(whole.inputs[0]), factors(whole.inputs[1])
+    item, exact = call.out.item_bytes, max(4, call.out.item_bytes)
+    d, e = call.ins[0].shape[-1], call.ins[2].shape[-1]
+
+    def both(item_bytes: int) -> int:
+        return -(-unit * item_bytes * (d + e) // d)
+
+    comm = (
+        Comm(RING, "send_recv", k, both(item), in_ring=True, overlaps=True),
+        Comm(RING, "send_recv", k, both(item), backward=True, in_ring=True, overlaps=True),
+        Comm(RING, "send_recv", k, both(exact), backward=True, in_ring=True, overlaps=True),
+        Comm(RING, "send_recv", k, both(exact), backward=True),
+    )
+    of_q, of_out = unit * item, -(-unit * item * e // d)
+    moved = ((q, of_q, False), (k, both(item), False), (q, of_out, False))
+    moved += ((q, 2 * of_out, True), (q, of_q, True), (k, both(item), True))
+    exchanged = [Comm(RING, "send_recv", over, -(-n // 2), backward) for over, n, backward in moved for _ in range(2)]
+    return comm, tuple(exchanged)

@@ -9,7 +9,7 @@ import contextlib
 import contextvars
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import spmd_types as spmd
 import torch
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from spmd_types import rules
 
 from autopar.placements import axis_and_unit, lengths_of
-from autopar.torch_private import LocalIntNode, functional_collectives, group_of_axis, local_tensor_mode
+from autopar.torch_private import LocalIntNode, LocalTensor, functional_collectives, group_of_axis, local_tensor_mode
 
 Axes = Sequence[str]
 
@@ -41,6 +41,34 @@ def trial(sizes: Mapping[str, int]) -> Iterator[None]:
 def in_trial() -> bool:
     """Whether lowerings run without ranks just now."""
     return _TRIAL.get() is not None
+
+
+class ToOther(NamedTuple):
+    """What :func:`permuted` sends on an axis.
+
+    Attributes:
+        beside: the call whose compute it runs beside, in its forward or its backward; None where that waits for it.
+    """
+
+    axis: str
+    n_bytes: int
+    beside: object = None
+    backward: bool = False
+
+
+_MESSAGES: contextvars.ContextVar[list[ToOther] | None] = contextvars.ContextVar("messages", default=None)
+
+
+@contextlib.contextmanager
+def as_last_rank() -> Iterator[list[ToOther]]:
+    """In here lowerings do what the last rank does, which works most where a mask is causal; gives the messages that
+    they send, of which none arrives."""
+    messages: list[ToOther] = []
+    token = _MESSAGES.set(messages)
+    try:
+        yield messages
+    finally:
+        _MESSAGES.reset(token)
 
 
 class _Collected(torch.autograd.Function):
@@ -96,6 +124,54 @@ def _groups_like(group: Any) -> list[list[int]]:
         [start + offset + stride * k for k in range(len(ranks))]
         for start in range(0, dist.get_world_size(), block) for offset in range(stride)
     ]  # fmt: skip
+
+
+def which_piece(axis: str) -> Any:
+    """This rank's number on an axis, as :func:`index_on`; in a trial that of the last rank, which works most where a
+    mask is causal."""
+    as_last = _TRIAL.get() is not None or _MESSAGES.get() is not None
+    return _size_and_unit(axis)[0] - 1 if as_last else index_on(axis_and_unit(axis)[0])
+
+
+def cuts_on(axes: Axes) -> tuple[tuple[int, int], ...]:
+    """``(size, unit)`` of axes that cut a dim: :func:`~autopar.placements.nested_piece_of` takes them."""
+    return tuple(map(_size_and_unit, axes))
+
+
+def sends_on(axis: str) -> Any:
+    """The process group of an axis, for :func:`permuted`, which a backward may call where there is no ambient mesh;
+    None in a trial."""
+    return None if _TRIAL.get() is not None else group_of_axis(axis_and_unit(axis)[0])
+
+
+def permuted(
+    x: torch.Tensor, axis: str, group: Any, to: Sequence[int], beside: object = None, backward: bool = False
+) -> Callable[[], torch.Tensor]:
+    """Send ``x`` [n], as long on all ranks of an axis, from rank i of it to rank ``to[i]``; what is returned waits for
+    what arrives. ``beside`` and ``backward`` are for who counts (:class:`ToOther`), ``group`` is from :func:`sends_on`.
+
+    It is an all-to-all in which each rank has something for one other: ranks of a group post collectives in one order,
+    so no message waits for one that is posted behind it, and no channel is made that a plan does not know of.
+    """
+    mode, messages = local_tensor_mode(), _MESSAGES.get()
+    if messages is not None:
+        messages.append(ToOther(axis, x.numel() * x.element_size(), beside, backward))
+    if group is None or messages is not None:
+        arrived = torch.empty_like(x)
+        return lambda: arrived
+    if mode is not None and isinstance(x, LocalTensor):
+        pieces = x._local_tensors
+        moved = {ranks[to[i]]: pieces[rank] for ranks in _groups_like(group) for i, rank in enumerate(ranks)}
+        with mode.disable():
+            simulated = LocalTensor({rank: moved[rank].clone() for rank in pieces})
+        return lambda: simulated
+    number, n = dist.get_rank(group), x.numel()
+    sent, received = ([n if i == peer else 0 for i in range(len(to))] for peer in (to[number], list(to).index(number)))
+    arriving = functional_collectives.all_to_all_single(x, received, sent, group)
+
+    if isinstance(arriving, functional_collectives.AsyncCollectiveTensor):
+        return arriving.wait
+    return lambda: arriving
 
 
 def length_of(n: int, axes: Axes) -> Any:

@@ -87,12 +87,15 @@ class Lowering:
         comm: the collectives that it makes.
         uneven: pieces need not be equal; where they are not, ``function`` also gets ``sizes={factor: global size}`` of
             all factors that are cut (a random operator's has ``shape``).
+        most_work: by the number of pieces of each factor that is cut, what the rank that computes most does, as a
+            multiple of an equal share; None where all have the same.
     """
 
     function: Callable[..., Any]
     factors: frozenset[str] = frozenset()
     comm: tuple[Comm, ...] = ()
     uneven: bool = False
+    most_work: Callable[[Mapping[str, int | Fraction]], float] | None = None
 
 
 Localize = Callable[[Call, Mapping[str, int]], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -258,10 +261,14 @@ class Rule:
         return -(-self.sizes[factor] // pieces)
 
     def flops_at(self, cuts: Mapping[str, int | Fraction]) -> float:
-        """Forward floating-point operations on one rank: of the largest pieces."""
-        if self.flops and any(self.sizes[f] % n for f, n in cuts.items()):
-            return self.flops * prod(-(-size // cuts.get(f, 1)) for f, size in self.sizes.items())
-        return self.flops * prod(self.sizes.values()) / float(prod(cuts.values())) if self.flops else 0.0
+        """Forward floating-point operations on one rank: of the largest pieces, and of the rank that computes most."""
+        if not self.flops:
+            return 0.0
+        lowering = self.lowering(cuts) if cuts else None
+        most = 1.0 if lowering is None or lowering.most_work is None else lowering.most_work(cuts)
+        if any(self.sizes[f] % n for f, n in cuts.items()):
+            return self.flops * most * prod(-(-size // cuts.get(f, 1)) for f, size in self.sizes.items())
+        return self.flops * most * prod(self.sizes.values()) / float(prod(cuts.values()))
 
     def __str__(self) -> str:
         def show(term: Term) -> str:

@@ -26,7 +26,7 @@ from autopar.rules.notation import Rule
 from autopar.rules.operator_call import Call, In
 from autopar.rules.registry import Sample, T, rule_for
 from autopar.rules.strategy import can_be_cut
-from autopar.torch_private import LocalTensor
+from autopar.torch_private import LocalTensor, local_tensor_mode
 
 
 class RuleIsWrong(AssertionError):
@@ -198,6 +198,13 @@ def _flat(value: Any) -> list[Any]:
 
 def _spread(whole: torch.Tensor, state: State, mesh: Mesh, rng: random.Random) -> LocalTensor:
     """Pieces of a tensor; a pending one is split into random terms."""
+    mode = local_tensor_mode()
+    with mode.disable() if mode is not None else contextlib.nullcontext():  # in it each piece would be one of all ranks
+        pieces = _pieces_of(whole, state, mesh, rng)
+    return LocalTensor(pieces)
+
+
+def _pieces_of(whole: torch.Tensor, state: State, mesh: Mesh, rng: random.Random) -> dict[int, torch.Tensor]:
     pieces = {r: piece(whole, state, mesh, r) for r in range(n_devices(mesh))}
     if PENDING in state and whole.is_floating_point():
         generator = torch.Generator().manual_seed(rng.randrange(2**31))
@@ -209,7 +216,7 @@ def _spread(whole: torch.Tensor, state: State, mesh: Mesh, rng: random.Random) -
             others = coordinates(r, mesh)[axis + 1 :]
             if at < 2 and not any(c for c, p in zip(others, state[axis + 1 :], strict=True) if p.is_pending):
                 pieces[r] = pieces[r] + (piece(noise, clean, mesh, r) if at == 0 else -piece(noise, clean, mesh, r))
-    return LocalTensor(pieces)
+    return pieces
 
 
 def _pieces(value: Any, n: int) -> list[torch.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -38,6 +38,8 @@ def can_be_cut(rule: Rule, options: Sequence[Option], mesh: Mesh) -> bool:
             cuts.setdefault(factor, []).append((size, block))
     if not rule.can_lower(cuts):
         return False
+    if not _can_travel(rule, cuts):
+        return False
     if all(
         rule.sizes[f] % prod(size for size, _ in axes) == 0 and not any(block for _, block in axes)
         for f, axes in cuts.items()
@@ -47,6 +49,16 @@ def can_be_cut(rule: Rule, options: Sequence[Option], mesh: Mesh) -> bool:
     if lowering is not None and not lowering.uneven and not rule.random:
         return False
     return not any(why_not_cut(rule, f, axes) for f, axes in cuts.items())
+
+
+def _can_travel(rule: Rule, cuts: Mapping[str, Sequence[tuple[int, int]]]) -> bool:
+    """Whether what travels round a ring does so on one axis, in pieces that are equal on all ranks."""
+    lowering = rule.lowering(cuts)
+    if lowering is None:
+        return True
+    pieces = prod(size for f in lowering.factors & cuts.keys() for size, _ in cuts[f])
+    rings = {comm.factor for comm in lowering.comm if comm.in_ring} & cuts.keys()
+    return all(len(cuts[ring]) == 1 and not rule.sizes[ring] % pieces for ring in rings)
 
 
 def why_not_cut(rule: Rule, factor: str, axes: Sequence[tuple[int, int]]) -> str:

@@ -24,6 +24,7 @@ from autopar.rules.local import LocalCall, Seed, cuts_of, local_call, resolve
 from autopar.rules.many_ranks import fake_world
 from autopar.rules.operator_call import Call, In
 from autopar.rules.registry import RULES, SAMPLES, Sample, T, rule_for
+from autopar.rules.strategy import can_be_cut
 
 MESH = (("data", 2), ("tensor", 2))
 TYPES = {"S": spmd.V, "I": spmd.I, "R": spmd.R, "P": spmd.P}
@@ -103,6 +104,7 @@ def test_lowering_is_typed(mesh: Any, target: str, sample: Sample, dtype: str) -
         pieces = cuts_of(rule, pair, MESH)[0]
         local = local_call(call, rule, pair, MESH, site=3)
         fitting = all(fits(s.shape, state, MESH) for s, state in zip((*call.ins, *call.outs), [*ins, *outs]))
+        fitting = fitting and can_be_cut(rule, pair, MESH)
         if not local.distributed or not fitting or any(rule.sizes[f] % n for f, n in pieces.items()):
             continue
         values = [draw(t, local_shape(t.shape, state, MESH)) for t, state in zip(tensors, ins)]

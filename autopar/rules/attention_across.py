@@ -1,0 +1,392 @@
+"""Attention whose sequence is cut: queries on their ranks, keys and values gathered or travelling round a ring.
+
+*Gathered*: a rank has some of the queries and all keys; a causal mask has to know where its queries begin.
+
+*Ring* (Liu, Zaharia and Abbeel, arXiv:2310.01889): a rank has some of the queries and the keys and values of the same
+places. These go round the axis, one rank a step, while each rank adds the attention to what has come to what it has
+(:mod:`.attention_kernels`). In the backward keys and values go round again, and their gradients with them, one step
+further, home. With a causal mask the last rank would work all steps and the first one a single one, so ranks first
+exchange halves: of 2 n pieces, rank i gets numbers i and 2 n - 1 - i (*zigzag*, as in Llama 3, arXiv:2407.21783), and
+all have the same work in each step. Where another axis cuts the queries too, ranks skip what they may not see.
+
+A message of the ring is one all-to-all in which each rank sends to one other: a collective, which all ranks post in one
+order, so nothing waits for what is posted behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from string import ascii_letters
+from typing import Any, NamedTuple
+
+import torch
+from spmd_types import rules as types
+
+from autopar.placements import nested_piece_of
+from autopar.rules.attention_kernels import PartOfAttention, merged
+from autopar.rules.distributed import axes_of, cuts_on, n_pieces, permuted, sends_on, which_piece
+from autopar.torch_private import each_rank
+
+QUERIES, RING = "q", "ring"
+
+
+class Stretch(NamedTuple):
+    """Neighbouring places of a sequence that a rank has."""
+
+    start: int
+    length: int
+    at: int
+    """Where they lie in the rank's tensor."""
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
+class Met(NamedTuple):
+    """Queries of a rank and keys that it has now, which meet in one call of a kernel."""
+
+    rows: slice
+    keys: slice
+    places: slice
+    """Those of the keys in the whole sequence, for a mask."""
+    diagonal: bool = False
+
+
+def pairs(rows: Sequence[Stretch], keys: Sequence[Stretch], causal: bool) -> Iterator[Met]:
+    """What each query of ``rows`` sees of ``keys``: all of them, or, causal, those at its place and before."""
+    for q in rows:
+        for k in keys:
+            if not causal:
+                yield _pair(q, k, q.start, q.end, k.start, k.end)
+                continue
+            before = min(k.end, q.start)  # keys before all of these queries
+            yield _pair(q, k, q.start, q.end, k.start, before)
+            first, last = max(k.start, q.start), min(k.end, q.end)
+            yield _pair(q, k, first, last, first, last, diagonal=True)
+            yield _pair(q, k, last, q.end, first, last)
+
+
+def _pair(q: Stretch, k: Stretch, first: int, last: int, key: int, last_key: int, diagonal: bool = False) -> Met:
+    rows = slice(q.at + first - q.start, q.at + max(first, last) - q.start)
+    keys = slice(k.at + key - k.start, k.at + max(key, last_key) - k.start)
+    return Met(rows, keys, slice(key, last_key), diagonal)
+
+
+def joined(of_pairs: Iterator[Met]) -> list[Met]:
+    """The pairs that are not empty, neighbours made one where a kernel can do both at once."""
+    result: list[Met] = []
+    for pair in of_pairs:
+        if pair.rows.start >= pair.rows.stop or pair.keys.start >= pair.keys.stop:
+            continue
+        last = result[-1] if result else None
+        if last is None or last.diagonal or pair.diagonal:
+            result.append(pair)
+        elif last.rows == pair.rows and last.keys.stop == pair.keys.start and last.places.stop == pair.places.start:
+            keys, places = slice(last.keys.start, pair.keys.stop), slice(last.places.start, pair.places.stop)
+            result[-1] = Met(pair.rows, keys, places)
+        elif last.keys == pair.keys and last.places == pair.places and last.rows.stop == pair.rows.start:
+            result[-1] = Met(slice(last.rows.start, pair.rows.stop), pair.keys, pair.places)
+        else:
+            result.append(pair)
+    return result
+
+
+@dataclass(frozen=True, eq=False)
+class Going:
+    """How a call of attention goes on.
+
+    Attributes:
+        ring: the axis that keys and values travel round; None where a rank has them all.
+        group: the process group of that axis.
+        number, pieces: of this rank on it, and how many ranks it has.
+        row_cuts: ``(size, unit)`` of the axes that cut the queries.
+        row_numbers: this rank's number on each of them.
+        n_rows: queries of all ranks.
+        causal, scale: of the operator.
+        zigzag: ranks exchange halves first.
+        mask_learns: whether the gradient of the mask is asked for.
+    """
+
+    ring: str | None
+    group: Any
+    number: Any
+    pieces: int
+    row_cuts: tuple[tuple[int, int], ...]
+    row_numbers: tuple[Any, ...]
+    n_rows: int
+    causal: bool
+    scale: float | None
+    zigzag: bool = False
+    mask_learns: bool = False
+
+    def rows(self, numbers: Sequence[int], length: int) -> list[Stretch]:
+        """The queries of a rank.
+
+        Args:
+            numbers: ``row_numbers``, of one rank where this process plays many.
+            length: how many it has.
+        """
+        if self.zigzag:
+            return self._two_stretches(numbers[0], length)
+        return [Stretch(nested_piece_of(self.n_rows, self.row_cuts, numbers)[0], length, 0)]
+
+    def keys(self, number: int, length: int) -> list[Stretch]:
+        """The keys of piece ``number`` of the ring; all of them where there is none."""
+        if self.zigzag:
+            return self._two_stretches(number, length)
+        return [Stretch(number * length, length, 0)]
+
+    def _two_stretches(self, number: int, length: int) -> list[Stretch]:
+        half, last = length // 2, 2 * self.pieces - 1
+        return [Stretch(number * half, half, 0), Stretch((last - number) * half, half, half)]
+
+    def parts(
+        self, numbers: Sequence[int], source: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        mask: torch.Tensor | None,
+    ) -> Iterator[tuple[Met, PartOfAttention]]:  # fmt: skip
+        """The calls of kernels in which a rank's queries meet piece ``source`` of the keys."""
+        rows, keys = self.rows(numbers, q.shape[-2]), self.keys(source, k.shape[-2])
+        for pair in joined(pairs(rows, keys, self.causal)):
+            yield pair, PartOfAttention(
+                q[..., pair.rows, :], k[..., pair.keys, :], v[..., pair.keys, :], scale=self.scale,
+                diagonal=pair.diagonal, mask=_of_mask(mask, pair), mask_learns=self.mask_learns,
+            )  # fmt: skip
+
+
+def _of_mask(mask: torch.Tensor | None, pair: Met) -> torch.Tensor | None:
+    """What a mask says of a pair; dims of size 1 are the same for all."""
+    if mask is None:
+        return None
+    if mask.dim() > 1 and mask.shape[-2] > 1:
+        mask = mask[..., pair.rows, :]
+    return mask[..., pair.places] if mask.shape[-1] > 1 else mask
+
+
+# --- what one rank computes with the keys that it has
+
+
+def _added(
+    way: Going, numbers: Sequence[int], source: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    mask: torch.Tensor | None, out: torch.Tensor | None, log_sum: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The attention to these keys added to that to earlier ones; the first time there is none."""
+    exact = torch.promote_types(q.dtype, torch.float32)
+    for pair, part in way.parts(numbers, source, q, k, v, mask):
+        of_part, log_of_part = part.result()
+        every_row = pair.rows.start == 0 and pair.rows.stop == q.shape[-2]
+        if out is None and every_row:
+            out, log_sum = of_part.to(exact), log_of_part
+            continue
+        out, log_sum = _nothing_yet(q, v, out, log_sum)
+        at = (..., pair.rows, slice(None))
+        new, new_log = merged(out[at], log_sum[..., pair.rows], of_part, log_of_part)
+        if every_row:
+            out, log_sum = new, new_log
+        else:
+            out[at], log_sum[..., pair.rows] = new, new_log
+    return _nothing_yet(q, v, out, log_sum)
+
+
+def _nothing_yet(
+    q: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None, log_sum: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The attention to no keys, where there is none so far."""
+    if out is not None and log_sum is not None:
+        return out, log_sum
+    exact = torch.promote_types(q.dtype, torch.float32)
+    return q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=exact), q.new_full(q.shape[:-1], -torch.inf, dtype=exact)
+
+
+def _lying_like(out: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """The result in the precision of the queries, and in memory as they lie, as of torch's kernels: who reads it may
+    take a view."""
+    if out.shape != q.shape or (out.dtype == q.dtype and out.stride() == q.stride()):
+        return out.to(q.dtype)
+    return torch.empty_like(q).copy_(out)
+
+
+def _gradients(
+    way: Going, numbers: Sequence[int], source: int, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
+    v: torch.Tensor, mask: torch.Tensor | None, out: torch.Tensor, log_sum: torch.Tensor,
+    of_q: torch.Tensor, of_mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The gradients of these keys and values; those of queries and mask are added to ``of_q`` and ``of_mask``."""
+    of_k, of_v = (torch.zeros_like(x, dtype=of_q.dtype) for x in (k, v))
+    for pair, part in way.parts(numbers, source, q, k, v, mask):
+        at, of_keys = (..., pair.rows, slice(None)), (..., pair.keys, slice(None))
+        into_q, into_k, into_v, into_mask = part.gradients(grad[at], out[at], log_sum[..., pair.rows])
+        of_q[at] += into_q
+        of_k[of_keys] += into_k
+        of_v[of_keys] += into_v
+        if into_mask is not None and of_mask is not None:
+            into = _of_mask(of_mask, pair)
+            assert into is not None
+            into += into_mask
+    return of_k, of_v
+
+
+# --- the operator
+
+
+class _Attention(torch.autograd.Function):
+    """Attention on one rank of those that cut its sequence. It keeps its inputs, its output and the log-sum-exp."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, way: Going
+    ) -> torch.Tensor:
+        given = q
+        if way.zigzag:
+            (q,), (k, v) = _exchanged(way, [q], back=False), _exchanged(way, [k, v], back=False)
+        out = log_sum = None
+        for source, (keys, values) in _round(way, [k, v], backward=False):
+            out, log_sum = each_rank(_added)(way, way.row_numbers, source, q, keys, values, mask, out, log_sum)
+        assert out is not None
+        out = each_rank(_lying_like)(out, q)
+        if way.zigzag:
+            (out,) = _exchanged(way, [out], back=True)
+            out = each_rank(_lying_like)(out, given)
+        ctx.save_for_backward(q, k, v, mask, out, log_sum)
+        ctx.way = way
+        return out
+
+    @staticmethod
+    def spmd_typecheck(*, q: Any, k: Any, v: Any, mask: Any) -> Any:
+        letters = iter(ascii_letters)
+        given = [x for x in (q, k, v, mask) if x is not None]
+        if mask is not None and not mask.requires_grad:  # a constant goes with any type of the others
+            types.ignore(given.pop())
+        terms = ["".join(next(letters) for _ in range(x.dim())) for x in given]
+        return types.einsum(f"{','.join(terms)}->{terms[0][:-1]}{terms[2][-1]}", *given, linear_in=(2,))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        way: Going = ctx.way
+        q, k, v, mask, out, log_sum = ctx.saved_tensors
+        grad = grad.contiguous()
+        if way.zigzag:
+            grad, out = _exchanged(way, [grad, out], back=False)
+        exact = torch.promote_types(q.dtype, torch.float32)
+        of_q = torch.zeros_like(q, dtype=exact)
+        of_mask = torch.zeros_like(mask) if way.mask_learns else None
+        of_keys: list[torch.Tensor] = []
+        arriving: Callable[[], list[torch.Tensor]] | None = None
+        step = 0
+        for source, (keys, values) in _round(way, [k, v], backward=True):
+            of_keys = list(each_rank(_gradients)(
+                way, way.row_numbers, source, grad, q, keys, values, mask, out, log_sum, of_q, of_mask
+            ))  # fmt: skip
+            if arriving is not None:
+                of_keys = [mine + before for mine, before in zip(of_keys, arriving(), strict=True)]
+            step += 1
+            if way.ring is not None:  # after the last step they are one rank from home, and nothing runs meanwhile
+                arriving = _sent(way, of_keys, backward=True, beside=step < way.pieces)
+        of_k, of_v = arriving() if arriving is not None else of_keys
+        of_q, of_k, of_v = of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype)
+        if way.zigzag:
+            (of_q,), (of_k, of_v) = _exchanged(way, [of_q], back=True), _exchanged(way, [of_k, of_v], back=True)
+        return of_q, of_k, of_v, of_mask, None
+
+
+def _round(way: Going, tensors: list[torch.Tensor], backward: bool) -> Iterator[tuple[Any, list[torch.Tensor]]]:
+    """Number and tensors of the piece that is here in each step of a ring. The next one is on its way while a step is
+    worked on."""
+    for step in range(way.pieces):
+        arriving = _sent(way, tensors, backward) if step < way.pieces - 1 else None
+        yield (way.number - step) % way.pieces if step else way.number, tensors
+        if arriving is not None:
+            tensors = arriving()
+
+
+def _sent(
+    way: Going, tensors: Sequence[torch.Tensor], backward: bool, beside: bool = True
+) -> Callable[[], list[torch.Tensor]]:
+    """Send tensors to the next rank of the ring as one message; what is returned waits for those of the rank before."""
+    to = [(i + 1) % way.pieces for i in range(way.pieces)]
+    return _to_others(way, tensors, to, beside, backward)
+
+
+def _to_others(
+    way: Going, tensors: Sequence[torch.Tensor], to: Sequence[int], beside: bool = False, backward: bool = False
+) -> Callable[[], list[torch.Tensor]]:
+    """Send tensors to rank ``to[i]`` of the ring's axis from rank i."""
+    assert way.ring is not None
+    message = each_rank(_as_message)(*tensors)
+    wait = permuted(message, way.ring, way.group, to, way if beside else None, backward)
+    shapes = [x.shape for x in tensors]
+
+    def arrived() -> list[torch.Tensor]:
+        parts = wait().split([shape.numel() for shape in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    return arrived
+
+
+def _as_message(*tensors: torch.Tensor) -> torch.Tensor:
+    return torch.cat([x.reshape(-1) for x in tensors])
+
+
+def _exchanged(way: Going, tensors: Sequence[torch.Tensor], back: bool) -> list[torch.Tensor]:
+    """Tensors [.. s ..] whose dim -2 is in pieces one after the other, as zigzag wants them; or back again.
+
+    Of 2 n halves rank i has numbers 2 i and 2 i + 1 and gets i and 2 n - 1 - i: one of them is even, the other is odd,
+    so each rank sends and receives one even and one odd half.
+    """
+    n, mine = way.pieces, way.number
+    to_even, to_odd = ([_home(2 * i + odd, n) for i in range(n)] for odd in (0, 1))
+    halves = each_rank(_halves)(mine if back else 0, *tensors)
+    even, odd = list(halves[: len(tensors)]), list(halves[len(tensors) :])
+    if back:
+        to_even, to_odd = _inverse(to_even), _inverse(to_odd)
+    arriving = _to_others(way, even, to_even), _to_others(way, odd, to_odd)
+    even, odd = (wait() for wait in arriving)
+    together = each_rank(_together)(0 if back else mine, *even, *odd)
+    return list(together)
+
+
+def _home(half: int, n: int) -> int:
+    return half if half < n else 2 * n - 1 - half
+
+
+def _inverse(to: Sequence[int]) -> list[int]:
+    return [to.index(i) for i in range(len(to))]
+
+
+def _halves(number: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The halves of each tensor, those of an even rank as they are and those of an odd one exchanged."""
+    both = [x.chunk(2, -2) for x in tensors]
+    return (*(x[number % 2] for x in both), *(x[1 - number % 2] for x in both))
+
+
+def _together(number: int, *halves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Inverse of :func:`_halves`."""
+    of_one, of_other = halves[: len(halves) // 2], halves[len(halves) // 2 :]
+    return tuple(
+        torch.cat([a, b] if number % 2 == 0 else [b, a], -2) for a, b in zip(of_one, of_other, strict=True)
+    )
+
+
+def attention_across(
+    q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, *,
+    scale: float | None = None, enable_gqa: bool = False, cut: Mapping[str, Sequence[str]], sizes: Any = None,
+) -> torch.Tensor:  # fmt: skip
+    """``aten.scaled_dot_product_attention`` with its queries cut, and its keys too where the ring is."""
+    # q [.. h q d], k [.. g k d], v [.. g k e] -> [.. h q e]; local q, and local k in a ring
+    rows, ring = cut.get(QUERIES, ()), axes_of(cut, RING)
+    row_axes = tuple(axis for factor, axes in cut.items() if factor in (QUERIES, RING) for axis in axes)
+    n_rows = q.shape[-2] * n_pieces(row_axes) if sizes is None else sizes[QUERIES]
+    axis = ring[0] if ring else None
+    group, number = (None, 0) if axis is None else (sends_on(axis), which_piece(axis))
+    learns = attn_mask is not None and attn_mask.requires_grad
+    zigzag = bool(ring) and is_causal and not rows
+    row_numbers = tuple(map(which_piece, row_axes))
+    way = Going(
+        axis, group, number, n_pieces(ring), cuts_on(row_axes), row_numbers, n_rows, is_causal, scale, zigzag, learns
+    )
+    return _Attention.apply(q, k, v, attn_mask, way)  # type: ignore[no-any-return]
+
+
+__all__ = ["QUERIES", "RING", "attention_across"]
