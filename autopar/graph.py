@@ -8,7 +8,7 @@ operator are plain Python values in which a :class:`Ref` stands for a tensor. Mu
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -165,7 +165,8 @@ class Graph:
         tied: other qualified names of a parameter, ``{alias: name in the graph}``.
         updates: buffers that the forward changes, ``{buffer name: new value}``.
         sends: how many of the first outputs are tensors for later pipeline stages.
-        arriving: inputs that are tensors of earlier pipeline stages, by name.
+        targets: of each of these, the stages that read it.
+        arriving: inputs that are tensors of earlier pipeline stages, by name, and the stage that each comes from.
         precision: the policy for which it was captured: its parameters are stored in another format than it reads.
     """
 
@@ -175,7 +176,8 @@ class Graph:
     tied: dict[str, str] = field(default_factory=dict)
     updates: dict[str, Ref] = field(default_factory=dict)
     sends: int = 0
-    arriving: frozenset[str] = frozenset()
+    targets: tuple[tuple[int, ...], ...] = ()
+    arriving: Mapping[str, int] = field(default_factory=dict)
     precision: Precision | None = None
 
     def spec(self, ref: Ref) -> Spec:

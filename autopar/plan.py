@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from autopar.device_groups import check_places
 from autopar.errors import PlanError
 from autopar.graph import Graph, Ref, Spec
 from autopar.placements import Mesh, State, n_devices, whole_state
 from autopar.precision import Precision
+from autopar.prices import Moment, Price, StagePeaks, bytes_together
 from autopar.transfer import Side
 from cost_models.pipeline.actions import Action, Schedule
 
@@ -44,71 +44,6 @@ class ParamChoice:
     stored: State
     used: State
     lifetime: str = "step"
-
-
-@dataclass(frozen=True)
-class Price:
-    """Predicted cost of one training step on one rank.
-
-    Attributes:
-        compute_seconds: forward and backward of the ops.
-        activation_seconds: collectives on activations, forward and backward, those inside distributed ops included.
-        parameter_seconds: gradient reductions and parameter gathers.
-        parameter_bytes, gradient_bytes, optimizer_bytes: stored state of one rank; exact.
-        gathered_bytes: copies of parameters (and their gradients) in the used placement, alive at once.
-        activation_bytes: what autograd keeps for the backward of all microbatches in flight; of recomputed segments
-            their inputs, and the rest of the largest one while it lives again.
-        again_bytes: of these, the rest of that largest segment: there once, however many microbatches are in flight.
-        working_bytes: what operators need while they run, at the fullest moment of the step: gradients of what they
-            make and read, copies on their way. Of what is counted above, gradients and activations are not all there at
-            once; what is not there at that moment is taken off here, so this can be negative.
-    """
-
-    compute_seconds: float = 0.0
-    activation_seconds: float = 0.0
-    parameter_seconds: float = 0.0
-    parameter_bytes: int = 0
-    gradient_bytes: int = 0
-    optimizer_bytes: int = 0
-    gathered_bytes: int = 0
-    activation_bytes: int = 0
-    again_bytes: int = 0
-    working_bytes: int = 0
-
-    @property
-    def seconds(self) -> float:
-        """The whole step."""
-        return self.compute_seconds + self.activation_seconds + self.parameter_seconds
-
-    @property
-    def memory_bytes(self) -> int:
-        """The most that lives at once on one rank, at the fullest moment of a step: what limits are held against."""
-        return self.stored_bytes + self.activation_bytes + self.working_bytes
-
-    @property
-    def stored_bytes(self) -> int:
-        """What does not grow with the microbatches in flight."""
-        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.gathered_bytes
-
-    @property
-    def passing_bytes(self) -> int:
-        """What the fullest moment has beside what is stored, and what all microbatches in flight keep: of the stages on
-        one device, one at a time."""
-        return self.again_bytes + self.working_bytes
-
-
-def bytes_together(prices: Sequence[Price]) -> int:
-    """The most that lives at once on a rank of several stages."""
-    return sum(p.memory_bytes - p.passing_bytes for p in prices) + max(p.passing_bytes for p in prices)
-
-
-class Moment(NamedTuple):
-    """A moment of a step: operator ``node`` runs, forward or backward; ``slot`` says what of its backward it is
-    (:data:`autopar.planner.intra_op.moments.SLOTS`)."""
-
-    node: int
-    backward: bool
-    slot: int
 
 
 @dataclass(frozen=True)
@@ -188,6 +123,7 @@ class StagePlan:
             where there is none.
         devices: ranks, in row-major order of the mesh.
         fullest: when the peak of the price is reached; None if that is when the optimizer steps, or was not looked for.
+        peaks: what the peak of the price follows from; None of a plan whose price was not made here.
     """
 
     fingerprint: str
@@ -209,6 +145,7 @@ class StagePlan:
     gather_again: tuple[str, ...] = ()
     make_again: tuple[str, ...] = ()
     fullest: Moment | None = field(default=None, compare=False, repr=False)
+    peaks: StagePeaks | None = field(default=None, compare=False, repr=False)
 
     @property
     def kept_bytes(self) -> int:
@@ -219,6 +156,8 @@ class StagePlan:
         """The same decisions where ``n`` microbatches are in flight."""
         if n == self.in_flight:
             return self
+        if self.peaks is not None:
+            return replace(self, in_flight=n, price=self.peaks.added_to(self.price, n), fullest=self.peaks.fullest(n))
         activation_bytes = n * self.kept_bytes + self.price.again_bytes
         working_bytes = max(self.price.working_bytes, -activation_bytes)  # when the optimizer steps, none is there
         price = replace(self.price, activation_bytes=activation_bytes, working_bytes=working_bytes)

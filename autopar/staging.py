@@ -181,7 +181,8 @@ def _stage(
         {alias: name for alias, name in graph.tied.items() if name in names},
         {name: renumbered[graph.updates[name]] for name, s in made_at.items() if s == number},
         len(leaving),
-        frozenset(crossing.tensor for crossing in arriving.values()),
+        tuple(crossing.targets for crossing in leaving.values()),
+        {crossing.tensor: crossing.source for crossing in arriving.values()},
         graph.precision,
     )
     return StageGraph(number, cut_graph, tuple(arriving.values()), tuple(leaving.values()), tuple(positions))

@@ -19,6 +19,12 @@ from math import prod
 from autopar.graph import Spec
 from autopar.placements import Box, Mesh, State, box_of, coordinates, divides, path, shard
 
+RECEIVED_AHEAD = 2
+"""Messages from one peer that are received before they are asked for, on processors."""
+RECEIVED_AHEAD_ON_DEVICE = 1
+"""The same on GPUs. A receive is a kernel there, and with one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) all
+that is launched later waits behind a second one of the same stream: behind the first, only what needs it anyway."""
+
 
 @dataclass(frozen=True)
 class Side:

@@ -5,8 +5,9 @@ the optimizer. A dispatch mode notes the storage of every tensor that an operato
 noted still live. By default the tensors have no values; with values (``fake=False``) the same is the real peak of a
 process that plays the first rank, its collectives answered by a fake group.
 
-A plan's price adds up what is held at different times of a step, and does not count what an operator needs while it
-runs (the gradients of logits and of their softmax, gathered buffers that are taken apart), so the two differ.
+What a plan predicts for this (:mod:`autopar.planner.intra_op.moments`) follows the same step moment by moment without
+running it; of a pipeline's stage it counts what is on its way for other microbatches, too, which this step
+does not have.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import spmd_types as spmd
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from autopar.allocations import Allocations
 from autopar.graph import Graph
@@ -28,6 +30,7 @@ from autopar.lower.program import Slot
 from autopar.placements import local_shape, path
 from autopar.plan import ParamChoice, StagePlan
 from autopar.rules.many_ranks import fake_world
+from autopar.runtime.arriving import Arrived, arriving
 from autopar.torch_private import FakeTensor, FakeTensorMode, TorchDispatchMode
 from cost_models import optimizer_state_bytes
 
@@ -43,8 +46,8 @@ class Peak:
 def peak_of(plan: StagePlan, graph: Graph, given: Mapping[str, torch.Tensor] | None = None) -> Peak:
     """The peak of a training step of one microbatch under ``plan``, for a graph with a loss or of a pipeline's stage.
 
-    What arrives from earlier stages is there from the first, and the stage holds it to the end of the backward, as it
-    holds what it sends on, and the gradients of both.
+    What arrives from earlier stages is there from the first to the end of the forward, as what is sent on; behind that
+    they live as long as autograd keeps them. The gradients of both are there to the end of the backward.
 
     Args:
         given: values of buffers and inputs, in pieces of the first rank; without them all tensors are fake.
@@ -63,9 +66,6 @@ def peak_of(plan: StagePlan, graph: Graph, given: Mapping[str, torch.Tensor] | N
             for slot in program.slots if slot.kind == "param"
         }  # fmt: skip
         outside = {slot.name: _outside(slot, given, plan) for slot in program.slots if slot.kind != "param"}
-        for name in graph.arriving:
-            if torch.is_floating_point(outside[name]):
-                outside[name].requires_grad_()
         trained = [x for x in stored.values() if x.requires_grad]
         moments = {node.target: graph.moments(node).item_bytes for _, node in graph.of_kind("param")}
         states = [
@@ -73,7 +73,9 @@ def peak_of(plan: StagePlan, graph: Graph, given: Mapping[str, torch.Tensor] | N
             for name, x in stored.items() if x.requires_grad
         ]  # fmt: skip
         count = Allocations(is_empty_storage if plan.gather_again or plan.make_again else None)
-        for x in (*stored.values(), *states, *(outside[name] for name in graph.arriving)):
+        for name in graph.arriving:
+            count.note(outside[name])  # no name of this function may hold it
+        for x in (*stored.values(), *states):
             count.note(x)
         with count:
             count.phase = "gathering parameters"
@@ -84,25 +86,39 @@ def peak_of(plan: StagePlan, graph: Graph, given: Mapping[str, torch.Tensor] | N
             per_use = [x for name, x in used.items() if _is_gathered_per_use(plan.params[name], x, stored[name])]
             for x in per_use:
                 count.ignore(x)
+            wanted: list[Arrived] = []
+            for name in graph.arriving:
+                if torch.is_floating_point(outside[name]):
+                    outside[name] = _arrived(outside[name], wanted)
             values = [outside[slot.name] if slot.kind != "param" else used[slot.name] for slot in program.slots]
             count.phase = "forward"
             results = program.runnable(*values)
+            for name in graph.arriving:
+                del outside[name]
             ends = range(graph.sends) if graph.loss is None else (*range(graph.sends), graph.loss)
             roots = [x for x in (results[k] for k in ends) if isinstance(x, torch.Tensor) and x.requires_grad]
             assert roots, "a peak is counted of a step, which begins at a loss or at what a stage sends on"
             del values, results
             count.phase = "backward"
-            gradients = [torch.zeros_like(x) for x in roots] if graph.sends else [None]
-            torch.autograd.backward(roots, gradients)
-            del roots, gradients
-            for name in graph.arriving:
-                del outside[name]
+            gradients = [torch.zeros_like(x) for x in roots]
+            edges = [get_gradient_edge(x) for x in roots]
+            del roots
+            torch.autograd.backward(edges, gradients)
+            del edges, gradients
+            wanted.clear()
             count.phase = "step"
             for x in trained:
                 if plan.optimizer.startswith("adam") and x.grad is not None:
                     (x.grad.sqrt() / 1.0).add_(1e-8)  # what Adam divides by
     largest = max((x.untyped_storage().nbytes() for x in per_use), default=0)
     return Peak(count.peak_bytes + 2 * largest, count.at)
+
+
+def _arrived(x: torch.Tensor, wanted: list[Arrived]) -> torch.Tensor:
+    """What a stage reads of a tensor that arrived; where its gradient will be is added to ``wanted``."""
+    read, there = arriving(x)
+    wanted.append(there)
+    return read
 
 
 class _WaitsInPlace(TorchDispatchMode):

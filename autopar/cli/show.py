@@ -159,7 +159,7 @@ def _show_file(document: Document, as_json: bool, why: str) -> None:
     if as_json:
         print_json({**document.raw, "warning": why})
         return
-    from autopar.plan import Price
+    from autopar.prices import Price
     from autopar.report import tables
     from autopar.report.rows import totals
 

@@ -11,10 +11,11 @@ from typing import Any
 from autopar.clusters import FILES, get_cluster
 from autopar.errors import MeshError, PlanError, closest
 from autopar.placements import Mesh, parse_mesh
-from autopar.plan import LIFETIMES, VERSION, Price, Solution, one_stage
+from autopar.plan import LIFETIMES, VERSION, Solution, one_stage
 from autopar.planfile import pins, previous
 from autopar.planfile.file_errors import FileErrors
 from autopar.precision import Precision, parse_precision
+from autopar.prices import Price
 from autopar.wishes import OPTIMIZERS
 from cost_models.pipeline import Schedule, simulate, times
 from cost_models.pipeline import parse as parse_schedule

@@ -10,13 +10,14 @@ from autopar.clusters import check_mesh
 from autopar.errors import PlanError
 from autopar.graph import Graph, Ref
 from autopar.placements import State
-from autopar.plan import Pins, Price, Solution, StagePlan, route_key
+from autopar.plan import Pins, Solution, StagePlan, route_key
 from autopar.planfile.stage_entries import Decisions, Route, StageReader
 from autopar.planfile.write import decisions, rest
 from autopar.planner.intra_op.complete import complete, demand, needs
 from autopar.planner.intra_op.ledger import Walk, seconds_again
 from autopar.planner.intra_op.moments import with_working_bytes
 from autopar.planner.intra_op.price import Pricer, pricer
+from autopar.prices import Price
 from autopar.rules.strategy import strategy_named
 from autopar.staging import first_op
 from hardware_profiles import Cluster
@@ -108,7 +109,7 @@ def _priced(
     routes = {**done.routes, **kept}
     extra = _routes_seconds(graph, priced, kept)
     extra -= _routes_seconds(graph, priced, {key: done.routes.get(key, ()) for key in kept})
-    price = done.price
+    price, peaks = done.price, done.peaks
     if kept:
         chosen = {
             i: strategy_named(graph, node, rules[i], done.ops[node.name])
@@ -127,10 +128,11 @@ def _priced(
             again_bytes=with_kept.again_bytes,
         )  # fmt: skip
         params = {i: done.params[node.target] for i, node in graph.of_kind("param")}
-        price, _ = with_working_bytes(
+        price, peaks = with_working_bytes(
             price, walk, with_kept, params, done.outputs, plan.optimizer, plan.microbatches, plan.in_flight
         )
-    return replace(done, routes=routes, price=price)
+    assert peaks is not None
+    return replace(done, routes=routes, price=price, peaks=peaks, fullest=peaks.fullest(plan.in_flight))
 
 
 def _routes_seconds(graph: Graph, priced: Pricer, routes: Mapping[str, Sequence[Any]]) -> float:

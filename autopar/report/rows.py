@@ -12,12 +12,13 @@ from typing import Any
 from autopar.graph import Graph, Ref
 from autopar.labels import op_labels
 from autopar.placements import State, local_shape, step_collectives
-from autopar.plan import Price, StagePlan, route_key
+from autopar.plan import StagePlan, route_key
 from autopar.planfile.patterns import compress
 from autopar.planner.intra_op import params as P
 from autopar.planner.intra_op.fold import fold
 from autopar.planner.intra_op.ledger import Ledger, ledger, seconds_again
 from autopar.planner.intra_op.price import Pricer
+from autopar.prices import Price
 from autopar.rules.local import collectives_inside, cuts_of
 from autopar.rules.option_names import WHOLE
 from autopar.rules.registry import RULES, rules_of

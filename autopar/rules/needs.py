@@ -89,7 +89,8 @@ class _Root(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, made: list[int], *outputs: torch.Tensor) -> torch.Tensor:
         ctx.made = made
-        ctx.layouts = [(x.shape, x.stride(), x.dtype, x.device) for x in outputs]
+        # of an output that has holes (a part of a split) the gradient has none: it lies as a copy of it would
+        ctx.layouts = [(x.shape, torch.empty_like(x).stride(), x.dtype, x.device) for x in outputs]
         return outputs[0].new_empty(())
 
     @staticmethod

@@ -29,14 +29,15 @@ from autopar.lower.collectives import state_step
 from autopar.placements import path
 from autopar.plan import Crossing, Plan
 from autopar.staging import StageGraph
-from autopar.transfer import Piece, Transfer, box_at, transfer
+from autopar.transfer import (
+    RECEIVED_AHEAD,
+    RECEIVED_AHEAD_ON_DEVICE,
+    Piece,
+    Transfer,
+    box_at,
+    transfer,
+)
 from cost_models.pipeline.actions import Action
-
-AHEAD = 2
-"""Messages from one peer that are received before they are asked for, on processors."""
-AHEAD_ON_DEVICE = 1
-"""The same on GPUs. A receive is a kernel there, and with one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) all
-that is launched later waits behind a second one of the same stream: behind the first, only what needs it anyway."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,7 @@ class Post:
 
     @property
     def _ahead(self) -> int:
-        return AHEAD if self.device.type == "cpu" else AHEAD_ON_DEVICE
+        return RECEIVED_AHEAD if self.device.type == "cpu" else RECEIVED_AHEAD_ON_DEVICE
 
     def begin(self) -> None:
         """A new step."""

@@ -17,6 +17,7 @@ from zoo import ZOO, as_float64, loss_of
 
 import autopar
 from autopar import verify
+from autopar.allocations import Allocations
 from autopar.capture import Captured, capture
 from autopar.errors import PlanError, RunError
 from autopar.graph import Graph
@@ -34,7 +35,7 @@ from autopar.runtime.stage import Stage
 from autopar.staging import StageGraph, crossings_of, hot_ops
 from autopar.staging import cut as stages_of
 from cost_models.pipeline import SCHEDULES as RECORDS
-from cost_models.pipeline import build, parse, search, times
+from cost_models.pipeline import build, live_at_peak, parse, search, times
 from cost_models.pipeline.actions import Schedule
 from hardware_profiles import load_cluster
 
@@ -380,3 +381,35 @@ def planned_on_three() -> list[float]:
     assert sorted(len(s.devices) for s in pm.plan.stages) == [1, 2]
     optimizer = torch.optim.SGD(pm.parameters(), lr=0.1)
     return [float(pm.train_step(*case.batch[0], optimizer=optimizer, **case.batch[1])) for _ in range(3)]
+
+
+def peaks(name: str, schedule: str, n_microbatches: int, zoo: Mapping[str, Any]) -> tuple[int, int, str]:
+    """The real peak in bytes of this rank's second step, a stage on each rank, what the plan says, and where the peak
+    was. Every stage is planned with as many microbatches in flight as the schedule has there."""
+    torch.manual_seed(5)
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    case = ZOO[name](**zoo)
+    captured = capture(case.model, *cut(case.batch, n_microbatches, 0))
+    order = build(schedule, ranks, ranks, n_microbatches)
+    config = Config(name, schedule, (ONE,) * ranks, n_microbatches, even=True)
+    starts, graphs = cut_stages(captured.graph, order, config)
+    cluster = load_cluster("local-x1")
+    live = live_at_peak(order, [1.0] * ranks)
+    stages = [
+        dataclasses.replace(
+            plan_graph(part.graph, cluster, ONE, Options(microbatches=n_microbatches, in_flight=live[number])),
+            first=begin, devices=(number,),
+        )
+        for number, (begin, part) in enumerate(zip(starts, graphs, strict=True))
+    ]  # fmt: skip
+    plan = Plan(captured.graph.fingerprint, cluster.name, tuple(stages), order, crossings_of(graphs))
+    pm = PipelineModule(case.model, captured, plan)
+    optimizer = torch.optim.AdamW(pm.parameters(), lr=LR, foreach=False)
+    args, kwargs = case.batch
+    pm.train_step(*args, optimizer=optimizer, **kwargs)
+    count = Allocations()
+    for x in (*pm.parameters(), *(x for state in optimizer.state.values() for x in state.values())):
+        count.note(x)
+    with count:
+        pm.train_step(*args, optimizer=optimizer, **kwargs)
+    return count.peak_bytes, stages[rank].price.memory_bytes, count.at

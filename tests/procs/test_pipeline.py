@@ -21,6 +21,7 @@ from procs.pipelines import (
     fails_in_the_middle,
     microbatches_from,
     odd_eval,
+    peaks,
     planned_on_three,
     refused_rows,
     searched_from_a_script,
@@ -167,6 +168,17 @@ def test_four_ranks() -> None:
         Config("gpt2", "zb-v", (THREE, ONE), 2, stages=4, even=True, seed=3, zoo=by_three("gpt2", 2)),
         Config("unet", "zb-v", (PAIR, PAIR), 2, stages=4, seed=5, lifetime="use"),
     ])  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, schedule, n_microbatches", [
+    ("gpt2", "1f1b", 3), ("gpt2", "1f1b", 6), ("llama", "1f1b", 6), ("t5", "1f1b", 6), ("resnet", "1f1b", 4),
+    ("unet", "gpipe", 4),
+])  # fmt: skip
+def test_real_peaks_of_three_ranks(name: str, schedule: str, n_microbatches: int) -> None:
+    """Every rank's, with all that is received ahead and under way, is what its stage's price says."""
+    for real, predicted, at in run_local(peaks, 3, name, schedule, n_microbatches, {"rows": 12}, timeout=300):
+        assert -0.05 < real / predicted - 1 < 0.02, (real, predicted, at)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from autopar.errors import ClusterError, MeshError, PlanError
 from autopar.graph import Graph
 from autopar.labels import op_labels
 from autopar.placements import Mesh, State
-from autopar.plan import VERSION, ParamChoice, Pins, Plan, Price, Solution
+from autopar.plan import VERSION, ParamChoice, Pins, Plan, Solution
 from autopar.planfile import dumps, load, loads, parse, parse_mesh, save
 from autopar.planfile.patterns import compress
 from autopar.planner.intra_op.complete import complete
@@ -28,6 +28,7 @@ from autopar.planner.intra_op.draw import random_plan
 from autopar.planner.intra_op.mesh_plan import plan_graph
 from autopar.planner.intra_op.price import pricer
 from autopar.planner.intra_op.recompute import segments_of
+from autopar.prices import Price
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import strategy_named
 from hardware_profiles import load_cluster

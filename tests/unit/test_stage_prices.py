@@ -21,7 +21,7 @@ from autopar.capture import capture
 from autopar.errors import ClusterError, MeshError, PlanError
 from autopar.graph import Graph, Spec
 from autopar.placements import Mesh, State, Step, coordinates, local_shape, n_devices
-from autopar.plan import Plan, StagePlan, bytes_together
+from autopar.plan import Plan, StagePlan
 from autopar.planner.inter_op.exact_stages import ExactPlans
 from autopar.planner.inter_op.phases import Phases, phases
 from autopar.planner.inter_op.replan import Replanner, limit_of_stage
@@ -29,6 +29,7 @@ from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
 from autopar.planner.inter_op.timing import crossing_seconds, timing_of
 from autopar.planner.intra_op.mesh_plan import Options
 from autopar.planner.intra_op.price import pricer
+from autopar.prices import bytes_together
 from autopar.report.stages import stage_rows
 from autopar.runtime import wires
 from autopar.runtime.wires import wires_of

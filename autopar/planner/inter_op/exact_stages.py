@@ -19,7 +19,7 @@ from typing import TypeVar
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
 from autopar.placements import Mesh, mesh_text
-from autopar.plan import Plan, StagePlan, bytes_together, one_stage
+from autopar.plan import Plan, StagePlan, one_stage
 from autopar.planner.inter_op.blocks import Block, blocks
 from autopar.planner.inter_op.equal import EstimatedCut
 from autopar.planner.inter_op.order import SEARCHED, START, better_order
@@ -34,6 +34,7 @@ from autopar.planner.intra_op.mesh_plan import Earlier, Options, device_limit, p
 from autopar.planner.intra_op.price import pricer
 from autopar.planner.intra_op.problem import Beaten
 from autopar.planner.intra_op.recompute import is_asked, patterns_in, segments_of
+from autopar.prices import bytes_together
 from autopar.rules.registry import rules_of
 from autopar.staging import StageGraph, crossings_of, cut, hot_ops
 from autopar.texts import show_bytes

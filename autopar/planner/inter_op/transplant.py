@@ -22,6 +22,12 @@ def structure(graph: Graph) -> str:
         )
     updates = sorted((ref.node, ref.out) for ref in graph.updates.values())
     digest.update(f"{graph.outputs}|{graph.loss}|{graph.sends}|{updates}".encode())
+    # how many peers there are, and what comes from and goes to the same: that is received ahead one after the other
+    sources = list(dict.fromkeys(graph.arriving.values()))
+    targets = list(dict.fromkeys(stage for stages in graph.targets for stage in stages))
+    came = [sources.index(stage) for stage in graph.arriving.values()]
+    goes = [[targets.index(stage) for stage in stages] for stages in graph.targets]
+    digest.update(f"{came}|{goes}".encode())
     return digest.hexdigest()
 
 

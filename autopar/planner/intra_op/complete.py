@@ -9,7 +9,7 @@ from autopar.capture.graph.pruning import has_effect
 from autopar.errors import PlanError
 from autopar.graph import Graph, Ref, Spec
 from autopar.placements import PENDING, State, whole_state
-from autopar.plan import ParamChoice, Price, Recompute, StagePlan, route_key, segment_numbers
+from autopar.plan import ParamChoice, Recompute, StagePlan, route_key, segment_numbers
 from autopar.planner.intra_op import params as P
 from autopar.planner.intra_op.ledger import Ledger, Walk, seconds_again
 from autopar.planner.intra_op.moments import with_working_bytes
@@ -17,6 +17,7 @@ from autopar.planner.intra_op.price import Pricer
 from autopar.planner.intra_op.reshard import Edge, route
 from autopar.planner.intra_op.space import strategies
 from autopar.planner.intra_op.written import held_whole
+from autopar.prices import Price
 from autopar.regather import gathers
 from autopar.rules.notation import Rule
 from autopar.rules.strategy import Strategy
@@ -216,7 +217,7 @@ def complete(
     walk = Walk(graph, rules, mesh, chosen, routes, recompute, gather_again, make_again)
     holds = walk.ledger()
     price = _price(graph, rules, pricer, chosen, owned, seconds, optimizer, microbatches, in_flight, holds)
-    price, fullest = with_working_bytes(price, walk, holds, owned, out_states, optimizer, microbatches, in_flight)
+    price, peaks = with_working_bytes(price, walk, holds, owned, out_states, optimizer, microbatches, in_flight)
     names_of = {key: s.names for key, s in {id(s): s for s in chosen.values()}.items()}  # blocks share strategies
     return StagePlan(
         graph.fingerprint, mesh,
@@ -224,7 +225,7 @@ def complete(
         {graph.nodes[i].target: choice for i, choice in owned.items()},
         buffer_states, tuple(out_states), routes, dict(inputs or {}), optimizer, microbatches, price,
         recompute=recompute, in_flight=in_flight, gather_again=gather_again, first=first_op(graph),
-        devices=pricer.devices, make_again=holds.make_again, fullest=fullest,
+        devices=pricer.devices, make_again=holds.make_again, fullest=peaks.fullest(in_flight), peaks=peaks,
     )  # fmt: skip
 
 

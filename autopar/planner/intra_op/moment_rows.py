@@ -21,14 +21,23 @@ from functools import cached_property
 
 from autopar.graph import Graph, Ref
 from autopar.placements import State, local_shape
-from autopar.plan import Moment, ParamChoice
+from autopar.plan import ParamChoice
 from autopar.planner.intra_op import params as P
 from autopar.planner.intra_op.fold import Fold
 from autopar.planner.intra_op.kept import KeptBytes
 from autopar.planner.intra_op.ledger import Entry, Walk
-from autopar.planner.intra_op.moments import MADE, OPTIMIZER_COPIES, SLOTS, Span, StepMoments, reduction_needs
+from autopar.planner.intra_op.moments import (
+    MADE,
+    OPTIMIZER_COPIES,
+    SLOTS,
+    Span,
+    StepMoments,
+    reduction_needs,
+    sends_back,
+)
 from autopar.planner.intra_op.price import Pricer
 from autopar.planner.intra_op.problem import MomentBytes, Problem
+from autopar.prices import Moment, OnTheirWay, copies_ahead
 from autopar.rules.needs import needs_of
 from autopar.rules.operator_call import call_of
 from autopar.rules.saved import contiguous, saved_of
@@ -54,6 +63,7 @@ class MomentRows:
     ) -> None:  # fmt: skip
         self.kept, self.fold, self.problem, self.parameters = kept, fold, problem, parameters
         self.optimizer, self.microbatches = optimizer, microbatches
+        self.accumulates = microbatches > max(1, kept.in_flight)  # when it is fullest
         self.at_once = True
         self.graph: Graph = kept.rows.graph
         self.pricer: Pricer = kept.rows.pricer
@@ -90,6 +100,7 @@ class MomentRows:
             held = tuple(shared.n_bytes for shared in self.kept.shared(times))
             self._add_made_again(items, moment, at)
             self._add_passing(items, moment, at)
+            self._add_crossing(items, moment)
             self._add_needs(items, moment, at)
             self._add_reductions(items, moment, at)
         return MomentBytes(tuple(map(tuple, items)), held)
@@ -131,7 +142,7 @@ class MomentRows:
         if not moment.backward or moment.slot != SLOTS - 1:
             return
         passing = {self._tensor_of(span) for span in self.timeline.spans if span.first <= at <= span.last}
-        accumulates = self.microbatches > 1
+        accumulates = self.accumulates
         nodes_of = self._nodes_of
         for item, i, choices in self.parameters:
             spec = self.graph.nodes[i].out
@@ -146,7 +157,7 @@ class MomentRows:
 
     def _gradient_is_there(self, node: int, moment: Moment) -> float:
         """Whether a parameter's gradient is complete: all its readers are behind in the backward."""
-        if self.microbatches > 1:
+        if self.accumulates:
             return 1.0
         readers = [reader for reader, _ in self.graph.consumers.get(Ref(node), ())]
         return float(moment.backward and bool(readers) and min(readers) > moment.node)
@@ -160,7 +171,7 @@ class MomentRows:
         outputs = [State() if isinstance(out, Ref) else None for out in self.graph.outputs]
         walk = Walk(self.graph, self.kept.rules, (), None, {}, (), (), ())
         holds = walk.ledger()
-        return StepMoments(walk, holds, params, outputs, self.microbatches > 1)
+        return StepMoments(walk, holds, params, outputs, self.accumulates)
 
     def _times(self, entry: Entry, moment: Moment, at: int) -> float:
         """How often an entry is there."""
@@ -207,6 +218,21 @@ class MomentRows:
             node = span.node if reads_now else self._tensor_of(span)
             for r, share in enumerate(self._shares(rep[node], span.position if reads_now else MADE)):
                 items[self.kept.rows.item_of[rep[node]]][r] += share * span.n_bytes
+
+    def _add_crossing(self, items: list[list[float]], moment: Moment) -> None:
+        """What a pipeline's stage sends of other microbatches and gets back for it, that is on its way now. What it
+        gets, and sends back for that, is no choice of its own."""
+        graph, microbatches, in_flight = self.graph, self.microbatches, self.kept.in_flight
+        there = OnTheirWay.at(in_flight, microbatches, moment.backward, in_flight >= microbatches)
+        peers = [
+            stages if isinstance(out, Ref) and sends_back(graph, out) else ()
+            for out, stages in zip(graph.outputs, graph.targets, strict=False)
+        ]
+        for out, copies in zip(graph.outputs, copies_ahead(peers, there.backwards), strict=False):
+            assert isinstance(out, Ref), "what is sent is a tensor"
+            node, n_bytes = self.fold.representative[out.node], (there.sent + copies) * graph.spec(out).n_bytes
+            for r, share in enumerate(self._shares(node, MADE)):
+                items[self.kept.rows.item_of[node]][r] += share * n_bytes
 
     def _tensor_of(self, span: Span) -> int:
         """The node that makes the tensor as large as a span."""

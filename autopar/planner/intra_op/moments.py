@@ -14,16 +14,16 @@ gradient as it is if that lies as the parameter does.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
-from autopar.graph import Ref, Spec
+from autopar.graph import Graph, Ref, Spec
 from autopar.placements import INVARIANT, PENDING, Mesh, Placement, State, Step, cut_extent, local_shape, path
-from autopar.plan import Moment, ParamChoice, Price
+from autopar.plan import ParamChoice
 from autopar.planner.intra_op.ledger import Entry, Ledger, Value, Walk
+from autopar.prices import Crossed, MicrobatchPeaks, Moment, Price, StagePeaks
 from autopar.rules.saved import contiguous
 from autopar.rules.strategy import grads_of
 
@@ -87,7 +87,7 @@ class StepMoments:
         self.strided: set[Value] = set()  # values whose gradients a collective must copy first
         self.known_steps: dict[object, tuple[int, int, bool]] = {}
         self._forward()
-        self._memory(last[: sum(isinstance(out, Ref) for out in self.graph.outputs[: self.graph.sends])])
+        self._memory()
         self._backward(outputs)
 
     def back(self, at: int, slot: int = 1) -> int:
@@ -99,11 +99,15 @@ class StepMoments:
         self.more[first] += n_bytes
         self.more[last + 1] -= n_bytes
 
-    def peak(self) -> tuple[int, int]:
-        """``(bytes, moment)``, the earlier of moments that are alike."""
-        totals = (live + beside for live, beside in zip(accumulate(self.more), self.beside, strict=False))
-        n_bytes, before = max((total, -at) for at, total in enumerate(totals))
-        return n_bytes, -before
+    def peaks(self) -> MicrobatchPeaks:
+        """The fullest moment of the forward and that of the backward, the earlier of moments that are alike."""
+        if not self.n:
+            return MicrobatchPeaks(0, 0, None, None)
+        totals = [live + beside for live, beside in zip(accumulate(self.more), self.beside, strict=False)]
+        forward, backward = (
+            max(range(first, end), key=totals.__getitem__) for first, end in ((0, self.n), (self.n, len(totals)))
+        )
+        return MicrobatchPeaks(totals[forward], totals[backward], self.moment(forward), self.moment(backward))
 
     def moment(self, at: int) -> Moment:
         """A moment by the operator that runs then, or for which a step of a reshard is made."""
@@ -137,9 +141,9 @@ class StepMoments:
         steps = zip(shape, strides, contiguous(shape), strict=True)
         return any(n > 1 and given != wanted for n, given, wanted in steps)
 
-    def _memory(self, sent: Collection[int]) -> None:
-        """What the ledger knows: memory with its readers and keepers. A pipeline's stage holds what it got and what it
-        sent until it has the gradients."""
+    def _memory(self) -> None:
+        """What the ledger knows: memory with its readers and keepers. A pipeline's stage holds what it got to the end
+        of its forward; then it lives, as what it sent, as long as autograd keeps it."""
         walk = self.walk
         of_segment: dict[int, list[int]] = {}
         last_asks: dict[int, int] = {}  # of pieces, the operator whose backward is the last to ask for a copy
@@ -151,9 +155,7 @@ class StepMoments:
                 continue
             made, until = walk.made_at[memory], walk.read_at[memory]
             if memory in walk.arrived:
-                made = 0
-            if memory in walk.arrived or memory in sent:
-                until = self.back(0, SLOTS - 1)
+                made, until = 0, self.n - 1
             if segment >= 0:
                 of_segment.setdefault(segment, []).append(memory)
             for entry in walk.entries_of.get(memory, ()):
@@ -427,27 +429,58 @@ def _move_extra(src: Placement, dst: Placement, n_src: int, n_dst: int) -> int:
 def with_working_bytes(
     price: Price, walk: Walk, holds: Ledger, params: Mapping[int, ParamChoice], outputs: Sequence[State | None],
     optimizer: str, microbatches: int, in_flight: int,
-) -> tuple[Price, Moment | None]:  # fmt: skip
-    """The price with what the fullest moment of a step needs beside all that it counts, and that moment; None for when
-    the optimizer steps.
+) -> tuple[Price, StagePeaks]:  # fmt: skip
+    """The price with what the fullest moment of a step needs beside all that it counts, and what it follows from.
 
     Args:
         holds: the ledger of ``walk``.
         params: by parameter node.
         outputs: placements of the graph's outputs.
     """
-    accumulates = microbatches > 1
-    timeline = StepMoments(walk, holds, params, outputs, accumulates)
-    most, at = timeline.peak()
-    always = price.parameter_bytes + price.optimizer_bytes + price.gathered_bytes
-    in_microbatch = most + (in_flight - 1) * holds.kept_bytes + accumulates * price.gradient_bytes
+    first = later = None
+    if in_flight >= microbatches:
+        first = StepMoments(walk, holds, params, outputs, False).peaks()
+    if microbatches > 1:
+        later = StepMoments(walk, holds, params, outputs, True).peaks()
     trained = (
         walk.local_bytes(Ref(i), choice.stored) for i, choice in params.items() if walk.graph.nodes[i].needs_grad
     )
-    in_step = price.gradient_bytes + OPTIMIZER_COPIES.get(optimizer, 0) * max(trained, default=0)
-    parts = price.stored_bytes + price.activation_bytes
-    price = replace(price, working_bytes=always + max(in_microbatch, in_step) - parts)
-    return price, timeline.moment(at) if in_microbatch >= in_step and timeline.n else None
+    in_step = OPTIMIZER_COPIES.get(optimizer, 0) * max(trained, default=0)
+    arrived, sent = _arrived(walk), _sent(walk, outputs)
+    peaks = StagePeaks(first, later, price.gradient_bytes, in_step, holds.kept_bytes, arrived, sent, microbatches)
+    return peaks.added_to(price, in_flight), peaks
 
 
-__all__ = ["MADE", "OPTIMIZER_COPIES", "Span", "StepMoments", "reduction_needs", "step_extra", "with_working_bytes"]
+def _arrived(walk: Walk) -> tuple[Crossed, ...]:
+    """What a pipeline's stage gets from others."""
+    graph = walk.graph
+    crossed = []
+    for memory in sorted((walk.memories[number] for number in walk.arrived), key=lambda memory: memory.since):
+        node = graph.nodes[memory.since]
+        gradient_bytes = memory.n_bytes if node.needs_grad else 0
+        crossed.append(Crossed(memory.n_bytes, gradient_bytes, (graph.arriving[node.target],)))
+    return tuple(crossed)
+
+
+def _sent(walk: Walk, outputs: Sequence[State | None]) -> tuple[Crossed, ...]:
+    """What a pipeline's stage gives to others, placed as the graph's outputs are; what autograd keeps of it is there
+    anyway."""
+    graph = walk.graph
+    sent = []
+    for out, state, targets in zip(graph.outputs, outputs, graph.targets, strict=False):
+        assert isinstance(out, Ref) and state is not None, "what is sent is a tensor"
+        n_bytes = walk.local_bytes(out, state)
+        kept = any(entry.decision == "keep" for entry in walk.entries_of.get(walk.lies[out, state][0], ()))
+        sent.append(Crossed(0 if kept else n_bytes, n_bytes if sends_back(graph, out) else 0, targets))
+    return tuple(sent)
+
+
+def sends_back(graph: Graph, sent: Ref) -> bool:
+    """Whether a gradient comes back for what is sent."""
+    return graph.nodes[sent.node].needs_grad and graph.spec(sent).is_float
+
+
+__all__ = [
+    "MADE", "OPTIMIZER_COPIES", "Span", "StepMoments", "reduction_needs", "sends_back", "step_extra",
+    "with_working_bytes",
+]  # fmt: skip

@@ -14,13 +14,14 @@ from typing import Any
 
 from autopar.errors import InfeasibleError, PlanError
 from autopar.graph import Graph
-from autopar.plan import Moment, Solution, StagePlan
+from autopar.plan import Solution, StagePlan
 from autopar.planner.intra_op import ilp
 from autopar.planner.intra_op.build import Decoder
 from autopar.planner.intra_op.effort import BRIEF, PATIENT
 from autopar.planner.intra_op.mesh_problem import MeshProblem
 from autopar.planner.intra_op.mixture import mixture
 from autopar.planner.intra_op.problem import ROUGH, ROUNDING, Beaten, Choice, Item, Problem
+from autopar.prices import Moment
 from autopar.texts import show_bytes
 
 ATTEMPTS = 12

@@ -7,7 +7,8 @@ from typing import Any
 
 from markupsafe import Markup
 
-from autopar.plan import Plan, bytes_together
+from autopar.plan import Plan
+from autopar.prices import bytes_together
 from autopar.report.page.markup import bar, filled, joined
 from autopar.texts import show_bytes
 from cost_models.pipeline import Timeline
