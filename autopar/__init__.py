@@ -23,7 +23,7 @@ What stands where, in the order in which a model passes through:
 :mod:`.certificate`   what a plan claims, recounted; :mod:`.verify`: the numbers of one device; :mod:`.other_batch`: on
                       another batch; :mod:`.parts_of_loss`: whether microbatches add up to the loss; :mod:`.padding`:
                       whether padding changes nothing;
-                      :mod:`.allocations`: bytes that live
+                      :mod:`.allocations`: bytes that live; :mod:`.prices`: seconds and bytes of a stage
 :mod:`.planfile`      plans as files; :mod:`.report`: as tables and pages; :mod:`.plan_table`: in a notebook
 :mod:`.lower`         graph and plan become a program
 :mod:`.runtime`       programs with parameters, on ranks: collectives, gradients, pipelines, checkpoints

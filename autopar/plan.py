@@ -152,6 +152,13 @@ class StagePlan:
         """What one microbatch keeps from its forward to its backward."""
         return (self.price.activation_bytes - self.price.again_bytes) // self.in_flight
 
+    @property
+    def passing_bytes(self) -> int:
+        """What the fullest moment has beside what is stored and what all microbatches in flight keep, at most, however
+        many those are."""
+        passing = self.price.passing_bytes
+        return passing if self.peaks is None else max(passing, self.peaks.passing_bytes())
+
     def with_in_flight(self, n: int) -> StagePlan:
         """The same decisions where ``n`` microbatches are in flight."""
         if n == self.in_flight:

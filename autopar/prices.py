@@ -192,7 +192,21 @@ class StagePeaks:
 
     def _fullest(self, in_flight: int) -> tuple[int, Moment | None]:
         """The most beside parameters, their copies and the optimizer's state, and when."""
-        most: tuple[int, Moment | None] = self.gradient_bytes + self.optimizer_bytes, None
+        in_step = self.gradient_bytes + self.optimizer_bytes
+        in_microbatch, moment = self._fullest_of_microbatches(in_flight)
+        return (in_microbatch, moment) if moment is not None and in_microbatch >= in_step else (in_step, None)
+
+    def passing_bytes(self) -> int:
+        """The most that there is at once beside what is stored and what all microbatches in flight keep, whatever their
+        number, while they run: a schedule that is searched keeps to a limit with this."""
+        last = range(max(1, self.microbatches - RECEIVED_AHEAD - 1), self.microbatches + 1)
+        numbers = {1, min(2, self.microbatches), *last}  # between them nothing changes but what is kept
+        of_number = ((n, self._fullest_of_microbatches(n)[0]) for n in sorted(numbers))
+        return max(n_bytes - n * self.kept_bytes for n, n_bytes in of_number) - self.gradient_bytes
+
+    def _fullest_of_microbatches(self, in_flight: int) -> tuple[int, Moment | None]:
+        """The same while microbatches run, the optimizer's step apart."""
+        most: tuple[int, Moment | None] = 0, None
         all_at_once = in_flight >= self.microbatches
         moments = []
         if self.first is not None and all_at_once:

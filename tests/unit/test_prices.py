@@ -51,6 +51,9 @@ def test_the_peak_with_so_many_in_flight() -> None:
     # all four are in flight: B0 has no gradients of parameters yet, B1 has them and three in flight
     four = max(3000 + 200 + 3 * 40 + 2 * 4 + 5, 3000 + 1000 + 250 + 2 * 40 + 2 * 4 + 5 + 2)
     assert peaks.added_to(price, 4).memory_bytes == four
+    # a search over schedules takes the number for a factor: it must never count less
+    stored = price.stored_bytes + peaks.passing_bytes()
+    assert all(stored + n * 40 >= peaks.added_to(price, n).memory_bytes for n in range(1, 5))
     # the optimizer's step, where nothing else is more
     small = replace(peaks, first=MicrobatchPeaks(0, 0, None, None), later=None)
     assert small.added_to(price, 4).memory_bytes == 4000 + 7 and small.fullest(4) is None

@@ -55,8 +55,8 @@ def timing_of(
 
 
 def _static_bytes(plans: Sequence[StagePlan]) -> float:
-    """What a group's stages hold all the time, and what passes at the fullest moment: of one at a time."""
-    return sum(p.price.stored_bytes for p in plans) + max(p.price.passing_bytes for p in plans)
+    """What a group's stages hold all the time, and what passes at the fullest moment, at most: of one at a time."""
+    return sum(p.price.stored_bytes for p in plans) + max(p.passing_bytes for p in plans)
 
 
 def crossing_seconds(spec: Spec, source: Side, target: Side, cluster: Cluster) -> float:
