@@ -33,7 +33,8 @@ class Precision:
 
     Attributes:
         params: of the parameters as the program reads them, and of the floating point inputs of the model, which are
-            cast: so its activations and gradients have it, too. Buffers stay as they are. ``"own"``: nothing is cast,
+            cast: so its activations and gradients have it, too. Buffers stay as they are, and so do parameters of norms
+            with running statistics, which must have the statistics' format. ``"own"``: nothing is cast,
             parameters, masters and moments are as the model has them, and ``reduce`` alone is a choice.
         master: of the parameters that are stored, that the optimizer steps on and that their gradients have.
         moments: of the optimizer's state: as the masters, or bfloat16, or float32 beside others. Steps are computed in
@@ -140,9 +141,11 @@ class Precision:
     @contextlib.contextmanager
     def of_model(self, model: torch.nn.Module) -> Iterator[None]:
         """The model's parameters are as the program reads them; afterwards they are what they were, to the bit."""
-        low = self.low
+        low, beside_statistics = self.low, _beside_statistics(model)
         before = [
-            (p, p.data) for p in model.parameters() if low is not None and str(p.dtype).removeprefix("torch.") in _BITS
+            (p, p.data)
+            for p in model.parameters()
+            if low is not None and str(p.dtype).removeprefix("torch.") in _BITS and id(p) not in beside_statistics
         ]
         try:
             for param, data in before:
@@ -160,6 +163,16 @@ class Precision:
         if low is not None and isinstance(value, torch.Tensor) and str(value.dtype).removeprefix("torch.") in _BITS:
             return value.to(low)
         return value
+
+
+def _beside_statistics(model: torch.nn.Module) -> set[int]:
+    """Parameters, by identity, of norms that keep running statistics: torch computes them in one format."""
+    return {
+        id(param)
+        for module in model.modules()
+        if getattr(module, "running_mean", None) is not None
+        for param in module.parameters(recurse=False)
+    }
 
 
 def _dtype(name: str) -> torch.dtype:

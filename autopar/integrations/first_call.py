@@ -21,6 +21,12 @@ from autopar.runtime.optimizers import Move
 Optimizers = Callable[[], Sequence[torch.optim.Optimizer]]
 
 
+_NO_STAGES = (
+    "the plan has several stages, which train by train_step, and the library's loop calls the model: pass "
+    "parallel={'stages': 1}, or write the loop"
+)
+
+
 class ParallelOnFirstCall(torch.nn.Module):
     """Stands for a model, with its names, and from its first call in training on for its parallel module.
 
@@ -31,6 +37,9 @@ class ParallelOnFirstCall(torch.nn.Module):
         optimizers: gives those that may hold the model's parameters.
         options: of :func:`autopar.parallelize`; ``mesh`` is the number of ranks unless it is given.
         around: what each call runs under, such as autocast.
+
+    Raises:
+        AutoparError: the options ask for a pipeline.
     """
 
     def __init__(
@@ -42,6 +51,8 @@ class ParallelOnFirstCall(torch.nn.Module):
     ) -> None:
         super().__init__()
         self._optimizers, self._options, self._around = optimizers, dict(options or {}), around
+        if isinstance(stages := self._options.get("stages"), int) and stages > 1:
+            raise AutoparError(_NO_STAGES)
         self.now = model
         self.is_parallel = False
         self.stands: Any = None
@@ -71,10 +82,7 @@ class ParallelOnFirstCall(torch.nn.Module):
             options["optimizer"] = holding[0]
         pm = parallelize(model, mesh, inputs[0], **inputs[1], **options)
         if pm.leads is not None:
-            raise AutoparError(
-                "the plan has several stages, which train by train_step, and the library's loop calls the model: pass "
-                "parallel={'stages': 1}, or write the loop"
-            )
+            raise AutoparError(_NO_STAGES)
         for move in moves[1:]:
             move.to(pm, pm._ranks()[0])
         if self.stands is not None:

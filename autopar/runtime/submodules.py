@@ -289,10 +289,18 @@ def _nothing() -> None:
     """``flatten_parameters()``: where a recurrent layer's weights lie in memory is not the model's to say any more."""
 
 
+_INSTEAD = {
+    "reset_running_stats": "call it on the model before parallelize; for torch.optim.swa_utils.update_bn load "
+    "autopar.full_state_dict(...) into the model in one process, and call it there",
+}
+"""What to do in the place of some methods."""
+
+
 def _refuse_method(path: str, kind: str, name: str, *args: Any, **kwargs: Any) -> Any:
+    instead = _INSTEAD.get(name, "call it on the model before parallelize")
     raise RunError(
         f"{name}() of '{path}', which stands for a {kind} in a parallel module: the program was captured as a whole, "
-        "and the method would work on the model's own tensors; call it on the model before parallelize"
+        f"and the method would work on the model's own tensors; {instead}"
     )
 
 

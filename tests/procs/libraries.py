@@ -84,7 +84,7 @@ def trainer(folder: str, adapt: bool = False) -> dict[str, float]:
     """transformers' Trainer: accumulation, clipping, evaluation, last batches, lengths, checkpoints, resuming.
 
     Args:
-        adapt: with peft's LoRA.
+        adapt: with peft's LoRA; the best adapters are loaded at the end.
     """
     place, worst = Path(folder) / str(adapt), {}
     data = {"train_dataset": Lines(22), "eval_dataset": Lines(7), "data_collator": padded}
@@ -98,10 +98,12 @@ def trainer(folder: str, adapt: bool = False) -> dict[str, float]:
         config = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
         return peft.get_peft_model(small(), config)
 
-    mine = Trainer(model=(trained := model()), args=arguments(place / "two"), parallel={"mesh": mesh(), **CUTS}, **data)
+    best = {"load_best_model_at_end": True} if adapt else {}
+    args = arguments(place / "two", **best)
+    mine = Trainer(model=(trained := model()), args=args, parallel={"mesh": mesh(), **CUTS}, **data)
     mine.train()
     alone = place / f"one{dist.get_rank()}"
-    args = arguments(alone)
+    args = arguments(alone, **best)
     arguments_of_one_process(args)  # for transformers' own
     plain = transformers.Trainer(model=(expected := model()), args=args, **data)
     plain.train()

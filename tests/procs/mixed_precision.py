@@ -154,6 +154,34 @@ ROUNDED = autopar.Precision(
 BY_NAME = {"wide": WIDE, "narrow": NARROW, "rounded": ROUNDED}
 
 
+def in_stages() -> tuple[float, float, float]:
+    """A pipeline that was captured in float32, and is called under autocast: how far its losses are from those of one
+    device under the same autocast, its weights after the step, and how far autocast is from float32."""
+    pm = autopar.parallelize(
+        Net(False), 2, batch()[0], loss_fn=loss_of, stages=2, microbatches=2, schedule="1f1b", cuts=["norm"]
+    )
+    alone = Net(False)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (pm, alone)]
+    apart_by, full = 0.0, float(loss_of(alone(batch()[0])))
+    for on in (True, False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=on):
+            mine = float(pm.train_step(batch()[0]))
+        theirs = 0.0
+        for ids in batch()[0].chunk(2):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=on):
+                loss = loss_of(alone(ids)) / 2
+            loss.backward()
+            theirs += float(loss.detach())
+        apart_by = max(apart_by, abs(mine - theirs) / theirs)
+        if full:
+            low, full = abs(theirs - full) / full, 0.0
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    whole = autopar.full_state_dict(pm, all_ranks=True)
+    return apart_by, max(float((whole[n] - v).abs().max()) for n, v in alone.state_dict().items()), low
+
+
 def policy_step(master: nn.Module, low: nn.Module, optimizer: Any, policy: autopar.Precision, parts: int = 1) -> Any:
     """A step of the policy written out, on one device: gradients of microbatches add up in the reduction's format.
 

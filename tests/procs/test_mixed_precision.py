@@ -29,7 +29,7 @@ POLICIES |= {f"policy {name} in stages": ("policy", name, "", (2,), 2) for name 
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
-    return run_local(several, 2, "mixed_precision", {**CALLS, **SCALED, **LOW, **POLICIES})
+    return run_local(several, 2, "mixed_precision", {**CALLS, **SCALED, **LOW, **POLICIES, "stages": ("in_stages",)})
 
 
 @pytest.mark.parametrize("how", list(CALLS))
@@ -38,6 +38,12 @@ def test_the_numbers_of_one_device_under_autocast(found: list[dict[str, Any]], h
         low, full, captures = rank[how]
         assert low < 2e-2 and full < 1e-6  # sums in bfloat16 come in another order
         assert captures == (0 if "inside" in how else 1)  # each state of autocast once
+
+
+def test_a_pipeline_is_called_under_another_autocast(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        losses, weights, low = rank["stages"]
+        assert losses < 1e-6 and weights < 1e-3 and low > 1e-5
 
 
 @pytest.mark.parametrize("how", list(SCALED))

@@ -86,6 +86,24 @@ def test_a_step_is_the_policy_written_out(name: str) -> None:
         assert torch.equal(v, master.state_dict()[k]), k
 
 
+@pytest.mark.parametrize("name", ["bf16-mixed", "bf16-true"])
+def test_a_norm_with_running_statistics_computes_in_their_format(name: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4), nn.ReLU(), nn.Flatten(), nn.Linear(24, 3))
+    x = torch.randn(6, 2, 8)
+    pm = autopar.parallelize(model, 1, x, precision=name)
+    plain = copy.deepcopy(model).bfloat16()
+    plain[1] = nn.BatchNorm1d(4)  # weight 1 and bias 0, which 16 bits have, too
+    mine, theirs = pm(x), plain(x.bfloat16())
+    mine.sum().backward()
+    theirs.sum().backward()
+    assert mine.dtype == torch.bfloat16 and torch.equal(mine, theirs)
+    for (key, p), q in zip(pm.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad.to(p.dtype)), key
+    buffers = dict(pm.named_buffers())
+    assert all(torch.equal(buffers[f"1.{key}"], value) for key, value in plain[1].named_buffers())
+
+
 def test_microbatches_add_up_in_the_format_of_the_reduction() -> None:
     model = Net()
     pm = autopar.parallelize(model, 1, batch(6), precision="bf16-mixed")
