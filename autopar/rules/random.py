@@ -163,9 +163,12 @@ class _OnePass:
 
     @torch.no_grad()
     def __call__(self, x: torch.Tensor, row: torch.Tensor, *numbers: Any) -> torch.Tensor:
+        n_rows, n_columns = row.numel(), x.shape[-1]
+        if n_rows < 2 or n_columns < 2:  # the compiler makes a kernel of its own for a size of 1
+            return _drop(x, row, *numbers)
         if self.run is None:
             self.run = torch.compile(_drop, dynamic=True, fullgraph=True)
-        flat = x.detach().reshape(-1, x.shape[-1]), row.reshape(-1)  # of one form, so that little is compiled anew
+        flat = _as_new(x, n_rows, n_columns), _as_new(row, n_rows)
         try:
             return self.run(*flat, *numbers).view(x.shape)
         except torch.OutOfMemoryError:
@@ -177,6 +180,14 @@ class _OnePass:
             warnings.warn(f"dropout cannot be compiled, so it takes ten passes in place of one: {reason}", stacklevel=2)
             self.run = _drop
             return _drop(*flat, *numbers).view(x.shape)
+
+
+def _as_new(x: torch.Tensor, *shape: int) -> torch.Tensor:
+    """``x`` in another shape, not known as a view: of one form, so that one kernel is compiled for a dtype.
+
+    A view is compiled anew for each form of what it is a view of, and after eight of them not at all.
+    """
+    return torch.ops.aten._unsafe_view(x.detach().contiguous(), shape)
 
 
 _one_pass = _OnePass()
