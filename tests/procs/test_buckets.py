@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from procs import in_buckets
+from procs import alone_with_a_shape, in_buckets
 from procs.in_turn import several
 
 from autopar.runtime.launch import run_local
@@ -41,3 +41,11 @@ def test_parameters_and_state_move_between_layouts(found: list[dict[str, Any]], 
         assert worst < 1e-9
         assert stored == ["S(0)", "S(0)", "S(1)", "S(1)", "S(1)", "S(0)"]
         assert "backward() of a call before the last one" in late
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", alone_with_a_shape.WAYS)
+def test_another_shape_on_one_rank_alone(way: str) -> None:
+    ranks = 4 if way.startswith("both") else 2
+    for text in run_local(alone_with_a_shape.alone, ranks, way):
+        assert "RunError" in text
