@@ -15,8 +15,8 @@ from autopar.planfile.stage_entries import Decisions, Route, StageReader
 from autopar.planfile.write import decisions, rest
 from autopar.planner.intra_op.complete import complete, demand, needs
 from autopar.planner.intra_op.ledger import Walk, seconds_again
-from autopar.planner.intra_op.moments import with_working_bytes
 from autopar.planner.intra_op.price import Pricer, pricer
+from autopar.planner.intra_op.stage_peaks import with_working_bytes
 from autopar.prices import Price
 from autopar.rules.strategy import strategy_named
 from autopar.staging import first_op

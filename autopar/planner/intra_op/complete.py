@@ -12,10 +12,10 @@ from autopar.placements import PENDING, State, whole_state
 from autopar.plan import ParamChoice, Recompute, StagePlan, route_key, segment_numbers
 from autopar.planner.intra_op import params as P
 from autopar.planner.intra_op.ledger import Ledger, Walk, seconds_again
-from autopar.planner.intra_op.moments import with_working_bytes
 from autopar.planner.intra_op.price import Pricer
 from autopar.planner.intra_op.reshard import Edge, route
 from autopar.planner.intra_op.space import strategies
+from autopar.planner.intra_op.stage_peaks import with_working_bytes
 from autopar.planner.intra_op.written import held_whole
 from autopar.prices import Price
 from autopar.regather import gathers

@@ -26,17 +26,11 @@ from autopar.planner.intra_op import params as P
 from autopar.planner.intra_op.fold import Fold
 from autopar.planner.intra_op.kept import KeptBytes
 from autopar.planner.intra_op.ledger import Entry, Walk
-from autopar.planner.intra_op.moments import (
-    MADE,
-    OPTIMIZER_COPIES,
-    SLOTS,
-    Span,
-    StepMoments,
-    reduction_needs,
-    sends_back,
-)
+from autopar.planner.intra_op.moments import MADE, SLOTS, Span, StepMoments
 from autopar.planner.intra_op.price import Pricer
 from autopar.planner.intra_op.problem import MomentBytes, Problem
+from autopar.planner.intra_op.reshard_needs import reduction_needs
+from autopar.planner.intra_op.stage_peaks import OPTIMIZER_COPIES, sends_back
 from autopar.prices import Moment, OnTheirWay, copies_ahead
 from autopar.rules.needs import needs_of
 from autopar.rules.operator_call import call_of

@@ -16,27 +16,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from math import prod
 from typing import NamedTuple
 
-from autopar.graph import Graph, Ref, Spec
-from autopar.placements import INVARIANT, PENDING, Mesh, Placement, State, Step, cut_extent, local_shape, path
+from autopar.graph import Ref
+from autopar.placements import State, local_shape, path
 from autopar.plan import ParamChoice
 from autopar.planner.intra_op.ledger import Entry, Ledger, Value, Walk
-from autopar.prices import Crossed, MicrobatchPeaks, Moment, Price, StagePeaks
+from autopar.planner.intra_op.reshard_needs import copies_first, reduction_needs, step_extra
+from autopar.prices import MicrobatchPeaks, Moment
 from autopar.rules.saved import contiguous
 from autopar.rules.strategy import grads_of
 
 SLOTS = 4
 """Moments of one operator or step in the backward: what runs again for it, itself, the sums of its gradients with
 others, and what becomes of gradients of parameters."""
-
-OPTIMIZER_COPIES = {"adamw": 2, "adam": 2}
-"""Of the largest parameter's piece, that an optimizer makes while it steps, one parameter after the other: Adam the
-root of the second moment and that root over the bias correction. Others work in place, or on something as small. With
-``foreach`` (torch's default for plain tensors on a GPU) it is one more copy of all parameters; activations are gone by
-then, so that this is rarely the fullest moment, and it is not counted."""
-
 
 MADE = -1
 """Position that stands for what an operator makes, among those of what it reads."""
@@ -370,117 +363,4 @@ class StepMoments:
         self.beside[at] += max(0, needs)
 
 
-def reduction_needs(spec: Spec, choice: ParamChoice, mesh: Mesh, accumulates: bool) -> int:
-    """The most that is there, beside the gradient as the parameter is used, while that is reduced to where the
-    parameter is stored: the result included, unless it is added to what is there."""
-    needs = reduced = 0
-    for axis, src, dst in reversed(path(choice.stored, choice.used) or ()):
-        if mesh[axis][1] == 1 or (accumulates and choice.lifetime != "use"):
-            continue
-        _, beside, is_alias = step_extra(spec, src, dst, mesh)
-        result = 0 if is_alias else prod(local_shape(spec.shape, src, mesh)) * spec.item_bytes
-        needs, reduced = max(needs, reduced + beside + result), result
-    if not accumulates and not needs:
-        return prod(local_shape(spec.shape, choice.stored, mesh)) * spec.item_bytes
-    return needs
-
-
-def step_extra(spec: Spec, src: State, dst: State, mesh: Mesh) -> tuple[int, int, bool]:
-    """``(bytes beside both tensors in the forward, in the backward, whether the gradient goes on in its memory)`` of a
-    step of one axis."""
-    axis = Step.between(src, dst).axis
-    if mesh[axis][1] == 1:
-        return 0, 0, True
-    n_src, n_dst = (prod(local_shape(spec.shape, s, mesh)) * spec.item_bytes for s in (src, dst))
-    kinds = src[axis], dst[axis]
-    if kinds in ((PENDING, INVARIANT), (INVARIANT, PENDING)):
-        return 0, 0, True
-    forward = _move_extra(*kinds, n_src, n_dst)
-    backward = _move_extra(kinds[1].adjoint, kinds[0].adjoint, n_dst, n_src)
-    if not all(cut_extent(spec.shape, s, mesh, axis)[2] for s in (src, dst) if s[axis].is_shard):
-        # pieces are padded to the largest: in the forward what is cut into pieces, in the backward what is gathered
-        forward += n_src if kinds[1].is_shard and not kinds[0].is_shard else n_dst if kinds[1].is_pending else 0
-        backward = backward or min(n_src, n_dst)
-    return forward, backward, False
-
-
-def copies_first(src: State, dst: State, mesh: Mesh) -> bool:
-    """Whether a step of one axis copies what is not contiguous before anything else: collectives of one tensor take no
-    other. What is no collective takes a tensor as it lies, and an all-to-all takes it apart in any case."""
-    axis = Step.between(src, dst).axis
-    given, wanted = src[axis], dst[axis]
-    reduces = given.is_pending and (wanted.is_shard or wanted.is_whole)
-    return mesh[axis][1] > 1 and (reduces or (given.is_shard and wanted.is_whole))
-
-
-def _move_extra(src: Placement, dst: Placement, n_src: int, n_dst: int) -> int:
-    """What a collective needs beside its input and its result: those along a dim that is not the first are made of
-    pieces that lie one behind the other."""
-    src_dim, dst_dim = src.dim, dst.dim
-    if src_dim is not None and dst_dim is not None:
-        return n_src + (n_src if dst_dim else 0)
-    if src_dim is not None and dst.is_whole:
-        return n_dst if src_dim else 0
-    if src.is_pending and dst_dim is not None:
-        return n_src if dst_dim else 0
-    return 0
-
-
-def with_working_bytes(
-    price: Price, walk: Walk, holds: Ledger, params: Mapping[int, ParamChoice], outputs: Sequence[State | None],
-    optimizer: str, microbatches: int, in_flight: int,
-) -> tuple[Price, StagePeaks]:  # fmt: skip
-    """The price with what the fullest moment of a step needs beside all that it counts, and what it follows from.
-
-    Args:
-        holds: the ledger of ``walk``.
-        params: by parameter node.
-        outputs: placements of the graph's outputs.
-    """
-    first = later = None
-    if in_flight >= microbatches:
-        first = StepMoments(walk, holds, params, outputs, False).peaks()
-    if microbatches > 1:
-        later = StepMoments(walk, holds, params, outputs, True).peaks()
-    trained = (
-        walk.local_bytes(Ref(i), choice.stored) for i, choice in params.items() if walk.graph.nodes[i].needs_grad
-    )
-    in_step = OPTIMIZER_COPIES.get(optimizer, 0) * max(trained, default=0)
-    arrived, sent = _arrived(walk), _sent(walk, outputs)
-    peaks = StagePeaks(first, later, price.gradient_bytes, in_step, holds.kept_bytes, arrived, sent, microbatches)
-    return peaks.added_to(price, in_flight), peaks
-
-
-def _arrived(walk: Walk) -> tuple[Crossed, ...]:
-    """What a pipeline's stage gets from others."""
-    graph = walk.graph
-    crossed = []
-    for memory in sorted((walk.memories[number] for number in walk.arrived), key=lambda memory: memory.since):
-        node = graph.nodes[memory.since]
-        gradient_bytes = memory.n_bytes if node.needs_grad else 0
-        crossed.append(Crossed(memory.n_bytes, gradient_bytes, (graph.arriving[node.target],)))
-    return tuple(crossed)
-
-
-def _sent(walk: Walk, outputs: Sequence[State | None]) -> tuple[Crossed, ...]:
-    """What a pipeline's stage gives to others, placed as the graph's outputs are; what autograd keeps of it is there
-    anyway."""
-    graph = walk.graph
-    sent = []
-    for out, state, targets in zip(graph.outputs, outputs, graph.targets, strict=False):
-        assert isinstance(out, Ref) and state is not None, "what is sent is a tensor"
-        n_bytes = walk.local_bytes(out, state)
-        kept = any(entry.decision == "keep" for entry in walk.entries_of.get(walk.lies[out, state][0], ()))
-        sent.append(Crossed(0 if kept else n_bytes, n_bytes if sends_back(graph, out) else 0, targets))
-    return tuple(sent)
-
-
-def sends_back(graph: Graph, sent: Ref) -> bool:
-    """Whether a gradient comes back for what is sent."""
-    return graph.nodes[sent.node].needs_grad and graph.spec(sent).is_float
-
-
-__all__ = [
-    "MADE", "OPTIMIZER_COPIES", "Span", "StepMoments", "reduction_needs", "sends_back", "step_extra",
-    "with_working_bytes",
-]  # fmt: skip
+__all__ = ["MADE", "SLOTS", "Span", "StepMoments"]
