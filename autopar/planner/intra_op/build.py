@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
-from typing import NamedTuple
 
 from autopar.graph import Graph, Node, Ref
 from autopar.placements import (
@@ -28,8 +27,10 @@ from autopar.placements import (
     whole_placement,
     whole_state,
 )
-from autopar.plan import ParamChoice, Recompute, route_key, segment_numbers
+from autopar.plan import ParamChoice, Recompute, segment_numbers
 from autopar.planner.intra_op import params as P
+from autopar.planner.intra_op.chains import Chain, is_plain, most_cut
+from autopar.planner.intra_op.decoder import Decoder
 from autopar.planner.intra_op.fold import Fold
 from autopar.planner.intra_op.kept import OUT, KeptBytes, StrategyRows, share_of
 from autopar.planner.intra_op.ledger import Ledger, ledger
@@ -41,105 +42,10 @@ from autopar.planner.intra_op.reshard import axis_sets, state_graph
 from autopar.planner.intra_op.space import strategies
 from autopar.regather import can_gather_again, is_gather, is_same
 from autopar.rules.notation import Rule
-from autopar.rules.option_names import WHOLE
 from autopar.rules.strategy import Strategy
 
 FOLLOWERS = frozenset({"none", "pointwise", "copy", "reduce"})
 Allowed = Callable[[Node, Strategy], bool]
-LONG_CHAIN, GROWTH = 48, 1.5
-"""Rows that a chain may have, or by how much it may grow when it has more: rows are the variables of the program."""
-
-
-@dataclass
-class _Chain:
-    """Nodes decided as one item; ``rows[s]`` has the strategy of every node, ``again[s]`` those that run again, and
-    ``gathers[s]`` the inputs whose gathered copies are gathered again, by node and position, with the part of a copy
-    that is kept instead."""
-
-    nodes: list[int]
-    rows: list[tuple[Strategy, ...]]
-    seconds: list[float]
-    n_bytes: list[float]
-    again: list[frozenset[int]] = field(default_factory=list)
-    gathers: list[dict[tuple[int, int], float]] = field(default_factory=list)
-
-
-class Decided(NamedTuple):
-    """What is decided of a graph.
-
-    Attributes:
-        ops: strategies by node.
-        params: choices by parameter node.
-        outputs: states by output position.
-        inputs: states in which tensors of earlier stages arrive, by input name.
-        again: operators that run again in the backward.
-        gather_again: tensors, by :func:`~autopar.plan.route_key`, whose gathered copies are gathered again there.
-    """
-
-    ops: dict[int, Strategy]
-    params: dict[int, ParamChoice]
-    outputs: dict[int, State]
-    inputs: dict[str, State]
-    again: frozenset[int] = frozenset()
-    gather_again: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True)
-class Decoder:
-    """Reads a choice back."""
-
-    chains: tuple[tuple[int, tuple[int, ...], tuple[tuple[Strategy, ...], ...]], ...]
-    parameters: tuple[tuple[int, int, tuple[ParamChoice, ...]], ...]
-    outputs: tuple[tuple[int, int, tuple[State, ...]], ...]
-    arrivals: tuple[tuple[int, str, tuple[State, ...]], ...] = ()
-    repeats: tuple[tuple[int, tuple[frozenset[int], ...]], ...] = ()
-    again: Again | None = None
-    gathers: tuple[tuple[int, tuple[frozenset[tuple[int, int]], ...]], ...] = ()
-    graph: Graph | None = None
-    moments: MomentRows | None = None
-
-    def gathered_again(self, picked: Sequence[int], fold: Fold) -> frozenset[str]:
-        """Tensors whose copies are gathered again in the backward, of every block."""
-        reads = {read for item, rows in self.gathers for read in rows[picked[item]]}
-        if not reads or self.graph is None:
-            return frozenset()
-        positions: dict[int, list[int]] = {}
-        for node, position in reads:
-            positions.setdefault(node, []).append(position)
-        nodes = self.graph.nodes
-        return frozenset(
-            route_key(self.graph, nodes[i].refs[position])
-            for i, r in enumerate(fold.representative)
-            if r in positions
-            for position in positions[r]
-        )
-
-    def runs_again(self, picked: Sequence[int], fold: Fold) -> frozenset[int]:
-        """Operators that run again in the backward, of every block."""
-        chosen = {node for item, rows in self.repeats for node in rows[picked[item]]}
-        return frozenset(i for i, r in enumerate(fold.representative) if r in chosen) if chosen else frozenset()
-
-    def decided(self, picked: Sequence[int], fold: Fold) -> Decided:
-        """All that a choice decides, for every node of every class."""
-        again, gather_again = self.runs_again(picked, fold), self.gathered_again(picked, fold)
-        return Decided(*self.decode(picked, fold), self.inputs(picked), again, gather_again)
-
-    def inputs(self, picked: Sequence[int]) -> dict[str, State]:
-        """States in which tensors of earlier pipeline stages arrive, by input."""
-        return {name: states[picked[item]] for item, name, states in self.arrivals}
-
-    def decode(
-        self, picked: Sequence[int], fold: Fold
-    ) -> tuple[dict[int, Strategy], dict[int, ParamChoice], dict[int, State]]:
-        """``(strategy by node, choice by parameter node, state by output position)``, for every node of every class."""
-        ops: dict[int, Strategy] = {}
-        for item, nodes, rows in self.chains:
-            for node, strategy in zip(nodes, rows[picked[item]], strict=True):
-                ops[node] = strategy
-        owned = {node: options[picked[item]] for item, node, options in self.parameters}
-        every_op = {i: ops[r] for i, r in enumerate(fold.representative) if r in ops}
-        every_param = {i: owned[r] for i, r in enumerate(fold.representative) if r in owned}
-        return every_op, every_param, {n: states[picked[item]] for item, n, states in self.outputs}
 
 
 @dataclass
@@ -460,7 +366,7 @@ class Builder:
     def _may_again(self) -> Again:
         return again(self.graph, self.fold, self._memory.entries, self.blocks)
 
-    def _offer_again(self, chain: _Chain, counts: Mapping[int, int]) -> None:
+    def _offer_again(self, chain: Chain, counts: Mapping[int, int]) -> None:
         """Add rows in which operators of a chain run again: all that may from one of them on.
 
         What is made again is there for the backward of one block at a time: this is counted for the blocks of which
@@ -488,7 +394,7 @@ class Builder:
                 chain.n_bytes.append(n_bytes + lives)
                 chain.again.append(frozenset(chain.nodes[k] for k in usable))
 
-    def _offer_gathers(self, chain: _Chain, chains: Sequence[_Chain], chain_of: Mapping[int, int]) -> None:
+    def _offer_gathers(self, chain: Chain, chains: Sequence[Chain], chain_of: Mapping[int, int]) -> None:
         """Add rows in which copies that operators of a chain keep are gathered again: all that can be of a row.
 
         The price of the second gather is in the flow of the tensor. Rows in which something runs again have none: the
@@ -574,9 +480,9 @@ class Builder:
 
     def _chains(
         self, groups: dict[int, list[_Group]], counts: Mapping[int, int]
-    ) -> tuple[list[_Chain], dict[int, int]]:
+    ) -> tuple[list[Chain], dict[int, int]]:
         graph, rep = self.graph, self.fold.representative
-        chains: list[_Chain] = []
+        chains: list[Chain] = []
         chain_of: dict[int, int] = {}
         cache: dict[tuple[int, bool, tuple[bool, ...]], list[Strategy]] = {}
         for i, node in enumerate(graph.nodes):
@@ -591,9 +497,9 @@ class Builder:
             if self.allowed is not None:
                 usable = [s for s in usable if self.allowed(node, s)]
             if rule.kind in ("pointwise", "reduce") and i in self._from_inputs:
-                usable = [s for s in usable if _is_plain(s, rule)] or usable
+                usable = [s for s in usable if is_plain(s, rule)] or usable
             if self.cut_contractions and rule.kind in ("matmul", "conv", "attention"):
-                usable = _most_cut(usable, rule)
+                usable = most_cut(usable, rule)
             times = counts[i] * self.microbatches
             seconds = [times * sum(self.pricer.op(graph, node, rule, s)) for s in usable]
             again = self._recomputed[i] * self.microbatches
@@ -604,11 +510,11 @@ class Builder:
             leader = self._leader(i, node, rule, groups, counts, chain_of)
             if leader is not None:
                 chain = chains[chain_of[leader[0]]]
-                if chain.nodes[-1] == leader[0] and self._follow(chain, i, leader[1], usable, seconds, n_bytes):
+                if chain.nodes[-1] == leader[0] and chain.follow(i, leader[1], usable, seconds, n_bytes):
                     chain_of[i] = chain_of[leader[0]]
                     continue
             chain_of[i] = len(chains)
-            chains.append(_Chain([i], [(s,) for s in usable], seconds, n_bytes))
+            chains.append(Chain([i], [(s,) for s in usable], seconds, n_bytes))
         return chains, chain_of
 
     @cached_property
@@ -638,32 +544,6 @@ class Builder:
                 return u, position
         return None
 
-    @staticmethod
-    def _follow(
-        chain: _Chain,
-        i: int,
-        position: int,
-        strategies: Sequence[Strategy],
-        seconds: Sequence[float],
-        n_bytes: Sequence[float],
-    ) -> bool:
-        """Append node ``i`` to the chain if it can follow every strategy; returns whether it did."""
-        by_in: dict[State, list[int]] = {}
-        for k, s in enumerate(strategies):
-            by_in.setdefault(s.ins[position], []).append(k)
-        if any(row[-1].outs[0] not in by_in for row in chain.rows):
-            return False
-        pairs = [(r, k) for r, row in enumerate(chain.rows) for k in by_in[row[-1].outs[0]]]
-        if len(pairs) > max(LONG_CHAIN, GROWTH * len(chain.rows)):
-            return False
-        chain.rows, chain.seconds, chain.n_bytes = (
-            [(*chain.rows[r], strategies[k]) for r, k in pairs],
-            [chain.seconds[r] + seconds[k] for r, k in pairs],
-            [chain.n_bytes[r] + n_bytes[k] for r, k in pairs],
-        )
-        chain.nodes.append(i)
-        return True
-
 
 def _gathered_twice(
     wanted: Collection[State], edges: Sequence[tuple[State, State]], mesh: Mesh, first: int
@@ -687,23 +567,6 @@ def _gathered_twice(
                     waiting.append(a)
                 steps.append((a, b, True))
     return numbers, steps
-
-
-def _is_plain(strategy: Strategy, rule: Rule) -> bool:
-    """Whether a pointwise strategy is worth offering on activations.
-
-    Whole values with pending gradients (``R``), and pending sums through a product, only help tensors that are smaller
-    than what they become, such as position embeddings; on activations the same is to be had a step earlier or later
-    at the same price. Pending sums through an addition stay: they join the all-reduces of parallel branches.
-    """
-    joint = {f"P{k}" for k, group in enumerate(rule.linear) if len(group) > 1}
-    return all(rule.factor_of(name) or name == WHOLE or name in joint for name in strategy.names)
-
-
-def _most_cut(strategies: list[Strategy], rule: Rule) -> list[Strategy]:
-    """The strategies that cut a factor on as many axes as any does."""
-    cuts = [sum(rule.factor_of(name) is not None for name in s.names) for s in strategies]
-    return [s for s, n in zip(strategies, cuts, strict=True) if n == max(cuts)]
 
 
 def _is_free(src: State, dst: State) -> bool:

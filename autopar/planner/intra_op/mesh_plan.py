@@ -13,7 +13,7 @@ from autopar.graph import Graph
 from autopar.placements import Mesh
 from autopar.plan import ParamChoice, StagePlan
 from autopar.planner.intra_op import ilp
-from autopar.planner.intra_op.build import Decided
+from autopar.planner.intra_op.decoder import Decided
 from autopar.planner.intra_op.mesh_problem import MeshProblem
 from autopar.planner.intra_op.options import Options, device_limit
 from autopar.planner.intra_op.problem import Beaten, Choice

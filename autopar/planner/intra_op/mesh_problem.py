@@ -8,8 +8,9 @@ from autopar.clusters import check_mesh
 from autopar.graph import Graph
 from autopar.placements import Mesh
 from autopar.plan import StagePlan
-from autopar.planner.intra_op.build import Builder, Decided, Decoder
+from autopar.planner.intra_op.build import Builder
 from autopar.planner.intra_op.complete import complete
+from autopar.planner.intra_op.decoder import Decided, Decoder
 from autopar.planner.intra_op.fold import fold, unfolded
 from autopar.planner.intra_op.options import Options
 from autopar.planner.intra_op.pinned_choices import PinnedChoices

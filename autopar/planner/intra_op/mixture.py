@@ -16,7 +16,7 @@ from typing import Any
 from autopar.graph import Graph, Ref
 from autopar.plan import Solution, StagePlan
 from autopar.planner.intra_op import ilp
-from autopar.planner.intra_op.build import Decided, Decoder
+from autopar.planner.intra_op.decoder import Decided, Decoder
 from autopar.planner.intra_op.fold import Fold
 from autopar.planner.intra_op.problem import Choice
 

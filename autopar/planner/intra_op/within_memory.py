@@ -16,7 +16,7 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.graph import Graph
 from autopar.plan import Solution, StagePlan
 from autopar.planner.intra_op import ilp
-from autopar.planner.intra_op.build import Decoder
+from autopar.planner.intra_op.decoder import Decoder
 from autopar.planner.intra_op.effort import BRIEF, PATIENT
 from autopar.planner.intra_op.mesh_problem import MeshProblem
 from autopar.planner.intra_op.mixture import mixture

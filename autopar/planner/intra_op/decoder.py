@@ -1,0 +1,96 @@
+"""What a solution of the integer program decides, read back: strategies, parameters, outputs, what is made again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from autopar.graph import Graph
+from autopar.placements import State
+from autopar.plan import ParamChoice, route_key
+from autopar.planner.intra_op.fold import Fold
+from autopar.planner.intra_op.moment_rows import MomentRows
+from autopar.planner.intra_op.recompute_choices import Again
+from autopar.rules.strategy import Strategy
+
+
+class Decided(NamedTuple):
+    """What is decided of a graph.
+
+    Attributes:
+        ops: strategies by node.
+        params: choices by parameter node.
+        outputs: states by output position.
+        inputs: states in which tensors of earlier stages arrive, by input name.
+        again: operators that run again in the backward.
+        gather_again: tensors, by :func:`~autopar.plan.route_key`, whose gathered copies are gathered again there.
+    """
+
+    ops: dict[int, Strategy]
+    params: dict[int, ParamChoice]
+    outputs: dict[int, State]
+    inputs: dict[str, State]
+    again: frozenset[int] = frozenset()
+    gather_again: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Reads a choice back."""
+
+    chains: tuple[tuple[int, tuple[int, ...], tuple[tuple[Strategy, ...], ...]], ...]
+    parameters: tuple[tuple[int, int, tuple[ParamChoice, ...]], ...]
+    outputs: tuple[tuple[int, int, tuple[State, ...]], ...]
+    arrivals: tuple[tuple[int, str, tuple[State, ...]], ...] = ()
+    repeats: tuple[tuple[int, tuple[frozenset[int], ...]], ...] = ()
+    again: Again | None = None
+    gathers: tuple[tuple[int, tuple[frozenset[tuple[int, int]], ...]], ...] = ()
+    graph: Graph | None = None
+    moments: MomentRows | None = None
+
+    def gathered_again(self, picked: Sequence[int], fold: Fold) -> frozenset[str]:
+        """Tensors whose copies are gathered again in the backward, of every block."""
+        reads = {read for item, rows in self.gathers for read in rows[picked[item]]}
+        if not reads or self.graph is None:
+            return frozenset()
+        positions: dict[int, list[int]] = {}
+        for node, position in reads:
+            positions.setdefault(node, []).append(position)
+        nodes = self.graph.nodes
+        return frozenset(
+            route_key(self.graph, nodes[i].refs[position])
+            for i, r in enumerate(fold.representative)
+            if r in positions
+            for position in positions[r]
+        )
+
+    def runs_again(self, picked: Sequence[int], fold: Fold) -> frozenset[int]:
+        """Operators that run again in the backward, of every block."""
+        chosen = {node for item, rows in self.repeats for node in rows[picked[item]]}
+        return frozenset(i for i, r in enumerate(fold.representative) if r in chosen) if chosen else frozenset()
+
+    def decided(self, picked: Sequence[int], fold: Fold) -> Decided:
+        """All that a choice decides, for every node of every class."""
+        again, gather_again = self.runs_again(picked, fold), self.gathered_again(picked, fold)
+        return Decided(*self.decode(picked, fold), self.inputs(picked), again, gather_again)
+
+    def inputs(self, picked: Sequence[int]) -> dict[str, State]:
+        """States in which tensors of earlier pipeline stages arrive, by input."""
+        return {name: states[picked[item]] for item, name, states in self.arrivals}
+
+    def decode(
+        self, picked: Sequence[int], fold: Fold
+    ) -> tuple[dict[int, Strategy], dict[int, ParamChoice], dict[int, State]]:
+        """``(strategy by node, choice by parameter node, state by output position)``, for every node of every class."""
+        ops: dict[int, Strategy] = {}
+        for item, nodes, rows in self.chains:
+            for node, strategy in zip(nodes, rows[picked[item]], strict=True):
+                ops[node] = strategy
+        owned = {node: options[picked[item]] for item, node, options in self.parameters}
+        every_op = {i: ops[r] for i, r in enumerate(fold.representative) if r in ops}
+        every_param = {i: owned[r] for i, r in enumerate(fold.representative) if r in owned}
+        return every_op, every_param, {n: states[picked[item]] for item, n, states in self.outputs}
+
+
+__all__ = ["Decided", "Decoder"]
