@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from autopar.runtime.checkpoint import full_state_dict, load_full_state_dict
     from autopar.runtime.checkpoint_folder import Checkpoint
     from autopar.runtime.executor import ParallelModule
+    from autopar.runtime.graphed import GraphedStep
     from autopar.runtime.launch import run_local
     from autopar.runtime.optimizer_state import full_optimizer_state_dict, load_full_optimizer_state_dict
     from autopar.runtime.safetensors_folder import load_safetensors, save_safetensors
@@ -77,7 +78,7 @@ _WHERE = {
     "ParallelModule": "autopar.runtime.executor", "full_state_dict": "autopar.runtime.checkpoint",
     "load_full_state_dict": "autopar.runtime.checkpoint", "run_local": "autopar.runtime.launch",
     "function_rule": "autopar.rules.function", "Checkpoint": "autopar.runtime.checkpoint_folder",
-    "Precision": "autopar.precision", "save": "autopar.runtime.saving",
+    "GraphedStep": "autopar.runtime.graphed", "Precision": "autopar.precision", "save": "autopar.runtime.saving",
     "full_optimizer_state_dict": "autopar.runtime.optimizer_state",
     "load_full_optimizer_state_dict": "autopar.runtime.optimizer_state",
     "load_safetensors": "autopar.runtime.safetensors_folder", "save_safetensors": "autopar.runtime.safetensors_folder",
@@ -132,8 +133,8 @@ if not TYPE_CHECKING:
     sys.modules[__name__].__class__ = _Package
 
 __all__ = [
-    "AutoparError", "CaptureError", "Checkpoint", "ClusterError", "InfeasibleError", "MeshError", "ParallelModule",
-    "Plan", "PlanError", "Precision", "RuleError", "RunError", "capture", "full_optimizer_state_dict",
+    "AutoparError", "CaptureError", "Checkpoint", "ClusterError", "GraphedStep", "InfeasibleError", "MeshError",
+    "ParallelModule", "Plan", "PlanError", "Precision", "RuleError", "RunError", "capture", "full_optimizer_state_dict",
     "full_state_dict", "function_rule", "load_full_optimizer_state_dict", "load_full_state_dict", "load_safetensors",
     "parallelize", "plan", "run_local", "save", "save_safetensors",
 ]  # fmt: skip

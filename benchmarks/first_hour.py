@@ -10,6 +10,7 @@ are to be sent back.
 from __future__ import annotations
 
 import argparse
+import copy
 import datetime
 import json
 import platform
@@ -189,6 +190,41 @@ def no_waiting(device: str, options: dict[str, Any]) -> str:
     return "no step waits" if device != "cpu" else "steps run; whether the host waits shows on GPUs only"
 
 
+def compiled(device: str) -> str:
+    """Losses of the program as one compiled graph, beside those of the program as it is."""
+    model, batch = case(Size(**{**asdict(SMALL), "dropout": 0.1}), device)
+    pms: list[Any] = [autopar.parallelize(copy.deepcopy(model), dist.get_world_size(), batch) for _ in range(2)]
+    pms[1].set_extra_state(pms[0].get_extra_state())
+    pms[1].compile(fullgraph=True)
+    return beside_each_other([pm.train_step for pm in pms], pms, batch)
+
+
+def cuda_graph(device: str) -> str:
+    """Losses of a recorded step beside those of the step as it is."""
+    if device == "cpu":
+        return "steps are recorded on GPUs only"
+    model, batch = case(Size(**{**asdict(SMALL), "dropout": 0.1}), device)
+    pms: list[Any] = [autopar.parallelize(copy.deepcopy(model), dist.get_world_size(), batch) for _ in range(2)]
+    pms[1].set_extra_state(pms[0].get_extra_state())
+    step = autopar.GraphedStep(pms[1], *batch)
+    return beside_each_other([pms[0].train_step, step], pms, batch)
+
+
+def beside_each_other(steps: list[Any], modules: list[Any], batch: Any) -> str:
+    """The worst relative difference of the losses of five steps of AdamW."""
+    losses: list[list[torch.Tensor]] = []
+    for step, module in zip(steps, modules, strict=True):
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+        losses.append([])
+        for k in range(5):
+            losses[-1].append(step(*(x.roll(k, 0) for x in batch)))
+            optimizer.step()
+            optimizer.zero_grad()
+    worst = max(abs(a.item() - b.item()) / abs(a.item()) for a, b in zip(*losses, strict=True))
+    assert worst < 1e-3, f"{worst:.1e} from the step as it is: {losses}"
+    return f"{worst:.0e} from the step as it is"
+
+
 def memory(device: str, options: dict[str, Any]) -> str:
     """The most memory of a step beside what the plan says."""
     model, batch = case(ON_GPUS if device != "cpu" else SMALL, device)
@@ -332,6 +368,9 @@ def main() -> int:
     rows.append(check("no waiting, best plan", n, device, no_waiting, {}))
     if "1f1b" in layouts:
         rows.append(check("no waiting, 1f1b", n, device, no_waiting, half))
+    if not asked.quick:
+        rows.append(check("one compiled graph", n, device, compiled))
+        rows.append(check("a step as a CUDA graph", n, device, cuda_graph))
     rows.append(check("memory, best plan", n, device, memory, {}))
     rows.append(check("a small training", n, device, training))
     if not asked.quick:

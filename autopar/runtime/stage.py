@@ -8,7 +8,7 @@ itself. What is stored is registered in the face; a stage follows it there.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -72,6 +72,7 @@ class Stage:
         self.gradients = Gradients({} if self.direct else self.held_params, self.schedule, lambda: home.gradient_dtype)
         self.probe = torch.empty(0, requires_grad=True)
         self.stream: Any = None
+        self.seeds: Callable[[int], torch.Tensor] | None = None  # where a recorded step reads them
         self.ways = WaysTaken(graph)
         self.distributed = any(size > 1 for _, size in self.program.mesh)
         slots = self.program.slots
@@ -221,8 +222,11 @@ class Stage:
         for name, value in inputs.items():
             template[self.input_slots[name]] = value
         if self.seed_slot is not None:
-            template[self.seed_slot] = torch.full((), seed, dtype=torch.int64, device=self.device)  # written there
-        self.stream = one_stream(self.device, self.stream if same_step else None)
+            if self.seeds is not None:
+                template[self.seed_slot] = self.seeds(seed)
+            else:
+                template[self.seed_slot] = torch.full((), seed, dtype=torch.int64, device=self.device)  # written there
+        self.stream = one_stream(self.device, self.stream, same_step)
         if self.compile_args is None:
             self.schedule.begin(same_step=same_step)
         else:
@@ -263,24 +267,29 @@ class Stage:
         self.schedule.end()
 
 
-def one_stream(device: torch.device, before: Any) -> Any:
+def one_stream(device: torch.device, before: Any, same_step: bool) -> Any:
     """The stream that is current; on processors None.
 
     Args:
-        before: of the microbatch before, in the same step; None in the first. What was gathered for that one is used
-            again, and the caching allocator and the collectives' waits know of no other stream.
+        before: that of the call before, if there was one. Where it is another one, the current stream waits for what
+            the module has done there, for buffers and gathered parameters that stay from call to call.
+        same_step: that call was a microbatch of the same step, of which gathered copies are used again: the caching
+            allocator and the waits of its collectives know of no other stream.
 
     Raises:
-        RunError: it is another one.
+        RunError: a step runs on two streams.
     """
     if device.type != "cuda":
         return None
     now = torch.cuda.current_stream(device)
-    if before is not None and now != before:
+    if before is None or now == before:
+        return now
+    if same_step:
         raise RunError(
             f"the microbatches of one step run on two CUDA streams, {before} and {now}: what was gathered on the first "
             "may not be there yet on the second. Call the module on one stream"
         )
+    now.wait_stream(before)
     return now
 
 

@@ -23,6 +23,8 @@ CUTS: dict[str, dict[str, Any]] = {
         "constraints": {"*": {"data": "b"}}, "params": {"*.weight": "S0 use"}, "recompute": ["blocks.*"],
     },
 }  # fmt: skip
+SUMS = {"constraints": {"*": {"data": "b"}}, "params": {"*": "I step"}}
+"""Gradients are added up over the ranks."""
 
 
 class Block(nn.Module):
@@ -66,7 +68,7 @@ def spread(cut: str | None, **options: Any) -> Any:
     if cut is None:
         return autopar.parallelize(Blocks(), 1, batch(), **options)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
-    return autopar.parallelize(Blocks(), mesh, batch(), **CUTS[cut], **options)
+    return autopar.parallelize(Blocks(), mesh, batch(), **CUTS.get(cut, SUMS), **options)
 
 
 def step(pm: Any, rows: int) -> list[torch.Tensor]:
@@ -112,3 +114,24 @@ def differences(cut: str | None, backend: str) -> tuple[float, list[tuple[int, i
 
 def of_all(cuts: list[str], backend: str) -> list[tuple[float, list[tuple[int, int]]]]:
     return [differences(cut, backend) for cut in cuts]
+
+
+def in_stages(schedule: str) -> tuple[float, tuple[int, int]]:
+    """A pipeline whose stages are compiled as one graph each, and one that is not: steps, and eval mode.
+
+    Returns:
+        the worst difference, and breaks and graphs.
+    """
+    torch.compiler.reset()
+    options: dict[str, Any] = {"stages": 2, "schedule": schedule, "microbatches": 2}
+    pm, plain = (autopar.parallelize(Blocks(), 2, batch(), **options) for _ in range(2))
+    pm.compile(backend="aot_eager", fullgraph=True)
+    counts()
+    results = []
+    for m in (pm, plain):
+        losses = [m.train_step(*batch(8)) for _ in range(2)]
+        gradients = [whole(p.grad).clone() for p in m.parameters()]
+        m.eval()
+        with torch.no_grad():
+            results.append([*losses, *gradients, *m(*batch(8)), *m.buffers()])
+    return max(difference(whole(a), whole(b)) for a, b in zip(*results, strict=True)), counts()

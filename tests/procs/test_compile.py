@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from procs.compiled import CUTS, differences, of_all
+from procs.compiled import CUTS, differences, in_stages, of_all
 
 from autopar.runtime.launch import run_local
 
@@ -36,3 +36,8 @@ def test_kernels_of_inductor_on_two_ranks():
 def test_one_device():
     worst, parts = differences(None, "inductor")
     assert worst < 1e-12 and parts == PARTS
+
+
+def test_stages_of_a_pipeline():
+    for worst, (broken, graphs) in run_local(in_stages, 2, "zb-h1", timeout=300):
+        assert worst < 1e-12 and not broken and graphs == 2  # training and eval mode

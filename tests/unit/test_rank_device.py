@@ -109,9 +109,14 @@ def test_commands_say_what_is_missing(gpus: mock.Mock, monkeypatch: pytest.Monke
 
 
 def test_microbatches_of_a_step_run_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "stream 1")
+    now, before = mock.Mock(name="now"), mock.Mock(name="before")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now)
     gpu = torch.device("cuda", 0)
-    assert one_stream(gpu, None) == one_stream(gpu, "stream 1") == "stream 1"
-    with pytest.raises(RunError, match="run on two CUDA streams, stream 0 and stream 1"):
-        one_stream(gpu, "stream 0")
-    assert one_stream(torch.device("cpu"), "stream 0") is None
+    assert one_stream(gpu, None, False) is one_stream(gpu, now, True) is now
+    now.wait_stream.assert_not_called()
+    with pytest.raises(RunError, match="of one step run on two CUDA streams"):
+        one_stream(gpu, before, True)
+    now.wait_stream.assert_not_called()
+    assert one_stream(gpu, before, False) is now
+    now.wait_stream.assert_called_once_with(before)
+    assert one_stream(torch.device("cpu"), before, True) is None
