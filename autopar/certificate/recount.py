@@ -159,6 +159,7 @@ def _recount(
         formulas = {
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
             torch.ops.autopar.expert_linear: _expert_flops,
+            torch.ops.autopar.expert_linear_in_order: _expert_flops,
         }
         flops = FlopCounterMode(display=False, custom_mapping=formulas)
         watch = watch_of(program, values, graph.arriving)
@@ -283,6 +284,7 @@ class _Priced(Watched):
             gradients = sum(t.requires_grad for i, t in enumerate(ins) if i not in rule.additive)
             if rule.gemm is not None:  # rows [rows summed], a matrix [summed features] for each group
                 gemm = (max(1, len(ins[0]) // max(1, len(ins[1]))), ins[1].shape[2], ins[1].shape[1])
+                flops /= self._pieces(n, rule.gemm[3])  # rows of groups that are elsewhere take part in no product
             elif flops:
                 # 2mnk flops, m n outputs, and the second operand's elements give the three sizes
                 mn = outs[0].numel()
@@ -300,6 +302,11 @@ class _Priced(Watched):
         differentiable = any(t.requires_grad for t in outs)
         work = OpWork(rule.kind, flops, n_bytes, dtype, gemm, differentiable, gradients, 0, key)
         return self.costs.op(self.device, work)
+
+    def _pieces(self, n: torch.fx.Node, factor: str) -> int:
+        """Into how many pieces an operator's factor is cut."""
+        options = zip(n.meta["autopar"]["options"], self.mesh, strict=True)
+        return prod(size for option, (_, size) in options if option == factor)
 
     def _copy(self, meta: dict[str, Any], result: torch.Tensor) -> float:
         src, dst = meta["step"]

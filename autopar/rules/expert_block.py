@@ -105,15 +105,20 @@ def in_double_precision(text: str) -> str:
     return text
 
 
-def computed(tensors: Sequence[torch.Tensor], body: Body, routed: torch.Tensor | None = None) -> torch.Tensor:
-    """What a block computes, [rows features].
+def computed(tensors: Sequence[torch.Tensor], body: Body) -> torch.Tensor:
+    """What a block computes, [rows features]: rows are brought in the order of their experts once, and back.
 
     Args:
-        tensors: as the block has them, the expert of each row last.
-        routed: the experts by which products are made, where it is not that: rows below 0, or of the number of experts
-            and above, are not computed.
+        tensors: as the block has them, the expert of each row last; rows of an expert below 0, or of the number of
+            experts and above, take part in no product, and become zero.
     """
-    values: list[Any] = list(tensors)
+    *given, expert = tensors
+    order, ends, expert = torch.ops.autopar.by_expert(expert, given[body.roles.index(EXPERT)].detach())
+    values: list[Any] = [
+        torch.ops.autopar.in_order_of_experts(x, order) if role == ROW else x
+        for x, role in zip(given, body.roles, strict=True)
+    ]
+    values.append(expert)
 
     def value(x: Any) -> Any:
         if isinstance(x, Value):
@@ -122,11 +127,12 @@ def computed(tensors: Sequence[torch.Tensor], body: Body, routed: torch.Tensor |
         return type(x)(map(value, x)) if isinstance(x, (list, tuple)) else x
 
     for target, args, kwargs in body.steps:
-        given = [value(x) for x in args]
-        if target == EXPERTS and routed is not None:
-            given[2] = routed
-        values.append(resolve(target)(*given, **{k: value(x) for k, x in kwargs.items()}))
-    return values[-1]  # type: ignore[no-any-return]
+        if target == EXPERTS:
+            rows, weight, _ = args
+            values.append(torch.ops.autopar.expert_linear_in_order(value(rows), value(weight), ends))
+        else:
+            values.append(resolve(target)(*map(value, args), **{k: value(x) for k, x in kwargs.items()}))
+    return torch.ops.autopar.in_order_of_rows(values[-1], order)  # type: ignore[no-any-return]
 
 
 _library = torch.library.Library("autopar", "FRAGMENT")
@@ -140,7 +146,7 @@ def own_experts_block(tensors: Any, body: str, *, cut: Any, sizes: Any = None) -
     weight = given[program.roles.index(EXPERT)]
     local = given[-1] - first(cut, sizes, "e", weight, 0)
     mine = (local >= 0) & (local < weight.shape[0])
-    made = computed([*given[:-1], torch.where(mine, local, 0)], program, local)
+    made = computed([*given[:-1], local], program)
     made = torch.where(mine.reshape(-1, *[1] * (made.dim() - 1)), made, 0)
     return pending(made, axes_of(cut, "e"))
 

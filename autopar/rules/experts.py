@@ -22,45 +22,52 @@ EXPERTS = "autopar.expert_linear.default"
 
 _library = torch.library.Library("autopar", "FRAGMENT")
 _library.define("expert_linear(Tensor x, Tensor weight, Tensor expert) -> Tensor")
+_library.define("by_expert(Tensor expert, Tensor weight) -> (Tensor, Tensor, Tensor)")
+_library.define("in_order_of_experts(Tensor rows, Tensor order) -> Tensor")
+_library.define("in_order_of_rows(Tensor rows, Tensor order) -> Tensor")
+_library.define("expert_linear_in_order(Tensor x, Tensor weight, Tensor ends) -> Tensor")
+_library.define(
+    "expert_linear_in_order_backward("
+    "Tensor grad, Tensor x, Tensor weight, Tensor ends, bool[2] wanted) -> (Tensor, Tensor)"
+)
 _library.define(
     "expert_linear_backward(Tensor grad, Tensor x, Tensor weight, Tensor expert, bool[2] wanted) -> (Tensor, Tensor)"
 )
 
 
 class _Sorted:
-    """Rows by the expert that they are routed to.
+    """Rows that stand in the order of their experts.
 
     Args:
-        expert: int [rows]; rows of an expert below 0, or of ``n`` and above, are left out.
+        ends: int [experts], behind which row each expert's rows end; rows behind the last end have no expert.
     """
 
-    def __init__(self, expert: torch.Tensor, n: int) -> None:
-        key = torch.where((expert >= 0) & (expert < n), expert, n)
-        in_order, self.order = torch.sort(key, stable=True)
-        self.ends = torch.searchsorted(in_order, torch.arange(n, device=expert.device), right=True)
-        self.n, self.device = n, expert.device
+    def __init__(self, ends: torch.Tensor) -> None:
+        self.ends = ends
 
     def product(self, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
-        """``rows[i] @ matrices[expert[i]]``: [rows k], [experts k n] to [rows n]; zero for rows that are left out."""
-        ordered = rows[self.order]
+        """Each row by the matrix of its expert: [rows k], [experts k n] to [rows n]; zero for rows of no expert."""
         if _grouped(rows):
-            made = torch.nn.functional.grouped_mm(ordered, matrices, offs=self.ends.to(torch.int32))
-            there = torch.arange(len(ordered), device=self.device) < self.ends[-1]
-            made = torch.where(there.unsqueeze(1), made, 0)
-        else:
-            made = ordered.new_zeros(len(ordered), matrices.shape[2])
-            for expert, begin, end in self._parts():
-                torch.mm(ordered[begin:end], matrices[expert], out=made[begin:end])
-        return torch.empty_like(made).index_copy_(0, self.order, made)
-
-    def outer(self, rows: torch.Tensor, grads: torch.Tensor) -> torch.Tensor:
-        """For each expert ``rows.T @ grads`` of its rows: [rows k] and [rows n] to [experts k n]."""
-        ordered, gradients = rows[self.order], grads[self.order]
-        if _grouped(rows):
-            return torch.nn.functional.grouped_mm(ordered.t(), gradients, offs=self.ends.to(torch.int32))
-        made = rows.new_zeros(self.n, rows.shape[1], grads.shape[1])
+            made = torch.nn.functional.grouped_mm(rows, matrices, offs=self.ends.to(torch.int32))
+            there = torch.arange(len(rows), device=rows.device) < self.ends[-1]
+            return torch.where(there.unsqueeze(1), made, 0)
+        made = rows.new_empty(len(rows), matrices.shape[2])
+        end = 0
         for expert, begin, end in self._parts():
-            torch.mm(ordered[begin:end].t(), gradients[begin:end], out=made[expert])
+            torch.mm(rows[begin:end], matrices[expert], out=made[begin:end])
+        made[end:].zero_()
+        return made
+
+    def outer(self, rows: torch.Tensor, grads: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """For each expert ``rows.T @ grads`` of its rows: [rows k] and [rows n] to [experts k n], which lies in memory
+        as ``like`` does."""
+        if _grouped(rows):
+            return torch.nn.functional.grouped_mm(rows.t(), grads, offs=self.ends.to(torch.int32))
+        made, parts = torch.empty_like(like), self._parts()
+        for expert, begin, end in parts:
+            torch.mm(rows[begin:end].t(), grads[begin:end], out=made[expert])
+        for expert in set(range(len(made))) - {expert for expert, _, _ in parts}:
+            made[expert].zero_()
         return made
 
     def _parts(self) -> list[tuple[int, int, int]]:
@@ -74,45 +81,119 @@ def _grouped(rows: torch.Tensor) -> bool:
     return rows.is_cuda and rows.dtype == torch.bfloat16 and torch.cuda.get_device_capability(rows.device) >= (8, 0)
 
 
+def _by_expert(expert: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """In which order rows stand by expert, int [rows]; behind which row of that order each expert's end, int
+    [experts]; and the experts in that order, int [rows].
+
+    Rows of an expert below 0, or of the number of experts and above, stand behind all others, as of the last expert.
+
+    Args:
+        weight: [experts ...], which says how many there are.
+    """
+    n = len(weight)
+    key = torch.where((expert >= 0) & (expert < n), expert, n)
+    in_order, order = torch.sort(key, stable=True)
+    ends = torch.searchsorted(in_order, torch.arange(n, device=expert.device), right=True)
+    return order, ends, in_order.clamp(max=max(n - 1, 0))
+
+
+def _put(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(rows).index_copy_(0, order, rows)
+
+
 def _forward(x: torch.Tensor, weight: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
-    return _Sorted(expert, len(weight)).product(x, weight)
+    order, ends, _ = _by_expert(expert, weight)
+    return _put(_Sorted(ends).product(x[order], weight), order)
 
 
 def _backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, expert: torch.Tensor, wanted: list[bool]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = _Sorted(expert, len(weight))
+    order, ends, _ = _by_expert(expert, weight)
+    of_x, of_weight = _in_order_backward(grad[order], x[order], weight, ends, wanted)
+    return _put(of_x, order) if wanted[0] else of_x, of_weight
+
+
+def _in_order(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    return _Sorted(ends).product(x, weight)
+
+
+def _in_order_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, wanted: list[bool]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = _Sorted(ends)
     of_x = rows.product(grad, weight.transpose(1, 2)) if wanted[0] else x.new_empty(0)
-    return of_x, rows.outer(x, grad) if wanted[1] else weight.new_empty(0)
+    return of_x, rows.outer(x, grad, weight) if wanted[1] else weight.new_empty(0)
 
 
-class _Differentiable(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight, expert)
-        with below_autograd():
-            return torch.ops.autopar.expert_linear(x, weight, expert)  # type: ignore[no-any-return]
+def _differentiable(name: str) -> Any:
+    """The autograd kernel of a product: ``name`` computes it, ``<name>_backward`` its gradients."""
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        wanted = list(ctx.needs_input_grad[:2])
-        of_x, of_weight = torch.ops.autopar.expert_linear_backward(grad, *ctx.saved_tensors, wanted)
-        return of_x if wanted[0] else None, of_weight if wanted[1] else None, None
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x, weight, where)
+            with below_autograd():
+                return getattr(torch.ops.autopar, name)(x, weight, where)  # type: ignore[no-any-return]
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+            wanted = list(ctx.needs_input_grad[:2])
+            backward = getattr(torch.ops.autopar, f"{name}_backward")
+            of_x, of_weight = backward(grads[0], *ctx.saved_tensors, wanted)
+            return of_x if wanted[0] else None, of_weight if wanted[1] else None, None
+
+    return lambda *args: Product.apply(*args)
 
 
-_library.impl("expert_linear", _forward, "CPU")
-_library.impl("expert_linear", _forward, "CUDA")
-_library.impl("expert_linear", lambda x, weight, expert: x.new_empty(x.shape[0], weight.shape[2]), "Meta")
-_library.impl("expert_linear", lambda *args: _Differentiable.apply(*args), "Autograd")
-_library.impl("expert_linear_backward", _backward, "CPU")
-_library.impl("expert_linear_backward", _backward, "CUDA")
-_library.impl(
-    "expert_linear_backward",
-    lambda grad, x, weight, expert, wanted: (
-        torch.empty_like(x if wanted[0] else x.new_empty(0)), torch.empty_like(weight if wanted[1] else x.new_empty(0))
+def _permutation(forth: str, back: str) -> Any:
+    """The autograd kernel of one that takes rows in another order, whose backward is the ``back`` of it."""
+
+    class Permuted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(order)
+            with below_autograd():
+                return getattr(torch.ops.autopar, forth)(rows, order)  # type: ignore[no-any-return]
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+            return getattr(torch.ops.autopar, back)(grads[0], *ctx.saved_tensors), None
+
+    return lambda *args: Permuted.apply(*args)
+
+
+def _gradients_without_values(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, where: torch.Tensor, wanted: list[bool]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    of_x, of_weight = x if wanted[0] else x.new_empty(0), weight if wanted[1] else weight.new_empty(0)
+    return torch.empty_like(of_x), torch.empty_like(of_weight)
+
+
+_KERNELS = {
+    "expert_linear": _forward, "expert_linear_backward": _backward, "expert_linear_in_order": _in_order,
+    "expert_linear_in_order_backward": _in_order_backward, "by_expert": _by_expert,
+    "in_order_of_experts": lambda rows, order: rows.index_select(0, order), "in_order_of_rows": _put,
+}  # fmt: skip
+_WITHOUT_VALUES = {
+    "expert_linear": lambda x, weight, where: x.new_empty(x.shape[0], weight.shape[2]),
+    "expert_linear_in_order": lambda x, weight, where: x.new_empty(x.shape[0], weight.shape[2]),
+    "expert_linear_backward": _gradients_without_values,
+    "expert_linear_in_order_backward": _gradients_without_values,
+    "by_expert": lambda expert, weight: (
+        torch.empty_like(expert), expert.new_empty(weight.shape[0]), torch.empty_like(expert)
     ),
-    "Meta",
-)  # fmt: skip
+    "in_order_of_experts": lambda rows, order: rows.new_empty(rows.shape),
+    "in_order_of_rows": lambda rows, order: torch.empty_like(rows),
+}
+for _name, _kernel in _KERNELS.items():
+    _library.impl(_name, _kernel, "CPU")
+    _library.impl(_name, _kernel, "CUDA")
+    _library.impl(_name, _WITHOUT_VALUES[_name], "Meta")
+for _name in ("expert_linear", "expert_linear_in_order"):
+    _library.impl(_name, _differentiable(_name), "Autograd")
+_library.impl("in_order_of_experts", _permutation("in_order_of_experts", "in_order_of_rows"), "Autograd")
+_library.impl("in_order_of_rows", _permutation("in_order_of_rows", "in_order_of_experts"), "Autograd")
 
 
 def expert_product(x: torch.Tensor, weight: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
