@@ -34,6 +34,7 @@ from autopar.runtime.seeds import mixed_seed
 from autopar.runtime.stage import Stage
 from autopar.staging import StageGraph, crossings_of, hot_ops
 from autopar.staging import cut as stages_of
+from autopar.torch_private import pytree
 from cost_models.pipeline import SCHEDULES as RECORDS
 from cost_models.pipeline import build, live_at_peak, parse, search, times
 from cost_models.pipeline.actions import Schedule
@@ -408,6 +409,9 @@ def peaks(name: str, schedule: str, n_microbatches: int, zoo: Mapping[str, Any])
     args, kwargs = case.batch
     pm.train_step(*args, optimizer=optimizer, **kwargs)
     count = Allocations()
+    for x in pytree.tree_leaves(case.batch):
+        if isinstance(x, torch.Tensor):
+            count.ignore(x)  # the caller's
     for x in (*pm.parameters(), *(x for state in optimizer.state.values() for x in state.values())):
         count.note(x)
     with count:
