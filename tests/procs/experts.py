@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from procs.habits import weights
 from torch.distributed.device_mesh import init_device_mesh
 from zoo_wide import WIDE
@@ -24,7 +25,9 @@ def trained(name: str, **options: Any) -> float:
                 param[0] *= 30
                 param[1:3] *= 0.01
     alone = copy.deepcopy(case.model)
-    devices = 2 if "stages" in options else init_device_mesh("cpu", (2,), mesh_dim_names=("expert",))
+    devices = 2 if "stages" in options else init_device_mesh(
+        "cpu", (dist.get_world_size(),), mesh_dim_names=("expert",)
+    )
     pm = autopar.parallelize(case.model, devices, case.args, example_kwargs=case.kwargs, **options)
     steps = [torch.optim.SGD(m.parameters(), 0.1) for m in (pm, alone)]
     worst = 0.0

@@ -21,3 +21,11 @@ CUTS: dict[str, dict[str, Any]] = {
 def test_trains_as_one_process(name: str) -> None:
     for rank in run_local(several, 2, "experts", {name: ("all_cuts", name, CUTS)}):
         assert all(worst < 1e-6 for worst in rank[name].values())  # losses are computed in single precision
+
+
+@pytest.mark.slow
+def test_rows_travel_on_four_ranks() -> None:
+    cuts = {"rows travel": CUTS["rows travel"]}
+    cases = {name: ("all_cuts", name, cuts) for name in ("mixtral_batched", "deepseek_v3")}
+    for rank in run_local(several, 4, "experts", cases):
+        assert all(worst < 1e-6 for model in rank.values() for worst in model.values())
