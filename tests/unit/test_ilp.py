@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import pytest
 
 from autopar.errors import InfeasibleError
-from autopar.planner.intra_op import ilp
+from autopar.planner.intra_op import ilp, relaxation
 from autopar.planner.intra_op.effort import BRIEF, PATIENT, Effort, asked_seconds
-from autopar.planner.intra_op.problem import Item, MomentBytes, Problem, SharedBytes, Tensor
+from autopar.planner.intra_op.problem import ROUGH, Item, MomentBytes, Problem, SharedBytes, Tensor
 
 
 def _random_problem(rng: random.Random, limit: bool) -> Problem:
@@ -178,7 +178,7 @@ def test_memory_by_prices_is_within_its_gap_of_brute_force() -> None:
 
 def test_large_programs_of_a_rough_search_fit_and_know_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Presolved, and whole next to the relaxation: within the limit, no better than the best, the bound no worse."""
-    monkeypatch.setattr(ilp, "LARGE", 0)
+    monkeypatch.setattr(relaxation, "LARGE", 0)
     rng, rough, searched = random.Random(8), 0, []
     real = ilp.HighsProgram.best
     monkeypatch.setattr(ilp.HighsProgram, "best", lambda *a, **k: searched.append(1) or real(*a, **k))
@@ -187,10 +187,10 @@ def test_large_programs_of_a_rough_search_fit_and_know_their_bound(monkeypatch: 
         expected = _brute_force(problem)
         if expected == float("inf"):
             with pytest.raises(InfeasibleError):
-                ilp.program(problem).solve(gap=ilp.ROUGH)
+                ilp.program(problem).solve(gap=ROUGH)
             continue
-        choice = ilp.program(problem).solve(gap=ilp.ROUGH)
+        choice = ilp.program(problem).solve(gap=ROUGH)
         assert _bytes(problem, choice.picked) <= problem.limit_bytes
         assert choice.bound <= expected + 1e-6 <= choice.objective + 2e-6
-        rough += choice.objective > expected * (1 + ilp.ROUGH)
+        rough += choice.objective > expected * (1 + ROUGH)
     assert rough and len(searched) < 75, "branch and bound is rare, and so is what it would have found"

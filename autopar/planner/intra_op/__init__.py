@@ -17,7 +17,8 @@ In the order in which a graph passes through, driven by :mod:`.mesh_plan`:
 :mod:`.kept`              what autograd keeps, as bytes of every operator's strategies
 :mod:`.moment_rows`       what is there at one moment of a step, likewise: the rows of the memory limit
 :mod:`.matrix`            the problem as rows and columns
-:mod:`.ilp`               HiGHS solves it, or :mod:`.by_cbc`; no other file knows a solver
+:mod:`.relaxation`        its relaxation in HiGHS, under a limit or at a price of a byte
+:mod:`.ilp`               whole choices by HiGHS, or by :mod:`.by_cbc`; no other file knows a solver
 :mod:`.effort`            when a run of the solver ends without a proof
 :mod:`.mixture`           blocks that differ where memory binds
 :mod:`.complete`          decided strategies -> a whole plan; :mod:`.reshard`: its routes; :mod:`.recompute`: its

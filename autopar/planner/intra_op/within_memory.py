@@ -35,6 +35,8 @@ REFINED, CLOSE = 2, 1e-3
 DEARER, HALVED = (1.02, 1.1, 1.3, 1.8, 3.0, 6.0), 3
 """Prices of a byte, times its worth in the relaxation, that are tried for a plan that fits; and how often the last step
 between them is halved."""
+LOWER = (0.92, 0.84, 0.76)
+"""Parts of the limit, for blocks that differ: what the rows do not see is in the rest."""
 SLOW = 1
 """How often the solver may stop at its time limit."""
 LARGEST = 3
@@ -108,9 +110,9 @@ class WithinMemory:
                         if best.solution.gap <= enough or program.is_rough(gap):
                             return best
                 if attempt == 0 and best is None and gap >= ROUGH:
-                    by_price = self._by_price(program, gap, bound)
-                    if by_price is not None:
-                        return by_price
+                    roughly = self._roughly(program, gap, bound)
+                    if roughly is not None:
+                        return roughly
                 plan = self._finish(program.solve(gap, min(self.setting.options.worth_seconds, self.known_seconds)))
             except InfeasibleError:
                 break
@@ -158,6 +160,22 @@ class WithinMemory:
             setting.decided_seconds, gap,
         )  # fmt: skip
         return replace(plan, solution=against(bound, plan, gap)) if plan is not None else None
+
+    def _roughly(self, program: ilp.HighsProgram | ilp.ByCbc, gap: float, bound: float) -> StagePlan | None:
+        """The fastest plan that fits and is found without branch and bound: by the price of a byte, or, where that is
+        further from the bound than was asked, with blocks that differ under a limit so much lower that they fit."""
+        best = self._by_price(program, gap, bound)
+        if best is not None and against(bound, best, gap).gap <= gap:
+            return best
+        for share in LOWER:
+            program.limit(share * self.limit)
+            with suppress(InfeasibleError):  # not even the relaxation has so little
+                mixed = self._mixed(program, gap, bound)
+                if mixed is not None:
+                    best = mixed if best is None else min(best, mixed, key=lambda p: p.price.seconds)
+                    break
+        program.limit(self.limit)
+        return best
 
     def _by_price(self, program: ilp.HighsProgram | ilp.ByCbc, gap: float, bound: float) -> StagePlan | None:
         """The fastest plan that fits of those that are the best at a price of a byte, from the relaxation's on.
