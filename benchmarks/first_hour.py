@@ -33,7 +33,8 @@ import autopar
 from autopar.cli.common import UsageError, backend_of, where_to_run
 from autopar.detection import cluster_of_ranks, record_here
 from autopar.errors import AutoparError
-from autopar.rules.random import bits
+from autopar.rules.attention import attention_with_dropout
+from autopar.rules.random import bits, dropout
 from autopar.runtime.groups import channel, groups_for
 from autopar.runtime.launch import run_local
 
@@ -147,7 +148,20 @@ def random_bits(device: str) -> str:
         cut = tuple(() for _ in shape)
         here, there = (bits(torch.full((), 11, device=d), 3, shape, cut, torch.device(d)) for d in ("cpu", device))
         assert torch.equal(here, there.cpu()), f"other random bits than on the CPU for shape {shape}"
-    return "equal to the CPU's"
+        x, drawn = torch.ones(shape), {"cut": {}, "site": 3, "shape": shape, "shards": cut}
+        here, there = (dropout(x.to(d), 0.1, seed=torch.full((), 11, device=d), **drawn) for d in ("cpu", device))
+        assert torch.equal(here != 0, there.cpu() != 0), f"dropout drops others than on the CPU for shape {shape}"
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 1100, 16, dtype=torch.float64)  # long enough to go in blocks
+    drawn = {"cut": {}, "site": 3, "shape": tuple(q.shape), "shards": ((),) * 4}
+    of_devices = []
+    for d in ("cpu", device):
+        inputs = [x.to(d).requires_grad_() for x in (q, k, v)]
+        y = attention_with_dropout(*inputs, None, 0.1, True, seed=torch.full((), 11, device=d), **drawn)
+        of_devices.append([y, *torch.autograd.grad(y.square().sum(), inputs)])
+    for on_cpu, on_device in zip(*of_devices, strict=True):
+        torch.testing.assert_close(on_device.cpu(), on_cpu, rtol=1e-9, atol=1e-9)
+    return "equal to the CPU's, in dropout and in attention with it"
 
 
 def same_numbers(device: str, options: dict[str, Any]) -> str:
