@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
 import torch
 
 from autopar.graph import Spec
-from autopar.placements import PENDING, Mesh, State, coordinates, fits, n_devices
+from autopar.placements import PENDING, Mesh, State, axis_and_unit, coordinates, fits, n_devices, piece_of
 from autopar.rules.axis_options import Option, axis_options
 from autopar.rules.distributed import length_of
 from autopar.rules.local import PieceSize, Seed, local_call, resolve
@@ -26,7 +26,7 @@ from autopar.rules.notation import Rule
 from autopar.rules.operator_call import Call, In
 from autopar.rules.registry import Sample, T, rule_for
 from autopar.rules.strategy import can_be_cut
-from autopar.torch_private import LocalTensor, local_tensor_mode
+from autopar.torch_private import LocalTensor
 
 
 class RuleIsWrong(AssertionError):
@@ -47,7 +47,10 @@ def draw(spec: T, generator: torch.Generator) -> torch.Tensor:
 class Case:
     """One sample: its tensors, its call, the whole operator's outputs and gradients."""
 
-    def __init__(self, target: str, sample: Sample, seed: int = 0) -> None:
+    def __init__(
+        self, target: str, sample: Sample, seed: int = 0, rule_of: Callable[[Call], Rule] = rule_for
+    ) -> None:
+        """``rule_of`` gives the rule that is proved: the registered one, or one that is being tried."""
         generator = torch.Generator().manual_seed(seed)
         self.tensors: list[torch.Tensor] = []
         grads: list[bool] = []
@@ -75,7 +78,7 @@ class Case:
             for o in outs
         )
         self.call = Call(target, self.args, self.kwargs, ins, specs)
-        self.rule: Rule = rule_for(self.call)
+        self.rule: Rule = rule_of(self.call)
         whole: Mesh = (("one", 1),)
         if self.rule.random:  # the reference of a random operator is its own lowering on one device
             names = axis_options(self.rule, grads, [o is not None and o.is_float for o in specs])
@@ -118,8 +121,14 @@ def strategies_of(case: Case, mesh: Mesh, blocks: Sequence[tuple[str, int]] = ()
     return legal
 
 
-def prove(case: Case, picked: Sequence[Option], mesh: Mesh, tolerance: float = 1e-9) -> None:
+def prove(
+    case: Case, picked: Sequence[Option], mesh: Mesh, tolerance: float = 1e-9, in_turn: bool = False
+) -> None:
     """Run one strategy in pieces and compare.
+
+    Args:
+        in_turn: the ranks run one after the other on plain tensors, which any process may do, also one that has a
+            process group of its own; for what has no collectives inside.
 
     Raises:
         RuleIsWrong: an output, an input gradient or a value written in place differs from the whole operator's.
@@ -131,31 +140,56 @@ def prove(case: Case, picked: Sequence[Option], mesh: Mesh, tolerance: float = 1
     where = f"{case.call.target} [{case.rule}] with {names}"
     if any(s.dtype in ("float32", "bfloat16") for s in (*case.call.ins, *filter(None, case.call.outs))):
         tolerance = max(tolerance, 1e-5)
-    with many_ranks(mesh):
-        leaves = [
-            _spread(t, state, mesh, rng).requires_grad_(g)
-            for t, state, g in zip(case.tensors, ins, case.grads, strict=True)
-        ]
-        results = _run(case.call, case.rule, picked, mesh, leaves)
-        pairs = []
-        for t, c, state, g in zip(results, case.cotangents, outs, case.out_grads, strict=True):
-            if g and t.requires_grad:
-                pairs.append((t, _spread(c, state.adjoint, mesh, rng)))
-        if pairs:
-            torch.autograd.backward([t for t, _ in pairs], [c for _, c in pairs])
+    leaves = [_spread(t, state, mesh, rng) for t, state in zip(case.tensors, ins, strict=True)]
+    cotangents = [_spread(c, state.adjoint, mesh, rng) for c, state in zip(case.cotangents, outs, strict=True)]
+    if in_turn:
+        ran = [_pass(case, picked, mesh, [t[r] for t in leaves], [c[r] for c in cotangents], r) for r in range(n)]
+        results, leaf_grads, after = (_by_tensor([part[k] for part in ran], where) for k in range(3))
+    else:
+        with many_ranks(mesh):
+            ran_at_once = _pass(case, picked, mesh, [*map(LocalTensor, leaves)], [*map(LocalTensor, cotangents)])
+            results, leaf_grads, after = ([None if t is None else _pieces(t, n) for t in part] for part in ran_at_once)
 
-    def check(value: Any, state: State, expected: torch.Tensor, what: str) -> None:
-        _compare(_joined(_pieces(value, n), state, mesh, f"{where}: {what}"), expected, f"{where}: {what}", tolerance)
+    def check(pieces: Any, state: State, expected: torch.Tensor, what: str) -> None:
+        _compare(_joined(pieces, state, mesh, f"{where}: {what}"), expected, f"{where}: {what}", tolerance)
 
-    for number, (t, state, expected) in enumerate(zip(results, outs, case.outs, strict=True)):
-        check(t, state, expected, f"output {number}")
-    for number, (leaf, state, gradient) in enumerate(zip(leaves, ins, case.gradients, strict=True)):
+    if len(results) != len(case.outs):
+        raise RuleIsWrong(f"{where}: {len(results)} outputs, the whole operator gives {len(case.outs)}")
+    for number, (pieces, state, expected) in enumerate(zip(results, outs, case.outs, strict=True)):
+        check(pieces, state, expected, f"output {number}")
+    for number, (state, gradient) in enumerate(zip(ins, case.gradients, strict=True)):
         if gradient is not None:
-            if leaf.grad is None:
+            if leaf_grads[number] is None:
                 raise RuleIsWrong(f"{where}: input {number} has no gradient")
-            check(leaf.grad, state.adjoint, gradient, f"gradient {number}")
+            check(leaf_grads[number], state.adjoint, gradient, f"gradient {number}")
         if PENDING not in state:
-            check(leaf, state, case.after[number], f"input {number} after")
+            check(after[number], state, case.after[number], f"input {number} after")
+
+
+def _pass(
+    case: Case, picked: Sequence[Option], mesh: Mesh, tensors: Sequence[Any], cotangents: Sequence[Any],
+    rank: int | None = None,
+) -> tuple[list[Any], list[Any], list[Any]]:  # fmt: skip
+    """Outputs, gradients and inputs after a forward and a backward, of one rank or of all at once."""
+    leaves = [t.requires_grad_(g) for t, g in zip(tensors, case.grads, strict=True)]
+    results = _run(case.call, case.rule, picked, mesh, leaves, rank)
+    pairs = [(t, c) for t, c, g in zip(results, cotangents, case.out_grads, strict=False) if g and t.requires_grad]
+    if pairs:
+        torch.autograd.backward([t for t, _ in pairs], [c for _, c in pairs])
+    return results, [leaf.grad for leaf in leaves], leaves
+
+
+def _by_tensor(ranks: Sequence[Sequence[torch.Tensor | None]], where: str) -> list[list[torch.Tensor] | None]:
+    """What every rank has of each tensor, for lists of tensors by rank; None where ranks have none."""
+    if len({len(of_rank) for of_rank in ranks}) != 1:
+        raise RuleIsWrong(f"{where}: ranks give {', '.join(str(len(of_rank)) for of_rank in ranks)} tensors")
+    result: list[list[torch.Tensor] | None] = []
+    for of_ranks in zip(*ranks, strict=True):
+        there = [t.detach() for t in of_ranks if t is not None]
+        if there and len(there) != len(of_ranks):
+            raise RuleIsWrong(f"{where}: some ranks have a gradient, others have none")
+        result.append(there or None)
+    return result
 
 
 def _states(picked: Sequence[Option]) -> tuple[list[State], list[State]]:
@@ -164,7 +198,9 @@ def _states(picked: Sequence[Option]) -> tuple[list[State], list[State]]:
     return ins, [State(o.outs[i] for o in picked) for i in range(n_out)]
 
 
-def _run(call: Call, rule: Rule, picked: Sequence[Option], mesh: Mesh, tensors: Sequence[Any]) -> list[Any]:
+def _run(
+    call: Call, rule: Rule, picked: Sequence[Option], mesh: Mesh, tensors: Sequence[Any], rank: int | None = None
+) -> list[Any]:
     local = local_call(call, rule, picked, mesh, site=3)
     n = n_devices(mesh)
 
@@ -172,7 +208,7 @@ def _run(call: Call, rule: Rule, picked: Sequence[Option], mesh: Mesh, tensors: 
         if isinstance(value, Seed):
             return LocalTensor({r: torch.tensor(11) for r in range(n)})
         if isinstance(value, PieceSize):
-            return length_of(value.n, value.axes)
+            return length_of(value.n, value.axes) if rank is None else _length_on(value, mesh, rank)
         if isinstance(value, (list, tuple)):
             return type(value)(fill(v) for v in value)
         return tensors[value.position] if isinstance(value, In) else value
@@ -196,15 +232,17 @@ def _flat(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (tuple, list)) else [value]
 
 
-def _spread(whole: torch.Tensor, state: State, mesh: Mesh, rng: random.Random) -> LocalTensor:
-    """Pieces of a tensor; a pending one is split into random terms."""
-    mode = local_tensor_mode()
-    with mode.disable() if mode is not None else contextlib.nullcontext():  # in it each piece would be one of all ranks
-        pieces = _pieces_of(whole, state, mesh, rng)
-    return LocalTensor(pieces)
+def _length_on(size: PieceSize, mesh: Mesh, rank: int) -> int:
+    """How many elements of a size that differs between ranks one of them has."""
+    n, at = size.n, dict(zip((axis for axis, _ in mesh), coordinates(rank, mesh), strict=True))
+    for text in size.axes:
+        axis, unit = axis_and_unit(text)
+        n = piece_of(n, dict(mesh)[axis], at[axis], unit)[1]
+    return n
 
 
-def _pieces_of(whole: torch.Tensor, state: State, mesh: Mesh, rng: random.Random) -> dict[int, torch.Tensor]:
+def _spread(whole: torch.Tensor, state: State, mesh: Mesh, rng: random.Random) -> dict[int, torch.Tensor]:
+    """Pieces of a tensor, by rank; a pending one is split into random terms."""
     pieces = {r: piece(whole, state, mesh, r) for r in range(n_devices(mesh))}
     if PENDING in state and whole.is_floating_point():
         generator = torch.Generator().manual_seed(rng.randrange(2**31))
