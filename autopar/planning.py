@@ -26,7 +26,8 @@ from autopar.planner.inter_op.stage_search import INTERRUPTED, PipelineOptions, 
 from autopar.planner.intra_op.clashing_pins import explained
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.planner.intra_op.problem import Beaten, NoChoice
-from autopar.rules.registry import ops_without_rule
+from autopar.rules.discovery import why_not_found
+from autopar.rules.registry import rules_of, source_of_rule
 from autopar.texts import show_seconds
 from cost_models.pipeline import Timeline
 from hardware_profiles import Cluster
@@ -177,7 +178,15 @@ def on_mesh(graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, name: 
 
 def notes_on(graph: Graph) -> tuple[str, ...]:
     """What the reader of a plan for this model should know."""
-    return tuple(f"no rule for {name}: kept whole on every rank" for name in ops_without_rule(graph))
+    notes: dict[str, str] = {}
+    for node, rule in zip(graph.nodes, rules_of(graph), strict=True):
+        source = "written" if rule is None else source_of_rule(node, rule)
+        if source == "none":
+            why = f" (it {text})" if (text := why_not_found(node, graph)) else ""
+            notes[node.target] = f"no rule for {node.target}: kept whole on every rank{why}"
+        elif source == "discovered" and node.target not in notes:
+            notes[node.target] = f"no rule for {node.target}: found by trying it, and proved on numbers: {rule}"
+    return tuple(notes[target] for target in sorted(notes))
 
 
 def on_best_mesh(

@@ -1,6 +1,10 @@
 """One thread and a fixed seed for every test: losses are compared bit by bit, and there are few cores to share."""
 
+import atexit
+import os
 import random
+import shutil
+import tempfile
 import zlib
 from collections.abc import Iterator
 
@@ -12,6 +16,9 @@ import torch.distributed as dist
 from autopar.runtime import launch
 
 torch.set_num_threads(1)
+CACHE = tempfile.mkdtemp(prefix="autopar-tests-")
+os.environ["XDG_CACHE_HOME"] = CACHE  # no files of the user's are read or written
+atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
 launch.PRELOADED += [
     f"transformers.models.{name}.modeling_{name}"
     for name in ("gpt2", "llama", "bert", "t5", "vit", "resnet", "whisper")

@@ -37,7 +37,8 @@ def inspect(
 ) -> None:
     """Show what autopar sees of a model: inputs, parameters, ops with their rules, repeated blocks.
 
-    Ops without a rule are kept whole on every rank; they stand first, because they limit what a plan can do. Those
+    Ops without a rule are tried on small tensors, and get the rule that is found and proved; those of which none is
+    found are kept whole on every rank. They stand first, because they limit what a plan can do. Those
     whose kernels on GPUs add in no fixed order are named: copies on several ranks may come apart by rounding. With
     --verify the captured graph and the model in eager mode run on the example batch, and on another one with other
     values, padding and labels: loss, gradients and buffers must be the same, or the first module that differs is named.
@@ -52,20 +53,27 @@ def inspect(
         return
     with progress("finding blocks"):
         from autopar.planner.intra_op.fold import fold
+        from autopar.rules.discovery import why_not_found
         from autopar.rules.fixed_order import without_fixed_order
-        from autopar.rules.registry import RULES, rules_of
+        from autopar.rules.registry import rules_of, source_of_rule
 
         rules, blocks = rules_of(graph), fold(graph).blocks
     ops = [(i, node) for i, node in enumerate(graph.nodes) if node.kind == "op"]
     params = [node for _, node in graph.of_kind("param")]
     counts: Counter[str] = Counter(node.target for _, node in ops)
     lines: dict[str, set[str]] = {}
-    for i, node in ops:
-        if node.target in RULES:
-            lines.setdefault(node.target, set()).add(str(rules[i]).split("   ")[0])
     where: dict[str, str] = {}
-    for _, node in ops:
+    sources: dict[str, dict[str, str]] = {"written": {}, "discovered": {}, "none": {}}
+    work = dict.fromkeys(sources, 0.0)
+    for i, node in ops:
         where.setdefault(node.target, node.where)
+        if (rule := rules[i]) is not None:
+            source = source_of_rule(node, rule)
+            why = why_not_found(node, graph) if source == "none" and node.target not in sources["none"] else ""
+            sources[source].setdefault(node.target, why)
+            work[source] += rule.flops_at({})
+            if source != "none":
+                lines.setdefault(node.target, set()).add(str(rule).split("   ")[0])
     facts: dict[str, Any] = {
         "model": type(loaded.model).__name__,
         "fingerprint": graph.fingerprint,
@@ -89,8 +97,14 @@ def inspect(
              ops[first + length * repeats - 1][1].module}
             for first, length, repeats in blocks
         ],
-        "without rule": {t: {"count": n, "first": where[t]} for t, n in sorted(counts.items()) if t not in RULES},
-        "rules": {t: {"count": n, "rules": sorted(lines[t])} for t, n in counts.most_common() if t in RULES},
+        "share of FLOPs": {source: n / max(sum(work.values()), 1.0) for source, n in work.items()},
+        "without rule": {
+            t: {"count": counts[t], "first": where[t], "why": why} for t, why in sorted(sources["none"].items())
+        },
+        "rules": {
+            t: {"count": n, "rules": sorted(lines[t]), "discovered": t in sources["discovered"]}
+            for t, n in counts.most_common() if t in lines
+        },
     }  # fmt: skip
     loose: dict[str, dict[str, Any]] = {}
     for op in without_fixed_order(graph):
@@ -160,6 +174,11 @@ def _print(facts: dict[str, Any]) -> None:
         )  # fmt: skip
         console.print(f"  the model in eager mode, {row['batch']}: {said}", markup=False)
     console.print(f"  {facts['ops']} ops, {facts['ops that depend on no parameter']} of them depend on no parameter")
+    shares = facts["share of FLOPs"]
+    console.print(
+        f"  FLOPs: {shares['written']:.1%} under written rules, {shares['discovered']:.1%} under discovered ones, "
+        f"{shares['none']:.1%} under none"
+    )
     for block in facts["blocks"]:
         console.print(f"  block of {block['ops']} ops x {block['repeats']}: {block['first']} .. {block['last']}")
     if not facts["blocks"]:
@@ -168,12 +187,13 @@ def _print(facts: dict[str, Any]) -> None:
         first = f"{row['count']} {target}, {row['when']}: {row['why']}; the first is {row['first']}"
         console.print(f"  adds in no fixed order on GPUs: {first}", markup=False)
     if facts["without rule"]:
-        table = Table("op without a rule (kept whole)", "count", "first", header_style="bold yellow")
+        table = Table("op without a rule (kept whole)", "count", "first", "why", header_style="bold yellow")
         for target, row in facts["without rule"].items():
-            table.add_row(target, str(row["count"]), Text(row["first"]))
+            table.add_row(target, str(row["count"]), Text(row["first"]), Text(f"it {row['why']}" if row["why"] else ""))
         console.print(table)
     table = Table("op", "count", "rules", header_style="bold")
     for target, row in facts["rules"].items():
         more = f"\n... {len(row['rules']) - 4} more" if len(row["rules"]) > 4 else ""
-        table.add_row(target, str(row["count"]), Text("\n".join(row["rules"][:4]) + more))
+        name = f"{target} (discovered)" if row["discovered"] else target
+        table.add_row(name, str(row["count"]), Text("\n".join(row["rules"][:4]) + more))
     console.print(table)

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
 
-from autopar.graph import Graph, Ref
+from autopar.graph import Graph, Node, Ref
 from autopar.labels import op_labels
 from autopar.placements import State, local_shape, step_collectives
 from autopar.plan import StagePlan, route_key
@@ -20,8 +20,9 @@ from autopar.planner.intra_op.ledger import Ledger, ledger, seconds_again
 from autopar.planner.intra_op.price import Pricer
 from autopar.prices import Price
 from autopar.rules.local import collectives_inside, cuts_of
+from autopar.rules.notation import Rule
 from autopar.rules.option_names import WHOLE
-from autopar.rules.registry import RULES, rules_of
+from autopar.rules.registry import rules_of, source_of_rule
 from autopar.rules.strategy import Strategy, grads_of, strategy_in_plan
 
 Collective = dict[str, Any]
@@ -34,7 +35,7 @@ class OpRow:
 
     Attributes:
         label: name of the op, with ``*`` for the number of the block.
-        rule: the factors of its tensors; ``none`` if the op has no rule.
+        rule: the factors of its tensors; ``none`` if the op has no rule, with ``(discovered)`` if nobody wrote it.
         cuts: axis -> factor, for the axes that cut one.
         steps: ``from -> to`` of every reshard of its outputs.
         collectives: those inside the op, and those of the steps, with the bytes of one rank's buffer.
@@ -107,11 +108,17 @@ def op_row(graph: Graph, plan: StagePlan, priced: Pricer, i: int, rules: Sequenc
                 collectives += step_rows(plan, spec, grad, a, b)
                 seconds += priced.step(spec, grad, a, b)
     return OpRow(
-        label, node.module, node.source, str(rule) if node.target in RULES else "none",
+        label, node.module, node.source, rule_text(node, rule),
         {axis: name for (axis, n), name in zip(plan.mesh, strategy.names, strict=True) if name != WHOLE and n > 1},
         tuple(s.text for s in strategy.ins), tuple(s.text for s in strategy.outs), tuple(steps),
         tuple(collectives), compute, seconds,
     )  # fmt: skip
+
+
+def rule_text(node: Node, rule: Rule) -> str:
+    """A rule as reports show it, with where it comes from unless it was written."""
+    source = source_of_rule(node, rule)
+    return source if source == "none" else str(rule) if source == "written" else f"{rule} (discovered)"
 
 
 def _collective(kind: str, axis: str, backward: bool, n_bytes: int) -> Collective:

@@ -17,6 +17,7 @@ families         :mod:`.pointwise`, :mod:`.shape`, :mod:`.image`, :mod:`.reduce`
 long sequences   :mod:`.attention_across`: attention whose sequence is cut; :mod:`.attention_kernels`: over some keys
 random numbers   :mod:`.random`, :mod:`.draws`; :mod:`.fixed_order`: operators that add in no fixed order on GPUs
 of autopar's own :mod:`.function` (a user's own backward), :mod:`.history` (writes), :mod:`.branch` (random branches)
+not written      :mod:`.discovery`: rules that are found by trying an operator
 on numbers       :mod:`.proof` of a rule; :mod:`.many_ranks`, :mod:`.one_by_one`, :mod:`.simulation`: ranks in a process
 ================ ======================================================================================================
 """

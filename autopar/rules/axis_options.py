@@ -8,7 +8,7 @@ from math import prod
 
 from autopar.placements import INVARIANT, PENDING, REPLICATED, Placement, shard
 from autopar.rules.notation import Rule
-from autopar.rules.option_names import WHOLE
+from autopar.rules.option_names import GRADIENTS_PENDING, WHOLE
 from autopar.rules.terms import Term
 
 
@@ -61,7 +61,7 @@ def axis_options(
         name = f"{factor}*{block}" if block else factor
         options.append(option(name, rule.in_as.get(factor, ins), rule.out_as.get(factor, outs)))
     if any(out_grads) and not rule.whole_gradients:
-        options.append(option("R", [REPLICATED] * n_in, [REPLICATED] * n_out))
+        options.append(option(GRADIENTS_PENDING, [REPLICATED] * n_in, [REPLICATED] * n_out))
     for number, group in enumerate(rule.linear):
         ins = [PENDING if i in group else REPLICATED for i in range(n_in)]
         options.append(option(f"P{number}", ins, [PENDING] * n_out))

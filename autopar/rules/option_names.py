@@ -11,6 +11,8 @@ from autopar.placements import REPLICATE
 
 WHOLE = "I"
 """The option in which everything is whole, gradients too."""
+GRADIENTS_PENDING = "R"
+"""The option in which everything is whole, and gradients are pending sums."""
 
 
 def factor_and_block(option: str) -> tuple[str, int]:

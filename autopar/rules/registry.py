@@ -87,15 +87,23 @@ def replicated(call: Call) -> Rule:
     )  # fmt: skip
 
 
+_others: list[RuleFn] = [replicated]
+
+
+def ask_for_others(fn: RuleFn) -> None:
+    """Have ``fn`` make the rules of operators for which none is registered; until then they are kept whole."""
+    _others.append(fn)
+
+
 def rule_for(call: Call) -> Rule:
-    """The rule of one call; operators without one are kept whole (see :func:`replicated`).
+    """The rule of one call: the registered one, else what is found of it (:mod:`autopar.rules.discovery`).
 
     Raises:
         RuleError: the operator's rule does not understand this call; the message names the operator.
     """
     fn = RULES.get(call.target)
     if fn is None and not call.target.startswith(PREFIX):
-        return replicated(call)
+        return _others[-1](call)
     try:
         return rule_of_function(call, replicated) if fn is None else fn(call)
     except RuleError as error:
@@ -129,10 +137,10 @@ def rules_of(graph: Graph, representative: Sequence[int] | None = None) -> list[
     return with_units(graph, result)
 
 
-def ops_without_rule(graph: Graph) -> list[str]:
-    """Names of the operators in the graph that have no rule."""
-
-    def known(node: Node) -> bool:
-        return has_rule(node.args[0]) if node.target.startswith(PREFIX) else node.target in RULES
-
-    return sorted({n.target for n in graph.nodes if n.kind == "op" and not known(n)})
+def source_of_rule(node: Node, rule: Rule) -> str:
+    """Where the rule of an op comes from: ``written``, ``discovered``, or ``none`` if it is kept whole without one."""
+    if node.target.startswith(PREFIX):
+        return "written" if has_rule(node.args[0]) else "none"
+    if node.target in RULES:
+        return "written"
+    return "discovered" if rule.cuttable or rule.linear else "none"

@@ -17,14 +17,12 @@ from typing import Any
 import torch
 
 from autopar.placements import PENDING, REPLICATED, Mesh, Placement, State, shard
-from autopar.rules.local import resolve
+from autopar.rules.discovery.trying import REFUSALS, outputs
 from autopar.rules.many_ranks import join, piece
 from autopar.rules.operator_call import Call
-from autopar.rules.proof import Case, invoke
+from autopar.rules.proof import Case
 
 _AXIS: Mesh = (("axis", 2),)
-REFUSALS = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError, AssertionError)
-"""What operators raise on arguments that they do not take."""
 
 Path = tuple[int | str, ...]
 """Where a value stands among the arguments: ``(3,)`` the fourth, ``("size", 0)`` the first of a list."""
@@ -130,10 +128,9 @@ def _tried(case: Case, cut: ValidCut) -> ValidCut | None:
     for rank in range(2):
         tensors = [piece(t, State((p,)), _AXIS, rank) for t, p in zip(case.tensors, cut.ins, strict=True)]
         try:
-            got = invoke(resolve(call.target), call.args, call.kwargs, tensors)
+            results.append([t for t in outputs(call.target, call.args, call.kwargs, tensors) if torch.is_tensor(t)])
         except REFUSALS:
             return None
-        results.append([t for t in (got if isinstance(got, (tuple, list)) else [got]) if isinstance(t, torch.Tensor)])
     if not len(results[0]) == len(results[1]) == len(case.outs):
         return None
     fitting = tuple(
@@ -152,4 +149,4 @@ def _same(placement: Placement, a: torch.Tensor, b: torch.Tensor, whole: torch.T
     return joined.shape == whole.shape and torch.allclose(joined, whole, equal_nan=True)
 
 
-__all__ = ["REFUSALS", "Path", "ValidCut", "choices_of", "halvable", "valid_cuts", "value_at", "with_value"]
+__all__ = ["Path", "ValidCut", "choices_of", "halvable", "valid_cuts", "value_at", "with_value"]

@@ -11,31 +11,24 @@ values. Each cut is tried on four draws of numbers, so that none is right by cha
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations
-from math import gcd
-from typing import Any
 
 import torch
 
+from autopar.errors import RuleError
 from autopar.placements import PENDING, Mesh, Placement
-from autopar.rules.discovery.cuts import (
-    REFUSALS,
-    Path,
-    ValidCut,
-    choices_of,
-    halvable,
-    valid_cuts,
-    value_at,
-    with_value,
-)  # fmt: skip
-from autopar.rules.discovery.small import small_call
+from autopar.rules.discovery.cuts import ValidCut, choices_of, halvable, valid_cuts
+from autopar.rules.discovery.proposal import Discovered, Factor, rule_with
+from autopar.rules.discovery.remembered import keep, key_of, recall
+from autopar.rules.discovery.small import says_nothing, small_call
+from autopar.rules.discovery.trying import REFUSALS, NotTried, in_a_fork, outputs
 from autopar.rules.local import resolve
-from autopar.rules.notation import Localize, Rule
+from autopar.rules.notation import Rule
 from autopar.rules.operator_call import Call
-from autopar.rules.proof import Case, RuleIsWrong, invoke, prove, strategies_of
+from autopar.rules.option_names import GRADIENTS_PENDING, WHOLE
+from autopar.rules.proof import Case, RuleIsWrong, prove, strategies_of
 from autopar.rules.registry import Sample, replicated
 from autopar.torch_private import OpOverload
 
@@ -51,64 +44,39 @@ UNEVEN: tuple[Mesh, ...] = ((("data", 3),), (("data", 4),))
 BOTH: Mesh = (("data", 2), ("tensor", 2))
 
 
-@dataclass(frozen=True)
-class Factor:
-    """Dims that are cut together: one dim or none of every input and output (None: a pending sum in an output).
-
-    ``additive`` inputs are pending sums then, too; ``halved`` is the whole number among the arguments that is divided.
-    """
-
-    ins: tuple[int | None, ...]
-    outs: tuple[int | None, ...]
-    additive: tuple[int, ...] = ()
-    halved: Path | None = None
-
-
-@dataclass(frozen=True)
-class Discovered:
-    """What was found of a small call, and holds for every call like it.
-
-    Attributes:
-        factors: dims that may be cut together.
-        linear: groups of inputs in which the operator is jointly linear.
-        even: numbers of those factors whose pieces must be equal; ``needs_some``: of those that no rank may lack.
-        shape_arg: the argument that holds the output's shape.
-        whole_gradients: the backward is not linear in the gradient.
-        why_whole: why nothing was found; empty if something was.
-    """
-
-    factors: tuple[Factor, ...] = ()
-    linear: tuple[tuple[int, ...], ...] = ()
-    even: tuple[int, ...] = ()
-    needs_some: tuple[int, ...] = ()
-    shape_arg: tuple[int, str] | None = None
-    whole_gradients: bool = False
-    why_whole: str = ""
-    small_ins: tuple[tuple[int, ...], ...] = field(default=())
-    small_outs: tuple[tuple[int, ...], ...] = field(default=())
-
-
 def discover(call: Call) -> Discovered:
-    """What can be found of an operator by trying it; of one that can't be tried, why."""
+    """What can be found of an operator by trying it; of one that can't be tried, why.
+
+    Nothing of this process is changed (see :func:`~autopar.rules.discovery.trying.in_a_fork`).
+    """
     if why := _never_tried(call):
         return Discovered(why_whole=why)
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=()):
-        warnings.simplefilter("ignore")
-        small = small_call(call)
-        if isinstance(small, str):
-            return Discovered(why_whole=small)
-        try:
-            return _found(call.target, small.sample)
-        except REFUSALS as error:
-            return Discovered(why_whole=f"could not be tried: {type(error).__name__}: {str(error)[:200]}")
+    try:
+        return in_a_fork(lambda: tried(call))
+    except NotTried as error:
+        return Discovered(why_whole=str(error))
 
 
-def rule_from(call: Call, found: Discovered) -> Rule:
-    """The rule of a call of which that was found."""
-    if found.why_whole:
-        return replicated(call)
-    outs = tuple(o.shape for o in call.outs if o is not None)
-    return _rule(call, [s.shape for s in call.ins], outs, found)
+def tried(call: Call) -> Discovered:
+    """:func:`discover` in this process."""
+    small = small_call(call)
+    if isinstance(small, str):
+        return Discovered(why_whole=small)
+    key = key_of(call.target, small.sample)
+    if (remembered := recall(key)) is not None and _still_holds(call.target, small.sample, remembered):
+        return remembered
+    found = _found(call.target, small.sample)
+    if not found.why_whole:
+        keep(key, found)
+    return found
+
+
+def _still_holds(target: str, sample: Sample, kept: Discovered) -> bool:
+    """Whether what an earlier process found is right for the operator as it is now."""
+    try:
+        return _first_wrong(target, sample, kept, TWO) is None
+    except (RuleIsWrong, RuleError, *REFUSALS):
+        return False
 
 
 def _never_tried(call: Call) -> str:
@@ -129,6 +97,8 @@ def _found(target: str, sample: Sample) -> Discovered:
     whole = [Case(target, sample, seed, replicated) for seed in SEEDS]
     if not _same_twice(target, sample):
         return Discovered(why_whole="gives other numbers when it is called again")
+    if whole[0].tensors and any(says_nothing([case.outs[i] for case in whole]) for i in range(len(whole[0].outs))):
+        return Discovered(why_whole="gives zeros, or the same numbers, for all small inputs that were tried")
     first = whole[0].call
     shapes, outs = [s.shape for s in first.ins], [o.shape for o in first.outs if o is not None]
     equal = len(choices_of(shapes, False, whole[0].grads)) * len(halvable(first)) > MOST_CHOICES
@@ -222,8 +192,7 @@ def _linear(cases: Sequence[Case], group: Sequence[int]) -> bool:
 
 
 def _outputs(case: Case, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    got = invoke(resolve(case.call.target), case.call.args, case.call.kwargs, tensors)
-    return [t for t in (got if isinstance(got, (tuple, list)) else [got]) if isinstance(t, torch.Tensor)]
+    return [t for t in outputs(case.call.target, case.call.args, case.call.kwargs, tensors) if torch.is_tensor(t)]
 
 
 def _proved(target: str, sample: Sample, found: Discovered) -> Discovered:
@@ -256,7 +225,7 @@ def _first_wrong(target: str, sample: Sample, found: Discovered, mesh: Mesh) -> 
         case = Case(target, sample, seed, lambda call: _small_rule(call, found))
         for picked in strategies_of(case, mesh):
             names = [option.name for option in picked]
-            if len(mesh) > 1 and any(name in ("I", "R") for name in names):
+            if len(mesh) > 1 and {WHOLE, GRADIENTS_PENDING} & {*names}:
                 continue
             try:
                 prove(case, picked, mesh, in_turn=True)
@@ -290,92 +259,13 @@ def _without(found: Discovered, option: str) -> Discovered:
         )  # fmt: skip
     if option.startswith("P"):
         return replace(found, linear=tuple(g for n, g in enumerate(found.linear) if n != int(option[1:])))
-    if option == "R" and not found.whole_gradients:
+    if option == GRADIENTS_PENDING and not found.whole_gradients:
         return replace(found, whole_gradients=True)
     return replace(found, factors=(), linear=())  # what is whole everywhere is not right: it is not understood
 
 
 def _small_rule(call: Call, found: Discovered) -> Rule:
-    return _rule(call, found.small_ins, found.small_outs, found)
+    return rule_with(call, found.small_ins, found.small_outs, found)
 
 
-def _rule(
-    call: Call, shapes: Sequence[tuple[int, ...]], outs: Sequence[tuple[int, ...]], found: Discovered
-) -> Rule:
-    """A rule with a factor ``f<number>`` for each that was found, and factors that are whole for all other dims."""
-    sizes: dict[str, int] = {}
-    whole: set[str] = set()
-    inputs: list[list[tuple[str, ...]]] = [[() for _ in shape] for shape in shapes]
-    outputs: list[list[tuple[str, ...]]] = [[() for _ in shape] for shape in outs]
-    kept: dict[int, str] = {}
-    for number, factor in enumerate(found.factors):
-        places = [
-            (terms[i], d, shape[i][d])
-            for terms, shape, dims in ((inputs, shapes, factor.ins), (outputs, outs, factor.outs))
-            for i, d in enumerate(dims) if d is not None
-        ]  # fmt: skip
-        name, size = f"f{number}", gcd(*(n for _, _, n in places))
-        if factor.halved is not None:
-            size = gcd(size, value_at(call, factor.halved))
-        if size < 2 or not _like_small(factor, shapes, outs, found):
-            continue
-        sizes[name], kept[number] = size, name
-        for term, d, n in places:
-            if n == size:
-                term[d] = (name,)
-            else:
-                rest = f"r{len(sizes)}"
-                sizes[rest] = n // size
-                whole.add(rest)
-                term[d] = (name, rest)
-    for terms, of_tensors in ((inputs, shapes), (outputs, outs)):
-        for term, shape in zip(terms, of_tensors, strict=True):
-            for d, n in enumerate(shape):
-                if not term[d] and n != 1:
-                    name = f"w{len(sizes)}"
-                    sizes[name] = n
-                    whole.add(name)
-                    term[d] = (name,)
-    additive = frozenset(i for n in kept for i in found.factors[n].additive)
-    return Rule(
-        sizes, tuple(map(tuple, inputs)), tuple(map(tuple, outputs)), whole=frozenset(whole),
-        linear=tuple(frozenset(g) for g in found.linear), saves=tuple(range(len(shapes))), saves_out=True,
-        shape_arg=found.shape_arg, localize=_localize(found, kept), additive=additive,
-        even=frozenset(kept[n] for n in found.even if n in kept),
-        needs_some=frozenset(kept[n] for n in found.needs_some if n in kept), whole_gradients=found.whole_gradients,
-    )  # fmt: skip
-
-
-def _localize(found: Discovered, kept: Mapping[int, str]) -> Localize | None:
-    """How whole numbers among the arguments are divided; None where none is, or only the shape of the output."""
-    halved = {
-        name: path for number, name in kept.items()
-        if (path := found.factors[number].halved) and not (found.shape_arg and path[0] in found.shape_arg)
-    }  # fmt: skip
-    if not halved:
-        return None
-
-    def localize(call: Call, cuts: Mapping[str, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        for name, path in halved.items():
-            if name in cuts:
-                call = with_value(call, path, value_at(call, path) // cuts[name])
-        return call.args, dict(call.kwargs)
-
-    return localize
-
-
-def _like_small(
-    factor: Factor, shapes: Sequence[tuple[int, ...]], outs: Sequence[tuple[int, ...]], found: Discovered
-) -> bool:
-    """Whether dims that have one size in the small call have one here too: else another thing was proved."""
-    def sizes(of_ins: Sequence[tuple[int, ...]], of_outs: Sequence[tuple[int, ...]]) -> list[int]:
-        return [
-            shape[d] for of, dims in ((of_ins, factor.ins), (of_outs, factor.outs))
-            for shape, d in zip(of, dims, strict=True) if d is not None
-        ]  # fmt: skip
-
-    small, large = sizes(found.small_ins, found.small_outs), sizes(shapes, outs)
-    return all((small[0] == s) == (large[0] == n) for s, n in zip(small, large, strict=True))
-
-
-__all__ = ["Discovered", "Factor", "discover", "rule_from"]
+__all__ = ["discover", "tried"]

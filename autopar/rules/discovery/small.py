@@ -8,7 +8,7 @@ belong together that do not. Floating-point numbers become float64 where the ope
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from math import prod
@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 
-from autopar.rules.discovery.cuts import REFUSALS
-from autopar.rules.local import resolve
+from autopar.rules.discovery.trying import REFUSALS, outputs
 from autopar.rules.operator_call import Call, In
-from autopar.rules.proof import draw, invoke
+from autopar.rules.proof import draw
 from autopar.rules.registry import Sample, T
 
 SMALL = (4, 6, 8, 10, 12, 16, 14, 18, 20, 24)
@@ -28,9 +27,9 @@ SMALL_ENOUGH = 8
 MOST_ELEMENTS = 1 << 16
 """Of a tensor in a call that is tried; an operator whose sizes can't be made so small is left whole."""
 FLOATS = ("float64", "float32", "float16", "bfloat16")
-RANGES = (((0.0, 0.0), 0), ((0.1, 0.9), 0), ((0.0, 0.0), 1))
-"""Of floating-point inputs: normal numbers, else numbers between these (a logarithm's); and the smaller of the two
-whole numbers of the others: an index of any dim, else what can be divided by."""
+RANGES = (((0.0, 0.0), (0, 2)), ((0.1, 0.9), (0, 2)), ((0.0, 0.0), (1, 3)), ((0.0, 0.0), (0, 6)))
+"""Of floating-point inputs: normal numbers, else numbers between these (a logarithm's). Of whole numbers: an index of
+any dim, else what can be divided by, else more of them, for what is the same for the first two."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +43,12 @@ class Small:
 def small_call(call: Call) -> Small | str:
     """A small call like this one, or why there is none, to follow the operator's name."""
     sizes = sorted({n for spec in call.ins for n in spec.shape if n > 1}, reverse=True)
-    trial = next((t for t in _kinds(call) if t.shapes({}) is not None), None) if _bytes(call, {}) else None
+    trial = _best(call, {}, frozenset()) if _bytes(call, {}) else None
     start: Mapping[int, int] = {}
     if trial is None:  # too large as it is: the largest sizes first, all at once
         start = {n: SMALL[min(i, len(SMALL) - 1)] for i, n in enumerate(s for s in sizes if s > SMALL_ENOUGH)}
         for whole_numbers in (frozenset[int](), frozenset(start)):
-            trial = next((t for t in _kinds(call) if t.shapes(start, whole_numbers) is not None), None)
+            trial = _best(call, start, whole_numbers)
             if trial is not None:
                 return _made(trial, start, whole_numbers)
         return "does not run on small tensors of random numbers"
@@ -65,13 +64,21 @@ def small_call(call: Call) -> Small | str:
     return _made(trial, mapped, whole_numbers)
 
 
+def _best(call: Call, mapped: Mapping[int, int], whole_numbers: frozenset[int]) -> _Trial | None:
+    """The first way to draw inputs that the operator takes, of those whose numbers say something if there is one."""
+    able = [trial for trial in _kinds(call) if trial.shapes(mapped, whole_numbers) is not None]
+    telling = (trial for trial in able if trial.says_something(mapped, whole_numbers))
+    return next(telling, able[0] if able else None)
+
+
 def _made(trial: _Trial, mapped: Mapping[int, int], whole_numbers: frozenset[int]) -> Small | str:
     if not _bytes(trial.call, mapped):
         return f"needs tensors of more than {MOST_ELEMENTS:,} elements to be tried"
     outs = trial.shapes(mapped, whole_numbers)
     assert outs is not None
-    if replace(trial, least=1 - trial.least).shapes(mapped, whole_numbers) not in (outs, None):
-        return "gives tensors whose sizes depend on values"
+    for _, least_and_most in RANGES:
+        if replace(trial, whole_numbers=least_and_most).shapes(mapped, whole_numbers) not in (outs, None):
+            return "gives tensors whose sizes depend on values"
     floats = [i for i, spec in enumerate(trial.call.ins) if spec.dtype in FLOATS]
     for n in range(len(floats) + 1):  # some inputs have no gradient: the last ones, as a rule
         for without in combinations(reversed(floats), n):
@@ -116,8 +123,8 @@ def _kinds(call: Call) -> Iterator[_Trial]:
     """Ways to draw inputs: double precision first, normal numbers first, whole numbers up to a dim's size last."""
     wide = any(spec.dtype in FLOATS[1:] for spec in call.ins)
     for double in (True, False) if wide else (True,):
-        for (low, high), least in RANGES:
-            yield _Trial(call, double, low, high, least)
+        for (low, high), whole_numbers in RANGES:
+            yield _Trial(call, double, low, high, whole_numbers)
 
 
 @dataclass(frozen=True)
@@ -128,7 +135,7 @@ class _Trial:
     double: bool
     low: float
     high: float
-    least: int
+    whole_numbers: tuple[int, int]
     without_grad: frozenset[int] = frozenset()
 
     def sample(self, mapped: Mapping[int, int], whole_numbers: frozenset[int]) -> Sample:
@@ -153,7 +160,7 @@ class _Trial:
         if spec.dtype in FLOATS:
             dtype = "float64" if self.double else spec.dtype
             return T(shape, dtype, self.high, grad=position not in self.without_grad, low=self.low)
-        return T(shape, spec.dtype, high=self.least + 2, low=self.least)
+        return T(shape, spec.dtype, low=self.whole_numbers[0], high=self.whole_numbers[1])
 
     def shapes(
         self, mapped: Mapping[int, int], whole_numbers: frozenset[int] = frozenset()
@@ -172,6 +179,13 @@ class _Trial:
                 return None
         return tuple(tuple(out.shape) if isinstance(out, torch.Tensor) else None for out in outs)
 
+    def says_something(self, mapped: Mapping[int, int], whole_numbers: frozenset[int]) -> bool:
+        """Whether no output is zeros, or the same for other numbers."""
+        of_seeds = [self._called(mapped, whole_numbers, seed=seed) for seed in range(3)]
+        return not any(
+            says_nothing([out for out in outs if isinstance(out, torch.Tensor)]) for outs in zip(*of_seeds, strict=True)
+        )
+
     def takes_gradients(self, mapped: Mapping[int, int], whole_numbers: frozenset[int]) -> bool:
         """Whether the operator runs forward and backward on inputs with the gradients that are asked for."""
         try:
@@ -183,8 +197,10 @@ class _Trial:
             return False
         return True
 
-    def _called(self, mapped: Mapping[int, int], whole_numbers: frozenset[int], grads: bool = False) -> list[Any]:
-        generator = torch.Generator().manual_seed(0)
+    def _called(
+        self, mapped: Mapping[int, int], whole_numbers: frozenset[int], grads: bool = False, seed: int = 0
+    ) -> list[Any]:
+        generator = torch.Generator().manual_seed(seed)
         tensors: list[torch.Tensor] = []
 
         def take(value: Any) -> Any:
@@ -199,8 +215,14 @@ class _Trial:
         sample = self.sample(mapped, whole_numbers)
         args, kwargs = tuple(map(take, sample.args)), {k: take(v) for k, v in sample.kwargs.items()}
         leaves = [t.clone() for t in tensors] if grads else tensors  # operators may write to them
-        result = invoke(resolve(self.call.target), args, kwargs, leaves)
-        return list(result) if isinstance(result, (tuple, list)) else [result]
+        return outputs(self.call.target, args, kwargs, leaves)
 
 
-__all__ = ["Small", "small_call"]
+def says_nothing(outs: Sequence[torch.Tensor]) -> bool:
+    """Whether an output, for several draws of numbers, is no evidence: of zeros every cut is right."""
+    if not outs or outs[0].numel() == 0:
+        return False
+    return any(not bool(out.any()) for out in outs) or all(torch.equal(out, outs[0]) for out in outs[1:])
+
+
+__all__ = ["Small", "says_nothing", "small_call"]
