@@ -28,7 +28,12 @@ from hardware_profiles import load_cluster
 MESHES = ((("data", 2),), (("data", 3),), (("data", 2), ("tensor", 2)))
 EVERY = [(target, i) for target in sorted(SAMPLES) for i in range(len(SAMPLES[target]))]
 FEW = ("aten.linear.default", "aten.conv2d.default", "aten.reshape.default", "aten.index_add.default")
-COARSER = {"aten.repeat.default": "three repeats can't be halved"}
+COARSER = {
+    "aten.repeat.default": "three repeats can't be halved",
+    "aten.all.dim": "of few random values, all are true in none of the rows",
+    "aten.any.dim": "of few random values, one is true in all rows",
+    "aten.isfinite.default": "says the same of all numbers that are tried",
+}
 """Operators of which less is found than was written, and why."""
 
 

@@ -48,8 +48,14 @@ def outputs(target: str, args: Sequence[Any], kwargs: Mapping[str, Any], tensors
 
 def _on_meta(target: str, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
     empty = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors]
-    with torch.no_grad(), contextlib.suppress(NotImplementedError):
-        invoke(resolve(target), tuple(map(moved, args)), {name: moved(v) for name, v in kwargs.items()}, empty)
+    try:
+        with torch.no_grad():
+            invoke(resolve(target), tuple(map(moved, args)), {name: moved(v) for name, v in kwargs.items()}, empty)
+    except NotImplementedError:
+        pass
+    except RuntimeError as error:
+        if "device" not in str(error):  # an operator may make tensors of its own, on the CPU: that says nothing of sizes
+            raise
 
 
 def moved(value: Any) -> Any:
