@@ -54,7 +54,7 @@ def _on_meta(target: str, args: Sequence[Any], kwargs: Mapping[str, Any], tensor
     except NotImplementedError:
         pass
     except RuntimeError as error:
-        if "device" not in str(error):  # an operator may make tensors of its own, on the CPU: that says nothing of sizes
+        if "device" not in str(error):  # one that makes tensors of its own on the CPU: nothing of sizes
             raise
 
 
