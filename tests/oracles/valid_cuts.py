@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from autopar.placements import REPLICATED, Placement
-from autopar.rules.discovery.cuts import ValidCut, valid_cuts
+from autopar.rules.discovery.cuts import Path, ValidCut, halvable, valid_cuts, value_at, with_value
 from autopar.rules.proof import Case
 from autopar.rules.registry import Sample
 
@@ -24,9 +24,27 @@ def unoffered(target: str, sample: Sample) -> list[ValidCut]:
     offered = [(one_spelling(o.ins), one_spelling(o.outs)) for o in case.options()]
     return [
         cut
-        for cut in valid_cuts([Case(target, sample, seed) for seed in SEEDS], pending=False)
+        for cut in valid_cuts(
+            [Case(target, sample, seed) for seed in SEEDS], pending=False, paths=_as_the_rule_says(case)
+        )
         if not any(
             cut.ins == ins and all(p in valid for p, valid in zip(outs, cut.outs, strict=True))
             for ins, outs in offered
         )
     ]
+
+
+def _as_the_rule_says(case: Case) -> list[Path | None]:
+    """The whole numbers among the arguments that the rule divides."""
+    call, rule = case.call, case.rule
+    paths: list[Path | None] = [None]
+    localize = rule.localize if not rule.lowerings else None
+    for path in filter(None, halvable(call)):
+        halved = with_value(call, path, value_at(call, path) // 2)
+        divided = localize is not None and any(
+            localize(call, {factor: 2}) == (halved.args, dict(halved.kwargs))
+            for factor, n in rule.sizes.items() if n % 2 == 0
+        )  # fmt: skip
+        if divided or (rule.shape_arg is not None and path[0] in rule.shape_arg):
+            paths.append(path)
+    return paths

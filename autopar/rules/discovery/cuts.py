@@ -43,20 +43,23 @@ class ValidCut:
         return ", ".join(self.ins) + " -> " + ", ".join("|".join(sorted(o)) for o in self.outs)
 
 
-def valid_cuts(cases: Sequence[Case], equal_sizes: bool = False, pending: bool = True) -> list[ValidCut]:
+def valid_cuts(
+    cases: Sequence[Case], equal_sizes: bool = False, pending: bool = True, paths: Sequence[Path | None] | None = None
+) -> list[ValidCut]:
     """Every cut in two that is valid with the numbers of all cases, but those that leave every tensor whole.
 
     Args:
         cases: the same call with different numbers: what is right twice is no coincidence of zeros or ties.
         equal_sizes: only dims of one size are cut together.
         pending: inputs may be pending sums beside inputs that are cut.
+        paths: the whole numbers that may be halved; None for all that :func:`halvable` gives.
     """
     call = cases[0].call
     summable = [pending and g for g in cases[0].grads]
     cuts = [
         ValidCut(ins, tuple(frozenset(_all_placements(o.shape)) for o in call.outs if o is not None), path)
         for ins in choices_of([s.shape for s in call.ins], equal_sizes, summable)
-        for path in halvable(call)
+        for path in (halvable(call) if paths is None else paths)
     ]
     for case in cases:
         cuts = [still for cut in cuts if (still := _tried(case, cut)) is not None]
