@@ -236,7 +236,7 @@ OPTIMIZER_STATES = tuple(
     for kind in ("Adadelta", "Adagrad", "AdamW", "Adam", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 )
 """What makes the state of a group of parameters, of these optimizers, and lists it for the functional form. AdamW's is
-Adam's until Dynamo is used, which gives each class one of its own; it stands first, so that it is not replaced twice."""
+Adam's until Dynamo is used, which gives each class its own; it stands first, so that it is not replaced twice."""
 
 TENSOR_LIST_CHECK = Replaceable("torch.distributed.distributed_c10d", "_check_tensor_list")
 """What collectives do with a list of tensors: the dispatcher does not see DTensors that lie in lists of lists."""

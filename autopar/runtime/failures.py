@@ -117,6 +117,10 @@ class Failures:
             return self._killed()
         return ""
 
+    def heard(self) -> str:
+        """What the watch has heard of another rank's failure, in a step that this rank is in; empty if nothing."""
+        return self.aborted
+
     def _killed(self) -> str:
         """Which other rank was killed; empty if none was, as far as is known."""
         return next((f"rank {rank} {how}" for rank, how in killed(self.others).items()), "")

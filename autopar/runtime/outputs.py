@@ -60,6 +60,8 @@ class CollectiveLog:
         self.timeout = timeout_seconds or default_timeout_seconds()
         say_at_exit()
         self.count = 0
+        self.broken_off: Callable[[], str] = str
+        """What is known of a rank that has broken off a step of the module, and so comes to no meeting; or empty."""
         self.read: deque[str] = deque(maxlen=4)  # an accelerator's collectives let a rank run ahead of one reading
 
     def note(self, what: str) -> None:
@@ -76,6 +78,7 @@ class CollectiveLog:
 
         Raises:
             RunError: another rank comes to something else, has ended, or comes to nothing before the time is out.
+            RuntimeError: it has broken off a step; whoever runs steps says which and where.
         """
         mine = f"{self.count + 1} {what}"
         self.read.append(mine)
@@ -90,6 +93,10 @@ class CollectiveLog:
                 count, at, read = self.store.get(str(other_rank)).decode().split("|") if has_come else ("0", "", "")
                 if mine in read.split(";"):
                     break
+                if broken_off := self.broken_off():
+                    self.count -= 1
+                    self.read.pop()
+                    raise RuntimeError(broken_off)
                 late = time.monotonic() - began > self.timeout
                 if int(count) >= self.count or late or how_ended:
                     self.count -= 1

@@ -185,6 +185,8 @@ class Programs:
                 and it is named.
         """
         self.calls += 1
+        if self.meeting is not None:
+            self.meeting.broken_off = pm._failures.heard if pm._failures is not None else str
         same = pm._captured.guards.same()
         fits = self._fits(pm, call)
         if not same and not self.values:
