@@ -185,7 +185,7 @@ def notes_on(graph: Graph) -> tuple[str, ...]:
             why = f" (it {text})" if (text := why_not_found(node, graph)) else ""
             notes[node.target] = f"no rule for {node.target}: kept whole on every rank{why}"
         elif source == "discovered" and node.target not in notes:
-            notes[node.target] = f"no rule for {node.target}: found by trying it, and proved on numbers: {rule}"
+            notes[node.target] = f"no rule for {node.target}: found by trying it on small tensors: {rule}"
     return tuple(notes[target] for target in sorted(notes))
 
 

@@ -29,6 +29,7 @@ import importlib
 FAMILIES = (
     "pointwise", "shape", "image", "reduce", "factory", "index", "contraction", "conv", "pool", "attention", "norm",
     "loss", "embed", "experts", "expert_block", "random", "draws", "history", "branch",
+    "discovery",
 )  # fmt: skip
 
 for _family in FAMILIES:

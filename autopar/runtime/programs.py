@@ -157,6 +157,8 @@ class Programs:
         """Programs that do not run now, the one that was used last at the end."""
         self.meeting = CollectiveLog(ranks) if len(ranks) > 1 else None
         self.calls = self.captures = 0
+        self.rows: int | None = None
+        """Of a microbatch of the program that was captured first; 0 where that is not known."""
         self.way: tuple[str, int | None] = ("in training" if model.training else "in eval mode", None)
         """Of the last call: a rank that goes into eval mode by itself would compute with steps of the others, and one
         that has another number of microbatches would wait for more than they send."""
@@ -188,7 +190,8 @@ class Programs:
         if self.meeting is not None:
             self.meeting.broken_off = pm._failures.heard if pm._failures is not None else str
         same = pm._captured.guards.same()
-        fits = self._fits(pm, call)
+        of_example = self._of_example(pm, call)
+        fits = self._fits(pm, call) and of_example is None and not self._is_of_fewer(pm, pm._captured, call)
         if not same and not self.values:
             raise RunError(refusal(pm._captured.guards.changes()))
         mode = "in training" if pm.training else "in eval mode"
@@ -209,7 +212,9 @@ class Programs:
                 self.meeting.meet("is at", f"call {self.calls} {mode}{parts}", why)
             return
         changes = [] if same else pm._captured.guards.changes()
-        place = next((i for i, fields in enumerate(self.kept) if self._is_for(fields, call)), None)
+        takes = (i for i, fields in enumerate(self.kept) if self._is_for(fields, call))
+        place = next((i for i in takes if not self._is_of_fewer(pm, self.kept[i]["_captured"], call)), None)
+        place = of_example if of_example is not None else place
         self._meet(place, changes, None if fits else call)
         if pm._in_step():
             what = refusal(changes) if changes else f"  called with {call.shown()}"
@@ -248,6 +253,32 @@ class Programs:
         if call.one is not None:
             return under and batch.fits(*call.one)
         return under and (bool(batch.pieces) or batch.fits(call.args, call.kwargs, call.in_parts))
+
+    def _is_counted(self, pm: Any, call: ModuleCall) -> bool:
+        """Whether the number of microbatches of a step follows from its rows and those of the example."""
+        if self.rows is None:
+            self.rows = batch_rows(pm._captured) if pm._captured.example is not None else 0
+        whole = call.in_parts and call.one is None and call.parts is None
+        return whole and self.shapes and pm.buckets is None and self.rows > 0
+
+    def _of_example(self, pm: Any, call: ModuleCall) -> int | None:
+        """Which kept program is of the example's rows and takes a step that another, smaller one would take in more
+        microbatches, whose batch statistics are others; None where there is none, or it runs now."""
+        if not self._is_counted(pm, call) or batch_rows(pm._captured) == self.rows:
+            return None
+        return next(
+            (
+                i for i, fields in enumerate(self.kept)
+                if batch_rows(fields["_captured"]) == self.rows and self._is_for(fields, call)
+            ), None,
+        )  # fmt: skip
+
+    def _is_of_fewer(self, pm: Any, captured: Captured, call: ModuleCall) -> bool:
+        """Whether a step that has fewer rows than the example would be cut, where it is one microbatch."""
+        if not self._is_counted(pm, call):
+            return False
+        have = rows_of((call.args, dict(call.kwargs)))
+        return have < (self.rows or 0) and batch_rows(captured) != have
 
     def _fits_as_captured(self, pm: Any, call: ModuleCall) -> bool:
         args, kwargs = call.one or (call.args, call.kwargs)

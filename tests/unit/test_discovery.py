@@ -106,6 +106,10 @@ def _neighbours(x: torch.Tensor) -> torch.Tensor:
     return x + x.roll(1, 0)
 
 
+def _by_size(x: torch.Tensor) -> torch.Tensor:
+    return x - x.mean(0) if x.shape[0] >= 32 else x.clone()
+
+
 HOSTILE: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], set[str]]] = {
     "of_length": (_of_length, {"S1"}),
     "by_place": (_by_place, {"S0"}),
@@ -123,6 +127,15 @@ def hostile() -> Iterator[None]:
         library.define(f"{name}(Tensor x) -> Tensor")
         library.impl(name, fn, "CompositeImplicitAutograd")
     yield
+    library._destroy()
+
+
+def test_what_depends_on_the_size_is_tried_on_that(hostile: None) -> None:
+    library = Library("hostile", "FRAGMENT")
+    library.define("by_size(Tensor x) -> Tensor")
+    library.impl("by_size", _by_size, "CompositeImplicitAutograd")
+    case = Case("hostile.by_size.default", sample(T((64, 6))))
+    assert found_of(case.call).why_whole == "has cuts on small tensors that are wrong on those of this call"
     library._destroy()
 
 
@@ -178,7 +191,7 @@ def test_a_custom_op_is_cut_and_right() -> None:
         for node, rule in zip(captured.graph.nodes, rules_of(captured.graph), strict=True) if rule is not None
     }  # fmt: skip
     assert sources["discovered.gated.default"] == "discovered"
-    assert any("found by trying it" in note for note in notes_on(captured.graph))
+    assert any("found by trying it on small" in note for note in notes_on(captured.graph))
     node = next(n for n in captured.graph.nodes if n.target == "discovered.gated.default")
     rule = next(r for n, r in zip(captured.graph.nodes, rules_of(captured.graph), strict=True) if n is node)
     assert rule is not None and len(rule.cuttable) == 2

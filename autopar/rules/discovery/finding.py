@@ -20,7 +20,7 @@ import torch
 from autopar.errors import RuleError
 from autopar.placements import PENDING, Mesh, Placement
 from autopar.rules.discovery.cuts import ValidCut, choices_of, halvable, valid_cuts
-from autopar.rules.discovery.proposal import Discovered, Factor, rule_with
+from autopar.rules.discovery.proposal import Discovered, Factor, rule_from, rule_with
 from autopar.rules.discovery.remembered import keep, key_of, recall
 from autopar.rules.discovery.small import says_nothing, small_call
 from autopar.rules.discovery.trying import REFUSALS, NotTried, in_a_fork, outputs
@@ -63,12 +63,27 @@ def tried(call: Call) -> Discovered:
     if isinstance(small, str):
         return Discovered(why_whole=small)
     key = key_of(call.target, small.sample)
-    if (remembered := recall(key)) is not None and _still_holds(call.target, small.sample, remembered):
-        return remembered
-    found = _found(call.target, small.sample)
-    if not found.why_whole:
-        keep(key, found)
+    remembered = recall(key)
+    if remembered is not None and _still_holds(call.target, small.sample, remembered):
+        found = remembered
+    else:
+        found = _found(call.target, small.sample)
+        if not found.why_whole:
+            keep(key, found)
+    if not found.why_whole and small.as_it_is is not None and not _holds_as_it_is(call.target, small.as_it_is, found):
+        return Discovered(why_whole="has cuts on small tensors that are wrong on those of this call")
     return found
+
+
+def _holds_as_it_is(target: str, sample: Sample, found: Discovered) -> bool:
+    """Whether what was found on small tensors is right on those of the call: sizes may decide what an operator does."""
+    case = Case(target, sample, len(SEEDS), lambda call: rule_from(call, found))
+    for picked in strategies_of(case, TWO):
+        try:
+            prove(case, picked, TWO, in_turn=True)
+        except (RuleIsWrong, *REFUSALS):
+            return False
+    return True
 
 
 def _still_holds(target: str, sample: Sample, kept: Discovered) -> bool:

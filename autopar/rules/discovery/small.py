@@ -34,10 +34,10 @@ any dim, else what can be divided by, else more of them, for what is the same fo
 
 @dataclass(frozen=True)
 class Small:
-    """``sample`` is a call that can be tried; ``outs`` are the shapes that it gives."""
+    """``sample`` is a call that can be tried; ``as_it_is`` the call itself, where it is not too large to be."""
 
     sample: Sample
-    outs: tuple[tuple[int, ...] | None, ...]
+    as_it_is: Sample | None
 
 
 def small_call(call: Call) -> Small | str:
@@ -84,7 +84,8 @@ def _made(trial: _Trial, mapped: Mapping[int, int], whole_numbers: frozenset[int
         for without in combinations(reversed(floats), n):
             fewer = replace(trial, without_grad=frozenset(without))
             if fewer.takes_gradients(mapped, whole_numbers):
-                return Small(fewer.sample(mapped, whole_numbers), outs)
+                able = _bytes(trial.call, {}) and trial.shapes({}) is not None
+                return Small(fewer.sample(mapped, whole_numbers), fewer.sample({}, frozenset()) if able else None)
     return "has no forward of inputs with or without gradients"
 
 
