@@ -19,13 +19,13 @@ import torch
 
 from autopar.errors import RuleError
 from autopar.placements import PENDING, Mesh, Placement
+from autopar.rules.axis_options import Option
 from autopar.rules.discovery.cuts import ValidCut, choices_of, halvable, valid_cuts
-from autopar.rules.discovery.proposal import Discovered, Factor, rule_from, rule_with
+from autopar.rules.discovery.proposal import Discovered, Factor, rule_from
 from autopar.rules.discovery.remembered import keep, key_of, recall
 from autopar.rules.discovery.small import says_nothing, small_call
 from autopar.rules.discovery.trying import REFUSALS, NotTried, in_a_fork, outputs
 from autopar.rules.local import resolve
-from autopar.rules.notation import Rule
 from autopar.rules.operator_call import Call
 from autopar.rules.option_names import GRADIENTS_PENDING, WHOLE
 from autopar.rules.proof import Case, RuleIsWrong, prove, strategies_of
@@ -78,11 +78,15 @@ def tried(call: Call) -> Discovered:
 def _holds_as_it_is(target: str, sample: Sample, found: Discovered) -> bool:
     """Whether what was found on small tensors is right on those of the call: sizes may decide what an operator does."""
     case = Case(target, sample, len(SEEDS), lambda call: rule_from(call, found))
-    for picked in strategies_of(case, TWO):
-        try:
-            prove(case, picked, TWO, in_turn=True)
-        except (RuleIsWrong, *REFUSALS):
-            return False
+    return all(_is_right(case, picked, TWO) for picked in strategies_of(case, TWO))
+
+
+def _is_right(case: Case, picked: Sequence[Option], mesh: Mesh) -> bool:
+    """Whether a strategy has its proof."""
+    try:
+        prove(case, picked, mesh, in_turn=True)
+    except (RuleIsWrong, *REFUSALS):
+        return False
     return True
 
 
@@ -237,29 +241,23 @@ def _proved(target: str, sample: Sample, found: Discovered) -> Discovered:
 def _first_wrong(target: str, sample: Sample, found: Discovered, mesh: Mesh) -> str | None:
     """The name of an option that is not right on a mesh; None if all are."""
     for seed in SEEDS[:2]:
-        case = Case(target, sample, seed, lambda call: _small_rule(call, found))
+        case = Case(target, sample, seed, lambda call: rule_from(call, found))
         for picked in strategies_of(case, mesh):
             names = [option.name for option in picked]
             if len(mesh) > 1 and {WHOLE, GRADIENTS_PENDING} & {*names}:
                 continue
-            try:
-                prove(case, picked, mesh, in_turn=True)
-            except (RuleIsWrong, *REFUSALS):
+            if not _is_right(case, picked, mesh):
                 return names[-1]
     return None
 
 
 def _holds(target: str, sample: Sample, found: Discovered, number: int) -> bool:
     """Whether a factor may be cut into pieces that are not equal."""
-    case = Case(target, sample, 0, lambda call: _small_rule(call, found))
-    for mesh in UNEVEN:
-        for picked in strategies_of(case, mesh):
-            if picked[0].name == f"f{number}":
-                try:
-                    prove(case, picked, mesh, in_turn=True)
-                except (RuleIsWrong, *REFUSALS):
-                    return False
-    return True
+    case = Case(target, sample, 0, lambda call: rule_from(call, found))
+    return all(
+        _is_right(case, picked, mesh)
+        for mesh in UNEVEN for picked in strategies_of(case, mesh) if picked[0].name == f"f{number}"
+    )  # fmt: skip
 
 
 def _without(found: Discovered, option: str) -> Discovered:
@@ -277,10 +275,6 @@ def _without(found: Discovered, option: str) -> Discovered:
     if option == GRADIENTS_PENDING and not found.whole_gradients:
         return replace(found, whole_gradients=True)
     return replace(found, factors=(), linear=())  # what is whole everywhere is not right: it is not understood
-
-
-def _small_rule(call: Call, found: Discovered) -> Rule:
-    return rule_with(call, found.small_ins, found.small_outs, found)
 
 
 __all__ = ["discover", "tried"]

@@ -51,17 +51,10 @@ class Discovered:
 
 
 def rule_from(call: Call, found: Discovered) -> Rule:
-    """The rule of a call of which that was found."""
+    """The rule of a call of which that was found: a factor ``f<number>`` for each, whole ones for all other dims."""
     if found.why_whole:
         return replicated(call)
-    outs = tuple(o.shape for o in call.outs if o is not None)
-    return rule_with(call, [s.shape for s in call.ins], outs, found)
-
-
-def rule_with(
-    call: Call, shapes: Sequence[tuple[int, ...]], outs: Sequence[tuple[int, ...]], found: Discovered
-) -> Rule:
-    """A rule with a factor ``f<number>`` for each that was found, and factors that are whole for all other dims."""
+    shapes, outs = [s.shape for s in call.ins], [o.shape for o in call.outs if o is not None]
     sizes: dict[str, int] = {}
     whole: set[str] = set()
     inputs: list[list[tuple[str, ...]]] = [[() for _ in shape] for shape in shapes]
@@ -137,4 +130,4 @@ def _like_small(
     return all((small[0] == s) == (large[0] == n) for s, n in zip(small, large, strict=True))
 
 
-__all__ = ["Discovered", "Factor", "rule_from", "rule_with"]
+__all__ = ["Discovered", "Factor", "rule_from"]

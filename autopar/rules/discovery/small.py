@@ -44,7 +44,6 @@ def small_call(call: Call) -> Small | str:
     """A small call like this one, or why there is none, to follow the operator's name."""
     sizes = sorted({n for spec in call.ins for n in spec.shape if n > 1}, reverse=True)
     trial = _best(call, {}, frozenset()) if _bytes(call, {}) else None
-    start: Mapping[int, int] = {}
     if trial is None:  # too large as it is: the largest sizes first, all at once
         start = {n: SMALL[min(i, len(SMALL) - 1)] for i, n in enumerate(s for s in sizes if s > SMALL_ENOUGH)}
         for whole_numbers in (frozenset[int](), frozenset(start)):
@@ -52,7 +51,8 @@ def small_call(call: Call) -> Small | str:
             if trial is not None:
                 return _made(trial, start, whole_numbers)
         return "does not run on small tensors of random numbers"
-    mapped, whole_numbers = dict(start), frozenset[int]()
+    mapped: dict[int, int] = {}
+    whole_numbers = frozenset[int]()
     for n in sizes:
         if n in mapped or (n <= SMALL_ENOUGH and n % 2 == 0):
             continue
