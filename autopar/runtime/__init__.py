@@ -34,7 +34,8 @@ Two faces, which are ``torch.nn.Module``; :mod:`.spread` is what they share
 A call
 
 :mod:`.calls`            however it is spelt; :mod:`.batch`: its tensors, checked and cut into microbatches
-:mod:`.own_rows`         batches of which every rank has its own rows; :mod:`.own_rows_in_stages`: of a pipeline
+:mod:`.own_rows`         batches of which every rank has its own rows; :mod:`.own_rows_in_stages`: of a pipeline;
+                         :mod:`.uneven_rows`: not equally many
 :mod:`.buckets`          calls that are padded to one of a few shapes; :mod:`.relayout`: parameters in other pieces
 :mod:`.same_batch`       whether all ranks were called alike; :mod:`.samples`: what they compare
 :mod:`.seeds`            of random operators, one for each forward

@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 
 from autopar.capture import Captured
 from autopar.capture.evaluation import Skeleton
-from autopar.capture.microbatches import rows_of
 from autopar.errors import MeshError, RunError
 from autopar.lower.program import Program
 from autopar.placements import Mesh, mesh_text
@@ -32,11 +31,11 @@ from autopar.runtime.crossing import crossed
 from autopar.runtime.failures import Failures
 from autopar.runtime.groups import Groups, groups_on
 from autopar.runtime.loss_counts import Count, count_of
-from autopar.runtime.mesh_step import backwards, shares_of_calls
+from autopar.runtime.mesh_step import parts_of_step, trained
 from autopar.runtime.outputs import IN_PIECES, CollectiveLog, unread, with_pending
 from autopar.runtime.own_rows import Call, OwnRows, TakesRows
 from autopar.runtime.plan_groups import mesh_of_own
-from autopar.runtime.programs import AllWell, Fields, ModuleCall, PlanAgain, batch_rows, parts_of
+from autopar.runtime.programs import AllWell, Fields, ModuleCall, PlanAgain, batch_rows
 from autopar.runtime.recaptured import fields_of, resume, take
 from autopar.runtime.registering import Placing
 from autopar.runtime.same_batch import Calls, Seen, first_readers
@@ -88,6 +87,7 @@ class ParallelModule(TakesRows, SpreadModule):
     _groups: Groups | None
     _generation: int
     _own_rows: OwnRows | None = None
+    _planned: Captured
     _count: tuple[Count | None] | None = None
 
     def __init__(
@@ -112,6 +112,7 @@ class ParallelModule(TakesRows, SpreadModule):
         self._device = torch.device(device_of(device_mesh))
         self._signature = inspect.signature(model.forward)
         self._captured, self._captured_training = captured, model.training
+        self._planned = captured
         self._skeleton = Skeleton(model) if model.training and not isinstance(model, SpreadModule) else None
         self._meeting = None
         abort = groups.abort if groups is not None else None
@@ -215,6 +216,7 @@ class ParallelModule(TakesRows, SpreadModule):
         new: ParallelModule = copied(
             self, memo, lambda values: ParallelModule(self, captured, self.plan, self._mesh, values, seed=seed)
         )  # it has all that is asked of a model here: names, shapes and classes
+        new._planned = self._planned
         return new
 
     def _in_step(self) -> bool:
@@ -255,24 +257,32 @@ class ParallelModule(TakesRows, SpreadModule):
         Args:
             of_step: it is a microbatch of a step.
         """
-        if self._own_rows is not None:
-            args, kwargs = self._own_rows.whole(args, kwargs)
         call = self._calls + 1
         failures = self._failures
         if failures is None:  # one device: the program runs in the caller's own autograd graph
             check_values(self, ModuleCall(args, kwargs, of_step=of_step))
-            return self._outputs(self._call(call, args, kwargs), call)
+            return self._outputs(self._call(call, args, kwargs), call, of_step)
         failures.settle()
         with failures.during(f"the forward of call {call}"):
             if self._groups is not None:
                 self._groups.check(self._generation)
+            if self._own_rows is not None and not of_step:
+                together = self.rows_of_all(args, kwargs)
+                args, kwargs = self._own_rows.whole(args, kwargs) if together is None else together
             check_values(self, ModuleCall(args, kwargs, of_step=of_step))
             meeting = self._meeting
             if meeting is not None:
                 meeting.note(f"the forward of call {call}")
-            return self._outputs(self._call(call, args, kwargs), call)
+            return self._outputs(self._call(call, args, kwargs), call, of_step)
 
-    def _fails_everywhere(self, where: str) -> contextlib.AbstractContextManager[None]:
+    def rows_of_all(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+        """A call with the rows of all ranks, where each has its own and not equally many; else None."""
+        if self._own_rows is None or self.buckets is not None or self._programs is None or not self._programs.shapes:
+            return None
+        logs = [log for log in (self._meeting, self._programs.meeting) if log is not None]
+        return self._own_rows.put_together(args, kwargs, logs)
+
+    def fails_everywhere(self, where: str) -> contextlib.AbstractContextManager[None]:
         """Around a part of a step: what fails in it on one rank ends the step on all."""
         return self._failures.during(where) if self._failures is not None else contextlib.nullcontext()
 
@@ -299,7 +309,7 @@ class ParallelModule(TakesRows, SpreadModule):
                 raise RunError(MOVED)
             if meeting is not None:
                 meeting.note(f"the backward of call {call}")
-            with self._fails_everywhere(f"the backward of call {call}"):
+            with self.fails_everywhere(f"the backward of call {call}"):
                 yield
 
         return crossed(stage.gradients, stage.probe, inputs, run, around)
@@ -317,17 +327,19 @@ class ParallelModule(TakesRows, SpreadModule):
                 seen.add(batch.shown[name], name, leaf, None if tuple(leaf.shape) == slot.shape else slot.state)
         return local_inputs
 
-    def _outputs(self, flat: tuple[Any, ...], call: int) -> Any:
+    def _outputs(self, flat: tuple[Any, ...], call: int, of_step: bool) -> Any:
+        """What a call gives; of a microbatch of a step nothing but the loss is read."""
         graph, plan = self._captured.graph, self._stage.plan
         results: list[Any] = []
-        rows = batch_rows(self._captured) if self._own_rows is not None else 0
+        own_rows = None if of_step else self._own_rows
+        rows = batch_rows(self._captured) if own_rows is not None else 0
         for i, (value, state) in enumerate(zip(flat, plan.outputs, strict=True)):
             if state is None or not isinstance(value, torch.Tensor):
                 results.append(value)
                 continue
             value = with_pending(value, state, self._mesh)
-            if self._own_rows is not None and (shape := graph.spec(graph.outputs[i]).shape) and shape[0] == rows:
-                results.append(self._own_rows.of_output(value, state, shape))
+            if own_rows is not None and (shape := graph.spec(graph.outputs[i]).shape) and shape[0] == rows:
+                results.append(own_rows.of_output(value, state, shape))
                 continue
             if any(not p.is_whole and n > 1 for p, (_, n) in zip(state, plan.mesh, strict=True)):
                 shape = graph.spec(graph.outputs[i]).shape
@@ -374,44 +386,26 @@ class ParallelModule(TakesRows, SpreadModule):
         """
         if self.buckets is not None:
             (args, kwargs), _ = self.buckets.padded(args, kwargs)
-        calls = self._step_of_own_rows(args, kwargs, microbatches)
-        if calls is None:
-            self._check_step(ModuleCall(args, kwargs, in_parts=True, parts=microbatches))
-        else:
-            self._check_step(ModuleCall(*calls[0], parts=len(calls)))
-        self.check_trains()
-        graph = self._captured.graph
-        if graph.loss is None:
-            raise RunError("the model has no scalar loss; pass loss_fn= and targets=, or call loss.backward() yourself")
-        if calls is None:
-            tensors = self._batch.tensors(args, kwargs)
-            pieces = self._batch.microbatches(tensors, microbatches, self._stage.part_shape)
-            calls = [self._batch.call(piece, args, kwargs) for piece in pieces]
-        with self._fails_everywhere(f"counting what the losses from call {self._calls + 1} on are means of"):
-            shares = shares_of_calls(self, calls)
-        loss = backwards(self, calls, shares, graph.loss)
+        parts = parts_of_step(self, args, kwargs, microbatches)
+        loss = trained(self, parts)
         if optimizer is not None:
-            with self._fails_everywhere(f"the optimizer's step after call {self._calls}"):
+            with self.fails_everywhere(f"the optimizer's step after call {self._calls}"):
                 optimizer.step()
             optimizer.zero_grad()
         return loss
 
-    def _step_of_own_rows(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], microbatches: int | None
-    ) -> list[Call] | None:
-        """The calls of a step whose rows are each rank's own; None where every rank has all rows."""
-        if self._own_rows is None:
-            return None
-        most = max(1, batch_rows(self._captured) // self._own_rows.ranks)
-        count = microbatches or parts_of(rows_of((args, kwargs)), most)
-        return self._own_rows.parts(args, kwargs, count)
-
-    def _check_step(self, call: ModuleCall) -> None:
+    def check_step(self, call: ModuleCall) -> None:
         """Before a step begins: within it, another program would be refused."""
+        with self.all_in_step("the step"):
+            check_values(self, call)
+
+    @contextlib.contextmanager
+    def all_in_step(self, what: str) -> Iterator[None]:
+        """Around what all ranks do before a step begins, after all have broken off one that failed."""
         if self._failures is not None:
             self._failures.settle()
-        with self._fails_everywhere(f"the step of call {self._calls + 1}"):
-            check_values(self, call)
+        with self.fails_everywhere(f"{what} of call {self._calls + 1}"):
+            yield
 
     def __repr__(self) -> str:
         mesh = mesh_text(self.plan.mesh)

@@ -43,6 +43,10 @@ ENDED_SECONDS = 0.5
 """How often a rank that waits looks whether the one that it waits for has ended."""
 
 
+AT_EXCHANGE = "its next call, number "
+"""Where a rank is that waits for others before a call."""
+
+
 class CollectiveLog:
     """What ranks do together, one thing after the other, so that a reader knows whether all read.
 
@@ -60,6 +64,8 @@ class CollectiveLog:
         self.timeout = timeout_seconds or default_timeout_seconds()
         say_at_exit()
         self.count = 0
+        self.exchanges = 0
+        """Of numbers of rows (:mod:`.uneven_rows`), to which this rank has come."""
         self.broken_off: Callable[[], str] = str
         """What is known of a rank that has broken off a step of the module, and so comes to no meeting; or empty."""
         self.read: deque[str] = deque(maxlen=4)  # an accelerator's collectives let a rank run ahead of one reading
@@ -68,6 +74,10 @@ class CollectiveLog:
         """This rank does something in which it will wait for the others, and they for it."""
         self.count += 1
         self.store.set(str(self.rank), f"{self.count}|{what}|{';'.join(self.read)}")
+
+    def note_waiting(self) -> None:
+        """This rank waits for the others at an exchange, and has not come to what follows."""
+        self.store.set(str(self.rank), f"{self.count + 1}|{AT_EXCHANGE}{self.exchanges}|{';'.join(self.read)}")
 
     def meet(self, verb: str, what: str, why: str) -> None:
         """Wait until every rank comes to ``what``, such as ``output 1 of call 3`` (without ``|`` and ``;``).
@@ -93,6 +103,8 @@ class CollectiveLog:
                 count, at, read = self.store.get(str(other_rank)).decode().split("|") if has_come else ("0", "", "")
                 if mine in read.split(";"):
                     break
+                if at.startswith(AT_EXCHANGE) and int(at.removeprefix(AT_EXCHANGE)) <= self.exchanges:
+                    count = "0"  # this rank was there, too, so the other one goes on from it
                 if broken_off := self.broken_off():
                     self.count -= 1
                     self.read.pop()

@@ -3,7 +3,8 @@
 The batch of a step is all ranks' rows, one rank after the other in the order of the mesh. A rank's rows go in as they
 lie: where the program cuts them over all ranks they are its piece already, and on an axis along which ranks compute
 together with the same rows they are gathered. What a call gives is the rank's own rows again; scalars, such as the
-loss, are those of the whole batch.
+loss, are those of the whole batch. Where ranks have not equally many rows the batch is put together
+(:mod:`.uneven_rows`).
 
 A loss that the script computes of a rank's own rows counts as it does there: gradients are those of the mean of the
 ranks' losses.
@@ -11,7 +12,7 @@ ranks' losses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,11 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from autopar.capture.microbatches import part_of_batch, rows_of
 from autopar.errors import CaptureError, RunError
 from autopar.placements import State, shard
+from autopar.runtime.agree import mesh_group
+from autopar.runtime.groups import groups_on
+from autopar.runtime.outputs import CollectiveLog
 from autopar.runtime.state import as_dtensor, torch_placements
+from autopar.runtime.uneven_rows import Exchange, OwnOfUneven, put_together
 from autopar.torch_private import pytree
 
 COPIED_BYTES = 1 << 28
@@ -79,24 +84,63 @@ class RowsOfRanks:
 class OwnRows(RowsOfRanks):
     """How the batches of one module lie on its ranks.
 
-    Args:
-        device_mesh: of all ranks of the module.
+    Attributes:
+        exchange: tells before each call how many rows each rank has; None where all have equally many.
+        counts: rows of each rank in the last call, where they were not equally many.
     """
 
     def __init__(self, device_mesh: DeviceMesh) -> None:
+        """All ranks of the module call it.
+
+        Args:
+            device_mesh: of these ranks.
+        """
         super().__init__(device_mesh.size(), device_mesh.mesh.flatten().tolist().index(dist.get_rank()))
         self.device_mesh = device_mesh
         self.state = State([shard(0)] * device_mesh.ndim)
+        self.exchange = Exchange.of(device_mesh)
+        self.counts: list[int] | None = None
+
+    def put_together(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], logs: Sequence[CollectiveLog]
+    ) -> Call | None:
+        """The call with all rows of all ranks, where these have not equally many; None where they have.
+
+        All ranks call it before each call that is not of DTensors.
+
+        Raises:
+            RunError: the ranks' calls differ in more than their rows.
+        """
+        self.counts = None
+        rows = self._rows(args, kwargs)
+        if self.exchange is None or rows is None:
+            return None
+        counts = [n for n, _ in self.exchange(rows, 0, logs)]
+        if len(set(counts)) == 1:
+            return None
+        self.counts = counts
+        in_order = sorted(int(rank) for rank in self.device_mesh.mesh.flatten())
+        groups = groups_on(self.device_mesh)
+        group = groups.of(in_order) if groups.possible else mesh_group(self.device_mesh)
+        call = tuple(args), dict(kwargs)
+        return put_together(call, rows, counts, self.place, group, self.exchange.order, self.exchange)
+
+    @staticmethod
+    def _rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+        """Of a call; None of one with DTensors, or in which nothing has rows."""
+        plain = [x for x in pytree.tree_leaves((args, dict(kwargs))) if type(x) is not DTensor]
+        try:
+            return rows_of(plain)
+        except CaptureError:
+            return None
 
     def whole(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         """The call with the whole batch, of which this rank has its rows: DTensors in the tensors' place.
 
         Tensors with as many rows as the first one has are cut among the ranks; DTensors say themselves how they lie.
         """
-        plain = [x for x in pytree.tree_leaves((args, dict(kwargs))) if type(x) is not DTensor]
-        try:
-            rows = rows_of(plain)
-        except CaptureError:  # nothing has rows
+        rows = self._rows(args, kwargs)
+        if rows is None:
             return args, dict(kwargs)
 
         def joined(leaf: Any) -> Any:
@@ -124,7 +168,11 @@ class OwnRows(RowsOfRanks):
         Args:
             value: this rank's piece of it, in ``state``; ``shape`` is that of the whole.
         """
-        own: torch.Tensor = _OwnRows.apply(value, state, shape, self)
+        own: torch.Tensor
+        if self.counts is None:
+            own = _OwnRows.apply(value, state, shape, self)
+        else:
+            own = OwnOfUneven.apply(value, state, shape, self.device_mesh, self.counts, self.place)
         return own
 
 

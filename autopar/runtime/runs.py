@@ -1,9 +1,9 @@
-"""A batch of any number of rows in a pipeline: runs of equal microbatches.
+"""A batch of any number of rows, in a pipeline or on one mesh: runs of equal microbatches.
 
-A run is one trip of microbatches of one shape through the stages. A batch is one run where its rows divide into as few
-microbatches as the planned size allows; else there are two, whole microbatches of the planned size and a last one with
-the rows that are left. Gradients of all runs add up before any parameter has them, and every loss counts by its part of
-the rows, so a step's loss is the mean over the rows of its batch, as for the whole batch at once.
+A run is microbatches of one shape, in a pipeline one trip through the stages. A batch is one run where its rows divide
+into as few microbatches as the planned size allows; else there are two, whole microbatches of the planned size and a
+last one with the rows that are left. Gradients of all runs add up, and every loss counts by its part of the rows, so a
+step's loss is the mean over the rows of its batch, as for the whole batch at once.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def sizes(rows: int, most: int) -> list[tuple[int, int]]:
 
 def runs(
     captured: Captured, signature: inspect.Signature, planned: int, args: tuple[Any, ...], kwargs: Mapping[str, Any],
-    ranks: int = 1,
+    ranks: int = 1, most: int | None = None,
 ) -> list[Run]:  # fmt: skip
     """The runs of a call.
 
@@ -67,6 +67,7 @@ def runs(
             rest goes into every microbatch.
         planned: microbatches of a step for which the plan is.
         ranks: that each have rows of their own, of which the call has one's.
+        most: rows of a microbatch at most; None for those of ``captured``.
     """
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     has_rows = _have_rows(captured, signature, args, kwargs, leaves)
@@ -87,7 +88,7 @@ def runs(
         positional, by_name = pytree.tree_unflatten(some, spec)
         return tuple(positional), dict(by_name)
 
-    for count, each in sizes(rows, max(1, whole // ranks)):
+    for count, each in sizes(rows, max(1, whole // ranks) if most is None else most):
         one = part(begin, each, ranks)
         call = ModuleCall(*part(begin, count * each), in_parts=True, parts=count, one=one)
         runs_of_call.append(Run(call, count, each / rows, tuple(cut)))

@@ -126,9 +126,78 @@ def loaded() -> tuple[list[int], list[int], int, str, int]:
     return first, drawn, next(iter(loader))[0].shape[0], text, whole
 
 
+def uneven(cut: str, mesh: tuple[int, ...] = (2,)) -> float:
+    """Ranks have other numbers of rows than the others: the numbers of one process with all of them, with batch
+    statistics and ignored labels; then as many again; then in eval mode."""
+    model = Net()
+    alone, worst = copy.deepcopy(model), 0.0
+    pm = spread(model, own(data(8)), mesh, **CUTS[cut])
+    ranks, place = dist.get_world_size(), dist.get_rank()
+    some_fewer, each_other = [4 - r % 2 for r in range(ranks)], [1 + r for r in range(ranks)]
+    for number, counts in enumerate(([4] * ranks, some_fewer, [4] * ranks, each_other)):
+        whole = data(sum(counts), number)
+        mine = tuple(x.split(counts)[place] for x in whole)
+        (loss, out), (wanted, wanted_out) = pm(*mine), alone(*whole)
+        worst = max(worst, difference(loss.detach(), wanted.detach()))
+        worst = max(worst, difference(out.detach(), wanted_out.detach().split(counts)[place]))
+        loss.backward()
+        wanted.backward()
+    worst = max(worst, worst_gradient(pm, alone))
+    pm.eval()
+    alone.eval()
+    with torch.no_grad():
+        wanted_out = alone(whole[0]).split(counts)[place]
+        return max(worst, difference(pm(mine[0]), wanted_out))
+
+
+def uneven_outside(cut: str) -> float:
+    """A loss that the script computes of a rank's own rows counts by their part of all; inputs get their gradients."""
+    model = Net()
+    alone = copy.deepcopy(model)
+    x, y = data(8)
+    counts = [5, 2]
+    pm = spread(model, own((x.clone().requires_grad_(),))[0].detach().requires_grad_(), **CUTS[cut])
+    place = dist.get_rank()
+    mine = x[:7].split(counts)[place].clone().requires_grad_()
+    F.cross_entropy(pm(mine), y[:7].split(counts)[place]).backward()
+    whole = x[:7].clone().requires_grad_()
+    F.cross_entropy(alone(whole), y[:7]).backward()
+    assert mine.grad is not None and whole.grad is not None
+    return max(worst_gradient(pm, alone), difference(mine.grad, whole.grad.split(counts)[place]))
+
+
+def uneven_in_parts(cut: str) -> float:
+    """Steps in microbatches, of rows that divide neither among the ranks nor into microbatches."""
+    model = Net()
+    model.norm = nn.LayerNorm(12).double()  # type: ignore[assignment]
+    alone = copy.deepcopy(model)
+    pm = spread(model, own(data(8)), **CUTS[cut])
+    worst = 0.0
+    place = dist.get_rank()
+    for counts, count in (([4, 4], None), ([8, 5], None), ([7, 7], None), ([7, 7], 2), ([8, 8], None)):
+        x, y = data(sum(counts))
+        y[2:5] = 0  # ignored, and not as many in each microbatch
+        pm.zero_grad()
+        alone.zero_grad()
+        mine = tuple(t.split(counts)[place] for t in (x, y))
+        loss, theirs = pm.train_step(*mine, microbatches=count), alone(x, y)[0]
+        theirs.backward()
+        worst = max(worst, difference(loss, theirs.detach()), worst_gradient(pm, alone))
+    return worst
+
+
+def lengths_differ() -> str:
+    """Rank 1 has other columns, too: an error on both ranks; then the training goes on."""
+    pm = spread(nn.Sequential(nn.Linear(6, 12), nn.Linear(12, 5)).double(), own(data(8))[0])
+    rows = 4 - dist.get_rank()
+    text = said(lambda: pm(torch.zeros(rows, 6 + dist.get_rank(), dtype=torch.float64)))
+    pm(own(data(8))[0]).sum().backward()
+    return text
+
+
 def unequal() -> str:
-    """Rank 1 has fewer rows."""
-    pm = spread(Net(), own(data(8)), **CUTS["data"])
+    """Rank 1 has fewer rows, and other shapes are not followed."""
+    pm = spread(Net(), own(data(8)), **CUTS["data"], shapes="fixed")
     pm(*own(data(8)))[0].backward()
     pm(*data(4 - dist.get_rank()))[0].backward()
     return "no error"

@@ -12,13 +12,15 @@ from autopar.errors import RunError
 from autopar.runtime.launch import run_local
 
 CALLS: dict[str, tuple[Any, ...]] = {
-    f"{name} {cut}": (name, cut) for name in ("trained", "outside", "in_parts") for cut in own_rows.CUTS
+    f"{name} {cut}": (name, cut)
+    for name in ("trained", "outside", "in_parts", "uneven", "uneven_outside", "uneven_in_parts")
+    for cut in own_rows.CUTS
 }
 
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
-    return run_local(several, 2, "own_rows", {**CALLS, "loaded": ("loaded",)})
+    return run_local(several, 2, "own_rows", {**CALLS, "loaded": ("loaded",), "lengths_differ": ("lengths_differ",)})
 
 
 @pytest.mark.parametrize("how", list(CALLS))
@@ -27,7 +29,8 @@ def test_the_numbers_of_one_device(found: list[dict[str, Any]], how: str) -> Non
 
 
 def test_on_two_axes() -> None:
-    calls = {f"{name} {cut}": (name, cut, (2, 2)) for name in ("trained", "outside") for cut in ("data", "tensor")}
+    names, cuts = ("trained", "outside", "uneven"), ("data", "tensor")
+    calls = {f"{name} {cut}": (name, cut, (2, 2)) for name in names for cut in cuts}
     for rank in run_local(several, 4, "own_rows", calls):
         assert all(value < 1e-9 for value in rank.values())
 
@@ -41,7 +44,12 @@ def test_loaders_give_each_rank_its_rows(found: list[dict[str, Any]]) -> None:
         assert "draws rows in a way of its own" in rank["loaded"][3]
 
 
-def test_unequal_rows_are_refused() -> None:
-    text = r"rank 1 is at call 2 with \(float64\[6 6\], int64\[6\]\), rank 0 is at call 2 without a change"
-    with pytest.raises(RunError, match=text):
+def test_other_lengths_are_refused_on_all_ranks(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert "ranks have 4, 3 rows of their own, and the tensors differ in more" in rank["lengths_differ"]
+        assert "rank 1: float64[3, 7]" in rank["lengths_differ"] and "buckets" in rank["lengths_differ"]
+
+
+def test_unequal_rows_are_refused_where_shapes_are_fixed() -> None:
+    with pytest.raises(RunError, match=r"\(float64\[6 6\], int64\[6\]\)"):
         run_local(own_rows.unequal, 2)
