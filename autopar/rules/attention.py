@@ -70,6 +70,7 @@ _GQA = (T((2, 8, 4, 4)), T((2, 4, 4, 4)), T((2, 4, 4, 4)))
         sample(T((2, 2, 5, 4)), T((2, 2, 3, 4)), T((2, 2, 3, 4)), None, 0.0, True),
         sample(_Q, _K, _K, None, 0.25, True),
         sample(*_GQA, T((4, 4), grad=False), 0.5, enable_gqa=True),
+        sample(T((2, 2, 8, 4)), T((2, 2, 8, 4)), T((2, 2, 8, 4)), None, 0.25, True),
     ],
 )
 def attention(call: Call) -> Rule:
@@ -94,12 +95,11 @@ def attention(call: Call) -> Rule:
     if n_mask:
         terms.append(_term(call.ins[3].shape, [*lead, "q", "k"]))
     d, e = q[-1], call.ins[2].shape[-1]
-    whole = "k d e" + (" q" if causal and dropout_p else "")
     of_attention = line(
         ", ".join(terms) + " -> " + _term(call.out.shape[:-2], lead) + " q e",
         call,
         sizes=sizes,
-        whole=whole,
+        whole="k d e",
         linear=[{2}],
         random=dropout_p > 0,
         lowerings=(Lowering(attention_with_dropout),) if dropout_p > 0 else (),
@@ -108,8 +108,7 @@ def attention(call: Call) -> Rule:
         saves=tuple(range(3 + n_mask)),
         saves_out=True,
     )
-    if not dropout_p:
-        of_attention = _along_the_sequence(of_attention, call, causal)
+    of_attention = _along_the_sequence(of_attention, call, causal)
     if n_mask and call.ins[3].is_float:  # torch's kernels give no gradient of the mask where there are no scores
         return replace(of_attention, needs_some=frozenset(of_attention.sizes))
     return of_attention
@@ -124,7 +123,7 @@ def _along_the_sequence(whole: Rule, call: Call, causal: bool) -> Rule:
     length, unit = q.shape[-2], 2 if causal else 1
     rows = Lowering(attention_across, frozenset({QUERIES}), uneven=True, most_work=_of_last_rank)
     if length != k.shape[-2] or length < 2 or length % unit:
-        return replace(whole, lowerings=(rows,) if causal else ())
+        return replace(whole, lowerings=whole.lowerings + ((rows,) if causal else ()))
     round_once, exchanged = _travels(whole, call, unit)
     ring = Lowering(attention_across, frozenset({RING}), round_once + (exchanged if causal else ()), uneven=True)
     both = replace(rows, factors=frozenset({QUERIES, RING}), comm=round_once)
@@ -140,7 +139,7 @@ def _along_the_sequence(whole: Rule, call: Call, causal: bool) -> Rule:
         even=whole.even | {RING},
         in_as={RING: tuple(ins)},
         out_as={RING: (shard(len(call.out.shape) - 2),)},
-        lowerings=(rows, ring, both) if causal else (ring,),
+        lowerings=whole.lowerings + ((rows, ring, both) if causal else (ring,)),
     )
 
 

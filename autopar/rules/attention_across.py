@@ -9,6 +9,10 @@ further, home. With a causal mask the last rank would work all steps and the fir
 exchange halves: of 2 n pieces, rank i gets numbers i and 2 n - 1 - i (*zigzag*, as in Llama 3, arXiv:2407.21783), and
 all have the same work in each step. Where another axis cuts the queries too, ranks skip what they may not see.
 
+*Dropout* of the probabilities leaves the log-sum-exp as it is, so parts are put together as without; which element is
+dropped is decided by its place in the whole sequence (:mod:`.random`). What has it is computed step by step, some
+queries at a time.
+
 A message of the ring is one all-to-all in which each rank sends to one other: a collective, which all ranks post in one
 order, so nothing waits for what is posted behind it.
 """
@@ -24,11 +28,14 @@ import torch
 from spmd_types import rules as types
 
 from autopar.placements import nested_piece_of
-from autopar.rules.attention_kernels import PartOfAttention, merged
-from autopar.rules.distributed import axes_of, cuts_on, n_pieces, permuted, sends_on, which_piece
+from autopar.rules.attention_kernels import Dropping, PartOfAttention, merged
+from autopar.rules.distributed import axes_of, cuts_on, n_pieces, permuted, positions, sends_on, which_piece
+from autopar.rules.random import Shards, dropping, hashes_at, threshold_of
 from autopar.torch_private import each_rank
 
 QUERIES, RING = "q", "ring"
+MOST_SCORES = 1024 * 1024
+"""Queries by keys of one head that are computed at once where there is dropout."""
 
 
 class Stretch(NamedTuple):
@@ -42,6 +49,10 @@ class Stretch(NamedTuple):
     @property
     def end(self) -> int:
         return self.start + self.length
+
+
+Hashes = tuple[torch.Tensor | None, torch.Tensor | None]
+"""Of queries and of keys; None where there is no dropout."""
 
 
 class Met(NamedTuple):
@@ -93,6 +104,42 @@ def joined(of_pairs: Iterator[Met]) -> list[Met]:
     return result
 
 
+def in_blocks(of_pairs: Sequence[Met]) -> Iterator[Met]:
+    """The pairs, larger ones some queries at a time; of a diagonal what is before it apart."""
+    for pair in of_pairs:
+        n_rows, n_keys = pair.rows.stop - pair.rows.start, pair.keys.stop - pair.keys.start
+        size = max(1, MOST_SCORES // n_keys)
+        if size >= n_rows:
+            yield pair
+            continue
+        for first in range(0, n_rows, size):
+            last = min(first + size, n_rows)
+            rows = slice(pair.rows.start + first, pair.rows.start + last)
+            if not pair.diagonal:
+                yield Met(rows, pair.keys, pair.places)
+                continue
+            for start, stop, diagonal in ((0, first, False), (first, last, True)):
+                if start < stop:
+                    keys, places = (slice(at.start + start, at.start + stop) for at in (pair.keys, pair.places))
+                    yield Met(rows, keys, places, diagonal)
+
+
+class Draw(NamedTuple):
+    """How the dropout of a call is drawn.
+
+    Attributes:
+        p: the probability to be dropped.
+        site: number of the call.
+        shape: of the scores of all ranks.
+        shards: of their leading dims, the axes that cut each.
+    """
+
+    p: float
+    site: int
+    shape: tuple[int, ...]
+    shards: Shards
+
+
 @dataclass(frozen=True, eq=False)
 class Going:
     """How a call of attention goes on.
@@ -107,6 +154,7 @@ class Going:
         causal, scale: of the operator.
         zigzag: ranks exchange halves first.
         mask_learns: whether the gradient of the mask is asked for.
+        draw: of dropout; None where there is none.
     """
 
     ring: str | None
@@ -120,6 +168,7 @@ class Going:
     scale: float | None
     zigzag: bool = False
     mask_learns: bool = False
+    draw: Draw | None = None
 
     def rows(self, numbers: Sequence[int], length: int) -> list[Stretch]:
         """The queries of a rank.
@@ -144,15 +193,36 @@ class Going:
 
     def parts(
         self, numbers: Sequence[int], source: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        mask: torch.Tensor | None,
+        mask: torch.Tensor | None, hashes: Hashes,
     ) -> Iterator[tuple[Met, PartOfAttention]]:  # fmt: skip
         """The calls of kernels in which a rank's queries meet piece ``source`` of the keys."""
         rows, keys = self.rows(numbers, q.shape[-2]), self.keys(source, k.shape[-2])
-        for pair in joined(pairs(rows, keys, self.causal)):
+        meeting = joined(pairs(rows, keys, self.causal))
+        for pair in meeting if self.draw is None else in_blocks(meeting):
             yield pair, PartOfAttention(
                 q[..., pair.rows, :], k[..., pair.keys, :], v[..., pair.keys, :], scale=self.scale,
                 diagonal=pair.diagonal, mask=_of_mask(mask, pair), mask_learns=self.mask_learns,
+                dropping=self._dropping(pair, *hashes),
             )  # fmt: skip
+
+    def hashes(self, numbers: Sequence[int], seed: torch.Tensor, length: int, *lead: torch.Tensor) -> Hashes:
+        """Those of a rank's queries [.. h q] and of all keys [k], of which bits are drawn.
+
+        Args:
+            length: how many queries it has.
+            lead: where it is along the leading dims of the scores.
+        """
+        assert self.draw is not None
+        device = seed.device
+        places = [torch.arange(row.start, row.end, device=device) for row in self.rows(numbers, length)]
+        keys = torch.arange(self.draw.shape[-1], device=device)
+        return hashes_at(seed, self.draw.site, self.draw.shape, (*lead, torch.cat(places), keys))
+
+    def _dropping(self, pair: Met, row: torch.Tensor | None, column: torch.Tensor | None) -> Dropping | None:
+        if self.draw is None or row is None or column is None:
+            return None
+        drop = dropping(row[..., pair.rows], column[pair.places], threshold_of(self.draw.p))
+        return Dropping(drop, 1 / (1 - self.draw.p) if self.draw.p < 1 else 0.0)
 
 
 def _of_mask(mask: torch.Tensor | None, pair: Met) -> torch.Tensor | None:
@@ -169,11 +239,11 @@ def _of_mask(mask: torch.Tensor | None, pair: Met) -> torch.Tensor | None:
 
 def _added(
     way: Going, numbers: Sequence[int], source: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    mask: torch.Tensor | None, out: torch.Tensor | None, log_sum: torch.Tensor | None,
+    mask: torch.Tensor | None, hashes: Hashes, out: torch.Tensor | None, log_sum: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The attention to these keys added to that to earlier ones; the first time there is none."""
     exact = torch.promote_types(q.dtype, torch.float32)
-    for pair, part in way.parts(numbers, source, q, k, v, mask):
+    for pair, part in way.parts(numbers, source, q, k, v, mask, hashes):
         of_part, log_of_part = part.result()
         every_row = pair.rows.start == 0 and pair.rows.stop == q.shape[-2]
         if out is None and every_row:
@@ -209,12 +279,12 @@ def _lying_like(out: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 def _gradients(
     way: Going, numbers: Sequence[int], source: int, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
-    v: torch.Tensor, mask: torch.Tensor | None, out: torch.Tensor, log_sum: torch.Tensor,
+    v: torch.Tensor, mask: torch.Tensor | None, hashes: Hashes, out: torch.Tensor, log_sum: torch.Tensor,
     of_q: torch.Tensor, of_mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The gradients of these keys and values; those of queries and mask are added to ``of_q`` and ``of_mask``."""
     of_k, of_v = (torch.zeros_like(x, dtype=of_q.dtype) for x in (k, v))
-    for pair, part in way.parts(numbers, source, q, k, v, mask):
+    for pair, part in way.parts(numbers, source, q, k, v, mask, hashes):
         at, of_keys = (..., pair.rows, slice(None)), (..., pair.keys, slice(None))
         into_q, into_k, into_v, into_mask = part.gradients(grad[at], out[at], log_sum[..., pair.rows])
         of_q[at] += into_q
@@ -231,29 +301,39 @@ def _gradients(
 
 
 class _Attention(torch.autograd.Function):
-    """Attention on one rank of those that cut its sequence. It keeps its inputs, its output and the log-sum-exp."""
+    """Attention on one rank of those that cut its sequence. It keeps its inputs, its output, the log-sum-exp and, with
+    dropout, hashes of its queries and of the keys."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, way: Going
-    ) -> torch.Tensor:
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
+        seed: torch.Tensor | None, way: Going,
+    ) -> torch.Tensor:  # fmt: skip
         given = q
+        hashes: Hashes = (None, None)
+        if way.draw is not None and seed is not None:
+            seed = seed.to(q.device)
+            sizes = zip(way.draw.shape, way.draw.shards, strict=False)
+            lead = [positions(n, axes, q.device) for n, axes in sizes]
+            hashes = each_rank(way.hashes)(way.row_numbers, seed, q.shape[-2], *lead)
         if way.zigzag:
             (q,), (k, v) = _exchanged(way, [q], back=False), _exchanged(way, [k, v], back=False)
         out = log_sum = None
         for source, (keys, values) in _round(way, [k, v], backward=False):
-            out, log_sum = each_rank(_added)(way, way.row_numbers, source, q, keys, values, mask, out, log_sum)
+            out, log_sum = each_rank(_added)(way, way.row_numbers, source, q, keys, values, mask, hashes, out, log_sum)
         assert out is not None
         out = each_rank(_lying_like)(out, q)
         if way.zigzag:
             (out,) = _exchanged(way, [out], back=True)
             out = each_rank(_lying_like)(out, given)
-        ctx.save_for_backward(q, k, v, mask, out, log_sum)
+        ctx.save_for_backward(q, k, v, mask, out, log_sum, *hashes)
         ctx.way = way
         return out
 
     @staticmethod
-    def spmd_typecheck(*, q: Any, k: Any, v: Any, mask: Any) -> Any:
+    def spmd_typecheck(*, q: Any, k: Any, v: Any, mask: Any, seed: Any) -> Any:
+        if seed is not None:
+            types.ignore(seed)
         letters = iter(ascii_letters)
         given = [x for x in (q, k, v, mask) if x is not None]
         if mask is not None and not mask.requires_grad:  # a constant goes with any type of the others
@@ -265,7 +345,7 @@ class _Attention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         way: Going = ctx.way
-        q, k, v, mask, out, log_sum = ctx.saved_tensors
+        q, k, v, mask, out, log_sum, *hashes = ctx.saved_tensors
         grad = grad.contiguous()
         if way.zigzag:
             grad, out = _exchanged(way, [grad, out], back=False)
@@ -277,7 +357,7 @@ class _Attention(torch.autograd.Function):
         step = 0
         for source, (keys, values) in _round(way, [k, v], backward=True):
             of_keys = list(each_rank(_gradients)(
-                way, way.row_numbers, source, grad, q, keys, values, mask, out, log_sum, of_q, of_mask
+                way, way.row_numbers, source, grad, q, keys, values, mask, hashes, out, log_sum, of_q, of_mask
             ))  # fmt: skip
             if arriving is not None:
                 of_keys = [mine + before for mine, before in zip(of_keys, arriving(), strict=True)]
@@ -288,7 +368,7 @@ class _Attention(torch.autograd.Function):
         of_q, of_k, of_v = of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype)
         if way.zigzag:
             (of_q,), (of_k, of_v) = _exchanged(way, [of_q], back=True), _exchanged(way, [of_k, of_v], back=True)
-        return of_q, of_k, of_v, of_mask, None
+        return of_q, of_k, of_v, of_mask, None, None
 
 
 def _round(way: Going, tensors: list[torch.Tensor], backward: bool) -> Iterator[tuple[Any, list[torch.Tensor]]]:
@@ -372,21 +452,29 @@ def _together(number: int, *halves: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def attention_across(
     q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, *,
     scale: float | None = None, enable_gqa: bool = False, cut: Mapping[str, Sequence[str]], sizes: Any = None,
+    seed: Any = None, site: int = 0, shape: Any = None, shards: Any = (),
 ) -> torch.Tensor:  # fmt: skip
     """``aten.scaled_dot_product_attention`` with its queries cut, and its keys too where the ring is."""
     # q [.. h q d], k [.. g k d], v [.. g k e] -> [.. h q e]; local q, and local k in a ring
     rows, ring = cut.get(QUERIES, ()), axes_of(cut, RING)
     row_axes = tuple(axis for factor, axes in cut.items() if factor in (QUERIES, RING) for axis in axes)
-    n_rows = q.shape[-2] * n_pieces(row_axes) if sizes is None else sizes[QUERIES]
     axis = ring[0] if ring else None
     group, number = (None, 0) if axis is None else (sends_on(axis), which_piece(axis))
     learns = attn_mask is not None and attn_mask.requires_grad
     zigzag = bool(ring) and is_causal and not rows
     row_numbers = tuple(map(which_piece, row_axes))
+    draw = None
+    if dropout_p:
+        n_rows = shape[-2]
+        drawn = (*shape[:-1], k.shape[-2] * n_pieces(ring))
+        draw = Draw(dropout_p, site, drawn, tuple(shards[:-2]))
+    else:
+        n_rows = q.shape[-2] * n_pieces(row_axes) if sizes is None else sizes[QUERIES]
     way = Going(
-        axis, group, number, n_pieces(ring), cuts_on(row_axes), row_numbers, n_rows, is_causal, scale, zigzag, learns
-    )
-    return _Attention.apply(q, k, v, attn_mask, way)  # type: ignore[no-any-return]
+        axis, group, number, n_pieces(ring), cuts_on(row_axes), row_numbers, n_rows, is_causal, scale, zigzag, learns,
+        draw,
+    )  # fmt: skip
+    return _Attention.apply(q, k, v, attn_mask, seed, way)  # type: ignore[no-any-return]
 
 
 __all__ = ["QUERIES", "RING", "attention_across"]

@@ -13,12 +13,21 @@ where ``g`` divides ``h``.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
 FUSED_ON_CUDA = (torch.float16, torch.bfloat16)
 """Precisions of torch's flash attention on GPUs."""
+
+
+class Dropping(NamedTuple):
+    """Dropout of the probabilities: what sets those to zero that are dropped, and what the others are multiplied with.
+    """
+
+    drop: Callable[[torch.Tensor], torch.Tensor]
+    unscaled: float
 
 
 class PartOfAttention:
@@ -29,15 +38,17 @@ class PartOfAttention:
         diagonal: query i sees key j where j <= i; there are as many keys as queries.
         mask: bool (True: sees) or added to the scores, broadcast to ``[.. h q k]``; not with ``diagonal``.
         mask_learns: whether a gradient of the mask is asked for.
+        dropping: of the probabilities ``[.. h q k]``. It is not counted in the log-sum-exp.
     """
 
     def __init__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, diagonal: bool = False,
         mask: torch.Tensor | None = None, mask_learns: bool = False,
+        dropping: Dropping | None = None,
     ) -> None:  # fmt: skip
         self.q, self.k, self.v, self.mask = q, k, v, mask
         self.scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-        self.diagonal, self.mask_learns = diagonal, mask_learns
+        self.diagonal, self.mask_learns, self.dropping = diagonal, mask_learns, dropping
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The attention to these keys alone, in the precision of the queries, and its log-sum-exp ``[.. h q]``, in
@@ -56,7 +67,8 @@ class PartOfAttention:
         scores = self._scores()
         log_sum = torch.logsumexp(scores, -1)
         v = self._wide(self.v).to(log_sum.dtype)
-        return torch.matmul(self._probabilities(scores, log_sum), v).to(self.q.dtype), log_sum
+        weights = self._dropped(self._probabilities(scores, log_sum))
+        return torch.matmul(weights, v).to(self.q.dtype), log_sum
 
     def gradients(
         self, grad: torch.Tensor, out: torch.Tensor, log_sum: torch.Tensor
@@ -83,10 +95,10 @@ class PartOfAttention:
         q, k, v = (x.to(log_sum.dtype) for x in (self.q, self._wide(self.k), self._wide(self.v)))
         grad, out = grad.to(log_sum.dtype), out.to(log_sum.dtype)
         weights = self._probabilities(self._scores(), log_sum)
-        of_weights = torch.matmul(grad, v.transpose(-2, -1))
+        of_weights = self._dropped(torch.matmul(grad, v.transpose(-2, -1)))
         of_scores = weights * (of_weights - (grad * out).sum(-1, keepdim=True))
         of_k = torch.matmul(of_scores.transpose(-2, -1), q) * self.scale
-        of_v = torch.matmul(weights.transpose(-2, -1), grad)
+        of_v = torch.matmul(self._dropped(weights).transpose(-2, -1), grad)
         of_mask = None
         if self.mask_learns and self.mask is not None:
             of_mask = of_scores.sum_to_size(self.mask.shape).to(self.mask.dtype)
@@ -99,6 +111,8 @@ class PartOfAttention:
         """Whether shapes are those of the fused kernels: one batch dim that all share, values as wide as keys."""
         lead = self.q.shape[:1]
         fits = self.q.dim() == self.k.dim() == self.v.dim() == 4 and lead == self.k.shape[:1] == self.v.shape[:1]
+        if self.dropping is not None:  # torch's kernels would draw numbers of their own
+            return False
         return fits and self.q.shape[-1] == self.v.shape[-1] and self.k.shape[1] == self.v.shape[1]
 
     def _flash_on_cpu(self) -> bool:
@@ -116,6 +130,9 @@ class PartOfAttention:
         return empty, empty
 
     # -- step by step
+
+    def _dropped(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.dropping is None else self.dropping.drop(x) * self.dropping.unscaled
 
     def _added(self) -> torch.Tensor | None:
         """The mask as numbers that are added to the scores."""
@@ -169,4 +186,4 @@ def merged(
     return torch.addcmul(out * weights[0], part.to(out.dtype), weights[1]), both
 
 
-__all__ = ["PartOfAttention", "merged"]
+__all__ = ["Dropping", "PartOfAttention", "merged"]

@@ -56,17 +56,17 @@ def bits_at(seed: torch.Tensor, site: int, shape: Sequence[int], places: Sequenc
     # -> [*local shape]
     if not shape:
         return bits_at(seed, site, (1,), (torch.zeros(1, dtype=torch.int64, device=seed.device),)).reshape(())
-    return _mixed(*_hashes(seed, site, shape, places))
+    return _mixed(*hashes_at(seed, site, shape, places))
 
 
 def halves(
     seed: torch.Tensor, site: int, shape: Sequence[int], shards: Shards, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Hashes of the rows [*local shape without the last dim] and of the columns [last local dim], int32."""
-    return _hashes(seed, site, shape, [positions(n, axes, device) for n, axes in zip(shape, shards, strict=True)])
+    return hashes_at(seed, site, shape, [positions(n, axes, device) for n, axes in zip(shape, shards, strict=True)])
 
 
-def _hashes(
+def hashes_at(
     seed: torch.Tensor, site: int, shape: Sequence[int], places: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Those of the elements at these positions."""

@@ -146,6 +146,22 @@ def test_dropout_does_not_depend_on_the_mesh(name: str, seeds: int) -> None:
         assert found.worst < 1e-9, found
 
 
+def test_dropout_of_attention_that_is_cut_along_the_sequence() -> None:
+    """Queries, the ring, and both, draw what one device draws."""
+    case = ZOO["gpt2"](dropout=0.1)
+    captured = V.promoted(capture(case.model, case.args, case.kwargs))
+    weights, buffers = V.state_of(captured, case.model)
+    state = V.doubled(weights), V.doubled(buffers), V.doubled(V.inputs_of(captured, case.args, case.kwargs))
+    reference = V.train(captured, V.one_device(captured.graph), *state)
+    cluster, mesh = load_cluster("dgx-h100"), MESHES["2x2"]
+    first, second = (axis for axis, _ in mesh)
+    for ways in ({first: "q", second: "ring"}, {first: "b", second: "ring"}):
+        pins = {"*:scaled_dot_product_attention": ways}
+        plan = plan_graph(captured.graph, cluster, mesh, Options(constraints=pins))
+        found = V.compare(str(ways), V.train(captured, plan, *state), reference)
+        assert found.worst < 1e-9, found
+
+
 def test_plans_of_the_planner_that_gather_again() -> None:
     """Of the plans among which a stage chooses by their memory, those whose copies are gathered again in the backward
     train as one device does."""
