@@ -240,6 +240,7 @@ def parallelize(
     buckets: Sequence[tuple[int, int]] = (),
     gradient_dtype: torch.dtype | None = None,
     batch: str = "global",
+    compile: bool | Mapping[str, Any] = False,
 ) -> Any:
     """Spread a model over a mesh; every rank calls it with the same arguments.
 
@@ -292,6 +293,8 @@ def parallelize(
             rows, as with DistributedDataParallel and DistributedSampler, also in ``example_inputs``; what a call gives
             is its own rows, too, and scalars of the whole batch (:mod:`autopar.runtime.own_rows`). In a pipeline the
             nth ranks of all groups have the same rows (:mod:`autopar.runtime.own_rows_in_stages`).
+        compile: whether the programs are compiled, as ``pm.compile()`` does; or the options of ``torch.compile``, such
+            as ``{"fullgraph": True}``.
 
     The other arguments are those of :func:`plan`.
 
@@ -415,6 +418,8 @@ def parallelize(
         object.__setattr__(pm, "_original", Original(model, pm))
         if dist.get_rank(group) == 0 and dist.get_world_size(group) > 1:
             say(decided, one.graph)
+        if compile is not False:
+            spreading.on_all(group, lambda: pm.compile(**({} if compile is True else compile)))
         return pm
 
 

@@ -8,6 +8,7 @@ used.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -37,6 +38,8 @@ _Check = tuple[Callable[[Any], bool], str]
 _SUMS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """In which gradients may be added up over ranks."""
 
+_OPTIONS_OF_COMPILE = {*inspect.signature(torch.compile).parameters} - {"model"}
+
 _CHECKS: dict[str, _Check] = {
     "example_kwargs": (optional(lambda v: is_table(v) and all(isinstance(k, str) for k in v)),
                        "a dict of keyword arguments"),
@@ -60,6 +63,8 @@ _CHECKS: dict[str, _Check] = {
     "timeout": (lambda v: is_number(v) and 0 < v < math.inf, "seconds, more than 0"),
     "gradient_dtype": (optional(lambda v: isinstance(v, torch.dtype) and v in _SUMS),
                        "torch.bfloat16, torch.float16, torch.float32 or torch.float64"),
+    "compile": (lambda v: isinstance(v, bool) or (is_table(v) and {*v} <= _OPTIONS_OF_COMPILE),
+                f"True, False or a dict of torch.compile's arguments ({', '.join(sorted(_OPTIONS_OF_COMPILE))})"),
     **{wish.name: (wish.right, wish.wanted) for wish in WISHES},
 }  # fmt: skip
 

@@ -56,6 +56,9 @@ from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
 # The hooks on saved tensors that are on, to be put on again inside of others.
 from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_tensors_hooks
 
+# What compiles the Python that is called now: the ``torch.compile`` within which a parallel module is called.
+from torch._C._dynamo.eval_frame import get_eval_frame_callback as callers_compiler
+
 # The device and dtype in the arguments of ``module.to``.
 from torch._C._nn import _parse_to as arguments_of_to  # type: ignore[attr-defined]
 
@@ -283,6 +286,19 @@ def timeout_of_world() -> datetime.timedelta:
     return dist.distributed_c10d._get_default_timeout(dist.get_backend())  # type: ignore[no-any-return]
 
 
+def options_of_compiler(compiler: Any) -> dict[str, Any]:
+    """The options of ``torch.compile`` of which something came that :func:`callers_compiler` gave.
+
+    Returns:
+        ``backend``, which has the mode and the options in it, ``dynamic`` and ``fullgraph``.
+    """
+    fullgraph = False
+    while hasattr(compiler, "_torchdynamo_orig_backend"):
+        fullgraph = fullgraph or getattr(compiler, "_one_graph", False)
+        compiler = compiler._torchdynamo_orig_backend
+    return {"backend": compiler, "dynamic": getattr(compiler, "dynamic", None), "fullgraph": fullgraph}
+
+
 def _call_by_new_names() -> None:
     """Let spmd-types call two collectives by the names that torch 2.13 has given them.
 
@@ -311,11 +327,14 @@ __all__ = [
     "FakeTensor", "FakeTensorMode", "LocalIntNode", "LocalTensor", "LocalTensorMode", "ModuleStackTracer", "Namespace",
     "NormPartial", "OpOverload", "OpOverloadPacket", "OpSchema", "OpStrategy", "Replaceable", "SingleLevelFunction",
     "TensorMeta", "TorchDispatchMode", "allow_plain_tensors", "arguments_of_to",
-    "autograd_engine", "below_autograd", "compiler_traces", "current_backward", "data_of_tensors",
+    "autograd_engine", "below_autograd", "callers_compiler", "compiler_traces", "current_backward",
+    "data_of_tensors",
     "default_store", "default_timeout_seconds", "each_rank", "fake_store", "found_inf_reduce_handler", "function_modes",
     "functional_collectives", "functorch_is_active", "generate_redistribute_costs", "group_names", "group_of_axis",
     "has_kernel", "has_other_groups",
-    "is_traceable_wrapper_subclass", "keeps_graph", "lazy_graph_modules", "local_tensor_mode", "make_wrapper_subclass",
-    "no_dispatch_modes", "preserve_version_counter", "pytree", "safe_softmax", "timeout_of_world",
+    "is_traceable_wrapper_subclass", "keeps_graph", "lazy_graph_modules", "local_tensor_mode",
+    "make_wrapper_subclass",
+    "no_dispatch_modes", "options_of_compiler", "preserve_version_counter", "pytree", "safe_softmax",
+    "timeout_of_world",
     "top_saved_tensors_hooks", "unset_fake_temporarily", "will_run",
 ]  # fmt: skip

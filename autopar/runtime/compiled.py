@@ -4,12 +4,17 @@ A parameter that is gathered for each use is gathered by functional collectives 
 the forward and again for the backward. The leaf, on which autograd accumulates, stays without memory: its gradient
 comes out of the graph, and is reduced as always. Parameters that are gathered once a step are gathered before the graph
 begins.
+
+A parallel module that is called within a ``torch.compile`` of the user's, of the module itself or of a function around
+it, is compiled as that one asks (:func:`compiled_as_callers`): Dynamo leaves the Python of the runtime as it is, and
+the programs, which :meth:`~autopar.runtime.spread.SpreadModule.compile` compiles, get the same backend and options.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,9 +23,16 @@ from autopar.lower.compilable import Gather, breaks, compilable
 from autopar.lower.program import Program
 from autopar.runtime.hops import apply
 from autopar.runtime.state import HeldParam
+from autopar.torch_private import callers_compiler, options_of_compiler
 
 CompileArguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of ``torch.compile``."""
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+ITSELF = "itself"
+"""How a module is compiled whose user has called ``compile``: no ``torch.compile`` around a call changes it."""
 
 
 class _Gathered(torch.autograd.Function):
@@ -89,4 +101,40 @@ def compile_programs(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         stage.compile(args, kwargs)
 
 
-__all__ = ["CompileArguments", "compile_programs", "compiled"]
+def compiled_as_callers(method: Method) -> Method:
+    """A method of a parallel module, which the compiler does not look into; the module's programs are compiled as the
+    ``torch.compile`` asks within which it is called, if there is one."""
+
+    @torch.compiler.disable
+    def run(pm: Any, compiler: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if callable(compiler):  # not None, of no compiler, nor False, of what was compiled already
+            _compile_as(pm, options_of_compiler(compiler))
+        return method(pm, *args, **kwargs)
+
+    @torch.compiler.disable(recursive=False)  # this frame alone, which sees the caller's compiler
+    @functools.wraps(method)
+    def seen(pm: Any, *args: Any, **kwargs: Any) -> Any:
+        return run(pm, callers_compiler(), args, kwargs)
+
+    return seen  # type: ignore[no-any-return]
+
+
+def _compile_as(pm: Any, options: dict[str, Any]) -> None:
+    """Compile the programs as a caller asks, unless they are already, or the user has called ``compile`` itself, or a
+    step is half done."""
+    if pm._compiled_as in (options, ITSELF) or pm._in_step():
+        return
+    compile_programs(pm, (), options)
+    pm._compiled_as = options
+
+
+def records_graphs(arguments: CompileArguments) -> bool:
+    """Whether the compiler records CUDA graphs of what it compiles."""
+    for value in (*arguments[0], *arguments[1].values()):
+        options = value if isinstance(value, dict) else getattr(value, "config", None)
+        if value in ("reduce-overhead", "max-autotune") or (options or {}).get("triton.cudagraphs"):
+            return True
+    return False
+
+
+__all__ = ["ITSELF", "CompileArguments", "compile_programs", "compiled", "compiled_as_callers", "records_graphs"]

@@ -26,6 +26,7 @@ from autopar.placements import Mesh, mesh_text
 from autopar.plan import Plan
 from autopar.runtime.agree import mesh_group
 from autopar.runtime.batch import Batch
+from autopar.runtime.compiled import compiled_as_callers
 from autopar.runtime.copied import copied
 from autopar.runtime.crossing import crossed
 from autopar.runtime.failures import Failures
@@ -224,7 +225,7 @@ class ParallelModule(TakesRows, SpreadModule):
 
     # -- running
 
-    @torch.compiler.disable  # of torch.compile(pm), or of a function around it; compile() is another thing
+    @compiled_as_callers
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for a whole batch, which every rank passes alike.
 
@@ -361,7 +362,7 @@ class ParallelModule(TakesRows, SpreadModule):
         """The parameters that the program reads, by name."""
         return self._stage.held_params
 
-    @torch.compiler.disable
+    @compiled_as_callers
     def train_step(
         self, *args: Any, optimizer: torch.optim.Optimizer | None = None, microbatches: int | None = None, **kwargs: Any
     ) -> torch.Tensor:

@@ -18,6 +18,7 @@ import torch
 
 from autopar.errors import RunError
 from autopar.lower.compilable import breaks
+from autopar.runtime.compiled import records_graphs
 from autopar.runtime.gradients import has_hooks
 from autopar.runtime.programs import ModuleCall
 from autopar.runtime.seeds import mixed_seed
@@ -200,7 +201,7 @@ def check_recordable(pm: Any, call: ModuleCall, recorder: StepRecorder | None) -
     reasons = breaks(stage.program)
     if stage.ways.flags:
         reasons.append("a branch on data, which the host checks in every call")
-    if stage.compile_args is not None and "reduce-overhead" in stage.compile_args[1].values():
+    if stage.compile_args is not None and records_graphs(stage.compile_args):
         reasons.append('compile(mode="reduce-overhead"), which records CUDA graphs itself')
     hooked = [name for name, param in pm.named_parameters() if has_hooks(param)]
     if hooked:

@@ -26,6 +26,7 @@ from autopar.runtime.batch import Batch
 from autopar.runtime.batch_statistics import tell_of_statistics
 from autopar.runtime.buckets import Padding
 from autopar.runtime.checkpoint import full_state_dict, load_full_state_dict
+from autopar.runtime.compiled import compiled_as_callers
 from autopar.runtime.copied import copied
 from autopar.runtime.failures import Failures
 from autopar.runtime.groups import Groups
@@ -206,7 +207,7 @@ class PipelineModule(TakesRows, SpreadModule):
 
     # -- a step
 
-    @torch.compiler.disable  # of torch.compile(pm), or of a function around it
+    @compiled_as_callers
     def train_step(self, *args: Any, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any) -> torch.Tensor:
         """One training step on a batch of any number of rows, in microbatches of at most as many as are planned.
 
@@ -327,6 +328,7 @@ class PipelineModule(TakesRows, SpreadModule):
 
     # -- without gradients
 
+    @compiled_as_callers
     def evaluate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The mean loss of a batch without gradients, in the mode (:meth:`train`, ``eval()``) that is set.
 
@@ -346,7 +348,7 @@ class PipelineModule(TakesRows, SpreadModule):
             losses = [loss for loss, _ in self._forwards(ready)]
             return sum(losses[1:], losses[0]).to(ready[0].loss_dtype)
 
-    @torch.compiler.disable
+    @compiled_as_callers
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """In eval mode, the model's output for a whole batch on every rank, without gradients: the mean loss, and of
         other tensors those of all microbatches one after the other (of scalars the mean).

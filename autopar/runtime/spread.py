@@ -20,7 +20,7 @@ from autopar.capture.losses import LOSS, other_losses
 from autopar.errors import RunError
 from autopar.runtime import dtensor_fixes, optimizer_steps
 from autopar.runtime.buckets import Buckets
-from autopar.runtime.compiled import compile_programs
+from autopar.runtime.compiled import ITSELF, compile_programs
 from autopar.runtime.methods import method_of
 from autopar.runtime.original import Original, unheard
 from autopar.runtime.programs import AllWell, Fields, ModuleCall, Programs
@@ -61,6 +61,8 @@ class SpreadModule(Elements):
     buckets: Buckets | None = None
     layouts_change: bool = False
     layout: int = 0
+    _compiled_as: Any = None
+    """With which options a ``torch.compile`` around a call compiled the programs (:mod:`~autopar.runtime.compiled`)."""
     _programs: Programs | None = None
     _original: Original | None = None
     _model_ref: Callable[[], torch.nn.Module | None]
@@ -282,12 +284,14 @@ class SpreadModule(Elements):
 
         A program is one graph, forward and backward, with functional collectives (:mod:`autopar.lower.compilable`).
         Gathers of parameters once a step, reductions of their gradients and messages between stages stay outside.
-        Programs that are captured later, for other calls or values, are compiled like the first one.
+        Programs that are captured later, for other calls or values, are compiled like the first one. A
+        ``torch.compile(pm)`` that is called does the same with its options, as one of a function that calls ``pm``.
 
         Raises:
             RunError: ``fullgraph=True``, and the compiler does not see into an operator; it says which.
         """
         compile_programs(self, args, kwargs)
+        self._compiled_as = ITSELF
 
     def _kept_program(self) -> Fields:
         """What makes up the program that runs now."""

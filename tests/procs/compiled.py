@@ -23,6 +23,8 @@ CUTS: dict[str, dict[str, Any]] = {
         "constraints": {"*": {"data": "b"}}, "params": {"*.weight": "S0 use"}, "recompute": ["blocks.*"],
     },
 }  # fmt: skip
+AROUND = ("tensor", "zero")
+"""Cuts of which the calls are made through ``torch.compile(pm)``; of the others ``pm.compile`` was called."""
 SUMS = {"constraints": {"*": {"data": "b"}}, "params": {"*": "I step"}}
 """Gradients are added up over the ranks."""
 
@@ -88,13 +90,17 @@ def differences(cut: str | None, backend: str) -> tuple[float, list[tuple[int, i
     torch.compiler.reset()
     pm = spread(cut)
     plain = copy.deepcopy(pm)
-    pm.compile(backend=backend, fullgraph=True)
+    through: Any = pm
+    if cut in AROUND:
+        through = torch.compile(pm, backend=backend, fullgraph=True)
+    else:
+        pm.compile(backend=backend, fullgraph=True)
     worst, parts = 0.0, []
     counts()
 
     def compare(what: Any) -> None:
         nonlocal worst
-        mine, theirs = what(pm), what(plain)
+        mine, theirs = what(through), what(plain)
         worst = max(worst, *(difference(whole(a), whole(b)) for a, b in zip(mine, theirs, strict=True)))
         parts.append(counts())
 
@@ -124,8 +130,8 @@ def in_stages(schedule: str) -> tuple[float, tuple[int, int]]:
     """
     torch.compiler.reset()
     options: dict[str, Any] = {"stages": 2, "schedule": schedule, "microbatches": 2}
-    pm, plain = (autopar.parallelize(Blocks(), 2, batch(), **options) for _ in range(2))
-    pm.compile(backend="aot_eager", fullgraph=True)
+    compiled: dict[str, Any] = {"compile": {"backend": "aot_eager", "fullgraph": True}}
+    pm, plain = (autopar.parallelize(Blocks(), 2, batch(), **options, **more) for more in (compiled, {}))
     counts()
     results = []
     for m in (pm, plain):

@@ -521,21 +521,25 @@ def a_number_of_a_stage() -> None:
 
 @case
 def a_compiled_module() -> None:
-    """torch.compile of the module itself leaves it as it is, since it cannot look into its collectives."""
+    """torch.compile of the module itself, or of a function that calls it, compiles its program."""
     x, y = batch()
-    module, eager = pair(Net(mse), (x, y))
-    compiled = torch.compile(module, backend="eager")
+    seen: list[str] = []
+    for way in ("module", "function"):
+        module, eager = pair(Net(mse), (x, y))
 
-    @torch.compile(backend="eager")
-    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return 2 * module(x, y)
+        def backend(graph: Any, inputs: Any, way: str = way) -> Any:
+            seen.extend(way for node in graph.graph.nodes if "linear" in str(node.target) or "mm" in str(node.target))
+            return graph
 
-    for call in (compiled, step):
-        for model in (module, eager):
-            model.zero_grad()
+        @torch.compile(backend=backend)
+        def step(x: torch.Tensor, y: torch.Tensor, module: Any = module) -> torch.Tensor:
+            return 2 * module(x, y)
+
+        call = step if way == "function" else torch.compile(module, backend=backend)
         call(x, y).backward()
-        (eager(x, y) * (2 if call is step else 1)).backward()
+        (eager(x, y) * (2 if way == "function" else 1)).backward()
         same_gradients(module, eager)
+    assert {*seen} == {"module", "function"}
 
 
 @case
