@@ -13,7 +13,8 @@ What stands where, in the order in which a model passes through:
 :mod:`.capture`       a module becomes a :mod:`.graph`; :mod:`.normalize`: in one spelling; :mod:`.comparison`: with
                       eager mode; :mod:`.autocasting`: the autocast of a call
 :mod:`.rules`         how each operator may be cut: notation and lowerings
-:mod:`.placements`    where the values of a tensor live; :mod:`.labels`, :mod:`.texts`: as people write them
+:mod:`.placements`    where the values of a tensor live on the axes of a mesh (:mod:`.meshes`); :mod:`.pieces`: which
+                      part of it each rank has; :mod:`.labels`, :mod:`.texts`: as people write them
 :mod:`.planning`      from what is asked to a :mod:`.plan`; :mod:`.bucket_plans`: for several shapes together;
                       :mod:`.clusters`: on which hardware;
                       :mod:`.detection`: which that is, from what the ranks say

@@ -22,9 +22,9 @@ from autopar.capture.microbatches import first_part
 from autopar.clusters import get_cluster, profile_of, reference
 from autopar.comparison import compare_with_eager
 from autopar.errors import AutoparError, CaptureError, ClusterError, PlanError
+from autopar.meshes import Mesh, mesh_shapes
 from autopar.padding import Padded, of_size, padded_example, proved
 from autopar.parts_of_loss import difference_by_parts
-from autopar.placements import Mesh, mesh_shapes, mesh_text
 from autopar.plan import Plan
 from autopar.planning import Outcome
 from autopar.precision import Precision, adding_up_in, parse_precision
@@ -485,7 +485,7 @@ def _check_rows(plan: Plan, captured: Captured, parts: int) -> None:
     possible, rows = parts_on([stage.mesh for stage in plan.stages]), rows_of_microbatch(captured)
     if possible != parts:
         raise PlanError(
-            f"batch='local': the plan's groups have {', '.join(mesh_text(stage.mesh) for stage in plan.stages)}, so "
+            f"batch='local': the plan's groups have {', '.join(stage.mesh.shown() for stage in plan.stages)}, so "
             f"{possible} of their ranks can have rows of their own, and the batch was taken for that of {parts}; give "
             "mesh= of a group, or batch='global'"
         )

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.errors import AutoparError, MeshError, PlanError
-from autopar.placements import REPLICATE, Mesh, State
+from autopar.meshes import Mesh
+from autopar.placements import REPLICATE, State
 from autopar.plan import LIFETIMES, Pins
 from autopar.precision import parse_precision
 from autopar.texts import mesh_of, parse_bytes
@@ -108,7 +109,7 @@ def asked(given: Mapping[str, Any], *, whole: bool = False, spelled: Spelled = a
         said = " and ".join(dict.fromkeys(spelled("placements", key) for key in wish["placements"]))
         raise MeshError(f"{said}: a placement has one part per mesh axis; give the mesh with it ({spelled('mesh')})")
     states = {
-        k: State.parse(v, mesh or (), spelled("placements", k)) for k, v in (wish["placements"] or {}).items()
+        k: State.parse(v, mesh or Mesh(), spelled("placements", k)) for k, v in (wish["placements"] or {}).items()
     }  # fmt: skip
     again = [wish["recompute"]] if isinstance(wish["recompute"], str) else list(wish["recompute"])
     nothing_again = again == [NOTHING]
@@ -178,7 +179,7 @@ def parse_kept(text: str, mesh: Mesh | None, where: str) -> str:
             f"{where}: '{words[1]}' is no lifetime; write '{words[0]} step' (gathered once a step), '{words[0]} use' "
             f"(gathered again for the backward), or '{words[0]}' for whichever is cheaper"
         )
-    axes = mesh if mesh is not None else (("", 1),) * (words[0].count(",") + 1)
+    axes = mesh if mesh is not None else Mesh([("", 1)] * (words[0].count(",") + 1))
     return " ".join([State.parse(words[0], axes, where).text, *words[1:]])
 
 

@@ -20,7 +20,8 @@ from autopar.asked import Asked
 from autopar.capture import Captured
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
-from autopar.placements import INVARIANT, Mesh, State, mesh_shapes, n_devices, path
+from autopar.meshes import Mesh, mesh_shapes
+from autopar.placements import INVARIANT, State, path
 from autopar.plan import Plan, StagePlan
 from autopar.planner.inter_op.stage_pins import allows
 from autopar.planner.intra_op.mesh_plan import Options, device_limit, plan_graph, priced_again
@@ -83,7 +84,7 @@ def plan_buckets(
         if (layout := _layout(plan)) not in layouts:
             layouts.append(layout)
 
-    limit = device_limit(cluster, range(n_devices(mesh)), asked.memory_limit_bytes)
+    limit = device_limit(cluster, range(mesh.n_devices), asked.memory_limit_bytes)
 
     @cache
     def like(size: Size, owner: Size) -> StagePlan | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from autopar.errors import ClusterError, MeshError
-from autopar.placements import Mesh, mesh_text, n_devices
+from autopar.meshes import Mesh
 from hardware_profiles import Cluster, ProfileError, load_cluster
 
 FILES = (".toml", ".json")
@@ -69,15 +69,15 @@ def check_mesh(mesh: Mesh, cluster: Cluster) -> None:
     """
     if not mesh:
         raise MeshError("the mesh has no axes; give at least one, such as data=2")
-    names = [name for name, _ in mesh]
+    names = [name for name in mesh.names]
     if len(set(names)) != len(names):
         raise MeshError(f"the mesh names an axis twice: {', '.join(names)}")
     for name, size in mesh:
         if size < 1:
             raise MeshError(f"axis '{name}' has size {size}; sizes are 1 or more")
-    need = n_devices(mesh)
+    need = mesh.n_devices
     if need > cluster.n_devices:
         raise MeshError(
-            f"the mesh {mesh_text(mesh)} needs {need} devices, cluster '{cluster.name}' has "
+            f"the mesh {mesh.shown()} needs {need} devices, cluster '{cluster.name}' has "
             f"{cluster.n_devices}; use smaller axes or a larger cluster"
         )

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from autopar.errors import MeshError, PlanError
-from autopar.placements import Mesh, State, n_devices
+from autopar.meshes import Mesh
+from autopar.placements import State
 from cost_models.pipeline.actions import Schedule
 
 
@@ -19,8 +20,8 @@ def check_places(schedule: Schedule, meshes: Sequence[Mesh], devices: Sequence[S
     if schedule.n_stages != len(meshes):
         raise PlanError(f"the schedule has {schedule.n_stages} stages, the plan {len(meshes)}")
     for number, (mesh, ranks) in enumerate(zip(meshes, devices, strict=True)):
-        if n_devices(mesh) != len(ranks):
-            raise PlanError(f"stage {number} is planned for {n_devices(mesh)} devices and placed on {len(ranks)}")
+        if mesh.n_devices != len(ranks):
+            raise PlanError(f"stage {number} is planned for {mesh.n_devices} devices and placed on {len(ranks)}")
         if len({*ranks}) != len(ranks):
             raise PlanError(f"stage {number} names a device twice: {', '.join(map(str, ranks))}")
     owner: dict[int, int] = {}

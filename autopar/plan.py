@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 from autopar.device_groups import check_places
 from autopar.errors import PlanError
 from autopar.graph import Graph, Ref, Spec
-from autopar.placements import Mesh, State, n_devices, whole_state
+from autopar.meshes import Mesh
+from autopar.placements import State, whole_state
 from autopar.precision import Precision
 from autopar.prices import Moment, Price, StagePeaks, bytes_together
 from autopar.transfer import Side
@@ -172,7 +173,7 @@ class StagePlan:
 
     @property
     def n_devices(self) -> int:
-        return n_devices(self.mesh)
+        return self.mesh.n_devices
 
 
 @dataclass(frozen=True)

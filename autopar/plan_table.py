@@ -5,7 +5,6 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from autopar.placements import mesh_text
 from autopar.texts import show_bytes, show_seconds
 
 MOST_ROWS = 16
@@ -33,7 +32,7 @@ def plan_table(plan: Any) -> str:
     for number, stage in enumerate(plan.stages[:MOST_ROWS]):
         price = stage.price
         cells = (
-            str(number), mesh_text(stage.mesh) or "one device", show_seconds(price.compute_seconds),
+            str(number), stage.mesh.shown() or "one device", show_seconds(price.compute_seconds),
             show_seconds(price.activation_seconds), show_seconds(price.parameter_seconds),
             *(show_bytes(getattr(price, f"{category}_bytes")) for category in CATEGORIES),
             show_bytes(price.memory_bytes),

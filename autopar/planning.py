@@ -17,7 +17,7 @@ from autopar.capture import Captured, capture
 from autopar.capture.microbatches import NotLinear, first_part, numbers_of_parts, resized, rows_of
 from autopar.errors import CaptureError, InfeasibleError, MeshError, PlanError
 from autopar.graph import Graph
-from autopar.placements import Mesh, mesh_shapes, mesh_text, n_devices
+from autopar.meshes import Mesh, mesh_shapes
 from autopar.plan import Pins, Plan
 from autopar.planner.inter_op.exact_stages import Exact
 from autopar.planner.inter_op.order import check_name
@@ -209,7 +209,7 @@ def on_best_mesh(
     failed: Mesh = shapes[0]
     tried: list[tuple[str, float]] = []
     for shape in shapes:
-        say(mesh_text(shape))
+        say(shape.shown())
         least = best.seconds if best is not None else inf
         try:
             plan = on_mesh(graph, cluster, shape, replace(options, worth_seconds=least), name, pins)
@@ -224,7 +224,7 @@ def on_best_mesh(
                 raise
             best = replace(best, notes=(*best.notes, INTERRUPTED))
             break
-        tried.append((mesh_text(shape), plan.seconds))
+        tried.append((shape.shown(), plan.seconds))
         if plan.seconds < least * (1 - BETTER):
             best = plan
     if best is None:
@@ -250,7 +250,7 @@ def in_stages(
     """
     graph, pins = next(iter(graphs.values())), asked.pins
     if pins.mesh is not None:
-        size = n_devices(pins.mesh)
+        size = pins.mesh.n_devices
         if pins.stages == 1 and size < n:  # as without stages: the first devices
             n = size
         if pins.stages is not None and size * pins.stages != n:

@@ -19,7 +19,8 @@ from autopar.comparison import FAILS, compare_with_eager
 from autopar.errors import CaptureError, PlanError
 from autopar.graph import Graph, Node
 from autopar.labels import matches, op_labels
-from autopar.placements import Mesh, State, whole_placement
+from autopar.meshes import Mesh
+from autopar.placements import State, whole_placement
 from autopar.plan import Plan, StagePlan
 from autopar.planner.inter_op.replan import Replanner, block_starts, limit_of_stage
 from autopar.planner.inter_op.shared_buffers import with_buffers
@@ -212,7 +213,7 @@ def _offers(graph: Graph, node: Node, rule: Rule, mesh: Mesh, axis: str, factor:
     if name not in options_of(graph, node, rule, rule.blocks_on(mesh)):
         return False
     cut, block = factor_and_block(name)
-    return cut not in rule.sizes or not why_not_cut(rule, cut, [(dict(mesh)[axis], block)])
+    return cut not in rule.sizes or not why_not_cut(rule, cut, [(mesh.size_of[axis], block)])
 
 
 def comparer_of(group: Any) -> Compare:

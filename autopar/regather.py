@@ -11,7 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from autopar.errors import PlanError
 from autopar.graph import Graph, Ref
-from autopar.placements import Mesh, State, Step
+from autopar.meshes import Mesh
+from autopar.placements import State, Step
 from autopar.plan import route_key
 from autopar.rules.strategy import Strategy
 
@@ -21,7 +22,7 @@ Route = Sequence[tuple[State, State]]
 def is_gather(src: State, dst: State, mesh: Mesh) -> bool:
     """Whether a step of one axis gathers pieces."""
     axis = Step.between(src, dst).axis
-    return src[axis].is_shard and dst[axis].is_whole and mesh[axis][1] > 1
+    return src[axis].is_shard and dst[axis].is_whole and mesh.size(axis) > 1
 
 
 def is_same(src: State, dst: State) -> bool:
@@ -33,7 +34,7 @@ def is_same(src: State, dst: State) -> bool:
 def makes_memory(src: State, dst: State, mesh: Mesh) -> bool:
     """Whether a step of one axis has a result of its own: all but those that change the type alone, ``I`` to ``R`` and
     back, and those on an axis of one rank."""
-    return mesh[Step.between(src, dst).axis][1] > 1 and not is_same(src, dst)
+    return mesh.size(Step.between(src, dst).axis) > 1 and not is_same(src, dst)
 
 
 def can_gather_again(graph: Graph, ref: Ref, segment_of: Mapping[int, int]) -> bool:

@@ -17,7 +17,7 @@ from autopar.clusters import check_mesh, get_cluster, reference
 from autopar.detection import RankRecord, check_nodes, cluster_of_ranks, dumps, loads, record_here
 from autopar.device_groups import check_within
 from autopar.errors import MeshError
-from autopar.placements import Mesh, mesh_text
+from autopar.meshes import Mesh
 from autopar.plan import Plan
 from autopar.planning import Outcome
 from autopar.runtime.agree import FirstRankValues, Meeting, Stopped, first_seed, share, together
@@ -65,8 +65,8 @@ def groups_of(mesh: DeviceMesh | None, stages: int | str | None) -> tuple[int | 
         )
     if stages not in (None, "auto", mesh.size(0)):
         raise MeshError(f"stages is {stages}, the mesh's axis 'pipe' has {mesh.size(0)}; leave one of them out")
-    inner = tuple((name, mesh.size(i)) for i, name in enumerate(names) if i)
-    return mesh.size(0), inner or (("data", 1),)
+    inner = Mesh((name, mesh.size(i)) for i, name in enumerate(names) if i)
+    return mesh.size(0), inner or Mesh.of(data=1)
 
 
 def hardware_of(
@@ -105,7 +105,7 @@ def hardware_of(
 
 def axes_of(mesh: DeviceMesh) -> Mesh:
     """Names and sizes of a DeviceMesh's axes."""
-    return tuple((name, mesh.size(i)) for i, name in enumerate(mesh.mesh_dim_names or ()))
+    return Mesh((name, mesh.size(i)) for i, name in enumerate(mesh.mesh_dim_names or ()))
 
 
 def records_of(group: Any, model: torch.nn.Module, mesh: Where) -> list[RankRecord]:
@@ -202,7 +202,7 @@ def agreed(
 def check_size(plan: Plan, have: int) -> None:
     need = plan.n_devices
     if need != have:
-        shape = f" ({mesh_text(plan.mesh)})" if len(plan.stages) == 1 else ""
+        shape = f" ({plan.mesh.shown()})" if len(plan.stages) == 1 else ""
         raise MeshError(
             f"the plan is for {need} ranks{shape}, {have} {'are' if have > 1 else 'is'} running; start them with "
             f"torchrun --nproc-per-node {need}, or plan for as many as there are"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from autopar.errors import AutoparError, MeshError
-from autopar.placements import Mesh, parse_mesh
+from autopar.meshes import Mesh
 
 
 def mesh_of(given: Any) -> Mesh | None:
@@ -20,11 +20,11 @@ def mesh_of(given: Any) -> Mesh | None:
     if given is None:
         return None
     if isinstance(given, str):
-        return parse_mesh(given)
+        return Mesh.parse(given)
     pairs = tuple(given.items()) if isinstance(given, Mapping) else given
     if not isinstance(pairs, (tuple, list)) or not all(isinstance(p, (tuple, list)) and len(p) == 2 for p in pairs):
         raise MeshError(f"mesh is {given!r}; give axes and their sizes, such as 'data=2,tensor=4' or {{'data': 8}}")
-    return tuple((str(name), int(size)) for name, size in pairs)
+    return Mesh((str(name), int(size)) for name, size in pairs)
 
 
 def parse_bytes(given: float | str | None) -> float | None:

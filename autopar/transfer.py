@@ -17,7 +17,9 @@ from itertools import product
 from math import prod
 
 from autopar.graph import Spec
-from autopar.placements import Box, Mesh, State, box_of, coordinates, divides, path, shard
+from autopar.meshes import Mesh
+from autopar.pieces import Box, box_of, divides
+from autopar.placements import State, path, shard
 
 RECEIVED_AHEAD = 2
 """Messages from one peer that are received before they are asked for, on processors."""
@@ -61,7 +63,7 @@ class Transfer:
 
 def box_at(shape: Sequence[int], side: Side, at: int, state: State | None = None) -> Box:
     """The part of a tensor that device number ``at`` of a side holds."""
-    return box_of(shape, state or side.state, side.mesh, coordinates(at, side.mesh))
+    return box_of(shape, state or side.state, side.mesh, side.mesh.coordinate(at))
 
 
 def transfer(spec: Spec, source: Side, target: Side) -> Transfer:

@@ -22,7 +22,7 @@ from autopar.errors import CaptureError
 from autopar.graph import Graph
 from autopar.lower.emit import Program, lower
 from autopar.lower.typecheck import typecheck
-from autopar.placements import Mesh
+from autopar.meshes import Mesh
 from autopar.plan import Plan, StagePlan, one_stage
 from autopar.planner.intra_op.draw import random_plan
 from autopar.planner.intra_op.mesh_plan import plan_graph

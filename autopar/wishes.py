@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from autopar.errors import AutoparError
-from autopar.placements import mesh_text
 from autopar.plan import Pins
 from autopar.precision import PRESETS, Precision
 from autopar.texts import show_bytes
@@ -224,7 +223,7 @@ WISHES: tuple[Wish, ...] = (
         '``{"data": 2, "tensor": 4}`` or ``"data=2,tensor=4"``; None tries every shape of up to ``max_axes`` axes. Of '
         "a pipeline, of every group of devices.",
         (Flag(("--mesh", "-m"), "Axes and sizes: data=8,tensor=8. Default: the fastest of several."),),
-        (Pin("mesh", "mesh", "pipeline", lambda mesh: [f"mesh {mesh_text(mesh)}"]),),
+        (Pin("mesh", "mesh", "pipeline", lambda mesh: [f"mesh {mesh.shown()}"]),),
     ),
     Wish(
         "constraints", None, optional(is_table), "a dict such as {'layers.*.up': {'tensor': 'n'}}",

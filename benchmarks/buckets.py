@@ -25,7 +25,7 @@ from autopar import bucket_plans
 from autopar.api import capture
 from autopar.clusters import get_cluster
 from autopar.errors import InfeasibleError, MeshError
-from autopar.placements import mesh_shapes, mesh_text
+from autopar.meshes import Mesh, mesh_shapes
 from autopar.planner.intra_op.mesh_plan import Options, priced_again
 from autopar.runtime.launch import run_local
 
@@ -84,12 +84,12 @@ def priced(devices: int) -> None:
             try:
                 plans = bucket_plans.plan_buckets(graphs, sizes * 4, cluster, mesh, Options())
             except (InfeasibleError, MeshError) as error:
-                print(f"  {mesh_text(mesh)}: {str(error).splitlines()[0]}")
+                print(f"  {mesh.shown()}: {str(error).splitlines()[0]}")
                 continue
             seconds = [s / 8 for s in (plans.seconds, plans.fixed_seconds, plans.single_seconds)]
             best = [min(pair) for pair in zip(best, seconds, strict=True)]
             print(
-                f"  {mesh_text(mesh):24} {1e3 * seconds[0]:8.2f} ({plans.switches}) {1e3 * seconds[1]:8.2f} "
+                f"  {mesh.shown():24} {1e3 * seconds[0]:8.2f} ({plans.switches}) {1e3 * seconds[1]:8.2f} "
                 f"{1e3 * seconds[2]:8.2f}   planned in {time.process_time() - began:.1f} CPU-s"
             )
         shown = ", ".join(f"{1e3 * seconds:.2f}" for seconds in best)
@@ -115,7 +115,7 @@ def run() -> list[tuple[str, float, float, float]]:
     """Of both ways: what it is, predicted and measured seconds of a step, and the last loss."""
     torch.set_num_threads(1)
     ways: dict[str, Any] = {}
-    for name, plan in (("together", _together), ("single", single)):
+    for name, plan in Mesh.of(together=_together, single=single):
         torch.manual_seed(0)
         model = Decoder(128, 8, 2, 512, 512)
         with mock.patch.object(bucket_plans, "plan_buckets", plan):
@@ -139,7 +139,7 @@ def run() -> list[tuple[str, float, float, float]]:
                 if step == 0:
                     predicted.append(pm.plan.seconds)
     return [
-        (f"{name}: {mesh_text(pm.plan.mesh)}", sum(predicted) / 2, seconds[0] / (2 * STEPS), float(loss.detach()))
+        (f"{name}: {pm.plan.mesh.shown()}", sum(predicted) / 2, seconds[0] / (2 * STEPS), float(loss.detach()))
         for name, (pm, _, seconds, predicted) in ways.items()
     ]
 

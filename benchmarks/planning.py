@@ -24,16 +24,18 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
+from autopar.meshes import Mesh
+
 CASES = {
     # name: (model, layers, cluster, mesh, batch, sequence, memory limit)
-    "llama-8b": ("llama", 32, "dgx-h100-x8", (("data", 8), ("tensor", 8)), 16, 8192, None),
-    "llama-8b-32-layers-free": ("llama", 32, "dgx-h100-x8", (("data", 8), ("tensor", 8)), 16, 8192, 1e15),
-    "llama-126-layers-free": ("llama", 126, "dgx-h100-x8", (("data", 8), ("tensor", 8)), 16, 8192, 1e15),
-    "llama-126-layers": ("llama", 126, "dgx-h100-x8", (("data", 8), ("tensor", 8)), 16, 8192, None),
-    "llama-8b-in-24-GiB": ("llama", 32, "dgx-h100-x8", (("data", 8), ("tensor", 8)), 16, 8192, 24 * 2.0**30),
-    "gpt2-8": ("gpt2", 12, "dgx-h100", (("data", 8),), 8, 1024, None),
-    "gpt2-2x4": ("gpt2", 12, "dgx-h100", (("data", 2), ("tensor", 4)), 8, 1024, None),
-    "gpt2-2x2x2": ("gpt2", 12, "dgx-h100", (("data", 2), ("seq", 2), ("tensor", 2)), 8, 1024, None),
+    "llama-8b": ("llama", 32, "dgx-h100-x8", Mesh.of(data=8, tensor=8), 16, 8192, None),
+    "llama-8b-32-layers-free": ("llama", 32, "dgx-h100-x8", Mesh.of(data=8, tensor=8), 16, 8192, 1e15),
+    "llama-126-layers-free": ("llama", 126, "dgx-h100-x8", Mesh.of(data=8, tensor=8), 16, 8192, 1e15),
+    "llama-126-layers": ("llama", 126, "dgx-h100-x8", Mesh.of(data=8, tensor=8), 16, 8192, None),
+    "llama-8b-in-24-GiB": ("llama", 32, "dgx-h100-x8", Mesh.of(data=8, tensor=8), 16, 8192, 24 * 2.0**30),
+    "gpt2-8": ("gpt2", 12, "dgx-h100", Mesh.of(data=8), 8, 1024, None),
+    "gpt2-2x4": ("gpt2", 12, "dgx-h100", Mesh.of(data=2, tensor=4), 8, 1024, None),
+    "gpt2-2x2x2": ("gpt2", 12, "dgx-h100", Mesh.of(data=2, seq=2, tensor=2), 8, 1024, None),
 }
 
 

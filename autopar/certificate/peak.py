@@ -27,7 +27,8 @@ from autopar.lower.collectives import state_step
 from autopar.lower.emit import lower
 from autopar.lower.freed import is_empty_storage
 from autopar.lower.program import Slot
-from autopar.placements import local_shape, path
+from autopar.pieces import local_shape
+from autopar.placements import path
 from autopar.plan import ParamChoice, StagePlan
 from autopar.rules.many_ranks import fake_world
 from autopar.runtime.arriving import Arrived, arriving
@@ -153,7 +154,7 @@ def _used(x: torch.Tensor, slot: Slot, choice: ParamChoice, plan: StagePlan) -> 
     assert steps is not None
     gathered = x.to(getattr(torch, slot.dtype))  # of a master copy, what the program reads
     for axis, src, dst in steps:
-        if plan.mesh[axis][1] > 1:
+        if plan.mesh.size(axis) > 1:
             function, arguments = state_step(slot.shape, src, dst, plan.mesh)
             gathered = function(gathered, *arguments)  # type: ignore[operator]
     if gathered is x or not x.requires_grad:

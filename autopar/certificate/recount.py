@@ -24,7 +24,8 @@ from autopar.graph import ITEM_BYTES, Graph
 from autopar.lower.emit import lower, used_shape
 from autopar.lower.program import Program
 from autopar.lower.typecheck import typecheck
-from autopar.placements import Step, elements_moved, local_shape
+from autopar.pieces import elements_moved, local_shape
+from autopar.placements import Step
 from autopar.plan import StagePlan
 from autopar.rules.attention_across import QUERIES, RING
 from autopar.rules.distributed import ToOther, as_last_rank
@@ -125,9 +126,9 @@ def check(plan: StagePlan, graph: Graph, cluster: Cluster, *, tolerance: float =
     program = lower(graph, plan)
     report = Report()
     costs, device = costs_of(cluster), cluster.slowest(plan.devices)
-    axes = costs.axes(dict(plan.mesh), plan.devices)
+    axes = costs.axes(plan.mesh.size_of, plan.devices)
     with fake_world(plan.mesh) as mesh:
-        names = {str(mesh.get_group(name).group_name): name for name, _ in plan.mesh}
+        names = {str(mesh.get_group(name).group_name): name for name in plan.mesh.names}
         if types:
             typecheck(program)
         _recount(program, plan, graph, device, costs, axes, names, report)
@@ -258,7 +259,7 @@ class _Priced(Watched):
         """By what a profile knows an operator on the tensors that it really gets; None if it communicates inside."""
         meta = n.meta["autopar"]
         rule = self.kinds[meta["node"]]
-        cut = any(map(rule.factor_of, meta["options"])) and any(size > 1 for _, size in self.mesh)
+        cut = any(map(rule.factor_of, meta["options"])) and any(size > 1 for size in self.mesh.sizes)
         if not isinstance(n.target, OpOverload) and (not rule.random or cut):
             return None
         differentiable = any(t.requires_grad for t in outs)

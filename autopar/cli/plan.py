@@ -197,10 +197,9 @@ def _summary(outcome: Outcome, hardware: Cluster, path: Path | None, top: int) -
 
 
 def _of_one_stage(plan: Plan) -> None:
-    from autopar.placements import mesh_text
 
     p, console = plan.price, out()
-    mesh, seconds = mesh_text(plan.mesh), show_seconds(p.seconds)
+    mesh, seconds = plan.mesh.shown(), show_seconds(p.seconds)
     console.print(styled("[bold]{}[/bold] on {}: {} a step", mesh, plan.cluster, seconds))
     console.print(
         f"  compute {show_seconds(p.compute_seconds)}, activation collectives {show_seconds(p.activation_seconds)}, "

@@ -60,7 +60,7 @@ def profile(
     Then: autopar plan gpt.py:make --cluster profile.json --stages 2 --microbatches 8 -o plan.json
     """
     from autopar.clusters import get_cluster
-    from autopar.planfile import parse_mesh
+    from autopar.meshes import Mesh
     from autopar.profiling import document as documents
     from hardware_profiles import list_devices
 
@@ -85,7 +85,7 @@ def profile(
         raise UsageError(f"the profile is {output}; give a name that ends in .json, by which it is a cluster")
     if not output.parent.is_dir():
         raise UsageError(f"there is no folder {output.parent}; give one that exists")
-    meshes = tuple(m for m in (parse_mesh(text) for text in mesh or ()) if m is not None)
+    meshes = tuple(Mesh.parse(text) for text in mesh or ())
     loaded, captured = load_and_capture(model, batch, seq, parts=microbatches)
     if cluster.endswith((".toml", ".json")):
         cluster = Path(os.path.relpath(Path(cluster).resolve(), output.parent.resolve())).as_posix()

@@ -116,7 +116,7 @@ def _show_stage(
     if as_json:
         print_json(
             {
-                "plan": str(path), "model": document.model, "stage": number, "mesh": dict(stage.mesh),
+                "plan": str(path), "model": document.model, "stage": number, "mesh": stage.mesh.size_of,
                 "cluster": plan.cluster, "blocks": blocks, "parameters": params, **rows.totals(stage.price),
                 "collectives": counts, "solution": stage.solution, "pins": plan.pins, "notes": plan.notes,
                 "recompute": {"segments": stage.recompute, "seconds": again_seconds},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from autopar.cli.common import out, print_json, show_bytes, show_pins, show_seconds, styled
-from autopar.placements import mesh_text
+from autopar.meshes import Mesh
 
 if TYPE_CHECKING:
     from autopar.capture import Captured
@@ -86,7 +86,7 @@ def times_table(stages: list[dict[str, Any]]) -> Any:
     for s in stages:
         seconds = (s[f"{part}_seconds"] for part in ("forward", "input", "weight", "step"))
         table.add_row(
-            str(s["stage"]), s["begins_at"], show_devices(s["devices"]), mesh_text(tuple(s["mesh"].items())),
+            str(s["stage"]), s["begins_at"], show_devices(s["devices"]), Mesh(s["mesh"].items()).shown(),
             *map(show_seconds, seconds), str(s["in_flight"]),
         )  # fmt: skip
     return table

@@ -68,7 +68,7 @@ def verify(
     Examples: autopar verify gpt.py:make --mesh data=2,tensor=2 --random-plans 20; autopar verify gpt.py:make --mesh
     tensor=2 --processes
     """
-    from autopar.placements import mesh_text, n_devices, parse_mesh
+    from autopar.meshes import Mesh
     from autopar.planfile import bind
 
     if random_plans < 0:
@@ -83,12 +83,12 @@ def verify(
         return
     if mesh is None and document is None:
         raise UsageError("--mesh is missing; give axes and sizes, such as --mesh data=2,tensor=2")
-    shape = parse_mesh(mesh) if mesh is not None else document.meshes[0]  # type: ignore[union-attr]
+    shape = Mesh.parse(mesh) if mesh is not None else document.meshes[0]  # type: ignore[union-attr]
     if document is not None and document.meshes[0] != shape:
-        raise UsageError(f"the plan {plan} is for mesh {mesh_text(document.meshes[0])}, --mesh is {mesh_text(shape)}")
+        raise UsageError(f"the plan {plan} is for mesh {document.meshes[0].shown()}, --mesh is {shape.shown()}")
     from hardware_profiles import load_cluster
 
-    hardware = load_cluster(cluster or f"local-x{n_devices(shape)}")
+    hardware = load_cluster(cluster or f"local-x{shape.n_devices}")
     from autopar.clusters import check_mesh
 
     check_mesh(shape, hardware)
@@ -107,7 +107,7 @@ def verify(
         limits = [LIMITS["float64"]] * len(rows)
     else:
         rows, limits = _in_one(loaded, captured, shape, hardware, given, random_plans, seed)
-    _report(rows, limits, f"mesh {mesh_text(shape)}", as_json)
+    _report(rows, limits, f"mesh {shape.shown()}", as_json)
 
 
 def _report(rows: list[dict[str, Any]], limits: list[float], where: str, as_json: bool) -> None:
@@ -166,7 +166,6 @@ def _in_processes(
     import torch
 
     from autopar import verify as v
-    from autopar.placements import mesh_text
     from autopar.plan import Plan
     from autopar.planner.intra_op.draw import random_plan
     from autopar.planner.intra_op.mesh_plan import plan_graph
@@ -184,7 +183,7 @@ def _in_processes(
         reference = v.train(
             double, v.one_device(double.graph), v.doubled(weights), v.doubled(buffers), v.doubled(inputs)
         )
-    with progress(f"planning on {mesh_text(mesh)}"):
+    with progress(f"planning on {mesh.shown()}"):
         first = (
             Plan.alone(plan_graph(double.graph, cluster, mesh))
             if given is None else given.of_graph(double.graph.fingerprint)

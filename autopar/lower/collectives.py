@@ -13,18 +13,9 @@ import spmd_types as spmd
 import torch
 import torch.fx
 
-from autopar.placements import (
-    INVARIANT,
-    PENDING,
-    REPLICATED,
-    Mesh,
-    Placement,
-    State,
-    Step,
-    axis_and_unit,
-    axis_text,
-    cut_extent,
-)
+from autopar.meshes import Mesh
+from autopar.pieces import cut_extent
+from autopar.placements import INVARIANT, PENDING, REPLICATED, Placement, State, Step, axis_and_unit, axis_text
 from autopar.placements import shard as placement_of
 from autopar.rules.distributed import length_of, padded, summed_back
 
@@ -146,7 +137,7 @@ _PIECES: dict[Any, Any] = {
 def state_step(shape: Sequence[int], src: State, dst: State, mesh: Mesh) -> tuple[object, tuple[object, ...]]:
     """``(function, arguments after the tensor)`` for one step of a tensor of global ``shape``."""
     axis = Step.between(src, dst).axis
-    name = mesh[axis][0]
+    name = mesh.name(axis)
     fn, args = step(src[axis], dst[axis])
     cuts = [(cut_extent(shape, state, mesh, axis), state) for state in (src, dst) if state[axis].is_shard]
     if all(even for (_, _, even), _ in cuts):
@@ -159,7 +150,7 @@ def state_step(shape: Sequence[int], src: State, dst: State, mesh: Mesh) -> tupl
 
 def _cutting(mesh: Mesh, state: State, axes: Sequence[int]) -> tuple[str, ...]:
     """The names of these axes with the units of the pieces that they cut."""
-    return tuple(axis_text(mesh[a][0], state[a].unit) for a in axes)
+    return tuple(axis_text(mesh.name(a), state[a].unit) for a in axes)
 
 
 def step(src: Placement, dst: Placement) -> tuple[object, tuple[object, ...]]:

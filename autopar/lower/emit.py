@@ -26,7 +26,9 @@ from autopar.lower.collectives import state_step
 from autopar.lower.program import Program, Slot
 from autopar.lower.regather import free_until_backward
 from autopar.lower.segments import make_again
-from autopar.placements import Mesh, State, Step, local_shape, whole_state
+from autopar.meshes import Mesh
+from autopar.pieces import local_shape
+from autopar.placements import State, Step, whole_state
 from autopar.plan import StagePlan, route_key, segment_numbers
 from autopar.regather import makes_memory, regathered, segment_outputs
 from autopar.rules.aliasing import may_alias
@@ -136,7 +138,7 @@ class _Emitter:
             )
         x = self._get(ref, src)
         axis = Step.between(src, state).axis
-        if self.mesh[axis][1] == 1:
+        if self.mesh.size(axis) == 1:
             fx = x
         else:
             fn, args = state_step(self.graph.spec(ref).shape, src, state, self.mesh)

@@ -9,7 +9,9 @@ from functools import cached_property
 import torch.fx
 
 from autopar.lower.segments import with_segments
-from autopar.placements import Mesh, State, local_shape, mesh_text
+from autopar.meshes import Mesh
+from autopar.pieces import local_shape
+from autopar.placements import State
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ def code_of(program: Program) -> str:
         line = re.sub(r"\bautopar_rules_([a-z]+)_", r"\1.", line)
         line = line.replace("autopar_lower_regather_", "regather.").replace("autopar_lower_segments_", "segments.")
         body.append(line.replace("autopar_lower_collectives_", "collectives.").replace("torch.ops.", ""))
-    mesh = mesh_text(program.mesh, ", ")
+    mesh = program.mesh.shown(", ")
     head = [
         f"# mesh {mesh}; shapes are those of one rank",
         "from autopar.lower import collectives, regather, segments",

@@ -46,9 +46,8 @@ found anew, and the price is computed anew, so a file never shows the price of a
 
 from __future__ import annotations
 
-from autopar.placements import format_mesh, parse_mesh
 from autopar.planfile.parsing import Document, parse
 from autopar.planfile.reading import bind, load, loads, open_, read
 from autopar.planfile.write import dumps, save
 
-__all__ = ["Document", "bind", "dumps", "format_mesh", "load", "loads", "open_", "parse", "parse_mesh", "read", "save"]
+__all__ = ["Document", "bind", "dumps", "load", "loads", "open_", "parse", "read", "save"]

@@ -10,7 +10,7 @@ from typing import Any
 
 from autopar.clusters import FILES, get_cluster
 from autopar.errors import MeshError, PlanError, closest
-from autopar.placements import Mesh, parse_mesh
+from autopar.meshes import Mesh
 from autopar.plan import LIFETIMES, VERSION, Solution, one_stage
 from autopar.planfile import pins, previous
 from autopar.planfile.file_errors import FileErrors
@@ -175,10 +175,10 @@ def _schedule(lines: list[str], n_stages: int, where: str) -> Schedule:
 def _check_stage(raw: Mapping[str, Any], bad: FileErrors) -> Mesh:
     """The mesh of a stage, whose form is checked."""
     _check_keys(raw, STAGE_KEYS, STAGE_REQUIRED, bad)
-    mesh: Mesh = ()
+    mesh = Mesh()
     if isinstance(raw.get("mesh"), str):
         try:
-            mesh = parse_mesh(raw["mesh"])
+            mesh = Mesh.parse(raw["mesh"])
         except MeshError as error:
             bad.add("mesh", str(error))
     for k, device in enumerate(_list(raw, "devices")):

@@ -15,7 +15,8 @@ from autopar.asked import parse_kept
 from autopar.errors import AutoparError, MeshError, PlanError, closest
 from autopar.graph import Graph, Ref
 from autopar.labels import matches, op_labels
-from autopar.placements import Mesh, State, format_mesh, parse_mesh
+from autopar.meshes import Mesh
+from autopar.placements import State
 from autopar.plan import Pins
 from autopar.planfile.file_errors import FileErrors
 from autopar.planfile.states import read_state
@@ -58,7 +59,7 @@ class Form:
 def _check_mesh(at: str, value: Any, bad: FileErrors) -> None:
     if bad.type(at, value, str):
         try:
-            parse_mesh(value)
+            Mesh.parse(value)
         except MeshError as error:
             bad.add(at, str(error))
 
@@ -156,7 +157,7 @@ def _read_texts(at: str, value: list[str], model: Model) -> tuple[str, ...]:
 FORMS: dict[str, Form] = {
     "count": Form(lambda at, value, bad: bad.count(at, value), lambda at, value, model: value, lambda n: n),
     "texts": Form(lambda at, value, bad: bad.texts(at, value), _read_texts, list),
-    "mesh": Form(_check_mesh, lambda at, value, model: parse_mesh(value), format_mesh),
+    "mesh": Form(_check_mesh, lambda at, value, model: Mesh.parse(value), lambda mesh: mesh.text),
     "ops": Form(_check_ops, _read_ops, lambda ops: {pattern: dict(axes) for pattern, axes in ops.items()}),
     "kept": Form(_check_table, _read_kept, dict),
     "inputs": Form(

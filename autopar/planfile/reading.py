@@ -10,7 +10,7 @@ from pathlib import Path
 from autopar.device_groups import check_places, check_within
 from autopar.errors import PlanError
 from autopar.graph import Graph
-from autopar.placements import n_devices, parse_mesh
+from autopar.meshes import Mesh
 from autopar.plan import Pins, Plan, StagePlan
 from autopar.planfile import pins as pin_section
 from autopar.planfile.file_errors import FileErrors
@@ -77,7 +77,7 @@ def bind(document: Document, graph: Graph, cluster: Cluster | None = None) -> Pl
         )
         bad.raise_if_any()
     devices = [
-        tuple(stage.get("devices") or range(n_devices(mesh))) for stage, mesh in zip(raw["stages"], meshes, strict=True)
+        tuple(stage.get("devices") or range(mesh.n_devices)) for stage, mesh in zip(raw["stages"], meshes, strict=True)
     ]
     try:
         graphs = cut(graph, [stage["first"] for stage in raw["stages"][1:]])
@@ -147,8 +147,8 @@ def _check_cuts(document: Document, graphs: Sequence[StageGraph]) -> None:
 def _pins(document: Document, graph: Graph, bad: FileErrors) -> Pins:
     """What the user asked for; placements are for the mesh that was asked for, or that of the first stage."""
     raw, meshes = document.raw.get("pins") or {}, document.meshes
-    given = parse_mesh(raw["mesh"]) if "mesh" in raw else None
-    axes = dict.fromkeys(axis for mesh in (*meshes, *([given] if given else [])) for axis, _ in mesh)
+    given = Mesh.parse(raw["mesh"]) if "mesh" in raw else None
+    axes = dict.fromkeys(axis for mesh in (*meshes, *([given] if given else [])) for axis in mesh.names)
     return pin_section.read(raw, pin_section.Model(graph, given or meshes[0], tuple(axes), bad))
 
 

@@ -12,7 +12,9 @@ from typing import Any
 from autopar.errors import PlanError, closest
 from autopar.graph import Graph, Ref
 from autopar.labels import op_labels
-from autopar.placements import Mesh, State, fits, format_mesh, step_is_legal
+from autopar.meshes import Mesh
+from autopar.pieces import fits
+from autopar.placements import State, step_is_legal
 from autopar.placements import path as way
 from autopar.plan import ParamChoice, Recompute, segment_numbers
 from autopar.planfile.file_errors import FileErrors
@@ -152,7 +154,7 @@ class StageReader:
                 self.bad.add(
                     path,
                     f"{node.where}: a tensor of shape {shape} cannot be cut as {state.text} on mesh "
-                    f"{format_mesh(self.mesh)}; use another factor",
+                    f"{self.mesh.text}; use another factor",
                 )
                 return False
         return True

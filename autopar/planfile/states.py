@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.errors import MeshError
-from autopar.placements import Mesh, State, fits, format_mesh, kinds_listed
+from autopar.meshes import Mesh
+from autopar.pieces import fits
+from autopar.placements import State, kinds_listed
 from autopar.planfile.file_errors import FileErrors
 
 
@@ -30,7 +32,7 @@ def read_state(
     if not fits(shape, state, mesh):
         bad.add(
             path,
-            f"a tensor of shape {tuple(shape)} cannot be cut as {text} on mesh {format_mesh(mesh)}; shard "
+            f"a tensor of shape {tuple(shape)} cannot be cut as {text} on mesh {mesh.text}; shard "
             "another dim, or keep it whole",
         )
         return None

@@ -13,7 +13,7 @@ from typing import Any
 from autopar.errors import PlanError
 from autopar.graph import Graph, Ref
 from autopar.labels import op_labels
-from autopar.placements import format_mesh, whole_state
+from autopar.placements import whole_state
 from autopar.plan import VERSION, Pins, Plan, StagePlan, one_stage, route_key
 from autopar.planfile import pins as pin_section
 from autopar.planfile.patterns import compress
@@ -63,7 +63,7 @@ def _stage(stage: StagePlan, graph: Graph, plan: Plan) -> dict[str, Any]:
     return {
         "first": stage.first,
         "devices": list(stage.devices),
-        "mesh": format_mesh(stage.mesh),
+        "mesh": stage.mesh.text,
         "fingerprint": stage.fingerprint,
         **({"in_flight": stage.in_flight} if stage.in_flight != 1 else {}),
         "ops": _ops(stage, graph),

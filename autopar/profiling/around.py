@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.capture import capture
 from autopar.graph import Spec
+from autopar.meshes import Mesh
 from autopar.placements import whole_state
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
 from autopar.runtime.groups import channel, groups_for
@@ -65,7 +66,7 @@ def send_points() -> list[list[float]]:
     points = []
     for n_bytes in SIZES:
         spec = Spec((n_bytes // 4,), "float32")
-        mesh = (("data", 1),)
+        mesh = Mesh.of(data=1)
         here, there = Side(whole_state(mesh, True), mesh, (0,)), Side(whole_state(mesh, True), mesh, (1,))
         wire = Wire(0, "x", 0, 1, transfer(spec, here, there), transfer(spec, there, here))
         rows = {r: [Action(r, kind, k) for k in range(repeats) for kind in "FB"] for r in (0, 1)}
@@ -167,7 +168,7 @@ def executor_spans(cluster: Cluster, layers: int, schedule: str) -> dict[str, fl
     model, x, count = _Tiny(2 * layers), torch.ones(2, 4), 4
     captured = capture(model, (x,))
     starts = (next(n.name for n in captured.graph.nodes if n.kind == "op" and n.module == f"layers.{layers}"),)
-    asked = PipelineOptions(count, 2, (schedule,), (("data", 1),), starts, may_recompute=False)
+    asked = PipelineOptions(count, 2, (schedule,), Mesh.of(data=1), starts, may_recompute=False)
     planned = plan_pipeline(captured.graph, cluster, 2, asked)
     module = PipelineModule(model, captured, planned.plan)
     batch = x.repeat(count, 1)

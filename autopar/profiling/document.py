@@ -17,7 +17,7 @@ import torch
 
 from autopar.errors import PlanError
 from autopar.graph import Graph
-from autopar.placements import Mesh, format_mesh
+from autopar.meshes import Mesh
 from autopar.profiling.ops import LocalOp, Passes, passes_of
 from autopar.runtime.launch import run_local
 from cost_models.measured import fit_correction
@@ -70,7 +70,7 @@ def profile(graph: Graph, cluster: Cluster, name: str, model: str, asked: Profil
             "date": datetime.date.today().isoformat(), "torch": torch.__version__, "processor": processor(),
             "threads": 1, "processes": asked.processes, "rounds": min(ranks[0]["rounds"], default=0),
             "load": round(before, 2), "others": ranks[0]["others"], "model": model,
-            "meshes": [format_mesh(mesh) for mesh in asked.meshes],
+            "meshes": [mesh.text for mesh in asked.meshes],
             "left_out": left_out,
         },
         "corrections": _corrections(ops, seconds),

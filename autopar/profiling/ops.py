@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from autopar.graph import ITEM_BYTES, Graph, Node
-from autopar.placements import Mesh, local_shape
+from autopar.meshes import Mesh
+from autopar.pieces import local_shape
 from autopar.planner.intra_op.price import Pricer, key_of, pricer
 from autopar.planner.intra_op.space import strategies
 from autopar.rules.local import local_call
@@ -88,7 +89,7 @@ def passes_of(graph: Graph, cluster: Cluster, meshes: Sequence[Mesh], most_ops: 
         most_bytes: what a pass may hold; repeated ops beyond are measured less often.
     """
     rules = rules_of(graph)
-    one: Mesh = (("data", 1),)
+    one = Mesh.of(data=1)
     plain = replace(cluster, measured=None)
     keys: set[str] = set()
     passes: list[list[LocalOp]] = []

@@ -35,7 +35,7 @@ def decided(plan: Plan, graph: Graph) -> list[str]:
     Args:
         graph: of the whole model, for the sizes of its parameters.
     """
-    meshes = {" x ".join(f"{axis}={size}" for axis, size in stage.mesh): stage for stage in plan.stages}
+    meshes = {stage.mesh.shown(): stage for stage in plan.stages}
     stages = f"{len(plan.stages)} stage{'s' * (len(plan.stages) > 1)}"
     n = plan.microbatches
     return [
@@ -75,7 +75,7 @@ def _parameters(plan: Plan, graph: Graph) -> tuple[str, str]:
     small: list[str] = []
     alone: list[str] = []  # of a stage on one device
     for stage in plan.stages:
-        axes = [size for _, size in stage.mesh if size > 1]
+        axes = [size for size in stage.mesh.sizes if size > 1]
         for name, choice in stage.params.items():
             if not axes:
                 alone.append(name)

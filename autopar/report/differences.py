@@ -8,7 +8,7 @@ from typing import Any
 
 from autopar.graph import Graph
 from autopar.labels import op_labels
-from autopar.placements import State, format_mesh
+from autopar.placements import State
 from autopar.plan import Plan, StagePlan
 from autopar.planfile.patterns import compress
 from autopar.planfile.write import route_keys
@@ -89,7 +89,7 @@ def _stage(number: int, x: StagePlan | None, y: StagePlan | None) -> list[Row]:
         return None if x is None else value(x), None if y is None else value(y)
 
     return [
-        (f"stage {number} mesh", *both(lambda s: format_mesh(s.mesh))),
+        (f"stage {number} mesh", *both(lambda s: s.mesh.text)),
         (f"stage {number} devices", *both(lambda s: ",".join(map(str, s.devices)))),
         (f"stage {number} recompute", *both(lambda s: [f"{p} to {q}" for p, q in s.recompute] or None)),
         (f"stage {number} gathered again", *both(lambda s: list(s.gather_again) or None)),

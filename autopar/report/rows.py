@@ -11,7 +11,8 @@ from typing import Any
 
 from autopar.graph import Graph, Node, Ref
 from autopar.labels import op_labels
-from autopar.placements import State, local_shape, step_collectives
+from autopar.pieces import local_shape
+from autopar.placements import State, step_collectives
 from autopar.plan import StagePlan, route_key
 from autopar.planfile.patterns import compress
 from autopar.planner.intra_op import params as P
@@ -90,7 +91,7 @@ def op_row(graph: Graph, plan: StagePlan, priced: Pricer, i: int, rules: Sequenc
     node, rule = graph.nodes[i], rules[i]
     strategy = strategy_in_plan(graph, node, rule, plan.ops[node.name], plan.mesh)
     compute, inside = priced.op(graph, node, rule, strategy)
-    sizes = dict(plan.mesh)
+    sizes = plan.mesh.size_of
     collectives = [
         _collective(comm.kind, axis, comm.backward, n_bytes)
         for comm, axis, n_bytes in collectives_inside(

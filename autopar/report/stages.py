@@ -27,7 +27,7 @@ def stage_rows(graph: Graph, plan: Plan, timeline: Timeline, cluster: Cluster) -
         limit = limit_of_stage(plan, number, cluster, plan.pins.memory_limit_bytes)
         rows.append({
             "stage": number, "group": group[number], "first": choice.first, "begins_at": labels[choice.first],
-            "devices": list(choice.devices), "mesh": dict(choice.mesh),
+            "devices": list(choice.devices), "mesh": choice.mesh.size_of,
             "forward_seconds": t.forward_seconds[number], "input_seconds": t.input_seconds[number],
             "weight_seconds": t.weight_seconds[number], "backward_seconds": t.backward_seconds[number],
             "step_seconds": price.parameter_seconds, "in_flight": choice.in_flight,

@@ -8,7 +8,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from autopar.placements import REPLICATE, Mesh
+from autopar.meshes import Mesh
+from autopar.placements import REPLICATE
 from autopar.report.rows import BlockRows, Collective, ParamRow
 from autopar.report.why import Alternative
 
@@ -39,7 +40,7 @@ def block_table(block: BlockRows, mesh: Mesh, show_bytes: Show, show_seconds: Sh
     for row in shown:
         rule = row.rule.split("   ")[0]
         table.add_row(
-            Text(row.label), Text(rule), *(row.cuts.get(axis, "") for axis, _ in mesh),
+            Text(row.label), Text(rule), *(row.cuts.get(axis, "") for axis in mesh.names),
             " ".join(row.ins), "\n".join((" ".join(row.outs), *row.steps)), collectives_text(row.collectives),
             show_bytes(sum(c["bytes"] for c in row.collectives)) if row.collectives else "",
             show_seconds(row.compute_seconds + row.collective_seconds),
@@ -104,7 +105,7 @@ def alternatives_table(rows: Sequence[Alternative], mesh: Mesh, show_bytes: Show
         table.add_column(name, justify="right")
     for r in rows:
         table.add_row(
-            "chosen" if r.chosen else "", *(r.cuts[axis] if r.cuts[axis] != REPLICATE else "" for axis, _ in mesh),
+            "chosen" if r.chosen else "", *(r.cuts[axis] if r.cuts[axis] != REPLICATE else "" for axis in mesh.names),
             show_seconds(r.compute_seconds), show_seconds(r.reshard_seconds), show_seconds(r.parameter_seconds),
             show_seconds(r.seconds), show_bytes(r.stored_bytes), style="bold green" if r.chosen else None,
         )  # fmt: skip

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from spmd_types import rules as types
 
-from autopar.placements import nested_piece_of
+from autopar.pieces import nested_piece_of
 from autopar.rules.attention_kernels import Dropping, PartOfAttention, merged
 from autopar.rules.distributed import axes_of, cuts_on, n_pieces, permuted, positions, sends_on, which_piece
 from autopar.rules.random import Shards, dropping, hashes_at, threshold_of

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from spmd_types import rules
 
-from autopar.placements import axis_and_unit, lengths_of
+from autopar.pieces import lengths_of
+from autopar.placements import axis_and_unit
 from autopar.torch_private import LocalIntNode, LocalTensor, functional_collectives, group_of_axis, local_tensor_mode
 
 Axes = Sequence[str]

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
-from autopar.placements import Mesh, Placement, State, axis_and_unit, axis_text, largest_piece, local_shape
+from autopar.meshes import Mesh
+from autopar.pieces import largest_piece, local_shape
+from autopar.placements import Placement, State, axis_and_unit, axis_text
 from autopar.rules.axis_options import Option
 from autopar.rules.function import PREFIX
 from autopar.rules.notation import Comm, Rule

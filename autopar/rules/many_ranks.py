@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.errors import MeshError
-from autopar.placements import Mesh, State, box_of, coordinates, n_devices
+from autopar.meshes import Mesh
+from autopar.pieces import box_of
+from autopar.placements import State
 from autopar.rules.one_by_one import OneByOne
 from autopar.rules.simulation import simulation
 from autopar.torch_private import fake_store
@@ -19,7 +21,7 @@ from autopar.torch_private import fake_store
 
 def piece(whole: torch.Tensor, state: State, mesh: Mesh, rank: int) -> torch.Tensor:
     """The slice of ``whole`` on one rank; pending sums put the value on coordinate 0."""
-    at = coordinates(rank, mesh)
+    at = mesh.coordinate(rank)
     for d, (start, length) in enumerate(box_of(whole.shape, state, mesh, at)):
         if length != whole.shape[d]:
             whole = whole.narrow(d, start, length)
@@ -46,8 +48,8 @@ def join(pieces: Sequence[torch.Tensor], state: State, mesh: Mesh) -> torch.Tens
 @contextlib.contextmanager
 def many_ranks(mesh: Mesh) -> Iterator[int]:
     """A process that plays all ranks of a mesh, on tensors that hold one piece each; gives their number."""
-    with fake_world(mesh), simulation(n_devices(mesh)), OneByOne():
-        yield n_devices(mesh)
+    with fake_world(mesh), simulation(mesh.n_devices), OneByOne():
+        yield mesh.n_devices
 
 
 @contextlib.contextmanager
@@ -59,11 +61,11 @@ def fake_world(mesh: Mesh) -> Iterator[DeviceMesh]:
     """
     if dist.is_initialized():
         raise MeshError("this process is already in a process group; verify in a process of its own")
-    n = n_devices(mesh)
+    n = mesh.n_devices
     dist.init_process_group(backend="fake", rank=0, world_size=n, store=fake_store())
     try:
         device_mesh = init_device_mesh(
-            "cpu", tuple(size for _, size in mesh), mesh_dim_names=tuple(name for name, _ in mesh)
+            "cpu", mesh.sizes, mesh_dim_names=mesh.names
         )
         with spmd.set_current_mesh(device_mesh):
             yield device_mesh

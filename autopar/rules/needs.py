@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from autopar.allocations import Allocations
-from autopar.placements import Mesh
+from autopar.meshes import Mesh
 from autopar.rules.axis_options import Option
 from autopar.rules.distributed import trial
 from autopar.rules.local import LocalCall

@@ -35,7 +35,8 @@ from math import prod
 from typing import Any
 
 from autopar.errors import RuleError, closest
-from autopar.placements import Mesh, Placement, n_devices
+from autopar.meshes import Mesh
+from autopar.placements import Placement
 from autopar.rules.operator_call import Call
 from autopar.rules.option_names import factor_and_block
 from autopar.rules.terms import Term, bind
@@ -244,7 +245,7 @@ class Rule:
         """Those of :attr:`blocks` that a mesh may divide unevenly; for others there are the options without units."""
         if not self.blocks:
             return ()
-        n = n_devices(mesh)
+        n = mesh.n_devices
         return tuple((f, u) for f, u in self.blocks if self.sizes[f] // u % n)
 
     def factor_of(self, option: str) -> str | None:

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 
 from autopar.graph import Spec
-from autopar.placements import PENDING, Mesh, State, axis_and_unit, coordinates, fits, n_devices, piece_of
+from autopar.meshes import Mesh
+from autopar.pieces import fits, piece_of
+from autopar.placements import PENDING, State, axis_and_unit
 from autopar.rules.axis_options import Option, axis_options
 from autopar.rules.distributed import length_of
 from autopar.rules.local import PieceSize, Seed, local_call, resolve
@@ -79,7 +81,7 @@ class Case:
         )
         self.call = Call(target, self.args, self.kwargs, ins, specs)
         self.rule: Rule = rule_of(self.call)
-        whole: Mesh = (("one", 1),)
+        whole = Mesh.of(one=1)
         if self.rule.random:  # the reference of a random operator is its own lowering on one device
             names = axis_options(self.rule, grads, [o is not None and o.is_float for o in specs])
             with many_ranks(whole):
@@ -133,7 +135,7 @@ def prove(
     Raises:
         RuleIsWrong: an output, an input gradient or a value written in place differs from the whole operator's.
     """
-    n = n_devices(mesh)
+    n = mesh.n_devices
     ins, outs = _states(picked)
     rng = random.Random(1)
     names = {axis: option.name for (axis, _), option in zip(mesh, picked, strict=True)}
@@ -202,7 +204,7 @@ def _run(
     call: Call, rule: Rule, picked: Sequence[Option], mesh: Mesh, tensors: Sequence[Any], rank: int | None = None
 ) -> list[Any]:
     local = local_call(call, rule, picked, mesh, site=3)
-    n = n_devices(mesh)
+    n = mesh.n_devices
 
     def fill(value: Any) -> Any:
         if isinstance(value, Seed):
@@ -234,24 +236,24 @@ def _flat(value: Any) -> list[Any]:
 
 def _length_on(size: PieceSize, mesh: Mesh, rank: int) -> int:
     """How many elements of a size that differs between ranks one of them has."""
-    n, at = size.n, dict(zip((axis for axis, _ in mesh), coordinates(rank, mesh), strict=True))
+    n, at = size.n, dict(zip((axis for axis in mesh.names), mesh.coordinate(rank), strict=True))
     for text in size.axes:
         axis, unit = axis_and_unit(text)
-        n = piece_of(n, dict(mesh)[axis], at[axis], unit)[1]
+        n = piece_of(n, mesh.size_of[axis], at[axis], unit)[1]
     return n
 
 
 def _spread(whole: torch.Tensor, state: State, mesh: Mesh, rng: random.Random) -> dict[int, torch.Tensor]:
     """Pieces of a tensor, by rank; a pending one is split into random terms."""
-    pieces = {r: piece(whole, state, mesh, r) for r in range(n_devices(mesh))}
+    pieces = {r: piece(whole, state, mesh, r) for r in range(mesh.n_devices)}
     if PENDING in state and whole.is_floating_point():
         generator = torch.Generator().manual_seed(rng.randrange(2**31))
         noise = torch.randn(whole.shape, generator=generator, dtype=torch.float64).to(whole.dtype)
         axis = state.index(PENDING)
         clean = state.started(grad=False)
         for r in pieces:
-            at = coordinates(r, mesh)[axis]
-            others = coordinates(r, mesh)[axis + 1 :]
+            at = mesh.coordinate(r)[axis]
+            others = mesh.coordinate(r)[axis + 1 :]
             if at < 2 and not any(c for c, p in zip(others, state[axis + 1 :], strict=True) if p.is_pending):
                 pieces[r] = pieces[r] + (piece(noise, clean, mesh, r) if at == 0 else -piece(noise, clean, mesh, r))
     return pieces
@@ -267,13 +269,14 @@ def _joined(pieces: Sequence[torch.Tensor], state: State, mesh: Mesh, where: str
     """:func:`~autopar.rules.many_ranks.join`, which takes the first of several copies; proves that they agree."""
     parts = list(pieces)
     for axis in reversed(range(len(mesh))):
-        (name, size), placement = mesh[axis], state[axis]
+        name, size = mesh[axis]
+        placement = state[axis]
         groups = [parts[i : i + size] for i in range(0, len(parts), size)]
         for first, *others in groups if placement.is_whole else ():
             for copy in others:
                 if first.shape != copy.shape or not torch.allclose(first, copy, 1e-6, 1e-9, equal_nan=True):
                     raise RuleIsWrong(f"{where}: the copies on axis '{name}' differ ({state.text})")
-        parts = [join(group, State((placement,)), ((name, size),)) for group in groups]
+        parts = [join(group, State((placement,)), Mesh([(name, size)])) for group in groups]
     return parts[0]
 
 

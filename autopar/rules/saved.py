@@ -23,7 +23,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from autopar.graph import Graph
-from autopar.placements import Mesh, State, local_shape
+from autopar.meshes import Mesh
+from autopar.pieces import local_shape
+from autopar.placements import State
 from autopar.rules.axis_options import Option
 from autopar.rules.distributed import length_of, trial
 from autopar.rules.function import PREFIX
@@ -139,7 +141,7 @@ def saved_of(graph: Graph, i: int, rule: Rule, strategy: Strategy | None, mesh: 
 def keeps(graph: Graph, rules: Sequence[Rule | None], i: int) -> bool:
     """Whether autograd keeps anything of node ``i``."""
     rule = rules[i]
-    return rule is not None and graph.nodes[i].needs_grad and saved_of(graph, i, rule, None, ()).keeps
+    return rule is not None and graph.nodes[i].needs_grad and saved_of(graph, i, rule, None, Mesh()).keeps
 
 
 def _tried(call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh, ins: Sequence[LocalLayout]) -> Saved:
@@ -162,8 +164,8 @@ def trial_of(
     try:
         if call.target in BY_DEVICE:
             with FakeTensorMode():
-                return observe(local, ins, dict(mesh), "cpu")
-        return observe(local, ins, dict(mesh), "meta")
+                return observe(local, ins, mesh.size_of, "cpu")
+        return observe(local, ins, mesh.size_of, "meta")
     except CANNOT_BE_TRIED:
         return None
 

@@ -9,7 +9,9 @@ from math import prod
 
 from autopar.errors import PlanError
 from autopar.graph import Graph, Node
-from autopar.placements import Mesh, State, lengths_of
+from autopar.meshes import Mesh
+from autopar.pieces import lengths_of
+from autopar.placements import State
 from autopar.rules.axis_options import Option, axis_options
 from autopar.rules.notation import Rule
 from autopar.rules.option_names import factor_and_block

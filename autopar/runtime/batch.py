@@ -19,7 +19,9 @@ from autopar.capture.layouts import not_dense
 from autopar.errors import RunError
 from autopar.graph import Node
 from autopar.lower.program import Slot
-from autopar.placements import Mesh, State, local_shape
+from autopar.meshes import Mesh
+from autopar.pieces import local_shape
+from autopar.placements import State
 from autopar.runtime.calls import (
     describe,
     example_leaves,

@@ -22,7 +22,7 @@ from autopar.capture import Captured
 from autopar.capture.evaluation import Skeleton
 from autopar.errors import MeshError, RunError
 from autopar.lower.program import Program
-from autopar.placements import Mesh, mesh_text
+from autopar.meshes import Mesh
 from autopar.plan import Plan
 from autopar.runtime.agree import mesh_group
 from autopar.runtime.batch import Batch
@@ -62,9 +62,9 @@ def check_device_mesh(device_mesh: DeviceMesh, mesh: Mesh) -> None:
     names = device_mesh.mesh_dim_names
     if names is None:
         raise MeshError("the DeviceMesh has no axis names; make it with mesh_dim_names=('data', ...)")
-    have = tuple((name, device_mesh.size(i)) for i, name in enumerate(names))
+    have = Mesh((name, device_mesh.size(i)) for i, name in enumerate(names))
     if have != mesh:
-        show = [mesh_text(m) for m in (mesh, have)]
+        show = [m.shown() for m in (mesh, have)]
         raise MeshError(f"the plan is for mesh {show[0]}, the DeviceMesh is {show[1]}; plan again for this mesh")
 
 
@@ -409,7 +409,7 @@ class ParallelModule(TakesRows, SpreadModule):
             yield
 
     def __repr__(self) -> str:
-        mesh = mesh_text(self.plan.mesh)
+        mesh = self.plan.mesh.shown()
         return f"ParallelModule({mesh}, {len(self.held_params)} parameters, {len(self._captured.graph.nodes)} nodes)"
 
 

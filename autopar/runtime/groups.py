@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import MeshError, RunError
-from autopar.placements import Mesh
+from autopar.meshes import Mesh
 from autopar.runtime.presence import name_of
 from autopar.runtime.store_meeting import any_of
 from autopar.torch_private import GROUP_NAME, has_other_groups, timeout_of_world
@@ -52,12 +52,7 @@ def channel(source: int, target: int) -> Wanted:
 
 def blocks(mesh: Mesh, devices: Sequence[int], axes: Sequence[int]) -> list[tuple[int, ...]]:
     """The ranks of a mesh (``devices`` in row-major order) in sets that differ only along ``axes``."""
-    order = torch.tensor(devices).reshape([size for _, size in mesh])
-    others = [axis for axis in range(len(mesh)) if axis not in axes]
-    count = 1
-    for axis in others:
-        count *= mesh[axis][1]
-    return [tuple(sorted(row)) for row in order.permute(*others, *axes).reshape(count, -1).tolist()]
+    return [tuple(sorted(devices[place] for place in group)) for group in mesh.groups(axes)]
 
 
 class Groups:
@@ -182,8 +177,8 @@ class Groups:
         """
         key = (mesh, tuple(devices))
         if key not in self._meshes:
-            order = torch.tensor(devices).reshape([size for _, size in mesh])
-            names = tuple(name for name, _ in mesh)
+            order = torch.tensor(devices).reshape(mesh.sizes)
+            names = mesh.names
             along = self._along_axes(mesh, devices)
             self._meshes[key] = DeviceMesh.from_group(along, self.device.type, order, mesh_dim_names=names)
         return self._meshes[key]
@@ -208,7 +203,7 @@ class Groups:
             MeshError: as for :meth:`make`.
         """
         names = device_mesh.mesh_dim_names or ()
-        shape = tuple((name, device_mesh.size(axis)) for axis, name in enumerate(names))
+        shape = Mesh((name, device_mesh.size(axis)) for axis, name in enumerate(names))
         sets = blocks(shape, device_mesh.mesh.flatten().tolist(), axes)
         rank = dist.get_rank()
         wanted = Wanted(next(block for block in sets if rank in block))

@@ -17,17 +17,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import PlanError
-from autopar.placements import (
-    REPLICATED,
-    Mesh,
-    Placement,
-    State,
-    cut_extent,
-    largest_piece,
-    local_shape,
-    path,
-    piece_of,
-)
+from autopar.meshes import Mesh
+from autopar.pieces import cut_extent, largest_piece, local_shape, piece_of
+from autopar.placements import REPLICATED, Placement, State, path
 from autopar.plan import ParamChoice
 from autopar.runtime.groups import groups_on
 from autopar.torch_private import compiler_traces, functional_collectives
@@ -97,8 +89,8 @@ def hops(
         forward, backward = _KINDS[a.kind, b.kind]
         index = 0
         for axis in axes:
-            index = index * mesh[axis][1] + coordinate[axis]
-        n = prod(mesh[axis][1] for axis in axes)
+            index = index * mesh.size(axis) + coordinate[axis]
+        n = prod(mesh.size(axis) for axis in axes)
         whole = State(REPLICATED if axis in axes else p for axis, p in enumerate(state))
         sizes = local_shape(shape, whole, mesh, coordinate)
         cuts = [Cut(d, sizes[d], p.unit) for p in (a, b) if (d := p.dim) is not None] or [Cut()]
@@ -128,7 +120,7 @@ def _merged(
         )
     merged: list[tuple[Placement, Placement, list[int], State]] = []
     for axis, src, dst in steps:
-        if mesh[axis][1] == 1:
+        if mesh.size(axis) == 1:
             continue
         a, b = src[axis], dst[axis]
         last = merged[-1] if merged else None
@@ -144,12 +136,12 @@ def _as_one(shape: Sequence[int], state: State, mesh: Mesh, axis: int, inner: Se
     if not state[axis].is_shard:
         return True
     extent, earlier, _ = cut_extent(shape, state, mesh, axis)
-    return extent % prod(mesh[a][1] for a in (*earlier, axis, *inner)) == 0
+    return extent % prod(mesh.size(a) for a in (*earlier, axis, *inner)) == 0
 
 
 def group_of(device_mesh: DeviceMesh, mesh: Mesh, axes: Sequence[int]) -> Any:
     """The process group over several axes; every rank must ask for the same ones in the same order."""
-    names = tuple(mesh[axis][0] for axis in axes)
+    names = tuple(mesh.name(axis) for axis in axes)
     if len(names) == 1:
         return device_mesh.get_group(names[0])
     return groups_on(device_mesh).along(device_mesh, axes)

@@ -17,7 +17,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import RunError
-from autopar.placements import REPLICATED, Mesh, State, shard
+from autopar.meshes import Mesh
+from autopar.placements import REPLICATED, State, shard
 from autopar.runtime.own_rows import RowsOfRanks
 from autopar.runtime.state import as_dtensor
 
@@ -25,7 +26,7 @@ from autopar.runtime.state import as_dtensor
 def parts_on(meshes: Sequence[Mesh]) -> int:
     """How many parts of a batch the ranks of each of some meshes can have, along their first axes: as many as can
     be."""
-    return max(set.intersection(*({1, *accumulate((size for _, size in mesh), mul)} for mesh in meshes)))
+    return max(set.intersection(*({1, *accumulate(mesh.sizes, mul)} for mesh in meshes)))
 
 
 class RowsInStages(RowsOfRanks):

@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.errors import RunError
-from autopar.placements import piece_of
+from autopar.pieces import piece_of
 from autopar.precision import Precision
 from autopar.rules.random import bits_at
 from autopar.torch_private import OPTIMIZER_STATES

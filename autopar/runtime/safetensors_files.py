@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import torch
 
 from autopar.errors import RunError, first_few
-from autopar.placements import Box
+from autopar.pieces import Box
 from hardware_profiles.strict import Unreadable, parse_json, read_text
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

@@ -74,7 +74,7 @@ class Stage:
         self.stream: Any = None
         self.seeds: Callable[[int], torch.Tensor] | None = None  # where a recorded step reads them
         self.ways = WaysTaken(graph)
-        self.distributed = any(size > 1 for _, size in self.program.mesh)
+        self.distributed = any(size > 1 for size in self.program.mesh.sizes)
         slots = self.program.slots
         self.template: list[Any] = [None] * len(slots)
         self.inputs = {slot.name: slot for slot in slots if slot.kind == "input"}

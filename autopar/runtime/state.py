@@ -20,7 +20,9 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autopar.errors import RunError
-from autopar.placements import REPLICATED, Box, Mesh, State, box_of, local_shape, shard
+from autopar.meshes import Mesh
+from autopar.pieces import Box, box_of, local_shape
+from autopar.placements import REPLICATED, State, shard
 from autopar.plan import ParamChoice
 from autopar.runtime.hops import Cut, Hop, gather, hops, of_its_own
 
@@ -57,7 +59,7 @@ def torch_placements(state: State) -> tuple[TorchPlacement, ...]:
 def mesh_of(device_mesh: DeviceMesh) -> Mesh:
     """Names and sizes of the axes of a device mesh."""
     names = device_mesh.mesh_dim_names or ("",) * device_mesh.ndim
-    return tuple((name, device_mesh.size(axis)) for axis, name in enumerate(names))
+    return Mesh((name, device_mesh.size(axis)) for axis, name in enumerate(names))
 
 
 def coordinate_of(device_mesh: DeviceMesh) -> tuple[int, ...]:
@@ -90,7 +92,7 @@ def joined(local: torch.Tensor, state: State, shape: Sequence[int], device_mesh:
             local = local.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(local, group=group)
         else:
-            before = local_shape(shape, State(state[:axis]), mesh[:axis], at[:axis])
+            before = local_shape(shape, State(state[:axis]), mesh.outer(axis), at[:axis])
             local = gather(local, Hop("gather", "slice", group, n, 0, Cut(d, before[d])))
     return local
 

@@ -324,7 +324,7 @@ class Post:
         steps = path(messages.landing, target.state)
         assert steps is not None
         for axis, src, dst in steps:
-            if target.mesh[axis][1] > 1:
+            if target.mesh.size(axis) > 1:
                 fn, args = state_step(messages.spec.shape, src, dst, target.mesh)
                 whole = fn(whole, *args)  # type: ignore[operator]
         return whole

@@ -16,7 +16,8 @@ from autopar.errors import RunError
 from autopar.graph import Graph
 from autopar.lower.collectives import state_step
 from autopar.lower.program import Program
-from autopar.placements import Mesh, State, coordinates, path
+from autopar.meshes import Mesh
+from autopar.placements import State, path
 from autopar.plan import ParamChoice, StagePlan
 from autopar.rules.many_ranks import join, many_ranks, piece
 from autopar.staging import StageGraph
@@ -29,7 +30,7 @@ def along(x: torch.Tensor, shape: Sequence[int], src: State, dst: State, mesh: M
     steps = path(src, dst)
     assert steps is not None, f"no path from {src} to {dst}"
     for axis, a, b in steps:
-        if mesh[axis][1] > 1:
+        if mesh.size(axis) > 1:
             fn, args = state_step(shape, a, b, mesh)
             x = fn(x, *args)  # type: ignore[operator]
     return x
@@ -142,7 +143,7 @@ def run_step(
 
 def _same_copies(pieces: Sequence[torch.Tensor], state: State, mesh: Mesh, name: str) -> None:
     for rank, value in enumerate(pieces):
-        at = coordinates(rank, mesh)
+        at = mesh.coordinate(rank)
         first = 0
         for placement, (_, size), c in zip(state, mesh, at, strict=True):
             first = first * size + (0 if placement.is_whole else c)

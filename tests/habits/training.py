@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 import autopar
 from autopar.capture import Captured
 from autopar.lower.emit import lower
-from autopar.placements import Mesh
+from autopar.meshes import Mesh
 from autopar.planner.intra_op.draw import random_plan
 from autopar.planner.intra_op.price import pricer
 from autopar.rules.registry import rules_of
@@ -26,7 +26,7 @@ from habits.base import BATCHES, Habit, batch, loss_fn, made
 from hardware_profiles import abstract_cluster
 
 LEARNING_RATE = 0.01
-TWO: Mesh = (("data", 2),)
+TWO: Mesh = Mesh.of(data=2)
 TOLERANCE = 1e-9
 LIMIT_SECONDS = 10
 

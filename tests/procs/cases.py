@@ -27,7 +27,7 @@ import autopar
 from autopar import verify
 from autopar.capture import Captured, capture
 from autopar.lower.emit import lower
-from autopar.placements import Mesh
+from autopar.meshes import Mesh
 from autopar.plan import Plan
 from autopar.planner.intra_op.draw import random_plan
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
@@ -40,7 +40,7 @@ from autopar.runtime.gathering import Unit
 from hardware_profiles import load_cluster
 
 LR = 1e-2
-TWO: Mesh = (("data", 2),)
+TWO: Mesh = Mesh.of(data=2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Config:
 
 
 def device_mesh(mesh: Mesh) -> DeviceMesh:
-    return init_device_mesh("cpu", tuple(n for _, n in mesh), mesh_dim_names=tuple(a for a, _ in mesh))
+    return init_device_mesh("cpu", tuple(n for _, n in mesh), mesh_dim_names=mesh.names)
 
 
 def make_case(config: Config) -> Case:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from accelerator import NAME, Accelerator, OnDevice, register
 
 import autopar.rules  # noqa: F401
+from autopar.meshes import Mesh
 from autopar.rules.axis_options import Option
 from autopar.rules.distributed import trial
 from autopar.rules.local import is_told_device, local_call
@@ -20,16 +21,16 @@ from autopar.rules.registry import SAMPLES
 from autopar.rules.saved import filled
 from autopar.torch_private import pytree
 
-ONE = (("data", 2),)
-WHOLE = (("data", 1),)
+ONE = Mesh.of(data=2)
+WHOLE = Mesh.of(data=1)
 READS = {"autopar.branch.default": "which side of a branch on a random number is run, the host has to know"}
 """Operators that read, and why."""
 
 
-def on_device(accelerator: Accelerator, case: Case, picked: Sequence[Option], mesh: tuple[tuple[str, int], ...]) -> str:
+def on_device(accelerator: Accelerator, case: Case, picked: Sequence[Option], mesh: Mesh) -> str:
     """Where a call of the first rank leaves the device, forward or backward."""
     local = local_call(case.call, case.rule, picked, mesh, site=3)
-    sizes = dict(mesh)
+    sizes = mesh.size_of
     tensors: list[torch.Tensor] = []
     for i, (value, grad) in enumerate(zip(case.tensors, case.grads, strict=True)):
         state = tuple(option.ins[i] for option in picked)

@@ -21,7 +21,7 @@ from autopar.allocations import Allocations
 from autopar.capture import Captured, capture
 from autopar.errors import PlanError, RunError
 from autopar.graph import Graph
-from autopar.placements import Mesh
+from autopar.meshes import Mesh
 from autopar.plan import Plan
 from autopar.planner.inter_op.shared_buffers import with_agreed_buffers
 from autopar.planner.intra_op.draw import random_plan
@@ -40,13 +40,13 @@ from cost_models.pipeline import build, live_at_peak, parse, search, times
 from cost_models.pipeline.actions import Schedule
 from hardware_profiles import load_cluster
 
-ONE: Mesh = (("data", 1),)
+ONE: Mesh = Mesh.of(data=1)
 SCHEDULES = {name: kind.fewest for name, kind in RECORDS.items()} | {"interleaved-1f1b:3": 3, "zb-h1:2": 2}
 """Schedules, and the stages that each group holds."""
 """The synchronous schedules, and how many stages a group holds."""
 MODELS = ("gpt2", "llama", "t5", "unet", "resnet", "vit")
 TWO = (ONE, ONE)
-THREE: Mesh = (("data", 3),)
+THREE: Mesh = Mesh.of(data=3)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ import pytest
 from procs.long_context import compare
 from procs.test_train import check, of
 
+from autopar.meshes import Mesh
 from autopar.runtime.launch import run_local
 
 TOLERANCE = 1e-9
@@ -31,6 +32,6 @@ def test_other_numbers_of_ranks(n: int) -> None:
 def test_models_train_as_on_one_device(n: int) -> None:
     """Causal, with heads that share keys, under a sliding window, both ways."""
     check(n, [
-        of(name, (("data", n),), options={"constraints": {"*:scaled_dot_product_attention": {"data": way}}})
+        of(name, Mesh.of(data=n), options={"constraints": {"*:scaled_dot_product_attention": {"data": way}}})
         for name in ("gpt2", "llama", "mistral") for way in ("ring", "q")
     ])  # fmt: skip

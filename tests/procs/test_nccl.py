@@ -21,11 +21,11 @@ from procs.nccl import (
 from procs.pipelines import MODELS, ONE, SCHEDULES, THREE, TWO, Config, by_three, microbatches_from
 
 from autopar.errors import RunError
-from autopar.placements import Mesh
+from autopar.meshes import Mesh
 from autopar.runtime.launch import run_local
 
-PAIR: Mesh = (("data", 2),)
-SQUARE: Mesh = (("data", 2), ("tensor", 2))
+PAIR: Mesh = Mesh.of(data=2)
+SQUARE: Mesh = Mesh.of(data=2, tensor=2)
 
 
 def check(n: int, shared: str, configs: Sequence[Config], late: float = 0.0) -> None:

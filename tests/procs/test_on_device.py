@@ -14,6 +14,7 @@ from procs import cases, pipelines
 from procs.on_device import Config, all_trained, notices, reduced_in, used
 from procs.pipelines import ONE
 
+from autopar.meshes import Mesh
 from autopar.runtime.launch import run_local
 
 DROPS = {"dropout": 0.1}
@@ -32,7 +33,7 @@ def check(n: int, configs: Sequence[Config]) -> None:
 
 def test_no_step_waits() -> None:
     check(2, [
-        cases.Config("gpt2", (("tensor", 2),), zoo=DROPS, clip=1.0),
+        cases.Config("gpt2", Mesh.of(tensor=2), zoo=DROPS, clip=1.0),
         pipelines.Config("gpt2", "1f1b", (ONE, ONE), 2, seed=1, zoo=DROPS, clip=1.0),
     ])  # fmt: skip
 
@@ -48,7 +49,7 @@ def test_the_emulated_backend_forgives_nothing() -> None:
 
 def check_used(name: str, backend: str, folder: Path, zoo: dict[str, Any]) -> None:
     configs = [
-        cases.Config(name, (("data", 2),), zoo=zoo), pipelines.Config(name, "1f1b", (ONE, ONE), 2, seed=1, zoo=zoo),
+        cases.Config(name, Mesh.of(data=2), zoo=zoo), pipelines.Config(name, "1f1b", (ONE, ONE), 2, seed=1, zoo=zoo),
     ]  # fmt: skip
     assert run_local(used, 2, configs, backend, str(folder)) == [[], []]
 
@@ -71,9 +72,9 @@ def test_gradients_are_added_up_in_the_dtype_that_is_asked_for() -> None:
 def test_no_step_of_a_model_waits(name: str) -> None:
     zoo = DROPS if name == "t5" else {}
     check(2, [
-        cases.Config(name, (("tensor", 2),), zoo=zoo, clip=1.0),
-        cases.Config(name, (("data", 2),), zoo=zoo, microbatches=2),
-        cases.Config(name, (("data", 2),), zoo=zoo, lifetime="use"),
+        cases.Config(name, Mesh.of(tensor=2), zoo=zoo, clip=1.0),
+        cases.Config(name, Mesh.of(data=2), zoo=zoo, microbatches=2),
+        cases.Config(name, Mesh.of(data=2), zoo=zoo, lifetime="use"),
         pipelines.Config(name, "1f1b", (ONE, ONE), 2, seed=1, zoo=zoo, clip=1.0),
         pipelines.Config(name, "zb-h1", (ONE, ONE), 2, seed=1, zoo=zoo),
     ])  # fmt: skip
@@ -81,4 +82,4 @@ def test_no_step_of_a_model_waits(name: str) -> None:
 
 @pytest.mark.slow
 def test_no_step_of_uneven_pieces_waits() -> None:
-    check(3, [cases.Config("gpt2", (("tensor", 3),), zoo=DROPS, seed=seed) for seed in range(4)])
+    check(3, [cases.Config("gpt2", Mesh.of(tensor=3), zoo=DROPS, seed=seed) for seed in range(4)])

@@ -28,10 +28,10 @@ from procs.pipelines import (
 )
 
 from autopar.errors import RunError
-from autopar.placements import Mesh
+from autopar.meshes import Mesh
 from autopar.runtime.launch import run_local
 
-PAIR = (("data", 2),)
+PAIR = Mesh.of(data=2)
 FOUR = {"2+2": (PAIR, PAIR), "3+1": (THREE, ONE), "2+1+1": (PAIR, ONE, ONE), "1+1+1+1": (ONE,) * 4}
 
 

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from procs.cases import Config, compare, eval_modes, recomputed_in_another_thread
 
+from autopar.meshes import Mesh
 from autopar.runtime.launch import run_local
 
 MODELS = ("mlp", "gpt2", "llama", "resnet", "bert")
-ONE, TWO, FOUR, GRID = (("data", 1),), (("data", 2),), (("data", 4),), (("data", 2), ("tensor", 2))
+ONE, TWO, FOUR, GRID = Mesh.of(data=1), Mesh.of(data=2), Mesh.of(data=4), Mesh.of(data=2, tensor=2)
 CUT = {"*:linear*": {"data": "b"}}
 TOLERANCE = 1e-9
 
@@ -46,7 +47,7 @@ def test_two_ranks() -> None:
     zero = {"params": {"*": "S0"}, "constraints": CUT}
     check(2, [
         *(of(name, TWO) for name in ("mlp", "gpt2")),  # all of them, and more plans, in the sweeps
-        *(of(name, TWO, seed=s) for name, s in (("llama", 1), ("resnet", 3))),
+        *(of(name, TWO, seed=s) for name, s in Mesh.of(llama=1, resnet=3)),
         of("mlp", TWO, options={"constraints": CUT}),  # data parallel
         of("mlp", TWO, options=zero, microbatches=2, clip=0.1),  # ZeRO-1
         of("mlp", TWO, options=zero, lifetime="use", microbatches=4, clip=0.1),  # ZeRO-3

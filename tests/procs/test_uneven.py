@@ -15,9 +15,10 @@ from procs.pipelines import Config
 from procs.test_pipeline import check as check_pipelines
 from procs.test_train import check, of
 
+from autopar.meshes import Mesh
 from autopar.runtime.launch import run_local
 
-TWO, THREE, FOUR = (("data", 2),), (("data", 3),), (("data", 4),)
+TWO, THREE, FOUR = Mesh.of(data=2), Mesh.of(data=3), Mesh.of(data=4)
 
 
 def test_parameters_of_any_size_are_stored_in_pieces() -> None:
@@ -39,7 +40,7 @@ def test_operators_are_cut_into_uneven_pieces() -> None:
     }
     check(3, [
         of("gpt2", THREE, **vocabulary, clip=0.1),
-        *(of(name, THREE, seed=seed) for name, seed in (("mlp", 0), ("resnet", 2))),
+        *(of(name, THREE, seed=seed) for name, seed in Mesh.of(mlp=0, resnet=2)),
     ])  # fmt: skip
     check(2, [of("gpt2", TWO, **vocabulary)])
 
@@ -66,7 +67,7 @@ def test_rows_of_an_uneven_batch_go_through_its_flattening() -> None:
 @pytest.mark.slow
 def test_more_random_plans() -> None:
     check(3, [
-        *(of(name, THREE, seed=seed) for name, seed in (("gpt2", 2), ("llama", 1), ("resnet", 3))),
+        *(of(name, THREE, seed=seed) for name, seed in Mesh.of(gpt2=2, llama=1, resnet=3)),
         of("gpt2", THREE, seed=1, lifetime="step"),
         of("gpt2", THREE, seed=3, lifetime="use", microbatches=2),
     ])  # fmt: skip
@@ -90,6 +91,6 @@ def test_uneven_pieces_of_microbatches_cross_between_stages(schedule: str) -> No
     """4 rows of a microbatch, 16 tokens and 64 features on 3 ranks, whose backward is split in two or not; then one."""
     stages = 4 if schedule == "zb-v" else 2
     check_pipelines(4, [
-        Config("gpt2", schedule, (THREE, (("data", 1),)), 2, stages=stages, seed=seed, cuts=seed, lifetime=lifetime)
+        Config("gpt2", schedule, (THREE, Mesh.of(data=1)), 2, stages=stages, seed=seed, cuts=seed, lifetime=lifetime)
         for seed, lifetime in ((1, ""), (2, "use"))
     ])  # fmt: skip

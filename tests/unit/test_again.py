@@ -13,7 +13,7 @@ from autopar import planfile
 from autopar.capture import capture
 from autopar.certificate import check
 from autopar.graph import Graph
-from autopar.placements import Mesh
+from autopar.meshes import Mesh
 from autopar.plan import Plan
 from autopar.planner.inter_op.phases import phases
 from autopar.planner.intra_op.ilp import program
@@ -25,7 +25,7 @@ from autopar.report.recomputed import runs_again
 from hardware_profiles import load_cluster
 
 CLUSTER = load_cluster("dgx-h100")
-MESH: Mesh = (("data", 2), ("tensor", 2))
+MESH: Mesh = Mesh.of(data=2, tensor=2)
 LAYERS = 4
 
 
@@ -84,7 +84,7 @@ def test_what_is_asked_for_is_all_that_runs_again() -> None:
 def test_gathering_again_is_priced_in_the_program_with_the_cuts(fold: bool) -> None:
     """Choices that gather copies again hold less, and the program knows what the second gathers take."""
     graph = llama()
-    setting = MeshProblem(graph, CLUSTER, (("tensor", 4),), Options(may_recompute=False, fold=fold), None)
+    setting = MeshProblem(graph, CLUSTER, Mesh.of(tensor=4), Options(may_recompute=False, fold=fold), None)
     problem, decoder = setting.problem(True, choices=True)
     gathering = 0
     for choice in program(replace(problem, limit_bytes=UNLIMITED)).hull((0.3, 2.0, 10.0, 100.0)):

@@ -14,6 +14,7 @@ from torch import nn
 
 import autopar
 from autopar import arguments
+from autopar.meshes import Mesh
 from autopar.runtime.calls import same_device
 
 X = torch.zeros(4, 4)
@@ -41,7 +42,7 @@ WRONG: dict[str, Any] = {
     "texts": ["a", "b"], "nothings": [None], "pair": ("a", 1), "empty dict": {}, "dict": {"a": 1},
     "by number": {1: "a"}, "dict of dicts": {"a": {"b": None}}, "set": {1}, "tensor": torch.zeros(2),
     "class": nn.Linear, "module": nn.Linear(1, 1), "function": lambda: None, "something": Something(),
-    "path": Path("no/such/file"), "mesh": (("data", 2),),
+    "path": Path("no/such/file"), "mesh": Mesh.of(data=2),
     "array": torch.zeros(2).numpy(), "dtype": torch.float32, "optimizer class": torch.optim.SGD,
     "optimizer": torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), "complex": 1j, "huge": 10**30,
 }  # fmt: skip

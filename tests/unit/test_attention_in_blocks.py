@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.graph import Spec
+from autopar.meshes import Mesh
 from autopar.rules import attention, attention_in_blocks
 from autopar.rules.needs import needs_of
 from autopar.rules.operator_call import Call, In
@@ -132,7 +133,7 @@ def test_short_calls_go_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "mesh", [(("data", 2),), pytest.param((("data", 2), ("tensor", 2)), marks=pytest.mark.slow)], ids=str
+    "mesh", [Mesh.of(data=2), pytest.param(Mesh.of(data=2, tensor=2), marks=pytest.mark.slow)], ids=str
 )
 @pytest.mark.parametrize("number", [-2, -1])
 def test_every_cut_gives_the_same_numbers(number: int, mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +161,7 @@ def test_the_ledger_counts_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         for module in ("saved", "needs"):
             monkeypatch.setattr(f"autopar.rules.{module}._known", {})
         rule = rule_for(call)
-        found.append((saved_by(call, rule, (), (), layouts), needs_of(call, rule, (), (), layouts)))
+        found.append((saved_by(call, rule, (), Mesh(), layouts), needs_of(call, rule, (), Mesh(), layouts)))
     (kept, needs), (kept_at_once, needs_at_once) = found
     assert kept.ins == (0, 1, 2) and kept.inside_bytes <= 8 * (heads * n + n)
     assert kept_at_once.inside_bytes >= 4 * heads * n * n

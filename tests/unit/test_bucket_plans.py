@@ -15,12 +15,13 @@ from autopar import bucket_plans
 from autopar.api import capture
 from autopar.bucket_plans import BucketPlans, plan_buckets, relayout_seconds, steps_between
 from autopar.clusters import get_cluster
+from autopar.meshes import Mesh
 from autopar.placements import State
 from autopar.planner.intra_op.mesh_plan import Options
 from autopar.planner.intra_op.price import pricer
 
 SHORT, LONG = (64, 512), (2, 16384)
-MESH = (("data", 16), ("tensor", 4))
+MESH = Mesh.of(data=16, tensor=4)
 
 
 class Layer(nn.Module):

@@ -11,6 +11,7 @@ from torch import nn
 
 import autopar
 from autopar.errors import CaptureError
+from autopar.meshes import Mesh
 from autopar.verify import verify
 from hardware_profiles import load_cluster
 
@@ -55,7 +56,7 @@ def test_a_mask_that_is_known_selects(name: str) -> None:
     model, x = Model(LOSSES[name]), torch.randn(8, 6)
     captured = autopar.capture(model, (x,))
     for ranks in (2, 3):
-        rows = verify(captured, model, (x,), {}, (("data", ranks),), load_cluster(f"local-x{ranks}"), random_plans=1)
+        rows = verify(captured, model, (x,), {}, Mesh.of(data=ranks), load_cluster(f"local-x{ranks}"), random_plans=1)
         assert all(row.worst < 1e-9 for row in rows[1:]) and rows[0].worst < 1e-6, rows
 
 

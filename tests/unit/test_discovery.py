@@ -15,6 +15,7 @@ from torch.library import Library
 import autopar.rules  # noqa: F401
 from autopar import verify
 from autopar.capture import capture
+from autopar.meshes import Mesh
 from autopar.planning import notes_on
 from autopar.rules.axis_options import Option, axis_options
 from autopar.rules.discovery import found_of, remembered
@@ -25,7 +26,7 @@ from autopar.rules.proof import Case, prove, strategies_of
 from autopar.rules.registry import SAMPLES, T, rule_for, rules_of, sample, source_of_rule
 from hardware_profiles import load_cluster
 
-MESHES = ((("data", 2),), (("data", 3),), (("data", 2), ("tensor", 2)))
+MESHES = (Mesh.of(data=2), Mesh.of(data=3), Mesh.of(data=2, tensor=2))
 EVERY = [(target, i) for target in sorted(SAMPLES) for i in range(len(SAMPLES[target]))]
 FEW = ("aten.linear.default", "aten.conv2d.default", "aten.reshape.default", "aten.index_add.default")
 SHARE_FOUND = 0.9
@@ -195,7 +196,7 @@ def test_a_custom_op_is_cut_and_right() -> None:
     node = next(n for n in captured.graph.nodes if n.target == "discovered.gated.default")
     rule = next(r for n, r in zip(captured.graph.nodes, rules_of(captured.graph), strict=True) if n is node)
     assert rule is not None and len(rule.cuttable) == 2
-    mesh = (("data", 2), ("tensor", 2))
+    mesh = Mesh.of(data=2, tensor=2)
     rows = verify.verify(captured, model, (x,), {}, mesh, load_cluster("local-x4"), random_plans=3)
     assert all(max(row.loss, row.gradient, row.weight) < 1e-9 for row in rows[1:]), rows
 

@@ -22,7 +22,7 @@ from autopar import verify as V
 from autopar.capture import Captured, capture
 from autopar.certificate import check
 from autopar.errors import CaptureError, RuleError
-from autopar.placements import Mesh
+from autopar.meshes import Mesh
 from autopar.planner.intra_op.draw import random_plan
 from autopar.planner.intra_op.mesh_plan import plan_graph
 from autopar.planner.intra_op.price import pricer
@@ -32,7 +32,7 @@ from autopar.rules.registry import rules_of
 from autopar.runtime.world import run_step
 from hardware_profiles import abstract_cluster, load_cluster
 
-MESH: Mesh = (("data", 2),)
+MESH: Mesh = Mesh.of(data=2)
 CLUSTER = abstract_cluster(dict(MESH), alpha=(1e-6,), beta=(1e-9,))
 MODULES: dict[str, Callable[[], nn.Module]] = {}
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {}

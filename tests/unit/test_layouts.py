@@ -8,6 +8,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from autopar.capture import capture
 from autopar.errors import PlanError
+from autopar.meshes import Mesh
 from autopar.planner.inter_op.exact_stages import PipelineOptions
 from autopar.planner.inter_op.layouts import block_pattern, parse_layout
 from autopar.report.layouts import LayoutRow, model_flops, tokens_of, with_front
@@ -22,7 +23,7 @@ def graph_of(rows: int, seq: int, hidden: int, layers: int):  # type: ignore[no-
 
 def test_words() -> None:
     layout = parse_layout("tp=8,pp=16,dp=128,vp=8,zero=1,sp")
-    assert layout.mesh == (("data", 128), ("tensor", 8)) and layout.n_devices == 16384
+    assert layout.mesh == Mesh.of(data=128, tensor=8) and layout.n_devices == 16384
     assert layout.schedule == "interleaved-1f1b:8" and layout.free == ("zero=1", "sp")
     assert layout.microbatches_of(2048) == 16
     graph = graph_of(2, 16, 32, 3)
@@ -33,11 +34,11 @@ def test_words() -> None:
     assert not parse_layout("dp=2,recompute=none").asked(graph, PipelineOptions(1), 2, 8).may_recompute
     some = parse_layout("dp=2,recompute=selective").asked(graph, PipelineOptions(1), 2, 8)
     assert some.may_recompute and not some.options.recompute
-    assert parse_layout("tp=1").mesh == (("data", 1),)
+    assert parse_layout("tp=1").mesh == Mesh.of(data=1)
     assert parse_layout("pp=4,schedule=zb-h1").schedule == "zb-h1"
     experts = parse_layout("dp=8,ep=4,tp=2,pp=2")
-    assert experts.mesh == (("data", 2), ("expert", 4), ("tensor", 2)) and experts.n_devices == 32
-    assert parse_layout("dp=8,ep=8").mesh == (("expert", 8),)
+    assert experts.mesh == Mesh.of(data=2, expert=4, tensor=2) and experts.n_devices == 32
+    assert parse_layout("dp=8,ep=8").mesh == Mesh.of(expert=8)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from torch import nn
 
 import autopar
 from autopar.certificate import check
+from autopar.meshes import Mesh
 from autopar.planner.intra_op.mesh_plan import plan_graph
 from autopar.verify import verify
 from hardware_profiles import load_cluster
@@ -35,7 +36,7 @@ class Model(nn.Module):
 @pytest.mark.parametrize("name", LISTS)
 def test_the_only_one_of_a_list(name: str) -> None:
     torch.manual_seed(0)
-    model, x, cluster, mesh = Model(LISTS[name]), torch.randn(8, 4), load_cluster("local-x2"), (("data", 2),)
+    model, x, cluster, mesh = Model(LISTS[name]), torch.randn(8, 4), load_cluster("local-x2"), Mesh.of(data=2)
     captured = autopar.capture(model, (x,))
     assert all(row.worst < 1e-6 for row in verify(captured, model, (x,), {}, mesh, cluster, random_plans=2))
     report = check(plan_graph(captured.graph, cluster, mesh), captured.graph, cluster, types=True)

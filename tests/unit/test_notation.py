@@ -9,6 +9,7 @@ import pytest
 
 from autopar.errors import RuleError
 from autopar.graph import Graph, Node, Ref, Spec
+from autopar.meshes import Mesh
 from autopar.placements import State
 from autopar.planner.intra_op.price import pricer
 from autopar.planner.intra_op.space import fitting_strategy, strategies
@@ -155,7 +156,7 @@ def _small_product() -> tuple[Graph, Node, Rule]:
 
 def test_collectives_beside_compute_cost_what_is_longer() -> None:
     graph, node, rule = _small_product()
-    mesh, cluster = (("data", 4),), load_cluster("local-x4")
+    mesh, cluster = Mesh.of(data=4), load_cluster("local-x4")
 
     def seconds(**how: Any) -> float:
         comms = tuple(Comm("m", "all_gather", ("m", "k"), 4, backward, **how) for backward in (False, True))
@@ -170,7 +171,7 @@ def test_collectives_beside_compute_cost_what_is_longer() -> None:
     assert plain is not None
     alone, nothing = pricer(cluster, mesh).op(graph, node, rule, plain)
     forward, _ = pricer(cluster, mesh).forward(graph, node, rule, plain)
-    one = mesh_axes(cluster, dict(mesh))["data"].seconds("all_gather", 1 * 6 * 4)
+    one = mesh_axes(cluster, mesh.size_of)["data"].seconds("all_gather", 1 * 6 * 4)
     assert nothing == 0 and one > forward > 0
     assert seconds() == pytest.approx(2 * one)
     assert seconds(in_ring=True) == pytest.approx(2 * 3 * one)
@@ -182,7 +183,7 @@ def test_collectives_beside_compute_cost_what_is_longer() -> None:
 
 def test_strategies_that_nothing_lowers_are_not_offered() -> None:
     graph, node, rule = _small_product()
-    mesh = (("data", 2), ("tensor", 2))
+    mesh = Mesh.of(data=2, tensor=2)
     lowerings = (Lowering(min, frozenset("k"), uneven=True), Lowering(max, frozenset("n"), uneven=True))
     apart = replace(rule, lowerings=lowerings)
     names = {s.names for s in strategies(graph, node, apart, mesh)}
@@ -270,7 +271,7 @@ def test_the_call_of_a_node_numbers_its_tensors() -> None:
 def test_axes_of_one_factor_multiply_and_axes_of_size_one_cut_nothing() -> None:
     rule = line("b s -> b s", call([(8, 4)], [(8, 4)]))
     by_name = {o.name: o for o in axis_options(rule, [True], [True])}
-    mesh = (("node", 2), ("data", 4), ("tensor", 1))
+    mesh = Mesh.of(node=2, data=4, tensor=1)
     assert cuts_of(rule, [by_name[n] for n in "bbs"], mesh) == ({"b": 8}, {"b": ("node", "data")})
 
 
@@ -278,6 +279,6 @@ def test_a_local_call_has_the_local_shape() -> None:
     c = call([(4, 32)], [(4, 4, 8)], In(0), [4, 4, 8], target="aten.reshape.default")
     rule = line("b (h d) -> b h d", c, shape_arg=(1, "shape"))
     by_name = {o.name: o for o in axis_options(rule, [True], [True])}
-    mesh = (("data", 2), ("tensor", 4))
+    mesh = Mesh.of(data=2, tensor=4)
     assert local_call(c, rule, [by_name["b"], by_name["h"]], mesh).args == (In(0), [2, 1, 8])
     assert local_call(c, rule, [by_name["I"], by_name["R"]], mesh).args == c.args

@@ -15,7 +15,8 @@ from autopar import verify as V
 from autopar.capture import capture
 from autopar.capture.microbatches import numbers_of_parts, resized
 from autopar.graph import Graph
-from autopar.placements import n_devices, whole_state
+from autopar.meshes import Mesh
+from autopar.placements import whole_state
 from autopar.plan import Plan
 from autopar.planner.inter_op import exact_stages, stage_search
 from autopar.planner.inter_op.exact_stages import Candidate, ExactPlans
@@ -54,7 +55,7 @@ def test_one_group_goes_from_its_bound_to_the_exact_plan(monkeypatch: pytest.Mon
     real_ways, real_exact = Menus.ways, OneNumber.exact
 
     def ways(self: Menus, block: Any, mesh: Any, devices: Any) -> Any:
-        sizes.add(n_devices(mesh))
+        sizes.add(mesh.n_devices)
         return real_ways(self, block, mesh, devices)
 
     def exact(self: Any, candidate: Any, *rest: Any, **more: Any) -> Any:
@@ -69,7 +70,7 @@ def test_one_group_goes_from_its_bound_to_the_exact_plan(monkeypatch: pytest.Mon
     best = plan_pipeline(graphs(), cluster, DEVICES, PipelineOptions(1)).plan
     assert DEVICES not in sizes, "blocks are estimated for pipelines alone"
     for m, graph in graphs().items():
-        for mesh in ((("data", 4),), (("data", 2), ("tensor", 2)), (("tensor", 4),)):
+        for mesh in (Mesh.of(data=4), Mesh.of(data=2, tensor=2), Mesh.of(tensor=4)):
             alone = plan_graph(graph, cluster, mesh, Options(microbatches=m))
             assert best.seconds <= alone.price.seconds * (1 + 1e-6), (m, mesh)
     for search, groups, before in planned:
@@ -100,7 +101,7 @@ def test_a_stage_leaves_other_outputs_of_the_model_in_pieces() -> None:
     graph = captured.graph
     (loss,) = (graph.nodes[graph.outputs[graph.loss].node].name,)  # type: ignore[union-attr,index]
     stages = cut(graph, [loss])
-    mesh = (("data", 2),)
+    mesh = Mesh.of(data=2)
     plans = tuple(
         plan_graph(s.graph, load_cluster("local-x4"), mesh, Options(), devices=(2 * s.number, 2 * s.number + 1))
         for s in stages
@@ -125,7 +126,7 @@ def test_stages_that_take_all_of_their_shares_fit_together() -> None:
         estimates = ((9.0, 1.4),) * (n_stages - 1) + ((9.2, 1.2),)
         live = live_at_peak(schedule, [kept for _, kept in estimates])
         counted = exact_stages._counted(live, live_per_stage(schedule))
-        way = Candidate(((("data", 1),),) * groups, ((0,),) * groups, "zb-h1", (), 0.0, estimates)
+        way = Candidate((Mesh.of(data=1),) * groups, ((0,),) * groups, "zb-h1", (), 0.0, estimates)
         for of_group in schedule.stages_of_rank:
             needed = sum(estimates[s][0] + live[s] * estimates[s][1] for s in of_group)
             shares = {s: ExactPlans._share(s, of_group, live, counted, way) for s in of_group}

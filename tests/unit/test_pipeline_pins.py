@@ -15,6 +15,7 @@ from autopar.asked import asked as asked_for
 from autopar.capture import Captured, capture
 from autopar.errors import AutoparError
 from autopar.labels import op_labels
+from autopar.meshes import Mesh
 from autopar.placements import State
 from autopar.plan import Plan
 from autopar.planner.inter_op.stage_pins import of_stage, starts_of
@@ -115,7 +116,7 @@ def test_wishes_choose_the_mesh(captured: Captured) -> None:
 def test_outputs_and_inputs_go_to_their_stage(captured: Captured) -> None:
     stages = cut(captured.graph, starts_of(captured.graph, ["transformer.h.1"]))
     asked = Options(inputs={"input_ids": State.of("R"), "labels": State.of("S0")}, outputs={0: State.of("I")})
-    first, last = (of_stage(asked, stage, (("data", 2),)) for stage in stages)
+    first, last = (of_stage(asked, stage, Mesh.of(data=2)) for stage in stages)
     assert set(first.inputs or {}) == {"input_ids"} and first.outputs is None
     assert set(last.inputs or {}) == {"labels"} and last.outputs == {0: State.of("I")}
 

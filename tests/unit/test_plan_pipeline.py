@@ -18,6 +18,7 @@ from autopar import planfile as files
 from autopar.capture import capture
 from autopar.errors import InfeasibleError, PlanError
 from autopar.graph import Graph
+from autopar.meshes import Mesh
 from autopar.planner.inter_op.blocks import blocks
 from autopar.planner.inter_op.equal import Places
 from autopar.planner.inter_op.menu import Filler, Way
@@ -31,7 +32,7 @@ from autopar.staging import hot_ops
 from cost_models.pipeline import fill_of, simulate
 from hardware_profiles import load_cluster
 
-MESH = (("data", 2), ("tensor", 2))
+MESH = Mesh.of(data=2, tensor=2)
 
 
 def graph_of(name: str) -> Graph:
@@ -310,7 +311,7 @@ def test_pipelines_cross_slow_links() -> None:
     small = gpt(48, 8192, 64, 4, 1024)
     plan = plan_pipeline(small, slow, 64, PipelineOptions(64, schedules=("1f1b",))).plan
     assert plan.schedule.n_ranks >= 8, "no stage spans two nodes"
-    assert all(dict(stage.mesh)["tensor"] > 1 for stage in plan.stages)
+    assert all(stage.mesh.size_of["tensor"] > 1 for stage in plan.stages)
     large = gpt(48, 8192, 64, 256, 1024)
     asked = PipelineOptions(4, schedules=("1f1b",))
     assert plan_pipeline(large, slow, 64, asked).plan.schedule.n_ranks > 1

@@ -19,9 +19,10 @@ from autopar.capture import capture
 from autopar.errors import ClusterError, MeshError, PlanError
 from autopar.graph import Graph
 from autopar.labels import op_labels
-from autopar.placements import Mesh, State
+from autopar.meshes import Mesh
+from autopar.placements import State
 from autopar.plan import VERSION, ParamChoice, Pins, Plan, Solution
-from autopar.planfile import dumps, load, loads, parse, parse_mesh, save
+from autopar.planfile import dumps, load, loads, parse, save
 from autopar.planfile.patterns import compress
 from autopar.planner.intra_op.complete import complete
 from autopar.planner.intra_op.draw import random_plan
@@ -35,7 +36,7 @@ from hardware_profiles import load_cluster
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plan_mlp.json"
 CLUSTER = "dgx-h100"
-MESH: Mesh = (("data", 2), ("tensor", 2))
+MESH: Mesh = Mesh.of(data=2, tensor=2)
 
 
 class MLP(nn.Module):
@@ -147,7 +148,7 @@ def graph_of(name: str) -> Graph:
 def test_round_trip(name: str, mesh: str) -> None:
     """Plans come back equal, and are written to the same bytes again; drawn at random, they differ in every entry."""
     graph = graph_of(name)
-    cluster, shape = load_cluster(CLUSTER), parse_mesh(mesh)
+    cluster, shape = load_cluster(CLUSTER), Mesh.parse(mesh)
     rules, priced = rules_of(graph), pricer(cluster, shape)
     stages = [random_plan(graph, rules, priced, seed) for seed in range(3)]
     if name in ("mlp", "gpt2") and len(shape) == 2:
@@ -387,10 +388,10 @@ def test_equal_layers_are_one_pattern() -> None:
 
 
 def test_meshes_as_text() -> None:
-    assert parse_mesh(" data = 2, tensor=4") == (("data", 2), ("tensor", 4))
+    assert Mesh.parse(" data = 2, tensor=4") == Mesh.of(data=2, tensor=4)
     for text in ("", "data", "data=2,,tensor=2", "2=data", "data=2.5"):
         with pytest.raises(MeshError):
-            parse_mesh(text)
+            Mesh.parse(text)
 
 
 def test_a_key_that_stands_twice_is_refused() -> None:
@@ -414,7 +415,7 @@ class ReadAround(nn.Module):
 
 def test_random_plans_of_a_buffer_that_is_read_around_its_writer_survive_a_file() -> None:
     graph = capture(ReadAround(), (torch.zeros(4, 8),)).graph
-    priced, rules = pricer(load_cluster("local-x2"), (("data", 2),)), rules_of(graph)
+    priced, rules = pricer(load_cluster("local-x2"), Mesh.of(data=2)), rules_of(graph)
     plans = [Plan.alone(random_plan(graph, rules, priced, seed), "local-x2") for seed in range(12)]
     assert any(plan.ops["batch_norm"] == ("c",) for plan in plans)  # where the draws had raised when written
     for plan in plans:

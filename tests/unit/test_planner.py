@@ -16,6 +16,7 @@ from autopar.capture import capture
 from autopar.certificate import check
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
+from autopar.meshes import Mesh
 from autopar.plan import StagePlan
 from autopar.planner.intra_op import ilp
 from autopar.planner.intra_op.by_cbc import ByCbc
@@ -30,7 +31,7 @@ from autopar.rules.registry import rules_of
 from autopar.texts import parse_bytes
 from hardware_profiles import abstract_cluster, load_cluster
 
-TWO = (("data", 2), ("tensor", 4))
+TWO = Mesh.of(data=2, tensor=4)
 RECOUNTED = ("gpt2", "llama", "resnet", "t5", "unet")
 
 
@@ -44,7 +45,7 @@ def graph_of(name: str, layers: int = 2) -> Graph:
 def test_same_inputs_same_plan_also_after_other_meshes(name: str) -> None:
     graph, cluster = graph_of(name), load_cluster("dgx-h100")
     alone = plan_graph(graph, cluster, TWO)
-    for mesh in ((("data", 8),), (("tensor", 2),), (("data", 4), ("tensor", 2))):
+    for mesh in (Mesh.of(data=8), Mesh.of(tensor=2), Mesh.of(data=4, tensor=2)):
         plan_graph(graph, cluster, mesh)
     assert plan_graph(graph, cluster, TWO) == alone
 
@@ -53,7 +54,7 @@ def test_identical_blocks_are_found_and_deciding_them_once_loses_nothing() -> No
     graph, cluster = graph_of("gpt2", 4), load_cluster("dgx-h100")
     (block,) = fold(graph).blocks
     assert block[2] in (3, 4)
-    folded, plain = (plan_graph(graph, cluster, (("x", 4),), Options(fold=f)) for f in (True, False))
+    folded, plain = (plan_graph(graph, cluster, Mesh.of(x=4), Options(fold=f)) for f in (True, False))
     assert folded.price.seconds == pytest.approx(plain.price.seconds, rel=1e-6)
 
 
@@ -64,7 +65,7 @@ def test_better_hardware_is_never_worse(name: str) -> None:
     for _ in range(4):
         alpha, beta = rng.uniform(0, 1e-3), rng.uniform(1e-9, 1e-6)
         slow, fast = (
-            plan_graph(graph, abstract_cluster({"x": 4}, alpha=(alpha * k,), beta=(beta * k,)), (("x", 4),))
+            plan_graph(graph, abstract_cluster({"x": 4}, alpha=(alpha * k,), beta=(beta * k,)), Mesh.of(x=4))
             for k in (1.0, rng.uniform(0.2, 0.9))
         )
         assert fast.price.seconds <= slow.price.seconds * (1 + 1e-9)
@@ -80,7 +81,7 @@ def test_faster_gpus_give_faster_plans() -> None:
     "name, seeds", [("gpt2", 1), ("resnet", 1), *(pytest.param(n, 3, marks=pytest.mark.slow) for n in RECOUNTED)]
 )
 def test_the_price_is_what_check_recounts(name: str, seeds: int) -> None:
-    graph, cluster, mesh = graph_of(name), load_cluster("dgx-h100"), (("data", 2), ("tensor", 2))
+    graph, cluster, mesh = graph_of(name), load_cluster("dgx-h100"), Mesh.of(data=2, tensor=2)
     rules, priced = rules_of(graph), pricer(cluster, mesh)
     plans = [plan_graph(graph, cluster, mesh), *(random_plan(graph, rules, priced, seed) for seed in range(seeds))]
     for plan in plans:
@@ -89,7 +90,7 @@ def test_the_price_is_what_check_recounts(name: str, seeds: int) -> None:
 
 
 def test_a_false_claim_is_caught() -> None:
-    graph, cluster, mesh = graph_of("mlp"), load_cluster("dgx-h100"), (("data", 2),)
+    graph, cluster, mesh = graph_of("mlp"), load_cluster("dgx-h100"), Mesh.of(data=2)
     plan = random_plan(graph, rules_of(graph), pricer(cluster, mesh), 1)
     wrong = replace(plan, price=replace(plan.price, activation_seconds=plan.price.activation_seconds * 1.2))
     assert not check(wrong, graph, cluster).ok
@@ -100,7 +101,7 @@ def test_a_false_claim_is_caught() -> None:
 @pytest.mark.parametrize("asked", [None, 30.0, 300.0])
 def test_the_solver_gets_the_time_that_was_asked_for(monkeypatch: pytest.MonkeyPatch, asked: float | None) -> None:
     """Also where memory binds, where the planner would give it less of its own."""
-    graph, cluster, mesh = graph_of("mlp"), load_cluster("dgx-h100"), (("data", 2),)
+    graph, cluster, mesh = graph_of("mlp"), load_cluster("dgx-h100"), Mesh.of(data=2)
     limit = 0.9 * plan_graph(graph, cluster, mesh).price.memory_bytes
     efforts: list[Effort] = []
 
@@ -120,7 +121,7 @@ def test_the_solver_gets_the_time_that_was_asked_for(monkeypatch: pytest.MonkeyP
 )
 def test_the_smallest_that_an_error_names_is_the_smallest(name: str, may_recompute: bool) -> None:
     """By the fullest moment of a step, as the limit is: with as much a plan is found, with a tenth less none is."""
-    graph, cluster, mesh = graph_of(name), load_cluster("dgx-h100"), (("data", 2),)
+    graph, cluster, mesh = graph_of(name), load_cluster("dgx-h100"), Mesh.of(data=2)
 
     def limited(n_bytes: float) -> Options:
         return Options(memory_limit_bytes=n_bytes, may_recompute=may_recompute)
@@ -136,7 +137,7 @@ def test_the_smallest_that_an_error_names_is_the_smallest(name: str, may_recompu
 
 
 def test_memory_limits_hold_and_cost() -> None:
-    graph, cluster, mesh = graph_of("gpt2"), load_cluster("dgx-h100"), (("data", 8),)
+    graph, cluster, mesh = graph_of("gpt2"), load_cluster("dgx-h100"), Mesh.of(data=8)
     free = plan_graph(graph, cluster, mesh)
     before = free.price.seconds
     held = 0
@@ -170,7 +171,7 @@ def test_pins_hold() -> None:
 def test_pins_that_are_too_fine_are_all_named() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(8, 7), torch.nn.Linear(7, 4))
     graph = capture(model, (torch.randn(4, 8),), {}, loss_fn=torch.sum).graph
-    cluster, mesh = load_cluster("dgx-h100"), (("data", 8),)
+    cluster, mesh = load_cluster("dgx-h100"), Mesh.of(data=8)
     with pytest.raises(InfeasibleError) as caught:
         plan_graph(graph, cluster, mesh, Options(params={"*": "S1"}))
     text = str(caught.value)
@@ -204,7 +205,7 @@ def tight() -> tuple[Graph, Options, StagePlan]:
     with torch.device("meta"):
         model, ids = LlamaForCausalLM(config), torch.zeros(8, 256, dtype=torch.long)
     graph = capture(model, (), {"input_ids": ids, "labels": ids, "use_cache": False}).graph
-    cluster, mesh = load_cluster("dgx-h100"), (("data", 8),)
+    cluster, mesh = load_cluster("dgx-h100"), Mesh.of(data=8)
     limit = 0.6 * plan_graph(graph, cluster, mesh).price.memory_bytes
     keeping = Options(memory_limit_bytes=limit, may_recompute=False)
     return graph, keeping, plan_graph(graph, cluster, mesh, keeping)
@@ -212,7 +213,7 @@ def tight() -> tuple[Graph, Options, StagePlan]:
 
 def test_blocks_differ_where_one_choice_for_all_would_waste_memory() -> None:
     graph, keeping, mixed = tight()
-    cluster, mesh, limit = load_cluster("dgx-h100"), (("data", 8),), keeping.memory_limit_bytes
+    cluster, mesh, limit = load_cluster("dgx-h100"), Mesh.of(data=8), keeping.memory_limit_bytes
     assert mixed.solution is not None and mixed.solution.binds
     with pytest.raises(Beaten):  # branch and bound would be needed, for what is known to be too slow
         short = replace(keeping, memory_gap=0.0, worth_seconds=0.9 * mixed.price.seconds)
@@ -227,7 +228,7 @@ def test_blocks_differ_where_one_choice_for_all_would_waste_memory() -> None:
 @pytest.mark.slow
 def test_blocks_that_are_all_alike_are_slower_within_the_same_memory() -> None:
     graph, keeping, mixed = tight()
-    alike = plan_graph(graph, load_cluster("dgx-h100"), (("data", 8),), replace(keeping, memory_gap=0.0))
+    alike = plan_graph(graph, load_cluster("dgx-h100"), Mesh.of(data=8), replace(keeping, memory_gap=0.0))
     assert alike.solution is not None and mixed.solution is not None
     assert mixed.price.seconds < alike.price.seconds, "the best plan of blocks that are all alike is slower"
     assert mixed.price.seconds * (1 - mixed.solution.gap) <= alike.price.seconds, "the bound holds for it too"

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import capture
-from autopar.placements import Mesh
+from autopar.meshes import Mesh
 from autopar.plan import StagePlan
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.prices import Crossed, MicrobatchPeaks, Moment, OnTheirWay, Price, StagePeaks, copies_ahead
 from autopar.staging import cut, hot_ops
 from hardware_profiles import load_cluster
 
-ONE: Mesh = (("one", 1),)
+ONE: Mesh = Mesh.of(one=1)
 
 
 def test_the_next_messages_of_every_peer_are_received_ahead() -> None:

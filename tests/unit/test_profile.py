@@ -19,6 +19,7 @@ from autopar.certificate import check
 from autopar.clusters import profile_of
 from autopar.errors import ClusterError
 from autopar.graph import Graph
+from autopar.meshes import Mesh
 from autopar.planner.inter_op.phases import phases
 from autopar.planner.inter_op.replan import Replanner
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
@@ -35,7 +36,7 @@ from cost_models.measured import between, corrected, fit_correction
 from hardware_profiles import Cluster, ProfileError, load_cluster
 from hardware_profiles.measurements import tensor_text
 
-ONE = (("data", 1),)
+ONE = Mesh.of(data=1)
 
 
 class Net(nn.Module):
@@ -267,12 +268,12 @@ def test_ops_that_strategies_can_produce() -> None:
     linears = [op for op in alone.passes[0] if op.key.startswith("aten.linear")]
     assert [op.key for op in linears][1] == list(DOCUMENT["ops"])[1]
     assert [t.param for t in linears[0].ins] == [False, True, True]
-    cut = passes_of(graph, cluster, ((("data", 2),),), 1000, 1e9)
+    cut = passes_of(graph, cluster, (Mesh.of(data=2),), 1000, 1e9)
     keys = {op.key for one in cut.passes for op in one}
     assert {op.key for op in alone.passes[0]} < keys
     for shape in ((4, 32), (8, 16)):  # the batch and the features halved
         assert f"aten.relu.default({tensor_text('float32', shape, True)})" in keys
-    few = passes_of(graph, cluster, ((("data", 2),),), 3, 1e9)
+    few = passes_of(graph, cluster, (Mesh.of(data=2),), 3, 1e9)
     assert len({op.key for one in few.passes for op in one}) == 3 and "beyond the first 3" in few.left_out[-1]
 
 
@@ -282,7 +283,7 @@ def test_keys_need_no_communication_inside() -> None:
     i = next(i for i, n in enumerate(graph.nodes) if n.target == "aten.layer_norm.default")
     rule = rules[i]
     assert rule is not None
-    node, mesh = graph.nodes[i], (("data", 2),)
+    node, mesh = graph.nodes[i], Mesh.of(data=2)
     keys = [key_of(graph, node, rule, s, mesh) for s in strategies(graph, node, rule, mesh)]
     assert None in keys  # the normalized dim cut: sums over ranks
 

@@ -12,6 +12,7 @@ import torch
 from oracles.valid_cuts import unoffered
 
 import autopar.rules  # noqa: F401
+from autopar.meshes import Mesh
 from autopar.placements import State
 from autopar.rules.axis_options import axis_options
 from autopar.rules.distributed import piece
@@ -19,7 +20,7 @@ from autopar.rules.notation import Lowering
 from autopar.rules.proof import Case, RuleIsWrong, prove, strategies_of
 from autopar.rules.registry import RULES, SAMPLES, T, sample
 
-ONE, TWO = (("data", 2),), (("data", 2), ("tensor", 2))
+ONE, TWO = Mesh.of(data=2), Mesh.of(data=2, tensor=2)
 EVERY = [(target, i) for target in sorted(SAMPLES) for i in range(len(SAMPLES[target]))]
 
 

@@ -17,7 +17,9 @@ import torch
 from spmd_types.checker import typecheck
 
 from autopar.graph import Spec
-from autopar.placements import State, fits, local_shape
+from autopar.meshes import Mesh
+from autopar.pieces import fits, local_shape
+from autopar.placements import State
 from autopar.rules import attention, contraction, conv, embed, loss, needs, norm, random, saved
 from autopar.rules.axis_options import axis_options
 from autopar.rules.local import LocalCall, Seed, cuts_of, local_call, resolve
@@ -26,7 +28,7 @@ from autopar.rules.operator_call import Call, In
 from autopar.rules.registry import RULES, SAMPLES, Sample, T, rule_for
 from autopar.rules.strategy import can_be_cut
 
-MESH = (("data", 2), ("tensor", 2))
+MESH = Mesh.of(data=2, tensor=2)
 TYPES = {"S": spmd.V, "I": spmd.I, "R": spmd.R, "P": spmd.P}
 MODULES = {m.__name__ for m in (attention, contraction, conv, embed, loss, norm, random)}
 RANDOM_WITHOUT_INPUT = ("aten.rand.", "aten.randn.", "aten.randint.")
@@ -199,7 +201,7 @@ def test_what_cannot_be_tried_is_told_from_defects(tries: Any, monkeypatch: pyte
     call = Call("aten.relu.default", (In(0),), {}, (x,), (x,))
     rule = rule_for(call)
     layout = saved.LocalLayout((4, 6), (6, 1), "float32", True)
-    arguments = call, rule, (axis_options(rule, [True], [True])[0],), (("x", 2),), [layout]
+    arguments = call, rule, (axis_options(rule, [True], [True])[0],), Mesh.of(x=2), [layout]
     for module in (saved, needs):
         monkeypatch.setattr(module, "_known", {})
     monkeypatch.setattr(saved, "local_call", raising(NotImplementedError("no kernel for meta")))

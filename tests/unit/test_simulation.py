@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 
+from autopar.meshes import Mesh
 from autopar.rules.many_ranks import many_ranks
 from autopar.rules.simulation import simulation
 
@@ -58,7 +59,7 @@ def test_gradients_where_one_piece_has_length_one(name: str) -> None:
     """Torch decides how to bring a gradient to another shape by comparing sizes, and here ranks would disagree."""
     operator = DECIDED_BY_SIZES[name]
     pieces = {rank: torch.randn(n, 4, 6, dtype=torch.float64) for rank, n in enumerate([2, 2, 1])}
-    with many_ranks((("tensor", 3),)):
+    with many_ranks(Mesh.of(tensor=3)):
         x = LocalTensor(pieces)
         x.requires_grad_()
         operator(x).sum().backward()
@@ -72,7 +73,7 @@ def test_gradients_where_one_piece_has_length_one(name: str) -> None:
 
 def test_what_is_written_is_written_on_every_rank() -> None:
     pieces = {rank: torch.zeros(n, 4) for rank, n in enumerate([2, 2, 1])}
-    with many_ranks((("tensor", 3),)), torch.no_grad():
+    with many_ranks(Mesh.of(tensor=3)), torch.no_grad():
         x = LocalTensor(pieces)
         assert aten.add_.Tensor(x, x.new_ones(x.shape[0], 1)) is x
         assert x[:, :1].mul_(x.shape[0]).shape[1] == 1
@@ -82,7 +83,7 @@ def test_what_is_written_is_written_on_every_rank() -> None:
 
 def test_numbers_are_drawn_and_tensors_written_by_the_simulation() -> None:
     """Ranks have random states of their own, and what is written to stays the tensor that it was."""
-    with many_ranks((("tensor", 3),)):
+    with many_ranks(Mesh.of(tensor=3)):
         x = LocalTensor({rank: torch.zeros(n, 4) for rank, n in enumerate([2, 2, 1])})
         view = x.narrow(1, 1, 2)
         assert view.add_(1.0) is view

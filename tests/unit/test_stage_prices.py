@@ -20,7 +20,9 @@ from autopar import planfile as files
 from autopar.capture import capture
 from autopar.errors import ClusterError, MeshError, PlanError
 from autopar.graph import Graph, Spec
-from autopar.placements import Mesh, State, Step, coordinates, local_shape, n_devices
+from autopar.meshes import Mesh
+from autopar.pieces import local_shape
+from autopar.placements import State, Step
 from autopar.plan import Plan, StagePlan
 from autopar.planner.inter_op.exact_stages import ExactPlans
 from autopar.planner.inter_op.phases import Phases, phases
@@ -79,7 +81,7 @@ def made(graph: Graph, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     folder = tmp_path_factory.mktemp("prices")
     (folder / "mine.toml").write_text(CLUSTER)
     second = next(n.name for n in graph.nodes if n.kind == "op" and n.module == "layers.2")
-    wish = PipelineOptions(4, 2, ("1f1b",), (("data", 2),), [second])
+    wish = PipelineOptions(4, 2, ("1f1b",), Mesh.of(data=2), [second])
     plan = plan_pipeline(graph, load_cluster(folder / "mine.toml"), 4, wish, cluster_name="mine.toml").plan
     assert [s.devices for s in plan.stages] == [(0, 1), (2, 3)]
     (folder / "plan.json").write_text(files.dumps(plan, graph))
@@ -154,10 +156,10 @@ def test_another_cluster_prices_all_stages(graph: Graph, made: tuple[Path, Plan]
 
 # -- transfers
 
-ONE: Mesh = (("a", 1),)
-TWO: Mesh = (("a", 2),)
-FOUR: Mesh = (("a", 4),)
-GRID: Mesh = (("a", 2), ("b", 2))
+ONE: Mesh = Mesh.of(a=1)
+TWO: Mesh = Mesh.of(a=2)
+FOUR: Mesh = Mesh.of(a=4)
+GRID: Mesh = Mesh.of(a=2, b=2)
 CASES: list[tuple[tuple[int, ...], tuple[str, ...], Mesh, tuple[str, ...], Mesh]] = [
     ((8, 4), State.of("I"), ONE, State.of("I"), ONE),
     ((8, 4), State.of("S0"), TWO, State.of("S0"), TWO),
@@ -206,11 +208,11 @@ class Sent:
             assert dim is not None and not dst[number].is_shard
 
             def gather(x: torch.Tensor, axis: str) -> torch.Tensor:
-                whole = torch.cat([x] * dict(mesh)[axis], dim)
+                whole = torch.cat([x] * mesh.size_of[axis], dim)
                 self.gathers[rank].append((axis, whole.nbytes))
                 return whole
 
-            return gather, (mesh[number][0],)
+            return gather, (mesh.name(number),)
 
         monkeypatch.setattr(wires.dist, "isend", isend)
         monkeypatch.setattr(wires.dist, "irecv", irecv)
@@ -223,7 +225,7 @@ class Sent:
         for rank in ranks:
             posts[rank].begin()
         for number, rank in enumerate(source.devices):
-            at = coordinates(number, source.mesh)
+            at = source.mesh.coordinate(number)
             posts[rank].send(wire, False, 0, torch.ones(local_shape(shape, source.state, source.mesh, at)))
         for rank in target.devices:
             self.made[rank] = posts[rank].take(wire, False, 0)
@@ -235,7 +237,7 @@ class Sent:
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]} {c[1]} {c[2]} to {c[3]} {c[4]}")
 def test_a_transfer_is_priced_as_it_is_sent(case: Any, within: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     shape, src, src_mesh, dst, dst_mesh = case
-    n, m = (prod(size for _, size in mesh) for mesh in (src_mesh, dst_mesh))
+    n, m = (prod(size for size in mesh.sizes) for mesh in (src_mesh, dst_mesh))
     if within and n != m:
         pytest.skip("stages of a group are on the same devices")
     source = Side(src, src_mesh, tuple(range(n)))
@@ -246,7 +248,7 @@ def test_a_transfer_is_priced_as_it_is_sent(case: Any, within: bool, monkeypatch
     cluster = load_cluster("dgx-h100")
     expected = 0.0
     if sent.messages:
-        wire = pricer(cluster, (("pair", 2),), (0, 1)).axes["pair"]
+        wire = pricer(cluster, Mesh.of(pair=2), (0, 1)).axes["pair"]
         ends = [[b for s, _, b in sent.messages if s == rank] for rank in source.devices]
         ends += [[b for _, t, b in sent.messages if t == rank] for rank in target.devices]
         expected = max(sum(wire.seconds("send_recv", b) for b in own) for own in ends)
@@ -264,14 +266,14 @@ def test_a_transfer_is_priced_as_it_is_sent(case: Any, within: bool, monkeypatch
 @pytest.mark.parametrize("rows", [2, 3, 4, 7])
 def test_ranks_that_have_nothing_take_nothing(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """4 rows over 3 ranks are 2, 2 and 0: no message goes to the last rank or comes from it."""
-    three, five = (("a", 3),), (("a", 5),)
+    three, five = Mesh.of(a=3), Mesh.of(a=5)
     for a, b in ((ONE, three), (three, ONE), (three, five), (five, three)):
-        ends = n_devices(a), n_devices(a) + n_devices(b)
+        ends = a.n_devices, a.n_devices + b.n_devices
         source = Side(State.of("S0"), a, tuple(range(ends[0])))
         target = Side(State.of("S0"), b, tuple(range(*ends)))
         made = Sent((rows, 2), source, target, monkeypatch).made
         for number, rank in enumerate(target.devices):
-            assert made[rank].shape == local_shape((rows, 2), target.state, b, coordinates(number, b))
+            assert made[rank].shape == local_shape((rows, 2), target.state, b, b.coordinate(number))
             assert made[rank].dtype == torch.float32 and bool((made[rank] == 1).all())
 
 
@@ -283,7 +285,7 @@ def test_what_is_sent_whole_costs_the_whole() -> None:
         [load.n_bytes for load in loads(transfer(Spec((n, 1001), "float32"), here, there))] for n in (2049, 2048)
     )
     assert set(whole) == {2049 * 1001 * 4} and set(parts) == {1024 * 1001 * 4}
-    wire = pricer(cluster, (("pair", 2),), (0, 2)).axes["pair"]
+    wire = pricer(cluster, Mesh.of(pair=2), (0, 2)).axes["pair"]
     assert crossing_seconds(Spec((2049, 1001), "float32"), here, there, cluster) == pytest.approx(
         wire.seconds("send_recv", 2049 * 1001 * 4)
     )

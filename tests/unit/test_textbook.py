@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from autopar.capture import capture
 from autopar.certificate import Report, check
 from autopar.graph import Graph
+from autopar.meshes import Mesh
 from autopar.plan import StagePlan
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from hardware_profiles import abstract_cluster, load_cluster
@@ -70,7 +71,7 @@ def planned(  # type: ignore[no-untyped-def]
     graph = capture(model, batch).graph
     beta = beta[: len(mesh)]
     cluster = abstract_cluster(mesh, alpha=(alpha,) * len(mesh), beta=beta, constants=CONSTANTS)
-    plan = plan_graph(graph, cluster, tuple(mesh.items()), Options(**options))  # type: ignore[arg-type]
+    plan = plan_graph(graph, cluster, Mesh(mesh.items()), Options(**options))  # type: ignore[arg-type]
     report = check(plan, graph, cluster)
     assert report.ok, report.failures
     assert plan.solution is not None and plan.solution.gap < (0.01 if options else 1e-9)
@@ -260,7 +261,7 @@ def llama(batch: int, seq: int, hidden: int, **rest: object) -> tuple[Graph, Sta
         model, ids = LlamaForCausalLM(config), torch.zeros(batch, seq, dtype=torch.long)
     graph = capture(model, (), {"input_ids": ids, "labels": ids, "use_cache": False}).graph
     cluster = abstract_cluster({"x": 4}, alpha=(0.0,), beta=(1.0,), constants=CONSTANTS)
-    return graph, plan_graph(graph, cluster, (("x", 4),), Options(**rest))  # type: ignore[arg-type]
+    return graph, plan_graph(graph, cluster, Mesh.of(x=4), Options(**rest))  # type: ignore[arg-type]
 
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
@@ -282,7 +283,7 @@ def llama_8b(seq: int, **rest: object) -> tuple[Graph, StagePlan]:
     with torch.device("meta"):
         model, ids = LlamaForCausalLM(config).to(torch.bfloat16), torch.zeros(1, seq, dtype=torch.long)
     graph = capture(model, (), {"input_ids": ids, "labels": ids, "use_cache": False}).graph
-    return graph, plan_graph(graph, load_cluster("dgx-h100"), (("tensor", 8),), Options(**rest))  # type: ignore[arg-type]
+    return graph, plan_graph(graph, load_cluster("dgx-h100"), Mesh.of(tensor=8), Options(**rest))  # type: ignore[arg-type]
 
 
 def test_llama_8b_on_one_node_is_megatron_with_sequence_parallelism() -> None:

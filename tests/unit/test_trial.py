@@ -12,10 +12,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from autopar.capture import capture
 from autopar.graph import Graph
+from autopar.meshes import Mesh
 from autopar.planner.inter_op import exact_stages
 from autopar.planner.inter_op.equal import Equal, EstimatedCut, Group
 from autopar.planner.inter_op.exact_stages import spread_out
-from autopar.planner.inter_op.menu import Filled, merged_axes
+from autopar.planner.inter_op.menu import Filled
 from autopar.planner.inter_op.one_number import OneNumber
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
 from autopar.planner.inter_op.trial import STEADY, best, simulated
@@ -44,7 +45,7 @@ def random_cut(rng: random.Random, schedule: str, groups: int) -> EstimatedCut:
     for _ in range(groups * chunks):
         forward, inputs, weights = (rng.uniform(0.9, 1.3) for _ in range(3))
         stages.append(Filled(forward + inputs + weights, rng.uniform(0, 1), 1.0, 0, forward, weights))
-    places = tuple(Group((("data", 1),), (g,)) for g in range(groups))
+    places = tuple(Group(Mesh.of(data=1), (g,)) for g in range(groups))
     crossing = tuple(rng.uniform(0, 0.2) for _ in stages[1:])
     return EstimatedCut(places, fill_of(schedule), tuple(range(1, len(stages))), tuple(stages), crossing, 0.0)
 
@@ -87,7 +88,7 @@ def test_filling_the_commonest_blocks_first_finds_the_same_cut() -> None:
 def test_stages_of_a_group_share_its_memory() -> None:
     """ZB-V keeps many more microbatches of a group's first stage than of its last."""
     graph, cluster = llama(), load_cluster("dgx-h100-x4")
-    asked = PipelineOptions(32, groups=8, schedules=("zb-v",), mesh=(("data", 4),))
+    asked = PipelineOptions(32, groups=8, schedules=("zb-v",), mesh=Mesh.of(data=4))
     free = plan_pipeline(graph, cluster, 32, asked).plan
     limit = 0.8 * max(sum(free.stages[s].price.memory_bytes for s in own) for own in free.schedule.stages_of_rank)
     asked = replace(asked, options=Options(memory_limit_bytes=limit))
@@ -100,7 +101,7 @@ def test_stages_of_a_group_share_its_memory() -> None:
 
 def test_plans_priced_at_another_size_run_the_same_again() -> None:
     """At the same size they are the same plans; at another, the same operators run again."""
-    cluster, mesh = load_cluster("dgx-h100-x4"), (("data", 4), ("tensor", 2))
+    cluster, mesh = load_cluster("dgx-h100-x4"), Mesh.of(data=4, tensor=2)
     search = OneNumber(llama(), cluster, 32, PipelineOptions(8), "")
     graph = search._graph_of(search.blocks[4])
     options = search.menus._options(graph)
@@ -117,13 +118,13 @@ def test_plans_priced_at_another_size_run_the_same_again() -> None:
 
 def test_blocks_beside_the_commonest_are_priced_with_two_axes_as_one() -> None:
     """Of a mesh of three axes only the commonest block's program is solved on many devices."""
-    cluster, mesh = load_cluster("dgx-h100-x4"), (("data", 4), ("tensor", 2), ("context", 2))
+    cluster, mesh = load_cluster("dgx-h100-x4"), Mesh.of(data=4, tensor=2, context=2)
     menus = OneNumber(llama(), cluster, 32, PipelineOptions(8), "").menus
     blocks = OneNumber(llama(), cluster, 32, PipelineOptions(8), "").blocks
     rare = next(block for block in blocks if block.kind != menus.common)
     devices = range(16)
-    merged = [(("data", 8), ("tensor", 2)), (("data", 4), ("tensor", 4))]
-    assert merged_axes(mesh) == merged
+    merged = [Mesh.of(data=8, tensor=2), Mesh.of(data=4, tensor=4)]
+    assert mesh.merged() == merged
     assert menus.ways(rare, mesh, devices) == tuple(w for fewer in merged for w in menus.ways(rare, fewer, devices))
     assert not any(len(key[1]) > 2 for key in menus.decided.every)
 
@@ -134,7 +135,7 @@ def test_the_first_few_groups_are_spread_over_all() -> None:
 
 
 def test_a_way_to_cut_is_given_up_before_its_last_stage_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = PipelineOptions(8, groups=4, mesh=(("data", 8),), schedules=("zb-h1",))
+    asked = PipelineOptions(8, groups=4, mesh=Mesh.of(data=8), schedules=("zb-h1",))
     search = OneNumber(llama(), load_cluster("dgx-h100-x4"), 32, asked, "")
     candidate = search.candidates()[0]
     planned: list[str] = []

@@ -15,19 +15,9 @@ import autopar
 import autopar.rules
 from autopar.certificate import check
 from autopar.graph import Spec
-from autopar.placements import (
-    Mesh,
-    State,
-    all_have_some,
-    box_of,
-    coordinates,
-    divides,
-    elements_moved,
-    fits,
-    local_shape,
-    n_devices,
-    piece_of,
-)
+from autopar.meshes import Mesh
+from autopar.pieces import all_have_some, box_of, divides, elements_moved, fits, local_shape, piece_of
+from autopar.placements import State
 from autopar.planner.intra_op.mesh_plan import plan_graph
 from autopar.planner.intra_op.options import Options
 from autopar.rules.local import cuts_of
@@ -36,9 +26,9 @@ from autopar.rules.registry import SAMPLES
 from autopar.transfer import Side, box_at, transfer
 from hardware_profiles import abstract_cluster, load_cluster
 
-THREE: Mesh = (("data", 3),)
-FIVE: Mesh = (("data", 5),)
-SIX: Mesh = (("data", 3), ("tensor", 2))
+THREE: Mesh = Mesh.of(data=3)
+FIVE: Mesh = Mesh.of(data=5)
+SIX: Mesh = Mesh.of(data=3, tensor=2)
 EVERY = [(target, i) for target in sorted(SAMPLES) for i in range(len(SAMPLES[target]))]
 
 
@@ -54,9 +44,9 @@ def test_pieces_are_those_of_torch_chunk(size: int) -> None:
 def test_pieces_of_pieces() -> None:
     """10 elements over 3 and then 2 ranks: 4, 4 and 2, of which 2 2, 2 2 and 1 1."""
     state = State.of("S0", "S0")
-    shapes = [local_shape((10,), state, SIX, coordinates(rank, SIX)) for rank in range(6)]
+    shapes = [local_shape((10,), state, SIX, SIX.coordinate(rank)) for rank in range(6)]
     assert shapes == [(2,), (2,), (2,), (2,), (1,), (1,)] and local_shape((10,), state, SIX) == (2,)
-    assert [box_of((10,), state, SIX, coordinates(rank, SIX))[0][0] for rank in range(6)] == [0, 2, 4, 6, 8, 9]
+    assert [box_of((10,), state, SIX, SIX.coordinate(rank))[0][0] for rank in range(6)] == [0, 2, 4, 6, 8, 9]
     assert elements_moved((10, 5), state, State.of("S0", "I"), SIX) == 4 * 5
     assert elements_moved((10, 5), State.of("S0", "I"), State.of("I", "I"), SIX) == 12 * 5
     moved = elements_moved((10, 5), State.of("S0", "I"), State.of("S1", "I"), SIX)
@@ -66,13 +56,13 @@ def test_pieces_of_pieces() -> None:
 def test_who_is_left_without_any() -> None:
     assert all_have_some(50257, (8,)) and all_have_some(10, (4,)) and not all_have_some(6, (4,))
     assert not all_have_some(17, (8,)), "3 3 3 3 3 2 0 0"
-    assert fits((50257, 8), State.of("S0", "S1"), SIX) and fits((6,), State.of("S0"), (("a", 4),))
-    assert not fits((3,), State.of("S0"), (("a", 4),)) and not fits((3,), State.of("S1"), THREE)
+    assert fits((50257, 8), State.of("S0", "S1"), SIX) and fits((6,), State.of("S0"), Mesh.of(a=4))
+    assert not fits((3,), State.of("S0"), Mesh.of(a=4)) and not fits((3,), State.of("S1"), THREE)
     for n in range(1, 60):
         for sizes in ((2,), (3,), (5,), (2, 3), (3, 2), (2, 2, 2), (3, 2, 2)):
-            mesh = tuple((f"a{k}", size) for k, size in enumerate(sizes))
+            mesh = Mesh((f"a{k}", size) for k, size in enumerate(sizes))
             state = State.of(*["S0"] * len(sizes))
-            lengths = [local_shape((n,), state, mesh, coordinates(r, mesh))[0] for r in range(n_devices(mesh))]
+            lengths = [local_shape((n,), state, mesh, mesh.coordinate(r))[0] for r in range(mesh.n_devices)]
             assert sum(lengths) == n and max(lengths) == local_shape((n,), state, mesh)[0]
             assert all_have_some(n, sizes) == (min(lengths) > 0), (n, sizes)
             assert divides((n,), state, mesh) == (n % prod(sizes) == 0)
@@ -88,7 +78,7 @@ def test_rules_on_three_ranks(target: str, number: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [(("data", 4),), FIVE, SIX], ids=["4", "5", "3x2"])
+@pytest.mark.parametrize("mesh", [Mesh.of(data=4), FIVE, SIX], ids=["4", "5", "3x2"])
 @pytest.mark.parametrize("target, number", EVERY, ids=[f"{t.removeprefix('aten.')}-{i}" for t, i in EVERY])
 def test_rules_on_more_ranks(target: str, number: int, mesh: Mesh) -> None:
     """As above; 6 over 4 are 2, 2, 2, 0, and 8 over 5 are 2, 2, 2, 2, 0: some ranks have nothing."""
@@ -109,7 +99,7 @@ def test_rules_on_more_ranks(target: str, number: int, mesh: Mesh) -> None:
 def test_rules_where_a_rank_has_nothing(target: str, number: int, factor: str) -> None:
     """Means, maxima and statistics over no elements: the rules whose operators had to be guarded."""
     case = Case(target, SAMPLES[target][number])
-    mesh: Mesh = (("data", next(n for n in (3, 5, 7) if not all_have_some(case.rule.sizes[factor], (n,)))),)
+    mesh = Mesh.of(data=next(n for n in (3, 5, 7) if not all_have_some(case.rule.sizes[factor], (n,))))
     proved = [picked for picked in strategies_of(case, mesh) if picked[0].name == factor]
     assert proved
     with warnings.catch_warnings():
@@ -129,10 +119,10 @@ BLOCKS = (
     "target, number, mesh",
     [
         pytest.param(
-            target, number, mesh, id=f"{target.removeprefix('aten.')}-{number}-{n_devices(mesh)}",
+            target, number, mesh, id=f"{target.removeprefix('aten.')}-{number}-{mesh.n_devices}",
             marks=() if target.removeprefix("aten.") in BLOCKS and mesh is THREE else pytest.mark.slow,
         )
-        for target, number in EVERY for mesh in (THREE, (("data", 2), ("tensor", 2)))
+        for target, number in EVERY for mesh in (THREE, Mesh.of(data=2, tensor=2))
     ],
 )  # fmt: skip
 def test_rules_in_blocks(target: str, number: int, mesh: Mesh) -> None:
@@ -157,10 +147,10 @@ def test_transfers_bring_every_element_once(seed: int) -> None:
 
     def side(first: int) -> Side:
         while True:
-            mesh = tuple((f"a{k}", rng.choice([1, 2, 3, 4])) for k in range(rng.randint(1, 2)))
+            mesh = Mesh((f"a{k}", rng.choice([1, 2, 3, 4])) for k in range(rng.randint(1, 2)))
             state = State.of(*(rng.choice(["I", *(f"S{d}" for d in range(len(shape)))]) for _ in mesh))
             if fits(shape, state, mesh):
-                return Side(state, mesh, tuple(range(first, first + n_devices(mesh))))
+                return Side(state, mesh, tuple(range(first, first + mesh.n_devices)))
 
     source, target = side(0), side(rng.choice([0, 20]))
     found = transfer(Spec(shape, "float32"), source, target)
@@ -188,7 +178,7 @@ def test_gpt2_cuts_its_vocabulary() -> None:
         ))  # fmt: skip
         ids = torch.zeros(8, 1024, dtype=torch.int64)
     graph = autopar.capture(model, {"input_ids": ids, "labels": ids}).graph
-    cluster, mesh = load_cluster("dgx-h100"), (("tensor", 8),)
+    cluster, mesh = load_cluster("dgx-h100"), Mesh.of(tensor=8)
     plan = plan_graph(graph, cluster, mesh)
     ops = {node.target: plan.ops[node.name] for node in graph.nodes if node.kind == "op" and node.module == "lm_head"}
     assert ops == {"aten.linear.default": ("n",)}
@@ -210,8 +200,8 @@ def test_no_parameter_of_a_large_model_stays_whole() -> None:
         model = BloomForCausalLM(config).to(torch.bfloat16)
         ids = torch.zeros(24, 2048, dtype=torch.int64)
     graph = autopar.capture(model, {"input_ids": ids, "labels": ids}).graph
-    mesh: Mesh = (("data", 24),)
-    cluster = abstract_cluster(dict(mesh), alpha=(1e-5,), beta=(1e-11,))
+    mesh: Mesh = Mesh.of(data=24)
+    cluster = abstract_cluster(mesh.size_of, alpha=(1e-5,), beta=(1e-11,))
     plan = plan_graph(graph, cluster, mesh, Options(memory_limit_bytes=442 * 2**30))
     sizes = {node.target: node.out.shape for _, node in graph.of_kind("param")}
     assert len(sizes) == 845 and not [name for name, choice in plan.params.items() if not choice.stored.is_cut]

@@ -11,7 +11,9 @@ import torch
 from nccl_rules import SHARED, Deadlock, ThreadRanks
 
 from autopar.graph import Spec
-from autopar.placements import Mesh, State, local_shape
+from autopar.meshes import Mesh
+from autopar.pieces import local_shape
+from autopar.placements import State
 from autopar.runtime import wires
 from autopar.transfer import Side, transfer
 from cost_models.pipeline import build
@@ -76,7 +78,7 @@ class Steps:
         sides = []
         for s in range(last + 1):
             devices = places[of_rank[s]]
-            mesh: Mesh = (("data", len(devices)),)
+            mesh = Mesh.of(data=len(devices))
             sides.append(Side(State.of("S0") if s % 2 else State.of("S1"), mesh, devices))
         spec = Spec((4, 8), "float32")
         pairs = [*((s, s + 1) for s in range(last)), (0, last), (0, last), *([(1, last)] if last > 1 else [])]

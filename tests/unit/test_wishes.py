@@ -15,6 +15,7 @@ from autopar import arguments
 from autopar.asked import Asked, asked
 from autopar.cli.plan import plan as command
 from autopar.errors import AutoparError
+from autopar.meshes import Mesh
 from autopar.plan import Pins
 from autopar.planfile.pins import FORMS
 from autopar.planner.inter_op.stage_pins import PARTS
@@ -133,7 +134,7 @@ def test_a_plan_of_stages_says_where_decisions_are() -> None:
             return x.square().mean()
 
     one = autopar.plan(Net(), "local-x2", torch.ones(4, 8), mesh="data=2")
-    assert one.mesh == (("data", 2),) and one.params == one.stages[0].params and one.seconds == one.price.seconds
+    assert one.mesh == Mesh.of(data=2) and one.params == one.stages[0].params and one.seconds == one.price.seconds
     two = autopar.plan(Net(), "local-x2", torch.ones(4, 8), stages=2, microbatches=2, schedule="1f1b")
     assert two.memory_bytes == max(stage.price.memory_bytes for stage in two.stages)
     assert {crossing.source for crossing in two.crossings} == {0}

@@ -6,13 +6,14 @@ import torch
 from torch import nn
 
 from autopar.capture import capture
+from autopar.meshes import Mesh
 from autopar.plan import Plan
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.planner.intra_op.written import held_whole
 from autopar.verify import verify
 from hardware_profiles import load_cluster
 
-MESH = (("tensor", 2),)
+MESH = Mesh.of(tensor=2)
 
 
 class Shared(nn.Module):

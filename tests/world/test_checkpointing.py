@@ -18,7 +18,7 @@ from autopar import planfile
 from autopar import verify as V
 from autopar.capture import Captured, capture
 from autopar.certificate import check
-from autopar.placements import Mesh
+from autopar.meshes import Mesh
 from autopar.plan import Plan, StagePlan
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
 from autopar.planner.intra_op.complete import complete
@@ -30,7 +30,7 @@ from autopar.rules.registry import rules_of
 from autopar.staging import cut
 from hardware_profiles import load_cluster
 
-MESH: Mesh = (("data", 2),)
+MESH: Mesh = Mesh.of(data=2)
 CLUSTER = load_cluster("dgx-h100")
 Run = Callable[..., Any]
 
@@ -105,7 +105,7 @@ def captured_of(model: nn.Module) -> tuple[Captured, dict[str, Tensor], dict[str
 
 def alone(captured: Captured, again: tuple[tuple[str, str], ...]) -> StagePlan:
     return complete(
-        captured.graph, rules_of(captured.graph), pricer(CLUSTER, (("one", 1),)), {}, {}, {}, recompute=again
+        captured.graph, rules_of(captured.graph), pricer(CLUSTER, Mesh.of(one=1)), {}, {}, {}, recompute=again
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from autopar import verify as V
 from autopar.capture import Captured, capture
 from autopar.certificate import check
 from autopar.errors import PlanError
+from autopar.meshes import Mesh
 from autopar.placements import State
 from autopar.planner.intra_op.draw import random_plan
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
@@ -22,7 +23,7 @@ from autopar.planner.intra_op.price import pricer
 from autopar.rules.registry import rules_of
 from hardware_profiles import abstract_cluster
 
-MESH = (("data", 2), ("tensor", 2))
+MESH = Mesh.of(data=2, tensor=2)
 CLUSTER = abstract_cluster(dict(MESH), alpha=(1e-6,) * 2, beta=(1e-9,) * 2)
 
 
@@ -112,7 +113,7 @@ def test_a_pipeline(schedule: str, frozen: bool) -> None:
     y = torch.randn(8, 8, dtype=torch.float64, requires_grad=True)
     captured = capture(model, (x[:4], y[:4]), {})
     stages = 4 if schedule == "interleaved-1f1b" else 2
-    config = Config("", schedule, (MESH, (("data", 2),)), 2, stages=stages, seed=1, even=True)
+    config = Config("", schedule, (MESH, Mesh.of(data=2)), 2, stages=stages, seed=1, even=True)
     weights, buffers = V.state_of(captured, model)
     parts = [{"x": a, "y": b} for a, b in zip(x.detach().split(4), y.detach().split(4), strict=True)]
     found = V.train_pipeline(captured, make_plan(captured, config), weights, buffers, parts)

@@ -21,7 +21,8 @@ from autopar.certificate import check
 from autopar.errors import PlanError
 from autopar.lower.emit import lower
 from autopar.lower.freed import Freed
-from autopar.placements import Mesh, State
+from autopar.meshes import Mesh
+from autopar.placements import State
 from autopar.plan import Plan, StagePlan
 from autopar.planner.inter_op.phases import phases
 from autopar.planner.intra_op.complete import complete
@@ -36,8 +37,8 @@ from autopar.staging import cut, hot_ops
 from hardware_profiles import load_cluster
 
 CLUSTER = load_cluster("dgx-h100")
-ONE: Mesh = (("one", 1),)
-MESH: Mesh = (("data", 2), ("tensor", 2))
+ONE: Mesh = Mesh.of(one=1)
+MESH: Mesh = Mesh.of(data=2, tensor=2)
 BLOCKS = {"gpt2": "*.h.*", "llama": "*.layers.*", "t5": "*.block.*", "resnet": "*layer?"}
 
 
@@ -113,7 +114,7 @@ def test_results_of_segments_made_again_are_not_kept_and_give_the_same_numbers()
     )
     state = tuple(map(V.doubled, (*V.state_of(captured, model), V.inputs_of(captured, (x,), {}))))
     reference = V.train(captured, V.one_device(graph), *state)
-    for mesh in (ONE, (("t", 2),)):
+    for mesh in (ONE, Mesh.of(t=2)):
         rules, priced = rules_of(graph), pricer(CLUSTER, mesh)
         plain = plan_graph(graph, CLUSTER, mesh)
         chosen = {i: strategy_named(graph, n, rules[i], plain.ops[n.name]) for i, n in graph.of_kind("op")}
@@ -149,7 +150,7 @@ def test_a_slice_of_a_result_made_again_is_memory_of_its_own_and_asks_for_nothin
     torch.manual_seed(0)
     model, x = SlicedLate(), torch.randn(8, 16)
     captured = V.promoted(capture(model, (x,)))
-    graph, mesh = captured.graph, (("t", 2),)
+    graph, mesh = captured.graph, Mesh.of(t=2)
     rules = rules_of(graph)
     silu, exp, sin, cos, add = (
         next(n.name for n in graph.nodes if word in n.target) for word in ("silu", "exp.", "sin.", "cos.", "add.")
@@ -245,7 +246,7 @@ def test_a_copy_gathered_again_is_not_kept_and_gives_the_same_numbers() -> None:
     torch.manual_seed(0)
     model, x = TwoReaders(), torch.randn(8, 16)
     captured = V.promoted(capture(model, (x,)))
-    graph, rules, mesh = captured.graph, rules_of(captured.graph), (("t", 2),)
+    graph, rules, mesh = captured.graph, rules_of(captured.graph), Mesh.of(t=2)
     tanh = next(node.name for node in graph.nodes if "tanh" in node.target)
     for seed in range(200):
         plain = random_plan(graph, rules, pricer(CLUSTER, mesh), seed)

@@ -16,7 +16,7 @@ from autopar.allocations import Allocations
 from autopar.capture import Captured, capture
 from autopar.certificate.peak import peak_of
 from autopar.lower.emit import lower
-from autopar.placements import Mesh
+from autopar.meshes import Mesh
 from autopar.plan import StagePlan
 from autopar.planner.intra_op.draw import random_plan
 from autopar.planner.intra_op.mesh_plan import plan_graph
@@ -27,7 +27,7 @@ from autopar.staging import cut, hot_ops
 from hardware_profiles import load_cluster
 
 CLUSTER = load_cluster("dgx-h100")
-MESH: Mesh = (("data", 2), ("tensor", 2))
+MESH: Mesh = Mesh.of(data=2, tensor=2)
 
 
 @functools.cache
@@ -77,7 +77,7 @@ def test_peak_where_the_loss_needs_most() -> None:
     """Logits over a vocabulary of 50257: their gradient and that of their softmax are what no plan adds up."""
     case = ZOO["gpt2"](vocabulary=50257)
     graph = capture(case.model, case.args, case.kwargs).graph
-    plan = plan_graph(graph, CLUSTER, (("one", 1),))
+    plan = plan_graph(graph, CLUSTER, Mesh.of(one=1))
     peak, logits = peak_of(plan, graph), 8 * 16 * 50257 * 4
     assert peak.at == "backward: aten._log_softmax_backward_data.default"
     price = plan.price
@@ -131,7 +131,7 @@ def test_peak_of_stages_of_every_model(name: str, again: dict[str, bool]) -> Non
 @pytest.mark.parametrize("name", sorted(ZOO))
 def test_peak_of_every_model(name: str) -> None:
     graph = known(name)[0].graph
-    one, four = (plan_graph(graph, CLUSTER, mesh) for mesh in ((("one", 1),), MESH))
+    one, four = (plan_graph(graph, CLUSTER, mesh) for mesh in (Mesh.of(one=1), MESH))
     for plan in (one, four, *(drawn(name, seed) for seed in range(3))):
         agree(name, plan)
 

@@ -14,11 +14,12 @@ from zoo import ZOO
 from autopar import verify as V
 from autopar.capture import Captured, capture
 from autopar.errors import RunError
+from autopar.meshes import Mesh
 from autopar.plan import Plan
 from autopar.staging import cut
 from cost_models.pipeline import build, parse
 
-PAIR, SQUARE, EIGHT = (("data", 2),), (("data", 2), ("tensor", 2)), (("data", 2), ("tensor", 4))
+PAIR, SQUARE, EIGHT = Mesh.of(data=2), Mesh.of(data=2, tensor=2), Mesh.of(data=2, tensor=4)
 GROUPS = {
     "2": (ONE, ONE), "2+1": (PAIR, ONE), "3+1": (THREE, ONE), "4": (PAIR, PAIR), "2+1+1": (PAIR, ONE, ONE),
     "2+4": (PAIR, SQUARE), "1+2+4": (ONE, PAIR, SQUARE), "8": (PAIR,) * 4, "16": (SQUARE,) * 4, "8+8": (EIGHT, EIGHT),

@@ -14,7 +14,7 @@ from autopar.capture import Captured, capture
 from autopar.certificate import check
 from autopar.errors import InfeasibleError, PlanError
 from autopar.lower.emit import lower
-from autopar.placements import Mesh
+from autopar.meshes import Mesh
 from autopar.planner.inter_op.phases import phases
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
 from autopar.planner.intra_op.complete import complete
@@ -27,7 +27,7 @@ from autopar.rules.strategy import strategy_named
 from autopar.staging import cut, hot_ops
 from hardware_profiles import load_cluster
 
-MESH: Mesh = (("data", 2), ("tensor", 2))
+MESH: Mesh = Mesh.of(data=2, tensor=2)
 CLUSTER = load_cluster("dgx-h100")
 BLOCKS = {"gpt2": "*.h.*", "llama": "*.layers.*", "t5": "*.block.*", "resnet": "*layer?", "opt": "*.layers.*"}
 
@@ -85,7 +85,7 @@ def test_uneven_pieces_run_again_as_they_ran_first() -> None:
     torch.manual_seed(0)
     model, x = Normed(), torch.randn(7, 16)
     captured = V.promoted(capture(model, (x,)))
-    graph, mesh, rules = captured.graph, (("data", 3),), rules_of(captured.graph)
+    graph, mesh, rules = captured.graph, Mesh.of(data=3), rules_of(captured.graph)
     norm = next(n.name for n in graph.nodes if "layer_norm" in n.target)
     state = tuple(map(V.doubled, (*V.state_of(captured, model), V.inputs_of(captured, (x,), {}))))
     chosen = {i: strategy_named(graph, n, rules[i], ("n0",)) for i, n in graph.of_kind("op") if n.name == norm}
@@ -108,7 +108,7 @@ class Classes(torch.nn.Module):
 def test_sums_of_a_loss_over_classes_are_priced_as_they_travel() -> None:
     """Together in one collective, and as often as the loss runs."""
     captured = capture(Classes(), (torch.randn(8, 16), torch.randint(32, (8,))))
-    graph, mesh, rules = captured.graph, (("data", 2), ("tensor", 2)), rules_of(captured.graph)
+    graph, mesh, rules = captured.graph, Mesh.of(data=2, tensor=2), rules_of(captured.graph)
     loss = next(n.name for n in graph.nodes if "cross_entropy" in n.target)
     chosen = {i: strategy_named(graph, n, rules[i], ("v", "v")) for i, n in graph.of_kind("op") if n.name == loss}
     for again in ([], [(loss, loss)]):
@@ -125,7 +125,7 @@ def test_less_is_kept(name: str) -> None:
     graph, rules = captured.graph, rules_of(captured.graph)
     weights, buffers = V.state_of(captured, model)
     values = {**V.doubled(weights), **V.doubled(buffers), **V.doubled(inputs)}
-    priced = pricer(CLUSTER, (("one", 1),))
+    priced = pricer(CLUSTER, Mesh.of(one=1))
     found = {}
     for patterns in ((), (BLOCKS[name],)):
         plan = complete(graph, rules, priced, {}, {}, {}, recompute=segments_of(graph, rules, patterns))
@@ -143,7 +143,7 @@ def test_each_microbatch_of_a_stage_keeps_less() -> None:
     captured, model, inputs = captured_of("gpt2")
     hot = [captured.graph.nodes[i] for i in hot_ops(captured.graph)]
     stage = cut(captured.graph, [next(n.name for n in hot if ".h.1." in n.module)])[1]
-    rules, priced = rules_of(stage.graph), pricer(CLUSTER, (("one", 1),))
+    rules, priced = rules_of(stage.graph), pricer(CLUSTER, Mesh.of(one=1))
     weights, buffers = V.state_of(captured, model)
     known = {**V.doubled(weights), **V.doubled(buffers), **V.doubled(inputs)}
     arriving = {n.target: n.out for _, n in stage.graph.of_kind("input") if n.hot}
@@ -195,7 +195,7 @@ def test_which_blocks() -> None:
 
 def test_a_memory_limit_that_only_recomputing_meets() -> None:
     captured, *_ = captured_of("llama")
-    graph, mesh = captured.graph, (("data", 2),)
+    graph, mesh = captured.graph, Mesh.of(data=2)
     free = plan_graph(graph, CLUSTER, mesh)
     again = plan_graph(graph, CLUSTER, mesh, Options(recompute=(BLOCKS["llama"],)))
     assert again.price.activation_bytes < free.price.activation_bytes
@@ -215,7 +215,7 @@ def test_what_the_planner_lets_run_again_gives_the_same_numbers(name: str, share
     """On one mesh, where memory binds. Llama's limit is one that choosing operators one by one does not meet."""
     case = ZOO[name](layers=4, rows=32)
     captured = V.promoted(capture(case.model, case.args, case.kwargs))
-    graph, mesh = captured.graph, (("tensor", 2),)
+    graph, mesh = captured.graph, Mesh.of(tensor=2)
     limit = share * plan_graph(graph, CLUSTER, mesh).price.memory_bytes
     asked = Options(memory_limit_bytes=limit)
     whole = plan_graph(graph, CLUSTER, mesh, replace(asked, recompute=(BLOCKS[name],)))

@@ -18,7 +18,7 @@ from zoo import ZOO, Case
 from autopar import verify as V
 from autopar.capture import Captured, capture
 from autopar.errors import InfeasibleError
-from autopar.placements import Mesh
+from autopar.meshes import Mesh
 from autopar.plan import StagePlan
 from autopar.planner.intra_op.draw import random_plan
 from autopar.planner.intra_op.mesh_plan import Options, PlansByMemory, plan_graph
@@ -27,11 +27,11 @@ from autopar.rules.registry import rules_of, source_of_rule
 from hardware_profiles import Cluster, abstract_cluster, load_cluster
 
 MESHES = {
-    "2": (("data", 2),),
-    "4": (("data", 4),),
-    "2x2": (("data", 2), ("tensor", 2)),
-    "2x2x2": (("data", 2), ("seq", 2), ("tensor", 2)),
-    "2x4": (("data", 2), ("tensor", 4)),
+    "2": Mesh.of(data=2),
+    "4": Mesh.of(data=4),
+    "2x2": Mesh.of(data=2, tensor=2),
+    "2x2x2": Mesh.of(data=2, seq=2, tensor=2),
+    "2x4": Mesh.of(data=2, tensor=4),
 }
 MODELS = sorted(ZOO)
 
@@ -57,7 +57,7 @@ def _prepared(name: str) -> tuple[Captured, dict, dict, dict, V.Trained]:
 def _check(name: str, mesh_name: str, plans: range, optimal: bool, memory: bool = False) -> None:
     captured, weights, buffers, inputs, reference = _prepared(name)
     graph, mesh = captured.graph, MESHES[mesh_name]
-    cluster = abstract_cluster(dict(mesh), alpha=(1e-6,) * len(mesh), beta=(1e-9,) * len(mesh))
+    cluster = abstract_cluster(mesh.size_of, alpha=(1e-6,) * len(mesh), beta=(1e-9,) * len(mesh))
     chosen = _optimal(captured, cluster, mesh, memory) if optimal else []
     priced, rules = pricer(cluster, mesh), rules_of(graph)
     chosen += [(f"random {seed}", random_plan(graph, rules, priced, seed)) for seed in plans]
@@ -154,7 +154,7 @@ def test_dropout_of_attention_that_is_cut_along_the_sequence() -> None:
     state = V.doubled(weights), V.doubled(buffers), V.doubled(V.inputs_of(captured, case.args, case.kwargs))
     reference = V.train(captured, V.one_device(captured.graph), *state)
     cluster, mesh = load_cluster("dgx-h100"), MESHES["2x2"]
-    first, second = (axis for axis, _ in mesh)
+    first, second = (axis for axis in mesh.names)
     for ways in ({first: "q", second: "ring"}, {first: "b", second: "ring"}):
         pins = {"*:scaled_dot_product_attention": ways}
         plan = plan_graph(captured.graph, cluster, mesh, Options(constraints=pins))
@@ -167,7 +167,7 @@ def test_plans_of_the_planner_that_gather_again() -> None:
     train as one device does."""
     captured, weights, buffers, inputs, reference = _prepared("llama")
     mesh = MESHES["2x2"]
-    cluster = abstract_cluster(dict(mesh), alpha=(1e-9,) * len(mesh), beta=(1e-9,) * len(mesh))
+    cluster = abstract_cluster(mesh.size_of, alpha=(1e-9,) * len(mesh), beta=(1e-9,) * len(mesh))
     plans = PlansByMemory(captured.graph, cluster, mesh, Options()).every((3.0, 30.0))
     gathering = [plan for plan in plans if plan.gather_again]
     assert gathering

@@ -16,7 +16,7 @@ from zoo import ZOO
 from autopar import verify as V
 from autopar.capture import Captured, capture
 from autopar.certificate import check
-from autopar.placements import Mesh
+from autopar.meshes import Mesh
 from autopar.planner.intra_op.draw import random_plan
 from autopar.planner.intra_op.mesh_plan import plan_graph
 from autopar.planner.intra_op.options import Options
@@ -25,8 +25,8 @@ from autopar.rules.registry import rules_of
 from hardware_profiles import abstract_cluster
 
 MESHES: dict[str, Mesh] = {
-    "3": (("data", 3),), "5": (("data", 5),), "6": (("data", 6),), "7": (("data", 7),),
-    "2x3": (("data", 2), ("tensor", 3)),
+    "3": Mesh.of(data=3), "5": Mesh.of(data=5), "6": Mesh.of(data=6), "7": Mesh.of(data=7),
+    "2x3": Mesh.of(data=2, tensor=3),
 }  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def _prepared(name: str, **zoo: int) -> tuple[Captured, tuple[dict[str, torch.Te
 def _check(name: str, mesh_name: str, seed: int) -> None:
     captured, state, reference = _prepared(name)
     graph, mesh = captured.graph, MESHES[mesh_name]
-    cluster = abstract_cluster(dict(mesh), alpha=(1e-6,) * len(mesh), beta=(1e-9,) * len(mesh))
+    cluster = abstract_cluster(mesh.size_of, alpha=(1e-6,) * len(mesh), beta=(1e-9,) * len(mesh))
     plan = random_plan(graph, rules_of(graph), pricer(cluster, mesh), seed)
     found = V.compare(f"random {seed}", V.train(captured, plan, *state), reference)
     assert found.worst < 1e-9, found
@@ -60,8 +60,8 @@ def test_numbers(name: str, mesh: str) -> None:
 def test_six_heads_on_four_ranks() -> None:
     """Heads are cut into 2, 2, 2 and 0, in their dim (heads width) too, and so is the projection that reads them."""
     captured, state, reference = _prepared("gpt2", heads=6, hidden=48, layers=1)
-    graph, mesh = captured.graph, (("tensor", 4),)
-    cluster = abstract_cluster(dict(mesh), alpha=(1e-6,), beta=(1e-9,))
+    graph, mesh = captured.graph, Mesh.of(tensor=4)
+    cluster = abstract_cluster(mesh.size_of, alpha=(1e-6,), beta=(1e-9,))
     heads = {"*:scaled_dot_product_attention": {"tensor": "h"}, "*attn.c_proj:addmm": {"tensor": "k*8"}}
     plan = plan_graph(graph, cluster, mesh, Options(constraints=heads))
     projection = next(node for node in graph.nodes if node.module.endswith("attn.c_proj") and "addmm" in node.target)
@@ -76,8 +76,8 @@ def test_six_heads_on_four_ranks() -> None:
 def test_blocks_cut_by_two_axes_are_drawn_again() -> None:
     """No stored placement of a parameter leads to blocks that two axes cut one after the other."""
     captured = _prepared("gpt2", heads=6, hidden=48, layers=1)[0]
-    graph, mesh = captured.graph, (("data", 4), ("tensor", 2))
-    cluster = abstract_cluster(dict(mesh), alpha=(1e-6, 1e-6), beta=(1e-9, 1e-9))
+    graph, mesh = captured.graph, Mesh.of(data=4, tensor=2)
+    cluster = abstract_cluster(mesh.size_of, alpha=(1e-6, 1e-6), beta=(1e-9, 1e-9))
     for seed in range(12):
         random_plan(graph, rules_of(graph), pricer(cluster, mesh), seed)
 
@@ -91,14 +91,14 @@ def _check_stages(name: str, groups: tuple[Mesh, ...], schedule: str, seed: int)
 
 
 def test_numbers_of_stages() -> None:
-    _check_stages("gpt2", (MESHES["3"], (("data", 2),)), "1f1b", 1)
+    _check_stages("gpt2", (MESHES["3"], Mesh.of(data=2)), "1f1b", 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("groups", ["3+5", "2x3+2"])
 @pytest.mark.parametrize("name", sorted(ZOO))
 def test_every_model_in_stages(name: str, groups: str) -> None:
-    meshes = {**MESHES, "2": (("data", 2),)}
+    meshes = {**MESHES, "2": Mesh.of(data=2)}
     _check_stages(name, tuple(meshes[part] for part in groups.split("+")), "1f1b", len(name))
 
 

@@ -19,6 +19,7 @@ from zoo_wide import SINGLE, WIDE
 from autopar.capture import capture
 from autopar.errors import CaptureError
 from autopar.lower.emit import lower
+from autopar.meshes import Mesh
 from autopar.runtime.world import run_step
 from autopar.verify import inputs_of, one_device, state_of, verify
 from hardware_profiles import load_cluster
@@ -96,6 +97,6 @@ def test_pieces_that_are_added_by_index_to_a_pending_sum_pass_the_type_checker()
     """Every cut of the messages of a graph network was refused by ``autopar verify``: a false alarm."""
     case = WIDE["message_passing"]()
     captured = capture(case.model, case.args, case.kwargs)
-    cluster, mesh = load_cluster("local-x2"), (("tensor", 2),)
+    cluster, mesh = load_cluster("local-x2"), Mesh.of(tensor=2)
     for found in verify(captured, case.model, case.args, case.kwargs, mesh, cluster, random_plans=3):
         assert found.worst < 1e-9, found

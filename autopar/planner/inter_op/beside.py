@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from math import prod
 
 from autopar.graph import Graph, Ref
-from autopar.placements import State, local_shape, whole_state
+from autopar.pieces import local_shape
+from autopar.placements import State, whole_state
 from autopar.plan import StagePlan
 from autopar.rules.notation import Rule
 from autopar.rules.strategy import strategy_named

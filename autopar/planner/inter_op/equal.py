@@ -18,7 +18,7 @@ from itertools import product
 from math import inf
 
 from autopar.errors import InfeasibleError
-from autopar.placements import Mesh, mesh_text, n_devices
+from autopar.meshes import Mesh
 from autopar.planner.inter_op.blocks import Block
 from autopar.planner.inter_op.menu import Filled, Filler, Menus, kinds_of, menus_of
 from autopar.texts import show_bytes
@@ -33,7 +33,7 @@ NEAR = 1.05
 """The same where numbers of microbatches compete, so that there are more ways to come close."""
 MOST_PLACES = 64
 """Meshes, or pairs of them for two device types, that are filled at most."""
-ALONE: Mesh = (("data", 1),)
+ALONE = Mesh.of(data=1)
 """The mesh of one device."""
 PRECISE = 0.01
 """Relative precision of the pace."""
@@ -182,7 +182,7 @@ class Equal:
 
     def _count(self, meshes: tuple[Mesh, ...]) -> int:
         """Groups of all pools."""
-        return sum(len(p) // n_devices(m) for p, m in zip(self.pools, meshes, strict=True))
+        return sum(len(p) // m.n_devices for p, m in zip(self.pools, meshes, strict=True))
 
     def _least(self, meshes: tuple[Mesh, ...], bubble: float) -> float:
         """The same with the bubble of one schedule."""
@@ -191,7 +191,7 @@ class Equal:
             seconds = sum(n * self._pace(pool, mesh, kind) for kind, n in self._counts.items())
             if seconds == inf:
                 return inf
-            rate += len(self.pools[pool]) // n_devices(mesh) / seconds if seconds else inf
+            rate += len(self.pools[pool]) // mesh.n_devices / seconds if seconds else inf
         # with few microbatches no schedule hides that the first must go all the way and back (two thirds of its time)
         n = self._count(meshes)
         return max(self.microbatches + bubble * (n - 1), 1 + (n - 1) * 2 / 3) / rate
@@ -203,7 +203,7 @@ class Equal:
         if fastest is not None:
             return fastest
         floor = self.floors.get((pool, mesh), 0.0) if common else 0.0
-        return max(floor, self._alone[pool][kind] / n_devices(mesh))
+        return max(floor, self._alone[pool][kind] / mesh.n_devices)
 
     @cached_property
     def _counts(self) -> dict[int, int]:
@@ -263,13 +263,13 @@ class Equal:
 
     def _first(self, pool: int, mesh: Mesh) -> Sequence[int]:
         """The first devices of a pool for a mesh."""
-        return self.pools[pool][: n_devices(mesh)]
+        return self.pools[pool][: mesh.n_devices]
 
     def _orders(self, meshes: tuple[Mesh, ...]) -> list[list[Group]]:
         """The groups, the pools in order and in reverse."""
         by_pool = []
         for pool, mesh in zip(self.pools, meshes, strict=True):
-            size = n_devices(mesh)
+            size = mesh.n_devices
             by_pool.append([Group(mesh, tuple(pool[k : k + size])) for k in range(0, len(pool), size)])
         orders = [[g for of_pool in by_pool for g in of_pool]]
         if len(by_pool) > 1:
@@ -291,7 +291,7 @@ class Equal:
             menus = menus_of(self.menus, self.blocks, mesh, self._first(0, mesh))
             if menus is not None:
                 least = {k: min(w.static_bytes + w.kept_bytes for w in ways) for k, ways in menus.items()}
-                groups = sum(map(len, self.pools)) // n_devices(mesh)
+                groups = sum(map(len, self.pools)) // mesh.n_devices
                 needs.append((sum(least[k] for k in kinds_of(self.blocks)) / max(1, groups), groups, mesh))
         if not needs:
             return None
@@ -304,7 +304,7 @@ class Equal:
                 f"{', '.join(self.schedules)}: stages are too large, or too many microbatches are in flight; use more "
                 "devices, smaller microbatches or other schedules"
             )
-        shape = mesh_text(mesh)
+        shape = mesh.shown()
         return InfeasibleError(
             f"no plan fits {show_bytes(memory)} per device: the leanest, {groups} group(s) of {shape}, needs "
             f"about {show_bytes(n_bytes)} with one microbatch in flight; use more devices or smaller microbatches"

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
-from autopar.placements import Mesh, mesh_text
+from autopar.meshes import Mesh
 from autopar.plan import Plan, StagePlan, one_stage
 from autopar.planner.inter_op.blocks import Block, blocks
 from autopar.planner.inter_op.equal import EstimatedCut
@@ -123,7 +123,7 @@ class Candidate:
         return len(self.meshes)
 
     def __str__(self) -> str:
-        shapes = [mesh_text(mesh) for mesh in self.meshes]
+        shapes = [mesh.shown() for mesh in self.meshes]
         runs = [(shape, len(list(run))) for shape, run in groupby(shapes)]
         return ", ".join(f"{n} group{'s' if n > 1 else ''} of {shape}" for shape, n in runs)
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from autopar.errors import PlanError, closest
 from autopar.graph import Graph
-from autopar.placements import Mesh
+from autopar.meshes import Mesh
 from autopar.planner.inter_op.exact_stages import PipelineOptions
 from autopar.planner.inter_op.order import check_name
 from autopar.rules.expert_block import BLOCK, TRAVEL
@@ -63,7 +63,7 @@ class Layout:
         """Of every group."""
         (data, n), *others = ((AXES[word], size) for word, size in self.sizes.items())
         axes = ((data, n // self.experts), (EXPERT_AXIS, self.experts), *others)
-        return tuple(axis for axis in axes if axis[1] > 1) or (("data", 1),)
+        return Mesh((axis, size) for axis, size in axes if size > 1) or Mesh.of(data=1)
 
     @property
     def n_devices(self) -> int:

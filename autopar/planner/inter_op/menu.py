@@ -12,7 +12,7 @@ from functools import cached_property
 
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
-from autopar.placements import AXIS_NAMES, Mesh, n_devices
+from autopar.meshes import Mesh
 from autopar.plan import StagePlan
 from autopar.planner.inter_op.blocks import Block
 from autopar.planner.inter_op.phases import phases
@@ -133,7 +133,7 @@ class Menus:
         program of three axes, of which there is one for every price, takes ten times as long to solve."""
         ways: list[Way] = []
         failed: InfeasibleError | None = None
-        for fewer in merged_axes(mesh):
+        for fewer in mesh.merged():
             try:
                 ways += self.ways(block, fewer, devices)
             except InfeasibleError as error:
@@ -414,26 +414,10 @@ def menus_of(
     return menus_by_kind
 
 
-def merged_axes(mesh: Mesh) -> list[Mesh]:
-    """The meshes of the same devices with two neighbouring axes taken as one."""
-    sizes = [size for _, size in mesh]
-    merged = [(*sizes[:k], sizes[k] * sizes[k + 1], *sizes[k + 2 :]) for k in range(len(sizes) - 1)]
-    return [tuple(zip(AXIS_NAMES, each, strict=False)) for each in merged]
-
-
-def refines(mesh: Mesh, fewer: Mesh) -> bool:
-    """Whether a mesh is one of fewer axes of the same devices with axes split in several."""
-
-    def boundaries(of: Mesh) -> set[int]:
-        return {n_devices(of[k:]) for k in range(len(of))}
-
-    return boundaries(fewer) <= boundaries(mesh)
-
-
 def kinds_of(blocks: Sequence[Block]) -> list[int]:
     """The number of every block's kind, in order of appearance."""
     number_of: dict[tuple[int, ...], int] = {}
     return [number_of.setdefault(b.kind, len(number_of)) for b in blocks]
 
 
-__all__ = ["BlockPlans", "Filled", "Filler", "Menus", "Way", "kinds_of", "menus_of", "merged_axes", "refines"]
+__all__ = ["BlockPlans", "Filled", "Filler", "Menus", "Way", "kinds_of", "menus_of"]

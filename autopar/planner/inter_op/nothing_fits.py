@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from math import ceil
 
 from autopar.errors import InfeasibleError, PlanError
-from autopar.placements import mesh_text
 from autopar.planner.inter_op.exact_stages import PipelineOptions
 from autopar.planner.inter_op.one_number import OneNumber
 from autopar.texts import show_bytes
@@ -30,7 +29,7 @@ def nothing_fits(searches: Sequence[OneNumber], asked: PipelineOptions, n_device
         )
         return InfeasibleError(
             f"no plan fits {show_bytes(leanest.limit_bytes)} per device; tried: {tried}{again}\n"
-            f"  the leanest, {leanest.groups} group(s) of {mesh_text(leanest.mesh)} with {leanest.microbatches} "
+            f"  the leanest, {leanest.groups} group(s) of {leanest.mesh.shown()} with {leanest.microbatches} "
             f"microbatches, needs about {show_bytes(leanest.n_bytes)} with one of them in flight; the least that would "
             f"do: {least}"
         )

@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import replace
 
 from autopar.errors import AutoparError
-from autopar.placements import Mesh, n_devices
+from autopar.meshes import Mesh
 from autopar.planner.inter_op.equal import ALONE
 from autopar.planner.inter_op.exact_stages import Candidate, ExactPlans
 from autopar.planner.intra_op.mesh_plan import plan_graph
@@ -45,7 +45,7 @@ def least_seconds(search: ExactPlans) -> float:
 
 def one_group(mesh: Mesh) -> Candidate:
     """All devices as one group, of which there is no estimate."""
-    return Candidate((mesh,), (tuple(range(n_devices(mesh))),), "1f1b", (), 0.0)
+    return Candidate((mesh,), (tuple(range(mesh.n_devices)),), "1f1b", (), 0.0)
 
 
 __all__ = ["least_seconds", "one_group"]

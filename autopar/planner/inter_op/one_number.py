@@ -11,12 +11,12 @@ from math import inf
 
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
-from autopar.placements import Mesh, mesh_shapes, n_devices
+from autopar.meshes import Mesh, mesh_shapes
 from autopar.planner.inter_op import trial
 from autopar.planner.inter_op.blocks import Block
 from autopar.planner.inter_op.equal import FAR, Equal, Need
 from autopar.planner.inter_op.exact_stages import SMALL, Candidate, ExactPlans
-from autopar.planner.inter_op.menu import BlockPlans, Menus, refines
+from autopar.planner.inter_op.menu import BlockPlans, Menus
 from autopar.planner.inter_op.order import SEARCHED, START
 from autopar.planner.inter_op.stage_pins import allows
 from autopar.planner.inter_op.unequal import Unequal
@@ -75,7 +75,7 @@ class OneNumber(ExactPlans):
         asked = self.asked
         schedules = tuple(dict.fromkeys(START if name == SEARCHED else name for name in asked.schedules))
         pools = self._pools
-        shapes_of = (lambda size: [m for m in shapes if n_devices(m) == size]) if shapes else self.shapes
+        shapes_of = (lambda size: [m for m in shapes if m.n_devices == size]) if shapes else self.shapes
         search = Equal(
             self.cluster, pools, self.blocks, self.menus, shapes_of, schedules, asked.microbatches,
             [share * self.limit(pool) for pool in pools], asked.groups or groups, floors or {}, best_known, far,
@@ -168,10 +168,10 @@ class OneNumber(ExactPlans):
         """Mesh shapes of a group. The last axis joins neighbours; one larger than a node is better split in two. If
         more than :data:`AXES` axes are asked for, only those that have more."""
         if self.asked.mesh:
-            return [self.asked.mesh] if n_devices(self.asked.mesh) == size else []
+            return [self.asked.mesh] if self.asked.mesh.n_devices == size else []
         near = max(1, self.cluster.n_devices // self.cluster.n_nodes)
         every = mesh_shapes(size, min(most_axes, self.asked.max_axes))
-        shapes = [m for m in every if len(m) == 1 or n_devices(m[1:]) <= near]
+        shapes = [m for m in every if len(m) == 1 or m.inner(1).n_devices <= near]
         if most_axes > AXES:  # those with fewer were looked at before
             shapes = [m for m in shapes if len(m) > AXES]
         return [m for m in shapes if allows(m, self.asked.options)]
@@ -185,7 +185,7 @@ class OneNumber(ExactPlans):
         block = next(b for b in self.blocks if b.kind == common)
         faster = []
         for mesh in self.shapes(len(devices), self.asked.max_axes):
-            if not refines(mesh, fewer):
+            if not mesh.refines(fewer):
                 continue
             try:
                 before = self.menus.fastest(block, fewer, devices)
@@ -209,7 +209,7 @@ class OneNumber(ExactPlans):
 
 
 def _equal(groups: int, mesh: Mesh, schedule: str, bounds: tuple[int, ...]) -> Candidate:
-    size = n_devices(mesh)
+    size = mesh.n_devices
     devices = tuple(tuple(range(g * size, (g + 1) * size)) for g in range(groups))
     return Candidate((mesh,) * groups, devices, schedule, bounds, 0.0)
 

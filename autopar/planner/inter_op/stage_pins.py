@@ -10,7 +10,8 @@ from typing import Any
 from autopar.errors import InfeasibleError, MeshError, PlanError, closest
 from autopar.graph import Graph
 from autopar.labels import matches, op_labels
-from autopar.placements import REPLICATE, Mesh, State, format_mesh
+from autopar.meshes import Mesh
+from autopar.placements import REPLICATE, State
 from autopar.planner.inter_op.order import SEARCHED, START
 from autopar.planner.intra_op.options import Options
 from autopar.planner.intra_op.pinned_choices import PinnedChoices
@@ -63,7 +64,7 @@ def check(graph: Graph, options: Options, mesh: Mesh | None) -> None:
     """
     if mesh is None:
         named = {axis: None for axes in (options.constraints or {}).values() for axis in axes}
-        mesh = tuple((axis, 1) for axis in named) or (("data", 1),)
+        mesh = Mesh((axis, 1) for axis in named) or Mesh.of(data=1)
         params = dict.fromkeys(options.params or {}, REPLICATE)
         options = replace(options, params=params, inputs=None, outputs=None)
     PinnedChoices(graph, rules_of(graph), mesh, options)
@@ -71,7 +72,7 @@ def check(graph: Graph, options: Options, mesh: Mesh | None) -> None:
 
 def allows(mesh: Mesh, options: Options) -> bool:
     """Whether the wishes can be said of a mesh: it has the axes, and as many as the placements."""
-    axes = {axis for axis, _ in mesh}
+    axes = set(mesh.names)
     named = {axis for wanted in (options.constraints or {}).values() for axis in wanted}
     states: list[Sequence[str]] = [*(options.inputs or {}).values(), *(options.outputs or {}).values()]
     states += [how.split(",") for how in (options.params or {}).values() if how != REPLICATE]
@@ -90,7 +91,7 @@ def of_stage(options: Options, stage: StageGraph, mesh: Mesh) -> Options:
     wishes = replace(options, **parts)
     if not allows(mesh, wishes):
         raise InfeasibleError(
-            f"stage {stage.number} on mesh {', '.join(f'{a}={n}' for a, n in mesh)}: what is asked of its operators "
+            f"stage {stage.number} on mesh {mesh.shown(', ')}: what is asked of its operators "
             "and parameters names other axes; give the mesh of a group with mesh="
         )
     return wishes
@@ -154,7 +155,7 @@ def check_counts(
         PlanError, MeshError: with the numbers on both sides.
     """
     if mesh is None and not any(allows(m, options) for m in sizes):
-        shown = "; ".join(format_mesh(m) for m in sizes[:6])
+        shown = "; ".join(m.text for m in sizes[:6])
         raise MeshError(
             f"what is asked of operators and parameters fits none of the meshes that a group can have ({shown}); "
             "give the mesh that you mean, and a number of stages"

@@ -23,7 +23,7 @@ from autopar.collection import uncollected
 from autopar.errors import PlanError
 from autopar.graph import Graph
 from autopar.heard import tell
-from autopar.placements import Mesh, n_devices
+from autopar.meshes import Mesh
 from autopar.plan import Plan
 from autopar.planner.inter_op.equal import NEAR
 from autopar.planner.inter_op.exact_stages import SMALL, Candidate, Exact, PipelineOptions
@@ -209,7 +209,7 @@ class _Numbers:
         """Look at meshes of more axes for the number of microbatches and of groups that is best so far."""
         ways = sorted(self.found, key=lambda f: f[:2])
         for _, _, search, candidate in ways[:1]:
-            equal = len({n_devices(mesh) for mesh in candidate.meshes}) == 1
+            equal = len({mesh.n_devices for mesh in candidate.meshes}) == 1
             if search.asked.mesh or search.asked.starts is not None or not equal or search.asked.max_axes <= AXES:
                 continue
             far = NEAR if self.few else DEEPER

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autopar.errors import InfeasibleError
-from autopar.placements import Mesh, format_mesh, mesh_shapes
+from autopar.meshes import Mesh, mesh_shapes
 from autopar.planner.inter_op.blocks import Block
 from autopar.planner.inter_op.menu import WAYS, Menus, Way
 from autopar.planner.intra_op.options import Options
@@ -95,12 +95,11 @@ class Unequal:
     def _labels(self, n: int) -> list[str]:
         near = max(1, self.cluster.n_devices // self.cluster.n_nodes)
         shapes = [m for m in mesh_shapes(n) if len(m) == 1 or m[-1][1] <= near]
-        return [format_mesh(m) + f" {w}" for m in shapes for w in range(WAYS)]
+        return [m.text + f" {w}" for m in shapes for w in range(WAYS)]
 
     @staticmethod
     def _mesh(submesh: Submesh) -> Mesh:
-        parts = (p.partition("=") for p in submesh.shape.partition(" ")[0].split(","))
-        return tuple((name, int(size)) for name, _, size in parts)
+        return Mesh.parse(submesh.shape.partition(" ")[0])
 
     def _cost(self, first: int, last: int, submesh: Submesh) -> StageCost | None:
         ways = [self._way(self.blocks[i], submesh) for i in range(first, last + 1)]

@@ -15,18 +15,9 @@ from functools import cached_property
 from itertools import product
 
 from autopar.graph import Graph, Node, Ref
-from autopar.placements import (
-    INVARIANT,
-    REPLICATED,
-    Mesh,
-    State,
-    Step,
-    fits,
-    shard,
-    step_collectives,
-    whole_placement,
-    whole_state,
-)
+from autopar.meshes import Mesh
+from autopar.pieces import fits
+from autopar.placements import INVARIANT, REPLICATED, State, Step, shard, step_collectives, whole_placement, whole_state
 from autopar.plan import ParamChoice, Recompute, segment_numbers
 from autopar.planner.intra_op import params as P
 from autopar.planner.intra_op.chains import Chain, is_plain, most_cut
@@ -309,7 +300,7 @@ class Builder:
             return [self.input_states.get(node.target, whole_state(self.pricer.mesh, node.needs_grad))]
         shards = [shard(d) for d in range(min(3, len(node.out.shape)))]
         mesh = self.pricer.mesh
-        options = [[whole] if size == 1 else [whole, *shards] for _, size in mesh]
+        options = [[whole] if size == 1 else [whole, *shards] for size in mesh.sizes]
         return [s for s in map(State, product(*options)) if fits(node.out.shape, s, mesh)]
 
     def _arrival_seconds(self, node: Node, state: State) -> float:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
 from autopar.labels import matches, op_labels
-from autopar.placements import Mesh
+from autopar.meshes import Mesh
 from autopar.planner.intra_op import ilp
 from autopar.planner.intra_op.mesh_problem import MeshProblem
 from autopar.planner.intra_op.options import Options
@@ -124,7 +124,7 @@ class _Clash:
         return f"{node.where}: pinned to {' and '.join(asked)}{more}"
 
     def _axis(self, number: int) -> str:
-        return self.setting.pins.mesh[number][0]
+        return self.setting.pins.mesh.name(number)
 
     def _pattern(self, name: str, axis: str) -> str:
         """The pattern of constraints that pins an operator on an axis: the last one that matches."""

@@ -8,6 +8,7 @@ from functools import partial
 from autopar.capture.graph.pruning import has_effect
 from autopar.errors import PlanError
 from autopar.graph import Graph, Ref, Spec
+from autopar.meshes import Mesh
 from autopar.placements import PENDING, State, whole_state
 from autopar.plan import ParamChoice, Recompute, StagePlan, route_key, segment_numbers
 from autopar.planner.intra_op import params as P
@@ -25,7 +26,7 @@ from autopar.staging import first_op
 
 
 def demand(
-    graph: Graph, rules: Sequence[Rule | None], mesh: tuple[tuple[str, int], ...], decided: Mapping[int, Strategy],
+    graph: Graph, rules: Sequence[Rule | None], mesh: Mesh, decided: Mapping[int, Strategy],
     *, partly: bool = False,
 ) -> tuple[dict[int, Strategy], dict[str, State]]:  # fmt: skip
     """Strategies of the undecided ops, and placements of buffers.
@@ -107,7 +108,7 @@ def _plain(strategy: Strategy) -> bool:
 
 
 def needs(
-    graph: Graph, mesh: tuple[tuple[str, int], ...], chosen: Mapping[int, Strategy], params: Mapping[int, ParamChoice],
+    graph: Graph, mesh: Mesh, chosen: Mapping[int, Strategy], params: Mapping[int, ParamChoice],
     buffers: Mapping[str, State], inputs: Mapping[str, State], outputs: Mapping[int, State],
 ) -> tuple[dict[Ref, State], dict[Ref, dict[State, None]], list[State | None]]:  # fmt: skip
     """``(made, wanted, outputs)``: the state in which each tensor is made, those in which it is wanted, and the

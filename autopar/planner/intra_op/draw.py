@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from autopar.capture.graph.pruning import has_effect
 from autopar.errors import PlanError
 from autopar.graph import Graph, Ref, Spec
-from autopar.placements import Mesh, State, fits, shard, whole_placement, whole_state
+from autopar.meshes import Mesh
+from autopar.pieces import fits
+from autopar.placements import State, shard, whole_placement, whole_state
 from autopar.plan import ParamChoice, Recompute, StagePlan, route_key, segment_numbers
 from autopar.planner.intra_op import params as P
 from autopar.planner.intra_op.complete import complete

@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from autopar.graph import Graph, Node, Ref
-from autopar.placements import Mesh, State, Step, local_shape
+from autopar.meshes import Mesh
+from autopar.pieces import local_shape
+from autopar.placements import State, Step
 from autopar.plan import Recompute, route_key, segment_numbers
 from autopar.planner.intra_op.price import Pricer
 from autopar.planner.intra_op.recompute import Segment
@@ -417,7 +419,7 @@ def _padded_shape(shape: Sequence[int], src: State, dst: State, mesh: Mesh) -> t
     padded = list(local_shape(shape, dst, mesh))
     d = src[axis].dim
     if d is not None and all(n == 1 for n in padded[:d]):
-        padded[d] = local_shape(shape, src, mesh)[d] * mesh[axis][1]
+        padded[d] = local_shape(shape, src, mesh)[d] * mesh.size(axis)
     return tuple(padded)
 
 
@@ -446,7 +448,7 @@ def ledger(
         PlanError: ``recompute`` names no operators, or segments overlap; ``gather_again`` names what is not gathered,
             or ``make_again`` what no segment makes.
     """
-    mesh = mesh if chosen is not None else ()
+    mesh = mesh if chosen is not None else Mesh()
     return Walk(graph, rules, mesh, chosen, routes, recompute, gather_again, make_again, every).ledger()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from autopar.collection import uncollected
 from autopar.errors import InfeasibleError, MeshError, PlanError
 from autopar.graph import Graph
-from autopar.placements import Mesh
+from autopar.meshes import Mesh
 from autopar.plan import ParamChoice, StagePlan
 from autopar.planner.intra_op import ilp
 from autopar.planner.intra_op.decoder import Decided

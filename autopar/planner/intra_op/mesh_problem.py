@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from autopar.clusters import check_mesh
 from autopar.graph import Graph
-from autopar.placements import Mesh
+from autopar.meshes import Mesh
 from autopar.plan import StagePlan
 from autopar.planner.intra_op.build import Builder
 from autopar.planner.intra_op.complete import complete

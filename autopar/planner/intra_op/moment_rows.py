@@ -20,7 +20,9 @@ from dataclasses import replace
 from functools import cached_property
 
 from autopar.graph import Graph, Ref
-from autopar.placements import State, local_shape
+from autopar.meshes import Mesh
+from autopar.pieces import local_shape
+from autopar.placements import State
 from autopar.plan import ParamChoice
 from autopar.planner.intra_op import params as P
 from autopar.planner.intra_op.fold import Fold
@@ -163,7 +165,7 @@ class MomentRows:
         """Of the whole tensors, nothing run again."""
         params = {i: ParamChoice(State(), State()) for i, _ in self.graph.of_kind("param")}
         outputs = [State() if isinstance(out, Ref) else None for out in self.graph.outputs]
-        walk = Walk(self.graph, self.kept.rules, (), None, {}, (), (), ())
+        walk = Walk(self.graph, self.kept.rules, Mesh(), None, {}, (), (), ())
         holds = walk.ledger()
         return StepMoments(walk, holds, params, outputs, self.accumulates)
 

@@ -19,7 +19,8 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from autopar.graph import Ref
-from autopar.placements import State, local_shape, path
+from autopar.pieces import local_shape
+from autopar.placements import State, path
 from autopar.plan import ParamChoice
 from autopar.planner.intra_op.ledger import Entry, Ledger, Value, Walk
 from autopar.planner.intra_op.reshard_needs import copies_first, reduction_needs, step_extra
@@ -349,7 +350,7 @@ class StepMoments:
         ref, used = value
         gradient, choice = self.of_value.pop(value), self.params[ref.node]
         stored_bytes = self.walk.local_bytes(ref, choice.stored)
-        steps = [(src, dst) for axis, src, dst in path(choice.stored, used) or () if self.mesh[axis][1] > 1]
+        steps = [(src, dst) for axis, src, dst in path(choice.stored, used) or () if self.mesh.size(axis) > 1]
         taken = not steps and not self.accumulates and self.gradients[gradient][1] == 1
         if taken and gradient not in self.not_dense:
             self.more[self.gradients[gradient][2]] += self.gradients[gradient][0]

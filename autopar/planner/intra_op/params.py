@@ -13,19 +13,9 @@ from itertools import product
 from math import prod
 
 from autopar.graph import ITEM_BYTES, Graph, Spec
-from autopar.placements import (
-    Mesh,
-    Placement,
-    State,
-    divides,
-    elements_moved,
-    fits,
-    local_shape,
-    path,
-    shard,
-    step_collectives,
-    whole_placement,
-)
+from autopar.meshes import Mesh
+from autopar.pieces import divides, elements_moved, fits, local_shape
+from autopar.placements import Placement, State, path, shard, step_collectives, whole_placement
 from autopar.plan import ParamChoice, StagePlan
 from autopar.planner.intra_op.price import Pricer
 from autopar.precision import Precision

@@ -8,7 +8,9 @@ from fnmatch import fnmatchcase
 from autopar.errors import InfeasibleError, MeshError, PlanError, first_few
 from autopar.graph import Graph, Node, Ref
 from autopar.labels import matches, op_labels
-from autopar.placements import REPLICATE, Mesh, State, fits, kinds_listed, mesh_text
+from autopar.meshes import Mesh
+from autopar.pieces import fits
+from autopar.placements import REPLICATE, State, kinds_listed
 from autopar.plan import LIFETIMES, ParamChoice
 from autopar.planner.intra_op.fold import Fold
 from autopar.planner.intra_op.options import Options
@@ -52,7 +54,7 @@ class PinnedChoices:
                     names = list(options_of(self.graph, node, rule, rule.blocks_on(self.mesh)))
                     offered[f"{labels[node.name]}: {listed(names, ' ')}"] = None
                     if name in names:
-                        size = dict(self.mesh)[axis]
+                        size = self.mesh.size_of[axis]
                         cut, block = factor_and_block(name)
                         why = why_not_cut(rule, cut, [(size, block)]) if cut in rule.sizes else ""
                         if why:
@@ -140,7 +142,7 @@ class PinnedChoices:
                 f"{what}: {state.text} has {len(state)} placements, the mesh {len(self.mesh)} axes"
             )
         if any(p.kind not in kinds for p in state) or not fits(shape, state, self.mesh):
-            mesh = mesh_text(self.mesh, ", ")
+            mesh = self.mesh.shown(", ")
             allowed = kinds_listed(kinds)
             raise PlanError(
                 f"{what} of shape {shape} cannot be placed as {state.text} on mesh {mesh}; use {allowed}, and "
@@ -163,7 +165,7 @@ class PinnedChoices:
         if wanted is None:
             return holds_whole(strategy, self.uncut.get(node.name, ()))
         return all(
-            strategy.options[a].name == name or self.mesh[a][1] == 1 for a, name in wanted.items()
+            strategy.options[a].name == name or self.mesh.size(a) == 1 for a, name in wanted.items()
         )
 
     def param(self, node: Node, choice: ParamChoice) -> bool:
@@ -185,7 +187,7 @@ class PinnedChoices:
         lines = []
         for name in empty:
             node = self.graph.nodes[self.graph.index[name]] if name in self.graph.index else None
-            pinned = {self.mesh[a][0]: f for a, f in self.ops.get(name, {}).items()}
+            pinned = {self.mesh.name(a): f for a, f in self.ops.get(name, {}).items()}
             pinned_param = self.params.get(node.target) if node else None
             where = node.where if node else name
             lines.append(f"{where}: pinned to {pinned or pinned_param or 'what its neighbours were pinned to'}")

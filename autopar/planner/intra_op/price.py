@@ -13,7 +13,9 @@ from functools import lru_cache, partial
 from math import prod
 
 from autopar.graph import Graph, Node, Spec
-from autopar.placements import Mesh, State, Step, elements_moved, local_shape, n_devices, step_collectives
+from autopar.meshes import Mesh
+from autopar.pieces import elements_moved, local_shape
+from autopar.placements import State, Step, step_collectives
 from autopar.rules.local import collectives_inside, cuts_of, local_call
 from autopar.rules.notation import Rule
 from autopar.rules.operator_call import In, call_of
@@ -141,7 +143,7 @@ class Pricer:
             compute: what the device computes meanwhile.
             differentiable: whether the backward is priced too.
         """
-        sizes, blocking, beside = dict(self.mesh), 0.0, {False: 0.0, True: 0.0}
+        sizes, blocking, beside = self.mesh.size_of, 0.0, {False: 0.0, True: 0.0}
         for comm, axis, n_bytes in collectives_inside(rule, pieces, axes, differentiable):
             seconds = self.axes[axis].seconds(comm.kind, n_bytes) * comm.times(sizes[axis])
             if comm.overlaps:
@@ -197,10 +199,10 @@ def pricer(cluster: Cluster, mesh: Mesh, devices: Sequence[int] | None = None) -
     Args:
         devices: by default the cluster's first ones.
     """
-    ranks = range(n_devices(mesh)) if devices is None else devices
+    ranks = range(mesh.n_devices) if devices is None else devices
     return _pricer(cluster, mesh, tuple(ranks), costs_of(cluster))
 
 
 @lru_cache(maxsize=4096)
 def _pricer(cluster: Cluster, mesh: Mesh, devices: tuple[int, ...], costs: Costs) -> Pricer:
-    return Pricer(mesh, devices, costs, costs.axes(dict(mesh), devices), cluster.slowest(devices))
+    return Pricer(mesh, devices, costs, costs.axes(mesh.size_of, devices), cluster.slowest(devices))

@@ -13,7 +13,9 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import product
 
-from autopar.placements import INVARIANT, REPLICATED, Mesh, Placement, State, fits, steps_from
+from autopar.meshes import Mesh
+from autopar.pieces import fits
+from autopar.placements import INVARIANT, REPLICATED, Placement, State, steps_from
 
 Edge = tuple[State, State]
 STEP_SECONDS = 1e-15

@@ -6,7 +6,9 @@ from __future__ import annotations
 from math import prod
 
 from autopar.graph import Spec
-from autopar.placements import INVARIANT, PENDING, Mesh, Placement, State, Step, cut_extent, local_shape, path
+from autopar.meshes import Mesh
+from autopar.pieces import cut_extent, local_shape
+from autopar.placements import INVARIANT, PENDING, Placement, State, Step, path
 from autopar.plan import ParamChoice
 
 
@@ -15,7 +17,7 @@ def reduction_needs(spec: Spec, choice: ParamChoice, mesh: Mesh, accumulates: bo
     parameter is stored: the result included, unless it is added to what is there."""
     needs = reduced = 0
     for axis, src, dst in reversed(path(choice.stored, choice.used) or ()):
-        if mesh[axis][1] == 1 or (accumulates and choice.lifetime != "use"):
+        if mesh.size(axis) == 1 or (accumulates and choice.lifetime != "use"):
             continue
         _, beside, is_alias = step_extra(spec, src, dst, mesh)
         result = 0 if is_alias else prod(local_shape(spec.shape, src, mesh)) * spec.item_bytes
@@ -29,7 +31,7 @@ def step_extra(spec: Spec, src: State, dst: State, mesh: Mesh) -> tuple[int, int
     """``(bytes beside both tensors in the forward, in the backward, whether the gradient goes on in its memory)`` of a
     step of one axis."""
     axis = Step.between(src, dst).axis
-    if mesh[axis][1] == 1:
+    if mesh.size(axis) == 1:
         return 0, 0, True
     n_src, n_dst = (prod(local_shape(spec.shape, s, mesh)) * spec.item_bytes for s in (src, dst))
     kinds = src[axis], dst[axis]
@@ -50,7 +52,7 @@ def copies_first(src: State, dst: State, mesh: Mesh) -> bool:
     axis = Step.between(src, dst).axis
     given, wanted = src[axis], dst[axis]
     reduces = given.is_pending and (wanted.is_shard or wanted.is_whole)
-    return mesh[axis][1] > 1 and (reduces or (given.is_shard and wanted.is_whole))
+    return mesh.size(axis) > 1 and (reduces or (given.is_shard and wanted.is_whole))
 
 
 def _move_extra(src: Placement, dst: Placement, n_src: int, n_dst: int) -> int:

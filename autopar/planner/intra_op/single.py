@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from autopar.graph import Graph, Ref
-from autopar.placements import INVARIANT, REPLICATED, Mesh, State, whole_state
+from autopar.meshes import Mesh
+from autopar.placements import INVARIANT, REPLICATED, State, whole_state
 from autopar.plan import ParamChoice, StagePlan, route_key
 from autopar.rules.option_names import WHOLE
 from autopar.staging import first_op
@@ -18,7 +19,7 @@ def one_device(graph: Graph) -> StagePlan:
     whole, pending_gradient = State((INVARIANT,)), State((REPLICATED,))
     steps = ((whole, pending_gradient), (pending_gradient, whole))
     routes = {route_key(graph, Ref(i, k)): steps for i, n in enumerate(graph.nodes) for k in range(len(n.outs))}
-    mesh: Mesh = (("one", 1),)
+    mesh = Mesh.of(one=1)
     return StagePlan(
         graph.fingerprint, mesh,
         {n.name: (WHOLE,) for n in graph.nodes if n.kind == "op"},

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from itertools import product
 
 from autopar.graph import Graph, Node
-from autopar.placements import Mesh, fits
+from autopar.meshes import Mesh
+from autopar.pieces import fits
 from autopar.rules.axis_options import Option
 from autopar.rules.notation import Rule
 from autopar.rules.strategy import Strategy, blocks_named, can_be_cut, combine, options_of
@@ -15,7 +16,7 @@ from autopar.rules.strategy import Strategy, blocks_named, can_be_cut, combine, 
 def strategies(graph: Graph, node: Node, rule: Rule, mesh: Mesh) -> list[Strategy]:
     """Every strategy of one op; on an axis of size 1 the op is whole."""
     options = list(options_of(graph, node, rule, rule.blocks_on(mesh)).values())
-    choices = [options if size > 1 else options[:1] for _, size in mesh]
+    choices = [options if size > 1 else options[:1] for size in mesh.sizes]
     every = (_strategy(graph, node, rule, mesh, picked) for picked in product(*choices))
     return [strategy for strategy in every if strategy is not None]
 

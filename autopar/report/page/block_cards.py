@@ -15,7 +15,8 @@ from typing import Any
 from markupsafe import Markup
 
 from autopar.graph import Graph
-from autopar.placements import Mesh, State, mesh_text
+from autopar.meshes import Mesh
+from autopar.placements import State
 from autopar.plan import Plan, StagePlan
 from autopar.planner.intra_op.price import pricer
 from autopar.report.page.markup import bar, filled, joined, table
@@ -88,7 +89,7 @@ def model_section(cards: Sequence[StageCards], plan: Plan, timeline: Timeline) -
 
 def _stage(card: StageCards, plan: Plan, timeline: Timeline, longest: float) -> Markup:
     first, n, times = card.numbers[0], len(card.numbers), timeline.times
-    facts = f"{mesh_text(card.stage.mesh) or 'one device'}, {_devices(card.stage.devices)}" + (
+    facts = f"{card.stage.mesh.shown() or 'one device'}, {_devices(card.stage.devices)}" + (
         f" and {n - 1} more groups or turns" if n > 1 else ""
     )
     spent = (

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from markupsafe import Markup
 
-from autopar.placements import Mesh
+from autopar.meshes import Mesh
 from autopar.plan import Plan
 from autopar.planner.inter_op.timing import crossing_messages
 from autopar.report.page.markup import bar, filled, joined, table
@@ -64,7 +64,7 @@ def link_kinds(
         for (mesh, devices), traffic in meshes.items():
             for axis in {axis for axis, _ in traffic}:
                 alone = {key: n for key, n in traffic.items() if key[0] == axis}
-                for edge, n_bytes in link_bytes(cluster, dict(mesh), devices, alone).items():
+                for edge, n_bytes in link_bytes(cluster, mesh.size_of, devices, alone).items():
                     carried[edge][f"axis {axis}"] += n_bytes
     if not cluster.abstract:
         _between_stages(carried, graphs, plan, cluster)

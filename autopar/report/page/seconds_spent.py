@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.graph import Graph, Node, Ref, Spec
-from autopar.placements import State, Step, elements_moved
+from autopar.pieces import elements_moved
+from autopar.placements import State, Step
 from autopar.plan import Plan, StagePlan, route_key
 from autopar.planner.intra_op import params as P
 from autopar.planner.intra_op.ledger import ledger
@@ -99,7 +100,7 @@ def _inside(
 ) -> None:
     """Collectives inside an operator. Those that run beside its compute are counted by what they take longer."""
     pieces, axes = cuts_of(rule, strategy.options, stage.mesh)
-    differentiable, sizes = any(grads_of(graph, node)[1]), dict(stage.mesh)
+    differentiable, sizes = any(grads_of(graph, node)[1]), stage.mesh.size_of
     comms = [
         (comm, axis, n_bytes, priced.axes[axis].seconds(comm.kind, n_bytes) * comm.times(sizes[axis]))
         for comm, axis, n_bytes in collectives_inside(rule, pieces, axes, differentiable)
@@ -119,7 +120,7 @@ def _reshard(
 ) -> None:  # fmt: skip
     """One step of a route: its collective, or the slice that stands for one, each way."""
     step = Step.between(src, dst)
-    axis = stage.mesh[step.axis][0]
+    axis = stage.mesh.name(step.axis)
     n_bytes = elements_moved(spec.shape, src, dst, stage.mesh) * spec.item_bytes
     ways = zip(step.collectives, priced.step_parts(spec, grad, src, dst), strict=True)
     for backward, (kind, seconds) in enumerate(ways):
@@ -147,7 +148,7 @@ def _again(tally: StageTally, graph: Graph, stage: StagePlan, priced: Pricer, ch
             pieces, axes = cuts_of(rule, chosen[i].options, stage.mesh)
             comms = list(collectives_inside(rule, pieces, axes, False))
             for comm, axis, n_bytes in comms:
-                moved = n_bytes * comm.times(dict(stage.mesh)[axis])
+                moved = n_bytes * comm.times(stage.mesh.size_of[axis])
                 tally.collective(comm.kind, axis, inside / len(comms), moved, True, stage.microbatches)
         steps += segment.steps if segment.active else ()
     for ref, src, dst in steps:

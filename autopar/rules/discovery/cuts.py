@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 
-from autopar.placements import PENDING, REPLICATED, Mesh, Placement, State, shard
+from autopar.meshes import Mesh
+from autopar.placements import PENDING, REPLICATED, Placement, State, shard
 from autopar.rules.discovery.trying import REFUSALS, outputs
 from autopar.rules.many_ranks import join, piece
 from autopar.rules.operator_call import Call
 from autopar.rules.proof import Case
 
-_AXIS: Mesh = (("axis", 2),)
+_AXIS = Mesh.of(axis=2)
 
 Path = tuple[int | str, ...]
 """Where a value stands among the arguments: ``(3,)`` the fourth, ``("size", 0)`` the first of a list."""

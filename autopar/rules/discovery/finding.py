@@ -18,7 +18,8 @@ from itertools import combinations
 import torch
 
 from autopar.errors import RuleError
-from autopar.placements import PENDING, Mesh, Placement
+from autopar.meshes import Mesh
+from autopar.placements import PENDING, Placement
 from autopar.rules.axis_options import Option
 from autopar.rules.discovery.cuts import ValidCut, choices_of, halvable, valid_cuts
 from autopar.rules.discovery.proposal import Discovered, Factor, rule_from
@@ -38,10 +39,10 @@ REPEATS = 6
 MOST_CHOICES = 4000
 """Cuts that are tried one by one; of operators with more, only dims of one size are cut together."""
 MOST_INPUTS = 8
-TWO: Mesh = (("data", 2),)
-UNEVEN: tuple[Mesh, ...] = ((("data", 3),), (("data", 4),))
+TWO = Mesh.of(data=2)
+UNEVEN = Mesh.of(data=3), Mesh.of(data=4)
 """Meshes that divide small sizes into pieces that are not equal, and for some ranks into none."""
-BOTH: Mesh = (("data", 2), ("tensor", 2))
+BOTH = Mesh.of(data=2, tensor=2)
 
 
 def discover(call: Call) -> Discovered:

@@ -1,0 +1,158 @@
+"""Meshes: devices in row-major order of axes that have names.
+
+A :class:`Mesh` is a tuple of ``(axis name, size)`` pairs with names for what is in it. It compares, sorts and hashes as
+such, and plan files have its text: ``data=2,tensor=4``. Nothing outside of this module takes the pairs apart by their
+places (a test sees to it).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from math import prod
+
+from autopar.errors import MeshError
+
+AXIS_NAMES = ("data", "tensor", "context", "expert")
+"""Names of the axes of a mesh whose shape autopar chooses."""
+
+
+class Mesh(tuple[tuple[str, int], ...]):
+    """The axes of a grid of devices, the last one joining neighbours: ``Mesh.of(data=2, tensor=4)``."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, **sizes: int) -> Mesh:
+        """The mesh of these axes, in the order in which they are given."""
+        return cls(sizes.items())
+
+    @classmethod
+    def of_sizes(cls, sizes: Iterable[int]) -> Mesh:
+        """A mesh of axes of these sizes, named by :data:`AXIS_NAMES`."""
+        return cls(zip(AXIS_NAMES, sizes, strict=False))
+
+    @classmethod
+    def parse(cls, text: str) -> Mesh:
+        """Inverse of :attr:`text`.
+
+        Raises:
+            MeshError: the text is no list of ``axis=size``.
+        """
+        mesh = []
+        for part in text.split(","):
+            match = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*=\s*(-?\d+)\s*", part)
+            if match is None:
+                raise MeshError(f"mesh '{text}': '{part.strip()}' is no axis=size; write it like data=2,tensor=4")
+            mesh.append((match[1], int(match[2])))
+        names = [name for name, _ in mesh]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise MeshError(f"mesh '{text}' names axis '{twice[0]}' twice; give each axis its own name")
+        for name, size in mesh:
+            if size < 1:
+                raise MeshError(f"mesh '{text}': axis '{name}' has size {size}; sizes are 1 or more")
+        return cls(mesh)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the axes."""
+        return tuple(name for name, _ in self)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of the axes."""
+        return tuple(size for _, size in self)
+
+    @property
+    def size_of(self) -> dict[str, int]:
+        """Sizes by the names of the axes."""
+        return dict(self)
+
+    def name(self, axis: int) -> str:
+        """Of one axis, by its number."""
+        return self[axis][0]
+
+    def size(self, axis: int) -> int:
+        """Of one axis, by its number."""
+        return self[axis][1]
+
+    @property
+    def n_devices(self) -> int:
+        """How many devices the mesh has."""
+        return prod(size for _, size in self)
+
+    @property
+    def text(self) -> str:
+        """``data=2,tensor=4``, as written in plan files."""
+        return self.shown(",")
+
+    def shown(self, between: str = " x ") -> str:
+        """``data=2 x tensor=4``, as messages and tables show a mesh."""
+        return between.join(f"{axis}={size}" for axis, size in self)
+
+    def inner(self, axis: int) -> Mesh:
+        """The mesh of an axis and those after it: of devices that are neighbours."""
+        return Mesh(self[axis:])
+
+    def outer(self, axis: int) -> Mesh:
+        """The mesh of the axes before one."""
+        return Mesh(self[:axis])
+
+    def coordinate(self, rank: int) -> tuple[int, ...]:
+        """The place of a rank on each axis; ranks are counted from 0, the last axis fastest."""
+        coordinate = []
+        for _, size in reversed(self):
+            coordinate.append(rank % size)
+            rank //= size
+        return tuple(reversed(coordinate))
+
+    def rank(self, coordinate: Sequence[int]) -> int:
+        """Inverse of :meth:`coordinate`."""
+        rank = 0
+        for (_, size), at in zip(self, coordinate, strict=True):
+            rank = rank * size + at
+        return rank
+
+    def groups(self, axes: Sequence[int]) -> list[tuple[int, ...]]:
+        """The ranks in sub-groups that differ only along ``axes``: each in ascending order, the groups by their first
+        ranks."""
+        apart = [axis for axis in range(len(self)) if axis not in axes]
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.n_devices):
+            coordinate = self.coordinate(rank)
+            groups.setdefault(tuple(coordinate[axis] for axis in apart), []).append(rank)
+        return [tuple(group) for group in groups.values()]
+
+    def merged(self) -> list[Mesh]:
+        """The meshes of the same devices with two neighbouring axes taken as one."""
+        sizes = self.sizes
+        pairs = range(len(sizes) - 1)
+        return [Mesh.of_sizes((*sizes[:k], sizes[k] * sizes[k + 1], *sizes[k + 2 :])) for k in pairs]
+
+    def refines(self, fewer: Mesh) -> bool:
+        """Whether this is a mesh of fewer axes with axes of it split in several."""
+        return fewer._boundaries <= self._boundaries
+
+    @property
+    def _boundaries(self) -> set[int]:
+        """Devices of which neighbours are a group, on any number of the last axes."""
+        return {self.inner(axis).n_devices for axis in range(len(self))}
+
+
+def mesh_shapes(n: int, max_axes: int = 2) -> list[Mesh]:
+    """Every way to arrange ``n`` devices on 1 to ``max_axes`` axes, each larger than 1 (but for one device)."""
+    shapes: list[Mesh] = []
+
+    def split(rest: int, sizes: tuple[int, ...]) -> None:
+        shapes.append(Mesh.of_sizes((*sizes, rest)))
+        if len(sizes) + 1 < max_axes:
+            for size in range(2, rest // 2 + 1):
+                if rest % size == 0:
+                    split(rest // size, (*sizes, size))
+
+    split(n, ())
+    return sorted(shapes, key=lambda mesh: (len(mesh), mesh))
+
+
+__all__ = ["AXIS_NAMES", "Mesh", "mesh_shapes"]
