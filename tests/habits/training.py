@@ -26,7 +26,7 @@ from habits.base import BATCHES, Habit, batch, loss_fn, made
 from hardware_profiles import abstract_cluster
 
 LEARNING_RATE = 0.01
-TWO: Mesh = Mesh.of(data=2)
+TWO = Mesh.of(data=2)
 TOLERANCE = 1e-9
 LIMIT_SECONDS = 10
 

@@ -40,7 +40,7 @@ from autopar.runtime.gathering import Unit
 from hardware_profiles import load_cluster
 
 LR = 1e-2
-TWO: Mesh = Mesh.of(data=2)
+TWO = Mesh.of(data=2)
 
 
 @dataclasses.dataclass(frozen=True)

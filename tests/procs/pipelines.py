@@ -40,13 +40,13 @@ from cost_models.pipeline import build, live_at_peak, parse, search, times
 from cost_models.pipeline.actions import Schedule
 from hardware_profiles import load_cluster
 
-ONE: Mesh = Mesh.of(data=1)
+ONE = Mesh.of(data=1)
 SCHEDULES = {name: kind.fewest for name, kind in RECORDS.items()} | {"interleaved-1f1b:3": 3, "zb-h1:2": 2}
 """Schedules, and the stages that each group holds."""
 """The synchronous schedules, and how many stages a group holds."""
 MODELS = ("gpt2", "llama", "t5", "unet", "resnet", "vit")
 TWO = (ONE, ONE)
-THREE: Mesh = Mesh.of(data=3)
+THREE = Mesh.of(data=3)
 
 
 @dataclasses.dataclass(frozen=True)

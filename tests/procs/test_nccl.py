@@ -24,8 +24,8 @@ from autopar.errors import RunError
 from autopar.meshes import Mesh
 from autopar.runtime.launch import run_local
 
-PAIR: Mesh = Mesh.of(data=2)
-SQUARE: Mesh = Mesh.of(data=2, tensor=2)
+PAIR = Mesh.of(data=2)
+SQUARE = Mesh.of(data=2, tensor=2)
 
 
 def check(n: int, shared: str, configs: Sequence[Config], late: float = 0.0) -> None:

@@ -25,7 +25,7 @@ from autopar.report.recomputed import runs_again
 from hardware_profiles import load_cluster
 
 CLUSTER = load_cluster("dgx-h100")
-MESH: Mesh = Mesh.of(data=2, tensor=2)
+MESH = Mesh.of(data=2, tensor=2)
 LAYERS = 4
 
 

@@ -32,7 +32,7 @@ from autopar.rules.registry import rules_of
 from autopar.runtime.world import run_step
 from hardware_profiles import abstract_cluster, load_cluster
 
-MESH: Mesh = Mesh.of(data=2)
+MESH = Mesh.of(data=2)
 CLUSTER = abstract_cluster(dict(MESH), alpha=(1e-6,), beta=(1e-9,))
 MODULES: dict[str, Callable[[], nn.Module]] = {}
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {}

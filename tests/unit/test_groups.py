@@ -14,7 +14,7 @@ from autopar.runtime.checkpoint import OnFirstRank
 from autopar.runtime.groups import Wanted, blocks, destroy_groups, groups_for, groups_on
 from autopar.torch_private import fake_store
 
-SQUARE: Mesh = Mesh.of(data=2, tensor=2)
+SQUARE = Mesh.of(data=2, tensor=2)
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_a_stage_of_several_axes_is_gathered_in_the_groups_of_its_pipeline(world
 
 def test_a_mesh_stays_one_object_and_equal_to_the_callers(world: None) -> None:
     groups, ranks = groups_for(torch.device("cpu"), range(6)), tuple(range(6))
-    mesh: Mesh = Mesh.of(data=6)
+    mesh = Mesh.of(data=6)
     groups.make([Wanted(ranks)])
     own = groups.mesh(mesh, ranks)
     assert own == dist.device_mesh.init_device_mesh("cpu", (6,), mesh_dim_names=("data",))

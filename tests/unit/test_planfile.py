@@ -36,7 +36,7 @@ from hardware_profiles import load_cluster
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plan_mlp.json"
 CLUSTER = "dgx-h100"
-MESH: Mesh = Mesh.of(data=2, tensor=2)
+MESH = Mesh.of(data=2, tensor=2)
 
 
 class MLP(nn.Module):

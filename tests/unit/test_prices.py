@@ -16,7 +16,7 @@ from autopar.prices import Crossed, MicrobatchPeaks, Moment, OnTheirWay, Price, 
 from autopar.staging import cut, hot_ops
 from hardware_profiles import load_cluster
 
-ONE: Mesh = Mesh.of(one=1)
+ONE = Mesh.of(one=1)
 
 
 def test_the_next_messages_of_every_peer_are_received_ahead() -> None:

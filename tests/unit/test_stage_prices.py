@@ -156,10 +156,10 @@ def test_another_cluster_prices_all_stages(graph: Graph, made: tuple[Path, Plan]
 
 # -- transfers
 
-ONE: Mesh = Mesh.of(a=1)
-TWO: Mesh = Mesh.of(a=2)
-FOUR: Mesh = Mesh.of(a=4)
-GRID: Mesh = Mesh.of(a=2, b=2)
+ONE = Mesh.of(a=1)
+TWO = Mesh.of(a=2)
+FOUR = Mesh.of(a=4)
+GRID = Mesh.of(a=2, b=2)
 CASES: list[tuple[tuple[int, ...], tuple[str, ...], Mesh, tuple[str, ...], Mesh]] = [
     ((8, 4), State.of("I"), ONE, State.of("I"), ONE),
     ((8, 4), State.of("S0"), TWO, State.of("S0"), TWO),

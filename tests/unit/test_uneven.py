@@ -26,9 +26,9 @@ from autopar.rules.registry import SAMPLES
 from autopar.transfer import Side, box_at, transfer
 from hardware_profiles import abstract_cluster, load_cluster
 
-THREE: Mesh = Mesh.of(data=3)
-FIVE: Mesh = Mesh.of(data=5)
-SIX: Mesh = Mesh.of(data=3, tensor=2)
+THREE = Mesh.of(data=3)
+FIVE = Mesh.of(data=5)
+SIX = Mesh.of(data=3, tensor=2)
 EVERY = [(target, i) for target in sorted(SAMPLES) for i in range(len(SAMPLES[target]))]
 
 
@@ -200,7 +200,7 @@ def test_no_parameter_of_a_large_model_stays_whole() -> None:
         model = BloomForCausalLM(config).to(torch.bfloat16)
         ids = torch.zeros(24, 2048, dtype=torch.int64)
     graph = autopar.capture(model, {"input_ids": ids, "labels": ids}).graph
-    mesh: Mesh = Mesh.of(data=24)
+    mesh = Mesh.of(data=24)
     cluster = abstract_cluster(mesh.size_of, alpha=(1e-5,), beta=(1e-11,))
     plan = plan_graph(graph, cluster, mesh, Options(memory_limit_bytes=442 * 2**30))
     sizes = {node.target: node.out.shape for _, node in graph.of_kind("param")}

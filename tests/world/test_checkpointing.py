@@ -30,7 +30,7 @@ from autopar.rules.registry import rules_of
 from autopar.staging import cut
 from hardware_profiles import load_cluster
 
-MESH: Mesh = Mesh.of(data=2)
+MESH = Mesh.of(data=2)
 CLUSTER = load_cluster("dgx-h100")
 Run = Callable[..., Any]
 

@@ -37,8 +37,8 @@ from autopar.staging import cut, hot_ops
 from hardware_profiles import load_cluster
 
 CLUSTER = load_cluster("dgx-h100")
-ONE: Mesh = Mesh.of(one=1)
-MESH: Mesh = Mesh.of(data=2, tensor=2)
+ONE = Mesh.of(one=1)
+MESH = Mesh.of(data=2, tensor=2)
 BLOCKS = {"gpt2": "*.h.*", "llama": "*.layers.*", "t5": "*.block.*", "resnet": "*layer?"}
 
 

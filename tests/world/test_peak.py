@@ -27,7 +27,7 @@ from autopar.staging import cut, hot_ops
 from hardware_profiles import load_cluster
 
 CLUSTER = load_cluster("dgx-h100")
-MESH: Mesh = Mesh.of(data=2, tensor=2)
+MESH = Mesh.of(data=2, tensor=2)
 
 
 @functools.cache

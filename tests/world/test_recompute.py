@@ -27,7 +27,7 @@ from autopar.rules.strategy import strategy_named
 from autopar.staging import cut, hot_ops
 from hardware_profiles import load_cluster
 
-MESH: Mesh = Mesh.of(data=2, tensor=2)
+MESH = Mesh.of(data=2, tensor=2)
 CLUSTER = load_cluster("dgx-h100")
 BLOCKS = {"gpt2": "*.h.*", "llama": "*.layers.*", "t5": "*.block.*", "resnet": "*layer?", "opt": "*.layers.*"}
 
