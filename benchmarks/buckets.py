@@ -25,7 +25,7 @@ from autopar import bucket_plans
 from autopar.api import capture
 from autopar.clusters import get_cluster
 from autopar.errors import InfeasibleError, MeshError
-from autopar.meshes import Mesh, mesh_shapes
+from autopar.meshes import mesh_shapes
 from autopar.planner.intra_op.mesh_plan import Options, priced_again
 from autopar.runtime.launch import run_local
 
@@ -115,7 +115,7 @@ def run() -> list[tuple[str, float, float, float]]:
     """Of both ways: what it is, predicted and measured seconds of a step, and the last loss."""
     torch.set_num_threads(1)
     ways: dict[str, Any] = {}
-    for name, plan in Mesh.of(together=_together, single=single):
+    for name, plan in (("together", _together), ("single", single)):
         torch.manual_seed(0)
         model = Decoder(128, 8, 2, 512, 512)
         with mock.patch.object(bucket_plans, "plan_buckets", plan):

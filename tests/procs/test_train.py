@@ -47,7 +47,7 @@ def test_two_ranks() -> None:
     zero = {"params": {"*": "S0"}, "constraints": CUT}
     check(2, [
         *(of(name, TWO) for name in ("mlp", "gpt2")),  # all of them, and more plans, in the sweeps
-        *(of(name, TWO, seed=s) for name, s in Mesh.of(llama=1, resnet=3)),
+        *(of(name, TWO, seed=s) for name, s in (("llama", 1), ("resnet", 3))),
         of("mlp", TWO, options={"constraints": CUT}),  # data parallel
         of("mlp", TWO, options=zero, microbatches=2, clip=0.1),  # ZeRO-1
         of("mlp", TWO, options=zero, lifetime="use", microbatches=4, clip=0.1),  # ZeRO-3

@@ -40,7 +40,7 @@ def test_operators_are_cut_into_uneven_pieces() -> None:
     }
     check(3, [
         of("gpt2", THREE, **vocabulary, clip=0.1),
-        *(of(name, THREE, seed=seed) for name, seed in Mesh.of(mlp=0, resnet=2)),
+        *(of(name, THREE, seed=seed) for name, seed in (("mlp", 0), ("resnet", 2))),
     ])  # fmt: skip
     check(2, [of("gpt2", TWO, **vocabulary)])
 
@@ -67,7 +67,7 @@ def test_rows_of_an_uneven_batch_go_through_its_flattening() -> None:
 @pytest.mark.slow
 def test_more_random_plans() -> None:
     check(3, [
-        *(of(name, THREE, seed=seed) for name, seed in Mesh.of(gpt2=2, llama=1, resnet=3)),
+        *(of(name, THREE, seed=seed) for name, seed in (("gpt2", 2), ("llama", 1), ("resnet", 3))),
         of("gpt2", THREE, seed=1, lifetime="step"),
         of("gpt2", THREE, seed=3, lifetime="use", microbatches=2),
     ])  # fmt: skip

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import numpy as np
 
-from autopar.meshes import Mesh
-
 
 def nothing(folder: Path) -> None:
     """The stubs make it."""
@@ -39,7 +37,7 @@ def results(folder: Path) -> None:
 
 def pictures(folder: Path) -> None:
     """Names of pictures; what is in them follows from the name (``stubs/PIL``)."""
-    for part, count in Mesh.of(train=10, test=5):
+    for part, count in (("train", 10), ("test", 5)):
         place = folder / "dataset" / "BSDS300" / "images" / part
         place.mkdir(parents=True)
         for i in range(count):
@@ -51,7 +49,7 @@ def words(folder: Path) -> None:
     place = folder / "data" / "words"
     place.mkdir(parents=True)
     drawn = random.Random(0)
-    for name, count in Mesh.of(train=60, valid=25, test=25):
+    for name, count in (("train", 60), ("valid", 25), ("test", 25)):
         lines = (" ".join(f"w{drawn.randrange(8) + i % 5}" for i in range(9)) for _ in range(count))
         (place / f"{name}.txt").write_text("\n".join(lines), encoding="utf-8")
 
@@ -73,7 +71,7 @@ def language_model(folder: Path) -> None:
     """Two texts of words and a tokenizer for them."""
     _tokenizer(folder / "tokenizer", 40)
     drawn = random.Random(0)
-    for name, count in Mesh.of(train=60, valid=25):
+    for name, count in (("train", 60), ("valid", 25)):
         lines = (" ".join(f"w{(drawn.randrange(8) * i) % 40}" for i in range(9)) for _ in range(count))
         (folder / f"{name}.txt").write_text("\n".join(lines), encoding="utf-8")
 
