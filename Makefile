@@ -1,4 +1,4 @@
-# make test | test-all | lint | docs | demo | gpu | clean    Each sets up .venv first, when it is missing or out of date.
+# make test | test-all | lint | docs | demo | gpu | zoo | clean    Each sets up .venv first, when it is missing or out of date.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.stamp
@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 # One thread each: worker processes share few cores, and sums come out in the same order every time.
 export OMP_NUM_THREADS := 1
 
-.PHONY: setup test test-all lint docs demo gpu clean
+.PHONY: setup test test-all lint docs demo gpu zoo clean
 
 setup: $(STAMP)
 
@@ -40,6 +40,11 @@ demo: $(STAMP)
 # The first hour on GPUs (docs/gpu.md): checks and times as one table; says so where there is no GPU.
 gpu: $(STAMP)
 	$(BIN)/python benchmarks/first_hour.py
+
+# What is made of some 200 families of models: docs/zoo.md. About half an hour; goes on where it was broken off.
+zoo: $(STAMP)
+	$(BIN)/python benchmarks/families.py
+	$(BIN)/python benchmarks/families.py --table docs/zoo.md
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -16,7 +16,7 @@ ROWS, WIDTH, SEQ, VOCAB, CLASSES = 4, 16, 8, 24, 5
 PLAIN: dict[str, Callable[[], Case]] = {}
 
 
-def _family(feed: Callable[[torch.Generator], tuple[Any, ...]]) -> Callable[[type[nn.Module]], type[nn.Module]]:
+def family(feed: Callable[[torch.Generator], tuple[Any, ...]]) -> Callable[[type[nn.Module]], type[nn.Module]]:
     """Register a module whose forward gives its loss, under its name in small letters."""
 
     def register(kind: type[nn.Module]) -> type[nn.Module]:
@@ -57,7 +57,7 @@ def _mlp(*widths: int) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
-@_family(_rows)
+@family(_rows)
 class CouplingNet(nn.Module):
     """A reversible network by additive couplings, without a function of its own: RevNet in its plain form."""
 
@@ -76,7 +76,7 @@ class CouplingNet(nn.Module):
         return F.cross_entropy(self.head(torch.cat([a, b], dim=1)), label)
 
 
-@_family(_rows)
+@family(_rows)
 class RealNvp(nn.Module):
     """A normalizing flow: affine couplings, alternating masks, a log-determinant that is added up in place."""
 
@@ -103,7 +103,7 @@ def _clicks(g: torch.Generator) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-@_family(_clicks)
+@family(_clicks)
 class Dlrm(nn.Module):
     """Recommendation: three tables, the products of all pairs, read from a triangle by indices."""
 
@@ -121,7 +121,7 @@ class Dlrm(nn.Module):
         return F.binary_cross_entropy_with_logits(score, clicked.to(score.dtype))
 
 
-@_family(_tokens)
+@family(_tokens)
 class LstmByHand(nn.Module):
     """Gates by chunk, a loop over time, states written into a preallocated tensor, padding that keeps the state."""
 
@@ -148,7 +148,7 @@ def _graph(g: torch.Generator) -> tuple[Any, ...]:
     return torch.randn(ROWS, SEQ, WIDTH, generator=g), edges, torch.randint(0, CLASSES, (ROWS, SEQ), generator=g)
 
 
-@_family(_graph)
+@family(_graph)
 class DenseGcn(nn.Module):
     """Graph convolution over a dense adjacency, whose diagonal is filled in place."""
 
@@ -171,7 +171,7 @@ def _edges(g: torch.Generator) -> tuple[Any, ...]:
     return torch.randn(12, WIDTH, generator=g), ends, torch.randint(0, CLASSES, (12,), generator=g)
 
 
-@_family(_edges)
+@family(_edges)
 class MessagePassing(nn.Module):
     """The same over a list of edges: gathered, and summed with ``index_add_``."""
 
@@ -193,7 +193,7 @@ def _pictures_and_noise(g: torch.Generator) -> tuple[Any, ...]:
     return torch.rand(ROWS, 3, 16, 16, generator=g), torch.randn(ROWS, 8, generator=g)
 
 
-@_family(_pictures_and_noise)
+@family(_pictures_and_noise)
 class VariationalAutoencoder(nn.Module):
     """Its noise is an input; the two terms of its loss are sums."""
 
@@ -213,7 +213,7 @@ class VariationalAutoencoder(nn.Module):
         return (bits - 0.5 * torch.sum(1 + logvar - mean.pow(2) - logvar.exp())) / len(x)
 
 
-@_family(_pictures_and_noise)
+@family(_pictures_and_noise)
 class GanGenerator(nn.Module):
     """A generator trained against a critic whose weights are frozen; the critic has batch norm and in-place ReLUs."""
 
@@ -233,7 +233,7 @@ class GanGenerator(nn.Module):
         return F.softplus(-self.critic(made)).mean() + features
 
 
-@_family(_pictures_and_noise)
+@family(_pictures_and_noise)
 class GanCritic(nn.Module):
     """A critic with spectral norm, trained on pictures that a generator makes without gradients."""
 
@@ -259,7 +259,7 @@ def _diffusion(g: torch.Generator) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-@_family(_diffusion)
+@family(_diffusion)
 class Dit(nn.Module):
     """A diffusion transformer: patches, adaptive norms whose gates start at zero, a cosine schedule in a buffer."""
 
@@ -288,7 +288,7 @@ class Dit(nn.Module):
         return F.mse_loss(made, noise)
 
 
-@_family(_tokens)
+@family(_tokens)
 class SlidingWindow(nn.Module):
     """Longformer's attention in chunks: overlapping views by strides, and corners that are masked in place."""
 
@@ -319,7 +319,7 @@ class SlidingWindow(nn.Module):
         return F.cross_entropy(self.head(h + mixed).transpose(1, 2), labels)
 
 
-@_family(_tokens)
+@family(_tokens)
 class WaveNet(nn.Module):
     """Dilated causal convolutions with gates; the skips are added up in place."""
 
@@ -340,7 +340,7 @@ class WaveNet(nn.Module):
         return F.cross_entropy(self.head(F.relu(skips)), labels)
 
 
-@_family(_tokens)
+@family(_tokens)
 class NextToken(nn.Module):
     """nanoGPT: a fused projection that is split, a causal mask in a buffer, tied weights, scaled residuals."""
 
@@ -367,7 +367,7 @@ class NextToken(nn.Module):
         return F.cross_entropy(logits.view(-1, VOCAB), labels.view(-1), ignore_index=-100)
 
 
-@_family(_pictures)
+@family(_pictures)
 class MaskedAutoencoder(nn.Module):
     """Tokens are masked by a fixed pattern in a buffer, and put back by a gather with the mask token."""
 

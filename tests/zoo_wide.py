@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from zoo import Batch, Case, as_float64
-from zoo_plain import PLAIN
+from zoo import ZOO, Batch, Case, as_float64
+from zoo_composed import COMPOSED
+from zoo_recurrent import PLAIN
 
-ROWS, SEQ, VOCAB, CLASSES = 3, 16, 48, 5
+ROWS, SEQ, VOCAB, CLASSES = 4, 16, 48, 5
 
 SMALL: Mapping[str, Any] = dict(
     vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -427,5 +428,12 @@ def _case(name: str) -> Case:
 
 WIDE: dict[str, Callable[[], Case]] = {
     **{name: functools.partial(_case, name) for name in FAMILIES},
+    **COMPOSED,
     **PLAIN,
 }
+
+EVERY: dict[str, Callable[[], Case]] = {
+    **{name: functools.partial(lambda make: as_float64(make()), make) for name, make in ZOO.items()},
+    **WIDE,
+}
+"""All families of the three zoos."""

@@ -12,7 +12,8 @@ options          :mod:`.axis_options`: what an operator may do on one axis, as i
                  :mod:`.needs`: what a call needs while it runs
 families         :mod:`.pointwise`, :mod:`.shape`, :mod:`.image`, :mod:`.reduce`, :mod:`.factory`, :mod:`.index`,
                  :mod:`.contraction`, :mod:`.conv`, :mod:`.pool`, :mod:`.attention`, :mod:`.attention_in_blocks`
-                 (with dropout), :mod:`.norm`, :mod:`.loss`, :mod:`.embed`, :mod:`.experts`, :mod:`.expert_block`;
+                 (with dropout), :mod:`.norm`, :mod:`.loss`, :mod:`.embed`, :mod:`.recurrences`,
+                 :mod:`.ctc`, :mod:`.experts`, :mod:`.expert_block`;
                  :mod:`.travelling`: rows on the way to experts
 long sequences   :mod:`.attention_across`: attention whose sequence is cut; :mod:`.attention_kernels`: over some keys
 random numbers   :mod:`.random`, :mod:`.draws`; :mod:`.fixed_order`: operators that add in no fixed order on GPUs
@@ -28,7 +29,7 @@ import importlib
 
 FAMILIES = (
     "pointwise", "shape", "image", "reduce", "factory", "index", "contraction", "conv", "pool", "attention", "norm",
-    "loss", "embed", "experts", "expert_block", "random", "draws", "history", "branch",
+    "loss", "embed", "recurrences", "ctc", "experts", "expert_block", "random", "draws", "history", "branch",
     "discovery",
 )  # fmt: skip
 

@@ -279,3 +279,21 @@ prove_with(
     "aten.batch_norm.default",
     sample(T((4, 4, 6)), T((4,)), T((4,)), T((4,), grad=False), T((4,), grad=False), False, 0.1, 1e4, True),
 )
+
+
+@rule(
+    "aten._weight_norm.default",
+    samples=[sample(T((4, 6, 3)), T((4, 1, 1)), 0), sample(T((4, 6, 3)), T((1, 1, 3)), 2)],
+)
+def weight_norm(call: Call) -> Rule:
+    """``g * v / |v|``, the norm over all dims but one: ``nn.utils.weight_norm``."""
+    n, dim = len(call.ins[0].shape), int(call.arg(2, "dim", 0)) % len(call.ins[0].shape)
+    names = [f"n{i}" for i in range(n)]
+    of_g = " ".join(names[i] if i == dim else "1" for i in range(n))
+    text = " ".join(names)
+    return line(
+        f"{text}, {of_g} -> {text}", call, whole=" ".join(names[:dim] + names[dim + 1 :]), needs_some=names[dim],
+        linear=[{1}], kind="reduce", saves=(0, 1),
+    )  # fmt: skip
+
+

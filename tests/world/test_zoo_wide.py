@@ -26,7 +26,7 @@ from hardware_profiles import load_cluster
 
 QUICK = {
     *PLAIN, "mbart", "falcon", "swin", "mamba", "deberta_v2", "longt5", "segformer", "clip", "longformer_unpadded",
-    "deepseek_v3", "switch",
+    "deepseek_v3", "switch", "wav2vec2_ctc",
 }  # fmt: skip
 BRANCH = "branches on the value of a tensor"
 REFUSED = {

@@ -44,14 +44,15 @@ def written(emit: Emit, target: str, args: tuple[Any, ...], number: int, new: Re
         order = args[1]
         return one(target, new, sorted(range(len(order)), key=lambda d: order[d]))
     if target == "aten.slice.Tensor":
-        return one("aten.slice_scatter.default", base, new, *args[1:])
+        return _scattered(emit, "aten.slice_scatter.default", base, new, spec, *args[1:])
     if target == "aten.select.int":
-        return one("aten.select_scatter.default", base, new, *args[1:])
+        return _scattered(emit, "aten.select_scatter.default", base, new, spec, *args[1:])
     if target == "aten.split_with_sizes.default":
         start = sum(args[1][:number])
-        return one("aten.slice_scatter.default", base, new, args[2], start, start + args[1][number], 1)
+        where = args[2], start, start + args[1][number], 1
+        return _scattered(emit, "aten.slice_scatter.default", base, new, spec, *where)
     if target == "aten.unbind.int":
-        return one("aten.select_scatter.default", base, new, args[1], number)
+        return _scattered(emit, "aten.select_scatter.default", base, new, spec, args[1], number)
     if target == "aten.diagonal.default":
         return one("aten.diagonal_scatter.default", base, new, *args[1:])
     if target in _OWN_INVERSE:
@@ -65,6 +66,27 @@ def written(emit: Emit, target: str, args: tuple[Any, ...], number: int, new: Re
         (pairs,) = emit("aten.select_scatter.default", (pairs, new, len(spec.shape), which), {}, (parts,), "")
         return one("aten.view_as_complex.default", pairs)
     return None
+
+
+def _scattered(emit: Emit, target: str, base: Ref, new: Ref, spec: Spec, dim: int = 0, *where: Any) -> Ref:
+    """``target(base, new, dim, *where)``, a scatter of a slice or of one place of a dim.
+
+    Of complex tensors torch has no gradient of it: theirs is that of pairs of numbers.
+    """
+    if not spec.dtype.startswith("complex"):
+        return emit(target, (base, new, dim, *where), {}, (spec,), "")[0]
+    dim %= len(spec.shape)
+    shape = list(spec.shape)
+    if target == "aten.select_scatter.default":
+        del shape[dim]
+    else:
+        shape[dim] = len(range(shape[dim])[slice(*where)])  # a start, an end and a step, or the first of them
+    real = "float64" if spec.dtype == "complex128" else "float32"
+    pairs = Spec((*spec.shape, 2), real)
+    (old,) = emit("aten.view_as_real.default", (base,), {}, (pairs,), "")
+    (put,) = emit("aten.view_as_real.default", (new,), {}, (Spec((*shape, 2), real),), "")
+    (made,) = emit(target, (old, put, dim, *where), {}, (pairs,), "")
+    return emit("aten.view_as_complex.default", (made,), {}, (spec,), "")[0]
 
 
 def _order(size: Sequence[int], stride: Sequence[int]) -> list[int] | None:

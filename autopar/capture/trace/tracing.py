@@ -25,6 +25,7 @@ from autopar.capture.python.user_lines import user_line
 from autopar.capture.repeats.repeated import Repeats
 from autopar.capture.repeats.written_out import Unlike, write_out
 from autopar.capture.trace.autocast import write_casts
+from autopar.capture.trace.bags import BagsOfRows
 from autopar.capture.trace.constants import AnswerConstants, constant_value
 from autopar.capture.trace.expert_loops import loops_by_rows
 from autopar.capture.trace.experts_by_rows import experts_by_rows
@@ -37,6 +38,7 @@ from autopar.capture.trace.recording import parameters_noted, recording
 from autopar.capture.trace.recurrent import LayerByLayer
 from autopar.capture.trace.regions import marked_regions
 from autopar.capture.trace.seeding import own_draws_refused
+from autopar.capture.trace.transcripts import Transcripts
 from autopar.errors import AutoparError, CaptureError
 from autopar.torch_private import (
     EXPORT_BUFFER_HOOK,
@@ -58,6 +60,8 @@ def _like_eager() -> Iterator[None]:
         stack.enter_context(AnswerConstants())
         stack.enter_context(checked())
         stack.enter_context(LayerByLayer())
+        stack.enter_context(Transcripts())
+        stack.enter_context(BagsOfRows())
         stack.enter_context(experts_by_rows())
         stack.enter_context(loops_by_rows())
         yield

@@ -1,0 +1,71 @@
+"""``ctc_loss`` is traced with its targets in rows (:mod:`autopar.rules.ctc`).
+
+What models take from rows of labels by a mask, to hand it to ``ctc_loss``, has a size that depends on data. The mask
+itself is handed on instead; whatever else is done with what was taken is refused as it is without this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from autopar.rules.ctc import ctc_of_rows
+from autopar.torch_private import pytree
+
+_SELECT = (torch.masked_select, torch.Tensor.masked_select)
+
+
+class Transcripts(TorchFunctionMode):
+    """Takes ``ctc_loss`` as a loss of each row, and what is left of the reduction as operators of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._taken: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _SELECT and len(args) == 2 and not kwargs and args[0].ndim == 2 and args[0].shape == args[1].shape:
+            stands_for = args[0].flatten()
+            self._taken[id(stands_for)] = stands_for, args[0], args[1]
+            return stands_for
+        if func is functional.ctc_loss:
+            made = self._loss(*args, **kwargs)
+            if made is not None:
+                return made
+        if self._taken:
+            args, kwargs = pytree.tree_map_only(torch.Tensor, self._really, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _really(self, value: torch.Tensor) -> torch.Tensor:
+        """What a placeholder stands for, which the tracer refuses."""
+        if id(value) not in self._taken:
+            return value
+        _, rows, mask = self._taken[id(value)]
+        return torch.masked_select(rows, mask)
+
+    def _loss(
+        self, log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0,
+        reduction: str = "mean", zero_infinity: bool = False,
+    ) -> torch.Tensor | None:  # fmt: skip
+        """As ``torch.nn.functional.ctc_loss``, whose arguments these are; None for a single row."""
+        if log_probs.ndim != 3:
+            return None
+        _, rows, mask = self._taken.get(id(targets), (None, targets, None))
+        n_steps, n_targets = (_lengths(given, log_probs.device) for given in (input_lengths, target_lengths))
+        losses = ctc_of_rows(log_probs, rows, mask, n_steps, n_targets, blank, zero_infinity)
+        if zero_infinity:
+            losses = torch.where(losses == torch.inf, torch.zeros_like(losses), losses)
+        if reduction == "mean":
+            return (losses / n_targets.clamp(min=1).to(losses.dtype)).mean()
+        return losses.sum() if reduction == "sum" else losses
+
+
+def _lengths(given: torch.Tensor | Iterable[int], device: torch.device) -> torch.Tensor:
+    return given if isinstance(given, torch.Tensor) else torch.tensor([*given], device=device)
+
+
+__all__ = ["Transcripts"]
