@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from zoo import ZOO, Batch, Case, as_float64
 from zoo_composed import COMPOSED
+from zoo_composed import SINGLE as SINGLE_COMPOSED
 from zoo_recurrent import PLAIN
 
 ROWS, SEQ, VOCAB, CLASSES = 4, 16, 48, 5
@@ -397,7 +398,7 @@ LEFT_OUT = {
 }  # fmt: skip
 """What of :data:`SMALL` a configuration refuses."""
 
-SINGLE = ("switch", "nllb_moe", "xglm", "mixtral", "prophetnet", "prophetnet_shifted", "mra")
+SINGLE = ("switch", "nllb_moe", "xglm", "mixtral", "prophetnet", "prophetnet_shifted", "mra", *SINGLE_COMPOSED)
 """Families that do not run in double precision."""
 
 
