@@ -31,6 +31,7 @@ from autopar.comparison import compare_with_eager
 from autopar.errors import AutoparError
 from autopar.graph import Graph
 from autopar.lower.emit import lower
+from autopar.meshes import Mesh
 from autopar.plan import Pins, StagePlan
 from autopar.planner.intra_op.mesh_plan import plan_graph
 from autopar.planning import can_be_cut, in_stages
@@ -42,7 +43,7 @@ from autopar.verify import compare, doubled, inputs_of, one_device, promoted, st
 from hardware_profiles import Cluster, load_cluster
 
 CLUSTER = Path(__file__).parent.parent / "benchmarks" / "clusters" / "small-models.toml"
-MESH = (("data", 2), ("tensor", 2))
+MESH = Mesh.of(data=2, tensor=2)
 LIMIT = 1e-9
 """The largest relative difference of double precision that is rounding."""
 LONG = 300
@@ -112,7 +113,7 @@ def _staged(case: Case, cluster: Cluster) -> Result:
     parts = 2 if len({len(x) for x in tensors}) == 1 else 1
     args, kwargs = first_part(case.batch, parts)
     part = capture(case.model, args, kwargs)
-    asked = Asked(Pins(stages=2, mesh=(("tensor", 1),)), microbatches=parts)
+    asked = Asked(Pins(stages=2, mesh=Mesh.of(tensor=1)), microbatches=parts)
     outcome = in_stages({parts: part.graph}, cluster, 2, asked, cluster.name)
     difference = verify_pipeline(part, case.model, args, kwargs, outcome.plan)
     return {"ok": difference.worst <= LIMIT, "worst": difference.worst,
