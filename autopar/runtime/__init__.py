@@ -15,7 +15,8 @@ Two faces, which are ``torch.nn.Module``; :mod:`.spread` is what they share
 :mod:`.executor`         the model on one mesh; :mod:`.mesh_step`: a training step of it, in microbatches
 :mod:`.crossing`         its program as a node of the caller's autograd graph; :mod:`.direct`: on one device
 :mod:`.outputs`          what a call gives back
-:mod:`.submodules`       what stands for the model's submodules; :mod:`.copied`: ``copy.deepcopy``
+:mod:`.submodules`       what stands for the model's submodules; :mod:`.copied`: ``copy.deepcopy``;
+                         :mod:`.statistics_anew`: ``update_bn``
 :mod:`.pipeline`         the model in stages; :mod:`.pipeline_start`: what its ranks make together first
 :mod:`.pipeline_programs`  its programs by shapes and by the model's values; :mod:`.runs`: batches of any number of rows
 :mod:`.loss_counts`      by what microbatches count in the loss; :mod:`.ready`: runs with their programs;

@@ -44,6 +44,7 @@ from autopar.runtime.seeds import agreed_seed, mixed_seed
 from autopar.runtime.spread import SpreadModule, check_mode
 from autopar.runtime.stage import Stage, device_of
 from autopar.runtime.state import HeldParam, as_dtensor
+from autopar.runtime.statistics_anew import taken_anew
 from autopar.runtime.values import check_values
 from autopar.torch_private import pytree
 
@@ -262,7 +263,8 @@ class ParallelModule(TakesRows, SpreadModule):
         failures = self._failures
         if failures is None:  # one device: the program runs in the caller's own autograd graph
             check_values(self, ModuleCall(args, kwargs, of_step=of_step))
-            return self._outputs(self._call(call, args, kwargs), call, of_step)
+            with taken_anew(self):
+                return self._outputs(self._call(call, args, kwargs), call, of_step)
         failures.settle()
         with failures.during(f"the forward of call {call}"):
             if self._groups is not None:
@@ -274,7 +276,8 @@ class ParallelModule(TakesRows, SpreadModule):
             meeting = self._meeting
             if meeting is not None:
                 meeting.note(f"the forward of call {call}")
-            return self._outputs(self._call(call, args, kwargs), call, of_step)
+            with taken_anew(self):
+                return self._outputs(self._call(call, args, kwargs), call, of_step)
 
     def rows_of_all(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """A call with the rows of all ranks, where each has its own and not equally many; else None."""

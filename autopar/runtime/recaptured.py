@@ -84,7 +84,7 @@ def take(pm: Any, new: Captured, plan_again: PlanAgain | None, all_well: AllWell
                 )
         assert plan_again is not None
         with all_well():  # rank 0's error is raised on all ranks
-            plan = plan_again(new, _stored(pm))
+            plan = plan_again(new, _stored(pm, new.graph))
     with all_well():
         stage = pm.stage.with_other_literals(new.graph) if plan is None else under_another_plan(pm, new, plan)
         pm.run_stage(new, stage)
@@ -99,12 +99,18 @@ def skeleton_of(pm: Any) -> Skeleton | None:
     return Skeleton(model)
 
 
-def _stored(pm: Any) -> dict[str, str]:
-    """How the parameters are stored, as pins; none on one device, where nothing is placed."""
+def _stored(pm: Any, graph: Graph) -> dict[str, str]:
+    """How the parameters are stored, as pins; none on one device, where nothing is placed.
+
+    Args:
+        graph: that is to be planned. A parameter that the module has frozen since (an average of it, say) wants a
+            gradient there, and the pin of a whole one says which of them does.
+    """
     pins = {}
+    wanted = {node.target: node.needs_grad for _, node in graph.of_kind("param")}
     for name, param in pm.named_parameters(remove_duplicate=False):
         if isinstance(param, DTensor):
-            whole = whole_placement(param.requires_grad)
+            whole = whole_placement(wanted.get(name, param.requires_grad))
             pins[name] = ",".join(f"S{p.dim}" if isinstance(p, Shard) else whole for p in param.placements)
     return pins
 

@@ -17,6 +17,7 @@ import torch
 
 from autopar.errors import RunError
 from autopar.runtime.state import placed_as
+from autopar.runtime.statistics_anew import is_batch_norm, reset, takes_momentum
 from autopar.runtime.values import assigned
 from autopar.torch_private import pytree
 
@@ -159,6 +160,8 @@ class Part(Elements):
         if name not in values and value is not missing:
             if value is torch.nn.RNNBase.flatten_parameters:
                 return _nothing
+            if name == "reset_running_stats" and is_batch_norm(kind):
+                return functools.partial(reset, self)
             if isinstance(value, staticmethod | classmethod) or inspect.isroutine(value):
                 return functools.partial(_refuse_method, path, kind.__name__, name)
             value = missing if hasattr(value, "__get__") else value  # a property may compute from the model's weights
@@ -184,6 +187,10 @@ class Part(Elements):
             self.train(value)
         elif pm is None or name in _OF_TORCH:
             super().__setattr__(name, value)
+        elif name == "momentum" and is_batch_norm(self.__dict__.get("_part_class")) and takes_momentum(
+            pm, self, path, value
+        ):  # fmt: skip
+            return
         elif not assigned(pm, path, name, value):
             kind, module = self.__dict__["_part_class"], self.__dict__["_part_module"]()
             registered = name in self._parameters or name in self._buffers or name in self._modules
@@ -289,18 +296,10 @@ def _nothing() -> None:
     """``flatten_parameters()``: where a recurrent layer's weights lie in memory is not the model's to say any more."""
 
 
-_INSTEAD = {
-    "reset_running_stats": "call it on the model before parallelize; for torch.optim.swa_utils.update_bn load "
-    "autopar.full_state_dict(...) into the model in one process, and call it there",
-}
-"""What to do in the place of some methods."""
-
-
 def _refuse_method(path: str, kind: str, name: str, *args: Any, **kwargs: Any) -> Any:
-    instead = _INSTEAD.get(name, "call it on the model before parallelize")
     raise RunError(
         f"{name}() of '{path}', which stands for a {kind} in a parallel module: the program was captured as a whole, "
-        f"and the method would work on the model's own tensors; {instead}"
+        f"and the method would work on the model's own tensors; call it on the model before parallelize"
     )
 
 

@@ -487,10 +487,26 @@ def averages_of_a_model_from_before() -> None:
     for mine, theirs in zip(*found, strict=True):
         assert type(mine) is torch.Tensor
         same(mine, theirs)
-    norms = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
-    spread = autopar.parallelize(norms, 2, x, loss_fn=lambda out: out.square().mean())
-    with pytest.raises(RunError, match=r"reset_running_stats\(\) of '1'(.|\n)*call it on the model before parallelize"):
-        swa_utils.update_bn([x], spread)
+
+
+@case
+def statistics_taken_anew() -> None:
+    """``update_bn``, of the parallel module and of an average of it; training goes on with the momentum of before."""
+    x, y = batch()
+    torch.manual_seed(0)
+    eager = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16, momentum=0.3), nn.Linear(16, 4)).double()
+    module = autopar.parallelize(copy.deepcopy(eager), device_mesh(TWO), x, constraints={"0": {"data": "n"}})
+    for model in (module, eager):
+        average = swa_utils.AveragedModel(model)
+        model(2 * x)
+        for each in (model, average):
+            swa_utils.update_bn([x, (3 * x - 1, y), x[:6]], each)
+            assert each.training
+        model(x)
+    assert not module[1].running_mean.eq(0).all() and module[1].momentum == 0.3
+    mine = autopar.full_state_dict(module, all_ranks=True)
+    for name, value in eager.state_dict().items():
+        same(mine[name], value)
 
 
 @case
@@ -1368,3 +1384,18 @@ class Tied(nn.Module):
 def tied() -> Any:
     """A pipeline of two stages, each of which has a copy of ``weight``."""
     return pipeline(Tied(), cuts=["second"])[0]
+
+
+@case
+def a_frozen_average_is_called_with_other_rows() -> None:
+    """An average that samples: a copy of the parallel module, frozen, in eval mode, with batches of its own size."""
+    x, _ = batch()
+    module, eager = pair(Net(), x)
+    averages = [copy.deepcopy(each).eval().requires_grad_(False) for each in (module, eager)]
+    for rows in (3, 8):
+        mine, theirs = (average(x[:rows]) for average in averages)
+        assert not mine.requires_grad
+        same(mine, theirs)
+    for parallel, plain in zip(averages[0].parameters(), averages[1].parameters(), strict=True):
+        assert not parallel.requires_grad and not plain.requires_grad
+    same(module(x).detach(), eager(x).detach())

@@ -1,0 +1,90 @@
+"""Running statistics of batch norms taken anew, as ``torch.optim.swa_utils.update_bn`` does.
+
+It resets them, gives every batch norm the momentum ``None``, which stands for the mean over all batches, and calls the
+model for each batch. The program has the momentum with which it was captured, as a number: with statistics of zero
+before a call they are the batch's times that number after it, and the mean over all batches follows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from autopar.errors import RunError
+
+Anew = dict[str, tuple[torch.nn.Module, float]]
+"""By path what stands for a batch norm whose momentum is None, and the momentum that the program has."""
+STATISTICS = ("running_mean", "running_var")
+
+
+def reset(part: torch.nn.Module) -> None:
+    """Statistics as of a new module, in what stands for a batch norm."""
+    with torch.no_grad():
+        for name, value in (("running_mean", 0), ("running_var", 1), ("num_batches_tracked", 0)):
+            if (held := part._buffers.get(name)) is not None:
+                held.fill_(value)
+
+
+def takes_momentum(pm: Any, part: Any, path: str, value: Any) -> bool:
+    """Whether a momentum that is given to what stands for a batch norm is None, or the one that it had before.
+
+    Raises:
+        RunError: the program does not follow the statistics of its batches.
+    """
+    anew: Anew = pm.__dict__.setdefault("_statistics_anew", {})
+    if value is None and pm.leads is not None:
+        raise RunError(
+            f"'{path}' of a pipeline cannot take its statistics anew, since a pipeline trains in whole steps: load "
+            "autopar.full_state_dict(...) into the model in one process, and call update_bn there"
+        )
+    if value is None and path not in anew:
+        if not isinstance(part.momentum, float) or part.momentum <= 0:
+            raise RunError(
+                f"'{path}' was captured with the momentum {part.momentum}, so the program does not take statistics of "
+                "its batches: parallelize the model with a momentum above 0, or call update_bn on a plain copy of it"
+            )
+        anew[path] = part, part.momentum
+    elif value is not None and path in anew:
+        _, momentum = anew.pop(path)
+        return bool(value == momentum)
+    return value is None
+
+
+def is_batch_norm(kind: type | None) -> bool:
+    """Whether what stands for such a module can take its statistics anew."""
+    return kind is not None and issubclass(kind, _BatchNorm)
+
+
+@contextlib.contextmanager
+def taken_anew(pm: Any) -> Iterator[None]:
+    """Around a call in training mode: the batch norms with momentum None have the mean over all batches after it."""
+    anew = pm.__dict__.get("_statistics_anew")
+    if not anew or not pm.training:
+        yield
+        return
+    before: dict[tuple[str, str], torch.Tensor] = {}
+    with torch.no_grad():
+        for path, (part, _) in anew.items():
+            for name in STATISTICS:
+                if (held := part._buffers.get(name)) is not None:
+                    before[path, name] = held.clone()
+                    held.zero_()
+    try:
+        yield
+    except BaseException:
+        with torch.no_grad():
+            for (path, name), value in before.items():
+                anew[path][0]._buffers[name].copy_(value)
+        raise
+    with torch.no_grad():
+        for (path, name), value in before.items():
+            part, momentum = anew[path]
+            of_batch = part._buffers[name] / momentum
+            part._buffers[name].copy_(value + (of_batch - value) / part._buffers["num_batches_tracked"])
+
+
+__all__ = ["is_batch_norm", "reset", "taken_anew", "takes_momentum"]
