@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -121,6 +122,18 @@ def same_literal(a: Any, b: Any) -> bool:
     return type(a) is type(b) and (a == b or (a != a and b != b))
 
 
+@contextlib.contextmanager
+def without_inference_mode() -> Iterator[None]:
+    """Without gradients in the place of torch's inference mode: what a program keeps beyond a call, such as parameters
+    that it has gathered or a program that is captured for this one, is there for training, too."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 __all__ = [
     "call_text", "describe", "example_leaves", "flatten_call", "leaf_name", "leaves_of", "same_device", "same_literal",
+    "without_inference_mode",
 ]  # fmt: skip

@@ -26,6 +26,7 @@ from autopar.meshes import Mesh
 from autopar.plan import Plan
 from autopar.runtime.agree import mesh_group
 from autopar.runtime.batch import Batch
+from autopar.runtime.calls import without_inference_mode
 from autopar.runtime.compiled import compiled_as_callers
 from autopar.runtime.copied import copied
 from autopar.runtime.crossing import crossed
@@ -187,7 +188,8 @@ class ParallelModule(TakesRows, SpreadModule):
         ready = self._stage.evaluation is not None
         sides = check_mode(mode, self._captured_training, self._skeleton, self._captured, ready)
         if not mode and self._captured_training and not ready:
-            self._stage.prepare_evaluation(sides)
+            with without_inference_mode():
+                self._stage.prepare_evaluation(sides)
 
     def _position(self) -> tuple[int, int]:
         return self._seed, self._calls
@@ -259,6 +261,10 @@ class ParallelModule(TakesRows, SpreadModule):
         Args:
             of_step: it is a microbatch of a step.
         """
+        with without_inference_mode():
+            return self._run(args, kwargs, of_step)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], of_step: bool) -> Any:
         call = self._calls + 1
         failures = self._failures
         if failures is None:  # one device: the program runs in the caller's own autograd graph

@@ -25,6 +25,7 @@ from autopar.runtime.agree import Meeting, first_seed
 from autopar.runtime.batch import Batch
 from autopar.runtime.batch_statistics import tell_of_statistics
 from autopar.runtime.buckets import Padding
+from autopar.runtime.calls import without_inference_mode
 from autopar.runtime.checkpoint import full_state_dict, load_full_state_dict
 from autopar.runtime.compiled import compiled_as_callers
 from autopar.runtime.copied import copied
@@ -299,7 +300,7 @@ class PipelineModule(TakesRows, SpreadModule):
     def _step(self, where: str) -> Iterator[None]:
         """Around all that ranks do together in a step, or in forwards: what fails on one of them ends it on all."""
         self._failures.settle()
-        with self._failures.during(where):
+        with self._failures.during(where), without_inference_mode():
             self._groups.check(self._generation)
             yield
 
@@ -313,8 +314,9 @@ class PipelineModule(TakesRows, SpreadModule):
     def _change_mode(self, mode: bool) -> None:
         sides = check_mode(mode, self._captured_training, self._skeleton, self._captured, self._evaluates)
         if not mode and self._captured_training and not self._evaluates:
-            for stage in self._stages.values():
-                stage.prepare_evaluation(sides)
+            with without_inference_mode():
+                for stage in self._stages.values():
+                    stage.prepare_evaluation(sides)
             self._evaluates = True
 
     def _kept_program(self) -> Fields:

@@ -1399,3 +1399,23 @@ def a_frozen_average_is_called_with_other_rows() -> None:
     for parallel, plain in zip(averages[0].parameters(), averages[1].parameters(), strict=True):
         assert not parallel.requires_grad and not plain.requires_grad
     same(module(x).detach(), eager(x).detach())
+
+
+@case
+def a_validation_in_inference_mode() -> None:
+    """In parameters that are gathered, and in a program that is made there; training goes on with both shapes."""
+    x, _ = batch()
+    for lifetime in (" use", ""):
+        module, eager = pair(Net(), x, constraints=ROWS, params={"*.weight": f"S0{lifetime}"})
+        for model in (module, eager):
+            model.eval()
+        with torch.inference_mode():
+            same(module(x[:6]), eager(x[:6]))
+            same(module(x), eager(x))
+            same(module(x[:6].clone()), eager(x[:6]))
+        for model in (module, eager):
+            model.train()
+        for rows in (6, 8):
+            module(x[:rows]).square().sum().backward()
+            eager(x[:rows]).square().sum().backward()
+        same_gradients(module, eager)
