@@ -12,16 +12,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import nn
 
 from autopar.errors import RunError
 
-Anew = dict[str, tuple[torch.nn.Module, float]]
+Anew = dict[str, tuple[nn.Module, float]]
 """By path what stands for a batch norm whose momentum is None, and the momentum that the program has."""
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 STATISTICS = ("running_mean", "running_var")
 
 
-def reset(part: torch.nn.Module) -> None:
+def reset(part: nn.Module) -> None:
     """Statistics as of a new module, in what stands for a batch norm."""
     with torch.no_grad():
         for name, value in (("running_mean", 0), ("running_var", 1), ("num_batches_tracked", 0)):
@@ -56,7 +57,7 @@ def takes_momentum(pm: Any, part: Any, path: str, value: Any) -> bool:
 
 def is_batch_norm(kind: type | None) -> bool:
     """Whether what stands for such a module can take its statistics anew."""
-    return kind is not None and issubclass(kind, _BatchNorm)
+    return kind is not None and issubclass(kind, BATCH_NORMS)
 
 
 @contextlib.contextmanager
