@@ -20,8 +20,8 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.graph import Graph
 from autopar.meshes import Mesh
 from autopar.planner.inter_op.blocks import blocks
-from autopar.planner.inter_op.equal import Places
-from autopar.planner.inter_op.menu import Filler, Way
+from autopar.planner.inter_op.filling import Filler, Places
+from autopar.planner.inter_op.menu import Way
 from autopar.planner.inter_op.phases import phases
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
 from autopar.planner.intra_op.fold import fold

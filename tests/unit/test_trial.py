@@ -14,9 +14,10 @@ from autopar.capture import capture
 from autopar.graph import Graph
 from autopar.meshes import Mesh
 from autopar.planner.inter_op import exact_stages
-from autopar.planner.inter_op.equal import Equal, EstimatedCut, Group
+from autopar.planner.inter_op.equal import Equal
+from autopar.planner.inter_op.estimates import EstimatedCut, Group
 from autopar.planner.inter_op.exact_stages import spread_out
-from autopar.planner.inter_op.menu import Filled
+from autopar.planner.inter_op.filling import Filled, Fillers
 from autopar.planner.inter_op.one_number import OneNumber
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
 from autopar.planner.inter_op.trial import STEADY, best, simulated
@@ -76,8 +77,8 @@ def test_filling_the_commonest_blocks_first_finds_the_same_cut() -> None:
         search = OneNumber(graph, cluster, 32, PipelineOptions(microbatches), "")
         limits = [2.0 * 2**30] * len(search._pools)
         equal = Equal(
-            cluster, search._pools, search.blocks, search.menus, search.shapes, ("1f1b", "zb-v"), microbatches, limits,
-            groups=4, thorough=thorough,
+            cluster, search._pools, search.blocks, Fillers(search.menus, search.blocks, microbatches), search.shapes,
+            ("1f1b", "zb-v"), microbatches, limits, groups=4, thorough=thorough,
         )  # fmt: skip
         found.append(equal.cuts())
     every, fewer = found

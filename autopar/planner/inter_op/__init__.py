@@ -6,7 +6,9 @@ In the order in which a search passes through, driven by :mod:`.stage_search`: b
 :mod:`.blocks`       where a model may be cut
 :mod:`.menu`         what a block can cost on a mesh: several plans from the fastest to the smallest
 :mod:`.one_number`   ways to cut for one number of microbatches: all of the below
-:mod:`.equal`        stages on equal groups of devices, estimated; :mod:`.unequal`: on unequal ones
+:mod:`.filling`      stages put together from these, as many blocks each as a pace and the memory allow
+:mod:`.equal`        stages on equal groups of devices, estimated; :mod:`.unequal`: on unequal ones; :mod:`.estimates`:
+                     what both of them hand on
 :mod:`.one_group`    one group of all devices: a true bound of every layout, and straight to the exact plan
 :mod:`.trial`        estimates tried in the simulator
 :mod:`.exact_stages` the best few planned stage by stage and simulated; :mod:`.transplant`: stages that are alike

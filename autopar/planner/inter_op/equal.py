@@ -1,10 +1,8 @@
 """Stages on groups of devices: for every group size, mesh shape and schedule, the cut with the best estimate.
 
-Groups are equal, or, on large clusters of several device types, equal among those of a type. The estimate is that of
-:mod:`cost_models.staging.estimate`. For a pace (seconds that no stage may exceed) blocks are filled in from the last
-stage to the first, as many as fit the pace and the memory with the microbatches that the place in the schedule keeps
-in flight; the least pace at which all blocks find room is found by bisection. Greedy filling is optimal here: a stage
-that takes fewer blocks never helps those before it.
+Groups are equal, or, on large clusters of several device types, equal among those of a type. So they are given before
+blocks are dealt out (:mod:`.filling`), and there are few ways to shape them, which are tried by their bounds, the least
+first. Unequal groups are shaped and filled together (:mod:`.unequal`).
 """
 
 from __future__ import annotations
@@ -20,11 +18,12 @@ from math import inf
 from autopar.errors import InfeasibleError
 from autopar.meshes import Mesh
 from autopar.planner.inter_op.blocks import Block
-from autopar.planner.inter_op.menu import Filled, Filler, Menus, kinds_of, menus_of
+from autopar.planner.inter_op.estimates import EstimatedCut, Group, crossing_seconds, estimated
+from autopar.planner.inter_op.filling import PRECISE, Fillers, Places
+from autopar.planner.inter_op.menu import kinds_of
 from autopar.texts import show_bytes
 from cost_models.costs import costs_of
 from cost_models.pipeline import Fill, fill_of, parse_kind
-from cost_models.staging.estimate import StageLoad, estimated_seconds
 from hardware_profiles import Cluster
 
 FAR = 1.3
@@ -35,32 +34,9 @@ MOST_PLACES = 64
 """Meshes, or pairs of them for two device types, that are filled at most."""
 ALONE = Mesh.of(data=1)
 """The mesh of one device."""
-PRECISE = 0.01
-"""Relative precision of the pace."""
 LOOSE = 0.97
 """Bounds are this much too high at most: blocks that stand alone pay for tensors at their ends which neighbours might
 take as they are."""
-
-
-@dataclass(frozen=True, order=True)
-class Group:
-    """Devices in row-major order of a mesh."""
-
-    mesh: Mesh
-    devices: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class EstimatedCut:
-    """A cut with its estimate: the first block of every stage but the first, every stage's times, and the seconds of a
-    transfer over every bound."""
-
-    groups: tuple[Group, ...]
-    schedule: Fill
-    bounds: tuple[int, ...]
-    stages: tuple[Filled, ...]
-    crossing: tuple[float, ...]
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -98,7 +74,7 @@ class Equal:
     cluster: Cluster
     pools: Sequence[Sequence[int]]
     blocks: Sequence[Block]
-    menus: Menus
+    fillers: Fillers
     shapes: Callable[[int], Sequence[Mesh]]
     schedules: Sequence[str]
     microbatches: int
@@ -114,7 +90,6 @@ class Equal:
     leanest: Need | None = field(default=None, init=False)
     fastest: dict[tuple[int, Mesh], float] = field(default_factory=dict, init=False)
     _of_others: dict[tuple[int, Mesh, int], float] = field(default_factory=dict, init=False)
-    _fillers: dict[tuple[int, Mesh, int | None], Filler | None] = field(default_factory=dict, init=False)
     _known_fills: dict[int, tuple[Fill, ...]] = field(default_factory=dict, init=False)
 
     def cuts(self) -> list[EstimatedCut]:
@@ -144,7 +119,7 @@ class Equal:
             seen.append(meshes)  # so some schedule allows so many groups
             looked += 1
             cuts += self._cuts_on(meshes, self.beaten / LOOSE if self.thorough else near)
-        self.menus.forget()
+        self.fillers.menus.forget()
         if not cuts and seen and self.infeasible is None:
             self.infeasible = self._too_small(seen)
         return sorted(cuts, key=lambda c: (c.seconds, len(c.groups), c.groups))
@@ -154,7 +129,7 @@ class Equal:
         return min(self.beaten / LOOSE, self.far * min([self.best_known, *(c.seconds for c in cuts)]))
 
     def _cuts_on(self, meshes: tuple[Mesh, ...], near: float, only: int | None = None) -> list[EstimatedCut]:
-        """The best cut of every schedule that may take less than ``near`` seconds; ``only`` as for :func:`menus_of`."""
+        """The best cut of every schedule that may take less than ``near`` seconds; ``only`` as for :class:`Fillers`."""
         cuts = []
         for groups in self._orders(meshes):
             n = len(groups)
@@ -256,7 +231,7 @@ class Equal:
     def _fastest_of(self, pool: int, mesh: Mesh, kind: int) -> float:
         """What a block takes at least; for ever if it cannot be planned."""
         try:
-            return self.menus.fastest(self._blocks_of_kinds[kind], mesh, self._first(pool, mesh))
+            return self.fillers.menus.fastest(self._blocks_of_kinds[kind], mesh, self._first(pool, mesh))
         except InfeasibleError as error:
             self.infeasible = self.infeasible or error
             return inf
@@ -276,21 +251,13 @@ class Equal:
             orders.append([g for of_pool in reversed(by_pool) for g in of_pool])
         return orders
 
-    def _filler(self, pool: int, mesh: Mesh, only: int | None) -> Filler | None:
-        key = pool, mesh, only
-        if key not in self._fillers:
-            menus = menus_of(self.menus, self.blocks, mesh, self._first(pool, mesh), only)
-            filler = Filler(kinds_of(self.blocks), menus, self.microbatches) if menus is not None else None
-            self._fillers[key] = filler
-        return self._fillers[key]
-
     def _too_small(self, places: Sequence[tuple[Mesh, ...]]) -> InfeasibleError | None:
         """What the leanest cut would need, spread evenly."""
         needs = []
         for mesh, *_ in places:
-            menus = menus_of(self.menus, self.blocks, mesh, self._first(0, mesh))
-            if menus is not None:
-                least = {k: min(w.static_bytes + w.kept_bytes for w in ways) for k, ways in menus.items()}
+            filler = self.fillers.of(mesh, self._first(0, mesh))
+            if filler is not None:
+                least = {k: min(w.static_bytes + w.kept_bytes for w in ways) for k, ways in filler.menus.items()}
                 groups = sum(map(len, self.pools)) // mesh.n_devices
                 needs.append((sum(least[k] for k in kinds_of(self.blocks)) / max(1, groups), groups, mesh))
         if not needs:
@@ -328,7 +295,7 @@ class Equal:
         n = len(groups)
         pool_of = {d: k for k, pool in enumerate(self.pools) for d in pool}
         pools = [pool_of[g.devices[0]] for g in groups]
-        fillers = [self._filler(k, g.mesh, only) for k, g in zip(pools, groups, strict=True)]
+        fillers = [self.fillers.of(g.mesh, self._first(k, g.mesh), only) for k, g in zip(pools, groups, strict=True)]
         usable = [f for f in fillers if f is not None]
         if len(usable) < n:
             return None
@@ -336,118 +303,12 @@ class Equal:
         stages = Places(fill, self.microbatches, memory, usable, len(self.blocks)).best(near / self.microbatches)
         if stages is None:
             return None
-        stages_of = fill.kind.placement(len(stages), n)
-        owner = {s: g for g, of_group in enumerate(stages_of) for s in of_group}
-        crossing = [
-            self._transfer(first, groups) if owner[s] != owner[s + 1] else 0.0
-            for s, (first, _) in enumerate(stages[1:])
-        ]  # fmt: skip
-        filled = tuple(s for _, s in stages)
-        loads = [
-            StageLoad(
-                sum(filled[s].seconds for s in of_group), sum(filled[s].backward_seconds for s in of_group),
-                sum(filled[s].step_seconds for s in of_group), sum(crossing[s] for s in of_group if s < len(crossing)),
-            )
-            for of_group in stages_of
-        ]  # fmt: skip
-        again = any(s.recomputed for s in filled)  # a backward that recomputes is not split
-        bubble = fill.whole_bubble if again else fill.bubble
-        seconds = estimated_seconds(bubble, 0.0, self.microbatches, loads)  # nothing hides in the simulated step either
-        # However few microbatches there are, the first goes all the way and back; only weight gradients may wait.
-        apart = not again and fill.kind.splits
-        way = sum(s.seconds - (s.weight_seconds if apart else 0.0) for s in filled) + 2 * sum(crossing)
-        seconds = max(seconds, way + max(load.once_seconds for load in loads))
-        firsts = tuple(first for first, _ in stages[1:])
-        return EstimatedCut(tuple(groups), fill, firsts, filled, tuple(crossing), seconds)
+        return estimated(groups, fill, stages, self.microbatches, lambda block, *_: self._transfer(block, groups))
 
     def _transfer(self, block: int, groups: Sequence[Group]) -> float:
         """Of what crosses, between the first two groups: they are alike, or near enough for an estimate."""
-        a, b = groups[0].devices[0], groups[1].devices[0]
         size = min(len(g.devices) for g in groups)
-        return costs_of(self.cluster).transfer(a, b, self.blocks[block].crossing_bytes / size)
+        return crossing_seconds(self.cluster, self.blocks[block], groups[0], groups[1], size)
 
 
-@dataclass
-class Places:
-    """The stages of one schedule, to be filled.
-
-    Attributes:
-        memory_bytes: of a device of each group; stages of a group share it equally.
-        fillers: what stages of each group cost.
-        in_flight: microbatches, by stage, counted for all that a group holds.
-    """
-
-    fill: Fill
-    microbatches: int
-    memory_bytes: Sequence[float]
-    fillers: Sequence[Filler]
-    n_blocks: int
-
-    def __post_init__(self) -> None:
-        self.groups = len(self.fillers)
-        chunks = self.fill.chunks
-        self.n_stages = self.groups * chunks
-        self.memory = [n / chunks for n in self.memory_bytes]
-        stages_of = self.fill.kind.placement(self.n_stages, self.groups)
-        self.group_of = {s: g for g, of_group in enumerate(stages_of) for s in of_group}
-        self.in_flight = [
-            self.fill.in_flight(self.group_of[s], self.groups, self.microbatches) for s in range(self.n_stages)
-        ]
-
-    def best(self, most: float = inf) -> list[tuple[int, Filled]] | None:
-        """``(first block, stage)`` of every stage, at the least pace; None if that is more than ``most``."""
-        widest = self._filled(most)
-        if widest is None:
-            return None
-        high = max(s.seconds for _, s in widest)
-        low, stages_found = min(f.least_seconds for f in self.fillers) / self.n_stages, widest
-        while high - low > PRECISE * high:
-            middle = (low + high) / 2
-            stages = self._filled(middle)
-            if stages is None:
-                low = middle
-            else:
-                stages_found, high = stages, max(s.seconds for _, s in stages)
-        return stages_found
-
-    def _filled(self, pace: float) -> list[tuple[int, Filled]] | None:
-        """Stages that no one is slower than a pace."""
-        end, guess, filled = self.n_blocks, 1, []
-        for s in range(self.n_stages - 1, -1, -1):
-            one = self._longest(s, end, pace, guess)
-            if one is None:
-                return None
-            filled.append(one)
-            guess, end = end - one[0], one[0]
-        return filled[::-1] if end == 0 else None
-
-    def _longest(self, s: int, end: int, pace: float, guess: int) -> tuple[int, Filled] | None:
-        """Stage ``s`` that ends at ``end`` with as many blocks as may be, looked for around a guess of their number,
-        and its first block. Earlier stages get one each."""
-        group, most = self.group_of[s], end - s
-        filler, in_flight, memory = self.fillers[group], self.in_flight[s], self.memory[group]
-        best: Filled | None = None
-
-        def fits(n: int) -> bool:
-            nonlocal best
-            stage = filler.stage(end - n, end, in_flight, memory)
-            if stage is None or stage.seconds > pace:
-                return False
-            best = stage
-            return True
-
-        low, high, step, n = 0, most + 1, 1, max(1, min(guess, most))  # low fits, high does not
-        while high - low > 1:
-            if fits(n):
-                low, n = n, min(n + step, high - 1)
-            else:
-                high, n = n, max(n - step, low + 1)
-            step *= 2
-            if low and high <= most:
-                n = (low + high) // 2
-        if best is None or not low:
-            return None
-        return end - low, best
-
-
-__all__ = ["Equal", "EstimatedCut", "Group", "Places"]
+__all__ = ["ALONE", "Equal", "Need"]

@@ -21,7 +21,7 @@ from autopar.graph import Graph
 from autopar.meshes import Mesh
 from autopar.plan import Plan, StagePlan, one_stage
 from autopar.planner.inter_op.blocks import Block, blocks
-from autopar.planner.inter_op.equal import EstimatedCut
+from autopar.planner.inter_op.estimates import EstimatedCut
 from autopar.planner.inter_op.order import SEARCHED, START, better_order
 from autopar.planner.inter_op.phases import phases
 from autopar.planner.inter_op.shared_buffers import with_agreed_buffers

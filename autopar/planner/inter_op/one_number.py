@@ -15,7 +15,9 @@ from autopar.meshes import Mesh, mesh_shapes
 from autopar.planner.inter_op import trial
 from autopar.planner.inter_op.blocks import Block
 from autopar.planner.inter_op.equal import FAR, Equal, Need
+from autopar.planner.inter_op.estimates import EstimatedCut
 from autopar.planner.inter_op.exact_stages import SMALL, Candidate, ExactPlans
+from autopar.planner.inter_op.filling import Fillers
 from autopar.planner.inter_op.menu import BlockPlans, Menus
 from autopar.planner.inter_op.order import SEARCHED, START
 from autopar.planner.inter_op.stage_pins import allows
@@ -76,8 +78,9 @@ class OneNumber(ExactPlans):
         schedules = tuple(dict.fromkeys(START if name == SEARCHED else name for name in asked.schedules))
         pools = self._pools
         shapes_of = (lambda size: [m for m in shapes if m.n_devices == size]) if shapes else self.shapes
+        fillers = Fillers(self.menus, self.blocks, asked.microbatches)
         search = Equal(
-            self.cluster, pools, self.blocks, self.menus, shapes_of, schedules, asked.microbatches,
+            self.cluster, pools, self.blocks, fillers, shapes_of, schedules, asked.microbatches,
             [share * self.limit(pool) for pool in pools], asked.groups or groups, floors or {}, best_known, far,
             self.n_devices <= SMALL and not shapes, beaten, fewest,
         )  # fmt: skip
@@ -93,15 +96,16 @@ class OneNumber(ExactPlans):
             for groups in sorted({len(c.groups) for c in near}):
                 best += [c for c in near if len(c.groups) == groups][:1]
             best += [c for c in near if any(c.groups == d.groups for d in cuts[:CANDIDATES])]
-        candidates = [
-            Candidate(
-                tuple(g.mesh for g in c.groups), tuple(g.devices for g in c.groups), self._named(c.schedule),
-                tuple(self.blocks[b].first for b in c.bounds), c.seconds,
-                tuple((s.static_bytes, s.kept_bytes) for s in c.stages), c,
-            )
-            for c in dict.fromkeys(best)
-        ]  # fmt: skip
-        return candidates if shapes else [*candidates, *self._unequal()]
+        unequal = [] if shapes else self._unequal(fillers)
+        return [self._candidate(cut) for cut in (*dict.fromkeys(best), *unequal)]
+
+    def _candidate(self, cut: EstimatedCut) -> Candidate:
+        """An estimated cut as what is planned exactly."""
+        return Candidate(
+            tuple(g.mesh for g in cut.groups), tuple(g.devices for g in cut.groups), self._named(cut.schedule),
+            tuple(self.blocks[b].first for b in cut.bounds), cut.seconds,
+            tuple((s.static_bytes, s.kept_bytes) for s in cut.stages), cut if cut.stages else None,
+        )  # fmt: skip
 
     def _pinned(self, starts: Sequence[str]) -> list[Candidate]:
         """All groups, shapes and schedules for which the user's cuts are right."""
@@ -136,8 +140,8 @@ class OneNumber(ExactPlans):
         common = counts.most_common(1)[0][0] if many else None
         return Menus(self.cluster, self._graph_of, options, may, frozenset(rare), self.decided, many, common)
 
-    def _unequal(self) -> list[Candidate]:
-        """Ways to cut over unequal groups, where these are worth a search: devices that differ, or divide badly."""
+    def _unequal(self, fillers: Fillers) -> list[EstimatedCut]:
+        """Cuts over unequal groups, where these are worth a search: devices that differ, or divide badly."""
         asked, n = self.asked, self.n_devices
         names = [name for name in asked.schedules if name != SEARCHED and fill_of(name).chunks == 1]
         divides = sum(n % g == 0 for g in range(1, n + 1)) > 2
@@ -145,18 +149,12 @@ class OneNumber(ExactPlans):
             return []
         if divides and not self._uneven and not (asked.groups and n % asked.groups):
             return []
-        search = Unequal(self.cluster, n, self.blocks, self.menus, asked.options, asked.microbatches)
+        search = Unequal(self.cluster, self.blocks, fillers, self.shapes, asked.microbatches, self.limit)
         try:
-            ways = search.candidates(names[0], CANDIDATES, asked.groups)
+            return search.cuts(names, CANDIDATES, asked.groups)
         except InfeasibleError as error:
             self.infeasible = self.infeasible or error
             return []
-        return [
-            Candidate(
-                w.meshes, w.devices, name, tuple(self.blocks[b].first for b in w.bounds), w.seconds
-            )
-            for w in ways if len(w.meshes) > 1 for name in names
-        ]  # fmt: skip
 
     def _graph_of(self, block: Block) -> Graph:
         """The block alone."""

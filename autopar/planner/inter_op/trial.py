@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
-from autopar.planner.inter_op.equal import EstimatedCut
+from autopar.planner.inter_op.estimates import EstimatedCut
 from cost_models.pipeline import Edge, build, simulate, times
 
 BEYOND = 1.1

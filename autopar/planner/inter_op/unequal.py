@@ -1,56 +1,53 @@
 """Stages on unequal groups of devices: the staging search of :mod:`cost_models.staging`, fed with planned blocks.
 
 For clusters of several device types, and for numbers of devices that few numbers divide. Schedules with one stage a
-group only. The search takes one of the ways of its menu for all blocks of a stage, and recomputes as many of them as it
-must.
+group only. Which shape a group has and how many blocks it takes is decided together here, from every number of devices
+that may be left: that is a dynamic program over labels, which takes one of the ways of the menu for all blocks of a
+stage, and recomputes as many of them as it must. The stages of the best cuts are then filled as those of equal groups
+are (:mod:`.filling`), and their estimate is the same (:mod:`.estimates`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autopar.errors import InfeasibleError
-from autopar.meshes import Mesh, mesh_shapes
+from autopar.meshes import Mesh
 from autopar.planner.inter_op.blocks import Block
-from autopar.planner.inter_op.menu import WAYS, Menus, Way
-from autopar.planner.intra_op.options import Options
+from autopar.planner.inter_op.estimates import EstimatedCut, Group, crossing_seconds, estimated
+from autopar.planner.inter_op.filling import Fillers
+from autopar.planner.inter_op.menu import WAYS, Way
 from autopar.wishes import MEMORY_FRACTION
 from cost_models.costs import costs_of
-from cost_models.pipeline import fill_of
-from cost_models.staging import NothingFits, Pool, StageCost, StagingProblem, Submesh, stage
+from cost_models.pipeline import Fill, fill_of
+from cost_models.staging import NothingFits, Pool, StageCost, StagingEstimate, StagingProblem, Submesh, stage
 from cost_models.staging.submeshes import place, pools_of, sizes, submeshes
 from hardware_profiles import Cluster
 
 
-@dataclass(frozen=True)
-class UnequalCut:
-    """Cuts (block numbers) with the mesh and the ranks of every stage."""
-
-    bounds: tuple[int, ...]
-    meshes: tuple[Mesh, ...]
-    devices: tuple[tuple[int, ...], ...]
-    seconds: float
-
-
 @dataclass
 class Unequal:
-    """A search over what the menus offer."""
+    """A search over what the menus offer.
+
+    Attributes:
+        shapes: meshes of a group of so many devices.
+        limit: bytes of a device of those given, what may be filled.
+    """
 
     cluster: Cluster
-    n_devices: int
     blocks: Sequence[Block]
-    menus: Menus
-    options: Options
+    fillers: Fillers
+    shapes: Callable[[int], Sequence[Mesh]]
     microbatches: int
+    limit: Callable[[Sequence[int]], float]
 
     @cached_property
     def pools(self) -> tuple[Pool, ...]:
         """Devices by type, each type's in order of rank."""
         pools = pools_of(self.cluster, MEMORY_FRACTION)
-        limit = self.options.memory_limit_bytes
-        return tuple(replace(p, memory_bytes=limit) for p in pools) if limit is not None else pools
+        return tuple(replace(pool, memory_bytes=self.limit(self.ranks[pool.device_type])) for pool in pools)
 
     @cached_property
     def ranks(self) -> dict[str, list[int]]:
@@ -60,42 +57,68 @@ class Unequal:
             by_type.setdefault(device.name, []).append(rank)
         return by_type
 
-    def candidates(self, schedule: str, n: int, groups: int | None = None) -> list[UnequalCut]:
-        """The best ways to cut, by estimate.
+    def cuts(self, schedules: Sequence[str], n: int, groups: int | None = None) -> list[EstimatedCut]:
+        """The ``n`` best ways to cut into two stages or more, by the estimate of the first schedule, each under every
+        schedule.
 
         Args:
             groups: exactly so many stages; None for any number.
+
+        Raises:
+            InfeasibleError: no way fits.
         """
         places = submeshes(self.pools, self._labels, sizes)
         problem = StagingProblem(
             len(self.blocks), self.pools, places, self._cost, self._transfer,
             classes=[b.kind for b in self.blocks], place=lambda s: (s.device_type, s.n_devices), all_devices=True,
-            recompute="blocks" if self.menus.recompute else "never", max_stages=groups,
+            recompute="blocks" if self.fillers.menus.recompute else "never", max_stages=groups,
         )  # fmt: skip
         try:
-            fill = replace(fill_of(schedule), drain=0.0)  # nothing hides in the simulated step either
+            fill = replace(fill_of(schedules[0]), drain=0.0)  # nothing hides in the simulated step either
             best = stage(problem, self.microbatches, fill, n_candidates=n)
         except NothingFits as error:
             raise InfeasibleError(str(error)) from None
-        candidates = []
+        cuts = []
         for candidate in best:
             chosen = [s.choice for s in candidate.stages]
-            if groups is not None and len(chosen) != groups:
+            if len(chosen) == 1 or groups not in (None, len(chosen)):
                 continue
             numbers = place(self.pools, [c.submesh for c in chosen])
             if numbers is None:
                 continue
-            devices = tuple(
-                tuple(self.ranks[c.submesh.device_type][i] for i in ns) for c, ns in zip(chosen, numbers, strict=True)
-            )
-            meshes = tuple(self._mesh(c.submesh) for c in chosen)
-            candidates.append(UnequalCut(tuple(c.first for c in chosen[1:]), meshes, devices, candidate.seconds))
-        return candidates
+            of_groups = [
+                Group(self._mesh(c.submesh), tuple(self.ranks[c.submesh.device_type][i] for i in ns))
+                for c, ns in zip(chosen, numbers, strict=True)
+            ]  # fmt: skip
+            cuts += [self._estimated(candidate, of_groups, fill_of(name)) for name in schedules]
+        return cuts
+
+    def _estimated(self, candidate: StagingEstimate, groups: Sequence[Group], fill: Fill) -> EstimatedCut:
+        """The cut, its stages filled as those of equal groups are; as the dynamic program has it, where one of them is
+        not known to fit so."""
+        chosen = [s.choice for s in candidate.stages]
+        stages = []
+        for number, (choice, group) in enumerate(zip(chosen, groups, strict=True)):
+            filler = self.fillers.of(group.mesh, self._devices(choice.submesh))
+            in_flight = fill.in_flight(number, len(groups), self.microbatches)
+            end = choice.last + 1
+            filled = filler.stage(choice.first, end, in_flight, self.limit(group.devices)) if filler else None
+            if filled is None:
+                firsts = tuple(c.first for c in chosen[1:])
+                return EstimatedCut(tuple(groups), fill, firsts, (), (), candidate.seconds)
+            stages.append((choice.first, filled))
+        return estimated(groups, fill, stages, self.microbatches, self._crossing)
+
+    def _crossing(self, block: int, source: Group, target: Group) -> float:
+        size = min(len(source.devices), len(target.devices))
+        return crossing_seconds(self.cluster, self.blocks[block], source, target, size)
 
     def _labels(self, n: int) -> list[str]:
-        near = max(1, self.cluster.n_devices // self.cluster.n_nodes)
-        shapes = [m for m in mesh_shapes(n) if len(m) == 1 or m[-1][1] <= near]
-        return [m.text + f" {w}" for m in shapes for w in range(WAYS)]
+        return [f"{mesh.text} {way}" for mesh in self.shapes(n) for way in range(WAYS)]
+
+    def _devices(self, submesh: Submesh) -> list[int]:
+        """The first of its type: what a block costs on the others is taken to be the same."""
+        return self.ranks[submesh.device_type][: submesh.n_devices]
 
     @staticmethod
     def _mesh(submesh: Submesh) -> Mesh:
@@ -117,9 +140,8 @@ class Unequal:
 
     def _way(self, block: Block, submesh: Submesh) -> tuple[Way, Way] | None:
         """The way that a submesh names, and the same cuts with as much made again as may, if that saves bytes."""
-        devices = self.ranks[submesh.device_type][: submesh.n_devices]
         try:
-            ways = self.menus.ways(block, self._mesh(submesh), devices)
+            ways = self.fillers.menus.ways(block, self._mesh(submesh), self._devices(submesh))
         except InfeasibleError:
             return None
         plain = [w for w in ways if not w.recomputed]
@@ -140,4 +162,4 @@ class Unequal:
         return costs_of(self.cluster).transfer(a, b, n_bytes)
 
 
-__all__ = ["Unequal", "UnequalCut"]
+__all__ = ["Unequal"]
