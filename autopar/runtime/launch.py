@@ -16,6 +16,7 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -197,12 +198,30 @@ def _end(processes: list[Any]) -> None:
         process.close()
 
 
+def _end_with_launcher() -> None:
+    """End this rank when the process that has called :func:`run_local` ends, however it does.
+
+    The kernel ends a rank with its parent. That is the launcher only where ranks are spawned: forked ones are children
+    of the server, which lives as long as one of them does. So a thread waits for the end of the launcher itself, of
+    which the rank has a pipe. The server, which nobody holds any more, ends by itself.
+    """
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+
+    def follow() -> None:
+        launcher.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=follow, daemon=True, name="end with the launcher").start()
+
+
 def _rank(
     pipe: Connection, fn: Callable[..., Any], args: Any, rank: int, env: dict[str, str], timeout: float, threads: int,
     backend: str,
 ) -> None:  # fmt: skip
-    if sys.platform.startswith("linux"):  # do not outlive the parent
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    _end_with_launcher()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()  # a rank that dies of a signal shows where, on its standard error
     os.environ.update(env)

@@ -6,6 +6,7 @@ import os
 import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.errors import RunError
+from autopar.runtime import launch
 from autopar.runtime.launch import _context, _environment
 
 RANKS = 2
@@ -104,3 +106,15 @@ def answers(in_order: bool, seconds: float) -> dict[str, str]:
             process.kill()
             process.join()
         del store
+
+
+def waits(folder: str) -> None:
+    """Write down which process this rank is and which has started it, and go on until it is ended."""
+    Path(folder, f"rank {dist.get_rank()}").write_text(f"{os.getpid()} {os.getppid()}")
+    time.sleep(120)
+
+
+def launches(folder: str) -> None:
+    """What a launcher does that is ended before its ranks are."""
+    launch.PRELOADED[:] = ["torch.distributed"]
+    launch.run_local(waits, 2, folder, timeout=100)

@@ -1,6 +1,14 @@
-"""A rank alone behind the training loop, while another one's process has ended: an error that says so."""
+"""A rank alone behind the training loop, while another one's process has ended: an error that says so. And ranks whose
+launcher has ended: they end."""
 
 from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 from procs.ending import answers
@@ -12,3 +20,38 @@ def test_a_rank_that_goes_on_alone_hears_who_has_ended(in_order: bool) -> None:
     assert set(said) == {"eval", "method", "save", "checkpoint"}
     for what, text in said.items():
         assert "rank 1" in text and "has ended" in text, (what, text)
+
+
+def begun(pid: int) -> str:
+    """When a process began; empty where there is none, or it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ranks are spawned, and /proc is Linux's")
+def test_ranks_end_with_their_launcher(tmp_path: Path) -> None:
+    code = f"from procs.ending import launches; launches({str(tmp_path)!r})"
+    launcher = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        for _ in range(1200):
+            texts = [path.read_text() for path in tmp_path.iterdir()]
+            if len(texts) == 2 and all(len(text.split()) == 2 for text in texts):
+                break
+            assert launcher.poll() is None
+            time.sleep(0.05)
+        pids = {int(pid): begun(int(pid)) for text in texts for pid in text.split()}
+        assert len(pids) == 3 and all(pids.values())  # two ranks and the server that has forked them
+    finally:
+        launcher.kill()
+        launcher.wait()
+    for _ in range(200):
+        left = [pid for pid, since in pids.items() if begun(pid) == since]
+        if not left:
+            return
+        time.sleep(0.05)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    raise AssertionError(f"processes {left} outlive the launcher")
