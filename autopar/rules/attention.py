@@ -36,8 +36,7 @@ def attention_with_dropout(
     row, column = halves(seed, site, drawn, (*shards[:-1], ()), q.device)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     form = AttentionForm(is_causal, scale, threshold_of(dropout_p), 1 - dropout_p)
-    # a compiler would take the backward's probabilities for those of the forward, and keep them all
-    if goes_in_blocks(q, k, v) and not (spmd.is_type_checking() or torch.compiler.is_compiling()):
+    if goes_in_blocks(q, k, v) and not spmd.is_type_checking():
         return in_blocks(q, k, v, attn_mask, row, column, form)
     return form.in_one(q, k, v, attn_mask, row, column)
 

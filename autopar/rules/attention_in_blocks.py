@@ -5,12 +5,15 @@ probabilities, use them and let them go; the backward makes them again from quer
 again. What is kept for it is queries, keys, values, the mask, and one hash for each query and key: for S of both, and
 blocks of B queries, memory is S B in place of S S. Which element is dropped is decided by its place in the whole tensor
 (:mod:`.random`), so neither blocks nor meshes change the numbers.
+
+In a compiled program the call is one operator of its own, forward and backward: a compiler that saw into it would take
+the backward's probabilities for those of the forward, and keep them all.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -120,46 +123,58 @@ class _InBlocks(torch.autograd.Function):
     ) -> torch.Tensor:  # fmt: skip
         ctx.save_for_backward(q, k, v, mask, row, column)
         ctx.form = form
-        parts = []
-        for block in _blocks(q, k, mask, row, column, form):
-            dropped = _folded(block.drop(block.weights), v)
-            part = torch.matmul(dropped, v[..., : block.n_keys, :]) * form.unscaled
-            parts.append(_rejoined(part, q[..., block.rows, :]))
-            del block, dropped
-        return torch.cat(parts[::-1], -2)
+        return _forward((q, k, v, mask, row, column), form)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():
             return _differentiable(ctx, grads[0])
-        q, k, v, mask, row, column = ctx.saved_tensors
-        form: AttentionForm = ctx.form
-        to_q, to_k, to_v, to_mask = ctx.needs_input_grad[:4]
-        of_q, of_k, of_v = [], _Sum(k), _Sum(v)
-        of_mask = _Sum(mask) if to_mask else None
-        for block in _blocks(q, k, mask, row, column, form):
-            rows, keys = block.rows, slice(0, block.n_keys)
-            grad = _folded(grads[0][..., rows, :] * form.unscaled, v)
-            part = q[..., rows, :]
-            if to_v:
-                dropped = _folded(block.drop(block.weights), v)
-                of_v.add(torch.matmul(dropped.transpose(-2, -1), grad), keys)
-                del dropped
-            of_weights = block.drop(_rejoined(torch.matmul(grad, v[..., keys, :].transpose(-2, -1)), part))
-            of_scores = torch.ops.aten._softmax_backward_data(of_weights, block.weights, -1, block.weights.dtype)
-            del of_weights
-            if of_mask is not None:
-                of_mask.add_block(of_scores, rows, keys)
-            of_scores = _folded(of_scores, k)
-            if to_q:
-                of_q.append(_rejoined(torch.matmul(of_scores, k[..., keys, :]), part) * form.scale)
-            if to_k:
-                of_k.add(torch.matmul(of_scores.transpose(-2, -1), _folded(part * form.scale, k)), keys)
-            del block, of_scores
-        return (
-            torch.cat(of_q[::-1], -2) if to_q else None, of_k.total() if to_k else None, of_v.total() if to_v else None,
-            of_mask.total() if of_mask is not None else None, None, None, None,
-        )  # fmt: skip
+        return *_backward(grads[0], ctx.saved_tensors, ctx.needs_input_grad[:4], ctx.form), None, None, None
+
+
+def _forward(tensors: Sequence[Any], form: AttentionForm) -> torch.Tensor:
+    """Attention of ``tensors``: queries, keys, values, mask or None, hashes of rows and of columns."""
+    q, k, v, mask, row, column = tensors
+    parts = []
+    for block in _blocks(q, k, mask, row, column, form):
+        dropped = _folded(block.drop(block.weights), v)
+        part = torch.matmul(dropped, v[..., : block.n_keys, :]) * form.unscaled
+        parts.append(_rejoined(part, q[..., block.rows, :]))
+        del block, dropped
+    return torch.cat(parts[::-1], -2)
+
+
+def _backward(
+    gradient: torch.Tensor, tensors: Sequence[Any], wanted: Sequence[bool], form: AttentionForm
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of queries, keys, values and mask, those that are wanted, from the result's."""
+    q, k, v, mask, row, column = tensors
+    to_q, to_k, to_v, to_mask = wanted
+    of_q, of_k, of_v = [], _Sum(k), _Sum(v)
+    of_mask = _Sum(mask) if to_mask else None
+    for block in _blocks(q, k, mask, row, column, form):
+        rows, keys = block.rows, slice(0, block.n_keys)
+        grad = _folded(gradient[..., rows, :] * form.unscaled, v)
+        part = q[..., rows, :]
+        if to_v:
+            dropped = _folded(block.drop(block.weights), v)
+            of_v.add(torch.matmul(dropped.transpose(-2, -1), grad), keys)
+            del dropped
+        of_weights = block.drop(_rejoined(torch.matmul(grad, v[..., keys, :].transpose(-2, -1)), part))
+        of_scores = torch.ops.aten._softmax_backward_data(of_weights, block.weights, -1, block.weights.dtype)
+        del of_weights
+        if of_mask is not None:
+            of_mask.add_block(of_scores, rows, keys)
+        of_scores = _folded(of_scores, k)
+        if to_q:
+            of_q.append(_rejoined(torch.matmul(of_scores, k[..., keys, :]), part) * form.scale)
+        if to_k:
+            of_k.add(torch.matmul(of_scores.transpose(-2, -1), _folded(part * form.scale, k)), keys)
+        del block, of_scores
+    return (
+        torch.cat(of_q[::-1], -2) if to_q else None, of_k.total() if to_k else None, of_v.total() if to_v else None,
+        of_mask.total() if of_mask is not None else None,
+    )  # fmt: skip
 
 
 class _Sum:
@@ -229,8 +244,62 @@ def in_blocks(
     Returns:
         [.. h q e].
     """
+    if torch.compiler.is_compiling():
+        return torch.ops.autopar.attention_in_blocks(q, k, v, mask, row, column, *form)  # type: ignore[no-any-return]
     result: torch.Tensor = _InBlocks.apply(q, k, v, mask, row, column, form)
     return result
+
+
+# --- as an operator, for compiled programs ---------------------------------------------------------------------------
+
+_library = torch.library.Library("autopar", "FRAGMENT")
+_ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor row, Tensor column, "
+    "bool is_causal, float scale, int threshold, float keeps_share"
+)
+_library.define(f"attention_in_blocks({_ARGUMENTS}) -> Tensor")
+_library.define(
+    f"attention_in_blocks_backward(Tensor grad, bool[4] wanted, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+@torch.library.impl(_library, "attention_in_blocks", "CompositeExplicitAutograd")  # type: ignore[untyped-decorator]
+def _run_forward(*args: Any) -> torch.Tensor:
+    return _forward(args[:6], AttentionForm(*args[6:])).contiguous()
+
+
+@torch.library.register_fake("autopar::attention_in_blocks", lib=_library)
+def _shape_of_forward(q: Any, k: Any, v: Any, *args: Any) -> torch.Tensor:
+    return q.new_empty((*q.shape[:-1], v.shape[-1]))
+
+
+@torch.library.impl(  # type: ignore[untyped-decorator]
+    _library, "attention_in_blocks_backward", "CompositeExplicitAutograd"
+)
+def _run_backward(grad: torch.Tensor, wanted: Sequence[bool], *args: Any) -> tuple[torch.Tensor, ...]:
+    gradients = _backward(grad, args[:6], wanted, AttentionForm(*args[6:]))
+    return tuple(grad.new_empty(0) if x is None else x.contiguous() for x in gradients)
+
+
+@torch.library.register_fake("autopar::attention_in_blocks_backward", lib=_library)
+def _shapes_of_backward(grad: torch.Tensor, wanted: Sequence[bool], *args: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(
+        x.new_empty(x.shape) if is_wanted else grad.new_empty(0) for x, is_wanted in zip(args, wanted, strict=False)
+    )
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs[:6])
+    ctx.form = inputs[6:]
+
+
+def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    wanted = list(ctx.needs_input_grad[:4])
+    gradients = torch.ops.autopar.attention_in_blocks_backward(grad, wanted, *ctx.saved_tensors, *ctx.form)
+    return *(x if is_wanted else None for x, is_wanted in zip(gradients, wanted, strict=True)), *[None] * 6
+
+
+torch.library.register_autograd("autopar::attention_in_blocks", _gradients, setup_context=_keep, lib=_library)
 
 
 __all__ = ["AttentionForm", "goes_in_blocks", "in_blocks"]

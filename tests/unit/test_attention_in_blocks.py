@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.graph import Spec
@@ -126,6 +128,35 @@ def test_nothing_has_queries_by_keys(causal: bool) -> None:
     with Largest() as most:
         both([*tensors, None], causal)
     assert most.elements <= 2 * attention_in_blocks.QUERIES * n < 2 * n * n / 10
+
+
+@pytest.mark.parametrize("name", ["causal", "shared keys", "booleans of keys", "a trained mask"])
+def test_compiled_it_is_an_operator_in_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a program calls it that is compiled as a whole: one graph, the same numbers, and nothing of queries by keys is
+    kept or made in it."""
+    blocks_of(7, monkeypatch)
+    tensors, causal = inputs(name), CASES[name][-1]
+    expected = both(tensors, causal)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    torch.compiler.reset()
+    called = torch.compiler.allow_in_graph(lambda *tensors: attend([*tensors, None][:4], causal))
+    run = torch.compile(lambda *tensors: called(*tensors), backend=aot_autograd(fw_compiler=keep), fullgraph=True)
+    given = [x for x in tensors if x is not None]
+    y = run(*given)
+    leaves = [x for x in given if x.requires_grad]
+    gradients = torch.autograd.grad(y, leaves, torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape))
+    for a, b in zip([y, *gradients], expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+    forward, backward = graphs
+    own = torch.ops.autopar
+    for graph, op in ((forward, own.attention_in_blocks), (backward, own.attention_in_blocks_backward)):
+        assert [n for n in graph.graph.nodes if n.target is op.default]
+        assert not [n for n in graph.graph.nodes if "softmax" in str(n.target) or "mm" in str(n.target)]
 
 
 def test_short_calls_go_at_once() -> None:
