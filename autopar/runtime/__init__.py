@@ -64,5 +64,6 @@ Ranks together
                          :mod:`.safetensors_folder`: weights as others publish them, in :mod:`.safetensors_files`;
                          :mod:`.optimizers`: those made before, :mod:`.optimizer_state`: as one
                          device has it; :mod:`.init`: models without values
+:mod:`.streams`          the one of an accelerator on which a step runs
 :mod:`.launch`           processes on this machine; :mod:`.world`: many ranks in one process; :mod:`.collective_seconds`
 """

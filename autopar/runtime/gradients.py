@@ -131,6 +131,7 @@ class Gradients:
 
     def _ready(self, held: HeldParam, leaf: torch.Tensor) -> None:
         """A used leaf has its whole gradient of this backward."""
+        self.schedule.stream.check("the gradient of a parameter")
         if held.per_use:
             assert held.unit is not None
             self.schedule.done(held)

@@ -22,6 +22,7 @@ from autopar.lower.segments import with_segments
 from autopar.rules.function import Callee
 from autopar.runtime.gathering import Unit
 from autopar.runtime.state import HeldParam
+from autopar.runtime.streams import StepStream
 from autopar.torch_private import current_backward
 
 AHEAD = 2
@@ -29,10 +30,14 @@ AHEAD = 2
 
 
 class GatherOrder:
-    """The units of a program in order of first use."""
+    """The units of a program in order of first use.
 
-    def __init__(self, units: Sequence[Unit]) -> None:
-        self.units = list(units)
+    Args:
+        stream: on which the program runs, and all that is gathered for it.
+    """
+
+    def __init__(self, units: Sequence[Unit], stream: StepStream) -> None:
+        self.units, self.stream = list(units), stream
         self.per_use = [i for i, unit in enumerate(self.units) if unit.per_use]
         self.number = {id(held): i for i, unit in enumerate(self.units) for held in unit.held_params}
         self.storages: dict[int, int] = {}
@@ -62,6 +67,7 @@ class GatherOrder:
     def fetch(self, i: int, last: int | None = None) -> None:
         """Wait for unit ``i`` and start the next ones; in a segment that runs again, none after unit ``last``."""
         unit = self.units[i]
+        self.stream.check("a gather of parameters")
         unit.fetch()
         if unit.per_use:
             for held in unit.held_params:
@@ -93,6 +99,7 @@ class GatherOrder:
             return kept
         i, x = kept
         if not self.units[i].ready:
+            self.stream.check("a gather of parameters in the backward")
             self.units[i].fetch()
             at = self.per_use.index(i)
             for before in reversed(self.per_use[max(0, at - AHEAD) : at]):

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 
 from autopar.autocasting import without_autocast
 from autopar.capture.evaluation import evaluated
-from autopar.errors import RunError
 from autopar.graph import Graph
 from autopar.lower.emit import lower
 from autopar.lower.program import Program
@@ -33,6 +32,7 @@ from autopar.runtime.gradients import Gradients
 from autopar.runtime.renewed import outliving
 from autopar.runtime.spread import SpreadModule
 from autopar.runtime.state import Followed, HeldParam, joined
+from autopar.runtime.streams import StepStream
 from autopar.runtime.ways_taken import WaysTaken
 
 Buffers = dict[str, tuple[torch.Tensor, State]]
@@ -63,7 +63,8 @@ class Stage:
         self.buffers, self.compile_args = buffers, compile_args
         self.program: Program = lower(graph, plan, self.device)
         self.held_params = self._hold_parameters()
-        self.schedule = prefetch.GatherOrder(self._units())
+        self.stream = StepStream(self.device, self._kept)
+        self.schedule = prefetch.GatherOrder(self._units(), self.stream)
         self.run_program = self._runnable(self.program)
         self.evaluation: tuple[Program, Any] | None = None
         on_meshes = any(isinstance(held.param, DTensor) for held in self.held_params.values())
@@ -71,7 +72,6 @@ class Stage:
         self.direct = device_mesh.size() == 1 and not on_meshes and not casts
         self.gradients = Gradients({} if self.direct else self.held_params, self.schedule, lambda: home.gradient_dtype)
         self.probe = torch.empty(0, requires_grad=True)
-        self.stream: Any = None
         self.seeds: Callable[[int], torch.Tensor] | None = None  # where a recorded step reads them
         self.ways = WaysTaken(graph)
         self.distributed = any(size > 1 for size in self.program.mesh.sizes)
@@ -226,7 +226,7 @@ class Stage:
                 template[self.seed_slot] = self.seeds(seed)
             else:
                 template[self.seed_slot] = torch.full((), seed, dtype=torch.int64, device=self.device)  # written there
-        self.stream = one_stream(self.device, self.stream, same_step)
+        self.stream.begin(same_step)
         if self.compile_args is None:
             self.schedule.begin(same_step=same_step)
         else:
@@ -262,35 +262,14 @@ class Stage:
         slot = self.inputs[name]
         return joined(grad, slot.state, slot.shape, self.device_mesh)
 
+    def _kept(self) -> list[torch.Tensor]:
+        """What stays in memory from step to step: pieces and gathered copies of parameters, and buffers."""
+        of_params = [x for held in self.held_params.values() for x in (held.local, held.leaf) if x is not None]
+        return [*of_params, *(buffer for buffer, _ in self.buffers.values())]
+
     def free(self) -> None:
         """Nothing gathered for one use stays."""
         self.schedule.end()
-
-
-def one_stream(device: torch.device, before: Any, same_step: bool) -> Any:
-    """The stream that is current; on processors None.
-
-    Args:
-        before: that of the call before, if there was one. Where it is another one, the current stream waits for what
-            the module has done there, for buffers and gathered parameters that stay from call to call.
-        same_step: that call was a microbatch of the same step, of which gathered copies are used again: the caching
-            allocator and the waits of its collectives know of no other stream.
-
-    Raises:
-        RunError: a step runs on two streams.
-    """
-    if device.type != "cuda":
-        return None
-    now = torch.cuda.current_stream(device)
-    if before is None or now == before:
-        return now
-    if same_step:
-        raise RunError(
-            f"the microbatches of one step run on two CUDA streams, {before} and {now}: what was gathered on the first "
-            "may not be there yet on the second. Call the module on one stream"
-        )
-    now.wait_stream(before)
-    return now
 
 
 def device_of(device_mesh: DeviceMesh) -> str:
@@ -299,4 +278,4 @@ def device_of(device_mesh: DeviceMesh) -> str:
     return kind if kind == "cpu" else f"{kind}:{torch.accelerator.current_device_index()}"
 
 
-__all__ = ["Buffers", "Stage", "device_of", "one_stream"]
+__all__ = ["Buffers", "Stage", "device_of"]

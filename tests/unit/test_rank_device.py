@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
+import autopar
 from autopar.cli.common import UsageError, where_to_run
 from autopar.errors import MeshError, RunError
+from autopar.runtime import streams
 from autopar.runtime.agree import choose_device
 from autopar.runtime.groups import backend_for
-from autopar.runtime.stage import one_stream
+from autopar.runtime.streams import StepStream
 from autopar.spreading import device_type_of, tell_of_idle_gpus
 
 
@@ -108,15 +112,69 @@ def test_commands_say_what_is_missing(gpus: mock.Mock, monkeypatch: pytest.Monke
     assert where_to_run("auto", 3) == ("cpu", "3 processes on the CPU")
 
 
+class Stream:
+    """One of an accelerator: what was asked of it."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.waited_for = name, list[Any]()
+
+    def wait_stream(self, stream: Any) -> None:
+        self.waited_for.append(stream)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+class Streams:
+    """An accelerator's, on a processor: which one is current, and which tensors were recorded as which one's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current = Stream("first")
+        self.recorded: list[tuple[int, Any]] = []
+        monkeypatch.setattr(streams, "current_stream", lambda _: self.current)
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, s: self.recorded.append((x.data_ptr(), s)))
+
+
+def mixed() -> tuple[Any, Any]:
+    """A module whose parameters are cast, so that hooks of the backward add up their gradients; and a batch."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    x = torch.randn(6, 4)
+    loss_fn = torch.nn.functional.mse_loss
+    return autopar.parallelize(model, 1, x, loss_fn=loss_fn, targets=x, precision="bf16-mixed"), (x, x)
+
+
+def test_a_step_runs_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    pm, batch = mixed()
+    on = Streams(monkeypatch)
+    first, second = on.current, Stream("second")
+    pm.train_step(*batch)
+    assert not first.waited_for and not on.recorded
+    on.current = second
+    pm.train_step(*batch)
+    assert second.waited_for == [first]
+    pieces = [p.to_local() if isinstance(p, DTensor) else p for p in pm.parameters()]
+    kept = {x.data_ptr() for x in (*pieces, *pm.buffers())}
+    assert kept <= {where for where, _ in on.recorded} and {s for _, s in on.recorded} == {second}
+    pm.train_step(*batch)
+    assert second.waited_for == [first]
+
+
+def test_a_hook_of_the_backward_on_another_stream_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    pm, batch = mixed()
+    on = Streams(monkeypatch)
+    loss = pm(*batch)
+    on.current = Stream("second")
+    with pytest.raises(RunError, match="the gradient of a parameter comes on the stream second, and the step runs on"):
+        loss.backward()
+
+
 def test_microbatches_of_a_step_run_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, before = mock.Mock(name="now"), mock.Mock(name="before")
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now)
-    gpu = torch.device("cuda", 0)
-    assert one_stream(gpu, None, False) is one_stream(gpu, now, True) is now
-    now.wait_stream.assert_not_called()
-    with pytest.raises(RunError, match="of one step run on two CUDA streams"):
-        one_stream(gpu, before, True)
-    now.wait_stream.assert_not_called()
-    assert one_stream(gpu, before, False) is now
-    now.wait_stream.assert_called_once_with(before)
-    assert one_stream(torch.device("cpu"), before, True) is None
+    on, of_step = Streams(monkeypatch), StepStream(torch.device("cuda", 0))
+    of_step.begin(same_step=False)
+    on.current = Stream("second")
+    with pytest.raises(RunError, match="of one step run on two CUDA streams, first and second"):
+        of_step.begin(same_step=True)
+    assert not on.current.waited_for
+    monkeypatch.undo()
+    assert streams.current_stream(torch.device("cpu")) is None
