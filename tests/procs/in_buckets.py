@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -84,6 +85,57 @@ def between_layouts(optimizer: str) -> tuple[float, list[str], str]:
     first = pm(*batch(4, 6))[0]
     pm(*batch(2, 12))
     return worst, stored, said(first.backward)
+
+
+class Decoder(nn.Module):
+    """A language model of one layer with its loss."""
+
+    def __init__(self, dim: int = 64, heads: int = 4, words: int = 64, longest: int = 512) -> None:
+        super().__init__()
+        self.heads = heads
+        self.words, self.places = nn.Embedding(words, dim), nn.Embedding(longest, dim)
+        self.norm, self.norm_2, self.norm_3 = (nn.LayerNorm(dim) for _ in range(3))
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.up, self.down, self.head = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim), nn.Linear(dim, words, False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = self.words(x) + self.places(torch.arange(x.shape[1], device=x.device))
+        q, k, v = (p.unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in self.qkv(self.norm(h)).chunk(3, -1))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        h = h + self.out(attended.transpose(1, 2).flatten(2))
+        h = h + self.down(nn.functional.gelu(self.up(self.norm_2(h))))
+        return nn.functional.cross_entropy(self.head(self.norm_3(h)).flatten(0, 1), y.flatten())
+
+
+SHORT, LONG = (64, 8), (1, 512)
+RUNS = ([SHORT] * 10 + [LONG] * 10) * 3
+"""Steps in runs of ten: long enough for a change of layout to pay on :data:`SLOW_PAIR`."""
+SLOW_PAIR = Path(__file__).parents[1] / "data" / "slow-pair.toml"
+
+
+def a_change_that_pays() -> tuple[float, int, list[bool]]:
+    """The planner stores parameters in other pieces for long sequences, by itself; they move and train on. How far
+    losses and weights are from one device's, how often parameters moved, and whether ``out`` is cut in each step."""
+    torch.manual_seed(0)
+    model = Decoder()
+    alone = copy.deepcopy(model)
+    example = torch.zeros(*SHORT, dtype=torch.long)
+    pm = autopar.parallelize(
+        model, dist.get_world_size(), (example, example), shapes="buckets", buckets=RUNS, cluster=SLOW_PAIR
+    )
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (pm, alone)]
+    worst, cut = 0.0, []
+    for number, size in enumerate((SHORT, SHORT, LONG, LONG, SHORT)):
+        x = torch.randint(0, 64, size, generator=torch.Generator().manual_seed(number))
+        mine, theirs = pm(x, x.roll(-1, 1)), alone(x, x.roll(-1, 1))
+        worst = max(worst, difference(mine.detach(), theirs.detach()))
+        cut.append(pm.get_parameter("out.weight").placements[0].is_shard())
+        for loss, optimizer in zip((mine, theirs), optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = (difference(p.full_tensor(), alone.get_parameter(n)) for n, p in pm.named_parameters())
+    return max(worst, *weights), pm.layout, cut
 
 
 def uneven_own_rows(cut: str) -> float:

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from procs import in_buckets
 from torch import nn
 from torch.nn import functional as F
 
@@ -73,6 +74,20 @@ def test_a_change_of_layout_is_taken_where_it_pays(graphs: dict[tuple[int, int],
     with mock.patch.object(bucket_plans, "relayout_seconds", return_value=-1.0):
         gains = plan_buckets(graphs, [SHORT, LONG] * 4, cluster, MESH, wishes)
     assert gains.switches == 7 and gains.switching_seconds == -7.0
+
+
+def test_a_change_of_layout_pays_in_runs_of_steps() -> None:
+    """By the prices alone, on a described cluster: in runs of ten steps, and not where every step is another bucket."""
+    with torch.device("meta"):
+        model = in_buckets.Decoder()
+        batches = {size: torch.zeros(*size, dtype=torch.long) for size in (in_buckets.SHORT, in_buckets.LONG)}
+    graphs = {size: capture(model, (x, x)).graph for size, x in batches.items()}
+    cluster, pair = get_cluster(in_buckets.SLOW_PAIR), Mesh.of(data=2)
+    in_runs = plan_buckets(graphs, in_buckets.RUNS, cluster, pair)
+    assert in_runs.switches == 5 and in_runs.switching_seconds > 0
+    assert in_runs.seconds < in_runs.fixed_seconds < 0.8 * in_runs.single_seconds
+    in_turn = plan_buckets(graphs, list(batches) * 30, cluster, pair)
+    assert in_turn.switches == 0 and in_turn.seconds == in_turn.fixed_seconds > in_runs.seconds
 
 
 def test_moving_a_layout_counts_parameters_and_state(graphs: dict[tuple[int, int], Any]) -> None:
