@@ -20,7 +20,8 @@ What stands where, in the order in which a model passes through:
                       :mod:`.detection`: which that is, from what the ranks say
 :mod:`.planner`       the search: cuts, memory and what runs again (``intra_op``), stages and schedule (``inter_op``)
 :mod:`.staging`       a graph cut into stages; :mod:`.device_groups`: where they run; :mod:`.transfer`: what crosses
-:mod:`.regather`      what is gathered or made again for the backward
+:mod:`.memory_decisions` what is done about memory between forward and backward; :mod:`.regather`: which tensors are
+                      gathered or made again
 :mod:`.certificate`   what a plan claims, recounted; :mod:`.verify`: the numbers of one device; :mod:`.other_batch`: on
                       another batch; :mod:`.parts_of_loss`: whether microbatches add up to the loss; :mod:`.padding`:
                       whether padding changes nothing;

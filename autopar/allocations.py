@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopar.torch_private import TorchDispatchMode, is_traceable_wrapper_subclass, pytree
+
+_ELSEWHERE: contextvars.ContextVar[bool] = contextvars.ContextVar("elsewhere", default=False)
+
+
+@contextlib.contextmanager
+def elsewhere() -> Iterator[None]:
+    """What operators make in here lies in other memory than that which is counted, such as the host's."""
+    token = _ELSEWHERE.set(True)
+    try:
+        yield
+    finally:
+        _ELSEWHERE.reset(token)
 
 
 class Allocations(TorchDispatchMode):
@@ -63,7 +77,7 @@ class Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for x in pytree.tree_leaves(result):
+        for x in pytree.tree_leaves(result) if not _ELSEWHERE.get() else ():
             if isinstance(x, torch.Tensor):
                 self.note(x)
         # what was empty comes back without an operator that makes it

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from autopar.device_groups import check_places
 from autopar.errors import PlanError
 from autopar.graph import Graph, Ref, Spec
+from autopar.memory_decisions import GATHER_AGAIN, MAKE_AGAIN, RECOMPUTE, Memory
 from autopar.meshes import Mesh
 from autopar.placements import State, whole_state
 from autopar.precision import Precision
@@ -114,12 +115,8 @@ class StagePlan:
             keep their activations at once (more than one in a stage of a pipeline).
         price: of a training step on one rank.
         solution: what the solver said; None for a plan that was edited by hand.
-        recompute: segments ``(first op, last op)``, runs of operators in execution order that keep only their inputs
-            and run again in the backward.
-        gather_again: tensors, by :func:`route_key`, whose gathered copies are not kept for the backward but gathered
-            again there.
-        make_again: results of operators of recomputed segments, by :func:`route_key`, that are not kept for those who
-            read them outside of the segment either: they are made again with the rest of it.
+        memory: what is not kept for the backward, by decision (:mod:`autopar.memory_decisions`): for each the segments
+            or the tensors, by :func:`route_key`, that it is made for.
         first: name of the first operator that depends on a parameter; a stage ends where the next one begins. Empty
             where there is none.
         devices: ranks, in row-major order of the mesh.
@@ -139,14 +136,40 @@ class StagePlan:
     microbatches: int = 1
     price: Price = field(default_factory=Price)
     solution: Solution | None = None
-    recompute: Recompute = ()
+    memory: Memory = field(default_factory=dict)
     in_flight: int = 1
     first: str = ""
     devices: tuple[int, ...] = ()
-    gather_again: tuple[str, ...] = ()
-    make_again: tuple[str, ...] = ()
     fullest: Moment | None = field(default=None, compare=False, repr=False)
     peaks: StagePeaks | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def recompute(self) -> Recompute:
+        """Segments ``(first op, last op)``, runs of operators in execution order that keep only their inputs and run
+        again in the backward."""
+        return self.memory.get(RECOMPUTE.name, ())
+
+    @property
+    def gather_again(self) -> tuple[str, ...]:
+        """Tensors whose gathered copies are gathered again in the backward."""
+        return self.memory.get(GATHER_AGAIN.name, ())
+
+    @property
+    def make_again(self) -> tuple[str, ...]:
+        """Results of segments that are not kept for those who read them outside either."""
+        return self.memory.get(MAKE_AGAIN.name, ())
+
+    @property
+    def about_tensors(self) -> dict[str, frozenset[str]]:
+        """The decisions that are made for tensors by themselves: all but those of segments and of their results."""
+        of_segments = (RECOMPUTE.name, MAKE_AGAIN.name)
+        return {name: frozenset(keys) for name, keys in self.memory.items() if name not in of_segments}
+
+    @property
+    def whole_backward(self) -> bool:
+        """Whether the backward is not split into that of the inputs and that of the weights: what is brought back for
+        it would have to be brought back for both."""
+        return bool(self.memory)
 
     @property
     def kept_bytes(self) -> int:
@@ -305,6 +328,10 @@ class Plan:
     @property
     def routes(self) -> Mapping[str, tuple[tuple[State, State], ...]]:
         return self.only("routes").routes
+
+    @property
+    def memory(self) -> Memory:
+        return self.only("decisions about memory").memory
 
     @property
     def recompute(self) -> Recompute:

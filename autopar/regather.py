@@ -1,4 +1,4 @@
-"""What a plan gathers or makes again for the backward: which tensors, and from what each is gathered.
+"""What a plan gathers or makes again for the backward, or lets wait: which tensors, and from what each is gathered.
 
 A tensor that is made in pieces and wanted whole is gathered by a step of its route. Operators that read the whole copy
 keep it for their backward, and others may keep the piece; where a plan says so (``StagePlan.gather_again``), only the
@@ -11,9 +11,12 @@ from collections.abc import Collection, Mapping, Sequence
 
 from autopar.errors import PlanError
 from autopar.graph import Graph, Ref
+from autopar.memory_decisions import Memory, MemoryDecision, about_tensors
 from autopar.meshes import Mesh
 from autopar.placements import State, Step
 from autopar.plan import route_key
+from autopar.rules.aliasing import may_alias
+from autopar.rules.operator_call import call_of
 from autopar.rules.strategy import Strategy
 
 Route = Sequence[tuple[State, State]]
@@ -56,8 +59,7 @@ def segment_outputs(graph: Graph, keys: Collection[str], segment_of: Mapping[int
     """
     refs = []
     for key in keys:
-        name, _, number = key.partition("#")
-        ref = Ref(graph.index[name], int(number or 0)) if name in graph.index else None
+        ref = ref_of(graph, key)
         if ref is None or not can_make_again(graph, ref, segment_of):
             raise PlanError(
                 f"make_again: '{key}' is not made by what is recomputed, is an output, or has no gradient; remove the "
@@ -65,6 +67,48 @@ def segment_outputs(graph: Graph, keys: Collection[str], segment_of: Mapping[int
             )
         refs.append(ref)
     return refs
+
+
+def may_wait(graph: Graph, ref: Ref, segment_of: Mapping[int, int]) -> bool:
+    """Whether the memory of a tensor may be given up between forward and backward: it is the one result of an operator
+    and no view, it has a gradient, it is no output, and no recomputed segment makes or reads it."""
+    node = graph.nodes[ref.node]
+    if node.kind != "op" or len(node.outs) != 1 or not (node.needs_grad and node.out.is_float):
+        return False
+    if ref.node in segment_of or any(reader in segment_of for reader, _ in graph.consumers.get(ref, ())):
+        return False
+    if any(out == ref for out in graph.outputs) or ref in graph.updates.values():
+        return False
+    return not may_alias(call_of(node, graph.spec))
+
+
+def waiting(graph: Graph, memory: Memory, segment_of: Mapping[int, int]) -> dict[Ref, MemoryDecision]:
+    """The tensors whose memory is given up by a decision about tensors, and the decision.
+
+    Raises:
+        PlanError: a decision is made for what is no tensor, cannot wait, or waits by another decision already.
+    """
+    waits: dict[Ref, MemoryDecision] = {}
+    for record in about_tensors():
+        for key in memory.get(record.name, ()):
+            ref = ref_of(graph, key)
+            if ref is None or not may_wait(graph, ref, segment_of) or not record.may(graph, ref):
+                raise PlanError(
+                    f"memory: {record.name}: '{key}' is no result of an operator that may be given up: it is a "
+                    "view, an output, has no gradient, or belongs to what is recomputed; remove the entry"
+                )
+            if ref in waits:
+                raise PlanError(
+                    f"memory: '{key}' has two decisions, {waits[ref].name} and {record.name}; remove it from one"
+                )
+            waits[ref] = record
+    return waits
+
+
+def ref_of(graph: Graph, key: str) -> Ref | None:
+    """The tensor that a plan names so (:func:`autopar.plan.route_key`); None if there is none."""
+    name, _, number = key.partition("#")
+    return Ref(graph.index[name], int(number or 0)) if name in graph.index else None
 
 
 def can_make_again(graph: Graph, ref: Ref, segment_of: Mapping[int, int]) -> bool:
@@ -96,8 +140,7 @@ def regathered(
     """
     copies: dict[tuple[Ref, State], tuple[State, tuple[tuple[State, State], ...]]] = {}
     for key in keys:
-        name, _, number = key.partition("#")
-        ref = Ref(graph.index[name], int(number or 0)) if name in graph.index else None
+        ref = ref_of(graph, key)
         before = {dst: src for src, dst in routes.get(key, ())}
         if ref is None or not any(is_gather(src, dst, mesh) for dst, src in before.items()):
             raise PlanError(f"gather_again: '{key}' is no tensor that the plan gathers; remove the entry")
@@ -134,6 +177,6 @@ def gathers(graph: Graph, mesh: Mesh, routes: Mapping[str, Route], segment_of: M
 
 
 __all__ = [
-    "can_gather_again", "can_make_again", "gathers", "is_gather", "is_same", "makes_memory", "regathered",
-    "segment_outputs",
+    "can_gather_again", "can_make_again", "gathers", "is_gather", "is_same", "makes_memory", "may_wait",
+    "ref_of", "regathered", "segment_outputs", "waiting",
 ]  # fmt: skip

@@ -73,7 +73,7 @@ def peak_of(plan: StagePlan, graph: Graph, given: Mapping[str, torch.Tensor] | N
             torch.empty(optimizer_state_bytes(plan.optimizer, x.numel(), moments[name]), dtype=torch.uint8)
             for name, x in stored.items() if x.requires_grad
         ]  # fmt: skip
-        count = Allocations(is_empty_storage if plan.gather_again or plan.make_again else None)
+        count = Allocations(is_empty_storage if plan.memory else None)
         for name in graph.arriving:
             count.note(outside[name])  # no name of this function may hold it
         for x in (*stored.values(), *states):

@@ -24,6 +24,7 @@ from autopar.graph import ITEM_BYTES, Graph
 from autopar.lower.emit import lower, used_shape
 from autopar.lower.program import Program
 from autopar.lower.typecheck import typecheck
+from autopar.memory_decisions import DECISIONS
 from autopar.pieces import elements_moved, local_shape
 from autopar.placements import Step
 from autopar.plan import StagePlan
@@ -242,6 +243,10 @@ class _Priced(Watched):
     def run_node(self, n: torch.fx.Node) -> Any:
         meta = n.meta.get("autopar") or {}
         before, sent = self.flops.get_total_flops(), len(self.messages)
+        if "decision" in meta:  # what leaves the device for a while, and comes back
+            whole: Any = self.env[n.args[0]]  # type: ignore[index]
+            n_bytes = whole.untyped_storage().nbytes()
+            self.copy_seconds.append(DECISIONS[meta["decision"]].price(self.costs, self.device, n_bytes))
         result = super().run_node(n)
         if n.op == "call_function" and "node" in meta:
             args, kwargs = self.fetch_args_kwargs_from_env(n)

@@ -27,6 +27,7 @@ from autopar.cli.common import (
 )
 from autopar.cli.stages import describe
 from autopar.errors import ModelError, PlanError
+from autopar.memory_decisions import DECISIONS
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -112,6 +113,7 @@ def _show_stage(
         params = rows.param_rows(graph, stage, priced)
         counts = rows.collective_counts(stage, graph, priced)
         again_seconds = rows.recomputed_seconds(graph, stage, priced)
+        waited = rows.waited_seconds(graph, stage, priced)
         profiled = coverage([graph], [stage], cluster)
     if as_json:
         print_json(
@@ -120,6 +122,8 @@ def _show_stage(
                 "cluster": plan.cluster, "blocks": blocks, "parameters": params, **rows.totals(stage.price),
                 "collectives": counts, "solution": stage.solution, "pins": plan.pins, "notes": plan.notes,
                 "recompute": {"segments": stage.recompute, "seconds": again_seconds},
+                **({"waiting": {name: {"tensors": stage.memory[name], "seconds": s} for name, s in waited.items()}}
+                   if waited else {}),
                 **({"profile": profiled} if profiled else {}),
             }
         )  # fmt: skip
@@ -131,6 +135,9 @@ def _show_stage(
     if runs_again := recomputed.runs_again(graph, stage):
         extra = f"for {show_seconds(again_seconds)} a step that no row has"
         console.print(f"recomputed in the backward, {extra}: {'; '.join(runs_again)}", markup=False)
+    for name, what in recomputed.waits(graph, stage).items():
+        extra = f"for {show_seconds(waited[name])} a step that no row has"
+        console.print(f"{name} ({DECISIONS[name].said}), {extra}: {'; '.join(what)}", markup=False)
     for block in blocks:
         console.print(tables.block_table(block, stage.mesh, show_bytes, show_seconds, every))
     console.print(tables.param_table(params, show_bytes, show_seconds))

@@ -18,7 +18,9 @@ import torch
 import torch.fx
 from torch.utils.checkpoint import checkpoint
 
+from autopar.errors import PlanError
 from autopar.lower import collectives
+from autopar.lower.freed import give_up
 from autopar.lower.program import Program
 from autopar.lower.regather import free_until_backward
 from autopar.lower.segments import make_again, with_segments
@@ -65,6 +67,11 @@ def compilable(program: Program, gathers: Mapping[str, Gather]) -> torch.fx.Grap
             _replace(node, length_of(*node.args))
         elif node.target is make_again:  # the outputs of a segment are made again where nothing else is asked for
             graph.erase_node(node)
+        elif node.target is give_up:
+            raise PlanError(
+                f"the plan decides '{node.args[2]}' about what {node.args[0].name} makes, and a compiled program has "
+                "no hooks for that; run it without compile(), or plan without that decision"
+            )
         elif node.target is free_until_backward:
             _gathered_again(root, node)
         elif stays_outside(node.target):

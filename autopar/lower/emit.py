@@ -5,7 +5,7 @@ Every rank runs the same code; what differs is its data and, inside collectives,
 1. placeholders: parameters in their used placement, buffers, the batch, the seed of random ops;
 2. every op in order, on local shapes, or its distributed lowering;
 3. before each op, the steps of the plan's routes that bring its inputs to the states it wants, each made once;
-4. after the last reader of what is gathered or made again for the backward, its release;
+4. after the last reader of what is gathered or made again for the backward, or waits for it, its release;
 5. outputs in the plan's placements, new values of updated buffers after them.
 """
 
@@ -23,6 +23,7 @@ import torch.fx
 from autopar.errors import PlanError
 from autopar.graph import Graph, Node, Ref
 from autopar.lower.collectives import state_step
+from autopar.lower.freed import give_up
 from autopar.lower.program import Program, Slot
 from autopar.lower.regather import free_until_backward
 from autopar.lower.segments import make_again
@@ -30,13 +31,14 @@ from autopar.meshes import Mesh
 from autopar.pieces import local_shape
 from autopar.placements import State, Step, whole_state
 from autopar.plan import StagePlan, route_key, segment_numbers
-from autopar.regather import makes_memory, regathered, segment_outputs
+from autopar.regather import makes_memory, regathered, segment_outputs, waiting
 from autopar.rules.aliasing import may_alias
 from autopar.rules.distributed import length_of
 from autopar.rules.local import PieceSize, Seed, gives_list, is_told_device, local_call
 from autopar.rules.notation import Rule
 from autopar.rules.operator_call import In, call_of
 from autopar.rules.registry import rules_of
+from autopar.rules.saved import saved_of
 from autopar.rules.strategy import Strategy, strategy_in_plan
 
 
@@ -67,10 +69,10 @@ class _Emitter:
         self.names = {"seed"}
         self.segments = segment_numbers(graph, plan.recompute)
         self.chosen: dict[int, Strategy] = {}
+        self.rules = rules_of(graph)
 
     def emit(self) -> Program:
-        graph = self.graph
-        rules = rules_of(graph)
+        graph, rules = self.graph, self.rules
         for i, node in enumerate(graph.nodes):
             if node.kind != "op":
                 self._placeholder(i, node)
@@ -155,7 +157,9 @@ class _Emitter:
         plan = self.plan
         copies = regathered(self.graph, self.mesh, plan.routes, plan.gather_again, self.segments, self.chosen)
         remade = {ref: self.made[ref] for ref in segment_outputs(self.graph, plan.make_again, self.segments)}
-        position = {fx: float(k) for k, fx in enumerate(self.fx.nodes)} if copies or remade else {}
+        waits = waiting(self.graph, plan.memory, self.segments)
+        position = {fx: float(k) for k, fx in enumerate(self.fx.nodes)} if copies or remade or waits else {}
+        read = {ref: self._readers(self.value[ref, self.made[ref]], position) for ref in waits}
         for ref, state in remade.items():
             whole = self.value[ref, state]
             last, results = self._readers(whole, position)
@@ -174,6 +178,20 @@ class _Emitter:
                 arguments: Any = copy, self.value[ref, source], tuple(gathers), results
                 freed = self.fx.call_function(free_until_backward, arguments)
             position[freed] = position[last] + 0.5  # it may read a piece that lies in another copy
+        for ref, record in waits.items():
+            whole, (last, results) = self.value[ref, self.made[ref]], read[ref]
+            asking = (*results, whole) if self._keeps_its_result(ref.node) else results
+            with self.fx.inserting_after(last):
+                freed = self.fx.call_function(give_up, (whole, asking, record.name))
+            freed.meta["autopar"] = {"decision": record.name}
+
+    def _keeps_its_result(self, i: int) -> bool:
+        """Whether an operator's backward asks for its one result."""
+        rule = self.rules[i]
+        assert rule is not None
+        saved = saved_of(self.graph, i, rule, self.chosen[i], self.mesh)
+        (result,) = saved.results
+        return result.source is None and saved.memories[result.memory][1]
 
     @staticmethod
     def _readers(

@@ -4,7 +4,8 @@ What autograd saves of a tensor is its storage. After the last reader the storag
 backward of every reader fills it again, so whatever was saved of the tensor, and views of it, are whole again; and in
 front of the backward of what made it, which comes after all readers', the storage is emptied for good. No operator
 knows of it. How it is filled is for those who give it up: a copy is gathered again (:mod:`.regather`), the result of a
-recomputed segment is made again (:mod:`.segments`).
+recomputed segment is made again (:mod:`.segments`), and a decision about tensors (:mod:`autopar.memory_decisions`)
+says it by a class of its own.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
+import spmd_types as spmd
 import torch
 
+from autopar.allocations import elsewhere
+from autopar.memory_decisions import DECISIONS
 from autopar.torch_private import is_traceable_wrapper_subclass, keeps_graph, pytree
 
 _FREED: weakref.WeakValueDictionary[int, Freed] = weakref.WeakValueDictionary()
@@ -65,13 +69,14 @@ class Freed:
             storage.resize_(0)
 
     def until_backward(self, maker: Any, readers: Sequence[Any]) -> None:
-        """Free now, fill before the backward of any of the readers' results, free before that of the maker."""
+        """Free now, fill before the backward of any of the readers' results, and free for good before that of the
+        maker; behind it, if the maker is one of the readers, as its backward asks for its own result."""
         results = [x for x in pytree.tree_leaves(readers) if isinstance(x, torch.Tensor)]
         nodes = {x.grad_fn for x in results if x.grad_fn is not None}
         self.waiting.update(range(len(nodes)))
         for number, node in enumerate(nodes):
             node.register_prehook(partial(self._asked, number))
-        maker.register_prehook(self.free)
+        (maker.register_hook if maker in nodes else maker.register_prehook)(self.free)
         self.free()
 
     def _asked(self, number: int, *_: Any) -> None:
@@ -87,6 +92,28 @@ class Freed:
 
     def let_go(self) -> None:
         """No reader asks for the values any more; for those who hold something to make them from."""
+
+
+@torch.compiler.disable
+def give_up(whole: torch.Tensor, readers: Sequence[Any], decision: str) -> None:
+    """Give a tensor up until the backward of one of its readers, as a decision about memory says.
+
+    Args:
+        whole: its last reader has run.
+        readers: results of the operators that read it; it is among them itself if its own backward asks for it.
+        decision: name of the record that says how it is filled again.
+    """
+    if whole.grad_fn is None or spmd.is_type_checking():
+        return
+    fills = DECISIONS[decision].freed
+    assert fills is not None
+    fills(whole).until_backward(whole.grad_fn, readers)
+
+
+def on_host(x: torch.Tensor) -> torch.Tensor:
+    """A copy in the memory of the host, which counts as none of the device's, whichever that is."""
+    with elsewhere():
+        return x.detach().to("cpu", copy=True)
 
 
 def parts(x: torch.Tensor) -> list[torch.Tensor]:
@@ -118,4 +145,4 @@ def fill_all(values: Iterable[Any]) -> None:
                 freed.fill()
 
 
-__all__ = ["Freed", "fill_all", "is_empty", "is_empty_storage", "parts"]
+__all__ = ["Freed", "fill_all", "give_up", "is_empty", "is_empty_storage", "on_host", "parts"]

@@ -65,11 +65,13 @@ def code_of(program: Program) -> str:
         line = re.sub(r";\s+(\w+ = )+None\s*(#.*)?$", "", line)
         line = re.sub(r"\bautopar_rules_([a-z]+)_", r"\1.", line)
         line = line.replace("autopar_lower_regather_", "regather.").replace("autopar_lower_segments_", "segments.")
+        line = line.replace("autopar_lower_freed_", "freed.")
         body.append(line.replace("autopar_lower_collectives_", "collectives.").replace("torch.ops.", ""))
     mesh = program.mesh.shown(", ")
+    freed = "freed, " if any("freed." in line for line in body) else ""
     head = [
         f"# mesh {mesh}; shapes are those of one rank",
-        "from autopar.lower import collectives, regather, segments",
+        f"from autopar.lower import collectives, {freed}regather, segments",
         "",
         "",
         "def forward(",

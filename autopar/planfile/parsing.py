@@ -10,6 +10,7 @@ from typing import Any
 
 from autopar.clusters import FILES, get_cluster
 from autopar.errors import MeshError, PlanError, closest
+from autopar.memory_decisions import DECISIONS, SEGMENTS
 from autopar.meshes import Mesh
 from autopar.plan import LIFETIMES, VERSION, Solution, one_stage
 from autopar.planfile import pins, previous
@@ -29,8 +30,8 @@ KEYS: dict[str, type] = {
 OPTIONAL = {"model", "seconds", "pins", "notes", "checksum"}
 STAGE_KEYS: dict[str, type] = {
     "first": str, "devices": list, "mesh": str, "fingerprint": str, "in_flight": int, "ops": dict, "params": dict,
-    "buffers": dict, "inputs": dict, "outputs": list, "routes": dict, "recompute": list,
-    "gather_again": list, "make_again": list, "price": dict, "solution": dict, "checksum": dict,
+    "buffers": dict, "inputs": dict, "outputs": list, "routes": dict, "memory": dict,
+    "price": dict, "solution": dict, "checksum": dict,
 }  # fmt: skip
 STAGE_REQUIRED = ("first", "mesh", "ops", "params", "outputs")
 
@@ -136,6 +137,7 @@ def parse(text: str, where: str = "plan", folder: Path | None = None) -> Documen
     meshes = []
     for number, stage in enumerate(stages):
         if bad.type(f"stages[{number}]", stage, dict):
+            stages[number] = stage = previous.with_one_table(stage)
             meshes.append(_check_stage(stage, bad.within(f"stages[{number}]")))
     bad.raise_if_any()
     return Document(raw, where, _schedule(raw["schedule"], len(stages), where), tuple(meshes), folder or Path())
@@ -202,12 +204,8 @@ def _check_stage(raw: Mapping[str, Any], bad: FileErrors) -> Mesh:
     for k, item in enumerate(_list(raw, "outputs")):
         if item is not None:
             bad.type(f"outputs[{k}]", item, str)
-    for k, item in enumerate(_list(raw, "recompute")):
-        at = f"recompute[{k}]"
-        if bad.type(at, item, list) and (len(item) != 2 or not all(isinstance(name, str) for name in item)):
-            bad.add(at, f"got {json.dumps(item)}; write a segment as its first and its last operator")
-    bad.texts("gather_again", raw.get("gather_again", []))
-    bad.texts("make_again", raw.get("make_again", []))
+    for name, entries in _table(raw, "memory").items():
+        _check_memory(f"memory: {name}", name, entries, bad)
     for section, cls in (("price", Price), ("solution", Solution)):
         _check_numbers(section, cls, _table(raw, section) or None, bad)
     for key, item in _table(raw, "checksum").items():
@@ -215,6 +213,22 @@ def _check_stage(raw: Mapping[str, Any], bad: FileErrors) -> Mesh:
             bad.add(f"checksum.{key}", "unknown key; known: decisions, rest")
         bad.type(f"checksum.{key}", item, str)
     return mesh
+
+
+def _check_memory(at: str, name: str, entries: Any, bad: FileErrors) -> None:
+    """What one decision about memory is made for."""
+    named = [key for key, record in DECISIONS.items() if record.of]
+    if name not in named:
+        bad.unknown(at, name, named)
+    elif not bad.type(at, entries, list):
+        return
+    elif DECISIONS[name].of != SEGMENTS:
+        bad.texts(at, entries)
+    else:
+        for k, item in enumerate(entries):
+            within = f"{at}[{k}]"
+            if bad.type(within, item, list) and (len(item) != 2 or not all(isinstance(op, str) for op in item)):
+                bad.add(within, f"got {json.dumps(item)}; write a segment as its first and its last operator")
 
 
 def _table(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -1,6 +1,7 @@
 """Plan files of version 1, of which there were two kinds: of one mesh (``autopar_plan``), and pipelined.
 
-They are read as files of today without checksums and prices: the decisions count, and are priced anew.
+They are read as files of today without checksums and prices: the decisions count, and are priced anew. Files of today's
+version that were written before decisions about memory had one table have a section for each of three.
 """
 
 from __future__ import annotations
@@ -9,10 +10,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from autopar.errors import PlanError
+from autopar.memory_decisions import GATHER_AGAIN, MAKE_AGAIN, RECOMPUTE
 from autopar.plan import VERSION
 
 SECTIONS = ("mesh", "fingerprint", "in_flight", "ops", "params", "buffers", "inputs", "outputs", "routes", "recompute",
             "gather_again", "make_again")
+
+
+APART = {"recompute": RECOMPUTE.name, "gather_again": GATHER_AGAIN.name, "make_again": MAKE_AGAIN.name}
+"""Sections of decisions that stand in one table now."""
 
 
 def is_one(raw: Any) -> bool:
@@ -52,8 +58,18 @@ def converted(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
         ) from None
 
 
+def with_one_table(stage: Mapping[str, Any]) -> dict[str, Any]:
+    """A stage's entry whose decisions about memory stand in one table."""
+    apart = {name: stage[key] for key, name in APART.items() if key in stage}
+    table = stage.get("memory", {})
+    if not isinstance(table, dict) or set(table) & set(apart):
+        return dict(stage)  # to be refused
+    rest = {key: value for key, value in stage.items() if key not in APART}
+    return {**rest, "memory": {**apart, **table}} if apart else rest
+
+
 def _stage(raw: Mapping[str, Any], first: str, devices: Any) -> dict[str, Any]:
     return {"first": first, "devices": devices, **{key: raw[key] for key in SECTIONS if key in raw}}
 
 
-__all__ = ["converted", "is_one"]
+__all__ = ["converted", "is_one", "with_one_table"]

@@ -61,8 +61,7 @@ def stage_plan(reader: StageReader, decided: Decisions, setting: Setting) -> tup
         {node.name: chosen[i].names for i, node in enumerate(graph.nodes) if node.kind == "op"},
         {graph.nodes[i].target: choice for i, choice in sorted(decided.params.items())},
         buffers, tuple(outputs), {}, decided.inputs, setting.optimizer, setting.microbatches,
-        recompute=decided.recompute, in_flight=setting.in_flight, first=first_op(graph), devices=setting.devices,
-        gather_again=decided.gather_again, make_again=decided.make_again,
+        memory=decided.memory, in_flight=setting.in_flight, first=first_op(graph), devices=setting.devices,
     )  # fmt: skip
     edited = decisions(plan) != checksum.get("decisions")
     routes = dict(decided.routes)
@@ -101,8 +100,7 @@ def _priced(
         done = complete(
             graph, rules, priced, decided.ops, decided.params, decided.outputs, inputs=plan.inputs,
             buffers=decided.buffers, optimizer=plan.optimizer, microbatches=plan.microbatches,
-            recompute=plan.recompute, in_flight=plan.in_flight,
-            gather_again=plan.gather_again, make_again=plan.make_again,
+            in_flight=plan.in_flight, memory=plan.memory,
         )  # fmt: skip
     except PlanError as error:
         raise PlanError(f"{reader.bad.where}: {error}") from error
@@ -116,7 +114,7 @@ def _priced(
             for i, node in enumerate(graph.nodes) if node.kind == "op"
         }  # fmt: skip
         walk, walk_without = (
-            Walk(graph, rules, done.mesh, chosen, ways, plan.recompute, done.gather_again, done.make_again)
+            Walk(graph, rules, done.mesh, chosen, ways, done.memory)
             for ways in (routes, done.routes)
         )
         with_kept, without = walk.ledger(), walk_without.ledger()

@@ -12,6 +12,7 @@ from typing import Any
 from autopar.errors import PlanError, closest
 from autopar.graph import Graph, Ref
 from autopar.labels import op_labels
+from autopar.memory_decisions import DECISIONS, SEGMENTS, Memory, in_order
 from autopar.meshes import Mesh
 from autopar.pieces import fits
 from autopar.placements import State, step_is_legal
@@ -20,6 +21,7 @@ from autopar.plan import ParamChoice, Recompute, segment_numbers
 from autopar.planfile.file_errors import FileErrors
 from autopar.planfile.states import read_state
 from autopar.planfile.write import route_keys
+from autopar.regather import waiting
 from autopar.rules.axis_options import Option
 from autopar.rules.option_names import WHOLE, factor_and_block, listed, option_written
 from autopar.rules.registry import rules_of
@@ -38,9 +40,7 @@ class Decisions:
     inputs: dict[str, State]
     outputs: dict[int, State]
     routes: dict[str, Route]
-    recompute: Recompute
-    gather_again: tuple[str, ...]
-    make_again: tuple[str, ...]
+    memory: Memory
 
 
 @dataclass
@@ -67,7 +67,7 @@ class StageReader:
         """All that the entry decides."""
         return Decisions(
             self.ops(), self.params(), self.places("buffers", "buffer"), self.places("inputs", "input"),
-            self.outputs(), self.routes(), self.recompute(), self.tensors("gather_again"), self.tensors("make_again"),
+            self.outputs(), self.routes(), self.memory(),
         )  # fmt: skip
 
     # -- ops
@@ -264,15 +264,23 @@ class StageReader:
                 result[key] = tuple(steps)
         return result
 
-    def recompute(self) -> Recompute:
-        """The segments that run again, their operators by node name."""
+    def memory(self) -> Memory:
+        """What is decided about memory."""
+        return in_order({
+            name: self.segments(name) if DECISIONS[name].of == SEGMENTS else self.tensors(name)
+            for name in self.raw.get("memory") or ()
+        })  # fmt: skip
+
+    def segments(self, decision: str) -> Recompute:
+        """The segments for which a decision is made, their operators by node name."""
+        at = f"memory: {decision}"
         named = {label: name for name, label in self.labels.items()}
         names = {*named.values()}
         segments = []
-        for k, segment in enumerate(self.raw.get("recompute", ())):
+        for k, segment in enumerate(self.raw["memory"][decision]):
             for name in segment:
                 if name not in named and name not in names:
-                    self.bad.add(f"recompute[{k}]", f"'{name}' is no op of the model; {closest(name, list(named))}")
+                    self.bad.add(f"{at}[{k}]", f"'{name}' is no op of the model; {closest(name, list(named))}")
             first, last = (named.get(name, name) for name in segment)
             segments.append((first, last))
         result = tuple(segments)
@@ -283,14 +291,19 @@ class StageReader:
                 self.bad.say(str(error))
         return result
 
-    def tensors(self, section: str) -> tuple[str, ...]:
-        """The tensors that a section lists, by the plan's own keys."""
+    def tensors(self, decision: str) -> tuple[str, ...]:
+        """The tensors for which a decision is made, by the plan's own keys."""
         keys, again = route_keys(self.graph), []
-        for k, name in enumerate(self.raw.get(section, ())):
+        for k, name in enumerate(self.raw["memory"][decision]):
             if name not in keys:
-                self.bad.add(f"{section}[{k}]", f"'{name}' is no tensor of the model; {closest(name, list(keys))}")
-            else:
-                again.append(keys[name])
+                at = f"memory: {decision}[{k}]"
+                self.bad.add(at, f"'{name}' is no tensor of the model; {closest(name, list(keys))}")
+                continue
+            again.append(keys[name])
+            try:
+                waiting(self.graph, {decision: (keys[name],)}, {})
+            except PlanError as error:
+                self.bad.say(str(error))
         return tuple(sorted(again))
 
 

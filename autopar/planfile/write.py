@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from autopar.errors import PlanError
 from autopar.graph import Graph, Ref
 from autopar.labels import op_labels
+from autopar.memory_decisions import GATHER_AGAIN, MAKE_AGAIN, RECOMPUTE
 from autopar.placements import whole_state
 from autopar.plan import VERSION, Pins, Plan, StagePlan, one_stage, route_key
 from autopar.planfile import pins as pin_section
@@ -25,8 +26,10 @@ from autopar.staging import cut
 
 SECTIONS = frozenset({"pins", "ops", "params", "buffers", "inputs", "routes", "price"})
 """Tables with one line for every entry."""
-LISTS = frozenset({"notes", "recompute", "gather_again", "make_again", "schedule"})
+LISTS = frozenset({"notes", "schedule"})
 """Lists with one line for every entry."""
+MEMORY = "memory"
+"""The table of decisions about memory: for each a list with one line for every entry."""
 
 
 def dumps(plan: Plan, graph: Graph, model: Mapping[str, Any] | None = None) -> str:
@@ -60,6 +63,10 @@ def _stage(stage: StagePlan, graph: Graph, plan: Plan) -> dict[str, Any]:
     labels = op_labels(graph)
     named = {key: name for name, key in keys.items()}
     routed = {key for key in keys if keys[key] in stage.routes}
+    memory = {
+        name: [named[e] if isinstance(e, str) else [labels[op] for op in e] for e in entries]
+        for name, entries in stage.memory.items()
+    }
     return {
         "first": stage.first,
         "devices": list(stage.devices),
@@ -81,9 +88,7 @@ def _stage(stage: StagePlan, graph: Graph, plan: Plan) -> dict[str, Any]:
             pattern: [f"{a.text} -> {b.text}" for a, b in route]
             for pattern, route in compress(list(keys), lambda key: stage.routes.get(keys[key], ()), routed)
         },
-        **({"recompute": [[labels[a], labels[b]] for a, b in stage.recompute]} if stage.recompute else {}),
-        **({"gather_again": [named[key] for key in stage.gather_again]} if stage.gather_again else {}),
-        **({"make_again": [named[key] for key in stage.make_again]} if stage.make_again else {}),
+        **({MEMORY: memory} if memory else {}),
         "price": _price(stage),
         "solution": asdict(stage.solution) if stage.solution else None,
         "checksum": {"decisions": decisions(stage), "rest": rest(stage, plan.cluster, plan.pins)},
@@ -105,8 +110,8 @@ def save(path: str | Path, plan: Plan, graph: Graph, model: Mapping[str, Any] | 
         raise PlanError(f"cannot write the plan to {path}: {error.strerror}; choose a folder that exists") from error
 
 
-def _format(document: Mapping[str, Any], indent: str = "") -> str:
-    """JSON with one line for every entry of a section."""
+def _format(document: Mapping[str, Any], indent: str = "", lists: Collection[str] = LISTS) -> str:
+    """JSON with one line for every entry of a section, and of these lists."""
     lines = []
     more = indent + "  "
     for key, value in document.items():
@@ -114,8 +119,10 @@ def _format(document: Mapping[str, Any], indent: str = "") -> str:
         if key in SECTIONS and value:
             entries = [f"{more}  {json.dumps(k)}: {json.dumps(v, ensure_ascii=False)}" for k, v in value.items()]
             text = "{\n" + ",\n".join(entries) + f"\n{more}}}"
-        elif key in LISTS and value:
+        elif key in lists and value:
             text = "[\n" + ",\n".join(f"{more}  {json.dumps(v, ensure_ascii=False)}" for v in value) + f"\n{more}]"
+        elif key == MEMORY:
+            text = _format(value, more, LISTS | set(value))
         elif key == "stages":
             text = "[\n" + ",\n".join(f"{more}  {_format(stage, more + '  ')}" for stage in value) + f"\n{more}]"
         lines.append(f"{more}{json.dumps(key)}: {text}")
@@ -175,11 +182,12 @@ def route_keys(graph: Graph) -> dict[str, str]:
 
 def decisions(plan: StagePlan) -> str:
     """Checksum of everything that is decided, routes apart."""
+    others = [e for e in plan.memory.items() if e[0] not in (RECOMPUTE.name, GATHER_AGAIN.name, MAKE_AGAIN.name)]
     return digest(
         plan.fingerprint, plan.mesh, sorted(plan.ops.items()),
         sorted((k, v.stored, v.used, v.lifetime) for k, v in plan.params.items()),
         sorted(plan.buffers.items()), sorted(plan.inputs.items()), plan.outputs, plan.recompute,
-        plan.gather_again, *([plan.make_again] if plan.make_again else []),
+        plan.gather_again, *([plan.make_again] if plan.make_again else []), *others,
     )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 =================== ===================================================================================================
 :mod:`.rows`        operators, collectives, parameters and memory of one mesh; :mod:`.stages`: stages, and where a
                     step's seconds go
-:mod:`.recomputed`  what runs again in the backward, in words
+:mod:`.recomputed`  what runs again in the backward, or waits elsewhere until then, in words
 :mod:`.layouts`     layouts side by side
 :mod:`.differences` in what two plans differ
 :mod:`.decided`     what ``parallelize`` says, in five lines

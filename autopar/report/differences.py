@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from autopar.graph import Graph
 from autopar.labels import op_labels
+from autopar.memory_decisions import DECISIONS
 from autopar.placements import State
 from autopar.plan import Plan, StagePlan
 from autopar.planfile.patterns import compress
@@ -91,10 +93,13 @@ def _stage(number: int, x: StagePlan | None, y: StagePlan | None) -> list[Row]:
     return [
         (f"stage {number} mesh", *both(lambda s: s.mesh.text)),
         (f"stage {number} devices", *both(lambda s: ",".join(map(str, s.devices)))),
-        (f"stage {number} recompute", *both(lambda s: [f"{p} to {q}" for p, q in s.recompute] or None)),
-        (f"stage {number} gathered again", *both(lambda s: list(s.gather_again) or None)),
-        (f"stage {number} made again", *both(lambda s: list(s.make_again) or None)),
+        *((f"stage {number} {name}", *both(partial(_decided, name))) for name in DECISIONS),
     ]
+
+
+def _decided(name: str, stage: StagePlan) -> list[str] | None:
+    """What a stage decides about memory in one way; None for nothing."""
+    return [entry if isinstance(entry, str) else " to ".join(entry) for entry in stage.memory.get(name, ())] or None
 
 
 def _decisions(graph: Graph, x: Plan, y: Plan) -> list[Row]:

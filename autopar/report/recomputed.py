@@ -1,4 +1,5 @@
-"""What a plan recomputes, in words: ``model.layers 0-11 selective (mlp: mul; mlp.act_fn: silu), 12-31 none``.
+"""What a plan recomputes, or lets wait elsewhere, in words:
+``model.layers 0-11 selective (mlp: mul; mlp.act_fn: silu), 12-31 none``.
 
 Modules with a number in their path are blocks. A block is *full* if all of its operators but those at its end that keep
 nothing run again, *selective* if some do; blocks of which the same runs again share an entry.
@@ -6,9 +7,11 @@ nothing run again, *selective* if some do; blocks of which the same runs again s
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from itertools import groupby
 
 from autopar.graph import Graph
+from autopar.memory_decisions import about_tensors
 from autopar.plan import StagePlan, segment_numbers
 from autopar.rules.registry import rules_of
 from autopar.rules.saved import keeps
@@ -17,9 +20,25 @@ from autopar.rules.saved import keeps
 def runs_again(graph: Graph, plan: StagePlan) -> list[str]:
     """An entry for each group of blocks, and for what stands outside of blocks; empty if nothing is recomputed."""
     segment_of = segment_numbers(graph, plan.recompute)
-    if not segment_of:
-        return []
     rules = rules_of(graph)
+    return _by_block(graph, segment_of, lambda i: keeps(graph, rules, i)) if segment_of else []
+
+
+def waits(graph: Graph, plan: StagePlan) -> dict[str, list[str]]:
+    """The same for each decision about tensors, by the operators that make these."""
+    said = {}
+    for record in about_tensors():
+        if keys := plan.memory.get(record.name):
+            said[record.name] = _by_block(graph, {graph.index[key] for key in keys}, lambda i: True)
+    return said
+
+
+def _by_block(graph: Graph, chosen: Collection[int], counts: Callable[[int], bool]) -> list[str]:
+    """An entry for each group of blocks in which the same operators are chosen.
+
+    Args:
+        counts: whether a block is not chosen as a whole where this operator of it is not.
+    """
     blocks: dict[str, dict[int, dict[str, dict[str, None]]]] = {}  # path, number, module inside: operators
     partly: set[tuple[str, int]] = set()
     others: dict[str, dict[str, None]] = {}
@@ -27,13 +46,13 @@ def runs_again(graph: Graph, plan: StagePlan) -> list[str]:
         path, number, inside = _place(node.module)
         op = node.target.split(".")[1]
         if number is None:
-            if i in segment_of:
+            if i in chosen:
                 others.setdefault(node.module, {})[op] = None
             continue
         own = blocks.setdefault(path, {}).setdefault(number, {})
-        if i in segment_of:
+        if i in chosen:
             own.setdefault(inside, {})[op] = None
-        elif keeps(graph, rules, i):
+        elif counts(i):
             partly.add((path, number))
     said = []
     for path, numbers in blocks.items():
@@ -66,4 +85,4 @@ def _modules(again: dict[str, dict[str, None]]) -> str:
     return "; ".join(f"{module}: {', '.join(ops)}" if module else ", ".join(ops) for module, ops in again.items())
 
 
-__all__ = ["runs_again"]
+__all__ = ["runs_again", "waits"]

@@ -17,7 +17,7 @@ from autopar.plan import StagePlan, route_key
 from autopar.planfile.patterns import compress
 from autopar.planner.intra_op import params as P
 from autopar.planner.intra_op.fold import fold
-from autopar.planner.intra_op.ledger import Ledger, ledger, seconds_again
+from autopar.planner.intra_op.ledger import Ledger, ledger, seconds_again, waiting_seconds
 from autopar.planner.intra_op.price import Pricer
 from autopar.prices import Price
 from autopar.rules.local import collectives_inside, cuts_of
@@ -320,15 +320,22 @@ def collective_counts(plan: StagePlan, graph: Graph, priced: Pricer) -> dict[str
 def recomputed_seconds(graph: Graph, plan: StagePlan, priced: Pricer) -> float:
     """What these segments' second forwards, and second gathers, take in a step; the rows of ops are without it."""
     rules, chosen = rules_of(graph), _chosen(graph, plan)
-    return plan.microbatches * sum(seconds_again(graph, rules, priced, chosen, _again(graph, plan, chosen)))
+    again = sum(seconds_again(graph, rules, priced, chosen, _again(graph, plan, chosen)))
+    return plan.microbatches * again - sum(waited_seconds(graph, plan, priced).values())
+
+
+def waited_seconds(graph: Graph, plan: StagePlan, priced: Pricer) -> dict[str, float]:
+    """By decision about tensors, what a step waits for them to leave and to come back; the rows are without it, too."""
+    waited = waiting_seconds(priced, _again(graph, plan, _chosen(graph, plan)))
+    return {name: plan.microbatches * seconds for name, seconds in waited.items()}
 
 
 def _again(graph: Graph, plan: StagePlan, chosen: Mapping[int, Strategy]) -> Ledger:
     """The ledger of a plan that does something again in the backward; an empty one for others."""
-    if not (plan.recompute or plan.gather_again):
+    if not plan.memory:
         return Ledger((), ())
     rules = rules_of(graph)
-    return ledger(graph, rules, plan.mesh, chosen, plan.routes, plan.recompute, plan.gather_again, plan.make_again)
+    return ledger(graph, rules, plan.mesh, chosen, plan.routes, plan.memory)
 
 
 def _chosen(graph: Graph, plan: StagePlan) -> dict[int, Strategy]:
@@ -336,5 +343,5 @@ def _chosen(graph: Graph, plan: StagePlan) -> dict[int, Strategy]:
     rules = rules_of(graph)
     return {
         i: strategy_in_plan(graph, node, rules[i], plan.ops[node.name], plan.mesh)  # type: ignore[arg-type]
-        for i, node in enumerate(graph.nodes if plan.recompute or plan.gather_again else ()) if node.kind == "op"
+        for i, node in enumerate(graph.nodes if plan.memory else ()) if node.kind == "op"
     }  # fmt: skip

@@ -77,7 +77,7 @@ class Flight:
         """Whether the backward is not split: what is done again in it would be done again in both halves, and a
         compiled one is one piece."""
         stage = self.stage
-        return bool(stage.plan.recompute or stage.plan.gather_again) or stage.compile_args is not None
+        return stage.plan.whole_backward or stage.compile_args is not None
 
     def begin(self, shares: Shares, own_rows: RowsInStages | None) -> None:
         """A step begins: what was gathered before the optimizer's step counts no more.

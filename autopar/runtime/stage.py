@@ -132,7 +132,7 @@ class Stage:
             sides: of random branches (:func:`~autopar.capture.evaluation.evaluated`).
         """
         graph = evaluated(self.graph, sides)
-        plan = replace(self.plan, fingerprint=graph.fingerprint, recompute=(), gather_again=(), make_again=())
+        plan = replace(self.plan, fingerprint=graph.fingerprint, memory={})
         program = lower(graph, plan, self.device)
         assert program.slots == self.program.slots[: len(program.slots)]
         self.evaluation = program, self._runnable(program)

@@ -12,7 +12,7 @@ import pytest
 
 import autopar.models
 import autopar.rules  # noqa: F401  (what registers by being imported must have, before an example does)
-from autopar import frontends
+from autopar import frontends, memory_decisions
 from autopar.rules import registry
 from cost_models import costs
 from cost_models.pipeline import schedules
@@ -35,7 +35,8 @@ EXAMPLES = {heading: blocks for heading, blocks in pages().items() if any(FILE.m
 
 
 REGISTRIES = (
-    registry.RULES, registry.SAMPLES, schedules.SCHEDULES, frontends.FRONTENDS, costs._CHOOSERS, sys.modules,
+    registry.RULES, registry.SAMPLES, schedules.SCHEDULES, frontends.FRONTENDS, costs._CHOOSERS,
+    memory_decisions.DECISIONS, sys.modules,
 )  # fmt: skip
 """Where examples register what they add."""
 

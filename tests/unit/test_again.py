@@ -92,7 +92,7 @@ def test_gathering_again_is_priced_in_the_program_with_the_cuts(fold: bool) -> N
         plan = setting.realise(decided)
         if plan.gather_again:
             gathering += 1
-            kept = setting.realise(decided._replace(gather_again=frozenset()))
+            kept = setting.realise(decided._replace(tensors={}))
             more = plan.price.seconds - kept.price.seconds
             assert plan.kept_bytes < kept.kept_bytes and more > 0
             assert choice.objective > setting.decided_seconds(kept) + 0.5 * more

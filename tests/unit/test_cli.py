@@ -150,7 +150,7 @@ def test_recompute(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     autopar("plan", "net.py:make", *MESH, "--pin", "layers.*.up:tensor=n", "--recompute", "layers.*", "-o", file)
     document = json.loads(Path(file).read_text())
     segments = [[f"layers.{i}.norm:layer_norm", f"layers.{i}.mix:linear"] for i in range(3)]
-    assert document["stages"][0]["recompute"] == segments
+    assert document["stages"][0]["memory"]["recompute"] == segments
     assert document["pins"]["recompute"] == ["layers.*"]
     text = autopar("show", file)
     assert "recomputed in the backward" in text and "layers.*: recompute" in text

@@ -14,7 +14,7 @@ FLOORS = {
     "hardware_profiles": 0, "cost_models": 1, "autopar.collection": 2, "autopar.autocasting": 2,
     "autopar.precision": 2, "autopar.errors": 2,
     "autopar.clusters": 2, "autopar.detection": 2, "autopar.labels": 2, "autopar.placements": 2, "autopar.meshes": 2,
-    "autopar.pieces": 2, "autopar.graph": 2,
+    "autopar.memory_decisions": 2, "autopar.pieces": 2, "autopar.graph": 2,
     "autopar.transfer": 2, "autopar.plan": 2, "autopar.prices": 2, "autopar.plan_table": 2, "autopar.heard": 2,
     "autopar.device_groups": 2, "autopar.texts": 2, "autopar.wishes": 2,
     "autopar.torch_private": 2, "autopar.allocations": 2, "autopar.asked": 2, "autopar.rules": 3, "autopar.regather": 3,

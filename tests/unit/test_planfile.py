@@ -105,14 +105,15 @@ def test_recomputed_segments() -> None:
     text = dumps(plan, graph)
     assert loads(text, graph) == plan and dumps(loads(text, graph), graph) == text
     raw = json.loads(text)
-    assert raw["stages"][0]["recompute"][0][0] == "transformer.h.0.ln_1:layer_norm"
+    assert raw["stages"][0]["memory"]["recompute"][0][0] == "transformer.h.0.ln_1:layer_norm"
     plain = Plan.alone(random_plan(graph, rules, pricer(cluster, MESH), 1))
-    assert "recompute" not in json.loads(dumps(plain, graph))["stages"][0]
+    assert "memory" not in json.loads(dumps(plain, graph))["stages"][0]
 
     def read(segments: object) -> Plan:
-        return loads(json.dumps({**raw, "stages": [{**raw["stages"][0], "recompute": segments}]}), graph, cluster)
+        stage = {**raw["stages"][0], "memory": {"recompute": segments}}
+        return loads(json.dumps({**raw, "stages": [stage]}), graph, cluster)
 
-    first, second = raw["stages"][0]["recompute"]
+    first, second = raw["stages"][0]["memory"]["recompute"]
     assert read([]).price.seconds == pytest.approx(plain.price.seconds)
     assert read([first]).recompute == again[:1]
     assert read([list(again[0]), second]) == plan, "node names are fine too"
@@ -127,6 +128,16 @@ def test_recomputed_segments() -> None:
     ):
         with pytest.raises(PlanError, match=words):
             read(wrong)
+    apart = {key: value for key, value in raw["stages"][0].items() if key != "memory"}
+    before = {**apart, "recompute": [first, second]}
+    assert loads(json.dumps({**raw, "stages": [before]}), graph) == plan, "as it was written before there was one table"
+    for stage, words in (
+        ({**before, "memory": {"recompute": [first]}}, r"recompute: unknown key"),
+        ({**apart, "memory": {"offlaod": []}}, r"memory: offlaod: .*recompute"),
+        ({**apart, "memory": {"keep": []}}, r"memory: keep: .*recompute"),
+    ):
+        with pytest.raises(PlanError, match=words):
+            loads(json.dumps({**raw, "stages": [stage]}), graph)
     with pytest.raises(PlanError, match=r"pins.recompute\[0\]: .*matches no module"):
         loads(json.dumps({**raw, "pins": {"recompute": ["*.block"]}}), graph, cluster)
 

@@ -18,6 +18,7 @@ from autopar import planfile
 from autopar import verify as V
 from autopar.capture import Captured, capture
 from autopar.certificate import check
+from autopar.memory_decisions import memory
 from autopar.meshes import Mesh
 from autopar.plan import Plan, StagePlan
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
@@ -105,7 +106,8 @@ def captured_of(model: nn.Module) -> tuple[Captured, dict[str, Tensor], dict[str
 
 def alone(captured: Captured, again: tuple[tuple[str, str], ...]) -> StagePlan:
     return complete(
-        captured.graph, rules_of(captured.graph), pricer(CLUSTER, Mesh.of(one=1)), {}, {}, {}, recompute=again
+        captured.graph, rules_of(captured.graph), pricer(CLUSTER, Mesh.of(one=1)), {}, {}, {},
+        memory=memory(recompute=again),
     )  # fmt: skip
 
 

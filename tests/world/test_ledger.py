@@ -21,6 +21,7 @@ from autopar.certificate import check
 from autopar.errors import PlanError
 from autopar.lower.emit import lower
 from autopar.lower.freed import Freed
+from autopar.memory_decisions import memory
 from autopar.meshes import Mesh
 from autopar.placements import State
 from autopar.plan import Plan, StagePlan
@@ -121,7 +122,7 @@ def test_results_of_segments_made_again_are_not_kept_and_give_the_same_numbers()
         params = {i: plain.params[n.target] for i, n in graph.of_kind("param")}
         plan = complete(
             graph, rules, priced, chosen, params, dict(enumerate(plain.outputs)),  # type: ignore[arg-type]
-            recompute=[(norm, norm), (silu, silu), (mul, drop)], make_again=[norm, silu, mul, drop],
+            memory=memory(recompute=[(norm, norm), (silu, silu), (mul, drop)], make_again=[norm, silu, mul, drop]),
         )  # fmt: skip
         assert set(plan.make_again) == {norm, silu, drop}, "the product is an inner matter of its segment"
         assert plan.kept_bytes < plain.kept_bytes
@@ -161,7 +162,7 @@ def test_a_slice_of_a_result_made_again_is_memory_of_its_own_and_asks_for_nothin
     }
     plan = complete(
         graph, rules, pricer(CLUSTER, mesh), chosen, {}, {},
-        recompute=[(silu, silu), (exp, exp), (sin, cos)], make_again=[silu],
+        memory=memory(recompute=[(silu, silu), (exp, exp), (sin, cos)], make_again=[silu]),
     )  # fmt: skip
     assert plan.routes[silu] == ((State.of("I"), State.of("S0")),) and plan.make_again == (silu,)
     agrees(plan, captured)
@@ -174,7 +175,7 @@ def test_make_again_names_what_segments_make(tmp_path) -> None:  # type: ignore[
     planfile.save(path, Plan.alone(plan, "dgx-h100"), captured.graph)
     assert planfile.load(path, captured.graph).make_again == plan.make_again
     outside = next(n.name for _, n in captured.graph.of_kind("op") if n.needs_grad and n.name not in plan.make_again)
-    wrong = replace(plan, recompute=(), make_again=(outside,))
+    wrong = replace(plan, memory=memory(make_again=[outside]))
     with pytest.raises(PlanError, match=f"make_again: '{outside}' is not made by what is recomputed"):
         lower(captured.graph, wrong)
 
@@ -257,7 +258,7 @@ def test_a_copy_gathered_again_is_not_kept_and_gives_the_same_numbers() -> None:
     }  # fmt: skip
     params = {i: plain.params[node.target] for i, node in graph.of_kind("param")}
     outputs = dict(enumerate(plain.outputs))
-    plan = complete(graph, rules, pricer(CLUSTER, mesh), chosen, params, outputs, gather_again=[tanh])  # type: ignore[arg-type]
+    plan = complete(graph, rules, pricer(CLUSTER, mesh), chosen, params, outputs, memory=memory(gather_again=[tanh]))  # type: ignore[arg-type]
     assert plan.routes == plain.routes
     assert plan.gather_again == (tanh,)
     assert plan.kept_bytes < plain.kept_bytes
@@ -308,8 +309,8 @@ def test_copies_that_no_backward_asks_for_are_not_gathered_again_nor_paid_for() 
     graph, rules = captured.graph, rules_of(captured.graph)
     plan = drawn(captured, 1, gather_again=True)
     chosen = {i: strategy_named(graph, n, rules[i], plan.ops[n.name]) for i, n in graph.of_kind("op")}  # type: ignore[arg-type]
-    holds = ledger(graph, rules, plan.mesh, chosen, plan.routes, (), plan.gather_again)
-    gathered, before = (check(p, graph, CLUSTER, tolerance=1.0) for p in (plan, replace(plan, gather_again=())))
+    holds = ledger(graph, rules, plan.mesh, chosen, plan.routes, plan.memory)
+    gathered, before = (check(p, graph, CLUSTER, tolerance=1.0) for p in (plan, replace(plan, memory={})))
     more = gathered.collectives - before.collectives
     assert 0 < len(holds.steps_again) == sum(more.values())
 
@@ -320,7 +321,7 @@ def test_gather_again_in_a_plan_file(tmp_path) -> None:  # type: ignore[no-untyp
     path = tmp_path / "plan.json"
     planfile.save(path, Plan.alone(plan, "dgx-h100"), captured.graph)
     assert planfile.load(path, captured.graph).gather_again == plan.gather_again
-    path.write_text(path.read_text().replace('"gather_again": [', '"gather_again": ["nothing", '))
+    path.write_text(path.read_text().replace('"gather again": [', '"gather again": ["nothing", '))
     with pytest.raises(PlanError, match="'nothing' is no tensor of the model"):
         planfile.load(path, captured.graph)
 

@@ -14,6 +14,7 @@ from autopar.capture import Captured, capture
 from autopar.certificate import check
 from autopar.errors import InfeasibleError, PlanError
 from autopar.lower.emit import lower
+from autopar.memory_decisions import memory
 from autopar.meshes import Mesh
 from autopar.planner.inter_op.phases import phases
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
@@ -58,7 +59,7 @@ def test_same_numbers(name: str, seeds: int) -> None:
     reference = V.train(captured, V.one_device(graph), *state)
     for seed in range(seeds):
         plan = random_plan(graph, rules, priced, seed, recompute=again)
-        report, plain = check(plan, graph, CLUSTER), check(replace(plan, recompute=()), graph, CLUSTER)
+        report, plain = check(plan, graph, CLUSTER), check(replace(plan, memory={}), graph, CLUSTER)
         assert report.ok, report.failures
         assert report.collectives.total() > plain.collectives.total()
         assert report.compute_seconds > 1.1 * plain.compute_seconds
@@ -89,7 +90,7 @@ def test_uneven_pieces_run_again_as_they_ran_first() -> None:
     norm = next(n.name for n in graph.nodes if "layer_norm" in n.target)
     state = tuple(map(V.doubled, (*V.state_of(captured, model), V.inputs_of(captured, (x,), {}))))
     chosen = {i: strategy_named(graph, n, rules[i], ("n0",)) for i, n in graph.of_kind("op") if n.name == norm}
-    plan = complete(graph, rules, pricer(CLUSTER, mesh), chosen, {}, {}, recompute=[(norm, norm)])  # type: ignore[arg-type]
+    plan = complete(graph, rules, pricer(CLUSTER, mesh), chosen, {}, {}, memory=memory(recompute=[(norm, norm)]))  # type: ignore[arg-type]
     reference = V.train(captured, V.one_device(graph), *state)
     assert V.compare("uneven", V.train(captured, plan, *state), reference).worst < 1e-12
 
@@ -112,7 +113,7 @@ def test_sums_of_a_loss_over_classes_are_priced_as_they_travel() -> None:
     loss = next(n.name for n in graph.nodes if "cross_entropy" in n.target)
     chosen = {i: strategy_named(graph, n, rules[i], ("v", "v")) for i, n in graph.of_kind("op") if n.name == loss}
     for again in ([], [(loss, loss)]):
-        plan = complete(graph, rules, pricer(CLUSTER, mesh), chosen, {}, {}, recompute=again)  # type: ignore[arg-type]
+        plan = complete(graph, rules, pricer(CLUSTER, mesh), chosen, {}, {}, memory=memory(recompute=again))  # type: ignore[arg-type]
         report = check(plan, graph, CLUSTER, tolerance=1e-9)
         assert report.ok, report.failures
         assert report.compute_seconds == pytest.approx(plan.price.compute_seconds)
@@ -128,7 +129,7 @@ def test_less_is_kept(name: str) -> None:
     priced = pricer(CLUSTER, Mesh.of(one=1))
     found = {}
     for patterns in ((), (BLOCKS[name],)):
-        plan = complete(graph, rules, priced, {}, {}, {}, recompute=segments_of(graph, rules, patterns))
+        plan = complete(graph, rules, priced, {}, {}, {}, memory=memory(recompute=segments_of(graph, rules, patterns)))
         found[patterns] = kept_bytes(captured, plan, values), plan.price.activation_bytes
     (before, priced_before), (after, priced_after) = found.values()
     assert after < 0.7 * before
@@ -151,7 +152,8 @@ def test_each_microbatch_of_a_stage_keeps_less() -> None:
     for again in (False, True):
         segments = segments_of(stage.graph, rules, ["*.h.*"]) if again else ()
         states = dict.fromkeys(arriving, ("I",))
-        plan = complete(stage.graph, rules, priced, {}, {}, {}, inputs=states, recompute=segments, in_flight=3)
+        decided = memory(recompute=segments)
+        plan = complete(stage.graph, rules, priced, {}, {}, {}, inputs=states, memory=decided, in_flight=3)
         program, held, kept = lower(stage.graph, plan), [], []
         for _ in range(3):
             new = {n: torch.randn(s.shape, dtype=torch.float64, requires_grad=True) for n, s in arriving.items()}

@@ -365,7 +365,7 @@ class ExactPlans:
         exact = dict(enumerate(candidate.estimate.stages))
         for number, (plan, _) in planned.items():
             spent = phases(graphs[number].graph, plan, pricer(self.cluster, plan.mesh, plan.devices))
-            whole = bool(plan.recompute or plan.gather_again)  # such a backward is not split
+            whole = plan.whole_backward
             exact[number] = replace(
                 exact[number], forward_seconds=spent.forward_seconds, step_seconds=spent.step_seconds,
                 seconds=spent.forward_seconds + spent.backward_seconds,

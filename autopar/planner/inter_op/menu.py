@@ -220,7 +220,7 @@ class Menus:
 
 def _is_whole(plan: StagePlan) -> bool:
     """Whether the backward is not split: something is done again in it."""
-    return bool(plan.recompute or plan.gather_again)
+    return plan.whole_backward
 
 
 def _undominated(plans: Sequence[StagePlan], peaks: Sequence[int]) -> list[tuple[StagePlan, int]]:

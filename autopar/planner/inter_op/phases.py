@@ -45,7 +45,7 @@ class Phases:
 def phases(graph: Graph, plan: StagePlan, pricer: Pricer) -> Phases:
     """The phases of a plan; their sum over a step is the plan's price, and what a profile knows beside it."""
     forward = total = weights = 0.0
-    second = bool(plan.recompute or plan.gather_again)  # something is done again in the backward
+    second = bool(plan.memory)  # something is done again in the backward
     rules = rules_of(graph)
     memo: dict[object, OpSeconds] = {}
     splits: list[float] = []
@@ -76,7 +76,7 @@ def phases(graph: Graph, plan: StagePlan, pricer: Pricer) -> Phases:
                 forward, total = forward + there, total + there + back
     again = 0.0
     if second:
-        holds = ledger(graph, rules, plan.mesh, chosen, plan.routes, plan.recompute, plan.gather_again, plan.make_again)
+        holds = ledger(graph, rules, plan.mesh, chosen, plan.routes, plan.memory)
         again = sum(seconds_again(graph, rules, pricer, chosen, holds))
     total += again
     inputs = max(0.0, total - forward - weights)  # rounding: all of it may be the weights'

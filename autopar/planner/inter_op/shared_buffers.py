@@ -58,8 +58,7 @@ def with_buffers(graph: Graph, plan: StagePlan, changed: dict[str, State], clust
     done = complete(
         graph, rules, pricer(cluster, plan.mesh, plan.devices), decided, params, outputs, inputs=plan.inputs,
         buffers={**plan.buffers, **changed}, optimizer=plan.optimizer, microbatches=plan.microbatches,
-        in_flight=plan.in_flight, recompute=plan.recompute, gather_again=plan.gather_again,
-        make_again=plan.make_again,
+        in_flight=plan.in_flight, memory=plan.memory,
     )  # fmt: skip
     return replace(done, solution=plan.solution)
 

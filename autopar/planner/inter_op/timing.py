@@ -41,7 +41,7 @@ def timing_of(
             continue
         row[0] += there
         row[1] += back
-    whole = [bool(stage.recompute or stage.gather_again) for stage in stages]  # these backwards are not split
+    whole = [stage.whole_backward for stage in stages]
     timing = times(
         len(graphs), [p.forward_seconds for p in of_stage],
         [p.backward_seconds if w else p.input_seconds for w, p in zip(whole, of_stage, strict=True)],

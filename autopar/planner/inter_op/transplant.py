@@ -49,9 +49,10 @@ def transplant(plan: StagePlan, source: Graph, target: Graph) -> StagePlan:
         buffers={names["buffer"][name]: state for name, state in plan.buffers.items()},
         inputs={names["input"][name]: state for name, state in plan.inputs.items()},
         routes={routes[key]: steps for key, steps in plan.routes.items()},
-        recompute=tuple((ops[first], ops[last]) for first, last in plan.recompute),
-        gather_again=tuple(routes[key] for key in plan.gather_again),
-        make_again=tuple(routes[key] for key in plan.make_again),
+        memory={
+            name: tuple(routes[e] if isinstance(e, str) else (ops[e[0]], ops[e[1]]) for e in entries)
+            for name, entries in plan.memory.items()
+        },
     )
 
 

@@ -15,6 +15,7 @@ from functools import cached_property
 from itertools import product
 
 from autopar.graph import Graph, Node, Ref
+from autopar.memory_decisions import KEEP, about_tensors, memory
 from autopar.meshes import Mesh
 from autopar.pieces import fits
 from autopar.placements import INVARIANT, REPLICATED, State, Step, shard, step_collectives, whole_placement, whole_state
@@ -31,7 +32,7 @@ from autopar.planner.intra_op.problem import Item, Problem, Tensor
 from autopar.planner.intra_op.recompute_choices import Again, again
 from autopar.planner.intra_op.reshard import axis_sets, state_graph
 from autopar.planner.intra_op.space import strategies
-from autopar.regather import can_gather_again, is_gather, is_same
+from autopar.regather import can_gather_again, is_gather, is_same, may_wait
 from autopar.rules.notation import Rule
 from autopar.rules.strategy import Strategy
 
@@ -66,7 +67,8 @@ class Builder:
         recompute: segments that run again in the backward.
         keep_memory: keep strategies that are slower and smaller; needed when a memory limit binds.
         choose_again: let operators run again in the backward instead of keeping what they make.
-        choose_gathers: let gathered copies be gathered again in the backward instead of being kept.
+        choose_gathers: let gathered copies be gathered again in the backward instead of being kept, and results be
+            given up by decisions about tensors.
         blocks: names of the operators with which blocks begin, where they are known.
     """
 
@@ -97,6 +99,7 @@ class Builder:
         for chain in chains if self.choose_again else ():
             self._offer_again(chain, counts)
         for chain in chains if self.choose_gathers else ():
+            self._offer_waiting(chain, counts)
             self._offer_gathers(chain, chains, chain_of)
         items: list[Item] = []
         item_of: dict[int, int] = {}
@@ -109,6 +112,7 @@ class Builder:
         row_of = {node: (chain.rows, k) for chain in chains for k, node in enumerate(chain.nodes)}
         again_of = {item_of[chain.nodes[0]]: chain.again for chain in chains if chain.again}
         gathers_of = {item_of[chain.nodes[0]]: chain.gathers for chain in chains if chain.gathers}
+        waits_of = {item_of[chain.nodes[0]]: chain.waits for chain in chains if chain.waits}
 
         def wanted(node: int, position: int) -> list[State]:
             rows, k = row_of[node]
@@ -169,7 +173,7 @@ class Builder:
                     tensors.append(self._tensor(group, item_of[i], made_as, readers))
         kept = None
         if self.keep_memory:
-            rows = StrategyRows(self.graph, self.pricer, item_of, row_of, again_of, gathers_of)
+            rows = StrategyRows(self.graph, self.pricer, item_of, row_of, again_of, gathers_of, waits_of)
             kept = KeptBytes(
                 rows, self.rules, self.fold, self._memory, self._segment_of, self.in_flight,
                 self._may_again if self.choose_again else None,
@@ -184,7 +188,7 @@ class Builder:
         return problem, Decoder(
             tuple(decoded_chains), tuple(parameters), tuple(outputs), tuple(arrivals), repeats, may,
             tuple((item, tuple(map(frozenset, rows))) for item, rows in gathers_of.items()), graph,
-            moments,
+            moments, tuple((item, tuple(rows)) for item, rows in waits_of.items()),
         )  # fmt: skip
 
     # -- tensors
@@ -349,9 +353,8 @@ class Builder:
     @cached_property
     def _memory(self) -> Ledger:
         """The ledger of whole tensors."""
-        return ledger(
-            self.graph, self.rules, self.pricer.mesh, None, {}, self.recompute, every=self.choose_again
-        )  # fmt: skip
+        decided = memory(recompute=self.recompute)
+        return ledger(self.graph, self.rules, self.pricer.mesh, None, {}, decided, every=self.choose_again)
 
     @cached_property
     def _may_again(self) -> Again:
@@ -384,6 +387,50 @@ class Builder:
                 chain.seconds.append(seconds + counts[chain.nodes[0]] * self.microbatches * more)
                 chain.n_bytes.append(n_bytes + lives)
                 chain.again.append(frozenset(chain.nodes[k] for k in usable))
+
+    def _offer_waiting(self, chain: Chain, counts: Mapping[int, int]) -> None:
+        """Add rows in which results of a chain are given up by decisions about tensors: for each of them all results
+        that may be, from one on. No more than what comes back for one operator is there at once, which is counted
+        moment by moment."""
+        graph, pricer = self.graph, self.pricer
+        plain = [r for r in range(len(chain.rows)) if not (chain.again and chain.again[r])]
+        before = len(chain.rows)
+        waits: list[dict[int, str]] = []
+        for record in about_tensors():
+            places = [k for k, node in enumerate(chain.nodes) if node in self._may_wait[record.name]]
+            for first in places:
+                usable = [k for k in places if k >= first]
+                for r in plain:
+                    more = sum(
+                        record.price(pricer.costs, pricer.device, pricer.local_bytes(graph.nodes[chain.nodes[k]].out,
+                                                                                     chain.rows[r][k].outs[0]))
+                        for k in usable
+                    )  # fmt: skip
+                    chain.rows.append(chain.rows[r])
+                    chain.seconds.append(chain.seconds[r] + counts[chain.nodes[0]] * self.microbatches * more)
+                    chain.n_bytes.append(chain.n_bytes[r])
+                    waits.append({chain.nodes[k]: record.name for k in usable})
+        if waits:
+            chain.waits = [{} for _ in range(before)] + waits
+            chain.again += [frozenset()] * len(waits) if chain.again else []
+
+    @cached_property
+    def _may_wait(self) -> dict[str, set[int]]:
+        """By decision about tensors, the operators, by representative, for whose results it may be made, which somebody
+        keeps."""
+        graph, rep = self.graph, self.fold.representative
+        keeps = {
+            rep[entry.since] for entry in self._memory.entries
+            if entry.decision == KEEP.name and entry.keepers and entry.keepers[0].what != "inside"
+        }  # fmt: skip
+        may: dict[str, set[int]] = {}
+        for record in about_tensors():
+            cannot = {
+                rep[i] for i, _ in graph.of_kind("op") if rep[i] in keeps
+                and not (may_wait(graph, Ref(i), self._segment_of) and record.may(graph, Ref(i)))
+            }  # fmt: skip
+            may[record.name] = keeps - cannot
+        return may
 
     def _offer_gathers(self, chain: Chain, chains: Sequence[Chain], chain_of: Mapping[int, int]) -> None:
         """Add rows in which copies that operators of a chain keep are gathered again: all that can be of a row.
@@ -429,6 +476,8 @@ class Builder:
             chain.n_bytes.append(chain.n_bytes[r])
             if chain.again:
                 chain.again.append(frozenset())
+            if chain.waits:
+                chain.waits.append(chain.waits[r])
 
     @cached_property
     def _gatherable(self) -> set[tuple[int, int]]:
@@ -436,7 +485,7 @@ class Builder:
         graph, rep = self.graph, self.fold.representative
         return {
             (rep[keeper.node], keeper.number)
-            for entry in self._memory.entries if entry.decision == "keep" and entry.segment is None
+            for entry in self._memory.entries if entry.decision == KEEP.name and entry.segment is None
             for keeper in entry.keepers if keeper.what == "in"
             and can_gather_again(graph, graph.nodes[keeper.node].refs[keeper.number], self._segment_of)
         }  # fmt: skip
@@ -463,7 +512,7 @@ class Builder:
         """Bytes of whole tensors that an operator makes and someone keeps."""
         made: Counter[int] = Counter()
         for entry in self._memory.entries:
-            if entry.keepers and entry.decision == "keep":
+            if entry.keepers and entry.decision == KEEP.name:
                 made[entry.since] += entry.n_bytes
         return made
 

@@ -18,7 +18,7 @@ LONG_CHAIN, GROWTH = 48, 1.5
 class Chain:
     """Nodes decided as one item; ``rows[s]`` has the strategy of every node, ``again[s]`` those that run again, and
     ``gathers[s]`` the inputs whose gathered copies are gathered again, by node and position, with the part of a copy
-    that is kept instead."""
+    that is kept instead, ``waits[s]`` the decision about the result of each node that is not kept otherwise."""
 
     nodes: list[int]
     rows: list[tuple[Strategy, ...]]
@@ -26,6 +26,7 @@ class Chain:
     n_bytes: list[float]
     again: list[frozenset[int]] = field(default_factory=list)
     gathers: list[dict[tuple[int, int], float]] = field(default_factory=list)
+    waits: list[dict[int, str]] = field(default_factory=list)
 
     def follow(
         self,

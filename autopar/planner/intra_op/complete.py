@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from autopar.capture.graph.pruning import has_effect
 from autopar.errors import PlanError
 from autopar.graph import Graph, Ref, Spec
+from autopar.memory_decisions import GATHER_AGAIN, RECOMPUTE, Memory, about_tensors, in_order
 from autopar.meshes import Mesh
 from autopar.placements import PENDING, State, whole_state
-from autopar.plan import ParamChoice, Recompute, StagePlan, route_key, segment_numbers
+from autopar.plan import ParamChoice, StagePlan, route_key, segment_numbers
 from autopar.planner.intra_op import params as P
 from autopar.planner.intra_op.ledger import Ledger, Walk, seconds_again
 from autopar.planner.intra_op.price import Pricer
@@ -19,7 +21,7 @@ from autopar.planner.intra_op.space import strategies
 from autopar.planner.intra_op.stage_peaks import with_working_bytes
 from autopar.planner.intra_op.written import held_whole
 from autopar.prices import Price
-from autopar.regather import gathers
+from autopar.regather import gathers, may_wait, ref_of
 from autopar.rules.notation import Rule
 from autopar.rules.strategy import Strategy
 from autopar.staging import first_op
@@ -162,9 +164,7 @@ def complete(
     optimizer: str = "adamw",
     microbatches: int = 1,
     in_flight: int = 1,
-    recompute: Recompute = (),
-    gather_again: Collection[str] = (),
-    make_again: Collection[str] = (),
+    memory: Mapping[str, Collection[Any]] | None = None,
 ) -> StagePlan:
     """The plan of the given decisions, with routes and price.
 
@@ -173,11 +173,8 @@ def complete(
         params: by parameter node; parameters left out (nobody reads them) are replicated.
         outputs: placements by output position; the others come out whole.
         buffers: placements by name; the others follow demand.
-        recompute: segments that run again in the backward.
-        gather_again: tensors whose gathered copies are gathered again for the backward; those that are not gathered
-            after all are left out.
-        make_again: results of segments that are made again for those who read them outside; those that nobody keeps
-            are left out.
+        memory: what is not kept for the backward, by decision. Tensors that are not gathered after all, and results
+            that nobody keeps, are left out.
         devices: ranks of the mesh, in row-major order; by default the first.
 
     Raises:
@@ -213,9 +210,7 @@ def complete(
         if cheapest[1]:
             routes[route_key(graph, ref)] = cheapest[1]
             seconds += cheapest[0]
-    can = set(gathers(graph, mesh, routes, segment_numbers(graph, recompute))) if gather_again else ()
-    gather_again = tuple(sorted(set(gather_again).intersection(can)))
-    walk = Walk(graph, rules, mesh, chosen, routes, recompute, gather_again, make_again)
+    walk = Walk(graph, rules, mesh, chosen, routes, that_can_be(graph, mesh, routes, memory or {}))
     holds = walk.ledger()
     price = _price(graph, rules, pricer, chosen, owned, seconds, optimizer, microbatches, in_flight, holds)
     price, peaks = with_working_bytes(price, walk, holds, owned, out_states, optimizer, microbatches, in_flight)
@@ -225,9 +220,29 @@ def complete(
         {node.name: names_of[id(chosen[i])] for i, node in enumerate(graph.nodes) if node.kind == "op"},
         {graph.nodes[i].target: choice for i, choice in owned.items()},
         buffer_states, tuple(out_states), routes, dict(inputs or {}), optimizer, microbatches, price,
-        recompute=recompute, in_flight=in_flight, gather_again=gather_again, first=first_op(graph),
-        devices=pricer.devices, make_again=holds.make_again, fullest=peaks.fullest(in_flight), peaks=peaks,
+        memory=holds.memory, in_flight=in_flight, first=first_op(graph), devices=pricer.devices,
+        fullest=peaks.fullest(in_flight), peaks=peaks,
     )  # fmt: skip
+
+
+def that_can_be(
+    graph: Graph, mesh: Mesh, routes: Mapping[str, Sequence[Edge]], decided: Mapping[str, Collection[Any]]
+) -> Memory:
+    """What is decided about memory, without copies of tensors that are not gathered after all, and without tensors that
+    what is recomputed makes or reads."""
+    can = {name: tuple(entries) for name, entries in decided.items()}
+    if not can:
+        return can
+    segment_of = segment_numbers(graph, can.get(RECOMPUTE.name, ()))
+    if copies := can.get(GATHER_AGAIN.name):
+        can[GATHER_AGAIN.name] = tuple(sorted(set(copies).intersection(gathers(graph, mesh, routes, segment_of))))
+    for record in about_tensors():
+        refs = {key: ref_of(graph, key) for key in can.get(record.name, ())}
+        can[record.name] = tuple(
+            key for key, ref in refs.items()
+            if ref is not None and may_wait(graph, ref, segment_of) and record.may(graph, ref)
+        )  # fmt: skip
+    return in_order(can)
 
 
 def _price(

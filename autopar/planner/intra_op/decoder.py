@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from autopar.graph import Graph
+from autopar.graph import Graph, Ref
+from autopar.memory_decisions import GATHER_AGAIN
 from autopar.placements import State
 from autopar.plan import ParamChoice, route_key
 from autopar.planner.intra_op.fold import Fold
@@ -24,7 +25,7 @@ class Decided(NamedTuple):
         outputs: states by output position.
         inputs: states in which tensors of earlier stages arrive, by input name.
         again: operators that run again in the backward.
-        gather_again: tensors, by :func:`~autopar.plan.route_key`, whose gathered copies are gathered again there.
+        tensors: by decision about memory, the tensors that it is made for, by :func:`~autopar.plan.route_key`.
     """
 
     ops: dict[int, Strategy]
@@ -32,7 +33,7 @@ class Decided(NamedTuple):
     outputs: dict[int, State]
     inputs: dict[str, State]
     again: frozenset[int] = frozenset()
-    gather_again: frozenset[str] = frozenset()
+    tensors: Mapping[str, frozenset[str]] = {}
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Decoder:
     gathers: tuple[tuple[int, tuple[frozenset[tuple[int, int]], ...]], ...] = ()
     graph: Graph | None = None
     moments: MomentRows | None = None
+    waits: tuple[tuple[int, tuple[Mapping[int, str], ...]], ...] = ()
 
     def gathered_again(self, picked: Sequence[int], fold: Fold) -> frozenset[str]:
         """Tensors whose copies are gathered again in the backward, of every block."""
@@ -65,6 +67,27 @@ class Decoder:
             for position in positions[r]
         )
 
+    def waiting(self, picked: Sequence[int], fold: Fold) -> dict[str, frozenset[str]]:
+        """Tensors that are given up by decisions about tensors, of every block."""
+        by_node = {node: name for item, rows in self.waits for node, name in rows[picked[item]].items()}
+        return self._results(by_node, fold)
+
+    def every_waiting(self, fold: Fold) -> list[dict[str, frozenset[str]]]:
+        """For each decision about tensors, all those for which it may be made."""
+        names = {name for _, rows in self.waits for row in rows for name in row.values()}
+        return [
+            self._results({n: name for _, rows in self.waits for row in rows for n in row if row[n] == name}, fold)
+            for name in sorted(names)
+        ]
+
+    def _results(self, by_node: Mapping[int, str], fold: Fold) -> dict[str, frozenset[str]]:
+        """The results of nodes of the classes of these, by what is said of them."""
+        keys: dict[str, set[str]] = {}
+        for i, r in enumerate(fold.representative) if by_node else ():
+            if r in by_node and self.graph is not None:
+                keys.setdefault(by_node[r], set()).add(route_key(self.graph, Ref(i)))
+        return {name: frozenset(of_name) for name, of_name in keys.items()}
+
     def runs_again(self, picked: Sequence[int], fold: Fold) -> frozenset[int]:
         """Operators that run again in the backward, of every block."""
         chosen = {node for item, rows in self.repeats for node in rows[picked[item]]}
@@ -72,8 +95,8 @@ class Decoder:
 
     def decided(self, picked: Sequence[int], fold: Fold) -> Decided:
         """All that a choice decides, for every node of every class."""
-        again, gather_again = self.runs_again(picked, fold), self.gathered_again(picked, fold)
-        return Decided(*self.decode(picked, fold), self.inputs(picked), again, gather_again)
+        tensors = {GATHER_AGAIN.name: self.gathered_again(picked, fold), **self.waiting(picked, fold)}
+        return Decided(*self.decode(picked, fold), self.inputs(picked), self.runs_again(picked, fold), tensors)
 
     def inputs(self, picked: Sequence[int]) -> dict[str, State]:
         """States in which tensors of earlier pipeline stages arrive, by input."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from autopar.capture.graph.pruning import has_effect
 from autopar.errors import PlanError
 from autopar.graph import Graph, Ref, Spec
+from autopar.memory_decisions import memory
 from autopar.meshes import Mesh
 from autopar.pieces import fits
 from autopar.placements import State, shard, whole_placement, whole_state
@@ -76,15 +77,16 @@ def random_plan(
                 if make_again and can_make_again(graph, ref, segment_of) and rng.random() < 0.5
             ]  # fmt: skip
             plan = complete(
-                graph, rules, pricer, decided, params, outputs, inputs=inputs, recompute=runs, make_again=remade
-            )
+                graph, rules, pricer, decided, params, outputs, inputs=inputs,
+                memory=memory(recompute=runs, make_again=remade),
+            )  # fmt: skip
             if not gather_again:
                 return plan
             can = gathers(graph, mesh, plan.routes, segment_of)
             again = [key for key in can if rng.random() < 0.5]
             return complete(
-                graph, rules, pricer, decided, params, outputs, inputs=inputs, recompute=runs, gather_again=again,
-                make_again=remade,
+                graph, rules, pricer, decided, params, outputs, inputs=inputs,
+                memory=memory(recompute=runs, gather_again=again, make_again=remade),
             )  # fmt: skip
         except PlanError as failed:
             error = failed

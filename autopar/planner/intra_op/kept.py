@@ -19,7 +19,7 @@ from functools import cached_property
 
 from autopar.graph import Graph
 from autopar.planner.intra_op.fold import Fold
-from autopar.planner.intra_op.ledger import Entry, Keeper, Ledger
+from autopar.planner.intra_op.ledger import GIVEN, Entry, Keeper, Ledger
 from autopar.planner.intra_op.price import Pricer
 from autopar.planner.intra_op.problem import Item, SharedBytes
 from autopar.planner.intra_op.recompute_choices import Again
@@ -53,6 +53,7 @@ class StrategyRows:
         row_of: of an operator, the rows of its item and its place within each.
         again_of: by item, for each row the operators that run again.
         gathers_of: by item, for each row the inputs that are gathered again, with the part that is kept of them.
+        waits_of: by item, for each row the operators whose results are given up, with the decision about them.
     """
 
     graph: Graph
@@ -61,11 +62,16 @@ class StrategyRows:
     row_of: Mapping[int, tuple[list[tuple[Strategy, ...]], int]]
     again_of: Mapping[int, Sequence[frozenset[int]]]
     gathers_of: Mapping[int, Sequence[Mapping[tuple[int, int], float]]]
+    waits_of: Mapping[int, Sequence[Mapping[int, str]]]
 
     def shares(self, i: int, position: int) -> list[float]:
         """Which part of a tensor one rank has, by row."""
         rows, k = self.row_of[i]
         return [share_of(self.graph, self.pricer, i, position, row[k]) for row in rows]
+
+    def given_up(self, i: int) -> list[bool]:
+        """Whether the result of an operator is given up by a decision about tensors, by row; empty if it never is."""
+        return [i in nodes for nodes in self.waits_of.get(self.item_of[i], ())]
 
     def run_again(self, i: int) -> Sequence[bool]:
         """Whether an operator runs again, by row; empty if it never does."""
@@ -147,13 +153,14 @@ class KeptBytes:
         rep, row_of = self.fold.representative, self.rows.row_of
         able = self.again.able if self.again is not None else frozenset()
         gives_up = self.again.gives_up if self.again is not None else frozenset()
+        gives_up |= {node for rows in self.rows.waits_of.values() for nodes in rows for node in nodes}
         classes: dict[tuple[tuple[tuple[int, int, bool], ...], int, int], list[Entry]] = {}
         for entry in self.whole.entries:
             if entry.segment is not None and entry.segment != self.largest_segment:
                 continue
             users = {self._user(entry, keeper) for keeper in entry.keepers}
             kept = {(rep[i], position) for i, position in users if rep[i] in row_of}
-            if entry.decision == "given":
+            if entry.decision == GIVEN:
                 self.sliced += [(i, position, entry) for i, position in sorted(kept)]
                 continue
             if kept and entry.keepers[0].what == "inside":
@@ -175,15 +182,17 @@ class KeptBytes:
 
         Args:
             users_of: operator, position, and whether it keeps the memory, or only reads it when it runs again.
-            maker: the operator that may make it again; -1 if none may.
+            maker: the operator that may make it again, or whose result may be given up; -1 if none may.
         """
         item_of, again_of, gathers_of = self.rows.item_of, self.rows.again_of, self.rows.gathers_of
         made_by = item_of.get(maker, -1)
         remade: dict[int, set[int]] = {}  # bytes -> rows in which the maker makes them again; not copies of them
-        shares = self.rows.shares(maker, OUT) if made_by in again_of else []
-        for r, nodes in enumerate(again_of.get(made_by, ())):
-            if maker in nodes:
-                remade.setdefault(round(n_bytes * shares[r]), set()).add(r)
+        waits_of = self.rows.waits_of
+        shares = self.rows.shares(maker, OUT) if made_by in again_of or made_by in waits_of else []
+        for rows_of_maker in (again_of.get(made_by, ()), waits_of.get(made_by, ())):
+            for r, nodes in enumerate(rows_of_maker):
+                if maker in nodes:
+                    remade.setdefault(round(n_bytes * shares[r]), set()).add(r)
         layouts: dict[int, dict[int, set[int]]] = {}  # bytes -> item -> rows
         for i, position, keeps in users_of:
             runs_again, gathers = again_of.get(item_of[i], ()), gathers_of.get(item_of[i])

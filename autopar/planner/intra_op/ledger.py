@@ -13,17 +13,28 @@ Parameters, buffers and the batch are there anyway and are no entries; tensors t
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from autopar.graph import Graph, Node, Ref
+from autopar.memory_decisions import (
+    DECISIONS,
+    GATHER_AGAIN,
+    KEEP,
+    MAKE_AGAIN,
+    RECOMPUTE,
+    TENSORS,
+    Memory,
+    MemoryDecision,
+    in_order,
+)
 from autopar.meshes import Mesh
 from autopar.pieces import local_shape
 from autopar.placements import State, Step
-from autopar.plan import Recompute, route_key, segment_numbers
+from autopar.plan import route_key, segment_numbers
 from autopar.planner.intra_op.price import Pricer
 from autopar.planner.intra_op.recompute import Segment
-from autopar.regather import makes_memory, regathered, segment_outputs
+from autopar.regather import makes_memory, regathered, segment_outputs, waiting
 from autopar.rules.aliasing import may_alias
 from autopar.rules.needs import Needs, needs_of
 from autopar.rules.notation import Rule
@@ -32,6 +43,8 @@ from autopar.rules.saved import LocalLayout, Saved, Strides, contiguous, saved_b
 from autopar.rules.strategy import Strategy, grads_of
 
 Value = tuple[Ref, State]
+GIVEN = "given"
+"""The decision of an entry that is the batch or a buffer, which are there anyway."""
 
 
 class Keeper(NamedTuple):
@@ -54,14 +67,15 @@ class Entry:
         segment: number of the recomputed segment in whose second run it lives; None from forward to backward.
         decision: ``keep`` (as it is), ``recompute`` (lives from the second run on, in a segment or for its readers
             outside), ``gather again`` (a copy that is freed after the forward: the piece that it is gathered from is an
-            entry of its own), ``given`` (the batch or a buffer, which is there anyway).
+            entry of its own), ``given`` (the batch or a buffer, which is there anyway), or one about tensors
+            (:mod:`autopar.memory_decisions`: there until its last reader, and from the backward of that on).
     """
 
     n_bytes: int
     since: int
     keepers: tuple[Keeper, ...]
     segment: int | None = None
-    decision: str = "keep"
+    decision: str = KEEP.name
     readers: tuple[tuple[int, int], ...] = ()
 
 
@@ -71,7 +85,7 @@ class Ledger:
 
     Attributes:
         steps_again: the reshard steps that gather copies a second time: those that an operator's backward asks for.
-        make_again: what segments make again for their readers outside, by :func:`~autopar.plan.route_key`.
+        memory: the decisions as a plan has them, without results of segments that nobody keeps.
         lives: of each segment, the operators between which the backward has its entries: the one whose backward first
             asks for them, and the segment's first.
     """
@@ -79,13 +93,13 @@ class Ledger:
     entries: tuple[Entry, ...]
     segments: tuple[Segment, ...]
     steps_again: tuple[tuple[Ref, State, State], ...] = ()
-    make_again: tuple[str, ...] = ()
+    memory: Memory = field(default_factory=dict)
     lives: tuple[tuple[int, int], ...] = ()
 
     @property
     def kept_bytes(self) -> int:
         """What every microbatch in flight adds."""
-        return sum(e.n_bytes for e in self.entries if e.decision == "keep")
+        return sum(e.n_bytes for e in self.entries if e.decision == KEEP.name)
 
     def segment_bytes(self) -> dict[int, int]:
         """What each segment keeps while it runs again, beside its inputs."""
@@ -120,18 +134,23 @@ class Walk:
 
     def __init__(
         self, graph: Graph, rules: Sequence[Rule | None], mesh: Mesh, chosen: Mapping[int, Strategy] | None,
-        routes: Mapping[str, Sequence[tuple[State, State]]], recompute: Recompute, gather_again: Collection[str],
-        make_again: Collection[str], every: bool = False,
+        routes: Mapping[str, Sequence[tuple[State, State]]], memory: Memory, every: bool = False,
     ) -> None:  # fmt: skip
         self.graph, self.rules, self.mesh, self.chosen, self.routes = graph, rules, mesh, chosen, routes
+        self.decided = memory
+        recompute = memory.get(RECOMPUTE.name, ())
         self.segment_of = segment_numbers(graph, recompute)
         self.segments = tuple(Segment() for _ in recompute)
-        self.copies_again = regathered(graph, mesh, routes, gather_again, self.segment_of, chosen or {})
+        self.copies_again = regathered(
+            graph, mesh, routes, memory.get(GATHER_AGAIN.name, ()), self.segment_of, chosen or {}
+        )
         self.piece_of: dict[int, int] = {}  # by the memory of a copy that is gathered again
         self.steps_again: dict[int, tuple[Ref, Sequence[tuple[State, State]]]] = {}  # on the way from that piece
-        self.made_again = frozenset(segment_outputs(graph, make_again, self.segment_of))
+        self.made_again = frozenset(segment_outputs(graph, memory.get(MAKE_AGAIN.name, ()), self.segment_of))
         self.given_up: dict[int, Ref] = {}  # memory that a segment makes again for its readers outside
         self.readers: dict[int, list[int]] = {}  # operators whose backward asks for memory that was given up
+        self.waits = waiting(graph, memory, self.segment_of)
+        self.waiting: dict[int, tuple[Ref, MemoryDecision]] = {}  # memory that is given up by a decision about tensors
         self.may_lie: dict[Value, frozenset[int]] = {}  # memory that a value may be a view of, for the emitted program
         self.every = every
         self.reads: dict[int, list[tuple[int, int]]] = {}  # operators and positions, by memory, if all is asked for
@@ -235,7 +254,9 @@ class Walk:
             self.lies[Ref(i, k), state] = memory, result.strides
             if result.source is None and Ref(i, k) in self.made_again:
                 self.given_up[memory] = Ref(i, k)
-        if self.made_again or self.copies_again:
+            if result.source is None and Ref(i, k) in self.waits:
+                self.waiting[memory] = Ref(i, k), self.waits[Ref(i, k)]
+        if self.made_again or self.copies_again or self.waits:
             self.asks(i, node, strategy)
         if not node.needs_grad or not saved.keeps:
             return
@@ -342,9 +363,10 @@ class Walk:
     def finish(self) -> Ledger:
         """The ledger, when all operators were walked through."""
         outputs = {*(out for out in self.graph.outputs if isinstance(out, Ref)), *self.graph.updates.values()}
-        for (ref, _), (memory, _) in self.lies.items() if self.given_up else ():
-            if ref in outputs:
-                self.given_up.pop(memory, None)  # a view of it outlives the forward
+        for (ref, _), (memory, _) in self.lies.items() if self.given_up or self.waiting else ():
+            if ref in outputs:  # a view of it outlives the forward
+                self.given_up.pop(memory, None)
+                self.waiting.pop(memory, None)
         keepers = {key: list(kept) for key, kept in self.keepers.items()}
         for copy, piece in self.piece_of.items():
             kept = keepers.get((copy, None), [])
@@ -371,10 +393,12 @@ class Walk:
         entries = []
         for (memory, of_segment), kept in keepers.items():
             n_bytes, since, given, made_in = self.memories[memory]
-            decision = "recompute" if of_segment is not None else "given" if given else "keep"
-            decision = "gather again" if memory in self.piece_of else decision
+            decision = RECOMPUTE.name if of_segment is not None else GIVEN if given else KEEP.name
+            decision = GATHER_AGAIN.name if memory in self.piece_of else decision
             if of_segment is None and memory in self.given_up:
-                decision, of_segment = "recompute", made_in
+                decision, of_segment = RECOMPUTE.name, made_in
+            if memory in self.waiting:
+                decision = self.waiting[memory][1].name
             readers = tuple(self.reads.get(memory, ()))
             entries.append(Entry(n_bytes, since, tuple(kept), of_segment, decision, readers))
             self.entries_of.setdefault(memory, []).append(entries[-1])
@@ -383,8 +407,12 @@ class Walk:
             (ref, a, b): None for (ref, state), (_, steps) in self.copies_again.items()
             if self.lies[ref, state][0] in self.readers for a, b in steps
         }  # fmt: skip
-        keys = tuple(sorted(route_key(self.graph, ref) for ref in wanted.values()))
-        return Ledger(tuple(entries), self.segments, tuple(again), keys, self.lives(wanted))
+        remade = tuple(sorted(route_key(self.graph, ref) for ref in wanted.values()))
+        decided: dict[str, tuple[Any, ...]] = {**self.decided, MAKE_AGAIN.name: remade}
+        for record in set(self.waits.values()):
+            refs = [ref for memory, (ref, by) in self.waiting.items() if by is record and (memory, None) in keepers]
+            decided[record.name] = tuple(sorted(route_key(self.graph, ref) for ref in refs))
+        return Ledger(tuple(entries), self.segments, tuple(again), in_order(decided), self.lives(wanted))
 
     def lives(self, given_up: Collection[int]) -> tuple[tuple[int, int], ...]:
         """:attr:`Ledger.lives`, where this memory of segments is given up."""
@@ -432,24 +460,21 @@ def _bytes(shape: Sequence[int], item_bytes: int) -> int:
 
 def ledger(
     graph: Graph, rules: Sequence[Rule | None], mesh: Mesh, chosen: Mapping[int, Strategy] | None,
-    routes: Mapping[str, Sequence[tuple[State, State]]], recompute: Recompute, gather_again: Collection[str] = (),
-    make_again: Collection[str] = (), every: bool = False,
+    routes: Mapping[str, Sequence[tuple[State, State]]], memory: Memory, every: bool = False,
 ) -> Ledger:  # fmt: skip
     """The ledger of a graph whose operators are cut as ``chosen``; of whole tensors if that is None.
 
     Args:
         routes: reshard steps by :func:`~autopar.plan.route_key`.
-        recompute: the segments that run again.
-        gather_again: tensors whose gathered copies are freed until the backward.
-        make_again: results of segments that are freed until the backward.
+        memory: what is not kept for the backward.
         every: entries of memory that nobody keeps, too.
 
     Raises:
-        PlanError: ``recompute`` names no operators, or segments overlap; ``gather_again`` names what is not gathered,
-            or ``make_again`` what no segment makes.
+        PlanError: segments are no operators of the graph, or overlap; a decision is made for a tensor for which it
+            cannot be.
     """
     mesh = mesh if chosen is not None else Mesh()
-    return Walk(graph, rules, mesh, chosen, routes, recompute, gather_again, make_again, every).ledger()
+    return Walk(graph, rules, mesh, chosen, routes, memory, every).ledger()
 
 
 def seconds_again(
@@ -473,7 +498,18 @@ def seconds_again(
             moved += pricer.step_parts(graph.spec(ref), False, src, dst)[0]
     for ref, src, dst in holds.steps_again:
         moved += pricer.step_parts(graph.spec(ref), False, src, dst)[0]
-    return compute, moved
+    return compute, moved + sum(waiting_seconds(pricer, holds).values())
 
 
-__all__ = ["Entry", "Keeper", "Ledger", "Walk", "ledger", "seconds_again"]
+def waiting_seconds(pricer: Pricer, holds: Ledger) -> dict[str, float]:
+    """By decision, the seconds that a microbatch waits for what leaves and comes back."""
+    seconds: dict[str, float] = {}
+    for entry in holds.entries:
+        record = DECISIONS.get(entry.decision)
+        if record is not None and record.of == TENSORS:
+            more = record.price(pricer.costs, pricer.device, entry.n_bytes)
+            seconds[record.name] = seconds.get(record.name, 0.0) + more
+    return seconds
+
+
+__all__ = ["Entry", "Keeper", "Ledger", "Walk", "ledger", "seconds_again", "waiting_seconds"]

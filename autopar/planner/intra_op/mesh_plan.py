@@ -10,6 +10,7 @@ from typing import Any
 from autopar.collection import uncollected
 from autopar.errors import InfeasibleError, MeshError, PlanError
 from autopar.graph import Graph
+from autopar.memory_decisions import GATHER_AGAIN
 from autopar.meshes import Mesh
 from autopar.plan import ParamChoice, StagePlan
 from autopar.planner.intra_op import ilp
@@ -183,15 +184,17 @@ class PlansByMemory:
     def _ways(self, choice: Choice) -> list[StagePlan]:
         """The same cuts with nothing done again, with what was chosen, and with all that can be."""
         decided = self._decided(choice)
-        plain = self.setting.realise(decided._replace(again=frozenset(), gather_again=frozenset()))
-        copies = frozenset(plain.routes)
-        sets = [(decided.again, decided.gather_again), (frozenset[int](), copies)]
+        nothing = frozenset[int]()
+        plain = self.setting.realise(decided._replace(again=nothing, tensors={}))
+        sets = [(decided.again, decided.tensors), (nothing, {GATHER_AGAIN.name: frozenset(plain.routes)})]
         if self.decoder.again is not None:
-            sets.append((self.decoder.again.every(self.setting.folding), frozenset()))
+            sets.append((self.decoder.again.every(self.setting.folding), {}))
+        sets += [(nothing, tensors) for tensors in self.decoder.every_waiting(self.setting.folding)]
         ways = [plain]
-        for again, gather_again in dict.fromkeys(sets):
-            way = self.setting.realise(decided._replace(again=again, gather_again=gather_again))
-            ways += [way] if way.recompute or way.gather_again else []
+        for number, (again, tensors) in enumerate(sets):
+            if (again, tensors) not in sets[:number]:
+                way = self.setting.realise(decided._replace(again=again, tensors=tensors))
+                ways += [way] if way.memory else []
         return ways
 
     def _decided(self, choice: Choice) -> Decided:
@@ -222,7 +225,7 @@ def priced_again(
                 ops[i] = strategy
         outputs = {k: state for k, state in enumerate(plan.outputs) if state is not None}
         try:
-            decided = Decided(ops, params, outputs, dict(plan.inputs), gather_again=frozenset(plan.gather_again))
+            decided = Decided(ops, params, outputs, dict(plan.inputs), tensors=plan.about_tensors)
             priced.append(setting.realise(decided, plan))
         except (PlanError, MeshError):
             return None

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from autopar.clusters import check_mesh
 from autopar.graph import Graph
+from autopar.memory_decisions import MAKE_AGAIN, RECOMPUTE
 from autopar.meshes import Mesh
 from autopar.plan import StagePlan
 from autopar.planner.intra_op.build import Builder
@@ -77,8 +78,8 @@ class MeshProblem:
         return complete(
             self.graph, self.rules, self.priced, decided.ops, decided.params, decided.outputs,
             inputs={**decided.inputs, **(options.inputs or {})}, optimizer=options.optimizer,
-            microbatches=options.microbatches, in_flight=options.in_flight, recompute=segments,
-            gather_again=decided.gather_again, make_again=remade,
+            microbatches=options.microbatches, in_flight=options.in_flight,
+            memory={**decided.tensors, RECOMPUTE.name: segments, MAKE_AGAIN.name: remade},
         )  # fmt: skip
 
     def decided_seconds(self, plan: StagePlan) -> float:

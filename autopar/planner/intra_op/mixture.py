@@ -139,8 +139,11 @@ def _mixed(graph: Graph, decoder: Decoder, folding: Fold, before: Choice, after:
         pick(first.params, second.params, int), pick(first.outputs, second.outputs, lambda k: outputs[k].node),
         pick(first.inputs, second.inputs, lambda name: inputs[name]),
         frozenset(i for i in first.again if i < cut) | frozenset(i for i in second.again if i >= cut),
-        frozenset(key for key in first.gather_again if made_by(key) < cut)
-        | frozenset(key for key in second.gather_again if made_by(key) >= cut),
+        {
+            name: frozenset(key for key in first.tensors.get(name, ()) if made_by(key) < cut)
+            | frozenset(key for key in second.tensors.get(name, ()) if made_by(key) >= cut)
+            for name in {**first.tensors, **second.tensors}
+        },
     )  # fmt: skip
 
 

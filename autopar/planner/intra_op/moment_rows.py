@@ -20,6 +20,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from autopar.graph import Graph, Ref
+from autopar.memory_decisions import KEEP
 from autopar.meshes import Mesh
 from autopar.pieces import local_shape
 from autopar.placements import State
@@ -95,6 +96,7 @@ class MomentRows:
                 row[:] = [a + b for a, b in zip(row, item.n_bytes, strict=True)]
             held = tuple(shared.n_bytes for shared in self.kept.shared(times))
             self._add_made_again(items, moment, at)
+            self._add_waiting(items, at)
             self._add_passing(items, moment, at)
             self._add_crossing(items, moment)
             self._add_needs(items, moment, at)
@@ -165,7 +167,7 @@ class MomentRows:
         """Of the whole tensors, nothing run again."""
         params = {i: ParamChoice(State(), State()) for i, _ in self.graph.of_kind("param")}
         outputs = [State() if isinstance(out, Ref) else None for out in self.graph.outputs]
-        walk = Walk(self.graph, self.kept.rules, Mesh(), None, {}, (), (), ())
+        walk = Walk(self.graph, self.kept.rules, Mesh(), None, {}, {})
         holds = walk.ledger()
         return StepMoments(walk, holds, params, outputs, self.accumulates)
 
@@ -188,7 +190,7 @@ class MomentRows:
             return
         block = may.block_of[moment.node]
         for entry in self.kept.whole.entries:
-            if entry.decision != "keep" or entry.segment is not None or may.block_of.get(entry.since) != block:
+            if entry.decision != KEEP.name or entry.segment is not None or may.block_of.get(entry.since) != block:
                 continue
             maker = self.fold.representative[entry.since]
             inside = bool(entry.keepers) and entry.keepers[0].what == "inside"
@@ -201,6 +203,24 @@ class MomentRows:
             shares = self.kept.rows.shares(maker, MADE)
             for r, runs_again in enumerate(self.kept.rows.run_again(maker)):
                 row[r] += runs_again * shares[r] * entry.n_bytes
+
+    def _add_waiting(self, items: list[list[float]], at: int) -> None:
+        """What is given up by a decision about tensors is there until its last reader has run, and from the backward of
+        that until its maker's."""
+        timeline, rows = self.timeline, self.kept.rows
+        rep = self.fold.representative
+        for entry in self.kept.whole.entries if rows.waits_of else ():
+            maker = rep[entry.since]
+            if entry.decision != KEEP.name or not entry.keepers or entry.keepers[0].what == "inside":
+                continue
+            if maker not in rows.row_of or not any(rows.given_up(maker)):
+                continue
+            made = timeline.at_of.get(entry.since, -1)
+            last = max(timeline.at_of.get(keeper.node, 0) for keeper in entry.keepers)
+            if made <= at <= last or timeline.back(last, 0) <= at <= timeline.back(made, 0):
+                row, shares = items[rows.item_of[maker]], rows.shares(maker, MADE)
+                for r, waits in enumerate(rows.given_up(maker)):
+                    row[r] += waits * shares[r] * entry.n_bytes
 
     # -- what passes
 
@@ -270,7 +290,7 @@ class MomentRows:
             contiguous(local_shape(graph.spec(ref).shape, state, mesh))
             for ref, state in zip(node.refs, strategy.ins, strict=True)
         ]
-        layouts = Walk(graph, self.kept.rules, mesh, {}, {}, (), (), ()).layouts(node, strategy, strides)
+        layouts = Walk(graph, self.kept.rules, mesh, {}, {}, {}).layouts(node, strategy, strides)
         needs = needs_of(call_of(node, graph.spec), rule, strategy.options, mesh, layouts)
         if backward:
             return needs.backward_bytes - needs.kept_bytes - needs.out_bytes - sum(needs.memories)

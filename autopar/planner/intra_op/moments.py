@@ -19,6 +19,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from autopar.graph import Ref
+from autopar.memory_decisions import KEEP
 from autopar.pieces import local_shape
 from autopar.placements import State, path
 from autopar.plan import ParamChoice
@@ -154,7 +155,7 @@ class StepMoments:
                 of_segment.setdefault(segment, []).append(memory)
             for entry in walk.entries_of.get(memory, ()):
                 first = self.back(min((self._let_go(keeper.node, entry) for keeper in entry.keepers), default=made))
-                if entry.decision == "keep":
+                if entry.decision == KEEP.name:
                     until = max(until, first)
                     if last_asks.get(memory, self.n) < self.n:
                         until = max(until, self.back(last_asks[memory]))
@@ -162,17 +163,30 @@ class StepMoments:
                     begin = self.back(self.at_of[self.holds.lives[entry.segment][0]], 0)
                     # what is given up comes back until the backward of its maker, and through that if that keeps it
                     self.lives(n_bytes, begin, max(self.back(made, 0), first) if memory in walk.given_up else first)
+                elif memory in walk.waiting:
+                    self.lives(n_bytes, *self._back_for(memory, entry))
             readers = walk.readers.get(memory) if memory in walk.piece_of else None
             if readers:  # its backward asks for the copy, even where autograd keeps nothing of it
                 again = self.back(self.at_of[max(readers)], 0)
                 self.lives(n_bytes, again, self.back(made, 0))
                 self.beside[again] = max(self.beside[again], self._gathered_again(memory, n_bytes))
             self.lives(n_bytes, made, until)
-            if not any(entry.decision == "keep" for entry in walk.entries_of.get(memory, ())):
+            if not any(entry.decision == KEEP.name for entry in walk.entries_of.get(memory, ())):
                 self.spans.append(Span(n_bytes, made, until, walk.memories[memory].since))
         for segment, memories in of_segment.items():
             if self.holds.segments[segment].active:
                 self._second_run(segment, memories)
+
+    def _back_for(self, memory: int, entry: Entry) -> tuple[int, int]:
+        """From when to when memory is there that was given up by a decision about tensors: from the backward of its
+        last reader, or of a copy's that is gathered again from it, to that of its maker, or through it if that keeps
+        it."""
+        walk = self.walk
+        mine = any(keeper.node == entry.since for keeper in entry.keepers)
+        asking = [*walk.readers.get(memory, ()), *([entry.since] if mine else [])]
+        for copy, piece in walk.piece_of.items():
+            asking += walk.readers.get(copy, ()) if piece == memory else ()
+        return self.back(self.at_of[max(asking)], 0), self.back(self.at_of[entry.since], 1 if mine else 0)
 
     def _gathered_again(self, memory: int, n_bytes: int) -> int:
         """What it takes, beside a copy itself, to gather it again: it is gathered beside, and copied into its place.

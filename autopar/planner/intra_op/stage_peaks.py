@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from autopar.graph import Graph, Ref
+from autopar.memory_decisions import KEEP
 from autopar.placements import State
 from autopar.plan import ParamChoice
 from autopar.planner.intra_op.ledger import Ledger, Walk
@@ -63,7 +64,7 @@ def _sent(walk: Walk, outputs: Sequence[State | None]) -> tuple[Crossed, ...]:
     for out, state, targets in zip(graph.outputs, outputs, graph.targets, strict=False):
         assert isinstance(out, Ref) and state is not None, "what is sent is a tensor"
         n_bytes = walk.local_bytes(out, state)
-        kept = any(entry.decision == "keep" for entry in walk.entries_of.get(walk.lies[out, state][0], ()))
+        kept = any(entry.decision == KEEP.name for entry in walk.entries_of.get(walk.lies[out, state][0], ()))
         sent.append(Crossed(0 if kept else n_bytes, n_bytes if sends_back(graph, out) else 0, targets))
     return tuple(sent)
 

@@ -17,7 +17,7 @@ from autopar.pieces import elements_moved
 from autopar.placements import State, Step
 from autopar.plan import Plan, StagePlan, route_key
 from autopar.planner.intra_op import params as P
-from autopar.planner.intra_op.ledger import ledger
+from autopar.planner.intra_op.ledger import ledger, waiting_seconds
 from autopar.planner.intra_op.price import Pricer, pricer
 from autopar.rules.local import collectives_inside, cuts_of
 from autopar.rules.notation import Rule
@@ -82,7 +82,7 @@ def stage_tally(graph: Graph, stage: StagePlan, priced: Pricer) -> StageTally:
             if spec is not None:
                 for src, dst in stage.routes.get(route_key(graph, Ref(i, out)), ()):
                     _reshard(tally, spec, node.needs_grad and spec.is_float, src, dst, stage, priced)
-    if stage.recompute or stage.gather_again:
+    if stage.memory:
         _again(tally, graph, stage, priced, chosen)
     for _, node in graph.of_kind("param"):
         choice = stage.params[node.target]
@@ -135,10 +135,9 @@ def _reshard(
 def _again(tally: StageTally, graph: Graph, stage: StagePlan, priced: Pricer, chosen: dict[int, Strategy]) -> None:
     """What runs a second time, in the backward."""
     rules = rules_of(graph)
-    holds = ledger(
-        graph, rules, stage.mesh, chosen, stage.routes, stage.recompute, stage.gather_again, stage.make_again
-    )
+    holds = ledger(graph, rules, stage.mesh, chosen, stage.routes, stage.memory)
     steps = list(holds.steps_again)
+    tally.seconds[SLICES] += sum(waiting_seconds(priced, holds).values())
     for segment in holds.segments:
         for i in segment.ops if segment.active else ():
             rule = rules[i]
