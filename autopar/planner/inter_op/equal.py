@@ -20,7 +20,7 @@ from autopar.meshes import Mesh
 from autopar.planner.inter_op.blocks import Block
 from autopar.planner.inter_op.estimates import EstimatedCut, Group, crossing_seconds, estimated
 from autopar.planner.inter_op.filling import PRECISE, Fillers, Places
-from autopar.planner.inter_op.menu import kinds_of
+from autopar.planner.inter_op.menu import ALONE, kinds_of
 from autopar.texts import show_bytes
 from cost_models.costs import costs_of
 from cost_models.pipeline import Fill, fill_of, parse_kind
@@ -32,8 +32,6 @@ NEAR = 1.05
 """The same where numbers of microbatches compete, so that there are more ways to come close."""
 MOST_PLACES = 64
 """Meshes, or pairs of them for two device types, that are filled at most."""
-ALONE = Mesh.of(data=1)
-"""The mesh of one device."""
 LOOSE = 0.97
 """Bounds are this much too high at most: blocks that stand alone pay for tensors at their ends which neighbours might
 take as they are."""
@@ -178,7 +176,9 @@ class Equal:
         if fastest is not None:
             return fastest
         floor = self.floors.get((pool, mesh), 0.0) if common else 0.0
-        return max(floor, self._alone[pool][kind] / mesh.n_devices)
+        alone = self._alone[pool][kind]
+        launches = min(alone, self._launches[pool][kind])  # every rank launches all of them, however small its part is
+        return max(floor, launches + (alone - launches) / mesh.n_devices)
 
     @cached_property
     def _counts(self) -> dict[int, int]:
@@ -207,6 +207,14 @@ class Equal:
             self.fastest[pool, ALONE] = seconds[self._common]
             least.append({kind: s if s < inf else 0.0 for kind, s in seconds.items()})
         return least
+
+    @cached_property
+    def _launches(self) -> list[dict[int, float]]:
+        """What of that are launches, which grow no shorter where operators are cut."""
+        return [
+            {kind: self.fillers.menus.launches(block, pool[0]) for kind, block in self._blocks_of_kinds.items()}
+            for pool in self.pools
+        ]
 
     def _solve_next(self, meshes: tuple[Mesh, ...]) -> bool:
         """Find what blocks of one more kind take on meshes at least, those that take the most first; whether there is
@@ -311,4 +319,4 @@ class Equal:
         return crossing_seconds(self.cluster, self.blocks[block], groups[0], groups[1], size)
 
 
-__all__ = ["ALONE", "Equal", "Need"]
+__all__ = ["Equal", "Need"]

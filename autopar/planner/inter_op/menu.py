@@ -27,6 +27,8 @@ RARE_PRICES = (2.0,)
 """Like :data:`PRICES`, for blocks that hardly count, and on meshes of more than :data:`AXES` axes."""
 AXES = 2
 """Of a mesh whose programs are quickly solved: with three, each price takes five times as long."""
+ALONE = Mesh.of(data=1)
+"""The mesh of one device."""
 IN_FLIGHT = 4
 """Microbatches in flight for which the bytes of a block's plans are weighed."""
 
@@ -107,6 +109,7 @@ class Menus:
     _graphs: dict[tuple[int, ...], Graph] = field(default_factory=dict)
     _known: dict[tuple[object, ...], tuple[Way, ...]] = field(default_factory=dict)
     _begun: dict[tuple[object, ...], PlansByMemory] = field(default_factory=dict)
+    _launches: dict[tuple[object, ...], float] = field(default_factory=dict)
 
     def ways(self, block: Block, mesh: Mesh, devices: Sequence[int]) -> tuple[Way, ...]:
         """From the fastest to the smallest; those that gather copies again are the last.
@@ -157,6 +160,13 @@ class Menus:
             if self.share:
                 self.decided.fastest[key[:2]] = plans[0]
         return self._ways(self._graph(block), plans, mesh, devices)[0].seconds
+
+    def launches(self, block: Block, device: int) -> float:
+        """Seconds of a microbatch that launches of a block's operators take on any mesh with that device."""
+        key = block.kind, device
+        if key not in self._launches:
+            self._launches[key] = pricer(self.cluster, ALONE, (device,)).launches(self._graph(block))
+        return self._launches[key]
 
     def _know(self, block: Block, mesh: Mesh, devices: Sequence[int]) -> bool:
         """Whether the ways are known: by what was decided at another size, or on others, if that is possible here."""
@@ -279,4 +289,4 @@ def kinds_of(blocks: Sequence[Block]) -> list[int]:
     return [number_of.setdefault(b.kind, len(number_of)) for b in blocks]
 
 
-__all__ = ["BlockPlans", "Menus", "Way", "kinds_of", "menus_of"]
+__all__ = ["ALONE", "BlockPlans", "Menus", "Way", "kinds_of", "menus_of"]

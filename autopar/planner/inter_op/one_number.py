@@ -18,12 +18,13 @@ from autopar.planner.inter_op.equal import FAR, Equal, Need
 from autopar.planner.inter_op.estimates import EstimatedCut
 from autopar.planner.inter_op.exact_stages import SMALL, Candidate, ExactPlans
 from autopar.planner.inter_op.filling import Fillers
-from autopar.planner.inter_op.menu import BlockPlans, Menus
+from autopar.planner.inter_op.menu import ALONE, BlockPlans, Menus
 from autopar.planner.inter_op.order import SEARCHED, START
 from autopar.planner.inter_op.stage_pins import allows
 from autopar.planner.inter_op.unequal import Unequal
 from autopar.planner.intra_op.recompute import is_asked
 from autopar.staging import cut
+from cost_models.costs import costs_of
 from cost_models.pipeline import Fill, fill_of, parse_kind
 
 CANDIDATES = 3
@@ -106,6 +107,22 @@ class OneNumber(ExactPlans):
             tuple(self.blocks[b].first for b in cut.bounds), cut.seconds,
             tuple((s.static_bytes, s.kept_bytes) for s in cut.stages), cut if cut.stages else None,
         )  # fmt: skip
+
+    def launches_most(self) -> bool:
+        """Whether launches of operators, which every device has to do, take longer than the rest of the work shared by
+        all devices."""
+        if not costs_of(self.cluster).share_bounds:
+            return False
+        counts = Counter(block.kind for block in self.blocks)
+        alone = launches = 0.0
+        for block in {block.kind: block for block in reversed(self.blocks)}.values():
+            n = counts[block.kind]
+            try:
+                alone += n * self.menus.fastest(block, ALONE, (0,))
+            except InfeasibleError:
+                return False
+            launches += n * self.menus.launches(block, 0)
+        return launches > (alone - launches) / self.n_devices
 
     def _pinned(self, starts: Sequence[str]) -> list[Candidate]:
         """All groups, shapes and schedules for which the user's cuts are right."""

@@ -185,7 +185,8 @@ class _Numbers:
         """Look at all numbers that may be best.
 
         It starts from the middle, where a good plan is expected, so that others can be left alone, and goes on in both
-        directions to the ends, or until :data:`WORSE` numbers in a row are far from the best.
+        directions to the ends, or until :data:`WORSE` numbers in a row are far from the best. A small model on many
+        devices starts from the fewest.
         """
         if len(self.searches) == 1 or self.searches[0].asked.starts is not None:
             for search in self.searches:
@@ -197,6 +198,8 @@ class _Numbers:
             for search in self.searches:
                 search.decided = decided
         middle = len(self.searches) // 2
+        if not self.few and self.searches[middle].launches_most():
+            middle = 0  # a second microbatch launches everything once more
         for order in (range(middle, len(self.searches)), range(middle - 1, -1, -1)):
             worse = 0
             for number in order:

@@ -7,7 +7,7 @@ under a strategy, and which collectives that takes, is found here.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache, partial
 from math import prod
@@ -19,6 +19,7 @@ from autopar.placements import State, Step, step_collectives
 from autopar.rules.local import collectives_inside, cuts_of, local_call
 from autopar.rules.notation import Rule
 from autopar.rules.operator_call import In, call_of
+from autopar.rules.registry import rules_of
 from autopar.rules.strategy import Strategy, grads_of
 from cost_models.costs import Axis, Costs, OpSeconds, OpWork, costs_of
 from hardware_profiles import Cluster, Device
@@ -108,9 +109,6 @@ class Pricer:
     def _compute(
         self, graph: Graph, node: Node, rule: Rule, strategy: Strategy, pieces: Mapping[str, int | Fraction]
     ) -> OpSeconds:
-        in_grads, out_grads = grads_of(graph, node)
-        differentiable = any(out_grads)
-        contraction = rule.kind in ("matmul", "conv")
         n_bytes, flops, gemm = 0, 0.0, None
         outs = [o for o in node.outs if o is not None]
         if rule.kind != "none":
@@ -119,19 +117,25 @@ class Pricer:
             for spec, state in zip(outs, strategy.outs, strict=True):
                 n_bytes += self.local_bytes(spec, state)
             flops = rule.flops_at(pieces)
-        gradients = weight_gradients = 0
-        if contraction:
+        if rule.kind in ("matmul", "conv"):
             gemm = _gemm(rule, pieces)
-            if differentiable:
-                for i, (grad, ref) in enumerate(zip(in_grads, node.refs, strict=True)):
-                    if grad and i not in rule.additive:
-                        gradients += 1
-                        weight_gradients += graph.nodes[ref.node].kind == "param"
         work = OpWork(
-            rule.kind, flops, n_bytes, outs[0].dtype if outs else "float32", gemm, differentiable, gradients,
-            weight_gradients, partial(key_of, graph, node, rule, strategy, self.mesh),
+            rule.kind, flops, n_bytes, outs[0].dtype if outs else "float32", gemm, *_backward_of(graph, node, rule),
+            partial(key_of, graph, node, rule, strategy, self.mesh),
         )  # fmt: skip
         return self.costs.op(self.device, work)
+
+    def launches(self, graph: Graph) -> float:
+        """Seconds, forward and backward, that the graph's operators take however small a part of each a device has:
+        those of their launches. Of no meaning where the cost source does not compute with them."""
+        without, total = replace(self.device, launch_seconds=0.0), 0.0
+        rules = rules_of(graph)
+        for i, node in graph.of_kind("op"):
+            if (rule := rules[i]) is not None and rule.kind != "none":
+                dtype = next((o.dtype for o in node.outs if o is not None), "float32")
+                work = OpWork(rule.kind, 0.0, 0, dtype, None, *_backward_of(graph, node, rule), lambda: None)
+                total += self.costs.op(self.device, work).total - self.costs.op(without, work).total
+        return total
 
     def _inside(
         self, rule: Rule, pieces: Mapping[str, int | Fraction], axes: Mapping[str, tuple[str, ...]], compute: OpSeconds,
@@ -158,6 +162,17 @@ class Pricer:
     def local_bytes(self, spec: Spec, state: State) -> int:
         """Bytes of a tensor on one rank."""
         return prod(local_shape(spec.shape, state, self.mesh)) * spec.item_bytes
+
+
+def _backward_of(graph: Graph, node: Node, rule: Rule) -> tuple[bool, int, int]:
+    """Whether an operator has a backward, and of a contraction: how many of its inputs get gradients in it, and how
+    many of these are parameters."""
+    in_grads, out_grads = grads_of(graph, node)
+    if not any(out_grads) or rule.kind not in ("matmul", "conv"):
+        return any(out_grads), 0, 0
+    read = enumerate(zip(in_grads, node.refs, strict=True))
+    reached = [ref for i, (grad, ref) in read if grad and i not in rule.additive]
+    return True, len(reached), sum(graph.nodes[ref.node].kind == "param" for ref in reached)
 
 
 def _gemm(rule: Rule, pieces: Mapping[str, int | Fraction]) -> tuple[int, int, int] | None:
