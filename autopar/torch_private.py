@@ -10,7 +10,7 @@ import contextlib
 import datetime
 import importlib
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -185,6 +185,33 @@ CHECK = Replaceable("torch", "_check_with")
 
 EXPORT_BUFFER_HOOK = Replaceable("torch.export._trace", "register_buffer_assignment_hook")
 """What refuses to let a module assign a buffer in a trace: capture follows such writes itself."""
+
+@contextlib.contextmanager
+def some_rows() -> Iterator[None]:
+    """A number of rows that depends on data is more than none, where Python asks: ``if rows.numel() == 0``.
+
+    Whether there are any is asked before they are used; what a program makes of all rows and a mask
+    (:mod:`autopar.capture.graph.selected_rows`) is right for none, too.
+    """
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+
+    evaluate = ShapeEnv.evaluate_expr
+
+    def evaluated(self: Any, expr: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return evaluate(self, expr, *args, **kwargs)
+        except GuardOnDataDependentSymNode:
+            symbols = list(getattr(expr, "free_symbols", ()))
+            if len(symbols) != 1 or not getattr(expr, "is_Relational", False) or not str(symbols[0]).startswith("u"):
+                raise
+            none, many = (expr.subs(symbols[0], n) for n in (0, 2**20))
+            if none == many or any(expr.subs(symbols[0], n) != many for n in (1, 2, 3)):
+                raise  # it tells more apart than none from some
+            return many
+
+    with mock.patch.object(ShapeEnv, "evaluate_expr", evaluated):
+        yield
+
 
 CHECKPOINT = Replaceable("torch.utils.checkpoint", "_checkpoint_without_reentrant_generator")
 """What runs a region that the model checkpoints: capture marks where it begins and ends."""

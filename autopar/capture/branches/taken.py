@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.capture.branches.asking import site_of, truth
 from autopar.capture.branches.drawn import DIGITS, Drawn, checked
+from autopar.capture.branches.masks import MaskQuestions
 from autopar.capture.python.restoring import generators_kept, kept
 from autopar.errors import CaptureError
 from autopar.torch_private import DisableTorchFunction, FakeTensor, pytree
@@ -163,7 +164,7 @@ def ways_of(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
     heard = _Hearing()
     with kept(module), generators_kept(), torch.enable_grad(), checked(), heard:
         module(*args, **kwargs)
-    return Ways(heard.answers)
+    return Ways({site: [heard.masks.answers.get(site, a) for a in given] for site, given in heard.answers.items()})
 
 
 class Read(Drawn):
@@ -214,6 +215,7 @@ class _Hearing(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.answers: dict[str, list[bool]] = {}
+        self.masks = MaskQuestions()
 
     def heard(self, tensor: torch.Tensor) -> bool:
         with DisableTorchFunction():
@@ -223,10 +225,14 @@ class _Hearing(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__bool__ and args[0].numel() == 1:
-            return self.heard(args[0])
+            answer = self.heard(args[0])
+            self.masks.asked(args[0], site_of(), answer)
+            return answer
         if func is torch.Tensor.item and args[0].numel() == 1:
             return _Known(args[0], self.heard)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        self.masks.computed(func, args, result)
+        return result
 
 
 __all__ = [

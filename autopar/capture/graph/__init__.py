@@ -5,6 +5,7 @@
 :mod:`.emitting`       one node of the graph
 :mod:`.exported`       what stands in an exported program, and where
 :mod:`.recorded_calls` calls of user functions and hooks
+:mod:`.selected_rows`  rows that a mask selects are all rows, and the mask
 :mod:`.merging`        equal expressions become one, on the pure graph
 :mod:`.expert_blocks`  routed experts become one operator each
 :mod:`.pruning`        what nobody reads goes

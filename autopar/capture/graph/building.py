@@ -16,6 +16,7 @@ from autopar.capture.graph.exported import at, flat, get, is_symbolic, module_of
 from autopar.capture.graph.merging import merged
 from autopar.capture.graph.pruning import has_effect, without_dead
 from autopar.capture.graph.recorded_calls import recorded_call
+from autopar.capture.graph.selected_rows import with_masks
 from autopar.capture.losses import the_loss
 from autopar.capture.memory.schemas import argument, facts
 from autopar.capture.memory.storages import Alias, Geometry, Storage
@@ -97,6 +98,7 @@ class GraphBuilder(Writing):
         Raises:
             CaptureError: as :meth:`build`.
         """
+        with_masks(self.exported)
         user, tied = self._placeholders()
         flags = self._flags()
         self._watch_effects()

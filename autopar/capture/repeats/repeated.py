@@ -281,6 +281,8 @@ class Repeats:
             return None
         path = str(self.tracer.path_of_module(m))
         tensors = tensors_of(leaves, module)
+        if any(isinstance(n, torch.SymInt) for t in tensors for n in t.shape):  # of rows that data selects
+            return None
         slots = [self.tracer.tensor_tracker.get(t) for t in tensors]
         if any(slot is None for slot in slots):
             return None

@@ -43,6 +43,7 @@ from autopar.errors import AutoparError, CaptureError
 from autopar.torch_private import (
     EXPORT_BUFFER_HOOK,
     arguments_of_to,
+    some_rows,
 )
 
 
@@ -64,6 +65,7 @@ def _like_eager() -> Iterator[None]:
         stack.enter_context(BagsOfRows())
         stack.enter_context(experts_by_rows())
         stack.enter_context(loops_by_rows())
+        stack.enter_context(some_rows())
         yield
 
 

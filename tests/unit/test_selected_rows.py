@@ -1,0 +1,146 @@
+"""Loops over experts as people write them in plain torch: rows that a mask selects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autopar
+from autopar.errors import CaptureError
+from autopar.verify import verify
+from hardware_profiles import load_cluster
+
+HIDDEN, EXPERTS = 8, 4
+Mix = Callable[["Experts", torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, 16), nn.Linear(16, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.up(x)))
+
+
+class Experts(nn.Module):
+    """Tokens by one of the loops below; the router prefers one expert, so that another has no rows."""
+
+    def __init__(self, mix: Mix, of_each: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate = nn.Linear(HIDDEN, EXPERTS, bias=False)
+        self.experts = nn.ModuleList([Expert() for _ in range(EXPERTS)])
+        self.mix, self.of_each = mix, of_each
+        with torch.no_grad():
+            self.gate.weight[0] = 0.0
+            self.gate.weight[1:3] *= 0.01
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(0, 1)
+        scores = self.gate(tokens) - torch.tensor([100.0, 0, 0, 0], dtype=x.dtype)  # the first is never picked
+        weights, picked = F.softmax(scores, -1).topk(self.of_each, -1)
+        return F.mse_loss(self.mix(self, tokens, weights, picked).view_as(x), y)
+
+
+def by_nonzero(m: Experts, x: torch.Tensor, weights: torch.Tensor, picked: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    for e in range(EXPERTS):
+        places = (picked == e).nonzero()
+        if places.numel() == 0:
+            continue
+        rows, which = places[:, 0], places[:, 1]
+        out.index_add_(0, rows, m.experts[e](x[rows]) * weights[rows, which].unsqueeze(-1))
+    return out
+
+
+def by_where(m: Experts, x: torch.Tensor, weights: torch.Tensor, picked: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        rows, which = torch.where(picked == e)
+        out[rows] += weights[rows, which, None] * expert(x[rows])
+    return out
+
+
+def by_masks(m: Experts, x: torch.Tensor, weights: torch.Tensor, picked: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        mask = picked[:, 0] == e
+        if mask.any():
+            out[mask] = expert(x[mask]) * weights[mask]
+    return out
+
+
+def by_counts(m: Experts, x: torch.Tensor, weights: torch.Tensor, picked: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        mask = picked[:, 0] == e
+        if mask.sum() > 0:
+            out[mask] += expert(x[mask]).mul_(weights[mask])
+    return out
+
+
+def as_mixtral_did(m: Experts, x: torch.Tensor, weights: torch.Tensor, picked: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    mask = F.one_hot(picked, num_classes=EXPERTS).permute(2, 1, 0)
+    for e in range(EXPERTS):
+        which, rows = torch.where(mask[e])
+        current = x[None, rows].reshape(-1, x.shape[-1])
+        out.index_add_(0, rows, (m.experts[e](current) * weights[rows, which, None]).to(x.dtype))
+    return out
+
+
+LOOPS: dict[str, tuple[Mix, int]] = {
+    "nonzero": (by_nonzero, 2), "where": (by_where, 2), "masks": (by_masks, 1), "counts": (by_counts, 1),
+    "mixtral": (as_mixtral_did, 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops_over_experts(name: str) -> None:
+    model, cluster = Experts(*LOOPS[name]).double(), load_cluster("local-x4")
+    x, y = (torch.randn(4, 4, HIDDEN, dtype=torch.float64) for _ in range(2))
+    captured = autopar.capture(model, (x, y))
+    plan = autopar.plan(model, cluster, (x, y), captured=captured, mesh="data=2,tensor=2")
+    assert not [node for node in captured.graph.nodes if node.target.startswith("way")], "a branch that is none"
+    # the first row is the model itself
+    for row in verify(captured, model, (x, y), {}, plan.stages[0].mesh, cluster, plan=plan):
+        assert row.worst < 1e-9, row
+
+
+def across(m: Experts, x: torch.Tensor, weights: torch.Tensor, picked: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        mask = picked[:, 0] == e
+        out[mask] = F.softmax(expert(x[mask]), 0)
+    return out
+
+
+def counted(m: Experts, x: torch.Tensor, weights: torch.Tensor, picked: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        mask = picked[:, 0] == e
+        chosen = x[mask]
+        out[mask] = expert(chosen) * chosen.shape[0]
+    return out
+
+
+def from_a_half(m: Experts, x: torch.Tensor, weights: torch.Tensor, picked: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        rows = expert(x[picked[:, 0] == e])
+        rows[:, :2].mul_(2)
+        out[picked[:, 0] == e] = rows
+    return out
+
+
+@pytest.mark.parametrize("mix", [across, counted, from_a_half])
+def test_what_is_not_done_row_by_row_is_refused(mix: Mix) -> None:
+    x = torch.randn(4, 4, HIDDEN)
+    with pytest.raises(CaptureError, match=r"rows that a mask selects.*test_selected_rows.py:\d+"):
+        autopar.capture(Experts(mix, 1), (x, x))
+
