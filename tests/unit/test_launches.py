@@ -27,7 +27,7 @@ def test_no_plan_takes_less_than_launches_and_its_share_of_the_rest(hidden: int,
         example = (torch.zeros(64, hidden),)
         graph = capture(model(hidden), example, loss_fn=lambda y: y.square().mean()).graph
     cluster = load_cluster("dgx-h100")
-    sizes = Mesh.of(**{name: int(n) for name, _, n in (part.partition("=") for part in mesh.split(","))})
+    sizes = Mesh.parse(mesh)
     launches = pricer(cluster, ALONE, (0,)).launches(graph)
     alone = plan_graph(graph, cluster, ALONE, Options(), devices=(0,)).price.compute_seconds
     cut = plan_graph(graph, cluster, sizes, Options(), devices=range(8)).price.compute_seconds
