@@ -64,7 +64,8 @@ def price(
         n_devices: the first so many of the cluster; None for all.
     """
     from autopar.errors import AutoparError
-    from autopar.planner.inter_op.exact_stages import ExactPlans, PipelineOptions
+    from autopar.planner.inter_op.candidates import PipelineOptions
+    from autopar.planner.inter_op.exact_stages import ExactPlans
     from autopar.planner.inter_op.layouts import parse_layout
     from autopar.planner.inter_op.one_group import least_seconds
     from autopar.planner.inter_op.stage_search import plan_pipeline

@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from autopar.capture import capture
 from autopar.errors import PlanError
 from autopar.meshes import Mesh
-from autopar.planner.inter_op.exact_stages import PipelineOptions
+from autopar.planner.inter_op.candidates import PipelineOptions
 from autopar.planner.inter_op.layouts import block_pattern, parse_layout
 from autopar.report.layouts import LayoutRow, model_flops, tokens_of, with_front
 

@@ -18,8 +18,9 @@ from autopar.graph import Graph
 from autopar.meshes import Mesh
 from autopar.placements import whole_state
 from autopar.plan import Plan
-from autopar.planner.inter_op import exact_stages, stage_search
-from autopar.planner.inter_op.exact_stages import Candidate, ExactPlans
+from autopar.planner.inter_op import stage_search
+from autopar.planner.inter_op.candidates import Candidate
+from autopar.planner.inter_op.memory_shares import counted_in_flight, share_of
 from autopar.planner.inter_op.menu import Menus
 from autopar.planner.inter_op.one_group import least_seconds
 from autopar.planner.inter_op.one_number import OneNumber
@@ -125,11 +126,11 @@ def test_stages_that_take_all_of_their_shares_fit_together() -> None:
         schedule = build("zb-h1", n_stages, groups, microbatches)
         estimates = ((9.0, 1.4),) * (n_stages - 1) + ((9.2, 1.2),)
         live = live_at_peak(schedule, [kept for _, kept in estimates])
-        counted = exact_stages._counted(live, live_per_stage(schedule))
+        counted = counted_in_flight(live, live_per_stage(schedule))
         way = Candidate((Mesh.of(data=1),) * groups, ((0,),) * groups, "zb-h1", (), 0.0, estimates)
         for of_group in schedule.stages_of_rank:
             needed = sum(estimates[s][0] + live[s] * estimates[s][1] for s in of_group)
-            shares = {s: ExactPlans._share(s, of_group, live, counted, way) for s in of_group}
+            shares = {s: share_of(s, of_group, live, counted, way) for s in of_group}
             kept = [0.0] * n_stages
             for s in of_group:
                 kept[s] = (shares[s] * needed - estimates[s][0]) / counted[s]

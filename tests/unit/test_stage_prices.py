@@ -24,9 +24,9 @@ from autopar.meshes import Mesh
 from autopar.pieces import local_shape
 from autopar.placements import State, Step
 from autopar.plan import Plan, StagePlan
-from autopar.planner.inter_op.exact_stages import ExactPlans
 from autopar.planner.inter_op.phases import Phases, phases
 from autopar.planner.inter_op.replan import Replanner, limit_of_stage
+from autopar.planner.inter_op.stage_plans import StagePlans
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
 from autopar.planner.inter_op.timing import crossing_seconds, timing_of
 from autopar.planner.intra_op.mesh_plan import Options
@@ -313,13 +313,13 @@ def test_edges_are_the_wires_of_the_runtime(graph: Graph, made: tuple[Path, Plan
 def shares(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, set[float]]]:
     """Limits under which stages were planned, by fingerprint."""
     found: dict[str, set[float]] = defaultdict(set)
-    plan_of = ExactPlans._stage_plan
+    plan_of = StagePlans.plan
 
-    def spy(self: ExactPlans, graph: Graph, mesh: Mesh, options: Options, *rest: Any) -> Any:
+    def spy(self: StagePlans, graph: Graph, mesh: Mesh, options: Options, *rest: Any) -> Any:
         found[graph.fingerprint].add(options.memory_limit_bytes or 0.0)
         return plan_of(self, graph, mesh, options, *rest)
 
-    monkeypatch.setattr(ExactPlans, "_stage_plan", spy)
+    monkeypatch.setattr(StagePlans, "plan", spy)
     yield found
 
 

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from autopar.capture import capture
 from autopar.graph import Graph
 from autopar.meshes import Mesh
-from autopar.planner.inter_op import exact_stages
+from autopar.planner.inter_op import stage_plans
 from autopar.planner.inter_op.equal import Equal
 from autopar.planner.inter_op.estimates import EstimatedCut, Group
 from autopar.planner.inter_op.exact_stages import spread_out
@@ -140,9 +140,9 @@ def test_a_way_to_cut_is_given_up_before_its_last_stage_is_planned(monkeypatch: 
     search = OneNumber(llama(), load_cluster("dgx-h100-x4"), 32, asked, "")
     candidate = search.candidates()[0]
     planned: list[str] = []
-    real = exact_stages.plan_graph
+    real = stage_plans.plan_graph
     monkeypatch.setattr(
-        exact_stages, "plan_graph", lambda graph, *a, **k: (planned.append(graph.fingerprint), real(graph, *a, **k))[1]
+        stage_plans, "plan_graph", lambda graph, *a, **k: (planned.append(graph.fingerprint), real(graph, *a, **k))[1]
     )
     with pytest.raises(Beaten):
         search.exact(candidate, candidate.seconds / 1.2)

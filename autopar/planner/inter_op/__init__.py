@@ -11,7 +11,9 @@ In the order in which a search passes through, driven by :mod:`.stage_search`: b
                      what both of them hand on
 :mod:`.one_group`    one group of all devices: a true bound of every layout, and straight to the exact plan
 :mod:`.trial`        estimates tried in the simulator
-:mod:`.exact_stages` the best few planned stage by stage and simulated; :mod:`.transplant`: stages that are alike
+:mod:`.candidates`   what is asked of a search, and the ways to cut that it proposes for exact plans
+:mod:`.exact_stages` the best few planned stage by stage and simulated; :mod:`.stage_plans`: stages that are alike are
+                     planned once (:mod:`.transplant`); :mod:`.memory_shares`: stages of one group
 :mod:`.incumbents`   the exact plans so far, and what may beat them; :mod:`.nothing_fits`: the error without one
 :mod:`.order`        schedules that are searched for
 :mod:`.timing`       what a simulator needs to know of planned stages: :mod:`.phases`, :mod:`.beside`

@@ -1,47 +1,43 @@
 """Exact plans of the stages of a way to cut, and the simulation of the step that they make.
 
-Plans of stages are shared: stages alike in all but names are solved once, and microbatches in flight are counted up to
-a round number. A group's memory is divided among its stages by need. Where memory binds, the slowest stages are planned
-again for just what they keep, and on few devices the cut itself is searched. What runs again in the backward is decided
-in the program of every stage, with its cuts.
+Plans of stages are shared (:mod:`.stage_plans`), and so is a group's memory among its stages (:mod:`.memory_shares`).
+Where memory binds, the slowest stages are planned again for just what they keep, and on few devices the cut itself is
+searched. What runs again in the backward is decided in the program of every stage, with its cuts.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
-from math import ceil, inf
+from math import inf
 from typing import TypeVar
 
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
-from autopar.meshes import Mesh
 from autopar.plan import Plan, StagePlan, one_stage
 from autopar.planner.inter_op.blocks import Block, blocks
-from autopar.planner.inter_op.estimates import EstimatedCut
+from autopar.planner.inter_op.candidates import SMALL, Candidate, PipelineOptions
+from autopar.planner.inter_op.memory_shares import counted_in_flight, share_of
 from autopar.planner.inter_op.order import SEARCHED, START, better_order
 from autopar.planner.inter_op.phases import phases
 from autopar.planner.inter_op.shared_buffers import with_agreed_buffers
 from autopar.planner.inter_op.stage_pins import of_stage
+from autopar.planner.inter_op.stage_plans import StagePlans, is_pinned, pace_of, rounded
 from autopar.planner.inter_op.timing import timing_of
-from autopar.planner.inter_op.transplant import structure, transplant
 from autopar.planner.inter_op.trial import simulated
 from autopar.planner.intra_op.fold import fold
-from autopar.planner.intra_op.mesh_plan import Earlier, Options, device_limit, plan_graph
+from autopar.planner.intra_op.mesh_plan import Options, device_limit
 from autopar.planner.intra_op.price import pricer
 from autopar.planner.intra_op.problem import Beaten
-from autopar.planner.intra_op.recompute import is_asked, patterns_in, segments_of
+from autopar.planner.intra_op.recompute import is_asked, patterns_in
 from autopar.prices import bytes_together
 from autopar.rules.registry import rules_of
 from autopar.staging import StageGraph, crossings_of, cut, hot_ops
 from autopar.texts import show_bytes
-from autopar.wishes import MOST_AXES
 from cost_models.pipeline import (
     SCHEDULES,
-    USUAL,
     Schedule,
     Timeline,
     Times,
@@ -53,79 +49,18 @@ from cost_models.pipeline import (
 )
 from hardware_profiles import Cluster
 
-SMALL = 16
-"""Devices up to which more ways are looked at: exact plans of few stages cost little."""
 REFINED = 4
 """Times that the slowest stages are planned again, or the bounds are moved."""
-SHARES = 16
-"""Parts into which a group's memory is divided for every two of its stages: so that many stages get the same limit."""
 WORTH = 1.1
 """On few devices, a stage is not searched to its end if it alone takes this factor of the best step so far; what is no
 pipeline, if it takes as long."""
 FINER = 1.03
 """On many devices, a way to cut is given up that takes more than this factor of the best so far, before its slowest
 stages are planned again for just what they keep: that hardly saves more."""
-FEW = 4
-"""Times as many microbatches, kept at another moment than that at which the group is fullest, are many more."""
 LARGE_GAP = 0.06
 """The gap that is good enough for stages where memory binds; on few devices, until the best is known."""
 
 _Group = TypeVar("_Group")
-
-
-@dataclass(frozen=True)
-class PipelineOptions:
-    """What a user may ask of a pipeline.
-
-    Attributes:
-        microbatches: per step; the graph is that of one.
-        groups: groups of devices; None tries every number that divides the devices, 1 included.
-        schedules: names to choose from; ``interleaved-1f1b:4`` is one with a degree of interleaving.
-        mesh: of every group; None tries every shape.
-        starts: names of the first operators of all stages but the first; None lets the planner cut.
-        options: for the plan of each stage.
-        may_recompute: blocks may run again in the backward, where memory is short or time is saved by it. Where
-            ``options.recompute`` or the model itself (activation checkpointing) says what runs again, that and nothing
-            else does.
-        top: so many different layouts are planned exactly, if there are.
-        max_axes: of a group's mesh, where every shape is tried.
-    """
-
-    microbatches: int
-    groups: int | None = None
-    schedules: Sequence[str] = USUAL
-    mesh: Mesh | None = None
-    starts: Sequence[str] | None = None
-    options: Options = field(default_factory=Options)
-    may_recompute: bool = True
-    top: int = 1
-    max_axes: int = MOST_AXES
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A way to cut: positions of the stages' first operators, the groups, and an estimate of the step.
-
-    ``n_bytes`` are estimates for each stage of what it holds all the time and of what it keeps of a microbatch; empty
-    where they are not known; so is ``estimate``, which has the stages' times.
-    """
-
-    meshes: tuple[Mesh, ...]
-    devices: tuple[tuple[int, ...], ...]
-    schedule: str
-    bounds: tuple[int, ...]
-    seconds: float
-    n_bytes: tuple[tuple[float, float], ...] = ()
-    estimate: EstimatedCut | None = field(default=None, compare=False, repr=False)
-
-    @property
-    def groups(self) -> int:
-        return len(self.meshes)
-
-    def __str__(self) -> str:
-        shapes = [mesh.shown() for mesh in self.meshes]
-        runs = [(shape, len(list(run))) for shape, run in groupby(shapes)]
-        return ", ".join(f"{n} group{'s' if n > 1 else ''} of {shape}" for shape, n in runs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,8 +84,11 @@ class ExactPlans:
     n_devices: int
     asked: PipelineOptions
     cluster_name: str
-    _plans: dict[tuple[object, ...], dict[int, tuple[Graph, StagePlan]]] = field(default_factory=dict, init=False)
-    _earlier: dict[tuple[object, ...], tuple[Graph, Earlier]] = field(default_factory=dict, init=False)
+
+    @cached_property
+    def stage_plans(self) -> StagePlans:
+        """Those that were made so far."""
+        return StagePlans(self.cluster)
 
     @cached_property
     def blocks(self) -> list[Block]:
@@ -242,10 +180,10 @@ class ExactPlans:
         except ValueError:
             return 0
         live = live_at_peak(schedule, [n for _, n in candidate.n_bytes] or [1.0] * schedule.n_stages)
-        counted = _counted(live, live_per_stage(schedule))
-        shares = [self._share(s, of, live, counted, candidate) for of in schedule.stages_of_rank for s in of]
+        counted = counted_in_flight(live, live_per_stage(schedule))
+        shares = [share_of(s, of, live, counted, candidate) for of in schedule.stages_of_rank for s in of]
         in_turn = [counted[s] for of in schedule.stages_of_rank for s in of]
-        return len({(_rounded(n), share) for n, share in zip(in_turn, shares, strict=True)})
+        return len({(rounded(n), share) for n, share in zip(in_turn, shares, strict=True)})
 
     def what(self, candidate: Candidate, schedule: str | None = None) -> str:
         """The layout of a candidate in words.
@@ -314,7 +252,7 @@ class ExactPlans:
         """
         group = schedule.rank_of_stage
         stored: dict[tuple[int, str], str] = {}
-        counted = _counted(live, live_per_stage(schedule))
+        counted = counted_in_flight(live, live_per_stage(schedule))
         planned: dict[int, tuple[StagePlan, Options]] = {}
         for of_group in spread_out(schedule.stages_of_rank):  # one that alone takes too long ends it
             spent = 0.0
@@ -328,18 +266,18 @@ class ExactPlans:
                 if not thorough:
                     wishes = replace(wishes, memory_gap=max(wishes.memory_gap, LARGE_GAP))
                 worth = WORTH * best_known if self.n_devices <= SMALL and candidate.groups > 1 else best_known
-                share = self._share(number, of_group, live, counted, candidate)
+                share = share_of(number, of_group, live, counted, candidate)
                 options = replace(
                     wishes, in_flight=counted[number], params=pins or None, worth_seconds=worth - spent,
                     microbatches=self.asked.microbatches, memory_limit_bytes=rooms[group[number]] * share,
                     recompute=patterns_in(stage.graph, wishes.recompute), may_recompute=self._may_recompute,
                     blocks=self._blocks_in(stage.graph),
                 )  # fmt: skip
-                plan = self._stage_plan(stage.graph, mesh, options, devices)
+                plan = self.stage_plans.plan(stage.graph, mesh, options, devices)
                 stored.update({(group[number], n): ",".join(c.stored) for n, c in plan.params.items()})
                 planned[number] = plan, options
                 if self.n_devices > SMALL:
-                    spent += self.asked.microbatches * _pace(plan)
+                    spent += self.asked.microbatches * pace_of(plan)
                     if spent >= worth:
                         raise Beaten
             if self._seems_beaten(graphs, candidate, planned, len(schedule.stages_of_rank), best_known):
@@ -391,82 +329,19 @@ class ExactPlans:
         slow: plans are shared between stages by counting up to a round number."""
         owners = Counter(n.target for stage in graphs for _, n in stage.graph.of_kind("param"))
         for _ in range(REFINED):
-            slowest = max(schedule.stages_of_rank, key=lambda of_group: sum(_pace(choices[s]) for s in of_group))
+            slowest = max(schedule.stages_of_rank, key=lambda of_group: sum(pace_of(choices[s]) for s in of_group))
             better = False
             for s in slowest:
                 graph, choice = graphs[s], choices[s]
-                if _is_pinned(asked[s]) or _rounded(asked[s].in_flight) == asked[s].in_flight:
+                if is_pinned(asked[s]) or rounded(asked[s].in_flight) == asked[s].in_flight:
                     continue  # planned for just these
                 if any(owners[n.target] > 1 for _, n in graph.graph.of_kind("param")):
                     continue  # stages that share a parameter store it alike
-                plan = self._stage_plan(graph.graph, choice.mesh, asked[s], choice.devices, exact=True)
-                if _pace(plan) < _pace(choice):
+                plan = self.stage_plans.plan(graph.graph, choice.mesh, asked[s], choice.devices, exact=True)
+                if pace_of(plan) < pace_of(choice):
                     choices[s], better = plan, True
             if not better:
                 return
-
-    @staticmethod
-    def _share(
-        stage: int, of_group: Sequence[int], live: Sequence[int], counted: Sequence[int], candidate: Candidate
-    ) -> float:
-        """The share of its group's memory that a stage is planned for, with the microbatches that are counted: by what
-        is estimated that each stage needs when the group is fullest, or else equal."""
-        if not candidate.n_bytes or len(of_group) == 1:
-            return 1 / len(of_group)
-
-        def need(s: int, in_flight: int) -> float:
-            static, kept = candidate.n_bytes[s]
-            return static + in_flight * kept
-
-        needs = {s: need(s, live[s]) for s in of_group}
-        most = max(of_group, key=lambda s: (needs[s], s))
-        shares = SHARES * len(of_group) // 2
-        parts = {s: ceil(shares * needs[s] / sum(needs.values())) for s in of_group if s != most}
-        if stage == most:
-            return (shares - sum(parts.values())) / shares
-        return ceil(shares * need(stage, counted[stage]) / sum(needs.values())) / shares
-
-    def _stage_plan(
-        self, graph: Graph, mesh: Mesh, options: Options, devices: tuple[int, ...], exact: bool = False
-    ) -> StagePlan:
-        """The plan of a stage; stages alike in all but names, on devices alike, are solved once.
-
-        A plan for more microbatches in flight serves for fewer too, if its memory does not bind; where it does, it is
-        solved for a round number of them, and so for few different ones; or for just as many as there are (``exact``).
-        """
-        if _is_pinned(options):
-            return plan_graph(graph, self.cluster, mesh, options, devices=devices)
-        kinds = tuple(self.cluster.device(d).name for d in devices)
-        asked_again = segments_of(graph, rules_of(graph), options.recompute)
-        places = tuple((graph.index[first], graph.index[last]) for first, last in asked_again)
-        begins = tuple(graph.index[name] for name in options.blocks)
-        key = structure(graph), mesh, kinds, options.memory_limit_bytes, places, begins
-        by_in_flight = self._plans.setdefault(key, {})
-        wanted = options.in_flight
-        target = wanted if exact else _rounded(wanted)
-        for n, (first, plan) in sorted(by_in_flight.items()):
-            if n == target or (n > wanted and _is_free(plan)):
-                alike = plan if first is graph else transplant(plan, first, graph)
-                return replace(alike.with_in_flight(wanted), devices=devices)
-        first, earlier = self._earlier.setdefault((*key[:3], places, begins), (graph, Earlier()))
-        if first is not graph:
-            free = transplant(earlier.free, first, graph) if earlier.free is not None else None
-            earlier = Earlier(free, earlier.ends)
-
-        def planned(in_flight: int) -> StagePlan:
-            asked = replace(options, in_flight=in_flight)
-            return plan_graph(graph, self.cluster, mesh, asked, devices=devices, earlier=earlier)
-
-        n = target
-        try:
-            plan = planned(n)
-        except InfeasibleError:
-            if n == wanted:
-                raise
-            n, plan = wanted, planned(wanted)
-        by_in_flight[n] = graph, plan
-        return plan.with_in_flight(wanted)
-
 
 def spread_out(groups: Sequence[_Group]) -> list[_Group]:
     """Groups in an order in which the first few say most of all: the first, the middle one, those between, and so on.
@@ -478,33 +353,4 @@ def spread_out(groups: Sequence[_Group]) -> list[_Group]:
     return [groups[k] for k in order]
 
 
-def _counted(live: Sequence[int], most: Sequence[int]) -> list[int]:
-    """The microbatches in flight that each stage is planned for: those that it keeps when its group is fullest; where
-    it keeps many more at another moment, these. A stage that is planned for one alone would keep so much of it that the
-    group were fullest at that other moment."""
-    return [n if FEW * n >= at_most else at_most for n, at_most in zip(live, most, strict=True)]
-
-
-def _rounded(in_flight: int) -> int:
-    """The next of 1, 2, 3, 4, 6, 8, 12, 16, ...: at most half as much again."""
-    power = 1 << (in_flight - 1).bit_length()  # the next power of two
-    between = power * 3 // 4
-    return between if power >= 4 and between >= in_flight else power
-
-
-def _is_pinned(options: Options) -> bool:
-    """Whether the plan of a stage is its own: pins may name what is in it."""
-    return bool(options.constraints or options.params or options.inputs or options.outputs)
-
-
-def _pace(plan: StagePlan) -> float:
-    """Seconds of a microbatch, forward and backward."""
-    return (plan.price.compute_seconds + plan.price.activation_seconds) / plan.microbatches
-
-
-def _is_free(plan: StagePlan) -> bool:
-    """Whether a plan is the optimum, and would be with more memory too."""
-    return plan.solution is not None and plan.solution.status == "optimal" and not plan.solution.binds
-
-
-__all__ = ["SMALL", "Candidate", "Exact", "ExactPlans", "PipelineOptions", "spread_out"]
+__all__ = ["Exact", "ExactPlans", "spread_out"]

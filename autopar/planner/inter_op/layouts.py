@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from autopar.errors import PlanError, closest
 from autopar.graph import Graph
 from autopar.meshes import Mesh
-from autopar.planner.inter_op.exact_stages import PipelineOptions
+from autopar.planner.inter_op.candidates import PipelineOptions
 from autopar.planner.inter_op.order import check_name
 from autopar.rules.expert_block import BLOCK, TRAVEL
 from autopar.rules.registry import rules_of

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import ceil
 
 from autopar.errors import InfeasibleError, PlanError
-from autopar.planner.inter_op.exact_stages import PipelineOptions
+from autopar.planner.inter_op.candidates import PipelineOptions
 from autopar.planner.inter_op.one_number import OneNumber
 from autopar.texts import show_bytes
 

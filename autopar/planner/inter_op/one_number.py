@@ -14,9 +14,10 @@ from autopar.graph import Graph
 from autopar.meshes import Mesh, mesh_shapes
 from autopar.planner.inter_op import trial
 from autopar.planner.inter_op.blocks import Block
+from autopar.planner.inter_op.candidates import SMALL, Candidate
 from autopar.planner.inter_op.equal import FAR, Equal, Need
 from autopar.planner.inter_op.estimates import EstimatedCut
-from autopar.planner.inter_op.exact_stages import SMALL, Candidate, ExactPlans
+from autopar.planner.inter_op.exact_stages import ExactPlans
 from autopar.planner.inter_op.filling import Fillers
 from autopar.planner.inter_op.menu import ALONE, BlockPlans, Menus
 from autopar.planner.inter_op.order import SEARCHED, START

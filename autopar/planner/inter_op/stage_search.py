@@ -25,8 +25,9 @@ from autopar.graph import Graph
 from autopar.heard import tell
 from autopar.meshes import Mesh
 from autopar.plan import Plan
+from autopar.planner.inter_op.candidates import SMALL, Candidate, PipelineOptions
 from autopar.planner.inter_op.equal import NEAR
-from autopar.planner.inter_op.exact_stages import SMALL, Candidate, Exact, PipelineOptions
+from autopar.planner.inter_op.exact_stages import Exact
 from autopar.planner.inter_op.incumbents import Incumbents
 from autopar.planner.inter_op.menu import BlockPlans
 from autopar.planner.inter_op.nothing_fits import nothing_fits

@@ -1,0 +1,74 @@
+"""What is asked of a search over stages, and the ways to cut that its estimates propose for exact plans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from autopar.meshes import Mesh
+from autopar.planner.inter_op.estimates import EstimatedCut
+from autopar.planner.intra_op.mesh_plan import Options
+from autopar.wishes import MOST_AXES
+from cost_models.pipeline import USUAL
+
+SMALL = 16
+"""Devices up to which more ways are looked at: exact plans of few stages cost little."""
+
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """What a user may ask of a pipeline.
+
+    Attributes:
+        microbatches: per step; the graph is that of one.
+        groups: groups of devices; None tries every number that divides the devices, 1 included.
+        schedules: names to choose from; ``interleaved-1f1b:4`` is one with a degree of interleaving.
+        mesh: of every group; None tries every shape.
+        starts: names of the first operators of all stages but the first; None lets the planner cut.
+        options: for the plan of each stage.
+        may_recompute: blocks may run again in the backward, where memory is short or time is saved by it. Where
+            ``options.recompute`` or the model itself (activation checkpointing) says what runs again, that and nothing
+            else does.
+        top: so many different layouts are planned exactly, if there are.
+        max_axes: of a group's mesh, where every shape is tried.
+    """
+
+    microbatches: int
+    groups: int | None = None
+    schedules: Sequence[str] = USUAL
+    mesh: Mesh | None = None
+    starts: Sequence[str] | None = None
+    options: Options = field(default_factory=Options)
+    may_recompute: bool = True
+    top: int = 1
+    max_axes: int = MOST_AXES
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to cut: positions of the stages' first operators, the groups, and an estimate of the step.
+
+    ``n_bytes`` are estimates for each stage of what it holds all the time and of what it keeps of a microbatch; empty
+    where they are not known; so is ``estimate``, which has the stages' times.
+    """
+
+    meshes: tuple[Mesh, ...]
+    devices: tuple[tuple[int, ...], ...]
+    schedule: str
+    bounds: tuple[int, ...]
+    seconds: float
+    n_bytes: tuple[tuple[float, float], ...] = ()
+    estimate: EstimatedCut | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def groups(self) -> int:
+        return len(self.meshes)
+
+    def __str__(self) -> str:
+        shapes = [mesh.shown() for mesh in self.meshes]
+        runs = [(shape, len(list(run))) for shape, run in groupby(shapes)]
+        return ", ".join(f"{n} group{'s' if n > 1 else ''} of {shape}" for shape, n in runs)
+
+
+__all__ = ["SMALL", "Candidate", "PipelineOptions"]

@@ -1,0 +1,44 @@
+"""How the stages of one group share its memory: by what each is estimated to need when the group is fullest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+
+from autopar.planner.inter_op.candidates import Candidate
+
+SHARES = 16
+"""Parts into which a group's memory is divided for every two of its stages: so that many stages get the same limit."""
+FEW = 4
+"""Times as many microbatches, kept at another moment than that at which the group is fullest, are many more."""
+
+
+def share_of(
+    stage: int, of_group: Sequence[int], live: Sequence[int], counted: Sequence[int], candidate: Candidate
+) -> float:
+    """The share of its group's memory that a stage is planned for, with the microbatches that are counted: by what
+    is estimated that each stage needs when the group is fullest, or else equal."""
+    if not candidate.n_bytes or len(of_group) == 1:
+        return 1 / len(of_group)
+
+    def need(s: int, in_flight: int) -> float:
+        static, kept = candidate.n_bytes[s]
+        return static + in_flight * kept
+
+    needs = {s: need(s, live[s]) for s in of_group}
+    most = max(of_group, key=lambda s: (needs[s], s))
+    shares = SHARES * len(of_group) // 2
+    parts = {s: ceil(shares * needs[s] / sum(needs.values())) for s in of_group if s != most}
+    if stage == most:
+        return (shares - sum(parts.values())) / shares
+    return ceil(shares * need(stage, counted[stage]) / sum(needs.values())) / shares
+
+
+def counted_in_flight(live: Sequence[int], most: Sequence[int]) -> list[int]:
+    """The microbatches in flight that each stage is planned for: those that it keeps when its group is fullest; where
+    it keeps many more at another moment, these. A stage that is planned for one alone would keep so much of it that the
+    group were fullest at that other moment."""
+    return [n if FEW * n >= at_most else at_most for n, at_most in zip(live, most, strict=True)]
+
+
+__all__ = ["counted_in_flight", "share_of"]
