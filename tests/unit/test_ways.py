@@ -157,3 +157,34 @@ def test_a_number_that_is_returned_is_the_tensor() -> None:
 
     model, x = Scores(), torch.randn(3, 4)
     assert compare_with_eager(capture(model, (x,)), model, (x + 1,), {}).same
+
+
+class InPieces(nn.Module):
+    """Packed rows, taken apart by lengths that it is given, and put together again by another list."""
+
+    def __init__(self, own: bool = False) -> None:
+        super().__init__()
+        self.mix, self.own = nn.Linear(4, 4), own
+        self.register_buffer("lengths", torch.tensor([2, 4]))
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        lengths = self.lengths if self.own else lengths
+        means = [self.mix(piece).mean(0) for piece in x.split(lengths.tolist())]
+        again = torch.repeat_interleave(torch.stack(means), lengths, dim=0)
+        return (again * x).sum()
+
+
+def test_lists_of_integers_that_the_model_is_given_are_followed() -> None:
+    torch.manual_seed(0)
+    model = InPieces()
+    captured = capture(model, (torch.randn(6, 4), torch.tensor([2, 4])))
+    assert len(captured.graph.ways) == 2
+    assert compare_with_eager(captured, model, (torch.randn(6, 4), torch.tensor([2, 4])), {}).same
+    assert not any(flags(captured, model, (torch.randn(6, 4), torch.tensor([2, 4]))).values())
+    up = flags(captured, model, (torch.randn(6, 4), torch.tensor([3, 3])))
+    assert sorted(up.values()) == [False, True]  # they are as many rows
+
+
+def test_lists_of_what_the_model_holds_are_refused() -> None:
+    with pytest.raises(CaptureError, match=r"depends on the value of a tensor at test_ways.py:\d+"):
+        capture(InPieces(own=True), (torch.randn(6, 4), torch.tensor([2, 4])))

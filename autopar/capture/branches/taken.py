@@ -7,6 +7,9 @@ device) the answer is False, unless the model's own code then raises an error.
 
 The question stays in the trace, as an operator ``autopar::taken`` with its condition, its place, and the answer. In the
 graph it is a flag (:data:`~autopar.graph.WAY`): a buffer that becomes true when the condition has the other value.
+
+``lengths.tolist()`` of integers that are given to the model, or follow from such alone, is answered in the same way:
+with those of the example, and a check that they are still the same; so is the size of what ``repeat_interleave`` makes.
 """
 
 from __future__ import annotations
@@ -49,10 +52,12 @@ class Ways:
     Attributes:
         answers: by place (``file.py:12@8-31``), in the order in which they were given.
         guessed: places that have no answer, and what is taken for it.
+        listed: integers that were read as a list, by place.
     """
 
     answers: Mapping[str, Sequence[bool]] = field(default_factory=dict)
     guessed: dict[str, bool] = field(default_factory=dict)
+    listed: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     def answer(self, site: str, number: int) -> bool:
         """That to the question of this number at a place."""
@@ -153,6 +158,27 @@ def take(tensor: torch.Tensor) -> bool:
     return answer
 
 
+def take_list(tensor: torch.Tensor) -> Any:
+    """The answer that Python is given to ``tensor.tolist()``, of integers that follow from inputs alone; None where
+    there is none: the example has no values.
+
+    Raises:
+        Unanswered: no answers are known yet.
+    """
+    site = site_of()
+    ways = _WAYS.get()
+    if ways is None:
+        raise Unanswered(f"forward reads integers of its inputs, at {site.partition('@')[0]}")
+    given, asked = ways.listed.get(site, ()), _ASKED.get()
+    if asked[site] >= len(given):
+        return None
+    answer = given[asked[site]]
+    asked[site] += 1
+    same = torch.tensor(answer, dtype=tensor.dtype, device=tensor.device) == tensor
+    torch.ops.autopar.taken(same.all(), site, True)
+    return answer
+
+
 def ways_of(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ways:
     """What ``module(*args, **kwargs)`` answers; nothing where tensors have no values. The module is left as it was."""
     tensors = [*module.parameters(), *module.buffers(), *pytree.tree_leaves((args, kwargs))]
@@ -164,7 +190,8 @@ def ways_of(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
     heard = _Hearing()
     with kept(module), generators_kept(), torch.enable_grad(), checked(), heard:
         module(*args, **kwargs)
-    return Ways({site: [heard.masks.answers.get(site, a) for a in given] for site, given in heard.answers.items()})
+    answers = {site: [heard.masks.answers.get(site, a) for a in given] for site, given in heard.answers.items()}
+    return Ways({**answers, **heard.always_listed()}, listed=heard.listed)
 
 
 class Read(Drawn):
@@ -209,6 +236,22 @@ for _name in DIGITS:
     setattr(_Known, _name, _of_digits(_name))
 
 
+def can_be_listed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is integers in a list, as sizes are."""
+    return tensor.ndim > 0 and tensor.dtype in (torch.int64, torch.int32)
+
+
+REPEATED = (torch.repeat_interleave, torch.Tensor.repeat_interleave)
+
+
+def times_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """How often ``repeat_interleave(*args, **kwargs)`` repeats each element, where tensors say it and the size of what
+    is made is not given."""
+    times = kwargs.get("repeats", args[1] if len(args) > 1 else args[0] if len(args) == 1 else None)
+    given = kwargs.get("output_size") is not None
+    return times if isinstance(times, torch.Tensor) and times.ndim == 1 and not given else None
+
+
 class _Hearing(TorchFunctionMode):
     """Notes what Python is told about the truth of tensors, by the place that asks."""
 
@@ -216,6 +259,7 @@ class _Hearing(TorchFunctionMode):
         super().__init__()
         self.answers: dict[str, list[bool]] = {}
         self.masks = MaskQuestions()
+        self.listed: dict[str, list[Any]] = {}
 
     def heard(self, tensor: torch.Tensor) -> bool:
         with DisableTorchFunction():
@@ -223,11 +267,23 @@ class _Hearing(TorchFunctionMode):
         self.answers.setdefault(site_of(), []).append(answer)
         return answer
 
+    def always_listed(self) -> dict[str, list[bool]]:
+        """Places at which the same integers were read each time."""
+        return {site: [True] for site, lists in self.listed.items() if all(each == lists[0] for each in lists)}
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__bool__ and args[0].numel() == 1:
             answer = self.heard(args[0])
             self.masks.asked(args[0], site_of(), answer)
             return answer
+        if func is torch.Tensor.tolist and can_be_listed(args[0]):
+            with DisableTorchFunction():
+                answer = args[0].tolist()
+            self.listed.setdefault(site_of(), []).append(answer)
+            return answer
+        if func in REPEATED and (times := times_of(args, kwargs or {})) is not None:
+            with DisableTorchFunction():
+                self.listed.setdefault(site_of(), []).append([int(times.sum())])
         if func is torch.Tensor.item and args[0].numel() == 1:
             return _Known(args[0], self.heard)
         result = func(*args, **(kwargs or {}))
@@ -236,6 +292,6 @@ class _Hearing(TorchFunctionMode):
 
 
 __all__ = [
-    "MOST_GUESSES", "TAKEN", "Read", "Unanswered", "Ways", "along", "followed", "from_the_start", "take",
-    "ways_of", "would_take",
+    "MOST_GUESSES", "REPEATED", "TAKEN", "Read", "Unanswered", "Ways", "along", "can_be_listed", "followed",
+    "from_the_start", "take", "take_list", "times_of", "ways_of", "would_take",
 ]  # fmt: skip

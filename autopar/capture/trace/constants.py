@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -12,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.capture.branches.asking import ask, refused
 from autopar.capture.branches.drawn import Drawn
-from autopar.capture.branches.taken import Read, take
+from autopar.capture.branches.taken import REPEATED, Read, can_be_listed, take, take_list, times_of
 from autopar.capture.graph.exported import flat, storage_of
 from autopar.capture.memory.schemas import facts
 from autopar.capture.repeats.repeated import BLOCK
@@ -168,6 +170,11 @@ class AnswerConstants(TorchFunctionMode):
     PLACES = (torch.nonzero, torch.Tensor.nonzero, *WHERE)
     SELECTED = (torch.masked_select, torch.Tensor.masked_select)
 
+    def __init__(self, held: Callable[[], Iterable[torch.Tensor]] = tuple) -> None:
+        """``held`` gives the parameters and buffers of what is traced, as they are then."""
+        super().__init__()
+        self.held = held
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self.ASKED and args:
             constant = constant_value(args[0], lambda t: func(t, *args[1:]))
@@ -183,6 +190,8 @@ class AnswerConstants(TorchFunctionMode):
                 answer = _not_known(func, args[0], take, Read)
                 return func(*args) if answer is None else answer
         kwargs = kwargs or {}
+        if func in REPEATED and (size := self._size_of_repeated(times_of(args, kwargs))) is not None:
+            kwargs = {**kwargs, "output_size": size}
         if func in self.SAME and len(args) == 2 and any(isinstance(a, FakeTensor) for a in args):
             return args[0].shape == args[1].shape and self._truth((args[0] == args[1]).all())
         if func is torch.allclose and any(isinstance(a, FakeTensor) for a in args):
@@ -200,9 +209,52 @@ class AnswerConstants(TorchFunctionMode):
             return args[0].expand(shape)[_places(args[1].expand(shape))]
         return func(*args, **kwargs)
 
+    @contextlib.contextmanager
+    def lists(self) -> Iterator[None]:
+        """In here ``tensor.tolist()`` of integers that follow from inputs is those of the example, and a check: a
+        tensor without values takes it apart into numbers before a mode hears of it."""
+        in_parts = FakeTensor.tolist
+
+        def tolist(tensor: FakeTensor) -> Any:
+            listed = None
+            if can_be_listed(tensor) and constant_value(tensor) is None and self._of_inputs(tensor):
+                listed = take_list(tensor)
+            return in_parts(tensor) if listed is None else listed
+
+        with mock.patch.object(FakeTensor, "tolist", tolist):
+            yield
+
+    def _size_of_repeated(self, times: torch.Tensor | None) -> int | None:
+        """How many elements there are, where each is repeated so often; None where that is not known."""
+        if not isinstance(times, FakeTensor) or constant_value(times) is not None or not self._of_inputs(times):
+            return None
+        total = take_list(times.sum().reshape(1))
+        return None if total is None else int(total[0])
+
+    def _of_inputs(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor follows from what the model is called with alone, not from what it holds: a pointer into a
+        queue is another number at each call."""
+        held = {_beginning(node) for t in self.held() if (node := _node_of(t)) is not None}
+        todo, seen = [_node_of(tensor)], set[torch.fx.Node]()
+        while todo:
+            node = todo.pop()
+            if node is None or node in held or node.target is BLOCK:
+                return False
+            if node not in seen:
+                seen.add(node)
+                todo.extend(node.all_input_nodes)
+        return True
+
     def _truth(self, tensor: torch.Tensor) -> Any:
         """That of a tensor that follows from others."""
         return self.__torch_function__(torch.Tensor.__bool__, (), (tensor,))
+
+
+def _beginning(node: torch.fx.Node) -> torch.fx.Node:
+    """What a tensor was before anything wrote to it."""
+    while node.op == "call_function" and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _not_known(

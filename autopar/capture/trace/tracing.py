@@ -48,7 +48,7 @@ from autopar.torch_private import (
 
 
 @contextlib.contextmanager
-def _like_eager() -> Iterator[None]:
+def _like_eager(module: torch.nn.Module) -> Iterator[None]:
     """Let libraries take their eager path: no 'we are exporting' flags, constants can be asked for their value."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.compiler, "is_exporting", lambda: False))
@@ -58,7 +58,9 @@ def _like_eager() -> Iterator[None]:
             is_fake = hf.is_fake_tensor
             unknown = lambda x: is_fake(x) and constant_value(x) is None  # noqa: E731
             stack.enter_context(mock.patch.object(hf, "is_fake_tensor", unknown))
-        stack.enter_context(AnswerConstants())
+        constants = AnswerConstants(lambda: (*module.parameters(), *module.buffers()))
+        stack.enter_context(constants)
+        stack.enter_context(constants.lists())
         stack.enter_context(checked())
         stack.enter_context(LayerByLayer())
         stack.enter_context(Transcripts())
@@ -128,7 +130,7 @@ def _export(module: torch.nn.Module, args: Any, kwargs: Any, repeats: Repeats | 
             warnings.simplefilter("ignore")
             try:
                 with (
-                    told(), _like_eager(), whole_functions(module), marked_regions(), as_in_eager(module),
+                    told(), _like_eager(module), whole_functions(module), marked_regions(), as_in_eager(module),
                     own_draws_refused(), memos_forgotten(module),
                     _quiet(), quickly(), _modules_stay(), _plain_tensors_kept(module), parameters_noted(record),
                     # the recorder copies what forward puts in a buffer's place: export does it for the root module
