@@ -29,13 +29,16 @@ from spmd_types import rules as types
 
 from autopar.pieces import nested_piece_of
 from autopar.rules.attention_kernels import Dropping, PartOfAttention, merged
-from autopar.rules.distributed import axes_of, cuts_on, n_pieces, permuted, positions, sends_on, which_piece
+from autopar.rules.distributed import axes_of, cuts_on, in_trial, n_pieces, permuted, positions, sends_on, which_piece
 from autopar.rules.random import Shards, dropping, hashes_at, threshold_of
 from autopar.torch_private import each_rank
 
 QUERIES, RING = "q", "ring"
 MOST_SCORES = 1024 * 1024
 """Queries by keys of one head that are computed at once where there is dropout."""
+TRIED_STEPS = 4
+"""Steps of a ring that a trial makes, at most: the last rank works as much in each after its first one, and memory is
+the fullest once one message is worked on while another is on its way and a third is sent."""
 
 
 class Stretch(NamedTuple):
@@ -155,6 +158,7 @@ class Going:
         zigzag: ranks exchange halves first.
         mask_learns: whether the gradient of the mask is asked for.
         draw: of dropout; None where there is none.
+        steps: of the ring: as many as pieces, but in a trial.
     """
 
     ring: str | None
@@ -169,6 +173,7 @@ class Going:
     zigzag: bool = False
     mask_learns: bool = False
     draw: Draw | None = None
+    steps: int = 1
 
     def rows(self, numbers: Sequence[int], length: int) -> list[Stretch]:
         """The queries of a rank.
@@ -363,7 +368,7 @@ class _Attention(torch.autograd.Function):
                 of_keys = [mine + before for mine, before in zip(of_keys, arriving(), strict=True)]
             step += 1
             if way.ring is not None:  # after the last step they are one rank from home, and nothing runs meanwhile
-                arriving = _sent(way, of_keys, backward=True, beside=step < way.pieces)
+                arriving = _sent(way, of_keys, backward=True, beside=step < way.steps)
         of_k, of_v = arriving() if arriving is not None else of_keys
         of_q, of_k, of_v = of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype)
         if way.zigzag:
@@ -374,8 +379,8 @@ class _Attention(torch.autograd.Function):
 def _round(way: Going, tensors: list[torch.Tensor], backward: bool) -> Iterator[tuple[Any, list[torch.Tensor]]]:
     """Number and tensors of the piece that is here in each step of a ring. The next one is on its way while a step is
     worked on."""
-    for step in range(way.pieces):
-        arriving = _sent(way, tensors, backward) if step < way.pieces - 1 else None
+    for step in range(way.steps):
+        arriving = _sent(way, tensors, backward) if step < way.steps - 1 else None
         yield (way.number - step) % way.pieces if step else way.number, tensors
         if arriving is not None:
             tensors = arriving()
@@ -462,17 +467,18 @@ def attention_across(
     group, number = (None, 0) if axis is None else (sends_on(axis), which_piece(axis))
     learns = attn_mask is not None and attn_mask.requires_grad
     zigzag = bool(ring) and is_causal and not rows
-    row_numbers = tuple(map(which_piece, row_axes))
+    row_numbers, pieces = tuple(map(which_piece, row_axes)), n_pieces(ring)
+    steps = min(pieces, TRIED_STEPS) if in_trial() else pieces
     draw = None
     if dropout_p:
         n_rows = shape[-2]
-        drawn = (*shape[:-1], k.shape[-2] * n_pieces(ring))
+        drawn = (*shape[:-1], k.shape[-2] * pieces)
         draw = Draw(dropout_p, site, drawn, tuple(shards[:-2]))
     else:
         n_rows = q.shape[-2] * n_pieces(row_axes) if sizes is None else sizes[QUERIES]
     way = Going(
-        axis, group, number, n_pieces(ring), cuts_on(row_axes), row_numbers, n_rows, is_causal, scale, zigzag, learns,
-        draw,
+        axis, group, number, pieces, cuts_on(row_axes), row_numbers, n_rows, is_causal, scale, zigzag, learns,
+        draw, steps,
     )  # fmt: skip
     return _Attention.apply(q, k, v, attn_mask, seed, way)  # type: ignore[no-any-return]
 

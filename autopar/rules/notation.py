@@ -200,6 +200,11 @@ class Rule:
         return {f for f in cut if any(f in lowering.factors for lowering in self.lowerings)}
 
     @cached_property
+    def derived(self) -> dict[object, Any]:
+        """What others derive of the rule, by what they ask, such as its options: thousands of times in a search."""
+        return {}
+
+    @cached_property
     def cuttable(self) -> tuple[str, ...]:
         """Factors that an axis may cut, in order of first appearance."""
         blocked = set(self.whole)

@@ -110,6 +110,29 @@ def rule_for(call: Call) -> Rule:
         raise RuleError(f"{call.target}: {error}") from error
 
 
+MOST_SHARED = 50_000
+"""Rules that are remembered at most."""
+_shared: dict[object, Rule] = {}
+
+
+def _shared_rule(key: object, call: Call) -> Rule:
+    """The rule of a call; one object for equal calls of all graphs, where a registered function makes it: a search asks
+    for the rules of the same blocks thousands of times. What is found of other operators may change.
+
+    Args:
+        key: equal for equal calls.
+    """
+    fn = RULES.get(call.target)
+    if fn is None:
+        return rule_for(call)
+    rule_made = _shared.get((fn, key))
+    if rule_made is None:
+        if len(_shared) >= MOST_SHARED:
+            _shared.clear()
+        rule_made = _shared[fn, key] = rule_for(call)
+    return rule_made
+
+
 def rules_of(graph: Graph, representative: Sequence[int] | None = None) -> list[Rule | None]:
     """The rule of every node (None for parameters, buffers and inputs); equal calls share one object.
 
@@ -130,7 +153,7 @@ def rules_of(graph: Graph, representative: Sequence[int] | None = None) -> list[
         key = (call.target, repr(call.args), repr(sorted(call.kwargs.items())), call.ins, call.outs)
         if key not in cache:
             try:
-                cache[key] = rule_for(call)
+                cache[key] = _shared_rule(key, call)
             except RuleError as error:
                 raise RuleError(f"{node.where}: {error}") from error
         result.append(cache[key])

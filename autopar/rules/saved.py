@@ -17,7 +17,8 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple, TypeVar
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -25,7 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from autopar.graph import Graph
 from autopar.meshes import Mesh
 from autopar.pieces import local_shape
-from autopar.placements import State
+from autopar.placements import State, axis_and_unit
 from autopar.rules.axis_options import Option
 from autopar.rules.distributed import length_of, trial
 from autopar.rules.function import PREFIX
@@ -161,13 +162,31 @@ def trial_of(
     if call.target.startswith(PREFIX):
         return None
     local = local_call(call, rule, options, mesh)
-    try:
-        if call.target in BY_DEVICE:
-            with FakeTensorMode():
-                return observe(local, ins, mesh.size_of, "cpu")
-        return observe(local, ins, mesh.size_of, "meta")
-    except CANNOT_BE_TRIED:
-        return None
+    key = observe, _key_of_trial(local, call, mesh, ins)
+    if key not in _trials:
+        try:
+            if call.target in BY_DEVICE:
+                with FakeTensorMode():
+                    _trials[key] = observe(local, ins, mesh.size_of, "cpu")
+            else:
+                _trials[key] = observe(local, ins, mesh.size_of, "meta")
+        except CANNOT_BE_TRIED:
+            _trials[key] = None
+    return cast("T | None", _trials[key])
+
+
+_trials: dict[object, object] = {}
+"""What was observed of the calls of one rank: the same pieces come of many meshes and numbers of microbatches."""
+
+
+def _key_of_trial(local: LocalCall, call: Call, mesh: Mesh, ins: Sequence[LocalLayout]) -> object:
+    """All that the trial of one rank's call depends on: of a mesh, only the sizes of axes that it asks about."""
+    args = repr(local.args), repr(sorted(local.kwargs.items(), key=itemgetter(0)))
+    asked: object = mesh
+    if not any(PieceSize.__name__ in text for text in args) and (not local.distributed or "cut" in local.kwargs):
+        axes = {axis_and_unit(axis)[0] for of_factor in local.kwargs.get("cut", {}).values() for axis in of_factor}
+        asked = tuple(sorted((axis, mesh.size_of[axis]) for axis in axes))
+    return local.fn, args, call.target in BY_DEVICE, tuple(ins), asked
 
 
 def without_values(ins: Sequence[LocalLayout], device: str) -> list[torch.Tensor]:

@@ -110,7 +110,12 @@ def combine(options: Sequence[Option]) -> Strategy:
 
 def options_of(graph: Graph, node: Node, rule: Rule, blocks: Sequence[tuple[str, int]] = ()) -> dict[str, Option]:
     """The options of one op on one axis, by name; those of ``blocks`` too (``Rule.blocks_on``)."""
-    return {option.name: option for option in axis_options(rule, *grads_of(graph, node), blocks)}
+    grads = grads_of(graph, node)
+    key = "options", grads, tuple(blocks)
+    options: dict[str, Option] | None = rule.derived.get(key)
+    if options is None:
+        options = rule.derived[key] = {option.name: option for option in axis_options(rule, *grads, blocks)}
+    return options
 
 
 def blocks_named(rule: Rule, names: Sequence[str]) -> list[tuple[str, int]]:
@@ -122,8 +127,12 @@ def blocks_named(rule: Rule, names: Sequence[str]) -> list[tuple[str, int]]:
 def strategy_named(graph: Graph, node: Node, rule: Rule | None, names: Sequence[str]) -> Strategy:
     """The strategy of one op whose options have these names, one per axis. The op has them: plans were checked."""
     assert rule is not None
-    options = options_of(graph, node, rule, blocks_named(rule, names))
-    return combine([options[name] for name in names])
+    key = "strategy", grads_of(graph, node), tuple(names)
+    strategy: Strategy | None = rule.derived.get(key)
+    if strategy is None:
+        options = options_of(graph, node, rule, blocks_named(rule, names))
+        strategy = rule.derived[key] = combine([options[name] for name in names])
+    return strategy
 
 
 def strategy_in_plan(graph: Graph, node: Node, rule: Rule, names: Sequence[str], mesh: Mesh) -> Strategy:

@@ -1,0 +1,96 @@
+"""Trials of one rank's call: what is tried once serves wherever the same pieces come up, and a ring is tried in part."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.capture import capture
+from autopar.graph import Graph
+from autopar.placements import Mesh, local_shape
+from autopar.rules import attention_across, needs, saved
+from autopar.rules.needs import Needs, needs_of
+from autopar.rules.operator_call import call_of
+from autopar.rules.registry import rules_of
+from autopar.rules.saved import LocalLayout, Saved, contiguous, saved_by
+from autopar.rules.strategy import grads_of, strategy_named
+
+
+class Attention(nn.Module):
+    """Attention whose three inputs have gradients."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.causal = causal
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = x * self.weight, x + self.weight, x - self.weight
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal).sum()
+
+
+def graph_of(causal: bool, rows: int = 2) -> Graph:
+    with torch.device("meta"):
+        return capture(Attention(causal), (torch.zeros(rows, 2, 64, 4),)).graph
+
+
+def observed(graph: Graph, target: str, mesh: Mesh, names: tuple[str, ...]) -> tuple[Saved, Needs]:
+    """What is kept of a call, and what it needs, on one rank."""
+    rules = rules_of(graph)
+    i = next(i for i, node in enumerate(graph.nodes) if node.target == target)
+    node, rule = graph.nodes[i], rules[i]
+    assert rule is not None
+    strategy = strategy_named(graph, node, rule, [rule.cuttable[0] if name == ROWS else name for name in names])
+    grads, _ = grads_of(graph, node)
+    ins = []
+    for ref, state, grad in zip(node.refs, strategy.ins, grads, strict=True):
+        spec = graph.spec(ref)
+        shape = local_shape(spec.shape, state, mesh)
+        ins.append(LocalLayout(shape, contiguous(shape), spec.dtype, grad))
+    asked = call_of(node, graph.spec), rule, strategy.options, mesh, ins
+    return saved_by(*asked), needs_of(*asked)
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (saved, needs):
+        monkeypatch.setattr(module, "_known", {})
+    monkeypatch.setattr(saved, "_trials", {})
+
+
+ROWS = "the batch"
+ATTENTION, PRODUCT = "aten.scaled_dot_product_attention.default", "aten.mul.Tensor"
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("mesh", "names"), [((("data", 8),), ("ring",)), ((("data", 8), ("tensor", 2)), ("ring", "q"))])
+def test_a_ring_needs_what_its_first_steps_need(
+    causal: bool, mesh: Mesh, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = graph_of(causal)
+    forget(monkeypatch)
+    monkeypatch.setattr(attention_across, "TRIED_STEPS", 8)
+    of_all_steps = observed(graph, ATTENTION, mesh, names)
+    forget(monkeypatch)
+    monkeypatch.undo()
+    forget(monkeypatch)
+    assert attention_across.TRIED_STEPS < 8
+    assert observed(graph, ATTENTION, mesh, names) == of_all_steps
+
+
+def test_equal_pieces_of_different_meshes_and_batches_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget(monkeypatch)
+    few = observed(graph_of(False, rows=4), PRODUCT, (("data", 2),), (ROWS,))
+    tried = len(saved._trials)
+    many = observed(graph_of(False, rows=8), PRODUCT, (("data", 2), ("tensor", 2)), (ROWS, ROWS))
+    assert many == few
+    assert len(saved._trials) == tried
+    other = observed(graph_of(False, rows=8), PRODUCT, (("data", 2),), (ROWS,))
+    assert other != few
+    assert len(saved._trials) > tried
+
+
+def test_equal_calls_of_different_graphs_have_one_rule() -> None:
+    first, again, larger = (rules_of(graph_of(True, rows)) for rows in (2, 2, 4))
+    assert all(a is b for a, b in zip(first, again, strict=True))
+    assert not any(a is b for a, b in zip(first, larger, strict=True) if a is not None and len(a.inputs) == 3)
