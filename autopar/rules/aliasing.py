@@ -6,6 +6,7 @@ operand, ``dropout`` that is off, ``type_as``): such a call is made once, on ten
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,20 +20,28 @@ _known: dict[Any, bool] = {}
 
 def may_alias(call: Call) -> bool:
     """Whether an output of the call may share storage with one of its tensor inputs; where nobody can say, yes."""
+    of_every_call = _by_schema(call.target)
+    if of_every_call is not None:
+        return of_every_call
+    op = resolve(call.target)
+    key = call.target, repr(call.args), repr(sorted(call.kwargs.items())), call.ins
+    if key not in _known:
+        _known[key] = _shares(op, call)
+    return _known[key]
+
+
+@cache
+def _by_schema(target: str) -> bool | None:
+    """The same for every call of an operator; None where it depends on the call."""
     try:
-        op = resolve(call.target)
+        op = resolve(target)
     except Exception:
         return True
     if not isinstance(op, OpOverload):
         return True
     if any(out.alias_info is not None for out in op._schema.returns):
         return True
-    if not has_kernel(op.name(), "CompositeImplicitAutograd"):
-        return False  # torch's own tests hold kernels to their schema
-    key = call.target, repr(call.args), repr(sorted(call.kwargs.items())), call.ins
-    if key not in _known:
-        _known[key] = _shares(op, call)
-    return _known[key]
+    return None if has_kernel(op.name(), "CompositeImplicitAutograd") else False  # torch's tests hold kernels to it
 
 
 def _shares(op: Any, call: Call) -> bool:

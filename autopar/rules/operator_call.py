@@ -52,7 +52,12 @@ class Call:
 
 def call_of(node: Node, specs: Callable[[Ref], Spec]) -> Call:
     """The :class:`Call` of a node."""
+    ins = tuple(specs(ref) for ref in node.refs)
+    latest: Call | None = node.__dict__.get("call")  # it is asked for thousands of times in a search
+    if latest is not None and latest.ins == ins:
+        return latest
     counter = iter(range(len(node.refs)))
     args = map_refs(node.args, lambda _: In(next(counter)))
     kwargs = map_refs(node.kwargs, lambda _: In(next(counter)))
-    return Call(node.target, args, kwargs, tuple(specs(ref) for ref in node.refs), node.outs)
+    call = node.__dict__["call"] = Call(node.target, args, kwargs, ins, node.outs)
+    return call

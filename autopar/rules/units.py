@@ -51,8 +51,17 @@ def with_units(graph: Graph, rules: Sequence[Rule | None]) -> list[Rule | None]:
     by_factor: dict[int, dict[str, tuple[int, ...]]] = {}
     for (key, name), sizes in units.items():
         by_factor.setdefault(key, {})[name] = tuple(sorted(sizes))
-    changed = {key: replace(by_rule[key], units=of_rule) for key, of_rule in by_factor.items()}
+    changed = {key: _with_units(by_rule[key], of_rule) for key, of_rule in by_factor.items()}
     return [rule if rule is None else changed.get(id(rule), rule) for rule in rules]
+
+
+def _with_units(rule: Rule, units: dict[str, tuple[int, ...]]) -> Rule:
+    """The rule with units: one object for the same units, as there is one for equal calls."""
+    key = "units", tuple(sorted(units.items()))
+    changed: Rule | None = rule.derived.get(key)
+    if changed is None:
+        changed = rule.derived[key] = replace(rule, units=units)
+    return changed
 
 
 def _term(rule: Rule, number: int) -> Term:

@@ -1,4 +1,4 @@
-"""Trials of one rank's call: what is tried once serves wherever the same pieces come up, and a ring is tried in part."""
+"""Trials of one rank's call: what is tried once serves wherever the same pieces come up, a ring is tried in part."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ ATTENTION, PRODUCT = "aten.scaled_dot_product_attention.default", "aten.mul.Tens
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("mesh", "names"), [((("data", 8),), ("ring",)), ((("data", 8), ("tensor", 2)), ("ring", "q"))])
+@pytest.mark.parametrize(
+    ("mesh", "names"), [((("data", 8),), ("ring",)), ((("data", 8), ("tensor", 2)), ("ring", "q"))]
+)
 def test_a_ring_needs_what_its_first_steps_need(
     causal: bool, mesh: Mesh, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -373,16 +373,20 @@ class Builder:
         once = counts[chain.nodes[0]] == self._most_repeated or chain.nodes[0] in self._in_largest_block
         plain = list(zip(chain.rows, chain.seconds, chain.n_bytes, strict=True))
         chain.again = [frozenset()] * len(plain)
+        spent: dict[tuple[int, int], tuple[float, float]] = {}  # seconds and bytes of a place, by its strategy
         for first in places:
             usable = [k for k in places if k >= first]
             for row, seconds, n_bytes in plain:
                 more = lives = 0.0
                 for k in usable:
-                    node, rule = graph.nodes[chain.nodes[k]], self.rules[chain.nodes[k]]
-                    assert rule is not None
-                    more += sum(self.pricer.forward(graph, node, rule, row[k]))
-                    share = share_of(graph, self.pricer, chain.nodes[k], OUT, row[k])
-                    lives += once * self._made.get(chain.nodes[k], 0) * share
+                    if (k, id(row[k])) not in spent:
+                        node, rule = graph.nodes[chain.nodes[k]], self.rules[chain.nodes[k]]
+                        assert rule is not None
+                        seconds_again = sum(self.pricer.forward(graph, node, rule, row[k]))
+                        share = share_of(graph, self.pricer, chain.nodes[k], OUT, row[k])
+                        spent[k, id(row[k])] = seconds_again, once * self._made.get(chain.nodes[k], 0) * share
+                    more += spent[k, id(row[k])][0]
+                    lives += spent[k, id(row[k])][1]
                 chain.rows.append(row)
                 chain.seconds.append(seconds + counts[chain.nodes[0]] * self.microbatches * more)
                 chain.n_bytes.append(n_bytes + lives)

@@ -329,9 +329,18 @@ class Walk:
         key = self.graph.alike[i], id(strategy), strides
         saves = self.known.get(key)
         if saves is None:
-            call, layouts = call_of(node, self.graph.spec), self.layouts(node, strategy, strides)
-            saves = self.known[key] = saved_by(call, rule, strategy.options, self.mesh, layouts)
+            asked = self._asked("saved", node, strategy, strides)
+            saves = rule.derived.get(asked)
+            if saves is None:
+                call, layouts = call_of(node, self.graph.spec), self.layouts(node, strategy, strides)
+                saves = rule.derived[asked] = saved_by(call, rule, strategy.options, self.mesh, layouts)
+            self.known[key] = saves
         return saves
+
+    def _asked(self, what: str, node: Node, strategy: Strategy, strides: tuple[Strides, ...]) -> object:
+        """By what a rule remembers what is found of a call."""
+        grads = node.needs_grad, tuple([self.graph.nodes[ref.node].needs_grad for ref in node.refs])
+        return what, node.target, grads, strategy.names, self.mesh, strides
 
     def layouts(self, node: Node, strategy: Strategy, strides: Sequence[Strides]) -> list[LocalLayout]:
         """The inputs of an operator on one rank."""
@@ -356,8 +365,12 @@ class Walk:
         needed = self.needed.get(key)
         if needed is None:
             assert rule is not None
-            call, layouts = call_of(node, self.graph.spec), self.layouts(node, strategy, strides)
-            needed = self.needed[key] = needs_of(call, rule, strategy.options, self.mesh, layouts)
+            asked = self._asked("needs", node, strategy, strides)
+            needed = rule.derived.get(asked)
+            if needed is None:
+                call, layouts = call_of(node, self.graph.spec), self.layouts(node, strategy, strides)
+                needed = rule.derived[asked] = needs_of(call, rule, strategy.options, self.mesh, layouts)
+            self.needed[key] = needed
         return needed
 
     def finish(self) -> Ledger:

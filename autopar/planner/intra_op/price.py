@@ -80,31 +80,42 @@ class Pricer:
 
     def op(self, graph: Graph, node: Node, rule: Rule, strategy: Strategy) -> tuple[float, float]:
         """``(compute seconds, seconds of collectives inside)`` of one op, forward and backward."""
-        pieces, axes = cuts_of(rule, strategy.options, self.mesh)
-        compute = self._compute(graph, node, rule, strategy, pieces)
-        differentiable = any(grads_of(graph, node)[1])
-        return compute.total, self._inside(rule, pieces, axes, compute, differentiable)
+        whole, inside, _ = self._priced(graph, node, rule, strategy)
+        return whole.total, inside
 
     def forward(self, graph: Graph, node: Node, rule: Rule, strategy: Strategy) -> tuple[float, float]:
         """``(compute seconds, seconds of collectives inside)`` of the forward of one op."""
-        pieces, axes = cuts_of(rule, strategy.options, self.mesh)
-        compute = self._compute(graph, node, rule, strategy, pieces)
-        return compute.forward, self._inside(rule, pieces, axes, compute, False)
+        whole, _, inside = self._priced(graph, node, rule, strategy)
+        return whole.forward, inside
 
     def phases(self, graph: Graph, node: Node, rule: Rule, strategy: Strategy) -> OpSeconds:
         """Seconds of one op, collectives inside included."""
-        pieces, axes = cuts_of(rule, strategy.options, self.mesh)
-        compute = self._compute(graph, node, rule, strategy, pieces)
-        differentiable = any(grads_of(graph, node)[1])
-        return compute._replace(
-            forward=compute.forward + self._inside(rule, pieces, axes, compute, False),
-            total=compute.total + self._inside(rule, pieces, axes, compute, differentiable),
-        )
+        whole, inside, inside_forward = self._priced(graph, node, rule, strategy)
+        return whole._replace(forward=whole.forward + inside_forward, total=whole.total + inside)
 
     def compute(self, graph: Graph, node: Node, rule: Rule, strategy: Strategy) -> OpSeconds:
         """Seconds of what one device computes of an op, without collectives inside."""
-        pieces, _ = cuts_of(rule, strategy.options, self.mesh)
-        return self._compute(graph, node, rule, strategy, pieces)
+        return self._priced(graph, node, rule, strategy)[0]
+
+    def _priced(self, graph: Graph, node: Node, rule: Rule, strategy: Strategy) -> tuple[OpSeconds, float, float]:
+        """Seconds of what one device computes of an op, and of collectives inside: of all, and of the forward alone.
+
+        They are remembered with the rule, which equal ops share, for the mesh that was asked about last.
+        """
+        latest: tuple[object, dict[object, tuple[OpSeconds, float, float]]] | None = rule.derived.get("seconds")
+        if latest is None or latest[0] is not self:
+            latest = rule.derived["seconds"] = self, {}
+        read = tuple([(graph.nodes[ref.node].needs_grad, graph.nodes[ref.node].kind == "param") for ref in node.refs])
+        key = node.target, node.needs_grad, read, strategy.names
+        priced = latest[1].get(key)
+        if priced is None:
+            pieces, axes = cuts_of(rule, strategy.options, self.mesh)
+            compute = self._compute(graph, node, rule, strategy, pieces)
+            differentiable = any(grads_of(graph, node)[1])
+            forward = self._inside(rule, pieces, axes, compute, False)
+            both = self._inside(rule, pieces, axes, compute, True) if differentiable else forward
+            priced = latest[1][key] = compute, both, forward
+        return priced
 
     def _compute(
         self, graph: Graph, node: Node, rule: Rule, strategy: Strategy, pieces: Mapping[str, int | Fraction]
