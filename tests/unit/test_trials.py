@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.graph import Graph
-from autopar.placements import Mesh, local_shape
+from autopar.meshes import Mesh
+from autopar.pieces import local_shape
 from autopar.rules import attention_across, needs, saved
 from autopar.rules.needs import Needs, needs_of
 from autopar.rules.operator_call import call_of
@@ -20,19 +21,19 @@ from autopar.rules.strategy import grads_of, strategy_named
 class Attention(nn.Module):
     """Attention whose three inputs have gradients."""
 
-    def __init__(self, causal: bool) -> None:
+    def __init__(self, causal: bool, dropout: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4))
-        self.causal = causal
+        self.causal, self.dropout = causal, dropout
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = x * self.weight, x + self.weight, x - self.weight
-        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal).sum()
+        return nn.functional.scaled_dot_product_attention(q, k, v, None, self.dropout, self.causal).sum()
 
 
-def graph_of(causal: bool, rows: int = 2) -> Graph:
+def graph_of(causal: bool, rows: int = 2, dropout: float = 0.0) -> Graph:
     with torch.device("meta"):
-        return capture(Attention(causal), (torch.zeros(rows, 2, 64, 4),)).graph
+        return capture(Attention(causal, dropout), (torch.zeros(rows, 2, 64, 4),)).graph
 
 
 def observed(graph: Graph, target: str, mesh: Mesh, names: tuple[str, ...]) -> tuple[Saved, Needs]:
@@ -62,14 +63,14 @@ ROWS = "the batch"
 ATTENTION, PRODUCT = "aten.scaled_dot_product_attention.default", "aten.mul.Tensor"
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("causal", "dropout"), [(False, 0.0), (True, 0.0), (True, 0.1)])
 @pytest.mark.parametrize(
-    ("mesh", "names"), [((("data", 8),), ("ring",)), ((("data", 8), ("tensor", 2)), ("ring", "q"))]
+    ("mesh", "names"), [(Mesh.of(data=8), ("ring",)), (Mesh.of(data=8, tensor=2), ("ring", "q"))]
 )
 def test_a_ring_needs_what_its_first_steps_need(
-    causal: bool, mesh: Mesh, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    causal: bool, dropout: float, mesh: Mesh, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    graph = graph_of(causal)
+    graph = graph_of(causal, dropout=dropout)
     forget(monkeypatch)
     monkeypatch.setattr(attention_across, "TRIED_STEPS", 8)
     of_all_steps = observed(graph, ATTENTION, mesh, names)
@@ -82,12 +83,12 @@ def test_a_ring_needs_what_its_first_steps_need(
 
 def test_equal_pieces_of_different_meshes_and_batches_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     forget(monkeypatch)
-    few = observed(graph_of(False, rows=4), PRODUCT, (("data", 2),), (ROWS,))
+    few = observed(graph_of(False, rows=4), PRODUCT, Mesh.of(data=2), (ROWS,))
     tried = len(saved._trials)
-    many = observed(graph_of(False, rows=8), PRODUCT, (("data", 2), ("tensor", 2)), (ROWS, ROWS))
+    many = observed(graph_of(False, rows=8), PRODUCT, Mesh.of(data=2, tensor=2), (ROWS, ROWS))
     assert many == few
     assert len(saved._trials) == tried
-    other = observed(graph_of(False, rows=8), PRODUCT, (("data", 2),), (ROWS,))
+    other = observed(graph_of(False, rows=8), PRODUCT, Mesh.of(data=2), (ROWS,))
     assert other != few
     assert len(saved._trials) > tried
 
