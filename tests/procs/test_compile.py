@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from procs.compiled import CUTS, differences, in_stages, of_all
+from procs.compiled_features import features
 
 from autopar.runtime.launch import run_local
 
@@ -37,6 +38,14 @@ def test_kernels_of_inductor_on_two_ranks(cut: str):
 def test_one_device():
     worst, parts = differences(None, "inductor")
     assert worst < 1e-12 and parts == PARTS
+
+
+@pytest.mark.slow
+def test_features():
+    for results in run_local(features, 2, timeout=600):
+        for name, (worst, broken, graphs) in results.items():
+            assert worst < 1e-12, (name, worst)
+            assert graphs and bool(broken) == (name == "branches"), (name, broken, graphs)
 
 
 def test_stages_of_a_pipeline():
