@@ -99,7 +99,7 @@ def check_ranks(mesh: Any) -> None:
 
 
 def check_model(model: Any) -> None:
-    """Refuse what is no module, or is spread over ranks already.
+    """Refuse what is no module, is spread over ranks already, or was compiled.
 
     Raises:
         CaptureError: with the path of the module inside that is.
@@ -112,6 +112,11 @@ def check_model(model: Any) -> None:
             raise CaptureError(
                 f"{where} is a {type(module).__name__} already, made by parallelize; parallelize the whole model once, "
                 "before any part of it"
+            )
+        if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
+            raise CaptureError(
+                f"{where} was compiled by torch.compile or its compile(), and what is traced is the model itself: pass "
+                "that, and compile what parallelize gives, by parallelize(..., compile=True) or torch.compile of it"
             )
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
             raise CaptureError(f"{where} is a DistributedDataParallel; pass the model inside it, .module")

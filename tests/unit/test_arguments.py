@@ -161,3 +161,17 @@ def test_outputs_that_are_no_tensors_are_named() -> None:
 
     with pytest.raises(autopar.CaptureError, match=r"(?s)it returns a Cache, which is no tensor.*use_cache = False"):
         autopar.capture(Cached(4, 4), (torch.zeros(2, 4),))
+
+
+@pytest.mark.parametrize("how", ["wrapped", "a part", "in place"])
+def test_a_model_that_was_compiled_is_refused(how: str) -> None:
+    model: nn.Module = Net()
+    if how == "wrapped":
+        model = torch.compile(model, backend="eager")
+    elif how == "a part":
+        model.up = torch.compile(model.up, backend="eager")
+    else:
+        model.compile(backend="eager")
+    where = "its module 'up'" if how == "a part" else "the model"
+    with pytest.raises(autopar.AutoparError, match=f"{where} was compiled by torch.compile.*compile=True"):
+        autopar.parallelize(model, 1, X)
