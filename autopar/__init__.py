@@ -8,7 +8,8 @@ What stands where, in the order in which a model passes through:
 
 ===================== =================================================================================================
 :mod:`.api`           the calls of a script: :mod:`.arguments`, checked; :mod:`.wishes`: what may be asked of a plan;
-                      :mod:`.asked`, :mod:`.precision`
+                      :mod:`.asked`, :mod:`.precision`; :mod:`.call_examples`: inputs as they are given;
+                      :mod:`.given_plans`: a plan that is given; :mod:`.same_model`: whether what was captured is it
 :mod:`.cli`           the command; :mod:`.frontends`, :mod:`.models`, :mod:`.hugging_face`: where models come from
 :mod:`.capture`       a module becomes a :mod:`.graph`; :mod:`.normalize`: in one spelling; :mod:`.comparison`: with
                       eager mode; :mod:`.autocasting`: the autocast of a call

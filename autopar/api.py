@@ -12,16 +12,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import autopar.rules  # noqa: F401  (registers the rules)
-from autopar import arguments, bucket_plans, planfile, planning, recapture, spreading
+from autopar import arguments, bucket_plans, planning, recapture, spreading
 from autopar.asked import Asked
 from autopar.asked import asked as asked_for
 from autopar.bucket_plans import BucketsTogether
-from autopar.capture import Captured, on_meta
+from autopar.call_examples import example_of, split_example, split_inputs
+from autopar.capture import Captured
 from autopar.capture import capture as _capture
 from autopar.capture.microbatches import first_part
 from autopar.clusters import get_cluster, profile_of, reference
-from autopar.comparison import compare_with_eager
-from autopar.errors import AutoparError, CaptureError, ClusterError, PlanError
+from autopar.errors import CaptureError, ClusterError
+from autopar.given_plans import check_rows, outcome_of, parts_of_batch, policy_of
 from autopar.meshes import Mesh, mesh_shapes
 from autopar.padding import Padded, of_size, padded_example, proved
 from autopar.parts_of_loss import difference_by_parts
@@ -30,53 +31,22 @@ from autopar.planning import Outcome
 from autopar.precision import Precision, adding_up_in, parse_precision
 from autopar.report.decided import say
 from autopar.runtime.agree import TIMEOUT_SECONDS, ensure_process_group, mesh_group, share
-from autopar.runtime.agree import together as raised_together
 from autopar.runtime.batch_statistics import tell_of_statistics
 from autopar.runtime.buckets import Buckets, Size
 from autopar.runtime.executor import ParallelModule
 from autopar.runtime.groups import abort_groups
-from autopar.runtime.init import Init, is_meta
+from autopar.runtime.init import Init
 from autopar.runtime.optimizers import replaced
 from autopar.runtime.original import Original
 from autopar.runtime.own_rows import as_whole
-from autopar.runtime.own_rows_in_stages import parts_on
 from autopar.runtime.pipeline import PipelineModule
 from autopar.runtime.presence import alive
 from autopar.runtime.programs import Programs
-from autopar.runtime.runs import rows_of_microbatch
-from autopar.torch_private import pytree
+from autopar.same_model import check_capture, check_same_model
 from autopar.wishes import MOST_AXES, WISHES, documented
 from hardware_profiles import Cluster
 
 MeshLike = Mesh | Mapping[str, int] | str | None
-
-
-def split_inputs(
-    inputs: Any, example_kwargs: Mapping[str, Any] | None = None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Example inputs as ``(args, kwargs)``: a tuple of args, a dict of kwargs, or one tensor.
-
-    Args:
-        example_kwargs: keyword arguments beside positional ones.
-    """
-    kwargs = dict(example_kwargs or {})
-    if isinstance(inputs, torch.Tensor):
-        return (inputs,), kwargs
-    if isinstance(inputs, Mapping):
-        if example_kwargs is not None:
-            raise AutoparError(
-                f"example inputs are a dict of {len(inputs)} keyword arguments, and example_kwargs has {len(kwargs)} "
-                "more; give one dict, or positional arguments as a tuple beside example_kwargs"
-            )
-        if not all(isinstance(key, str) for key in inputs):
-            raise AutoparError("example inputs are a dict, but its keys are not all names of arguments")
-        return (), dict(inputs)
-    if isinstance(inputs, (tuple, list)):
-        return tuple(inputs), kwargs
-    raise AutoparError(
-        f"example inputs must be a tensor, a tuple of positional arguments or a dict of keyword arguments, got "
-        f"{type(inputs).__name__}"
-    )
 
 
 def capture(
@@ -108,7 +78,7 @@ def capture(
     """
     arguments.check_model(model)
     arguments.check(example_kwargs=example_kwargs, loss_fn=loss_fn, targets=targets)
-    args, kwargs, targets = _example(model, inputs, example_kwargs, targets)
+    args, kwargs, targets = example_of(model, inputs, example_kwargs, targets)
     try:
         policy = parse_precision(precision)
         captured = _capture(model, args, kwargs, loss_fn=loss_fn, targets=targets, precision=policy)
@@ -122,17 +92,6 @@ def capture(
     if loss_fn is not None:
         arguments.check_loss(captured)
     return captured
-
-
-def _example(
-    model: torch.nn.Module, inputs: Any, example_kwargs: Mapping[str, Any] | None, targets: Sequence[Any]
-) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
-    """``(args, kwargs, targets)`` on the meta device if the model is there."""
-    args, kwargs = split_inputs(inputs, example_kwargs)
-    example = args, kwargs, (targets,) if isinstance(targets, torch.Tensor) else tuple(targets)
-    if isinstance(model, torch.nn.Module) and is_meta(model):
-        example = pytree.tree_map_only(torch.Tensor, on_meta, example)
-    return example
 
 
 @documented
@@ -194,7 +153,7 @@ def plan(
     if cluster is None:
         raise ClusterError("plan needs a cluster, or profile= with the file that autopar profile wrote")
     asked = asked_for({**given, "optimizer": arguments.check_optimizer(optimizer)})
-    batch = _example(model, inputs, example_kwargs, targets)
+    batch = example_of(model, inputs, example_kwargs, targets)
     if captured is None or asked.microbatches > 1:
         args, kwargs, of_loss = first_part(batch, asked.microbatches)
         captured = capture(
@@ -322,22 +281,22 @@ def parallelize(
             else:
                 mesh = profile_of(profile, mesh)
         if plan is not None and precision is None:
-            given["precision"] = _policy_of(plan, group)
+            given["precision"] = policy_of(plan, group)
         asked = spreading.on_all(group, lambda: _asked(given, device_mesh))
         bare = example_inputs, example_kwargs, targets
         padded: Padded | None = None
         if buckets:
-            padded = spreading.on_all(group, lambda: padded_example(model, _split(*bare), buckets))
+            padded = spreading.on_all(group, lambda: padded_example(model, split_example(*bare), buckets))
             example_inputs, example_kwargs, targets = padded.example
         if batch == "local":
-            own = _split(example_inputs, example_kwargs, targets)
-            parts_of_rows = spreading.on_all(group, lambda: _parts_of_rows(plan, asked, dist.get_world_size(group)))
+            own = split_example(example_inputs, example_kwargs, targets)
+            parts_of_rows = spreading.on_all(group, lambda: parts_of_batch(plan, asked, dist.get_world_size(group)))
             example_inputs, example_kwargs, targets = spreading.on_all(group, lambda: as_whole(own, parts_of_rows))
         fixed = asked.microbatches  # of 1 where it is to be chosen
 
         def first(microbatches: int) -> Any:
             """The first of so many parts of the batch: ``(args, kwargs, targets)``."""
-            return first_part(_example(model, example_inputs, example_kwargs, targets), microbatches)
+            return first_part(example_of(model, example_inputs, example_kwargs, targets), microbatches)
 
         def taken() -> Captured:
             args, kwargs, of_loss = first(fixed)
@@ -346,14 +305,14 @@ def parallelize(
             )  # fmt: skip
 
         captured = spreading.on_all(group, taken)
-        _same_model(captured, model, group)
+        check_same_model(captured, model, group)
         in_buckets: Buckets | None = None
         if padded is not None:
             before_capture = padded
-            in_buckets = spreading.on_all(group, lambda: proved(before_capture, captured, model, _split(*bare)))
+            in_buckets = spreading.on_all(group, lambda: proved(before_capture, captured, model, split_example(*bare)))
         if verify_capture:
             args, kwargs = split_inputs(example_inputs, example_kwargs)
-            _compare(captured, model, first_part((args, kwargs, targets), fixed), group)
+            check_capture(captured, model, first_part((args, kwargs, targets), fixed), group)
 
         records = spreading.records_of(group, model, mesh) if plan is None else []
 
@@ -362,7 +321,8 @@ def parallelize(
         def in_bucket(size: Size) -> Captured:
             """A call of a bucket, captured."""
             assert in_buckets is not None
-            rows, shown = (parts_of_rows if batch == "local" else 1), _split(example_inputs, example_kwargs, targets)
+            rows = parts_of_rows if batch == "local" else 1
+            shown = split_example(example_inputs, example_kwargs, targets)
             args, kwargs, of_loss = of_size(in_buckets, shown, (rows * size[0], size[1]))
             return capture(
                 model, args, example_kwargs=kwargs, loss_fn=loss_fn, targets=of_loss, precision=asked.pins.precision
@@ -377,7 +337,7 @@ def parallelize(
             if plan is None:
                 where, n, name = spreading.hardware_of(spreading.device_type_of(model), mesh, cluster, records)
                 return planning.find(model, captured, lambda: first(1), where, n, asked, name)
-            return _given(plan, part, get_cluster(cluster) if cluster is not None else None)
+            return outcome_of(plan, part, get_cluster(cluster) if cluster is not None else None)
 
         def part(microbatches: int) -> Captured:
             """One of so many parts of the batch."""
@@ -396,7 +356,7 @@ def parallelize(
         if gradient_dtype is not None:
             pm.gradient_dtype = gradient_dtype
         if batch == "local" and dist.get_world_size(group) > 1:
-            spreading.on_all(group, lambda: _check_rows(decided, one, parts_of_rows))
+            spreading.on_all(group, lambda: check_rows(decided, one, parts_of_rows))
             pm.take_own_rows()
         device_type = spreading.device_type_of(model)
         cluster_of_plan = spreading.hardware_when_asked(decided, device_type, mesh, cluster, records)
@@ -423,13 +383,6 @@ def parallelize(
         return pm
 
 
-def _split(
-    inputs: Any, example_kwargs: Mapping[str, Any] | None, targets: Any
-) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
-    """``(args, kwargs, targets)`` of an example."""
-    return *split_inputs(inputs, example_kwargs), (targets,) if isinstance(targets, torch.Tensor) else tuple(targets)
-
-
 def _asked(given: Mapping[str, Any], device_mesh: DeviceMesh | None) -> Asked:
     """The wishes among the arguments of :func:`parallelize`; a DeviceMesh says the mesh, and maybe the stages."""
     wanted = {**given, "mesh": None, "optimizer": arguments.check_optimizer(given["optimizer"])}
@@ -446,96 +399,11 @@ def _asked(given: Mapping[str, Any], device_mesh: DeviceMesh | None) -> Asked:
     return asked_for(wanted, whole=True)
 
 
-def _policy_of(plan: Plan | str | Path, group: Any) -> Precision | None:
-    """The policy that a plan is for, on all ranks; the first one reads it."""
-    text, error = "", None
-    try:
-        if dist.get_rank(group) == 0:
-            policy = plan.pins.precision if isinstance(plan, Plan) else planfile.open_(plan).precision
-            text = policy.text if policy is not None else ""
-    except Exception as e:
-        error = e
-    return parse_precision(share(group, text, error) or None)
-
-
-def _parts_of_rows(plan: Plan | str | Path | None, asked: Asked, ranks: int) -> int:
-    """Into how many parts the rows of a batch come, each on a rank of its own in every group.
-
-    Raises:
-        PlanError: that depends on a number of stages that is still to be chosen.
-    """
-    if isinstance(plan, Plan):
-        return parts_on([stage.mesh for stage in plan.stages])
-    if plan is not None:
-        return parts_on(planfile.open_(plan).meshes)
-    if asked.piped and asked.pins.stages is None:
-        raise PlanError(
-            "batch='local' with a number of stages that is to be chosen: how many rows a step has depends on it, since "
-            "every group of ranks needs all of them; give stages=, or batch='global'"
-        )
-    return ranks // (asked.pins.stages or 1)
-
-
-def _check_rows(plan: Plan, captured: Captured, parts: int) -> None:
-    """Refuse a plan under which ranks cannot each have their rows.
-
-    Raises:
-        PlanError: its groups are too unequal, or microbatches have no rows of some rank.
-    """
-    possible, rows = parts_on([stage.mesh for stage in plan.stages]), rows_of_microbatch(captured)
-    if possible != parts:
-        raise PlanError(
-            f"batch='local': the plan's groups have {', '.join(stage.mesh.shown() for stage in plan.stages)}, so "
-            f"{possible} of their ranks can have rows of their own, and the batch was taken for that of {parts}; give "
-            "mesh= of a group, or batch='global'"
-        )
-    if rows % parts:
-        raise PlanError(
-            f"batch='local': a microbatch of {rows} rows cannot have equally many of each of {parts} ranks; give fewer "
-            "microbatches, or more rows"
-        )
-
-
-def _given(plan: Plan | str | Path, part: Callable[[int], Captured], cluster: Cluster | None) -> Outcome:
-    """The plan that a caller gives, and one of the microbatches that it is for."""
-    if isinstance(plan, Plan):
-        return Outcome(plan, part(plan.microbatches))
-    document = planfile.open_(plan)
-    one = part(document.microbatches)
-    return Outcome(planfile.bind(document, one.graph, cluster), one)
-
-
 def _ranks_of(pm: ParallelModule | PipelineModule) -> list[int]:
     """The ranks that hold a part of the model."""
     if isinstance(pm, ParallelModule):
         return [int(rank) for rank in pm.device_mesh.mesh.flatten()]
     return list(range(dist.get_world_size()))
-
-
-def _same_model(captured: Captured, model: torch.nn.Module, group: Any) -> None:
-    """Refuse ranks that have captured different models, or of which only some are on the meta device."""
-    mine = f"{captured.graph.fingerprint} {'with' if is_meta(model) else 'without'} parameters on the meta device"
-    first = share(group, mine, None)
-    problem = (
-        f"this rank has captured another model than rank 0: fingerprint {mine}, rank 0 has {first}; build the same "
-        "model, and give inputs of the same shapes, on every rank"
-    )
-    raised_together(group, CaptureError(problem) if mine != first else None)
-
-
-def _compare(captured: Captured, model: torch.nn.Module, example: Any, group: Any) -> None:
-    """Refuse a graph that is not what the model does in eager mode; rank 0's values are those that count."""
-    error: BaseException | None = None
-    if dist.get_rank(group) == 0:
-        try:
-            args, kwargs, targets = example
-            given = (targets,) if isinstance(targets, torch.Tensor) else targets
-            note = compare_with_eager(captured, model, args, kwargs, given).note
-            if note and not is_meta(model):
-                warnings.warn(f"what was captured was not compared with the model: {note}", stacklevel=3)
-        except Exception as e:
-            error = e
-    raised_together(group, error)
 
 
 __all__ = ["capture", "get_cluster", "mesh_shapes", "parallelize", "plan", "split_inputs"]

@@ -23,7 +23,8 @@ FLOORS = {
     "autopar.parts_of_loss": 8, "autopar.padding": 8, "autopar.bucket_plans": 9,
     "autopar.verify": 8, "autopar.arguments": 8, "autopar.planfile": 8, "autopar.models": 8, "autopar.frontends": 8,
     "autopar.hugging_face": 8, "autopar.report": 8,
-    "autopar.profiling": 8, "autopar.other_batch": 8, "autopar.recapture": 9, "autopar.api": 9, "autopar.spreading": 9,
+    "autopar.profiling": 8, "autopar.other_batch": 8, "autopar.recapture": 9, "autopar.api": 9,
+    "autopar.call_examples": 8, "autopar.given_plans": 9, "autopar.same_model": 9, "autopar.spreading": 9,
     "autopar.cli": 9, "autopar.__main__": 9, "autopar.integrations": 9,
 }  # fmt: skip
 

@@ -1,0 +1,45 @@
+"""What was captured is the model, on every rank: ranks compare with the first one, and that one with eager mode."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.capture import Captured
+from autopar.comparison import compare_with_eager
+from autopar.errors import CaptureError
+from autopar.runtime.agree import share
+from autopar.runtime.agree import together as raised_together
+from autopar.runtime.init import is_meta
+
+
+def check_same_model(captured: Captured, model: torch.nn.Module, group: Any) -> None:
+    """Refuse ranks that have captured different models, or of which only some are on the meta device."""
+    mine = f"{captured.graph.fingerprint} {'with' if is_meta(model) else 'without'} parameters on the meta device"
+    first = share(group, mine, None)
+    problem = (
+        f"this rank has captured another model than rank 0: fingerprint {mine}, rank 0 has {first}; build the same "
+        "model, and give inputs of the same shapes, on every rank"
+    )
+    raised_together(group, CaptureError(problem) if mine != first else None)
+
+
+def check_capture(captured: Captured, model: torch.nn.Module, example: Any, group: Any) -> None:
+    """Refuse a graph that is not what the model does in eager mode; rank 0's values are those that count."""
+    error: BaseException | None = None
+    if dist.get_rank(group) == 0:
+        try:
+            args, kwargs, targets = example
+            given = (targets,) if isinstance(targets, torch.Tensor) else targets
+            note = compare_with_eager(captured, model, args, kwargs, given).note
+            if note and not is_meta(model):
+                warnings.warn(f"what was captured was not compared with the model: {note}", stacklevel=3)
+        except Exception as e:
+            error = e
+    raised_together(group, error)
+
+
+__all__ = ["check_capture", "check_same_model"]
