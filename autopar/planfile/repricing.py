@@ -14,7 +14,8 @@ from autopar.plan import Pins, Solution, StagePlan, route_key
 from autopar.planfile.stage_entries import Decisions, Route, StageReader
 from autopar.planfile.write import decisions, rest
 from autopar.planner.intra_op.complete import complete, demand, needs
-from autopar.planner.intra_op.ledger import Walk, seconds_again
+from autopar.planner.intra_op.ledger import seconds_again
+from autopar.planner.intra_op.memory_walk import Walk
 from autopar.planner.intra_op.price import Pricer, pricer
 from autopar.planner.intra_op.stage_peaks import with_working_bytes
 from autopar.prices import Price

@@ -17,7 +17,8 @@ from autopar.plan import StagePlan, route_key
 from autopar.planfile.patterns import compress
 from autopar.planner.intra_op import params as P
 from autopar.planner.intra_op.fold import fold
-from autopar.planner.intra_op.ledger import Ledger, ledger, seconds_again, waiting_seconds
+from autopar.planner.intra_op.ledger import Ledger, seconds_again, waiting_seconds
+from autopar.planner.intra_op.memory_walk import ledger
 from autopar.planner.intra_op.price import Pricer
 from autopar.prices import Price
 from autopar.rules.local import collectives_inside, cuts_of

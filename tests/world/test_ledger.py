@@ -28,7 +28,7 @@ from autopar.plan import Plan, StagePlan
 from autopar.planner.inter_op.phases import phases
 from autopar.planner.intra_op.complete import complete
 from autopar.planner.intra_op.draw import random_plan
-from autopar.planner.intra_op.ledger import ledger
+from autopar.planner.intra_op.memory_walk import ledger
 from autopar.planner.intra_op.mesh_plan import plan_graph
 from autopar.planner.intra_op.price import pricer
 from autopar.planner.intra_op.recompute import segments_of

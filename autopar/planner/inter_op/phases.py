@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from autopar.graph import Graph, Ref
 from autopar.plan import StagePlan, route_key
 from autopar.planner.inter_op.beside import beside_ops
-from autopar.planner.intra_op.ledger import ledger, seconds_again
+from autopar.planner.intra_op.ledger import seconds_again
+from autopar.planner.intra_op.memory_walk import ledger
 from autopar.planner.intra_op.price import Pricer
 from autopar.rules.notation import Rule
 from autopar.rules.registry import rules_of

@@ -24,7 +24,8 @@ In the order in which a graph passes through, driven by :mod:`.mesh_plan`:
 :mod:`.complete`          decided strategies -> a whole plan; :mod:`.reshard`: its routes; :mod:`.recompute`: its
                           segments
 :mod:`.recompute_choices` which operators may run again in the backward instead of being kept
-:mod:`.ledger`            what is held from the forward to the backward, why, and how that was decided
+:mod:`.ledger`            what is held from the forward to the backward, why, and how that was decided;
+                          :mod:`.memory_walk`: found out, operator by operator
 :mod:`.moments`           what lives at each moment of a microbatch; :mod:`.reshard_needs`: and beside a reshard's step
 :mod:`.stage_peaks`       the peak of a step, with others in flight: working memory
 :mod:`.single`            the plan for one device; :mod:`.draw`: random plans, for tests; :mod:`.written`: buffers that

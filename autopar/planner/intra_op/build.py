@@ -25,7 +25,8 @@ from autopar.planner.intra_op.chains import Chain, is_plain, most_cut
 from autopar.planner.intra_op.decoder import Decoder
 from autopar.planner.intra_op.fold import Fold
 from autopar.planner.intra_op.kept import OUT, KeptBytes, StrategyRows, share_of
-from autopar.planner.intra_op.ledger import Ledger, ledger
+from autopar.planner.intra_op.ledger import Ledger
+from autopar.planner.intra_op.memory_walk import ledger
 from autopar.planner.intra_op.moment_rows import MomentRows
 from autopar.planner.intra_op.price import Pricer
 from autopar.planner.intra_op.problem import Item, Problem, Tensor

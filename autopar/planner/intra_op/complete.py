@@ -14,7 +14,8 @@ from autopar.meshes import Mesh
 from autopar.placements import PENDING, State, whole_state
 from autopar.plan import ParamChoice, StagePlan, route_key, segment_numbers
 from autopar.planner.intra_op import params as P
-from autopar.planner.intra_op.ledger import Ledger, Walk, seconds_again
+from autopar.planner.intra_op.ledger import Ledger, seconds_again
+from autopar.planner.intra_op.memory_walk import Walk
 from autopar.planner.intra_op.price import Pricer
 from autopar.planner.intra_op.reshard import Edge, route
 from autopar.planner.intra_op.space import strategies

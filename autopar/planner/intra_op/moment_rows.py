@@ -28,7 +28,8 @@ from autopar.plan import ParamChoice
 from autopar.planner.intra_op import params as P
 from autopar.planner.intra_op.fold import Fold
 from autopar.planner.intra_op.kept import KeptBytes
-from autopar.planner.intra_op.ledger import Entry, Walk
+from autopar.planner.intra_op.ledger import Entry
+from autopar.planner.intra_op.memory_walk import Walk
 from autopar.planner.intra_op.moments import MADE, SLOTS, Span, StepMoments
 from autopar.planner.intra_op.price import Pricer
 from autopar.planner.intra_op.problem import MomentBytes, Problem

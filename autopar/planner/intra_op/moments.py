@@ -23,7 +23,8 @@ from autopar.memory_decisions import KEEP
 from autopar.pieces import local_shape
 from autopar.placements import State, path
 from autopar.plan import ParamChoice
-from autopar.planner.intra_op.ledger import Entry, Ledger, Value, Walk
+from autopar.planner.intra_op.ledger import Entry, Ledger
+from autopar.planner.intra_op.memory_walk import Value, Walk
 from autopar.planner.intra_op.reshard_needs import copies_first, reduction_needs, step_extra
 from autopar.prices import MicrobatchPeaks, Moment
 from autopar.rules.saved import contiguous

@@ -9,7 +9,8 @@ from autopar.graph import Graph, Ref
 from autopar.memory_decisions import KEEP
 from autopar.placements import State
 from autopar.plan import ParamChoice
-from autopar.planner.intra_op.ledger import Ledger, Walk
+from autopar.planner.intra_op.ledger import Ledger
+from autopar.planner.intra_op.memory_walk import Walk
 from autopar.planner.intra_op.moments import StepMoments
 from autopar.prices import Crossed, Price, StagePeaks
 

@@ -17,7 +17,8 @@ from autopar.pieces import elements_moved
 from autopar.placements import State, Step
 from autopar.plan import Plan, StagePlan, route_key
 from autopar.planner.intra_op import params as P
-from autopar.planner.intra_op.ledger import ledger, waiting_seconds
+from autopar.planner.intra_op.ledger import waiting_seconds
+from autopar.planner.intra_op.memory_walk import ledger
 from autopar.planner.intra_op.price import Pricer, pricer
 from autopar.rules.local import collectives_inside, cuts_of
 from autopar.rules.notation import Rule
