@@ -498,8 +498,7 @@ class Builder:
     @cached_property
     def _most_repeated(self) -> int:
         """How many blocks there are of the commonest; more than any where none repeat."""
-        most = max(self.fold.counts.values())
-        return most if most > 1 else most + 1
+        return max((repeats for _, _, repeats in self.fold.blocks), default=2)
 
     @cached_property
     def _in_largest_block(self) -> set[int]:
