@@ -81,7 +81,8 @@ class _Parameters(torch.autograd.Function):
         return torch.empty(0)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    @torch.compiler.disable
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         trained: TrainedParams = ctx.trained
         grads = trained.take()
         trained.silence([param for (_, param), g in zip(trained.pairs, grads, strict=True) if g is None])

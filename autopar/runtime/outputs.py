@@ -153,6 +153,7 @@ class Unread(torch.Tensor):
         unread._local, unread._state, unread._mesh, unread._meet, unread._plain = local, state, device_mesh, meet, None
         return unread  # type: ignore[no-any-return]
 
+    @torch.compiler.disable
     def whole(self) -> torch.Tensor:
         """The plain tensor, in the caller's autograd graph. A collective, the first time."""
         if self._plain is None:
@@ -221,6 +222,7 @@ class _Spread(torch.autograd.Function):
         return Unread(local.detach(), state, shape, mesh, meet)
 
     @staticmethod
+    @torch.compiler.disable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         """A gradient that is whole and the same everywhere, as this rank's piece takes it."""
         return local_piece(grad, ctx.state, ctx.device_mesh).contiguous(), None, None, None, None
