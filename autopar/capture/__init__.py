@@ -4,7 +4,7 @@
 one spelling for each thing, so that rules see few operators:
 
 * views are ``reshape`` with the full shape, transposes are ``permute``, factories are ``full`` and ``arange``;
-* in-place operators become functional, views are followed through them (:mod:`.memory`), and buffers that the forward
+* in-place operators become functional, views are followed through them (:mod:`.aliasing`), and buffers that the forward
   changes are listed in ``Graph.updates``;
 * casts that change nothing, ``contiguous``, ``clone``, ``alias``, inactive dropout and metadata asserts vanish;
 * what ``torch.autocast`` casts, around the call or in a region, is cast by operators of the graph;
@@ -29,7 +29,7 @@ What stands where, in the order in which a model passes through:
 :mod:`.repeats`       repeated blocks are traced twice
 :mod:`.branches`      branches on random numbers: traces with other answers become one graph
 :mod:`.python`        plain values that the model's code reads: heard of, kept and compared
-:mod:`.graph`         the exported program becomes a graph; :mod:`.memory`: views and writes are followed
+:mod:`.graph`         the exported program becomes a graph; :mod:`.aliasing`: views and writes are followed
 :mod:`.losses`        a loss without a gradient is refused
 of a captured model   :mod:`.evaluation` (eval mode), :mod:`.microbatches` (other numbers of rows),
                       :mod:`.without_values` (a copy to capture when the model is gone)

@@ -18,7 +18,7 @@ import torch
 
 from autopar.autocasting import autocast_as
 from autopar.capture import Captured
-from autopar.capture.memory.schemas import named
+from autopar.capture.aliasing.schemas import named
 from autopar.capture.without_values import without_values
 from autopar.errors import CaptureError, RunError
 from autopar.graph import WAY, Graph, Node, Ref, map_refs

@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+from autopar.capture.aliasing.schemas import argument, facts
+from autopar.capture.aliasing.storages import Alias, Geometry, Storage
+from autopar.capture.aliasing.writes import Writing
 from autopar.capture.branches.asking import ASK, Question, plain_path
 from autopar.capture.branches.taken import TAKEN
 from autopar.capture.graph.expert_blocks import with_expert_blocks
@@ -18,9 +21,6 @@ from autopar.capture.graph.pruning import has_effect, without_dead
 from autopar.capture.graph.recorded_calls import recorded_call
 from autopar.capture.graph.selected_rows import with_masks
 from autopar.capture.losses import the_loss
-from autopar.capture.memory.schemas import argument, facts
-from autopar.capture.memory.storages import Alias, Geometry, Storage
-from autopar.capture.memory.writes import Writing
 from autopar.capture.trace.recording import BEGIN, END, FUNCTION, HOOK
 from autopar.errors import CaptureError
 from autopar.graph import WAY, Graph, Node, Ref, Spec, map_refs, refs_in

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from autopar.capture.aliasing.schemas import draws_by_itself
 from autopar.capture.graph.exported import at, module_of, source_of
-from autopar.capture.memory.schemas import draws_by_itself
 from autopar.errors import CaptureError
 from autopar.graph import Node, Ref, Spec, refs_in
 

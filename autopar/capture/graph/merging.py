@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from autopar.capture.aliasing.schemas import seeded
 from autopar.capture.graph.pruning import has_effect
-from autopar.capture.memory.schemas import seeded
 from autopar.graph import Node, Ref
 
 

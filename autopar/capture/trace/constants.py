@@ -12,11 +12,11 @@ import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 
+from autopar.capture.aliasing.schemas import facts
 from autopar.capture.branches.asking import ask, refused
 from autopar.capture.branches.drawn import Drawn
 from autopar.capture.branches.taken import REPEATED, Read, can_be_listed, take, take_list, times_of
 from autopar.capture.graph.exported import flat, storage_of
-from autopar.capture.memory.schemas import facts
 from autopar.capture.repeats.repeated import BLOCK
 from autopar.torch_private import (
     DisableTorchFunction,

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from autopar.capture.memory.inverses import Form, flattened, picked, placed, put_back, written
+from autopar.capture.aliasing.inverses import Form, flattened, picked, placed, put_back, written
 from autopar.graph import Ref, Spec, map_refs
 from autopar.rules.history import WITH_VALUE
 

@@ -1,4 +1,4 @@
-"""Memory while a graph is built: which tensors share storage, and what a write changes.
+"""Aliasing while a graph is built: which tensors share storage, and what a write changes.
 
 ===================== ==============================================================================================
 :mod:`.storages`      places in storages, their versions and histories

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
+from autopar.capture.aliasing.schemas import argument, facts
+from autopar.capture.aliasing.sharing import NEW, Shared, Sharing
+from autopar.capture.aliasing.storages import Alias, CannotInvert, Geometry, Memory, Place, Storage, ViewStep
 from autopar.capture.graph.emitting import Emitting
 from autopar.capture.graph.exported import flat, name_of, spec_of, storage_of
 from autopar.capture.graph.pruning import has_effect
-from autopar.capture.memory.schemas import argument, facts
-from autopar.capture.memory.sharing import NEW, Shared, Sharing
-from autopar.capture.memory.storages import Alias, CannotInvert, Geometry, Memory, Place, Storage, ViewStep
 from autopar.capture.trace.recording import DATA
 from autopar.graph import Ref, Spec
 from autopar.normalize import DROPPED, FRESH, Form, normalize

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from autopar.capture.aliasing.schemas import Facts, parts_of, with_defaults
+from autopar.capture.aliasing.storages import Alias, CannotInvert, Storage
+from autopar.capture.aliasing.views import Viewing
 from autopar.capture.graph.exported import at, flat, module_of, spec_of, without_values
-from autopar.capture.memory.schemas import Facts, parts_of, with_defaults
-from autopar.capture.memory.storages import Alias, CannotInvert, Storage
-from autopar.capture.memory.views import Viewing
 from autopar.errors import CaptureError
 from autopar.graph import Ref, Spec, map_refs
 from autopar.normalize import normalize
