@@ -44,6 +44,7 @@ class Pricer:
     axes: Mapping[str, Axis]
     device: Device
     _steps: dict[tuple[Spec, bool, State, State], float] = field(default_factory=dict)
+    _elements: dict[tuple[tuple[int, ...], State], int] = field(default_factory=dict)
 
     # -- reshards
 
@@ -62,15 +63,16 @@ class Pricer:
         if size == 1:
             return 0.0, 0.0
         cost = self.axes[name]
-        src_bytes = prod(local_shape(spec.shape, src, self.mesh)) * spec.item_bytes
-        dst_bytes = prod(local_shape(spec.shape, dst, self.mesh)) * spec.item_bytes
         forward, backward = step_collectives(src[axis], dst[axis])
-        moved = elements_moved(spec.shape, src, dst, self.mesh) * spec.item_bytes
+        moved = 0
+        if forward is not None or backward is not None:
+            moved = elements_moved(spec.shape, src, dst, self.mesh) * spec.item_bytes
         seconds = []
         for kind in (forward, backward if grad else None):
             seconds.append(cost.seconds(kind, moved) if kind is not None else 0.0)
         if forward is None and not (src[axis].is_whole and dst[axis].is_whole):
-            copy = self.costs.copy(self.device, src_bytes + dst_bytes, spec.dtype)
+            n_bytes = self.local_bytes(spec, src) + self.local_bytes(spec, dst)
+            copy = self.costs.copy(self.device, n_bytes, spec.dtype)
             seconds[0] += copy
             if grad and backward is None:
                 seconds[1] += copy
@@ -172,7 +174,15 @@ class Pricer:
 
     def local_bytes(self, spec: Spec, state: State) -> int:
         """Bytes of a tensor on one rank."""
-        return prod(local_shape(spec.shape, state, self.mesh)) * spec.item_bytes
+        return self._local_elements(spec.shape, state) * spec.item_bytes
+
+    def _local_elements(self, shape: tuple[int, ...], state: State) -> int:
+        """Elements of a tensor on one rank."""
+        key = shape, state
+        elements = self._elements.get(key)
+        if elements is None:
+            elements = self._elements[key] = prod(local_shape(shape, state, self.mesh))
+        return elements
 
 
 def _backward_of(graph: Graph, node: Node, rule: Rule) -> tuple[bool, int, int]:
