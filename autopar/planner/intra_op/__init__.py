@@ -24,6 +24,7 @@ In the order in which a graph passes through, driven by :mod:`.mesh_plan`:
 :mod:`.complete`          decided strategies -> a whole plan; :mod:`.reshard`: its routes; :mod:`.recompute`: its
                           segments
 :mod:`.recompute_choices` which operators may run again in the backward instead of being kept
+:mod:`.memory_offers`     what may be done about memory, as strategies of the program
 :mod:`.ledger`            what is held from the forward to the backward, why, and how that was decided;
                           :mod:`.memory_walk`: found out, operator by operator
 :mod:`.moments`           what lives at each moment of a microbatch; :mod:`.reshard_needs`: and beside a reshard's step

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from autopar.graph import Node
 from autopar.placements import State
 from autopar.rules.notation import Rule
 from autopar.rules.option_names import WHOLE
@@ -72,4 +73,9 @@ def most_cut(strategies: list[Strategy], rule: Rule) -> list[Strategy]:
     return [s for s, n in zip(strategies, cuts, strict=True) if n == max(cuts)]
 
 
-__all__ = ["Chain", "is_plain", "most_cut"]
+def position_of(node: Node, out: int) -> int:
+    """Position of output ``out`` among the outputs that are tensors."""
+    return sum(o is not None for o in node.outs[:out])
+
+
+__all__ = ["Chain", "is_plain", "most_cut", "position_of"]
