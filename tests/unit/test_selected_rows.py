@@ -11,6 +11,7 @@ from torch import nn
 
 import autopar
 from autopar.errors import CaptureError
+from autopar.rules.expert_block import BLOCK
 from autopar.verify import verify
 from hardware_profiles import load_cluster
 
@@ -94,9 +95,27 @@ def as_mixtral_did(m: Experts, x: torch.Tensor, weights: torch.Tensor, picked: t
     return out
 
 
+def with_a_factor(m: Experts, x: torch.Tensor, weights: torch.Tensor, picked: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        mask = picked[:, 0] == e
+        out[mask] = expert(x[mask]) * (e + 1)
+    return out
+
+
+def reading_between(m: Experts, x: torch.Tensor, weights: torch.Tensor, picked: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        rows, which = torch.where(picked == e)
+        out.index_add_(0, rows, expert(x[rows]) * weights[rows, which, None])
+        weights = weights + out.mean()
+    return out
+
+
+UNALIKE = ("with_a_factor", "reading_between")
 LOOPS: dict[str, tuple[Mix, int]] = {
     "nonzero": (by_nonzero, 2), "where": (by_where, 2), "masks": (by_masks, 1), "counts": (by_counts, 1),
-    "mixtral": (as_mixtral_did, 2),
+    "mixtral": (as_mixtral_did, 2), "with_a_factor": (with_a_factor, 1), "reading_between": (reading_between, 2),
 }  # fmt: skip
 
 
@@ -107,7 +126,18 @@ def test_loops_over_experts(name: str) -> None:
     captured = autopar.capture(model, (x, y))
     plan = autopar.plan(model, cluster, (x, y), captured=captured, mesh="data=2,tensor=2")
     assert not [node for node in captured.graph.nodes if node.target.startswith("way")], "a branch that is none"
+    assert sum(node.target == BLOCK for node in captured.graph.nodes) == (name not in UNALIKE)
     # the first row is the model itself
+    for row in verify(captured, model, (x, y), {}, plan.stages[0].mesh, cluster, plan=plan):
+        assert row.worst < 1e-9, row
+
+
+def test_rows_of_a_loop_travel_to_their_experts() -> None:
+    model, cluster = Experts(*LOOPS["where"]).double(), load_cluster("local-x2")
+    x, y = (torch.randn(4, 4, HIDDEN, dtype=torch.float64) for _ in range(2))
+    captured = autopar.capture(model, (x, y))
+    pins = {"*expert_block*": {"expert": "travel"}}
+    plan = autopar.plan(model, cluster, (x, y), captured=captured, mesh="expert=2", constraints=pins)
     for row in verify(captured, model, (x, y), {}, plan.stages[0].mesh, cluster, plan=plan):
         assert row.worst < 1e-9, row
 

@@ -6,7 +6,8 @@ own, in order, whether it is selected or not; ``x[t]`` are views of ``x`` that h
 on each row by itself stays as it is; and where rows are added to or put in a tensor of all, those that are not selected
 are left out by the mask. So sizes are fixed, values and gradients are the same, and nothing depends on data.
 
-What looks across rows (a mean over them, a softmax along them, their number) is refused.
+What looks across rows (a mean over them, a softmax along them, their number) is refused. Loops of which every turn does
+the same with the rows of one expert are then made one (:mod:`.alike_turns`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch.fx import Graph, Node
 
 from autopar.capture.branches.taken import TAKEN
+from autopar.capture.graph.alike_turns import Turn, as_one, root_of
 from autopar.capture.graph.exported import at, flat, is_symbolic, module_of, name_of
 from autopar.errors import CaptureError
 
@@ -104,6 +106,9 @@ class _Masked:
         """Numbers of rows that were asked for, which only shapes may use."""
         self.masks: dict[Node, Node] = {}
         """Where numbers that select are not 0."""
+        self.turns: list[Turn] = []
+        self.gathers: dict[Node, tuple[Node, dict[int, int]]] = {}
+        """Rows that were taken from a tensor: of which, and where."""
         self.gone: list[Node] = []
         self.node: Node = next(iter(graph.nodes))
 
@@ -122,6 +127,7 @@ class _Masked:
         for node in reversed(self.gone):
             if not node.users:
                 self.graph.erase_node(node)
+        as_one(self.graph, self.turns, self._emit, self._finished)
 
     def _forget_whether_there_are_any(self) -> None:
         """Branches on whether a mask selects any rows are no branches: no rows count as nothing, and where the rows
@@ -329,19 +335,24 @@ class _Masked:
             made = self._emit(aten.expand.default, (made, [*before, *shape, *after]))
         made = self._emit(aten.reshape.default, (made, [*before, prod(shape), *after]))
         made = self._emit(aten.clone.default, (made,))  # what is written to the tensor later does not reach it
+        self.gathers[made] = tensor, at_dims
         return Rows(mask, made, len(before), None, fresh=True)
 
     def _added(self, node: Node) -> None:
-        tensor, dim, index, source = node.args[:4]
+        args: Any = node.args
+        tensor, dim, index, source = args[:4]
         alpha = node.kwargs.get("alpha", node.args[4] if len(node.args) > 4 else 1)
         coordinate = self._coordinate(index)
         if tensor in self.rows or coordinate is None or source not in self.rows:
             raise self._refused("is added to, or with,")
         made = self._sum_of(source, int(dim), {int(dim): coordinate}, self.rows[index].mask)  # type: ignore
-        self._write(node, aten.add.Tensor, (tensor, made), {} if alpha == 1 else {"alpha": alpha})
+        written = self._write(node, aten.add.Tensor, (tensor, made), {} if alpha == 1 else {"alpha": alpha})
+        if alpha == 1:
+            self._turn(source, index, tensor, written, {int(dim): coordinate}, True)  # type: ignore[arg-type]
 
     def _put(self, node: Node) -> None:
-        tensor, indices, values = node.args[:3]
+        args: Any = node.args
+        tensor, indices, values = args[:3]
         accumulate = node.args[3] if len(node.args) > 3 else node.kwargs.get("accumulate", False)
         given = {d: i for d, i in enumerate(indices) if i is not None}  # type: ignore[arg-type]
         if tensor in self.rows:
@@ -376,6 +387,7 @@ class _Masked:
         if accumulate:
             self._write(node, aten.add.Tensor, (tensor, made), {})
             return
+        before = self._added_to(tensor, values, at_dims)
         whole = mask
         if len(at_dims) < n:
             for k in sorted(set(range(n)) - set(at_dims.values()), reverse=True):
@@ -383,14 +395,21 @@ class _Masked:
         lead, rest = dims[0], len(shape) - dims[-1] - 1
         sizes = [*[1] * lead, *(shape[d] for d in dims), *[1] * rest]
         whole = self._emit(aten.reshape.default, (whole, sizes))
-        self._write(node, aten.where.self, (whole, made, tensor), {})
+        written = self._write(node, aten.where.self, (whole, made, tensor), {})
+        if values in self.rows and (before is not None or len(at_dims) == n):
+            rows = before if before is not None else self.rows[values].full
+            self.turns.append(Turn(mask, rows, tensor, written, tuple(sorted(at_dims.items())), before is not None))
 
     def _sum_of(self, source: Any, dim: int, at_dims: dict[int, int], mask: Node) -> Node:
         """The selected rows at their place along some dims of the mask, zero where there are none, several added up."""
         rows = self._computed(source)
-        assert rows.full is not None
         if rows.mask is not mask or rows.dim != dim:
             raise self._refused("another mask, or along another dim, selects")
+        return self._sum_of_rows(rows, dim, at_dims)
+
+    def _sum_of_rows(self, rows: Rows, dim: int, at_dims: dict[int, int]) -> Node:
+        mask = rows.mask
+        assert rows.full is not None
         shape, val = self._val(mask).shape, self._val(rows.full)
         before, after = list(val.shape[:dim]), list(val.shape[dim + 1 :])
         which = self._emit(aten.reshape.default, (mask, [prod(shape), *[1] * len(after)]))
@@ -399,7 +418,36 @@ class _Masked:
         others = [dim + k for k in range(len(shape)) if k not in at_dims.values()]
         return self._emit(aten.sum.dim_IntList, (made, others)) if others else made
 
-    def _write(self, node: Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _turn(
+        self, source: Any, index: Any, tensor: Node, written: Node, at_dims: dict[int, int], adds: bool
+    ) -> None:
+        rows, mask = self.rows[source].full, self.rows[index].mask
+        self.turns.append(Turn(mask, rows, tensor, written, tuple(sorted(at_dims.items())), adds))
+
+    def _added_to(self, tensor: Any, values: Any, at_dims: dict[int, int]) -> Any:
+        """What ``out[rows] += values`` adds; None where values are put that are no such sum."""
+        made: Any = self.rows[values].full if values in self.rows else None
+        if made is None or made.target is not aten.add.Tensor or made.kwargs or not isinstance(made.args[1], Node):
+            return None
+        taken = self.gathers.get(made.args[0])
+        same = taken is not None and root_of(taken[0]) is root_of(tensor) and taken[1] == at_dims
+        return made.args[1] if same else None
+
+    def _finished(self, turn: Turn, tensor: Node, rows: Node, mask: Node) -> Node:
+        """The tensor that a turn makes of all these rows, where it writes."""
+        at_dims = dict(turn.place)
+        self.node = turn.write
+        standing = Rows(mask, rows, min(at_dims))
+        made = self._sum_of_rows(standing, min(at_dims), at_dims)
+        if turn.adds:
+            made = self._emit(aten.add.Tensor, (tensor, made))
+        else:
+            shape, dims = self._val(tensor).shape, sorted(at_dims)
+            sizes = [*[1] * dims[0], *(shape[d] for d in dims), *[1] * (len(shape) - dims[-1] - 1)]
+            made = self._emit(aten.where.self, (self._emit(aten.reshape.default, (mask, sizes)), made, tensor))
+        return self._emit(aten.copy_.default, (tensor, made))
+
+    def _write(self, node: Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
         """A node becomes another one that makes the same; what wrote in place still does."""
         tensor = node.args[0]
         made = self._emit(target, args, kwargs)
@@ -407,6 +455,7 @@ class _Masked:
             made = self._emit(aten.copy_.default, (tensor, made))
         node.replace_all_uses_with(made)
         self.gone.append(node)
+        return made
 
     # -- small things
 
