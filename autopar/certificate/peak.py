@@ -2,8 +2,9 @@
 
 A training step runs once: copies of parameters are gathered from the pieces that are stored, forward, backward, step of
 the optimizer. A dispatch mode notes the storage of every tensor that an operator makes, and how many bytes of all those
-noted still live. By default the tensors have no values; with values (``fake=False``) the same is the real peak of a
-process that plays the first rank, its collectives answered by a fake group.
+noted still live. By default the tensors have no values; with values (``given``) the same is the real peak of a process
+that plays the first rank, whose pieces are the largest, its collectives answered by a fake group. Lowerings do what the
+last one does, which works most where a mask is causal: of both, what is the most.
 
 What a plan predicts for this (:mod:`autopar.planner.intra_op.moments`) follows the same step moment by moment without
 running it; of a pipeline's stage it counts what is on its way for other microbatches, too, which this step
@@ -30,6 +31,7 @@ from autopar.lower.program import Slot
 from autopar.pieces import local_shape
 from autopar.placements import path
 from autopar.plan import ParamChoice, StagePlan
+from autopar.rules.distributed import as_last_rank
 from autopar.rules.many_ranks import fake_world
 from autopar.runtime.arriving import Arrived, arriving
 from autopar.torch_private import FakeTensor, FakeTensorMode, TorchDispatchMode
@@ -59,7 +61,7 @@ def peak_of(plan: StagePlan, graph: Graph, given: Mapping[str, torch.Tensor] | N
     program = lower(graph, plan)
     stored_as = {node.target: getattr(torch, graph.stored(node).dtype) for _, node in graph.of_kind("param")}
     fake = FakeTensorMode(allow_non_fake_inputs=True) if given is None else contextlib.nullcontext()
-    with fake_world(plan.mesh), fake, _WaitsInPlace(), spmd.no_typecheck():
+    with fake_world(plan.mesh), fake, _WaitsInPlace(), spmd.no_typecheck(), as_last_rank():
         stored = {
             slot.name: torch.zeros(
                 local_shape(slot.shape, plan.params[slot.name].stored, plan.mesh), dtype=stored_as[slot.name]
@@ -101,7 +103,7 @@ def peak_of(plan: StagePlan, graph: Graph, given: Mapping[str, torch.Tensor] | N
             assert roots, "a peak is counted of a step, which begins at a loss or at what a stage sends on"
             del values, results
             count.phase = "backward"
-            gradients = [torch.zeros_like(x) for x in roots]
+            gradients = [x.new_zeros(x.shape) for x in roots]  # contiguous, as they arrive
             edges = [get_gradient_edge(x) for x in roots]
             del roots
             torch.autograd.backward(edges, gradients)

@@ -52,7 +52,8 @@ def all_gather(x: torch.Tensor, axis: str, dim: int, to: str) -> torch.Tensor:
 
 def all_reduce(x: torch.Tensor, axis: str, to: str) -> torch.Tensor:
     """``P`` -> ``to`` (``R`` or ``I``)."""
-    return _contiguous_gradient(spmd.all_reduce(x.contiguous(), axis, src=spmd.P, dst=_TYPE[to], **summed_back(x)))
+    reduced = spmd.all_reduce(x.contiguous(), axis, src=spmd.P, dst=_TYPE[to], **summed_back(x))
+    return _contiguous_gradient(reduced) if to == REPLICATED else reduced  # of an invariant one it goes on as it is
 
 
 def reduce_scatter(x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
@@ -73,7 +74,8 @@ def shard(x: torch.Tensor, axis: str, dim: int, of: str) -> torch.Tensor:
 def convert(x: torch.Tensor, axis: str, src: str, dst: str) -> torch.Tensor:
     """The steps without communication in the forward that keep the local shape, and ``S`` -> ``P``."""
     source = _typed(Placement(src))  # programs name placements by their texts
-    return _contiguous_gradient(spmd.convert(x, axis, src=source, dst=_TYPE[dst], expert_mode=True, **summed_back(x)))
+    converted = spmd.convert(x, axis, src=source, dst=_TYPE[dst], expert_mode=True, **summed_back(x))
+    return _contiguous_gradient(converted) if (src, dst) == (INVARIANT, REPLICATED) else converted
 
 
 # --- pieces that are not equal ---------------------------------------------------------------------------------------
@@ -93,16 +95,30 @@ def _sizes(n: int, axes: Sequence[str]) -> tuple[Any, Any, Any, int]:
     return whole, -(-whole // (ranks * unit)) * unit, length_of(n, axes), ranks
 
 
+def _first(x: torch.Tensor, *lengths: tuple[int, Any]) -> torch.Tensor:
+    """The first elements along some dims, contiguous.
+
+    What has no more goes on as it is: a part that is the whole would be made again by the backward.
+
+    Args:
+        lengths: dims, each with how many of its elements.
+    """
+    for dim, n in lengths:
+        if not (isinstance(n, int) and isinstance(x.shape[dim], int) and x.shape[dim] == n):
+            x = x.narrow(dim, 0, n)
+    return x.contiguous()
+
+
 def all_gather_pieces(x: torch.Tensor, axis: str, dim: int, to: str, n: int, axes: Sequence[str]) -> torch.Tensor:
     """:func:`all_gather` of pieces that are not equal."""
     whole, largest, _, _ = _sizes(n, axes)
-    return all_gather(padded(x, dim, largest), axis, dim, to).narrow(dim, 0, whole).contiguous()
+    return _first(all_gather(padded(x, dim, largest), axis, dim, to), (dim, whole))
 
 
 def reduce_scatter_pieces(x: torch.Tensor, axis: str, dim: int, n: int, axes: Sequence[str]) -> torch.Tensor:
     """:func:`reduce_scatter` into pieces that are not equal."""
     _, largest, length, ranks = _sizes(n, axes)
-    return reduce_scatter(padded(x, dim, largest * ranks), axis, dim).narrow(dim, 0, length).contiguous()
+    return _first(reduce_scatter(padded(x, dim, largest * ranks), axis, dim), (dim, length))
 
 
 def all_to_all_pieces(
@@ -113,19 +129,19 @@ def all_to_all_pieces(
     whole, largest, _, _ = _sizes(n_src, axes_src)
     _, largest_new, length, ranks = _sizes(n_dst, axes_dst)
     x = padded(padded(x, src, largest), dst, largest_new * ranks)
-    return all_to_all(x, axis, src, dst).narrow(src, 0, whole).narrow(dst, 0, length).contiguous()
+    return _first(all_to_all(x, axis, src, dst), (src, whole), (dst, length))
 
 
 def shard_pieces(x: torch.Tensor, axis: str, dim: int, of: str, n: int, axes: Sequence[str]) -> torch.Tensor:
     """:func:`shard` into pieces that are not equal."""
     _, largest, length, ranks = _sizes(n, axes)
-    return shard(padded(x, dim, largest * ranks), axis, dim, of).narrow(dim, 0, length).contiguous()
+    return _first(shard(padded(x, dim, largest * ranks), axis, dim, of), (dim, length))
 
 
 def terms_of_pieces(x: torch.Tensor, axis: str, dim: int, n: int, axes: Sequence[str]) -> torch.Tensor:
     """``S<dim>`` -> ``P`` of pieces that are not equal: each is a term that is zero elsewhere."""
     whole, largest, _, _ = _sizes(n, axes)
-    return convert(padded(x, dim, largest), axis, placement_of(dim), PENDING).narrow(dim, 0, whole).contiguous()
+    return _first(convert(padded(x, dim, largest), axis, placement_of(dim), PENDING), (dim, whole))
 
 
 _PIECES: dict[Any, Any] = {

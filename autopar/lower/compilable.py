@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autopar.errors import PlanError
 from autopar.lower import collectives
-from autopar.lower.freed import give_up
+from autopar.lower.freed import backwards_of, give_up
 from autopar.lower.program import Program
 from autopar.lower.regather import free_until_backward
 from autopar.lower.segments import make_again, with_segments
@@ -79,7 +79,8 @@ def compilable(program: Program, gathers: Mapping[str, Gather]) -> torch.fx.Grap
     for (name, gather), piece in zip(gathers.items(), pieces, strict=True):
         _gathered_for_use(root, slots[name], piece, gather)
     for node in reversed(graph.nodes):
-        if not node.users and "step" in node.meta.get("autopar", {}):  # of a copy that is gathered elsewhere now
+        of_freed = "step" in node.meta.get("autopar", {}) or node.target is backwards_of
+        if not node.users and of_freed:  # of a copy that is gathered elsewhere now
             graph.erase_node(node)
     graph.lint()
     flat = torch.fx.GraphModule(root, graph, class_name="CompilableProgram")

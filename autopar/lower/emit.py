@@ -23,7 +23,7 @@ import torch.fx
 from autopar.errors import PlanError
 from autopar.graph import Graph, Node, Ref
 from autopar.lower.collectives import state_step
-from autopar.lower.freed import give_up
+from autopar.lower.freed import backwards_of, give_up
 from autopar.lower.program import Program, Slot
 from autopar.lower.regather import free_until_backward
 from autopar.lower.segments import make_again
@@ -70,6 +70,7 @@ class _Emitter:
         self.segments = segment_numbers(graph, plan.recompute)
         self.chosen: dict[int, Strategy] = {}
         self.rules = rules_of(graph)
+        self.backwards: dict[torch.fx.Node, torch.fx.Node] = {}  # by the operator whose backward they stand for
 
     def emit(self) -> Program:
         graph, rules = self.graph, self.rules
@@ -164,8 +165,9 @@ class _Emitter:
             whole = self.value[ref, state]
             last, results = self._readers(whole, position)
             outside = tuple(fx for fx in results if "segment" not in fx.meta)  # what runs again fills what it reads
-            with self.fx.inserting_after(last):
-                freed = self.fx.call_function(make_again, (whole, outside))
+            backwards = self._backwards(outside, position)
+            with self.fx.inserting_after(max((last, *backwards), key=position.__getitem__)):
+                freed = self.fx.call_function(make_again, (whole, backwards))
             position[freed] = position[last] + 0.5
         for (ref, state), (source, steps) in copies.items():
             copy = self.value[ref, state]
@@ -174,15 +176,17 @@ class _Emitter:
             for src, dst in steps:
                 gather, args = state_step(self.graph.spec(ref).shape, src, dst, self.mesh)
                 gathers.append((gather.__name__, args))  # type: ignore[attr-defined]
-            with self.fx.inserting_after(last):
-                arguments: Any = copy, self.value[ref, source], tuple(gathers), results
+            backwards = self._backwards(results, position)
+            arguments: Any = copy, self.value[ref, source], tuple(gathers), backwards
+            with self.fx.inserting_after(max((last, *backwards), key=position.__getitem__)):
                 freed = self.fx.call_function(free_until_backward, arguments)
             position[freed] = position[last] + 0.5  # it may read a piece that lies in another copy
         for ref, record in waits.items():
             whole, (last, results) = self.value[ref, self.made[ref]], read[ref]
             asking = (*results, whole) if self._keeps_its_result(ref.node) else results
-            with self.fx.inserting_after(last):
-                freed = self.fx.call_function(give_up, (whole, asking, record.name))
+            backwards = self._backwards(asking, position)
+            with self.fx.inserting_after(max((last, *backwards), key=position.__getitem__)):
+                freed = self.fx.call_function(give_up, (whole, backwards, record.name))
             freed.meta["autopar"] = {"decision": record.name}
 
     def _keeps_its_result(self, i: int) -> bool:
@@ -192,6 +196,21 @@ class _Emitter:
         saved = saved_of(self.graph, i, rule, self.chosen[i], self.mesh)
         (result,) = saved.results
         return result.source is None and saved.memories[result.memory][1]
+
+    def _backwards(
+        self, readers: tuple[torch.fx.Node, ...], position: dict[torch.fx.Node, float]
+    ) -> tuple[torch.fx.Node, ...]:
+        """Of each reader what is known of its backward, taken where it has run: its result may die before another
+        reader's turn."""
+        nodes = []
+        for reader in readers:
+            if reader not in self.backwards:
+                with self.fx.inserting_after(reader):
+                    taken = self.backwards[reader] = self.fx.call_function(backwards_of, (reader,))
+                taken.meta["autopar"] = {"alias": False}
+                position[taken] = position[reader] + 0.25
+            nodes.append(self.backwards[reader])
+        return tuple(nodes)
 
     @staticmethod
     def _readers(

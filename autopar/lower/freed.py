@@ -68,15 +68,14 @@ class Freed:
         for storage in self.storages:
             storage.resize_(0)
 
-    def until_backward(self, maker: Any, readers: Sequence[Any]) -> None:
-        """Free now, fill before the backward of any of the readers' results, and free for good before that of the
-        maker; behind it, if the maker is one of the readers, as its backward asks for its own result."""
-        results = [x for x in pytree.tree_leaves(readers) if isinstance(x, torch.Tensor)]
-        nodes = {x.grad_fn for x in results if x.grad_fn is not None}
+    def until_backward(self, maker: Any, readers: Sequence[Backwards]) -> None:
+        """Free now, fill before the backward of any of the readers, and free for good before that of the maker; behind
+        it, if the maker is one of the readers, as its backward asks for its own result."""
+        nodes = {node for reader in readers for node in reader.nodes}
         self.waiting.update(range(len(nodes)))
         for number, node in enumerate(nodes):
             node.register_prehook(partial(self._asked, number))
-        (maker.register_hook if maker in nodes else maker.register_prehook)(self.free)
+        (maker.register_hook if maker in nodes else maker.register_prehook)(self._is_over)
         self.free()
 
     def _asked(self, number: int, *_: Any) -> None:
@@ -90,17 +89,38 @@ class Freed:
             if not self.waiting:
                 self.let_go()
 
+    def _is_over(self, *_: Any) -> None:
+        """The backward of the maker begins. The hook lives as long as the graph, and with it what is held here. Where
+        no reader asks, because only other copies were gathered from this one, those are through by now."""
+        self.free()
+        if not self.waiting and not keeps_graph():
+            self.let_go()
+
     def let_go(self) -> None:
         """No reader asks for the values any more; for those who hold something to make them from."""
 
 
+class Backwards:
+    """The autograd nodes of an operator's results, which need not live until what the operator reads is given up."""
+
+    def __init__(self, results: Any) -> None:
+        tensors = [x for x in pytree.tree_leaves(results) if isinstance(x, torch.Tensor)]
+        self.nodes = [x.grad_fn for x in tensors if x.grad_fn is not None]
+
+
 @torch.compiler.disable
-def give_up(whole: torch.Tensor, readers: Sequence[Any], decision: str) -> None:
+def backwards_of(results: Any) -> Backwards:
+    """What :meth:`Freed.until_backward` has to know of a reader."""
+    return Backwards(results)
+
+
+@torch.compiler.disable
+def give_up(whole: torch.Tensor, readers: Sequence[Backwards], decision: str) -> None:
     """Give a tensor up until the backward of one of its readers, as a decision about memory says.
 
     Args:
         whole: its last reader has run.
-        readers: results of the operators that read it; it is among them itself if its own backward asks for it.
+        readers: of the operators that read it; of that which makes it, too, if its own backward asks for it.
         decision: name of the record that says how it is filled again.
     """
     if whole.grad_fn is None or spmd.is_type_checking():
@@ -145,4 +165,6 @@ def fill_all(values: Iterable[Any]) -> None:
                 freed.fill()
 
 
-__all__ = ["Freed", "fill_all", "give_up", "is_empty", "is_empty_storage", "on_host", "parts"]
+__all__ = [
+    "Backwards", "Freed", "backwards_of", "fill_all", "give_up", "is_empty", "is_empty_storage", "on_host", "parts",
+]  # fmt: skip

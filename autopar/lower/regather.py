@@ -14,7 +14,7 @@ import torch
 
 from autopar.errors import RunError
 from autopar.lower import collectives
-from autopar.lower.freed import Freed, fill_all, is_empty
+from autopar.lower.freed import Backwards, Freed, fill_all, is_empty
 from autopar.lower.segments import current_mesh, on_mesh
 from autopar.torch_private import top_saved_tensors_hooks
 
@@ -52,14 +52,14 @@ class _Copy(Freed):
 
 
 @torch.compiler.disable
-def free_until_backward(whole: torch.Tensor, piece: torch.Tensor, steps: Steps, readers: Sequence[Any]) -> None:
+def free_until_backward(whole: torch.Tensor, piece: torch.Tensor, steps: Steps, readers: Sequence[Backwards]) -> None:
     """Free a gathered copy until the backward of one of its readers, where it is gathered again.
 
     Args:
         whole: the copy; its last reader has run.
         piece: what it was gathered from.
         steps: the gathers, in order: their names in :mod:`autopar.lower.collectives` and arguments after the tensor.
-        readers: results of the operators that read it.
+        readers: of the operators that read it.
     """
     if whole.grad_fn is None or spmd.is_type_checking():
         return

@@ -23,7 +23,7 @@ import torch.fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from autopar.lower.freed import Freed, fill_all
+from autopar.lower.freed import Backwards, Freed, fill_all
 from autopar.torch_private import function_modes
 
 _MESH: contextvars.ContextVar[DeviceMesh | None] = contextvars.ContextVar("mesh", default=None)
@@ -98,12 +98,12 @@ class _Output(Freed):
 
 
 @torch.compiler.disable
-def make_again(whole: torch.Tensor, readers: Sequence[Any]) -> None:
+def make_again(whole: torch.Tensor, readers: Sequence[Backwards]) -> None:
     """Give up an output of a segment until the backward of one of its readers, where the segment runs again.
 
     Args:
         whole: the output; its last reader has run.
-        readers: results of the operators outside of segments that read it.
+        readers: of the operators outside of segments that read it.
     """
     if whole.grad_fn is None or not hasattr(whole.grad_fn, "given_up"):
         return  # nothing is kept for a backward, or the program runs without segments

@@ -7,8 +7,9 @@ what its autograd nodes make on their way.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,21 +21,16 @@ from autopar.rules.distributed import trial
 from autopar.rules.local import LocalCall
 from autopar.rules.notation import Rule
 from autopar.rules.operator_call import Call
-from autopar.rules.saved import LocalLayout, filled, key_of_call, trial_of, without_values
+from autopar.rules.saved import LocalLayout, Strides, filled, key_of_call, trial_of, without_values
 from autopar.torch_private import pytree
 
 
 class Gradient(NamedTuple):
-    """The gradient of one input: in the memory of that of output ``source``, or in the call's own number ``memory``.
-
-    ``dense`` says that it lies as its input does, so that a parameter can take it for its own; ``contiguous``, that a
-    collective can, without a copy: where the gradients of the outputs lie as those do.
-    """
+    """The gradient of one input: in the memory of that of output ``source``, or in the call's own number ``memory``."""
 
     source: int | None
     memory: int
-    dense: bool
-    contiguous: bool = True
+    strides: Strides
 
 
 @dataclass(frozen=True)
@@ -61,16 +57,26 @@ class Needs:
 _known: dict[object, Needs] = {}
 
 
-def needs_of(call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh, ins: Sequence[LocalLayout]) -> Needs:
+def needs_of(
+    call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh, ins: Sequence[LocalLayout],
+    arriving: tuple[Strides, ...] = (),
+) -> Needs:  # fmt: skip
     """What a call needs on one rank.
 
     Args:
         ins: its inputs on that rank.
+        arriving: how the gradients of its outputs lie, of those that have one; if empty, as copies of the outputs do.
     """
-    key = key_of_call(call, rule, options, mesh, ins)
+    key = key_of_call(call, rule, options, mesh, ins), arriving
     if key not in _known:
-        _known[key] = trial_of(_counted, call, rule, options, mesh, ins) or _unknown(ins)
+        _known[key] = trial_of(_counting(arriving), call, rule, options, mesh, ins) or _unknown(ins)
     return _known[key]
+
+
+@cache
+def _counting(arriving: tuple[Strides, ...]) -> Callable[..., Needs]:
+    """The same function whenever gradients lie alike: trials are remembered by it."""
+    return partial(_counted, arriving=arriving)
 
 
 def _unknown(ins: Sequence[LocalLayout]) -> Needs:
@@ -78,7 +84,7 @@ def _unknown(ins: Sequence[LocalLayout]) -> Needs:
     memories: list[int] = []
     gradients: list[Gradient | None] = []
     for x in ins:
-        gradients.append(Gradient(None, len(memories), True) if x.grad else None)
+        gradients.append(Gradient(None, len(memories), x.strides) if x.grad else None)
         memories += [x.n_bytes] if x.grad else []
     return Needs(0, sum(memories), 0, 0, tuple(gradients), tuple(memories))
 
@@ -87,10 +93,11 @@ class _Root(torch.autograd.Function):
     """Where the trial's backward begins: it makes the gradients of the outputs, which nobody else holds."""
 
     @staticmethod
-    def forward(ctx: Any, made: list[int], *outputs: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, made: dict[int, int], arriving: Sequence[Strides], *outputs: torch.Tensor) -> torch.Tensor:
         ctx.made = made
         # of an output that has holes (a part of a split) the gradient has none: it lies as a copy of it would
-        ctx.layouts = [(x.shape, torch.empty_like(x).stride(), x.dtype, x.device) for x in outputs]
+        strides = arriving or [torch.empty_like(x).stride() for x in outputs]
+        ctx.layouts = [(x.shape, lies, x.dtype, x.device) for x, lies in zip(outputs, strides, strict=True)]
         return outputs[0].new_empty(())
 
     @staticmethod
@@ -99,8 +106,8 @@ class _Root(torch.autograd.Function):
             torch.empty_strided(shape, strides, dtype=dtype, device=device)
             for shape, strides, dtype, device in ctx.layouts
         ]
-        ctx.made += [x.untyped_storage()._cdata for x in grads]
-        return (None, *grads)
+        ctx.made.update((x.untyped_storage()._cdata, x.untyped_storage().nbytes()) for x in grads)
+        return (None, None, *grads)
 
 
 class _Leaf(torch.autograd.Function):
@@ -117,7 +124,9 @@ class _Leaf(torch.autograd.Function):
         return None, None, None
 
 
-def _counted(local: LocalCall, ins: Sequence[LocalLayout], sizes: Mapping[str, int], device: str) -> Needs:
+def _counted(
+    local: LocalCall, ins: Sequence[LocalLayout], sizes: Mapping[str, int], device: str, arriving: Sequence[Strides]
+) -> Needs:
     ends: dict[int, torch.Tensor] = {}
     leaves = without_values(ins, device)
     with torch.enable_grad(), trial(sizes):
@@ -132,10 +141,8 @@ def _counted(local: LocalCall, ins: Sequence[LocalLayout], sizes: Mapping[str, i
         outputs = [x for x in pytree.tree_leaves(results) if isinstance(x, torch.Tensor) and x.requires_grad]
         if not outputs:
             return Needs(forward_bytes, 0, 0, 0, (None,) * len(ins), ())
-        made: list[int] = []
-        root = _Root.apply(made, *outputs)
-        out_bytes = sum(x.numel() * x.element_size() for x in outputs)
-        shapes = [(x.shape, x.stride()) for x in leaves]
+        made: dict[int, int] = {}  # bytes of the gradients of outputs, by storage
+        root = _Root.apply(made, arriving, *outputs)
         del results, outputs, tensors, args, kwargs
         kept_bytes = count.live_bytes
         with count:
@@ -144,20 +151,20 @@ def _counted(local: LocalCall, ins: Sequence[LocalLayout], sizes: Mapping[str, i
     numbers: dict[int, int] = {}
     memories: list[int] = []
     gradients: list[Gradient | None] = []
-    for position, (shape, strides) in enumerate(shapes):
+    for position in range(len(ins)):
         grad = ends.get(position)
         if grad is None:
             gradients.append(None)
             continue
-        dense = grad.shape == shape and grad.stride() == strides
         storage = grad.untyped_storage()
         if storage._cdata in sources:
-            gradients.append(Gradient(sources[storage._cdata], 0, dense, grad.is_contiguous()))
+            gradients.append(Gradient(sources[storage._cdata], 0, grad.stride()))
             continue
         if storage._cdata not in numbers:
             numbers[storage._cdata] = len(memories)
             memories.append(storage.nbytes())
-        gradients.append(Gradient(None, numbers[storage._cdata], dense, grad.is_contiguous()))
+        gradients.append(Gradient(None, numbers[storage._cdata], grad.stride()))
+    out_bytes = sum(made.values())
     return Needs(forward_bytes, count.peak_bytes, kept_bytes, out_bytes, tuple(gradients), tuple(memories))
 
 

@@ -102,6 +102,26 @@ def contiguous(shape: Sequence[int]) -> Strides:
     return tuple(strides)
 
 
+def lie_alike(shape: Sequence[int], some: Strides, others: Strides) -> bool:
+    """Whether two tensors lie in the same order; strides of dims of one element say nothing."""
+    return all(n == 1 or one == other for n, one, other in zip(shape, some, others, strict=True))
+
+
+def is_contiguous(shape: Sequence[int], strides: Strides) -> bool:
+    """Whether a tensor lies in row-major order."""
+    return lie_alike(shape, strides, contiguous(shape))
+
+
+def strides_of_copy(shape: Sequence[int], strides: Strides) -> Strides:
+    """How a copy of a tensor lies that keeps its order of dims: as the tensor, unless that has holes or repeats."""
+    step = 1
+    for stride, n in sorted((stride, n) for stride, n in zip(strides, shape, strict=True) if n != 1):
+        if stride != step:
+            return contiguous(shape)
+        step *= n
+    return strides
+
+
 _known: dict[object, Saved] = {}
 
 

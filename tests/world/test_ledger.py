@@ -20,7 +20,7 @@ from autopar.capture import Captured, capture
 from autopar.certificate import check
 from autopar.errors import PlanError
 from autopar.lower.emit import lower
-from autopar.lower.freed import Freed
+from autopar.lower.freed import Backwards, Freed
 from autopar.memory_decisions import memory
 from autopar.meshes import Mesh
 from autopar.placements import State
@@ -294,13 +294,24 @@ def test_what_a_copy_is_filled_from_goes_with_the_last_reader_that_keeps_no_grap
     whole = piece + 1
     readers = whole.sin(), whole.cos()
     copy = OneMore(whole, piece.detach())
-    copy.until_backward(whole.grad_fn, readers)
+    copy.until_backward(whole.grad_fn, [Backwards(reader) for reader in readers])
     for reader, keeps in ((readers[0], True), (readers[0], False), (readers[1], False)):
         assert copy.piece is not None
         reader.sum().backward(retain_graph=keeps)
     assert copy.piece is None and leaf.grad is not None
     four = torch.full((4,), 4.0)
     assert torch.allclose(leaf.grad, 2 * four.cos() - four.sin())
+
+
+def test_what_a_copy_without_readers_is_filled_from_goes_with_the_backward_of_its_maker() -> None:
+    """The graph lives on, and the hooks in it."""
+    leaf = torch.ones(4, requires_grad=True)
+    whole = leaf + 1
+    result = whole.sum()  # its backward asks for no values
+    copy = OneMore(whole, leaf.detach())
+    copy.until_backward(whole.grad_fn, [])
+    result.backward()
+    assert copy.piece is None and result.grad_fn is not None
 
 
 def test_copies_that_no_backward_asks_for_are_not_gathered_again_nor_paid_for() -> None:

@@ -109,9 +109,14 @@ def agree_in_stages(name: str, seed: int, **again: bool) -> None:
             assert -0.05 < counted.n_bytes / plan.price.memory_bytes - 1 < 0.02, (counted, plan.price)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "resnet"])
-def test_peak_of_stages(name: str) -> None:
-    agree_in_stages(name, 0)
+def test_peak_of_stages() -> None:
+    agree_in_stages("gpt2", 0)
+
+
+def test_peak_where_pieces_are_unequal_and_copies_are_given_up() -> None:
+    """Three parts over two ranks travel padded; gradients of transposed tensors are copied by collectives; what reads a
+    copy that is given up may die before that."""
+    agree_in_stages("transformer_encoder", 1, gather_again=True)
 
 
 def test_peak_where_an_operator_keeps_the_result_that_it_gives_up() -> None:

@@ -274,19 +274,19 @@ class Walk:
         spec = self.graph.spec(ref)
         return _bytes(local_shape(spec.shape, state, self.mesh), spec.item_bytes)
 
-    def needs(self, i: int) -> Needs:
-        """What an operator needs while it runs."""
+    def needs(self, i: int, arriving: tuple[Strides, ...] = ()) -> Needs:
+        """What an operator needs while it runs; ``arriving`` as in :func:`~autopar.rules.needs.needs_of`."""
         node, rule, strategy = self.graph.nodes[i], self.rules[i], self.strategy(i, self.graph.nodes[i])
         strides = tuple([lies for _, lies in self.places[i]])
-        key = self.graph.alike[i], id(strategy), strides
+        key = self.graph.alike[i], id(strategy), strides, arriving
         needed = self.needed.get(key)
         if needed is None:
             assert rule is not None
-            asked = self._asked("needs", node, strategy, strides)
+            asked = self._asked("needs", node, strategy, strides), arriving
             needed = rule.derived.get(asked)
             if needed is None:
                 call, layouts = call_of(node, self.graph.spec), self.layouts(node, strategy, strides)
-                needed = rule.derived[asked] = needs_of(call, rule, strategy.options, self.mesh, layouts)
+                needed = rule.derived[asked] = needs_of(call, rule, strategy.options, self.mesh, layouts, arriving)
             self.needed[key] = needed
         return needed
 

@@ -25,9 +25,15 @@ from autopar.placements import State, path
 from autopar.plan import ParamChoice
 from autopar.planner.intra_op.ledger import Entry, Ledger
 from autopar.planner.intra_op.memory_walk import Value, Walk
-from autopar.planner.intra_op.reshard_needs import copies_first, reduction_needs, step_extra
+from autopar.planner.intra_op.reshard_needs import (
+    copies_gradient,
+    is_alias,
+    reduction_needs,
+    step_back_needs,
+    step_needs,
+)
 from autopar.prices import MicrobatchPeaks, Moment
-from autopar.rules.saved import contiguous
+from autopar.rules.saved import Strides, contiguous, is_contiguous, lie_alike, strides_of_copy
 from autopar.rules.strategy import grads_of
 
 SLOTS = 4
@@ -79,9 +85,8 @@ class StepMoments:
         self.spans: list[Span] = []
         self.gradients: list[list[int]] = []  # bytes, how many have it, since when, and of what: node and position
         self.of_value: dict[Value, int] = {}
-        self.not_dense: set[int] = set()  # gradients that lie otherwise than their parameter
-        self.strided: set[Value] = set()  # values whose gradients a collective must copy first
-        self.known_steps: dict[object, tuple[int, int, bool]] = {}
+        self.strides_of: dict[Value, Strides] = {}  # how the gradients of values lie
+        self.known_steps: dict[object, int] = {}
         self._forward()
         self._memory()
         self._backward(outputs)
@@ -127,15 +132,16 @@ class StepMoments:
                 self.beside[at] = max(0, self.walk.needs(what).forward_bytes - self.walk.makes.get(what, 0))
             else:
                 ref, src, dst = what
-                copied = self._is_strided(ref, src) and copies_first(src, dst, self.mesh)
-                self.beside[at] = self._step(ref, src, dst)[0] + copied * self.walk.local_bytes(ref, src)
+                self.beside[at] = self._step(ref, src, dst, self._is_strided(ref, src))
+
+    def _shape(self, value: Value) -> tuple[int, ...]:
+        """The shape of a value on one rank."""
+        return local_shape(self.graph.spec(value[0]).shape, value[1], self.mesh)
 
     def _is_strided(self, ref: Ref, state: State) -> bool:
         """Whether a value is not contiguous."""
-        shape = local_shape(self.graph.spec(ref).shape, state, self.mesh)
-        _, strides = self.walk.lies.get((ref, state), (0, contiguous(shape)))
-        steps = zip(shape, strides, contiguous(shape), strict=True)
-        return any(n > 1 and given != wanted for n, given, wanted in steps)
+        place = self.walk.lies.get((ref, state))
+        return place is not None and not is_contiguous(self._shape((ref, state)), place[1])
 
     def _memory(self) -> None:
         """What the ledger knows: memory with its readers and keepers. A pipeline's stage holds what it got to the end
@@ -162,8 +168,8 @@ class StepMoments:
                         until = max(until, self.back(last_asks[memory]))
                 elif entry.segment is not None:
                     begin = self.back(self.at_of[self.holds.lives[entry.segment][0]], 0)
-                    # what is given up comes back until the backward of its maker, and through that if that keeps it
-                    self.lives(n_bytes, begin, max(self.back(made, 0), first) if memory in walk.given_up else first)
+                    # what is given up comes back until the backward of its maker, beside what that keeps of its own
+                    self.lives(n_bytes, begin, max(self.back(made, 0), first) if self._comes_back(entry) else first)
                 elif memory in walk.waiting:
                     self.lives(n_bytes, *self._back_for(memory, entry))
             readers = walk.readers.get(memory) if memory in walk.piece_of else None
@@ -196,7 +202,7 @@ class StepMoments:
         most = before = 0
         for src, dst in steps:
             gathered = self.walk.local_bytes(ref, dst)
-            most = max(most, before + self._step(ref, src, dst)[0] + gathered)
+            most = max(most, before + self._step(ref, src, dst, False) + gathered)
             before = gathered
         return max(n_bytes, most - n_bytes)
 
@@ -208,6 +214,11 @@ class StepMoments:
             keeper = self.holds.segments[segment].ops[0]
         return self.at_of.get(keeper, 0)  # what came from another stage is kept to the end
 
+    def _comes_back(self, entry: Entry) -> bool:
+        """Whether an entry is the memory of a segment's result, which is filled again for its readers outside; it is
+        another one than that which the second run makes and what is in the segment keeps."""
+        return any(self.walk.segment_of.get(keeper.node) != entry.segment for keeper in entry.keepers)
+
     def _second_run(self, number: int, memories: Sequence[int]) -> None:
         """What a segment needs while it runs again, beside what it keeps then."""
         walk, ops = self.walk, self.holds.segments[number].ops
@@ -216,21 +227,28 @@ class StepMoments:
         more = [0] * (last - first + 2)
         for memory in memories:
             n_bytes = walk.memories[memory].n_bytes
-            stays = any(entry.segment == number for entry in walk.entries_of.get(memory, ()))
+            entries = [entry for entry in walk.entries_of.get(memory, ()) if entry.segment == number]
+            comes_back = sum(map(self._comes_back, entries))
             more[walk.made_at[memory] - first] += n_bytes
-            if not stays and walk.read_at[memory] <= last:
+            if len(entries) == comes_back and walk.read_at[memory] <= last:
                 more[walk.read_at[memory] - first + 1] -= n_bytes
-            kept += stays * n_bytes
-            copied += stays * n_bytes * (memory in walk.given_up)  # into the memory that others know
+            kept += len(entries) * n_bytes
+            copied += comes_back * n_bytes  # into the memory that others know
         live = list(accumulate(more[:-1]))
         most = max(n + beside for n, beside in zip(live, self.beside[first : last + 1], strict=True))
         at = self.back(self.at_of[self.holds.lives[number][0]], 0)
         self.beside[at] = max(self.beside[at], max(most, live[-1] + copied) - kept)
 
-    def _step(self, ref: Ref, src: State, dst: State) -> tuple[int, int, bool]:
-        key = self.graph.spec(ref), src, dst
+    def _step(self, ref: Ref, src: State, dst: State, is_strided: bool) -> int:
+        key = self.graph.spec(ref), src, dst, is_strided
         if key not in self.known_steps:
-            self.known_steps[key] = step_extra(*key, self.mesh)
+            self.known_steps[key] = step_needs(key[0], src, dst, self.mesh, is_strided)
+        return self.known_steps[key]
+
+    def _step_back(self, ref: Ref, src: State, dst: State, is_strided: bool, stays: bool) -> int:
+        key = self.graph.spec(ref), src, dst, is_strided, stays
+        if key not in self.known_steps:
+            self.known_steps[key] = step_back_needs(key[0], src, dst, self.mesh, is_strided, stays)
         return self.known_steps[key]
 
     # -- the backward
@@ -244,7 +262,7 @@ class StepMoments:
                 if graph.spec(out).is_float:
                     gradient = self._new(self.walk.local_bytes(out, state), begin, out.node)
                     self.gradients[gradient][1] += number < graph.sends  # the stage holds it, too
-                    self._deposit((out, state), gradient, begin)
+                    self._deposit((out, state), gradient, begin, contiguous(self._shape((out, state))))
         complete_at = self._complete_at()
         for at in range(self.n - 1, -1, -1):
             what = self.order[at]
@@ -290,12 +308,11 @@ class StepMoments:
         arrived = [self.of_value.pop(value, None) for value in values]
         if all(gradient is None for gradient in arrived):
             return
-        needs = walk.needs(i)
+        needs = walk.needs(i, self._arriving(values))
         read_at = {g.memory: k for k, g in enumerate(needs.gradients) if g is not None and g.source is None}
         mine = [self._new(n_bytes, at, i, read_at.get(k, MADE)) for k, n_bytes in enumerate(needs.memories)]
         self.beside[at] += needs.backward_bytes - needs.kept_bytes - needs.out_bytes - sum(needs.memories)
-        deposits: list[tuple[Value, int]] = []
-        strided: list[Value] = []
+        deposits: list[tuple[Value, int, Strides]] = []
         for position, (ref, state, gradient) in enumerate(zip(node.refs, strategy.ins, needs.gradients, strict=True)):
             if gradient is None:
                 continue
@@ -303,36 +320,37 @@ class StepMoments:
             memory = passed_on
             if memory is None:
                 memory = self._new(walk.local_bytes(ref, state), at, i, position)
-            if not gradient.dense:
-                self.not_dense.add(memory)
             self.gradients[memory][1] += passed_on is not None
-            if gradient.contiguous == (gradient.source is not None and values[gradient.source] in self.strided):
-                strided.append((ref, state))  # views of what is strided already mostly turn it back
-            deposits.append(((ref, state), memory))
+            deposits.append(((ref, state), memory, gradient.strides))
         for memory in (*mine, *(gradient for gradient in arrived if gradient is not None)):
             self._drop(memory, at)
-        self.strided.difference_update(values)
-        self.strided.update(value for value in strided if value not in self.of_value)  # a sum lies as its first part
-        for value, memory in deposits:
-            self._deposit(value, memory, at)
+        for value in values:
+            self.strides_of.pop(value, None)
+        for value, memory, strides in deposits:
+            self._deposit(value, memory, at, strides)
+
+    def _arriving(self, values: Sequence[Value]) -> tuple[Strides, ...]:
+        """How the gradients of an operator's outputs lie; nothing where they lie as copies of the outputs do."""
+        usual = [strides_of_copy(self._shape(value), self.walk.lies[value][1]) for value in values]
+        arriving = [self.strides_of.get(value, strides) for value, strides in zip(values, usual, strict=True)]
+        alike = all(lie_alike(self._shape(v), a, b) for v, a, b in zip(values, arriving, usual, strict=True))
+        return () if alike else tuple(arriving)
 
     def _adjoint(self, ref: Ref, src: State, dst: State, at: int) -> None:
         gradient = self.of_value.pop((ref, dst), None)
         if gradient is None:
             return
-        _, beside, is_alias = self._step(ref, src, dst)
-        is_strided = (ref, dst) in self.strided
-        self.strided.discard((ref, dst))
-        if is_alias:
-            if is_strided and (ref, src) not in self.of_value:
-                self.strided.add((ref, src))
-            self._deposit((ref, src), gradient, at)
+        strides = self.strides_of.pop((ref, dst), None)
+        if is_alias(src, dst, self.mesh):
+            self._deposit((ref, src), gradient, at, strides)
             return
-        copied = is_strided and copies_first(dst.adjoint, src.adjoint, self.mesh)
-        self.beside[at] += beside + (self.walk.local_bytes(ref, dst) if copied else 0)
+        is_strided = strides is not None and not is_contiguous(self._shape((ref, dst)), strides)
+        self.beside[at] += self._step_back(ref, src, dst, is_strided, stays=self.gradients[gradient][1] > 1)
         mine = self._new(self.walk.local_bytes(ref, src), at, ref.node)
         self._drop(gradient, at)
-        self._deposit((ref, src), mine, at)
+        shape = self._shape((ref, src))
+        keeps_order = strides if copies_gradient(src, dst) else None
+        self._deposit((ref, src), mine, at, strides_of_copy(shape, keeps_order or contiguous(shape)))
 
     def _new(self, n_bytes: int, at: int, node: int, position: int = MADE) -> int:
         self.gradients.append([n_bytes, 1, at, node, position])
@@ -350,12 +368,17 @@ class StepMoments:
         if not entry[1]:
             self._lived(entry, at)
 
-    def _deposit(self, value: Value, gradient: int, at: int) -> None:
-        """A gradient of a value arrives; its sum with that which is there is a third."""
+    def _deposit(self, value: Value, gradient: int, at: int, strides: Strides | None) -> None:
+        """A gradient of a value arrives; its sum with that which is there is a third, which lies as a copy of the first
+        does."""
         there = self.of_value.get(value)
         if there is None:
             self.of_value[value] = gradient
+            if strides is not None:
+                self.strides_of[value] = strides
             return
+        if value in self.strides_of:
+            self.strides_of[value] = strides_of_copy(self._shape(value), self.strides_of[value])
         self.of_value[value] = self._new(self.gradients[there][0], at + 1, value[0].node)
         self._drop(there, at + 1)
         self._drop(gradient, at + 1)
@@ -367,7 +390,8 @@ class StepMoments:
         stored_bytes = self.walk.local_bytes(ref, choice.stored)
         steps = [(src, dst) for axis, src, dst in path(choice.stored, used) or () if self.mesh.size(axis) > 1]
         taken = not steps and not self.accumulates and self.gradients[gradient][1] == 1
-        if taken and gradient not in self.not_dense:
+        strides = self.strides_of.pop(value, None)
+        if taken and (strides is None or is_contiguous(self._shape(value), strides)):
             self.more[self.gradients[gradient][2]] += self.gradients[gradient][0]
             self.gradients[gradient][1] = 0
             return
