@@ -26,6 +26,8 @@ GPT2_SMALL = {"hidden": 768, "heads": 12, "layers": 12}
 GPT3 = {"hidden": 12288, "heads": 96, "layers": 96}
 T5_3B = {"hidden": 1024, "ffn": 16384, "heads": 32, "layers": 24}
 VIT_22B = {"hidden": 6144, "ffn": 24576, "heads": 48, "layers": 48}
+MIXTRAL = {"hidden": 4096, "ffn": 14336, "heads": 32, "layers": 32}
+DEEPSEEK_V3 = {"hidden": 7168, "ffn": 18432, "heads": 128, "layers": 61}
 
 TORCHTITAN = "torchtitan (Liang et al. 2024, arXiv:2410.06511): FSDP2 alone"
 NEMO = "NVIDIA NeMo's recipe for Llama 3 70B (tensor 4, 4 stages, context 2, virtual 5), context left out"
@@ -35,6 +37,11 @@ KORTHIKANTI = "Korthikanti et al. 2022 (arXiv:2205.05198), table 3: tensor 8, 8 
 NARAYANAN = "after Narayanan et al. 2021 (arXiv:2104.04473), table 1: tensor 8 in a node, stages across"
 ALONE = "what everyone runs: data parallelism"
 MODEL_PARALLEL = "tensor parallelism in a node (the 22B of Korthikanti et al. 2022, table 3), data across"
+NEMO_MIXTRAL = "after NVIDIA NeMo's recipe for Mixtral 8x7B on 64 (4 stages, virtual 8, experts over 8)"
+DEEPSEEK = (
+    "after DeepSeek-V3 (2024, arXiv:2412.19437): experts over 64 devices, no tensor parallelism, 8 stages for its 16, "
+    "1F1B and full recomputation for DualPipe and FP8"
+)
 
 CASES: dict[str, tuple[str, dict[str, Any], str, int, int, str, str]] = {
     # name: (family, shape, cluster, rows, sequence, layout, where it is published); what autopar has no words for
@@ -46,6 +53,10 @@ CASES: dict[str, tuple[str, dict[str, Any], str, int, int, str, str]] = {
     "llama-405b-512": ("llama", LLAMA_405B, "dgx-h100-x64", 256, 8192, "tp=8,pp=8,dp=8,vp=7,sp", NEMO_405B),
     "llama-405b-2048": ("llama", LLAMA_405B, "dgx-h100-x256", 1024, 8192, "tp=8,pp=16,dp=16,vp=7,sp", META),
     "llama-405b-16384": ("llama", LLAMA_405B, "dgx-h100-x2048", 2048, 8192, "tp=8,pp=16,dp=128,vp=7,zero=1,sp", META),
+    "mixtral-8x7b-64": ("mixtral", MIXTRAL, "dgx-h100-x8", 256, 4096, "pp=4,dp=16,ep=8,vp=8", NEMO_MIXTRAL),
+    "deepseek-v3-512": (
+        "deepseek", DEEPSEEK_V3, "dgx-h100-x64", 1024, 4096, "pp=8,dp=64,ep=64,recompute=full", DEEPSEEK,
+    ),
     "gpt2-8": ("gpt2", GPT2_SMALL, "dgx-h100", 64, 1024, "dp=8,m=1", ALONE),
     "gpt3-64": ("gpt2", GPT3, "dgx-a100-x8", 64, 2048, "tp=8,pp=8,vp=3,sp", KORTHIKANTI),
     "gpt3-1024": ("gpt2", GPT3, "dgx-a100-x128", 1536, 2048, "tp=8,pp=8,dp=16,mbs=1,sp", NARAYANAN),
@@ -68,6 +79,23 @@ def model_of(family: str, shape: dict[str, Any], seq: int) -> Any:
                 max_position_embeddings=seq, use_cache=False,
             )  # fmt: skip
             return t.LlamaForCausalLM(config).to(torch.bfloat16)
+        if family == "mixtral":
+            config = t.MixtralConfig(
+                hidden_size=shape["hidden"], intermediate_size=shape["ffn"], num_hidden_layers=shape["layers"],
+                num_attention_heads=shape["heads"], num_key_value_heads=8, num_local_experts=8, num_experts_per_tok=2,
+                vocab_size=32000, max_position_embeddings=seq, use_cache=False,
+            )  # fmt: skip
+            return t.MixtralForCausalLM(config).to(torch.bfloat16)
+        if family == "deepseek":
+            config = t.DeepseekV3Config(
+                hidden_size=shape["hidden"], intermediate_size=shape["ffn"], num_hidden_layers=shape["layers"],
+                num_attention_heads=shape["heads"], num_key_value_heads=shape["heads"], moe_intermediate_size=2048,
+                n_routed_experts=256, n_shared_experts=1, num_experts_per_tok=8, n_group=8, topk_group=4,
+                first_k_dense_replace=3, routed_scaling_factor=2.5, kv_lora_rank=512, q_lora_rank=1536,
+                qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, vocab_size=129280,
+                max_position_embeddings=seq, use_cache=False,
+            )  # fmt: skip
+            return t.DeepseekV3ForCausalLM(config).to(torch.bfloat16)
         if family == "gpt2":
             config = t.GPT2Config(
                 vocab_size=51200, n_positions=seq, n_embd=shape["hidden"], n_layer=shape["layers"],
