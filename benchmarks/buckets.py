@@ -2,9 +2,10 @@
 
     python benchmarks/buckets.py             # on 64 H100, by the plans' prices, on every mesh shape
     python benchmarks/buckets.py --run 4     # steps of a small model on so many processes of this machine
+    python benchmarks/buckets.py --run 4 --sizes 16x512 1x16384 --dim 32 --layers 1 --heads 4 --steps 1
 
 The trace alternates the two buckets. A single plan cuts every operator alike in both; of these the best counts. In a
-run the two take turns, so that what else the machine does meets both.
+run the two take turns, so that what else the machine does meets both, and every loss is compared with one process's.
 """
 
 from __future__ import annotations
@@ -111,46 +112,78 @@ def single(graphs: Any, trace: Any, cluster: Any, mesh: Any, options: Any) -> bu
 _together = bucket_plans.plan_buckets
 
 
-def run() -> list[tuple[str, float, float, float]]:
-    """Of both ways: what it is, predicted and measured seconds of a step, and the last loss."""
+def run(
+    sizes: list[tuple[int, int]], dim: int, heads: int, layers: int, steps: int
+) -> list[tuple[str, float, float, float, float]]:
+    """Of both ways: what it is, predicted and measured seconds of a step, CPU-seconds of all ranks, and how far the
+    losses are from those of one process, relatively."""
     torch.set_num_threads(1)
+    longest = max(length for _, length in sizes)
     ways: dict[str, Any] = {}
     for name, plan in (("together", _together), ("single", single)):
         torch.manual_seed(0)
-        model = Decoder(128, 8, 2, 512, 512)
+        model = Decoder(dim, heads, layers, 512, longest)
         with mock.patch.object(bucket_plans, "plan_buckets", plan):
             pm = autopar.parallelize(
-                model, dist.get_world_size(), (torch.zeros(*SMALL[0], dtype=torch.long),) * 2, shapes="buckets",
-                buckets=SMALL * 2,
+                model, dist.get_world_size(), (torch.zeros(*sizes[0], dtype=torch.long),) * 2, shapes="buckets",
+                buckets=sizes * 2, verify_capture=False,
             )  # fmt: skip
-        ways[name] = pm, torch.optim.AdamW(pm.parameters()), [0.0], []
-    for step in range(STEPS + 1):
-        for pm, optimizer, seconds, predicted in ways.values():
-            for size in SMALL:
-                x = torch.randint(0, 512, size, generator=torch.Generator().manual_seed(step))
+        ways[name] = pm, torch.optim.AdamW(pm.parameters()), [0.0, 0.0], [], []
+    torch.manual_seed(0)
+    alone = Decoder(dim, heads, layers, 512, longest)
+    of_alone, wanted = torch.optim.AdamW(alone.parameters()), []
+    for step in range(steps + 1):
+        for size in sizes:
+            x = torch.randint(0, 512, size, generator=torch.Generator().manual_seed(step))
+            if dist.get_rank() == 0:
+                loss = alone(x, x.roll(-1, 1))
+                loss.backward()
+                of_alone.step()
+                of_alone.zero_grad()
+                wanted.append(float(loss.detach()))
+            for pm, optimizer, seconds, predicted, losses in ways.values():
                 dist.barrier()
-                began = time.perf_counter()
+                began, cpu = time.perf_counter(), time.process_time()
                 loss = pm(x, x.roll(-1, 1))
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                dist.barrier()
+                used = torch.tensor(time.process_time() - cpu)
+                dist.all_reduce(used)
                 seconds[0] += (time.perf_counter() - began) * (step > 0)
+                seconds[1] += float(used) * (step > 0)
+                losses.append(float(loss.detach()))
                 if step == 0:
                     predicted.append(pm.plan.seconds)
+    n = len(sizes)
     return [
-        (f"{name}: {pm.plan.mesh.shown()}", sum(predicted) / 2, seconds[0] / (2 * STEPS), float(loss.detach()))
-        for name, (pm, _, seconds, predicted) in ways.items()
-    ]
+        (
+            f"{name}: {pm.plan.mesh.shown()}, moved {pm.layout} times", sum(predicted) / n, wall / (n * steps),
+            cpu / (n * steps), max((abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=False)), default=0.0),
+        )
+        for name, (pm, _, (wall, cpu), predicted, losses) in ways.items()
+    ]  # fmt: skip
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", type=int, default=0, metavar="RANKS")
     parser.add_argument("--devices", type=int, default=64)
+    parser.add_argument("--sizes", nargs="+", default=["x".join(map(str, size)) for size in SMALL])
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=STEPS)
     given = parser.parse_args()
     if given.run:
-        for what, expected, measured, last in run_local(run, given.run)[0]:
-            print(f"{what}: {1e3 * expected:.2f} ms a step predicted, {1e3 * measured:.2f} measured; loss {last:.6f}")
+        buckets = [(int(rows), int(length)) for rows, length in (size.split("x") for size in given.sizes)]
+        both = run_local(run, given.run, buckets, given.dim, given.heads, given.layers, given.steps, timeout=900)[0]
+        for what, expected, measured, used, apart in both:
+            print(
+                f"{what}: {1e3 * expected:.2f} ms a step predicted, {1e3 * measured:.2f} measured, "
+                f"{used:.3f} CPU-s; losses within {apart:.1e} of one process"
+            )
+        wall, cpu = (both[0][i] / both[1][i] for i in (2, 3))
+        print(f"together / single: {wall:.3f} of the wall, {cpu:.3f} of the CPU-seconds")
     else:
         priced(given.devices)

@@ -1,4 +1,4 @@
-"""What one rank does where rank 1 alone is called with another shape: in every mode, an error on all within seconds."""
+"""What one rank does where rank 1 alone has another shape: an error on all in seconds, or, of own rows, no error."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ BUCKETS = [(4, 6), (2, 12)]
 WAYS = [
     "mesh global any call rows", "mesh global any step length", "mesh global any step double",
     "mesh global any eval rows", "mesh global fixed call rows", "mesh global fixed step double",
-    "mesh global buckets call length", "mesh local any call rows", "mesh local any step rows",
+    "mesh global buckets call length", "mesh local any call length", "mesh local any call rows",
+    "mesh local any step rows",
     "mesh local any step double", "mesh local fixed call rows", "mesh local buckets call length",
     "stages global any step rows", "stages global any eval length", "stages global fixed step rows",
     "stages global fixed step double", "stages global buckets step length", "both local any step rows",
     "both local any eval rows", "both local any step double", "both local fixed step rows",
 ]  # fmt: skip
 """Where the model is, whose rows a call has, ``shapes=``, what is called, and in what rank 1 differs."""
+ALLOWED = {"mesh local any call rows", "mesh local any step rows", "mesh local any step double"}
+"""Rows of one's own need not be equally many."""
 
 
 def alone(way: str) -> str:
