@@ -16,6 +16,7 @@ import argparse
 import functools
 import json
 import os
+import re
 import resource
 import signal
 import sys
@@ -97,10 +98,12 @@ def read(path: Path) -> dict[str, Record]:
 # --- the table -------------------------------------------------------------------------------------------------------
 
 
-def table(records: Iterable[Mapping[str, Any]]) -> str:
-    """The page docs/zoo.md: a summary, what fails and why, and one row per family."""
+def table(records: Iterable[Mapping[str, Any]], families: Iterable[str] = ()) -> str:
+    """The page docs/zoo.md: a summary, what fails and why, one row per family, and those without a result."""
     rows = sorted(records, key=lambda record: record["family"])
-    return "\n".join([_HEAD, *_summary(rows), "", *_failures(rows), "", *_rows(rows), ""])
+    waiting = sorted({*families} - {row["family"] for row in rows})
+    ends = ["", "## Not run yet", "", f"{len(waiting)} families: {', '.join(waiting)}."] if waiting else []
+    return "\n".join([_HEAD, *_summary(rows), "", *_failures(rows), "", *_rows(rows), *ends, ""])
 
 
 _HEAD = """# The zoo: what is made of families of models
@@ -153,7 +156,8 @@ def _failures(rows: list[Mapping[str, Any]]) -> list[str]:
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.replace("|", "/").split())
+    """Text for a cell: in one line, files without the folders of this machine."""
+    return re.sub(r"(?<!\w)(/[\w.-]+)+/(?=\w)", "", " ".join(text.split())).replace("|", "/")
 
 
 def _rows(rows: list[Mapping[str, Any]]) -> list[str]:
@@ -200,9 +204,6 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="a file of JSON lines that is added to")
     parser.add_argument("--table", type=Path, help="write the page of all results there; run nothing")
     asked = parser.parse_args()
-    if asked.table:
-        asked.table.write_text(table(read(asked.results).values()))
-        return
     import torch
     import transformers
 
@@ -212,6 +213,9 @@ def main() -> None:
     from zoo_wide import EVERY
 
     there = read(asked.results)
+    if asked.table:
+        asked.table.write_text(table(there.values(), EVERY))
+        return
     asked.results.parent.mkdir(parents=True, exist_ok=True)
     if unknown := {*asked.only} - {*EVERY}:
         sys.exit(f"no such family: {', '.join(sorted(unknown))}")

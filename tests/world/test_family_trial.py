@@ -59,18 +59,19 @@ def test_page_counts_what_failed(tmp_path: Path) -> None:
         "equal": {"ok": True, "worst": 1e-15, "why": "", "seconds": 1.0},
     }  # fmt: skip
     low = {**good, "planned": {**good["planned"], "cut": 0.5, "not_cut": {"aten.lstm.input": 0.5}}}
-    refused = {"captured": {"ok": False, "why": "cannot | capture", "seconds": 0.1}}
+    refused = {"captured": {"ok": False, "why": "cannot | capture\n at /some/place/model.py:3", "seconds": 0.1}}
     records = [
         {"family": "good", "steps": good, "ended": ""}, {"family": "low", "steps": low, "ended": ""},
         {"family": "refused", "steps": refused, "ended": ""},
         {"family": "slow", "steps": {}, "ended": "more than 120 CPU s"},
     ]  # fmt: skip
-    page = families.table(records)
+    page = families.table(records, ["good", "low", "refused", "slow", "later"])
     assert "| captured | 2 of 4 | 50.0% |" in page
     assert "| planned on 2x2, and equal to one device | 2 of 4 | 50.0% |" in page
     assert "| at least 95% of the FLOPs cut | 1 of 4 | 25.0% |" in page
     assert "| low | FLOPs cut | not cut: aten.lstm.input 50% |" in page
-    assert "| refused | captured | cannot / capture |" in page
+    assert "| refused | captured | cannot / capture at model.py:3 |" in page
     assert "| slow | captured | more than 120 CPU s |" in page
     assert "| good | 7 | yes | yes | yes |  | 99.0% | 26.0% | 2 all-reduce | 4.0 | fft_fft |" in page
+    assert "1 families: later." in page
     assert families.read(tmp_path / "none.jsonl") == {}
