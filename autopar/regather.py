@@ -1,7 +1,7 @@
 """What a plan gathers or makes again for the backward, or lets wait: which tensors, and from what each is gathered.
 
 A tensor that is made in pieces and wanted whole is gathered by a step of its route. Operators that read the whole copy
-keep it for their backward, and others may keep the piece; where a plan says so (``StagePlan.gather_again``), only the
+keep it for their backward, and others may keep the piece; where a plan says so (``gather again``), only the
 piece is kept, and the copy is gathered a second time when the backward first needs it.
 """
 
