@@ -191,6 +191,7 @@ def test_the_ledger_counts_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(attention_in_blocks, "FEWEST_SCORES", fewest)
         for module in ("saved", "needs"):
             monkeypatch.setattr(f"autopar.rules.{module}._known", {})
+        monkeypatch.setattr("autopar.rules.saved._trials", {})
         rule = rule_for(call)
         found.append((saved_by(call, rule, (), Mesh(), layouts), needs_of(call, rule, (), Mesh(), layouts)))
     (kept, needs), (kept_at_once, needs_at_once) = found
