@@ -363,7 +363,7 @@ TABLE: list[tuple[str, list[tuple[str, str, Any]]]] = [
         ("input of another shape where shapes are fixed", "rank", "autopar.parallelize(model, 1, inputs, shapes='fixed')(torch.zeros(4, 12), torch.zeros(4, 12))"),
         ("input of another dtype", "rank", "pm(torch.zeros(8, 12, dtype=torch.float64), torch.zeros(8, 12))"),
         ("one input too few", "rank", "pm()"),
-        ("batch that is no whole number of microbatches", "rank", "pm.train_step(torch.zeros(20, 12), torch.zeros(20, 12), microbatches=3)"),
+        ("step of a negative number of microbatches", "rank", "pm.train_step(torch.zeros(20, 12), torch.zeros(20, 12), microbatches=-1)"),
         ("mesh of another shape than the plan", "rank", "mesh = init_device_mesh('cpu', (1,), mesh_dim_names=('rows',))\nautopar.parallelize(model, mesh, inputs, plan=pm.plan)"),
         ("device mesh without names", "rank", "autopar.parallelize(model, init_device_mesh('cpu', (1,)), inputs)"),
         ("more ranks than are running", "rank", "autopar.parallelize(model, 2, inputs)"),
