@@ -174,3 +174,51 @@ def test_what_is_not_done_row_by_row_is_refused(mix: Mix) -> None:
     with pytest.raises(CaptureError, match=r"rows that a mask selects.*test_selected_rows.py:\d+"):
         autopar.capture(Experts(mix, 1), (x, x))
 
+
+
+def counting(m: Experts, x: torch.Tensor, weights: torch.Tensor, picked: torch.Tensor) -> torch.Tensor:
+    out, used = torch.zeros_like(x), 0
+    for e, expert in enumerate(m.experts):
+        mask = picked[:, 0] == e
+        if mask.any():
+            out[mask] = expert(x[mask]) * weights[mask]
+            used = used + 1
+    return out * used
+
+
+def counting_sizes(m: Experts, x: torch.Tensor, weights: torch.Tensor, picked: torch.Tensor) -> torch.Tensor:
+    out, used = torch.zeros_like(x), 0
+    for e, expert in enumerate(m.experts):
+        rows = (picked[:, 0] == e).nonzero()[:, 0]
+        if rows.numel() == 0:
+            continue
+        out.index_add_(0, rows, expert(x[rows]) * weights[rows])
+        used += 1
+    return out * used
+
+
+def noting(m: Experts, x: torch.Tensor, weights: torch.Tensor, picked: torch.Tensor) -> torch.Tensor:
+    out, used = torch.zeros_like(x), torch.zeros(EXPERTS, dtype=x.dtype)
+    for e, expert in enumerate(m.experts):
+        mask = picked[:, 0] == e
+        if mask.any():
+            out[mask] = expert(x[mask]) * weights[mask]
+            used[e] = 1
+    return out * used.sum()
+
+
+@pytest.mark.parametrize("mix", [counting, noting])
+def test_a_branch_that_does_more_than_its_rows_is_checked(mix: Mix) -> None:
+    """The first expert has no rows in the example: its branch is not entered. Others without are an error."""
+    model = Experts(mix, 1).double()
+    x, y = (torch.randn(4, 4, HIDDEN, dtype=torch.float64) for _ in range(2))
+    pm = autopar.parallelize(model, 1, (x, y))
+    assert torch.allclose(pm(x, y), model(x, y), rtol=1e-12)
+    with pytest.raises(autopar.RunError, match="branches on data"):
+        pm(x[:1, :1].expand_as(x), y)  # all rows go to one expert
+
+
+def test_a_branch_on_the_number_of_rows_that_does_more_is_refused() -> None:
+    x, y = (torch.randn(4, 4, HIDDEN, dtype=torch.float64) for _ in range(2))
+    with pytest.raises(CaptureError):
+        autopar.capture(Experts(counting_sizes, 1).double(), (x, y))

@@ -11,5 +11,6 @@ So the model is traced several times, with other answers, and the graphs become 
 :mod:`.same`      whether a graph computes what another does, once its branches are settled
 :mod:`.taken`     branches on data: the way that the example takes, checked at every call
 :mod:`.masks`     of these: whether a mask selects any rows, which is no branch that matters
+:mod:`.only_rows` which of those do nothing but work on these rows
 ================= ==================================================================================================
 """

@@ -119,15 +119,21 @@ def ask(tensor: torch.Tensor) -> bool:
 
 def site_of() -> str:
     """The innermost place in the user's code: its line, and the columns of what asks (``file.py:12@8-31``)."""
+    frame = users_frame()
+    if frame is None:
+        return "an unknown place@0"
+    # by its columns: Python moves between instructions of one call when it has run often
+    places = itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None)
+    _, _, begin, end = next(places, (None,) * 4)
+    return f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}@{begin}-{end}"
+
+
+def users_frame() -> Any:
+    """The innermost frame of the user's code; None if there is none."""
     frame: Any = sys._getframe(1)
-    while frame is not None:
-        if is_users(frame.f_code.co_filename):
-            # by its columns: Python moves between instructions of one call when it has run often
-            places = itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None)
-            _, _, begin, end = next(places, (None,) * 4)
-            return f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}@{begin}-{end}"
+    while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
-    return "an unknown place@0"
+    return frame
 
 
 def plain_path(path: str) -> str:
@@ -155,5 +161,5 @@ torch.fx.node.has_side_effect(torch.ops.autopar.ask.default)
 
 __all__ = [
     "ASK", "Answer", "Asking", "Question", "answering", "ask", "asked_afresh", "asking", "plain_path", "refused",
-    "site_of", "truth",
+    "site_of", "truth", "users_frame",
 ]  # fmt: skip

@@ -1,8 +1,9 @@
 """``if mask.any(): out[mask] = f(x[mask])``: whether a mask selects any rows is no branch that matters.
 
 Rows that a mask selects are computed for all positions (:mod:`autopar.capture.graph.selected_rows`), so a trace takes
-the way on which they are used, also where the example has none. While a model is run to hear how it branches, this
-notes which questions are about the rows of a mask, and whether the mask then selects.
+the way on which they are used, also where the example has none, if the branch does nothing else (:mod:`.only_rows`).
+While a model is run to hear how it branches, this notes which questions are about the rows of a mask, and whether the
+mask then selects.
 """
 
 from __future__ import annotations

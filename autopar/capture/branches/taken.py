@@ -24,14 +24,17 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from autopar.capture.branches.asking import site_of, truth
+from autopar.capture.branches.asking import site_of, truth, users_frame
 from autopar.capture.branches.drawn import DIGITS, Drawn, checked
 from autopar.capture.branches.masks import MaskQuestions
+from autopar.capture.branches.only_rows import only_rows
 from autopar.capture.python.restoring import generators_kept, kept
 from autopar.errors import CaptureError
 from autopar.torch_private import DisableTorchFunction, FakeTensor, pytree
 
 TAKEN = "autopar.taken.default"
+OF_ROWS = " rows"
+"""Behind the place of a question whose branch does nothing but work on the rows of a mask."""
 MOST_GUESSES = 16
 """Times that another side is tried in a model without values, because one raises an error."""
 
@@ -62,13 +65,15 @@ class Ways:
     def answer(self, site: str, number: int) -> bool:
         """That to the question of this number at a place."""
         given = self.answers.get(site, ())
+        if not given and site.endswith(OF_ROWS):
+            return True
         if not given:
             return self.guessed.setdefault(site, False)
         return given[min(number, len(given) - 1)]
 
     def always(self, site: str) -> bool | None:
         """The answer at a place if it is always the same; None if it is not."""
-        given = set(self.answers.get(site, ())) or {self.guessed.get(site, False)}
+        given = set(self.answers.get(site, ())) or {self.guessed.get(site, site.endswith(OF_ROWS))}
         return given.pop() if len(given) == 1 else None
 
 
@@ -147,7 +152,7 @@ def take(tensor: torch.Tensor) -> bool:
     Raises:
         Unanswered: no answers are known yet.
     """
-    site = site_of()
+    site = _place()
     ways = _WAYS.get()
     if ways is None:
         raise Unanswered(f"forward branches on the value of a tensor, at {site.partition('@')[0]}")
@@ -156,6 +161,17 @@ def take(tensor: torch.Tensor) -> bool:
     asked[site] += 1
     torch.ops.autopar.taken(truth(tensor, "numbers", "x"), site, answer)
     return answer
+
+
+def _place() -> str:
+    """That of a question, with :data:`OF_ROWS` behind it where it applies."""
+    return site_of() + (OF_ROWS if asked_for_rows_only() else "")
+
+
+def asked_for_rows_only() -> bool:
+    """Whether the user's code asks right now for a branch that does nothing but work on the rows of a mask."""
+    frame = users_frame()
+    return frame is not None and only_rows(frame)
 
 
 def take_list(tensor: torch.Tensor) -> Any:
@@ -264,7 +280,7 @@ class _Hearing(TorchFunctionMode):
     def heard(self, tensor: torch.Tensor) -> bool:
         with DisableTorchFunction():
             answer = bool(tensor.item())
-        self.answers.setdefault(site_of(), []).append(answer)
+        self.answers.setdefault(_place(), []).append(answer)
         return answer
 
     def always_listed(self) -> dict[str, list[bool]]:
@@ -274,7 +290,9 @@ class _Hearing(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__bool__ and args[0].numel() == 1:
             answer = self.heard(args[0])
-            self.masks.asked(args[0], site_of(), answer)
+            place = _place()
+            if place.endswith(OF_ROWS):
+                self.masks.asked(args[0], place, answer)
             return answer
         if func is torch.Tensor.tolist and can_be_listed(args[0]):
             with DisableTorchFunction():
@@ -292,6 +310,7 @@ class _Hearing(TorchFunctionMode):
 
 
 __all__ = [
-    "MOST_GUESSES", "REPEATED", "TAKEN", "Read", "Unanswered", "Ways", "along", "can_be_listed", "followed",
+    "MOST_GUESSES", "OF_ROWS", "REPEATED", "TAKEN", "Read", "Unanswered", "Ways", "along", "asked_for_rows_only",
+    "can_be_listed", "followed",
     "from_the_start", "take", "take_list", "times_of", "ways_of", "would_take",
 ]  # fmt: skip

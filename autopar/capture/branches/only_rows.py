@@ -1,0 +1,170 @@
+"""Branches that do nothing but work on the rows of a mask: ``if mask.any(): out[mask] = f(x[mask])``.
+
+Whether such a mask selects any rows does not matter: no rows count as nothing. But ``if mask.any(): count = count + 1``
+does something else too, which a program must not do where there are no rows. Whether a branch does is read from its
+source: all that it assigns is used in it alone, and all that it writes to are the mask's rows of a tensor. What cannot
+be read so, or does more, is a branch like any other, whose way is checked at every call.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+ADD_ROWS = {"index_add", "index_put", "index_copy", "scatter_add", "masked_scatter", "index_fill", "masked_fill"}
+"""Methods that change rows of a tensor; in place with a ``_`` behind."""
+FIND_ROWS = {"where", "nonzero"}
+NO_TENSORS = {"torch", "len", "bool", "int", "self"}
+Statements = Sequence[ast.stmt]
+
+
+def only_rows(frame: Any) -> bool:
+    """Whether what a frame of the user's asks right now decides about a branch that only works on rows.
+
+    Args:
+        frame: the innermost one of the user's; the line that it is at has the question.
+    """
+    file = frame.f_code.co_filename
+    return _only_rows("".join(linecache.getlines(file)), frame.f_code.co_firstlineno, frame.f_lineno)
+
+
+@functools.lru_cache(maxsize=4096)
+def _only_rows(source: str, first_line: int, line: int) -> bool:
+    function = _function_at(source, first_line)
+    if function is None:
+        return False
+    found = _branch_at(function, line)
+    if found is None:
+        return False
+    test, branch = found
+    asked = {n.id for n in _of_type(test, ast.Name)} - NO_TENSORS
+    return len(asked) == 1 and _Branch(function, branch, asked).only_rows()
+
+
+@functools.lru_cache(maxsize=64)
+def _tree(source: str) -> ast.Module | None:
+    try:
+        return ast.parse(source)
+    except SyntaxError:
+        return None
+
+
+def _function_at(source: str, first_line: int) -> ast.FunctionDef | None:
+    tree = _tree(source)
+    for node in ast.walk(tree) if tree is not None else ():
+        if isinstance(node, ast.FunctionDef):
+            begins = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            if begins == first_line:
+                return node
+    return None
+
+
+def _branch_at(function: ast.FunctionDef, line: int) -> tuple[ast.expr, Statements] | None:
+    """The question at a line, and what runs where there are rows; None if it is of another form."""
+    for parent in ast.walk(function):
+        for name in ("body", "orelse"):
+            statements = getattr(parent, name, None)
+            if not isinstance(statements, list):
+                continue
+            for k, node in enumerate(statements):
+                if not isinstance(node, ast.If) or not node.test.lineno <= line <= (node.test.end_lineno or 0):
+                    continue
+                if node.orelse:
+                    return None
+                if len(node.body) == 1 and isinstance(node.body[0], ast.Continue):
+                    return (node.test, statements[k + 1 :]) if isinstance(parent, ast.For) and name == "body" else None
+                return node.test, node.body
+    return None
+
+
+class _Branch:
+    """Statements that run where there are rows.
+
+    Args:
+        function: that they stand in.
+        asked: names of the mask, or of the rows, in the question.
+    """
+
+    def __init__(self, function: ast.FunctionDef, branch: Statements, asked: set[str]) -> None:
+        self.function, self.branch = function, branch
+        self.of_rows = set(asked)
+        for node in _of_type(function, ast.Assign):  # the rows of the mask, and the mask of the rows
+            if any(call.attr in FIND_ROWS for call in _of_type(node.value, ast.Attribute)):
+                names = {n.id for n in _of_type(node, ast.Name)} - NO_TENSORS
+                if names & asked and not any(isinstance(n, ast.Subscript) for n in ast.walk(node.value)):
+                    self.of_rows |= names
+        self.assigned: set[str] = set()
+
+    def only_rows(self) -> bool:
+        return bool(self.branch) and all(map(self._is_of_rows, self.branch)) and not self._read_elsewhere()
+
+    def _is_of_rows(self, node: ast.stmt) -> bool:
+        if isinstance(node, ast.Pass):
+            return True
+        if isinstance(node, ast.Expr):
+            return self._adds_rows(node.value, "_")
+        if not isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign) or node.value is None:
+            return False
+        if not self._changes_nothing_else(node.value):
+            return False
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        for target in targets:
+            for part in target.elts if isinstance(target, ast.Tuple | ast.List) else [target]:
+                if isinstance(part, ast.Subscript) and self._names_rows(part.slice):
+                    continue
+                if not isinstance(part, ast.Name):
+                    return False
+                if isinstance(node, ast.AugAssign):
+                    if part.id not in self.assigned:
+                        return False
+                elif not (self._adds_rows(node.value, "") and _receiver(node.value) == part.id):
+                    self.assigned.add(part.id)
+                    if self._names_rows(node.value):
+                        self.of_rows.add(part.id)
+        return True
+
+    def _adds_rows(self, value: ast.expr, ending: str) -> bool:
+        """Whether an expression is a call that changes the mask's rows of a tensor."""
+        if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute):
+            return False
+        named = any(self._names_rows(x) for x in (*value.args, *(k.value for k in value.keywords)))
+        adds = value.func.attr.endswith(ending) and value.func.attr.removesuffix("_") in ADD_ROWS
+        inside = (*value.args, *(k.value for k in value.keywords))
+        return adds and named and all(map(self._changes_nothing_else, inside))
+
+    def _changes_nothing_else(self, value: ast.expr) -> bool:
+        """Whether all that an expression changes in place is made of the rows."""
+        if any(isinstance(n, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom) for n in ast.walk(value)):
+            return False
+        for call in _of_type(value, ast.Call):
+            name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+            if name.endswith("_") and not name.endswith("__") and not self._names_rows(call.func):
+                return False
+        return True
+
+    def _names_rows(self, node: ast.AST) -> bool:
+        return any(n.id in self.of_rows for n in _of_type(node, ast.Name))
+
+    def _read_elsewhere(self) -> bool:
+        """Whether something outside of the branch reads a name that it assigns."""
+        inside = {id(n) for statement in self.branch for n in ast.walk(statement)}
+        return any(
+            n.id in self.assigned and isinstance(n.ctx, ast.Load) and id(n) not in inside
+            for n in _of_type(self.function, ast.Name)
+        )
+
+
+def _receiver(value: ast.expr) -> str:
+    """The name of what a method is called of; empty if it has none."""
+    func = value.func if isinstance(value, ast.Call) else None
+    return func.value.id if isinstance(func, ast.Attribute) and isinstance(func.value, ast.Name) else ""
+
+
+def _of_type(node: ast.AST, kind: Any) -> Iterator[Any]:
+    return (n for n in ast.walk(node) if isinstance(n, kind))
+
+
+__all__ = ["only_rows"]
