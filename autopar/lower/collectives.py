@@ -98,13 +98,15 @@ def _sizes(n: int, axes: Sequence[str]) -> tuple[Any, Any, Any, int]:
 def _first(x: torch.Tensor, *lengths: tuple[int, Any]) -> torch.Tensor:
     """The first elements along some dims, contiguous.
 
-    What has no more goes on as it is: a part that is the whole would be made again by the backward.
+    What has no more goes on as it is: a part that is the whole would be made again by the backward. Not while a
+    compiler looks on: ranks whose graphs differ may get backwards whose collectives come in another order.
 
     Args:
         lengths: dims, each with how many of its elements.
     """
     for dim, n in lengths:
-        if not (isinstance(n, int) and isinstance(x.shape[dim], int) and x.shape[dim] == n):
+        is_whole = isinstance(n, int) and isinstance(x.shape[dim], int) and x.shape[dim] == n
+        if not is_whole or torch.compiler.is_compiling():
             x = x.narrow(dim, 0, n)
     return x.contiguous()
 

@@ -436,7 +436,7 @@ class SelectedRows(Tokens):
 
 @habit
 class NonzeroRows(Habit):
-    refused = "depend"
+    """All rows are computed, and those that are not selected are left out."""
 
     def body(self, x: Tensor) -> Tensor:
         rows = (x.sum(1) > 0).nonzero().squeeze(1)

@@ -25,6 +25,8 @@ ONE = Mesh.of(data=2)
 WHOLE = Mesh.of(data=1)
 READS = {"autopar.branch.default": "which side of a branch on a random number is run, the host has to know"}
 """Operators that read, and why."""
+FUSED = {"aten.lstm.input", "aten.gru.input"}
+"""Off the processor torch takes kernels for whole cells, which only real GPUs have."""
 
 
 def on_device(accelerator: Accelerator, case: Case, picked: Sequence[Option], mesh: Mesh) -> str:
@@ -67,7 +69,7 @@ def check_all(targets: Sequence[str], every_sample: bool) -> dict[str, str]:
     """
     dist.destroy_process_group()  # simulated ranks have one of their own
     wrong = {}
-    for target in targets:
+    for target in sorted({*targets} - FUSED):
         try:
             for number in range(len(SAMPLES[target]) if every_sample else 1):
                 check(target, number, most=1000 if every_sample else 2)

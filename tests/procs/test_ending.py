@@ -34,7 +34,8 @@ def begun(pid: int) -> str:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ranks are spawned, and /proc is Linux's")
 def test_ranks_end_with_their_launcher(tmp_path: Path) -> None:
     code = f"from procs.ending import launches; launches({str(tmp_path)!r})"
-    launcher = subprocess.Popen([sys.executable, "-c", code])
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    launcher = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths})
     try:
         for _ in range(1200):
             texts = [path.read_text() for path in tmp_path.iterdir()]

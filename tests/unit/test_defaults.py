@@ -92,7 +92,7 @@ def test_a_parallel_module_takes_the_whole_batch() -> None:
     wanted = dict(eager.named_parameters())
     assert all(torch.allclose(p.grad, wanted[name].grad, atol=1e-6) for name, p in pm.named_parameters())
     with pytest.raises(InfeasibleError, match=r"as pm\(batch\) and loss.backward\(\) run it; microbatches=\d+ would"):
-        autopar.parallelize(Net(), 1, X, memory_limit=SMALL)
+        autopar.parallelize(Net(), 1, X, memory_limit="4.5MiB")
     with pytest.raises(InfeasibleError, match=r"nor in microbatches or stages: no plan fits 1\.00 MiB"):
         autopar.parallelize(Net(), 1, X, memory_limit="1MiB")
 

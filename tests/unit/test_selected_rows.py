@@ -222,3 +222,10 @@ def test_a_branch_on_the_number_of_rows_that_does_more_is_refused() -> None:
     x, y = (torch.randn(4, 4, HIDDEN, dtype=torch.float64) for _ in range(2))
     with pytest.raises(CaptureError):
         autopar.capture(Experts(counting_sizes, 1).double(), (x, y))
+
+
+def test_gradients_of_experts_without_rows_are_told_of() -> None:
+    x, y = (torch.randn(4, 4, HIDDEN, dtype=torch.float64) for _ in range(2))
+    for mix, of_each in (LOOPS["masks"], LOOPS["nonzero"]):
+        with pytest.warns(UserWarning, match="gradients of zero where the model leaves them None"):
+            autopar.capture(Experts(mix, of_each).double(), (x, y))

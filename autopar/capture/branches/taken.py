@@ -8,15 +8,17 @@ device) the answer is False, unless the model's own code then raises an error.
 The question stays in the trace, as an operator ``autopar::taken`` with its condition, its place, and the answer. In the
 graph it is a flag (:data:`~autopar.graph.WAY`): a buffer that becomes true when the condition has the other value.
 
-``lengths.tolist()`` of integers that are given to the model, or follow from such alone, is answered in the same way:
-with those of the example, and a check that they are still the same; so is the size of what ``repeat_interleave`` makes.
+``lengths.tolist()`` gives numbers that are computed with as tensors. Where that cannot be traced (they are sizes),
+integers that are given to the model, or follow from such alone, are answered as branches are: with those of the
+example, and a check that they are still the same; so is the size of what ``repeat_interleave`` makes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,11 +58,13 @@ class Ways:
         answers: by place (``file.py:12@8-31``), in the order in which they were given.
         guessed: places that have no answer, and what is taken for it.
         listed: integers that were read as a list, by place.
+        as_listed: whether lists are answered so.
     """
 
     answers: Mapping[str, Sequence[bool]] = field(default_factory=dict)
     guessed: dict[str, bool] = field(default_factory=dict)
     listed: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    as_listed: bool = False
 
     def answer(self, site: str, number: int) -> bool:
         """That to the question of this number at a place."""
@@ -79,6 +83,9 @@ class Ways:
 
 _WAYS: ContextVar[Ways | None] = ContextVar("ways", default=None)
 _ASKED: ContextVar[Counter[str]] = ContextVar("questions of data")
+_ENTERED: set[str] = set()
+"""Places of branches on a number of rows that the last traces entered."""
+_LISTS: ContextVar[set[str]] = ContextVar("places of lists that were not answered")
 
 
 @contextlib.contextmanager
@@ -111,16 +118,29 @@ def followed(trace: Callable[[], Any], answers: Callable[[], Ways]) -> tuple[Way
         CaptureError: it cannot be traced.
     """
     ways = _WAYS.get()
+    lists: set[str] = set()
+    _LISTS.set(lists)
     if ways is None:
         try:
             return Ways(), trace()
         except Unanswered:
             ways = answers()
+        except CaptureError:
+            if not lists:
+                raise
+            ways = answers()
+            ways.as_listed = True
     with along(ways):
         try:
             return ways, trace()
         except CaptureError as error:
             failed, attempts = error, 0
+        if lists and not ways.as_listed:
+            ways.as_listed = True
+            try:
+                return ways, trace()
+            except CaptureError as error:
+                failed = error
         turned: set[str] = set()
         while True:  # the way that was guessed last may be the one that raises: `assert x.max() < n`
             guessed = dict(ways.guessed)
@@ -174,17 +194,39 @@ def asked_for_rows_only() -> bool:
     return frame is not None and only_rows(frame)
 
 
+def rows_may_be_none() -> bool:
+    """Whether the branch that the user's code asks for right now may be entered also where there are no rows."""
+    if not asked_for_rows_only():
+        return False
+    _ENTERED.add(site_of())
+    return True
+
+
+def tell_of_rows(sites: Iterable[str]) -> None:
+    """Warn that branches on whether there are rows are entered always, which gradients can show.
+
+    Args:
+        sites: of those that the trace kept; others are known from the trace itself, in which nobody hears a warning.
+    """
+    for line in sorted({site.partition("@")[0] for site in (*sites, *_ENTERED)}):
+        warnings.warn(
+            f"rows that a mask selects are computed if there are any, at {line}; a program does so always, with the "
+            "same values, but parameters that no rows use get gradients of zero where the model leaves them None: "
+            "optimizers with momentum or weight decay step them. Without the if, both do the same",
+            stacklevel=2,
+        )
+    _ENTERED.clear()
+
+
 def take_list(tensor: torch.Tensor) -> Any:
     """The answer that Python is given to ``tensor.tolist()``, of integers that follow from inputs alone; None where
-    there is none: the example has no values.
-
-    Raises:
-        Unanswered: no answers are known yet.
+    there is none: the example has no values, or it was not tried yet to do without.
     """
     site = site_of()
     ways = _WAYS.get()
-    if ways is None:
-        raise Unanswered(f"forward reads integers of its inputs, at {site.partition('@')[0]}")
+    if ways is None or not ways.as_listed:
+        _LISTS.get(set()).add(site)
+        return None
     given, asked = ways.listed.get(site, ()), _ASKED.get()
     if asked[site] >= len(given):
         return None
@@ -311,6 +353,6 @@ class _Hearing(TorchFunctionMode):
 
 __all__ = [
     "MOST_GUESSES", "OF_ROWS", "REPEATED", "TAKEN", "Read", "Unanswered", "Ways", "along", "asked_for_rows_only",
-    "can_be_listed", "followed",
-    "from_the_start", "take", "take_list", "times_of", "ways_of", "would_take",
+    "can_be_listed", "followed", "from_the_start", "rows_may_be_none", "take", "take_list", "tell_of_rows", "times_of",
+    "ways_of", "would_take",
 ]  # fmt: skip

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from autopar.capture.branches.taken import OF_ROWS, TAKEN
+from autopar.capture.branches.taken import OF_ROWS, TAKEN, tell_of_rows
 from autopar.capture.graph.alike_turns import Turn, as_one, root_of
 from autopar.capture.graph.exported import at, flat, is_symbolic, module_of, name_of
 from autopar.errors import CaptureError
@@ -133,13 +133,16 @@ class _Masked:
         """Branches on whether a mask selects any rows are none where they do nothing but work on these: no rows count
         as nothing, and the way on which they are used was followed (:mod:`autopar.capture.branches.masks`)."""
         masks = {r.mask for rows in self.rows.values() for r in (rows if isinstance(rows, list) else [rows])}
+        entered: list[str] = []
         for node in list(self.graph.nodes):
             if node.op == "call_function" and name_of(node.target) == TAKEN and str(node.args[1]).endswith(OF_ROWS):
                 condition: Any = node.args[0]
                 while isinstance(condition, Node) and condition not in masks and str(condition.target) in OF_ANY:
                     condition = condition.args[0]
                 if condition in masks:
+                    entered.append(str(node.args[1]))
                     self.gone.append(node)
+        tell_of_rows(entered)
 
     # -- one node
 

@@ -20,7 +20,7 @@ import torch
 from autopar.autocasting import autocast_now
 from autopar.capture.branches.asking import asked_afresh
 from autopar.capture.branches.drawn import checked
-from autopar.capture.branches.taken import asked_for_rows_only, from_the_start
+from autopar.capture.branches.taken import from_the_start, rows_may_be_none
 from autopar.capture.python.user_lines import user_line
 from autopar.capture.repeats.repeated import Repeats
 from autopar.capture.repeats.written_out import Unlike, write_out
@@ -67,7 +67,7 @@ def _like_eager(module: torch.nn.Module) -> Iterator[None]:
         stack.enter_context(BagsOfRows())
         stack.enter_context(experts_by_rows())
         stack.enter_context(loops_by_rows())
-        stack.enter_context(some_rows(asked_for_rows_only))
+        stack.enter_context(some_rows(rows_may_be_none))
         yield
 
 
