@@ -22,11 +22,14 @@ from autopar.cli.common import (
     out,
     print_json,
     progress,
+    show_bytes,
     show_seconds,
     what_if,
     where_to_run,
 )
 from autopar.cli.simulate import check_trace
+from autopar.plan import Plan
+from autopar.prices import bytes_together
 
 
 def run(
@@ -72,6 +75,8 @@ def run(
     from autopar.runtime.launch import run_local
 
     kind, said = where_to_run(device, plan.n_devices)
+    if kind == "cpu":
+        _check_memory(plan)
     with progress(f"training {steps} steps on {said}"):
         given = str(path), model, steps, lr, kind
         ranks = run_local(train, plan.n_devices, *given, timeout=timeout, backend=backend_of(kind))
@@ -81,6 +86,21 @@ def run(
         _, timeline = what_if(captured, plan, cluster).simulated()
         traces.write(trace, [*traces.predicted(timeline), *traces.measured([rank["spans"] for rank in ranks])])
     _report({**ranks[0], "predicted_seconds": plan.seconds, "ran_on": said}, document.raw["cluster"], as_json)
+
+
+def _check_memory(plan: Plan) -> None:
+    """Refuse what this machine cannot hold: its processes would fill it one after the other, and be ended."""
+    needed = sum(
+        bytes_together([plan.stages[s].price for s in group]) * len({d for s in group for d in plan.stages[s].devices})
+        for group in plan.schedule.stages_of_rank
+    )
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > there:
+        raise UsageError(
+            f"the plan is for {plan.n_devices} devices, which hold {show_bytes(needed)} together; as processes on this "
+            f"machine they have {show_bytes(there)}\n  start it under torchrun on machines that have the devices, or "
+            "plan a smaller model"
+        )
 
 
 def train(path: str, model: str | None, steps: int, lr: float, device: str = "cpu") -> dict[str, Any]:

@@ -118,14 +118,15 @@ def show_devices(devices: list[int]) -> str:
 
 def why(facts: dict[str, Any]) -> list[str]:
     """Where the seconds of a step go, who is slowest, and whether memory is short: what decides the cut."""
-    from autopar.report.stages import fullest
+    from autopar.report.stages import fullest, share_filled
 
     step, stages = facts["step"], facts["stages"]
     busiest = step["busiest_group"]
     numbers = [str(s["stage"]) for s in stages if s["group"] == busiest]
     which = f"stage{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
     full = fullest(stages)
-    share = full["memory_bytes"] / full["limit_bytes"]
+    share = share_filled(full)
+    together = [str(s["stage"]) for s in stages if s["group"] == full["group"]]
     lines = [
         f"a step: {show_seconds(facts['seconds'])}; schedule {show_seconds(facts['makespan_seconds'])}, of which "
         f"{facts['bubble_fraction']:.1%} idle",
@@ -139,7 +140,8 @@ def why(facts: dict[str, Any]) -> list[str]:
             f"{show_seconds(step['even_seconds'])}"
         )
     lines.append(
-        f"  fullest: stage {full['stage']} with {show_bytes(full['memory_bytes'])} of {show_bytes(full['limit_bytes'])}"
-        f" ({share:.1%}): memory {'limits' if share > 0.95 else 'does not limit'} the plan"
+        f"  fullest: stage{'s' if len(together) > 1 else ''} {', '.join(together)} with "
+        f"{show_bytes(full['device_bytes'])} of {show_bytes(full['device_limit_bytes'])} "
+        f"({share:.1%}): memory {'limits' if share > 0.95 else 'does not limit'} the plan"
     )
     return lines

@@ -9,6 +9,7 @@ from autopar.graph import Graph
 from autopar.labels import op_labels
 from autopar.plan import Plan
 from autopar.planner.inter_op.replan import limit_of_stage
+from autopar.prices import bytes_together
 from cost_models.pipeline import Timeline
 from hardware_profiles import Cluster
 
@@ -16,11 +17,13 @@ from hardware_profiles import Cluster
 def stage_rows(graph: Graph, plan: Plan, timeline: Timeline, cluster: Cluster) -> list[dict[str, Any]]:
     """One row a stage: seconds of one microbatch, and the bytes of a device.
 
-    ``limit_bytes`` is what the stage may fill: the limit that was asked for, or nine tenths of the memory, shared by
-    the stages of a group.
+    ``limit_bytes`` is what the stage may fill: the limit that was asked for, or nine tenths of the memory, less what
+    other stages of its group hold. ``device_bytes`` is what all of these hold together, ``device_limit_bytes`` what
+    they may.
     """
     labels, t = op_labels(graph), timeline.times
     group = plan.schedule.rank_of_stage
+    on_device = [bytes_together([plan.stages[s].price for s in of]) for of in plan.schedule.stages_of_rank]
     rows = []
     for number, choice in enumerate(plan.stages):
         price = choice.price
@@ -35,6 +38,8 @@ def stage_rows(graph: Graph, plan: Plan, timeline: Timeline, cluster: Cluster) -
             "optimizer_bytes": price.optimizer_bytes, "gathered_bytes": price.gathered_bytes,
             "activation_bytes": price.activation_bytes, "microbatch_bytes": choice.kept_bytes,
             "working_bytes": price.working_bytes, "memory_bytes": price.memory_bytes, "limit_bytes": limit,
+            "device_bytes": on_device[group[number]],
+            "device_limit_bytes": limit + on_device[group[number]] - price.memory_bytes,
         })  # fmt: skip
     return rows
 
@@ -59,8 +64,13 @@ def step_anatomy(plan: Plan, timeline: Timeline) -> dict[str, Any]:
 
 
 def fullest(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The stage that fills most of the memory that it may fill."""
-    return max(rows, key=lambda r: r["memory_bytes"] / r["limit_bytes"])
+    """The first stage of the group whose devices fill most of what they may."""
+    return max(rows, key=share_filled)
 
 
-__all__ = ["fullest", "stage_rows", "step_anatomy"]
+def share_filled(row: dict[str, Any]) -> float:
+    """Of what the devices of a stage may fill, how much all of their stages do."""
+    return float(row["device_bytes"] / row["device_limit_bytes"])
+
+
+__all__ = ["fullest", "share_filled", "stage_rows", "step_anatomy"]

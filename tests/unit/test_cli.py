@@ -278,6 +278,16 @@ def test_a_model_without_values_is_not_run(capsys: pytest.CaptureFixture[str]) -
         assert "'first.weight' of net.py:meta is on the meta device and has no value" in capsys.readouterr().err
 
 
+def test_a_plan_that_this_machine_cannot_hold_is_not_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    autopar("plan", "net.py:make", "--cluster", "local-x2", "--mesh", "tensor=2", "-o", "held.json")
+    monkeypatch.setattr("os.sysconf", lambda name: {"SC_PAGE_SIZE": 16, "SC_PHYS_PAGES": 64}.get(name, 1))
+    autopar("run", "held.json", code=2)
+    said = capsys.readouterr().err
+    assert "the plan is for 2 devices, which hold" in said and "1.00 KiB" in said
+
+
 @pytest.mark.slow
 def test_run_and_verify_with_processes() -> None:
     autopar("plan", "net.py:make", "--cluster", "local-x2", "--mesh", "tensor=2", "-o", "two.json")

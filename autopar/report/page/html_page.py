@@ -37,7 +37,7 @@ from autopar.report.page.seconds_spent import (
     tallies,
 )
 from autopar.report.page.tradeoff import alternatives_section
-from autopar.report.stages import stage_rows
+from autopar.report.stages import share_filled, stage_rows
 from autopar.staging import StageGraph
 from autopar.texts import show_bytes, show_seconds
 from autopar.wishes import pin_words
@@ -100,8 +100,7 @@ def _numbers(subject: Subject, layout: LayoutRow) -> list[tuple[str, str, str, A
     """The numbers at the top: ``(what, value, words below, exact value)``."""
     plan, timeline = subject.plan, subject.timeline
     groups = plan.schedule.n_ranks
-    limit = max(r["memory_bytes"] / r["limit_bytes"] for r in stage_rows(
-        subject.graph, plan, timeline, subject.cluster))  # fmt: skip
+    limit = max(map(share_filled, stage_rows(subject.graph, plan, timeline, subject.cluster)))
     full = f"{limit:.0%}" if limit >= 0.01 else "less than 1%"
     return [
         ("a step", show_seconds(plan.seconds), f"{plan.microbatches} microbatches" if plan.microbatches > 1
