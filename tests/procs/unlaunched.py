@@ -14,10 +14,18 @@ import torch.distributed as dist
 from autopar.runtime.launch import _context, _environment
 
 
+def _meet() -> None:
+    """All ranks have joined the group: one that ends at once would otherwise take away a peer that still connects."""
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store.set(f"joined/{dist.get_rank()}", "")
+    store.wait([f"joined/{rank}" for rank in range(dist.get_world_size())])
+
+
 def _rank(pipe: Any, rank: int, env: dict[str, str], does: Callable[..., Any], args: tuple[Any, ...]) -> None:
     os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    _meet()
     pipe.send(does(*args))
     pipe.recv()  # it stays until all have answered
     os._exit(0)
