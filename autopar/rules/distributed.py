@@ -262,6 +262,27 @@ def total(x: torch.Tensor, axes: Axes, dst: Any) -> torch.Tensor:
     return x
 
 
+def part_of(x: torch.Tensor, dim: int, axes: Axes) -> torch.Tensor:
+    """R -> V: this rank's piece of a tensor along a dim, which ``axes`` divide evenly; the gradient is pending."""
+    for axis in axes:
+        if _TRIAL.get() is not None:
+            x = x.narrow(dim, 0, x.shape[dim] // _size_and_unit(axis)[0])
+        else:
+            x = spmd.convert(x, axis, src=spmd.R, dst=spmd.S(dim))
+    return x
+
+
+def all_parts(x: torch.Tensor, dim: int, axes: Axes) -> torch.Tensor:
+    """V -> R: the equal pieces of all ranks, one behind the other along a dim; the first axis is the major one. In the
+    backward the gradients, which are pending, are summed, and each rank gets its piece."""
+    for axis in reversed(axes):
+        if _TRIAL.get() is not None:
+            x = torch.cat([x] * _size_and_unit(axis)[0], dim)
+        else:
+            x = spmd.all_gather(x.contiguous(), axis, src=spmd.S(dim), dst=spmd.R, **summed_back(x))
+    return x
+
+
 class _Greatest(torch.autograd.Function):
     """All-reduce with max, of a constant; spmd-types itself only sums."""
 

@@ -57,6 +57,7 @@ class Comm:
         backward: made in the backward instead of the forward.
         in_ring: made once for every other piece of the factor, as the steps of a ring are.
         overlaps: runs beside the operator's compute of the same pass; only what is longer than that takes time.
+        repeats: how often it is made, one after the other, as by each step of a loop over time.
     """
 
     factor: str
@@ -66,6 +67,7 @@ class Comm:
     backward: bool = False
     in_ring: bool = False
     overlaps: bool = False
+    repeats: int = 1
 
     def __post_init__(self) -> None:
         if self.kind not in COLLECTIVES:
@@ -73,7 +75,7 @@ class Comm:
 
     def times(self, pieces: int) -> int:
         """How often it is made on an axis that cuts the factor into ``pieces``."""
-        return pieces - 1 if self.in_ring else 1
+        return (pieces - 1 if self.in_ring else 1) * self.repeats
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,8 @@ class Rule:
         even: factors whose pieces must be equal: an argument is divided by their number.
         units: of how many elements the blocks are into which a factor may be cut, beside single elements.
         together: names of options that cut several factors at once on one axis, with these factors. Such a name is a
-            factor too, of a size in ``sizes`` that its pieces divide, and stands in no term; a lowering cuts it.
+            factor too, of a size in ``sizes`` that its pieces divide, and stands in no term; a lowering cuts it. With
+            no factors it cuts what none of the rule stands for, and ``in_as`` and ``out_as`` say all placements.
         gemm: ``(rows, features, summed, groups)``, the factors of the largest matrix product inside, of which there is
             one for each group; None where the terms of the rule say it.
         needs_some: factors of which every rank must have some: torch's kernels refuse a piece of no elements, or make

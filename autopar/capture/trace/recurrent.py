@@ -1,7 +1,8 @@
-"""Recurrent layers with dropout between them are traced layer by layer, with dropout as an operator of its own.
+"""Stacks of recurrent layers are traced layer by layer, so that the stages of a pipeline may part them.
 
-Torch's operators for all layers at once draw the numbers of that dropout by torch's generator, which ranks would draw
-differently. What is computed stays the same, and so it is in eval mode, where the dropout is off.
+Dropout between layers becomes an operator of its own: torch's operators for all layers at once draw its numbers by
+torch's generator, which ranks would draw differently. What is computed stays the same, and so it is in eval mode, where
+the dropout is off.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ LAYERS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 
 class LayerByLayer(TorchFunctionMode):
-    """Takes ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` of several layers apart, where there is dropout between them."""
+    """Takes ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` of several layers apart."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Of packed sequences the third argument is the state, not the list of weights.
         if func in LAYERS and len(args) == 9 and isinstance(args[2], (list, tuple)) and isinstance(args[3], bool):
             x, states, weights, has_biases, n_layers, dropout, *rest = args
-            if n_layers > 1 and dropout > 0 and not kwargs:
+            if n_layers > 1 and not kwargs:
                 return _each_layer(func, x, states, weights, has_biases, n_layers, dropout, *rest)
         return func(*args, **(kwargs or {}))
 
@@ -41,7 +42,7 @@ def _each_layer(
         of_one = list(weights[layer * n_weights : (layer + 1) * n_weights])
         x, *final = func(x, given, of_one, has_biases, 1, 0.0, train, bidirectional, batch_first)
         finals.append(tuple(final))
-        if layer < n_layers - 1:
+        if layer < n_layers - 1 and dropout > 0:
             x = torch.dropout(x, dropout, train)
     return (x, *(torch.cat(of_layers) for of_layers in zip(*finals, strict=True)))
 
