@@ -29,7 +29,7 @@ from autopar.pieces import elements_moved, local_shape
 from autopar.placements import Step
 from autopar.plan import StagePlan
 from autopar.rules.attention_across import QUERIES, RING
-from autopar.rules.distributed import ToOther, as_last_rank
+from autopar.rules.distributed import Counted, ToOther, as_last_rank
 from autopar.rules.function import PREFIX
 from autopar.rules.many_ranks import fake_world
 from autopar.rules.registry import rules_of
@@ -166,8 +166,7 @@ def _recount(
         flops = FlopCounterMode(display=False, custom_mapping=formulas)
         watch = watch_of(program, values, graph.arriving)
         pricer = _Priced(program, graph, device, flops, costs, watch)
-        with counter, flops, as_last_rank() as messages:
-            pricer.messages = messages
+        with counter, flops, as_last_rank(flops.get_total_flops) as pricer.counted:
             with watch.on():
                 flat = pricer.run(*values)
             report.kept_bytes = sum(watch.kept().values())
@@ -182,8 +181,9 @@ def _recount(
         axis = names[group]
         report.collectives[axis, kind] += 1
         report.activation_seconds += plan.microbatches * axes[axis].seconds(kind, n_bytes)
-    report.activation_seconds += plan.microbatches * _message_seconds(messages, pricer.beside, axes)
-    report.collectives.update((message.axis, "send_recv") for message in messages)
+    report.activation_seconds += plan.microbatches * _message_seconds(pricer.counted.messages, pricer.beside, axes)
+    for message in pricer.counted.messages:
+        report.collectives[message.axis, "send_recv"] += message.times
 
 
 def _message_seconds(
@@ -196,7 +196,7 @@ def _message_seconds(
     """
     seconds, hidden = 0.0, dict[tuple[int, bool], float]()
     for message in messages:
-        spent = axes[message.axis].seconds("send_recv", message.n_bytes)
+        spent = message.times * axes[message.axis].seconds("send_recv", message.n_bytes)
         if message.beside is None:
             seconds += spent
         else:
@@ -233,7 +233,7 @@ class _Priced(Watched):
         self.mesh = program.mesh
         self.seconds: list[float] = []
         self.copy_seconds: list[float] = []  # of reshards without a collective
-        self.messages: list[ToOther] = []  # that lowerings have sent so far
+        self.counted = Counted()
         self.beside: dict[int, OpSeconds] = {}  # by the call that messages run beside, what it computes
         self.targets = {node.name: node.target for node in graph.nodes}
         self.kinds = {
@@ -242,7 +242,7 @@ class _Priced(Watched):
 
     def run_node(self, n: torch.fx.Node) -> Any:
         meta = n.meta.get("autopar") or {}
-        before, sent = self.flops.get_total_flops(), len(self.messages)
+        before, sent = self._flops_so_far(), len(self.counted.messages)
         if "decision" in meta:  # what leaves the device for a while, and comes back
             whole: Any = self.env[n.args[0]]  # type: ignore[index]
             n_bytes = whole.untyped_storage().nbytes()
@@ -252,13 +252,17 @@ class _Priced(Watched):
             args, kwargs = self.fetch_args_kwargs_from_env(n)
             ins = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
             outs = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
-            flops = self.flops.get_total_flops() - before
+            flops = self._flops_so_far() - before
             spent = self._op(n, ins, outs, flops, lambda: self._key(n, args, kwargs, outs))
             self.seconds.append(spent.forward if self.second else spent.total)
-            self.beside |= {id(m.beside): spent for m in self.messages[sent:] if m.beside is not None}
+            self.beside |= {id(m.beside): spent for m in self.counted.messages[sent:] if m.beside is not None}
         elif n.op == "call_function" and "step" in meta:
             self.copy_seconds.append(self._copy(meta, result))
         return result
+
+    def _flops_so_far(self) -> float:
+        """Those that torch counted, and those of steps that lowerings leave out."""
+        return self.flops.get_total_flops() + self.counted.flops_left_out
 
     def _key(self, n: torch.fx.Node, args: Any, kwargs: Mapping[str, Any], outs: list[Any]) -> str | None:
         """By what a profile knows an operator on the tensors that it really gets; None if it communicates inside."""

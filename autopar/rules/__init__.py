@@ -15,7 +15,8 @@ families         :mod:`.pointwise`, :mod:`.shape`, :mod:`.image`, :mod:`.reduce`
                  (with dropout), :mod:`.norm`, :mod:`.loss`, :mod:`.embed`, :mod:`.recurrences`,
                  :mod:`.ctc`, :mod:`.experts`, :mod:`.expert_block`;
                  :mod:`.travelling`: rows on the way to experts
-long sequences   :mod:`.attention_across`: attention whose sequence is cut; :mod:`.attention_kernels`: over some keys
+long sequences   :mod:`.attention_across`: attention whose sequence is cut; :mod:`.attention_pairs`: which queries
+                 meet which keys; :mod:`.attention_kernels`: attention over some keys
 random numbers   :mod:`.random`, :mod:`.draws`; :mod:`.fixed_order`: operators that add in no fixed order on GPUs
 of autopar's own :mod:`.function` (a user's own backward), :mod:`.history` (writes), :mod:`.branch` (random branches)
 not written      :mod:`.discovery`: rules that are found by trying an operator

@@ -29,102 +29,29 @@ from spmd_types import rules as types
 
 from autopar.pieces import nested_piece_of
 from autopar.rules.attention_kernels import Dropping, PartOfAttention, merged
-from autopar.rules.distributed import axes_of, cuts_on, in_trial, n_pieces, permuted, positions, sends_on, which_piece
+from autopar.rules.attention_pairs import Met, Stretch, in_blocks, joined, mask_of, pairs, zigzag_stretches
+from autopar.rules.distributed import (
+    axes_of,
+    cuts_on,
+    makes_some_steps,
+    n_pieces,
+    permuted,
+    positions,
+    sends_on,
+    standing_for,
+    which_piece,
+)
 from autopar.rules.random import Shards, dropping, hashes_at, threshold_of
 from autopar.torch_private import each_rank
 
 QUERIES, RING = "q", "ring"
-MOST_SCORES = 1024 * 1024
-"""Queries by keys of one head that are computed at once where there is dropout."""
 TRIED_STEPS = 4
-"""Steps of a ring that a trial makes, at most: the last rank works as much in each after its first one, and memory is
-the fullest once one message is worked on while another is on its way and a third is sent."""
-
-
-class Stretch(NamedTuple):
-    """Neighbouring places of a sequence that a rank has."""
-
-    start: int
-    length: int
-    at: int
-    """Where they lie in the rank's tensor."""
-
-    @property
-    def end(self) -> int:
-        return self.start + self.length
+"""Steps of a ring that are made, at most, where nobody looks at values: the last rank works as much in each after its
+first one, and memory is the fullest once one message is worked on while another is on its way and a third is sent."""
 
 
 Hashes = tuple[torch.Tensor | None, torch.Tensor | None]
 """Of queries and of keys; None where there is no dropout."""
-
-
-class Met(NamedTuple):
-    """Queries of a rank and keys that it has now, which meet in one call of a kernel."""
-
-    rows: slice
-    keys: slice
-    places: slice
-    """Those of the keys in the whole sequence, for a mask."""
-    diagonal: bool = False
-
-
-def pairs(rows: Sequence[Stretch], keys: Sequence[Stretch], causal: bool) -> Iterator[Met]:
-    """What each query of ``rows`` sees of ``keys``: all of them, or, causal, those at its place and before."""
-    for q in rows:
-        for k in keys:
-            if not causal:
-                yield _pair(q, k, q.start, q.end, k.start, k.end)
-                continue
-            before = min(k.end, q.start)  # keys before all of these queries
-            yield _pair(q, k, q.start, q.end, k.start, before)
-            first, last = max(k.start, q.start), min(k.end, q.end)
-            yield _pair(q, k, first, last, first, last, diagonal=True)
-            yield _pair(q, k, last, q.end, first, last)
-
-
-def _pair(q: Stretch, k: Stretch, first: int, last: int, key: int, last_key: int, diagonal: bool = False) -> Met:
-    rows = slice(q.at + first - q.start, q.at + max(first, last) - q.start)
-    keys = slice(k.at + key - k.start, k.at + max(key, last_key) - k.start)
-    return Met(rows, keys, slice(key, last_key), diagonal)
-
-
-def joined(of_pairs: Iterator[Met]) -> list[Met]:
-    """The pairs that are not empty, neighbours made one where a kernel can do both at once."""
-    result: list[Met] = []
-    for pair in of_pairs:
-        if pair.rows.start >= pair.rows.stop or pair.keys.start >= pair.keys.stop:
-            continue
-        last = result[-1] if result else None
-        if last is None or last.diagonal or pair.diagonal:
-            result.append(pair)
-        elif last.rows == pair.rows and last.keys.stop == pair.keys.start and last.places.stop == pair.places.start:
-            keys, places = slice(last.keys.start, pair.keys.stop), slice(last.places.start, pair.places.stop)
-            result[-1] = Met(pair.rows, keys, places)
-        elif last.keys == pair.keys and last.places == pair.places and last.rows.stop == pair.rows.start:
-            result[-1] = Met(slice(last.rows.start, pair.rows.stop), pair.keys, pair.places)
-        else:
-            result.append(pair)
-    return result
-
-
-def in_blocks(of_pairs: Sequence[Met]) -> Iterator[Met]:
-    """The pairs, larger ones some queries at a time; of a diagonal what is before it apart."""
-    for pair in of_pairs:
-        n_rows, n_keys = pair.rows.stop - pair.rows.start, pair.keys.stop - pair.keys.start
-        size = max(1, MOST_SCORES // n_keys)
-        if size >= n_rows:
-            yield pair
-            continue
-        for first in range(0, n_rows, size):
-            last = min(first + size, n_rows)
-            rows = slice(pair.rows.start + first, pair.rows.start + last)
-            if not pair.diagonal:
-                yield Met(rows, pair.keys, pair.places)
-                continue
-            for start, stop, diagonal in ((0, first, False), (first, last, True)):
-                if start < stop:
-                    keys, places = (slice(at.start + start, at.start + stop) for at in (pair.keys, pair.places))
-                    yield Met(rows, keys, places, diagonal)
 
 
 class Draw(NamedTuple):
@@ -158,7 +85,7 @@ class Going:
         zigzag: ranks exchange halves first.
         mask_learns: whether the gradient of the mask is asked for.
         draw: of dropout; None where there is none.
-        steps: of the ring: as many as pieces, but in a trial.
+        steps: of the ring: as many as pieces where values count; then the second one stands for those left out.
     """
 
     ring: str | None
@@ -183,18 +110,14 @@ class Going:
             length: how many it has.
         """
         if self.zigzag:
-            return self._two_stretches(numbers[0], length)
+            return zigzag_stretches(numbers[0], self.pieces, length)
         return [Stretch(nested_piece_of(self.n_rows, self.row_cuts, numbers)[0], length, 0)]
 
     def keys(self, number: int, length: int) -> list[Stretch]:
         """The keys of piece ``number`` of the ring; all of them where there is none."""
         if self.zigzag:
-            return self._two_stretches(number, length)
+            return zigzag_stretches(number, self.pieces, length)
         return [Stretch(number * length, length, 0)]
-
-    def _two_stretches(self, number: int, length: int) -> list[Stretch]:
-        half, last = length // 2, 2 * self.pieces - 1
-        return [Stretch(number * half, half, 0), Stretch((last - number) * half, half, half)]
 
     def parts(
         self, numbers: Sequence[int], source: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
@@ -206,7 +129,7 @@ class Going:
         for pair in meeting if self.draw is None else in_blocks(meeting):
             yield pair, PartOfAttention(
                 q[..., pair.rows, :], k[..., pair.keys, :], v[..., pair.keys, :], scale=self.scale,
-                diagonal=pair.diagonal, mask=_of_mask(mask, pair), mask_learns=self.mask_learns,
+                diagonal=pair.diagonal, mask=mask_of(mask, pair), mask_learns=self.mask_learns,
                 dropping=self._dropping(pair, *hashes),
             )  # fmt: skip
 
@@ -228,15 +151,6 @@ class Going:
             return None
         drop = dropping(row[..., pair.rows], column[pair.places], threshold_of(self.draw.p))
         return Dropping(drop, 1 / (1 - self.draw.p) if self.draw.p < 1 else 0.0)
-
-
-def _of_mask(mask: torch.Tensor | None, pair: Met) -> torch.Tensor | None:
-    """What a mask says of a pair; dims of size 1 are the same for all."""
-    if mask is None:
-        return None
-    if mask.dim() > 1 and mask.shape[-2] > 1:
-        mask = mask[..., pair.rows, :]
-    return mask[..., pair.places] if mask.shape[-1] > 1 else mask
 
 
 # --- what one rank computes with the keys that it has
@@ -296,7 +210,7 @@ def _gradients(
         of_k[of_keys] += into_k
         of_v[of_keys] += into_v
         if into_mask is not None and of_mask is not None:
-            into = _of_mask(of_mask, pair)
+            into = mask_of(of_mask, pair)
             assert into is not None
             into += into_mask
     return of_k, of_v
@@ -380,10 +294,11 @@ def _round(way: Going, tensors: list[torch.Tensor], backward: bool) -> Iterator[
     """Number and tensors of the piece that is here in each step of a ring. The next one is on its way while a step is
     worked on."""
     for step in range(way.steps):
-        arriving = _sent(way, tensors, backward) if step < way.steps - 1 else None
-        yield (way.number - step) % way.pieces if step else way.number, tensors
-        if arriving is not None:
-            tensors = arriving()
+        with standing_for(1 + way.pieces - way.steps if step == 1 else 1):
+            arriving = _sent(way, tensors, backward) if step < way.steps - 1 else None
+            yield (way.number - step) % way.pieces if step else way.number, tensors
+            if arriving is not None:
+                tensors = arriving()
 
 
 def _sent(
@@ -449,9 +364,7 @@ def _halves(number: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def _together(number: int, *halves: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Inverse of :func:`_halves`."""
     of_one, of_other = halves[: len(halves) // 2], halves[len(halves) // 2 :]
-    return tuple(
-        torch.cat([a, b] if number % 2 == 0 else [b, a], -2) for a, b in zip(of_one, of_other, strict=True)
-    )
+    return tuple(torch.cat([a, b] if number % 2 == 0 else [b, a], -2) for a, b in zip(of_one, of_other, strict=True))
 
 
 def attention_across(
@@ -468,7 +381,7 @@ def attention_across(
     learns = attn_mask is not None and attn_mask.requires_grad
     zigzag = bool(ring) and is_causal and not rows
     row_numbers, pieces = tuple(map(which_piece, row_axes)), n_pieces(ring)
-    steps = min(pieces, TRIED_STEPS) if in_trial() else pieces
+    steps = min(pieces, TRIED_STEPS) if makes_some_steps() else pieces
     draw = None
     if dropout_p:
         n_rows = shape[-2]

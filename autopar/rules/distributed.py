@@ -49,27 +49,68 @@ class ToOther(NamedTuple):
 
     Attributes:
         beside: the call whose compute it runs beside, in its forward or its backward; None where that waits for it.
+        times: how many messages like it are sent, where a lowering makes some of its equal steps only.
     """
 
     axis: str
     n_bytes: int
     beside: object = None
     backward: bool = False
+    times: int = 1
 
 
-_MESSAGES: contextvars.ContextVar[list[ToOther] | None] = contextvars.ContextVar("messages", default=None)
+class Counted:
+    """What lowerings do while :func:`as_last_rank` is entered.
+
+    Args:
+        flops_so_far: how many multiplications and additions were counted; None where nobody counts them.
+
+    Attributes:
+        messages: that were sent, of which none arrives.
+        flops_left_out: of steps that a lowering leaves out, because they are like one that it makes.
+    """
+
+    def __init__(self, flops_so_far: Callable[[], float] | None = None) -> None:
+        self.flops_so_far = flops_so_far
+        self.messages: list[ToOther] = []
+        self.flops_left_out = 0.0
+        self.times = 1
+
+    @contextlib.contextmanager
+    def standing_for(self, times: int) -> Iterator[None]:
+        """What happens in here counts as often as ``times`` steps that are alike."""
+        before = self.flops_so_far() if self.flops_so_far is not None else 0.0
+        self.times = times
+        yield
+        self.times = 1
+        if self.flops_so_far is not None:
+            self.flops_left_out += (times - 1) * (self.flops_so_far() - before)
+
+
+_COUNTED: contextvars.ContextVar[Counted | None] = contextvars.ContextVar("counted", default=None)
 
 
 @contextlib.contextmanager
-def as_last_rank() -> Iterator[list[ToOther]]:
-    """In here lowerings do what the last rank does, which works most where a mask is causal; gives the messages that
-    they send, of which none arrives."""
-    messages: list[ToOther] = []
-    token = _MESSAGES.set(messages)
+def as_last_rank(flops_so_far: Callable[[], float] | None = None) -> Iterator[Counted]:
+    """In here lowerings do what the last rank does, which works most where a mask is causal; of steps that are alike
+    they make some, and say for how many these stand."""
+    counted = Counted(flops_so_far)
+    token = _COUNTED.set(counted)
     try:
-        yield messages
+        yield counted
     finally:
-        _MESSAGES.reset(token)
+        _COUNTED.reset(token)
+
+
+def makes_some_steps() -> bool:
+    """Whether a lowering may leave out steps that are like those which it makes: nobody looks at values."""
+    return _TRIAL.get() is not None or _COUNTED.get() is not None or spmd.is_type_checking()
+
+
+def standing_for(times: int) -> contextlib.AbstractContextManager[None]:
+    """In here one step of a lowering stands for ``times`` of them, for who counts."""
+    counted = _COUNTED.get()
+    return contextlib.nullcontext() if counted is None or times == 1 else counted.standing_for(times)
 
 
 class _Collected(torch.autograd.Function):
@@ -130,7 +171,7 @@ def _groups_like(group: Any) -> list[list[int]]:
 def which_piece(axis: str) -> Any:
     """This rank's number on an axis, as :func:`index_on`; in a trial that of the last rank, which works most where a
     mask is causal."""
-    as_last = _TRIAL.get() is not None or _MESSAGES.get() is not None
+    as_last = _TRIAL.get() is not None or _COUNTED.get() is not None
     return _size_and_unit(axis)[0] - 1 if as_last else index_on(axis_and_unit(axis)[0])
 
 
@@ -154,10 +195,11 @@ def permuted(
     It is an all-to-all in which each rank has something for one other: ranks of a group post collectives in one order,
     so no message waits for one that is posted behind it, and no channel is made that a plan does not know of.
     """
-    mode, messages = local_tensor_mode(), _MESSAGES.get()
-    if messages is not None:
-        messages.append(ToOther(axis, x.numel() * x.element_size(), beside, backward))
-    if group is None or messages is not None:
+    mode, counted = local_tensor_mode(), _COUNTED.get()
+    if counted is not None:
+        n_bytes = x.numel() * x.element_size()
+        counted.messages.append(ToOther(axis, n_bytes, beside, backward, counted.times))
+    if group is None or counted is not None:
         arrived = torch.empty_like(x)
         return lambda: arrived
     if mode is not None and isinstance(x, LocalTensor):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import scaled_dot_product_attention as attention
 
-from autopar.rules import attention_across as across
+from autopar.rules import attention_pairs
 from autopar.rules.attention import attention_with_dropout
 from autopar.rules.attention_across import attention_across
 
@@ -37,7 +37,7 @@ def compare(length: int) -> dict[str, float]:
     size, rank = dist.get_world_size(), dist.get_rank()
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("seq",))
     torch.manual_seed(1)
-    across.MOST_SCORES = 40  # of dropout, several blocks
+    attention_pairs.MOST_SCORES = 40  # of dropout, several blocks
     result = {}
     for what, more in masks(length).items():
         shared = 2 if more.get("enable_gqa") else 4

@@ -7,15 +7,18 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import capture
+from autopar.certificate import check
 from autopar.graph import Graph
 from autopar.meshes import Mesh
 from autopar.pieces import local_shape
+from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.rules import attention_across, needs, saved
 from autopar.rules.needs import Needs, needs_of
 from autopar.rules.operator_call import call_of
 from autopar.rules.registry import rules_of
 from autopar.rules.saved import LocalLayout, Saved, contiguous, saved_by
 from autopar.rules.strategy import grads_of, strategy_named
+from hardware_profiles import load_cluster
 
 
 class Attention(nn.Module):
@@ -31,9 +34,9 @@ class Attention(nn.Module):
         return nn.functional.scaled_dot_product_attention(q, k, v, None, self.dropout, self.causal).sum()
 
 
-def graph_of(causal: bool, rows: int = 2, dropout: float = 0.0) -> Graph:
+def graph_of(causal: bool, rows: int = 2, dropout: float = 0.0, length: int = 64) -> Graph:
     with torch.device("meta"):
-        return capture(Attention(causal, dropout), (torch.zeros(rows, 2, 64, 4),)).graph
+        return capture(Attention(causal, dropout), (torch.zeros(rows, 2, length, 4),)).graph
 
 
 def observed(graph: Graph, target: str, mesh: Mesh, names: tuple[str, ...]) -> tuple[Saved, Needs]:
@@ -79,6 +82,30 @@ def test_a_ring_needs_what_its_first_steps_need(
     forget(monkeypatch)
     assert attention_across.TRIED_STEPS < 8
     assert observed(graph, ATTENTION, mesh, names) == of_all_steps
+
+
+@pytest.mark.parametrize(
+    ("causal", "mesh", "ways"),
+    [
+        (False, Mesh.of(data=8), {"data": "ring"}),
+        (True, Mesh.of(data=8), {"data": "ring"}),
+        (True, Mesh.of(data=6, tensor=2), {"data": "ring", "tensor": "q"}),
+    ],
+)
+def test_a_certificate_counts_the_steps_of_a_ring_that_it_does_not_make(
+    causal: bool, mesh: Mesh, ways: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels and messages of all steps: what makes some of them says the same as what makes all."""
+    graph, cluster = graph_of(causal, dropout=0.0, length=96), load_cluster("dgx-h100-x2")
+    plan = plan_graph(graph, cluster, mesh, Options(constraints={"*:scaled_dot_product_attention": ways}))
+    some = check(plan, graph, cluster)
+    monkeypatch.setattr(attention_across, "TRIED_STEPS", mesh.size_of["data"])
+    every = check(plan, graph, cluster)
+    assert some.failures == every.failures == []
+    assert (some.kept_bytes, some.collectives) == (every.kept_bytes, every.collectives)
+    assert some.compute_seconds == pytest.approx(every.compute_seconds, rel=1e-9)
+    assert some.activation_seconds == pytest.approx(every.activation_seconds, rel=1e-9)
+    assert every.collectives["data", "send_recv"] > 3 * (mesh.size_of["data"] - 1) - 1
 
 
 def test_equal_pieces_of_different_meshes_and_batches_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,116 @@
+"""Which queries of a rank meet which keys, where attention's sequence is cut: calls of kernels as slices.
+
+A rank has some *stretches* of the sequence. Under a causal mask a stretch of queries sees the keys before it, its own
+diagonal, and nothing behind; what it does not see is in no pair, so no kernel is called for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+MOST_SCORES = 1024 * 1024
+"""Queries by keys of one head that are computed at once where there is dropout."""
+
+
+class Stretch(NamedTuple):
+    """Neighbouring places of a sequence that a rank has."""
+
+    start: int
+    length: int
+    at: int
+    """Where they lie in the rank's tensor."""
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
+class Met(NamedTuple):
+    """Queries of a rank and keys that it has now, which meet in one call of a kernel."""
+
+    rows: slice
+    keys: slice
+    places: slice
+    """Those of the keys in the whole sequence, for a mask."""
+    diagonal: bool = False
+
+
+def zigzag_stretches(number: int, pieces: int, length: int) -> list[Stretch]:
+    """The two halves of rank ``number`` of ``pieces`` that have exchanged halves: one from the front of the sequence
+    and one from behind, ``length`` places together."""
+    half, last = length // 2, 2 * pieces - 1
+    return [Stretch(number * half, half, 0), Stretch((last - number) * half, half, half)]
+
+
+def pairs(rows: Sequence[Stretch], keys: Sequence[Stretch], causal: bool) -> Iterator[Met]:
+    """What each query of ``rows`` sees of ``keys``: all of them, or, causal, those at its place and before."""
+    for q in rows:
+        for k in keys:
+            if not causal:
+                yield _pair(q, k, q.start, q.end, k.start, k.end)
+                continue
+            before = min(k.end, q.start)  # keys before all of these queries
+            yield _pair(q, k, q.start, q.end, k.start, before)
+            first, last = max(k.start, q.start), min(k.end, q.end)
+            yield _pair(q, k, first, last, first, last, diagonal=True)
+            yield _pair(q, k, last, q.end, first, last)
+
+
+def _pair(q: Stretch, k: Stretch, first: int, last: int, key: int, last_key: int, diagonal: bool = False) -> Met:
+    rows = slice(q.at + first - q.start, q.at + max(first, last) - q.start)
+    keys = slice(k.at + key - k.start, k.at + max(key, last_key) - k.start)
+    return Met(rows, keys, slice(key, last_key), diagonal)
+
+
+def joined(of_pairs: Iterator[Met]) -> list[Met]:
+    """The pairs that are not empty, neighbours made one where a kernel can do both at once."""
+    result: list[Met] = []
+    for pair in of_pairs:
+        if pair.rows.start >= pair.rows.stop or pair.keys.start >= pair.keys.stop:
+            continue
+        last = result[-1] if result else None
+        if last is None or last.diagonal or pair.diagonal:
+            result.append(pair)
+        elif last.rows == pair.rows and last.keys.stop == pair.keys.start and last.places.stop == pair.places.start:
+            keys, places = slice(last.keys.start, pair.keys.stop), slice(last.places.start, pair.places.stop)
+            result[-1] = Met(pair.rows, keys, places)
+        elif last.keys == pair.keys and last.places == pair.places and last.rows.stop == pair.rows.start:
+            result[-1] = Met(slice(last.rows.start, pair.rows.stop), pair.keys, pair.places)
+        else:
+            result.append(pair)
+    return result
+
+
+def in_blocks(of_pairs: Sequence[Met]) -> Iterator[Met]:
+    """The pairs, larger ones some queries at a time; of a diagonal what is before it apart."""
+    for pair in of_pairs:
+        n_rows, n_keys = pair.rows.stop - pair.rows.start, pair.keys.stop - pair.keys.start
+        size = max(1, MOST_SCORES // n_keys)
+        if size >= n_rows:
+            yield pair
+            continue
+        for first in range(0, n_rows, size):
+            last = min(first + size, n_rows)
+            rows = slice(pair.rows.start + first, pair.rows.start + last)
+            if not pair.diagonal:
+                yield Met(rows, pair.keys, pair.places)
+                continue
+            for start, stop, diagonal in ((0, first, False), (first, last, True)):
+                if start < stop:
+                    keys, places = (slice(at.start + start, at.start + stop) for at in (pair.keys, pair.places))
+                    yield Met(rows, keys, places, diagonal)
+
+
+def mask_of(mask: torch.Tensor | None, pair: Met) -> torch.Tensor | None:
+    """What a mask says of a pair; dims of size 1 are the same for all."""
+    if mask is None:
+        return None
+    if mask.dim() > 1 and mask.shape[-2] > 1:
+        mask = mask[..., pair.rows, :]
+    return mask[..., pair.places] if mask.shape[-1] > 1 else mask
+
+
+__all__ = ["Met", "Stretch", "in_blocks", "joined", "mask_of", "pairs", "zigzag_stretches"]
