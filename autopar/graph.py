@@ -26,6 +26,11 @@ WAY = "way."
 """How the names of flags begin: buffers ``bool [ ]`` that become true at a call in which Python would have gone another
 way than the one that the graph follows. Their nodes say where (``source``), and which ``answer`` was followed."""
 
+PART = "part."
+"""How the names of buffers ``bool [n]`` begin that say, after a call, which parameters took part in it: their nodes
+have ``parameters``, pairs of a name and the element that is true where it did. A parameter that stands in none always
+does; one that stands in several, if any says so."""
+
 
 class Spec(NamedTuple):  # a tuple is hashed and compared without Python code: blocks are found by it
     """Global shape and dtype (``"float32"``) of one tensor."""
@@ -204,6 +209,11 @@ class Graph:
     def ways(self) -> tuple[Node, ...]:
         """The flags of branches on data."""
         return tuple(node for _, node in self.of_kind("buffer") if node.name.startswith(WAY))
+
+    @cached_property
+    def parts(self) -> tuple[Node, ...]:
+        """The buffers that say which parameters took part in a call."""
+        return tuple(node for _, node in self.of_kind("buffer") if node.name.startswith(PART))
 
     @cached_property
     def index(self) -> dict[str, int]:

@@ -187,11 +187,12 @@ EXPORT_BUFFER_HOOK = Replaceable("torch.export._trace", "register_buffer_assignm
 """What refuses to let a module assign a buffer in a trace: capture follows such writes itself."""
 
 @contextlib.contextmanager
-def some_rows(may_be_taken: Callable[[], bool]) -> Iterator[None]:
+def some_rows(may_be_taken: Callable[[str], bool]) -> Iterator[None]:
     """A number of rows that depends on data is more than none, where Python asks: ``if rows.numel() == 0``.
 
     Args:
-        may_be_taken: whether the branch that is asked for right now may be entered also where there are none.
+        may_be_taken: whether the branch that is asked for right now may be entered also where there are none; it is
+            given torch's name of the number (``u0``), as it stands in the shapes of the traced program.
 
     Whether there are any is asked before they are used; what a program makes of all rows and a mask
     (:mod:`autopar.capture.graph.selected_rows`) is right for none, too.
@@ -210,7 +211,7 @@ def some_rows(may_be_taken: Callable[[], bool]) -> Iterator[None]:
             none, many = (expr.subs(symbols[0], n) for n in (0, 2**20))
             if none == many or any(expr.subs(symbols[0], n) != many for n in (1, 2, 3)):
                 raise  # it tells more apart than none from some
-            if not may_be_taken():
+            if not may_be_taken(str(symbols[0])):
                 raise
             return many
 

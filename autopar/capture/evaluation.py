@@ -21,7 +21,7 @@ from autopar.capture import Captured
 from autopar.capture.aliasing.schemas import named
 from autopar.capture.without_values import without_values
 from autopar.errors import CaptureError, RunError
-from autopar.graph import WAY, Graph, Node, Ref, map_refs
+from autopar.graph import PART, WAY, Graph, Node, Ref, map_refs
 from autopar.normalize import DROPOUTS
 from autopar.rules.branch import BRANCH
 
@@ -43,7 +43,7 @@ def evaluated(graph: Graph, sides: Mapping[str, int] | None = None) -> Graph:
             training (``F.dropout(x, 0.1)``, which no ``self.training`` turns off), by :func:`_place`: 1.
     """
     settled = sides or {}
-    updates = {name: ref for name, ref in graph.updates.items() if name.startswith(WAY)}
+    updates = {name: ref for name, ref in graph.updates.items() if name.startswith((WAY, PART))}
     return replace(graph, nodes=tuple([_evaluated(node, settled) for node in graph.nodes]), updates=updates)
 
 
@@ -121,7 +121,7 @@ class Skeleton:
             for module, mode in modes:
                 module.training = mode
         theirs, said = _told(eval_capture.graph), ""
-        changes = [name for name in eval_capture.graph.updates if not name.startswith(WAY)]
+        changes = [name for name in eval_capture.graph.updates if not name.startswith((WAY, PART))]
         for sides in _ways(captured.graph, eval_capture.graph):
             different = _difference(_told(evaluated(captured.graph, sides)), theirs)
             if not different and not changes:

@@ -19,7 +19,7 @@ from autopar.cli.common import (
     show_bytes,
     styled,
 )
-from autopar.graph import WAY
+from autopar.graph import PART, WAY
 
 MOST_PLACES = 6
 """Lines with branches that are listed."""
@@ -74,6 +74,7 @@ def inspect(
             work[source] += rule.flops_at({})
             if source != "none":
                 lines.setdefault(node.target, set()).add(str(rule).split("   ")[0])
+    flags = (*graph.ways, *graph.parts)
     facts: dict[str, Any] = {
         "model": type(loaded.model).__name__,
         "fingerprint": graph.fingerprint,
@@ -87,8 +88,8 @@ def inspect(
             "tied": dict(graph.tied),
             "largest": [[p.target, str(p.out)] for p in sorted(params, key=lambda p: -p.out.n_bytes)[:5]],
         },
-        "buffers": {node.target: str(node.out) for _, node in graph.of_kind("buffer") if node not in graph.ways},
-        "updated buffers": [name for name in graph.updates if not name.startswith(WAY)],
+        "buffers": {node.target: str(node.out) for _, node in graph.of_kind("buffer") if node not in flags},
+        "updated buffers": [name for name in graph.updates if not name.startswith((WAY, PART))],
         "branches followed": [[n.module, n.source, n.kwargs["answer"]] for n in graph.ways],
         "ops": len(ops),
         "ops that depend on no parameter": sum(not node.hot for _, node in ops),

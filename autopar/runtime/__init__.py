@@ -30,6 +30,7 @@ Two faces, which are ``torch.nn.Module``; :mod:`.spread` is what they share
 :mod:`.input_gradients`  gradients of a pipeline's inputs
 :mod:`.schedule_check`   schedules that cannot be run
 :mod:`.reached`          what gradients come to, where random numbers choose
+:mod:`.taking_part`      ... and where experts have no rows
 :mod:`.stagewise`        functions of torch that take the parameters of one rank for all there are
 
 A call

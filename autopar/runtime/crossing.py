@@ -22,6 +22,7 @@ from autopar.errors import RunError
 from autopar.runtime.gradients import Gradients
 from autopar.runtime.mixed import whole
 from autopar.runtime.state import HeldParam
+from autopar.runtime.taking_part import Took
 from autopar.torch_private import autograd_engine, functorch_is_active, keeps_graph, will_run
 
 _ENGINE: Any = autograd_engine
@@ -55,6 +56,7 @@ class _Call:
         self.inputs = inputs
         self.leaves: list[torch.Tensor] = []
         self.roots: list[torch.Tensor | None] | None = None
+        self.took: Took | None = None
         self.gathered: list[tuple[HeldParam, Any]] = []  # autograd itself knows when what is not gathered has changed
 
     def forward(self) -> tuple[Any, ...]:
@@ -63,6 +65,7 @@ class _Call:
         self.inputs = {}
         with torch.enable_grad():
             outputs = self.run(inner)
+        self.took = self.gradients.took
         self.roots = [x if isinstance(x, torch.Tensor) and x.requires_grad else None for x in outputs]
         if self.hands and self.gradients.schedule.units:
             self.gathered = [(held, held.version) for held, _ in self.trained.pairs if not held.alias]
@@ -84,6 +87,7 @@ class _Call:
                 raise RunError(CHANGED.format(name=held.name))
         if not gradients.accumulating:
             gradients.forget()
+        gradients.in_step.add(self.took)
         given = [(root, g) for root, g in zip(roots, grads, strict=True) if root is not None and g is not None]
         used, arriving = [root for root, _ in given], [whole(g) for _, g in given]
         last = not gradients.defer

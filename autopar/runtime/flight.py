@@ -131,6 +131,8 @@ class Flight:
         graph = self.part.graph
         loss: torch.Tensor | None = None if graph.loss is None else flat[graph.loss]
         if torch.is_grad_enabled():
+            if self.counts(microbatch):
+                self.stage.gradients.in_step.add(self.stage.gradients.took)
             outputs = {
                 at: get_gradient_edge(x) for at, x in enumerate(flat[: len(self.part.gives)]) if x.requires_grad
             }

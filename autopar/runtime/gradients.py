@@ -17,6 +17,7 @@ import torch
 from autopar.runtime.gradient_reduction import Reducer, bucket_bytes
 from autopar.runtime.prefetch import GatherOrder
 from autopar.runtime.state import HeldParam, give
+from autopar.runtime.taking_part import InStep, Took
 from autopar.torch_private import autograd_engine, current_backward
 
 
@@ -96,6 +97,8 @@ class Gradients:
         clean: nothing is left of an earlier backward.
         defer: more microbatches of this step follow, so what need not be reduced yet is not.
         accumulating: earlier microbatches of this step have left gradients.
+        took: what took part in the last forward; None where all parameters always do.
+        in_step: what took part in the forwards whose gradients are added up.
     """
 
     def __init__(
@@ -113,6 +116,8 @@ class Gradients:
         for held in self.held_params:
             held.changed = self._changed
         self.clean = True
+        self.took: Took | None = None
+        self.in_step = InStep()
         self._trained: TrainedParams | None = None
         n_bytes = sum(prod(held.used_shape) * held.param.element_size() for held in reduced)
         self.reducer = Reducer(bucket_bytes(n_bytes), dtype)
@@ -199,8 +204,11 @@ class Gradients:
             whether anything is left for autograd to add; ``trained`` has it.
         """
         left: list[torch.Tensor | None] | None = None
+        idle = self.in_step.idle()
         for i, (held, param) in enumerate(trained.pairs):
             grad = held.taken()
+            if held.name in idle:  # zeros, for what eager mode does not come to
+                grad = None
             if by_autograd or param._backward_hooks or param._post_accumulate_grad_hooks:
                 left = left or [None] * len(trained.pairs)
                 if grad is not None:
@@ -216,8 +224,11 @@ class Gradients:
         """Add the sums to the parameters' gradients; hooks of parameters get the sum, as if autograd had made it."""
         hooked: list[torch.Tensor] = []
         grads: list[torch.Tensor] = []
+        idle = self.in_step.idle()
         for held in self.held_params:
             grad = held.taken()
+            if held.name in idle:
+                continue
             if grad is not None and has_hooks(held.param):
                 hooked.append(held.param)
                 grads.append(held.placed(grad))
@@ -231,6 +242,7 @@ class Gradients:
         """A step begins: no gradient of an earlier one counts."""
         if self._trained is not None:
             self._trained.speak()
+        self.in_step.forget()
         if self.clean:
             return
         self.clean = True

@@ -201,6 +201,8 @@ def check_recordable(pm: Any, call: ModuleCall, recorder: StepRecorder | None) -
     reasons = breaks(stage.program)
     if stage.ways.flags:
         reasons.append("a branch on data, which the host checks in every call")
+    if stage.parts.elements:
+        reasons.append("experts without gradients where they have no rows, which the host looks at in every step")
     if stage.compile_args is not None and records_graphs(stage.compile_args):
         reasons.append('compile(mode="reduce-overhead"), which records CUDA graphs itself')
     hooked = [name for name, param in pm.named_parameters() if has_hooks(param)]

@@ -33,6 +33,7 @@ from autopar.runtime.renewed import outliving
 from autopar.runtime.spread import SpreadModule
 from autopar.runtime.state import Followed, HeldParam, joined
 from autopar.runtime.streams import StepStream
+from autopar.runtime.taking_part import TakingPart
 from autopar.runtime.ways_taken import WaysTaken
 
 Buffers = dict[str, tuple[torch.Tensor, State]]
@@ -69,11 +70,11 @@ class Stage:
         self.evaluation: tuple[Program, Any] | None = None
         on_meshes = any(isinstance(held.param, DTensor) for held in self.held_params.values())
         casts = any(held.casts for held in self.held_params.values())
-        self.direct = device_mesh.size() == 1 and not on_meshes and not casts
+        self.direct = device_mesh.size() == 1 and not (on_meshes or casts or graph.parts)
         self.gradients = Gradients({} if self.direct else self.held_params, self.schedule, lambda: home.gradient_dtype)
         self.probe = torch.empty(0, requires_grad=True)
         self.seeds: Callable[[int], torch.Tensor] | None = None  # where a recorded step reads them
-        self.ways = WaysTaken(graph)
+        self.ways, self.parts = WaysTaken(graph), TakingPart(graph)
         self.distributed = any(size > 1 for size in self.program.mesh.sizes)
         slots = self.program.slots
         self.template: list[Any] = [None] * len(slots)
@@ -251,6 +252,7 @@ class Stage:
                 if new is not kept:
                     kept.copy_(new)
             self.ways.look(self.buffers)
+            self.gradients.took = self.parts.look(self.buffers)
         return flat
 
     def leaves(self) -> list[torch.Tensor]:

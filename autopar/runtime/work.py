@@ -20,6 +20,7 @@ from autopar.runtime.own_rows_in_stages import RowsInStages
 from autopar.runtime.reached import Reached
 from autopar.runtime.stage import Stage
 from autopar.runtime.state import as_dtensor
+from autopar.runtime.taking_part import told_elsewhere
 from autopar.runtime.ties import Tied, Ties
 from autopar.runtime.wires import Post, Wire, clear, pairs_of
 from autopar.staging import StageGraph
@@ -74,6 +75,9 @@ class Work:
         self.post = Post.of(rank, device, wires, rows, plan.microbatches, channels)
         self.forward_post = Post.of(rank, device, wires, forwards, plan.microbatches, channels)
         self.ties = Ties(tied, plan, rank, groups)
+        elsewhere = told_elsewhere([part.graph for part in parts])
+        for stage in stages.values():
+            stage.parts.always(elsewhere)
         self.flights = {
             s: Flight(
                 parts[s], stage, wires, self.row, self.input_gradients, leads=rank == plan.stages[s].devices[0]

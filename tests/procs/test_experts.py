@@ -17,10 +17,22 @@ CUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["mixtral_batched", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["mixtral_batched", *(pytest.param(n, marks=pytest.mark.slow) for n in ("deepseek_v3", "switch"))]
+)
 def test_trains_as_one_process(name: str) -> None:
     for rank in run_local(several, 2, "experts", {name: ("all_cuts", name, CUTS)}):
         assert all(worst < 1e-6 for worst in rank[name].values())  # losses are computed in single precision
+
+
+def test_experts_without_rows_have_no_gradient() -> None:
+    cuts = {
+        "rows travel": CUTS["rows travel"],
+        "ZeRO": {"constraints": {"*:expert_block*": {"expert": "s"}}, "params": {"*experts*weight": "S0 step"}},
+        "in microbatches": {"stages": 2, "microbatches": 2, "schedule": "1f1b"},
+    }
+    for rank in run_local(several, 2, "experts", {"loops": ("all_cuts", "loops", cuts)}):
+        assert all(worst < 1e-6 for worst in rank["loops"].values()), rank
 
 
 @pytest.mark.slow

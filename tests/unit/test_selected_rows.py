@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -100,6 +101,15 @@ def with_a_factor(m: Experts, x: torch.Tensor, weights: torch.Tensor, picked: to
     for e, expert in enumerate(m.experts):
         mask = picked[:, 0] == e
         out[mask] = expert(x[mask]) * (e + 1)
+    return out
+
+
+def with_a_factor_if_any(m: Experts, x: torch.Tensor, weights: torch.Tensor, picked: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        mask = (picked == e).any(-1)
+        if mask.any():
+            out[mask] = expert(x[mask]) * (e + 1)
     return out
 
 
@@ -224,8 +234,31 @@ def test_a_branch_on_the_number_of_rows_that_does_more_is_refused() -> None:
         autopar.capture(Experts(counting_sizes, 1).double(), (x, y))
 
 
-def test_gradients_of_experts_without_rows_are_told_of() -> None:
+@pytest.mark.parametrize("name", ["masks", "nonzero", "where", "with_a_factor_if_any"])
+def test_experts_without_rows_have_no_gradient_where_they_are_not_run(name: str) -> None:
+    mix, of_each = {**LOOPS, "with_a_factor_if_any": (with_a_factor_if_any, 1)}[name]
+    model = Experts(mix, of_each).double()
+    alone = copy.deepcopy(model)
     x, y = (torch.randn(4, 4, HIDDEN, dtype=torch.float64) for _ in range(2))
-    for mix, of_each in (LOOPS["masks"], LOOPS["nonzero"]):
-        with pytest.warns(UserWarning, match="gradients of zero where the model leaves them None"):
-            autopar.capture(Experts(mix, of_each).double(), (x, y))
+    pm = autopar.parallelize(model, 1, (x, y))
+    for args in ((x, y), (x[:1, :1].expand_as(x), y)):  # in the second all rows go to as many experts as one needs
+        for each in (pm, alone):
+            each.zero_grad()
+            each(*args).backward()
+        mine, theirs = ({n: p.grad for n, p in m.named_parameters()} for m in (pm, alone))
+        assert [n for n, g in mine.items() if g is None] == [n for n, g in theirs.items() if g is None]
+        assert (name == "where") == all(g is not None for g in theirs.values())
+        assert all(g is None or torch.allclose(g, theirs[n], rtol=1e-9) for n, g in mine.items())
+
+
+def test_a_parameter_that_is_read_beside_its_rows_has_a_gradient() -> None:
+    class Decayed(Experts):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            decay = self.experts[0].up.weight.square().sum()  # type: ignore[union-attr, operator]
+            return super().forward(x, y) + decay
+
+    x, y = (torch.randn(4, 4, HIDDEN, dtype=torch.float64) for _ in range(2))
+    pm = autopar.parallelize(Decayed(by_masks, 1).double(), 1, (x, y))
+    pm(x, y).backward()
+    first = {n: p.grad is None for n, p in pm.named_parameters() if n.startswith("experts.0")}
+    assert [n for n, none in first.items() if not none] == ["experts.0.up.weight"]

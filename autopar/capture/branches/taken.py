@@ -16,9 +16,8 @@ example, and a check that they are still the same; so is the size of what ``repe
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,8 +82,6 @@ class Ways:
 
 _WAYS: ContextVar[Ways | None] = ContextVar("ways", default=None)
 _ASKED: ContextVar[Counter[str]] = ContextVar("questions of data")
-_ENTERED: set[str] = set()
-"""Places of branches on a number of rows that the last traces entered."""
 _LISTS: ContextVar[set[str]] = ContextVar("places of lists that were not answered")
 
 
@@ -192,30 +189,6 @@ def asked_for_rows_only() -> bool:
     """Whether the user's code asks right now for a branch that does nothing but work on the rows of a mask."""
     frame = users_frame()
     return frame is not None and only_rows(frame)
-
-
-def rows_may_be_none() -> bool:
-    """Whether the branch that the user's code asks for right now may be entered also where there are no rows."""
-    if not asked_for_rows_only():
-        return False
-    _ENTERED.add(site_of())
-    return True
-
-
-def tell_of_rows(sites: Iterable[str]) -> None:
-    """Warn that branches on whether there are rows are entered always, which gradients can show.
-
-    Args:
-        sites: of those that the trace kept; others are known from the trace itself, in which nobody hears a warning.
-    """
-    for line in sorted({site.partition("@")[0] for site in (*sites, *_ENTERED)}):
-        warnings.warn(
-            f"rows that a mask selects are computed if there are any, at {line}; a program does so always, with the "
-            "same values, but parameters that no rows use get gradients of zero where the model leaves them None: "
-            "optimizers with momentum or weight decay step them. Without the if, both do the same",
-            stacklevel=2,
-        )
-    _ENTERED.clear()
 
 
 def take_list(tensor: torch.Tensor) -> Any:
@@ -353,6 +326,6 @@ class _Hearing(TorchFunctionMode):
 
 __all__ = [
     "MOST_GUESSES", "OF_ROWS", "REPEATED", "TAKEN", "Read", "Unanswered", "Ways", "along", "asked_for_rows_only",
-    "can_be_listed", "followed", "from_the_start", "rows_may_be_none", "take", "take_list", "tell_of_rows", "times_of",
-    "ways_of", "would_take",
+    "can_be_listed", "followed", "from_the_start", "take", "take_list", "times_of", "ways_of",
+    "would_take",
 ]  # fmt: skip

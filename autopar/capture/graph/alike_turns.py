@@ -54,11 +54,11 @@ def as_one(graph: Graph, turns: Sequence[Turn], emit: Emit, finish: Finish) -> N
     order = {node: k for k, node in enumerate(graph.nodes)}
     loops: dict[Any, list[Turn]] = {}
     for turn in turns:
-        routing = _routing(turn.mask)
-        if routing is not None:
-            loops.setdefault((routing[0], root_of(turn.tensor), turn.place, turn.adds), []).append(turn)
+        compared = routing(turn.mask)
+        if compared is not None:
+            loops.setdefault((compared[0], root_of(turn.tensor), turn.place, turn.adds), []).append(turn)
     for (key, root, _, _), loop in loops.items():
-        numbers = [_routing(turn.mask)[1] for turn in loop]  # type: ignore[index]
+        numbers = [routing(turn.mask)[1] for turn in loop]  # type: ignore[index]
         if len(loop) > 1 and numbers == list(range(len(loop))) and _nothing_between(root, loop, order):
             with graph.inserting_before(loop[-1].write):
                 _fuse(key, root, loop, emit, finish)
@@ -71,7 +71,7 @@ def root_of(tensor: Any) -> Any:
     return tensor
 
 
-def _routing(mask: Any) -> tuple[Any, int] | None:
+def routing(mask: Any) -> tuple[Any, int] | None:
     """What a mask compares with a number, written down so that equal expressions are equal, and the number."""
     if mask.target is aten.eq.Scalar and isinstance(mask.args[1], int):
         return _written(mask.args[0]), mask.args[1]
@@ -222,4 +222,4 @@ class _Body:
         return self.emit(aten.stack.default, (list(tensors),))
 
 
-__all__ = ["Turn", "as_one", "root_of"]
+__all__ = ["Turn", "as_one", "root_of", "routing"]

@@ -21,9 +21,10 @@ from autopar.capture.graph.pruning import has_effect, without_dead
 from autopar.capture.graph.recorded_calls import recorded_call
 from autopar.capture.graph.selected_rows import with_masks
 from autopar.capture.losses import the_loss
+from autopar.capture.trace.passed_over import TOOK_PART
 from autopar.capture.trace.recording import BEGIN, END, FUNCTION, HOOK
 from autopar.errors import CaptureError
-from autopar.graph import WAY, Graph, Node, Ref, Spec, map_refs, refs_in
+from autopar.graph import PART, WAY, Graph, Node, Ref, Spec, map_refs, refs_in
 from autopar.rules.function import PREFIX
 from autopar.torch_private import OpOverload
 
@@ -79,8 +80,8 @@ class GraphBuilder(Writing):
         """The constants whose values the program takes from the model's own tensors."""
         self.registered = {id(p): name.removeprefix(prefix) for name, p in reversed(self.parameters.items())}
         self.asks: list[Ask] = []
-        self.ways: dict[str, Ref] = {}
-        """New values of the flags of branches on data, by name."""
+        self.flagged: dict[str, Ref] = {}
+        """New values of the flags of branches on data, and of those of what took part, by name."""
         recording = getattr(exported, "recording", None)
         self.noted = {p.untyped_storage()._cdata: p for p in recording.kept} if recording is not None else {}
 
@@ -100,12 +101,12 @@ class GraphBuilder(Writing):
         """
         with_masks(self.exported)
         user, tied = self._placeholders()
-        flags = self._flags()
+        ways, parts = self._flags(TAKEN, WAY), self._flags(TOOK_PART, PART)
         self._watch_effects()
-        self.flags = iter(flags)
+        self.flags, self.part_flags = iter(ways), iter(parts)
         self._walk(self.exported.graph_module)
         outputs, loss = self._outputs()
-        updates = self._updates() | self.ways
+        updates = self._updates() | self.flagged
         return Draft(self._without_strangers(), outputs, loss, tied, updates, user, self.asks)
 
     def finished(self, draft: Draft) -> tuple[Graph, list[Any]]:
@@ -127,16 +128,22 @@ class GraphBuilder(Writing):
         question = Question(plain_path(module_of(fx)), site, len(self.asks))
         self.asks.append(Ask(question, len(self.nodes), condition, answer))
 
-    def _flags(self) -> list[int]:
-        """A flag for each branch on data: the numbers of its nodes."""
+    def _flags(self, target: str, prefix: str) -> list[int]:
+        """A buffer for each call of an operator, which is to hold its first argument: the numbers of their nodes."""
         graphs = [m.graph for m in self.exported.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]
-        count = sum(fx.op == "call_function" and name_of(fx.target) == TAKEN for g in graphs for fx in g.nodes)
-        flags = []
-        for k in range(count):
-            name = f"{WAY}{k}"
-            self.constants[name] = torch.zeros((), dtype=torch.bool)
-            flags.append(self._add(Node(name, "buffer", name, outs=(TRUTH,))).node)
+        flags: list[int] = []
+        for fx in (fx for g in graphs for fx in g.nodes if fx.op == "call_function" and name_of(fx.target) == target):
+            name, shape = f"{prefix}{len(flags)}", tuple(map(int, fx.args[0].meta["val"].shape))  # type: ignore
+            self.constants[name] = torch.zeros(shape, dtype=torch.bool)
+            flags.append(self._add(Node(name, "buffer", name, outs=(Spec(shape, "bool"),))).node)
         return flags
+
+    def _took_part(self, fx: torch.fx.Node, taken: Ref, parameters: Sequence[Ref], element: Sequence[int]) -> None:
+        """Parameters take part in a call where their elements of ``taken`` are true."""
+        flag, module = next(self.part_flags), module_of(fx).removeprefix(self.prefix)
+        of = tuple((self.nodes[ref.node].target, e) for ref, e in zip(parameters, element, strict=True))
+        self.nodes[flag] = replace(self.nodes[flag], kwargs={"parameters": of}, module=module, source=source_of(fx))
+        self.flagged[self.nodes[flag].name] = taken
 
     def _taken(self, fx: torch.fx.Node, condition: Ref, site: str, answer: bool) -> None:
         """Python goes the way of ``answer`` here: its flag becomes true where the condition is another."""
@@ -150,7 +157,7 @@ class GraphBuilder(Writing):
             return self._add(Node(fx.name, "op", name, args, {}, (TRUTH,), module, line, hot=hot))
 
         other = op("aten.logical_not.default", condition) if answer else condition
-        self.ways[self.nodes[flag].name] = op("aten.logical_or.default", Ref(flag), other)
+        self.flagged[self.nodes[flag].name] = op("aten.logical_or.default", Ref(flag), other)
         self.region = region
 
     def _without_strangers(self) -> list[Node]:
@@ -287,7 +294,7 @@ class GraphBuilder(Writing):
             body = self.value[fx.args[4]]  # type: ignore[index]
             self._pass_in(body, fx.args[5:])
             self.value[fx] = self._walk(body, no_grad)
-        elif name in (ASK, TAKEN, BEGIN, END, FUNCTION, HOOK):
+        elif name in (ASK, TAKEN, TOOK_PART, BEGIN, END, FUNCTION, HOOK):
             self.value[fx] = self._own(fx, name)
         elif getattr(target, "__module__", "") == "_operator":  # of sizes that are not known
             raise self._depends(fx, "what is computed")
@@ -324,6 +331,9 @@ class GraphBuilder(Writing):
             return []
         if name == TAKEN:
             self._taken(fx, *args)
+            return []
+        if name == TOOK_PART:
+            self._took_part(fx, *args)
             return []
         if name in (BEGIN, END):
             self.region = args[0] if name == BEGIN else -1

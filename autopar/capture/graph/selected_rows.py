@@ -13,7 +13,7 @@ the same with the rows of one expert are then made one (:mod:`.alike_turns`).
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from autopar.capture.branches.taken import OF_ROWS, TAKEN, tell_of_rows
+from autopar.capture.branches.taken import OF_ROWS, TAKEN
 from autopar.capture.graph.alike_turns import Turn, as_one, root_of
+from autopar.capture.graph.entered import note_parts
 from autopar.capture.graph.exported import at, flat, is_symbolic, module_of, name_of
 from autopar.errors import CaptureError
 
@@ -78,7 +79,11 @@ def with_masks(exported: Any) -> None:
     """
     graph: Graph = exported.graph
     if any(node.op == "call_function" and _selects(node) for node in graph.nodes):
-        _Masked(graph).rewrite()
+        of_rows = {
+            node for node in graph.nodes if node.op == "call_function" and _selects(node)
+            for val in flat(node.meta["val"]) for size in val.shape if str(size) in exported.recording.asked_rows
+        }  # fmt: skip
+        _Masked(graph, of_rows, set(exported.graph_signature.inputs_to_parameters)).rewrite()
         graph.lint()
 
 
@@ -98,8 +103,14 @@ def _is_mask(x: Any) -> bool:
 
 
 class _Masked:
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+    """
+    Args:
+        asked: nodes that select rows for which the model's code asks, by their number, whether there are any.
+        parameters: names of the inputs that are parameters.
+    """
+
+    def __init__(self, graph: Graph, asked: Collection[Node], parameters: Collection[str]) -> None:
+        self.graph, self.asked, self.parameters = graph, asked, parameters
         self.rows: dict[Node, Any] = {}
         """What stands for a node, or for each of its results."""
         self.counts: dict[Node, int] = {}
@@ -109,6 +120,8 @@ class _Masked:
         self.turns: list[Turn] = []
         self.gathers: dict[Node, tuple[Node, dict[int, int]]] = {}
         """Rows that were taken from a tensor: of which, and where."""
+        self.leaving: dict[Node, Node] = {}
+        """Where selected rows become part of a tensor of all, and the mask that selects them."""
         self.gone: list[Node] = []
         self.node: Node = next(iter(graph.nodes))
 
@@ -123,26 +136,33 @@ class _Masked:
             ):
                 with self.graph.inserting_before(node):
                     self._take(node)
-        self._forget_whether_there_are_any()
+        asked = self._asked_masks()
         for node in reversed(self.gone):
             if not node.users:
                 self.graph.erase_node(node)
+        note_parts(self.graph, self.leaving, asked, self.parameters, self._emit)
         as_one(self.graph, self.turns, self._emit, self._finished)
 
-    def _forget_whether_there_are_any(self) -> None:
-        """Branches on whether a mask selects any rows are none where they do nothing but work on these: no rows count
-        as nothing, and the way on which they are used was followed (:mod:`autopar.capture.branches.masks`)."""
+    def _asked_masks(self) -> set[Node]:
+        """The masks for which the model's code asks whether they select any rows.
+
+        Such a branch is none where it does nothing but work on these rows: no rows count as nothing, and the way on
+        which they are used was followed (:mod:`autopar.capture.branches.masks`). Its question goes.
+        """
         masks = {r.mask for rows in self.rows.values() for r in (rows if isinstance(rows, list) else [rows])}
-        entered: list[str] = []
+        asked: set[Node] = set()
+        for node in self.asked:
+            rows = self.rows[node]
+            asked.add(rows[0].mask if isinstance(rows, list) else rows.mask)
         for node in list(self.graph.nodes):
             if node.op == "call_function" and name_of(node.target) == TAKEN and str(node.args[1]).endswith(OF_ROWS):
                 condition: Any = node.args[0]
                 while isinstance(condition, Node) and condition not in masks and str(condition.target) in OF_ANY:
                     condition = condition.args[0]
                 if condition in masks:
-                    entered.append(str(node.args[1]))
+                    asked.add(condition)
                     self.gone.append(node)
-        tell_of_rows(entered)
+        return asked
 
     # -- one node
 
@@ -417,6 +437,7 @@ class _Masked:
         before, after = list(val.shape[:dim]), list(val.shape[dim + 1 :])
         which = self._emit(aten.reshape.default, (mask, [prod(shape), *[1] * len(after)]))
         made = self._emit(aten.where.ScalarOther, (which, rows.full, 0))
+        self.leaving[made] = mask
         made = self._emit(aten.reshape.default, (made, [*before, *shape, *after]))
         others = [dim + k for k in range(len(shape)) if k not in at_dims.values()]
         return self._emit(aten.sum.dim_IntList, (made, others)) if others else made

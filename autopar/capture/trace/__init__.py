@@ -9,6 +9,7 @@
 :mod:`.recording`     operators of autopar's own that stand for what export would take apart or forget
 :mod:`.functions`     ... a user's own backward; :mod:`.hooks` on tensors; :mod:`.regions` of activation checkpointing
 :mod:`.experts_by_rows` routed experts in one form; :mod:`.expert_loops`: where a loop runs them
+:mod:`.passed_over`   experts without rows have no gradient
 :mod:`.recurrent`     stacks of LSTM, GRU and RNN, layer by layer; :mod:`.transcripts`: CTC
 :mod:`.bags`          bags of embeddings that are as long as each other: lookups, and their sum
 :mod:`.seeding`       random numbers from generators of the model's own are refused; :mod:`.memos` are forgotten

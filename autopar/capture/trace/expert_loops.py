@@ -19,6 +19,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from autopar.capture.trace.experts_by_rows import rows_of
+from autopar.capture.trace.passed_over import took_part
 from autopar.rules.experts import expert_product
 
 
@@ -59,9 +60,14 @@ class _Stacked(TorchFunctionMode):
         return torch.stack([table[name] for table in self.tables])
 
 
-def _run(self: Any, rows: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
-    """What the modules of a ``ModuleDict`` of experts make of rows: [rows hidden] and int [rows] to [rows hidden]."""
+def _run(self: Any, rows: torch.Tensor, expert: torch.Tensor, per_expert: torch.Tensor) -> torch.Tensor:
+    """What the modules of a ``ModuleDict`` of experts make of rows: [rows hidden] and int [rows] to [rows hidden].
+
+    Args:
+        per_expert: int [experts], how many rows of each count. The loop runs only those that have some.
+    """
     experts = [self[f"expert_{k}"] for k in range(self.num_experts)]
+    took_part(per_expert > 0, [list(module.parameters()) for module in experts])
     with _Stacked(experts, expert):
         return experts[0](rows)  # type: ignore[no-any-return]
 
@@ -71,7 +77,8 @@ def _switch(
 ) -> torch.Tensor:
     """One expert for each token, or none where its expert is full: ``selected_experts`` int [tokens 1 experts]."""
     hit = selected_experts.sum(-1)
-    made = _run(self, hidden_states, selected_experts.argmax(-1).squeeze(1)) * (routing_weights * hit)
+    per_expert = selected_experts.sum((0, 1))
+    made = _run(self, hidden_states, selected_experts.argmax(-1).squeeze(1), per_expert) * (routing_weights * hit)
     return made.to(hidden_states.dtype)
 
 
@@ -80,7 +87,8 @@ def _nllb(
 ) -> torch.Tensor:
     """``router_mask`` int [tokens n] names the experts of each token, and ``router_probs`` [tokens n] weighs them."""
     tokens, n = router_mask.shape
-    made = _run(self, rows_of(hidden_states, n), router_mask.reshape(-1)) * router_probs.reshape(-1, 1)
+    per_expert = functional.one_hot(router_mask, num_classes=self.num_experts).sum((0, 1))
+    made = _run(self, rows_of(hidden_states, n), router_mask.reshape(-1), per_expert) * router_probs.reshape(-1, 1)
     if self.moe_token_dropout > 0:
         made = self.token_dropout(made) if self.training else made * (1 - self.moe_token_dropout)
     return made.to(hidden_states.dtype).view(tokens, n, -1).sum(1)

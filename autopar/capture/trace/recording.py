@@ -20,6 +20,7 @@ import torch
 import torch.fx
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer, get_proxy_mode
 
+from autopar.capture.branches.taken import asked_for_rows_only
 from autopar.errors import CaptureError
 from autopar.rules.function import Callee
 
@@ -38,6 +39,7 @@ class Recording:
         depth: of regions inside each other that the trace is in.
         notes: what the user is told after the trace, each once.
         kept: parameters that were used without their name, by way of a list or a global.
+        asked_rows: names of numbers of rows (``u0``) for which a branch asked whether they are none.
     """
 
     calls: list[Callee] = field(default_factory=list)
@@ -47,6 +49,7 @@ class Recording:
     depth: int = 0
     notes: dict[str, None] = field(default_factory=dict)
     kept: list[torch.nn.Parameter] = field(default_factory=list)
+    asked_rows: set[str] = field(default_factory=set)
 
     def call(self, callee: Callee, leaves: Sequence[Any], results: Sequence[torch.Tensor]) -> int:
         """A number for a call."""
@@ -92,6 +95,19 @@ def parameters_noted(record: Recording) -> Iterator[None]:
 
     with mock.patch.object(PythonKeyTracer, "create_arg", noting):
         yield
+
+
+def rows_are_asked_for(number: str) -> bool:
+    """Whether the branch that the user's code asks for right now may be entered also where there are no rows.
+
+    Args:
+        number: torch's name of how many there are; it is noted.
+    """
+    record = _NOW.get()
+    if record is None or not asked_for_rows_only():
+        return False
+    record.asked_rows.add(number)
+    return True
 
 
 def here() -> str:

@@ -20,7 +20,7 @@ import torch
 from autopar.autocasting import autocast_now
 from autopar.capture.branches.asking import asked_afresh
 from autopar.capture.branches.drawn import checked
-from autopar.capture.branches.taken import from_the_start, rows_may_be_none
+from autopar.capture.branches.taken import from_the_start
 from autopar.capture.python.user_lines import user_line
 from autopar.capture.repeats.repeated import Repeats
 from autopar.capture.repeats.written_out import Unlike, write_out
@@ -34,7 +34,7 @@ from autopar.capture.trace.hooks import as_in_eager
 from autopar.capture.trace.memos import memos_forgotten
 from autopar.capture.trace.progress import told
 from autopar.capture.trace.quick import quickly
-from autopar.capture.trace.recording import parameters_noted, recording
+from autopar.capture.trace.recording import parameters_noted, recording, rows_are_asked_for
 from autopar.capture.trace.recurrent import LayerByLayer
 from autopar.capture.trace.regions import marked_regions
 from autopar.capture.trace.seeding import own_draws_refused
@@ -67,7 +67,7 @@ def _like_eager(module: torch.nn.Module) -> Iterator[None]:
         stack.enter_context(BagsOfRows())
         stack.enter_context(experts_by_rows())
         stack.enter_context(loops_by_rows())
-        stack.enter_context(some_rows(rows_may_be_none))
+        stack.enter_context(some_rows(rows_are_asked_for))
         yield
 
 
