@@ -16,6 +16,8 @@ import torch.distributed as dist
 from autopar.runtime import launch
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton's kernels run on processors; read when it is imported
 CACHE = tempfile.mkdtemp(prefix="autopar-tests-")
 os.environ["XDG_CACHE_HOME"] = CACHE  # no files of the user's are read or written
 atexit.register(shutil.rmtree, CACHE, ignore_errors=True)

@@ -34,7 +34,8 @@ def _signed(value: int, bits: int) -> int:
 
 
 _GOLDEN, _M1, _M2 = (_signed(m, 64) for m in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-_C1, _C2 = _signed(0x7FEB352D, 32), _signed(0x846CA68B, 32)
+MULTIPLIERS = _signed(0x7FEB352D, 32), _signed(0x846CA68B, 32)
+"""Of the two rounds that mix the hashes of a row and a column."""
 
 
 def _splitmix(z: torch.Tensor) -> torch.Tensor:
@@ -86,9 +87,9 @@ def _mixed(row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
     z = row.unsqueeze(-1) + column
     # arithmetic shifts: the sign bits smear, which costs one bit in 2^32 and saves two passes
     z ^= z >> 16
-    z *= _C1
+    z *= MULTIPLIERS[0]
     z ^= z >> 15
-    z *= _C2
+    z *= MULTIPLIERS[1]
     return z
 
 
