@@ -221,6 +221,15 @@ class Graph:
         return {node.name: i for i, node in enumerate(self.nodes)}
 
     @cached_property
+    def from_inputs(self) -> frozenset[int]:
+        """Nodes whose value depends on an input of the model: activations, as opposed to functions of parameters."""
+        activations: set[int] = set()
+        for i, node in enumerate(self.nodes):
+            if node.kind == "input" or not activations.isdisjoint([ref.node for ref in node.refs]):
+                activations.add(i)
+        return frozenset(activations)
+
+    @cached_property
     def consumers(self) -> dict[Ref, list[tuple[int, int]]]:
         """``{tensor: [(node, position in node.refs), ...]}`` in execution order; outputs are not listed."""
         users: dict[Ref, list[tuple[int, int]]] = {}

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from autopar.capture import Captured
+from autopar.capture.microbatches import modules_with_statistics
 from autopar.comparison import generators_kept, kept, reason_not_to
 from autopar.errors import CaptureError
-from autopar.runtime.batch_statistics import modules_with_statistics
 from autopar.runtime.buckets import LENGTH, ROWS, Buckets, Key, Size, Template, dims_of, keys_of, size_of
 from autopar.runtime.loss_counts import Count, count_of
 from autopar.torch_private import pytree

@@ -14,7 +14,7 @@ import torch
 
 from autopar.asked import Asked
 from autopar.capture import Captured, capture
-from autopar.capture.microbatches import NotLinear, first_part, numbers_of_parts, resized, rows_of
+from autopar.capture.microbatches import NotLinear, first_part, numbers_of_parts, resized, rows_of, taken_of_batch
 from autopar.errors import CaptureError, InfeasibleError, MeshError, PlanError
 from autopar.graph import Graph
 from autopar.meshes import Mesh, mesh_shapes
@@ -87,6 +87,9 @@ def find(
 ) -> Outcome:  # fmt: skip
     """The best plan for ``n`` devices of a cluster that does what is asked.
 
+    Where the number of microbatches is left to the planner, a model that takes something of its batch as a whole (batch
+    norms) is planned with one: with more, training would be another one than on one device.
+
     Args:
         captured: of a microbatch; of the batch of a step, where the number of microbatches is to be chosen.
         example: gives what was captured as ``(args, kwargs)``, or ``(args, kwargs, targets)`` if there is a loss
@@ -111,9 +114,24 @@ def find(
     if asked.numbers is None:
         say("stages")
         planned = in_stages({asked.microbatches: captured.graph}, cluster, n, asked, name)
-        return Outcome(planned.plan, captured, planned.timeline, planned.tried, planned.others)
+        plan = _with_note_on_statistics(planned.plan, captured.graph)
+        return Outcome(plan, captured, planned.timeline, planned.tried, planned.others)
     say("meshes, stages, schedules, microbatches")
-    outcome = in_parts(model, captured, example(), cluster, n, asked, name, runs)
+    taken = taken_of_batch(captured.graph) if asked.numbers == () and rows_of(example()) > 1 else ""
+    if taken:
+        asked = replace(asked, numbers=(1,))
+    try:
+        outcome = in_parts(model, captured, example(), cluster, n, asked, name, runs)
+    except InfeasibleError as error:
+        if not taken:
+            raise
+        raise InfeasibleError(
+            f"{error}\n  that is for the whole batch at once, because {taken}; give a number of microbatches to train "
+            "with what each microbatch has of its own, as gradient accumulation does"
+        ) from None
+    if taken:
+        said = f"one microbatch, because {taken}: give their number for more, of which each would have its own"
+        outcome = replace(outcome, plan=replace(outcome.plan, notes=(*outcome.plan.notes, said)))
     if len(outcome.plan.stages) == 1 and outcome.plan.microbatches > 1 and 1 in (asked.numbers or (1,)):
         return _simpler(outcome, captured, cluster, asked, name)
     return outcome
@@ -149,9 +167,12 @@ def _in_other_ways(
     except (InfeasibleError, PlanError, MeshError) as error:
         return f"nor in microbatches or stages: {error}"
     words = "stages='auto'" if len(outcome.plan.stages) > 1 else f"microbatches={outcome.plan.microbatches}"
+    taken = taken_of_batch(captured.graph) if outcome.plan.microbatches > 1 else ""
+    differs = f", by other numbers: {taken}, and each microbatch would have its own" if taken else ""
     return (
         f"that is for the whole batch at once, as pm(batch) and loss.backward() run it; {words} would fit "
         f"({outcome.tried[0][0]}: {show_seconds(outcome.plan.seconds)} a step), and trains by pm.train_step(*batch)"
+        f"{differs}"
     )
 
 
@@ -291,6 +312,15 @@ def in_stages(
     return replace(planned, plan=replace(planned.plan, pins=pins, notes=notes))
 
 
+def _with_note_on_statistics(plan: Plan, graph: Graph) -> Plan:
+    """A plan that says so, where microbatches have what is one thing of the whole batch on one device."""
+    taken = taken_of_batch(graph) if plan.microbatches > 1 else ""
+    if not taken:
+        return plan
+    said = f"{taken}: each of the {plan.microbatches} microbatches has its own; with another number, training differs"
+    return replace(plan, notes=(*plan.notes, said))
+
+
 def _others(planned: Planned) -> list[str]:
     """What came next, for those who read the plan later."""
     best = planned.plan.seconds
@@ -356,10 +386,7 @@ def in_parts(
     chosen = part(one) if runs or one in captures else replace(captured, graph=graphs[one], example=None)
     if chosen.graph.fingerprint != planned.plan.fingerprint:  # the model treats this size in another way
         planned = in_stages({planned.plan.microbatches: chosen.graph}, cluster, n, asked, name, wanted)
-    plan = planned.plan
-    if chosen.graph.updates and len(counts) > 1:
-        said = "batch statistics are those of a microbatch: with another number of them, training differs"
-        plan = replace(plan, notes=(*plan.notes, said))
+    plan = _with_note_on_statistics(planned.plan, chosen.graph)
     return Outcome(plan, chosen, planned.timeline, planned.tried, planned.others)
 
 

@@ -292,9 +292,11 @@ WISHES: tuple[Wish, ...] = (
     Wish(
         "microbatches", None, optional(_are_counts), "a whole number of 1 or more, several to choose from, or 'auto'",
         'into how many microbatches the batch of a step, which the example inputs are, is cut: a number, several to '
-        'choose from, or ``"auto"`` for the best of those that divide it.',
+        'choose from, or ``"auto"`` for the best of those that divide it (1 with batch norms, which else train '
+        'otherwise).',
         (Flag(("--microbatches",), "Into how many pieces the batch of a step, which the example is, is cut: a number, "
-              "several such as 4,8,16 to choose from, or auto. Default: auto; 1 with --mesh and no stages.",
+              "several such as 4,8,16 to choose from, or auto (1 with batch norms). Default: auto; 1 with --mesh and "
+              "no stages.",
               _counts),),
         (Pin("microbatches", "count", "pipeline", lambda n: [_plural(n, "microbatch").replace("hs", "hes")]),),
     ),

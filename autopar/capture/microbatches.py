@@ -7,7 +7,7 @@ line. What runs is always captured, so a graph that is not what was expected is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -15,11 +15,15 @@ from typing import Any
 import torch
 
 from autopar.errors import CaptureError
-from autopar.graph import Graph, Node, Spec
+from autopar.graph import WAY, Graph, Node, Spec
 from autopar.torch_private import pytree
 
 MOST = 1024
 """Microbatches that are tried at most."""
+SHOWN = 4
+"""Modules or buffers that a message names."""
+TRAINING = 5
+"""Position of the argument of ``aten.batch_norm`` that says whether it takes statistics of the batch."""
 
 
 def rows_of(example: Any) -> int:
@@ -67,6 +71,35 @@ def numbers_of_parts(rows: int) -> list[int]:
         if rows % n == 0 and (not numbers or n >= 2 * numbers[-1]):
             numbers.append(n)
     return numbers
+
+
+def modules_with_statistics(graphs: Iterable[Graph]) -> list[str]:
+    """The modules that normalize by statistics of the whole batch, in order."""
+    return list(dict.fromkeys(
+        node.module or "<model>"
+        for graph in graphs
+        for node in graph.nodes
+        if node.target == "aten.batch_norm.default" and node.args[TRAINING]
+    ))  # fmt: skip
+
+
+def taken_of_batch(graph: Graph) -> str:
+    """What a model takes of its batch as a whole, so that steps in microbatches are other ones; nothing, mostly.
+
+    Batch norms, which each microbatch gives statistics of its own; or buffers that the forward writes from what it is
+    called with, such as running means, which move once for each microbatch.
+    """
+    if modules := modules_with_statistics([graph]):
+        return f"batch norms ({_named(modules)}) take statistics of the batch"
+    written = [
+        name for name, ref in graph.updates.items() if not name.startswith(WAY) and ref.node in graph.from_inputs
+    ]
+    return f"the forward writes buffers from the batch ({_named(written)})" if written else ""
+
+
+def _named(names: list[str]) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:SHOWN])
+    return f"{shown}, ... {len(names)} in all" if len(names) > SHOWN else shown
 
 
 class NotLinear(Exception):
@@ -122,4 +155,7 @@ def resized(a: Graph, b: Graph, rows_a: int, rows_b: int, rows: int) -> Graph:
     return replace(a, nodes=nodes, outputs=value(a.outputs, b.outputs))
 
 
-__all__ = ["NotLinear", "first_part", "numbers_of_parts", "part_of_batch", "resized", "rows_of"]
+__all__ = [
+    "NotLinear", "first_part", "modules_with_statistics", "numbers_of_parts", "part_of_batch", "resized", "rows_of",
+    "taken_of_batch",
+]  # fmt: skip

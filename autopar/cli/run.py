@@ -128,7 +128,7 @@ def train(path: str, model: str | None, steps: int, lr: float, device: str = "cp
     loaded = moved(loaded, device)
     pm = spread(loaded.model, captured, plan, dist.group.WORLD)
     optimizer = optimizer_of(plan.optimizer, [p for p in pm.parameters() if p.requires_grad], lr)
-    said = {"microbatches": plan.microbatches} if len(plan.stages) == 1 else {}
+    said: dict[str, Any] = {"microbatches": plan.microbatches} if len(plan.stages) == 1 else {}
     losses, seconds = [], []
     spans: list[Any] = []
     for step in range(steps):

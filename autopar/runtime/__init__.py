@@ -12,7 +12,8 @@ A stage
 
 Two faces, which are ``torch.nn.Module``; :mod:`.spread` is what they share
 
-:mod:`.executor`         the model on one mesh; :mod:`.mesh_step`: a training step of it, in microbatches
+:mod:`.executor`         the model on one mesh; :mod:`.mesh_step`: a training step of it, in microbatches;
+                         :mod:`.scaled_steps`: with a ``GradScaler``
 :mod:`.crossing`         its program as a node of the caller's autograd graph; :mod:`.direct`: on one device
 :mod:`.outputs`          what a call gives back
 :mod:`.submodules`       what stands for the model's submodules; :mod:`.copied`: ``copy.deepcopy``;

@@ -12,22 +12,8 @@ from collections.abc import Iterable
 
 import torch.distributed as dist
 
+from autopar.capture.microbatches import SHOWN, modules_with_statistics
 from autopar.graph import Graph
-
-SHOWN = 4
-"""Modules that the warning names."""
-TRAINING = 5
-"""Position of the argument of ``aten.batch_norm`` that says whether it takes statistics of the batch."""
-
-
-def modules_with_statistics(graphs: Iterable[Graph]) -> list[str]:
-    """The modules that normalize by statistics of the whole batch, in order."""
-    return list(dict.fromkeys(
-        node.module or "<model>"
-        for graph in graphs
-        for node in graph.nodes
-        if node.target == "aten.batch_norm.default" and node.args[TRAINING]
-    ))  # fmt: skip
 
 
 def tell_of_statistics(graphs: Iterable[Graph], microbatches: int, stacklevel: int = 3) -> bool:
@@ -45,4 +31,4 @@ def tell_of_statistics(graphs: Iterable[Graph], microbatches: int, stacklevel: i
     return bool(modules)
 
 
-__all__ = ["modules_with_statistics", "tell_of_statistics"]
+__all__ = ["tell_of_statistics"]

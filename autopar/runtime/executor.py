@@ -24,6 +24,7 @@ from autopar.errors import MeshError, RunError
 from autopar.lower.program import Program
 from autopar.meshes import Mesh
 from autopar.plan import Plan
+from autopar.runtime import scaled_steps
 from autopar.runtime.agree import mesh_group
 from autopar.runtime.batch import Batch
 from autopar.runtime.calls import without_inference_mode
@@ -373,8 +374,9 @@ class ParallelModule(TakesRows, SpreadModule):
 
     @compiled_as_callers
     def train_step(
-        self, *args: Any, optimizer: torch.optim.Optimizer | None = None, microbatches: int | None = None, **kwargs: Any
-    ) -> torch.Tensor:
+        self, *args: Any, optimizer: torch.optim.Optimizer | None = None, microbatches: int | None = None,
+        scaler: torch.amp.GradScaler | None = None, **kwargs: Any,
+    ) -> torch.Tensor:  # fmt: skip
         """One training step on a batch of one or more microbatches.
 
         A microbatch has the shapes of the example inputs. An input whose first dim is ``microbatches`` times as long
@@ -386,6 +388,8 @@ class ParallelModule(TakesRows, SpreadModule):
             optimizer: if given, ``step()`` and ``zero_grad()`` follow; else gradients are left in ``param.grad``.
             args, kwargs: the batch, of global shapes, the same on every rank.
             microbatches: how many; by default found from the shapes.
+            scaler: multiplies the gradients (:mod:`~autopar.runtime.scaled_steps`); with ``optimizer``, ``step()`` and
+                ``update()`` of it follow, else ``unscale_``, clipping and these are the caller's.
 
         Returns:
             The loss of the batch, a tensor of shape [] and of the loss's dtype, the same on every rank.
@@ -397,10 +401,10 @@ class ParallelModule(TakesRows, SpreadModule):
         if self.buckets is not None:
             (args, kwargs), _ = self.buckets.padded(args, kwargs)
         parts = parts_of_step(self, args, kwargs, microbatches)
-        loss = trained(self, parts)
+        loss = trained(self, parts, scaled_steps.scale_of(scaler, self._device))
         if optimizer is not None:
             with self.fails_everywhere(f"the optimizer's step after call {self._calls}"):
-                optimizer.step()
+                scaled_steps.step(optimizer, scaler)
             optimizer.zero_grad()
         return loss
 

@@ -49,6 +49,7 @@ class Flight:
     Attributes:
         part: what of the model the stage is.
         shares: of the microbatches' losses in that of the step.
+        scale: by which the gradients of the step are multiplied.
         leads: this rank is the first of the stage's, the one that speaks for it where all have the same.
     """
 
@@ -63,6 +64,7 @@ class Flight:
         """
         self.part, self.stage, self.input_gradients, self.leads = part, stage, input_gradients, leads
         self.shares: Shares = ()
+        self.scale: torch.Tensor | None = None
         self.own_rows: RowsInStages | None = None
         self.into = [wire for wire in wires if wire.target == part.number]
         self.out = [wire for wire in wires if wire.source == part.number]
@@ -79,14 +81,14 @@ class Flight:
         stage = self.stage
         return stage.plan.whole_backward or stage.compile_args is not None
 
-    def begin(self, shares: Shares, own_rows: RowsInStages | None) -> None:
+    def begin(self, shares: Shares, own_rows: RowsInStages | None, scale: torch.Tensor | None = None) -> None:
         """A step begins: what was gathered before the optimizer's step counts no more.
 
         Args:
             own_rows: where each rank is called with rows of its own.
         """
         self.own_rows = own_rows
-        self.begun, self.shares = False, shares
+        self.begun, self.shares, self.scale = False, shares, scale
         self.stage.bind()
 
     def counts(self, microbatch: int) -> bool:
@@ -186,7 +188,8 @@ class Flight:
             share = self.shares[microbatch]
             whole = isinstance(share, float)
             roots.append(get_gradient_edge(flown.loss))
-            grads.append(torch.full_like(flown.loss, share) if whole else share.to(flown.loss.dtype))  # type: ignore
+            first = torch.full_like(flown.loss, share) if whole else share.to(flown.loss.dtype)  # type: ignore
+            grads.append(first if self.scale is None else first * self.scale.to(first.dtype))
         return roots, grads
 
     def _give_inputs(self, microbatch: int, flown: _Microbatch) -> None:

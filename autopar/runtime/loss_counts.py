@@ -8,7 +8,7 @@ alone, so every rank computes it for itself, ahead of the step and on the device
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -128,7 +128,7 @@ def count_of(graph: Graph, device: torch.device) -> Count | None:
     """
     if graph.loss is None or not isinstance(loss := graph.outputs[graph.loss], Ref):
         return None
-    with_inputs = _with_inputs(graph)
+    with_inputs = graph.from_inputs
     terms = set(_terms(graph, loss, with_inputs))
     of_labels = [each for each in terms if each.of is not None]
     if not of_labels:
@@ -143,16 +143,7 @@ def count_of(graph: Graph, device: torch.device) -> Count | None:
     return Count({slot.name: slot.shape for slot in program.slots}, program.module, mean.ignored, len(terms) == 1)
 
 
-def _with_inputs(graph: Graph) -> set[int]:
-    """The nodes that follow from an input."""
-    numbers: set[int] = set()
-    for i, node in enumerate(graph.nodes):
-        if node.kind == "input" or any(ref.node in numbers for ref in node.refs):
-            numbers.add(i)
-    return numbers
-
-
-def _terms(graph: Graph, ref: Ref, with_inputs: set[int]) -> Iterator[_Mean]:
+def _terms(graph: Graph, ref: Ref, with_inputs: Set[int]) -> Iterator[_Mean]:
     """The means of which a loss is the sum; what does not depend on the batch, such as a penalty, is none."""
     node = graph.nodes[ref.node]
     if ref.node not in with_inputs:
@@ -179,7 +170,7 @@ def _terms(graph: Graph, ref: Ref, with_inputs: set[int]) -> Iterator[_Mean]:
         yield _Mean(None)
 
 
-def _without_bound(graph: Graph, ref: Ref, with_inputs: set[int]) -> Ref:
+def _without_bound(graph: Graph, ref: Ref, with_inputs: Set[int]) -> Ref:
     """The count itself, where a loss is divided by ``count.clamp(min=1)``.
 
     A microbatch in which nothing counts then adds nothing; by the bounded number it would count as one thing, and so

@@ -136,9 +136,12 @@ def _uneven(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: int |
     return runs(planned, pm._signature, pm.plan.microbatches, args, kwargs, most=most)
 
 
-def trained(pm: Any, parts: Sequence[StepPart]) -> torch.Tensor:
+def trained(pm: Any, parts: Sequence[StepPart], scale: torch.Tensor | None = None) -> torch.Tensor:
     """Forward and backward of all parts of a step; the parameters have their gradients then, or, where it breaks, those
     that they had.
+
+    Args:
+        scale: by which the gradients are multiplied.
 
     Returns:
         The loss of the batch, a tensor of shape [] and of the loss's dtype.
@@ -165,12 +168,12 @@ def trained(pm: Any, parts: Sequence[StepPart]) -> torch.Tensor:
                 of_labels.append(torch.stack([pm.count(_whole_inputs(pm, pm.count, *call)) for call in calls]))
     shares = shares_of_parts(parts, of_parts, counts, of_labels)
     if len(parts) == 1:
-        return backwards(pm, of_parts[0], shares[0], pm._captured.graph.loss, len(of_parts[0]))
+        return backwards(pm, of_parts[0], shares[0], pm._captured.graph.loss, len(of_parts[0]), scale)
     losses = []
     with _gradients_stay_where_it_breaks(pm):
         for part, calls, of_part in zip(parts, of_parts, shares, strict=True):
             pm.check_step(part.call)
-            losses.append(backwards(pm, calls, of_part, pm._captured.graph.loss, sum(map(len, of_parts))))
+            losses.append(backwards(pm, calls, of_part, pm._captured.graph.loss, sum(map(len, of_parts)), scale))
     return sum(losses[1:], losses[0])
 
 
@@ -228,7 +231,9 @@ def _gradients_stay_where_it_breaks(pm: Any) -> Iterator[None]:
         raise
 
 
-def backwards(pm: Any, calls: Sequence[Call], shares: Shares, number: int, of_step: int) -> torch.Tensor:
+def backwards(
+    pm: Any, calls: Sequence[Call], shares: Shares, number: int, of_step: int, scale: torch.Tensor | None = None
+) -> torch.Tensor:
     """Forward and backward of every microbatch; the parameters have their gradients then.
 
     A microbatch in which nothing counts has a loss that is no number, and no gradient: it only runs forward, for
@@ -240,6 +245,7 @@ def backwards(pm: Any, calls: Sequence[Call], shares: Shares, number: int, of_st
         shares: of their losses in that of the batch.
         number: of the loss among the model's outputs.
         of_step: microbatches of the step, of which these may be a part.
+        scale: by which the gradients are multiplied.
 
     Returns:
         What they add to the loss of the batch, a tensor of shape [] and of the loss's dtype.
@@ -264,7 +270,7 @@ def backwards(pm: Any, calls: Sequence[Call], shares: Shares, number: int, of_st
                     share = shares[i]
                     loss = loss * (share.to(loss.dtype) if isinstance(share, torch.Tensor) else share)
                 with without_autocast():
-                    loss.backward()
+                    loss.backward(None if scale is None else scale.to(loss.dtype))
                 total = loss.detach() if total is None else total + loss.detach()
     except BaseException:
         gradients.drop()

@@ -20,7 +20,7 @@ from autopar.capture.evaluation import Skeleton
 from autopar.errors import RunError
 from autopar.plan import Plan
 from autopar.rules.registry import rules_of
-from autopar.runtime import pipeline_programs
+from autopar.runtime import pipeline_programs, scaled_steps
 from autopar.runtime.agree import Meeting, first_seed
 from autopar.runtime.batch import Batch
 from autopar.runtime.batch_statistics import tell_of_statistics
@@ -209,7 +209,10 @@ class PipelineModule(TakesRows, SpreadModule):
     # -- a step
 
     @compiled_as_callers
-    def train_step(self, *args: Any, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any) -> torch.Tensor:
+    def train_step(
+        self, *args: Any, optimizer: torch.optim.Optimizer | None = None, scaler: torch.amp.GradScaler | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:  # fmt: skip
         """One training step on a batch of any number of rows, in microbatches of at most as many as are planned.
 
         Inputs that have the rows of the batch are cut; others go into every microbatch. Each loss counts by its
@@ -224,6 +227,8 @@ class PipelineModule(TakesRows, SpreadModule):
         Args:
             args, kwargs: the batch, of global shapes, the same on every rank.
             optimizer: if given, ``step()`` and ``zero_grad()`` follow.
+            scaler: multiplies the gradients (:mod:`~autopar.runtime.scaled_steps`); with ``optimizer``, ``step()`` and
+                ``update()`` of it follow, else ``unscale_``, clipping and these are the caller's.
 
         Returns:
             The loss of the batch, a tensor of shape [] and of the loss's dtype, the same on every rank.
@@ -233,6 +238,7 @@ class PipelineModule(TakesRows, SpreadModule):
         """
         self.check_trains()
         with self._step(f"train_step {self._steps}"):
+            scale = scaled_steps.scale_of(scaler, self._device)
             ready = self._ready(args, kwargs, "to train on")
             if not self.told_of_statistics:
                 microbatches = sum(each.run.microbatches for each in ready)
@@ -242,8 +248,9 @@ class PipelineModule(TakesRows, SpreadModule):
             for each, shares in zip(ready, self._shares(ready), strict=True):
                 seeds = self._seeds(drawn, each.run.microbatches)
                 each.batch.check_planned(each.callers)
+                reached = each.reached(seeds)
                 losses.append(
-                    each.work.train(each.batches, shares, seeds, each.batch.shown, each.callers, each.reached(seeds))
+                    each.work.train(each.batches, shares, seeds, each.batch.shown, each.callers, reached, scale)
                 )
                 drawn += each.run.microbatches
             for each in ready:
@@ -252,8 +259,10 @@ class PipelineModule(TakesRows, SpreadModule):
             if given:
                 torch.autograd.backward([x for x, _ in given], [grad for _, grad in given])
             self._steps, self._drawn = self._steps + 1, self._drawn + drawn
+            if scale is not None:
+                scaled_steps.share_overflows(self.parameters(), self._device, self._work.everyone)
             if optimizer is not None:
-                optimizer.step()
+                scaled_steps.step(optimizer, scaler)
         if optimizer is not None:
             optimizer.zero_grad()
         return sum(losses[1:], losses[0]).to(ready[0].loss_dtype)

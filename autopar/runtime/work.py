@@ -90,6 +90,7 @@ class Work:
     def train(
         self, batches: Batches, shares: Shares, seeds: Sequence[int], shown: Mapping[str, str],
         callers: Mapping[str, torch.Tensor], reached: Sequence[Reached] | None = None,
+        scale: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Forward and backward of all microbatches; :meth:`give` hands over the gradients.
 
@@ -99,12 +100,13 @@ class Work:
             shown: what messages call the inputs.
             callers: the caller's tensors, by input name; :attr:`input_gradients` has theirs then.
             reached: what has a gradient in each microbatch; None where all that wants one does.
+            scale: by which the gradients are multiplied.
 
         Returns:
             the sum of the weighted losses, on every rank.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        self._begin(shares)
+        self._begin(shares, scale)
         self.input_gradients.begin(callers)
         for flight in self.flights.values():
             flight.stage.gradients.forget()
@@ -168,7 +170,7 @@ class Work:
             total += loss.detach().double() * flight.shares[k]
         return flat
 
-    def _begin(self, shares: Shares) -> None:
+    def _begin(self, shares: Shares, scale: torch.Tensor | None = None) -> None:
         """A step begins: nothing is left of an earlier one, also if that was broken off by an exception on all ranks.
 
         Then messages are under way that nobody takes, and receives are posted that nobody answers. The ranks tell each
@@ -179,7 +181,7 @@ class Work:
             for flight in broken.flights.values():
                 flight.drop()
         for flight in self.flights.values():
-            flight.begin(shares, self.own_rows)
+            flight.begin(shares, self.own_rows, scale)
         self.unfinished.work = self
 
 

@@ -127,6 +127,61 @@ def scaled(cut: str, infinite_on: int | None) -> tuple[float, float, bool]:
     return worst, scale, all(torch.equal(value, before[name]) for name, value in whole.items())
 
 
+def scaled_steps(cut: str, infinite_in: str) -> tuple[float, float, list[float], list[float]]:
+    """Three calls of ``train_step`` with a gradient scaler beside one device; in the second a gradient overflows.
+
+    Args:
+        cut: one of :data:`CUTS`, or "stages".
+        infinite_in: the parameter whose gradient overflows in the second step.
+
+    Returns:
+        The worst difference of a loss and of a parameter, and the scale after each step, here and on one device.
+    """
+    if cut == "stages":
+        pm = autopar.parallelize(
+            Net(False), 2, batch()[0], loss_fn=loss_of, stages=2, microbatches=1, schedule="1f1b", cuts=["norm"]
+        )
+    else:
+        pm = spread(Net(False), batch()[0], (2,), loss_fn=loss_of, **CUTS[cut])
+    alone = Net(False)
+    scales: list[list[float]] = []
+    losses: list[list[float]] = []
+    for model in (pm, alone):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+        scales.append([])
+        losses.append([])
+        for number in range(3):
+            params = dict(model.named_parameters())
+            hook = None
+            if number == 1 and infinite_in in params:
+                hook = params[infinite_in].register_hook(lambda grad: grad * torch.inf)
+            ids = batch(number)[0]
+            if model is alone:
+                loss = loss_of(alone(ids))
+                scaler.scale(loss).backward()
+            if number == 2:  # with clipping, the caller's own steps
+                loss = loss if model is alone else pm.train_step(ids, scaler=scaler)
+                scaler.unscale_(optimizer)
+                if cut == "stages" and model is pm:
+                    pm.clip_grad_norm_(0.01)
+                else:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            if number == 2 or model is alone:
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+            else:
+                loss = pm.train_step(ids, optimizer=optimizer, scaler=scaler)
+            if hook is not None:
+                hook.remove()
+            losses[-1].append(float(loss.detach()))
+            scales[-1].append(scaler.get_scale())
+    whole = autopar.full_state_dict(pm, all_ranks=True)
+    worst = max(float((whole[name] - value).abs().max()) for name, value in alone.state_dict().items())
+    return max(abs(a - b) / b for a, b in zip(*losses, strict=True)), worst, scales[0], scales[1]
+
+
 def low(cut: str, mesh: tuple[int, ...] = (2,)) -> float:
     """Steps of a model in bfloat16 beside one device; the worst difference of gradients."""
     pm = spread(Net(False).bfloat16(), batch()[:1], mesh, **CUTS[cut])

@@ -17,6 +17,10 @@ CALLS: dict[str, tuple[Any, ...]] = {
 SCALED: dict[str, tuple[Any, ...]] = {
     f"scaled {cut} {rank}": ("scaled", cut, rank) for cut in ("zero", "tensor") for rank in (None, 0, 1)
 }
+STEPS: dict[str, tuple[Any, ...]] = {
+    f"steps {cut} {name}": ("scaled_steps", cut, name)
+    for cut, name in (("zero", "up.weight"), ("stages", "up.weight"), ("stages", "down.weight"))
+}
 LOW: dict[str, tuple[Any, ...]] = {f"low {cut}": ("low", cut) for cut in mixed_precision.CUTS}
 
 POLICIES: dict[str, tuple[Any, ...]] = {
@@ -29,7 +33,8 @@ POLICIES |= {f"policy {name} in stages": ("policy", name, "", (2,), 2) for name 
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
-    return run_local(several, 2, "mixed_precision", {**CALLS, **SCALED, **LOW, **POLICIES, "stages": ("in_stages",)})
+    calls = {**CALLS, **SCALED, **STEPS, **LOW, **POLICIES, "stages": ("in_stages",)}
+    return run_local(several, 2, "mixed_precision", calls)
 
 
 @pytest.mark.parametrize("how", list(CALLS))
@@ -53,6 +58,15 @@ def test_a_gradient_scaler_skips_the_step_on_all_ranks_or_on_none(found: list[di
         assert skipped is (SCALED[how][2] is not None)
         assert scale == (512.0 if skipped else 1024.0)
         assert worst == 0.0 if skipped else worst < 2.5e-2  # AdamW's first step is lr times the gradient's sign
+
+
+@pytest.mark.parametrize("how", list(STEPS))
+def test_a_step_takes_a_gradient_scaler(found: list[dict[str, Any]], how: str) -> None:
+    """The overflow of one stage alone has the other skip its step, too."""
+    for rank in found:
+        losses, weights, scales, scales_alone = rank[how]
+        assert losses < 1e-6 and weights < 1e-6
+        assert scales == scales_alone == [2048.0, 1024.0, 2048.0]
 
 
 @pytest.mark.parametrize("how", list(LOW))

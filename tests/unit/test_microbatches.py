@@ -17,7 +17,7 @@ import autopar
 from autopar import planfile as files
 from autopar.capture import capture
 from autopar.capture.microbatches import NotLinear, first_part, numbers_of_parts, resized, rows_of
-from autopar.errors import AutoparError, CaptureError
+from autopar.errors import AutoparError, CaptureError, InfeasibleError
 from autopar.graph import Graph
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
 from hardware_profiles import load_cluster
@@ -49,6 +49,28 @@ class Wide(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # [b h] -> []
         return self.layers(x).square().mean()
+
+
+class Normed(nn.Module):
+    """Two layers, between which something is taken of the whole batch."""
+
+    def __init__(self, kind: str | None = "norm") -> None:
+        super().__init__()
+        self.kind = kind
+        self.first, self.last = nn.Linear(512, 2048), nn.Linear(2048, 512)
+        if kind == "norm":
+            self.norm = nn.BatchNorm1d(2048)
+        elif kind == "buffer":
+            self.register_buffer("mean", torch.zeros(2048))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [b h] -> []
+        x = self.first(x)
+        if self.kind == "norm":
+            x = self.norm(x)
+        elif self.kind == "buffer":
+            self.mean.lerp_(x.detach().mean(0), 0.1)
+            x = x - self.mean
+        return self.last(x).square().mean()
 
 
 def wide(rows: int) -> Graph:
@@ -129,11 +151,32 @@ def test_of_a_model() -> None:
 
 
 def test_batch_statistics_are_named() -> None:
-    case = ZOO["resnet"]()
-    found = autopar.plan(
-        case.model, "local-x2", case.kwargs or case.args, stages=2, microbatches=[1, 2], schedule="1f1b"
-    )
-    assert any("batch statistics are those of a microbatch" in note for note in found.notes)
+    """A number is the user's: what it does to the statistics is in the notes."""
+    for number in (2, [2, 4]):
+        found = autopar.plan(Normed(), "local-x2", torch.zeros(8, 512), stages=2, microbatches=number, schedule="1f1b")
+        assert any("batch norms ('norm') take statistics of the batch: each of the" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("kind", ["norm", "buffer"])
+def test_a_batch_that_is_one_thing_is_not_cut_by_itself(kind: str) -> None:
+    """The planner cuts what is the same in parts (the first line says so), and no other."""
+    batch = torch.zeros(1024, 512)
+    asked = {"stages": 2, "schedule": "1f1b", "recompute": "none"}
+    assert autopar.plan(Normed(None), "local-x2", batch, **asked).microbatches > 1
+    found = autopar.plan(Normed(kind), "local-x2", batch, **asked)
+    assert found.microbatches == 1 and any(note.startswith("one microbatch, because") for note in found.notes)
+    assert autopar.parallelize(Normed(kind), 1, torch.randn(8, 512), microbatches="auto").plan.microbatches == 1
+    with pytest.raises(InfeasibleError, match=r"for the whole batch at once, because .* give a number"):
+        autopar.plan(Normed(kind), "local-x2", batch, memory_limit=10e6, **asked)
+
+
+def test_a_batch_that_is_one_thing_on_the_command_line(tmp_path: Path) -> None:
+    text = MODEL.replace("(nn.Linear(16, 16) for _ in range(6))", "[nn.Linear(16, 16), nn.BatchNorm1d(16)]")
+    (tmp_path / "model.py").write_text(text)
+    model = f"{tmp_path / 'model.py'}:make"
+    code, out, err = command("plan", model, "-c", "local-x2", "--stages", 2, "--json")
+    assert code == 0, err
+    assert "parts" not in json.loads(out)["model"] and "one microbatch, because batch norms ('layers.1')" in out
 
 
 def test_on_the_command_line(tmp_path: Path) -> None:

@@ -384,7 +384,7 @@ class Builder:
             usable = cache[key]
             if self.allowed is not None:
                 usable = [s for s in usable if self.allowed(node, s)]
-            if rule.kind in ("pointwise", "reduce") and i in self._from_inputs:
+            if rule.kind in ("pointwise", "reduce") and i in self.graph.from_inputs:
                 usable = [s for s in usable if is_plain(s, rule)] or usable
             if self.cut_contractions and rule.kind in ("matmul", "conv", "attention"):
                 usable = most_cut(usable, rule)
@@ -404,15 +404,6 @@ class Builder:
             chain_of[i] = len(chains)
             chains.append(Chain([i], [(s,) for s in usable], seconds, n_bytes))
         return chains, chain_of
-
-    @cached_property
-    def _from_inputs(self) -> set[int]:
-        """Nodes whose value depends on an input of the model: activations, as opposed to functions of parameters."""
-        activations: set[int] = set()
-        for i, node in enumerate(self.graph.nodes):
-            if node.kind == "input" or not activations.isdisjoint([r.node for r in node.refs]):
-                activations.add(i)
-        return activations
 
     def _leader(
         self, i: int, node: Node, rule: Rule, groups: dict[int, list[_Group]], counts: Mapping[int, int],
