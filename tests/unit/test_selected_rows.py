@@ -262,3 +262,80 @@ def test_a_parameter_that_is_read_beside_its_rows_has_a_gradient() -> None:
     pm(x, y).backward()
     first = {n: p.grad is None for n, p in pm.named_parameters() if n.startswith("experts.0")}
     assert [n for n, none in first.items() if not none] == ["experts.0.up.weight"]
+
+
+class CountingExpert(Expert):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: torch.Tensor
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.calls += 1
+        return super().forward(x)
+
+
+class CountingExperts(Experts):
+    """Counts the calls of each expert twice: in the expert, and in a method that the loop calls."""
+
+    def __init__(self, mix: Mix, of_each: int) -> None:
+        super().__init__(mix, of_each)
+        self.runs: torch.Tensor
+        self.experts = nn.ModuleList([CountingExpert() for _ in range(EXPERTS)])
+        self.register_buffer("runs", torch.zeros(EXPERTS))
+
+    def run(self, e: int, x: torch.Tensor) -> torch.Tensor:
+        self.runs[e] += 1
+        return self.experts[e](x)  # type: ignore[no-any-return]
+
+
+def by_a_method(m: Experts, x: torch.Tensor, weights: torch.Tensor, picked: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    for e in range(EXPERTS):
+        mask = picked[:, 0] == e
+        if mask.any():
+            out[mask] = m.run(e, x[mask])  # type: ignore[operator]
+        m.runs[e] += 100.0  # type: ignore[operator, index]
+    return out
+
+
+def within_another_if(m: Experts, x: torch.Tensor, weights: torch.Tensor, picked: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        rows = (picked[:, 0] == e).nonzero()[:, 0]
+        if m.training:
+            if rows.numel() == 0:
+                continue
+        out.index_add_(0, rows, expert(x[rows]))
+    return out
+
+
+@pytest.mark.parametrize(("mix", "of_each"), [(by_a_method, 1), (by_nonzero, 2), (within_another_if, 1)])
+def test_what_an_expert_writes_is_written_where_it_has_rows(mix: Mix, of_each: int) -> None:
+    model = CountingExperts(mix, of_each).double()
+    alone = copy.deepcopy(model)
+    x, y = (torch.randn(4, 4, HIDDEN, dtype=torch.float64) for _ in range(2))
+    pm = autopar.parallelize(model, 1, (x, y))
+    for args in ((x, y), (x[:1, :1].expand_as(x), y)):
+        assert torch.allclose(pm(*args), alone(*args), rtol=1e-12)
+    mine, theirs = dict(pm.named_buffers()), dict(alone.named_buffers())
+    assert all(torch.equal(mine[name], buffer) for name, buffer in theirs.items())
+    assert theirs["experts.0.calls"] == 0 and any(b == 1 for n, b in theirs.items() if n.endswith("calls"))
+
+
+def averaging(m: Experts, x: torch.Tensor, weights: torch.Tensor, picked: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        mask = picked[:, 0] == e
+        rows = expert(x[mask])
+        with torch.no_grad():
+            m.runs[e].add_(rows.abs().mean())  # type: ignore[index, operator]
+        out[mask] = rows
+    return out
+
+
+def test_statistics_across_rows_are_refused_in_regions_without_gradients_too() -> None:
+    x = torch.randn(4, 4, HIDDEN)
+    with pytest.raises(CaptureError, match="mean.* looks across rows that a mask selects"):
+        autopar.capture(CountingExperts(averaging, 1), (x, x))

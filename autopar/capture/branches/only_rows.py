@@ -64,19 +64,31 @@ def _function_at(source: str, first_line: int) -> ast.FunctionDef | None:
 
 def _branch_at(function: ast.FunctionDef, line: int) -> tuple[ast.expr, Statements] | None:
     """The question at a line, and what runs where there are rows; None if it is of another form."""
-    for parent in ast.walk(function):
-        for name in ("body", "orelse"):
-            statements = getattr(parent, name, None)
-            if not isinstance(statements, list):
-                continue
-            for k, node in enumerate(statements):
-                if not isinstance(node, ast.If) or not node.test.lineno <= line <= (node.test.end_lineno or 0):
-                    continue
-                if node.orelse:
-                    return None
-                if len(node.body) == 1 and isinstance(node.body[0], ast.Continue):
-                    return (node.test, statements[k + 1 :]) if isinstance(parent, ast.For) and name == "body" else None
-                return node.test, node.body
+    return _branch_in(function.body, line, None)
+
+
+def _branch_in(statements: Statements, line: int, rest: Statements | None) -> tuple[ast.expr, Statements] | None:
+    """The same for a question that stands somewhere in these statements.
+
+    Args:
+        rest: what of a turn of the innermost loop follows behind them, which a ``continue`` passes over, too; None
+            outside of loops.
+    """
+    for k, node in enumerate(statements):
+        if not node.lineno <= line <= (node.end_lineno or 0):
+            continue
+        behind = None if rest is None else [*statements[k + 1 :], *rest]
+        if isinstance(node, ast.If) and node.test.lineno <= line <= (node.test.end_lineno or 0):
+            if node.orelse:
+                return None
+            if len(node.body) == 1 and isinstance(node.body[0], ast.Continue):
+                return (node.test, behind) if behind is not None else None
+            return node.test, node.body
+        of_loop = isinstance(node, ast.For | ast.While)
+        for name in ("body", "orelse", "finalbody"):
+            inside = getattr(node, name, None)
+            if isinstance(inside, list) and (found := _branch_in(inside, line, [] if of_loop else behind)):
+                return found
     return None
 
 

@@ -6,6 +6,8 @@
 :mod:`.exported`       what stands in an exported program, and where
 :mod:`.recorded_calls` calls of user functions and hooks
 :mod:`.selected_rows`  rows that a mask selects are all rows, and the mask
+:mod:`.regions_inlined` regions without gradients in which such rows are worked on
+:mod:`.conditional_writes` what modules write that are called where there are such rows
 :mod:`.entered`        branches that are entered where there are such rows: which parameters take part
 :mod:`.alike_turns`    loops over experts on such rows are products by rows
 :mod:`.merging`        equal expressions become one, on the pure graph

@@ -20,6 +20,7 @@ from torch.fx import Graph, Node
 
 from autopar.capture.branches.taken import TAKEN
 from autopar.capture.graph.alike_turns import routing
+from autopar.capture.graph.conditional_writes import writes
 from autopar.capture.graph.exported import flat, name_of
 from autopar.capture.trace.passed_over import TOOK_PART
 
@@ -90,7 +91,7 @@ def _reached_by(graph: Graph, leaving: Mapping[Node, Node], asked: set[Node]) ->
             reached[node] = always
             continue
         masks: frozenset[Any] = frozenset().union(*(_passed(user, reached, leaving, asked) for user in node.users))
-        if _writes(node):  # other views of what it writes to may be read
+        if writes(node):  # other views of what it writes to may be read
             masks = always
         reached[node] = masks
     return reached
@@ -112,11 +113,6 @@ def _is_differentiable(node: Node) -> bool:
         return False
     values = flat(node.meta.get("val"))
     return any(not isinstance(v, torch.Tensor) or v.is_floating_point() or v.is_complex() for v in values)
-
-
-def _writes(node: Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return node.op == "call_function" and schema is not None and bool(schema.is_mutable)
 
 
 __all__ = ["note_parts"]

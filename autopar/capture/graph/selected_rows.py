@@ -23,8 +23,10 @@ from torch.fx import Graph, Node
 
 from autopar.capture.branches.taken import OF_ROWS, TAKEN
 from autopar.capture.graph.alike_turns import Turn, as_one, root_of
+from autopar.capture.graph.conditional_writes import write_where_there_are_rows
 from autopar.capture.graph.entered import note_parts
 from autopar.capture.graph.exported import at, flat, is_symbolic, module_of, name_of
+from autopar.capture.graph.regions_inlined import regions_of_rows_inlined
 from autopar.errors import CaptureError
 
 aten = torch.ops.aten
@@ -78,6 +80,7 @@ def with_masks(exported: Any) -> None:
         CaptureError: what is done with them is not done for each row by itself.
     """
     graph: Graph = exported.graph
+    regions_of_rows_inlined(exported.graph_module, _selects)
     if any(node.op == "call_function" and _selects(node) for node in graph.nodes):
         of_rows = {
             node for node in graph.nodes if node.op == "call_function" and _selects(node)
@@ -122,6 +125,8 @@ class _Masked:
         """Rows that were taken from a tensor: of which, and where."""
         self.leaving: dict[Node, Node] = {}
         """Where selected rows become part of a tensor of all, and the mask that selects them."""
+        self.written: set[Node] = set()
+        """What writes rows to a tensor of all."""
         self.gone: list[Node] = []
         self.node: Node = next(iter(graph.nodes))
 
@@ -137,30 +142,37 @@ class _Masked:
                 with self.graph.inserting_before(node):
                     self._take(node)
         asked = self._asked_masks()
+        write_where_there_are_rows(
+            self.graph, self._masks_of_rows(), asked, self.leaving, {*self.gone, *self.written}, self._emit,
+            self._refused_at,
+        )  # fmt: skip
         for node in reversed(self.gone):
             if not node.users:
                 self.graph.erase_node(node)
         note_parts(self.graph, self.leaving, asked, self.parameters, self._emit)
         as_one(self.graph, self.turns, self._emit, self._finished)
 
-    def _asked_masks(self) -> set[Node]:
-        """The masks for which the model's code asks whether they select any rows.
+    def _masks_of_rows(self) -> dict[Node, Node]:
+        each = {node: rows[0] if isinstance(rows, list) else rows for node, rows in self.rows.items()}
+        return {node: rows.mask for node, rows in each.items()}
+
+    def _asked_masks(self) -> dict[Node, Node | None]:
+        """The masks for which the model's code asks whether they select any rows, and the node that asks if there is
+        one; else it was a number of rows.
 
         Such a branch is none where it does nothing but work on these rows: no rows count as nothing, and the way on
         which they are used was followed (:mod:`autopar.capture.branches.masks`). Its question goes.
         """
-        masks = {r.mask for rows in self.rows.values() for r in (rows if isinstance(rows, list) else [rows])}
-        asked: set[Node] = set()
-        for node in self.asked:
-            rows = self.rows[node]
-            asked.add(rows[0].mask if isinstance(rows, list) else rows.mask)
+        mask_of = self._masks_of_rows()
+        masks = set(mask_of.values())
+        asked: dict[Node, Node | None] = {mask_of[node]: None for node in self.asked}
         for node in list(self.graph.nodes):
             if node.op == "call_function" and name_of(node.target) == TAKEN and str(node.args[1]).endswith(OF_ROWS):
                 condition: Any = node.args[0]
                 while isinstance(condition, Node) and condition not in masks and str(condition.target) in OF_ANY:
                     condition = condition.args[0]
                 if condition in masks:
-                    asked.add(condition)
+                    asked.setdefault(condition, node)
                     self.gone.append(node)
         return asked
 
@@ -207,6 +219,8 @@ class _Masked:
 
     def _row_by_row(self, node: Node) -> None:
         name = str(node.target)
+        if "." not in name:  # a region, or what Python computes
+            raise self._refused(f"'{name}' takes")
         args = [n for n in node.all_input_nodes if n in self.rows]
         taken = [self.rows[n] for n in args]
         if any(isinstance(r, list) for r in taken):
@@ -479,6 +493,7 @@ class _Masked:
             made = self._emit(aten.copy_.default, (tensor, made))
         node.replace_all_uses_with(made)
         self.gone.append(node)
+        self.written.add(made)
         return made
 
     # -- small things
@@ -531,6 +546,10 @@ class _Masked:
         return x.meta["val"] if isinstance(x, Node) else x
 
     _val_of_rows = _val
+
+    def _refused_at(self, node: Node, what: str) -> CaptureError:
+        self.node = node
+        return self._refused(what)
 
     def _refused(self, what: str) -> CaptureError:
         return CaptureError(

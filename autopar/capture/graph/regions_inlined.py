@@ -1,0 +1,79 @@
+"""Regions without gradients in which rows that a mask selects are worked on, written out among the other operators.
+
+``with torch.no_grad(): self.seen.index_add_(0, rows, ones)`` is one node of an exported program with a graph of its own.
+What becomes of selected rows (:mod:`.selected_rows`) is followed operator by operator, so such a region is written
+out; what it reads is detached, since no gradient comes to it from there.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from autopar.capture.graph.conditional_writes import writes
+from autopar.capture.graph.exported import flat, is_symbolic, name_of
+
+aten = torch.ops.aten
+REGION = "wrap_with_set_grad_enabled"
+
+
+def regions_of_rows_inlined(module: GraphModule, selects: Callable[[Node], bool]) -> None:
+    """Write out the regions of an exported program with selected rows that select rows, are given some, or write.
+
+    Args:
+        selects: whether a node makes rows from a mask.
+    """
+    if not any(node.op == "call_function" and selects(node) for node in module.graph.nodes):
+        return
+    for node in list(module.graph.nodes):
+        if node.op != "call_function" or REGION not in name_of(node.target) or node.args[0]:
+            continue
+        body = getattr(module, str(node.args[1].target), None)
+        if isinstance(body, GraphModule) and _of_rows(node, body, selects):
+            _write_out(node, body)
+    module.graph.lint()
+
+
+def _of_rows(region: Node, body: GraphModule, selects: Callable[[Node], bool]) -> bool:
+    given = [v for n in region.all_input_nodes for v in flat(n.meta.get("val"))]
+    if any(n.op == "get_attr" for n in body.graph.nodes):  # regions inside of it
+        return False
+    return is_symbolic([tuple(v.shape) for v in given if isinstance(v, torch.Tensor)]) or is_symbolic(
+        [v for v in given if not isinstance(v, torch.Tensor)]
+    ) or any(n.op == "call_function" and (selects(n) or writes(n)) for n in body.graph.nodes)  # fmt: skip
+
+
+def _write_out(region: Node, body: GraphModule) -> None:
+    graph = region.graph
+    value: dict[Node, Any] = {}
+    given = iter(region.args[2:])
+    with graph.inserting_before(region):
+        for node in body.graph.nodes:
+            if node.op == "placeholder":
+                value[node] = _detached(next(given))
+            elif node.op == "output":
+                results: Any = torch.fx.node.map_arg(node.args[0], lambda n: value[n])
+            else:
+                value[node] = graph.node_copy(node, lambda n: value[n])
+    for user in list(region.users):
+        assert user.target is operator.getitem
+        user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
+        graph.erase_node(user)
+    graph.erase_node(region)
+
+
+def _detached(given: Any) -> Any:
+    """What is read without a gradient; what wants none, such as a buffer, stays what it is."""
+    val = given.meta.get("val") if isinstance(given, Node) else None
+    if not isinstance(val, torch.Tensor) or not val.requires_grad:
+        return given
+    detached = given.graph.call_function(aten.detach.default, (given,))
+    detached.meta = {**given.meta, "val": val.detach()}
+    return detached
+
+
+__all__ = ["regions_of_rows_inlined"]
