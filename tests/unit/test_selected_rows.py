@@ -337,5 +337,5 @@ def averaging(m: Experts, x: torch.Tensor, weights: torch.Tensor, picked: torch.
 
 def test_statistics_across_rows_are_refused_in_regions_without_gradients_too() -> None:
     x = torch.randn(4, 4, HIDDEN)
-    with pytest.raises(CaptureError, match="mean.* looks across rows that a mask selects"):
+    with pytest.raises(CaptureError, match=r"mean.* looks across rows that a mask selects"):
         autopar.capture(CountingExperts(averaging, 1), (x, x))

@@ -1,7 +1,7 @@
 """Regions without gradients in which rows that a mask selects are worked on, written out among the other operators.
 
-``with torch.no_grad(): self.seen.index_add_(0, rows, ones)`` is one node of an exported program with a graph of its own.
-What becomes of selected rows (:mod:`.selected_rows`) is followed operator by operator, so such a region is written
+``with torch.no_grad(): self.seen.index_add_(0, rows, ones)`` is one node of an exported program, with a graph of its
+own. What becomes of selected rows (:mod:`.selected_rows`) is followed operator by operator, so such a region is written
 out; what it reads is detached, since no gradient comes to it from there.
 """
 
