@@ -154,12 +154,14 @@ class Menus:
         if key not in self._begun:  # begun: what was decided at another size is not possible here
             decided = self.decided.alike(key, self.share) or []
             fastest = self.decided.fastest.get(key[:2]) if self.share and not decided else None
-            plans = self._again(block, mesh, devices, [*decided[:1], *([fastest] if fastest else [])])
+            plans = self._again(block, mesh, devices, [*decided[:1], *([fastest] if fastest else [])], weighed=False)
         if not plans:
             plans = [self._plans(block, mesh, devices).fastest()]
             if self.share:
                 self.decided.fastest[key[:2]] = plans[0]
-        return self._ways(self._graph(block), plans, mesh, devices)[0].seconds
+        priced = pricer(self.cluster, mesh, devices)
+        spent = [phases(self._graph(block), plan, priced) for plan in plans]
+        return min(of_plan.forward_seconds + of_plan.backward_seconds for of_plan in spent)
 
     def launches(self, block: Block, device: int) -> float:
         """Seconds of a microbatch that launches of a block's operators take on any mesh with that device."""
@@ -179,10 +181,12 @@ class Menus:
         return key in self._known
 
     def _again(
-        self, block: Block, mesh: Mesh, devices: Sequence[int], plans: Sequence[StagePlan]
+        self, block: Block, mesh: Mesh, devices: Sequence[int], plans: Sequence[StagePlan], weighed: bool = True
     ) -> list[StagePlan] | None:
         graph = self._graph(block)
-        return priced_again(graph, self.cluster, mesh, self._options(graph), plans, devices=devices)
+        return priced_again(
+            graph, self.cluster, mesh, self._options(graph), plans, devices=devices, weighed=weighed
+        )
 
     def forget(self) -> None:
         """Let go of what was begun for :meth:`fastest` and not needed since."""

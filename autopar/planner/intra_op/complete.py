@@ -166,6 +166,7 @@ def complete(
     microbatches: int = 1,
     in_flight: int = 1,
     memory: Mapping[str, Collection[Any]] | None = None,
+    weighed: bool = True,
 ) -> StagePlan:
     """The plan of the given decisions, with routes and price.
 
@@ -176,6 +177,10 @@ def complete(
         buffers: placements by name; the others follow demand.
         memory: what is not kept for the backward, by decision. Tensors that are not gathered after all, and results
             that nobody keeps, are left out.
+        weighed: with the bytes of activations and of what works on them, which take longer to find than all else;
+            without, and if nothing is done again, they count as none: for who asks only how long a plan takes.
+        weighed: with the bytes of activations and of what works on them, which take longer to find than all else;
+            without, they count as none, for who asks how long a plan takes that does nothing again.
         devices: ranks of the mesh, in row-major order; by default the first.
 
     Raises:
@@ -211,10 +216,14 @@ def complete(
         if cheapest[1]:
             routes[route_key(graph, ref)] = cheapest[1]
             seconds += cheapest[0]
-    walk = Walk(graph, rules, mesh, chosen, routes, that_can_be(graph, mesh, routes, memory or {}))
-    holds = walk.ledger()
+    decisions = that_can_be(graph, mesh, routes, memory or {})
+    weighed = weighed or any(decisions.values())
+    walk = Walk(graph, rules, mesh, chosen, routes, decisions) if weighed else None
+    holds = walk.ledger() if walk is not None else Ledger((), ())
     price = _price(graph, rules, pricer, chosen, owned, seconds, optimizer, microbatches, in_flight, holds)
-    price, peaks = with_working_bytes(price, walk, holds, owned, out_states, optimizer, microbatches, in_flight)
+    peaks = None
+    if walk is not None:
+        price, peaks = with_working_bytes(price, walk, holds, owned, out_states, optimizer, microbatches, in_flight)
     names_of = {key: s.names for key, s in {id(s): s for s in chosen.values()}.items()}  # blocks share strategies
     return StagePlan(
         graph.fingerprint, mesh,
@@ -222,7 +231,7 @@ def complete(
         {graph.nodes[i].target: choice for i, choice in owned.items()},
         buffer_states, tuple(out_states), routes, dict(inputs or {}), optimizer, microbatches, price,
         memory=holds.memory, in_flight=in_flight, first=first_op(graph), devices=pricer.devices,
-        fullest=peaks.fullest(in_flight), peaks=peaks,
+        fullest=peaks.fullest(in_flight) if peaks is not None else None, peaks=peaks,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from autopar.memory_decisions import GATHER_AGAIN
 from autopar.meshes import Mesh
 from autopar.plan import ParamChoice, StagePlan
 from autopar.planner.intra_op import ilp
-from autopar.planner.intra_op.decoder import Decided
+from autopar.planner.intra_op.decoder import Decided, Decoder
 from autopar.planner.intra_op.mesh_problem import MeshProblem
 from autopar.planner.intra_op.options import Options, device_limit
 from autopar.planner.intra_op.problem import Beaten, Choice
@@ -159,37 +159,38 @@ class PlansByMemory:
         self, graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, *, devices: Sequence[int] | None = None
     ) -> None:
         self.setting = MeshProblem(graph, cluster, mesh, options, devices)
-        problem, self.decoder = self.setting.problem(True, choices=True)
-        self.program = ilp.program(
-            replace(problem, limit_bytes=UNLIMITED), effort=options.effort(),
-        )  # fmt: skip
 
     @uncollected()
     def fastest(self) -> StagePlan:
-        """The fastest plan: for less than a third of what all of them cost to find."""
-        return self.setting.realise(self._decided(self.program.hull(())[0]))
+        """The fastest plan, for a small part of what all of them cost to find: with nothing to choose from that only
+        saves memory, and bytes not counted."""
+        problem, decoder = self.setting.problem(False)
+        program = ilp.program(problem, effort=self.setting.options.effort())
+        return self.setting.realise(decoder.decided(program.hull(())[0].picked, self.setting.folding), weighed=False)
 
     @uncollected()
     def every(self, prices: Sequence[float] = ilp.PRICES) -> list[StagePlan]:
         """All of them, the fastest first; prices as for :meth:`autopar.planner.intra_op.ilp.HighsProgram.hull`."""
-        fastest, *others = self.program.hull(prices, PEAK_SHARE)
-        plans = self._ways(fastest)
+        problem, decoder = self.setting.problem(True, choices=True)
+        program = ilp.program(replace(problem, limit_bytes=UNLIMITED), effort=self.setting.options.effort())
+        fastest, *others = program.hull(prices, PEAK_SHARE)
+        plans = self._ways(decoder, fastest)
         for choice in others:
             try:
-                plans += self._ways(choice)
+                plans += self._ways(decoder, choice)
             except PlanError:  # rounded to strategies between which there is no way
                 continue
         return plans
 
-    def _ways(self, choice: Choice) -> list[StagePlan]:
+    def _ways(self, decoder: Decoder, choice: Choice) -> list[StagePlan]:
         """The same cuts with nothing done again, with what was chosen, and with all that can be."""
-        decided = self._decided(choice)
+        decided = decoder.decided(choice.picked, self.setting.folding)
         nothing = frozenset[int]()
         plain = self.setting.realise(decided._replace(again=nothing, tensors={}))
         sets = [(decided.again, decided.tensors), (nothing, {GATHER_AGAIN.name: frozenset(plain.routes)})]
-        if self.decoder.again is not None:
-            sets.append((self.decoder.again.every(self.setting.folding), {}))
-        sets += [(nothing, tensors) for tensors in self.decoder.every_waiting(self.setting.folding)]
+        if decoder.again is not None:
+            sets.append((decoder.again.every(self.setting.folding), {}))
+        sets += [(nothing, tensors) for tensors in decoder.every_waiting(self.setting.folding)]
         ways = [plain]
         for number, (again, tensors) in enumerate(sets):
             if (again, tensors) not in sets[:number]:
@@ -197,17 +198,14 @@ class PlansByMemory:
                 ways += [way] if way.memory else []
         return ways
 
-    def _decided(self, choice: Choice) -> Decided:
-        return self.decoder.decided(choice.picked, self.setting.folding)
-
 
 @uncollected()
 def priced_again(
     graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, plans: Sequence[StagePlan], *,
-    devices: Sequence[int] | None = None,
+    devices: Sequence[int] | None = None, weighed: bool = True,
 ) -> list[StagePlan] | None:  # fmt: skip
     """The plans of a graph that differs from another in sizes only, decided as those of the other; None if the sizes
-    do not allow it."""
+    do not allow it. ``weighed`` as for :func:`.complete.complete`."""
     setting = MeshProblem(graph, cluster, mesh, options, devices)
     priced = []
     for plan in plans:
@@ -226,7 +224,7 @@ def priced_again(
         outputs = {k: state for k, state in enumerate(plan.outputs) if state is not None}
         try:
             decided = Decided(ops, params, outputs, dict(plan.inputs), tensors=plan.about_tensors)
-            priced.append(setting.realise(decided, plan))
+            priced.append(setting.realise(decided, plan, weighed))
         except (PlanError, MeshError):
             return None
     return priced

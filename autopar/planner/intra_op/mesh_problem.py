@@ -57,15 +57,17 @@ class MeshProblem:
             dict(options.outputs or {}), dict(options.inputs or {}), keep_memory, bool(self.cluster.abstract),
             options.in_flight, self.again, choose_again, choices, options.blocks,
         ).build()  # fmt: skip
-        self.may_again = decoder.again
+        if choose_again:
+            self.may_again = decoder.again
         pins.require(problem)
         return problem, decoder
 
-    def realise(self, decided: Decided, like: StagePlan | None = None) -> StagePlan:
+    def realise(self, decided: Decided, like: StagePlan | None = None, weighed: bool = True) -> StagePlan:
         """The plan of what was decided.
 
         Args:
             like: a plan of the same operators, by which runs again what runs again there.
+            weighed: as for :func:`complete`.
         """
         options, segments = self.options, self.again
         remade: Sequence[str] = ()
@@ -79,7 +81,7 @@ class MeshProblem:
             self.graph, self.rules, self.priced, decided.ops, decided.params, decided.outputs,
             inputs={**decided.inputs, **(options.inputs or {})}, optimizer=options.optimizer,
             microbatches=options.microbatches, in_flight=options.in_flight,
-            memory={**decided.tensors, RECOMPUTE.name: segments, MAKE_AGAIN.name: remade},
+            memory={**decided.tensors, RECOMPUTE.name: segments, MAKE_AGAIN.name: remade}, weighed=weighed,
         )  # fmt: skip
 
     def decided_seconds(self, plan: StagePlan) -> float:
