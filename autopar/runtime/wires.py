@@ -28,6 +28,7 @@ from autopar.errors import PlanError
 from autopar.lower.collectives import state_step
 from autopar.placements import path
 from autopar.plan import Crossing, Plan
+from autopar.runtime.streams import StepStream
 from autopar.staging import StageGraph
 from autopar.transfer import (
     RECEIVED_AHEAD,
@@ -171,6 +172,10 @@ class Post:
     inbox: dict[Message, tuple[Any, torch.Tensor]] = field(default_factory=dict)
     answers: dict[Message, float] = field(default_factory=dict)
     outbox: list[UnderWay] = field(default_factory=list)
+    stream: StepStream = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stream = StepStream(self.device)
 
     @staticmethod
     def of(
@@ -208,7 +213,8 @@ class Post:
         return RECEIVED_AHEAD if self.device.type == "cpu" else RECEIVED_AHEAD_ON_DEVICE
 
     def begin(self) -> None:
-        """A new step."""
+        """A new step, on the stream that is current: what is sent is computed on it, what comes is read on it."""
+        self.stream.begin(same_step=False)
         self.posted, self.sent = dict.fromkeys(self.coming, 0), dict.fromkeys(self.going, 0)
         for sender in self.coming:
             self._receive(sender, self._ahead)
@@ -238,7 +244,12 @@ class Post:
         return torch.empty([n for _, n in piece.box], dtype=getattr(torch, spec.dtype), device=self.device)
 
     def send(self, wire: Wire, backward: bool, microbatch: int, value: torch.Tensor) -> None:
-        """Send this rank's part of a tensor, as far as this rank is to send it; what stays here is put aside."""
+        """Send this rank's part of a tensor, as far as this rank is to send it; what stays here is put aside.
+
+        Raises:
+            RunError: it is not on the stream of the step.
+        """
+        self.stream.check(f"what stage {wire.source} and stage {wire.target} send each other")
         messages = wire.transfer(backward)
         have = box_at(messages.spec.shape, messages.source, messages.source.devices.index(self.rank))
         for part, piece in enumerate(messages.pieces):
@@ -292,7 +303,11 @@ class Post:
         """This rank's part of a tensor in the state of the target, put together and gathered there.
 
         The caller has set the target's mesh for collectives.
+
+        Raises:
+            RunError: it is not on the stream of the step.
         """
+        self.stream.check(f"what stage {wire.source} and stage {wire.target} send each other")
         messages = wire.transfer(backward)
         target = messages.target
         box = box_at(messages.spec.shape, target, target.devices.index(self.rank), messages.landing)

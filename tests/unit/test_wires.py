@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from math import inf
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 from nccl_rules import SHARED, Deadlock, ThreadRanks
 
+from autopar.errors import RunError
 from autopar.graph import Spec
 from autopar.meshes import Mesh
 from autopar.pieces import local_shape
 from autopar.placements import State
-from autopar.runtime import wires
+from autopar.runtime import streams, wires
 from autopar.transfer import Side, transfer
 from cost_models.pipeline import build
 from cost_models.pipeline.actions import Action, Schedule
@@ -189,3 +191,31 @@ def test_what_was_sent_is_held_until_it_is_answered() -> None:
                     post.outbox.append(wires.UnderWay(_NeverSaysSo(), torch.empty(0), piece.target, answer))
     per_microbatch = sum(piece.source == 0 and piece.target in (2, 3) for piece in steps.wires[0].there.pieces)
     assert 0 < most <= per_microbatch
+
+
+@pytest.mark.parametrize("does_what", ["send", "take"])
+def test_messages_are_on_the_stream_of_the_step(does_what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between steps it may change; within one, what another stream sends or takes may not be there yet."""
+    now = mock.Mock(name="first")
+    monkeypatch.setattr(streams, "current_stream", lambda _: now)
+    monkeypatch.setattr(wires.dist, "isend", lambda *_, **__: _NeverSaysSo())
+    monkeypatch.setattr(wires.dist, "irecv", lambda *_, **__: _NeverSaysSo())
+    steps = Steps("1f1b", 2, "equal")
+    wire, rank = steps.wires[0], 0 if does_what == "send" else 2
+    channels = of_their_own(wires.pairs_of(steps.wires))
+    post = wires.Post.of(rank, torch.device("cpu"), steps.wires, steps.rows, 8, channels)
+
+    def does(microbatch: int) -> None:
+        if does_what == "send":
+            post.send(wire, False, microbatch, torch.zeros(4, 4))
+        else:
+            post.take(wire, False, microbatch)
+
+    post.begin()
+    does(0)
+    before, now = now, mock.Mock(name="second")
+    with pytest.raises(RunError, match="what stage 0 and stage 1 send each other comes on the stream"):
+        does(1)
+    post.begin()
+    now.wait_stream.assert_called_once_with(before)
+    does(0)
