@@ -117,7 +117,8 @@ def _say_at_exit(_: object = None) -> None:
 def _note_process() -> None:
     """The others of a rank's machine see when it is killed, also if that is before it comes to ``parallelize``."""
     with contextlib.suppress(Exception):
-        importlib.import_module("autopar.runtime.ended").note_process()
+        if sys.modules["torch.distributed"].get_world_size() > 1:
+            importlib.import_module("autopar.runtime.ended").note_process()
 
 
 def _note_at_start() -> None:

@@ -50,10 +50,10 @@ def say_at_exit() -> None:
 def note_process() -> None:
     """Write down which process this rank is: once for a world. Called where the world is made, so that a rank that is
     killed before it meets others is found gone, too."""
-    world = os.getpid(), dist.group.WORLD
-    if dist.get_world_size() == 1 or _kept.get("noted") == world:
+    world = dist.group.WORLD
+    if _kept.get("noted") is world and _kept.get("noted by") == os.getpid():
         return
-    _kept["noted"] = world
+    _kept.update({"noted": world, "noted by": os.getpid()})
     if machine := _machine():
         _kept["machine"] = machine
         processes: Any = dist.PrefixStore(_PREFIX, default_store())
@@ -102,8 +102,7 @@ def killed(ranks: Sequence[int]) -> dict[int, str]:
 def _look_here(store: dist.Store, ranks: Sequence[int]) -> None:
     """Write down which ranks of this machine are gone without a word, when that is seen for the second time."""
     key = f"on {_kept.get('machine', '')}"
-    is_noted = _kept.get("noted") == (os.getpid(), dist.group.WORLD)
-    if not is_noted or "machine" not in _kept or not store.check([key]):
+    if _kept.get("noted") is not dist.group.WORLD or "machine" not in _kept or not store.check([key]):
         return
     gone: set[str] = _kept.setdefault("gone", set())
     for entry in store.get(key).decode().split(";")[:-1]:
