@@ -32,8 +32,10 @@ def traced(
         with undone(recorder):
             with recorder:
                 exported = export(module, args, kwargs)
-            if recorder.kept:
-                _refuse_kept(list(recorder.kept.values()))
+            for owner, name in recorder.set_on_none.values():
+                setattr(owner, name, None)
+            if recorder.kept.keys() != recorder.set_on_none.keys():
+                raise _kept_error(list(recorder.kept.values()))
             drawn = recorder.drew()
             if drawn:
                 before = recorder.states()
@@ -57,6 +59,17 @@ def traced(
 
     recorder, exported = once()
     builder, built = whole(exported, recorder)
+    if recorder.kept:  # `if self.cache is None or at_the_beginning: self.cache = ...`: what would the next call do?
+        lines = list(recorder.kept.values())
+        with recorder.next_call():
+            try:
+                second, exported_again = once()
+                _, again = whole(exported_again, second)
+            except AutoparError as error:
+                raise _kept_error(lines) from error
+        if second.kept or again[0].fingerprint != built[0].fingerprint:
+            raise _kept_error(lines)
+        recorder.forget(recorder.kept)
     changed = recorder.changed
     if changed:  # a flag that the first call sets is fine; a counter is not: see what the second call does
         recorder.apply()
@@ -140,12 +153,11 @@ def _refuse_changes(changed: Sequence[Written]) -> None:
     )
 
 
-def _refuse_kept(kept: Sequence[str]) -> None:
-    lines = _listed(kept)
-    raise CaptureError(
-        f"forward keeps a tensor of one call in an attribute, which the next call reads:{lines}\n  a program would not "
-        "carry it over: keep it in a buffer (register_buffer in __init__, and copy_ in forward), or return it and pass "
-        "it in again; of a cache that is always the same, call the model once before, so that it is there"
+def _kept_error(kept: Sequence[str]) -> CaptureError:
+    return CaptureError(
+        f"forward keeps a tensor of one call in an attribute, which the next call reads:{_listed(kept)}\n  a program would "
+        "not carry it over: keep it in a buffer (register_buffer in __init__, and copy_ in forward), or return it and "
+        "pass it in again; of a cache that is always the same, call the model once before, so that it is there"
     )
 
 

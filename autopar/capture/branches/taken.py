@@ -10,7 +10,8 @@ graph it is a flag (:data:`~autopar.graph.WAY`): a buffer that becomes true when
 
 ``lengths.tolist()`` gives numbers that are computed with as tensors. Where that cannot be traced (they are sizes),
 integers that are given to the model, or follow from such alone, are answered as branches are: with those of the
-example, and a check that they are still the same; so is the size of what ``repeat_interleave`` makes.
+example, and a check that they are still the same; so is the size of what ``repeat_interleave`` makes. Where that does
+not help either, so are single integers (``grid[0].item()``) and the places that masks select (``x[mask]``).
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from autopar.errors import CaptureError
 from autopar.torch_private import DisableTorchFunction, FakeTensor, pytree
 
 TAKEN = "autopar.taken.default"
+NUMBER, PLACES = " number", " places"
+"""Behind the place where a single integer, or where a mask was read."""
 OF_ROWS = " rows"
 """Behind the place of a question whose branch does nothing but work on the rows of a mask."""
 MOST_GUESSES = 16
@@ -58,12 +61,14 @@ class Ways:
         guessed: places that have no answer, and what is taken for it.
         listed: integers that were read as a list, by place.
         as_listed: whether lists are answered so.
+        pinned: whether single integers and masks are answered so too.
     """
 
     answers: Mapping[str, Sequence[bool]] = field(default_factory=dict)
     guessed: dict[str, bool] = field(default_factory=dict)
     listed: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     as_listed: bool = False
+    pinned: bool = False
 
     def answer(self, site: str, number: int) -> bool:
         """That to the question of this number at a place."""
@@ -138,6 +143,12 @@ def followed(trace: Callable[[], Any], answers: Callable[[], Ways]) -> tuple[Way
                 return ways, trace()
             except CaptureError as error:
                 failed = error
+        if lists and not ways.pinned:
+            ways.pinned = True
+            try:
+                return ways, trace()
+            except CaptureError:
+                ways.pinned = False
         turned: set[str] = set()
         while True:  # the way that was guessed last may be the one that raises: `assert x.max() < n`
             guessed = dict(ways.guessed)
@@ -191,13 +202,16 @@ def asked_for_rows_only() -> bool:
     return frame is not None and only_rows(frame)
 
 
-def take_list(tensor: torch.Tensor) -> Any:
+def take_list(tensor: torch.Tensor, what: str = "") -> Any:
     """The answer that Python is given to ``tensor.tolist()``, of integers that follow from inputs alone; None where
     there is none: the example has no values, or it was not tried yet to do without.
+
+    Args:
+        what: :data:`NUMBER` or :data:`PLACES`, where a single integer or a mask is read, and not a list.
     """
-    site = site_of()
+    site = site_of() + what
     ways = _WAYS.get()
-    if ways is None or not ways.as_listed:
+    if ways is None or not (ways.pinned if what else ways.as_listed):
         _LISTS.get(set()).add(site)
         return None
     given, asked = ways.listed.get(site, ()), _ASKED.get()
@@ -272,6 +286,21 @@ def can_be_listed(tensor: torch.Tensor) -> bool:
     return tensor.ndim > 0 and tensor.dtype in (torch.int64, torch.int32)
 
 
+def is_integer(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one integer."""
+    return tensor.numel() == 1 and tensor.dtype in (torch.int64, torch.int32)
+
+
+NUMBERS = (torch.Tensor.item, torch.Tensor.__int__, torch.Tensor.__index__)
+INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+
+
+def masks_in(index: Any) -> list[torch.Tensor]:
+    """The masks of an index, in order."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return [part for part in parts if isinstance(part, torch.Tensor) and part.dtype == torch.bool and part.dim()]
+
+
 REPEATED = (torch.repeat_interleave, torch.Tensor.repeat_interleave)
 
 
@@ -317,6 +346,11 @@ class _Hearing(TorchFunctionMode):
         if func in REPEATED and (times := times_of(args, kwargs or {})) is not None:
             with DisableTorchFunction():
                 self.listed.setdefault(site_of(), []).append([int(times.sum())])
+        with DisableTorchFunction():
+            if func in NUMBERS and is_integer(args[0]):
+                self.listed.setdefault(site_of() + NUMBER, []).append(args[0].tolist())
+            for mask in masks_in(args[1]) if func in INDEXED else ():
+                self.listed.setdefault(site_of() + PLACES, []).append(mask.tolist())
         if func is torch.Tensor.item and args[0].numel() == 1:
             return _Known(args[0], self.heard)
         result = func(*args, **(kwargs or {}))
@@ -325,7 +359,7 @@ class _Hearing(TorchFunctionMode):
 
 
 __all__ = [
-    "MOST_GUESSES", "OF_ROWS", "REPEATED", "TAKEN", "Read", "Unanswered", "Ways", "along", "asked_for_rows_only",
-    "can_be_listed", "followed", "from_the_start", "take", "take_list", "times_of", "ways_of",
-    "would_take",
+    "INDEXED", "MOST_GUESSES", "NUMBER", "NUMBERS", "OF_ROWS", "PLACES", "REPEATED", "TAKEN", "Read", "Unanswered",
+    "Ways", "along", "asked_for_rows_only", "can_be_listed", "followed", "from_the_start", "is_integer", "masks_in",
+    "take", "take_list", "times_of", "ways_of", "would_take",
 ]  # fmt: skip

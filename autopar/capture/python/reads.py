@@ -13,7 +13,8 @@ import copy
 import functools
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ from autopar.capture.python.guards import Guards, ReadValue
 from autopar.capture.python.lookups import Lookups, behind, can_tell, only_counts, stored
 from autopar.capture.python.user_lines import from_machinery, user_line
 from autopar.capture.trace.constants import depends_on_data
+from autopar.errors import CaptureError
 
 _FOREIGN = ("torch", "builtins", "numpy", "enum", "types", "functools", "collections", "typing", "threading", "logging",
             "re", "weakref", "_thread", "abc", "pathlib", "inspect", "contextlib")  # fmt: skip
@@ -61,6 +63,19 @@ def _restored(owner: Any, name: str, value: Any) -> None:
         object.__setattr__(owner, name, value)
 
 
+class Unread(torch.Tensor):
+    """Stands in an attribute in place of a tensor of the call before: it is no other object, and a tensor; nothing else
+    may be asked of it by a forward."""
+
+    in_forward: ContextVar[bool] = ContextVar("a forward is traced", default=False)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if cls.in_forward.get():
+            raise CaptureError("a tensor of the call before is read")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
 class Recorder:
     """Around a trace: ``with recorder: export(...)``.
 
@@ -83,6 +98,8 @@ class Recorder:
         self.plain: dict[tuple[int, str], tuple[Any, ReadValue, torch.Tensor]] = {}
         self.kept: dict[tuple[int, str], str] = {}
         """Tensors of a call that the next one reads, from an attribute: what it is called, and where it is set."""
+        self.set_on_none: dict[tuple[int, str], tuple[Any, str]] = {}
+        """Those of :attr:`kept` that stand in attributes which were None: their owners and names."""
         self.held: list[tuple[torch.nn.Module, str, dict[str, Any]]] = []
         """Modules with their buffers before the trace: register_buffer sets none of their attributes."""
         self.traced: list[tuple[torch.nn.Module, str, dict[str, Any]]] = []
@@ -115,6 +132,7 @@ class Recorder:
 
     def __exit__(self, *error: Any) -> None:
         self.lookups.active = False
+        Unread.in_forward.set(False)
         self.begin.remove()
         self.end.remove()
         self._ended()
@@ -131,7 +149,7 @@ class Recorder:
     def _saw(self, owner: Any, name: str, value: Any) -> None:
         owner = behind(owner)
         key = id(owner), name
-        if key in self.first or key in self.fresh or isinstance(value, torch.nn.Module):
+        if key in self.first or key in self.fresh or isinstance(value, (torch.nn.Module, Unread)):
             return
         if isinstance(value, torch.Tensor):
             frame = sys._getframe(2)
@@ -211,7 +229,7 @@ class Recorder:
             return
         key = id(owner), name
         if isinstance(value, torch.Tensor):
-            self._kept(key, owner_and_path[1], name, value)
+            self._kept(key, owner, owner_and_path[1], name, value)
             return
         if key not in self.first and key not in self.counted:  # what is read later is the forward's own
             self.fresh.add(key)
@@ -222,7 +240,7 @@ class Recorder:
         read = self.first[key][1] if key in self.first else self.counted[key][1]
         self.written[key] = Written(owner, read, value, user_line(frame))
 
-    def _kept(self, key: tuple[int, str], path: str, name: str, value: torch.Tensor) -> None:
+    def _kept(self, key: tuple[int, str], owner: Any, path: str, name: str, value: torch.Tensor) -> None:
         """A tensor is put into an attribute: the next call reads it if this one did before."""
         if key not in self.first and key not in self.tensors:
             self.fresh.add(key)
@@ -230,12 +248,16 @@ class Recorder:
         frame = sys._getframe(3)
         if not from_machinery(frame) and depends_on_data(value):
             self.kept[key] = f"{ReadValue(path, name, None).label} at {user_line(frame)}"
+            if key in self.first and self.raw[key] is None:
+                self.set_on_none[key] = owner, name
 
     def _forward_begins(self, *call: Any) -> None:
         self.traced = [(m, path, dict(m._buffers)) for m, path, _ in self.held]
+        Unread.in_forward.set(True)
 
     def _forward_ends(self, *call: Any) -> None:
         """Look, while the trace still runs, for tensors that were put into containers."""
+        Unread.in_forward.set(False)
         for key, before in self.before.items():
             read = self.first[key][1]
             if any(map(depends_on_data, _new_tensors(before, self.raw[key]))):
@@ -288,6 +310,22 @@ class Recorder:
         """Leave the attributes that a forward wrote as it left them."""
         for written in self.written.values():
             _restored(written.owner, written.read.name, written.value)
+
+    @contextlib.contextmanager
+    def next_call(self) -> Iterator[None]:
+        """In here attributes that were None, and were given tensors, have something that nobody can read."""
+        try:
+            for owner, name in self.set_on_none.values():
+                _restored(owner, name, torch.Tensor._make_subclass(Unread, torch.empty(0)))
+            yield
+        finally:
+            for owner, name in self.set_on_none.values():
+                _restored(owner, name, None)
+
+    def forget(self, keys: Iterable[tuple[int, str]]) -> None:
+        """That attributes were read, because it made no difference what they were."""
+        for key in keys:
+            del self.first[key], self.raw[key]
 
     def undo(self) -> None:
         """Give the attributes that a forward wrote the values that they had."""

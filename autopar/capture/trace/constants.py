@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -15,7 +16,20 @@ from torch.overrides import TorchFunctionMode
 from autopar.capture.aliasing.schemas import facts
 from autopar.capture.branches.asking import ask, refused
 from autopar.capture.branches.drawn import Drawn
-from autopar.capture.branches.taken import REPEATED, Read, can_be_listed, take, take_list, times_of
+from autopar.capture.branches.taken import (
+    INDEXED,
+    NUMBER,
+    NUMBERS,
+    PLACES,
+    REPEATED,
+    Read,
+    can_be_listed,
+    is_integer,
+    masks_in,
+    take,
+    take_list,
+    times_of,
+)
 from autopar.capture.graph.exported import flat, storage_of
 from autopar.capture.repeats.repeated import BLOCK
 from autopar.torch_private import (
@@ -187,6 +201,8 @@ class AnswerConstants(TorchFunctionMode):
                     raise refused("as a number that must be known", drawn[0])
                 return answer
             if isinstance(args[0], FakeTensor):
+                if func in NUMBERS and (number := self._number_of_inputs(args[0])) is not None:
+                    return number
                 answer = _not_known(func, args[0], take, Read)
                 return func(*args) if answer is None else answer
         kwargs = kwargs or {}
@@ -194,10 +210,14 @@ class AnswerConstants(TorchFunctionMode):
             kwargs = {**kwargs, "output_size": size}
         if func in self.SAME and len(args) == 2 and any(isinstance(a, FakeTensor) for a in args):
             return args[0].shape == args[1].shape and self._truth((args[0] == args[1]).all())
+        if func is torch.tensor and len(args) == 1 and _has_numbers_of_data(args[0]):
+            kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+            wanted = kwargs.pop("requires_grad", False)
+            return _stacked(args[0]).detach().to(**kwargs).requires_grad_(wanted)
         if func is torch.allclose and any(isinstance(a, FakeTensor) for a in args):
             return self._truth(torch.isclose(*args, **kwargs).all())
-        if func is torch.Tensor.__getitem__:
-            return func(args[0], _places(args[1]))
+        if func in INDEXED:
+            return func(args[0], _places(args[1], self._places_of_inputs), *args[2:])
         if func in self.PLACES and args and (places := _places_set(args[0])) is not None:
             rest = {name: value for name, value in kwargs.items() if name != "as_tuple"}
             if func in self.WHERE and len(args) == 1 and not rest:
@@ -231,14 +251,28 @@ class AnswerConstants(TorchFunctionMode):
         total = take_list(times.sum().reshape(1))
         return None if total is None else int(total[0])
 
-    def _of_inputs(self, tensor: torch.Tensor) -> bool:
+    def _number_of_inputs(self, tensor: torch.Tensor) -> int | None:
+        """That of the example, where an integer follows from integers that are given, and nothing else helps."""
+        return take_list(tensor, NUMBER) if is_integer(tensor) and self._of_inputs(tensor, of_integers=True) else None
+
+    def _places_of_inputs(self, mask: torch.Tensor) -> torch.Tensor | None:
+        """``mask.nonzero()`` of the example, where a mask follows from integers that are given, and nothing else helps."""
+        listed = take_list(mask, PLACES) if self._of_inputs(mask, of_integers=True) else None
+        if listed is None:
+            return None
+        return torch.tensor(_set_in(listed), dtype=torch.int64, device=mask.device).reshape(-1, mask.dim())
+
+    def _of_inputs(self, tensor: torch.Tensor, of_integers: bool = False) -> bool:
         """Whether a tensor follows from what the model is called with alone, not from what it holds: a pointer into a
-        queue is another number at each call."""
+        queue is another number at each call. ``of_integers``: and from no other numbers than integers."""
         held = {_beginning(node) for t in self.held() if (node := _node_of(t)) is not None}
         todo, seen = [_node_of(tensor)], set[torch.fx.Node]()
         while todo:
             node = todo.pop()
             if node is None or node in held or node.target is BLOCK:
+                return False
+            value = node.meta.get("val")
+            if of_integers and isinstance(value, torch.Tensor) and value.is_floating_point():
                 return False
             if node not in seen:
                 seen.add(node)
@@ -272,17 +306,45 @@ def _listed(tensor: torch.Tensor, number: type[Drawn]) -> Any:
     return [_listed(x, number) for x in tensor.unbind()] if tensor.dim() else number(tensor)
 
 
-def _places(index: Any) -> Any:
-    """An index in which masks that do not depend on data are the places that they have set."""
+def _has_numbers_of_data(values: Any) -> bool:
+    """Whether a nested list has tensors without dims in it whose values are not known while they are traced."""
+    if isinstance(values, (list, tuple)):
+        return any(map(_has_numbers_of_data, values))
+    return isinstance(values, Drawn) or (isinstance(values, FakeTensor) and not values.dim())
+
+
+def _stacked(values: Any) -> torch.Tensor:
+    """``torch.tensor(values)`` of a nested list of numbers and tensors without dims."""
+    if isinstance(values, (list, tuple)):
+        rows = [_stacked(row) for row in values]
+        dtype = functools.reduce(torch.promote_types, (row.dtype for row in rows))
+        return torch.stack([row.to(dtype) for row in rows])
+    if isinstance(values, Drawn):
+        return values.tensor
+    return values if isinstance(values, torch.Tensor) else torch.full((), values)
+
+
+def _places(index: Any, of_inputs: Callable[[torch.Tensor], torch.Tensor | None] = lambda mask: None) -> Any:
+    """An index in which masks that do not depend on data are the places that they have set, and so are those of which
+    ``of_inputs`` says them."""
     parts = index if isinstance(index, tuple) else (index,)
-    if not any(isinstance(part, FakeTensor) and part.dtype == torch.bool for part in parts):
+    if not any(isinstance(mask, FakeTensor) for mask in masks_in(index)):
         return index
     opened: list[Any] = []
     for part in parts:
-        is_mask = isinstance(part, FakeTensor) and part.dtype == torch.bool and part.dim()
-        places = _places_set(part) if is_mask else None
+        places = None
+        if any(part is mask and isinstance(mask, FakeTensor) for mask in masks_in(part)):
+            places = _places_set(part)
+            places = of_inputs(part) if places is None else places
         opened += [part] if places is None else places.unbind(1)
     return tuple(opened)
+
+
+def _set_in(mask: Any, at: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
+    """The places of a nested list at which it is true; of plain numbers, which no trace sees."""
+    if not isinstance(mask, list):
+        return [at] if mask else []
+    return [place for i, part in enumerate(mask) for place in _set_in(part, (*at, i))]
 
 
 def _places_set(tensor: Any) -> torch.Tensor | None:

@@ -1,0 +1,66 @@
+"""Integers that are given to a model are answered with those of the example, and checked, where nothing else helps."""
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.capture import capture
+from autopar.comparison import compare_with_eager
+from autopar.errors import CaptureError
+from autopar.lower.emit import lower
+from autopar.runtime.world import run_step
+from autopar.verify import inputs_of, one_device, state_of
+
+
+class Pictures(nn.Module):
+    """Positions of text and of a picture's patches, as multimodal models compute them: in Python, row by row.
+
+    ``ids`` [rows words] are 0 for text and 1 for patches, ``grid`` [rows 2] the height and width of a row's picture,
+    ``mask`` [rows words] which words there are.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(2, 4), nn.Linear(4, 1)
+        self.deltas: torch.Tensor | None = None
+
+    def forward(self, ids: torch.Tensor, grid: torch.Tensor, mask: torch.Tensor, at_the_beginning: bool) -> torch.Tensor:
+        if self.deltas is None or at_the_beginning:
+            positions = torch.zeros_like(ids)
+            deltas = []
+            for row, words in enumerate(ids):
+                n_patches = grid[row][0].item() * grid[row][1].item()
+                n_words = words[mask[row].bool()].numel() - n_patches
+                places = torch.cat([torch.arange(n_words), torch.arange(n_patches) + n_words])
+                positions[row, mask[row].bool()] = places
+                deltas.append(places.max() + 1 - len(words))
+            self.deltas = torch.tensor(deltas).unsqueeze(1)
+        else:
+            positions = torch.zeros_like(ids) + self.deltas
+        return (self.head(self.words(ids)).squeeze(-1) * positions * mask).square().mean()
+
+
+def _batch(height: int = 2) -> tuple[torch.Tensor, ...]:
+    ids, mask = torch.tensor([[0, 0, 1, 1, 1, 1, 0, 0]] * 2), torch.ones(2, 8, dtype=torch.int64)
+    mask[1, 6:] = 0
+    return ids, torch.tensor([[2, 2], [height, 2]]), mask
+
+
+def test_integers_and_masks_that_sizes_follow_from() -> None:
+    torch.manual_seed(0)
+    model = Pictures()
+    captured = capture(model, (*_batch(), True))
+    assert model.deltas is None
+    assert compare_with_eager(captured, model, (*_batch(), True), {}, bounded=False).same
+    graph, plan = captured.graph, one_device(captured.graph)
+    state = state_of(captured, model)
+    for height, differs in ((2, False), (1, True)):
+        inputs = inputs_of(captured, (*_batch(height), True), {})
+        buffers = run_step(graph, plan, lower(graph, plan), *state, inputs).buffers
+        assert any(buffers[way.name] for way in graph.ways) == differs
+
+
+def test_attribute_that_the_next_call_reads_is_refused() -> None:
+    """Without ``at_the_beginning`` the second call would go on with what the first one kept."""
+    with pytest.raises(CaptureError, match="'deltas' at test_pinned_integers.py"):
+        capture(Pictures(), (*_batch(), False))
