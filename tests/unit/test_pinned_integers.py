@@ -24,8 +24,8 @@ class Pictures(nn.Module):
         self.words, self.head = nn.Embedding(2, 4), nn.Linear(4, 1)
         self.deltas: torch.Tensor | None = None
 
-    def forward(self, ids: torch.Tensor, grid: torch.Tensor, mask: torch.Tensor, at_the_beginning: bool) -> torch.Tensor:
-        if self.deltas is None or at_the_beginning:
+    def forward(self, ids: torch.Tensor, grid: torch.Tensor, mask: torch.Tensor, at_first: bool) -> torch.Tensor:
+        if self.deltas is None or at_first:
             positions = torch.zeros_like(ids)
             deltas = []
             for row, words in enumerate(ids):
@@ -61,6 +61,6 @@ def test_integers_and_masks_that_sizes_follow_from() -> None:
 
 
 def test_attribute_that_the_next_call_reads_is_refused() -> None:
-    """Without ``at_the_beginning`` the second call would go on with what the first one kept."""
-    with pytest.raises(CaptureError, match="'deltas' at test_pinned_integers.py"):
+    """Without ``at_first`` the second call would go on with what the first one kept."""
+    with pytest.raises(CaptureError, match=r"'deltas' at test_pinned_integers\.py"):
         capture(Pictures(), (*_batch(), False))

@@ -256,7 +256,7 @@ class AnswerConstants(TorchFunctionMode):
         return take_list(tensor, NUMBER) if is_integer(tensor) and self._of_inputs(tensor, of_integers=True) else None
 
     def _places_of_inputs(self, mask: torch.Tensor) -> torch.Tensor | None:
-        """``mask.nonzero()`` of the example, where a mask follows from integers that are given, and nothing else helps."""
+        """``mask.nonzero()`` of the example, where a mask follows from given integers, and nothing else helps."""
         listed = take_list(mask, PLACES) if self._of_inputs(mask, of_integers=True) else None
         if listed is None:
             return None

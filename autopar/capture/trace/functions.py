@@ -135,8 +135,8 @@ def _try(run: Callable[[Sequence[Any]], Any], leaves: Sequence[Any], name: str) 
             raise
         if watch.read:
             raise refuse(
-                f"the autograd.Function {name}: its forward cannot run on tensors without values ({_first(error)}), and "
-                "it uses tensors that are not among its arguments,",
+                f"the autograd.Function {name}: its forward cannot run on tensors without values ({_first(error)}), "
+                "and it uses tensors that are not among its arguments,",
                 "compute branches in it from shapes or with torch.where, or pass it all that it uses",
             ) from error
         trial = _Trial(opaque=True)
