@@ -156,8 +156,8 @@ def _refuse_changes(changed: Sequence[Written]) -> None:
 def _kept_error(kept: Sequence[str]) -> CaptureError:
     return CaptureError(
         f"forward keeps a tensor of one call in an attribute, which the next call reads:{_listed(kept)}\n  a program "
-        "would not carry it over: keep it in a buffer (register_buffer in __init__, and copy_ in forward), or return it and "
-        "pass it in again; of a cache that is always the same, call the model once before, so that it is there"
+        "would not carry it over: keep it in a buffer (register_buffer in __init__, and copy_ in forward), or return "
+        "it and pass it in again; of a cache that is always the same, call the model once before, so that it is there"
     )
 
 
