@@ -147,8 +147,8 @@ def followed(trace: Callable[[], Any], answers: Callable[[], Ways]) -> tuple[Way
             ways.pinned = True
             try:
                 return ways, trace()
-            except CaptureError:
-                ways.pinned = False
+            except CaptureError as error:
+                failed, ways.pinned = error, False
         turned: set[str] = set()
         while True:  # the way that was guessed last may be the one that raises: `assert x.max() < n`
             guessed = dict(ways.guessed)
