@@ -12,7 +12,7 @@ from autopar.runtime.world import run_step
 from autopar.verify import inputs_of, one_device, state_of
 
 
-class Pictures(nn.Module):
+class PlacedPictures(nn.Module):
     """Positions of text and of a picture's patches, as multimodal models compute them: in Python, row by row.
 
     ``ids`` [rows words] are 0 for text and 1 for patches, ``grid`` [rows 2] the height and width of a row's picture,
@@ -48,7 +48,7 @@ def _batch(height: int = 2) -> tuple[torch.Tensor, ...]:
 
 def test_integers_and_masks_that_sizes_follow_from() -> None:
     torch.manual_seed(0)
-    model = Pictures()
+    model = PlacedPictures()
     captured = capture(model, (*_batch(), True))
     assert model.deltas is None
     assert compare_with_eager(captured, model, (*_batch(), True), {}, bounded=False).same
@@ -63,4 +63,4 @@ def test_integers_and_masks_that_sizes_follow_from() -> None:
 def test_attribute_that_the_next_call_reads_is_refused() -> None:
     """Without ``at_first`` the second call would go on with what the first one kept."""
     with pytest.raises(CaptureError, match=r"'deltas' at test_pinned_integers\.py"):
-        capture(Pictures(), (*_batch(), False))
+        capture(PlacedPictures(), (*_batch(), False))
