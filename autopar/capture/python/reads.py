@@ -63,7 +63,7 @@ def _restored(owner: Any, name: str, value: Any) -> None:
         object.__setattr__(owner, name, value)
 
 
-class Unread(torch.Tensor):
+class OfTheCallBefore(torch.Tensor):
     """Stands in an attribute in place of a tensor of the call before: it is no other object, and a tensor; nothing else
     may be asked of it by a forward."""
 
@@ -132,7 +132,7 @@ class Recorder:
 
     def __exit__(self, *error: Any) -> None:
         self.lookups.active = False
-        Unread.in_forward.set(False)
+        OfTheCallBefore.in_forward.set(False)
         self.begin.remove()
         self.end.remove()
         self._ended()
@@ -149,7 +149,7 @@ class Recorder:
     def _saw(self, owner: Any, name: str, value: Any) -> None:
         owner = behind(owner)
         key = id(owner), name
-        if key in self.first or key in self.fresh or isinstance(value, (torch.nn.Module, Unread)):
+        if key in self.first or key in self.fresh or isinstance(value, (torch.nn.Module, OfTheCallBefore)):
             return
         if isinstance(value, torch.Tensor):
             frame = sys._getframe(2)
@@ -253,11 +253,11 @@ class Recorder:
 
     def _forward_begins(self, *call: Any) -> None:
         self.traced = [(m, path, dict(m._buffers)) for m, path, _ in self.held]
-        Unread.in_forward.set(True)
+        OfTheCallBefore.in_forward.set(True)
 
     def _forward_ends(self, *call: Any) -> None:
         """Look, while the trace still runs, for tensors that were put into containers."""
-        Unread.in_forward.set(False)
+        OfTheCallBefore.in_forward.set(False)
         for key, before in self.before.items():
             read = self.first[key][1]
             if any(map(depends_on_data, _new_tensors(before, self.raw[key]))):
@@ -316,7 +316,7 @@ class Recorder:
         """In here attributes that were None, and were given tensors, have something that nobody can read."""
         try:
             for owner, name in self.set_on_none.values():
-                _restored(owner, name, torch.Tensor._make_subclass(Unread, torch.empty(0)))
+                _restored(owner, name, torch.Tensor._make_subclass(OfTheCallBefore, torch.empty(0)))
             yield
         finally:
             for owner, name in self.set_on_none.values():
