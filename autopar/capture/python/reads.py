@@ -316,7 +316,7 @@ class Recorder:
         """In here attributes that were None, and were given tensors, have something that nobody can read."""
         try:
             for owner, name in self.set_on_none.values():
-                _restored(owner, name, torch.Tensor._make_subclass(OfTheCallBefore, torch.empty(0)))
+                _restored(owner, name, torch.empty(0).as_subclass(OfTheCallBefore))
             yield
         finally:
             for owner, name in self.set_on_none.values():
