@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from autopar.errors import PlanError
 from autopar.graph import Graph, Node
 from autopar.meshes import Mesh
 from autopar.pieces import lengths_of
-from autopar.placements import State
+from autopar.placements import INVARIANT, REPLICATED, State
 from autopar.rules.axis_options import Option, axis_options
 from autopar.rules.notation import Rule
 from autopar.rules.option_names import factor_and_block
@@ -98,6 +98,14 @@ def grads_of(graph: Graph, node: Node) -> tuple[tuple[bool, ...], tuple[bool, ..
     return ins, outs
 
 
+def ends_gradients(graph: Graph, node: Node) -> bool:
+    """Whether ``node`` reads nothing but tensors with gradients and gives none back: ``argmax`` of probabilities,
+    ``detach``. It takes copies as they are then: to have their gradients summed would be a sum that never runs."""
+    return not node.needs_grad and bool(node.refs) and all(
+        graph.nodes[r.node].needs_grad and graph.spec(r).is_float for r in node.refs
+    )  # fmt: skip
+
+
 def combine(options: Sequence[Option]) -> Strategy:
     """The strategy of one option per axis."""
     n_in, n_out = len(options[0].ins), len(options[0].outs)
@@ -110,11 +118,14 @@ def combine(options: Sequence[Option]) -> Strategy:
 
 def options_of(graph: Graph, node: Node, rule: Rule, blocks: Sequence[tuple[str, int]] = ()) -> dict[str, Option]:
     """The options of one op on one axis, by name; those of ``blocks`` too (``Rule.blocks_on``)."""
-    grads = grads_of(graph, node)
-    key = "options", grads, tuple(blocks)
+    grads, ends = grads_of(graph, node), ends_gradients(graph, node)
+    key = "options", grads, ends, tuple(blocks)
     options: dict[str, Option] | None = rule.derived.get(key)
     if options is None:
-        options = rule.derived[key] = {option.name: option for option in axis_options(rule, *grads, blocks)}
+        every = axis_options(rule, *grads, blocks)
+        if ends:
+            every = [replace(o, ins=tuple(INVARIANT if p is REPLICATED else p for p in o.ins)) for o in every]
+        options = rule.derived[key] = {option.name: option for option in every}
     return options
 
 
@@ -127,7 +138,7 @@ def blocks_named(rule: Rule, names: Sequence[str]) -> list[tuple[str, int]]:
 def strategy_named(graph: Graph, node: Node, rule: Rule | None, names: Sequence[str]) -> Strategy:
     """The strategy of one op whose options have these names, one per axis. The op has them: plans were checked."""
     assert rule is not None
-    key = "strategy", grads_of(graph, node), tuple(names)
+    key = "strategy", grads_of(graph, node), ends_gradients(graph, node), tuple(names)
     strategy: Strategy | None = rule.derived.get(key)
     if strategy is None:
         options = options_of(graph, node, rule, blocks_named(rule, names))

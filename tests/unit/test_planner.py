@@ -12,6 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from zoo import ZOO
 
+import autopar
 from autopar.capture import capture
 from autopar.certificate import check
 from autopar.errors import InfeasibleError
@@ -87,6 +88,29 @@ def test_the_price_is_what_check_recounts(name: str, seeds: int) -> None:
     for plan in plans:
         report = check(plan, graph, cluster)
         assert report.ok, report.failures
+
+
+class _TopOne(torch.nn.Module):
+    """Routing as in Switch: which expert is first has no gradient, its probability has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.up = torch.nn.Linear(64, 8), torch.nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        probs = self.router(x).softmax(-1)
+        hit = torch.nn.functional.one_hot(probs.argmax(-1), 8).to(x.dtype)
+        return torch.nn.functional.mse_loss(self.up(x) * (probs * hit).sum(-1, keepdim=True), y)
+
+
+def test_no_gradient_is_summed_for_what_gives_none() -> None:
+    x, cluster = torch.randn(64, 64), load_cluster("local-x4")
+    model = _TopOne()
+    captured = capture(model, (x, x))
+    whole = {":softmax": {"tensor": "replicate"}, ":argmax": {"tensor": "replicate"}}
+    plan = autopar.plan(model, cluster, (x, x), captured=captured, mesh="tensor=4", constraints=whole).stages[0]
+    assert not check(plan, captured.graph, cluster, types=True).failures
+    assert "softmax" not in plan.routes, "the copies of its gradient would be summed where there is none"
 
 
 def test_a_false_claim_is_caught() -> None:

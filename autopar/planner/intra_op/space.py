@@ -10,12 +10,12 @@ from autopar.meshes import Mesh
 from autopar.pieces import fits
 from autopar.rules.axis_options import Option
 from autopar.rules.notation import Rule
-from autopar.rules.strategy import Strategy, blocks_named, can_be_cut, combine, grads_of, options_of
+from autopar.rules.strategy import Strategy, blocks_named, can_be_cut, combine, ends_gradients, grads_of, options_of
 
 
 def strategies(graph: Graph, node: Node, rule: Rule, mesh: Mesh) -> list[Strategy]:
     """Every strategy of one op; on an axis of size 1 the op is whole."""
-    key = mesh, grads_of(graph, node)
+    key = mesh, grads_of(graph, node), ends_gradients(graph, node)
     latest: tuple[object, list[Strategy]] = rule.derived.get("strategies", (None, []))
     if latest[0] != key:  # one mesh is looked at after the other, and those of all of them would take much memory
         latest = rule.derived["strategies"] = key, _every(graph, node, rule, mesh)
