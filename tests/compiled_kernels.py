@@ -18,6 +18,8 @@ from autopar.rules import attention_triton
 
 NUMBERS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 MASKS = {0: "fp32", 1: "u8", 2: "fp32"}
+ONES = ("n_heads", "n_shared", "q_d", "k_d", "v_d", "out_d", "grad_d", "mask_k")
+"""Numbers that are mostly 1: Triton makes other code for calls in which an integer is."""
 
 
 class Needs(NamedTuple):
@@ -27,11 +29,15 @@ class Needs(NamedTuple):
     spilled_bytes: int
 
 
-def compiled(name: str, dtype: torch.dtype, inner: int, *, causal: bool, mask: int, capability: int) -> Needs:
-    """A kernel for a compute capability, as ``90``."""
+def compiled(
+    name: str, dtype: torch.dtype, inner: int, *, causal: bool, mask: int, capability: int, ones: bool
+) -> Needs:
+    """A kernel for a compute capability, as ``90``; ``ones``: where all of :data:`ONES` are."""
     kernel = getattr(attention_triton, name)
     blocks = attention_triton.blocks_of(dtype, inner, inner)
     constants = {**blocks, "CAUSAL": causal, "MASK": mask, "PRECISION": "ieee"}
+    if ones:
+        constants.update({argument: 1 for argument in kernel.arg_names if argument in ONES})
     signature = {}
     for argument in kernel.arg_names:
         if argument in constants:
@@ -70,11 +76,11 @@ KERNELS = ("forward_kernel", "backward_to_queries", "backward_to_keys")
 
 
 def main(dtype: str, *numbers: str) -> None:
-    """Tell what all kernels need: ``float16 64 1 0 90`` is of 64 elements, causal, without a mask, for an H100."""
-    inner, causal, mask, capability = map(int, numbers)
+    """Tell what all kernels need: ``float16 64 1 0 90 1`` is of 64 elements, causal, without a mask, for an H100."""
+    inner, causal, mask, capability, ones = map(int, numbers)
     for name in KERNELS:
         needs = compiled(
-            name, getattr(torch, dtype), inner, causal=bool(causal), mask=mask, capability=capability
+            name, getattr(torch, dtype), inner, causal=bool(causal), mask=mask, capability=capability, ones=bool(ones)
         )
         print(name, *needs, flush=True)
 

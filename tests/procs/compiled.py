@@ -22,11 +22,11 @@ CUTS: dict[str, dict[str, Any]] = {
     "zero again": {
         "constraints": {"*": {"data": "b"}}, "params": {"*.weight": "S0 use"}, "recompute": ["blocks.*"],
     },
+    "data": {"constraints": {"*": {"data": "b"}}, "params": {"*": "I step"}},
+    "uneven": {"constraints": {"*up": {"data": "n"}, "*down": {"data": "k"}, "head": {"data": "n"}}},
 }  # fmt: skip
 AROUND = ("tensor", "zero")
 """Cuts of which the calls are made through ``torch.compile(pm)``; of the others ``pm.compile`` was called."""
-SUMS = {"constraints": {"*": {"data": "b"}}, "params": {"*": "I step"}}
-"""Gradients are added up over the ranks."""
 
 
 class Block(nn.Module):
@@ -70,7 +70,7 @@ def spread(cut: str | None, **options: Any) -> Any:
     if cut is None:
         return autopar.parallelize(Blocks(), 1, batch(), **options)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
-    return autopar.parallelize(Blocks(), mesh, batch(), **CUTS.get(cut, SUMS), **options)
+    return autopar.parallelize(Blocks(), mesh, batch(), **CUTS[cut], **options)
 
 
 def step(pm: Any, rows: int) -> list[torch.Tensor]:
@@ -122,7 +122,7 @@ def of_all(cuts: list[str], backend: str) -> list[tuple[float, list[tuple[int, i
     return [differences(cut, backend) for cut in cuts]
 
 
-def in_stages(schedule: str) -> tuple[float, tuple[int, int]]:
+def in_stages(schedule: str, backend: str) -> tuple[float, tuple[int, int]]:
     """A pipeline whose stages are compiled as one graph each, and one that is not: steps, and eval mode.
 
     Returns:
@@ -130,7 +130,7 @@ def in_stages(schedule: str) -> tuple[float, tuple[int, int]]:
     """
     torch.compiler.reset()
     options: dict[str, Any] = {"stages": 2, "schedule": schedule, "microbatches": 2}
-    compiled: dict[str, Any] = {"compile": {"backend": "aot_eager", "fullgraph": True}}
+    compiled: dict[str, Any] = {"compile": {"backend": backend, "fullgraph": True}}
     pm, plain = (autopar.parallelize(Blocks(), 2, batch(), **options, **more) for more in (compiled, {}))
     counts()
     results = []

@@ -59,4 +59,4 @@ def refused() -> list[str]:
 
 
 def on_ranks() -> list[float]:
-    return [trained(cut) for cut in ("tensor", "sums")]
+    return [trained(cut) for cut in ("tensor", "data")]

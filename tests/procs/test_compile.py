@@ -25,7 +25,7 @@ def test_one_graph_on_two_ranks():
 
 @pytest.mark.slow
 def test_one_graph_of_other_cuts():
-    on_two_ranks(["again", "zero"], "aot_eager")
+    on_two_ranks(["again", "zero", "data", "uneven"], "aot_eager")
 
 
 @pytest.mark.slow  # gcc compiles each kernel: minutes, where the machine has other work
@@ -48,6 +48,7 @@ def test_features():
             assert graphs and bool(broken) == (name == "branches"), (name, broken, graphs)
 
 
-def test_stages_of_a_pipeline():
-    for worst, (broken, graphs) in run_local(in_stages, 2, "zb-h1", timeout=300):
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_stages_of_a_pipeline(backend: str):
+    for worst, (broken, graphs) in run_local(in_stages, 2, "zb-h1", backend, timeout=1500):
         assert worst < 1e-12 and not broken and graphs == 2  # training and eval mode

@@ -122,15 +122,15 @@ def test_compiled_it_is_the_same_kernels(kernels: list[str], monkeypatch: pytest
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype, inner, causal, mask, capability", [
-    (torch.float16, 64, True, 0, 90), (torch.bfloat16, 128, True, 0, 80), (torch.float32, 64, False, 1, 80),
-    (torch.bfloat16, 256, False, 2, 90),
+@pytest.mark.parametrize("dtype, inner, causal, mask, capability, ones", [
+    ("float16", 64, True, 0, 90, True), ("float16", 64, True, 1, 80, False), ("bfloat16", 128, True, 0, 80, False),
+    ("float32", 64, False, 1, 80, True), ("bfloat16", 256, False, 2, 90, False),
 ])  # fmt: skip
-def test_machine_code_of_gpus(dtype: torch.dtype, inner: int, causal: bool, mask: int, capability: int) -> None:
-    """Triton's compiler and its assembler take the kernels, and what threads share
-    is less than 99 KiB, as all kinds have."""
-    command = [sys.executable, str(TESTS / "compiled_kernels.py"), str(dtype).removeprefix("torch."), str(inner),
-               str(int(causal)), str(mask), str(capability)]
+def test_machine_code_of_gpus(dtype: str, inner: int, causal: bool, mask: int, capability: int, ones: bool) -> None:
+    """Triton's compiler and its assembler take the kernels, and what threads share is less than 99 KiB, as all kinds
+    have."""
+    numbers = map(str, map(int, (inner, causal, mask, capability, ones)))
+    command = [sys.executable, str(TESTS / "compiled_kernels.py"), dtype, *numbers]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=True)
     needs = [list(map(int, line.split()[-2:])) for line in done.stdout.splitlines()]
