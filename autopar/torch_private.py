@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 # Where spmd-types looks up functional collectives: see :func:`_call_by_new_names`.
@@ -136,6 +136,34 @@ make_wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass
 
 safe_softmax: Any = torch._safe_softmax
 """A softmax that gives zeros for a row without any key, as fused attention does."""
+
+
+class FlexNames(NamedTuple):
+    """Names that ``torch.nn.attention.flex_attention`` looks up in its module when it runs.
+
+    Attributes:
+        operator: the higher-order operator, called with what torch has checked.
+        refuses_devices: raises an error for devices that have no kernel, on which nothing runs here.
+        runs_uncompiled: whether the operator is called as it is; else torch compiles a function around it.
+        same_score: the ``score_mod`` where none was given.
+        turned_blocks: which blocks of queries see a block of keys, from which blocks of keys one of queries sees.
+    """
+
+    operator: str = "flex_attention_hop"
+    refuses_devices: str = "_validate_device"
+    runs_uncompiled: str = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
+    same_score: str = "_identity"
+    turned_blocks: str = "_transpose_ordered"
+
+
+FLEX_NAMES = FlexNames()
+
+
+def compiled_functions_run_as_they_are() -> contextlib.AbstractContextManager[Any]:
+    """In here what a model calls as ``torch.compile(function)`` is the function, while a trace goes on."""
+    config: Any = importlib.import_module("torch._dynamo.config")
+    return mock.patch.object(config, "error_on_nested_fx_trace", False)
+
 
 data_of_tensors: Any = torch.Tensor.__dict__.get("data") or torch._C.TensorBase.__dict__["data"]
 """The descriptor of ``tensor.data``: assigning it to a DTensor goes on to its local tensor."""
@@ -350,7 +378,7 @@ _call_by_new_names()
 
 __all__ = [
     "CHECK", "CHECKPOINT", "DTENSOR_HANDLERS", "DTENSOR_REDUCED_DIMS", "DTENSOR_RESULT", "DTENSOR_STRATEGIES",
-    "DTENSOR_STRATEGY", "EXPORT_BUFFER_HOOK", "EXPORT_INSIDE",
+    "DTENSOR_STRATEGY", "EXPORT_BUFFER_HOOK", "EXPORT_INSIDE", "FLEX_NAMES",
     "GRADIENT_NODE", "GROUP_NAME", "LINEAR_REDUCTION_OP_MAP", "OPTIMIZERS_OF_ELEMENTS", "OPTIMIZERS_OF_MATRICES",
     "OPTIMIZER_STATES",
     "PLAIN_BESIDE_DTENSOR",
@@ -360,7 +388,8 @@ __all__ = [
     "FakeTensor", "FakeTensorMode", "LocalIntNode", "LocalTensor", "LocalTensorMode", "ModuleStackTracer", "Namespace",
     "NormPartial", "OpOverload", "OpOverloadPacket", "OpSchema", "OpStrategy", "Replaceable", "SingleLevelFunction",
     "TensorMeta", "TorchDispatchMode", "allow_plain_tensors", "arguments_of_to",
-    "autograd_engine", "below_autograd", "callers_compiler", "compiler_traces", "current_backward",
+    "autograd_engine", "below_autograd", "callers_compiler", "compiled_functions_run_as_they_are",
+    "compiler_traces", "current_backward",
     "data_of_tensors",
     "default_store", "default_timeout_seconds", "each_rank", "fake_store", "found_inf_reduce_handler", "function_modes",
     "functional_collectives", "functorch_is_active", "generate_redistribute_costs", "group_names", "group_of_axis",

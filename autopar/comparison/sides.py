@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.fx
 from autopar.autocasting import without_autocast
 from autopar.capture import Captured, WithLoss
 from autopar.capture.python.restoring import generators_kept, kept, same_draws
+from autopar.capture.trace.flex import flex_attention_in_plain_operators
 from autopar.comparison.relative import Ran, is_tensor
 from autopar.graph import Graph, Ref
 from autopar.lower.emit import lower
@@ -56,7 +58,10 @@ class Sides:
     def _call(self, leaves: Sequence[Any]) -> Any:
         args, kwargs = pytree.tree_unflatten(list(leaves), self.captured.in_spec)
         n = len(self.args)
-        return WithLoss(self.model, self.loss_fn, n, self.captured.graph.precision)(*args, **kwargs)
+        on_cuda = any(is_tensor(x) and x.is_cuda for x in (*self.named.values(), *leaves))
+        # elsewhere torch has no backward of flex attention
+        with contextlib.nullcontext() if on_cuda else flex_attention_in_plain_operators():
+            return WithLoss(self.model, self.loss_fn, n, self.captured.graph.precision)(*args, **kwargs)
 
     def _now(self) -> dict[str, torch.Tensor]:
         return _named(self.model, self.loss_fn)

@@ -12,6 +12,7 @@
 :mod:`.passed_over`   experts without rows have no gradient
 :mod:`.recurrent`     stacks of LSTM, GRU and RNN, layer by layer; :mod:`.transcripts`: CTC
 :mod:`.bags`          bags of embeddings that are as long as each other: lookups, and their sum
+:mod:`.flex`          ``flex_attention``: causal, or with the mask and the scores that its functions make
 :mod:`.seeding`       random numbers from generators of the model's own are refused; :mod:`.memos` are forgotten
 ===================== ==============================================================================================
 """
