@@ -157,6 +157,7 @@ class FlexNames(NamedTuple):
 
 
 FLEX_NAMES = FlexNames()
+"""Flex attention runs as plain operators while these are exchanged."""
 
 
 def compiled_functions_run_as_they_are() -> contextlib.AbstractContextManager[Any]:
