@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 from autopar.errors import AutoparError, RunError
 from autopar.runtime.ended import killed, say_at_exit
+from autopar.runtime.threads import StoreThread
 from autopar.torch_private import default_store, default_timeout_seconds
 
 _MADE: dict[tuple[int, ...], Any] = {}
@@ -222,14 +223,15 @@ class _Watch:
         self.failures, self.abort, self.stays_armed = weakref.ref(failures), abort, stays_armed
         self.changed = threading.Condition()
         self.step, self.running, self.within = 0, False, False
-        self.thread: threading.Thread | None = None
+        self.thread: StoreThread | None = None
 
     def begin(self) -> None:
         """A part of a step begins."""
         with self.changed:
             self.step, self.running, self.within = self.step + 1, True, True
             if self.thread is None:
-                self.thread = threading.Thread(target=_look_for_news, args=(weakref.ref(self),), daemon=True)
+                told_to_end = threading.Event()
+                self.thread = StoreThread(_look_for_news, (weakref.ref(self), told_to_end), told_to_end)
                 self.thread.start()
 
     def end(self) -> None:
@@ -253,9 +255,8 @@ class _Watch:
                     print(f"autopar: rank {failures.rank} ends what it waits for: {news}", file=sys.stderr, flush=True)
 
 
-def _look_for_news(ref: weakref.ref[_Watch]) -> None:
-    while True:
-        time.sleep(QUIET_SECONDS)
+def _look_for_news(ref: weakref.ref[_Watch], told_to_end: threading.Event) -> None:
+    while not told_to_end.wait(QUIET_SECONDS):
         watch = ref()
         if watch is None or not dist.is_initialized():
             return

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from autopar.errors import RunError
 from autopar.runtime.ended import killed, say_at_exit
 from autopar.runtime.failures import SHOWN, is_of_another_rank
+from autopar.runtime.threads import StoreThread
 from autopar.torch_private import default_store
 
 BEAT_SECONDS = 1.0
@@ -64,7 +65,7 @@ class Presence:
         self.done = threading.Event()
         say_at_exit()
         self.store.set(str(self.rank), "0")
-        self.thread = threading.Thread(target=self._beats, daemon=True)
+        self.thread = StoreThread(self._beats, (), self.done)
         self.thread.start()
 
     def _beats(self) -> None:
@@ -121,8 +122,7 @@ class Presence:
             if error is not None:
                 self.tell(f"rank {self.rank} left {self.what} by {type(error).__name__}: {str(error)[:SHOWN]}")
             self.store.set(str(self.rank), "done")
-        if threading.current_thread() is not self.thread:
-            self.thread.join(self.beat)
+        self.thread.end(self.beat)
 
 
 @contextlib.contextmanager

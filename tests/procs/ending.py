@@ -15,10 +15,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.errors import RunError
-from autopar.runtime import launch
+from autopar.runtime import failures, launch
 from autopar.runtime.launch import _context, _environment
 
 RANKS = 2
+
+kept: list[failures.Failures] = []
+"""Those of :func:`watched`: their threads run until the interpreter ends."""
 
 
 class Net(torch.nn.Module):
@@ -118,3 +121,15 @@ def launches(folder: str) -> None:
     """What a launcher does that is ended before its ranks are."""
     launch.PRELOADED[:] = ["torch.distributed"]
     launch.run_local(waits, 2, folder, timeout=100)
+
+
+def watched() -> None:
+    """A rank whose script ends while threads of its own look into the store all the time."""
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    failures.QUIET_SECONDS = 0.0
+    for _ in range(4):
+        kept.append(each := failures.Failures((0, 1), lambda: None, stays_armed=True))
+        with each.during("a step"):
+            pass
+    time.sleep(0.2)

@@ -31,6 +31,16 @@ def begun(pid: int) -> str:
     return "" if fields[0] in "ZX" else fields[19]
 
 
+def test_a_rank_ends_in_order_while_its_threads_are_in_the_store() -> None:
+    """It was aborted by C++ (``terminate called without an active exception``), now and then, after all its work."""
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", "from procs.ending import watched; watched()"], env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ranks are spawned, and /proc is Linux's")
 def test_ranks_end_with_their_launcher(tmp_path: Path) -> None:
     code = f"from procs.ending import launches; launches({str(tmp_path)!r})"
