@@ -88,9 +88,9 @@ def show(title: str, plan: Plan) -> float:
 
 
 def train(cut: bool) -> list[float]:
-    """Three steps on the CPU, on two ranks with the split of 2012 or on one device."""
+    """Two steps on the CPU, on two ranks with the split of 2012 or on one device."""
     torch.manual_seed(0)
-    model, (images, classes) = AlexNet(2, dropout=0.0), inputs(4, "cpu")
+    model, (images, classes) = AlexNet(2, dropout=0.0), inputs(2, "cpu")
     if cut:
         ranks = dist.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
         model = autopar.parallelize(
@@ -98,7 +98,7 @@ def train(cut: bool) -> list[float]:
         )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     losses = []
-    for _ in range(3):
+    for _ in range(2):
         loss = model(images, classes) if cut else F.cross_entropy(model(images), classes)
         loss.backward()
         optimizer.step()

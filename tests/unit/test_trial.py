@@ -32,7 +32,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "interleaved-1f1b:3", "zb-h1",
 @cache
 def llama() -> Graph:
     config = LlamaConfig(
-        hidden_size=1024, intermediate_size=2816, num_hidden_layers=24, num_attention_heads=8, num_key_value_heads=8,
+        hidden_size=1024, intermediate_size=2816, num_hidden_layers=16, num_attention_heads=8, num_key_value_heads=8,
         vocab_size=4096,
     )  # fmt: skip
     with torch.device("meta"):

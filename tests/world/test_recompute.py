@@ -17,6 +17,7 @@ from autopar.lower.emit import lower
 from autopar.memory_decisions import memory
 from autopar.meshes import Mesh
 from autopar.planner.inter_op.phases import phases
+from autopar.planner.inter_op.stage_pins import starts_of
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
 from autopar.planner.intra_op.complete import complete
 from autopar.planner.intra_op.draw import random_plan
@@ -233,15 +234,21 @@ def test_what_the_planner_lets_run_again_gives_the_same_numbers(name: str, share
     assert V.compare("again", V.train(captured, plan, *state), reference).worst < 1e-9
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb-v", marks=pytest.mark.slow)])
-def test_the_planner_lets_operators_of_stages_run_again_where_memory_is_short(schedule: str) -> None:
+@pytest.mark.parametrize(
+    "schedule, searched", [("1f1b", False), *(pytest.param(s, True, marks=pytest.mark.slow) for s in ("1f1b", "zb-v"))]
+)
+def test_the_planner_lets_operators_of_stages_run_again_where_memory_is_short(schedule: str, searched: bool) -> None:
+    """Every time with the stages given; they and their meshes, which are most of the search, are chosen in the sweep."""
     case, cluster = ZOO["llama"](layers=4), load_cluster("local-x4")
     captured = capture(case.model, case.args, case.kwargs)
-    free = plan_pipeline(captured.graph, cluster, 4, PipelineOptions(4, 2, (schedule,))).plan
+    wanted = PipelineOptions(4, 2, (schedule,))
+    if not searched:
+        wanted = replace(wanted, mesh=Mesh.of(data=2), starts=starts_of(captured.graph, ("model.layers.2",)))
+    free = plan_pipeline(captured.graph, cluster, 4, wanted).plan
     assert not any(s.recompute for s in free.stages), "recomputing costs time"
     most = max(s.price.memory_bytes for s in free.stages)
     limit = 0.6 * most * len(free.schedule.stages_of_rank[0])
-    asked = PipelineOptions(4, 2, (schedule,), options=Options(memory_limit_bytes=limit))
+    asked = replace(wanted, options=Options(memory_limit_bytes=limit))
     plan = plan_pipeline(captured.graph, cluster, 4, asked).plan
     assert any(s.recompute and s.make_again for s in plan.stages)
     assert plan.seconds < 1.3 * free.seconds  # 1.34 with whole blocks

@@ -90,7 +90,7 @@ def test_every_operator_has_a_rule(name: str) -> None:
 
 
 SIMILAR = ("unet_upsample", "bert_masked", "whisper", "mistral", "opt")  # to others, which are tried every time
-TWICE = ("gpt2", "resnet", "unet")
+TWICE = ("gpt2", "unet")
 """Models that are tried under two random plans every time; the others under one, and all under twenty in the sweep."""
 
 
@@ -171,6 +171,6 @@ def test_plans_of_the_planner_that_gather_again() -> None:
     plans = PlansByMemory(captured.graph, cluster, mesh, Options()).every((3.0, 30.0))
     gathering = [plan for plan in plans if plan.gather_again]
     assert gathering
-    for plan in gathering:
+    for plan in (gathering[0], gathering[-1])[: len(gathering)]:  # of the fastest to the leanest
         found = V.compare("gathers again", V.train(captured, plan, weights, buffers, inputs), reference)
         assert found.worst < 1e-9, found

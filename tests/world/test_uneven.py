@@ -41,8 +41,8 @@ def _prepared(name: str, **zoo: int) -> tuple[Captured, tuple[dict[str, torch.Te
     return promoted, state, V.train(promoted, V.one_device(promoted.graph), *state)
 
 
-def _check(name: str, mesh_name: str, seed: int) -> None:
-    captured, state, reference = _prepared(name)
+def _check(name: str, mesh_name: str, seed: int, **zoo: int) -> None:
+    captured, state, reference = _prepared(name, **zoo)
     graph, mesh = captured.graph, MESHES[mesh_name]
     cluster = abstract_cluster(mesh.size_of, alpha=(1e-6,) * len(mesh), beta=(1e-9,) * len(mesh))
     plan = random_plan(graph, rules_of(graph), pricer(cluster, mesh), seed)
@@ -52,9 +52,15 @@ def _check(name: str, mesh_name: str, seed: int) -> None:
     assert report.ok, report.failures
 
 
-@pytest.mark.parametrize("name, mesh", [("mlp", "2x3"), ("gpt2", "3"), ("llama", "2x3"), ("resnet", "5")])
-def test_numbers(name: str, mesh: str) -> None:
-    _check(name, mesh, 1)
+ONE = {"layers": 1}
+"""Layers of one kind are cut in one way as in another; the sweep has two of each."""
+
+
+@pytest.mark.parametrize(
+    "name, mesh, zoo", [("mlp", "2x3", {}), ("gpt2", "3", ONE), ("llama", "2x3", ONE), ("resnet", "5", {})]
+)
+def test_numbers(name: str, mesh: str, zoo: dict[str, int]) -> None:
+    _check(name, mesh, 1, **zoo)
 
 
 def test_six_heads_on_four_ranks() -> None:
