@@ -1,9 +1,9 @@
 """Threads that look into the process group's store end before the interpreter does.
 
 A daemon thread is left behind when the interpreter ends. One that is within a request to the store then, whose answer
-comes while the interpreter is taken down, is unwound by Python through code of C++ that allows no unwinding: ``terminate
-called without an active exception``, and a rank whose work was done counts as failed. So at exit each is told to end,
-and waited for; there are few requests, and each is answered at once unless the store is gone.
+comes while the interpreter is taken down, is unwound by Python through code of C++ that allows no unwinding:
+``terminate called without an active exception``, and a rank whose work was done counts as failed. So at exit each is
+told to end, and waited for; there are few requests, and each is answered at once unless the store is gone.
 """
 
 from __future__ import annotations

@@ -238,7 +238,7 @@ def test_what_the_planner_lets_run_again_gives_the_same_numbers(name: str, share
     "schedule, searched", [("1f1b", False), *(pytest.param(s, True, marks=pytest.mark.slow) for s in ("1f1b", "zb-v"))]
 )
 def test_the_planner_lets_operators_of_stages_run_again_where_memory_is_short(schedule: str, searched: bool) -> None:
-    """Every time with the stages given; they and their meshes, which are most of the search, are chosen in the sweep."""
+    """With the stages given; they and their meshes, which are most of the search, are chosen in the sweep."""
     case, cluster = ZOO["llama"](layers=4), load_cluster("local-x4")
     captured = capture(case.model, case.args, case.kwargs)
     wanted = PipelineOptions(4, 2, (schedule,))
