@@ -25,7 +25,7 @@ from cost_models.pipeline import grid
 from hardware_profiles import load_cluster
 
 CONFIG = GPT2Config(
-    vocab_size=50304, n_positions=1024, n_embd=2048, n_layer=12, n_head=16, use_cache=False, attn_implementation="sdpa"
+    vocab_size=50304, n_positions=1024, n_embd=2048, n_layer=24, n_head=16, use_cache=False, attn_implementation="sdpa"
 )
 MICROBATCHES = 16
 
