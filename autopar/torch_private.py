@@ -48,7 +48,7 @@ from torch._C import _dispatch_has_kernel_for_dispatch_key as has_kernel
 from torch._C import _set_dtensor_allow_implicit_replication as allow_plain_tensors  # type: ignore[attr-defined]
 
 # Whether the backward that runs will come to a node: a stage waits only for gradients that will arrive.
-from torch._C import _will_engine_execute_node as will_run  # type: ignore[attr-defined]
+from torch._C import _will_engine_execute_node as _will_run  # type: ignore[attr-defined]
 
 # Whether the backward that runs keeps its graph for another one.
 from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
@@ -328,6 +328,16 @@ def has_other_groups(device_mesh: Any, along_axes: Sequence[dist.ProcessGroup]) 
     device_mesh._pg_registry.update({group.group_name: group for group in along_axes})
 
 
+def reached(node: Any) -> bool:
+    """Whether the backward that runs now comes to a node of autograd; False for None."""
+    if node is None:
+        return False
+    try:
+        return bool(_will_run(node))
+    except RuntimeError:  # what it says of a leaf whose gradient autograd.grad is to return
+        return True
+
+
 def default_store() -> dist.Store:
     """The store through which the ranks of this world found each other: failures are told through it."""
     return dist.distributed_c10d._get_default_store()
@@ -397,7 +407,7 @@ __all__ = [
     "has_kernel", "has_other_groups",
     "is_traceable_wrapper_subclass", "keeps_graph", "lazy_graph_modules", "local_tensor_mode",
     "make_wrapper_subclass",
-    "no_dispatch_modes", "options_of_compiler", "preserve_version_counter", "pytree", "safe_softmax",
+    "no_dispatch_modes", "options_of_compiler", "preserve_version_counter", "pytree", "reached", "safe_softmax",
     "timeout_of_world",
-    "top_saved_tensors_hooks", "unset_fake_temporarily", "will_run",
+    "top_saved_tensors_hooks", "unset_fake_temporarily",
 ]  # fmt: skip

@@ -6,6 +6,7 @@
 :mod:`.collectives` the collectives that programs call
 :mod:`.segments`    parts that run again in the backward
 :mod:`.regather`    copies that are gathered again there; :mod:`.freed`: memory that is given up until then
+:mod:`.overlapped`  sums of gradients that travel while the gradient of a weight is computed
 :mod:`.compilable`  the program for torch.compile: one graph, forward and backward
 :mod:`.typecheck`   every program is checked by the type checker of ``spmd_types``
 =================== ===================================================================================================

@@ -16,14 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import Node
 
 from autopar.errors import RunError
 from autopar.runtime.gradients import Gradients
 from autopar.runtime.mixed import whole
 from autopar.runtime.state import HeldParam
 from autopar.runtime.taking_part import Took
-from autopar.torch_private import autograd_engine, functorch_is_active, keeps_graph, will_run
+from autopar.torch_private import autograd_engine, functorch_is_active, keeps_graph, reached
 
 _ENGINE: Any = autograd_engine
 Run = Callable[[Mapping[str, torch.Tensor]], tuple[Any, ...]]
@@ -134,11 +133,11 @@ class _Crossing(torch.autograd.Function):
         call: _Call = ctx.call
         (probe, _), *before = ctx.next_functions
         wanted: list[HeldParam] | None = None
-        if not _reached(probe):  # autograd.grad, or backward(inputs=...)
+        if not reached(probe):  # autograd.grad, or backward(inputs=...)
             wanted = []
             for params, _ in before[len(call.wanting) :]:  # none, or the one node of all parameters
-                reached = [_reached(node) for node, _ in params.next_functions]
-                wanted = [held for (held, _), here in zip(call.trained.pairs, reached, strict=True) if here]
+                come_to = [reached(node) for node, _ in params.next_functions]
+                wanted = [held for (held, _), comes in zip(call.trained.pairs, come_to, strict=True) if comes]
         keep = keeps_graph()
         inputs, left = call.backward(grads, keep, wanted)
         return (None, None, *inputs, *(torch.empty(0) if left else None for _ in before[len(call.wanting) :]))
@@ -146,16 +145,6 @@ class _Crossing(torch.autograd.Function):
 
 _apply: Any = super(torch.autograd.Function, _Crossing).apply
 """Without what torch does for its function transforms: a look at every parameter in Python."""
-
-
-def _reached(node: Node | None) -> bool:
-    """Whether the backward that runs now comes to a node."""
-    if node is None:
-        return False
-    try:
-        return bool(will_run(node))
-    except RuntimeError:  # what it says of a leaf whose gradient autograd.grad is to return
-        return True
 
 
 def crossed(

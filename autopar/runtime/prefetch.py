@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from autopar.lower.overlapped import with_overlap
 from autopar.lower.program import Program
 from autopar.lower.segments import with_segments
 from autopar.rules.function import Callee
@@ -178,7 +179,7 @@ def order_of_use(program: Program) -> list[int]:
 def with_gathers(program: Program, schedule: GatherOrder) -> torch.fx.GraphModule:
     """The program as it runs, with fetches, releases and guards; its first input is the schedule."""
     if not schedule.units:
-        return program.runnable
+        return _to_run(_copy_of(program.module.graph))
     graph = torch.fx.Graph()
     remap: dict[torch.fx.Node, torch.fx.Node] = {}
     with graph.inserting_before(None):
@@ -230,7 +231,19 @@ def with_gathers(program: Program, schedule: GatherOrder) -> torch.fx.GraphModul
         for held in unit.held_params if unit.per_use else ():
             _copy_for_functions(graph, slot_of[held.name])
     graph.output(output)
-    return with_segments(torch.fx.GraphModule(torch.nn.Module(), graph, class_name="ProgramWithGathers"))
+    return _to_run(graph)
+
+
+def _copy_of(graph: torch.fx.Graph) -> torch.fx.Graph:
+    copy = torch.fx.Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    return copy
+
+
+def _to_run(graph: torch.fx.Graph) -> torch.fx.GraphModule:
+    """A copy of a program as it runs: sums of gradients travel meanwhile, and segments run again."""
+    with_overlap(graph)
+    return with_segments(torch.fx.GraphModule(torch.nn.Module(), graph, class_name="ProgramThatRuns"))
 
 
 def _copy_for_functions(graph: torch.fx.Graph, parameter: torch.fx.Node) -> None:
