@@ -11,8 +11,8 @@ the ranks.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -30,8 +30,6 @@ from autopar.torch_private import pytree
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 QUIET_SECONDS = 1.0
 """After how long a rank says that it waits for the others' numbers: one that waits for it elsewhere reads it."""
-POLL_SECONDS = 5e-5
-"""How often it looks whether they have come."""
 
 
 class Exchange:
@@ -70,16 +68,29 @@ class Exchange:
             log.exchanges = self.calls
         self._mine[0], self._mine[1] = rows, length
         under_way = dist.all_gather_into_tensor(self._all, self._mine, group=self.group, async_op=True)
-        began, told = time.monotonic(), False
-        while not under_way.is_completed():
-            if not told and time.monotonic() - began > QUIET_SECONDS:
-                told = True
-                for log in logs:
-                    log.note_waiting()
-            time.sleep(POLL_SECONDS)
-        under_way.wait()  # raises what went wrong
+        if not _came(under_way, QUIET_SECONDS):
+            for log in logs:
+                log.note_waiting()
+            while not _came(under_way, QUIET_SECONDS):  # in parts, between which an interrupt is heard
+                pass
         flat = self._all.tolist()
         return [(flat[2 * i], flat[2 * i + 1]) for i in self.order]
+
+
+def _came(work: dist.Work, seconds: float) -> bool:
+    """Wait for a collective, at most so long; whether it is done. Asleep until then: to look again and again takes a
+    processor that the other ranks may be waiting for.
+
+    Raises:
+        RuntimeError: what went wrong with it.
+    """
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()  # it came just then, or says what went wrong
+    return True
 
 
 def put_together(
