@@ -27,11 +27,12 @@ from autopar.planner.inter_op.stage_pins import of_stage
 from autopar.planner.inter_op.stage_plans import StagePlans, is_pinned, pace_of, rounded
 from autopar.planner.inter_op.timing import timing_of
 from autopar.planner.inter_op.trial import simulated
-from autopar.planner.intra_op.fold import fold
+from autopar.planner.intra_op.fold import Fold, fold
 from autopar.planner.intra_op.mesh_plan import Options, device_limit
 from autopar.planner.intra_op.price import pricer
 from autopar.planner.intra_op.problem import Beaten
 from autopar.planner.intra_op.recompute import is_asked, patterns_in
+from autopar.planner.intra_op.recompute_choices import block_starts
 from autopar.prices import bytes_together
 from autopar.rules.registry import rules_of
 from autopar.staging import StageGraph, crossings_of, cut, hot_ops
@@ -91,9 +92,12 @@ class ExactPlans:
         return StagePlans(self.cluster)
 
     @cached_property
+    def folding(self) -> Fold:
+        return fold(self.graph)
+
+    @cached_property
     def blocks(self) -> list[Block]:
-        folding = fold(self.graph)
-        return blocks(self.graph, folding, rules_of(self.graph, folding.representative))
+        return blocks(self.graph, self.folding, rules_of(self.graph, self.folding.representative))
 
     @cached_property
     def ops(self) -> list[int]:
@@ -318,9 +322,16 @@ class ExactPlans:
         """Whether the planner chooses what runs again: neither the user nor the model says it."""
         return self.asked.may_recompute and not is_asked(self.graph, self.asked.options.recompute)
 
+    @cached_property
+    def _repeated(self) -> list[str]:
+        """The operators with which repeated blocks of the whole model begin, which are also those of one mesh. Where it
+        is cut into pieces for want of repeats, they bound only where stages may begin, not what may run again."""
+        return [self.graph.nodes[i].name for i in block_starts(self.graph, self.folding)]
+
     def _blocks_in(self, graph: Graph) -> tuple[str, ...]:
-        """The operators with which the blocks begin that a stage's graph has."""
-        return tuple(name for name in (self.name(block.first) for block in self.blocks) if name in graph.index)
+        """The operators with which the repeated blocks begin that a stage's graph has: it may have too few to find
+        them again."""
+        return tuple(name for name in self._repeated if name in graph.index)
 
     def _refine(
         self, graphs: Sequence[StageGraph], choices: list[StagePlan], asked: Sequence[Options], schedule: Schedule

@@ -23,7 +23,10 @@ class StagePlans:
     """Those on groups of a cluster's devices that were made so far."""
 
     cluster: Cluster
-    _plans: dict[tuple[object, ...], dict[int, tuple[Graph, StagePlan]]] = field(default_factory=dict, init=False)
+    _plans: dict[tuple[object, ...], dict[int, tuple[Graph, StagePlan, float]]] = field(
+        default_factory=dict, init=False
+    )
+    """By what was asked, and microbatches in flight: the plan with its graph, and the gap that was good enough."""
     _earlier: dict[tuple[object, ...], tuple[Graph, Earlier]] = field(default_factory=dict, init=False)
 
     def plan(
@@ -33,6 +36,7 @@ class StagePlans:
 
         A plan for more microbatches in flight serves for fewer too, if its memory does not bind; where it does, it is
         solved for a round number of them, and so for few different ones; or for just as many as there are (``exact``).
+        One that was good enough where less was asked is solved again.
         """
         if is_pinned(options):
             return plan_graph(graph, self.cluster, mesh, options, devices=devices)
@@ -44,8 +48,9 @@ class StagePlans:
         by_in_flight = self._plans.setdefault(key, {})
         wanted = options.in_flight
         target = wanted if exact else rounded(wanted)
-        for n, (first, plan) in sorted(by_in_flight.items()):
-            if n == target or (n > wanted and _is_free(plan)):
+        for n, (first, plan, looked_for) in sorted(by_in_flight.items(), key=lambda entry: entry[0]):
+            near = looked_for <= options.memory_gap or _gap(plan) <= options.memory_gap
+            if (n == target and near) or (n > wanted and _is_free(plan)):
                 alike = plan if first is graph else transplant(plan, first, graph)
                 return replace(alike.with_in_flight(wanted), devices=devices)
         first, earlier = self._earlier.setdefault((*key[:3], places, begins), (graph, Earlier()))
@@ -64,7 +69,7 @@ class StagePlans:
             if n == wanted:
                 raise
             n, plan = wanted, planned(wanted)
-        by_in_flight[n] = graph, plan
+        by_in_flight[n] = graph, plan, options.memory_gap
         return plan.with_in_flight(wanted)
 
 
@@ -83,6 +88,11 @@ def is_pinned(options: Options) -> bool:
 def pace_of(plan: StagePlan) -> float:
     """Seconds of a microbatch, forward and backward."""
     return (plan.price.compute_seconds + plan.price.activation_seconds) / plan.microbatches
+
+
+def _gap(plan: StagePlan) -> float:
+    """How far a plan may be from its bound."""
+    return plan.solution.gap if plan.solution is not None else 0.0
 
 
 def _is_free(plan: StagePlan) -> bool:

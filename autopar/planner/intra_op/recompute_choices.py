@@ -83,7 +83,8 @@ def again(graph: Graph, folding: Fold, memory: Sequence[Entry], begins: Sequence
         memory: all memory of the whole tensors, that which nobody keeps included.
         begins: names of the operators with which blocks begin, where they are known.
     """
-    block_of = blocks_from(graph, [graph.index[name] for name in begins]) if begins else blocks(graph, folding)
+    starts = [graph.index[name] for name in begins] if begins else block_starts(graph, folding)
+    block_of = blocks_from(graph, starts)
     able = {folding.representative[i] for i, node in graph.of_kind("op") if _may(node)}
     makes, read_behind = set(), set()
     for entry in memory:
@@ -97,8 +98,9 @@ def again(graph: Graph, folding: Fold, memory: Sequence[Entry], begins: Sequence
     return Again(frozenset(able), frozenset(able - read_behind), block_of)
 
 
-def blocks(graph: Graph, folding: Fold) -> dict[int, int]:
-    """The number of every operator's block: repeated ones begin where in their period the fewest bytes cross."""
+def block_starts(graph: Graph, folding: Fold) -> list[int]:
+    """The operators with which repeated blocks begin, and what stands behind them: where in their period the fewest
+    bytes cross."""
     ops = [i for i, node in enumerate(graph.nodes) if node.kind == "op"]
     position = {i: p for p, i in enumerate(ops)}
     change = [0] * (len(ops) + 1)
@@ -116,7 +118,7 @@ def blocks(graph: Graph, folding: Fold) -> dict[int, int]:
         end = begin + repeats * length  # perhaps behind the last repeat: a layer that folding saw half of ends there
         if begin == first or (end < len(ops) and crossing[end] <= crossing[end - length]):
             starts.append(end)
-    return blocks_from(graph, [ops[p] for p in starts if p < len(ops)])
+    return [ops[p] for p in starts if p < len(ops)]
 
 
 def blocks_from(graph: Graph, starts: Sequence[int]) -> dict[int, int]:
@@ -136,4 +138,4 @@ def _is_view(node: Node, rule: Rule | None) -> bool:
     return rule is not None and rule.kind == "none" and not has_effect(node.target)
 
 
-__all__ = ["Again", "again", "blocks", "blocks_from"]
+__all__ = ["Again", "again", "block_starts", "blocks_from"]
