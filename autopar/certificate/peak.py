@@ -31,11 +31,14 @@ from autopar.lower.program import Slot
 from autopar.pieces import local_shape
 from autopar.placements import path
 from autopar.plan import ParamChoice, StagePlan
+from autopar.planner.intra_op.options import device_limit
 from autopar.rules.distributed import as_last_rank
 from autopar.rules.many_ranks import fake_world
 from autopar.runtime.arriving import Arrived, arriving
+from autopar.texts import show_bytes
 from autopar.torch_private import FakeTensor, FakeTensorMode, TorchDispatchMode
 from cost_models import optimizer_state_bytes
+from hardware_profiles import Cluster
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,24 @@ def peak_of(plan: StagePlan, graph: Graph, given: Mapping[str, torch.Tensor] | N
     return Peak(count.peak_bytes + 2 * largest, count.at)
 
 
+def over_limit(peak: Peak, plan: StagePlan, cluster: Cluster, asked: int | None) -> str | None:
+    """That a step has more at once than the limit within which its plan was made, which may be a little more than the
+    plan says; None where it has not.
+
+    Args:
+        asked: the memory limit that the plan was asked to keep to, in bytes; None for what the devices have.
+    """
+    limit = device_limit(cluster, plan.devices, asked)
+    if peak.n_bytes <= limit:
+        return None
+    whose = "the memory limit that was asked for" if asked is not None else "what may be filled of the device"
+    return (
+        f"memory: a step has {show_bytes(peak.n_bytes)} at once ({peak.at}), {peak.n_bytes / limit - 1:.1%} more than "
+        f"{whose}, {show_bytes(limit)}; the plan says {show_bytes(plan.price.memory_bytes)}. Make the plan with a "
+        f"memory limit of {int(limit * limit / peak.n_bytes)} bytes or less"
+    )
+
+
 def _arrived(x: torch.Tensor, wanted: list[Arrived]) -> torch.Tensor:
     """What a stage reads of a tensor that arrived; where its gradient will be is added to ``wanted``."""
     read, there = arriving(x)
@@ -171,4 +192,4 @@ def _used(x: torch.Tensor, slot: Slot, choice: ParamChoice, plan: StagePlan) -> 
     return leaf
 
 
-__all__ = ["Allocations", "Peak", "peak_of"]
+__all__ = ["Allocations", "Peak", "over_limit", "peak_of"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -28,6 +28,7 @@ from autopar.memory_decisions import DECISIONS
 from autopar.pieces import elements_moved, local_shape
 from autopar.placements import Step
 from autopar.plan import StagePlan
+from autopar.prices import Price
 from autopar.rules.attention_across import QUERIES, RING
 from autopar.rules.distributed import Counted, ToOther, as_last_rank
 from autopar.rules.function import PREFIX
@@ -58,28 +59,18 @@ class Report:
     """What a check found.
 
     Attributes:
-        compute_seconds, activation_seconds, parameter_seconds: recounted from the program.
-        parameter_bytes, gradient_bytes, optimizer_bytes: recounted from the stored shapes.
-        kept_bytes, again_bytes: what one microbatch keeps from its forward to its backward, and what the largest
-            recomputed segment keeps while it runs again, both counted by storage under autograd's own hooks.
+        price: what is recounted of a plan's price: seconds and collectives from the program, parameters, gradients and
+            optimizer state from the stored shapes, and what is kept, of as many microbatches as are in flight and while
+            the largest segment runs again, by storage under autograd's own hooks. Not recounted is what passes.
+        kept_bytes: what one microbatch keeps from its forward to its backward.
         collectives: how often each ``(axis, kind)`` is made by the forward and backward, parameters included.
         failures: claims of the plan that do not hold; empty for a certified plan.
     """
 
-    compute_seconds: float = 0.0
-    activation_seconds: float = 0.0
-    parameter_seconds: float = 0.0
-    parameter_bytes: int = 0
-    gradient_bytes: int = 0
-    optimizer_bytes: int = 0
+    price: Price = field(default_factory=Price)
     kept_bytes: int = 0
-    again_bytes: int = 0
     collectives: Counter[tuple[str, str]] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
-
-    @property
-    def seconds(self) -> float:
-        return self.compute_seconds + self.activation_seconds + self.parameter_seconds
 
     @property
     def ok(self) -> bool:
@@ -133,8 +124,11 @@ def check(plan: StagePlan, graph: Graph, cluster: Cluster, *, tolerance: float =
         if types:
             typecheck(program)
         _recount(program, plan, graph, device, costs, axes, names, report)
-    _stored(plan, graph, report)
-    _parameters(plan, graph, axes, costs.bucket_bytes, report)
+    parameter_bytes, gradient_bytes, optimizer_bytes = _stored(plan, graph)
+    report.price = replace(
+        report.price, parameter_bytes=parameter_bytes, gradient_bytes=gradient_bytes, optimizer_bytes=optimizer_bytes,
+        parameter_seconds=_parameters(plan, graph, axes, costs.bucket_bytes, report),
+    )  # fmt: skip
     _claims(plan, report, tolerance)
     _activations(plan, graph, report)
     return report
@@ -174,16 +168,18 @@ def _recount(
             wanting = [value for value in ends if isinstance(value, torch.Tensor) and value.requires_grad]
             if wanting:
                 torch.autograd.backward(wanting, [torch.ones_like(value) for value in wanting])
-    report.again_bytes = pricer.again_bytes
-    report.compute_seconds = sum(pricer.seconds) * plan.microbatches
-    report.activation_seconds = sum(pricer.copy_seconds) * plan.microbatches
+    moved = sum(pricer.copy_seconds)
     for group, kind, n_bytes in counter.seen:
         axis = names[group]
         report.collectives[axis, kind] += 1
-        report.activation_seconds += plan.microbatches * axes[axis].seconds(kind, n_bytes)
-    report.activation_seconds += plan.microbatches * _message_seconds(pricer.counted.messages, pricer.beside, axes)
+        moved += axes[axis].seconds(kind, n_bytes)
+    moved += _message_seconds(pricer.counted.messages, pricer.beside, axes)
     for message in pricer.counted.messages:
         report.collectives[message.axis, "send_recv"] += message.times
+    report.price = Price(
+        plan.microbatches * sum(pricer.seconds), plan.microbatches * moved,
+        activation_bytes=plan.in_flight * report.kept_bytes + pricer.again_bytes, again_bytes=pricer.again_bytes,
+    )  # fmt: skip
 
 
 def _message_seconds(
@@ -330,18 +326,25 @@ class _Priced(Watched):
         return seconds * (2 if result.requires_grad and backward is None and not self.second else 1)
 
 
-def _stored(plan: StagePlan, graph: Graph, report: Report) -> None:
+def _stored(plan: StagePlan, graph: Graph) -> tuple[int, int, int]:
+    """Bytes of parameters, their gradients and the optimizer's state on one rank."""
+    parameters = gradients = optimizer = 0
     for _, node in graph.of_kind("param"):
         n = prod(local_shape(node.out.shape, plan.params[node.target].stored, plan.mesh))
         each = graph.stored(node).item_bytes
-        report.parameter_bytes += n * each
+        parameters += n * each
         if node.needs_grad:
-            report.gradient_bytes += n * each
-            report.optimizer_bytes += optimizer_state_bytes(plan.optimizer, n, graph.moments(node).item_bytes, 1)
+            gradients += n * each
+            optimizer += optimizer_state_bytes(plan.optimizer, n, graph.moments(node).item_bytes, 1)
+    return parameters, gradients, optimizer
 
 
-def _parameters(plan: StagePlan, graph: Graph, axes: Mapping[str, Axis], bucket_bytes: float, report: Report) -> None:
-    """Collectives between stored and used placements: how often each is made in a step follows from its lifetime."""
+def _parameters(
+    plan: StagePlan, graph: Graph, axes: Mapping[str, Axis], bucket_bytes: float, report: Report
+) -> float:  # fmt: skip
+    """Seconds of the collectives between stored and used placements, which the report is told of: how often each is
+    made in a step follows from its lifetime."""
+    seconds = 0.0
     for _, node in graph.of_kind("param"):
         choice, state = plan.params[node.target], plan.params[node.target].stored
         for a in range(len(plan.mesh) - 1, -1, -1):
@@ -361,22 +364,24 @@ def _parameters(plan: StagePlan, graph: Graph, axes: Mapping[str, Axis], bucket_
                 if kind is not None:
                     n_bytes = moved * each
                     whole = max(n_bytes, bucket_bytes)
-                    report.parameter_seconds += times * axes[name].seconds(kind, whole) * n_bytes / whole
+                    seconds += times * axes[name].seconds(kind, whole) * n_bytes / whole
                     report.collectives[name, f"parameter {kind}"] += times
+    return seconds
 
 
 def _claims(plan: StagePlan, report: Report, tolerance: float) -> None:
+    counted, said = report.price, plan.price
     for what in ("parameter_bytes", "gradient_bytes", "optimizer_bytes"):
-        mine, theirs = getattr(report, what), getattr(plan.price, what)
+        mine, theirs = getattr(counted, what), getattr(said, what)
         if mine != theirs:
             report.failures.append(f"{what}: the plan says {theirs}, its stored shapes give {mine}")
-    mine, theirs = report.seconds, plan.price.seconds
-    if abs(mine - theirs) > tolerance * max(mine, theirs):
+    if abs(counted.seconds - said.seconds) > tolerance * max(counted.seconds, said.seconds):
+        parts = ", ".join(
+            f"{what} {getattr(said, f'{what}_seconds'):.4g} and {getattr(counted, f'{what}_seconds'):.4g}"
+            for what in ("compute", "activation", "parameter")
+        )
         report.failures.append(
-            f"seconds: the plan says {theirs:.6g}, the emitted program {mine:.6g} "
-            f"(compute {plan.price.compute_seconds:.4g} and {report.compute_seconds:.4g}, activations "
-            f"{plan.price.activation_seconds:.4g} and {report.activation_seconds:.4g}, parameters "
-            f"{plan.price.parameter_seconds:.4g} and {report.parameter_seconds:.4g})"
+            f"seconds: the plan says {said.seconds:.6g}, the emitted program {counted.seconds:.6g} ({parts})"
         )
 
 
@@ -386,7 +391,7 @@ def _activations(plan: StagePlan, graph: Graph, report: Report) -> None:
         return
     for what, mine, theirs in (
         ("of a microbatch", report.kept_bytes, plan.kept_bytes),
-        ("while a segment runs again", report.again_bytes, plan.price.again_bytes),
+        ("while a segment runs again", report.price.again_bytes, plan.price.again_bytes),
     ):
         if mine != theirs:
             report.failures.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -60,22 +61,29 @@ def worst_gradient(pm: Any, alone: nn.Module) -> float:
 
 def trained(cut: str, mesh: tuple[int, ...] = (2,)) -> float:
     """Losses, this rank's outputs, gradients and buffers, with batches of two sizes."""
-    model = Net()
+    ranks = dist.get_world_size()
+    return as_one_process(cut, mesh, [[rows // ranks] * ranks for rows in (8, 8, 16, 8)])
+
+
+def as_one_process(cut: str, mesh: tuple[int, ...], rows_of_ranks: Sequence[Sequence[int]]) -> float:
+    """How far losses, outputs, gradients and buffers are from those of one process with the rows of all ranks, batch by
+    batch; then outputs in eval mode."""
+    model, place = Net(), dist.get_rank()
     alone, worst = copy.deepcopy(model), 0.0
     pm = spread(model, own(data(8)), mesh, **CUTS[cut])
-    for number, rows in enumerate((8, 8, 16, 8)):
-        whole = data(rows, number)
-        (loss, out), (wanted, wanted_out) = pm(*own(whole)), alone(*whole)
+    for number, counts in enumerate(rows_of_ranks):
+        whole = data(sum(counts), number)
+        mine = tuple(x.split(counts)[place] for x in whole)
+        (loss, out), (wanted, wanted_out) = pm(*mine), alone(*whole)
         worst = max(worst, difference(loss.detach(), wanted.detach()))
-        worst = max(worst, difference(out.detach(), own((wanted_out.detach(),))[0]))
+        worst = max(worst, difference(out.detach(), wanted_out.detach().split(counts)[place]))
         loss.backward()
         wanted.backward()
     worst = max(worst, worst_gradient(pm, alone))
     pm.eval()
     alone.eval()
     with torch.no_grad():
-        worst = max(worst, difference(pm(own(whole)[0]), own((alone(whole[0]),))[0]))
-    return worst
+        return max(worst, difference(pm(mine[0]), alone(whole[0]).split(counts)[place]))
 
 
 def outside(cut: str, mesh: tuple[int, ...] = (2,)) -> float:
@@ -129,25 +137,9 @@ def loaded() -> tuple[list[int], list[int], int, str, int]:
 def uneven(cut: str, mesh: tuple[int, ...] = (2,)) -> float:
     """Ranks have other numbers of rows than the others: the numbers of one process with all of them, with batch
     statistics and ignored labels; then as many again; then in eval mode."""
-    model = Net()
-    alone, worst = copy.deepcopy(model), 0.0
-    pm = spread(model, own(data(8)), mesh, **CUTS[cut])
-    ranks, place = dist.get_world_size(), dist.get_rank()
+    ranks = dist.get_world_size()
     some_fewer, each_other = [4 - r % 2 for r in range(ranks)], [1 + r for r in range(ranks)]
-    for number, counts in enumerate(([4] * ranks, some_fewer, [4] * ranks, each_other)):
-        whole = data(sum(counts), number)
-        mine = tuple(x.split(counts)[place] for x in whole)
-        (loss, out), (wanted, wanted_out) = pm(*mine), alone(*whole)
-        worst = max(worst, difference(loss.detach(), wanted.detach()))
-        worst = max(worst, difference(out.detach(), wanted_out.detach().split(counts)[place]))
-        loss.backward()
-        wanted.backward()
-    worst = max(worst, worst_gradient(pm, alone))
-    pm.eval()
-    alone.eval()
-    with torch.no_grad():
-        wanted_out = alone(whole[0]).split(counts)[place]
-        return max(worst, difference(pm(mine[0]), wanted_out))
+    return as_one_process(cut, mesh, ([4] * ranks, some_fewer, [4] * ranks, each_other))
 
 
 def uneven_outside(cut: str) -> float:

@@ -237,6 +237,18 @@ def test_check_counts_the_peak() -> None:
     assert "most at once: " in autopar("check", "plan.json")
 
 
+def test_a_certificate_of_more_than_the_memory_limit_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan may say a little less than there is: then the certificate does not hold."""
+    from autopar import certificate
+
+    autopar("plan", "net.py:make", *MESH, "--memory-limit", "96KiB", "-o", "tight.json")
+    assert json.loads(autopar("check", "tight.json", "--json"))["certified"]
+    monkeypatch.setattr(certificate, "peak_of", lambda plan, graph: certificate.Peak(98993, "forward: aten.mm"))
+    said = autopar("check", "tight.json", code=1)
+    assert "96.67 KiB at once (forward: aten.mm), 0.7% more than the memory limit that was asked for, 96.00 KiB" in said
+    assert "memory limit of 97619 bytes or less" in said
+
+
 def test_diff() -> None:
     assert "the same" in autopar("diff", "plan.json", "plan.json")
     rows = {r["what"]: r for r in json.loads(autopar("diff", "plan.json", "cut.json", "--json"))}

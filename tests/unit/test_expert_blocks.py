@@ -81,4 +81,4 @@ def test_experts_of_other_ranks_are_not_counted() -> None:
     )  # fmt: skip
     report = check(plan.stages[0], captured.graph, cluster)
     assert report.ok, report.failures
-    assert report.compute_seconds == pytest.approx(plan.stages[0].price.compute_seconds, rel=1e-3)
+    assert report.price.compute_seconds == pytest.approx(plan.stages[0].price.compute_seconds, rel=1e-3)

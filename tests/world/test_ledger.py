@@ -72,7 +72,7 @@ def _matches(pattern: str, module: str) -> bool:
 def agrees(plan: StagePlan, captured: Captured) -> None:
     report = check(plan, captured.graph, CLUSTER, tolerance=1.0)
     assert report.kept_bytes == plan.kept_bytes > 0
-    assert report.again_bytes == plan.price.again_bytes
+    assert report.price.again_bytes == plan.price.again_bytes
     assert not report.failures, report.failures
 
 

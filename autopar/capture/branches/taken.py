@@ -322,9 +322,13 @@ class _Hearing(TorchFunctionMode):
         self.listed: dict[str, list[Any]] = {}
 
     def heard(self, tensor: torch.Tensor) -> bool:
+        """The answer, noted by the place that asks."""
+        return self._heard_at(_place(), tensor)
+
+    def _heard_at(self, place: str, tensor: torch.Tensor) -> bool:
         with DisableTorchFunction():
             answer = bool(tensor.item())
-        self.answers.setdefault(_place(), []).append(answer)
+        self.answers.setdefault(place, []).append(answer)
         return answer
 
     def always_listed(self) -> dict[str, list[bool]]:
@@ -333,8 +337,8 @@ class _Hearing(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__bool__ and args[0].numel() == 1:
-            answer = self.heard(args[0])
             place = _place()
+            answer = self._heard_at(place, args[0])
             if place.endswith(OF_ROWS):
                 self.masks.asked(args[0], place, answer)
             return answer

@@ -12,7 +12,8 @@ In the order in which a graph passes through, driven by :mod:`.mesh_plan`:
                           used
 :mod:`.price`             seconds and bytes of an operator and of a step of a reshard
 :mod:`.build`             graph -> :mod:`.problem`: numbers only; here stands the mathematics
-:mod:`.chains`            operators that follow each other's cuts, decided as one
+:mod:`.chains`            operators that follow each other's cuts, decided as one; :mod:`.flows`: tensors on the way to
+                          their readers
 :mod:`.decoder`           a solution, read back
 :mod:`.kept`              what autograd keeps, as bytes of every operator's strategies
 :mod:`.moment_rows`       what is there at one moment of a step, likewise: the rows of the memory limit

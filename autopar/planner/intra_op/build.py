@@ -9,20 +9,20 @@ after the pair then costs no more than between the two.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 
 from autopar.graph import Graph, Node, Ref
 from autopar.memory_decisions import memory
-from autopar.meshes import Mesh
 from autopar.pieces import fits
-from autopar.placements import INVARIANT, REPLICATED, State, Step, shard, step_collectives, whole_placement, whole_state
+from autopar.placements import State, shard, whole_placement, whole_state
 from autopar.plan import ParamChoice, Recompute, segment_numbers
 from autopar.planner.intra_op import params as P
 from autopar.planner.intra_op.chains import Chain, is_plain, most_cut, position_of
 from autopar.planner.intra_op.decoder import Decoder
+from autopar.planner.intra_op.flows import ReadAlike, flow, read_alike
 from autopar.planner.intra_op.fold import Fold
 from autopar.planner.intra_op.kept import KeptBytes, StrategyRows
 from autopar.planner.intra_op.ledger import Ledger
@@ -31,26 +31,12 @@ from autopar.planner.intra_op.memory_walk import ledger
 from autopar.planner.intra_op.moment_rows import MomentRows
 from autopar.planner.intra_op.price import Pricer
 from autopar.planner.intra_op.problem import Item, Problem, Tensor
-from autopar.planner.intra_op.reshard import axis_sets, state_graph
 from autopar.planner.intra_op.space import strategies
-from autopar.regather import is_gather, is_same
 from autopar.rules.notation import Rule
 from autopar.rules.strategy import Strategy
 
 FOLLOWERS = frozenset({"none", "pointwise", "copy", "reduce"})
 Allowed = Callable[[Node, Strategy], bool]
-
-
-@dataclass
-class _Group:
-    """Tensors of one class with the same readers."""
-
-    ref: Ref
-    count: int = 0
-    again: int = 0  # of these, whose first reader belongs to a segment that is recomputed
-    readers: tuple[tuple[int, int], ...] = ()
-    outputs: tuple[int, ...] = ()
-    updates: tuple[str, ...] = ()
 
 
 @dataclass
@@ -95,7 +81,7 @@ class Builder:
         """The problem, and what reads its solution."""
         graph, rep = self.graph, self.fold.representative
         counts = self.fold.counts
-        groups = self._groups()
+        groups = read_alike(graph, self.fold, self._segment_of)
         chains, chain_of = self._chains(groups, counts)
         for chain in chains if self.choose_again else ():
             self._offers.run_again(chain, counts)
@@ -171,7 +157,9 @@ class Builder:
                     readers.append((len(items), states, ()))
                     items.append(Item(f"update {name}", (0.0,), (0.0,)))
                 if readers:
-                    tensors.append(self._tensor(group, item_of[i], made_as, readers))
+                    tensors.append(
+                        flow(graph, self.pricer, self.microbatches, group, item_of[i], made_as, readers)
+                    )
         kept = None
         if self.keep_memory:
             rows = StrategyRows(self.graph, self.pricer, item_of, row_of, again_of, gathers_of, waits_of)
@@ -192,90 +180,7 @@ class Builder:
             moments, tuple((item, tuple(rows)) for item, rows in waits_of.items()),
         )  # fmt: skip
 
-    # -- tensors
-
-    def _groups(self) -> dict[int, list[_Group]]:
-        """Hot tensors by representative of their producer, those with the same readers together."""
-        graph, rep, again = self.graph, self.fold.representative, self._segment_of
-        by_node: dict[int, dict[object, _Group]] = {}
-        out_of: dict[Ref, list[int]] = {}
-        for number, out in enumerate(graph.outputs):
-            if isinstance(out, Ref):
-                out_of.setdefault(out, []).append(number)
-        update_of: dict[Ref, list[str]] = {}
-        for name, ref in graph.updates.items():
-            update_of.setdefault(ref, []).append(name)
-        for i, node in enumerate(graph.nodes):
-            if not node.hot:
-                continue
-            for k, spec in enumerate(node.outs):
-                if spec is None:
-                    continue
-                ref = Ref(i, k)
-                read = graph.consumers.get(ref, ())
-                if len(read) == 1:
-                    ((c, p),) = read
-                    readers: tuple[tuple[int, int], ...] = ((rep[c], p),)
-                else:
-                    readers = tuple(sorted({(rep[c], p) for c, p in read}))
-                outs, updates = tuple(out_of.get(ref, ())), tuple(update_of.get(ref, ()))
-                of_node = by_node.setdefault(rep[i], {})
-                key = (k, readers, outs, updates)
-                if key not in of_node:
-                    of_node[key] = _Group(Ref(rep[i], k), 0, 0, readers, outs, updates)
-                of_node[key].count += 1
-                of_node[key].again += 1 if read and read[0][0] in again else 0
-        return {i: list(g.values()) for i, g in by_node.items()}
-
-    def _tensor(
-        self, group: _Group, producer: int, made_as: Sequence[State],
-        readers: Sequence[tuple[int, Sequence[State], Sequence[bool]]],
-    ) -> Tensor:  # fmt: skip
-        """The flow of a tensor to its readers.
-
-        Args:
-            made_as: states by strategy of the producer.
-            readers: item, states by strategy, and by strategy whether the copy is gathered again in the backward (empty
-                if none is).
-        """
-        spec = self.graph.spec(group.ref)
-        grad = self.graph.nodes[group.ref.node].needs_grad and spec.is_float
-        mesh = self.pricer.mesh
-        n = len(mesh)
-        whole = (INVARIANT, REPLICATED) if grad else (REPLICATED,)
-        goals = axis_sets([s for _, states, _ in readers for s in states], n)
-        sources = axis_sets(list(made_as), n)
-        goals = tuple(
-            tuple(dict.fromkeys((*g, *(p for p in s if p in whole)))) for g, s in zip(goals, sources, strict=True)
-        )
-        states, edges = state_graph(spec.shape, mesh, sources, goals)
-        if self.graph.nodes[group.ref.node].kind == "param" and len(readers) == 1:
-            # gathering a parameter is the business of its stored placement and lifetime, not of a reshard
-            edges = tuple((a, b) for a, b in edges if _is_free(a, b))
-        number = {s: k for k, s in enumerate(states)}
-        for s in (*made_as, *(s for _, all_, _ in readers for s in all_)):
-            if s not in number:
-                raise AssertionError(f"{self.graph.nodes[group.ref.node].where}: state {s} of {spec} is not legal")
-        price, parts = self.pricer.step, self.pricer.step_parts
-        times, again = group.count * self.microbatches, group.again * self.microbatches
-        steps = tuple(
-            (number[a], number[b], times * price(spec, grad, a, b) + again * (again and parts(spec, grad, a, b)[0]))
-            for a, b in edges
-        )
-        twice = {s for _, states, flags in readers for s, flag in zip(states, flags, strict=False) if flag}
-        copies, more = _gathered_twice(twice, edges, mesh, len(states))
-        steps += tuple(
-            (copies[a] if from_copy else number[a], copies[b],
-             times * (price(spec, grad, a, b) + (is_gather(a, b, mesh) and parts(spec, grad, a, b)[0])))
-            for a, b, from_copy in more
-        )  # fmt: skip
-        consumers = tuple(
-            (item, tuple((copies if k < len(flags) and flags[k] else number)[s] for k, s in enumerate(states)))
-            for item, states, flags in readers
-        )
-        return Tensor(
-            self.graph.nodes[group.ref.node].name, producer, tuple(number[s] for s in made_as), consumers, steps
-        )
+    # -- outputs
 
     def _output_states(self, number: int, ref: Ref, made_as: Sequence[State]) -> list[State]:
         graph, mesh = self.graph, self.pricer.mesh
@@ -367,7 +272,7 @@ class Builder:
     # -- chains
 
     def _chains(
-        self, groups: dict[int, list[_Group]], counts: Mapping[int, int]
+        self, groups: dict[int, list[ReadAlike]], counts: Mapping[int, int]
     ) -> tuple[list[Chain], dict[int, int]]:
         graph, rep = self.graph, self.fold.representative
         chains: list[Chain] = []
@@ -406,7 +311,7 @@ class Builder:
         return chains, chain_of
 
     def _leader(
-        self, i: int, node: Node, rule: Rule, groups: dict[int, list[_Group]], counts: Mapping[int, int],
+        self, i: int, node: Node, rule: Rule, groups: dict[int, list[ReadAlike]], counts: Mapping[int, int],
         chain_of: Mapping[int, int],
     ) -> tuple[int, int] | None:  # fmt: skip
         """``(producer, position)`` of the one tensor that node ``i`` alone reads and may follow."""
@@ -422,33 +327,3 @@ class Builder:
             ):  # fmt: skip
                 return u, position
         return None
-
-
-def _gathered_twice(
-    wanted: Collection[State], edges: Sequence[tuple[State, State]], mesh: Mesh, first: int
-) -> tuple[dict[State, int], list[tuple[State, State, bool]]]:
-    """``(numbers, steps)``: copies that are gathered again in the backward, counted from ``first``, and the steps to
-    them, with whether they start from such a copy too."""
-    into: dict[State, list[State]] = {}
-    for a, b in edges if wanted else ():
-        if is_gather(a, b, mesh) or is_same(a, b):
-            into.setdefault(b, []).append(a)
-    numbers = {state: first + k for k, state in enumerate(sorted(wanted))}
-    steps: list[tuple[State, State, bool]] = []
-    waiting = list(numbers)
-    for b in waiting:
-        for a in into.get(b, ()):
-            if is_gather(a, b, mesh):
-                steps.append((a, b, False))
-            if any(is_gather(c, a, mesh) for c in into.get(a, ())):  # a is gathered itself
-                if a not in numbers:
-                    numbers[a] = first + len(numbers)
-                    waiting.append(a)
-                steps.append((a, b, True))
-    return numbers, steps
-
-
-def _is_free(src: State, dst: State) -> bool:
-    """Whether a step makes no collective, forward or backward."""
-    axis = Step.between(src, dst).axis
-    return step_collectives(src[axis], dst[axis]) == (None, None)

@@ -21,10 +21,11 @@ from autopar.memory_decisions import (
 )
 from autopar.meshes import Mesh
 from autopar.pieces import local_shape
-from autopar.placements import State, Step
+from autopar.placements import State
 from autopar.plan import route_key, segment_numbers
 from autopar.planner.intra_op.ledger import GIVEN, Entry, Keeper, Ledger
 from autopar.planner.intra_op.recompute import Segment
+from autopar.planner.intra_op.reshard_needs import shape_in_memory
 from autopar.regather import makes_memory, regathered, segment_outputs, waiting
 from autopar.rules.aliasing import may_alias
 from autopar.rules.needs import Needs, needs_of
@@ -130,7 +131,7 @@ class Walk:
             if segment >= 0:
                 self.segments[segment].steps.append((ref, src, state))
             if makes_memory(src, state, self.mesh):
-                shape = _padded_shape(spec.shape, src, state, self.mesh)
+                shape = shape_in_memory(spec.shape, src, state, self.mesh)
                 memory, strides = self.new(_bytes(shape, spec.item_bytes), ref.node, segment), contiguous(shape)
             if (ref, state) in self.copies_again:
                 piece, steps = self.copies_again[ref, state]
@@ -365,20 +366,6 @@ class Walk:
             (b if b >= 0 else end, s.ops[0] if s.ops else -1)
             for b, end, s in zip(begin, last, self.segments, strict=True)
         )  # fmt: skip
-
-
-def _padded_shape(shape: Sequence[int], src: State, dst: State, mesh: Mesh) -> tuple[int, ...]:
-    """Shape of the memory of a step's result on one rank.
-
-    Pieces that are not equal travel padded to the largest one. What was added is cut off by a copy, or, where the rest
-    lies in one piece, by a view, which keeps all of it.
-    """
-    axis = Step.between(src, dst).axis
-    padded = list(local_shape(shape, dst, mesh))
-    d = src[axis].dim
-    if d is not None and all(n == 1 for n in padded[:d]):
-        padded[d] = local_shape(shape, src, mesh)[d] * mesh.size(axis)
-    return tuple(padded)
 
 
 def _bytes(shape: Sequence[int], item_bytes: int) -> int:

@@ -119,6 +119,14 @@ def _padded_shapes(
     return tuple(read), tuple(made)
 
 
+def shape_in_memory(shape: Sequence[int], src: State, dst: State, mesh: Mesh) -> tuple[int, ...]:
+    """Shape of the memory in which a step's result lies on one rank: where what was added can be cut off without a
+    copy, the result is a view, which keeps all of it."""
+    _, made = _padded_shapes(shape, src, dst, mesh)
+    wanted = local_shape(shape, dst, mesh)
+    return made if made != wanted and _is_view(made, wanted) else wanted
+
+
 def _is_view(shape: Sequence[int], wanted: Sequence[int]) -> bool:
     """Whether what is left of a contiguous tensor is contiguous, so that cutting off the rest makes no copy."""
     dims = [d for d, (n, rest) in enumerate(zip(shape, wanted, strict=True)) if n != rest]
@@ -144,4 +152,6 @@ def _leads(shape: Sequence[int], dim: int) -> bool:
     return all(n == 1 for n in shape[:dim])
 
 
-__all__ = ["copies_gradient", "is_alias", "reduction_needs", "step_back_needs", "step_needs"]
+__all__ = [
+    "copies_gradient", "is_alias", "reduction_needs", "shape_in_memory", "step_back_needs", "step_needs",
+]  # fmt: skip
