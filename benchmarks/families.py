@@ -55,6 +55,8 @@ def attempt(
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         ended = f"more than {seconds} CPU s" if number == signal.SIGXCPU else f"died of {signal.Signals(number).name}"
+    elif os.WEXITSTATUS(status):
+        ended = f"its process ended with {os.WEXITSTATUS(status)}"
     record = {"family": name, "steps": {step.pop("step"): step for step in steps}, "ended": ended}
     say(line_of(record))
     return record

@@ -44,9 +44,11 @@ def test_families_that_die_or_take_too_long_end_alone() -> None:
     assert died == {"family": "kills_itself", "steps": {}, "ended": "died of SIGKILL"}
     slow = families.attempt("never_ends", never_ends, 1, say=said.append)
     assert slow["ended"] == "more than 1 CPU s"
+    left = families.attempt("leaves", lambda: os._exit(3), 30, say=said.append)
+    assert left["ended"] == "its process ended with 3"
     wrong = families.attempt("is_wrong", is_wrong, 30, say=said.append)
     assert "no such configuration" in wrong["steps"]["built"]["why"]
-    assert len(said) == 3
+    assert len(said) == 4
 
 
 def test_page_counts_what_failed(tmp_path: Path) -> None:
