@@ -18,7 +18,8 @@ from autopar.texts import show_seconds
 FAILED = 12
 """Of what looked promising on more than :data:`SMALL` devices, and does not fit when planned exactly, at most."""
 CLOSE = 0.005
-"""On more than :data:`SMALL` devices, the next is planned exactly if it looks at most this much worse than the best."""
+"""On more than :data:`SMALL` devices, the next is planned exactly if it looks at most this much worse than the best; once
+estimates of stages were compared with their exact plans, if it is better where it is as much too long as the worst."""
 MARGIN, CLOSER, KNOWN = 0.9, 0.98, 8
 """On few devices, a way is not planned exactly if it takes longer than the best even where its estimate is as much too
 long as the worst so far, and a tenth more; a fiftieth, once so many errors are known."""
@@ -102,7 +103,7 @@ class Incumbents:
             if not self._is_of_interest(search, candidate):
                 continue
             seconds = self.add(search, candidate)
-            if seconds < inf and candidate.seconds:
+            if seconds < inf and candidate.seconds and candidate.groups > 1:
                 self.errors.append(seconds / candidate.seconds)
 
     def _is_enough(self, candidate: Candidate) -> bool:
@@ -111,7 +112,8 @@ class Incumbents:
         if self.n_devices <= SMALL or candidate.groups == 1 or len(self._different) < self.top:
             return False
         stages = sum(plan.candidate.groups > 1 for plan in self.plans)
-        far = self.fastest.seconds * (1 + CLOSE) < candidate.seconds
+        hopeful = min([1.0, *self.errors]) if self.errors else 1 - CLOSE
+        far = self.fastest.seconds < hopeful * candidate.seconds
         return stages >= CANDIDATES or self.failed >= FAILED or far
 
     def _is_of_interest(self, search: OneNumber, candidate: Candidate) -> bool:

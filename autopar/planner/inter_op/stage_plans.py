@@ -12,10 +12,15 @@ from autopar.graph import Graph
 from autopar.meshes import Mesh
 from autopar.plan import StagePlan
 from autopar.planner.inter_op.transplant import structure, transplant
-from autopar.planner.intra_op.mesh_plan import Earlier, Options, plan_graph
+from autopar.planner.intra_op.mesh_plan import Earlier, Options, device_limit, plan_graph
 from autopar.planner.intra_op.recompute import segments_of
+from autopar.planner.intra_op.within_memory import against
 from autopar.rules.registry import rules_of
 from hardware_profiles import Cluster
+
+NEARLY_FREE = 1e-3
+"""A plan that takes at most this much longer than the fastest one, whatever memory that needs, serves wherever it fits:
+the program for another limit, or other microbatches in flight, could gain no more."""
 
 
 @dataclass
@@ -28,6 +33,7 @@ class StagePlans:
     )
     """By what was asked, and microbatches in flight: the plan with its graph, and the gap that was good enough."""
     _earlier: dict[tuple[object, ...], tuple[Graph, Earlier]] = field(default_factory=dict, init=False)
+    _nearly_free: dict[tuple[object, ...], list[tuple[Graph, StagePlan]]] = field(default_factory=dict, init=False)
 
     def plan(
         self, graph: Graph, mesh: Mesh, options: Options, devices: tuple[int, ...], exact: bool = False
@@ -53,7 +59,12 @@ class StagePlans:
             if (n == target and near) or (n > wanted and _is_free(plan)):
                 alike = plan if first is graph else transplant(plan, first, graph)
                 return replace(alike.with_in_flight(wanted), devices=devices)
-        first, earlier = self._earlier.setdefault((*key[:3], places, begins), (graph, Earlier()))
+        of_any_limit = *key[:3], places, begins
+        first, earlier = self._earlier.setdefault(of_any_limit, (graph, Earlier()))
+        for by, plan in self._nearly_free.get(of_any_limit, ()):
+            alike = _that_fits(plan, options, device_limit(self.cluster, devices, options.memory_limit_bytes))
+            if alike is not None and _gap(alike) <= options.memory_gap:
+                return replace(alike if by is graph else transplant(alike, by, graph), devices=devices)
         if first is not graph:
             free = transplant(earlier.free, first, graph) if earlier.free is not None else None
             earlier = Earlier(free, earlier.ends)
@@ -70,6 +81,9 @@ class StagePlans:
                 raise
             n, plan = wanted, planned(wanted)
         by_in_flight[n] = graph, plan, options.memory_gap
+        near = _against_free(plan, earlier.free, min(NEARLY_FREE, options.memory_gap))
+        if near is not None:
+            self._nearly_free.setdefault(of_any_limit, []).append((graph, near))
         return plan.with_in_flight(wanted)
 
 
@@ -93,6 +107,24 @@ def pace_of(plan: StagePlan) -> float:
 def _gap(plan: StagePlan) -> float:
     """How far a plan may be from its bound."""
     return plan.solution.gap if plan.solution is not None else 0.0
+
+
+def _that_fits(plan: StagePlan, options: Options, limit: float) -> StagePlan | None:
+    """A plan with the microbatches in flight that are asked for; None if it is larger then, or was weighed for fewer
+    than all microbatches, where all are asked for."""
+    if plan.in_flight < options.microbatches <= options.in_flight:
+        return None
+    alike = plan.with_in_flight(options.in_flight)
+    return alike if alike.price.memory_bytes <= limit else None
+
+
+def _against_free(plan: StagePlan, free: StagePlan | None, gap: float) -> StagePlan | None:
+    """The plan, measured against the fastest one whatever memory that needs, which bounds it under any limit; None if
+    it is further from that than the gap."""
+    if free is None or free.solution is None or plan.solution is None:
+        return None
+    solution = against(free.solution.objective_seconds * (1 - free.solution.gap), plan, gap)
+    return replace(plan, solution=solution) if solution.gap <= gap else None
 
 
 def _is_free(plan: StagePlan) -> bool:
