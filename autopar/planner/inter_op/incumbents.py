@@ -18,8 +18,8 @@ from autopar.texts import show_seconds
 FAILED = 12
 """Of what looked promising on more than :data:`SMALL` devices, and does not fit when planned exactly, at most."""
 CLOSE = 0.005
-"""On more than :data:`SMALL` devices, the next is planned exactly if it looks at most this much worse than the best; once
-estimates of stages were compared with their exact plans, if it is better where it is as much too long as the worst."""
+"""On more than :data:`SMALL` devices, the next is planned exactly if it looks at most this much worse than the best;
+once estimates of stages were compared with exact plans, if it is better where it is as much too long as the worst."""
 MARGIN, CLOSER, KNOWN = 0.9, 0.98, 8
 """On few devices, a way is not planned exactly if it takes longer than the best even where its estimate is as much too
 long as the worst so far, and a tenth more; a fiftieth, once so many errors are known."""
