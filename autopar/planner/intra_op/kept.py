@@ -142,8 +142,9 @@ class KeptBytes:
             for r, share in enumerate(self.rows.shares(i, position)):
                 more[self.rows.item_of[i]][r] += (share < 1) * share * whole_bytes
         for i in self.rows.row_of:
-            for r, n_bytes in enumerate(self._kept_inside(i, times)):
-                more[self.rows.item_of[i]][r] += n_bytes
+            runs_again = self.rows.run_again(i)
+            for r, n_bytes in enumerate(self.inside_of(i, times)):
+                more[self.rows.item_of[i]][r] += 0.0 if runs_again and runs_again[r] else n_bytes
         return [
             replace(item, n_bytes=tuple(a + b for a, b in zip(item.n_bytes, added, strict=True)))
             for item, added in zip(items, more, strict=True)
@@ -206,8 +207,9 @@ class KeptBytes:
             again_rows = tuple(sorted(remade.get(n, ())))
             self.terms.append(_Term(n, pairs, (made_by, again_rows) if again_rows else None, entries))
 
-    def _kept_inside(self, i: int, times: Times) -> list[float]:
-        """By row, what an operator keeps that is neither input nor output.
+    def inside_of(self, i: int, times: Times) -> list[float]:
+        """By row, what the operators of a class keep that is neither input nor output; where they run again, from then
+        on.
 
         A distributed lowering keeps what it likes, so it is asked, once for every set of factors that are cut inside
         it; otherwise a strategy leaves a share of what is kept of the whole.
@@ -222,16 +224,13 @@ class KeptBytes:
         asked_times = self._times_of_class(i, times) if asks else 0.0
         rows, k = self.rows.row_of[i]
         asked: dict[frozenset[str], float] = {}
-        runs_again = self.rows.run_again(i)
         kept = []
-        for r, (row, share) in enumerate(zip(rows, self.rows.shares(i, OUT), strict=True)):
+        for row, share in zip(rows, self.rows.shares(i, OUT), strict=True):
             strategy = row[k]
             across = inside_of.intersection(
                 name for name, (_, size) in zip(strategy.names, self.rows.pricer.mesh, strict=True) if size > 1
             )
-            if runs_again and runs_again[r]:
-                kept.append(0.0)
-            elif asks and across and asked_times and share:
+            if asks and across and asked_times and share:
                 if across not in asked:
                     saved = saved_of(graph, i, rule, strategy, self.rows.pricer.mesh)
                     asked[across] = asked_times * saved.inside_bytes / share

@@ -179,31 +179,71 @@ class MomentRows:
         let_go = [timeline.at_of.get(keeper.node, 0) for keeper in entry.keepers]
         is_there = float(made <= at <= timeline.back(min(let_go, default=max(made, 0))))
         if entry.segment is None:
+            if is_there and self._is_counted_by_its_reader(entry, moment, at):
+                is_there = 0.0
             return self.kept.in_flight - 1 + is_there
         return is_there * (moment.backward and self.kept.segment_of.get(moment.node) == entry.segment)
+
+    def _is_counted_by_its_reader(self, entry: Entry, moment: Moment, at: int) -> bool:
+        """Whether :meth:`_add_made_again` counts an entry, kept or made again."""
+        may, reader = self.kept.again, self._only_reader_again(entry)
+        if may is None or reader is None or not moment.backward or moment.node not in may.block_of:
+            return False
+        gives_up = self.fold.representative[entry.since] in may.gives_up
+        return gives_up and self._is_made_again(entry, [reader[0]], may.block_of[moment.node], at)
 
     def _add_made_again(self, items: list[list[float]], moment: Moment, at: int) -> None:
         """What runs again is there in the backward of its own block until the backward of the first that keeps it; from
         the begin of the block's backward on if it runs again at once, else from the last on that keeps it: then it is
         there for certain."""
-        may, timeline = self.kept.again, self.timeline
+        may, rows = self.kept.again, self.kept.rows
         if may is None or not moment.backward or moment.node not in may.block_of:
             return
         block = may.block_of[moment.node]
+
+        def inside_is_there(entry: Entry) -> float:
+            return self._is_made_again(entry, [keeper.node for keeper in entry.keepers], block, at)
+
+        for i in {self.fold.representative[node] for node in may.block_of if may.block_of[node] == block} & may.able:
+            if i in rows.row_of:
+                runs_again = rows.run_again(i)
+                for r, n_bytes in enumerate(self.kept.inside_of(i, inside_is_there) if any(runs_again) else ()):
+                    items[rows.item_of[i]][r] += runs_again[r] * n_bytes
         for entry in self.kept.whole.entries:
-            if entry.decision != KEEP.name or entry.segment is not None or may.block_of.get(entry.since) != block:
-                continue
             maker = self.fold.representative[entry.since]
-            inside = bool(entry.keepers) and entry.keepers[0].what == "inside"
-            if not entry.keepers or maker not in self.kept.rows.row_of or not (inside or maker in may.gives_up):
+            if entry.decision != KEEP.name or entry.segment is not None or maker not in may.gives_up:
                 continue
-            places = [timeline.at_of.get(keeper.node, 0) for keeper in entry.keepers]
-            if at > timeline.back(min(places)) or (at < timeline.back(max(places)) and not self.at_once):
+            reader = self._only_reader_again(entry)
+            asking = [keeper.node for keeper in entry.keepers] if reader is None else [reader[0]]
+            if not asking or maker not in rows.row_of or not self._is_made_again(entry, asking, block, at):
                 continue
-            row = items[self.kept.rows.item_of[maker]]
-            shares = self.kept.rows.shares(maker, MADE)
-            for r, runs_again in enumerate(self.kept.rows.run_again(maker)):
-                row[r] += runs_again * shares[r] * entry.n_bytes
+            if entry.keepers and entry.keepers[0].what == "inside":
+                continue
+            # what only the second run of a reader asks for is there with that, whether it is kept or made again
+            i, position = (maker, MADE) if reader is None else (self.fold.representative[reader[0]], reader[1])
+            shares, runs_again = rows.shares(i, position), rows.run_again(i)
+            for r, again in enumerate(runs_again):
+                items[rows.item_of[i]][r] += again * shares[r] * entry.n_bytes
+
+    def _is_made_again(self, entry: Entry, asking: Sequence[int], block: int, at: int) -> bool:
+        """Whether memory that a block makes again for these operators is there at a moment of the block's backward."""
+        may, timeline = self.kept.again, self.timeline
+        if may is None or may.block_of.get(entry.since) != block or not asking:
+            return False
+        places = [timeline.at_of.get(node, 0) for node in asking]
+        return at <= timeline.back(min(places)) and (self.at_once or at >= timeline.back(max(places)))
+
+    def _only_reader_again(self, entry: Entry) -> tuple[int, int] | None:
+        """The operator and its position that alone reads memory that nobody keeps, in the same block, and may run
+        again."""
+        may = self.kept.again
+        if may is None or entry.keepers or len(entry.readers) != 1:
+            return None
+        ((reader, position),) = entry.readers
+        if reader >= len(self.graph.nodes) or may.block_of.get(reader) != may.block_of.get(entry.since):
+            return None
+        i = self.fold.representative[reader]
+        return (reader, position) if i in may.able and i in self.kept.rows.row_of else None
 
     def _add_waiting(self, items: list[list[float]], at: int) -> None:
         """What is given up by a decision about tensors is there until its last reader has run, and from the backward of
