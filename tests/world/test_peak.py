@@ -4,6 +4,7 @@ with real ones, and the price of the plan says it."""
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,11 +16,15 @@ from autopar import verify as V
 from autopar.allocations import Allocations
 from autopar.capture import Captured, capture
 from autopar.certificate.peak import peak_of
+from autopar.graph import Graph
 from autopar.lower.emit import lower
 from autopar.meshes import Mesh
 from autopar.plan import StagePlan
 from autopar.planner.intra_op.draw import random_plan
+from autopar.planner.intra_op.ilp import program
 from autopar.planner.intra_op.mesh_plan import plan_graph
+from autopar.planner.intra_op.mesh_problem import MeshProblem
+from autopar.planner.intra_op.options import Options
 from autopar.planner.intra_op.price import pricer
 from autopar.rules.many_ranks import piece
 from autopar.rules.registry import rules_of
@@ -73,10 +78,33 @@ def test_peak_of_random_plans(name: str) -> None:
     agree(name, drawn(name, 0))
 
 
+@functools.cache
+def of_many_words() -> Graph:
+    """GPT-2 with its vocabulary of 50257."""
+    case = ZOO["gpt2"](vocabulary=50257)
+    return capture(case.model, case.args, case.kwargs).graph
+
+
+def test_rows_of_the_limit_see_a_loss_that_runs_again() -> None:
+    """A distributed loss keeps more inside than the whole one does; it has that again when its backward comes."""
+    graph, mesh = of_many_words(), Mesh.of(tensor=2)
+    limit = 0.6 * plan_graph(graph, CLUSTER, mesh).price.memory_bytes
+    setting = MeshProblem(graph, CLUSTER, mesh, Options(memory_limit_bytes=limit), None)
+    problem, decoder = setting.problem(True, choices=True)
+    assert decoder.moments is not None
+    first = decoder.moments.at_the_end_of_the_forward(), decoder.moments.stepping()
+    choice = program(replace(problem, limit_bytes=limit, moments=first)).nearest()
+    plan = setting.realise(decoder.decided(choice.picked, setting.folding))
+    loss = next(i for i, node in graph.of_kind("op") if "cross_entropy" in node.target)
+    assert plan.fullest is not None and plan.fullest.node == loss
+    assert graph.nodes[loss].name in {last for _, last in plan.recompute}
+    row = decoder.moments.at(plan.fullest).n_bytes(problem, choice.picked)
+    assert row == pytest.approx(plan.price.memory_bytes, rel=0.02)
+
+
 def test_peak_where_the_loss_needs_most() -> None:
     """Logits over a vocabulary of 50257: their gradient and that of their softmax are what no plan adds up."""
-    case = ZOO["gpt2"](vocabulary=50257)
-    graph = capture(case.model, case.args, case.kwargs).graph
+    graph = of_many_words()
     plan = plan_graph(graph, CLUSTER, Mesh.of(one=1))
     peak, logits = peak_of(plan, graph), 8 * 16 * 50257 * 4
     assert peak.at == "backward: aten._log_softmax_backward_data.default"

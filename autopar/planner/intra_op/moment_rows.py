@@ -235,15 +235,18 @@ class MomentRows:
 
     def _only_reader_again(self, entry: Entry) -> tuple[int, int] | None:
         """The operator and its position that alone reads memory that nobody keeps, in the same block, and may run
-        again."""
-        may = self.kept.again
+        again, but in another segment: within one, what is read next is not kept for it."""
+        may, graph = self.kept.again, self.graph
         if may is None or entry.keepers or len(entry.readers) != 1:
             return None
         ((reader, position),) = entry.readers
-        if reader >= len(self.graph.nodes) or may.block_of.get(reader) != may.block_of.get(entry.since):
+        if reader >= len(graph.nodes) or may.block_of.get(reader) != may.block_of.get(entry.since):
             return None
         i = self.fold.representative[reader]
-        return (reader, position) if i in may.able and i in self.kept.rows.row_of else None
+        if i not in may.able or i not in self.kept.rows.row_of:
+            return None
+        joins = may.may_join(graph, self.kept.rules, self.fold, entry.since, reader)
+        return None if joins else (reader, position)
 
     def _add_waiting(self, items: list[list[float]], at: int) -> None:
         """What is given up by a decision about tensors is there until its last reader has run, and from the backward of

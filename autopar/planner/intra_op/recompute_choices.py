@@ -63,6 +63,13 @@ class Again:
                 block = -1
         return tuple((graph.nodes[run[0]].name, graph.nodes[run[-1]].name) for run in runs)
 
+    def may_join(
+        self, graph: Graph, rules: Sequence[Rule | None], folding: Fold, first: int, last: int
+    ) -> bool:  # fmt: skip
+        """Whether two operators of a block can run again in one segment: all between them may, or are views."""
+        between = (i for i in range(first + 1, last) if graph.nodes[i].kind == "op")
+        return all(folding.representative[i] in self.able or _is_view(graph.nodes[i], rules[i]) for i in between)
+
     def results(self, graph: Graph, segments: Recompute, folding: Fold) -> list[str]:
         """Results of the operators of these segments that need not be kept for other readers either."""
         found = []
