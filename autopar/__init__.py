@@ -44,12 +44,8 @@ Beside it: ``cost_models`` (seconds of operators and collectives, schedules and 
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import importlib.metadata
-import importlib.util
-import multiprocessing
-import os
 import sys
 import types
 from multiprocessing.util import Finalize, register_after_fork
@@ -114,36 +110,8 @@ def _say_at_exit(_: object = None) -> None:
         Finalize(None, _say_end, exitpriority=0)
 
 
-def _note_process() -> None:
-    """The others of a rank's machine see when it is killed, also if that is before it comes to ``parallelize``."""
-    with contextlib.suppress(Exception):
-        if sys.modules["torch.distributed"].get_world_size() > 1:
-            importlib.import_module("autopar.runtime.ended").note_process()
-
-
-def _note_at_start() -> None:
-    """Have every rank note itself as soon as there is a process group: now, or when it is made."""
-    may_be_rank = "WORLD_SIZE" in os.environ or multiprocessing.parent_process() is not None
-    if may_be_rank and importlib.util.find_spec("torch") is not None:
-        importlib.import_module("torch.distributed")  # a script may import autopar before it
-    distributed: Any = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available():
-        return
-    if _is_rank():
-        _note_process()
-    begin = distributed.init_process_group
-
-    @functools.wraps(begin)
-    def init_process_group(*args: Any, **options: Any) -> None:
-        begin(*args, **options)
-        _note_process()
-
-    distributed.init_process_group = init_process_group
-
-
 _say_at_exit()
 register_after_fork(_say_end, _say_at_exit)  # a started process forgets what was registered before it runs
-_note_at_start()
 
 
 class _Package(types.ModuleType):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopar.torch_private import TorchDispatchMode, is_traceable_wrapper_subclass, pytree
 
@@ -28,28 +28,31 @@ def elsewhere() -> Iterator[None]:
 class Allocations(TorchDispatchMode):
     """Counts the bytes of storages that operators make, and of those given to :meth:`note`, while they live.
 
+    A storage's end is heard of and not looked for, so that counting takes as long for a step of any length.
+
     Args:
-        is_empty: whether a storage, by its address, has given up its memory for now, and does not count.
+        emptied: addresses of the storages that have given up their memory for now and do not count; the same object
+            all the time.
 
     Attributes:
         peak_bytes: the most that lived at once.
         at: phase of the step and operator where that was.
     """
 
-    def __init__(self, is_empty: Callable[[int], bool] | None = None) -> None:
+    def __init__(self, emptied: Collection[int] = ()) -> None:
         super().__init__()
-        self.is_empty = is_empty
-        self.living: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.emptied = emptied
+        self.living: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self.ignored: set[int] = set()
-        self.noted_bytes = 0  # of all those, the dead that were not looked for since among them
+        self.noted_bytes = 0
+        """Of all that live, the emptied ones among them."""
         self.phase, self.at, self.peak_bytes = "", "", 0
 
     def ignore(self, x: torch.Tensor) -> None:
         """Count the storage of a tensor no longer; it has to outlive this mode."""
-        key = x.untyped_storage()._cdata
-        self.ignored.add(key)
-        noted = self.living.pop(key, None)
-        self.noted_bytes -= noted[1] if noted is not None else 0
+        address = x.untyped_storage()._cdata
+        self.ignored.add(address)
+        self._forget(address)
 
     def note(self, x: torch.Tensor) -> None:
         """Count the storage of a tensor; of one that only wraps others (a collective under way), theirs."""
@@ -60,29 +63,31 @@ class Allocations(TorchDispatchMode):
                     self.note(inner)
             return
         storage = x.untyped_storage()
-        noted = self.living.get(storage._cdata)
-        if (noted is None or noted[0].expired()) and storage._cdata not in self.ignored:
-            self.living[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        address = storage._cdata
+        if address not in self.living and address not in self.ignored:
+            # a storage keeps its Python object, and so its weak references, as long as any tensor has it
+            ends = weakref.ref(storage, lambda _: self._forget(address))
+            self.living[address] = ends, storage.nbytes()
             self.noted_bytes += storage.nbytes()
+
+    def _forget(self, address: int) -> None:
+        noted = self.living.pop(address, None)
+        if noted is not None:
+            self.noted_bytes -= noted[1]
 
     @property
     def live_bytes(self) -> int:
         """Bytes that live now."""
-        self.living = {key: entry for key, entry in self.living.items() if not entry[0].expired()}
-        is_empty = self.is_empty
-        self.noted_bytes = sum(
-            n_bytes for key, (_, n_bytes) in self.living.items() if is_empty is None or not is_empty(key)
-        )  # fmt: skip
-        return self.noted_bytes
+        return self.noted_bytes - sum(self.living[x][1] for x in self.emptied if x in self.living)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for x in pytree.tree_leaves(result) if not _ELSEWHERE.get() else ():
             if isinstance(x, torch.Tensor):
                 self.note(x)
-        # what was empty comes back without an operator that makes it
-        if (self.is_empty is not None or self.noted_bytes > self.peak_bytes) and self.live_bytes > self.peak_bytes:
-            self.peak_bytes, self.at = self.noted_bytes, f"{self.phase}: {func}"
+        # also where nothing is made: what was empty comes back without an operator that makes it
+        if self.noted_bytes > self.peak_bytes and (live_bytes := self.live_bytes) > self.peak_bytes:
+            self.peak_bytes, self.at = live_bytes, f"{self.phase}: {func}"
         return result
 
 

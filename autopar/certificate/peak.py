@@ -26,7 +26,7 @@ from autopar.allocations import Allocations
 from autopar.graph import Graph
 from autopar.lower.collectives import state_step
 from autopar.lower.emit import lower
-from autopar.lower.freed import is_empty_storage
+from autopar.lower.freed import EMPTIED
 from autopar.lower.program import Slot
 from autopar.pieces import local_shape
 from autopar.placements import path
@@ -78,7 +78,7 @@ def peak_of(plan: StagePlan, graph: Graph, given: Mapping[str, torch.Tensor] | N
             torch.empty(optimizer_state_bytes(plan.optimizer, x.numel(), moments[name]), dtype=torch.uint8)
             for name, x in stored.items() if x.requires_grad
         ]  # fmt: skip
-        count = Allocations(is_empty_storage if plan.memory else None)
+        count = Allocations(EMPTIED)
         for name in graph.arriving:
             count.note(outside[name])  # no name of this function may hold it
         for x in (*stored.values(), *states):

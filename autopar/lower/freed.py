@@ -24,6 +24,8 @@ from autopar.torch_private import is_traceable_wrapper_subclass, keeps_graph, py
 
 _FREED: weakref.WeakValueDictionary[int, Freed] = weakref.WeakValueDictionary()
 """Tensors that may be empty now, by storage."""
+EMPTIED: set[int] = set()
+"""Addresses (``_cdata``) of the storages that are given up now."""
 
 
 class Freed:
@@ -41,7 +43,9 @@ class Freed:
         self.values = [x.data for x in parts(whole)]  # .data: filling it is no change that autograd looks for
         self.storages = [x.untyped_storage() for x in self.values]
         self.n_bytes = [storage.nbytes() for storage in self.storages]
-        _FREED.update((storage._cdata, self) for storage in self.storages)
+        self.addresses = [storage._cdata for storage in self.storages]
+        _FREED.update(dict.fromkeys(self.addresses, self))
+        weakref.finalize(self, EMPTIED.difference_update, self.addresses).atexit = False
 
     def again(self) -> None:
         """Make the values again and :meth:`put` them; for those who inherit."""
@@ -55,6 +59,7 @@ class Freed:
     def put(self, values: torch.Tensor) -> None:
         """These are the values."""
         self.empty = False
+        EMPTIED.difference_update(self.addresses)
         with torch.no_grad():
             for storage, n_bytes, mine, again in zip(
                 self.storages, self.n_bytes, self.values, parts(values), strict=True
@@ -65,6 +70,7 @@ class Freed:
     def free(self, *_: Any) -> None:
         """Let the memory go; what refers to it stays."""
         self.empty = True
+        EMPTIED.update(self.addresses)
         for storage in self.storages:
             storage.resize_(0)
 
@@ -150,12 +156,6 @@ def is_empty(x: torch.Tensor) -> bool:
     return any(freed is not None and freed.empty for freed in memories)
 
 
-def is_empty_storage(address: int) -> bool:
-    """Whether the storage at an address (``_cdata``) is given up now."""
-    freed = _FREED.get(address)
-    return freed is not None and freed.empty
-
-
 def fill_all(values: Iterable[Any]) -> None:
     """Fill what lies in memory that was given up: something else is about to be made from it."""
     for x in values:
@@ -166,5 +166,5 @@ def fill_all(values: Iterable[Any]) -> None:
 
 
 __all__ = [
-    "Backwards", "Freed", "backwards_of", "fill_all", "give_up", "is_empty", "is_empty_storage", "on_host", "parts",
+    "EMPTIED", "Backwards", "Freed", "backwards_of", "fill_all", "give_up", "is_empty", "on_host", "parts",
 ]  # fmt: skip

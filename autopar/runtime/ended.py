@@ -7,10 +7,9 @@ The process group may have been ended before, and the store, where it is another
 request, which does not wait for an answer, and the store is kept for it; not on the rank that may hold the store
 itself, whose port would stay in use, and whose end all others see as a lost connection.
 
-A rank that is killed (by the system, where memory is out) says nothing. But every rank has written down which process
-it is, when the process group was made (if autopar was imported by then) or when it first met others; whoever waits
-looks whether the processes of its own machine are still there, and writes down which is not, for those on other
-machines.
+A rank that is killed (by the system, where memory is out) says nothing. But every rank that may meet others has written
+down which process it is; whoever waits looks whether the processes of its own machine are still there, and writes down
+which is not, for those on other machines.
 """
 
 from __future__ import annotations
@@ -43,18 +42,10 @@ def say_at_exit() -> None:
     if _kept.get("pid") != os.getpid():  # a forked process is no rank: what was registered before is not its own
         Finalize(None, say, exitpriority=0)
     holds_store = dist.get_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    new = _kept.get("world") is not dist.group.WORLD or _kept.get("pid") != os.getpid()
     _kept.update(pid=os.getpid(), rank=dist.get_rank(), store=None if holds_store else default_store())
-    note_process()
-
-
-def note_process() -> None:
-    """Write down which process this rank is: once for a world. Called where the world is made, so that a rank that is
-    killed before it meets others is found gone, too."""
-    world = dist.group.WORLD
-    if _kept.get("noted") is world and _kept.get("noted by") == os.getpid():
-        return
-    _kept.update({"noted": world, "noted by": os.getpid()})
-    if machine := _machine():
+    _kept["world"] = dist.group.WORLD
+    if new and (machine := _machine()):
         _kept["machine"] = machine
         processes: Any = dist.PrefixStore(_PREFIX, default_store())
         processes.append(f"on {machine}", f"{dist.get_rank()}:{os.getpid()}:{_begun(os.getpid())};")
@@ -102,7 +93,7 @@ def killed(ranks: Sequence[int]) -> dict[int, str]:
 def _look_here(store: dist.Store, ranks: Sequence[int]) -> None:
     """Write down which ranks of this machine are gone without a word, when that is seen for the second time."""
     key = f"on {_kept.get('machine', '')}"
-    if _kept.get("noted") is not dist.group.WORLD or "machine" not in _kept or not store.check([key]):
+    if _kept.get("world") is not dist.group.WORLD or "machine" not in _kept or not store.check([key]):
         return
     gone: set[str] = _kept.setdefault("gone", set())
     for entry in store.get(key).decode().split(";")[:-1]:
@@ -133,4 +124,4 @@ def _begun(pid: int) -> str:
     return ""
 
 
-__all__ = ["SHOWN", "WITHOUT_A_WORD", "ended", "killed", "note_process", "say", "say_at_exit", "say_unmet"]
+__all__ = ["SHOWN", "WITHOUT_A_WORD", "ended", "killed", "say", "say_at_exit", "say_unmet"]

@@ -52,10 +52,6 @@ def test_a_rank_that_ends_before_it_comes_to_parallelize() -> None:
     check_heard(answers(3, before, ("exits",), 60.0), f"rank {CULPRIT}, which has ended", 10)
 
 
-def test_a_rank_that_is_killed_before_it_comes_to_parallelize() -> None:
-    check_heard(answers(3, before, ("killed",), 60.0), f"rank {CULPRIT}, which has ended without a word", 10)
-
-
 def test_a_rank_that_is_killed_while_others_wait_to_read() -> None:
     check_heard(answers(3, in_step, ("killed", "reading", None), 60.0), f"rank {CULPRIT} has ended without a word", 10)
 

@@ -99,7 +99,7 @@ def test_a_process_that_is_gone_without_a_word(monkeypatch: pytest.MonkeyPatch) 
     """It counts as killed when it is missed for the second time, unless it has said something by then."""
     store, began = dist.HashStore(), {11: "100", 12: "200", 13: "300"}
     monkeypatch.setattr(ended, "default_store", lambda: store)
-    monkeypatch.setattr(ended, "_kept", {"noted": None, "machine": "here"})
+    monkeypatch.setattr(ended, "_kept", {"world": None, "machine": "here"})
     monkeypatch.setattr(ended, "_begun", lambda pid: began.get(pid, ""))
     there = dist.PrefixStore("autopar/ended", store)
     there.set("on here", "0:11:100;1:12:200;2:13:300;3:14:;")
