@@ -22,11 +22,12 @@ ITEM_BYTES = {
 }  # fmt: skip
 
 
-WAY = "way."
+WAY = "autopar_way."
 """How the names of flags begin: buffers ``bool [ ]`` that become true at a call in which Python would have gone another
-way than the one that the graph follows. Their nodes say where (``source``), and which ``answer`` was followed."""
+way than the one that the graph follows. Their nodes say where (``source``), which ``answer`` was followed, and whether
+it is that numbers are those of the example (``pinned``)."""
 
-PART = "part."
+PART = "autopar_part."
 """How the names of buffers ``bool [n]`` begin that say, after a call, which parameters took part in it: their nodes
 have ``parameters``, pairs of a name and the element that is true where it did. A parameter that stands in none always
 does; one that stands in several, if any says so."""

@@ -12,7 +12,7 @@ from typing import Any
 import networkx as nx
 
 from .abstract import read_abstract
-from .errors import ProfileError
+from .errors import ProfileError, UnknownClusterError
 from .load import DATA, builtin_curves, builtin_devices, builtin_links, read_curves, read_device, read_link
 from .model import Cluster, Device, Link
 from .profile_file import is_measured, read_measured
@@ -83,7 +83,7 @@ def _builtin_document(name: str) -> dict[str, Any]:
         some = (int(match["some"]), int(match["all"])) if match["some"] else None
     if stem not in list_clusters():
         advice = f"{closest(stem, list_clusters())} (most also as -xN; a file ends in .toml or .json)"
-        raise ProfileError("clusters", [f"unknown cluster '{name}': {advice}"])
+        raise UnknownClusterError(f"unknown cluster '{name}': {advice}")
     document = read_document(CLUSTERS / f"{stem}.toml")
     scale = document.get("suffix")
     if copies is not None:

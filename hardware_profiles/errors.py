@@ -17,3 +17,11 @@ class ProfileError(ValueError):
         lines = "\n".join(f"  - {failure}" for failure in self.failures)
         count = "1 problem" if len(self.failures) == 1 else f"{len(self.failures)} problems"
         super().__init__(f"{where}: {count} in this hardware profile\n{lines}")
+
+
+class UnknownClusterError(ProfileError):
+    """A name that no cluster has: there is no profile to find failures in."""
+
+    def __init__(self, failure: str):
+        ValueError.__init__(self, failure)
+        self.where, self.failures = "clusters", (failure,)

@@ -91,6 +91,8 @@ def plan(
     from autopar.planfile import dumps, save
     from hardware_profiles import load_cluster
 
+    if top < 1:
+        raise UsageError(f"--top is {top}; it is 1 or more")
     if cluster is None and profile is None:
         raise UsageError("give the cluster to plan for with --cluster (autopar clusters lists them), or a --profile")
     cluster = profile_of(profile, cluster) if profile is not None else str(cluster)
@@ -102,8 +104,6 @@ def plan(
             f"{flags} is for the search over everything: leave out --mesh, --stages, --schedule, --cut and "
             "--microbatches"
         )
-    if top < 1:
-        raise UsageError(f"--top is {top}; it is 1 or more")
     layout = layouts.parsed(like)
     parts = wanted.microbatches if wanted.microbatches > 1 else None
     policy = wanted.pins.precision

@@ -46,6 +46,13 @@ class WaysTaken:
         for flag in flags:
             flag.zero_()
         node = self.flags[up.index(True)]
+        if "pinned" in node.kwargs:
+            raise RunError(
+                f"the model's code in '{node.module or '<model>'}' at {node.source} reads numbers or a mask that "
+                "depend on the batch, and sizes follow from them: the program has those of the batch that it was "
+                "captured with; in this call they are others\n  work on all rows and weight what is not selected with "
+                "zero (torch.where, ignore_index=), or select before the model is called" + self._left_behind()
+            )
         answer = node.kwargs["answer"]
         raise RunError(
             f"the model's code branches on data in '{node.module or '<model>'}' at {node.source}, and the program "

@@ -3,10 +3,12 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
+import autopar
 from autopar.capture import capture
 from autopar.comparison import compare_with_eager
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, RunError
 from autopar.lower.emit import lower
 from autopar.runtime.world import run_step
 from autopar.verify import inputs_of, one_device, state_of
@@ -49,7 +51,8 @@ def _batch(height: int = 2) -> tuple[torch.Tensor, ...]:
 def test_integers_and_masks_that_sizes_follow_from() -> None:
     torch.manual_seed(0)
     model = PlacedPictures()
-    captured = capture(model, (*_batch(), True))
+    with pytest.warns(UserWarning, match=r"are those of this batch.*a call with others is an error"):
+        captured = capture(model, (*_batch(), True))
     assert model.deltas is None
     assert compare_with_eager(captured, model, (*_batch(), True), {}, bounded=False).same
     graph, plan = captured.graph, one_device(captured.graph)
@@ -64,3 +67,26 @@ def test_attribute_that_the_next_call_reads_is_refused() -> None:
     """Without ``at_first`` the second call would go on with what the first one kept."""
     with pytest.raises(CaptureError, match=r"'deltas' at test_pinned_integers\.py"):
         capture(PlacedPictures(), (*_batch(), False))
+
+
+class Selected(nn.Module):
+    """A loss over the labels that a mask selects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        seen = labels != -100
+        return F.cross_entropy(self.head(x)[seen], labels[seen])
+
+
+@pytest.mark.filterwarnings("ignore:numbers and masks")
+def test_a_mask_that_differs_is_an_error() -> None:
+    torch.manual_seed(0)
+    x, labels = torch.randn(4, 4), torch.tensor([0, -100, 2, 1])
+    model = Selected()
+    pm = autopar.parallelize(model, 1, (x, labels))
+    assert float(pm(x, labels)) == pytest.approx(float(Selected.forward(model, x, labels)), rel=1e-6)
+    with pytest.raises(RunError, match=r"(?s)reads numbers or a mask that depend on the batch.*ignore_index"):
+        pm(x, labels.roll(1))

@@ -12,6 +12,7 @@ from torch import nn
 from autopar.capture import Captured, capture
 from autopar.comparison import compare_with_eager
 from autopar.errors import CaptureError, RunError
+from autopar.graph import WAY
 from autopar.lower.emit import lower
 from autopar.runtime.ways_taken import WaysTaken
 from autopar.runtime.world import run_step
@@ -73,7 +74,7 @@ def test_a_flag_goes_up_where_a_batch_takes_another_way() -> None:
     captured = capture(model, batch())
     assert not any(flags(captured, model, batch(1)).values())
     up = [name for name, is_up in flags(captured, model, batch(1, 1e6)).items() if is_up]
-    assert up == ["way.3", "way.4", "way.5", "way.6"]
+    assert up == [f"{WAY}{n}" for n in (3, 4, 5, 6)]
 
 
 def test_an_example_that_takes_the_other_way_is_followed_too() -> None:
@@ -188,3 +189,19 @@ def test_lists_of_integers_that_the_model_is_given_are_followed() -> None:
 def test_lists_of_what_the_model_holds_are_refused() -> None:
     with pytest.raises(CaptureError, match=r"depends on the value of a tensor at test_ways.py:\d+"):
         capture(InPieces(own=True), (torch.randn(6, 4), torch.tensor([2, 4])))
+
+
+class _Named(torch.nn.Module):
+    """A model whose own parts have the names of the program's flags."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.way, self.part = torch.nn.BatchNorm1d(4), torch.nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.part(self.way(x)).square().mean()
+
+
+def test_parts_of_a_model_may_have_the_names_of_flags() -> None:
+    graph = capture(_Named(), (torch.randn(6, 4),)).graph
+    assert not graph.ways and not graph.parts and len(graph.updates) == 2

@@ -17,6 +17,7 @@ not help either, so are single integers (``grid[0].item()``) and the places that
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -146,9 +147,12 @@ def followed(trace: Callable[[], Any], answers: Callable[[], Ways]) -> tuple[Way
         if lists and not ways.pinned:
             ways.pinned = True
             try:
-                return ways, trace()
+                traced = trace()
             except CaptureError as error:
                 failed, ways.pinned = error, False
+            else:
+                _tell_of_pinned(ways)
+                return ways, traced
         turned: set[str] = set()
         while True:  # the way that was guessed last may be the one that raises: `assert x.max() < n`
             guessed = dict(ways.guessed)
@@ -166,6 +170,20 @@ def followed(trace: Callable[[], Any], answers: Callable[[], Ways]) -> tuple[Way
                         break
             else:
                 raise failed
+
+
+def pinned_at(site: str) -> str:
+    """Where single integers or a mask were read that the program takes from the example; empty for another place."""
+    return site.partition("@")[0] if site.endswith((NUMBER, PLACES)) else ""
+
+
+def _tell_of_pinned(ways: Ways) -> None:
+    lines = dict.fromkeys(line for site in ways.listed if (line := pinned_at(site)))
+    if lines:
+        warnings.warn(
+            f"numbers and masks that follow from the model's inputs, at {', '.join(lines)}, are those of this batch in "
+            "the program, because sizes follow from them: a call with others is an error", stacklevel=2,
+        )  # fmt: skip
 
 
 def would_take(taken: Sequence[tuple[str, bool]]) -> bool:
@@ -365,5 +383,5 @@ class _Hearing(TorchFunctionMode):
 __all__ = [
     "INDEXED", "MOST_GUESSES", "NUMBER", "NUMBERS", "OF_ROWS", "PLACES", "REPEATED", "TAKEN", "Read", "Unanswered",
     "Ways", "along", "asked_for_rows_only", "can_be_listed", "followed", "from_the_start", "is_integer", "masks_in",
-    "take", "take_list", "times_of", "ways_of", "would_take",
+    "pinned_at", "take", "take_list", "times_of", "ways_of", "would_take",
 ]  # fmt: skip
