@@ -13,6 +13,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopar.allocations import Allocations
 from autopar.meshes import Mesh
@@ -93,7 +94,9 @@ class _Root(torch.autograd.Function):
     """Where the trial's backward begins: it makes the gradients of the outputs, which nobody else holds."""
 
     @staticmethod
-    def forward(ctx: Any, made: dict[int, int], arriving: Sequence[Strides], *outputs: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, made: dict[StorageWeakRef, int], arriving: Sequence[Strides], *outputs: torch.Tensor
+    ) -> torch.Tensor:
         ctx.made = made
         # of an output that has holes (a part of a split) the gradient has none: it lies as a copy of it would
         strides = arriving or [torch.empty_like(x).stride() for x in outputs]
@@ -106,7 +109,8 @@ class _Root(torch.autograd.Function):
             torch.empty_strided(shape, strides, dtype=dtype, device=device)
             for shape, strides, dtype, device in ctx.layouts
         ]
-        ctx.made.update((x.untyped_storage()._cdata, x.untyped_storage().nbytes()) for x in grads)
+        for storage in (x.untyped_storage() for x in grads):
+            ctx.made[StorageWeakRef(storage)] = storage.nbytes()
         return (None, None, *grads)
 
 
@@ -141,13 +145,14 @@ def _counted(
         outputs = [x for x in pytree.tree_leaves(results) if isinstance(x, torch.Tensor) and x.requires_grad]
         if not outputs:
             return Needs(forward_bytes, 0, 0, 0, (None,) * len(ins), ())
-        made: dict[int, int] = {}  # bytes of the gradients of outputs, by storage
+        # bytes of the gradients of outputs; as long as a storage is weakly referred to, no other one gets its address
+        made: dict[StorageWeakRef, int] = {}
         root = _Root.apply(made, arriving, *outputs)
         del results, outputs, tensors, args, kwargs
         kept_bytes = count.live_bytes
         with count:
             root.backward(torch.empty((), dtype=root.dtype, device=device))
-    sources = {storage: k for k, storage in enumerate(made)}
+    sources = {storage.cdata: k for k, storage in enumerate(made)}
     numbers: dict[int, int] = {}
     memories: list[int] = []
     gradients: list[Gradient | None] = []
