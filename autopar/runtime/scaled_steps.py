@@ -63,10 +63,10 @@ def share_overflows(params: Iterable[torch.nn.Parameter], device: torch.device, 
         )
     pieces = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
     pieces = [piece for piece in pieces if piece.numel()]
-    largest = [torch.linalg.vector_norm(piece, torch.inf, dtype=torch.float32) for piece in pieces]
     overflow = torch.zeros((), device=device)
-    if largest:
-        overflow = (~torch.stack(largest).isfinite()).any().float()
+    if pieces:
+        largest = [torch.linalg.vector_norm(piece, torch.inf) for piece in pieces]  # each in its own dtype
+        overflow = (~torch.stack([norm.isfinite() for norm in largest])).any().float()
     dist.all_reduce(overflow, dist.ReduceOp.MAX, group=group)
     if pieces:
         first = pieces[0].view(-1)[:1] if pieces[0].is_contiguous() else pieces[0][(slice(0, 1),) * pieces[0].dim()]

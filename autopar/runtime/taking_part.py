@@ -124,10 +124,10 @@ def told_elsewhere(graphs: Sequence[Graph]) -> list[str]:
     if names and not (dist.is_initialized() and dist.get_rank()):
         shown = sorted(names)
         warnings.warn(
-            f"parameters ({len(shown)}: {', '.join(shown[:3])}{', ...' if len(shown) > 3 else ''}) belong to experts "
+            f"{len(shown)} parameters ({', '.join(shown[:3])}{', ...' if len(shown) > 3 else ''}) belong to experts "
             "whose rows another stage of the pipeline counts: where they have no rows in a step their gradients are "
             "zeros, where the model leaves them None, and an optimizer with momentum or weight decay steps them; "
-            "choose cuts that leave the experts of a layer in one stage",
+            "choose cuts= that leave the experts of a layer in one stage, at modules in front of and behind it",
             stacklevel=3,
         )
     return sorted(names)

@@ -245,6 +245,12 @@ def _explain(error: Exception, module: torch.nn.Module) -> str:
         do = "have forward() return tensors"
         if returned[1].endswith("Cache"):
             do = "training has no use for it: set model.config.use_cache = False before this"
+    elif "fake tensor in the exported program" in str(error):
+        what = "forward keeps a tensor that it computes in something that outlives the call (a dict, a list, a global)"
+        do = (
+            "keep it in a buffer (register_buffer in __init__, and copy_ in forward), or compute it anew; of a cache "
+            "that is always the same, call the model once before, so that it is there"
+        )
     elif isinstance(error, (RuntimeError, ValueError, IndexError)) and "Dynamo" not in kind:
         what = f"running it on the example inputs failed: {first}"
         do = "check that model(*example_inputs) runs, and that no operation leaves torch"
