@@ -556,3 +556,23 @@ def test_a_tensor_that_the_model_keeps_and_branches_on_is_watched():
     model.switch[0].fill_(-1.0)
     with pytest.raises(RunError, match="was written to since"):
         captured.guards.check()
+
+
+class _KeepsInNewDict(nn.Module):
+    """A cache that the first call makes, of a tensor that follows from its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache: dict[int, torch.Tensor] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.cache is None:
+            self.cache = {}
+        if x.shape[1] not in self.cache:
+            self.cache[x.shape[1]] = torch.linspace(0, 1, x.shape[1]) * x.mean()
+        return (x * self.cache[x.shape[1]]).square().mean()
+
+
+def test_a_tensor_in_a_dict_that_the_call_makes() -> None:
+    with pytest.raises(CaptureError, match=r"keeps a tensor that it computes in something that outlives the call"):
+        autopar.capture(_KeepsInNewDict(), (torch.randn(4, 4),))
