@@ -217,6 +217,11 @@ class Graph:
         return tuple(node for _, node in self.of_kind("buffer") if node.name.startswith(PART))
 
     @cached_property
+    def written(self) -> tuple[str, ...]:
+        """The model's own buffers that a call writes, without those in which a program notes how the call went."""
+        return tuple(name for name in self.updates if not name.startswith((WAY, PART)))
+
+    @cached_property
     def index(self) -> dict[str, int]:
         """Node number by name."""
         return {node.name: i for i, node in enumerate(self.nodes)}

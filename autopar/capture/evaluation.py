@@ -121,7 +121,7 @@ class Skeleton:
             for module, mode in modes:
                 module.training = mode
         theirs, said = _told(eval_capture.graph), ""
-        changes = [name for name in eval_capture.graph.updates if not name.startswith((WAY, PART))]
+        changes = list(eval_capture.graph.written)
         for sides in _ways(captured.graph, eval_capture.graph):
             different = _difference(_told(evaluated(captured.graph, sides)), theirs)
             if not different and not changes:

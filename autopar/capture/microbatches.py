@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from autopar.errors import CaptureError
-from autopar.graph import WAY, Graph, Node, Spec
+from autopar.graph import Graph, Node, Spec
 from autopar.torch_private import pytree
 
 MOST = 1024
@@ -91,9 +91,7 @@ def taken_of_batch(graph: Graph) -> str:
     """
     if modules := modules_with_statistics([graph]):
         return f"batch norms ({_named(modules)}) take statistics of the batch"
-    written = [
-        name for name, ref in graph.updates.items() if not name.startswith(WAY) and ref.node in graph.from_inputs
-    ]
+    written = [name for name in graph.written if graph.updates[name].node in graph.from_inputs]
     return f"the forward writes buffers from the batch ({_named(written)})" if written else ""
 
 

@@ -19,7 +19,6 @@ from autopar.cli.common import (
     show_bytes,
     styled,
 )
-from autopar.graph import PART, WAY
 
 MOST_PLACES = 6
 """Lines with branches that are listed."""
@@ -89,7 +88,7 @@ def inspect(
             "largest": [[p.target, str(p.out)] for p in sorted(params, key=lambda p: -p.out.n_bytes)[:5]],
         },
         "buffers": {node.target: str(node.out) for _, node in graph.of_kind("buffer") if node not in flags},
-        "updated buffers": [name for name in graph.updates if not name.startswith((WAY, PART))],
+        "updated buffers": list(graph.written),
         "branches followed": [[n.module, n.source, n.kwargs["answer"]] for n in graph.ways],
         "ops": len(ops),
         "ops that depend on no parameter": sum(not node.hot for _, node in ops),

@@ -22,8 +22,7 @@ class WaysTaken:
 
     def __init__(self, graph: Graph) -> None:
         self.flags = graph.ways
-        flags = {node.target for node in self.flags}
-        self.written = [name for name in graph.updates if name not in flags]
+        self.written = graph.written
         """Buffers that a call writes: it has written them when its flags are read."""
         self.on_their_way = ToHost()
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autopar.capture import Captured, capture
+from autopar.capture.microbatches import taken_of_batch
 from autopar.comparison import compare_with_eager
 from autopar.errors import CaptureError, RunError
 from autopar.graph import WAY
@@ -204,4 +205,22 @@ class _Named(torch.nn.Module):
 
 def test_parts_of_a_model_may_have_the_names_of_flags() -> None:
     graph = capture(_Named(), (torch.randn(6, 4),)).graph
-    assert not graph.ways and not graph.parts and len(graph.updates) == 2
+    assert not graph.ways and not graph.parts and len(graph.updates) == len(graph.written) == 2
+
+
+class _Experts(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.expert = torch.nn.Linear(4, 2), torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out, mask = torch.zeros_like(x), self.gate(x).argmax(-1) == 1
+        if mask.any():
+            out[mask] = self.expert(x[mask])
+        return out.square().mean()
+
+
+def test_what_a_program_notes_is_no_buffer_of_the_model() -> None:
+    """Else such a model would be planned with one microbatch, as one that keeps running means."""
+    graph = capture(_Experts(), (torch.randn(6, 4),)).graph
+    assert graph.parts and not graph.written and not taken_of_batch(graph)
