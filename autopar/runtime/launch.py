@@ -20,6 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -31,12 +32,9 @@ from autopar.errors import AutoparError, RunError
 GRACE_SECONDS = 2.0
 PRELOADED = [
     "torch.distributed.tensor", "torch.export._trace", "torch._dynamo", "torch.distributed._local_tensor",
-    "spmd_types", "highspy", "pulp", "networkx", "numpy", "rich", "typer",
+    "spmd_types", "highspy", "pulp", "networkx", "numpy", "rich", "typer", "autopar.api",
 ]  # fmt: skip
-"""Modules of others that are imported once for all ranks; more may be added before the first start.
-
-Not autopar itself: the server does not know of changes to ``sys.path``, and might find another copy.
-"""
+"""What is imported once for all ranks; more may be added before the first start."""
 KEPT_HEAP = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
 """Has glibc keep freed memory up to 1 GiB: else large gradients are given back and paged in anew, or not, by chance.
 
@@ -88,10 +86,12 @@ def run_local(
     deadline = time.monotonic() + timeout
     try:
         with _environment(shared):
+            _start_server(context)
+            told = shared | {"PYTHONPATH": os.environ.get("PYTHONPATH")}
             for rank in range(n):
                 here, there = context.Pipe(duplex=False)
                 process = context.Process(
-                    target=_rank, args=(there, fn, args, rank, shared, timeout, threads, backend), daemon=True
+                    target=_rank, args=(there, fn, args, rank, told, timeout, threads, backend), daemon=True
                 )
                 process.start()
                 there.close()
@@ -106,10 +106,11 @@ def run_local(
 
 
 def _context(env: Mapping[str, str] | None) -> Any:
-    """How ranks start: forked from a server process that has imported torch once and done nothing else.
+    """How ranks start: forked from a server process that has imported torch and autopar once and done nothing else.
 
-    A fresh interpreter for every rank imports torch again, which takes 1.6 CPU-seconds. Variables of the caller's own
-    may have to be there at the start of the interpreter, so with them, and where there is no fork, ranks are spawned.
+    A fresh interpreter for every rank imports them again, which takes 2.5 CPU-seconds, one of them autopar's. Variables
+    of the caller's own may have to be there at the start of the interpreter, so with them, and where there is no fork,
+    ranks are spawned.
     """
     if env or not sys.platform.startswith("linux"):
         return multiprocessing.get_context("spawn")
@@ -118,19 +119,32 @@ def _context(env: Mapping[str, str] | None) -> Any:
     return context
 
 
+def _start_server(context: Any) -> None:
+    """Start the server, if ranks are forked and it does not run: with this process's ``sys.path``, of which it is not
+    told otherwise; it might find another copy of autopar."""
+    if context.get_start_method() == "forkserver":
+        with _environment({"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}):
+            forkserver.ensure_running()
+
+
 @contextlib.contextmanager
-def _environment(values: dict[str, str]) -> Any:
+def _environment(values: Mapping[str, str]) -> Any:
     """Variables that count before the child's first import (OMP_NUM_THREADS) must be there when it starts."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        _set(before)
+
+
+def _set(variables: Mapping[str, str | None]) -> None:
+    """Set environment variables, and take away those that are None."""
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def _collect(processes: list[Any], pipes: dict[Connection, int], deadline: float, timeout: float, n: int) -> list[Any]:
@@ -218,14 +232,13 @@ def _end_with_launcher() -> None:
 
 
 def _rank(
-    pipe: Connection, fn: Callable[..., Any], args: Any, rank: int, env: dict[str, str], timeout: float, threads: int,
-    backend: str,
+    pipe: Connection, fn: Callable[..., Any], args: Any, rank: int, env: Mapping[str, str | None], timeout: float,
+    threads: int, backend: str,
 ) -> None:  # fmt: skip
     _end_with_launcher()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()  # a rank that dies of a signal shows where, on its standard error
-    os.environ.update(env)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    _set({**env, "RANK": str(rank), "LOCAL_RANK": str(rank)})
     torch.set_num_threads(threads)
     try:
         if "cuda" in backend:
