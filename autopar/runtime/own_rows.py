@@ -65,6 +65,15 @@ def widened(rows: torch.Tensor, ranks: int, copied_bytes: int = COPIED_BYTES) ->
     return wide.requires_grad_(rows.requires_grad)
 
 
+def rows_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+    """Rows of a call; None of one with DTensors, or in which nothing has rows."""
+    plain = [x for x in pytree.tree_leaves((args, dict(kwargs))) if type(x) is not DTensor]
+    try:
+        return rows_of(plain)
+    except CaptureError:
+        return None
+
+
 class RowsOfRanks:
     """Who has which rows of a batch.
 
@@ -98,7 +107,7 @@ class OwnRows(RowsOfRanks):
         super().__init__(device_mesh.size(), device_mesh.mesh.flatten().tolist().index(dist.get_rank()))
         self.device_mesh = device_mesh
         self.state = State([shard(0)] * device_mesh.ndim)
-        self.exchange = Exchange.of(device_mesh)
+        self.exchange = Exchange.of([int(rank) for rank in device_mesh.mesh.flatten()])
         self.counts: list[int] | None = None
 
     def put_together(
@@ -112,7 +121,7 @@ class OwnRows(RowsOfRanks):
             RunError: the ranks' calls differ in more than their rows.
         """
         self.counts = None
-        rows = self._rows(args, kwargs)
+        rows = rows_in(args, kwargs)
         if self.exchange is None or rows is None:
             return None
         counts = [n for n, _ in self.exchange(rows, 0, logs)]
@@ -123,23 +132,14 @@ class OwnRows(RowsOfRanks):
         groups = groups_on(self.device_mesh)
         group = groups.of(in_order) if groups.possible else mesh_group(self.device_mesh)
         call = tuple(args), dict(kwargs)
-        return put_together(call, rows, counts, self.place, group, self.exchange.order, self.exchange)
-
-    @staticmethod
-    def _rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
-        """Of a call; None of one with DTensors, or in which nothing has rows."""
-        plain = [x for x in pytree.tree_leaves((args, dict(kwargs))) if type(x) is not DTensor]
-        try:
-            return rows_of(plain)
-        except CaptureError:
-            return None
+        return put_together(call, counts, counts, self.place, group, self.exchange.order, self.exchange)
 
     def whole(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         """The call with the whole batch, of which this rank has its rows: DTensors in the tensors' place.
 
         Tensors with as many rows as the first one has are cut among the ranks; DTensors say themselves how they lie.
         """
-        rows = self._rows(args, kwargs)
+        rows = rows_in(args, kwargs)
         if rows is None:
             return args, dict(kwargs)
 
@@ -247,4 +247,4 @@ def _sharded(loader: DataLoader[Any], sampler: Callable[..., DistributedSampler[
     )  # fmt: skip
 
 
-__all__ = ["OwnRows", "RowsOfRanks", "TakesRows", "as_whole", "widened"]
+__all__ = ["OwnRows", "RowsOfRanks", "TakesRows", "as_whole", "rows_in", "widened"]

@@ -4,6 +4,9 @@ Every group of ranks needs the batch: the first stage the inputs, the last one t
 nth ranks of all groups have the same rows, and :attr:`~RowsInStages.ranks` of them make up the batch of a step. A
 microbatch has rows of each, one rank's after the other's; where a stage cuts it over all of its ranks these are its
 pieces already, and along an axis on which ranks compute together they are gathered.
+
+Where these have not equally many rows (:mod:`.uneven_rows`) every rank gets the whole batch for that step, which is cut
+into microbatches as one that all ranks are called with.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 from math import prod
 from operator import mul
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,8 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.errors import RunError
 from autopar.meshes import Mesh
 from autopar.placements import REPLICATED, State, shard
-from autopar.runtime.own_rows import RowsOfRanks
+from autopar.runtime.outputs import CollectiveLog
+from autopar.runtime.own_rows import Call, RowsOfRanks, rows_in
 from autopar.runtime.state import as_dtensor
+from autopar.runtime.uneven_rows import Exchange, put_together
 
 
 def parts_on(meshes: Sequence[Mesh]) -> int:
@@ -35,35 +41,90 @@ class RowsInStages(RowsOfRanks):
     Attributes:
         ranks: how many have rows of their own.
         place: which of them this rank's are.
+        places: those of all ranks of the pipeline.
+        exchange: tells before each call how many rows each rank has; None where all have equally many.
+        counts: rows of each part of the batch in this step, where they are not equally many.
     """
 
-    def __init__(self, meshes: Sequence[Mesh], devices: Sequence[int], rank: int) -> None:
-        """
-        Args:
-            meshes: of the stages.
-            devices: of this rank's group, in row-major order of its mesh.
-        """
-        parts = parts_on(meshes)
-        super().__init__(parts, devices.index(rank) // (len(devices) // parts))
-
-    def microbatches(
-        self, tensors: Mapping[str, torch.Tensor], cut: Collection[int], count: int, shown: Mapping[str, str]
-    ) -> list[dict[str, torch.Tensor]]:
-        """This rank's rows of every microbatch.
+    def __init__(self, stages: Sequence[tuple[Mesh, Sequence[int]]], rank: int) -> None:
+        """All ranks of the pipeline call it.
 
         Args:
-            cut: the tensors that have rows, by ``id``; others go into every microbatch.
+            stages: the mesh of each, and its ranks in row-major order of it.
+        """
+        parts = parts_on([mesh for mesh, _ in stages])
+        place_of: dict[int, int] = {}
+        for _, devices in stages:
+            for number, device in enumerate(devices):
+                place_of.setdefault(device, number // (len(devices) // parts))
+        super().__init__(parts, place_of[rank])
+        self.places = [place_of[each] for each in sorted(place_of)]
+        mine = next(devices for _, devices in stages if rank in devices)
+        self._senders = list(mine[:: len(mine) // parts])
+        self.exchange = Exchange.of(range(len(self.places)))
+        self.counts: list[int] | None = None
 
+    def put_together(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], logs: Sequence[CollectiveLog], everyone: Any
+    ) -> Call | None:
+        """The call with the rows of the whole batch, where its parts have not equally many; None where they have.
+
+        All ranks call it before each step.
+
+        Args:
+            everyone: the group of all ranks, for the tensors' device.
+
+        Raises:
+            RunError: ranks that are to have the same rows have other numbers of them, or the ranks' calls differ in
+                more than their rows; on all of them.
+        """
+        self.counts = None
+        rows = rows_in(args, kwargs)
+        if self.exchange is None or rows is None:
+            return None
+        of_all = [n for n, _ in self.exchange(rows, 0, logs)]
+        if len(set(of_all)) == 1:
+            return None
+        counts = [of_all[self.places.index(place)] for place in range(self.ranks)]
+        wrong = [rank for rank, place in enumerate(self.places) if of_all[rank] != counts[place]]
+        if wrong:
+            rank, like = wrong[0], self.places.index(self.places[wrong[0]])
+            raise RunError(
+                f"ranks are called with {', '.join(map(str, of_all))} rows, and rank {rank} is to have the same ones as "
+                f"rank {like}, which has {of_all[like]}: each group of the pipeline needs the whole batch, so the nth "
+                "ranks of all groups are called with the same rows; pm.sampler(dataset) and pm.shard(loader) see to it"
+            )
+        self.counts = counts
+        call = tuple(args), dict(kwargs)
+        return put_together(call, of_all, counts, self.place, everyone, self._senders, self.exchange)
+
+    def of_uneven(self, output: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of an output that has those of the whole batch, of which parts have not equally many."""
+        assert self.counts is not None
+        return output.narrow(0, sum(self.counts[: self.place]), self.counts[self.place])
+
+    def refuse_gradients(self, tensors: Mapping[str, torch.Tensor], shown: Mapping[str, str]) -> None:
+        """
         Raises:
             RunError: an input wants a gradient, of which each rank would have another part.
         """
-        pieces: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
         for name, leaf in tensors.items():
             if leaf.requires_grad and torch.is_grad_enabled():
                 raise RunError(
                     f"input {shown[name]} requires grad, and a pipeline with batch='local' gives its inputs none: "
                     "detach() it, or parallelize with batch='global'"
                 )
+
+    def microbatches(
+        self, tensors: Mapping[str, torch.Tensor], cut: Collection[int], count: int
+    ) -> list[dict[str, torch.Tensor]]:
+        """This rank's rows of every microbatch.
+
+        Args:
+            cut: the tensors that have rows, by ``id``; others go into every microbatch.
+        """
+        pieces: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
+        for name, leaf in tensors.items():
             rows = leaf.chunk(count) if id(leaf) in cut else [leaf] * count
             for piece, part in zip(pieces, rows, strict=True):
                 piece[name] = part

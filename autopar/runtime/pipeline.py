@@ -169,8 +169,12 @@ class PipelineModule(TakesRows, SpreadModule):
 
     def take_own_rows(self) -> None:
         """From now on every rank is called with its own rows."""
-        stages = self._plan.stages
-        self._own_rows = RowsInStages([s.mesh for s in stages], stages[next(iter(self._stages))].devices, self._rank)
+        self._own_rows = RowsInStages([(s.mesh, s.devices) for s in self._plan.stages], self._rank)
+
+    @property
+    def _rows(self) -> RowsInStages | None:
+        """How this step's rows lie on the ranks; None where each of them has all of them."""
+        return self._own_rows if self._own_rows is not None and self._own_rows.counts is None else None
 
     def _position(self) -> tuple[int, int]:
         return self._seed, self._drawn
@@ -270,7 +274,7 @@ class PipelineModule(TakesRows, SpreadModule):
     def _runs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Run]:
         """The runs of a batch."""
         captured, planned = self._planned
-        ranks = self._own_rows.ranks if self._own_rows is not None else 1
+        ranks = self._rows.ranks if self._rows is not None else 1
         if self._own_rows is not None or (self._programs is not None and self._programs.shapes):
             return runs(captured, self._signature, planned, args, kwargs, ranks)
         return [Run(ModuleCall(args, kwargs), planned, 1 / planned)]
@@ -286,6 +290,10 @@ class PipelineModule(TakesRows, SpreadModule):
         """
         if self.buckets is not None:
             (args, kwargs), self._padding = self.buckets.padded(args, kwargs)
+        elif self._own_rows is not None and self._programs is not None and self._programs.shapes:
+            logs = [self._programs.meeting] if self._programs.meeting is not None else []
+            together = self._own_rows.put_together(args, kwargs, logs, self._work.everyone)
+            args, kwargs = (args, kwargs) if together is None else together
         ready = []
         for run in self._runs(args, kwargs):
             callers, batches = self._microbatches(run)
@@ -303,7 +311,7 @@ class PipelineModule(TakesRows, SpreadModule):
         return ready
 
     def _shares(self, ready: Sequence[Ready]) -> list[Shares]:
-        return shares_of(ready, self._own_rows, next(iter(self._stages.values())).device_mesh)
+        return shares_of(ready, self._rows, next(iter(self._stages.values())).device_mesh)
 
     @contextlib.contextmanager
     def _step(self, where: str) -> Iterator[None]:
@@ -385,7 +393,8 @@ class PipelineModule(TakesRows, SpreadModule):
             of_runs = [
                 of_run(each, loss, parts) for each, (loss, parts) in zip(ready, self._forwards(ready), strict=True)
             ]
-            outputs = pytree.tree_unflatten(of_batch(ready[0], of_runs), ready[0].captured.out_spec)
+            of_all = of_batch(ready[0], of_runs, self._own_rows)
+            outputs = pytree.tree_unflatten(of_all, ready[0].captured.out_spec)
             return outputs if self.buckets is None else self.buckets.cut(outputs, self._padding)
 
     def _forwards(self, ready: Sequence[Ready]) -> list[tuple[torch.Tensor, Parts]]:
@@ -417,18 +426,20 @@ class PipelineModule(TakesRows, SpreadModule):
         if self._programs is not None:  # the ranks agree on a change
             check_values(self, run.call)
         self._work = pipeline_programs.work_of(self, run.microbatches)
-        self._work.spans, self._work.own_rows = self._spans, self._own_rows
+        self._work.spans, self._work.own_rows = self._spans, self._rows
 
         def take(seen: Seen | None) -> _Batches:
             if self._programs is None:
                 check_values(self, run.call)
             callers = self._batch.tensors(args, kwargs)
-            rows = self._own_rows
+            rows = self._rows
+            if self._own_rows is not None:
+                self._own_rows.refuse_gradients(callers, self._batch.shown)
             if seen is not None:
                 for name, leaf in callers.items():
                     seen.add(self._batch.shown[name], name, leaf, place=None if rows is None else rows.place)
             if rows is not None:
-                return callers, rows.microbatches(callers, run.with_rows, run.microbatches, self._batch.shown)
+                return callers, rows.microbatches(callers, run.with_rows, run.microbatches)
             return callers, self._batch.exactly(callers, run.microbatches)
 
         return self._compared.inputs(take, self.named_parameters())

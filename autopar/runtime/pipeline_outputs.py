@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.graph import Ref
+from autopar.runtime.own_rows_in_stages import RowsInStages
 from autopar.runtime.ready import Ready
 from autopar.runtime.runs import rows_of_microbatch
 
@@ -42,20 +43,30 @@ def of_run(ready: Ready, loss: torch.Tensor, parts: Parts) -> list[Any]:
             value.copy_(torch.cat(here) if spec.shape else torch.stack(here).to(torch.float64).sum() * run.share)
         dist.broadcast(value, src=work.plan.stages[makers[position]].devices[0], group=work.everyone)
         rows = work.own_rows
-        has_rows = rows is not None and spec.shape[:1] == (rows_of_microbatch(ready.captured),)
-        outputs.append(rows.rows_of(value, run.microbatches) if rows is not None and has_rows else value)
+        cut = rows is not None and _has_rows(ready, out)
+        outputs.append(rows.rows_of(value, run.microbatches) if rows is not None and cut else value)
     return outputs
 
 
-def of_batch(ready: Ready, of_runs: Sequence[Sequence[Any]]) -> list[Any]:
-    """The outputs of a batch, from those of its runs, of which ``ready`` is any."""
+def _has_rows(ready: Ready, out: Ref) -> bool:
+    return ready.captured.graph.spec(out).shape[:1] == (rows_of_microbatch(ready.captured),)
+
+
+def of_batch(ready: Ready, of_runs: Sequence[Sequence[Any]], own_rows: RowsInStages | None = None) -> list[Any]:
+    """The outputs of a batch, from those of its runs, of which ``ready`` is any.
+
+    Args:
+        own_rows: where each rank has its own; where these are not equally many, the runs have them all.
+    """
     graph = ready.captured.graph
     outputs: list[Any] = []
     for out, values in zip(graph.outputs, zip(*of_runs, strict=True), strict=True):
         if not isinstance(out, Ref):
             outputs.append(out)
         elif graph.spec(out).shape:
-            outputs.append(torch.cat(values) if len(values) > 1 else values[0])
+            joined = torch.cat(values) if len(values) > 1 else values[0]
+            uneven = own_rows is not None and own_rows.counts is not None and _has_rows(ready, out)
+            outputs.append(own_rows.of_uneven(joined) if own_rows is not None and uneven else joined)
         else:
             outputs.append(sum(values[1:], values[0]).to(getattr(torch, graph.spec(out).dtype)))
     return outputs

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Partial
 from autopar.errors import RunError
 from autopar.placements import State
 from autopar.runtime.groups import Groups, Wanted, backends, groups_for
+from autopar.runtime.hops import all_gather_flat
 from autopar.runtime.outputs import CollectiveLog
 from autopar.runtime.state import as_dtensor, torch_placements
 from autopar.torch_private import pytree
@@ -51,9 +52,8 @@ class Exchange:
         self._all = torch.zeros(2 * len(in_order), dtype=torch.int64)
 
     @staticmethod
-    def of(device_mesh: DeviceMesh) -> Exchange | None:
-        """That of the ranks of a mesh; None where the world has no backend for processors."""
-        ranks = [int(rank) for rank in device_mesh.mesh.flatten()]
+    def of(ranks: Sequence[int]) -> Exchange | None:
+        """That of some ranks, in the order of their mesh; None where the world has no backend for processors."""
         groups = groups_for(torch.device("cpu"), ranks)
         return Exchange(ranks, groups) if "cpu" in backends() and groups.possible else None
 
@@ -67,7 +67,7 @@ class Exchange:
         for log in logs:
             log.exchanges = self.calls
         self._mine[0], self._mine[1] = rows, length
-        under_way = dist.all_gather_into_tensor(self._all, self._mine, group=self.group, async_op=True)
+        under_way = all_gather_flat(self._all, self._mine, group=self.group, async_op=True)
         if not _came(under_way, QUIET_SECONDS):
             for log in logs:
                 log.note_waiting()
@@ -94,14 +94,15 @@ def _came(work: dist.Work, seconds: float) -> bool:
 
 
 def put_together(
-    call: Call, rows: int, counts: Sequence[int], place: int, group: Any, order: Sequence[int], exchange: Exchange
-) -> Call:
+    call: Call, of_all: Sequence[int], counts: Sequence[int], place: int, group: Any, order: Sequence[int],
+    exchange: Exchange,
+) -> Call:  # fmt: skip
     """The call with the rows of all ranks, one rank's after the other's: plain tensors, the same on every rank.
 
     Args:
-        rows: of this rank; tensors with so many on every rank have rows.
-        counts: rows of every rank; ``place`` is this rank's in it.
-        group: of all ranks, for the tensors' device; ``order`` says which of them comes when.
+        of_all: rows of every rank of ``exchange``; tensors with so many on every rank have rows.
+        counts: rows of each part of the batch; ``place`` is which of them this rank has.
+        group: of all ranks, for the tensors' device; ``order`` says which of them has each part.
 
     Raises:
         RunError: the ranks' calls differ in more than their rows; on all of them.
@@ -110,7 +111,7 @@ def put_together(
     outlines = [
         (tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, torch.Tensor) else None for leaf in leaves
     ]  # fmt: skip
-    told: list[Any] = [None] * len(counts)
+    told: list[Any] = [None] * len(of_all)
     dist.all_gather_object(told, (str(spec), outlines), group=exchange.group)
     of_ranks = [told[i] for i in exchange.order]
     lines = [f"rank {place_of}: {_text(outline)}" for place_of, (_, outline) in enumerate(of_ranks)]
@@ -119,12 +120,12 @@ def put_together(
     has_rows = []
     for number in range(len(leaves)):
         of_leaf = [outline[number] for _, outline in of_ranks]
-        cut = all(each is not None and each[0][:1] == (n,) for each, n in zip(of_leaf, counts, strict=True))
+        cut = all(each is not None and each[0][:1] == (n,) for each, n in zip(of_leaf, of_all, strict=True))
         has_rows.append(cut)
         alike = {(each[0][1:], each[1]) for each in of_leaf} if cut else set(of_leaf)
         if len(alike) > 1:
             raise RunError(
-                f"ranks have {', '.join(map(str, counts))} rows of their own, and the tensors differ in more: "
+                f"ranks have {', '.join(map(str, of_all))} rows of their own, and the tensors differ in more: "
                 f"{'; '.join(lines)}. Lengths have to be those of all ranks: pad rows to one length on all of them, or "
                 "give parallelize shapes='buckets', buckets=[(rows, length), ...], which pads for all ranks alike"
             )
@@ -148,13 +149,13 @@ class _Together(torch.autograd.Function):
         ctx: Any, mine: torch.Tensor, counts: Sequence[int], place: int, group: Any, order: Sequence[int]
     ) -> torch.Tensor:  # fmt: skip
         ctx.start, ctx.rows = sum(counts[:place]), counts[place]
-        most = max(counts)
+        most, ranks = max(counts), dist.get_world_size(group)
         padded = mine.new_zeros((most, *mine.shape[1:]))
         padded[: mine.shape[0]] = mine
         sent = padded.view(-1).view(torch.uint8)
-        arrived = sent.new_empty(len(counts) * sent.numel())
-        dist.all_gather_into_tensor(arrived, sent, group=group)
-        by_rank = arrived.view(mine.dtype).view(len(counts), *padded.shape)
+        arrived = sent.new_empty(ranks * sent.numel())
+        all_gather_flat(arrived, sent, group=group)
+        by_rank = arrived.view(mine.dtype).view(ranks, *padded.shape)
         return torch.cat([by_rank[i, :n] for i, n in zip(order, counts, strict=True)])
 
     @staticmethod

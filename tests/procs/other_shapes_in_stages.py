@@ -187,15 +187,21 @@ def own(batch: tuple[torch.Tensor, ...], parts: int) -> tuple[torch.Tensor, ...]
     return tuple(x.chunk(parts)[place] for x in batch)
 
 
-def own_rows(cut: str, mesh: str) -> float:
-    """Every rank is called with its own rows, of which some labels are ignored; then with fewer of them."""
-    parts = dist.get_world_size() // 2
+def pair_of_own_rows(cut: str, mesh: str) -> tuple[Any, Tower]:
+    """A model in two stages on meshes of sizes such as ``1x2``, of which every rank has its own rows, and it alone."""
     model = Tower()
     alone = copy.deepcopy(model)
     options = {**CUTS[cut], "microbatches": 2, "stages": None}
     shape = (2, *(int(n) for n in mesh.split("x")))
     device_mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pipe", "data", "tensor")[: len(shape)])
-    pm = autopar.parallelize(model, device_mesh, own(batch(8, 6), parts), batch="local", **options)
+    example = own(batch(8, 6), dist.get_world_size() // 2)
+    return autopar.parallelize(model, device_mesh, example, batch="local", **options), alone
+
+
+def own_rows(cut: str, mesh: str) -> float:
+    """Every rank is called with its own rows, of which some labels are ignored; then with fewer of them."""
+    parts = dist.get_world_size() // 2
+    pm, alone = pair_of_own_rows(cut, mesh)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (pm, alone)]
     worst = 0.0
     for number, rows in enumerate((8, 8, 4, 3 * parts, 8)):
@@ -217,6 +223,53 @@ def own_rows(cut: str, mesh: str) -> float:
     assert drawn == list(range(12))[dist.get_rank() % parts :: parts]
     have, state = autopar.full_state_dict(pm, all_ranks=True), alone.state_dict()
     return max(worst, *(difference(have[name], value) for name, value in state.items()))
+
+
+UNEQUAL = [(4, 4), (4, 3), (1, 4), (2, 9), (4, 4)]
+"""Rows of the two parts of the batch in each step: with as many as planned, fewer, hardly any, more than planned."""
+
+
+def unequal_rows(cut: str) -> float:
+    """Parts of a batch have not equally many rows, of which some labels are ignored (in one step all of a part's): the
+    numbers of one device with all rows."""
+    pm, alone = pair_of_own_rows(cut, "2")
+    place = dist.get_rank() % 2
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (pm, alone)]
+    worst = 0.0
+    for number, counts in enumerate(UNEQUAL):
+        words, labels = batch(sum(counts), 6, number)
+        wanted = alone(words, labels)[0]
+        wanted.backward()
+        loss = pm.train_step(*(x.split(counts)[place] for x in (words, labels)))
+        worst = max(worst, difference(loss, wanted.detach()))
+        mine = ((n, p.grad) for n, p in pm.named_parameters() if p.grad is not None)
+        worst = max(worst, *(difference(grad.full_tensor(), alone.get_parameter(n).grad) for n, grad in mine))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for m in (pm, alone):
+        m.eval()
+    with torch.no_grad():
+        for counts in UNEQUAL[1:4]:
+            words, labels = batch(sum(counts), 6)
+            mine = tuple(x.split(counts)[place] for x in (words, labels))
+            (loss, out), (wanted, wanted_out) = pm(*mine), alone(words, labels)
+            worst = max(worst, difference(loss, wanted), difference(out, wanted_out.split(counts)[place]))
+            worst = max(worst, difference(pm.evaluate(*mine), wanted))
+    have, state = autopar.full_state_dict(pm, all_ranks=True), alone.state_dict()
+    return max(worst, *(difference(have[name], value) for name, value in state.items()))
+
+
+def unequal_rows_at_a_place() -> list[str]:
+    """Ranks 1 and 3, which are to have the same rows, have not equally many; rows of other lengths; then a step."""
+    pm, alone = pair_of_own_rows("1f1b", "2")
+    rank = dist.get_rank()
+    words, labels = batch(8, 6)
+    texts = [said(lambda: pm.train_step(*(x[: 3 if rank == 3 else 4] for x in (words, labels))))]
+    words_longer, labels_longer = batch(4 - rank % 2, 6 + rank % 2)
+    texts.append(said(lambda: pm.train_step(words_longer, labels_longer)))
+    assert difference(pm.train_step(*own((words, labels), 2)), alone(words, labels)[0].detach()) < 1e-9
+    return texts
 
 
 def other_rows_at_a_place() -> list[str]:

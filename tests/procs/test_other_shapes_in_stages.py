@@ -17,7 +17,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 SLOW_CALLS: dict[str, tuple[Any, ...]] = {
     "interleaved": ("epochs", "interleaved", False), "tied on more ranks": ("epochs", "1f1b", True),
-    "two axes": ("own_rows", "interleaved", "1x2"),
+    "two axes": ("own_rows", "interleaved", "1x2"), "unequal": ("unequal_rows", "interleaved"),
 }  # fmt: skip
 
 
@@ -55,7 +55,8 @@ def test_another_number_of_rows_on_one_rank_alone_is_no_hang() -> None:
 
 
 OWN_ROWS: dict[str, tuple[Any, ...]] = {
-    "data": ("own_rows", "1f1b", "2"), "refused": ("other_rows_at_a_place",),
+    "data": ("own_rows", "1f1b", "2"), "refused": ("other_rows_at_a_place",), "unequal": ("unequal_rows", "1f1b"),
+    "unequal at a place": ("unequal_rows_at_a_place",),
 }  # fmt: skip
 
 
@@ -65,6 +66,10 @@ def test_ranks_with_rows_of_their_own() -> None:
         differ, auto = rank["refused"]
         assert "input args[0] has other values on rank 3 than on rank 1" in differ and "pm.sampler(dataset)" in differ
         assert "a number of stages that is to be chosen" in auto
+        assert rank["unequal"] < 1e-9
+        counts, lengths = rank["unequal at a place"]
+        assert "called with 4, 4, 4, 3 rows, and rank 3 is to have the same ones as rank 1, which has 4" in counts
+        assert "ranks have 4, 3, 4, 3 rows of their own, and the tensors differ in more" in lengths
 
 
 @pytest.mark.slow
@@ -73,7 +78,7 @@ def test_four_ranks() -> None:
         for worst, captures in (rank["interleaved"], rank["tied on more ranks"]):
             assert worst < 1e-9
             assert captures == other_shapes_in_stages.CAPTURES
-        assert rank["two axes"] < 1e-9
+        assert rank["two axes"] < 1e-9 and rank["unequal"] < 1e-9
 
 
 @pytest.mark.parametrize("rows", range(1, 30))
