@@ -90,7 +90,7 @@ class RowsInStages(RowsOfRanks):
         if wrong:
             rank, like = wrong[0], self.places.index(self.places[wrong[0]])
             raise RunError(
-                f"ranks are called with {', '.join(map(str, of_all))} rows, and rank {rank} is to have the same ones as "
+                f"ranks are called with {', '.join(map(str, of_all))} rows, and rank {rank} is to have the same as "
                 f"rank {like}, which has {of_all[like]}: each group of the pipeline needs the whole batch, so the nth "
                 "ranks of all groups are called with the same rows; pm.sampler(dataset) and pm.shard(loader) see to it"
             )

@@ -68,7 +68,7 @@ def test_ranks_with_rows_of_their_own() -> None:
         assert "a number of stages that is to be chosen" in auto
         assert rank["unequal"] < 1e-9
         counts, lengths = rank["unequal at a place"]
-        assert "called with 4, 4, 4, 3 rows, and rank 3 is to have the same ones as rank 1, which has 4" in counts
+        assert "called with 4, 4, 4, 3 rows, and rank 3 is to have the same as rank 1, which has 4" in counts
         assert "ranks have 4, 3, 4, 3 rows of their own, and the tensors differ in more" in lengths
 
 
