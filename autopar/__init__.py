@@ -18,7 +18,8 @@ What stands where, in the order in which a model passes through:
                       part of it each rank has; :mod:`.labels`, :mod:`.texts`: as people write them
 :mod:`.planning`      from what is asked to a :mod:`.plan`; :mod:`.bucket_plans`: for several shapes together;
                       :mod:`.clusters`: on which hardware;
-                      :mod:`.detection`: which that is, from what the ranks say
+                      :mod:`.detection`: which that is, from what the ranks say; :mod:`.load_shares`: how rows spread
+                      over routed experts (:mod:`.measured_load`: measured)
 :mod:`.planner`       the search: cuts, memory and what runs again (``intra_op``), stages and schedule (``inter_op``)
 :mod:`.staging`       a graph cut into stages; :mod:`.device_groups`: where they run; :mod:`.transfer`: what crosses
 :mod:`.memory_decisions` what is done about memory between forward and backward; :mod:`.regather`: which tensors are

@@ -23,6 +23,7 @@ from autopar.capture.microbatches import first_part
 from autopar.clusters import get_cluster, profile_of, reference
 from autopar.errors import CaptureError, ClusterError
 from autopar.given_plans import check_rows, outcome_of, parts_of_batch, policy_of
+from autopar.measured_load import with_measured_load
 from autopar.meshes import Mesh, mesh_shapes
 from autopar.padding import Padded, of_size, padded_example, proved
 from autopar.parts_of_loss import difference_by_parts
@@ -47,6 +48,7 @@ from autopar.wishes import MOST_AXES, WISHES, documented
 from hardware_profiles import Cluster
 
 MeshLike = Mesh | Mapping[str, int] | str | None
+ExpertLoad = str | Path | Sequence[float] | Mapping[str, Sequence[float]] | None
 
 
 def capture(
@@ -111,6 +113,7 @@ def plan(
     memory_limit: float | str | None = None,
     optimizer: str | torch.optim.Optimizer = "adamw",
     precision: str | Precision | None = None,
+    expert_load: ExpertLoad = None,
     microbatches: int | str | Sequence[int] | None = None,
     stages: int | str | None = None,
     schedule: str | Sequence[str] | None = None,
@@ -159,6 +162,7 @@ def plan(
         captured = capture(
             model, args, example_kwargs=kwargs, loss_fn=loss_fn, targets=of_loss, precision=asked.pins.precision
         )  # fmt: skip
+    asked = with_measured_load(asked, captured, model, first_part(batch, asked.microbatches))
     where = get_cluster(cluster)
     return planning.find(
         model, captured, lambda: batch, where, where.n_devices, asked, reference(cluster), runs=False
@@ -183,6 +187,7 @@ def parallelize(
     memory_limit: float | str | None = None,
     optimizer: str | torch.optim.Optimizer = "adamw",
     precision: str | Precision | None = None,
+    expert_load: ExpertLoad = None,
     microbatches: int | str | Sequence[int] | None = None,
     stages: int | str | None = None,
     schedule: str | Sequence[str] | None = None,
@@ -329,7 +334,9 @@ def parallelize(
             )  # fmt: skip
 
         def decide() -> Outcome:
-            nonlocal together
+            nonlocal together, asked
+            if plan is None:
+                asked = with_measured_load(asked, captured, model, first(fixed))
             if plan is None and buckets and asked.microbatches == 1 and not asked.piped:
                 where, n, name = spreading.hardware_of(spreading.device_type_of(model), mesh, cluster, records)
                 together = bucket_plans.find(captured, buckets, in_bucket, where, n, asked, name)

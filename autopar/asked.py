@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.errors import AutoparError, MeshError, PlanError
+from autopar.load_shares import MEASURED, parse_load
 from autopar.meshes import Mesh
 from autopar.placements import REPLICATE, State
 from autopar.plan import LIFETIMES, Pins
@@ -32,6 +33,7 @@ class Asked:
         whole: the caller runs the batch of a step at once (``pm(batch)``, ``loss.backward()``) unless told otherwise.
         may_recompute: blocks may run again in the backward, where the planner finds that best.
         top: how many of the best layouts of a pipeline are planned exactly.
+        measure_load: the load of routed experts is what the model routes of the example batch.
     """
 
     pins: Pins = field(default_factory=Pins)
@@ -45,6 +47,7 @@ class Asked:
     whole: bool = False
     may_recompute: bool = True
     top: int = 1
+    measure_load: bool = False
 
     @property
     def everything(self) -> bool:
@@ -111,6 +114,8 @@ def asked(given: Mapping[str, Any], *, whole: bool = False, spelled: Spelled = a
     states = {
         k: State.parse(v, mesh or Mesh(), spelled("placements", k)) for k, v in (wish["placements"] or {}).items()
     }  # fmt: skip
+    measured = isinstance(wish["expert_load"], str) and wish["expert_load"] == MEASURED
+    load = {} if measured else parse_load(wish["expert_load"], spelled("expert_load"))
     again = [wish["recompute"]] if isinstance(wish["recompute"], str) else list(wish["recompute"])
     nothing_again = again == [NOTHING]
     names = wish["schedule"]
@@ -122,12 +127,12 @@ def asked(given: Mapping[str, Any], *, whole: bool = False, spelled: Spelled = a
         {k: state for k, state in states.items() if isinstance(k, str)},
         {k: state for k, state in states.items() if isinstance(k, int)},
         None if limit is None else int(limit), () if nothing_again else tuple(again),
-        parse_precision(wish["precision"]),
+        parse_precision(wish["precision"]), load,
     )  # fmt: skip
     optimizer = "adamw" if wish["optimizer"] == "adam" else wish["optimizer"]
     return Asked(
         pins, optimizer, one, numbers, wish["time_limit"], wish["max_axes"], staged or free or numbers is not None,
-        staged or parts is not None, whole, not nothing_again,
+        staged or parts is not None, whole, not nothing_again, measure_load=measured,
     )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from autopar.planner.intra_op.mesh_plan import Options, device_limit, plan_graph
 from autopar.planner.intra_op.price import Pricer, pricer
 from autopar.planning import BETTER, Outcome, notes_on, options_of
 from autopar.recapture import for_graph, stored_as
+from autopar.rules.expert_load import with_load
 from autopar.runtime.buckets import Size
 from cost_models.memory import optimizer_state_bytes
 from hardware_profiles import Cluster
@@ -195,7 +196,8 @@ def find(
         InfeasibleError: nothing fits.
     """
     order = [(int(rows), int(length)) for rows, length in trace]
-    graphs = {size: capture_of(size).graph for size in dict.fromkeys(order)}
+    load = asked.pins.expert_load
+    graphs = {size: with_load(capture_of(size).graph, load) for size in dict.fromkeys(order)}
     plans = on_best_mesh(graphs, order, cluster, n, asked)
     by_graph = {graphs[size].fingerprint: plan for size, plan in plans.plans.items()}
     first = Plan.alone(by_graph[captured.graph.fingerprint], name, asked.pins, notes_on(captured.graph))

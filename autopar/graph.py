@@ -14,6 +14,7 @@ from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
+from autopar.load_shares import Load
 from autopar.precision import Precision
 
 ITEM_BYTES = {
@@ -113,6 +114,8 @@ class Node:
             ILP; the others follow demand.
         site: number of the node in the model's graph, where this one is part of a stage: random ops draw by it.
         again: number of the region under activation checkpointing whose code made it; -1 for none.
+        load: of routed experts, the share of rows that each has; empty where all have the same. For prices alone: a
+            plan is for any load.
     """
 
     name: str
@@ -127,6 +130,7 @@ class Node:
     hot: bool = False
     site: int = -1
     again: int = -1
+    load: Load = ()
 
     @cached_property
     def refs(self) -> tuple[Ref, ...]:
@@ -174,6 +178,7 @@ class Graph:
         targets: of each of these, the stages that read it.
         arriving: inputs that are tensors of earlier pipeline stages, by name, and the stage that each comes from.
         precision: the policy for which it was captured: its parameters are stored in another format than it reads.
+        expert_load: what its nodes have their loads from, by patterns of modules.
     """
 
     nodes: tuple[Node, ...]
@@ -185,6 +190,7 @@ class Graph:
     targets: tuple[tuple[int, ...], ...] = ()
     arriving: Mapping[str, int] = field(default_factory=dict)
     precision: Precision | None = None
+    expert_load: Mapping[str, Load] = field(default_factory=dict)
 
     def spec(self, ref: Ref) -> Spec:
         """Spec of the tensor that ``ref`` names."""
@@ -246,8 +252,9 @@ class Graph:
 
     @cached_property
     def alike(self) -> tuple[int, ...]:
-        """For every node the number of the first that makes the same call: operator, literals, specs of its tensors,
-        whether gradients flow into and out of it, and whether it is hot. A node that is no operator is like no other.
+        """For every node the number of the first that makes the same call: operator, literals, load, specs of its
+        tensors, whether gradients flow into and out of it, and whether it is hot. A node that is no operator is like no
+        other.
         """
         first: dict[object, int] = {}
         return tuple([first.setdefault(self._call(n) if n.kind == "op" else i, i) for i, n in enumerate(self.nodes)])
@@ -267,7 +274,7 @@ class Graph:
         ]
         kwargs = repr(map_refs(node.kwargs, self.spec)) if node.kwargs else ""
         grads = tuple([nodes[r.node].needs_grad for r in node.refs])
-        return node.target, tuple(texts), kwargs, node.outs, node.hot, node.needs_grad, grads
+        return node.target, tuple(texts), kwargs, node.outs, node.hot, node.needs_grad, grads, node.load
 
     @cached_property
     def fingerprint(self) -> str:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from autopar.device_groups import check_places
 from autopar.errors import PlanError
 from autopar.graph import Graph, Ref, Spec
+from autopar.load_shares import Load
 from autopar.memory_decisions import GATHER_AGAIN, MAKE_AGAIN, RECOMPUTE, Memory
 from autopar.meshes import Mesh
 from autopar.placements import State, whole_state
@@ -66,6 +67,7 @@ class Pins:
         memory_limit_bytes: per device; None for what the device has.
         recompute: patterns of module paths that run again in the backward.
         precision: the policy that the graph was captured for.
+        expert_load: shares of rows of routed experts, by patterns of modules; prices are for them.
     """
 
     stages: int | None = None
@@ -80,6 +82,7 @@ class Pins:
     memory_limit_bytes: int | None = None
     recompute: tuple[str, ...] = ()
     precision: Precision | None = None
+    expert_load: Mapping[str, Load] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from autopar.planner.intra_op.clashing_pins import explained
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.planner.intra_op.problem import Beaten, NoChoice
 from autopar.rules.discovery import why_not_found
+from autopar.rules.expert_load import notes_on_load, with_load
 from autopar.rules.registry import rules_of, source_of_rule
 from autopar.texts import show_seconds
 from cost_models.pipeline import Timeline
@@ -102,7 +103,17 @@ def find(
         MeshError, PlanError: what is asked cannot be, or not of this model.
         InfeasibleError: nothing fits.
     """
-    name = name or cluster.name
+    loaded = replace(captured, graph=with_load(captured.graph, asked.pins.expert_load))
+    outcome = _found(model, loaded, example, cluster, n, asked, name or cluster.name, runs, say)
+    notes = notes_on_load(outcome.captured.graph, outcome.plan)
+    return replace(outcome, plan=replace(outcome.plan, notes=(*outcome.plan.notes, *notes))) if notes else outcome
+
+
+def _found(
+    model: torch.nn.Module, captured: Captured, example: Callable[[], Any], cluster: Cluster, n: int, asked: Asked,
+    name: str, runs: bool, say: Callable[[str], None],
+) -> Outcome:  # fmt: skip
+    """:func:`find`, of a graph that has its experts' loads."""
     if not asked.piped or not (asked.insisted or can_be_cut(captured.graph, example())):
         try:
             return on_best_mesh(captured, cluster, n, asked, name, say)
@@ -339,9 +350,10 @@ def part_of(model: torch.nn.Module, captured: Captured, example: Any, parts: int
     """
     args, kwargs, *targets = first_part(example, parts)
     loss_fn = captured.example.loss_fn if captured.example is not None else None
-    return capture(
+    part = capture(
         model, args, kwargs, loss_fn=loss_fn, targets=targets[0] if targets else (), precision=captured.graph.precision
     )  # fmt: skip
+    return replace(part, graph=with_load(part.graph, captured.graph.expert_load))
 
 
 def in_parts(

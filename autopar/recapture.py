@@ -29,6 +29,7 @@ from autopar.planner.intra_op.mesh_plan import plan_graph
 from autopar.planner.intra_op.options import Options
 from autopar.planner.intra_op.recompute import is_asked, patterns_in
 from autopar.planning import Outcome, on_only_mesh, wishes_of
+from autopar.rules.expert_load import with_load
 from autopar.rules.notation import Rule
 from autopar.rules.option_names import factor_and_block, option_written
 from autopar.rules.registry import rules_of
@@ -57,7 +58,8 @@ def planner_of(
             if prepared and new.graph.fingerprint in prepared:
                 return Outcome(Plan.alone(prepared[new.graph.fingerprint], plan.cluster, plan.pins), new)
             options = for_graph(wishes, new.graph, stored, plan.mesh)
-            return Outcome(on_only_mesh(new.graph, cluster(), plan.mesh, options, plan.cluster, plan.pins), new)
+            graph = with_load(new.graph, plan.pins.expert_load)
+            return Outcome(on_only_mesh(graph, cluster(), plan.mesh, options, plan.cluster, plan.pins), new)
 
         return agreed(decide, new, group)[1].only()
 
@@ -93,7 +95,7 @@ def stages_again(plan: Plan, graph: Graph, new: Captured, microbatches: int, clu
     """
     wishes = wishes_of(plan)
     schedule = with_microbatches(plan.schedule, microbatches)
-    parts = cut(new.graph, starts_in(graph, plan, new.graph))
+    parts = cut(with_load(new.graph, plan.pins.expert_load), starts_in(graph, plan, new.graph))
     in_flight = live_per_stage(schedule)
     begins = block_starts(new.graph)
     choices = []

@@ -13,9 +13,11 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from autopar.errors import AutoparError
+from autopar.load_shares import MEASURED, UNIFORM
 from autopar.plan import Pins
 from autopar.precision import PRESETS, Precision
 from autopar.texts import show_bytes
@@ -65,7 +67,7 @@ class Pin:
     """
 
     name: str
-    form: Literal["count", "texts", "mesh", "ops", "kept", "inputs", "outputs", "precision"]
+    form: Literal["count", "texts", "mesh", "ops", "kept", "inputs", "outputs", "precision", "loads"]
     stages: Literal["pipeline", "same", "part"]
     words: Callable[[Any], list[str]]
 
@@ -288,6 +290,20 @@ WISHES: tuple[Wish, ...] = (
         (Flag(("--precision",), f"{', '.join(PRESETS)}, or fields such as params=bfloat16,reduce=bfloat16. bf16-mixed: "
               "bfloat16 compute on float32 masters and moments."),),
         (Pin("precision", "precision", "same", lambda policy: [f"precision {policy}"]),),
+    ),
+    Wish(
+        "expert_load", None, optional(lambda v: isinstance(v, (str, Path, list, tuple)) or is_table(v)),
+        f"'{UNIFORM}', '{MEASURED}', one number for each expert such as [3, 1, 1, 1], a dict of these by patterns of "
+        "modules, or the path of a JSON file that holds one",
+        "how rows spread over routed experts, for prices alone: rows or shares of each expert, a dict of these by "
+        'patterns of modules, such as ``{"layers.0.*": [3, 1, 1, 1]}``, the path of a JSON file that holds one, '
+        '``"measured"``: what the model routes of the example batch, or ``"uniform"``. The rank whose experts have '
+        "most is the one that is priced, and a note of the plan names it.",
+        (Flag(("--expert-load",), "How rows spread over routed experts, for prices: a JSON file of rows or shares, "
+              "measured (with the model's values, on its example batch) or uniform, which is the default."),),
+        (Pin("expert_load", "loads", "same", lambda loads: [
+            f"{pattern}: load of {len(load)} experts, {max(load):.1%} for the fullest"
+            for pattern, load in loads.items()]),),
     ),
     Wish(
         "microbatches", None, optional(_are_counts), "a whole number of 1 or more, several to choose from, or 'auto'",

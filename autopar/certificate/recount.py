@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.certificate.activations import SavedTensors, Watched, watch_of
 from autopar.graph import ITEM_BYTES, Graph
+from autopar.load_shares import busiest, uniform
 from autopar.lower.emit import lower, used_shape
 from autopar.lower.program import Program
 from autopar.lower.typecheck import typecheck
@@ -33,6 +34,7 @@ from autopar.rules.attention_across import QUERIES, RING
 from autopar.rules.distributed import Counted, ToOther, as_last_rank
 from autopar.rules.function import PREFIX
 from autopar.rules.many_ranks import fake_world
+from autopar.rules.option_names import factor_and_block
 from autopar.rules.registry import rules_of
 from autopar.torch_private import FakeTensorMode, OpOverload, TorchDispatchMode, group_names, pytree
 from cost_models import optimizer_state_bytes
@@ -290,7 +292,7 @@ class _Priced(Watched):
             gradients = sum(t.requires_grad for i, t in enumerate(ins) if i not in rule.additive)
             if rule.gemm is not None:  # rows [rows summed], a matrix [summed features] for each group
                 gemm = (max(1, len(ins[0]) // max(1, len(ins[1]))), ins[1].shape[2], ins[1].shape[1])
-                flops /= self._pieces(n, rule.gemm[3])  # rows of groups that are elsewhere take part in no product
+                flops *= self._part_of_rows(n, rule.gemm[3])  # those of groups elsewhere take part in no product
             elif flops:
                 # 2mnk flops, m n outputs, and the second operand's elements give the three sizes
                 mn = outs[0].numel()
@@ -309,10 +311,13 @@ class _Priced(Watched):
         work = OpWork(rule.kind, flops, n_bytes, dtype, gemm, differentiable, gradients, 0, key)
         return self.costs.op(self.device, work)
 
-    def _pieces(self, n: torch.fx.Node, factor: str) -> int:
-        """Into how many pieces an operator's factor is cut."""
-        options = zip(n.meta["autopar"]["options"], self.mesh, strict=True)
-        return prod(size for option, (_, size) in options if option == factor)
+    def _part_of_rows(self, n: torch.fx.Node, groups: str) -> float:
+        """Of the rows of grouped products the part of the rank that has most, where a factor of groups is cut."""
+        meta = n.meta["autopar"]
+        options = zip(meta["options"], self.mesh, strict=True)
+        pieces = prod(size for option, (_, size) in options if factor_and_block(option)[0] == groups)
+        load = self.source.nodes[self.source.index[meta["node"]]].load
+        return busiest(load or uniform(self.kinds[meta["node"]].sizes[groups]), pieces)[1]
 
     def _copy(self, meta: dict[str, Any], result: torch.Tensor) -> float:
         src, dst = meta["step"]

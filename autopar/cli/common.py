@@ -192,13 +192,14 @@ def model_of(document: Document, path: Path, model: str | None = None, device: s
         ModelError: the file names none, or it cannot be loaded.
     """
     from autopar.errors import ModelError
+    from autopar.rules.expert_load import with_load
 
     named = document.model or {}
     spec = model or named.get("spec")
     if spec is None:
         raise ModelError(f"{path} does not say which model it is for; give it with --model PATH.py:factory")
     folder = path.parent if model is None else None
-    return load_and_capture(
+    loaded, captured = load_and_capture(
         spec,
         named.get("batch"),
         named.get("seq"),
@@ -207,6 +208,7 @@ def model_of(document: Document, path: Path, model: str | None = None, device: s
         parts=named.get("parts"),
         precision=document.precision,
     )
+    return loaded, dataclasses.replace(captured, graph=with_load(captured.graph, document.expert_load))
 
 
 def bound(document: Document, captured: Captured) -> tuple[Plan, Cluster]:

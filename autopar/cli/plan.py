@@ -86,8 +86,10 @@ def plan(
     autopar plan gpt.py:make -c local-x4 --pin 'layers.*.mlp.up:tensor=n' --keep-replicated '*.norm.weight'
     """
     from autopar import planning
+    from autopar.capture.microbatches import first_part
     from autopar.clusters import profile_of
     from autopar.heard import heard
+    from autopar.measured_load import with_measured_load
     from autopar.planfile import dumps, save
     from hardware_profiles import load_cluster
 
@@ -108,6 +110,7 @@ def plan(
     parts = wanted.microbatches if wanted.microbatches > 1 else None
     policy = wanted.pins.precision
     loaded, captured = load_and_capture(model, batch, seq, parts=parts, precision=policy, by_default=True)
+    wanted = with_measured_load(wanted, captured, loaded.model, first_part((loaded.args, loaded.kwargs), parts or 1))
     wanted = replace(wanted, pins=replace(wanted.pins, precision=captured.graph.precision))
     wanted = replace(wanted, top=top)
     if (like is not None or top != 1) and not planning.can_be_cut(captured.graph, (loaded.args, loaded.kwargs)):

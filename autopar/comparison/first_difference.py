@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from autopar.comparison.relative import Comparison, is_tensor, largest_value, off, relative
-from autopar.comparison.sides import Sides
+from autopar.comparison.sides import KeepingTensors, Sides
 from autopar.torch_private import pytree
 
 TWICE = (
@@ -47,7 +47,7 @@ def _counts_twice(sides: Sides, difference: Comparison) -> bool:
 
 def _first(sides: Sides, difference: Comparison) -> str:
     values: list[torch.Tensor] = []
-    sides.graph(values)
+    sides.graph(lambda module: KeepingTensors(module, values))
     module_outputs: list[tuple[str, str, list[torch.Tensor]]] = []
     hooks = []
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -83,8 +83,8 @@ class Sides:
 
     # -- the graph
 
-    def graph(self, keep: list[torch.Tensor] | None = None) -> Ran:
-        """What the captured graph gives; every tensor that it computes is added to ``keep``."""
+    def graph(self, by: Callable[[torch.fx.GraphModule], torch.fx.Interpreter] | None = None) -> Ran:
+        """What the captured graph gives; ``by`` makes what runs it operator by operator."""
         graph, values, named, buffers_before = self.captured.graph, [], {}, {}
         inputs = {}
         for number, leaf in zip(self.captured.inputs, self.leaves, strict=True):
@@ -104,10 +104,7 @@ class Sides:
                     value = buffers_before[slot.name] = value.detach().clone()
                 values.append(value)
         with same_draws(), torch.enable_grad(), generators_kept(), without_autocast():
-            if keep is None:
-                flat = self.program.runnable(*values)
-            else:
-                flat = _Keeping(self.program.module, keep).run(*values)
+            flat = self.program.runnable(*values) if by is None else by(self.program.module).run(*values)
             count = len(self.program.outputs)
             names = {f"input '{k}'": x for k, x in inputs.items()}
             gradients = self._gradients(flat[:count], named, names)
@@ -170,7 +167,7 @@ def _program(graph: Graph, device: torch.device) -> Program:
     return program
 
 
-class _Keeping(torch.fx.Interpreter):
+class KeepingTensors(torch.fx.Interpreter):
     """Runs a program and keeps every tensor."""
 
     def __init__(self, module: torch.fx.GraphModule, into: list[torch.Tensor]) -> None:
@@ -189,4 +186,4 @@ def _weights(x: torch.Tensor) -> torch.Tensor:
     return (1 + 0.5 * torch.sin(at)).to(x.dtype).reshape(x.shape)
 
 
-__all__ = ["Sides"]
+__all__ = ["KeepingTensors", "Sides"]

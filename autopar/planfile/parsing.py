@@ -10,6 +10,7 @@ from typing import Any
 
 from autopar.clusters import FILES, get_cluster
 from autopar.errors import MeshError, PlanError, closest
+from autopar.load_shares import Load, parse_load
 from autopar.memory_decisions import DECISIONS, SEGMENTS
 from autopar.meshes import Mesh
 from autopar.plan import LIFETIMES, VERSION, Solution, one_stage
@@ -66,6 +67,11 @@ class Document:
     def precision(self) -> Precision | None:
         """The policy for which the model is to be captured."""
         return parse_precision((self.raw.get("pins") or {}).get("precision"))
+
+    @property
+    def expert_load(self) -> dict[str, Load]:
+        """How rows spread over routed experts, for prices."""
+        return parse_load((self.raw.get("pins") or {}).get("expert_load"), f"{self.where}: pins.expert_load")
 
     def cluster(self) -> Cluster:
         """The cluster that the file names; a file of one's own is looked up beside the plan, then from here.

@@ -15,6 +15,7 @@ from autopar.asked import parse_kept
 from autopar.errors import AutoparError, MeshError, PlanError, closest
 from autopar.graph import Graph, Ref
 from autopar.labels import matches, op_labels
+from autopar.load_shares import parse_load
 from autopar.meshes import Mesh
 from autopar.placements import State
 from autopar.plan import Pins
@@ -68,6 +69,14 @@ def _check_precision(at: str, value: Any, bad: FileErrors) -> None:
     if bad.type(at, value, str):
         try:
             parse_precision(value)
+        except AutoparError as error:
+            bad.add(at, str(error))
+
+
+def _check_loads(at: str, value: Any, bad: FileErrors) -> None:
+    if bad.type(at, value, dict):
+        try:
+            parse_load(value, at)
         except AutoparError as error:
             bad.add(at, str(error))
 
@@ -164,6 +173,9 @@ FORMS: dict[str, Form] = {
         _check_table, _read_inputs, lambda states: {name: states[name].text for name in sorted(states)}
     ),
     "precision": Form(_check_precision, lambda at, value, model: parse_precision(value), str),
+    "loads": Form(_check_loads, lambda at, value, model: parse_load(value, at), lambda loads: {
+        pattern: list(load) for pattern, load in loads.items()
+    }),
     "outputs": Form(
         _check_outputs, _read_outputs, lambda states: {str(k): states[k].text for k in sorted(states)}
     ),

@@ -19,6 +19,7 @@ from autopar.planfile.repricing import Setting, stage_plan
 from autopar.planfile.stage_entries import StageReader
 from autopar.planfile.write import step_checksum
 from autopar.planner.inter_op.timing import timing_of
+from autopar.rules.expert_load import with_load
 from autopar.staging import StageGraph, crossings_of, cut, first_op
 from cost_models.pipeline import live_at_peak, simulate
 from hardware_profiles import Cluster
@@ -76,6 +77,7 @@ def bind(document: Document, graph: Graph, cluster: Cluster | None = None) -> Pl
             "try these decisions on it",
         )
         bad.raise_if_any()
+    graph = with_load(graph, document.expert_load)
     devices = [
         tuple(stage.get("devices") or range(mesh.n_devices)) for stage, mesh in zip(raw["stages"], meshes, strict=True)
     ]

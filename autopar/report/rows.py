@@ -96,7 +96,7 @@ def op_row(graph: Graph, plan: StagePlan, priced: Pricer, i: int, rules: Sequenc
     collectives = [
         _collective(comm.kind, axis, comm.backward, n_bytes)
         for comm, axis, n_bytes in collectives_inside(
-            rule, *cuts_of(rule, strategy.options, plan.mesh), any(grads_of(graph, node)[1])
+            rule, *cuts_of(rule, strategy.options, plan.mesh), any(grads_of(graph, node)[1]), sizes
         )
         for _ in range(comm.times(sizes[axis]))
     ]

@@ -26,8 +26,9 @@ from typing import Any
 import spmd_types as spmd
 import torch
 
+from autopar.load_shares import way_to_busiest
 from autopar.rules.distributed import axes_of, first, n_pieces, pending
-from autopar.rules.experts import EXPERTS
+from autopar.rules.experts import EXPERTS, most_rows
 from autopar.rules.local import resolve
 from autopar.rules.notation import Comm, Lowering, Rule, line
 from autopar.rules.operator_call import Call
@@ -140,7 +141,7 @@ _library.define("expert_block(Tensor[] tensors, str body) -> Tensor")
 _library.impl("expert_block", lambda tensors, body: computed(tensors, body_of(body)), "CompositeImplicitAutograd")
 
 
-def own_experts_block(tensors: Any, body: str, *, cut: Any, sizes: Any = None) -> torch.Tensor:
+def own_experts_block(tensors: Any, body: str, *, cut: Any, sizes: Any = None, load: Any = ()) -> torch.Tensor:
     """With the experts cut: rows of another rank's experts are zeros, and the sum is pending."""
     program, given = body_of(body), list(tensors)
     weight = given[program.roles.index(EXPERT)]
@@ -151,22 +152,27 @@ def own_experts_block(tensors: Any, body: str, *, cut: Any, sizes: Any = None) -
     return pending(made, axes_of(cut, "e"))
 
 
-def travelling_block(tensors: Any, body: str, *, cut: Any, sizes: Any = None) -> torch.Tensor:
-    """With rows and experts cut by the same axes: rows travel to their expert and back, one axis after the other."""
+def travelling_block(tensors: Any, body: str, *, cut: Any, sizes: Any = None, load: Any = ()) -> torch.Tensor:
+    """With rows and experts cut by the same axes: rows travel to their expert and back, one axis after the other.
+
+    Args:
+        load: of the experts, for runs on tensors without values, which are of the rank that gets most rows.
+    """
     if spmd.is_type_checking():
         with spmd.no_typecheck():
-            made = _travelled(tensors, body, cut)
+            made = _travelled(tensors, body, cut, load)
         return untyped([x for x in tensors if x.is_floating_point()], made)
-    return _travelled(tensors, body, cut)
+    return _travelled(tensors, body, cut, load)
 
 
-def _travelled(tensors: Any, body: str, cut: Any) -> torch.Tensor:
+def _travelled(tensors: Any, body: str, cut: Any, load: Any) -> torch.Tensor:
     program, given, expert = body_of(body), list(tensors[:-1]), tensors[-1]
     axes = axes_of(cut, TRAVEL)
     n_experts = given[program.roles.index(EXPERT)].shape[0] * n_pieces(axes)
     trips = []
-    for axis in axes:
-        trip = Trip(expert, n_experts, axis)
+    way = way_to_busiest(load, [n_pieces([axis]) for axis in axes]) if load else [None] * len(axes)
+    for axis, part_of_way in zip(axes, way, strict=True):
+        trip = Trip(expert, n_experts, axis, part_of_way)
         given = [trip.there(x) if role == ROW else x for x, role in zip(given, program.roles, strict=True)]
         expert, n_experts = trip.expert, n_experts // n_pieces([axis])
         trips.append(trip)
@@ -211,10 +217,13 @@ def expert_block(call: Call) -> Rule:
     text = ", ".join(" ".join(term) for term in terms) + " -> " + " ".join(["s", *results])
     comm = [Comm(TRAVEL, "all_to_all", ("e",), 8)]
     for over, item_bytes, _ in arrivals:
-        comm.append(Comm(TRAVEL, "all_to_all", over, item_bytes))
-    comm.append(Comm(TRAVEL, "all_to_all", ("s", *results), call.out.item_bytes))
-    comm.append(Comm(TRAVEL, "all_to_all", ("s", *results), call.out.item_bytes, backward=True))
-    comm += [Comm(TRAVEL, "all_to_all", over, item_bytes, backward=True) for over, item_bytes, flt in arrivals if flt]
+        comm.append(Comm(TRAVEL, "all_to_all", over, item_bytes, load=call.load))
+    back = Comm(TRAVEL, "all_to_all", ("s", *results), call.out.item_bytes, load=call.load)
+    comm += [back, replace(back, backward=True)]
+    comm += [
+        Comm(TRAVEL, "all_to_all", over, item_bytes, backward=True, load=call.load)
+        for over, item_bytes, is_float in arrivals if is_float
+    ]  # fmt: skip
     made = line(
         text, call, sizes={TRAVEL: experts}, whole=" ".join((*whole, *results)), even=TRAVEL, kind="matmul",
         saves=tuple(range(len(call.ins))),
@@ -226,8 +235,10 @@ def expert_block(call: Call) -> Rule:
         made, flops=flops / max(1, prod(made.sizes.values())), together={TRAVEL: frozenset("se")},
         gemm=("s", f"f{weight}1", f"f{weight}0", "e"),
         lowerings=(
-            Lowering(own_experts_block, frozenset("e"), uneven=True),
-            Lowering(travelling_block, frozenset([TRAVEL]), tuple(comm)),
+            Lowering(own_experts_block, frozenset("e"), uneven=True, most_work=most_rows(call, "e", experts)),
+            Lowering(
+                travelling_block, frozenset([TRAVEL]), tuple(comm), most_work=most_rows(call, TRAVEL, experts)
+            ),
         ),
     )  # fmt: skip
 

@@ -7,11 +7,14 @@ matrices by expert, by input or by output features; on its rank each call sorts 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import torch
 
+from autopar.load_shares import busiest
 from autopar.rules.distributed import axes_of, first, pending
 from autopar.rules.notation import Lowering, Rule, line
 from autopar.rules.operator_call import Call
@@ -201,11 +204,28 @@ def expert_product(x: torch.Tensor, weight: torch.Tensor, expert: torch.Tensor) 
     return torch.ops.autopar.expert_linear(x, weight, expert)  # type: ignore[no-any-return]
 
 
-def own_experts(x: Any, weight: Any, expert: Any, *, cut: Any, sizes: Any = None) -> torch.Tensor:
+def own_experts(x: Any, weight: Any, expert: Any, *, cut: Any, sizes: Any = None, load: Any = ()) -> torch.Tensor:
     """With the experts cut: rows of another rank's experts are zeros, and the sum is pending."""
     # x [s k], weight [e k n], expert [s] -> [s n]; local e
     local = expert - first(cut, sizes, "e", weight, 0)
     return pending(torch.ops.autopar.expert_linear(x, weight, local), axes_of(cut, "e", "k"))
+
+
+def most_rows(call: Call, name: str, n_experts: int) -> Callable[[Mapping[str, int | Fraction]], float] | None:
+    """What the rank with most rows computes, as a multiple of the part of the experts that it has; None where the load
+    says nothing, or experts have the same.
+
+    Args:
+        name: of the option that cuts experts.
+    """
+    if not call.load:
+        return None
+
+    def most(pieces: Mapping[str, int | Fraction]) -> float:
+        each = -(-n_experts // pieces.get(name, 1))
+        return busiest(call.load, -(-n_experts // int(each)))[1] * n_experts / each
+
+    return most
 
 
 @rule(
@@ -216,8 +236,8 @@ def own_experts(x: Any, weight: Any, expert: Any, *, cut: Any, sizes: Any = None
 )  # fmt: skip
 def expert_linear(call: Call) -> Rule:
     made = line("s k, e k n, s -> s n", call, linear=[{0}, {1}], saves=(0, 1, 2), kind="matmul")
-    lowering = Lowering(own_experts, frozenset("e"), uneven=True)
+    lowering = Lowering(own_experts, frozenset("e"), uneven=True, most_work=most_rows(call, "e", made.sizes["e"]))
     return replace(made, flops=2.0 / max(made.sizes["e"], 1), lowerings=(lowering,), gemm=("s", "n", "k", "e"))
 
 
-__all__ = ["EXPERTS", "expert_linear", "expert_product"]
+__all__ = ["EXPERTS", "expert_linear", "expert_product", "most_rows"]

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from autopar.load_shares import grown
 from autopar.meshes import Mesh
 from autopar.pieces import largest_piece, local_shape
 from autopar.placements import Placement, State, axis_and_unit, axis_text
@@ -92,20 +93,24 @@ def cuts_of(
 
 
 def collectives_inside(
-    rule: Rule, pieces: Mapping[str, int | Fraction], axes: Mapping[str, tuple[str, ...]], differentiable: bool
+    rule: Rule, pieces: Mapping[str, int | Fraction], axes: Mapping[str, tuple[str, ...]], differentiable: bool,
+    sizes: Mapping[str, int],
 ) -> Iterator[tuple[Comm, str, int]]:
     """The collectives of an op's lowering, each with the axis that it is made over and the bytes of its buffer.
 
     Args:
         pieces, axes: number of pieces and cutting axes of every cut factor, as :func:`cuts_of` gives them.
         differentiable: whether there is a backward.
+        sizes: of the axes.
     """
     lowering = rule.lowering(axes)
     for comm in () if lowering is None else lowering.comm:
         if comm.factor in axes and (differentiable or not comm.backward):
             elements = prod(rule.size_at(f, pieces) for f in comm.over)
-            for axis in axes[comm.factor]:
-                yield comm, axis_and_unit(axis)[0], elements * comm.item_bytes
+            names = [axis_and_unit(axis)[0] for axis in axes[comm.factor]]
+            most = grown(comm.load, [sizes[axis] for axis in names]) if comm.load else [1] * len(names)
+            for axis, factor in zip(names, most, strict=True):
+                yield comm, axis, int(elements * factor) * comm.item_bytes
 
 
 def _local_sizes(shape: Sequence[int], state: State, mesh: Mesh) -> list[int | PieceSize]:
@@ -152,4 +157,6 @@ def local_call(call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh, si
         kwargs |= {"seed": Seed(), "site": site, "shape": shape, "shards": shards}
     elif any(isinstance(n, Fraction) or rule.sizes[f] % n for f, n in pieces.items()):
         kwargs["sizes"] = {f: rule.sizes[f] for f in axes}
+    if call.load:
+        kwargs["load"] = call.load
     return LocalCall(lowering.function, args, {**kwargs, "cut": dict(axes)}, True)

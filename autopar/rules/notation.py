@@ -35,6 +35,7 @@ from math import prod
 from typing import Any
 
 from autopar.errors import RuleError, closest
+from autopar.load_shares import Load
 from autopar.meshes import Mesh
 from autopar.placements import Placement
 from autopar.rules.operator_call import Call
@@ -58,6 +59,8 @@ class Comm:
         in_ring: made once for every other piece of the factor, as the steps of a ring are.
         overlaps: runs beside the operator's compute of the same pass; only what is longer than that takes time.
         repeats: how often it is made, one after the other, as by each step of a loop over time.
+        load: the shares of what ``factor`` cuts, where they are not all alike: the buffer is that of the rank which
+            sends or gets most.
     """
 
     factor: str
@@ -68,6 +71,7 @@ class Comm:
     in_ring: bool = False
     overlaps: bool = False
     repeats: int = 1
+    load: Load = ()
 
     def __post_init__(self) -> None:
         if self.kind not in COLLECTIVES:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.graph import Node, Ref, Spec, map_refs
+from autopar.load_shares import Load
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class In:
 class Call:
     """One use of an operator, free of its place in a graph: literals, shapes and dtypes.
 
-    ``args`` and ``kwargs`` hold :class:`In` where the node has a tensor.
+    ``args`` and ``kwargs`` hold :class:`In` where the node has a tensor. ``load`` is that of the node.
     """
 
     target: str
@@ -28,6 +29,7 @@ class Call:
     kwargs: Mapping[str, Any]
     ins: tuple[Spec, ...]
     outs: tuple[Spec | None, ...]
+    load: Load = ()
 
     def arg(self, position: int, name: str, default: Any = None) -> Any:
         """The argument at ``position``, or by ``name``, or the default."""
@@ -59,5 +61,5 @@ def call_of(node: Node, specs: Callable[[Ref], Spec]) -> Call:
     counter = iter(range(len(node.refs)))
     args = map_refs(node.args, lambda _: In(next(counter)))
     kwargs = map_refs(node.kwargs, lambda _: In(next(counter)))
-    call = node.__dict__["call"] = Call(node.target, args, kwargs, ins, node.outs)
+    call = node.__dict__["call"] = Call(node.target, args, kwargs, ins, node.outs, node.load)
     return call

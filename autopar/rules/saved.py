@@ -143,7 +143,7 @@ def key_of_call(
     """All that a call's trial depends on."""
     return (
         call.target, repr(call.args), repr(call.kwargs), call.outs, tuple(o.name for o in options), mesh, tuple(ins),
-        tuple(s.shape for s in call.ins) if rule.localize is not None or rule.random else (),
+        tuple(s.shape for s in call.ins) if rule.localize is not None or rule.random else (), call.load,
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ makes tensors of sizes that the host knows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import spmd_types as spmd
@@ -31,9 +32,13 @@ class Trip:
             are, and what comes back for them is zero.
         n_experts: how many experts the ranks of the axis have together; each has as many, in order.
         axis: of the ambient mesh.
+        busiest: for tensors without values: the number on the axis of the rank that gets most rows, and the share of
+            rows that each gets; None where all get as many.
     """
 
-    def __init__(self, expert: torch.Tensor, n_experts: int, axis: str) -> None:
+    def __init__(
+        self, expert: torch.Tensor, n_experts: int, axis: str, busiest: tuple[int, Sequence[float]] | None = None
+    ) -> None:
         self.n_rows, ranks = expert.shape[0], n_pieces([axis])
         self.group = None if in_trial() else group_of_axis(axis)  # the backward knows no mesh
         of_each = n_experts // ranks
@@ -44,7 +49,7 @@ class Trip:
         leaving = begins[1:] - begins[:-1]  # rows for each expert
         arriving = _exchanged(leaving, None, None, self.group)  # for each expert here, from one rank after the other
         by_rank = torch.stack([leaving.view(ranks, of_each).sum(1), arriving.view(ranks, of_each).sum(1)])
-        self.sends, self.receives = _on_host(by_rank, self.n_rows)
+        self.sends, self.receives = _on_host(by_rank, self.n_rows, busiest)
         n_sent, self.n_received = sum(self.sends[1:], self.sends[0]), sum(self.receives[1:], self.receives[0])
         self.order = order.narrow(0, 0, n_sent)
         mine = numbers[:of_each].repeat(ranks)
@@ -100,19 +105,26 @@ class _Back(torch.autograd.Function):
 def _exchanged(rows: torch.Tensor, sends: Any, receives: Any, group: Any) -> torch.Tensor:
     """``sends[k]`` of the rows go to rank k, which has ``receives[k]`` for this one; None: equal parts."""
     if group is None:
-        return torch.empty_like(rows)
+        return rows.new_empty(len(rows) if receives is None else sum(receives[1:], receives[0]), *rows.shape[1:])
     arrived = functional_collectives.all_to_all_single(rows, receives, sends, group)
     return arrived.wait() if isinstance(arrived, functional_collectives.AsyncCollectiveTensor) else arrived
 
 
-def _on_host(by_rank: torch.Tensor, n_rows: Any) -> Sequence[Sequence[Any]]:
+def _on_host(
+    by_rank: torch.Tensor, n_rows: Any, busiest: tuple[int, Sequence[float]] | None
+) -> Sequence[Sequence[Any]]:
     """The numbers of a tensor int [2 ranks]: how many rows go to each rank, and come from each.
 
-    Tensors without values have rows that spread over all ranks alike. In a process that plays many ranks every number
-    is one for each of them.
+    Tensors without values have rows that spread over all ranks alike, or as the load says. In a process that plays many
+    ranks every number is one for each of them.
     """
     if in_trial() or isinstance(by_rank, FakeTensor):
         ranks = by_rank.shape[1]
+        if busiest is not None and isinstance(n_rows, int):
+            here, shares = busiest
+            ends = [round(n_rows * share) for share in accumulate(shares)]
+            sends = [end - begin for begin, end in pairwise([0, *ends])]
+            return sends, [sends[here]] * ranks
         even = [n_rows // ranks + (k < n_rows % ranks) for k in range(ranks)]
         return even, even
     if isinstance(by_rank, LocalTensor):

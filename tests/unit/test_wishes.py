@@ -25,7 +25,7 @@ GIVEN: dict[str, Any] = {
     "mesh": "data=2,tensor=2", "constraints": {"up": {"tensor": "n"}}, "params": {"*.weight": "S0, I use"},
     "placements": {"x": "S0,R", 0: "I,I"}, "recompute": ["layers.*"], "memory_limit": "4GiB", "optimizer": "sgd",
     "microbatches": 4, "stages": 2, "schedule": "1f1b", "cuts": ["layers.1"], "max_axes": 2, "time_limit": 5.0,
-    "precision": "bf16-mixed",
+    "precision": "bf16-mixed", "expert_load": [3, 1],
 }  # fmt: skip
 
 
@@ -76,7 +76,7 @@ def test_all_wishes_arrive() -> None:
     assert pin_words(everything.pins) == [
         "2 groups", "mesh data=2 x tensor=2", "cut at layers.1", "schedule 1f1b", "4 microbatches", "up: tensor=n",
         "*.weight: S0,I use", "input x: S0,R", "output 0: I,I", "layers.*: recompute", "precision bf16-mixed",
-        "at most 4.00 GiB per device",
+        "*: load of 2 experts, 75.0% for the fullest", "at most 4.00 GiB per device",
     ]  # fmt: skip
     assert asked({}) == Asked() and pin_words(Pins()) == []
 

@@ -161,7 +161,7 @@ class Pricer:
             differentiable: whether the backward is priced too.
         """
         sizes, blocking, beside = self.mesh.size_of, 0.0, {False: 0.0, True: 0.0}
-        for comm, axis, n_bytes in collectives_inside(rule, pieces, axes, differentiable):
+        for comm, axis, n_bytes in collectives_inside(rule, pieces, axes, differentiable, sizes):
             seconds = self.axes[axis].seconds(comm.kind, n_bytes) * comm.times(sizes[axis])
             if comm.overlaps:
                 beside[comm.backward] += seconds

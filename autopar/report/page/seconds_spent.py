@@ -104,7 +104,7 @@ def _inside(
     differentiable, sizes = any(grads_of(graph, node)[1]), stage.mesh.size_of
     comms = [
         (comm, axis, n_bytes, priced.axes[axis].seconds(comm.kind, n_bytes) * comm.times(sizes[axis]))
-        for comm, axis, n_bytes in collectives_inside(rule, pieces, axes, differentiable)
+        for comm, axis, n_bytes in collectives_inside(rule, pieces, axes, differentiable, sizes)
     ]
     alone = sum(seconds for *_, seconds in comms)
     if not alone:
@@ -146,7 +146,7 @@ def _again(tally: StageTally, graph: Graph, stage: StagePlan, priced: Pricer, ch
             compute, inside = priced.forward(graph, graph.nodes[i], rule, chosen[i])
             tally.seconds[AGAIN] += compute
             pieces, axes = cuts_of(rule, chosen[i].options, stage.mesh)
-            comms = list(collectives_inside(rule, pieces, axes, False))
+            comms = list(collectives_inside(rule, pieces, axes, False, stage.mesh.size_of))
             for comm, axis, n_bytes in comms:
                 moved = n_bytes * comm.times(stage.mesh.size_of[axis])
                 tally.collective(comm.kind, axis, inside / len(comms), moved, True, stage.microbatches)

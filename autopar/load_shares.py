@@ -1,0 +1,117 @@
+"""How rows spread over routed experts: which share of them each expert has, as people say it, and what follows of it.
+
+A load is only for prices: of the ranks that share experts, the one whose experts have most rows computes longest, gets
+most of an all-to-all and keeps most for the backward, and all others wait for it. What a program computes does not
+depend on it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import PlanError
+
+Load = tuple[float, ...]
+"""The share of rows that each expert has; they sum to 1. Without any, all have the same."""
+UNIFORM, MEASURED = "uniform", "measured"
+ROUNDING = 1e-9
+EVERY = "*"
+"""The pattern of a load that is given for all routed experts of a model."""
+
+
+def parse_load(value: Any, where: str) -> dict[str, Load]:
+    """The loads of routed experts, by patterns of modules; none where all experts have the same.
+
+    Args:
+        value: ``"uniform"``, rows or shares of each expert, a dict of these by patterns of modules, or the path of a
+            JSON file that holds one of the last two.
+        where: whose words they are, for messages.
+
+    Raises:
+        PlanError: it is none of these, or a file cannot be read.
+    """
+    if value is None or value == UNIFORM:
+        return {}
+    if isinstance(value, (str, Path)):
+        path = Path(value)
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise PlanError(
+                f"{where}: no file of loads can be read at '{path}' ({error}); give '{UNIFORM}', '{MEASURED}', or a "
+                'JSON file such as [3, 1, 1, 1] or {"layers.*": [3, 1, 1, 1]}'
+            ) from error
+        where = f"{where}: {path}"
+    table = value if isinstance(value, Mapping) else {EVERY: value}
+    return {str(pattern): _shares(rows, f"{where}['{pattern}']") for pattern, rows in table.items()}
+
+
+def _shares(rows: Any, where: str) -> Load:
+    example = "give one number for each expert, its rows or its share of them, such as [3, 1, 1, 1]"
+    if not isinstance(rows, (list, tuple)) or not rows:
+        raise PlanError(f"{where} is {rows!r}; {example}")
+    for expert, n in enumerate(rows):
+        if isinstance(n, bool) or not isinstance(n, (int, float)) or not math.isfinite(n) or n < 0:
+            raise PlanError(f"{where}: expert {expert} has {n!r}; {example}, each 0 or more")
+    total = math.fsum(rows)
+    if not total:
+        raise PlanError(f"{where}: all {len(rows)} experts have 0 rows; {example}, not all of them 0")
+    if abs(total - 1) < ROUNDING:  # shares already, which are written to a file and read as they are
+        return tuple(map(float, rows))
+    return tuple(n / total for n in rows)
+
+
+def uniform(n_experts: int) -> Load:
+    """All experts have the same."""
+    return (1 / n_experts,) * n_experts
+
+
+def shares_of_pieces(load: Load, pieces: int) -> list[float]:
+    """Which share of rows each rank has where so many have the experts, in order, as ``torch.chunk`` deals them."""
+    each = -(-len(load) // pieces)
+    return [math.fsum(load[k * each : (k + 1) * each]) for k in range(pieces)]
+
+
+def busiest(load: Load, pieces: int) -> tuple[int, float]:
+    """The rank that has most rows of so many, the first of those that have as many, and its share."""
+    shares = shares_of_pieces(load, pieces)
+    most = max(shares)
+    return shares.index(most), most
+
+
+def way_to_busiest(load: Load, sizes: Sequence[int]) -> list[tuple[int, list[float]]]:
+    """How rows come to the busiest rank, where axes of these sizes cut the experts one after the other.
+
+    Returns:
+        For each axis the busiest rank's number on it, and which share of the rows that set out along it each rank gets.
+    """
+    here, _ = busiest(load, math.prod(sizes))
+    way, among = [], load
+    for k, size in enumerate(sizes):
+        number = here // math.prod(sizes[k + 1 :]) % size
+        shares = shares_of_pieces(among, size)
+        total = math.fsum(shares)
+        way.append((number, [share / total for share in shares] if total else [1 / size] * size))
+        each = -(-len(among) // size)
+        among = among[number * each : (number + 1) * each]
+    return way
+
+
+def grown(load: Load, sizes: Sequence[int]) -> list[float]:
+    """Along each axis, by how much more than an equal share the busiest rank sends or gets, whichever is more."""
+    rows, factors = 1.0, []
+    for (number, shares), size in zip(way_to_busiest(load, sizes), sizes, strict=True):
+        arrived = rows * shares[number] * size
+        factors.append(max(rows, arrived))
+        rows = arrived
+    return factors
+
+
+__all__ = [
+    "EVERY", "MEASURED", "UNIFORM", "Load", "busiest", "grown", "parse_load", "shares_of_pieces", "uniform",
+    "way_to_busiest",
+]  # fmt: skip
