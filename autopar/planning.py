@@ -103,7 +103,8 @@ def find(
         MeshError, PlanError: what is asked cannot be, or not of this model.
         InfeasibleError: nothing fits.
     """
-    loaded = replace(captured, graph=with_load(captured.graph, asked.pins.expert_load))
+    graph = with_load(captured.graph, asked.pins.expert_load)
+    loaded = captured if graph is captured.graph else replace(captured, graph=graph)
     outcome = _found(model, loaded, example, cluster, n, asked, name or cluster.name, runs, say)
     notes = notes_on_load(outcome.captured.graph, outcome.plan)
     return replace(outcome, plan=replace(outcome.plan, notes=(*outcome.plan.notes, *notes))) if notes else outcome

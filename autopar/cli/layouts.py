@@ -63,9 +63,7 @@ def priced_like(
     from autopar.planner.inter_op.stage_search import PipelineOptions
     from autopar.planning import in_parts, options_of
     from autopar.report.layouts import layout_row
-    from autopar.rules.expert_load import with_load
 
-    captured = replace(captured, graph=with_load(captured.graph, asked.pins.expert_load))
     example, n = (loaded.args, loaded.kwargs), hardware.n_devices
     base = PipelineOptions(1, options=options_of(asked), may_recompute=asked.may_recompute)
     wanted = layout.asked(captured.graph, base, n, rows_of(example))

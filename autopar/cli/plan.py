@@ -91,6 +91,7 @@ def plan(
     from autopar.heard import heard
     from autopar.measured_load import with_measured_load
     from autopar.planfile import dumps, save
+    from autopar.rules.expert_load import with_load
     from hardware_profiles import load_cluster
 
     if top < 1:
@@ -111,6 +112,7 @@ def plan(
     policy = wanted.pins.precision
     loaded, captured = load_and_capture(model, batch, seq, parts=parts, precision=policy, by_default=True)
     wanted = with_measured_load(wanted, captured, loaded.model, first_part((loaded.args, loaded.kwargs), parts or 1))
+    captured = replace(captured, graph=with_load(captured.graph, wanted.pins.expert_load))
     wanted = replace(wanted, pins=replace(wanted.pins, precision=captured.graph.precision))
     wanted = replace(wanted, top=top)
     if (like is not None or top != 1) and not planning.can_be_cut(captured.graph, (loaded.args, loaded.kwargs)):

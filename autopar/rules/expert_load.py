@@ -28,12 +28,13 @@ def experts_of(graph: Graph, node: Node) -> int:
 
 
 def with_load(graph: Graph, loads: Mapping[str, Load]) -> Graph:
-    """The graph with the load of each operator of routed experts; a later pattern overrides an earlier one.
+    """The graph with the load of each operator of routed experts, the same if it has it; a later pattern overrides an
+    earlier one.
 
     Raises:
         PlanError: a pattern matches none, or the experts are more or fewer than those that the load is for.
     """
-    if not loads and not graph.expert_load:
+    if dict(loads) == graph.expert_load:
         return graph
     labels = op_labels(graph)
     routed = [node for node in graph.nodes if node.target in ROUTED]
