@@ -14,8 +14,10 @@ AHEAD = 2
 class ToHost:
     """Copies numbers to the host while it goes on; it reads them when they have come, at one of the next calls.
 
-    On the CPU they are there at once. On an accelerator the host waits only for numbers of :data:`AHEAD` calls before,
-    which the device has long computed.
+    On the CPU they are there at once. On an accelerator the host reads those of :data:`AHEAD` calls before, which the
+    device has long computed. It does not read sooner what has come sooner: ranks whose devices are not equally fast would
+    see the numbers of one call in different calls, and what follows from them, such as an error, would not be the same
+    on all ranks.
     """
 
     def __init__(self) -> None:
@@ -32,7 +34,7 @@ class ToHost:
         arrived.record()
         self.coming.append((arrived, on_host))
         there = []
-        while self.coming and (len(self.coming) > AHEAD or self.coming[0][0].query()):
+        while len(self.coming) > AHEAD:
             event, values = self.coming.popleft()
             event.synchronize()
             there.append(values.tolist())

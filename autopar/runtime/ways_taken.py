@@ -2,7 +2,7 @@
 
 A program raises a flag where a branch on data has another answer than in the example. The flags of a call are the same
 on all ranks of its mesh. On the CPU they are read when the call is done; elsewhere they are copied to the host while it
-goes on, and read when they have come, at one of the next calls.
+goes on, and read a fixed number of calls later, which is the same one on all ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from autopar.errors import RunError
 from autopar.graph import Graph
 from autopar.placements import State
-from autopar.runtime.to_host import ToHost
+from autopar.runtime.to_host import AHEAD, ToHost
 
 
 class WaysTaken:
@@ -41,6 +41,8 @@ class WaysTaken:
     def _read(self, up: list[bool], flags: list[torch.Tensor]) -> None:
         if not any(up):
             return
+        late = flags[0].device.type != "cpu"
+        when = f"the call {AHEAD} calls before this one" if late else "this call"
         self.on_their_way.forget()
         for flag in flags:
             flag.zero_()
@@ -49,26 +51,33 @@ class WaysTaken:
             raise RunError(
                 f"the model's code in '{node.module or '<model>'}' at {node.source} reads numbers or a mask that "
                 "depend on the batch, and sizes follow from them: the program has those of the batch that it was "
-                "captured with; in this call they are others\n  work on all rows and weight what is not selected with "
-                "zero (torch.where, ignore_index=), or select before the model is called" + self._left_behind()
+                f"captured with; in {when} they are others\n  work on all rows and weight what is not selected with "
+                "zero (torch.where, ignore_index=), or select before the model is called" + self._left_behind(late)
             )
         answer = node.kwargs["answer"]
         raise RunError(
             f"the model's code branches on data in '{node.module or '<model>'}' at {node.source}, and the program "
             f"follows the side on which the condition is {answer}, as with the batch that it was captured with; in "
-            f"this call it is {not answer}\n  if this batch is meant, compute both sides and choose with torch.where, "
+            f"{when} it is {not answer}\n  if this batch is meant, compute both sides and choose with torch.where, "
             "or parallelize with an example batch that takes the way of all others"
-            f"{self._left_behind()}"
+            f"{self._left_behind(late)}"
         )
 
-    def _left_behind(self) -> str:
-        """What is to be known by who catches the error and goes on."""
+    def _left_behind(self, late: bool) -> str:
+        """What is to be known by who catches the error and goes on.
+
+        Args:
+            late: there were calls since then.
+        """
+        said = ""
+        if late:
+            said = "\n  what was computed since then, optimizer steps too, has used its numbers: go on from before it"
         if not self.written:
-            return ""
+            return said
         shown = ", ".join(self.written[:4]) + (", ..." if len(self.written) > 4 else "")
         return (
-            f"\n  the call has written to buffers ({shown}), as on the side that was followed; before going on, load "
-            "the values of before it, if they matter"
+            f"{said}\n  the call has written to buffers ({shown}), as on the side that was followed; before going on, "
+            "load the values of before it, if they matter"
         )
 
 

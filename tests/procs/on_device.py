@@ -41,6 +41,7 @@ def begin_world(backend: str) -> None:
     register()
     if dist.get_backend_config() != backend:
         rank, size, store = dist.get_rank(), dist.get_world_size(), default_store()
+        dist.barrier()  # a rank that is still connecting would lose its peer
         dist.destroy_process_group()
         store = dist.PrefixStore(backend, store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
