@@ -15,9 +15,9 @@ class ToHost:
     """Copies numbers to the host while it goes on; it reads them when they have come, at one of the next calls.
 
     On the CPU they are there at once. On an accelerator the host reads those of :data:`AHEAD` calls before, which the
-    device has long computed. It does not read sooner what has come sooner: ranks whose devices are not equally fast would
-    see the numbers of one call in different calls, and what follows from them, such as an error, would not be the same
-    on all ranks.
+    device has long computed. It does not read sooner what has come sooner: ranks whose devices are not equally fast
+    would see the numbers of one call in different calls, and what follows from them, such as an error, would not be the
+    same on all ranks.
     """
 
     def __init__(self) -> None:

@@ -100,8 +100,8 @@ def on(device: str, model: nn.Module, batch: Batch, options: Mapping[str, Any], 
 
 
 def trained(model: nn.Module, batches: Sequence[Batch], options: Mapping[str, Any]) -> tuple[float, list[str]]:
-    """How far losses and weights on the accelerator are from those on the CPU, and what steps on it did that they should
-    not."""
+    """How far losses and weights on the accelerator are from those on the CPU, and what steps on it did that
+    they should not."""
     torch.manual_seed(0)
     kept: list[list[torch.Tensor]] = []
     noticed: list[str] = []
@@ -128,8 +128,8 @@ def trained(model: nn.Module, batches: Sequence[Batch], options: Mapping[str, An
 
 
 def another_way() -> tuple[int, str, float]:
-    """A call whose branch on data goes another way than in the example: in which later call that is an error, which, and
-    how far losses of calls after that are from those of the model alone."""
+    """A call whose branch on data goes another way than in the example: in which later call that is an error, which,
+    and how far losses of calls after that are from those of the model alone."""
     begin_world(f"cpu:gloo,{NAME}:{BACKEND}")
     torch.manual_seed(0)
     model = Clamps()
