@@ -20,6 +20,8 @@ import torch
 
 FUSED_ON_CUDA = (torch.float16, torch.bfloat16)
 """Precisions of torch's flash attention on GPUs."""
+LIKE_CPU = ("cpu", "meta")
+"""Types of devices with the kernels of the CPU: tensors without values stand for its own."""
 
 
 class Dropping(NamedTuple):
@@ -117,7 +119,7 @@ class PartOfAttention:
 
     def _flash_on_cpu(self) -> bool:
         mask = self.mask
-        fits = self.q.device.type == "cpu" and self._fits_flash() and not self.mask_learns
+        fits = self.q.device.type in LIKE_CPU and self._fits_flash() and not self.mask_learns
         return fits and (mask is None or mask.dim() in (2, 4)) and min(self.q.shape) > 0 and min(self.k.shape) > 0
 
     def _flash_on_cuda(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,13 +13,17 @@ from autopar.certificate import check
 from autopar.graph import Graph
 from autopar.meshes import Mesh
 from autopar.pieces import local_shape
+from autopar.placements import State
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.rules import attention_across, needs, saved
+from autopar.rules.local import local_call
 from autopar.rules.needs import Needs, needs_of
 from autopar.rules.operator_call import call_of
-from autopar.rules.registry import rules_of
+from autopar.rules.proof import Case, strategies_of
+from autopar.rules.registry import SAMPLES, rules_of
 from autopar.rules.saved import LocalLayout, Saved, contiguous, saved_by
 from autopar.rules.strategy import grads_of, strategy_named
+from autopar.torch_private import FakeTensorMode
 from hardware_profiles import load_cluster
 
 
@@ -63,6 +69,7 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 ROWS = "the batch"
+MESH_OF_FOUR = Mesh.of(data=2, tensor=2)
 ATTENTION, PRODUCT = "aten.scaled_dot_product_attention.default", "aten.mul.Tensor"
 
 
@@ -124,3 +131,26 @@ def test_equal_calls_of_different_graphs_have_one_rule() -> None:
     first, again, larger = (rules_of(graph_of(True, rows)) for rows in (2, 2, 4))
     assert all(a is b for a, b in zip(first, again, strict=True))
     assert not any(a is b for a, b in zip(first, larger, strict=True) if a is not None and len(a.inputs) == 3)
+
+
+@pytest.mark.parametrize("target", sorted(saved.BY_DEVICE))
+def test_lowerings_are_tried_without_values_as_on_the_cpu(target: str) -> None:
+    """What lowerings keep and need of operators that choose their kernel by the device."""
+    tried = 0
+    for number, (mesh, step) in product(range(len(SAMPLES[target])), ((Mesh.of(data=2), 1), (MESH_OF_FOUR, 7))):
+        case = Case(target, SAMPLES[target][number])
+        for options in strategies_of(case, mesh)[::step]:
+            local = local_call(case.call, case.rule, options, mesh)
+            if not local.distributed:
+                continue
+            ins = []
+            for position, spec in enumerate(case.call.ins):
+                shape = local_shape(spec.shape, State(option.ins[position] for option in options), mesh)
+                grad = case.grads[position]
+                ins.append(LocalLayout(shape, contiguous(shape), spec.dtype, grad))
+            for observe in (saved._watched, needs._counting(())):
+                with FakeTensorMode():
+                    on_cpu = observe(local, ins, mesh.size_of, "cpu")
+                assert observe(local, ins, mesh.size_of, "meta") == on_cpu
+                tried += 1
+    assert tried > 8
