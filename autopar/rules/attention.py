@@ -154,7 +154,8 @@ def _travels(whole: Rule, call: Call, unit: int) -> tuple[tuple[Comm, ...], tupl
     """The messages of a ring, and those of ranks that exchange halves first.
 
     Keys and values go round forward and backward, their gradients go round and home. Two halves of each tensor go
-    elsewhere: of queries, of keys and values, of results; in the backward of results and gradients.
+    elsewhere: of queries, of keys and values, of results; in the backward of results and gradients. On two ranks the
+    halves with even numbers stay.
 
     Args:
         unit: of how many places an element of the ring's factor is.
@@ -179,5 +180,9 @@ def _travels(whole: Rule, call: Call, unit: int) -> tuple[tuple[Comm, ...], tupl
     of_q, of_out = unit * item, -(-unit * item * e // d)
     moved = ((q, of_q, False), (k, both(item), False), (q, of_out, False))
     moved += ((q, 2 * of_out, True), (q, of_q, True), (k, both(item), True))
-    exchanged = [Comm(RING, "send_recv", over, -(-n // 2), backward) for over, n, backward in moved for _ in range(2)]
-    return comm, tuple(exchanged)
+    exchanged = tuple(
+        Comm(RING, "send_recv", over, -(-n // 2), backward, from_pieces=3 if even else 2)
+        for over, n, backward in moved
+        for even in (True, False)
+    )
+    return comm, exchanged

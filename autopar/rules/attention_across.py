@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from string import ascii_letters
 from typing import Any, NamedTuple
 
@@ -161,7 +162,7 @@ def _added(
     mask: torch.Tensor | None, hashes: Hashes, out: torch.Tensor | None, log_sum: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The attention to these keys added to that to earlier ones; the first time there is none."""
-    exact = torch.promote_types(q.dtype, torch.float32)
+    exact = _precision_of_sums(q)
     for pair, part in way.parts(numbers, source, q, k, v, mask, hashes):
         of_part, log_of_part = part.result()
         every_row = pair.rows.start == 0 and pair.rows.stop == q.shape[-2]
@@ -184,7 +185,7 @@ def _nothing_yet(
     """The attention to no keys, where there is none so far."""
     if out is not None and log_sum is not None:
         return out, log_sum
-    exact = torch.promote_types(q.dtype, torch.float32)
+    exact = _precision_of_sums(q)
     return q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=exact), q.new_full(q.shape[:-1], -torch.inf, dtype=exact)
 
 
@@ -199,21 +200,39 @@ def _lying_like(out: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 def _gradients(
     way: Going, numbers: Sequence[int], source: int, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
     v: torch.Tensor, mask: torch.Tensor | None, hashes: Hashes, out: torch.Tensor, log_sum: torch.Tensor,
-    of_q: torch.Tensor, of_mask: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The gradients of these keys and values; those of queries and mask are added to ``of_q`` and ``of_mask``."""
-    of_k, of_v = (torch.zeros_like(x, dtype=of_q.dtype) for x in (k, v))
+    of_q: torch.Tensor | None, of_mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The gradients of the queries, with those of earlier keys, and of these keys and values, in the precision of
+    sums; that of the mask is added to ``of_mask``."""
+    of_k = of_v = None
     for pair, part in way.parts(numbers, source, q, k, v, mask, hashes):
-        at, of_keys = (..., pair.rows, slice(None)), (..., pair.keys, slice(None))
+        at = (..., pair.rows, slice(None))
         into_q, into_k, into_v, into_mask = part.gradients(grad[at], out[at], log_sum[..., pair.rows])
-        of_q[at] += into_q
-        of_k[of_keys] += into_k
-        of_v[of_keys] += into_v
+        of_q = _with_part(of_q, q, pair.rows, into_q)
+        of_k, of_v = _with_part(of_k, k, pair.keys, into_k), _with_part(of_v, v, pair.keys, into_v)
         if into_mask is not None and of_mask is not None:
             into = mask_of(of_mask, pair)
             assert into is not None
             into += into_mask
-    return of_k, of_v
+    return tuple(_zeros(x) if of_x is None else of_x for of_x, x in ((of_q, q), (of_k, k), (of_v, v)))  # type: ignore[return-value]
+
+
+def _with_part(total: torch.Tensor | None, x: torch.Tensor, places: slice, part: torch.Tensor) -> torch.Tensor:
+    """The gradient of ``x`` with what a part of it adds. A first one that has all places is the sum itself: one more
+    pass over zeros is time, and memory that is touched for the first time more so."""
+    if total is None and places.start == 0 and places.stop == x.shape[-2]:
+        return part.to(_precision_of_sums(x))
+    total = _zeros(x) if total is None else total
+    total[..., places, :] += part
+    return total
+
+
+def _zeros(x: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(x, dtype=_precision_of_sums(x))
+
+
+def _precision_of_sums(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 # --- the operator
@@ -228,25 +247,28 @@ class _Attention(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
         seed: torch.Tensor | None, way: Going,
     ) -> torch.Tensor:  # fmt: skip
-        given = q
         hashes: Hashes = (None, None)
         if way.draw is not None and seed is not None:
             seed = seed.to(q.device)
             sizes = zip(way.draw.shape, way.draw.shards, strict=False)
             lead = [positions(n, axes, q.device) for n, axes in sizes]
             hashes = each_rank(way.hashes)(way.row_numbers, seed, q.shape[-2], *lead)
+        given, shapes, message = q, (k.shape, v.shape), None
         if way.zigzag:
-            (q,), (k, v) = _exchanged(way, [q], back=False), _exchanged(way, [k, v], back=False)
+            (of_q,), of_keys = _exchanged(way, [q]), _exchanged(way, [k, v])
+            q, message = each_rank(_whole)(*of_q), each_rank(_message_of_halves)(*chain(*of_keys))
+            k, v = _parts_of(message, shapes)
         out = log_sum = None
-        for source, (keys, values) in _round(way, [k, v], backward=False):
+        for source, (keys, values) in _round(way, [k, v], message, backward=False):
             out, log_sum = each_rank(_added)(way, way.row_numbers, source, q, keys, values, mask, hashes, out, log_sum)
         assert out is not None
         out = each_rank(_lying_like)(out, q)
         if way.zigzag:
-            (out,) = _exchanged(way, [out], back=True)
-            out = each_rank(_lying_like)(out, given)
-        ctx.save_for_backward(q, k, v, mask, out, log_sum, *hashes)
-        ctx.way = way
+            (halves,) = _exchanged(way, [out], back=True)
+            out = each_rank(_whole)(*halves, given)
+        of_keys = [k, v] if message is None else [message]
+        ctx.save_for_backward(q, mask, out, log_sum, *hashes, *of_keys)
+        ctx.way, ctx.shapes = way, shapes
         return out
 
     @staticmethod
@@ -264,76 +286,102 @@ class _Attention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         way: Going = ctx.way
-        q, k, v, mask, out, log_sum, *hashes = ctx.saved_tensors
-        grad = grad.contiguous()
+        q, mask, out, log_sum, of_rows, of_places, *of_keys = ctx.saved_tensors
+        hashes, message, grad = (of_rows, of_places), None, grad.contiguous()
         if way.zigzag:
-            grad, out = _exchanged(way, [grad, out], back=False)
-        exact = torch.promote_types(q.dtype, torch.float32)
-        of_q = torch.zeros_like(q, dtype=exact)
+            grad, out = (each_rank(_whole)(*halves) for halves in _exchanged(way, [grad, out]))
+            (message,) = of_keys
+            of_keys = _parts_of(message, ctx.shapes)
+        of_q: torch.Tensor | None = None
         of_mask = torch.zeros_like(mask) if way.mask_learns else None
-        of_keys: list[torch.Tensor] = []
-        arriving: Callable[[], list[torch.Tensor]] | None = None
+        gradients: list[torch.Tensor] = []
+        arriving: Callable[[], torch.Tensor] | None = None
         step = 0
-        for source, (keys, values) in _round(way, [k, v], backward=True):
-            of_keys = list(each_rank(_gradients)(
+        for source, (keys, values) in _round(way, of_keys, message, backward=True):
+            of_q, *gradients = each_rank(_gradients)(
                 way, way.row_numbers, source, grad, q, keys, values, mask, hashes, out, log_sum, of_q, of_mask
-            ))  # fmt: skip
-            if arriving is not None:
-                of_keys = [mine + before for mine, before in zip(of_keys, arriving(), strict=True)]
+            )
             step += 1
             if way.ring is not None:  # after the last step they are one rank from home, and nothing runs meanwhile
-                arriving = _sent(way, of_keys, backward=True, beside=step < way.steps)
-        of_k, of_v = arriving() if arriving is not None else of_keys
-        of_q, of_k, of_v = of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype)
+                sums = each_rank(_as_message)(*gradients) if arriving is None else arriving()
+                if arriving is not None:
+                    each_rank(_add_to)(sums, *gradients)
+                beside = way if step < way.steps else None
+                arriving = permuted(sums, way.ring, way.group, _next_of(way), beside, backward=True)
+        if arriving is not None:
+            gradients = _parts_of(arriving(), ctx.shapes)
+        assert of_q is not None
+        of_q, of_k, of_v = (x.to(q.dtype) for x in (of_q, *gradients))
         if way.zigzag:
-            (of_q,), (of_k, of_v) = _exchanged(way, [of_q], back=True), _exchanged(way, [of_k, of_v], back=True)
+            halves = _exchanged(way, [of_q], back=True) + _exchanged(way, [of_k, of_v], back=True)
+            of_q, of_k, of_v = (each_rank(_whole)(*both) for both in halves)
         return of_q, of_k, of_v, of_mask, None, None
 
 
-def _round(way: Going, tensors: list[torch.Tensor], backward: bool) -> Iterator[tuple[Any, list[torch.Tensor]]]:
+def _round(
+    way: Going, tensors: list[torch.Tensor], message: torch.Tensor | None, backward: bool
+) -> Iterator[tuple[Any, list[torch.Tensor]]]:
     """Number and tensors of the piece that is here in each step of a ring. The next one is on its way while a step is
-    worked on."""
+    worked on; it is sent on as it came, so that at most a rank's own piece is copied into a message.
+
+    Args:
+        message: the tensors as :func:`_as_message` writes them, where they lie so.
+    """
+    shapes, ring = [x.shape for x in tensors], way.ring
+    if message is None and way.steps > 1:
+        message = each_rank(_as_message)(*tensors)
     for step in range(way.steps):
         with standing_for(1 + way.pieces - way.steps if step == 1 else 1):
-            arriving = _sent(way, tensors, backward) if step < way.steps - 1 else None
+            arriving = None
+            if message is not None and ring is not None and step < way.steps - 1:
+                arriving = permuted(message, ring, way.group, _next_of(way), way, backward)
             yield (way.number - step) % way.pieces if step else way.number, tensors
             if arriving is not None:
-                tensors = arriving()
+                message = arriving()
+                tensors = _parts_of(message, shapes)
 
 
-def _sent(
-    way: Going, tensors: Sequence[torch.Tensor], backward: bool, beside: bool = True
-) -> Callable[[], list[torch.Tensor]]:
-    """Send tensors to the next rank of the ring as one message; what is returned waits for those of the rank before."""
-    to = [(i + 1) % way.pieces for i in range(way.pieces)]
-    return _to_others(way, tensors, to, beside, backward)
-
-
-def _to_others(
-    way: Going, tensors: Sequence[torch.Tensor], to: Sequence[int], beside: bool = False, backward: bool = False
-) -> Callable[[], list[torch.Tensor]]:
-    """Send tensors to rank ``to[i]`` of the ring's axis from rank i."""
-    assert way.ring is not None
-    message = each_rank(_as_message)(*tensors)
-    wait = permuted(message, way.ring, way.group, to, way if beside else None, backward)
-    shapes = [x.shape for x in tensors]
-
-    def arrived() -> list[torch.Tensor]:
-        parts = wait().split([shape.numel() for shape in shapes])
-        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-    return arrived
+def _next_of(way: Going) -> list[int]:
+    return [(i + 1) % way.pieces for i in range(way.pieces)]
 
 
 def _as_message(*tensors: torch.Tensor) -> torch.Tensor:
-    return torch.cat([x.reshape(-1) for x in tensors])
+    """Tensors [..] of one dtype one after the other [n], each copied once, however it lies in memory."""
+    message = tensors[0].new_empty(sum(x.numel() for x in tensors))
+    for part, x in zip(_parts_of(message, [x.shape for x in tensors]), tensors, strict=True):
+        part.copy_(x)
+    return message
 
 
-def _exchanged(way: Going, tensors: Sequence[torch.Tensor], back: bool) -> list[torch.Tensor]:
-    """Tensors [.. s ..] whose dim -2 is in pieces one after the other, as zigzag wants them; or back again.
+def _message_of_halves(*halves: torch.Tensor) -> torch.Tensor:
+    """What :func:`_as_message` makes of tensors whose dim -2 is here in two halves, first and second of each."""
+    firsts, seconds = halves[::2], halves[1::2]
+    shapes = [_shape_of_both(x) for x in firsts]
+    message = firsts[0].new_empty(2 * sum(x.numel() for x in firsts))
+    for part, first, second in zip(_parts_of(message, shapes), firsts, seconds, strict=True):
+        _put_together(part, first, second)
+    return message
+
+
+def _add_to(message: torch.Tensor, *tensors: torch.Tensor) -> None:
+    for part, x in zip(_parts_of(message, [x.shape for x in tensors]), tensors, strict=True):
+        part += x
+
+
+def _parts_of(message: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
+    """Views of a message [n] as what :func:`_as_message` wrote into it."""
+    parts = message.split([shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _exchanged(
+    way: Going, tensors: Sequence[torch.Tensor], back: bool = False
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Both halves of tensors [.. s ..] of one dtype whose dim -2 is in pieces one after the other, as zigzag wants
+    them; or back again.
 
     Of 2 n halves rank i has numbers 2 i and 2 i + 1 and gets i and 2 n - 1 - i: one of them is even, the other is odd,
-    so each rank sends and receives one even and one odd half.
+    so each rank sends and receives one even and one odd half. On two ranks the even ones stay where they are.
     """
     n, mine = way.pieces, way.number
     to_even, to_odd = ([_home(2 * i + odd, n) for i in range(n)] for odd in (0, 1))
@@ -343,8 +391,18 @@ def _exchanged(way: Going, tensors: Sequence[torch.Tensor], back: bool) -> list[
         to_even, to_odd = _inverse(to_even), _inverse(to_odd)
     arriving = _to_others(way, even, to_even), _to_others(way, odd, to_odd)
     even, odd = (wait() for wait in arriving)
-    together = each_rank(_together)(0 if back else mine, *even, *odd)
-    return list(together)
+    in_order = each_rank(_in_order)(0 if back else mine, *even, *odd)
+    return list(zip(in_order[::2], in_order[1::2], strict=True))
+
+
+def _to_others(way: Going, tensors: list[torch.Tensor], to: Sequence[int]) -> Callable[[], list[torch.Tensor]]:
+    """Send tensors to rank ``to[i]`` of the ring's axis from rank i; what all of them keep is not sent."""
+    if list(to) == list(range(way.pieces)):
+        return lambda: tensors
+    assert way.ring is not None
+    wait = permuted(each_rank(_as_message)(*tensors), way.ring, way.group, to)
+    shapes = [x.shape for x in tensors]
+    return lambda: _parts_of(wait(), shapes)
 
 
 def _home(half: int, n: int) -> int:
@@ -361,10 +419,28 @@ def _halves(number: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (*(x[number % 2] for x in both), *(x[1 - number % 2] for x in both))
 
 
-def _together(number: int, *halves: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Inverse of :func:`_halves`."""
-    of_one, of_other = halves[: len(halves) // 2], halves[len(halves) // 2 :]
-    return tuple(torch.cat([a, b] if number % 2 == 0 else [b, a], -2) for a, b in zip(of_one, of_other, strict=True))
+def _in_order(number: int, *halves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """First and second half of each tensor, from its even and its odd one; an odd rank has the odd one first."""
+    both = zip(halves[: len(halves) // 2], halves[len(halves) // 2 :], strict=True)
+    return tuple(x for pair in both for x in (pair if number % 2 == 0 else reversed(pair)))
+
+
+def _whole(first: torch.Tensor, second: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
+    """Both halves along dim -2 as one tensor; it lies in memory as ``like``, where that has its shape and dtype."""
+    if like is None or like.shape != _shape_of_both(first) or like.dtype != first.dtype:
+        return torch.cat([first, second], -2)
+    return _put_together(torch.empty_like(like), first, second)
+
+
+def _put_together(into: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    half = first.shape[-2]
+    into[..., :half, :].copy_(first)
+    into[..., half:, :].copy_(second)
+    return into
+
+
+def _shape_of_both(half: torch.Tensor) -> torch.Size:
+    return torch.Size((*half.shape[:-2], 2 * half.shape[-2], half.shape[-1]))
 
 
 def attention_across(

@@ -61,6 +61,7 @@ class Comm:
         repeats: how often it is made, one after the other, as by each step of a loop over time.
         load: the shares of what ``factor`` cuts, where they are not all alike: the buffer is that of the rank which
             sends or gets most.
+        from_pieces: made where the factor is cut into so many pieces or more.
     """
 
     factor: str
@@ -72,6 +73,7 @@ class Comm:
     overlaps: bool = False
     repeats: int = 1
     load: Load = ()
+    from_pieces: int = 2
 
     def __post_init__(self) -> None:
         if self.kind not in COLLECTIVES:
@@ -79,6 +81,8 @@ class Comm:
 
     def times(self, pieces: int) -> int:
         """How often it is made on an axis that cuts the factor into ``pieces``."""
+        if pieces < self.from_pieces:
+            return 0
         return (pieces - 1 if self.in_ring else 1) * self.repeats
 
 

@@ -96,6 +96,8 @@ def test_a_ring_needs_what_its_first_steps_need(
     [
         (False, Mesh.of(data=8), {"data": "ring"}),
         (True, Mesh.of(data=8), {"data": "ring"}),
+        (True, Mesh.of(data=2), {"data": "ring"}),
+        (True, Mesh.of(data=3), {"data": "ring"}),
         (True, Mesh.of(data=6, tensor=2), {"data": "ring", "tensor": "q"}),
     ],
 )
