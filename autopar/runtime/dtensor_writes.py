@@ -8,6 +8,10 @@ autograd remembers, and every rank takes its piece.
 Some operators torch refuses, or they leave a DTensor that is none (``index_copy_``, ``index_put_`` with a mask,
 ``renorm_``, ``torch.nn.init.eye_``), or give gradients of another loss (the mean of a piece): they run on the whole
 tensors, and pieces are taken. All of this gathers, so all ranks do it.
+
+Random numbers (``torch.nn.init``, ``torch.randn_like(p)``, ``p.normal_()``, dropout of weights) are drawn for the whole
+tensor, of which every rank takes its piece: those of one device with that seed. torch draws for the piece alone, and so
+the same numbers on every rank, without a word: half of a weight would be a copy of the other half.
 """
 
 from __future__ import annotations
@@ -30,12 +34,26 @@ ON_WHOLE = (
     _ATEN.embedding.default, _ATEN.embedding_dense_backward.default, _ATEN.mse_loss_backward.default,
     _ATEN.smooth_l1_loss_backward.default, _ATEN.huber_loss_backward.default, _ATEN.soft_margin_loss_backward.default,
     _ATEN.binary_cross_entropy_backward.default, _ATEN.convolution.default, _ATEN.convolution_backward.default,
-    _ATEN.amax.default, _ATEN.amin.default,
+    _ATEN.amax.default, _ATEN.amin.default, _ATEN.mse_loss.default, _ATEN.smooth_l1_loss.default,
+    _ATEN.huber_loss.default, _ATEN.soft_margin_loss.default, _ATEN.binary_cross_entropy.default,
 )  # fmt: skip
 """Operators that torch's own strategies get wrong or refuse where the dim in question is cut.
 
-Gradients of losses that are means, for one, are means over the piece of a rank.
+Gradients of losses that are means, for one, are means over the piece of a rank, and the losses means of such means,
+in which pieces that are not equally large count alike.
 """
+DRAWN = (
+    _ATEN.normal_.default, _ATEN.uniform_.default, _ATEN.exponential_.default, _ATEN.geometric_.default,
+    _ATEN.log_normal_.default, _ATEN.cauchy_.default, _ATEN.random_.default, _ATEN.random_.to,
+    _ATEN.random_.__getattr__("from"), _ATEN.bernoulli_.float, _ATEN.bernoulli_.Tensor, _ATEN.rand_like.default,
+    _ATEN.randn_like.default, _ATEN.randint_like.default, _ATEN.randint_like.low_dtype,
+)  # fmt: skip
+"""Operators that draw random numbers whatever their first tensor holds."""
+DRAWN_OF_VALUES = (
+    _ATEN.bernoulli.default, _ATEN.bernoulli.p, _ATEN.native_dropout.default, _ATEN.multinomial.default,
+    _ATEN.poisson.default, _ATEN.normal.Tensor_float, _ATEN.normal.float_Tensor, _ATEN.normal.Tensor_Tensor,
+)  # fmt: skip
+"""Operators that draw random numbers with the values of their tensors."""
 PENDING_ON_WHOLE = (_ATEN.fill_.Scalar,)
 """Those that it gets wrong where values are still to be added up: a number on every rank."""
 
@@ -71,20 +89,23 @@ def take(tensor: Any, whole: torch.Tensor) -> None:
         tensor._local_tensor.copy_(like(tensor, whole)._local_tensor)  # type: ignore[attr-defined]
 
 
-def can_run_on_whole(op: Any) -> bool:
-    """Whether an operator gives the same on whole tensors on all ranks: it draws no random numbers."""
-    return torch.Tag.nondeterministic_seeded not in op.tags
-
-
 def run_on_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh) -> Any:
-    """An operator on whole tensors; of those that it writes to every rank takes its piece, others are whole."""
+    """An operator on whole tensors; of those that it writes to every rank takes its piece, others are whole.
+
+    Random numbers of the shape of what they are drawn for are placed as that is.
+    """
+    first = args[0] if args and isinstance(args[0], DTensor) else None
+    pending = first is None or any(p.is_partial() for p in first.placements)
+    model = None if pending or torch.Tag.nondeterministic_seeded not in op.tags else first
     whole_of: dict[int, torch.Tensor] = {}
 
     def whole(tensor: Any) -> Any:
         if not isinstance(tensor, DTensor):
             return tensor
         if id(tensor) not in whole_of:
-            whole_of[id(tensor)] = _whole(tensor).clone()
+            unread = tensor is first and op in DRAWN
+            local = tensor._local_tensor
+            whole_of[id(tensor)] = local.new_empty(tensor.shape) if unread else _whole(tensor).clone()
         return whole_of[id(tensor)]
 
     placements = (Replicate(),) * mesh.ndim
@@ -103,6 +124,8 @@ def run_on_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: D
         def placed(tensor: torch.Tensor) -> torch.Tensor:
             if id(tensor) in written or id(tensor) in inputs:
                 return written.get(id(tensor), tensor)
+            if model is not None and tensor.shape == model.shape:
+                return like(model, tensor)
             return DTensor.from_local(tensor, mesh, placements, run_check=False)
 
         return pytree.tree_map_only(torch.Tensor, placed, made)
@@ -116,7 +139,7 @@ def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator
 
 
 def handle_on_whole(meshes: set[DeviceMesh]) -> None:
-    """Have :data:`ON_WHOLE` and :data:`PENDING_ON_WHOLE` run on whole tensors on these meshes."""
+    """Have all these operators run on whole tensors on these meshes."""
     handlers: dict[Any, Any] = DTENSOR_HANDLERS.get()
     before = dict(handlers)
 
@@ -133,8 +156,8 @@ def handle_on_whole(meshes: set[DeviceMesh]) -> None:
         finally:
             handlers[op] = handle
 
-    for op in (*ON_WHOLE, *PENDING_ON_WHOLE):
+    for op in (*ON_WHOLE, *DRAWN, *DRAWN_OF_VALUES, *PENDING_ON_WHOLE):
         handlers[op] = handle
 
 
-__all__ = ["can_run_on_whole", "handle_on_whole", "run_on_whole", "take", "written_through"]
+__all__ = ["handle_on_whole", "run_on_whole", "take", "written_through"]

@@ -21,7 +21,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from autopar.runtime.dtensor_writes import can_run_on_whole, handle_on_whole, run_on_whole, written_through
+from autopar.runtime.dtensor_writes import handle_on_whole, run_on_whole, written_through
 from autopar.torch_private import (
     DTENSOR_RESULT,
     DTENSOR_STRATEGY,
@@ -135,7 +135,7 @@ def _strategy(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], info: Any,
         return _strategy_of(op, args, kwargs, info, try_cache)
     except (NotImplementedError, RuntimeError):
         mesh = info.compute_mesh
-        if mesh not in _meshes or not can_run_on_whole(op):
+        if mesh not in _meshes:
             raise
         return run_on_whole(op, args, kwargs, mesh)
 

@@ -35,6 +35,13 @@ def results(folder: Path) -> None:
     (folder / "results").mkdir(exist_ok=True)
 
 
+def names(folder: Path) -> None:
+    """270 names to learn from, so that the last of the batches of 100 is smaller, and 30 to test with."""
+    drawn = random.Random(0)
+    lines = ("".join(drawn.choice("aeiou") + drawn.choice("bdlmn") for _ in range(drawn.randrange(1, 5))) for _ in range(300))
+    (folder / "names.txt").write_text("\n".join(lines), encoding="utf-8")
+
+
 def pictures(folder: Path) -> None:
     """Names of pictures; what is in them follows from the name (``stubs/PIL``)."""
     for part, count in (("train", 10), ("test", 5)):

@@ -1,8 +1,8 @@
 """Runs somebody's script as ``__main__`` and writes down numbers: ``started.py NUMBERS READS CUT SCRIPT ...``.
 
 ``NUMBERS`` is the file of this rank, one number a line. With ``READS`` of ``item`` they come in the order in which the
-script (or a file beside it) calls ``item()`` of a floating point tensor: losses and what it prints of them. With
-``log`` they are what a Trainer of transformers logs, without times: losses of training and validation, metrics, norms
+script (or a file beside it) calls ``item()`` of a floating point tensor: losses and what it prints of them; with
+``any`` of any tensor: actions that were drawn, too. With ``log`` they are what a Trainer of transformers logs, without times: losses of training and validation, metrics, norms
 of gradients. ``CUT`` is an option that
 ``autopar.parallelize`` is told to take wherever an operator has it, such as ``b``; ``-`` leaves the choice to the plan.
 """
@@ -22,7 +22,7 @@ import torch.distributed as dist
 import autopar.api
 
 
-def record(numbers: Path, folder: Path) -> None:
+def record(numbers: Path, folder: Path, kinds: tuple[type, ...]) -> None:
     """Write what code in the folder reads of tensors."""
     read = torch.Tensor.item
     file = numbers.open("w", encoding="utf-8", buffering=1)
@@ -30,7 +30,7 @@ def record(numbers: Path, folder: Path) -> None:
     def item(self: torch.Tensor) -> Any:
         value = read(self)
         caller = sys._getframe(1).f_globals.get("__file__") or ""
-        if isinstance(value, float) and Path(caller).resolve().is_relative_to(folder):
+        if isinstance(value, kinds) and Path(caller).resolve().is_relative_to(folder):
             file.write(f"{value!r}\n")
         return value
 
@@ -83,7 +83,7 @@ if __name__ == "__main__":
     if reads == "log":
         record_log(mine)
     else:
-        record(mine, Path.cwd())
+        record(mine, Path.cwd(), (float, int) if reads == "any" else (float,))
     if cut != "-":
         force(cut)
     sys.argv = [script, *rest]

@@ -13,6 +13,7 @@ MINGPT = "karpathy/minGPT@37baab71b9abea1b76ab957409a1cc2fbfba8a26"
 EXAMPLES = "pytorch/examples@77f55b912142e11fcfdf5b530231fb9c52f181e8"
 SHAPE_HAPPENS = "UKPLab/arxiv2025-shape-happens@56c3ba9b84917838570a4def2704afde1cd2349a"  # with a run_clm.py
 PEFT = "huggingface/peft@5d602fdbff04c33c1c4de55cda9d4ae1d7cb7e40"
+MAKEMORE = "karpathy/makemore@988aa59e4d8fefa526d06f3b453ad116258398d4"
 OLD_EXAMPLES = "pytorch/examples@5921fc191b83df2451c342b8bb30b5e3d8891ff8"
 
 SMALL_GPT2 = "vocab_size=64,n_embd=32,n_layer=2,n_head=4"
@@ -34,7 +35,7 @@ class Script:
         diff: of ``diffs/``, by default its repository's or folder's name.
         fails_at_end: the script as it is does not come to its end with this version of torch; what it gave is compared.
         today: of ``today/``: what is changed first, in either run, since the script is older than its libraries.
-        reads: ``item`` or ``log``, see ``started.py``.
+        reads: ``item``, ``any`` or ``log``, see ``started.py``.
         stubs: the folder of what stands for packages.
         weights: a safetensors file that the script leaves; norms of its tensors are compared, too.
     """
@@ -114,6 +115,33 @@ SCRIPTS: dict[str, Script] = {
     "gcn": Script(
         EXAMPLES, "gcn/main.py", ("--no-accel", "--epochs=6", "--val-every=1"),
         runs=(("plain", ("--dropout-p=0",)), ("random", ())), cuts=("-",),
+    ),
+    **{
+        f"makemore {kind}": Script(
+            MAKEMORE, "makemore.py",
+            (f"--type={kind}", "--max-steps=501", "--batch-size=8", "--n-embd=16", "--n-embd2=16", "--n-layer=2",
+             "--num-workers=0"),
+            data=data.names, diff="makemore",
+        )
+        for kind in ("transformer", "bow", "mlp", "gru", "bigram")
+    },
+    "actor_critic": Script(
+        EXAMPLES, "reinforcement_learning/actor_critic.py", cuts=("n", "-"),
+    ),
+    "reinforce": Script(
+        EXAMPLES, "reinforcement_learning/reinforce.py", runs=(("random", ()),), cuts=("n", "-"), reads="any",
+    ),
+    "fast_neural_style": Script(
+        EXAMPLES, "fast_neural_style/neural_style/neural_style.py",
+        ("train", "--epochs=2", "--batch-size=4", "--dataset=images", "--save-model-dir=saved", "--image-size=32",
+         "--style-image=mosaic.jpg", "--style-size=32", "--checkpoint-model-dir=between", "--checkpoint-interval=2",
+         "--log-interval=1"),
+        diff="fast_neural_style",
+    ),
+    "mnist_rnn": Script(
+        EXAMPLES, "mnist_rnn/main.py",
+        ("--batch-size=32", "--test-batch-size=40", "--epochs=2", "--log-interval=1", "--save-model"),
+        runs=(("random", ()),),
     ),
     "run_clm": Script(
         SHAPE_HAPPENS, "run_clm.py",

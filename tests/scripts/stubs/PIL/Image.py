@@ -8,9 +8,15 @@ from pathlib import Path
 import torch
 
 
+ANTIALIAS = None
+
+
 class _Image(torch.Tensor):
     def convert(self, mode: str) -> _Image:
-        return self
+        return self.expand(3, -1, -1) if mode == "RGB" else self  # type: ignore[return-value]
+
+    def resize(self, size: tuple[int, int], how: object) -> _Image:  # type: ignore[override]
+        return self[..., : size[0], : size[1]]  # type: ignore[return-value]
 
     def split(self) -> list[torch.Tensor]:  # type: ignore[override]
         plain = self.as_subclass(torch.Tensor)

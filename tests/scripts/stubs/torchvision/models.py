@@ -1,7 +1,8 @@
-"""The layout of ResNet-18 with fewer channels behind its first convolution."""
+"""The layout of ResNet-18 with fewer channels behind its first convolution, and of VGG-16 with fewer channels."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -38,3 +39,25 @@ class _ResNet(nn.Module):
 def resnet18(weights: Any = None) -> nn.Module:
     """Two of its eight blocks."""
     return _ResNet()
+
+
+VGG16_Weights = SimpleNamespace(IMAGENET1K_V1=None)
+
+
+class _VGG(nn.Module):
+    def __init__(self, widths: tuple[int, ...]) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        before = 3
+        for width in widths:
+            if width:
+                layers += [nn.Conv2d(before, width, 3, padding=1), nn.ReLU(inplace=True)]
+                before = width
+            else:
+                layers.append(nn.MaxPool2d(2, 2))
+        self.features = nn.Sequential(*layers)
+
+
+def vgg16(weights: Any = None) -> nn.Module:
+    """Its first ten convolutions, eight to sixteen channels wide; 0 is where a pool halves the image."""
+    return _VGG((8, 8, 0, 8, 8, 0, 16, 16, 16, 0, 16, 16, 16))

@@ -22,8 +22,13 @@ def Compose(steps: Sequence[Transform]) -> Transform:
 
 
 def ToTensor() -> Transform:
-    """The tensor as it is."""
-    return lambda image: image
+    """The tensor as it is, of whatever class."""
+    return lambda image: image.as_subclass(torch.Tensor)
+
+
+def Lambda(function: Transform) -> Transform:
+    """What is given."""
+    return function
 
 
 def Normalize(*_: Any) -> Transform:
