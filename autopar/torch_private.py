@@ -121,7 +121,11 @@ from torch.utils import _pytree as pytree
 
 # Modes that see every operator: programs are counted and compared in them.
 # Whether a tensor is a subclass that consists of other tensors.
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    return_and_correct_aliasing,
+)
 
 # All such modes are off inside: a user's function is run for real.
 from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_modes
@@ -214,6 +218,7 @@ CHECK = Replaceable("torch", "_check_with")
 
 EXPORT_BUFFER_HOOK = Replaceable("torch.export._trace", "register_buffer_assignment_hook")
 """What refuses to let a module assign a buffer in a trace: capture follows such writes itself."""
+
 
 @contextlib.contextmanager
 def some_rows(may_be_taken: Callable[[str], bool]) -> Iterator[None]:
@@ -407,7 +412,8 @@ __all__ = [
     "has_kernel", "has_other_groups",
     "is_traceable_wrapper_subclass", "keeps_graph", "lazy_graph_modules", "local_tensor_mode",
     "make_wrapper_subclass",
-    "no_dispatch_modes", "options_of_compiler", "preserve_version_counter", "pytree", "reached", "safe_softmax",
+    "no_dispatch_modes", "options_of_compiler", "preserve_version_counter", "pytree", "reached",
+    "return_and_correct_aliasing", "safe_softmax",
     "timeout_of_world",
     "top_saved_tensors_hooks", "unset_fake_temporarily",
 ]  # fmt: skip

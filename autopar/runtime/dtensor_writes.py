@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.runtime.state import like
-from autopar.torch_private import DTENSOR_HANDLERS, DTensorSpec, TensorMeta, pytree
+from autopar.torch_private import DTENSOR_HANDLERS, DTensorSpec, TensorMeta, pytree, return_and_correct_aliasing
 
 _ATEN = torch.ops.aten
 ON_WHOLE = (
@@ -36,11 +36,14 @@ ON_WHOLE = (
     _ATEN.binary_cross_entropy_backward.default, _ATEN.convolution.default, _ATEN.convolution_backward.default,
     _ATEN.amax.default, _ATEN.amin.default, _ATEN.mse_loss.default, _ATEN.smooth_l1_loss.default,
     _ATEN.huber_loss.default, _ATEN.soft_margin_loss.default, _ATEN.binary_cross_entropy.default,
+    _ATEN.cumsum.default, _ATEN.cumprod.default, _ATEN.logcumsumexp.default, _ATEN.argmax.default,
+    _ATEN.argmin.default, _ATEN.select_backward.default, _ATEN.binary_cross_entropy_with_logits.default,
 )  # fmt: skip
 """Operators that torch's own strategies get wrong or refuse where the dim in question is cut.
 
 Gradients of losses that are means, for one, are means over the piece of a rank, and the losses means of such means,
-in which pieces that are not equally large count alike.
+in which pieces that are not equally large count alike. Of a dim that is counted from the end, which is cut, running
+sums are those of the pieces, and selections another one.
 """
 DRAWN = (
     _ATEN.normal_.default, _ATEN.uniform_.default, _ATEN.exponential_.default, _ATEN.geometric_.default,
@@ -51,7 +54,8 @@ DRAWN = (
 """Operators that draw random numbers whatever their first tensor holds."""
 DRAWN_OF_VALUES = (
     _ATEN.bernoulli.default, _ATEN.bernoulli.p, _ATEN.native_dropout.default, _ATEN.multinomial.default,
-    _ATEN.poisson.default, _ATEN.normal.Tensor_float, _ATEN.normal.float_Tensor, _ATEN.normal.Tensor_Tensor,
+    _ATEN.poisson.default, _ATEN.rrelu_with_noise.default, _ATEN.normal.Tensor_float, _ATEN.normal.float_Tensor,
+    _ATEN.normal.Tensor_Tensor,
 )  # fmt: skip
 """Operators that draw random numbers with the values of their tensors."""
 PENDING_ON_WHOLE = (_ATEN.fill_.Scalar,)
@@ -80,8 +84,9 @@ def _shares(view: Any, base: Any) -> bool:
 
 
 def take(tensor: Any, whole: torch.Tensor) -> None:
-    """Have a DTensor hold its piece of ``whole``; one that was still to be added up is whole afterwards."""
-    if any(p.is_partial() for p in tensor.placements):
+    """Have a DTensor hold its piece of ``whole``; one that was still to be added up, or has another shape, is whole
+    afterwards."""
+    if tensor.shape != whole.shape or any(p.is_partial() for p in tensor.placements):
         meta = TensorMeta(shape=whole.shape, stride=whole.stride(), dtype=whole.dtype)
         tensor._local_tensor = whole
         tensor._spec = DTensorSpec(tensor.device_mesh, (Replicate(),) * tensor.device_mesh.ndim, tensor_meta=meta)
@@ -116,6 +121,8 @@ def run_on_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: D
         for tensor in _written(op, args, kwargs):
             if isinstance(tensor, DTensor):
                 take(tensor, whole_of[id(tensor)])
+                if torch.Tag.inplace_view in op.tags:
+                    return return_and_correct_aliasing(op, args, kwargs, tensor)
                 written[id(whole_of[id(tensor)])] = tensor
                 if tensor._is_view():
                     written_through(tensor)

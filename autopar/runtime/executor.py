@@ -298,6 +298,11 @@ class ParallelModule(TakesRows, SpreadModule):
         return self._failures.during(where) if self._failures is not None else contextlib.nullcontext()
 
     def _call(self, call: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        if torch.jit.is_tracing():
+            raise RunError(
+                "torch.jit.trace of a parallel module: it computes with this rank's pieces and collectives; trace the "
+                "model itself, on one rank, with the weights that autopar.full_state_dict(pm) gives"
+            )
         stage, meeting = self._stage, self._meeting
         mixed = mixed_seed(self._seed, self._calls)
         self._calls = call

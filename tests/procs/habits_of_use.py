@@ -591,7 +591,9 @@ def losses_of_parameters() -> None:
         lambda w: f.cosine_similarity(w, target, dim=1).mean(), lambda w: torch.linalg.svdvals(w).sum(),
         lambda w: torch.cdist(w, target).mean(), lambda w: w[w > 0.1].sum(), lambda w: w.std() + w.var(0).sum(),
         lambda w: w.amax(), lambda w: w.amin(), lambda w: w.norm(float("inf")), lambda w: w.exp().sum(()),
-        lambda w: w.mean(()) + (w * torch.any(w.detach() > 0, dim=())).norm(),
+        lambda w: w.mean(()) + (w * torch.any(w.detach() > 0, dim=())).norm(), lambda w: w.cumsum(-1).norm(),
+        lambda w: (w.cumprod(-2) + w.logcumsumexp(-2)).norm(), lambda w: w.select(-1, 1).norm() + w.argmax(-2).sum(),
+        lambda w: f.binary_cross_entropy_with_logits(w[:, 1:], target[:, 1:].sigmoid()),
     ]  # fmt: skip
     mesh, drawn = device_mesh(TWO), torch.randn(8, 4)
     pair(Net(mse), batch())  # DTensors of this mesh are put right with a parallel module on it
@@ -603,6 +605,11 @@ def losses_of_parameters() -> None:
             for value in values:
                 value.backward()
             same(mine.grad, plain.grad)
+    target = torch.linspace(-1, 1, 25).reshape(5, 5)
+    for placement in (Shard(0), Shard(1)):  # pieces of 3 and of 2 rows: the mean of their means is another one
+        for function in (*functions[:5], lambda w: f.binary_cross_entropy_with_logits(w, target.sigmoid())):
+            mine = nn.Parameter(distribute_tensor(target * 2, mesh, [placement]))
+            same(function(mine).detach(), function(target * 2))
 
 
 @case

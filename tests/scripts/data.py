@@ -38,7 +38,8 @@ def results(folder: Path) -> None:
 def names(folder: Path) -> None:
     """270 names to learn from, so that the last of the batches of 100 is smaller, and 30 to test with."""
     drawn = random.Random(0)
-    lines = ("".join(drawn.choice("aeiou") + drawn.choice("bdlmn") for _ in range(drawn.randrange(1, 5))) for _ in range(300))
+    syllables = [a + b for a in "bdlmn" for b in "aeiou"]
+    lines = ("".join(drawn.choices(syllables, k=drawn.randrange(1, 5))) for _ in range(300))
     (folder / "names.txt").write_text("\n".join(lines), encoding="utf-8")
 
 

@@ -2,8 +2,8 @@
 
 ``NUMBERS`` is the file of this rank, one number a line. With ``READS`` of ``item`` they come in the order in which the
 script (or a file beside it) calls ``item()`` of a floating point tensor: losses and what it prints of them; with
-``any`` of any tensor: actions that were drawn, too. With ``log`` they are what a Trainer of transformers logs, without times: losses of training and validation, metrics, norms
-of gradients. ``CUT`` is an option that
+``any`` of any tensor: actions that were drawn, too. With ``log`` they are what a Trainer of transformers logs, without
+times: losses of training and validation, metrics, norms of gradients. ``CUT`` is an option that
 ``autopar.parallelize`` is told to take wherever an operator has it, such as ``b``; ``-`` leaves the choice to the plan.
 """
 

@@ -27,7 +27,7 @@ class _CartPole:
         return self.state.astype(np.float32), {}
 
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        x, speed, angle, turn = self.state
+        _, speed, angle, turn = self.state
         force = 10.0 if action else -10.0
         pushed = (force + 0.05 * turn**2 * math.sin(angle)) / 1.1
         turned = (9.8 * math.sin(angle) - math.cos(angle) * pushed) / (0.5 * (4 / 3 - 0.1 * math.cos(angle) ** 2 / 1.1))
