@@ -592,7 +592,8 @@ def losses_of_parameters() -> None:
         lambda w: torch.cdist(w, target).mean(), lambda w: w[w > 0.1].sum(), lambda w: w.std() + w.var(0).sum(),
         lambda w: w.amax(), lambda w: w.amin(), lambda w: w.norm(float("inf")), lambda w: w.exp().sum(()),
         lambda w: w.mean(()) + (w * torch.any(w.detach() > 0, dim=())).norm(), lambda w: w.cumsum(-1).norm(),
-        lambda w: (w.cumprod(-2) + w.logcumsumexp(-2)).norm(), lambda w: w.select(-1, 1).norm() + w.argmax(-2).sum(),
+        lambda w: (w.cumprod(-2) + w.logcumsumexp(-2)).norm(), lambda w: w.select(-1, 1).norm(),
+        lambda w: (w * w.argmax(-2, keepdim=True)).norm(),
         lambda w: f.binary_cross_entropy_with_logits(w[:, 1:], target[:, 1:].sigmoid()),
     ]  # fmt: skip
     mesh, drawn = device_mesh(TWO), torch.randn(8, 4)
