@@ -29,13 +29,14 @@ from autopar.runtime.submodules import (
     Elements,
     Part,
     check_conversion,
+    is_own,
+    own_tensors,
     place,
     plain_values,
     refuse_apply,
     refuse_replacing,
 )
 from autopar.runtime.values import assigned
-from autopar.torch_private import pytree
 
 EXTRA = "_extra_state"
 """Under which torch keeps what is no tensor of the model; checkpoints know it."""
@@ -68,6 +69,7 @@ class SpreadModule(Elements):
     _model_ref: Callable[[], torch.nn.Module | None]
     _model_class: type
     _model_values: dict[str, Any]
+    _model_tensors: frozenset[str] = frozenset()
     _model_keys: tuple[str, ...] = ()
     leads: bool | None = None
     """Of a pipeline, whether this rank is the first of its group; None where every rank has a part of everything."""
@@ -109,8 +111,7 @@ class SpreadModule(Elements):
             raise AttributeError(f"{type(self).__name__} has no '{name}', which is DistributedDataParallel's: {other}")
         model = self._model_ref()
         value = (self._model_values if model is None else vars(model)).get(name, raised)
-        leaves = pytree.tree_leaves(value)
-        if value is not raised and not any(isinstance(x, torch.Tensor | torch.nn.Module) for x in leaves):
+        if value is not raised and not is_own(name, value, self._model_tensors):
             return value
         if inspect.isroutine(inspect.getattr_static(kind, name, None)):
             return method_of(self, name, kind)
@@ -181,7 +182,7 @@ class SpreadModule(Elements):
         """Begin in the modes of the model and of its submodules."""
         self._mode = model.training
         self._model_ref, self._model_class, self._model_values = weakref.ref(model), type(model), plain_values(model)
-        self._model_keys = tuple(model._modules)
+        self._model_keys, self._model_tensors = tuple(model._modules), own_tensors(model)
         modules = dict(model.named_modules(remove_duplicate=False))
         shown = self._paths_of_parts(modules)
         first: dict[torch.nn.Module, Part] = {}

@@ -7,8 +7,10 @@ a program that was captured whole, so it is refused here.
 
 from __future__ import annotations
 
+import collections
 import functools
 import inspect
+import types
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -25,22 +27,55 @@ _OF_TORCH = frozenset(vars(torch.nn.Module()))
 """Attributes that torch keeps in every module: a part has its own."""
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 """Values that a part still knows when the model is gone, and so it does lists and other nests of them."""
-_NESTS = (tuple, list, dict)
+_NESTS = (tuple, list, set, frozenset, collections.deque)
 _BY_NAME = (torch.nn.ModuleDict, torch.nn.ParameterDict)
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.Sequential, torch.nn.ParameterList, *_BY_NAME)
 """torch's modules that are read as lists and dicts."""
 
-_STANDING = ("_part_class", "_part_module", "_part_values", "_part_trained", "_part_keys", "training")
+_STANDING = ("_part_class", "_part_module", "_part_values", "_part_tensors", "_part_trained", "_part_keys", "training")
 """What a part knows of its submodule."""
 
 
 def plain_values(module: torch.nn.Module) -> dict[str, Any]:
     """A module's attributes that hold numbers, names and nests of them, and nothing that would keep the model alive."""
-    return {
-        name: value for name, value in vars(module).items()
-        if name not in _OF_TORCH and isinstance(value, (*_SIMPLE, *_NESTS))
-        and all(isinstance(leaf, _SIMPLE) for leaf in pytree.tree_leaves(value))
-    }  # fmt: skip
+    return {name: value for name, value in vars(module).items() if name not in _OF_TORCH and _is_plain(value, set())}
+
+
+def _is_plain(value: Any, seen: set[int]) -> bool:
+    """Whether a value consists of numbers and names: nests of them, and objects such as configs."""
+    if isinstance(value, _SIMPLE):
+        return True
+    if id(value) in seen:
+        return True
+    seen.add(id(value))
+    if isinstance(value, dict):
+        return all(_is_plain(inner, seen) for pair in value.items() for inner in pair)
+    if isinstance(value, _NESTS):
+        return all(_is_plain(inner, seen) for inner in value)
+    if callable(value) or isinstance(value, torch.Tensor | torch.nn.Module | types.ModuleType):
+        return False
+    return hasattr(value, "__dict__") and _is_plain(vars(value), seen)
+
+
+def own_tensors(module: torch.nn.Module) -> frozenset[str]:
+    """A module's attributes beside parameters, buffers and modules that hold such or plain tensors.
+
+    What others hold later was put there by a script, such as the outputs of a step in a list.
+    """
+    return frozenset(name for name, value in vars(module).items() if _holds(value, torch.Tensor, torch.nn.Module))
+
+
+def _holds(value: Any, *kinds: type) -> bool:
+    return any(isinstance(leaf, kinds) for leaf in pytree.tree_leaves(value))
+
+
+def is_own(name: str, value: Any, of_model: frozenset[str]) -> bool:
+    """Whether an attribute is one that a program does not share with its model: tensors, parameters, modules.
+
+    Args:
+        of_model: what :func:`own_tensors` gave when the program was made.
+    """
+    return _holds(value, *((torch.Tensor,) if name in of_model else ()), torch.nn.Parameter, torch.nn.Module)
 
 
 def refuse_replacing(module: torch.nn.Module, name: str, value: Any) -> None:
@@ -127,7 +162,8 @@ class Part(Elements):
             return
         self.__dict__.update(
             _stands_for=(weakref.ref(whole), path), _part_class=type(module), _part_module=weakref.ref(module),
-            _part_values=plain_values(module), _part_trained=trained, training=module.training,
+            _part_values=plain_values(module), _part_tensors=own_tensors(module), _part_trained=trained,
+            training=module.training,
             _part_keys=tuple(module._modules or module._parameters),
         )  # fmt: skip
 
@@ -165,8 +201,7 @@ class Part(Elements):
             if isinstance(value, staticmethod | classmethod) or inspect.isroutine(value):
                 return functools.partial(_refuse_method, path, kind.__name__, name)
             value = missing if hasattr(value, "__get__") else value  # a property may compute from the model's weights
-        of_model = (torch.Tensor, torch.nn.Module)
-        if value is missing or any(isinstance(leaf, of_model) for leaf in pytree.tree_leaves(value)):
+        if value is missing or is_own(name, value, self.__dict__["_part_tensors"]):
             raise AttributeError(
                 f"'{path}' of a parallel module, which stands for a {kind.__name__}, has no attribute '{name}': it has "
                 "the parameters and buffers that this rank holds, and plain attributes of the module as long as the "
@@ -350,4 +385,7 @@ def check_conversion(fn: Any, tensors: list[torch.Tensor], device: torch.device)
             )
 
 
-__all__ = ["Elements", "Part", "check_conversion", "place", "plain_values", "refuse_apply", "refuse_replacing"]
+__all__ = [
+    "Elements", "Part", "check_conversion", "is_own", "own_tensors", "place", "plain_values", "refuse_apply",
+    "refuse_replacing",
+]  # fmt: skip

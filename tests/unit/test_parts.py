@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import gc
+import types
 from typing import Any
 
 import pytest
@@ -119,6 +121,33 @@ def test_lists_and_dicts_of_modules_are_read() -> None:
         pm(X, 0.7)
     pm = autopar.parallelize(Lists(), 1, (X, torch.tensor(0.5)))
     assert pm(X, torch.tensor(0.7)) != pm(X, torch.tensor(0.5))
+
+
+class Policy(Net):
+    """Keeps what happened in an episode, and a config, as scripts of reinforcement learning do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.saved: list[torch.Tensor] = []
+        self.held = [torch.ones(1)]
+        self.config = types.SimpleNamespace(width=4, names={"a"}, queue=collections.deque([1]))
+        self.config.itself = self.config
+
+
+def test_what_a_script_puts_into_lists_of_the_model_is_read() -> None:
+    kept = Policy()
+    for model in (kept, Policy()):
+        pm: Any = autopar.parallelize(model, 1, (X,))
+        model = None  # type: ignore[assignment]
+        gc.collect()  # the second model is gone
+        for _ in range(2):
+            pm.saved.append(pm(X))
+        assert len(pm.saved) == 2 and pm.saved[0].requires_grad and pm.config.width == 4
+        copy.deepcopy(pm).config.queue.append(2)
+        del pm.saved[:]
+        assert pm.saved == []
+        with pytest.raises(AttributeError, match="no attribute 'held'"):
+            print(pm.held)
 
 
 def test_a_model_that_is_a_sequence_is_read_as_one() -> None:
