@@ -164,6 +164,10 @@ FLEX_NAMES = FlexNames()
 """Flex attention runs as plain operators while these are exchanged."""
 
 
+VARLEN_OPERATOR = ("torch_attn", "_varlen_attn")
+"""Namespace and name of the operator that ``torch.nn.attention.varlen.varlen_attn`` calls, once that is imported."""
+
+
 def compiled_functions_run_as_they_are() -> contextlib.AbstractContextManager[Any]:
     """In here what a model calls as ``torch.compile(function)`` is the function, while a trace goes on."""
     config: Any = importlib.import_module("torch._dynamo.config")
@@ -399,7 +403,7 @@ __all__ = [
     "OPTIMIZER_STATES",
     "PLAIN_BESIDE_DTENSOR",
     "STATE_DICT_OPTIONS", "TENSOR_LIST_CHECK",
-    "TOTAL_NORM",
+    "TOTAL_NORM", "VARLEN_OPERATOR",
     "AttributeProxy", "BackwardHookFunction", "DTensorSpec", "DisableTorchFunction", "DisableTorchFunctionSubclass",
     "FakeTensor", "FakeTensorMode", "LocalIntNode", "LocalTensor", "LocalTensorMode", "ModuleStackTracer", "Namespace",
     "NormPartial", "OpOverload", "OpOverloadPacket", "OpSchema", "OpStrategy", "Replaceable", "SingleLevelFunction",

@@ -51,6 +51,7 @@ from autopar.capture.layouts import check_dense
 from autopar.capture.losses import check_loss
 from autopar.capture.python.guards import Guards
 from autopar.capture.recorded import traced
+from autopar.capture.trace.varlen import varlen_attention_in_plain_operators
 from autopar.collection import uncollected
 from autopar.errors import CaptureError
 from autopar.graph import Graph
@@ -172,7 +173,8 @@ def capture(
     if loss_fn is not None or precision is not None:
         module, args, prefix = WithLoss(model, loss_fn, len(args), precision), (*args, *targets), "model."
     args, kwargs = _without_aliases((tuple(args), kwargs))
-    with uncollected(), precision.of_model(model) if precision is not None else contextlib.nullcontext():
+    in_precision = precision.of_model(model) if precision is not None else contextlib.nullcontext()
+    with uncollected(), varlen_attention_in_plain_operators(), in_precision:
         ways, (guards, exported, builder, (graph, user_inputs)) = followed(
             lambda: traced(module, args, kwargs, prefix, loss_fn), lambda: ways_of(module, args, kwargs)
         )

@@ -13,6 +13,7 @@ from autopar.autocasting import without_autocast
 from autopar.capture import Captured, WithLoss
 from autopar.capture.python.restoring import generators_kept, kept, same_draws
 from autopar.capture.trace.flex import flex_attention_in_plain_operators
+from autopar.capture.trace.varlen import varlen_attention_in_plain_operators
 from autopar.comparison.relative import Ran, is_tensor
 from autopar.graph import Graph, Ref
 from autopar.lower.emit import lower
@@ -59,8 +60,10 @@ class Sides:
         args, kwargs = pytree.tree_unflatten(list(leaves), self.captured.in_spec)
         n = len(self.args)
         on_cuda = any(is_tensor(x) and x.is_cuda for x in (*self.named.values(), *leaves))
-        # elsewhere torch has no backward of flex attention
-        with contextlib.nullcontext() if on_cuda else flex_attention_in_plain_operators():
+        with contextlib.ExitStack() as stack:
+            if not on_cuda:  # elsewhere torch has no backward of flex attention, and nothing of varlen_attn
+                stack.enter_context(flex_attention_in_plain_operators())
+                stack.enter_context(varlen_attention_in_plain_operators())
             return WithLoss(self.model, self.loss_fn, n, self.captured.graph.precision)(*args, **kwargs)
 
     def _now(self) -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@
 :mod:`.recurrent`     stacks of LSTM, GRU and RNN, layer by layer; :mod:`.transcripts`: CTC
 :mod:`.bags`          bags of embeddings that are as long as each other: lookups, and their sum
 :mod:`.flex`          ``flex_attention``: causal, or with the mask and the scores that its functions make
+:mod:`.varlen`        ``varlen_attn``: documents packed into one row
 :mod:`.seeding`       random numbers from generators of the model's own are refused; :mod:`.memos` are forgotten
 ===================== ==============================================================================================
 """
