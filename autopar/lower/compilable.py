@@ -5,6 +5,11 @@ stand, and AOTAutograd, which runs them on tensors without values, sees the oper
 collectives that they consist of, forward and backward. Memory that is given up and made again has no hooks there. What
 is recomputed, gathered again or gathered for one use is marked as such, and the compiler's partitioner does it.
 
+Ranks whose pieces are unequal have graphs that differ, of which the compiler's partitioner may decide otherwise what is
+made again. Collectives are among that only where they are marked. So what a segment gives, on which the next one begins,
+is kept by an operator of its own (:func:`_kept`): what a backward makes again begins at the same place on all ranks,
+and its collectives come in one order.
+
 What runs code that the compiler must not see stays outside: it breaks the graph (:func:`breaks`).
 """
 
@@ -28,8 +33,21 @@ from autopar.rules.branch import branch
 from autopar.rules.distributed import length_of
 from autopar.rules.expert_block import travelling_block
 from autopar.rules.function import Callee
+from autopar.torch_private import pytree
 
 _BRANCH = torch.ops.autopar.branch.default
+_library = torch.library.Library("autopar", "FRAGMENT")
+_library.define("kept(Tensor x) -> Tensor")
+
+
+@torch.library.impl(_library, "kept", "CompositeExplicitAutograd")  # type: ignore[untyped-decorator]
+def _kept(x: torch.Tensor) -> torch.Tensor:
+    """A copy, by an operator that no compiler takes for one that may be run again in place of keeping its result."""
+    return x.clone()
+
+
+torch.library.register_fake("autopar::kept", lambda x: torch.empty_like(x), lib=_library)
+torch.library.register_autograd("autopar::kept", lambda ctx, grad: grad, lib=_library)
 Gather = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """``gather(leaf, piece)``: the values that a program reads of a parameter, whose gradient is that of the leaf."""
 
@@ -43,6 +61,13 @@ class Recomputed(torch.nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         return checkpoint(self.inner, *inputs, use_reentrant=False)
+
+
+class RecomputedSegment(Recomputed):
+    """The same; what ``inner`` gives is kept, where others read it."""
+
+    def forward(self, *inputs: Any) -> Any:
+        return pytree.tree_map_only(torch.Tensor, torch.ops.autopar.kept, super().forward(*inputs))
 
 
 def compilable(program: Program, gathers: Mapping[str, Gather]) -> torch.fx.GraphModule:
@@ -84,7 +109,7 @@ def compilable(program: Program, gathers: Mapping[str, Gather]) -> torch.fx.Grap
             graph.erase_node(node)
     graph.lint()
     flat = torch.fx.GraphModule(root, graph, class_name="CompilableProgram")
-    module = with_segments(flat, lambda inner, *_: Recomputed(inner))
+    module = with_segments(flat, lambda inner, *_: RecomputedSegment(inner))
     for part in module.modules():
         for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
             if node.op == "call_function" and _is_ours(node.target):

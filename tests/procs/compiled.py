@@ -11,6 +11,7 @@ from procs.cases import whole
 from procs.habits import difference
 from torch import nn
 from torch._dynamo.utils import counters as compile_counters
+from torch._inductor.compile_fx import compile_fx
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
@@ -59,6 +60,37 @@ def batch(rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(rows, 6, generator=generator).double(), torch.randint(0, 5, (rows,), generator=generator)
 
 
+AS_INDUCTOR = "inductor's graphs"
+"""Names a backend: what inductor makes kernels of is run operator by operator."""
+_collectives: list[list[str]] = []
+"""Those of each graph that :data:`AS_INDUCTOR` made here, in their order."""
+
+
+def run_inductors_graphs(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+    """A backend that has inductor's decompositions and passes and its partition into forward and backward, and no
+    kernels, which a compiler takes minutes for."""
+
+    def run_operators(graph: torch.fx.GraphModule, example_inputs: Any, **_: Any) -> Any:
+        found = [n for n in graph.graph.nodes if "_c10d_functional" in str(n.target) and "wait" not in str(n.target)]
+        _collectives.append([f"{node.target} gives {tuple(node.meta['val'].shape)}" for node in found])
+
+        def run(args: Any) -> Any:
+            return torch.fx.Interpreter(graph).boxed_run([*args])
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    return compile_fx(gm, inputs, inner_compile=run_operators)
+
+
+def check_order() -> None:
+    """All ranks have compiled graphs with the same collectives in the same order, or they would wait for each other."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, _collectives)
+    assert all(of_rank == everyone[0] for of_rank in everyone), everyone
+    _collectives.clear()
+
+
 def counts() -> tuple[int, int]:
     """Breaks of graphs, and graphs, since the last call."""
     both = sum(compile_counters["graph_break"].values()), compile_counters["stats"]["unique_graphs"]
@@ -81,8 +113,11 @@ def step(pm: Any, rows: int) -> list[torch.Tensor]:
     return [loss.detach(), out.detach(), *(whole(p.grad).clone() for p in pm.parameters() if p.grad is not None)]
 
 
-def differences(cut: str | None, backend: str) -> tuple[float, list[tuple[int, int]]]:
+def differences(cut: str | None, backend: Any, steps_alone: bool = False) -> tuple[float, list[tuple[int, int]]]:
     """Steps, another number of rows, a frozen parameter and eval mode, compiled as one graph and not compiled.
+
+    Args:
+        steps_alone: two steps of one shape, and no more.
 
     Returns:
         the worst difference, and breaks and graphs of each part.
@@ -91,6 +126,8 @@ def differences(cut: str | None, backend: str) -> tuple[float, list[tuple[int, i
     pm = spread(cut)
     plain = copy.deepcopy(pm)
     through: Any = pm
+    if backend == AS_INDUCTOR:
+        backend = run_inductors_graphs
     if cut in AROUND:
         through = torch.compile(pm, backend=backend, fullgraph=True)
     else:
@@ -106,6 +143,8 @@ def differences(cut: str | None, backend: str) -> tuple[float, list[tuple[int, i
 
     compare(lambda m: step(m, 8))
     compare(lambda m: step(m, 8))
+    if steps_alone:
+        return worst, parts
     compare(lambda m: step(m, 5))
     for m in (pm, plain):
         m.blocks[0].up.weight.requires_grad_(False)
@@ -118,8 +157,12 @@ def differences(cut: str | None, backend: str) -> tuple[float, list[tuple[int, i
     return worst, parts
 
 
-def of_all(cuts: list[str], backend: str) -> list[tuple[float, list[tuple[int, int]]]]:
-    return [differences(cut, backend) for cut in cuts]
+def of_all(cuts: list[str], backend: str, steps_alone: bool = False) -> list[tuple[float, list[tuple[int, int]]]]:
+    found = []
+    for cut in cuts:
+        found.append(differences(cut, backend, steps_alone))
+        check_order()
+    return found
 
 
 def in_stages(schedule: str, backend: str) -> tuple[float, tuple[int, int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from procs.compiled import CUTS, differences, in_stages, of_all
+from procs.compiled import AS_INDUCTOR, CUTS, differences, in_stages, of_all
 from procs.compiled_features import features
 
 from autopar.runtime.launch import run_local
@@ -12,26 +12,33 @@ PARTS = [(0, 1), (0, 0), (0, 1), (0, 1), (0, 1), (0, 0)]
 """Breaks and graphs: of the first step, another one, one with other rows, with a frozen parameter, in eval mode."""
 
 
-def on_two_ranks(cuts: list[str], backend: str, seconds: float = 500) -> None:
+def on_two_ranks(cuts: list[str], backend: str, seconds: float = 500, steps_alone: bool = False) -> None:
     """In one start of the ranks: they take longer to start than the compiler takes."""
-    for of_cuts in run_local(of_all, 2, cuts, backend, timeout=seconds):
+    for of_cuts in run_local(of_all, 2, cuts, backend, steps_alone, timeout=seconds):
         for worst, parts in of_cuts:
-            assert worst < 1e-12 and parts == PARTS
+            assert worst < 1e-12 and parts == (PARTS[:2] if steps_alone else PARTS)
 
 
 def test_one_graph_on_two_ranks():
-    on_two_ranks(["tensor", "zero again"], "aot_eager")
+    on_two_ranks(["tensor"], "aot_eager")
+
+
+def test_inductors_graphs_on_two_ranks():
+    """Five rows on two ranks: graphs differ, and their collectives come in one order."""
+    on_two_ranks(["zero again"], AS_INDUCTOR)
 
 
 @pytest.mark.slow
-def test_one_graph_of_other_cuts():
-    on_two_ranks(["again", "zero", "data", "uneven"], "aot_eager")
+@pytest.mark.parametrize("backend", ["aot_eager", AS_INDUCTOR])
+def test_one_graph_of_other_cuts(backend: str):
+    on_two_ranks(["again", "zero", "data", "uneven", "zero again" if backend == "aot_eager" else "tensor"], backend)
 
 
 @pytest.mark.slow  # gcc compiles each kernel: minutes, where the machine has other work
 @pytest.mark.parametrize("cut", CUTS)
 def test_kernels_of_inductor_on_two_ranks(cut: str):
-    on_two_ranks([cut], "inductor", 1500)
+    """Of one shape: that graphs of others, frozen parameters and eval mode are right is shown without kernels."""
+    on_two_ranks([cut], "inductor", 1500, steps_alone=True)
 
 
 @pytest.mark.slow
