@@ -6,9 +6,9 @@ collectives that they consist of, forward and backward. Memory that is given up 
 is recomputed, gathered again or gathered for one use is marked as such, and the compiler's partitioner does it.
 
 Ranks whose pieces are unequal have graphs that differ, of which the compiler's partitioner may decide otherwise what is
-made again. Collectives are among that only where they are marked. So what a segment gives, on which the next one begins,
-is kept by an operator of its own (:func:`_kept`): what a backward makes again begins at the same place on all ranks,
-and its collectives come in one order.
+made again. Collectives are among that only where they are marked. So what a segment gives, on which the next one
+begins, is kept by an operator of its own (:func:`_kept`): what a backward makes again begins at the same place on all
+ranks, and its collectives come in one order.
 
 What runs code that the compiler must not see stays outside: it breaks the graph (:func:`breaks`).
 """
