@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf
+from math import inf, log2
 
 from autopar.collection import uncollected
 from autopar.errors import PlanError
@@ -50,6 +50,9 @@ INTERRUPTED = "the search was interrupted: this is the best plan so far"
 BESIDE = 1.1
 """On more than :data:`SMALL` devices, one group is planned exactly where its estimate is within this factor of the
 best: that is done in a second or two."""
+DEVICES_A_MICROBATCH = 128
+"""On more than :data:`SMALL` devices, the search starts from the number of microbatches with which so many devices get
+one row each time: such as the group of a pipeline of 16 with tensor parallelism over 8, of which each row has one."""
 NUMBERS = 4
 """Numbers of microbatches of which the best few ways are planned exactly; of the best two, all that are near."""
 
@@ -185,9 +188,9 @@ class _Numbers:
     def look(self) -> None:
         """Look at all numbers that may be best.
 
-        It starts from the middle, where a good plan is expected, so that others can be left alone, and goes on in both
-        directions to the ends, or until :data:`WORSE` numbers in a row are far from the best. A small model on many
-        devices starts from the fewest.
+        It starts where a good plan is expected, so that others can be left alone, and goes on in both directions to the
+        ends, or until :data:`WORSE` numbers in a row are far from the best. A small model on many devices starts from
+        the fewest.
         """
         if len(self.searches) == 1 or self.searches[0].asked.starts is not None:
             for search in self.searches:
@@ -198,16 +201,24 @@ class _Numbers:
             decided = BlockPlans()
             for search in self.searches:
                 search.decided = decided
-        middle = len(self.searches) // 2
-        if not self.few and self.searches[middle].launches_most():
-            middle = 0  # a second microbatch launches everything once more
-        for order in (range(middle, len(self.searches)), range(middle - 1, -1, -1)):
+        start = len(self.searches) // 2
+        if not self.few:
+            # a second microbatch launches everything once more
+            start = 0 if self.searches[start].launches_most() else self._likely_best()
+        for order in (range(start, len(self.searches)), range(start - 1, -1, -1)):
             worse = 0
             for number in order:
                 worse = 0 if self._look_at(number) else worse + 1
                 if worse == WORSE and not self.few:
                     break
         self._look_deeper()
+
+    def _likely_best(self) -> int:
+        """The number of microbatches of which :data:`DEVICES_A_MICROBATCH` have one row each time, where the largest
+        number has microbatches of one row."""
+        numbers = [search.asked.microbatches for search in self.searches]
+        wanted = log2(numbers[-1] * DEVICES_A_MICROBATCH / self.searches[0].n_devices)
+        return min(range(len(numbers)), key=lambda k: abs(log2(numbers[k]) - wanted))
 
     def _look_deeper(self) -> None:
         """Look at meshes of more axes for the number of microbatches and of groups that is best so far."""
