@@ -20,7 +20,7 @@ from autopar.errors import AutoparError
 from autopar.integrations.first_call import ParallelOnFirstCall
 from autopar.integrations.one_process import as_one_process
 from autopar.runtime.checkpoint import full_state_dict
-from autopar.runtime.checkpoint_folder import generators, set_generators
+from autopar.runtime.generator_states import generators, set_generators
 from autopar.runtime.saving import save
 
 STATE = "autopar_state.pt"

@@ -63,7 +63,8 @@ Ranks together
 :mod:`.failures`         a step that breaks on one rank; :mod:`.presence`: one that ends within ``parallelize``
 :mod:`.store_meeting`    ranks tell each other through the store; :mod:`.ended`: that they have ended
 :mod:`.checkpoint`       whole state dicts; :mod:`.saving`: into one file, as a script of one device does;
-                         :mod:`.checkpoint_folder`: a run on disk, whole at any moment;
+                         :mod:`.checkpoint_folder`: a run on disk, whole at any moment, with
+                         :mod:`.generator_states`, in :mod:`.durable_files`;
                          :mod:`.safetensors_folder`: weights as others publish them, in :mod:`.safetensors_files`;
                          :mod:`.optimizers`: those made before, :mod:`.optimizer_state`: as one
                          device has it; :mod:`.init`: models without values

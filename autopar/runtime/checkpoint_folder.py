@@ -12,16 +12,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import re
 import shutil
-import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +34,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 from autopar.errors import RunError, first_few
 from autopar.runtime.agree import everywhere, share
+from autopar.runtime.durable_files import on_disk, sync_folder
+from autopar.runtime.generator_states import generators, set_generators
 from autopar.runtime.groups import group_of_members
 from autopar.runtime.spread import EXTRA, SpreadModule
 from autopar.runtime.store_meeting import looks, said_by
@@ -161,11 +161,11 @@ class Checkpoint:
         manifest = {"format": FORMAT, "step": step, "ranks": len(self.ranks), "others": sorted(self.others)}
         with on_disk(unfinished / MANIFEST) as file:
             file.write(json.dumps(manifest).encode())
-        _sync_folder(unfinished)
+        sync_folder(unfinished)
         if target.exists():
             target.rename(self.folder / f".removed-{target.name}-{_number()}")
         unfinished.rename(target)
-        _sync_folder(self.folder)
+        sync_folder(self.folder)
         self._tidy()
 
     def _tidy(self) -> None:
@@ -370,24 +370,6 @@ def _number() -> str:
     return f"{os.getpid()}-{time.time_ns():x}-{_saves}"
 
 
-@contextlib.contextmanager
-def on_disk(path: Path) -> Iterator[BinaryIO]:
-    """A new file whose bytes are on the disk at the end."""
-    with path.open("wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    """Have the names in a folder be on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _cause(error: BaseException) -> str:
     """What went wrong, of the errors that the ranks of a collective save or load report together."""
     failures = getattr(error, "failures", None)
@@ -397,29 +379,4 @@ def _cause(error: BaseException) -> str:
     return str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
 
 
-def generators() -> dict[str, Any]:
-    """The states of the generators of Python, numpy (where it is used) and torch, as tensors and plain values."""
-    version, internal, gauss = random.getstate()
-    states: dict[str, Any] = {"python": [version, list(internal), gauss], "torch": torch.get_rng_state()}
-    if "numpy" in sys.modules:
-        kind, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
-        states["numpy"] = [kind, keys.tolist(), int(position), int(has_gauss), float(cached)]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def set_generators(states: Mapping[str, Any]) -> None:
-    """What :func:`generators` gave."""
-    version, internal, gauss = states["python"]
-    random.setstate((version, tuple(internal), gauss))
-    torch.set_rng_state(states["torch"])
-    if "numpy" in states and "numpy" in sys.modules:
-        kind, keys, *rest = states["numpy"]
-        numpy = sys.modules["numpy"]
-        numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
-
-
-__all__ = ["Checkpoint", "generators", "on_disk", "set_generators"]
+__all__ = ["Checkpoint"]

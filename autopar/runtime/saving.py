@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import RunError
 from autopar.runtime.agree import everywhere
 from autopar.runtime.checkpoint import OnFirstRank, full_state_dict
-from autopar.runtime.checkpoint_folder import on_disk
 from autopar.runtime.dtensor_fixes import meet_at
+from autopar.runtime.durable_files import on_disk
 from autopar.runtime.spread import EXTRA, SpreadModule
 
 
