@@ -157,6 +157,18 @@ def index_on(axis: str) -> Any:
     return torch.SymInt(LocalIntNode({rank: number[rank] for rank in mode.ranks}))
 
 
+def for_each(axis: str, value: Callable[[int], int]) -> Any:
+    """``value`` of this rank's number on an axis of the ambient mesh; in a process that plays many ranks, one for each;
+    in a trial that of the first."""
+    if in_trial():
+        return value(0)
+    group, mode = group_of_axis(axis), local_tensor_mode()
+    if mode is None:
+        return value(dist.get_rank(group))
+    numbers = {rank: k for ranks in _groups_like(group) for k, rank in enumerate(ranks)}
+    return torch.SymInt(LocalIntNode({rank: value(numbers[rank]) for rank in mode.ranks}))
+
+
 def _groups_like(group: Any) -> list[list[int]]:
     """The ranks of this process group and of its siblings, of which a process that plays many ranks knows one only."""
     ranks = dist.get_process_group_ranks(group)

@@ -8,7 +8,9 @@ On one device it is the sequence of these operators. Its reason are the ways to 
 * ``s``: every rank has all experts and computes its rows;
 * ``e``: every rank has some experts and all rows, and a term of the result, which is zero for rows of other experts;
 * ``travel``: every rank has some experts and some rows; rows travel to their expert and back, once each way
-  (:mod:`autopar.rules.travelling`).
+  (:mod:`autopar.rules.travelling`);
+* ``ffn``: every rank has the same piece of the features between the products (:mod:`autopar.rules.expert_features`), of
+  all its experts, and a term of the result; also beside ``e`` or ``travel`` on other axes.
 
 Capture finds such blocks (:mod:`autopar.capture.graph.expert_blocks`) and writes the program down as text, so that a
 plan, a fingerprint and a printed program have it like any other argument.
@@ -27,12 +29,15 @@ import spmd_types as spmd
 import torch
 
 from autopar.load_shares import way_to_busiest
+from autopar.placements import PENDING, REPLICATED, Placement, shard
 from autopar.rules.distributed import axes_of, first, n_pieces, pending
+from autopar.rules.expert_features import SPLIT, features_of
 from autopar.rules.experts import EXPERTS, most_rows
 from autopar.rules.local import resolve
 from autopar.rules.notation import Comm, Lowering, Rule, line
 from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, rule, sample
+from autopar.rules.stacked_columns import own_parts
 from autopar.rules.travelling import Trip, untyped
 
 BLOCK = "autopar.expert_block.default"
@@ -106,7 +111,7 @@ def in_double_precision(text: str) -> str:
     return text
 
 
-def computed(tensors: Sequence[torch.Tensor], body: Body) -> torch.Tensor:
+def computed(tensors: Sequence[torch.Tensor], body: Body, axis: str | None = None) -> torch.Tensor:
     """What a block computes, [rows features]: rows are brought in the order of their experts once, and back.
 
     Args:
@@ -128,7 +133,10 @@ def computed(tensors: Sequence[torch.Tensor], body: Body) -> torch.Tensor:
         return type(x)(map(value, x)) if isinstance(x, (list, tuple)) else x
 
     for target, args, kwargs in body.steps:
-        if target == EXPERTS:
+        if target == SPLIT and (x := value(args[0])).shape[args[2]] != sum(args[1]):
+            assert axis is not None
+            values.append(own_parts(x, len(args[1]), args[2] % x.dim(), axis))
+        elif target == EXPERTS:
             rows, weight, _ = args
             values.append(torch.ops.autopar.expert_linear_in_order(value(rows), value(weight), ends))
         else:
@@ -143,13 +151,35 @@ _library.impl("expert_block", lambda tensors, body: computed(tensors, body_of(bo
 
 def own_experts_block(tensors: Any, body: str, *, cut: Any, sizes: Any = None, load: Any = ()) -> torch.Tensor:
     """With the experts cut: rows of another rank's experts are zeros, and the sum is pending."""
-    program, given = body_of(body), list(tensors)
+    if FFN in cut and spmd.is_type_checking():
+        with spmd.no_typecheck():
+            made = _of_own_experts(tensors, body, cut, sizes)
+        made = untyped(_multiplied(tensors), made)
+    else:
+        made = _of_own_experts(tensors, body, cut, sizes)
+    return pending(made, axes_of(cut, "e", FFN))
+
+
+def _of_own_experts(tensors: Any, body: str, cut: Any, sizes: Any) -> torch.Tensor:
+    program, given, axis = body_of(body), list(tensors), _axis_of_features(cut)
+    if "e" not in cut:
+        return computed(given, program, axis)
     weight = given[program.roles.index(EXPERT)]
     local = given[-1] - first(cut, sizes, "e", weight, 0)
     mine = (local >= 0) & (local < weight.shape[0])
-    made = computed([*given[:-1], local], program)
-    made = torch.where(mine.reshape(-1, *[1] * (made.dim() - 1)), made, 0)
-    return pending(made, axes_of(cut, "e"))
+    made = computed([*given[:-1], local], program, axis)
+    return torch.where(mine.reshape(-1, *[1] * (made.dim() - 1)), made, 0)
+
+
+def _axis_of_features(cut: Any) -> str | None:
+    """The axis along which features are exchanged, if any cuts them."""
+    return next(iter(axes_of(cut, FFN)), None)
+
+
+def _multiplied(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors of a block that the result is a product of: terms of a sum are added to it."""
+    floats = [x for x in tensors if x.is_floating_point()]
+    return [x for x in floats if spmd.P not in spmd.get_local_type(x).values()]
 
 
 def travelling_block(tensors: Any, body: str, *, cut: Any, sizes: Any = None, load: Any = ()) -> torch.Tensor:
@@ -161,7 +191,7 @@ def travelling_block(tensors: Any, body: str, *, cut: Any, sizes: Any = None, lo
     if spmd.is_type_checking():
         with spmd.no_typecheck():
             made = _travelled(tensors, body, cut, load)
-        return untyped([x for x in tensors if x.is_floating_point()], made)
+        return pending(untyped(_multiplied(tensors), made), axes_of(cut, FFN))
     return _travelled(tensors, body, cut, load)
 
 
@@ -176,13 +206,13 @@ def _travelled(tensors: Any, body: str, cut: Any, load: Any) -> torch.Tensor:
         given = [trip.there(x) if role == ROW else x for x, role in zip(given, program.roles, strict=True)]
         expert, n_experts = trip.expert, n_experts // n_pieces([axis])
         trips.append(trip)
-    made = computed([*given, expert], program)
+    made = computed([*given, expert], program, _axis_of_features(cut))
     for trip in reversed(trips):
         made = trip.back(made)
     return made
 
 
-TRAVEL = "travel"
+TRAVEL, FFN, COLUMNS = "travel", "ffn", "columns"
 
 _SAMPLE = Body(
     (ROW, EXPERT, EXPERT),
@@ -193,12 +223,26 @@ _SAMPLE = Body(
     ),
 ).text
 
+_GATED = Body(
+    (ROW, EXPERT, EXPERT, EXPERT),
+    (
+        (EXPERTS, (Value(0), Value(1), Value(4)), {}),
+        (SPLIT, (Value(5), [4, 4], 1), {}),
+        ("aten.silu.default", (Value(6),), {}),
+        ("aten.mul.Tensor", (Value(7), Value(6, 1)), {}),
+        (EXPERTS, (Value(8), Value(2), Value(4)), {}),
+        ("aten.embedding.default", (Value(3), Value(4)), {}),
+        ("aten.add.Tensor", (Value(9), Value(10)), {}),
+    ),
+).text
+
 
 @rule(
     BLOCK,
     samples=[
         sample([T((8, 4)), T((4, 4, 6)), T((4, 6, 2)), T((8,), "int64", 4)], _SAMPLE),
         sample([T((12, 4)), T((6, 4, 2)), T((6, 2, 4)), T((12,), "int64", 2)], _SAMPLE),
+        sample([T((8, 4)), T((4, 4, 8)), T((4, 4, 2)), T((4, 2)), T((8,), "int64", 4)], _GATED),
     ],
 )  # fmt: skip
 def expert_block(call: Call) -> Rule:
@@ -208,12 +252,13 @@ def expert_block(call: Call) -> Rule:
     terms, whole, arrivals = [], [], []
     for k, (spec, role) in enumerate(zip(call.ins, (*program.roles, ROW), strict=True)):
         lead = {ROW: ["s"], EXPERT: ["e"], COMMON: []}[role]
-        features = [f"f{k}{d}" for d in range(len(spec.shape) - len(lead))]
-        terms.append([*lead, *features])
-        whole += features
+        own = [f"f{k}{d}" for d in range(len(spec.shape) - len(lead))]
+        terms.append([*lead, *own])
+        whole += own
         if role == ROW and k < len(program.roles):
-            arrivals.append((("s", *features), spec.item_bytes, spec.is_float))
+            arrivals.append((("s", *own), spec.item_bytes, spec.is_float))
     results = [f"o{d}" for d in range(1, len(call.out.shape))]
+    features = features_of(program.steps, call.ins)
     text = ", ".join(" ".join(term) for term in terms) + " -> " + " ".join(["s", *results])
     comm = [Comm(TRAVEL, "all_to_all", ("e",), 8)]
     for over, item_bytes, _ in arrivals:
@@ -224,20 +269,39 @@ def expert_block(call: Call) -> Rule:
         Comm(TRAVEL, "all_to_all", over, item_bytes, backward=True, load=call.load)
         for over, item_bytes, is_float in arrivals if is_float
     ]  # fmt: skip
+    sizes, together, states = {TRAVEL: experts}, {TRAVEL: frozenset("se")}, dict[str, tuple[Placement, ...]]()
+    exchanges: list[Comm] = []
+    if features is not None:
+        sizes |= {FFN: features.size, COLUMNS: call.ins[weight].shape[-1]}
+        together[FFN] = frozenset([COLUMNS] if features.dims.get(weight) == 2 else [])
+        states[FFN] = tuple(
+            shard(features.dims[k]) if k in features.dims else PENDING if k in features.additive else REPLICATED
+            for k in range(len(call.ins))
+        )
+        for size, item_bytes in features.splits:
+            exchange = Comm(FFN, "all_to_all", ("s", f"{COLUMNS}{size}"), item_bytes)
+            sizes[f"{COLUMNS}{size}"] = size
+            together[FFN] |= {f"{COLUMNS}{size}"}
+            exchanges += [exchange, replace(exchange, backward=True)]
     made = line(
-        text, call, sizes={TRAVEL: experts}, whole=" ".join((*whole, *results)), even=TRAVEL, kind="matmul",
+        text, call, sizes=sizes, whole=" ".join((*whole, *results)), even=f"{TRAVEL} {FFN}", kind="matmul",
         saves=tuple(range(len(call.ins))),
         additive=[k for k, role in enumerate(program.roles) if role == EXPERT and k != weight],  # one is priced
     )  # fmt: skip
     matrices = [call.ins[args[1].number].shape for target, args, _ in program.steps if target == EXPERTS]
     flops = sum(2.0 * call.out.shape[0] * k * n for _, k, n in matrices)
     return replace(
-        made, flops=flops / max(1, prod(made.sizes.values())), together={TRAVEL: frozenset("se")},
-        gemm=("s", f"f{weight}1", f"f{weight}0", "e"),
+        made, flops=flops / max(1, prod(made.sizes.values())), together=together, in_as=states,
+        out_as={} if features is None else {FFN: (PENDING,)},
+        gemm=("s", f"f{weight}1" if features is None else COLUMNS, f"f{weight}0", "e"),
         lowerings=(
-            Lowering(own_experts_block, frozenset("e"), uneven=True, most_work=most_rows(call, "e", experts)),
             Lowering(
-                travelling_block, frozenset([TRAVEL]), tuple(comm), most_work=most_rows(call, TRAVEL, experts)
+                own_experts_block, frozenset(["e", *states]), tuple(exchanges), uneven=True,
+                most_work=most_rows(call, "e", experts), on_one_axis=frozenset(states),
+            ),
+            Lowering(
+                travelling_block, frozenset([TRAVEL, *states]), tuple(comm + exchanges),
+                most_work=most_rows(call, TRAVEL, experts), on_one_axis=frozenset(states),
             ),
         ),
     )  # fmt: skip

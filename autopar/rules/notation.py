@@ -98,6 +98,7 @@ class Lowering:
         comm: the collectives that it makes.
         uneven: pieces need not be equal; where they are not, ``function`` also gets ``sizes={factor: global size}`` of
             all factors that are cut (a random operator's has ``shape``).
+        on_one_axis: of its factors those that not several axes may cut.
         most_work: by the number of pieces of each factor that is cut, what the rank that computes most does, as a
             multiple of an equal share; None where all have the same.
     """
@@ -107,6 +108,7 @@ class Lowering:
     comm: tuple[Comm, ...] = ()
     uneven: bool = False
     most_work: Callable[[Mapping[str, int | Fraction]], float] | None = None
+    on_one_axis: frozenset[str] = frozenset()
 
 
 Localize = Callable[[Call, Mapping[str, int]], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -135,7 +137,8 @@ class Rule:
         units: of how many elements the blocks are into which a factor may be cut, beside single elements.
         together: names of options that cut several factors at once on one axis, with these factors. Such a name is a
             factor too, of a size in ``sizes`` that its pieces divide, and stands in no term; a lowering cuts it. With
-            no factors it cuts what none of the rule stands for, and ``in_as`` and ``out_as`` say all placements.
+            no factors, or such that stand in no term either, it cuts what none of the rule stands for, and ``in_as``
+            and ``out_as`` say all placements.
         gemm: ``(rows, features, summed, groups)``, the factors of the largest matrix product inside, of which there is
             one for each group; None where the terms of the rule say it.
         needs_some: factors of which every rank must have some: torch's kernels refuse a piece of no elements, or make
@@ -227,7 +230,8 @@ class Rule:
                 for f in big:
                     seen.setdefault(f)
         cut = tuple(f for f in seen if f not in blocked)
-        return (*cut, *(name for name, factors in self.together.items() if factors <= {*cut} and self.sizes[name] > 1))
+        joint = (name for name, factors in self.together.items() if factors & {*seen} <= {*cut})
+        return (*cut, *(name for name in joint if self.sizes[name] > 1))
 
     @cached_property
     def uneven(self) -> frozenset[str]:

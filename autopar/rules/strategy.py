@@ -42,6 +42,9 @@ def can_be_cut(rule: Rule, options: Sequence[Option], mesh: Mesh) -> bool:
         return False
     if not _can_travel(rule, cuts):
         return False
+    one = rule.lowering(cuts)
+    if one is not None and any(len(cuts[f]) > 1 for f in one.on_one_axis & cuts.keys()):
+        return False
     if all(
         rule.sizes[f] % prod(size for size, _ in axes) == 0 and not any(block for _, block in axes)
         for f, axes in cuts.items()

@@ -47,7 +47,7 @@ class Trip:
         numbers = torch.arange(n_experts + 1, device=expert.device)
         begins = torch.searchsorted(in_order, numbers)
         leaving = begins[1:] - begins[:-1]  # rows for each expert
-        arriving = _exchanged(leaving, None, None, self.group)  # for each expert here, from one rank after the other
+        arriving = exchanged(leaving, None, None, self.group)  # for each expert here, from one rank after the other
         by_rank = torch.stack([leaving.view(ranks, of_each).sum(1), arriving.view(ranks, of_each).sum(1)])
         self.sends, self.receives = _on_host(by_rank, self.n_rows, busiest)
         n_sent, self.n_received = sum(self.sends[1:], self.sends[0]), sum(self.receives[1:], self.receives[0])
@@ -69,10 +69,10 @@ class Trip:
         return _Back.apply(rows, self.order, self)  # type: ignore[no-any-return]
 
     def send(self, rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-        return _exchanged(rows.index_select(0, order), self.sends, self.receives, self.group)
+        return exchanged(rows.index_select(0, order), self.sends, self.receives, self.group)
 
     def bring(self, rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-        came = _exchanged(rows.contiguous(), self.receives, self.sends, self.group)
+        came = exchanged(rows.contiguous(), self.receives, self.sends, self.group)
         shape, n = (self.n_rows, *came.shape[1:]), order.shape[0]
         all_travelled = isinstance(n, int) and n == self.n_rows
         return (came.new_empty(shape) if all_travelled else came.new_zeros(shape)).index_copy_(0, order, came)
@@ -102,7 +102,7 @@ class _Back(torch.autograd.Function):
         return ctx.trip.send(grads[0], *ctx.saved_tensors), None, None
 
 
-def _exchanged(rows: torch.Tensor, sends: Any, receives: Any, group: Any) -> torch.Tensor:
+def exchanged(rows: torch.Tensor, sends: Any, receives: Any, group: Any) -> torch.Tensor:
     """``sends[k]`` of the rows go to rank k, which has ``receives[k]`` for this one; None: equal parts."""
     if group is None:
         return rows.new_empty(len(rows) if receives is None else sum(receives[1:], receives[0]), *rows.shape[1:])
@@ -145,4 +145,4 @@ def untyped(like: Sequence[torch.Tensor], result: torch.Tensor) -> torch.Tensor:
     return result
 
 
-__all__ = ["Trip", "untyped"]
+__all__ = ["Trip", "exchanged", "untyped"]

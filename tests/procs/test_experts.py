@@ -13,6 +13,7 @@ CUTS: dict[str, dict[str, Any]] = {
     "by expert": {"constraints": {"*:expert_block*": {"expert": "e"}}},
     "by rows": {"constraints": {"*:expert_block*": {"expert": "s"}}},
     "rows travel": {"constraints": {"*:expert_block*": {"expert": "travel"}}},
+    "by features": {"constraints": {"*:expert_block*": {"expert": "ffn"}}},
     "in stages": {"stages": 2, "microbatches": 1, "schedule": "1f1b"},
 }
 

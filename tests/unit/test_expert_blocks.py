@@ -37,6 +37,34 @@ def test_rows_travel(name: str, mesh: str) -> None:
         assert row.worst < 1e-9, row
 
 
+FEATURES = [("mixtral", {"tensor": 2}, {"tensor": "ffn"}), *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+    ("mixtral", {"tensor": 4}, {"tensor": "ffn"}),
+    ("mixtral", {"expert": 2, "tensor": 2}, {"expert": "travel", "tensor": "ffn"}),
+    ("mixtral", {"expert": 2, "tensor": 2}, {"expert": "e", "tensor": "ffn"}),
+    ("deepseek", {"expert": 2, "tensor": 2}, {"expert": "travel", "tensor": "ffn"}),
+    ("deepseek", {"data": 2, "tensor": 2}, {"data": "s", "tensor": "ffn"}),
+])]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "mesh", "cut"), FEATURES)
+def test_features_of_experts_are_cut(name: str, mesh: dict[str, int], cut: dict[str, str]) -> None:
+    """Tensor parallelism inside experts, alone and beside expert parallelism on another axis."""
+    model, kwargs = MODELS[name]()
+    captured = autopar.capture(model, (), example_kwargs=kwargs)
+    cluster = load_cluster(f"local-x{torch.tensor([*mesh.values()]).prod()}")
+    plan = autopar.plan(
+        model, cluster, (), example_kwargs=kwargs, captured=captured, mesh=mesh, constraints={"*:expert_block*": cut}
+    )
+    [stage] = plan.stages
+    report = check(stage, captured.graph, cluster, types=True)
+    assert report.ok, report.failures
+    assert report.price.compute_seconds == pytest.approx(stage.price.compute_seconds, rel=1e-3)
+    layers = {"mixtral": 2, "deepseek": 1}[name]
+    assert report.collectives["tensor", "all_to_all"] >= 2 * layers  # gate and up are one matrix
+    for row in verify(captured, model, (), kwargs, stage.mesh, cluster, plan=plan):
+        assert row.worst < 1e-9, row
+
+
 def test_experts_of_other_ranks_are_not_counted() -> None:
     model, kwargs = mixtral()
     captured, cluster = autopar.capture(model, (), example_kwargs=kwargs), load_cluster("local-x2")
