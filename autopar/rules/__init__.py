@@ -14,7 +14,9 @@ families         :mod:`.pointwise`, :mod:`.shape`, :mod:`.image`, :mod:`.reduce`
                  :mod:`.contraction`, :mod:`.conv`, :mod:`.pool`, :mod:`.attention`, :mod:`.attention_in_blocks`
                  (with dropout), :mod:`.norm`, :mod:`.loss`, :mod:`.embed`, :mod:`.recurrences`,
                  :mod:`.ctc`, :mod:`.experts`, :mod:`.expert_block`;
-                 :mod:`.travelling`: rows on the way to experts; :mod:`.expert_load`: how many each expert gets
+                 :mod:`.expert_features`: where tensor parallelism cuts experts, :mod:`.stacked_columns`: and gate
+                 and up projections in one matrix; :mod:`.travelling`: rows on the way to experts;
+                 :mod:`.expert_load`: how many each expert gets
 on GPUs          :mod:`.attention_on_gpus`: which attention with dropout has kernels; :mod:`.attention_triton`: these
 long sequences   :mod:`.attention_across`: attention whose sequence is cut; :mod:`.attention_pairs`: which queries
                  meet which keys; :mod:`.attention_kernels`: attention over some keys

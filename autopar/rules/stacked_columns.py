@@ -50,7 +50,8 @@ class _Exchanged(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         route = ctx.route
         came = exchanged(grads[0].contiguous(), route.receives, route.sends, route.group)
-        return came.new_empty(came.shape).index_copy_(0, *ctx.saved_tensors, came), None, None
+        [order] = ctx.saved_tensors
+        return torch.empty_like(came).index_copy_(0, order, came), None, None
 
 
 def own_parts(x: torch.Tensor, parts: int, dim: int, axis: str) -> list[torch.Tensor]:

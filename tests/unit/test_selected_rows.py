@@ -300,6 +300,19 @@ def by_a_method(m: Experts, x: torch.Tensor, weights: torch.Tensor, picked: torc
     return out
 
 
+def by_a_method_of_rows(m: Experts, x: torch.Tensor, weights: torch.Tensor, picked: torch.Tensor) -> torch.Tensor:
+    """The question is the number of rows, of which there is no node in the graph."""
+    out = torch.zeros_like(x)
+    for e in range(EXPERTS):
+        rows = (picked[:, 0] == e).nonzero()[:, 0]
+        m.runs[e] += 100.0  # type: ignore[operator, index]
+        if rows.numel() == 0:
+            continue
+        y = m.run(e, x[rows])  # type: ignore[operator]
+        out.index_add_(0, rows, y)
+    return out
+
+
 def within_another_if(m: Experts, x: torch.Tensor, weights: torch.Tensor, picked: torch.Tensor) -> torch.Tensor:
     out = torch.zeros_like(x)
     for e, expert in enumerate(m.experts):
@@ -311,7 +324,9 @@ def within_another_if(m: Experts, x: torch.Tensor, weights: torch.Tensor, picked
     return out
 
 
-@pytest.mark.parametrize(("mix", "of_each"), [(by_a_method, 1), (by_nonzero, 2), (within_another_if, 1)])
+@pytest.mark.parametrize(("mix", "of_each"), [
+    (by_a_method, 1), (by_a_method_of_rows, 1), (by_nonzero, 2), (within_another_if, 1)
+])
 def test_what_an_expert_writes_is_written_where_it_has_rows(mix: Mix, of_each: int) -> None:
     model = CountingExperts(mix, of_each).double()
     alone = copy.deepcopy(model)

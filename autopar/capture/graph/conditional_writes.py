@@ -19,14 +19,15 @@ aten = torch.ops.aten
 
 
 def write_where_there_are_rows(
-    graph: Graph, masks: Mapping[Node, Node], questions: Mapping[Node, Node | None], leaving: Mapping[Node, Node],
+    graph: Graph, masks: Mapping[Node, Node], questions: Mapping[Node, Node], leaving: Mapping[Node, Node],
     of_rows: Collection[Node], emit: Callable[..., Any], refused: Callable[[Node, str], CaptureError],
 ) -> None:  # fmt: skip
     """Make the writes in such branches conditional.
 
     Args:
         masks: of every node that works on selected rows, or finds them, the mask.
-        questions: the masks of which the code asks whether they select any, and the node of the question if it has one.
+        questions: the masks of which the code asks whether they select any, and the node of the question, or the last
+            one that was made before it.
         leaving: where selected rows become part of a tensor of all, and the mask that selects them.
         of_rows: nodes that write rows.
         emit: makes a node.
@@ -41,7 +42,7 @@ def write_where_there_are_rows(
         if mask in questions:
             around = set(_modules(mask))
             calls.update({module: mask for module in _modules(node) if module not in around})
-    spans = {mask: (order[question], order[question]) for mask, question in questions.items() if question is not None}
+    spans = {mask: (order[question], order[question]) for mask, question in questions.items()}
     for node, mask in leaving.items():
         if mask in spans:
             spans[mask] = spans[mask][0], max(spans[mask][1], order[node])

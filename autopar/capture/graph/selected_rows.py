@@ -13,7 +13,7 @@ the same with the rows of one expert are then made one (:mod:`.alike_turns`).
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -82,9 +82,11 @@ def with_masks(exported: Any) -> None:
     graph: Graph = exported.graph
     regions_of_rows_inlined(exported.graph_module, _selects)
     if any(node.op == "call_function" and _selects(node) for node in graph.nodes):
+        asked, by_name = exported.recording.asked_rows, {node.name: node for node in graph.nodes}
         of_rows = {
-            node for node in graph.nodes if node.op == "call_function" and _selects(node)
-            for val in flat(node.meta["val"]) for size in val.shape if str(size) in exported.recording.asked_rows
+            node: next((by_name[name] for name in asked[str(size)] if name in by_name), node)
+            for node in graph.nodes if node.op == "call_function" and _selects(node)
+            for val in flat(node.meta["val"]) for size in val.shape if str(size) in asked
         }  # fmt: skip
         _Masked(graph, of_rows, set(exported.graph_signature.inputs_to_parameters)).rewrite()
         graph.lint()
@@ -108,11 +110,12 @@ def _is_mask(x: Any) -> bool:
 class _Masked:
     """
     Args:
-        asked: nodes that select rows for which the model's code asks, by their number, whether there are any.
+        asked: nodes that select rows for which the model's code asks, by their number, whether there are any, and the
+            last node that was made before it asked.
         parameters: names of the inputs that are parameters.
     """
 
-    def __init__(self, graph: Graph, asked: Collection[Node], parameters: Collection[str]) -> None:
+    def __init__(self, graph: Graph, asked: Mapping[Node, Node], parameters: Collection[str]) -> None:
         self.graph, self.asked, self.parameters = graph, asked, parameters
         self.rows: dict[Node, Any] = {}
         """What stands for a node, or for each of its results."""
@@ -156,16 +159,16 @@ class _Masked:
         each = {node: rows[0] if isinstance(rows, list) else rows for node, rows in self.rows.items()}
         return {node: rows.mask for node, rows in each.items()}
 
-    def _asked_masks(self) -> dict[Node, Node | None]:
-        """The masks for which the model's code asks whether they select any rows, and the node that asks if there is
-        one; else it was a number of rows.
+    def _asked_masks(self) -> dict[Node, Node]:
+        """The masks for which the model's code asks whether they select any rows, and the node that asks; where it was
+        a number of rows, the last one that was made before.
 
         Such a branch is none where it does nothing but work on these rows: no rows count as nothing, and the way on
         which they are used was followed (:mod:`autopar.capture.branches.masks`). Its question goes.
         """
         mask_of = self._masks_of_rows()
         masks = set(mask_of.values())
-        asked: dict[Node, Node | None] = {mask_of[node]: None for node in self.asked}
+        asked = {mask_of[node]: last for node, last in self.asked.items()}
         for node in list(self.graph.nodes):
             if node.op == "call_function" and name_of(node.target) == TAKEN and str(node.args[1]).endswith(OF_ROWS):
                 condition: Any = node.args[0]

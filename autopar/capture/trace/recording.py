@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 from unittest import mock
 
@@ -27,6 +28,10 @@ from autopar.rules.function import Callee
 FUNCTION, HOOK, DATA, BEGIN, END = (f"autopar.{n}.default" for n in ("function", "hook", "data", "begin", "end"))
 
 
+LAST = 16
+"""Nodes by which the place of a question is known: the last of them may be gone when the trace has ended."""
+
+
 @dataclass
 class Recording:
     """What one trace met.
@@ -39,7 +44,8 @@ class Recording:
         depth: of regions inside each other that the trace is in.
         notes: what the user is told after the trace, each once.
         kept: parameters that were used without their name, by way of a list or a global.
-        asked_rows: names of numbers of rows (``u0``) for which a branch asked whether they are none.
+        asked_rows: names of numbers of rows (``u0``) for which a branch asked whether they are none, and the names of
+            the nodes that the trace had made last when it was first asked, the last one first.
     """
 
     calls: list[Callee] = field(default_factory=list)
@@ -49,7 +55,7 @@ class Recording:
     depth: int = 0
     notes: dict[str, None] = field(default_factory=dict)
     kept: list[torch.nn.Parameter] = field(default_factory=list)
-    asked_rows: set[str] = field(default_factory=set)
+    asked_rows: dict[str, list[str]] = field(default_factory=dict)
 
     def call(self, callee: Callee, leaves: Sequence[Any], results: Sequence[torch.Tensor]) -> int:
         """A number for a call."""
@@ -106,7 +112,9 @@ def rows_are_asked_for(number: str) -> bool:
     record = _NOW.get()
     if record is None or not asked_for_rows_only():
         return False
-    record.asked_rows.add(number)
+    mode = get_proxy_mode()
+    made = reversed(mode.tracer.graph.nodes) if mode is not None else iter(())
+    record.asked_rows.setdefault(number, [str(node.name) for node in islice(made, LAST)])
     return True
 
 
