@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -150,6 +151,17 @@ def graphs_of(case: str, precision: str | None) -> Callable[[int], Any]:
     return graph_of
 
 
+def experts_in(plan: Any) -> dict[str, Any]:
+    """How a plan cuts routed experts: on which axes, and how many blocks so; nothing for a model without."""
+    ways: Counter[str] = Counter()
+    for stage in plan.stages:
+        for name, options in stage.ops.items():
+            if "expert_block" in name:
+                cuts = zip(options, stage.mesh, strict=True)
+                ways[", ".join(f"{option} over {axis}={n}" for option, (axis, n) in cuts if n > 1)] += 1
+    return {"experts": dict(ways)} if ways else {}
+
+
 def measure(case: str, precision: str | None = None) -> dict[str, Any]:
     """One case in this process: the search, and the published layout."""
     warnings.simplefilter("ignore")
@@ -168,6 +180,7 @@ def measure(case: str, precision: str | None = None) -> dict[str, Any]:
     searched = time.process_time()
     seconds = search.plan.seconds
     row: dict[str, Any] = {"case": case, "search s": round(seconds, 4), "plan": search.tried[0][0]}
+    row |= experts_in(search.plan)
     row["search CPU s"] = round(searched - start, 1)
     try:
         asked = parse_layout(text).asked(graph_of(1), base, n, rows)

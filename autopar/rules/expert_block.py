@@ -279,7 +279,8 @@ def expert_block(call: Call) -> Rule:
             for k in range(len(call.ins))
         )
         for size, item_bytes in features.splits:
-            exchange = Comm(FFN, "all_to_all", ("s", f"{COLUMNS}{size}"), item_bytes)
+            over = "s", f"{COLUMNS}{size}"
+            exchange = Comm(FFN, "all_to_all", over, item_bytes, load=call.load, load_of=TRAVEL)
             sizes[f"{COLUMNS}{size}"] = size
             together[FFN] |= {f"{COLUMNS}{size}"}
             exchanges += [exchange, replace(exchange, backward=True)]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from autopar.load_shares import grown
+from autopar.load_shares import busiest, grown
 from autopar.meshes import Mesh
 from autopar.pieces import largest_piece, local_shape
 from autopar.placements import Placement, State, axis_and_unit, axis_text
@@ -108,9 +108,21 @@ def collectives_inside(
         if comm.factor in axes and (differentiable or not comm.backward):
             elements = prod(rule.size_at(f, pieces) for f in comm.over)
             names = [axis_and_unit(axis)[0] for axis in axes[comm.factor]]
-            most = grown(comm.load, [sizes[axis] for axis in names]) if comm.load else [1] * len(names)
+            most = _most(comm, names, axes, sizes)
             for axis, factor in zip(names, most, strict=True):
                 yield comm, axis, int(elements * factor) * comm.item_bytes
+
+
+def _most(
+    comm: Comm, names: Sequence[str], axes: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int]
+) -> Sequence[float]:
+    """By how much more than an equal share the buffer of the busiest rank is, on each of the axes of these names."""
+    if not comm.load:
+        return [1.0] * len(names)
+    if not comm.load_of:
+        return grown(comm.load, [sizes[axis] for axis in names])
+    pieces = prod(sizes[axis_and_unit(axis)[0]] for axis in axes.get(comm.load_of, ()))
+    return [busiest(comm.load, pieces)[1] * pieces] * len(names)
 
 
 def _local_sizes(shape: Sequence[int], state: State, mesh: Mesh) -> list[int | PieceSize]:

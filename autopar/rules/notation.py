@@ -61,6 +61,7 @@ class Comm:
         repeats: how often it is made, one after the other, as by each step of a loop over time.
         load: the shares of what ``factor`` cuts, where they are not all alike: the buffer is that of the rank which
             sends or gets most.
+        load_of: the factor that has the load, where it is another one.
         from_pieces: made where the factor is cut into so many pieces or more.
     """
 
@@ -73,6 +74,7 @@ class Comm:
     overlaps: bool = False
     repeats: int = 1
     load: Load = ()
+    load_of: str = ""
     from_pieces: int = 2
 
     def __post_init__(self) -> None:

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from balanced_experts import balanced
 from procs.habits import weights
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from zoo_wide import WIDE
 
 import autopar
@@ -72,7 +74,13 @@ def of_the_zoo(name: str) -> tuple[nn.Module, list[Batch]]:
     return case.model, [(case.args, case.kwargs)] * 2
 
 
-PLAIN: dict[str, Callable[[], tuple[nn.Module, list[Batch]]]] = {"loops": loops}
+def balancing() -> tuple[nn.Module, list[Batch]]:
+    """With losses, statistics and biases that balance the experts."""
+    model, args = balanced()
+    return model, [(args, {})] * 2
+
+
+PLAIN: dict[str, Callable[[], tuple[nn.Module, list[Batch]]]] = {"loops": loops, "balanced": balancing}
 
 
 def trained(name: str, **options: Any) -> float:
@@ -104,7 +112,15 @@ def trained(name: str, **options: Any) -> float:
             assert (param.grad is None) == (theirs_of[path].grad is None), f"{path} has a gradient, or has none"
         for optimizer in steps:
             optimizer.step()
+    theirs_now = {name: x for name, x in alone.named_buffers() if x.is_floating_point()}
+    for name, mine in pm.named_buffers():
+        if name in theirs_now:
+            worst = max(worst, float((_whole(mine) - theirs_now[name]).abs().max()))
     return max(worst, weights(pm, alone))
+
+
+def _whole(x: torch.Tensor) -> torch.Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def _loss(output: Any) -> torch.Tensor:

@@ -36,6 +36,12 @@ def test_experts_without_rows_have_no_gradient() -> None:
         assert all(worst < 1e-6 for worst in rank["loops"].values()), rank
 
 
+def test_balance_is_that_of_the_whole_batch() -> None:
+    cuts = {how: CUTS[how] for how in ("rows travel", "by rows", "by features")}
+    for rank in run_local(several, 2, "experts", {"balanced": ("all_cuts", "balanced", cuts)}):
+        assert all(worst < 1e-6 for worst in rank["balanced"].values()), rank
+
+
 @pytest.mark.slow
 def test_rows_travel_on_four_ranks() -> None:
     cuts = {"rows travel": CUTS["rows travel"]}

@@ -74,6 +74,21 @@ def test_the_busiest_rank_is_priced(name: str, mesh: str, axis: str, option: str
     assert report.price.activation_seconds == pytest.approx(plan.price.activation_seconds, rel=2e-2)
 
 
+def test_features_are_exchanged_of_the_rows_that_came() -> None:
+    model, kwargs = mixtral()
+    captured = autopar.capture(model, (), example_kwargs=kwargs)
+    cut = {"*:expert_block*": {"expert": "travel", "tensor": "ffn"}}
+    even, plan = (
+        autopar.plan(model, "local-x4", (), example_kwargs=kwargs, captured=captured, mesh="expert=2,tensor=2",
+                     constraints=cut, expert_load=load)
+        for load in (None, SKEWED)
+    )  # fmt: skip
+    assert plan.price.activation_seconds > even.price.activation_seconds
+    report = check(plan.stages[0], with_load(captured.graph, plan.pins.expert_load), load_cluster(plan.cluster))
+    assert report.ok, report.failures
+    assert report.price.activation_seconds == pytest.approx(plan.price.activation_seconds, rel=1e-2)
+
+
 def test_layers_may_have_loads_of_their_own_and_files_keep_them(tmp_path: Path) -> None:
     loads = {"*": [1, 1, 1, 1], "model.layers.1.*": SKEWED}
     path = tmp_path / "loads.json"
