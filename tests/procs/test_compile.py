@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from procs.compiled import AS_INDUCTOR, CUTS, differences, in_stages, of_all
 from procs.compiled_features import features
+from procs.compiled_models import AGAIN, compiled_models
+from procs.compiled_models import CUTS as OF_MODELS
 
 from autopar.runtime.launch import run_local
 
@@ -59,3 +61,13 @@ def test_features():
 def test_stages_of_a_pipeline(backend: str):
     for worst, (broken, graphs) in run_local(in_stages, 2, "zb-h1", backend, timeout=1500):
         assert worst < 1e-12 and not broken and graphs == 2  # training and eval mode
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", AGAIN)
+@pytest.mark.parametrize("cut", OF_MODELS)
+def test_models_are_one_graph_of_inductors(name: str, cut: str):
+    """The whole program of a model, or of a stage, has no breaks, with other rows too."""
+    for found in run_local(compiled_models, 2, [name], cut, timeout=900):
+        worst, broken, graphs = found[name]
+        assert worst < 1e-4 and not broken and graphs == (1 if cut == "stages" else 2)
