@@ -1,6 +1,7 @@
 """One thread and a fixed seed for every test: losses are compared bit by bit, and there are few cores to share."""
 
 import atexit
+import gc
 import os
 import random
 import shutil
@@ -25,6 +26,12 @@ launch.PRELOADED += [
     f"transformers.models.{name}.modeling_{name}"
     for name in ("gpt2", "llama", "bert", "t5", "vit", "resnet", "whisper")
 ]
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays; tests that look for garbage need not walk through it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
