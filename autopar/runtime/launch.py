@@ -236,7 +236,7 @@ def _rank(
     pipe: Connection, fn: Callable[..., Any], args: Any, rank: int, env: Mapping[str, str | None], timeout: float,
     threads: int, backend: str,
 ) -> None:  # fmt: skip
-    gc.freeze()  # what is imported stays: a walk through it for garbage copies its pages, which ranks share, in a second
+    gc.freeze()  # what is imported stays: a walk through it for garbage copies its pages, which ranks share
     _end_with_launcher()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()  # a rank that dies of a signal shows where, on its standard error

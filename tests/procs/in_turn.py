@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+import pytest
 import torch.distributed as dist
+
+
+def marked(names: Iterable[str], slow: Collection[str]) -> list[Any]:
+    """Values of a test's parameter, those that only the sweeps try marked as slow."""
+    return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in names]
+
+
+def selected(
+    request: pytest.FixtureRequest, calls: Mapping[str, tuple[Any, ...]], slow: Collection[str]
+) -> dict[str, tuple[Any, ...]]:
+    """The calls without the slow ones of which no test was selected; tests name theirs in a parameter."""
+    here = (item for item in request.session.items if item.path == request.path)
+    asked = {value for item in here if (spec := getattr(item, "callspec", None)) for value in spec.params.values()}
+    return {key: call for key, call in calls.items() if key not in slow or key in asked}
 
 
 def several(module: str, calls: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:

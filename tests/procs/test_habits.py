@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from procs import habits
-from procs.in_turn import several
+from procs.in_turn import marked, selected, several
 
 from autopar.runtime.launch import run_local
 
@@ -30,6 +30,10 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
     "an optimizer made before, ZeRO": ("optimizer_before", "adamw", False, {"*.weight": "S0 use", "*.bias": "S0 step"}),
 }  # fmt: skip
 """Cases that train as in eager mode."""
+SLOW = {
+    f"layers left out at random, {how}, {k} microbatches"
+    for how, k in habits.LEFT_OUT if how not in ("tensor", "ZeRO-3 that recomputes", "pipeline")
+}  # fmt: skip
 
 WORDS = {
     "eval step": "RunError: the module is in eval mode, so a step would train without dropout; call train",
@@ -65,7 +69,7 @@ ERRORS: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Results of all cases on two ranks, in one start of processes."""
     more: dict[str, tuple[Any, ...]] = {"a buffer by hand": ("buffer_by_hand",)}
     more |= {f"{where} fail on {rank}": ("built", where, rank) for where in habits.BUILDS for rank in (0, 1)}
@@ -74,7 +78,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         name: tuple(f"{path}/{i}" if arg is PATH else arg for arg in call)
         for i, (name, call) in enumerate(NUMBERS.items())
     }
-    return run_local(several, 2, "habits", {**more, **numbers, **{name: call for name, (call, _) in ERRORS.items()}})
+    calls = {**more, **numbers, **{name: call for name, (call, _) in ERRORS.items()}}
+    return run_local(several, 2, "habits", selected(request, calls, SLOW))
 
 
 def test_a_buffer_put_in_by_hand(found: list[dict[str, Any]]) -> None:
@@ -93,7 +98,7 @@ def test_a_rank_that_cannot_build_its_stage_stops_the_others(
     assert max(seconds) < 60, "a rank waited for its timeout"
 
 
-@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("name", marked(NUMBERS, SLOW))
 def test_it_trains_as_in_eager_mode(found: list[dict[str, Any]], name: str) -> None:
     assert max(rank[name] for rank in found) < 1e-9, [rank[name] for rank in found]
 

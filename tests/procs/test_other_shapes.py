@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from procs import other_shapes
-from procs.in_turn import several
+from procs.in_turn import marked, selected, several
 
 from autopar.errors import RunError
 from autopar.runtime.launch import run_local
@@ -17,14 +17,15 @@ CALLS: dict[str, tuple[Any, ...]] = {
     **{f"accumulated {cut}": ("accumulated", cut) for cut in other_shapes.CUTS},
     "with targets": ("with_targets",), "copied": ("copied",), "refused": ("refused",),
 }  # fmt: skip
+SLOW = {"epochs zero", "evaluated batch", "evaluated zero", "accumulated batch", "accumulated tensor"}
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    return run_local(several, 2, "other_shapes", CALLS)
+def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_local(several, 2, "other_shapes", selected(request, CALLS, SLOW))
 
 
-@pytest.mark.parametrize("how", [*(f"epochs {cut}" for cut in other_shapes.CUTS), "compiled"])
+@pytest.mark.parametrize("how", [*marked([k for k in CALLS if k.startswith("epochs")], SLOW), "compiled"])
 def test_batches_of_other_sizes_train_as_on_one_device(found: list[dict[str, Any]], how: str) -> None:
     for worst, captures, kept in (rank[how] for rank in found):
         assert worst < 1e-9
@@ -32,7 +33,9 @@ def test_batches_of_other_sizes_train_as_on_one_device(found: list[dict[str, Any
         assert kept == captures[-1]
 
 
-@pytest.mark.parametrize("how", [k for k in CALLS if k.startswith(("evaluated", "accumulated", "with", "copied"))])
+@pytest.mark.parametrize(
+    "how", marked([k for k in CALLS if k.startswith(("evaluated", "accumulated", "with", "copied"))], SLOW)
+)
 def test_other_calls_give_what_one_device_gives(found: list[dict[str, Any]], how: str) -> None:
     assert all(rank[how] < 1e-9 for rank in found)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 from procs import own_rows
-from procs.in_turn import several
+from procs.in_turn import marked, selected, several
 
 from autopar.errors import RunError
 from autopar.runtime.launch import run_local
@@ -16,21 +17,31 @@ CALLS: dict[str, tuple[Any, ...]] = {
     for name in ("trained", "outside", "in_parts", "uneven", "uneven_outside", "uneven_in_parts")
     for cut in own_rows.CUTS
 }
+SLOW = {"outside zero", "in_parts zero", "uneven data", "uneven_outside zero", "uneven_in_parts data"}
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    return run_local(several, 2, "own_rows", {**CALLS, "loaded": ("loaded",), "lengths_differ": ("lengths_differ",)})
+def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    calls = {**CALLS, "loaded": ("loaded",), "lengths_differ": ("lengths_differ",)}
+    return run_local(several, 2, "own_rows", selected(request, calls, SLOW))
 
 
-@pytest.mark.parametrize("how", list(CALLS))
+@pytest.mark.parametrize("how", marked(CALLS, SLOW))
 def test_the_numbers_of_one_device(found: list[dict[str, Any]], how: str) -> None:
     assert all(rank[how] < 1e-9 for rank in found)
 
 
 def test_on_two_axes() -> None:
-    names, cuts = ("trained", "outside", "uneven"), ("data", "tensor")
-    calls = {f"{name} {cut}": (name, cut, (2, 2)) for name in names for cut in cuts}
+    on_two_axes((("trained", "tensor"), ("outside", "data"), ("uneven", "tensor")))
+
+
+@pytest.mark.slow
+def test_more_on_two_axes() -> None:
+    on_two_axes((("trained", "data"), ("outside", "tensor"), ("uneven", "data")))
+
+
+def on_two_axes(pairs: Iterable[tuple[str, str]]) -> None:
+    calls = {f"{name} {cut}": (name, cut, (2, 2)) for name, cut in pairs}
     for rank in run_local(several, 4, "own_rows", calls):
         assert all(value < 1e-9 for value in rank.values())
 

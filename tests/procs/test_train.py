@@ -82,7 +82,6 @@ def test_four_ranks() -> None:
         of("mlp", GRID, options={"constraints": {"*:linear*": {"data": "b", "tensor": "n"}}}, clip=0.1),
         of("mlp", GRID, options={"params": {"*": "S0,S0"}, "constraints": {"*:linear*": {"data": "b", "tensor": "b"}}},
            lifetime="use", clip=0.1, foreach=True),
-        of("resnet", GRID, seed=5, clip=0.1),
         of("gpt2", GRID, seed=6, lifetime="use", clip=0.1),
     ])  # fmt: skip
 
