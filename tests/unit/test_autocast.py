@@ -195,8 +195,12 @@ def test_a_step_within_autocast_has_its_backward_outside() -> None:
 def test_a_model_on_the_meta_device_is_refused_under_autocast() -> None:
     with torch.device("meta"):
         model = Part("shared")
-    with region(), pytest.raises(CaptureError, match="meta device, where torch's autocast casts nothing"):
+    text = r"meta device, where torch's autocast[\s\S]*precision='bf16-mixed'"
+    with region(), pytest.raises(CaptureError, match=text):
         autopar.capture(model, X.to("meta"))
+    graph = autopar.capture(model, X.to("meta"), precision="bf16-mixed").graph
+    assert graph.fingerprint == autopar.capture(Part("shared"), X, precision="bf16-mixed").graph.fingerprint
+    assert any(spec.dtype == "bfloat16" for node in graph.nodes for spec in node.outs)
 
 
 def test_what_is_set_is_set_back() -> None:

@@ -43,7 +43,8 @@ def write_casts(exported: Any, module: torch.nn.Module, around: State) -> None:
 
     Raises:
         CaptureError: what autocast does to an operator cannot be written as casts; or the model is on the meta device,
-            where torch's autocast does nothing.
+            where torch's autocast does nothing: casts that are written afterwards would come too late for what forward
+            does with a dtype.
     """
     graph = exported.graph_module.graph
     if not around and not _has_regions(exported.graph_module):
@@ -192,8 +193,9 @@ class _Writer:
         if self.kind == "meta":
             raise CaptureError(
                 f"'{target}' in '{module_of(node)}' is under torch.autocast{at(node)}, and the model is on the meta "
-                "device, where torch's autocast casts nothing\n  capture it on a device (torch.device('cpu')), or "
-                "without autocast"
+                "device, where torch's autocast casts nothing, so that forward reads other dtypes than it will have "
+                "where it runs\n  give precision='bf16-mixed' in place of autocast, or make the model on a device "
+                "(torch.device('cpu'))"
             )
         fakes = _on(self.kind, leaves)
         tensors = [x for x in fakes if isinstance(x, torch.Tensor)]
