@@ -57,6 +57,7 @@ def test_no_pinned_number_schedule_or_degree_beats_the_search() -> None:
         assert best <= 1.01 * pinned, (m, groups, schedule)
 
 
+@pytest.mark.slow
 def test_nothing_fits_says_what_was_tried_and_what_would_do() -> None:
     asked = PipelineOptions(1, options=Options(memory_limit_bytes=0.5 * 2**30))
     some = {m: graph for m, graph in graphs().items() if m in (1, 64)}
