@@ -126,6 +126,32 @@ def _update_stage(graph: Graph, ref: Ref, stage_of: dict[int, int], last: int) -
     return next((s for i, s in stage_of.items() if graph.nodes[i].module == module), last)
 
 
+def spans_of_written_buffers(graph: Graph) -> list[tuple[int, int]]:
+    """For each buffer that the forward reads and changes, the first and the last position in :func:`hot_ops` of who
+    does: they must be in one stage, so none can begin behind the first and up to the last."""
+    ops = hot_ops(graph)
+    position = {i: p for p, i in enumerate(ops)}
+    buffers = {i: node.target for i, node in graph.of_kind("buffer") if node.target in graph.updates}
+    if not buffers or not ops:
+        return []
+    of_module: dict[str, int] = {}
+    for i, p in position.items():
+        of_module.setdefault(graph.nodes[i].module, p)
+    from_buffers: dict[int, frozenset[str]] = {i: frozenset([name]) for i, name in buffers.items()}
+    places: dict[str, list[int]] = {name: [] for name in buffers.values()}
+    for i, node in graph.of_kind("op"):
+        read = frozenset().union(*(from_buffers.get(ref.node, frozenset()) for ref in node.refs))
+        if i in position:
+            for name in read:
+                places[name].append(position[i])
+        elif read:  # it is made again wherever it is wanted
+            from_buffers[i] = read
+    for name, at in places.items():
+        made = graph.updates[name].node
+        at.append(position[made] if made in position else of_module.get(graph.nodes[made].module, len(ops) - 1))
+    return [(min(at), max(at)) for at in places.values()]
+
+
 def _check_buffers(graph: Graph, wanted: Sequence[set[int]], made_at: dict[str, int]) -> None:
     for i, node in graph.of_kind("buffer"):
         readers = [s for s, nodes in enumerate(wanted) if i in nodes]
@@ -198,4 +224,4 @@ def first_op(graph: Graph) -> str:
     return next((node.name for node in graph.nodes if node.kind == "op" and node.hot), "")
 
 
-__all__ = ["StageGraph", "crossings_of", "cut", "first_op", "hot_ops"]
+__all__ = ["StageGraph", "crossings_of", "cut", "first_op", "hot_ops", "spans_of_written_buffers"]

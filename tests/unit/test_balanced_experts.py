@@ -39,6 +39,6 @@ def test_balance_is_that_of_the_whole_batch(mesh: dict[str, int], cut: dict[str,
 def test_parts_of_the_batch_are_told_of() -> None:
     """In microbatches each would have statistics of its own: the planner takes one, and says why."""
     model, args = balanced()
-    found = autopar.plan(model, "local-x2", args, stages=1)
+    found = autopar.plan(model, "local-x2", args)
     assert found.microbatches == 1
     assert any("buffers" in note for note in found.notes), found.notes

@@ -1,7 +1,8 @@
 """Where a pipeline may cut a model: blocks of operators, found in the graph.
 
 Repeated blocks are what folding finds; they begin where in their period the fewest bytes cross. Where nothing repeats,
-a long stretch is cut into pieces of about equal work. Blocks of the same kind cost the same, so they share one solve.
+a long stretch is cut into pieces of about equal work. None begins between operators that read and change one buffer.
+Blocks of the same kind cost the same, so they share one solve.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from itertools import accumulate, pairwise
 from autopar.graph import Graph, Ref
 from autopar.planner.intra_op.fold import Fold
 from autopar.rules.notation import Rule
-from autopar.staging import hot_ops
+from autopar.staging import hot_ops, spans_of_written_buffers
 
 MAX_PIECES = 16
 """Pieces that a stretch without repeats is cut into at most."""
@@ -55,7 +56,8 @@ def blocks(graph: Graph, folding: Fold, rules: Sequence[Rule | None]) -> list[Bl
         if a not in inside and a + 1 not in inside:
             share = (work[b] - work[a]) / work[-1] if work[-1] else 0.0
             cuts.update(_pieces(crossing, work, a, b, round(share * MAX_PIECES)))
-    ends = sorted(cuts)
+    parted = spans_of_written_buffers(graph)
+    ends = [at for at in sorted(cuts) if not any(first < at <= last for first, last in parted)]
     return [
         Block(a, b, tuple(folding.representative[i] for i in ops[a:b]), crossing[a])
         for a, b in pairwise(ends)
