@@ -29,7 +29,7 @@ from autopar.errors import RunError
 Batch = tuple[torch.Tensor, ...]
 FEATURES = (
     "labels", "labels in stages", "terms", "terms in stages", "policy", "policy by columns", "policy in stages",
-    "own rows", "own rows in microbatches", "summed in float32",
+    "own rows", "own rows in microbatches", "scaler", "scaler in stages", "summed in float32",
 )
 TOLD = "uneven_rows.__call__"
 """Where hosts tell each other how many rows each has, which has nothing to do with the device."""
@@ -39,7 +39,7 @@ COMPARED = 3
 CUT: dict[str, Any] = {"constraints": {"*up": {"data": "b"}}}
 ZERO: dict[str, Any] = {**CUT, "params": {"*.weight": "S0 use"}}
 COLUMNS: dict[str, Any] = {"constraints": {"*up": {"data": "n"}, "*down": {"data": "k"}}}
-PIPED: dict[str, Any] = {"stages": 2, "schedule": "1f1b", "microbatches": 2}
+PIPED: dict[str, Any] = {"stages": 2, "schedule": "1f1b", "microbatches": 2, "cuts": ["down"]}
 
 
 class Net(nn.Module):
@@ -99,9 +99,15 @@ def on(device: str, model: nn.Module, batch: Batch, options: Mapping[str, Any], 
         return autopar.parallelize(copy.deepcopy(model), where, batch, **options)
 
 
-def trained(model: nn.Module, batches: Sequence[Batch], options: Mapping[str, Any]) -> tuple[float, list[str]]:
+def trained(
+    model: nn.Module, batches: Sequence[Batch], options: Mapping[str, Any], scales: bool = False
+) -> tuple[float, list[str]]:
     """How far losses and weights on the accelerator are from those on the CPU, and what steps on it did that
-    they should not."""
+    they should not.
+
+    Args:
+        scales: a scaler scales the loss; it reads itself whether the optimizer's step is made.
+    """
     torch.manual_seed(0)
     kept: list[list[torch.Tensor]] = []
     noticed: list[str] = []
@@ -110,13 +116,19 @@ def trained(model: nn.Module, batches: Sequence[Batch], options: Mapping[str, An
             torch.manual_seed(3)
             pm = on(device, model, batches[0], options, stack)
             optimizer = torch.optim.SGD(pm.parameters(), lr=0.1, foreach=True)
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8) if scales else None
             values: list[torch.Tensor] = []
             for number in range(STEPS):
                 batch = batches[number % len(batches)]
                 batch = there(batch) if device == NAME else batch
                 with watched() as seen:
-                    values.append(pm.train_step(*batch))
-                    optimizer.step()
+                    values.append(pm.train_step(*batch, scaler=scaler))
+                    if scaler is None:
+                        optimizer.step()
+                        optimizer.zero_grad()
+                if scaler is not None:
+                    scaler.step(optimizer)
+                    scaler.update()
                     optimizer.zero_grad()
                 noticed += [line for line in seen if TOLD not in line] if number >= COMPARED else []
             weights = autopar.full_state_dict(pm, all_ranks=True).values()
@@ -178,6 +190,8 @@ def features(names: Sequence[str]) -> dict[str, tuple[float, list[str]]]:
         "policy in stages": (Net(), plain, {**PIPED, **policy}),
         "own rows": (Net(norm=True), [own(each) for each in plain], {**ZERO, **rows}),
         "own rows in microbatches": (Net(), [own(each) for each in plain], {**CUT, **rows, **some}),
+        "scaler": (Net(), plain, ZERO),
+        "scaler in stages": (Net(), plain, PIPED),
         "summed in float32": (Net().bfloat16(), [(x.bfloat16(), y) for x, y in plain],
                               {**ZERO, "gradient_dtype": torch.float32}),
     }  # fmt: skip
@@ -185,6 +199,6 @@ def features(names: Sequence[str]) -> dict[str, tuple[float, list[str]]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in names:
-            found[name] = trained(*cases[name])
+            found[name] = trained(*cases[name], scales="scaler" in name)
     begin_world("cpu:gloo")
     return found
