@@ -1,6 +1,6 @@
 """``python -m autopar``: the command line."""
 
-from autopar.cli import main
+from autopar.cli import start
 
 if __name__ == "__main__":
-    main()
+    start()

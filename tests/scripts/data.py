@@ -43,6 +43,14 @@ def names(folder: Path) -> None:
     (folder / "names.txt").write_text("\n".join(lines), encoding="utf-8")
 
 
+def waves(folder: Path) -> None:
+    """Nine sines of 24 steps."""
+    import torch
+
+    start = np.random.default_rng(0).integers(-8, 8, (9, 1))
+    torch.save(np.sin((np.arange(24) + start) / 4), folder / "traindata.pt")
+
+
 def pictures(folder: Path) -> None:
     """Names of pictures; what is in them follows from the name (``stubs/PIL``)."""
     for part, count in (("train", 10), ("test", 5)):

@@ -14,6 +14,7 @@ EXAMPLES = "pytorch/examples@77f55b912142e11fcfdf5b530231fb9c52f181e8"
 SHAPE_HAPPENS = "UKPLab/arxiv2025-shape-happens@56c3ba9b84917838570a4def2704afde1cd2349a"  # with a run_clm.py
 PEFT = "huggingface/peft@5d602fdbff04c33c1c4de55cda9d4ae1d7cb7e40"
 MAKEMORE = "karpathy/makemore@988aa59e4d8fefa526d06f3b453ad116258398d4"
+X_TRANSFORMERS = "lucidrains/x-transformers@9252ed7838021ee61e6c5be0930b3a9a88efdf06"
 OLD_EXAMPLES = "pytorch/examples@5921fc191b83df2451c342b8bb30b5e3d8891ff8"
 
 SMALL_GPT2 = "vocab_size=64,n_embd=32,n_layer=2,n_head=4"
@@ -135,13 +136,23 @@ SCRIPTS: dict[str, Script] = {
         EXAMPLES, "fast_neural_style/neural_style/neural_style.py",
         ("train", "--epochs=2", "--batch-size=4", "--dataset=images", "--save-model-dir=saved", "--image-size=32",
          "--style-image=mosaic.jpg", "--style-size=32", "--checkpoint-model-dir=between", "--checkpoint-interval=2",
-         "--log-interval=1"),
+         "--log-interval=1", "--lr=1e-4"),
         diff="fast_neural_style",
     ),
     "mnist_rnn": Script(
         EXAMPLES, "mnist_rnn/main.py",
         ("--batch-size=32", "--test-batch-size=40", "--epochs=2", "--log-interval=1", "--save-model"),
         runs=(("random", ()),),
+    ),
+    "regression": Script(  # steps that are too long for a cubic and a quartic blow up what rounding leaves
+        EXAMPLES, "regression/main.py", cuts=("b", "k", "-"), today="regression",
+    ),
+    "time_sequence_prediction": Script(
+        EXAMPLES, "time_sequence_prediction/train.py", ("--steps=2",), cuts=("b", "n", "-"), data=data.waves,
+        today="time_sequence_prediction",
+    ),
+    "x_transformers copy": Script(
+        X_TRANSFORMERS, "train_copy.py", cuts=("b", "n", "-"), diff="x_transformers_copy", today="x_transformers_copy",
     ),
     "run_clm": Script(
         SHAPE_HAPPENS, "run_clm.py",

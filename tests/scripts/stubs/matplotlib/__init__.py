@@ -1,0 +1,5 @@
+"""Stands for matplotlib where it is not installed: draws nothing."""
+
+
+def use(backend: str) -> None:
+    """Nothing."""
