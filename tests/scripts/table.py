@@ -148,7 +148,7 @@ SCRIPTS: dict[str, Script] = {
         EXAMPLES, "regression/main.py", cuts=("b", "k", "-"), today="regression",
     ),
     "time_sequence_prediction": Script(
-        EXAMPLES, "time_sequence_prediction/train.py", ("--steps=2",), cuts=("b", "n", "-"), data=data.waves,
+        EXAMPLES, "time_sequence_prediction/train.py", ("--steps=2",), data=data.waves,
         today="time_sequence_prediction",
     ),
     "x_transformers copy": Script(

@@ -7,6 +7,7 @@ import gc
 import math
 import random
 import types
+from typing import Any
 
 import numpy as np
 import pytest
@@ -576,3 +577,47 @@ class _KeepsInNewDict(nn.Module):
 def test_a_tensor_in_a_dict_that_the_call_makes() -> None:
     with pytest.raises(CaptureError, match=r"keeps a tensor that it computes in something that outlives the call"):
         autopar.capture(_KeepsInNewDict(), (torch.randn(4, 4),))
+
+
+class _State:
+    """Of a library: what it knows, and the classes of tensors that it has met."""
+
+    def __init__(self, before: Any = None) -> None:
+        self.names = dict(before.names) if before else {"torch": print}
+        self.met = dict(before.met) if before else {}
+        self.scale = before.scale if before else 1.0
+
+
+class _Registry:
+    """Replaces its state by a copy whenever it is asked, as einx does."""
+
+    def __init__(self) -> None:
+        self.state = _State()
+
+    def backend(self, x: torch.Tensor, more: float) -> float:
+        state = _State(self.state)
+        state.met[(type(x),)] = state.names["torch"]
+        state.scale += more
+        self.state = state
+        return state.scale
+
+
+REGISTRY = _Registry()
+
+
+class _AsksALibrary(nn.Module):
+    def __init__(self, more: float) -> None:
+        super().__init__()
+        self.weight, self.more = nn.Parameter(torch.ones(4)), more
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.weight * REGISTRY.backend(x, self.more)).sum()
+
+
+def test_a_library_that_renews_its_state_is_no_change() -> None:
+    x = torch.randn(2, 4)
+    pm = autopar.parallelize(_AsksALibrary(0.0), 1, (x,))
+    for _ in range(2):
+        torch.testing.assert_close(pm(x), x.sum())
+    with pytest.raises(CaptureError, match=r"changes what it reads, at every call:\n  'REGISTRY.state'"):
+        autopar.parallelize(_AsksALibrary(1.0), 1, (x,))

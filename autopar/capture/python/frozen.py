@@ -105,6 +105,30 @@ def _by_tensor_class(key: Any, value: Any) -> bool:
     return value is OTHER and isinstance(key, type) and issubclass(key, torch.Tensor)
 
 
+def says_the_same(before: Any, after: Any) -> bool:
+    """Whether an object was replaced by another one of its class that holds the same, as libraries do with their state.
+
+    The second one may know more classes of tensors: those of a trace.
+    """
+    if before is after or type(before) is not type(after) or isinstance(before, torch.Tensor | torch.nn.Module):
+        return before is after
+    if isinstance(before, Mapping):
+        more = after.keys() - before.keys()
+        return before.keys() <= after.keys() and all(map(_classes_of_tensors, more)) and all(
+            says_the_same(value, after[key]) for key, value in before.items()
+        )  # fmt: skip
+    if isinstance(before, (tuple, list)):
+        return len(before) == len(after) and all(map(says_the_same, before, after))
+    if is_plain(before) or isinstance(before, (set, frozenset)):
+        return bool(before == after)
+    return hasattr(before, "__dict__") and says_the_same(vars(before), vars(after))
+
+
+def _classes_of_tensors(key: Any) -> bool:
+    parts = key if isinstance(key, (tuple, set, frozenset)) else (key,)
+    return all(isinstance(part, type) and issubclass(part, torch.Tensor) for part in parts)
+
+
 def leaves_out(value: Any) -> bool:
     """Whether :func:`frozen` leaves something out of a dict, or of what is in a container."""
     if isinstance(value, Mapping):
@@ -126,4 +150,4 @@ def show(value: Any) -> str:
     return repr(value)
 
 
-__all__ = ["OTHER", "Held", "SameObject", "frozen", "is_plain", "leaves_out", "show"]
+__all__ = ["OTHER", "Held", "SameObject", "frozen", "is_plain", "leaves_out", "says_the_same", "show"]

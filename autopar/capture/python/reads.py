@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from autopar.capture.python.free import Free, free_values
-from autopar.capture.python.frozen import OTHER, Held, SameObject, frozen, is_plain, show
+from autopar.capture.python.frozen import OTHER, Held, SameObject, frozen, is_plain, says_the_same, show
 from autopar.capture.python.generators import global_states, is_generator, same_state, set_state, state_of
 from autopar.capture.python.guards import Guards, ReadValue
 from autopar.capture.python.lookups import Lookups, behind, can_tell, only_counts, stored
@@ -285,6 +285,13 @@ class Recorder:
 
     def _ended(self) -> None:
         """Note what the trace changed; containers get back what they held, and torch's copies of them make way."""
+        renewed = [
+            key for key, w in self.written.items()
+            if key in self.first and not isinstance(w.owner, torch.nn.Module) and isinstance(w.read.value, SameObject)
+            and w.value is not self.raw[key] and says_the_same(self.raw[key], w.value)
+        ]  # fmt: skip
+        for key in renewed:
+            del self.first[key]
         changes = [w for key, w in self.written.items() if key in self.first and frozen(w.value) != w.read.value]
         filled = []
         for key, (owner, read) in self.first.items():
