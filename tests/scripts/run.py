@@ -3,7 +3,8 @@
 ``FOLDER`` has a checkout of each repository of ``table.py`` under its name (``nanoGPT``, ``minGPT``, ``examples``), at
 the commit that stands there. Every number that a script reads of a tensor must be the same in both: 1e-5 relative, in
 float32. The exit status says whether all were. Those of Hugging Face read their data with ``datasets``:
-``pip install -c constraints.txt datasets``.
+``pip install -c constraints.txt datasets``; makemore needs ``tensorboard``, x-transformers ``einx``, ``einops``,
+``loguru`` and ``torch-einops-utils``.
 """
 
 from __future__ import annotations

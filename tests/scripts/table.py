@@ -144,9 +144,6 @@ SCRIPTS: dict[str, Script] = {
         ("--batch-size=32", "--test-batch-size=40", "--epochs=2", "--log-interval=1", "--save-model"),
         runs=(("random", ()),),
     ),
-    "regression": Script(  # steps that are too long for a cubic and a quartic blow up what rounding leaves
-        EXAMPLES, "regression/main.py", cuts=("b", "k", "-"), today="regression",
-    ),
     "time_sequence_prediction": Script(
         EXAMPLES, "time_sequence_prediction/train.py", ("--steps=2",), data=data.waves,
         today="time_sequence_prediction",
