@@ -596,7 +596,7 @@ class _Registry:
 
     def backend(self, x: torch.Tensor, more: float) -> float:
         state = _State(self.state)
-        state.met[(type(x),)] = state.names["torch"]
+        state.met[(type(x), float)] = state.names["torch"]
         state.scale += more
         self.state = state
         return state.scale

@@ -108,13 +108,13 @@ def _by_tensor_class(key: Any, value: Any) -> bool:
 def says_the_same(before: Any, after: Any) -> bool:
     """Whether an object was replaced by another one of its class that holds the same, as libraries do with their state.
 
-    The second one may know more classes of tensors: those of a trace.
+    The second one may know more classes of what it is called with: a trace has tensors of classes of its own.
     """
     if before is after or type(before) is not type(after) or isinstance(before, torch.Tensor | torch.nn.Module):
         return before is after
     if isinstance(before, Mapping):
         more = after.keys() - before.keys()
-        return before.keys() <= after.keys() and all(map(_classes_of_tensors, more)) and all(
+        return before.keys() <= after.keys() and all(map(_classes, more)) and all(
             says_the_same(value, after[key]) for key, value in before.items()
         )  # fmt: skip
     if isinstance(before, (tuple, list)):
@@ -124,9 +124,9 @@ def says_the_same(before: Any, after: Any) -> bool:
     return hasattr(before, "__dict__") and says_the_same(vars(before), vars(after))
 
 
-def _classes_of_tensors(key: Any) -> bool:
+def _classes(key: Any) -> bool:
     parts = key if isinstance(key, (tuple, set, frozenset)) else (key,)
-    return all(isinstance(part, type) and issubclass(part, torch.Tensor) for part in parts)
+    return all(isinstance(part, type) for part in parts)
 
 
 def leaves_out(value: Any) -> bool:
