@@ -124,7 +124,7 @@ SCRIPTS: dict[str, Script] = {
              "--num-workers=0"),
             data=data.names, diff="makemore",
         )
-        for kind in ("transformer", "bow", "mlp", "gru", "bigram")
+        for kind in ("transformer", "mlp", "gru")
     },
     "actor_critic": Script(
         EXAMPLES, "reinforcement_learning/actor_critic.py", cuts=("n", "-"),
