@@ -34,8 +34,9 @@ from autopar.rules.notation import Rule
 from autopar.rules.option_names import factor_and_block, option_written
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import options_of, why_not_cut
+from autopar.runtime.module_calls import Batch
 from autopar.runtime.pipeline_programs import PlanStagesAgain
-from autopar.runtime.programs import Batch, Compare, PlanAgain
+from autopar.runtime.programs import Compare, PlanAgain
 from autopar.spreading import agreed
 from autopar.staging import cut, hot_ops
 from cost_models.pipeline import live_per_stage, with_microbatches

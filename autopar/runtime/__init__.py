@@ -45,7 +45,8 @@ A call
 :mod:`.values`           whether the model's Python values are those that were captured
 :mod:`.ways_taken`       whether branches on data would go the ways that the program follows; :mod:`.to_host`: numbers
                          that the host reads when they have come
-:mod:`.programs`         programs by these values; :mod:`.recaptured`: how a module takes another one
+:mod:`.programs`         programs by these values and by :mod:`.module_calls`; :mod:`.recaptured`: how a module takes
+                         another one
 :mod:`.original`         the model after ``parallelize``; :mod:`.old_parameters`: its own parameters
 
 Parameters in a script, which are DTensors

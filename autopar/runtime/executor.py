@@ -35,10 +35,11 @@ from autopar.runtime.failures import Failures
 from autopar.runtime.groups import Groups, groups_on
 from autopar.runtime.loss_counts import Count, count_of
 from autopar.runtime.mesh_step import parts_of_step, trained
+from autopar.runtime.module_calls import ModuleCall, batch_rows
 from autopar.runtime.outputs import IN_PIECES, CollectiveLog, unread, with_pending
 from autopar.runtime.own_rows import Call, OwnRows, TakesRows
 from autopar.runtime.plan_groups import mesh_of_own
-from autopar.runtime.programs import AllWell, Fields, ModuleCall, PlanAgain, batch_rows
+from autopar.runtime.programs import AllWell, Fields, PlanAgain
 from autopar.runtime.recaptured import fields_of, resume, take
 from autopar.runtime.registering import Placing
 from autopar.runtime.same_batch import Calls, Seen, first_readers

@@ -20,7 +20,7 @@ from autopar.errors import RunError
 from autopar.lower.compilable import breaks
 from autopar.runtime.compiled import records_graphs
 from autopar.runtime.gradients import has_hooks
-from autopar.runtime.programs import ModuleCall
+from autopar.runtime.module_calls import ModuleCall
 from autopar.runtime.seeds import mixed_seed
 from autopar.runtime.values import check_values
 from autopar.torch_private import pytree

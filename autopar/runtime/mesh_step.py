@@ -25,8 +25,8 @@ from autopar.runtime.calls import leaves_of
 from autopar.runtime.direct import stand_ins
 from autopar.runtime.gradients import has_hooks
 from autopar.runtime.loss_counts import Count, Shares, shares_by_count
+from autopar.runtime.module_calls import ModuleCall, batch_rows, parts_of
 from autopar.runtime.own_rows import Call
-from autopar.runtime.programs import ModuleCall, batch_rows, parts_of
 from autopar.runtime.runs import Run, runs, sizes
 from autopar.runtime.state import as_dtensor
 from autopar.torch_private import pytree

@@ -32,12 +32,13 @@ from autopar.runtime.copied import copied
 from autopar.runtime.failures import Failures
 from autopar.runtime.groups import Groups
 from autopar.runtime.loss_counts import Count, Shares, count_of
+from autopar.runtime.module_calls import ModuleCall
 from autopar.runtime.own_rows import TakesRows
 from autopar.runtime.own_rows_in_stages import RowsInStages
 from autopar.runtime.pipeline_outputs import Parts, of_batch, of_run
 from autopar.runtime.pipeline_programs import Lines
 from autopar.runtime.pipeline_start import begun, check_fits, take_values
-from autopar.runtime.programs import AllWell, Fields, ModuleCall
+from autopar.runtime.programs import AllWell, Fields
 from autopar.runtime.reached import ReachedBy, reached_by
 from autopar.runtime.ready import Ready, shares_of
 from autopar.runtime.registering import Placing

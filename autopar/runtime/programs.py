@@ -23,7 +23,6 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,20 +31,18 @@ import torch.distributed as dist
 from autopar.autocasting import autocast_now, shown
 from autopar.capture import Captured, Example
 from autopar.capture.evaluation import Skeleton
-from autopar.capture.microbatches import first_part, rows_of
+from autopar.capture.microbatches import rows_of
 from autopar.capture.python.guards import Change, refusal
 from autopar.errors import AutoparError, RunError
 from autopar.plan import StagePlan
 from autopar.runtime.agree import everywhere
-from autopar.runtime.calls import call_text
+from autopar.runtime.module_calls import Batch, ModuleCall, batch_rows
 from autopar.runtime.original import unheard
 from autopar.runtime.outputs import CollectiveLog
 from autopar.torch_private import pytree
 
 KEPT = 8
 """Programs of one module that are kept beside the one that runs."""
-MOST_SHOWN = 500
-"""Characters of a call that a message shows."""
 CHANGED = (
     "values that forward reads have changed there, and not in the same way on every rank; change them on all ranks "
     "alike, before the same call"
@@ -67,67 +64,11 @@ ON_ALL_METHOD = (
 PlanAgain = Callable[[Captured, Mapping[str, str]], StagePlan]
 """Of a captured graph and of how parameters are stored, by name: a plan, the same on all ranks."""
 
-Batch = tuple[tuple[Any, ...], Mapping[str, Any], tuple[Any, ...]]
-"""Positional and keyword arguments of the model, and targets of its loss function."""
 Compare = Callable[[Captured, torch.nn.Module, Batch], None]
 """Refuses a capture that is not what the model does with a batch."""
 AllWell = Callable[[], contextlib.AbstractContextManager[None]]
 """Gives contexts (:func:`~autopar.runtime.agree.everywhere`): what fails in one on any rank is raised on all."""
 Fields = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class ModuleCall:
-    """How a module is called.
-
-    Attributes:
-        in_parts: with a batch of several microbatches (``train_step``), each of which is a call of the program.
-        parts: how many the caller says; None where the shapes say it.
-        one: positional and keyword arguments of the first microbatch, where it is known what is cut; whole, also where
-            the call has one rank's rows.
-        of_step: it is one microbatch of a step that was looked at as a whole.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    in_parts: bool = False
-    parts: int | None = None
-    one: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
-    of_step: bool = False
-
-    def of(self, example: Example, rows: int) -> tuple[Batch, Any]:
-        """The call that a program for this one is captured from, and its loss function, unless the call leaves out the
-        targets that it takes.
-
-        Args:
-            example: how the model was called at first.
-            rows: of the program that there is: no microbatch is to be larger.
-        """
-        n = len(example.args)
-        args, kwargs = self.one or (self.args, self.kwargs)
-        targets = args[n:] if example.loss_fn is not None else ()
-        batch: Batch = args[: n if targets else None], dict(kwargs), targets
-        if self.in_parts and self.one is None:
-            have = rows_of(batch)
-            batch = first_part(batch, self.parts or parts_of(have, rows))
-        return batch, example.loss_fn if targets or not example.targets else None
-
-    def parts_of(self, captured: Captured) -> int | None:
-        """Of how many microbatches a step is, of the program that was captured; None of a call that is no step."""
-        if self.parts is not None or not self.in_parts or captured.example is None:
-            return self.parts
-        have, rows = rows_of((self.args, dict(self.kwargs))), batch_rows(captured)
-        return have // rows if have % rows == 0 else None
-
-    def shown(self) -> str:
-        """The call in words, for messages."""
-        text = call_text(self.args, self.kwargs) + (f" {shown(on)}" if (on := autocast_now()) else "")
-        return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
-
-
-def parts_of(rows: int, most: int) -> int:
-    """Into how many equal microbatches of at most ``most`` rows a batch is cut: as few as can be."""
-    return next(k for k in range(1, max(rows, 1) + 1) if rows % k == 0 and rows // k <= most)
 
 
 class Programs:
@@ -365,13 +306,6 @@ def check_autocast(captured: Captured) -> None:
         )
 
 
-def batch_rows(captured: Captured) -> int:
-    """Rows of what a program was captured with."""
-    assert captured.example is not None
-    example = captured.example
-    return rows_of((example.args, dict(example.kwargs), example.targets))
-
-
 def _is_whole(batch: Batch, captured: Captured) -> bool:
     """Whether a batch has the shapes that were captured; ranks may have passed their pieces."""
     example = captured.example
@@ -410,15 +344,4 @@ def _check_same(new: Captured, group: Any) -> None:
         raise RunError(f"ranks captured different models again (fingerprints {', '.join(prints)}): {CHANGED}")
 
 
-__all__ = [
-    "KEPT",
-    "AllWell",
-    "Compare",
-    "Fields",
-    "ModuleCall",
-    "PlanAgain",
-    "Programs",
-    "batch_rows",
-    "check_autocast",
-    "parts_of",
-]
+__all__ = ["KEPT", "AllWell", "Compare", "Fields", "PlanAgain", "Programs", "check_autocast"]

@@ -17,8 +17,8 @@ import torch
 
 from autopar.capture import Captured
 from autopar.runtime.calls import leaves_of
+from autopar.runtime.module_calls import ModuleCall
 from autopar.runtime.own_rows import widened
-from autopar.runtime.programs import ModuleCall
 from autopar.torch_private import pytree
 
 COPIED_BYTES = 1 << 20

@@ -22,8 +22,9 @@ from autopar.runtime import dtensor_fixes, optimizer_steps
 from autopar.runtime.buckets import Buckets
 from autopar.runtime.compiled import ITSELF, compile_programs
 from autopar.runtime.methods import method_of
+from autopar.runtime.module_calls import ModuleCall
 from autopar.runtime.original import Original, unheard
-from autopar.runtime.programs import AllWell, Fields, ModuleCall, Programs
+from autopar.runtime.programs import AllWell, Fields, Programs
 from autopar.runtime.same_batch import Calls
 from autopar.runtime.submodules import (
     Elements,

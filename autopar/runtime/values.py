@@ -14,7 +14,8 @@ import torch
 from autopar.capture.python.frozen import show
 from autopar.capture.python.guards import Guards, refusal
 from autopar.errors import RunError
-from autopar.runtime.programs import ModuleCall, check_autocast
+from autopar.runtime.module_calls import ModuleCall
+from autopar.runtime.programs import check_autocast
 
 
 def assigned(pm: Any, path: str, name: str, value: Any) -> bool:
